@@ -1,0 +1,1 @@
+"""One package per engine; nothing outside it imports that engine."""

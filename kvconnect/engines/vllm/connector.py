@@ -1,0 +1,218 @@
+"""The class vLLM loads: forwards each call to the half that lives in this process.
+
+vLLM makes one object per role: SCHEDULER in the engine core, WORKER in each worker process. The
+class methods are also called in the API server. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_events import KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
+
+from kvconnect.config import parse_config
+from kvconnect.engines.vllm import translate
+from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
+from kvconnect.engines.vllm.scheduler import SchedulerHalf
+from kvconnect.engines.vllm.stats import KVConnectPromMetrics, KVConnectStats
+from kvconnect.engines.vllm.worker import WorkerHalf
+from kvconnect.errors import Misuse
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.request import Request
+
+
+class KVConnect(KVConnectorBase_V1, SupportsHMA):
+    """vLLM KV connector that keeps evicted KV blocks in host memory."""
+
+    _cache_hit_source = CacheHitSource.HOST
+    requires_kv_delivery = False  # a cache: a store that is dropped is a later miss
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        translate.check_engine(vllm_config)
+        self._config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
+        _ = self.scheduler if role is KVConnectorRole.SCHEDULER else self.worker
+
+    @cached_property
+    def scheduler(self) -> SchedulerHalf:
+        """The half in the engine core."""
+        self._expect(KVConnectorRole.SCHEDULER)
+        return SchedulerHalf(self._vllm_config, self._kv_cache_config, self._config)
+
+    @cached_property
+    def worker(self) -> WorkerHalf:
+        """The half in a worker process."""
+        self._expect(KVConnectorRole.WORKER)
+        return WorkerHalf(self._vllm_config, self._kv_cache_config, self._config)
+
+    def _expect(self, role: KVConnectorRole) -> None:
+        if self.role is not role:
+            raise Misuse(f"a {self.role.name} connector was asked for its {role.name} half")
+
+    # -- class-level answers --------------------------------------------------------------
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """No: weights may change while asleep, and the host tier would not know."""
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """Rebuild statistics from what travelled between processes."""
+        return KVConnectStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """Register the metrics of the catalogue."""
+        return KVConnectPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # -- worker ---------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """See :meth:`WorkerHalf.register`."""
+        self.worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
+        """See :meth:`WorkerHalf.hello`."""
+        return self.worker.hello()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Start loads here, since ``start_load_kv`` usually comes after the forward."""
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepInstructions)
+        self.worker.begin_step(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Wait for this step's synchronous loads; the others run on."""
+        self.worker.wait_sync_loads()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: synchronous loads are complete before the forward."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: whole blocks are stored after the step."""
+
+    def wait_for_save(self) -> None:
+        """See :meth:`WorkerHalf.submit_stores`; does not wait."""
+        self.worker.submit_stores()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """See :meth:`WorkerHalf.collect`."""
+        finished, failed = self.worker.collect()
+        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See :meth:`WorkerHalf.take_errors`."""
+        return self.worker.take_errors()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """See :meth:`WorkerHalf.take_reports`."""
+        return self.worker.take_reports()
+
+    # -- scheduler ------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Keep the pool through which stores hold their source blocks."""
+        self.scheduler.pool = gpu_block_pool
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """See :meth:`SchedulerHalf.greet`."""
+        self.scheduler.greet({k: v for k, v in metadata.items() if isinstance(v, WorkerHello)})
+
+    def on_new_request(self, request: Request) -> None:
+        """See :meth:`SchedulerHalf.add_request`."""
+        self.scheduler.add_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """See :meth:`SchedulerHalf.match`."""
+        return self.scheduler.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """See :meth:`SchedulerHalf.after_alloc`."""
+        self.scheduler.after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """See :meth:`SchedulerHalf.build_step`."""
+        return self.scheduler.build_step(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """See :meth:`SchedulerHalf.on_reports`."""
+        reports = connector_output.kv_connector_worker_meta
+        assert reports is None or isinstance(reports, StepReports)
+        self.scheduler.on_reports(reports)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Never delays the free: stores hold their blocks themselves."""
+        self.scheduler.finish_request(request)
+        return False, None
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """See :meth:`EventLog.take`."""
+        return self.scheduler.events.take()
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether stores will give blocks back soon, so that nobody need be preempted."""
+        return self.scheduler.plan.jobs.holds_for_store
+
+    def has_pending_push_work(self) -> bool:
+        """Whether jobs are open: the engine steps on until they are answered."""
+        return self.scheduler.plan.busy
+
+    def reset_cache(self) -> bool:
+        """See :meth:`SchedulerHalf.reset`."""
+        self.scheduler.reset()
+        return True
+
+    # -- both -----------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Return this role's counts since the last call."""
+        half = self.scheduler if self.role is KVConnectorRole.SCHEDULER else self.worker
+        return half.take_stats()
+
+    def shutdown(self) -> None:
+        """Stop the copy thread and free the host tier."""
+        if self.role is KVConnectorRole.WORKER:
+            self.worker.close()

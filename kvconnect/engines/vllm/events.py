@@ -1,0 +1,94 @@
+"""KV events of the host tier, in vLLM's own event types (medium ``CPU``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+)
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+
+from kvconnect.plan.groups import CacheGroup
+from kvconnect.plan.index import Removed
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class EventLog:
+    """Collects events until vLLM takes them; keeps nothing when the user asked for no events.
+
+    A stored event is written when the block is planned, while its request is at hand, and
+    published when the block can be loaded.
+    """
+
+    def __init__(self, config: VllmConfig, groups: Sequence[CacheGroup]) -> None:
+        events = config.kv_events_config
+        self._enabled = events is not None and events.enable_kv_cache_events
+        self._groups = groups
+        self._planned: dict[tuple[int, bytes], BlockStored] = {}
+        self._ready: list[KVCacheEvent] = []
+
+    def planned(
+        self,
+        request: Request,
+        hashes: Sequence[Sequence[bytes]],
+        blocks: Iterable[tuple[int, int]],
+    ) -> None:
+        """Blocks of a request, as (group, block number), are about to be stored."""
+        if not self._enabled:
+            return
+        for group, block in blocks:
+            size = self._groups[group].block_tokens
+            tokens = request.all_token_ids[block * size : (block + 1) * size]
+            lora = request.lora_request
+            parent = hashes[group][block - 1] if block else None
+            self._planned[group, hashes[group][block]] = BlockStored(
+                block_hashes=[_external(hashes[group][block])],
+                parent_block_hash=None if parent is None else _external(parent),
+                token_ids=list(tokens),
+                block_size=size,
+                lora_id=lora.adapter_id if lora else None,
+                medium=MEDIUM_CPU,
+                lora_name=lora.name if lora else None,
+                group_idx=group,
+            )
+
+    def stored(self, blocks: Iterable[tuple[int, bytes]]) -> None:
+        """Blocks, as (group, hash), can be loaded from now on."""
+        for key in blocks:
+            event = self._planned.pop(key, None)
+            if event is not None:
+                self._ready.append(event)
+
+    def removed(self, blocks: Iterable[Removed]) -> None:
+        """Blocks left the host tier."""
+        if self._enabled:
+            self._ready.extend(
+                BlockRemoved(
+                    block_hashes=[_external(block.block_hash)],
+                    medium=MEDIUM_CPU,
+                    group_idx=block.group,
+                )
+                for block in blocks
+            )
+
+    def cleared(self) -> None:
+        """The tier was reset. vLLM's reset of its own cache tells subscribers."""
+        self._planned.clear()
+
+    def take(self) -> list[KVCacheEvent]:
+        """Return the events since the last call."""
+        ready, self._ready = self._ready, []
+        return ready
+
+
+def _external(block_hash: bytes) -> bytes | int:
+    external: bytes | int = maybe_convert_block_hash(BlockHash(block_hash))
+    return external

@@ -1,0 +1,192 @@
+"""The connector's half in vLLM's scheduler: turns its calls into events of the plan."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from vllm.config import VllmConfig
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvconnect.config import OffloadConfig
+from kvconnect.engines.vllm import translate
+from kvconnect.engines.vllm.events import EventLog
+from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
+from kvconnect.engines.vllm.stats import KVConnectStats
+from kvconnect.errors import Incompatible
+from kvconnect.plan.index import HostIndex
+from kvconnect.plan.ledger import Owner
+from kvconnect.plan.offload import Limits, LoadRequest, OffloadPlan, count_lookup
+from kvconnect.plan.policy import make_policy
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_STORE_SHARE = 0.25  # of the device's blocks may be held by stores; the rest is the engine's
+
+
+class SchedulerHalf:
+    """Owned by the scheduler's thread. Idle until the workers said how many slots they have."""
+
+    pool: BlockPool  # the device's blocks; vLLM hands it over right after construction
+
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: OffloadConfig
+    ) -> None:
+        translate.recompute_failed_loads(vllm_config)
+        self._config = config
+        self._groups = translate.cache_groups(kv_cache_config)
+        self._hash_tokens = translate.hash_block_tokens(vllm_config, kv_cache_config)
+        self._limits = Limits(
+            workers=vllm_config.parallel_config.world_size,
+            deadline_s=config.deadline_s,
+            held_blocks=max(1, int(kv_cache_config.num_blocks * _STORE_SHARE)),
+        )
+        self._requests: dict[str, Request] = {}
+        self._promised: dict[str, tuple[int, int, bool]] = {}  # local tokens, hit tokens, sync
+        self._slot_bytes = 0
+        self._gauges: dict[tuple[str, str | None], float] = {}
+        self.events = EventLog(vllm_config, self._groups)
+        self.plan = self._make_plan(num_slots=0)
+
+    def greet(self, hellos: Mapping[tuple[int, int], WorkerHello]) -> None:
+        """Learn the workers' host tiers; the smallest one counts, since all use the same slots.
+
+        Raises:
+            Incompatible: not every worker answered.
+        """
+        if len(hellos) != self._limits.workers:
+            raise Incompatible(f"{len(hellos)} of {self._limits.workers} workers have a host tier")
+        num_slots = min(hello.num_slots for hello in hellos.values())
+        self._slot_bytes = sum(hello.slot_bytes for hello in hellos.values())
+        self.plan = self._make_plan(num_slots)
+        logger.info(
+            "KVConnect host tier: %d blocks, %.2f GiB over %d workers",
+            num_slots,
+            num_slots * self._slot_bytes / 2**30,
+            len(hellos),
+        )
+
+    def add_request(self, request: Request) -> None:
+        """A request arrived."""
+        self._requests[request.request_id] = request
+        self.plan.add_request(request.request_id)
+
+    def match(self, request: Request, local_tokens: int) -> tuple[int, bool]:
+        """Return (tokens the host tier can add to ``local_tokens``, whether asynchronously)."""
+        req_id = request.request_id
+        if request.skip_reading_prefix_cache:
+            self._promised.pop(req_id, None)
+            return 0, False
+        # The engine samples from the last token's output, so a windowed group's load must leave
+        # that token (and with it the window before it) to compute.
+        whole = all(group.is_full for group in self._groups)
+        limit = request.num_tokens if whole else request.num_tokens - 1
+        hashes = self._hashes(request)
+        found = self.plan.match(req_id, hashes, local_tokens, limit)
+        sync = self._is_small(found)
+        if sync and local_tokens + found >= request.num_tokens:
+            found = self.plan.match(req_id, hashes, local_tokens, request.num_tokens - 1)
+        self._promised[req_id] = (local_tokens, found, sync)
+        return found, found > 0 and not sync
+
+    def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
+        """The engine admitted the request and allocated its blocks; plan the load, if any."""
+        promised = self._promised.pop(request.request_id, None)
+        if promised is None:
+            return  # second call for a request whose load is done, or it reads no cache
+        local_tokens, _, sync = promised
+        count_lookup(self.plan.stats, request.num_tokens - local_tokens, num_external)
+        if num_external:
+            wanted = LoadRequest(
+                local_tokens,
+                local_tokens + num_external,
+                self._hashes(request),
+                blocks.get_block_ids(),
+                sync,
+            )
+            self.plan.plan_load(request.request_id, wanted, time.monotonic())
+
+    def build_step(self, output: SchedulerOutput) -> StepInstructions:
+        """Plan the stores of this step and hand out its instructions."""
+        now = time.monotonic()
+        self._release(self.plan.jobs.expire(now))
+        for req_id in output.scheduled_cached_reqs.resumed_req_ids:
+            self.plan.add_request(req_id)
+        for req_id, computed in translate.computed_tokens(output):
+            if self.plan.is_due(req_id, computed):
+                self._store(req_id, computed, output)
+        work = self.plan.take(now)
+        for store in work.stores:
+            for part in store.parts:
+                translate.hold_blocks(self.pool, part.block_ids)
+        self.events.removed(self.plan.take_removed())
+        return StepInstructions(work)
+
+    def on_reports(self, reports: StepReports | None) -> None:
+        """Take the workers' answers of a step."""
+        now = time.monotonic()
+        for report in reports.reports if reports else ():
+            settled = self.plan.on_report(report, now)
+            if settled is None:
+                continue
+            if settled.owner is Owner.STORE:
+                self._release(settled.released)
+                self.events.stored(settled.stored)
+        self.events.removed(self.plan.take_removed())
+
+    def finish_request(self, request: Request) -> None:
+        """The request is over; blocks still being stored stay held until copied."""
+        self._requests.pop(request.request_id, None)
+        self._promised.pop(request.request_id, None)
+        self.plan.forget_request(request.request_id)
+
+    def reset(self) -> None:
+        """Forget the whole host tier, as the engine forgets its prefix cache."""
+        self.plan.reset()
+        self.events.cleared()
+
+    def take_stats(self) -> KVConnectStats | None:
+        """Return what was counted since the last call, with the gauges that moved."""
+        for name, value, label in self.plan.gauges(time.monotonic(), self._slot_bytes):
+            if self._gauges.get((name, label)) != value:
+                self._gauges[name, label] = value
+                self.plan.stats.gauge(name, value, label)
+        taken = self.plan.stats.take()
+        assert taken is None or isinstance(taken, KVConnectStats)
+        return taken
+
+    def _make_plan(self, num_slots: int) -> OffloadPlan:
+        policy = make_policy(self._config.policy, num_slots)
+        index = HostIndex(num_slots, len(self._groups), policy)
+        return OffloadPlan(self._groups, index, KVConnectStats(), self._limits)
+
+    def _hashes(self, request: Request) -> tuple[Sequence[bytes], ...]:
+        return translate.group_hashes(request, self._groups, self._hash_tokens)
+
+    def _is_small(self, tokens: int) -> bool:
+        """Whether a load is worth doing inside the step. With several groups it never is: the
+        engine could not name what failed."""
+        if len(self._groups) > 1 or not tokens:
+            return False
+        blocks = tokens // self._groups[0].block_tokens
+        return blocks * self._slot_bytes <= self._config.sync_load_bytes
+
+    def _store(self, req_id: str, computed: int, output: SchedulerOutput) -> None:
+        request = self._requests[req_id]
+        state = output.kv_connector_block_state
+        assert state is not None
+        hashes = self._hashes(request)
+        new = self.plan.plan_store(req_id, computed, hashes, state.resolve_block_ids(req_id))
+        self.events.planned(request, hashes, new)
+
+    def _release(self, block_ids: Sequence[int]) -> None:
+        if block_ids:
+            translate.release_blocks(self.pool, block_ids)

@@ -1,0 +1,179 @@
+"""vLLM's objects in KVConnect's words. The only file that changes with vLLM's version.
+
+Written against vLLM 0.32 and 0.33.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import vllm
+from vllm.config import VllmConfig
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvconnect.errors import ConfigError, Incompatible
+from kvconnect.geometry import Geometry, GroupGeometry, Segment, view_segments
+from kvconnect.plan.groups import CacheGroup
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+SUPPORTED = ((0, 32), (0, 33))
+
+
+def check_engine(config: VllmConfig) -> None:
+    """Refuse what cannot work, before anything is allocated.
+
+    Raises:
+        Incompatible: a vLLM version this file was not written for.
+        ConfigError: a role or a kind of parallelism that offloading does not serve.
+    """
+    release = tuple(int(part) for part in vllm.__version__.split(".")[:2])
+    if release not in SUPPORTED:
+        known = ", ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
+        raise Incompatible(f"vLLM {vllm.__version__} is not supported; install one of {known}")
+    transfer = config.kv_transfer_config
+    if transfer.kv_role != "kv_both":
+        raise ConfigError("kv_role", transfer.kv_role, "offloading stores and loads: use kv_both")
+    parallel = config.parallel_config
+    for field in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, field, 1) > 1:
+            raise ConfigError(field, getattr(parallel, field), "context parallelism: use 1")
+
+
+def recompute_failed_loads(config: VllmConfig) -> None:
+    """Have vLLM recompute blocks that could not be loaded.
+
+    vLLM's default is to fail the request, which is right for a hand-off but not for a cache: a
+    block lost from the host tier is a miss. The scheduler reads this after it made the connector.
+    """
+    config.kv_transfer_config.kv_load_failure_policy = "recompute"
+
+
+def cache_groups(config: KVCacheConfig) -> tuple[CacheGroup, ...]:
+    """Return the plan's view of vLLM's KV-cache groups.
+
+    Raises:
+        ConfigError: a group whose cache is not addressed by blocks of tokens.
+    """
+    return tuple(_cache_group(group.kv_cache_spec) for group in config.kv_cache_groups)
+
+
+def _cache_group(spec: KVCacheSpec) -> CacheGroup:
+    layers = [spec]
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        layers = list(spec.kv_cache_specs.values())
+    kinds = {_attention(layer) for layer in layers}
+    if len(kinds) > 1:
+        raise ConfigError("model", type(spec).__name__, "its layers reach back differently far")
+    return kinds.pop()
+
+
+def _attention(spec: KVCacheSpec) -> CacheGroup:
+    # Exact types: subclasses of these reuse the fields but not the meaning of a block.
+    if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
+        return CacheGroup(spec.block_size)
+    if type(spec) is SlidingWindowSpec:
+        return CacheGroup(spec.block_size, window=spec.sliding_window)
+    if type(spec) is ChunkedLocalAttentionSpec:
+        return CacheGroup(spec.block_size, chunk=spec.attention_chunk_size)
+    raise ConfigError(
+        "model",
+        type(spec).__name__,
+        "this kind of KV cache cannot be offloaded; run without KVConnect",
+    )
+
+
+def group_hashes(
+    request: Request, groups: Sequence[CacheGroup], hash_tokens: int
+) -> tuple[Sequence[bytes], ...]:
+    """Return, per group, the hash of each full block. Hashes are chained, so the last one inside
+    a block names the whole prefix."""
+    hashes = request.block_hashes
+    return tuple(
+        hashes
+        if group.block_tokens == hash_tokens
+        else hashes[group.block_tokens // hash_tokens - 1 :: group.block_tokens // hash_tokens]
+        for group in groups
+    )
+
+
+def hash_block_tokens(config: VllmConfig, kv_cache: KVCacheConfig) -> int:
+    """Return how many tokens one of vLLM's block hashes covers."""
+    tokens: int = kv_cache.hash_block_size or config.cache_config.block_size
+    return tokens
+
+
+def computed_tokens(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
+    """Yield each scheduled request and how many of its tokens have KV after this step.
+
+    Draft tokens do not count: they may be rejected and their KV overwritten.
+    """
+    scheduled, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens + scheduled[new.req_id]
+    cached = output.scheduled_cached_reqs
+    for req_id, before in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        yield req_id, before + scheduled[req_id] - len(drafts.get(req_id, ()))
+
+
+def hold_blocks(pool: BlockPool, block_ids: Iterable[int]) -> None:
+    """Keep blocks from reuse until :func:`release_blocks`, whatever becomes of their request."""
+    pool.touch([pool.blocks[block_id] for block_id in block_ids])
+
+
+def release_blocks(pool: BlockPool, block_ids: Sequence[int]) -> None:
+    """Undo :func:`hold_blocks`. The last blocks of a prefix are reused first."""
+    pool.free_blocks(pool.blocks[block_id] for block_id in reversed(block_ids))
+
+
+def backing_area(kv_caches: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the one allocation behind all layers as uint8 ``[bytes]``, without copying.
+
+    Raises:
+        Incompatible: the layers do not share one allocation.
+    """
+    tensors = list(kv_caches.values())
+    starts = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    if len(starts) != 1:
+        raise Incompatible(f"the KV cache lies in {len(starts)} allocations, expected one")
+    area = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
+    return area.set_(tensors[0].untyped_storage())
+
+
+def cache_geometry(config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]) -> Geometry:
+    """Return where each group's blocks lie in the backing area.
+
+    Raises:
+        Incompatible: naming the layer whose bytes cannot be told from shape and strides.
+    """
+    base = next(iter(kv_caches.values())).untyped_storage().data_ptr()
+    groups = []
+    for group in config.kv_cache_groups:
+        segments: list[Segment] = []
+        for layer in group.layer_names:
+            view = kv_caches[layer]
+            try:
+                segments += view_segments(
+                    view.data_ptr() - base,
+                    view.shape,
+                    view.stride(),
+                    view.element_size(),
+                    config.num_blocks,
+                )
+            except Incompatible as error:
+                raise Incompatible(f"layer {layer}: {error}") from error
+        groups.append(GroupGeometry(tuple(segments), config.num_blocks))
+    return Geometry(tuple(groups))

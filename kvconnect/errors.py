@@ -1,0 +1,38 @@
+"""The exception tree, named by what the caller does next.
+
+Everything the library raises on purpose derives from :class:`KVConnectError`, so a caller can
+tell "KVConnect refused" from a bug. Foreign exceptions are translated where foreign code is
+called and keep their cause.
+"""
+
+from __future__ import annotations
+
+
+class KVConnectError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class ConfigError(KVConnectError, ValueError):
+    """A setting is wrong. The message names the field, the value and the fix."""
+
+    def __init__(self, field: str, value: object, fix: str) -> None:
+        super().__init__(f"kvconnect: {field}={value!r} is not usable: {fix}")
+        self.field = field
+        self.value = value
+        self.fix = fix
+
+
+class Incompatible(KVConnectError):
+    """Two sides, or this library and an engine, do not fit. Message names what differs."""
+
+
+class Corrupt(KVConnectError):
+    """Bytes are not what was stored. The copy must be quarantined, never used."""
+
+
+class Misuse(KVConnectError):
+    """The library was called against its contract: a bug on this side of the seam."""
+
+
+class TransferFailed(KVConnectError):
+    """A copy could not be completed. The blocks' contents are unknown; recompute them."""

@@ -1,0 +1,205 @@
+"""Publish stats payloads as Prometheus metrics. The only file that imports ``prometheus_client``.
+
+The engine says which classes to use: those of ``prometheus_client``, or wrappers with the same
+small interface (Ray's). A payload holds deltas; here they become cumulative.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from kvconnect.errors import Misuse
+from kvconnect.metrics.catalog import Family, Part, families
+from kvconnect.stats import GAUGES, OffloadingConnectorStats
+
+logger = logging.getLogger(__name__)
+
+_CLASSES: dict[str, type[Any]] = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
+
+
+class PromMetrics:
+    """All families of the catalogue for the engines one process serves.
+
+    Not synchronised with itself: one thread calls :meth:`observe`; scrapes may run meanwhile.
+    """
+
+    def __init__(
+        self,
+        metric_types: Mapping[type[Any], Any],
+        labelnames: list[str],
+        per_engine_labelvalues: Mapping[int, list[object]],
+        prefix: str = "vllm:",
+    ) -> None:
+        """Register every family and create every series, so that it reads 0 before its event.
+
+        Args:
+            metric_types: maps ``prometheus_client``'s ``Counter``, ``Gauge`` and ``Histogram``
+                to the classes to build with.
+            labelnames: the engine's own labels, which come first.
+            per_engine_labelvalues: their values for each engine index.
+            prefix: of every metric name; with its colon.
+
+        Raises:
+            ValueError: one of KVConnect's own names is registered already. An alias that is
+                taken is left to its owner, with one log line.
+        """
+        self._engines = frozenset(per_engine_labelvalues)
+        self._feeds: list[_Feed] = []
+        for family in families(prefix):
+            built = _register(family, metric_types, labelnames)
+            if built is not None:
+                children = _children(family, built, per_engine_labelvalues)
+                self._feeds.append(_Feed(family, children))
+        # Names and labels of payloads that need no (further) remark.
+        self._known = {
+            (family.metric.section, family.metric.recorded_as, value)
+            for family in families(prefix)
+            for value in family.values
+        }
+
+    def observe(self, data: Mapping[str, Any], engine_idx: int = 0) -> None:
+        """Add one payload, ``OffloadingConnectorStats.data``, to engine ``engine_idx``'s series.
+
+        ``data`` stays unchanged. What this version does not know, as a newer worker may send
+        it, is left out.
+
+        Raises:
+            Misuse: the payload is malformed or the engine unknown; nothing was added.
+        """
+        if engine_idx not in self._engines:
+            raise Misuse(f"no metrics for engine {engine_idx}, only for {sorted(self._engines)}")
+        payload = OffloadingConnectorStats(data).data
+        self._remark_unknown(payload)
+        for feed in self._feeds:
+            feed.observe(payload, engine_idx)
+
+    def _remark_unknown(self, payload: dict[str, Any]) -> None:
+        sent = {
+            (section, name, label)
+            for section, names in payload.items()
+            for name, values in names.items()
+            for label in values
+        }
+        unknown = sent - self._known
+        if unknown:
+            logger.debug("metrics unknown to this version are left out: %s", sorted(unknown))
+            self._known |= unknown
+
+
+@dataclass(frozen=True)
+class _Feed:
+    """A registered family and its series, by engine index and label value."""
+
+    family: Family
+    children: dict[tuple[int, str], Any]
+
+    def observe(self, payload: dict[str, Any], engine_idx: int) -> None:
+        row = self.family.metric
+        recorded = payload[row.section].get(row.recorded_as, {})
+        for label in self.family.values:
+            if label in recorded:
+                self._add(self.children[engine_idx, label], recorded[label], payload)
+
+    def _add(self, child: Any, value: Any, payload: dict[str, Any]) -> None:
+        row, alias = self.family.metric, self.family.alias
+        if alias is None or alias.per is None:
+            _ADD[row.kind, row.part](child, value, row.buckets)
+            return
+        whole = payload[GAUGES].get(alias.per, {}).get("", 0)
+        if whole:  # an arena without a single slot has no share in use
+            child.set(value / whole)
+
+
+def _register(
+    family: Family, metric_types: Mapping[type[Any], Any], labelnames: list[str]
+) -> Any | None:
+    row = family.metric
+    arguments: dict[str, Any] = {
+        "name": family.name,
+        "documentation": row.help,
+        "labelnames": [*labelnames, family.label] if family.label else labelnames,
+    }
+    if row.kind == "gauge":
+        # With several API servers each engine's payloads reach one of them at a time: the
+        # newest value is the true one, their sum is not.
+        arguments["multiprocess_mode"] = "mostrecent"
+    elif row.kind == "histogram":
+        arguments["buckets"] = list(row.buckets)
+    try:
+        return metric_types[_CLASSES[row.kind]](**arguments)
+    except ValueError as error:
+        if family.alias is None:
+            raise
+        logger.info("%s belongs to another connector and is left to it: %s", family.name, error)
+        return None
+
+
+def _children(
+    family: Family, built: Any, per_engine_labelvalues: Mapping[int, list[object]]
+) -> dict[tuple[int, str], Any]:
+    children = {}
+    for engine_idx, engine_values in per_engine_labelvalues.items():
+        for value in family.values:
+            # All labels in one call: a wrapper's labels() works once only.
+            child = built.labels(*engine_values, *([value] if family.label else []))
+            if family.metric.kind == "gauge":
+                # In multiprocess mode a gauge that was never set is absent from the scrape.
+                child.set(0)
+            children[engine_idx, value] = child
+    return children
+
+
+def _add(child: Any, value: float, _buckets: tuple[float, ...]) -> None:
+    child.inc(value)
+
+
+def _add_sum(child: Any, cells: list[float], _buckets: tuple[float, ...]) -> None:
+    child.inc(cells[0])
+
+
+def _add_count(child: Any, cells: list[float], _buckets: tuple[float, ...]) -> None:
+    child.inc(sum(cells[1:]))
+
+
+def _set(child: Any, value: float, _buckets: tuple[float, ...]) -> None:
+    child.set(value)
+
+
+def _add_buckets(child: Any, cells: list[float], buckets: tuple[float, ...]) -> None:
+    """Add counts per bucket to a histogram series.
+
+    ``observe()`` takes samples, and samples would make payloads as long as an interval has
+    operations. So the counters inside ``prometheus_client``'s histogram are raised directly,
+    exactly as its ``observe()`` does, in memory as well as in multiprocess mode. A wrapper has
+    no such counters: it gets one representative sample per count, so that its buckets are
+    exact and its sum is approximate (exact when all samples fell into one bucket; the counters
+    beside it are exact always).
+    """
+    total, *counts = cells
+    inner = getattr(child, "_buckets", None)
+    if inner is not None:
+        child._sum.inc(total)
+        for bucket, n in zip(inner, counts, strict=True):
+            if n:
+                bucket.inc(n)
+        return
+    alone = sum(n > 0 for n in counts) == 1
+    edges = (0.0, *buckets, 2 * buckets[-1])
+    for i, n in enumerate(counts):
+        middle = (edges[i] + edges[i + 1]) / 2
+        for _ in range(int(n)):
+            child.observe(min(total / n, edges[i + 1]) if alone else middle)
+
+
+_ADD: dict[tuple[str, Part], Callable[[Any, Any, tuple[float, ...]], None]] = {
+    ("counter", Part.VALUE): _add,
+    ("counter", Part.SUM): _add_sum,
+    ("counter", Part.COUNT): _add_count,
+    ("gauge", Part.VALUE): _set,
+    ("histogram", Part.BUCKETS): _add_buckets,
+}

@@ -1,0 +1,188 @@
+"""Jobs in flight: from instruction to the last worker's report, exactly once.
+
+Opening a job enters its device blocks in the ledger; the report of the last worker settles it:
+slots become readable or free, readers unpin, bad copies are quarantined, blocks are released.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvconnect.plan.index import HostIndex
+from kvconnect.plan.instructions import Failure, Load, Part, Report, Store
+from kvconnect.plan.ledger import Hold, Ledger, Owner
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.types import FailureCause, JobId, Tier, TransferType
+
+logger = logging.getLogger(__name__)
+
+NULL_BLOCK = 0  # the engine's placeholder for blocks outside a window; never copied
+_QUARANTINED = (FailureCause.DIGEST, FailureCause.COPY)
+_TYPE = {Owner.STORE: TransferType.GPU_TO_CPU, Owner.LOAD: TransferType.CPU_TO_GPU}
+# A worker counts from the moment the job arrives and must be able to answer before we give up.
+_ANSWER_FACTOR = 2.0
+
+
+class Settled(NamedTuple):
+    """A finished job.
+
+    ``released`` device blocks are no longer held by anybody here; ``stored`` names the (group,
+    hash) of blocks that became readable; ``failed_req_id`` is the request whose load failed.
+    """
+
+    owner: Owner
+    released: tuple[int, ...]
+    stored: tuple[tuple[int, bytes], ...] = ()
+    failed_req_id: str | None = None
+
+
+@dataclass
+class _Job:
+    owner: Owner
+    parts: tuple[Part, ...]
+    asked: float
+    waiting: int  # workers that have not answered
+    req_id: str | None = None
+    tokens: int = 0
+    sync: bool = False
+    failures: dict[Failure, None] = field(default_factory=dict)
+    publish: bool = True  # False once a reset or an expiry made a store's result worthless
+
+
+class JobBook:
+    """Open jobs of one engine. Owned by the scheduler's thread."""
+
+    def __init__(
+        self, index: HostIndex, stats: OffloadingConnectorStats, workers: int, deadline_s: float
+    ) -> None:
+        self.ledger = Ledger()
+        self._index = index
+        self._stats = stats
+        self._workers = workers
+        self._deadline_s = deadline_s
+        self._jobs: dict[JobId, _Job] = {}
+        self._last = 0
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def open_store(self, parts: tuple[Part, ...], now: float) -> Store:
+        """Open a store of reserved slots; their device blocks are held from now on."""
+        job = self._open(_Job(Owner.STORE, parts, now, self._workers))
+        return Store(job, parts, self._deadline_s)
+
+    def open_load(
+        self, req_id: str, parts: tuple[Part, ...], tokens: int, *, sync: bool, now: float
+    ) -> Load:
+        """Open a load; its slots are pinned, its device blocks held from now on."""
+        for part in parts:
+            slots = [slot for slot in part.slots if slot >= 0]
+            self._index.pin(slots)
+            self._index.touch(slots)
+        job = self._open(_Job(Owner.LOAD, parts, now, self._workers, req_id, tokens, sync))
+        return Load(job, req_id, parts, self._deadline_s, sync)
+
+    @property
+    def holds_for_store(self) -> bool:
+        """Whether some store holds device blocks, which it will give back soon."""
+        return self.ledger.held_by(Owner.STORE) > 0
+
+    def on_report(self, report: Report, now: float) -> Settled | None:
+        """Take one worker's answer; return what changed once the last one has answered."""
+        job = self._jobs.get(report.job)
+        if job is None:
+            logger.warning("a worker reported job %d, which is not open; ignored", report.job)
+            return None
+        job.failures.update(dict.fromkeys(report.failures))
+        job.waiting -= 1
+        if job.waiting:
+            return None
+        del self._jobs[report.job]
+        for failure in job.failures:
+            self._stats.count("failed_blocks", label=failure.cause.value)
+        hold = self.ledger.settle(report.job)
+        released = () if hold is None else hold.blocks
+        if job.owner is Owner.STORE:
+            return Settled(job.owner, released, stored=self._end_store(job))
+        return self._end_load(job, released, now)
+
+    def expire(self, now: float) -> list[int]:
+        """Release the source blocks of stores that no worker answered in time, and return them.
+
+        What such a store writes is never published. A load's blocks stay held: only its worker
+        can say that no write lands any more, and it has a deadline of its own.
+        """
+        released: list[int] = []
+        for hold in self.ledger.expired(now):
+            job = self._jobs[hold.job]
+            if job.owner is Owner.STORE:
+                self._stats.count("expired_jobs", label=_TYPE[job.owner].value)
+                job.publish = False
+                self.ledger.settle(hold.job)
+                released.extend(hold.blocks)
+        return released
+
+    def void_stores(self) -> None:
+        """Let no store in flight publish its blocks (the tier was reset)."""
+        for job in self._jobs.values():
+            job.publish = False
+
+    def gauges(self, now: float) -> Iterable[tuple[str, float, str | None]]:
+        """Yield (name, value, label) of what the book holds."""
+        for owner in Owner:
+            yield "ledger_held_blocks", self.ledger.held_by(owner), owner.value
+            jobs = sum(job.owner is owner for job in self._jobs.values())
+            yield "jobs_in_flight", jobs, _TYPE[owner].value
+        yield "ledger_oldest_hold_seconds", self.ledger.oldest_age(now), None
+
+    def _open(self, job: _Job) -> JobId:
+        self._last += 1
+        number = JobId(self._last)
+        blocks = tuple(block for part in job.parts for block in part.block_ids)
+        deadline = job.asked + self._deadline_s * _ANSWER_FACTOR
+        self.ledger.grant(Hold(number, job.owner, blocks, job.asked, deadline))
+        self._jobs[number] = job
+        return number
+
+    def _end_store(self, job: _Job) -> tuple[tuple[int, bytes], ...]:
+        failed = {failure.slot for failure in job.failures}
+        stored: list[tuple[int, bytes]] = []
+        for part in job.parts:
+            if not job.publish:
+                self._index.abandon(part.slots)
+                continue
+            self._index.abandon(slot for slot in part.slots if slot in failed)
+            good = [slot for slot in part.slots if slot not in failed]
+            self._index.commit(good)
+            stored.extend((part.group, self._index.hash_of(slot)) for slot in good)
+        return tuple(stored)
+
+    def _end_load(self, job: _Job, released: tuple[int, ...], now: float) -> Settled:
+        for part in job.parts:
+            self._index.unpin(slot for slot in part.slots if slot >= 0)
+        for failure in job.failures:
+            if failure.cause in _QUARANTINED and self._index.discard(failure.slot):
+                self._stats.count("quarantined_blocks", label=failure.cause.value)
+        latency = now - job.asked
+        if not job.sync:  # a parked request waits for all of it; a worker measures the others
+            self._stats.observe("load_exposed_seconds", latency, label=Tier.HOST.value)
+        if not job.failures:
+            self._stats.observe("load_latency_seconds", latency, label=Tier.HOST.value)
+            return Settled(job.owner, released)
+        first = next(iter(job.failures))
+        self._stats.count("failed_requests", label=first.cause.value)
+        self._stats.count("recomputed_tokens", _lost_tokens(job))
+        return Settled(job.owner, released, failed_req_id=job.req_id)
+
+
+def _lost_tokens(job: _Job) -> int:
+    """Tokens to recompute: behind the first bad block where the engine can keep a prefix, which
+    it can with one group, else all."""
+    if len(job.parts) > 1:
+        return job.tokens
+    part = job.parts[0]
+    good = min(part.block_ids.index(failure.block_id) for failure in job.failures)
+    return job.tokens - job.tokens // len(part.block_ids) * good

@@ -1,0 +1,115 @@
+"""Who holds which device block, and until when.
+
+Jobs hold device blocks while a copy reads or writes them. The ledger proves at any time that a
+held block has one owner, that every owner has a deadline, and that whatever was granted is
+returned or still held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from kvconnect.errors import Misuse
+from kvconnect.types import JobId
+
+
+class Owner(str, Enum):
+    """What holds blocks. Values are metric labels."""
+
+    STORE = "store"
+    LOAD = "load"
+
+
+class Hold(NamedTuple):
+    """Device blocks held by one job; ``since`` and ``deadline`` in seconds of the caller's clock."""
+
+    job: JobId
+    owner: Owner
+    blocks: tuple[int, ...]
+    since: float
+    deadline: float
+
+
+class Ledger:
+    """The book of held device blocks. Owned by the scheduler's thread; has no clock of its own."""
+
+    def __init__(self) -> None:
+        self.granted = 0
+        self.returned = 0
+        self._holds: dict[JobId, Hold] = {}
+        self._owner_of: dict[int, JobId] = {}
+
+    def __repr__(self) -> str:
+        return f"<Ledger {len(self._owner_of)} blocks held by {len(self._holds)} jobs>"
+
+    @property
+    def held(self) -> int:
+        """Device blocks held now."""
+        return len(self._owner_of)
+
+    def holds_block(self, block_id: int) -> bool:
+        """Whether some job holds this device block."""
+        return block_id in self._owner_of
+
+    def grant(self, hold: Hold) -> None:
+        """Enter a hold.
+
+        Raises:
+            Misuse: the job already holds blocks, or one of the blocks has an owner.
+        """
+        if hold.job in self._holds:
+            raise Misuse(f"job {hold.job} is granted blocks twice")
+        for block in hold.blocks:
+            if block in self._owner_of:
+                owner = self._owner_of[block]
+                raise Misuse(f"block {block} is held by job {owner}, not free for {hold.job}")
+            self._owner_of[block] = hold.job
+        self._holds[hold.job] = hold
+        self.granted += len(hold.blocks)
+
+    def settle(self, job: JobId) -> Hold | None:
+        """Strike out a job's hold and return it; None if it was settled before (expired)."""
+        hold = self._holds.pop(job, None)
+        if hold is not None:
+            for block in hold.blocks:
+                del self._owner_of[block]
+            self.returned += len(hold.blocks)
+        return hold
+
+    def expired(self, now: float) -> Sequence[Hold]:
+        """Return holds whose deadline has passed, oldest first. They stay in the book."""
+        return [hold for hold in self._holds.values() if hold.deadline <= now]
+
+    def held_by(self, owner: Owner) -> int:
+        """Device blocks held by jobs of one kind."""
+        return sum(len(hold.blocks) for hold in self._of(owner))
+
+    def jobs_of(self, owner: Owner) -> int:
+        """Jobs of one kind that hold blocks."""
+        return sum(1 for _ in self._of(owner))
+
+    def oldest_age(self, now: float) -> float:
+        """Seconds since the oldest hold was granted; 0 when nothing is held."""
+        return max((now - hold.since for hold in self._holds.values()), default=0.0)
+
+    def check(self) -> None:
+        """Prove the book.
+
+        Raises:
+            Misuse: naming the entry that does not add up.
+        """
+        owners = {block: hold.job for hold in self._holds.values() for block in hold.blocks}
+        if owners != self._owner_of:
+            raise Misuse("held blocks and owners do not match")
+        if self.granted != self.returned + len(self._owner_of):
+            raise Misuse(
+                f"granted {self.granted} != returned {self.returned} + held {len(self._owner_of)}"
+            )
+        for hold in self._holds.values():
+            if not hold.deadline > hold.since:
+                raise Misuse(f"job {hold.job} has no deadline after {hold.since}")
+
+    def _of(self, owner: Owner) -> Iterable[Hold]:
+        return (hold for hold in self._holds.values() if hold.owner is owner)

@@ -1,0 +1,263 @@
+"""The host tier's plan: what to store, what to load, what a worker's report changes.
+
+One object per engine, owned by the scheduler's thread. Time is an argument (``now``, seconds of
+one monotonic clock). Blocks are promised in :meth:`OffloadPlan.match`, loads planned when the
+engine has allocated device blocks, stores as blocks fill; :meth:`OffloadPlan.take` hands out the
+step's instructions and :meth:`OffloadPlan.on_report` takes the answers.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvconnect.plan.groups import CacheGroup, longest_prefix
+from kvconnect.plan.index import HostIndex, Removed
+from kvconnect.plan.instructions import Instructions, Load, Part, Report
+from kvconnect.plan.jobs import NULL_BLOCK, JobBook, Settled
+from kvconnect.plan.ledger import Owner
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.types import Tier
+
+Hashes = Sequence[Sequence[bytes]]
+"""Per group, the chained hash of each full block whose tokens are known."""
+
+BlockTable = Sequence[Sequence[int]]
+"""Per group, the device block ids of a request, in prefix order."""
+
+
+class Limits(NamedTuple):
+    """What bounds a plan.
+
+    ``workers`` must answer each job; a job may take ``deadline_s`` seconds; stores may hold
+    ``held_blocks`` device blocks at once, since more would starve the engine.
+    """
+
+    workers: int
+    deadline_s: float
+    held_blocks: int
+
+
+class LoadRequest(NamedTuple):
+    """A promised prefix, now that device blocks exist: tokens [local, total) are loaded."""
+
+    local_tokens: int
+    total_tokens: int
+    hashes: Hashes
+    block_ids: BlockTable
+    sync: bool
+
+
+@dataclass
+class _Request:
+    """What the plan remembers of a live request."""
+
+    next_block: list[int]  # per group: the first block not yet considered for storing
+    due_tokens: int  # computed tokens at which the next block is full
+    reserved: int = 0  # slots this request's blocks were given
+    load_failed: bool = False
+
+
+class OffloadPlan:
+    """Decides for one engine; see the module docstring for the life of a block."""
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        index: HostIndex,
+        stats: OffloadingConnectorStats,
+        limits: Limits,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.index = index
+        self.stats = stats
+        self.jobs = JobBook(index, stats, limits.workers, limits.deadline_s)
+        self._held_limit = limits.held_blocks
+        self._requests: dict[str, _Request] = {}
+        self._loads: list[Load] = []
+        self._store_parts: dict[int, Part] = {}  # this step's stores, by group
+        self._evictions_counted = 0
+
+    def __repr__(self) -> str:
+        return f"<OffloadPlan {self.index!r} {self.jobs.ledger!r} {len(self.jobs)} jobs>"
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is planned or unanswered, so that the engine must keep stepping."""
+        return bool(self._store_parts or self._loads or len(self.jobs))
+
+    def add_request(self, req_id: str) -> None:
+        """Start to remember a request; again after a preemption, when its blocks are new."""
+        known = self._requests.get(req_id)
+        self._requests[req_id] = _Request(
+            next_block=[0] * len(self.groups),
+            due_tokens=min(group.block_tokens for group in self.groups),
+            load_failed=known is not None and known.load_failed,
+        )
+
+    def forget_request(self, req_id: str) -> None:
+        """The request is over. Its jobs, if any, end on their own."""
+        self._requests.pop(req_id, None)
+
+    def match(self, req_id: str, hashes: Hashes, local_tokens: int, max_tokens: int) -> int:
+        """Return how many tokens beyond ``local_tokens`` the tier can restore; changes nothing.
+
+        A request whose load failed once gets 0: it is recomputed, not tried again.
+        """
+        request = self._requests.get(req_id)
+        if request is None or request.load_failed:
+            return 0
+        total = longest_prefix(self.index, self.groups, hashes, local_tokens, max_tokens)
+        return total - local_tokens
+
+    def plan_load(self, req_id: str, wanted: LoadRequest, now: float) -> None:
+        """Plan the load of a promised prefix into the device blocks the engine allocated."""
+        parts = tuple(
+            _load_part(self.index, number, group, wanted)
+            for number, group in enumerate(self.groups)
+        )
+        tokens = wanted.total_tokens - wanted.local_tokens
+        self._loads.append(self.jobs.open_load(req_id, parts, tokens, sync=wanted.sync, now=now))
+
+    def is_due(self, req_id: str, computed_tokens: int) -> bool:
+        """Whether :meth:`plan_store` would look at a new block; cheap, asked every step."""
+        request = self._requests.get(req_id)
+        return request is not None and computed_tokens >= request.due_tokens
+
+    def plan_store(
+        self, req_id: str, computed_tokens: int, hashes: Hashes, block_ids: BlockTable
+    ) -> list[tuple[int, int]]:
+        """Plan to store the request's newly full blocks that the tier lacks.
+
+        Args:
+            computed_tokens: tokens whose KV is on the device after this step.
+
+        Returns:
+            (group, block number) of each block that was given a slot.
+        """
+        request = self._requests[req_id]
+        planned = sum(len(part.slots) for part in self._store_parts.values())
+        if self.jobs.ledger.held_by(Owner.STORE) + planned >= self._held_limit:
+            return []  # the copies lag behind; the blocks stay due
+        new: list[tuple[int, int]] = []
+        for number, group in enumerate(self.groups):
+            end = min(computed_tokens // group.block_tokens, len(hashes[number]))
+            blocks = range(request.next_block[number], end)
+            if blocks:
+                done = self._reserve(request, number, blocks, hashes[number], block_ids[number])
+                new.extend((number, block) for block in done)
+                request.next_block[number] = end
+        request.due_tokens = min(
+            (done + 1) * group.block_tokens
+            for done, group in zip(request.next_block, self.groups, strict=True)
+        )
+        return new
+
+    def take(self, now: float) -> Instructions:
+        """Hand out what was planned since the last call; all stores of a step are one job."""
+        instructions = Instructions(loads=self._loads)
+        if self._store_parts:
+            parts = tuple(self._store_parts.values())
+            instructions.stores.append(self.jobs.open_store(parts, now))
+        self._loads, self._store_parts = [], {}
+        return instructions
+
+    def on_report(self, report: Report, now: float) -> Settled | None:
+        """Take one worker's answer; return what changed once the last one has answered."""
+        settled = self.jobs.on_report(report, now)
+        request = self._requests.get(settled.failed_req_id or "") if settled else None
+        if request is not None:
+            request.load_failed = True
+        return settled
+
+    def reset(self) -> None:
+        """Forget every stored block, also those whose store is still in flight."""
+        self.index.clear()
+        self.jobs.void_stores()
+
+    def take_removed(self) -> list[Removed]:
+        """Return the blocks that left the tier since the last call, and count the evicted."""
+        removed, self.index.removed = self.index.removed, []
+        fresh = self.index.evictions - self._evictions_counted
+        if fresh:
+            self.stats.count("evicted_blocks", fresh, label=Tier.HOST.value)
+            self._evictions_counted = self.index.evictions
+        return removed
+
+    def gauges(self, now: float, slot_bytes: int) -> Iterator[tuple[str, float, str | None]]:
+        """Yield (name, value, label) of what is there now; ``slot_bytes`` over all workers."""
+        used, capacity = self.index.used, self.index.num_slots
+        yield "host_blocks_used", used, None
+        yield "host_blocks_capacity", capacity, None
+        yield "host_bytes_used", used * slot_bytes, None
+        yield "host_bytes_capacity", capacity * slot_bytes, None
+        yield "host_blocks_pinned", self.index.pinned, None
+        yield from self.jobs.gauges(now)
+
+    def check(self) -> None:
+        """Prove that blocks and slots add up.
+
+        Raises:
+            Misuse: naming what does not.
+        """
+        self.index.check()
+        self.jobs.ledger.check()
+
+    def _reserve(
+        self,
+        request: _Request,
+        number: int,
+        blocks: range,
+        hashes: Sequence[bytes],
+        block_ids: Sequence[int],
+    ) -> list[int]:
+        """Give slots to the blocks that need one, as far as space goes; return those blocks."""
+        index, holds = self.index, self.jobs.ledger.holds_block
+        part = self._store_parts.get(number) or Part(number, array("q"), array("q"))
+        seen: list[int] = []
+        new: list[int] = []
+        for block in blocks:
+            block_hash, block_id = hashes[block], block_ids[block]
+            if index.has(number, block_hash):
+                slot = index.slot_of(number, block_hash)
+                if slot is not None:
+                    seen.append(slot)
+                continue
+            if block_id == NULL_BLOCK or holds(block_id):
+                continue
+            # A prompt larger than the tier must not evict its own head to store its tail.
+            fits = request.reserved < index.num_slots
+            slot = index.reserve(number, block_hash) if fits else None
+            if slot is None:
+                self.stats.count("skipped_store_blocks", blocks.stop - block, label="no_space")
+                break  # later blocks are of no use without this one
+            request.reserved += 1
+            part.block_ids.append(block_id)
+            part.slots.append(slot)
+            new.append(block)
+        index.touch(seen)
+        if new:
+            self._store_parts[number] = part
+        return new
+
+
+def count_lookup(stats: OffloadingConnectorStats, asked_tokens: int, hit_tokens: int) -> None:
+    """Count one admitted request: tokens the device lacked, and how many the tier had."""
+    stats.count("lookups")
+    stats.count("query_tokens", asked_tokens)
+    stats.count("hit_tokens", hit_tokens, label=Tier.HOST.value)
+    stats.count("miss_tokens", asked_tokens - hit_tokens)
+
+
+def _load_part(index: HostIndex, number: int, group: CacheGroup, wanted: LoadRequest) -> Part:
+    """Return the blocks of one group that tokens [local, total) need, with their slots."""
+    first = max(group.first_block(wanted.total_tokens), wanted.local_tokens // group.block_tokens)
+    end = wanted.total_tokens // group.block_tokens
+    part = Part(number, array("q"), array("q"))
+    for block in range(first, end):
+        slot = index.slot_of(number, wanted.hashes[number][block])
+        part.block_ids.append(wanted.block_ids[number][block])
+        part.slots.append(-1 if slot is None else slot)
+    return part

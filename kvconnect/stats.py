@@ -1,0 +1,257 @@
+"""What one interval moved, in a form that merges and whose size is bounded.
+
+An interval's numbers travel from the workers and the scheduler to the process that logs and
+serves ``/metrics``. Inside, everything is a *delta* since the last hand-over; only Prometheus
+adds deltas up to cumulative values. Nothing is averaged: bytes, seconds and counts can be
+summed over ranks and intervals, a mean or a rate cannot.
+
+The payload ``OffloadingConnectorStats.data`` has three sections, each keyed by metric name and
+then by label value (``""`` where the metric has no label)::
+
+    {"counters":   {"hit_tokens": {"host": 4096}},
+     "gauges":     {"host_blocks_used": {"": 120}},
+     "histograms": {"transfer_size_bytes": {"GPU_to_CPU": [sum, n0, n1, ..., n_inf]}}}
+
+Keys are ``str`` and values are Python numbers at every level, so the payload survives pickle
+and msgpack unchanged. Histograms carry one count per fixed bucket, never samples: the size
+depends on how many metrics exist, not on how many operations an interval had.
+The names are the rows of :mod:`kvconnect.metrics.catalog`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Any
+
+from kvconnect.errors import Misuse
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from typing_extensions import Self
+
+COUNTERS = "counters"
+GAUGES = "gauges"
+HISTOGRAMS = "histograms"
+
+TRANSFER_SIZE = "transfer_size_bytes"
+"""Histogram of bytes per operation; its sum and count are the type's bytes and operations."""
+
+TRANSFER_WIRE = "transfer_wire_seconds"
+"""Histogram of first byte to last byte per operation; its sum is the type's busy time."""
+
+# fmt: off
+SIZE_BUCKETS: tuple[float, ...] = (
+    4096.0, 16384.0, 65536.0, 262144.0,
+    1e6, 2e6, 5e6, 1e7, 2e7, 4e7, 6e7, 8e7, 1e8, 1.5e8, 2e8, 5e8,
+    1e9, 2e9, 5e9, 1e10, 2e10, 5e10, 1e11,
+)
+"""Upper bounds in bytes, inclusive. Contains every bound of vLLM's offload size histograms, so
+boards that select one keep working; reaches further because one long context is gigabytes."""
+
+TIME_BUCKETS: tuple[float, ...] = (
+    1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05,
+    0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0,
+)
+"""Upper bounds in seconds, inclusive: from one small copy to the timeouts engines use."""
+# fmt: on
+
+
+class OffloadingConnectorStats:
+    """Deltas of one interval; the same class on workers, scheduler and logging side.
+
+    Not synchronised: one thread at a time may use an object. Recording methods cost about a
+    microsecond. Apart from the given ``data`` dict, which is copied, nothing is shared between
+    two objects, so aggregating one never changes another.
+    """
+
+    data: dict[str, Any]
+
+    def __init__(self, data: Mapping[str, Any] | None = None) -> None:
+        """Start empty, or from a copy of another object's ``data``.
+
+        Several loggers may be given the very same dict; copying it keeps one logger's
+        aggregation out of another's numbers.
+
+        Raises:
+            Misuse: ``data`` is not such a payload; the message names the offending part.
+        """
+        self.reset()
+        if data is not None:
+            _copy_payload(data, self.data)
+
+    def record_transfer(self, kind: str, nbytes: int, seconds: float) -> None:
+        """Record one finished operation.
+
+        Args:
+            kind: transfer type, for example ``GPU_to_CPU``.
+            nbytes: bytes moved by this operation.
+            seconds: time from its first byte to its last byte, of this operation alone.
+
+        Raises:
+            Misuse: a number is negative or not a number.
+        """
+        if not (nbytes >= 0 and seconds >= 0):
+            raise Misuse(f"record_transfer({kind!r}, nbytes={nbytes!r}, seconds={seconds!r})")
+        # One event feeds both histograms, so bytes and seconds always cover the same work.
+        self._bucket(TRANSFER_SIZE, kind, int(nbytes), SIZE_BUCKETS)
+        self._bucket(TRANSFER_WIRE, kind, float(seconds), TIME_BUCKETS)
+
+    def count(self, name: str, n: int = 1, label: str | None = None) -> None:
+        """Add ``n`` to counter ``name``. Adding 0 leaves an empty object empty.
+
+        Raises:
+            Misuse: ``n`` is negative; counters only grow.
+        """
+        if n == 0:
+            return
+        if not n > 0:
+            raise Misuse(f"count({name!r}, n={n!r}): a counter only grows")
+        values = self.data[COUNTERS].setdefault(name, {})
+        key = _plain(label)
+        values[key] = values.get(key, 0) + int(n)
+
+    def gauge(self, name: str, value: float, label: str | None = None) -> None:
+        """Set gauge ``name``; the last value set in an interval is the one reported."""
+        number = value if type(value) in (int, float) else float(value)
+        self.data[GAUGES].setdefault(name, {})[_plain(label)] = number
+
+    def observe(self, name: str, seconds: float, label: str | None = None) -> None:
+        """Count one duration into the time histogram ``name``.
+
+        Raises:
+            Misuse: ``seconds`` is negative or not a number.
+        """
+        if not seconds >= 0:
+            raise Misuse(f"observe({name!r}, seconds={seconds!r})")
+        self._bucket(name, "" if label is None else label, float(seconds), TIME_BUCKETS)
+
+    def aggregate(self, other: OffloadingConnectorStats) -> Self:
+        """Add ``other`` to this object and return this object; ``other`` stays as it is.
+
+        Counters and buckets add up (over ranks, too: bytes are those of all ranks). Of a gauge
+        that both have, ``other``'s value wins: only the scheduler sets gauges, and the engine
+        merges the scheduler's object into the workers'.
+        """
+        for name, theirs in other.data[COUNTERS].items():
+            mine = self.data[COUNTERS].setdefault(name, {})
+            for label, n in theirs.items():
+                mine[label] = mine.get(label, 0) + n
+        for name, theirs in other.data[GAUGES].items():
+            self.data[GAUGES].setdefault(name, {}).update(theirs)
+        for name, theirs in other.data[HISTOGRAMS].items():
+            mine = self.data[HISTOGRAMS].setdefault(name, {})
+            for label, cells in theirs.items():
+                own = mine.get(label)
+                mine[label] = (
+                    list(cells) if own is None else [a + b for a, b in zip(own, cells, strict=True)]
+                )
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return the interval as one flat dict of numbers for a log line.
+
+        Per transfer type ``<type>_total_bytes``, ``<type>_total_time`` (seconds) and
+        ``<type>_operations``; then every counter and gauge as ``<name>`` or
+        ``<name>_<label>``. No averages: they cannot be combined afterwards.
+        """
+        flat: dict[str, int | float] = {}
+        for kind, (nbytes, *counts) in self.data[HISTOGRAMS].get(TRANSFER_SIZE, {}).items():
+            flat[f"{kind}_total_bytes"] = nbytes
+            flat[f"{kind}_operations"] = sum(counts)
+        for kind, cells in self.data[HISTOGRAMS].get(TRANSFER_WIRE, {}).items():
+            flat[f"{kind}_total_time"] = cells[0]
+        for section in (COUNTERS, GAUGES):
+            for name, values in self.data[section].items():
+                for label, value in values.items():
+                    flat[f"{name}_{label}" if label else name] = value
+        return flat
+
+    def is_empty(self) -> bool:
+        """Whether nothing was recorded. An interval with only failures is not empty."""
+        return not any(self.data.values())
+
+    def reset(self) -> None:
+        """Forget everything recorded."""
+        self.data = {COUNTERS: {}, GAUGES: {}, HISTOGRAMS: {}}
+
+    def take(self) -> Self | None:
+        """Hand over the interval: return an object that owns it, and start afresh.
+
+        Nothing is copied. ``None`` when nothing was recorded, so that an idle interval sends
+        nothing.
+        """
+        if self.is_empty():
+            return None
+        taken = type(self)()
+        taken.data, self.data = self.data, taken.data
+        return taken
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OffloadingConnectorStats) and self.data == other.data
+
+    # Mutable, compared by content.
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.reduce()})"
+
+    def _bucket(self, name: str, label: str, value: int | float, bounds: tuple[float, ...]) -> None:
+        by_name = self.data[HISTOGRAMS]
+        try:
+            cells = by_name[name][label]
+        except KeyError:
+            cells = by_name.setdefault(name, {})[_plain(label)] = [0] * _cells(bounds)
+        cells[0] += value
+        cells[1 + bisect_left(bounds, value)] += 1
+
+
+def _cells(bounds: tuple[float, ...]) -> int:
+    return len(bounds) + 2  # the sum, one count per bound, the count above the last bound
+
+
+def _plain(label: str | None) -> str:
+    # A member of a str-based Enum is a str, but pickles as the Enum and its str() is not its
+    # value. str.__str__ gives the plain text of either.
+    return "" if label is None else str.__str__(label)
+
+
+def _copy_payload(source: Mapping[str, Any], target: dict[str, Any]) -> None:
+    """Copy the three sections of ``source`` into ``target``; other keys are left out.
+
+    A key this version does not know comes from a newer sender and is no error; a known key
+    with the wrong shape is.
+    """
+    sections = _mapping(source, "data")
+    for section, copied in target.items():
+        for name, values in _mapping(sections.get(section, {}), section).items():
+            path = f"{section}.{name}"
+            copied[name] = {
+                label: _value(section, name, value, f"{path}.{label}")
+                for label, value in _mapping(values, path).items()
+            }
+
+
+def _mapping(value: Any, path: str) -> dict[str, Any]:
+    if isinstance(value, dict) and all(type(key) is str for key in value):
+        return value
+    raise Misuse(f"stats payload: {path} must map str to values, got {value!r}")
+
+
+def _value(section: str, name: str, value: Any, path: str) -> Any:
+    if section == HISTOGRAMS:
+        expected = _cells(SIZE_BUCKETS if name == TRANSFER_SIZE else TIME_BUCKETS)
+        if not isinstance(value, list) or len(value) != expected:
+            raise Misuse(f"stats payload: {path} must be a list of {expected}, got {value!r}")
+        return [_number(section, number, path) for number in value]
+    return _number(section, value, path)
+
+
+def _number(section: str, value: Any, path: str) -> int | float:
+    # type() rather than isinstance: it also refuses bool and NumPy scalars, which the
+    # engine's encoder cannot send.
+    if type(value) is not int and type(value) is not float:
+        raise Misuse(f"stats payload: {path} must hold Python numbers, got {value!r}")
+    if section != GAUGES and not value >= 0:
+        raise Misuse(f"stats payload: {path} only grows, got {value!r}")
+    return value

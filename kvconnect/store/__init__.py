@@ -1,0 +1,1 @@
+"""Places that keep blocks below the device."""

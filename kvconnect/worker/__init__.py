@@ -1,0 +1,1 @@
+"""Runs the plan's instructions in a worker process and answers with reports."""
