@@ -81,7 +81,7 @@ class JobBook:
         for part in parts:
             slots = [slot for slot in part.slots if slot >= 0]
             self._index.pin(slots)
-            self._index.touch(slots)
+            self._index.policy.touch(slots)
         job = self._open(_Job(Owner.LOAD, parts, now, self._workers, req_id, tokens, sync))
         return Load(job, req_id, parts, self._deadline_s, sync)
 

@@ -186,16 +186,6 @@ class OffloadPlan:
             self._evictions_counted = self.index.evictions
         return removed
 
-    def gauges(self, now: float, slot_bytes: int) -> Iterator[tuple[str, float, str | None]]:
-        """Yield (name, value, label) of what is there now; ``slot_bytes`` over all workers."""
-        used, capacity = self.index.used, self.index.num_slots
-        yield "host_blocks_used", used, None
-        yield "host_blocks_capacity", capacity, None
-        yield "host_bytes_used", used * slot_bytes, None
-        yield "host_bytes_capacity", capacity * slot_bytes, None
-        yield "host_blocks_pinned", self.index.pinned, None
-        yield from self.jobs.gauges(now)
-
     def check(self) -> None:
         """Prove that blocks and slots add up.
 
@@ -228,7 +218,7 @@ class OffloadPlan:
             if block_id == NULL_BLOCK or holds(block_id):
                 continue
             # A prompt larger than the tier must not evict its own head to store its tail.
-            fits = request.reserved < index.num_slots
+            fits = request.reserved < len(index.slots)
             slot = index.reserve(number, block_hash) if fits else None
             if slot is None:
                 self.stats.count("skipped_store_blocks", blocks.stop - block, label="no_space")
@@ -237,10 +227,23 @@ class OffloadPlan:
             part.block_ids.append(block_id)
             part.slots.append(slot)
             new.append(block)
-        index.touch(seen)
+        index.policy.touch(seen)
         if new:
             self._store_parts[number] = part
         return new
+
+
+def gauges(
+    plan: OffloadPlan, now: float, slot_bytes: int
+) -> Iterator[tuple[str, float, str | None]]:
+    """Yield (name, value, label) of what is there now; ``slot_bytes`` over all workers."""
+    slots = plan.index.slots
+    yield "host_blocks_used", slots.used, None
+    yield "host_blocks_capacity", len(slots), None
+    yield "host_blocks_pinned", slots.busy, None
+    yield "host_bytes_used", slots.used * slot_bytes, None
+    yield "host_bytes_capacity", len(slots) * slot_bytes, None
+    yield from plan.jobs.gauges(now)
 
 
 def count_lookup(stats: OffloadingConnectorStats, asked_tokens: int, hit_tokens: int) -> None:

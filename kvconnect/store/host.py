@@ -36,8 +36,9 @@ class HostStore:
     huge pages are switched off on most systems.)
 
     The constructor touches every page, so running out of memory shows at start and no transfer
-    ever waits for a page fault. It blocks for about a third of a second per GiB, logs its
-    progress, and does not check what the machine has: that is the configuration's job.
+    ever waits for a page fault. It blocks for a tenth of a second per GiB (a few seconds where a
+    virtual machine has yet to get the memory itself), logs its progress, and does not check what
+    the machine has: that is the configuration's job.
 
     Threads: ``seal``, ``verify`` and ``view`` may be called from any thread, for one slot by one
     at a time. ``pin`` and ``close`` belong to the owner. Who may write which slot when is decided

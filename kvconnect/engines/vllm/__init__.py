@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 _NAME = "KVConnect"
 
 
@@ -14,3 +16,11 @@ def register() -> None:
 
     if _NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(_NAME, "kvconnect.engines.vllm.connector", _NAME)
+        _log_where_vllm_logs()
+
+
+def _log_where_vllm_logs() -> None:
+    """Show this library's log lines with the engine's, unless the user configured them."""
+    ours, engine = logging.getLogger("kvconnect"), logging.getLogger("vllm")
+    if not ours.handlers and ours.level == logging.NOTSET:
+        ours.parent = engine

@@ -20,7 +20,7 @@ from kvconnect.engines.vllm.stats import KVConnectStats
 from kvconnect.errors import Incompatible
 from kvconnect.plan.index import HostIndex
 from kvconnect.plan.ledger import Owner
-from kvconnect.plan.offload import Limits, LoadRequest, OffloadPlan, count_lookup
+from kvconnect.plan.offload import Limits, LoadRequest, OffloadPlan, count_lookup, gauges
 from kvconnect.plan.policy import make_policy
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class SchedulerHalf:
 
     def take_stats(self) -> KVConnectStats | None:
         """Return what was counted since the last call, with the gauges that moved."""
-        for name, value, label in self.plan.gauges(time.monotonic(), self._slot_bytes):
+        for name, value, label in gauges(self.plan, time.monotonic(), self._slot_bytes):
             if self._gauges.get((name, label)) != value:
                 self._gauges[name, label] = value
                 self.plan.stats.gauge(name, value, label)

@@ -1,0 +1,43 @@
+"""Connectors that break on purpose, loaded through ``kv_connector_module_path``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvconnect.copy import make_copier
+from kvconnect.engines.vllm.connector import KVConnect
+from kvconnect.engines.vllm.messages import StepInstructions
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvconnect.copy.base import Copier
+
+
+class FlipsByte(KVConnect):
+    """Flips one byte of the second block of each load, in the arena, before it is loaded."""
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        assert isinstance(connector_metadata, StepInstructions)
+        for load in connector_metadata.work.loads:
+            # The high byte of a float32: sign and exponent.
+            self.worker.store.view(load.parts[0].slots[1])[3] ^= 0x7F
+        super().bind_connector_metadata(connector_metadata)
+
+
+class LoadRaises(KVConnect):
+    """Every load raises in the copier."""
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        self.worker.make_copier = _broken_copier
+        super().register_kv_caches(kv_caches)
+
+
+def _broken_copier(*args: Any) -> Copier:
+    copier = make_copier(*args)
+
+    def load(group: int, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        raise RuntimeError(f"injected: load of {len(slots)} slots of group {group}")
+
+    copier.load = load  # type: ignore[method-assign]
+    return copier

@@ -1,0 +1,258 @@
+"""A real vLLM server on loopback for tests, benchmarks and the demo: start, ask, scrape, stop."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tests.engines.models import engine_args
+
+START_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 30.0
+REQUEST_TIMEOUT_S = 240.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Greedy tokens of one request, and how many prompt tokens some cache had."""
+
+    tokens: tuple[int, ...]
+    cached: int
+
+
+class ServerDied(RuntimeError):
+    """The server ended before it was healthy; the message holds the end of its log."""
+
+
+def kv_transfer(connector: str = "KVConnect", module: str | None = None, **extra: Any) -> str:
+    """Return the value of ``--kv-transfer-config`` for a connector and its settings."""
+    config: dict[str, Any] = {
+        "kv_connector": connector,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+    if module:
+        config["kv_connector_module_path"] = module
+    return json.dumps(config)
+
+
+@dataclass
+class Server:
+    """One engine behind the OpenAI-compatible API; use as a context manager.
+
+    ``blocks`` is the size of the device's KV cache; small, so that it evicts.
+    """
+
+    model: str
+    connector: str | None = None
+    blocks: int = 64
+    args: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+    port: int = 0
+
+    def __enter__(self) -> Server:
+        self.port = self.port or free_port()
+        handle, path = tempfile.mkstemp(prefix="kvconnect-server-", suffix=".log")
+        self.log = Path(path)
+        with os.fdopen(handle, "wb") as log:
+            self.process = subprocess.Popen(
+                self._command(), stdout=log, stderr=log, env=self._env(), start_new_session=True
+            )
+        try:
+            self._await_health()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+        if kind is not None:
+            sys.stderr.write(self.tail())
+        self.log.unlink(missing_ok=True)
+
+    def complete(self, prompt: list[int], max_tokens: int = 16, **extra: Any) -> Answer:
+        """Return the greedy continuation of a prompt of token ids."""
+        body = self._body(prompt, max_tokens, **extra)
+        reply = json.loads(self.post("/v1/completions", body))
+        details = reply["usage"].get("prompt_tokens_details") or {}
+        cached = details.get("cached_tokens") or 0
+        return Answer(tuple(reply["choices"][0]["token_ids"]), cached)
+
+    def complete_all(self, prompts: Iterable[list[int]], max_tokens: int = 16) -> list[Answer]:
+        """Ask for all prompts at the same time."""
+        prompts = list(prompts)
+        with ThreadPoolExecutor(max_workers=len(prompts)) as pool:
+            return list(pool.map(lambda prompt: self.complete(prompt, max_tokens), prompts))
+
+    def abort(self, prompt: list[int], after_chunks: int, max_tokens: int = 256) -> None:
+        """Ask for a stream and hang up after some chunks."""
+        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REQUEST_TIMEOUT_S)
+        body = json.dumps(self._body(prompt, max_tokens, stream=True))
+        link.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        if after_chunks:
+            reply = link.getresponse()
+            for _ in range(after_chunks):
+                reply.readline()
+                reply.readline()
+        link.close()
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> str:
+        """Send a POST request and return the reply's text; HTTP errors raise."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            data=json.dumps(body or {}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as reply:
+            text: str = reply.read().decode()
+            return text
+
+    def scrape(self) -> str:
+        """Return the text of ``/metrics``."""
+        url = f"http://127.0.0.1:{self.port}/metrics"
+        with urllib.request.urlopen(url, timeout=REQUEST_TIMEOUT_S) as reply:
+            text: str = reply.read().decode()
+            return text
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return one series' value, summed over engines; KeyError if there is no such series."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        found = [
+            sample.value
+            for family in text_string_to_metric_families(self.scrape())
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        ]
+        if not found:
+            raise KeyError(f"{name}{labels} is not in the scrape")
+        return sum(found)
+
+    def settle(self) -> None:
+        """Wait until no transfer is in flight, as the metrics tell it."""
+        deadline = time.monotonic() + REQUEST_TIMEOUT_S
+        while time.monotonic() < deadline:
+            jobs = self.metric("vllm:kvconnect_jobs_in_flight")
+            if not jobs and not self.metric("vllm:num_requests_running"):
+                return
+            time.sleep(0.1)
+        raise TimeoutError(f"transfers still in flight: {jobs}")
+
+    def pids(self) -> list[int]:
+        """Return the server's processes, children included."""
+        pids, parents = [], {self.process.pid}
+        while parents:
+            pids += sorted(parents)
+            parents = {child for pid in parents for child in _children(pid)}
+        return pids
+
+    def stop(self) -> None:
+        """End the server and all its processes by PID."""
+        pids = self.pids()
+        self.process.terminate()
+        try:
+            self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            pass
+        self.kill(pids)
+
+    def kill(self, pids: list[int] | None = None) -> None:
+        """Kill processes of the server (all by default) with SIGKILL."""
+        for pid in pids or self.pids():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait(STOP_TIMEOUT_S)
+
+    def tail(self, chars: int = 6000) -> str:
+        """Return the end of the server's log."""
+        return self.log.read_text(errors="replace")[-chars:]
+
+    def _body(self, prompt: list[int], max_tokens: int, **extra: Any) -> dict[str, Any]:
+        return {
+            "model": "model",
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **extra,
+        }
+
+    def _command(self) -> list[str]:
+        engine = engine_args(self.model)
+        command = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", engine["model"], "--served-model-name", "model"),
+            *("--dtype", engine["dtype"], "--block-size", str(engine["block_size"])),
+            *("--max-model-len", "1024", "--enforce-eager"),
+            *("--num-gpu-blocks-override", str(self.blocks)),
+            *("--max-num-batched-tokens", "256", "--enable-prompt-tokens-details"),
+            *("--host", "127.0.0.1", "--port", str(self.port)),
+        ]
+        if self.connector:
+            command += ["--kv-transfer-config", self.connector]
+        return [*command, *self.args]
+
+    def _env(self) -> dict[str, str]:
+        root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        return {
+            **os.environ,
+            "PYTHONPATH": path,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "VLLM_SERVER_DEV_MODE": "1",
+            **self.env,
+        }
+
+    def _await_health(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise ServerDied(self.log.read_text(errors="replace"))
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
+                return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.25)
+        raise ServerDied(f"not healthy after {START_TIMEOUT_S:.0f} s\n{self.tail()}")
+
+
+def free_port() -> int:
+    """Return a loopback port nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except OSError:
+        return []
+    return [int(child) for child in text.split()]
