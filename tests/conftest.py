@@ -1,0 +1,54 @@
+"""Settings that every test shares. Folders decide markers: nobody marks test by test."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+HERE = Path(__file__).parent
+
+# Read by vLLM when it is imported and by the processes it starts: a small KV cache, no core pinning
+# (test machines share cores), and no word to the network.
+for name, value in {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}.items():
+    os.environ.setdefault(name, value)
+
+# The same examples on every run and no deadline: a shared machine must not decide a verdict.
+settings.register_profile("kvconnect", derandomize=True, deadline=None, print_blob=True)
+settings.load_profile("kvconnect")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by folder and skip those whose engine or device this machine lacks."""
+    no_engine = pytest.mark.skip(reason="vLLM is not installed")
+    no_gpu = pytest.mark.skip(reason="no CUDA device")
+    has_engine = importlib.util.find_spec("vllm") is not None
+    for item in items:
+        parts = item.path.relative_to(HERE).parts
+        if parts[0] == "engines":
+            item.add_marker("engine")
+            if not has_engine:
+                item.add_marker(no_engine)
+        elif parts[0] == "gpu":
+            item.add_marker("gpu")
+            if not _has_cuda():
+                item.add_marker(no_gpu)
+
+
+def _has_cuda() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,47 @@
+"""Page-locking of the host arena and the copy it is for, on a real CUDA device."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvconnect.geometry import Geometry, GroupGeometry, Segment
+from kvconnect.store.host import HostStore
+
+torch = pytest.importorskip("torch")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_blocks_come_back_from_the_arena(pinned: bool) -> None:
+    from kvconnect.copy import make_copier
+
+    block, num_blocks = 64 << 10, 16
+    geometry = Geometry((GroupGeometry((Segment(0, block, block),), num_blocks),))
+    store = HostStore(num_blocks, geometry.slot_bytes, "full")
+    assert not store.tensor().is_pinned()  # negative control
+    if pinned:
+        assert store.pin()
+        assert store.tensor().is_pinned()
+
+    size = (block * num_blocks,)
+    area = torch.randint(0, 256, size, dtype=torch.uint8, device="cuda")
+    expected = area.clone()
+    copier = make_copier(area, store.tensor(), geometry)
+    ids = list(range(num_blocks))
+    copier.store(0, ids, ids[::-1])
+    for slot in ids:
+        store.seal(slot, block)
+    area.zero_()
+    copier.load(0, ids, ids[::-1])
+    assert torch.equal(area, expected)
+    for slot in ids:
+        store.verify(slot, block)
+
+    store.view(0)[0] ^= 1  # negative control
+    copier.load(0, ids, ids[::-1])
+    assert not torch.equal(area, expected)
+    store.close()

@@ -1,0 +1,204 @@
+"""Direction and size are tests: who may import whom, and how big a thing may grow.
+
+The rules stand in ``architecture.py``; ``EXCEPTIONS`` is the only way around a budget and may only
+shrink. Every checker also runs on small bad examples, so one that has gone blind fails here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from tests.architecture import (
+    BROAD_EXCEPTS,
+    broad_excepts,
+    calls_to_print,
+    folder_cycles,
+    imports,
+    misplaced_packages,
+    over_budget,
+    upward_imports,
+)
+
+PACKAGE = Path(__file__).resolve().parents[1] / "kvconnect"
+
+EXCEPTIONS: dict[tuple[str, str], int] = {
+    # vLLM's connector interface asks for this many hooks in one class; each forwards to a half.
+    ("class methods", "engines/vllm/connector.py::KVConnect"): 31,
+}
+"""(budget, place) -> the size it has now. Growing fails; so does a number left too high."""
+
+# The package ------------------------------------------------------------------------------------
+
+TEXTS = {
+    path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8")
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+IMPORTS = [item for path, text in TEXTS.items() for item in imports(path, text)]
+
+
+def test_imports_go_strictly_downward() -> None:
+    assert upward_imports(IMPORTS) == []
+
+
+def test_packages_are_imported_only_where_they_belong() -> None:
+    assert misplaced_packages(IMPORTS) == []
+
+
+def test_no_folder_cycles() -> None:
+    assert folder_cycles(TEXTS) == []
+
+
+def test_budgets_hold_but_for_the_listed_exceptions() -> None:
+    assert over_budget(TEXTS) == EXCEPTIONS
+
+
+def test_only_the_command_line_prints() -> None:
+    printing = [line for path, text in TEXTS.items() for line in calls_to_print(path, text)]
+    assert [line for line in printing if not line.startswith("cli.py:")] == []
+
+
+def test_broad_excepts_are_few_and_marked() -> None:
+    found = [item for path, text in TEXTS.items() for item in broad_excepts(path, text)]
+    assert [place for place, marked in found if not marked] == []
+    assert len(found) <= BROAD_EXCEPTS, found
+
+
+# Negative controls: each checker must see what it is for ----------------------------------------
+
+
+def flagged(path: str, code: str) -> list[str]:
+    found = list(imports(path, dedent(code)))
+    return upward_imports(found) + misplaced_packages(found)
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("plan/index.py", "from kvconnect.store.host import HostStore"),
+        ("plan/index.py", "from kvconnect import geometry"),
+        ("plan/index.py", "import kvconnect.engines.vllm"),
+        ("plan/index.py", "from kvconnect import Misuse"),
+        ("plan/index.py", "def f():\n    from kvconnect.worker import executor"),
+        ("worker/executor.py", "from kvconnect.metrics.catalog import ROWS"),
+        ("errors.py", "import kvconnect.plan.index"),
+        ("plan/index.py", "import time"),
+        ("plan/index.py", "def f():\n    import threading"),
+        ("plan/index.py", "import torch"),
+        ("geometry.py", "from torch import Tensor"),
+        ("store/host.py", "import vllm"),
+        ("engines/sglang/connector.py", "from vllm.config import VllmConfig"),
+        ("engines/vllm/worker.py", "import sglang"),
+        ("transport/tcp.py", "import nixl"),
+        ("metrics/catalog.py", "import prometheus_client"),
+        ("worker/executor.py", "import pickle"),
+        ("store/host.py", "import requests"),
+        ("store/__init__.py", "def f():\n    import vllm"),
+        ("plan/a.py", "if TYPE_CHECKING:\n    pass\nelse:\n    import torch"),
+    ],
+)
+def test_a_bad_import_is_flagged(path: str, code: str) -> None:
+    assert flagged(path, code)
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("plan/index.py", "from kvconnect.types import JobId"),
+        ("plan/index.py", "from kvconnect.plan.policy import Policy"),
+        ("config.py", "from kvconnect.errors import ConfigError"),
+        ("plan/index.py", "if TYPE_CHECKING:\n    import torch\n    import kvconnect.cli"),
+        ("store/__init__.py", "def make():\n    from kvconnect.worker.executor import Executor"),
+        ("store/host.py", "import mmap\nimport torch"),
+        ("cli.py", "from kvconnect import memory"),
+        ("engines/vllm/worker.py", "from vllm.config import VllmConfig\nimport torch"),
+    ],
+)
+def test_a_good_import_is_not_flagged(path: str, code: str) -> None:
+    assert flagged(path, code) == []
+
+
+def test_a_part_without_a_layer_is_flagged() -> None:
+    with pytest.raises(AssertionError, match="stands in no layer"):
+        flagged("helpers.py", "from kvconnect.types import JobId")
+
+
+def test_a_cycle_is_flagged() -> None:
+    good = {
+        "copy/__init__.py": "from kvconnect.copy.base import Copier",
+        "copy/base.py": "from kvconnect.errors import Misuse",
+        "errors.py": "",
+        "types.py": "from kvconnect.errors import Misuse",
+    }
+    assert folder_cycles(good) == []
+    assert folder_cycles(good | {"errors.py": "from kvconnect.types import JobId"}) == [
+        "errors",
+        "types",
+    ]
+    across = {
+        "engines/vllm/worker.py": "from kvconnect.engines.sglang import worker",
+        "engines/sglang/worker.py": "from kvconnect.engines.vllm.worker import Worker",
+    }
+    assert folder_cycles(across) == ["engines/sglang", "engines/vllm"]
+
+
+@pytest.mark.parametrize(
+    ("budget", "number", "code"),
+    [
+        ("file lines", 401, "x = 1\n" * 401),
+        ("class lines", 251, "class A:\n" + "    x = 1\n" * 250),
+        (
+            "class methods",
+            16,
+            "class A:\n" + "".join(f"    def f{i}(self): ...\n" for i in range(16)),
+        ),
+        (
+            "class attributes",
+            13,
+            "class A:\n    z: int\n    def f(self):\n"
+            + "".join(f"        self.a{i} = {i}\n" for i in range(12)),
+        ),
+        ("function lines", 61, "def f():\n" + "    x = 1\n" * 60),
+        ("complexity", 11, "def f(x):\n" + "    if x: pass\n" * 10),
+        ("parameters", 7, "class A:\n    def f(self, a, b, c, d, *, e, f, g): ..."),
+    ],
+)
+def test_a_thing_over_its_budget_is_flagged(budget: str, number: int, code: str) -> None:
+    assert [(name, size) for (name, _), size in over_budget({"a.py": code}).items()] == [
+        (budget, number)
+    ]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "x = 1\n" * 400,
+        "class A:\n" + "".join(f"    def f{i}(self): ...\n" for i in range(15)),
+        "def f(x):\n" + "    if x: pass\n" * 9,
+        "class A:\n    def f(self, a, b, c, d, e, f): ...",
+    ],
+)
+def test_a_thing_at_its_budget_is_not_flagged(code: str) -> None:
+    assert over_budget({"a.py": code}) == {}
+
+
+def test_print_is_flagged() -> None:
+    assert calls_to_print("a.py", "def f():\n    print('x')") == ["a.py:2: print"]
+
+
+@pytest.mark.parametrize(
+    ("handler", "broad", "marked"),
+    [
+        ("except Exception:", True, False),
+        ("except:", True, False),
+        ("except (ValueError, BaseException) as e:", True, False),
+        ("except Exception:  # boundary:", True, False),
+        ("except Exception:  # boundary: the job fails, the worker lives", True, True),
+        ("except ValueError:", False, False),
+    ],
+)
+def test_a_broad_except_is_flagged(handler: str, broad: bool, marked: bool) -> None:
+    found = broad_excepts("a.py", f"try:\n    f()\n{handler}\n    pass")
+    assert [mark for _, mark in found] == ([marked] if broad else [])
