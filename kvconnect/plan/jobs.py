@@ -126,7 +126,7 @@ class JobBook:
         return released
 
     def void_stores(self) -> None:
-        """Let no store in flight publish its blocks (the tier was reset)."""
+        """Let no store in flight publish its blocks: the tier was reset, or they are suspect."""
         for job in self._jobs.values():
             job.publish = False
 
@@ -141,7 +141,10 @@ class JobBook:
     def _open(self, job: _Job) -> JobId:
         self._last += 1
         number = JobId(self._last)
-        blocks = tuple(block for part in job.parts for block in part.block_ids)
+        # A synchronous load is over before its step computes. Until the engine hears of it, the
+        # blocks may have a new owner already, so they are not held.
+        parts = () if job.sync else job.parts
+        blocks = tuple(block for part in parts for block in part.block_ids)
         deadline = job.asked + self._deadline_s * _ANSWER_FACTOR
         self.ledger.grant(Hold(number, job.owner, blocks, job.asked, deadline))
         self._jobs[number] = job
@@ -164,7 +167,8 @@ class JobBook:
         for part in job.parts:
             self._index.unpin(slot for slot in part.slots if slot >= 0)
         for failure in job.failures:
-            if failure.cause in _QUARANTINED and self._index.discard(failure.slot):
+            there = failure.slot >= 0 and failure.cause in _QUARANTINED
+            if there and self._index.discard(failure.slot):
                 self._stats.count("quarantined_blocks", label=failure.cause.value)
         latency = now - job.asked
         if not job.sync:  # a parked request waits for all of it; a worker measures the others
@@ -172,6 +176,8 @@ class JobBook:
         if not job.failures:
             self._stats.observe("load_latency_seconds", latency, label=Tier.HOST.value)
             return Settled(job.owner, released)
+        if job.sync:  # the step went on without the blocks, and its stores may hold the result
+            self.void_stores()
         first = next(iter(job.failures))
         self._stats.count("failed_requests", label=first.cause.value)
         self._stats.count("recomputed_tokens", _lost_tokens(job))

@@ -56,7 +56,8 @@ class _Request:
 
     next_block: list[int]  # per group: the first block not yet considered for storing
     due_tokens: int  # computed tokens at which the next block is full
-    reserved: int = 0  # slots this request's blocks were given
+    covered: int = 0  # slots that hold, or were given to, blocks of this request
+    behind: int = 0  # full blocks not considered yet because the copies lag behind
     load_failed: bool = False
 
 
@@ -99,7 +100,9 @@ class OffloadPlan:
 
     def forget_request(self, req_id: str) -> None:
         """The request is over. Its jobs, if any, end on their own."""
-        self._requests.pop(req_id, None)
+        request = self._requests.pop(req_id, None)
+        if request is not None:
+            self.stats.count("skipped_store_blocks", request.behind, label="busy")
 
     def match(self, req_id: str, hashes: Hashes, local_tokens: int, max_tokens: int) -> int:
         """Return how many tokens beyond ``local_tokens`` the tier can restore; changes nothing.
@@ -138,17 +141,21 @@ class OffloadPlan:
             (group, block number) of each block that was given a slot.
         """
         request = self._requests[req_id]
+        full = [
+            range(done, min(computed_tokens // group.block_tokens, len(known)))
+            for group, done, known in zip(self.groups, request.next_block, hashes, strict=True)
+        ]
         planned = sum(len(part.slots) for part in self._store_parts.values())
         if self.jobs.ledger.held_by(Owner.STORE) + planned >= self._held_limit:
-            return []  # the copies lag behind; the blocks stay due
+            request.behind = sum(len(blocks) for blocks in full)
+            return []  # the blocks stay due
+        request.behind = 0
         new: list[tuple[int, int]] = []
-        for number, group in enumerate(self.groups):
-            end = min(computed_tokens // group.block_tokens, len(hashes[number]))
-            blocks = range(request.next_block[number], end)
+        for number, blocks in enumerate(full):
             if blocks:
                 done = self._reserve(request, number, blocks, hashes[number], block_ids[number])
                 new.extend((number, block) for block in done)
-                request.next_block[number] = end
+                request.next_block[number] = blocks.stop
         request.due_tokens = min(
             (done + 1) * group.block_tokens
             for done, group in zip(request.next_block, self.groups, strict=True)
@@ -206,28 +213,25 @@ class OffloadPlan:
         """Give slots to the blocks that need one, as far as space goes; return those blocks."""
         index, holds = self.index, self.jobs.ledger.holds_block
         part = self._store_parts.get(number) or Part(number, array("q"), array("q"))
-        seen: list[int] = []
+        # Before any eviction: a slot that lost its block must not be touched any more.
+        there = [slot for b in blocks if (slot := index.slot_of(number, hashes[b])) is not None]
+        index.policy.touch(there)
+        request.covered += len(there)
         new: list[int] = []
         for block in blocks:
             block_hash, block_id = hashes[block], block_ids[block]
-            if index.has(number, block_hash):
-                slot = index.slot_of(number, block_hash)
-                if slot is not None:
-                    seen.append(slot)
-                continue
-            if block_id == NULL_BLOCK or holds(block_id):
+            if index.has(number, block_hash) or block_id == NULL_BLOCK or holds(block_id):
                 continue
             # A prompt larger than the tier must not evict its own head to store its tail.
-            fits = request.reserved < len(index.slots)
+            fits = request.covered < len(index.slots)
             slot = index.reserve(number, block_hash) if fits else None
             if slot is None:
                 self.stats.count("skipped_store_blocks", blocks.stop - block, label="no_space")
                 break  # later blocks are of no use without this one
-            request.reserved += 1
+            request.covered += 1
             part.block_ids.append(block_id)
             part.slots.append(slot)
             new.append(block)
-        index.policy.touch(seen)
         if new:
             self._store_parts[number] = part
         return new

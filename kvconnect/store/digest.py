@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from typing import Literal
 
+from kvconnect.config import DigestMode
 from kvconnect.errors import ConfigError, Corrupt, Misuse
 
-DigestMode = Literal["off", "sampled", "full"]
-"""``off``: no digest. ``sampled``: one slot in 16, in turn. ``full``: every slot."""
-
-_PERIOD = {"off": 0, "sampled": 16, "full": 1}
+_PERIOD: dict[DigestMode, int] = {"off": 0, "sampled": 16, "full": 1}
+"""Slots per digest: none, one in 16 in turn, every slot."""
 
 
 class SlotDigests:

@@ -8,8 +8,9 @@ import mmap
 import time
 from typing import TYPE_CHECKING
 
+from kvconnect.config import DigestMode
 from kvconnect.errors import Misuse
-from kvconnect.store.digest import DigestMode, SlotDigests
+from kvconnect.store.digest import SlotDigests
 
 if TYPE_CHECKING:
     import torch

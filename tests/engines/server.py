@@ -61,6 +61,7 @@ class Server:
     model: str
     connector: str | None = None
     blocks: int = 64
+    max_len: int = 1024
     args: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
     port: int = 0
@@ -105,6 +106,25 @@ class Server:
         with ThreadPoolExecutor(max_workers=len(prompts)) as pool:
             return list(pool.map(lambda prompt: self.complete(prompt, max_tokens), prompts))
 
+    def stream(self, prompt: list[int], max_tokens: int = 16) -> tuple[float, Answer]:
+        """Return (seconds to the first token, the greedy continuation) of a streamed request."""
+        body = self._body(prompt, max_tokens, stream=True, stream_options={"include_usage": True})
+        tokens: list[int] = []
+        cached = first = 0.0
+        started = time.perf_counter()
+        with self._open("/v1/completions", body) as reply:
+            for line in reply:
+                if not line.startswith(b"data: {"):
+                    continue
+                chunk = json.loads(line[len(b"data: ") :])
+                for choice in chunk["choices"]:
+                    first = first or time.perf_counter() - started
+                    tokens += choice["token_ids"] or []
+                if chunk.get("usage"):
+                    details = chunk["usage"].get("prompt_tokens_details") or {}
+                    cached = details.get("cached_tokens") or 0
+        return first, Answer(tuple(tokens), int(cached))
+
     def abort(self, prompt: list[int], after_chunks: int, max_tokens: int = 256) -> None:
         """Ask for a stream and hang up after some chunks."""
         link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REQUEST_TIMEOUT_S)
@@ -119,12 +139,7 @@ class Server:
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> str:
         """Send a POST request and return the reply's text; HTTP errors raise."""
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}",
-            data=json.dumps(body or {}).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as reply:
+        with self._open(path, body or {}) as reply:
             text: str = reply.read().decode()
             return text
 
@@ -190,6 +205,14 @@ class Server:
         """Return the end of the server's log."""
         return self.log.read_text(errors="replace")[-chars:]
 
+    def _open(self, path: str, body: dict[str, Any]) -> Any:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        return urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S)
+
     def _body(self, prompt: list[int], max_tokens: int, **extra: Any) -> dict[str, Any]:
         return {
             "model": "model",
@@ -207,7 +230,7 @@ class Server:
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", engine["model"], "--served-model-name", "model"),
             *("--dtype", engine["dtype"], "--block-size", str(engine["block_size"])),
-            *("--max-model-len", "1024", "--enforce-eager"),
+            *("--max-model-len", str(self.max_len), "--enforce-eager"),
             *("--num-gpu-blocks-override", str(self.blocks)),
             *("--max-num-batched-tokens", "256", "--enable-prompt-tokens-details"),
             *("--host", "127.0.0.1", "--port", str(self.port)),

@@ -5,11 +5,15 @@ Each test compares greedy float32 tokens with those of the same engine without a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
+import msgspec
 import pytest
+import zmq
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
 from tests.engines.models import BLOCK_SIZE, MODELS, prompt_tokens
 from tests.engines.server import Answer, Server, kv_transfer
@@ -205,12 +209,51 @@ def test_synchronous_loads() -> None:
         assert_nothing_leaks(server)
 
 
-def test_a_scan_resistant_policy_in_a_full_tier() -> None:
-    with Server("llama", kv_transfer(host_bytes="4MiB", policy="s3fifo")) as server:
-        for _ in range(3):
-            assert tokens(ask(server)) == expected("llama").fresh
-        assert server.metric("vllm:kvconnect_evicted_blocks_total", tier="host") > 0
-        assert_nothing_leaks(server)
+def test_a_full_tier_with_events() -> None:
+    """Eviction under another policy; subscribers can follow what the tier holds."""
+    with Subscriber() as events:
+        connector = kv_transfer(host_bytes="4MiB", policy="s3fifo")
+        with Server("llama", connector, args=events.engine_args()) as server:
+            for _ in range(3):
+                assert tokens(ask(server)) == expected("llama").fresh
+            assert_nothing_leaks(server)
+            evicted = server.metric("vllm:kvconnect_evicted_blocks_total", tier="host")
+            used = server.metric("vllm:kvconnect_host_blocks_used")
+        stored, removed = events.of_host_tier()
+    assert evicted > 0
+    assert len(removed) == evicted
+    assert len(stored) - len(removed) == used
+    assert {event.block_hashes[0] for event in removed} <= {e.block_hashes[0] for e in stored}
+    first = next(event for event in stored if event.parent_block_hash is None)
+    assert first.token_ids in [prompt[:BLOCK_SIZE] for prompt in prompts()]
+
+
+class Subscriber:
+    """Collects what the engine publishes about its KV cache."""
+
+    def __enter__(self) -> Subscriber:
+        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.subscribe(b"")
+        self._port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._socket.close(linger=0)
+
+    def engine_args(self) -> tuple[str, ...]:
+        endpoint = f"tcp://127.0.0.1:{self._port}"
+        config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+        return ("--kv-events-config", json.dumps(config))
+
+    def of_host_tier(self) -> tuple[list[BlockStored], list[BlockRemoved]]:
+        """Everything published so far about the host tier."""
+        events = []
+        while self._socket.poll(500):
+            _, _, payload = self._socket.recv_multipart()
+            events += msgspec.msgpack.decode(payload, type=KVEventBatch).events
+        stored = [e for e in events if isinstance(e, BlockStored) and e.medium == "CPU"]
+        removed = [e for e in events if isinstance(e, BlockRemoved) and e.medium == "CPU"]
+        return stored, removed
 
 
 def test_a_tier_of_one_block_still_serves() -> None:

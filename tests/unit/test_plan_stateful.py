@@ -24,6 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvconnect.errors import Misuse
 from kvconnect.plan.groups import CacheGroup, alignment
 from kvconnect.plan.index import HostIndex
 from kvconnect.plan.instructions import Failure, Instructions, Load, Report, Store
@@ -54,8 +55,8 @@ FAULTS = [None] * 6 + [FailureCause.COPY, FailureCause.DEADLINE]
 class Memory:
     """One worker's device blocks and host slots, and the jobs it has yet to run."""
 
-    device: list[str] = field(repr=False)
-    arena: list[str] = field(repr=False)
+    device: list[str]
+    arena: list[str]
     queue: list[Store | Load] = field(default_factory=list)
 
     def run(self, job: Store | Load, fault: FailureCause | None, at: int) -> Report:
@@ -105,9 +106,9 @@ class Engine(RuleBasedStateMachine):
     @initialize(
         layout=st.sampled_from(sorted(LAYOUTS)),
         policy=st.sampled_from(["lru", "s3fifo"]),
-        slots=st.integers(1, 12),
+        slots=st.sampled_from([1, 3, 6, 12, 20]),
         workers=st.integers(1, 2),
-        held=st.integers(1, 12),
+        held=st.sampled_from([1, 4, 12]),
     )
     def start(self, layout: str, policy: Any, slots: int, workers: int, held: int) -> None:
         self.groups = LAYOUTS[layout]
@@ -162,14 +163,16 @@ class Engine(RuleBasedStateMachine):
         """Workers end some of their jobs, in any order, and the engine learns of it."""
         self.look_at_output()  # which came first
         jobs = [(worker, job) for worker in self.workers for job in worker.queue]
-        for worker, job in data.draw(st.permutations(jobs))[: data.draw(st.integers(1, 4))]:
+        order = data.draw(st.permutations(range(len(jobs))))
+        for worker, job in [jobs[n] for n in order[: data.draw(st.integers(1, 4))]]:
             worker.queue.remove(job)
             at = data.draw(st.integers(0, sum(len(part.slots) for part in job.parts) - 1))
             self.end_job(worker, job, data.draw(st.sampled_from(FAULTS)), at)
 
     def leave(self, data: st.DataObject) -> None:
         """Finish or abort a request, whatever it is doing."""
-        if names := [name for name, req in self.requests.items() if not req.unscheduled]:
+        running = self.running()
+        if names := [n for n, r in self.requests.items() if r.state != "running" or r in running]:
             name = data.draw(st.sampled_from(names))
             req = self.requests.pop(name)
             self.plan.forget_request(name)
@@ -180,7 +183,7 @@ class Engine(RuleBasedStateMachine):
 
     def preempt(self, data: st.DataObject) -> None:
         if running := self.running():
-            req = data.draw(st.sampled_from(running))
+            req = running[data.draw(st.integers(0, len(running) - 1))]
             self.free(req)
             req.resumed = True
 
@@ -193,7 +196,7 @@ class Engine(RuleBasedStateMachine):
 
     def rot(self, data: st.DataObject) -> None:
         if ready := self.ready():
-            worker = data.draw(st.sampled_from(self.workers))
+            worker = self.workers[data.draw(st.integers(0, len(self.workers) - 1))]
             worker.arena[data.draw(st.sampled_from(ready))[2]] = ROTTEN
 
     def repeat_report(self, data: st.DataObject) -> None:
@@ -280,11 +283,10 @@ class Engine(RuleBasedStateMachine):
             table += [NULL_BLOCK] * (blocks.start - len(table))
             table += [free.pop(0) for _ in range(blocks.start, end)]
             self.hold(table)
-        req.tables, req.computed, req.state = shared, total, "running"
+        req.tables, req.computed, req.state, req.unscheduled = shared, total, "running", True
         if found:
             wanted = LoadRequest(local, total, hashes, req.tables, sync)
             self.plan.plan_load(name, wanted, self.now)
-            req.unscheduled = sync
             if not sync:
                 req.state, req.valid = "loading", total
 
@@ -300,7 +302,9 @@ class Engine(RuleBasedStateMachine):
             for group, table in zip(self.groups, donor.tables, strict=False):
                 first = group.first_block(local)
                 tables.append([NULL_BLOCK] * first + table[first : local // group.block_tokens])
-            if donor.state == "running" and local and all(NULL_BLOCK not in t[g.first_block(local):] for g, t in zip(self.groups, tables, strict=True)):
+            seen = zip(self.groups, tables, strict=False)
+            whole = all(NULL_BLOCK not in table[g.first_block(local) :] for g, table in seen)
+            if donor.state == "running" and local and whole:
                 return local, tables
         return 0, [[] for _ in self.groups]
 
@@ -343,9 +347,7 @@ class Engine(RuleBasedStateMachine):
             worker.device[req.tables[number][block]] == content(number, hashes[number][block])
             for worker in self.workers
             for number, group in enumerate(self.groups)
-            for block in range(
-                group.first_block(req.computed), req.computed // group.block_tokens
-            )
+            for block in range(group.first_block(req.computed), req.computed // group.block_tokens)
         )
 
     def end_job(
@@ -381,9 +383,10 @@ class Engine(RuleBasedStateMachine):
             self.requests[load.req_id].load_failed |= bool(failed)
         restart = len(self.groups) > 1 or not self.groups[0].is_full
         for name, req in self.requests.items():
-            bad = [n for n, block in enumerate(req.tables[0]) if block in failed] if req.tables else []
+            table = req.tables[0] if req.tables else []
+            bad = [number for number, block in enumerate(table) if block in failed]
             if name == load.req_id and not load.sync:
-                req.computed, req.state = req.valid, "running"
+                req.computed, req.state, req.unscheduled = req.valid, "running", False
             if bad and not restart:
                 req.computed = min(req.computed, bad[0] * self.groups[0].block_tokens)
                 req.valid = min(req.valid, req.computed)
@@ -431,17 +434,67 @@ def content(group: int, block_hash: bytes) -> str:
     return f"{group}:{block_hash.decode()}"
 
 
-def run(machine: type[Engine], examples: int) -> None:
+def run(machine: type[Engine], examples: int, shrink: bool = True) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
             max_examples=examples,
             stateful_step_count=60,
-            phases=[Phase.generate, Phase.shrink] if examples < 500 else [Phase.generate],
+            phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
+            report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
         ),
     )
 
 
 def test_plan_is_never_wrong_and_leaks_nothing() -> None:
-    run(Engine, examples=80)
+    run(Engine, examples=400)
+
+
+class NeverPins(HostIndex):
+    """Lets a slot be evicted while a load reads it."""
+
+    def pin(self, slots: Iterable[int]) -> None:
+        pass
+
+    unpin = pin
+
+
+class PublishesAll(JobBook):
+    """Takes blocks for stored although a worker said they were not."""
+
+    def _end_store(self, job: Any) -> tuple[tuple[int, bytes], ...]:
+        job.failures.clear()
+        return super()._end_store(job)
+
+
+class TrustsEveryStep(JobBook):
+    """Publishes what a step computed on top of a synchronous load that failed."""
+
+    def void_stores(self) -> None:
+        pass
+
+
+class PublishesLate(JobBook):
+    """Publishes stores that expired, whose blocks changed hands under the copy."""
+
+    def expire(self, now: float) -> list[int]:
+        released = super().expire(now)
+        for job in self._jobs.values():
+            job.publish = True
+        return released
+
+
+@pytest.mark.parametrize(
+    ("part", "broken"),
+    [
+        ("index_class", NeverPins),
+        ("book_class", PublishesAll),
+        ("book_class", TrustsEveryStep),
+        ("book_class", PublishesLate),
+    ],
+)
+def test_a_broken_plan_is_found(part: str, broken: type) -> None:
+    machine = type(f"With{broken.__name__}", (Engine,), {part: broken})
+    with pytest.raises((AssertionError, Misuse, KeyError)):
+        run(machine, examples=1500, shrink=False)

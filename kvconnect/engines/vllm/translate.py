@@ -23,14 +23,13 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from kvconnect import versions
 from kvconnect.errors import ConfigError, Incompatible
 from kvconnect.geometry import Geometry, GroupGeometry, Segment, view_segments
 from kvconnect.plan.groups import CacheGroup
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-SUPPORTED = ((0, 32), (0, 33))
 
 
 def check_engine(config: VllmConfig) -> None:
@@ -40,10 +39,9 @@ def check_engine(config: VllmConfig) -> None:
         Incompatible: a vLLM version this file was not written for.
         ConfigError: a role or a kind of parallelism that offloading does not serve.
     """
-    release = tuple(int(part) for part in vllm.__version__.split(".")[:2])
-    if release not in SUPPORTED:
-        known = ", ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
-        raise Incompatible(f"vLLM {vllm.__version__} is not supported; install one of {known}")
+    if not versions.vllm_is_supported(vllm.__version__):
+        supported = versions.supported_vllm_text()
+        raise Incompatible(f"vLLM {vllm.__version__} is not supported; install {supported}")
     transfer = config.kv_transfer_config
     if transfer.kv_role != "kv_both":
         raise ConfigError("kv_role", transfer.kv_role, "offloading stores and loads: use kv_both")

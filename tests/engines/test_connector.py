@@ -1,0 +1,193 @@
+"""The connector against vLLM's own classes, without starting an engine."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+from kvconnect.engines.vllm import register, translate
+from kvconnect.engines.vllm.connector import KVConnect
+from kvconnect.engines.vllm.messages import StepInstructions, StepReports
+from kvconnect.engines.vllm.stats import KVConnectStats
+from kvconnect.errors import ConfigError, Incompatible, Misuse
+from kvconnect.plan.groups import CacheGroup
+from kvconnect.plan.instructions import Failure, Instructions, Report
+from kvconnect.types import FailureCause, JobId
+
+FULL = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=16, dtype=torch.float32)
+WINDOW = SlidingWindowSpec(
+    block_size=32, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=128
+)
+
+
+def engine_config(**changes: Any) -> Any:
+    """The parts of vLLM's configuration that the connector reads."""
+    transfer = KVTransferConfig(kv_connector="KVConnect", kv_role=changes.pop("kv_role", "kv_both"))
+    parallel = {
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "data_parallel_size_local": 1,
+        "world_size": 1,
+        "rank": 0,
+    }
+    return SimpleNamespace(
+        kv_transfer_config=transfer,
+        parallel_config=SimpleNamespace(**{**parallel, **changes}),
+        cache_config=SimpleNamespace(block_size=32),
+        kv_events_config=None,
+    )
+
+
+def cache_config(*specs: Any, blocks: int = 4) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"layer{number}"], spec) for number, spec in enumerate(specs)]
+    tensor = KVCacheTensor(0, [group.layer_names[0] for group in groups], 0, 0)
+    return KVCacheConfig(blocks, [tensor], groups)
+
+
+def test_registering_twice_is_registering_once() -> None:
+    register()
+    register()
+    assert KVConnectorFactory.get_connector_class_by_name("KVConnect") is KVConnect
+
+
+def test_the_class_is_found_by_module_path_too() -> None:
+    config = KVTransferConfig(
+        kv_connector="KVConnect",
+        kv_role="kv_both",
+        kv_connector_module_path="kvconnect.engines.vllm.connector",
+    )
+    assert KVConnectorFactory.get_connector_class(config) is KVConnect
+
+
+def test_log_lines_appear_where_vllm_logs() -> None:
+    register()
+    ours, engine = logging.getLogger("kvconnect.store"), logging.getLogger("vllm")
+    assert logging.getLogger("kvconnect").parent is engine
+    assert ours.getEffectiveLevel() == engine.level != logging.NOTSET
+
+
+def test_class_level_answers() -> None:
+    assert supports_hma(KVConnect)
+    assert not KVConnect.supports_sleep_mode(engine_config().kv_transfer_config)
+    assert not KVConnect.requires_kv_delivery
+    assert KVConnect.build_kv_connector_stats({}).is_empty()
+    assert not KVConnect.requires_piecewise_for_cudagraph({})
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0"])
+def test_another_vllm_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    translate.check_engine(engine_config())
+    monkeypatch.setattr(vllm, "__version__", version)
+    with pytest.raises(Incompatible, match=rf"vLLM {version} is not supported; install 0.32"):
+        translate.check_engine(engine_config())
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"kv_role": "kv_producer"}, "kv_role"),
+        ({"kv_role": "kv_consumer"}, "kv_role"),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
+        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
+    ],
+)
+def test_what_offloading_does_not_serve_is_refused(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        translate.check_engine(engine_config(**changes))
+    assert refused.value.field == field
+
+
+def test_a_failed_load_is_recomputed_whatever_the_engine_s_default() -> None:
+    config = engine_config()
+    assert config.kv_transfer_config.kv_load_failure_policy == "fail"
+    connector = KVConnect(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
+    assert connector.scheduler.plan.index.slots.used == 0
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    with pytest.raises(Misuse, match="SCHEDULER connector was asked for its WORKER half"):
+        _ = connector.worker
+
+
+def test_groups() -> None:
+    groups = translate.cache_groups(cache_config(FULL, WINDOW))
+    assert groups == (CacheGroup(32), CacheGroup(32, window=128))
+
+
+def test_a_cache_that_is_not_made_of_token_blocks_is_refused() -> None:
+    state = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
+    with pytest.raises(ConfigError, match="MambaSpec.*cannot be offloaded"):
+        translate.cache_groups(cache_config(FULL, state))
+
+
+def test_hashes_of_bigger_blocks_are_those_of_their_last_part() -> None:
+    request: Any = SimpleNamespace(block_hashes=[b"a", b"b", b"c", b"d", b"e"])
+    groups = (CacheGroup(32), CacheGroup(64))
+    small, big = translate.group_hashes(request, groups, 32)
+    assert list(small) == [b"a", b"b", b"c", b"d", b"e"]
+    assert list(big) == [b"b", b"d"]
+
+
+def test_geometry_of_one_allocation() -> None:
+    storage = torch.arange(2 * 4 * 2 * 32 * 16, dtype=torch.float32)
+    layers = storage.view(2, 4, 2, 32, 16)  # layer, block, head, token, content
+    kv_caches = {"layer0": layers[0], "layer1": layers[1]}
+    config = cache_config(FULL)
+    config.kv_cache_groups[0].layer_names = ["layer0", "layer1"]
+    geometry = translate.cache_geometry(config, kv_caches)
+    area = translate.backing_area(kv_caches)
+    assert area.data_ptr() == storage.data_ptr()
+    assert area.numel() == storage.numel() * 4
+    (group,) = geometry.groups
+    found = torch.cat([area[s.offset + 2 * s.stride :][: s.length] for s in group.segments])
+    wanted = torch.cat([layers[0, 2].flatten(), layers[1, 2].flatten()]).view(torch.uint8)
+    assert torch.equal(found, wanted)
+
+
+def test_layers_in_two_allocations_are_refused() -> None:
+    two = {"a": torch.zeros(4, 2, 32, 16), "b": torch.zeros(4, 2, 32, 16)}
+    with pytest.raises(Incompatible, match="2 allocations"):
+        translate.backing_area(two)
+
+
+def test_a_view_without_blocks_names_its_layer() -> None:
+    raw = torch.zeros(7, 3)
+    with pytest.raises(Incompatible, match="layer layer0"):
+        translate.cache_geometry(cache_config(FULL), {"layer0": raw})
+
+
+def test_messages_survive_the_trip_between_processes() -> None:
+    report = Report(JobId(1), (Failure(0, 5, 7, FailureCause.DIGEST),))
+    both = StepReports([report]).aggregate(StepReports([Report(JobId(1))]))
+    assert pickle.loads(pickle.dumps(both)).reports == [report, Report(JobId(1))]
+    step = StepInstructions(Instructions())
+    assert pickle.loads(pickle.dumps(step)) == step
+
+
+def test_stats_merge_as_vllm_merges_them() -> None:
+    worker, scheduler = KVConnectStats(), KVConnectStats()
+    worker.record_transfer("GPU_to_CPU", 100, 0.5)
+    scheduler.count("lookups")
+    merged = worker.aggregate(scheduler).to_dict()
+    front = KVConnect.build_kv_connector_stats(merged)
+    assert front.reduce() == {
+        "GPU_to_CPU_total_bytes": 100,
+        "GPU_to_CPU_operations": 1,
+        "GPU_to_CPU_total_time": 0.5,
+        "lookups": 1,
+    }

@@ -1,0 +1,62 @@
+"""The copy thread with a KV cache on a CUDA device: own streams, ordered by events."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvconnect.copy import make_copier  # noqa: E402
+from kvconnect.geometry import Geometry, GroupGeometry, Segment  # noqa: E402
+from kvconnect.plan.instructions import Load, Part, Store  # noqa: E402
+from kvconnect.store.host import HostStore  # noqa: E402
+from kvconnect.types import JobId, TransferType  # noqa: E402
+from kvconnect.worker.executor import CopyExecutor, Done  # noqa: E402
+from kvconnect.worker.streams import make_streams  # noqa: E402
+
+BLOCKS, PAGE = 32, 48 << 10
+
+
+def wait_for(executor: CopyExecutor, count: int) -> list[Done]:
+    done: list[Done] = []
+    stop = torch.cuda.Event()
+    while len(done) < count:
+        stop.record()
+        stop.synchronize()
+        done += executor.poll()
+    return done
+
+
+def test_blocks_survive_the_trip_behind_the_work_that_wrote_them() -> None:
+    device = torch.device("cuda")
+    area = torch.zeros(2 * BLOCKS * PAGE, dtype=torch.uint8, device=device)
+    segments = tuple(Segment(layer * BLOCKS * PAGE, PAGE, PAGE) for layer in range(2))
+    geometry = Geometry((GroupGeometry(segments, BLOCKS),))
+    store = HostStore(BLOCKS, geometry.slot_bytes, "full")
+    assert store.pin()
+    copier = make_copier(area, store.tensor(), geometry)
+    executor = CopyExecutor(copier, store, geometry, make_streams(device))
+    part = Part(0, array("q", range(0, BLOCKS, 2)), array("q", range(BLOCKS - 1, -1, -2)))
+
+    torch.cuda._sleep(200_000_000)  # the model is still busy when the store is submitted ...
+    wanted = torch.randint(0, 256, area.shape, dtype=torch.uint8, device=device)
+    area.copy_(wanted)  # ... and writes the blocks only then
+    executor.submit(Store(JobId(1), (part,), 60.0), executor.fence())
+    (stored,) = wait_for(executor, 1)
+    assert stored.kind is TransferType.GPU_TO_CPU
+    assert not stored.report.failures
+    assert stored.nbytes == len(part.slots) * 2 * PAGE
+    assert stored.seconds > 0
+
+    area.zero_()
+    executor.submit(Load(JobId(2), "request", (part,), 60.0, True), executor.fence())
+    executor.wait_sync_loads()
+    (loaded,) = wait_for(executor, 1)
+    assert not loaded.report.failures
+    got, want = area.view(2, BLOCKS, PAGE), wanted.view(2, BLOCKS, PAGE)
+    assert torch.equal(got[:, ::2], want[:, ::2])
+    assert not got[:, 1::2].any()  # negative control: nobody touched the other blocks
+    executor.close()
+    store.close()
