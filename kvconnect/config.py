@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -32,6 +33,7 @@ _UNITS = {
     "TiB": 2**40,
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_LONGEST_S = 86_400  # no wait is endless
 AUTO_HOST_SHARE = 0.25  # leaves room for weights being loaded, page cache and the engine itself
 
 
@@ -74,7 +76,7 @@ def parse_bytes(field: str, value: object) -> int:
         by_lower = {name.lower(): name for name in _UNITS if name}
         near = by_lower[difflib.get_close_matches(unit.lower(), by_lower, n=1, cutoff=0.0)[0]]
         raise ConfigError(field, value, f"unknown unit {unit!r}, did you mean {near!r}?")
-    return int(float(number) * _UNITS[unit])
+    return int(Fraction(number) * _UNITS[unit])
 
 
 def parse_config(extra: Mapping[str, Any]) -> OffloadConfig:
@@ -86,7 +88,7 @@ def parse_config(extra: Mapping[str, Any]) -> OffloadConfig:
     known = OffloadConfig.__struct_fields__
     for key in extra:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
             fix = f"unknown setting, did you mean {near[0]!r}? Known: {', '.join(known)}"
             raise ConfigError(key, extra[key], fix)
     values = dict(extra)
@@ -101,8 +103,10 @@ def parse_config(extra: Mapping[str, Any]) -> OffloadConfig:
     _check_choice(values, "policy", get_args(PolicyName))
     _check_choice(values, "digest", get_args(DigestMode))
     deadline = values.get("deadline_s", 30.0)
-    if isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not deadline > 0:
-        raise ConfigError("deadline_s", deadline, "use a number of seconds greater than 0")
+    if type(deadline) not in (int, float) or not 0 < deadline <= _LONGEST_S:
+        raise ConfigError(
+            "deadline_s", deadline, f"use seconds, more than 0 and at most {_LONGEST_S}"
+        )
     return msgspec.convert(values, OffloadConfig)
 
 

@@ -66,7 +66,7 @@ def longest_prefix(
         if group.is_full:
             first = local_tokens // group.block_tokens
             wanted = hashes[number][first : total // group.block_tokens]
-            found = index.count_ready(number, wanted)
+            found = len(index.ready_slots(number, wanted))
             total = (local_tokens + found * group.block_tokens) // unit * unit
     windowed = [(number, group) for number, group in enumerate(groups) if not group.is_full]
     while total > local_tokens:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
 from typing import NamedTuple
 
 from kvconnect.errors import Misuse
@@ -22,8 +22,10 @@ class HostIndex:
     """Maps (group, block hash) to a slot and says what can be loaded.
 
     Owned by the scheduler's thread. Blocks being stored are kept apart from those that can be
-    loaded, so that a lookup asks one dict once per block, and only whether the block is in it:
-    with a million blocks, each further object touched is a cache miss.
+    loaded. Each slot remembers which slot held the next block of its prefix when that was last
+    stored or looked up. A lookup follows this hint and compares the hash it finds there, which
+    walks memory in order; a dict access per block would miss the cache several times, and it is
+    needed only where the hint is wrong.
 
     Attributes:
         removed: blocks that left since the caller last took them.
@@ -39,6 +41,9 @@ class HostIndex:
         self._pending: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
         self._hash: list[bytes] = [b""] * num_slots
         self._group = bytearray(num_slots)
+        # One more than there are slots: where a lookup's hints start.
+        self._readable: list[bytes] = [b""] * (num_slots + 1)  # hash of READY slots only
+        self._next = array("l", [num_slots]) * (num_slots + 1)  # the hint
 
     def __repr__(self) -> str:
         return f"<HostIndex {self.slots!r}>"
@@ -47,9 +52,21 @@ class HostIndex:
         """Whether the block is there or being stored."""
         return block_hash in self._ready[group] or block_hash in self._pending[group]
 
-    def count_ready(self, group: int, hashes: Sequence[bytes]) -> int:
-        """Return how many leading blocks can be loaded now."""
-        return len(list(takewhile(self._ready[group].__contains__, hashes)))
+    def ready_slots(self, group: int, hashes: Iterable[bytes]) -> list[int]:
+        """Return the slots of the leading blocks that can be loaded now, up to the first that
+        cannot."""
+        ready, readable, groups, hint = self._ready[group], self._readable, self._group, self._next
+        slots: list[int] = []
+        append, slot = slots.append, len(self.slots)
+        for block_hash in hashes:
+            previous, slot = slot, hint[slot]
+            if readable[slot] != block_hash or groups[slot] != group:
+                found = ready.get(block_hash)
+                if found is None:
+                    break
+                hint[previous] = slot = found
+            append(slot)
+        return slots
 
     def slot_of(self, group: int, block_hash: bytes) -> int | None:
         """Return the slot of a block that can be loaded now, else None."""
@@ -88,6 +105,9 @@ class HostIndex:
             self.slots.publish(slot)
             group, block_hash = self._group[slot], self._hash[slot]
             self._ready[group][block_hash] = self._pending[group].pop(block_hash)
+            self._readable[slot] = block_hash
+        for slot, following in zip(slots, slots[1:], strict=False):
+            self._next[slot] = following
         self.policy.insert(slots, [hash(self._hash[slot]) for slot in slots])
 
     def abandon(self, slots: Iterable[int]) -> None:
@@ -120,6 +140,7 @@ class HostIndex:
         self.policy.clear()
         for ready in self._ready:
             for slot in ready.values():
+                self._readable[slot] = b""
                 self.slots.drop(slot)
             ready.clear()
 
@@ -142,9 +163,12 @@ class HostIndex:
             state = self.slots.state(slot)
             if linked.get(slot) != (state if state in (PENDING, READY) else None):
                 raise Misuse(f"slot {slot} in state {state} is wrongly in or out of the map")
+            if self._readable[slot] != (self._hash[slot] if state == READY else b""):
+                raise Misuse(f"slot {slot} in state {state} is wrongly readable or not")
 
     def _unlink(self, slot: int) -> None:
         group, block_hash = self._group[slot], self._hash[slot]
         del self._ready[group][block_hash]
+        self._readable[slot] = b""
         self.slots.drop(slot)
         self.removed.append(Removed(group, block_hash))

@@ -23,7 +23,7 @@ class Owner(str, Enum):
 
 
 class Hold(NamedTuple):
-    """Device blocks held by one job; ``since`` and ``deadline`` in seconds of the caller's clock."""
+    """Device blocks held by one job; ``since`` and ``deadline`` in seconds of one clock."""
 
     job: JobId
     owner: Owner

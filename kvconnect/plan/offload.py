@@ -98,11 +98,15 @@ class OffloadPlan:
             load_failed=known is not None and known.load_failed,
         )
 
-    def forget_request(self, req_id: str) -> None:
+    def finish_request(self, req_id: str, hashes: Hashes) -> None:
         """The request is over. Its jobs, if any, end on their own."""
         request = self._requests.pop(req_id, None)
-        if request is not None:
-            self.stats.count("skipped_store_blocks", request.behind, label="busy")
+        if request is None:
+            return
+        self.stats.count("skipped_store_blocks", request.behind, label="busy")
+        for number, done in enumerate(request.next_block):
+            slots = self.index.ready_slots(number, hashes[number][:done])
+            self.index.policy.settle(slots)
 
     def match(self, req_id: str, hashes: Hashes, local_tokens: int, max_tokens: int) -> int:
         """Return how many tokens beyond ``local_tokens`` the tier can restore; changes nothing.
@@ -214,11 +218,11 @@ class OffloadPlan:
         index, holds = self.index, self.jobs.ledger.holds_block
         part = self._store_parts.get(number) or Part(number, array("q"), array("q"))
         # Before any eviction: a slot that lost its block must not be touched any more.
-        there = [slot for b in blocks if (slot := index.slot_of(number, hashes[b])) is not None]
+        there = index.ready_slots(number, hashes[blocks.start : blocks.stop])
         index.policy.touch(there)
         request.covered += len(there)
         new: list[int] = []
-        for block in blocks:
+        for block in blocks[len(there) :]:
             block_hash, block_id = hashes[block], block_ids[block]
             if index.has(number, block_hash) or block_id == NULL_BLOCK or holds(block_id):
                 continue
@@ -262,9 +266,6 @@ def _load_part(index: HostIndex, number: int, group: CacheGroup, wanted: LoadReq
     """Return the blocks of one group that tokens [local, total) need, with their slots."""
     first = max(group.first_block(wanted.total_tokens), wanted.local_tokens // group.block_tokens)
     end = wanted.total_tokens // group.block_tokens
-    part = Part(number, array("q"), array("q"))
-    for block in range(first, end):
-        slot = index.slot_of(number, wanted.hashes[number][block])
-        part.block_ids.append(wanted.block_ids[number][block])
-        part.slots.append(-1 if slot is None else slot)
-    return part
+    slots = array("q", index.ready_slots(number, wanted.hashes[number][first:end]))
+    slots.extend([-1] * (end - first - len(slots)))
+    return Part(number, array("q", wanted.block_ids[number][first:end]), slots)

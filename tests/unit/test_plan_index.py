@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import takewhile
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvconnect.errors import Misuse
 from kvconnect.plan.index import HostIndex, Removed
@@ -31,7 +35,7 @@ def test_a_block_can_be_loaded_once_it_is_stored() -> None:
     index = make_index()
     slot = index.reserve(0, A)
     assert slot is not None
-    assert index.has(0, A) and index.slot_of(0, A) is None and index.count_ready(0, [A]) == 0
+    assert index.has(0, A) and index.slot_of(0, A) is None and len(index.ready_slots(0, [A])) == 0
     assert (index.slots.state(slot), index.slots.busy, index.slots.used) == (PENDING, 1, 1)
     index.commit([slot])
     assert index.slot_of(0, A) == slot and index.hash_of(slot) == A
@@ -51,15 +55,70 @@ def test_an_abandoned_block_leaves_no_trace() -> None:
     index.check()
 
 
-def test_leading_blocks_are_counted_up_to_the_first_that_cannot_be_loaded() -> None:
+def test_leading_blocks_are_found_up_to_the_first_that_cannot_be_loaded() -> None:
     index = make_index()
-    put(index, A, C)
+    a, c = put(index, A, C)
     index.reserve(0, B)
-    assert index.count_ready(0, [A, B, C]) == 1  # B is being stored
-    assert index.count_ready(0, [A, C]) == 2
-    assert index.count_ready(0, [D, A]) == 0
-    assert index.count_ready(1, [A]) == 0
-    assert index.count_ready(0, []) == 0
+    assert index.ready_slots(0, [A, B, C]) == [a]  # B is being stored
+    assert index.ready_slots(0, [A, C]) == [a, c]
+    assert index.ready_slots(0, [D, A]) == []
+    assert index.ready_slots(1, [A]) == []
+    assert index.ready_slots(0, []) == []
+
+
+PROMPTS = [[b"%d" % (n % 4), *(b"%d-%d" % (n, k) for k in range(4))] for n in range(6)]
+
+
+def differs(index: HostIndex) -> bool:
+    """Whether a lookup of prefixes finds anything but what one of single blocks finds."""
+    for group in (0, 1):
+        for hashes in PROMPTS:
+            one_by_one = takewhile(
+                lambda slot: slot is not None, map(partial(index.slot_of, group), hashes)
+            )
+            if index.ready_slots(group, hashes) != list(one_by_one):
+                return True
+    return False
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["put", "put", "put", "fail", "discard", "clear"]),
+            st.integers(0, 1),
+            st.sampled_from(PROMPTS),
+            st.integers(1, 5),
+        ),
+        max_size=30,
+    )
+)
+def test_a_lookup_by_prefix_finds_what_a_lookup_by_block_finds(
+    events: list[tuple[str, int, list[bytes], int]],
+) -> None:
+    index = make_index(num_slots=7)
+    for event, group, hashes, count in events:
+        if event in ("put", "fail"):
+            new = [key for key in hashes[:count] if not index.has(group, key)]
+            slots = [slot for key in new if (slot := index.reserve(group, key)) is not None]
+            (index.commit if event == "put" else index.abandon)(slots)
+        elif event == "discard" and (slots := index.ready_slots(group, hashes)):
+            index.discard(slots[-1])
+        elif event == "clear" and count == 5:
+            index.clear()
+        index.check()
+        assert not differs(index)
+
+
+def test_the_comparison_of_lookups_tells_a_wrong_hint() -> None:
+    index = make_index(num_slots=7)
+    slots = put(index, *PROMPTS[0])
+    assert not differs(index)
+    index._next[slots[1]] = slots[4]  # only slower
+    assert not differs(index)
+    index._next[slots[1]], index._readable[slots[4]] = slots[4], PROMPTS[0][2]
+    assert differs(index)
+    with pytest.raises(Misuse, match="wrongly readable"):
+        index.check()
 
 
 def test_a_full_tier_evicts_and_says_what() -> None:

@@ -69,12 +69,12 @@ def test_a_store_publishes_and_releases_when_reported() -> None:
     desk = Desk()
     store = desk.store()
     assert (len(desk.book), desk.book.ledger.held, desk.book.holds_for_store) == (1, 2, True)
-    assert desk.index.count_ready(0, HASHES[:2]) == 0
+    assert desk.index.ready_slots(0, HASHES[:2]) == []
     settled = desk.book.on_report(Report(store.job), 1.0)
     assert settled is not None and settled.owner is Owner.STORE
     assert settled.released == (10, 11)
     assert settled.stored == ((0, b"h0"), (0, b"h1"))
-    assert desk.index.count_ready(0, HASHES[:2]) == 2
+    assert desk.index.ready_slots(0, HASHES[:2]) == list(store.parts[0].slots)
     assert (len(desk.book), desk.book.ledger.held, desk.book.holds_for_store) == (0, 0, False)
     desk.check()
 

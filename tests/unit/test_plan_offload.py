@@ -77,7 +77,7 @@ def test_what_one_request_computed_another_one_loads() -> None:
     (job,) = plan.take(0.0).stores
     assert list(job.parts[0].block_ids) == [1, 2, 3]
     assert plan.match("r1", [hashes], 0, 12) == 0  # nothing is there before the report
-    plan.forget_request("r1")
+    plan.finish_request("r1", [hashes])
     settled = plan.on_report(Report(job.job), 1.0)
     assert settled is not None
     assert settled.released == (1, 2, 3)
@@ -209,14 +209,20 @@ def test_a_block_evicted_while_its_request_is_stored_is_not_touched(policy: str)
     old = prompt("a", 2)
     store(plan, "r1", old)
     store(plan, "r2", prompt("b", 1), first_block=10)
-    longer = [*old, *prompt("c", 3)]
-    for name in ("r3", "r4"):  # found the head on the device, so that nobody touched it here
-        store(plan, name, longer, first_block=20)
-        plan.check()
-    store(plan, "r5", prompt("d", 3), first_block=30)
-    slots = [plan.index.slot_of(0, block_hash) for block_hash in prompt("d", 3)]
-    assert sorted(slot for slot in slots if slot is not None) == [0, 1, 2]
+    longer = [*old, *prompt("c", 3)]  # found its head on the device, so that nobody used it here
+    plan.add_request("r3")
+    plan.plan_store("r3", 20, [longer], [[1, 2, 3, 4, 5]])
+    plan.add_request("r4")
+    plan.plan_store("r4", 12, [prompt("d", 3)], [[7, 8, 9]])  # while slots are being written
     plan.check()
+    (job,) = plan.take(0.0).stores
+    slots = list(job.parts[0].slots)
+    assert len(slots) == len(set(slots))
+    plan.on_report(Report(job.job), 0.0)
+    plan.check()
+    for block_hash in [*longer, *prompt("d", 3)]:
+        slot = plan.index.slot_of(0, block_hash)
+        assert slot is None or plan.index.hash_of(slot) == block_hash
 
 
 def test_use_by_a_load_or_a_store_keeps_a_prompt() -> None:
@@ -253,7 +259,7 @@ def test_a_request_whose_load_failed_gets_nothing_from_then_on(cause: FailureCau
     assert plan.match("r2", [hashes], 0, 12) == (4 if quarantined else 12)
     assert plan.take_removed() == ([Removed(0, b"a1")] if quarantined else [])
     assert counted(plan, "evicted_blocks") == {}
-    plan.forget_request("r1")
+    plan.finish_request("r1", [hashes])
     plan.add_request("r1")  # the name is used again, by another request
     assert plan.match("r1", [hashes], 0, 4) == 4
     plan.check()
@@ -263,7 +269,7 @@ def test_a_load_that_fails_after_its_request_left_fails_nobody() -> None:
     plan, hashes = make_plan(), prompt("a", 1)
     store(plan, "r1", hashes)
     job = load(plan, "r1", hashes, 4)
-    plan.forget_request("r1")
+    plan.finish_request("r1", [hashes])
     bad = Failure(0, 50, job.parts[0].slots[0], FailureCause.DEADLINE)
     assert plan.on_report(Report(job.job, (bad,)), 0.0) is not None
     assert plan.match("r1", [hashes], 0, 4) == 0  # not known any more
@@ -354,7 +360,7 @@ def test_a_store_nobody_answers_expires() -> None:
 
 def test_unknown_requests_are_no_error() -> None:
     plan = make_plan()
-    plan.forget_request("never seen")
+    plan.finish_request("never seen", [[]])
     assert plan.match("never seen", [prompt("a", 1)], 0, 4) == 0
     assert not plan.is_due("never seen", 100)
     assert plan.on_report(Report(load(plan, "gone", prompt("a", 1), 4).job), 0.0) is not None

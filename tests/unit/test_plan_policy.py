@@ -27,6 +27,9 @@ class NaiveLRU(Policy):
     def touch(self, slots: Sequence[int]) -> None:
         self.order = [slot for slot in self.order if slot not in slots] + list(reversed(slots))
 
+    def settle(self, slots: Sequence[int]) -> None:
+        self.touch(slots)
+
     def remove(self, slot: int) -> None:
         self.order.remove(slot)
 
@@ -51,7 +54,7 @@ class KeepsOrderOfInsertion(LRU):
 Event = tuple[str, list[int], list[int]]
 events = st.lists(
     st.tuples(
-        st.sampled_from(["insert", "touch", "touch", "evict", "evict", "remove", "clear"]),
+        st.sampled_from(["insert", "touch", "settle", "evict", "evict", "remove", "clear"]),
         st.lists(st.integers(0, SLOTS - 1), unique=True, max_size=5),
         st.lists(st.sampled_from([0, 0, 1]), min_size=SLOTS, max_size=SLOTS),
     ),
@@ -70,6 +73,9 @@ def play(policy: Policy, naive: NaiveLRU, events: list[Event]) -> None:
         elif name == "touch":
             policy.touch(known)
             naive.touch(known)
+        elif name == "settle":
+            policy.settle(known)
+            naive.settle(known)
         elif name == "remove" and known:
             policy.remove(known[0])
             naive.remove(known[0])
@@ -109,6 +115,23 @@ def test_lru_evicts_the_tail_of_a_prompt_before_its_head() -> None:
     assert [policy.evict(FREE_PINS) for _ in range(3)] == [6, 2, 5]
 
 
+def test_lru_keeps_the_head_of_a_request_that_filled_its_blocks_one_after_the_other() -> None:
+    policy = LRU(SLOTS)
+    for slot in (3, 1, 4):
+        policy.insert([slot], [0])
+    policy.settle([3, 1, 4])
+    assert [policy.evict(FREE_PINS) for _ in range(3)] == [4, 1, 3]
+
+
+def test_for_s3fifo_the_end_of_a_request_is_no_further_use() -> None:
+    policy = S3FIFO(SLOTS)
+    for slot in (3, 1):
+        policy.insert([slot], [slot])
+    policy.settle([3, 1])
+    assert [policy.evict(FREE_PINS) for _ in range(2)] == [3, 1]
+    assert len(policy._ghost) == 2  # left as one-offs
+
+
 @pytest.mark.parametrize("name", ["lru", "s3fifo"])
 @given(events=events)
 def test_pinned_and_absent_slots_are_never_evicted(name: str, events: list[Event]) -> None:
@@ -122,6 +145,8 @@ def test_pinned_and_absent_slots_are_never_evicted(name: str, events: list[Event
             there.update(fresh)
         elif event == "touch":
             policy.touch(known)
+        elif event == "settle":
+            policy.settle(known)
         elif event == "remove" and known:
             policy.remove(known[0])
             there.discard(known[0])

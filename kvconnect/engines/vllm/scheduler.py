@@ -146,7 +146,7 @@ class SchedulerHalf:
         """The request is over; blocks still being stored stay held until copied."""
         self._requests.pop(request.request_id, None)
         self._promised.pop(request.request_id, None)
-        self.plan.forget_request(request.request_id)
+        self.plan.finish_request(request.request_id, self._hashes(request))
 
     def reset(self) -> None:
         """Forget the whole host tier, as the engine forgets its prefix cache."""
@@ -172,9 +172,9 @@ class SchedulerHalf:
         return translate.group_hashes(request, self._groups, self._hash_tokens)
 
     def _is_small(self, tokens: int) -> bool:
-        """Whether a load is worth doing inside the step. With several groups it never is: the
-        engine could not name what failed."""
-        if len(self._groups) > 1 or not tokens:
+        """Whether a load is worth doing inside the step. Only with one full-attention group: else
+        the request starts over when a load fails, which the engine does to parked ones only."""
+        if len(self._groups) > 1 or not self._groups[0].is_full or not tokens:
             return False
         blocks = tokens // self._groups[0].block_tokens
         return blocks * self._slot_bytes <= self._config.sync_load_bytes

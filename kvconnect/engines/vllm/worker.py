@@ -40,7 +40,9 @@ class WorkerHalf:
         self._share = _worker_share(vllm_config, config)
         self._kv_cache_config = kv_cache_config
         self._digest = config.digest
-        self._single_group = len(kv_cache_config.kv_cache_groups) == 1
+        # In a window the valid prefix of a load is of no use: it lacks the blocks before it.
+        reaches = [group.is_full for group in translate.cache_groups(kv_cache_config)]
+        self._keeps_prefix = reaches == [True]
         self._is_first = parallel.rank == 0
         self._stats = KVConnectStats()
         self._pending_stores: list[Store] = []
@@ -97,8 +99,8 @@ class WorkerHalf:
     def collect(self) -> tuple[set[str], set[str]]:
         """Return requests whose load ended, and those of them that must start over.
 
-        With a single group, blocks that failed are named instead (:meth:`take_errors`), so that
-        the engine keeps the valid prefix.
+        With one full-attention group, blocks that failed are named instead
+        (:meth:`take_errors`), so that the engine keeps the valid prefix.
         """
         finished: set[str] = set()
         failed: set[str] = set()
@@ -108,7 +110,7 @@ class WorkerHalf:
                 continue
             if not done.job.sync:
                 finished.add(done.job.req_id)
-            if done.report.failures and self._single_group:
+            if done.report.failures and self._keeps_prefix:
                 self._errors.update(failure.block_id for failure in done.report.failures)
             elif done.report.failures:
                 failed.add(done.job.req_id)

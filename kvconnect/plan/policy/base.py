@@ -26,6 +26,14 @@ class Policy(ABC):
         """Note that ``slots`` (in prefix order) were used. Slots must have been inserted."""
 
     @abstractmethod
+    def settle(self, slots: Sequence[int]) -> None:
+        """A request that filled or used ``slots`` (in prefix order) is over.
+
+        Its blocks were inserted as they filled, the head long before the tail; here a policy can
+        put them in order. This is no further use of the blocks.
+        """
+
+    @abstractmethod
     def remove(self, slot: int) -> None:
         """Forget a slot that lost its block without eviction (quarantine)."""
 

@@ -45,6 +45,9 @@ class LRU(Policy):
         if self._entries > 2 * self._alive + _SWEEP_MIN:
             self._sweep()
 
+    def settle(self, slots: Sequence[int]) -> None:
+        self.touch(slots)  # else the head of a long conversation would leave before its tail
+
     def remove(self, slot: int) -> None:
         self._stamp[slot] = _DEAD
         self._alive -= 1

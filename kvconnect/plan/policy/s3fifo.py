@@ -46,6 +46,9 @@ class S3FIFO(Policy):
             if frequency[slot] < _MAX_FREQUENCY:
                 frequency[slot] += 1
 
+    def settle(self, slots: Sequence[int]) -> None:
+        """Nothing: the queues keep the order of insertion."""
+
     def remove(self, slot: int) -> None:
         queue = self._small if self._where[slot] == _SMALL else self._main
         queue.remove(slot)  # linear, but only a quarantined block comes here
