@@ -41,6 +41,12 @@ class CacheGroup:
         return first_token // self.block_tokens
 
 
+def keeps_prefix(groups: Sequence[CacheGroup]) -> bool:
+    """Whether the blocks before one that could not be loaded are of use: not if a window
+    reaches into blocks that the load was to bring, or another group's part is unknown."""
+    return len(groups) == 1 and groups[0].is_full
+
+
 def alignment(groups: Sequence[CacheGroup]) -> int:
     """Tokens to which a restorable prefix is aligned: every group has whole blocks of it."""
     return math.lcm(*(group.block_tokens for group in groups))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from kvconnect.errors import Misuse
@@ -106,7 +107,7 @@ class HostIndex:
             group, block_hash = self._group[slot], self._hash[slot]
             self._ready[group][block_hash] = self._pending[group].pop(block_hash)
             self._readable[slot] = block_hash
-        for slot, following in zip(slots, slots[1:], strict=False):
+        for slot, following in pairwise(slots):
             self._next[slot] = following
         self.policy.insert(slots, [hash(self._hash[slot]) for slot in slots])
 

@@ -26,6 +26,15 @@ _TYPE = {Owner.STORE: TransferType.GPU_TO_CPU, Owner.LOAD: TransferType.CPU_TO_G
 _ANSWER_FACTOR = 2.0
 
 
+class JobLimits(NamedTuple):
+    """``workers`` must answer each job, which may take ``deadline_s`` seconds. ``keeps_prefix``:
+    blocks before a failed one are kept (:func:`~kvconnect.plan.groups.keeps_prefix`)."""
+
+    workers: int
+    deadline_s: float
+    keeps_prefix: bool
+
+
 class Settled(NamedTuple):
     """A finished job.
 
@@ -56,13 +65,12 @@ class JobBook:
     """Open jobs of one engine. Owned by the scheduler's thread."""
 
     def __init__(
-        self, index: HostIndex, stats: OffloadingConnectorStats, workers: int, deadline_s: float
+        self, index: HostIndex, stats: OffloadingConnectorStats, limits: JobLimits
     ) -> None:
         self.ledger = Ledger()
         self._index = index
         self._stats = stats
-        self._workers = workers
-        self._deadline_s = deadline_s
+        self._limits = limits
         self._jobs: dict[JobId, _Job] = {}
         self._last = 0
 
@@ -71,8 +79,8 @@ class JobBook:
 
     def open_store(self, parts: tuple[Part, ...], now: float) -> Store:
         """Open a store of reserved slots; their device blocks are held from now on."""
-        job = self._open(_Job(Owner.STORE, parts, now, self._workers))
-        return Store(job, parts, self._deadline_s)
+        job = self._open(_Job(Owner.STORE, parts, now, self._limits.workers))
+        return Store(job, parts, self._limits.deadline_s)
 
     def open_load(
         self, req_id: str, parts: tuple[Part, ...], tokens: int, *, sync: bool, now: float
@@ -82,8 +90,8 @@ class JobBook:
             slots = [slot for slot in part.slots if slot >= 0]
             self._index.pin(slots)
             self._index.policy.touch(slots)
-        job = self._open(_Job(Owner.LOAD, parts, now, self._workers, req_id, tokens, sync))
-        return Load(job, req_id, parts, self._deadline_s, sync)
+        job = self._open(_Job(Owner.LOAD, parts, now, self._limits.workers, req_id, tokens, sync))
+        return Load(job, req_id, parts, self._limits.deadline_s, sync)
 
     @property
     def holds_for_store(self) -> bool:
@@ -145,7 +153,7 @@ class JobBook:
         # blocks may have a new owner already, so they are not held.
         parts = () if job.sync else job.parts
         blocks = tuple(block for part in parts for block in part.block_ids)
-        deadline = job.asked + self._deadline_s * _ANSWER_FACTOR
+        deadline = job.asked + self._limits.deadline_s * _ANSWER_FACTOR
         self.ledger.grant(Hold(number, job.owner, blocks, job.asked, deadline))
         self._jobs[number] = job
         return number
@@ -180,14 +188,13 @@ class JobBook:
             self.void_stores()
         first = next(iter(job.failures))
         self._stats.count("failed_requests", label=first.cause.value)
-        self._stats.count("recomputed_tokens", _lost_tokens(job))
+        self._stats.count("recomputed_tokens", _lost_tokens(job, self._limits.keeps_prefix))
         return Settled(job.owner, released, failed_req_id=job.req_id)
 
 
-def _lost_tokens(job: _Job) -> int:
-    """Tokens to recompute: behind the first bad block where the engine can keep a prefix, which
-    it can with one group, else all."""
-    if len(job.parts) > 1:
+def _lost_tokens(job: _Job, keeps_prefix: bool) -> int:
+    """Tokens to recompute: from the first bad block on, where the blocks before it are kept."""
+    if not keeps_prefix:
         return job.tokens
     part = job.parts[0]
     good = min(part.block_ids.index(failure.block_id) for failure in job.failures)

@@ -8,15 +8,16 @@ step's instructions and :meth:`OffloadPlan.on_report` takes the answers.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvconnect.plan.groups import CacheGroup, longest_prefix
+from kvconnect.plan.groups import CacheGroup, keeps_prefix, longest_prefix
 from kvconnect.plan.index import HostIndex, Removed
 from kvconnect.plan.instructions import Instructions, Load, Part, Report
-from kvconnect.plan.jobs import NULL_BLOCK, JobBook, Settled
+from kvconnect.plan.jobs import NULL_BLOCK, JobBook, JobLimits, Settled
 from kvconnect.plan.ledger import Owner
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Tier
@@ -26,6 +27,9 @@ Hashes = Sequence[Sequence[bytes]]
 
 BlockTable = Sequence[Sequence[int]]
 """Per group, the device block ids of a request, in prefix order."""
+
+
+_NEVER = sys.maxsize
 
 
 class Limits(NamedTuple):
@@ -74,7 +78,8 @@ class OffloadPlan:
         self.groups = tuple(groups)
         self.index = index
         self.stats = stats
-        self.jobs = JobBook(index, stats, limits.workers, limits.deadline_s)
+        job_limits = JobLimits(limits.workers, limits.deadline_s, keeps_prefix(self.groups))
+        self.jobs = JobBook(index, stats, job_limits)
         self._held_limit = limits.held_blocks
         self._requests: dict[str, _Request] = {}
         self._loads: list[Load] = []
@@ -160,10 +165,11 @@ class OffloadPlan:
                 done = self._reserve(request, number, blocks, hashes[number], block_ids[number])
                 new.extend((number, block) for block in done)
                 request.next_block[number] = blocks.stop
-        request.due_tokens = min(
-            (done + 1) * group.block_tokens
-            for done, group in zip(request.next_block, self.groups, strict=True)
-        )
+        if request.due_tokens != _NEVER:
+            request.due_tokens = min(
+                (done + 1) * group.block_tokens
+                for done, group in zip(request.next_block, self.groups, strict=True)
+            )
         return new
 
     def take(self, now: float) -> Instructions:
@@ -231,7 +237,8 @@ class OffloadPlan:
             slot = index.reserve(number, block_hash) if fits else None
             if slot is None:
                 self.stats.count("skipped_store_blocks", blocks.stop - block, label="no_space")
-                break  # later blocks are of no use without this one
+                request.due_tokens = _NEVER  # later blocks are of no use without this one
+                break
             request.covered += 1
             part.block_ids.append(block_id)
             part.slots.append(slot)

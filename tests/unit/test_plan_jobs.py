@@ -8,7 +8,7 @@ import pytest
 
 from kvconnect.plan.index import HostIndex
 from kvconnect.plan.instructions import Failure, Load, Part, Report, Store
-from kvconnect.plan.jobs import JobBook
+from kvconnect.plan.jobs import JobBook, JobLimits
 from kvconnect.plan.ledger import Owner
 from kvconnect.plan.policy import make_policy
 from kvconnect.stats import OffloadingConnectorStats
@@ -26,7 +26,7 @@ class Desk:
     def __init__(self, workers: int = 1) -> None:
         self.index = HostIndex(4, 1, make_policy("lru", 4))
         self.stats = OffloadingConnectorStats()
-        self.book = JobBook(self.index, self.stats, workers, DEADLINE_S)
+        self.book = JobBook(self.index, self.stats, JobLimits(workers, DEADLINE_S, keeps_prefix=True))
 
     def store(self, count: int = 2, now: float = 0.0) -> Store:
         """Open a store of the first blocks: device block 10 + n to the slot of HASHES[n]."""

@@ -25,10 +25,10 @@ from hypothesis.stateful import (
 )
 
 from kvconnect.errors import Misuse
-from kvconnect.plan.groups import CacheGroup, alignment
+from kvconnect.plan.groups import CacheGroup, alignment, keeps_prefix
 from kvconnect.plan.index import HostIndex
 from kvconnect.plan.instructions import Failure, Instructions, Load, Report, Store
-from kvconnect.plan.jobs import NULL_BLOCK, JobBook
+from kvconnect.plan.jobs import NULL_BLOCK, JobBook, JobLimits
 from kvconnect.plan.offload import Limits, LoadRequest, OffloadPlan
 from kvconnect.plan.policy import make_policy
 from kvconnect.stats import OffloadingConnectorStats
@@ -115,7 +115,8 @@ class Engine(RuleBasedStateMachine):
         index = self.index_class(slots, len(self.groups), make_policy(policy, slots))
         stats = OffloadingConnectorStats()
         self.plan = self.plan_class(self.groups, index, stats, Limits(workers, DEADLINE_S, held))
-        self.plan.jobs = self.book_class(index, stats, workers, DEADLINE_S)
+        limits = JobLimits(workers, DEADLINE_S, keeps_prefix=keeps_prefix(self.plan.groups))
+        self.plan.jobs = self.book_class(index, stats, limits)
         self.now = 0.0
         self.refs = [0] * (NUM_BLOCKS + 1)
         self.workers = [Memory([WRONG] * (NUM_BLOCKS + 1), [WRONG] * slots) for _ in range(workers)]

@@ -18,6 +18,7 @@ from kvconnect.engines.vllm.events import EventLog
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.stats import KVConnectStats
 from kvconnect.errors import Incompatible
+from kvconnect.plan.groups import keeps_prefix
 from kvconnect.plan.index import HostIndex
 from kvconnect.plan.ledger import Owner
 from kvconnect.plan.offload import Limits, LoadRequest, OffloadPlan, count_lookup, gauges
@@ -172,9 +173,9 @@ class SchedulerHalf:
         return translate.group_hashes(request, self._groups, self._hash_tokens)
 
     def _is_small(self, tokens: int) -> bool:
-        """Whether a load is worth doing inside the step. Only with one full-attention group: else
-        the request starts over when a load fails, which the engine does to parked ones only."""
-        if len(self._groups) > 1 or not self._groups[0].is_full or not tokens:
+        """Whether a load is worth doing inside the step. Not where a request must start over when
+        its load fails, which the engine does to parked requests only."""
+        if not tokens or not keeps_prefix(self._groups):
             return False
         blocks = tokens // self._groups[0].block_tokens
         return blocks * self._slot_bytes <= self._config.sync_load_bytes

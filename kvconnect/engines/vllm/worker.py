@@ -15,6 +15,7 @@ from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.stats import KVConnectStats
 from kvconnect.errors import ConfigError
+from kvconnect.plan.groups import keeps_prefix
 from kvconnect.plan.instructions import Load, Report, Store
 from kvconnect.store.host import HostStore
 from kvconnect.types import Tier
@@ -40,9 +41,7 @@ class WorkerHalf:
         self._share = _worker_share(vllm_config, config)
         self._kv_cache_config = kv_cache_config
         self._digest = config.digest
-        # In a window the valid prefix of a load is of no use: it lacks the blocks before it.
-        reaches = [group.is_full for group in translate.cache_groups(kv_cache_config)]
-        self._keeps_prefix = reaches == [True]
+        self._keeps_prefix = keeps_prefix(translate.cache_groups(kv_cache_config))
         self._is_first = parallel.rank == 0
         self._stats = KVConnectStats()
         self._pending_stores: list[Store] = []

@@ -32,7 +32,8 @@ class S3FIFO(Policy):
         self._ghost: OrderedDict[int, None] = OrderedDict()
 
     def insert(self, slots: Sequence[int], hashes: Sequence[int]) -> None:
-        for slot, block_hash in zip(slots, hashes, strict=True):
+        # The tail of a prefix first: it leaves before its head, without which it is useless.
+        for slot, block_hash in zip(reversed(slots), reversed(hashes), strict=True):
             returning = block_hash in self._ghost
             self._ghost.pop(block_hash, None)
             self._frequency[slot] = 0
