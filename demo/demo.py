@@ -82,7 +82,17 @@ def serve(title: str, connector: str | None) -> Server:
 def print_turns(turns: list[Turn], plain: list[Turn]) -> None:
     """One row per turn, the two engines beside each other."""
     print()
-    heads = ("reader", "turn", "prompt", "device", "host", "TTFT with", "without", "ratio", "tokens")
+    heads = [
+        "reader",
+        "turn",
+        "prompt",
+        "device",
+        "host",
+        "TTFT with",
+        "without",
+        "ratio",
+        "tokens",
+    ]
     print(COLUMNS.format(*heads))
     for number, (ours, theirs) in enumerate(zip(turns, plain, strict=True)):
         print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -186,10 +187,8 @@ class Server:
         """End the server and all its processes by PID."""
         pids = self.pids()
         self.process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            pass
         self.kill(pids)
 
     def kill(self, pids: list[int] | None = None) -> None:

@@ -131,7 +131,7 @@ def test_groups() -> None:
 
 def test_a_cache_that_is_not_made_of_token_blocks_is_refused() -> None:
     state = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
-    with pytest.raises(ConfigError, match="MambaSpec.*cannot be offloaded"):
+    with pytest.raises(ConfigError, match=r"MambaSpec.*cannot be offloaded"):
         translate.cache_groups(cache_config(FULL, state))
 
 

@@ -26,7 +26,9 @@ class Desk:
     def __init__(self, workers: int = 1) -> None:
         self.index = HostIndex(4, 1, make_policy("lru", 4))
         self.stats = OffloadingConnectorStats()
-        self.book = JobBook(self.index, self.stats, JobLimits(workers, DEADLINE_S, keeps_prefix=True))
+        self.book = JobBook(
+            self.index, self.stats, JobLimits(workers, DEADLINE_S, keeps_prefix=True)
+        )
 
     def store(self, count: int = 2, now: float = 0.0) -> Store:
         """Open a store of the first blocks: device block 10 + n to the slot of HASHES[n]."""
