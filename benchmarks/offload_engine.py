@@ -4,8 +4,8 @@
 
 Engines with the same model (float32) live side by side and work in turn, never at the same time:
 two without a connector, one with KVConnect as it comes, one with KVConnect loading inside the step
-(``sync_load_bytes``), and one with vLLM's ``ExampleConnector``, which keeps blocks in files (here in
-the page cache). Their device cache holds two prompts of 2k tokens; stored prompts are asked for
+(``sync_load_bytes``), and one with vLLM's ``ExampleConnector``, which keeps blocks in files (here
+in the page cache). Their device cache holds two prompts of 2k tokens; stored prompts are asked for
 again after enough others that nothing of them is left on the device.
 
 TTFT is the time of ``generate`` with one output token. Hits are checked by the engine's count of

@@ -2,14 +2,18 @@
 
     python -m benchmarks.plan
 
-**Index.** KVConnect's and vLLM's own CPU offload manager are filled with the same million blocks:
-prompts of 8,192 blocks, stored in pieces of 128 (one prefill step of 2k tokens), eight prompts at
-a time. Lookups alternate between the two and go through the prompts in turn, so that neither
-finds its entries in the CPU's caches. A request's block hashes are new ``bytes`` objects, equal to
-the stored ones but not the same, and not hashed by Python yet; a request is looked up once or
-twice in its life. The headline ``lookup_8192_ms`` is that first lookup. vLLM's manager is given
-its keys ready-made and timed for its ``lookup`` calls alone; ``lookup_vs_vllm_with_keys`` adds the
-keys that its scheduler makes of the request's hashes.
+**Index.** KVConnect's index and vLLM's own CPU offload manager, with the same million blocks. Both
+are filled with blocks of no further use, in pieces of 1 to 128, which are then all evicted by
+prompts of 8,192 blocks: stored 128 at a time (one prefill step of 2k tokens), eight prompts
+together. So slots and memory are as scattered as in a tier that has been in use. Lookups
+alternate between the two and each is of another prompt, so that neither finds its entries in the
+CPU's caches. A request's block hashes are new ``bytes`` objects, equal to the stored ones but not
+the same, and not hashed by Python yet; a request is looked up once or twice in its life. The
+headline ``lookup_8192_ms`` is that first lookup, and the first of its prompt. vLLM's manager is
+given its keys ready-made and timed for its ``lookup`` calls alone; ``lookup_vs_vllm_with_keys``
+adds the keys that its scheduler makes of the request's hashes. ``_again`` repeats one lookup with
+the same objects; ``_scattered`` looks up blocks of many prompts in a row, which no request does:
+a bound for a tier whose order was lost.
 
 **Step.** The real connector plans decode steps of 256 requests with 2k tokens each, in blocks of
 16; in every step one request in 16 fills a block, and the full tier evicts one for it.
@@ -24,7 +28,7 @@ import gc
 import os
 import pickle
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -93,6 +97,14 @@ class Prompts:
     def unknown(self, count: int) -> list[bytes]:
         return [self._random.randbytes(HASH_BYTES) for _ in range(count)]
 
+    def filler(self) -> Iterator[list[bytes]]:
+        """As many other blocks as there are slots, in pieces as decoding and prefill store them."""
+        left = SLOTS
+        while left:
+            count = min(left, self._random.choice((1, PIECE, self._random.randint(1, PIECE))))
+            left -= count
+            yield self.unknown(count)
+
     def pieces(self) -> Iterator[list[bytes]]:
         """Every block once, in the order in which an engine would store them."""
         for first in range(0, PROMPTS, TOGETHER):
@@ -160,8 +172,23 @@ def resident_bytes() -> int:
 
 
 def fill(side: Ours | Theirs, prompts: Prompts) -> float:
-    """Store every prompt; return seconds per block."""
-    return sum(timed(lambda piece=piece: side.store(piece)) for piece in prompts.pieces()) / SLOTS
+    """Fill an empty tier; return seconds per block."""
+    return sum(timed(lambda piece=piece: side.store(piece)) for piece in prompts.filler()) / SLOTS
+
+
+def replace_all(ours: Ours, theirs: Theirs, prompts: Prompts) -> dict[str, float]:
+    """Store the prompts into the full tiers, piece by piece in turn; each block evicts one."""
+    samples: dict[str, list[float]] = {"ours": [], "theirs": []}
+    for mine, other in zip(prompts.pieces(), prompts.pieces(), strict=True):
+        samples["ours"].append(timed(lambda: ours.store(mine)))  # noqa: B023
+        samples["theirs"].append(timed(lambda: theirs.store(other)))  # noqa: B023
+    if ours.index.evictions != SLOTS:
+        raise SystemExit(f"{ours.index.evictions} evictions, expected {SLOTS}")
+    seconds = medians(samples)
+    return {
+        "insert_evict_us": seconds["ours"] / PIECE * 1e6,
+        "insert_evict_vs_vllm": seconds["theirs"] / seconds["ours"],
+    }
 
 
 def check_lookups(ours: Ours, theirs: Theirs, prompts: Prompts) -> None:
@@ -175,84 +202,53 @@ def check_lookups(ours: Ours, theirs: Theirs, prompts: Prompts) -> None:
 
 
 def measure_lookups(ours: Ours, theirs: Theirs, prompts: Prompts, rounds: int) -> dict[str, float]:
-    turn = iter(range(10**9))
+    figures: dict[str, float] = {}
 
-    def fresh() -> list[bytes]:
-        return prompts.whole(next(turn) * 31 % PROMPTS)
+    def race(label: str, mine: list[list[bytes]], others: list[list[bytes]]) -> None:
+        keys = [[make_offload_key(h, 0) for h in hashes] for hashes in others]
+        variants: dict[str, Callable[[], object]] = {
+            "ours": lambda: ours.match(mine.pop()),
+            "theirs": lambda: theirs.match(keys.pop()),
+            "theirs_with_keys": lambda: theirs.match_hashes(others.pop()),
+        }
+        seconds = medians(interleave(variants, rounds))
+        figures[f"lookup_8192{label}_ms"] = seconds["ours"] * 1e3
+        figures[f"lookup_vs_vllm{label}"] = seconds["theirs"] / seconds["ours"]
+        figures[f"lookup_vs_vllm{label}_with_keys"] = seconds["theirs_with_keys"] / seconds["ours"]
 
-    # Made outside the timed calls, for each of them anew. The round that does not count uses one.
-    count = rounds + 1
-    mine, raw = ([fresh() for _ in range(count)] for _ in range(2))
-    keys = [[make_offload_key(h, 0) for h in fresh()] for _ in range(count)]
-    anywhere = [prompts.scattered() for _ in range(count)]
-    anywhere_keys = [[make_offload_key(h, 0) for h in prompts.scattered()] for _ in range(count)]
-    again = prompts.whole(50)
-    again_keys = [make_offload_key(h, 0) for h in again]
-    seconds = medians(
-        interleave(
-            {
-                "ours": lambda: ours.match(mine.pop()),
-                "theirs": lambda: theirs.match(keys.pop()),
-                "theirs_with_keys": lambda: theirs.match_hashes(raw.pop()),
-                "ours_scattered": lambda: ours.match(anywhere.pop()),
-                "theirs_scattered": lambda: theirs.match(anywhere_keys.pop()),
-                "ours_again": lambda: ours.match(again),
-                "theirs_again": lambda: theirs.match(again_keys),
-            },
-            rounds,
-        )
+    count = rounds + 1  # interleave's first round does not count
+    race(
+        "",
+        [prompts.whole(number) for number in range(count)],
+        [prompts.whole(number) for number in range(count, 2 * count)],
     )
-    return {
-        "lookup_8192_ms": seconds["ours"] * 1e3,
-        "lookup_vs_vllm": seconds["theirs"] / seconds["ours"],
-        "lookup_vs_vllm_with_keys": seconds["theirs_with_keys"] / seconds["ours"],
-        "lookup_8192_scattered_ms": seconds["ours_scattered"] * 1e3,
-        "lookup_vs_vllm_scattered": seconds["theirs_scattered"] / seconds["ours_scattered"],
-        "lookup_8192_again_ms": seconds["ours_again"] * 1e3,
-        "lookup_vs_vllm_again": seconds["theirs_again"] / seconds["ours_again"],
-    }
-
-
-def measure_eviction(ours: Ours, theirs: Theirs, prompts: Prompts, rounds: int) -> dict[str, float]:
-    """Store into the full tiers, so that each block evicts one."""
-    blocks = [prompts.unknown(PIECE) for _ in range(2 * (rounds + 1))]
-    seconds = medians(
-        interleave(
-            {
-                "ours": lambda: ours.store(blocks.pop()),
-                "theirs": lambda: theirs.store(blocks.pop()),
-            },
-            rounds,
-        )
-    )
-    if ours.index.evictions != (rounds + 1) * PIECE:
-        raise SystemExit(f"{ours.index.evictions} evictions, expected {(rounds + 1) * PIECE}")
-    return {
-        "insert_evict_us": seconds["ours"] / PIECE * 1e6,
-        "insert_evict_vs_vllm": seconds["theirs"] / seconds["ours"],
-    }
+    race("_again", [prompts.whole(0)] * count, [prompts.whole(0)] * count)
+    mine, others = ([prompts.scattered() for _ in range(count)] for _ in range(2))
+    race("_scattered", mine, others)
+    return figures
 
 
 def measure_index(seed: int, rounds: int) -> dict[str, float]:
     prompts = Prompts(seed)
-    progress(f"storing {SLOTS} blocks in KVConnect's index, then in vLLM's manager")
+    progress(f"filling KVConnect's index, then vLLM's manager, with {SLOTS} blocks")
     empty = resident_bytes()
     ours = Ours()
     insert, size = fill(ours, prompts), resident_bytes() - empty
     theirs = Theirs()
     their_insert, their_size = fill(theirs, prompts), resident_bytes() - empty - size
-    ours.plan.check()
-    check_lookups(ours, theirs, prompts)
-    progress(f"{rounds} rounds of lookups")
-    figures = measure_lookups(ours, theirs, prompts, rounds)
-    progress(f"{rounds} rounds of storing into the full tier")
-    figures |= measure_eviction(ours, theirs, prompts, rounds)
-    return figures | {
+    figures = {
         "insert_us": insert * 1e6,
         "insert_vs_vllm": their_insert / insert,
         "bytes_per_block": size / SLOTS,
         "bytes_per_block_vllm": their_size / SLOTS,
     }
+    progress("replacing all of it by prompts")
+    figures |= replace_all(ours, theirs, prompts)
+    ours.plan.check()
+    progress(f"{rounds} rounds of lookups")
+    figures |= measure_lookups(ours, theirs, prompts, rounds)
+    check_lookups(ours, theirs, prompts)
+    return figures
 
 
 class Decoding:

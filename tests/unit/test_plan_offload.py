@@ -398,3 +398,28 @@ def test_a_lookup_is_counted_in_tokens() -> None:
         "hit_tokens": {"host": 64},
         "miss_tokens": {"": 46},
     }
+
+
+def test_a_request_that_found_no_room_does_not_store_its_tail() -> None:
+    plan, hashes = make_plan(slots=2), prompt("a", 4)
+    held = prompt("b", 2)
+    plan.add_request("other")
+    plan.plan_store("other", 8, [held], [[1, 2]])
+    (first,) = plan.take(0.0).stores  # in flight: both slots are busy
+    plan.add_request("r1")
+    assert plan.plan_store("r1", 8, [hashes], [[3, 4, 5, 6]]) == []
+    assert counted(plan, "skipped_store_blocks") == {"no_space": 2}
+    plan.on_report(Report(first.job), 1.0)  # now there is room, but the head is missing
+    assert not plan.is_due("r1", 16)
+    plan.add_request("r1")  # preempted: everything is computed, and considered, again
+    assert plan.plan_store("r1", 8, [hashes], [[3, 4, 5, 6]]) == [(0, 0), (0, 1)]
+
+
+def test_blocks_that_the_copies_never_reached_are_counted() -> None:
+    plan, hashes = make_plan(held=1), prompt("a", 3)
+    plan.add_request("r1")
+    assert plan.plan_store("r1", 4, [hashes], [[1, 2, 3]]) == [(0, 0)]
+    assert plan.plan_store("r1", 12, [hashes], [[1, 2, 3]]) == []
+    assert not counted(plan, "skipped_store_blocks")  # they may still be stored
+    plan.finish_request("r1", [hashes])
+    assert counted(plan, "skipped_store_blocks") == {"busy": 2}

@@ -250,3 +250,9 @@ def test_s3fifo_remembers_no_more_blocks_than_the_tier_has() -> None:
     assert hash(489) in policy._ghost and hash(479) not in policy._ghost
     policy.clear()
     assert not policy._ghost
+
+
+def test_s3fifo_evicts_the_tail_of_a_prompt_before_its_head() -> None:
+    policy = S3FIFO(4)
+    policy.insert([0, 1, 2, 3], [10, 11, 12, 13])
+    assert [policy.evict([0] * 4) for _ in range(4)] == [3, 2, 1, 0]
