@@ -2,18 +2,17 @@
 
     python -m benchmarks.plan
 
-**Index.** KVConnect's index and vLLM's own CPU offload manager, with the same million blocks. Both
-are filled with blocks of no further use, in pieces of 1 to 128, which are then all evicted by
+**Index.** KVConnect's index and vLLM's own CPU offload manager, with the same million blocks. Each
+is filled with blocks of no further use, in pieces of 1 to 128, which are then all evicted by
 prompts of 8,192 blocks: stored 128 at a time (one prefill step of 2k tokens), eight prompts
 together. So slots and memory are as scattered as in a tier that has been in use. Lookups
-alternate between the two and each is of another prompt, so that neither finds its entries in the
-CPU's caches. A request's block hashes are new ``bytes`` objects, equal to the stored ones but not
-the same, and not hashed by Python yet; a request is looked up once or twice in its life. The
-headline ``lookup_8192_ms`` is that first lookup, and the first of its prompt. vLLM's manager is
-given its keys ready-made and timed for its ``lookup`` calls alone; ``lookup_vs_vllm_with_keys``
-adds the keys that its scheduler makes of the request's hashes. ``_again`` repeats one lookup with
-the same objects; ``_scattered`` looks up blocks of many prompts in a row, which no request does:
-a bound for a tier whose order was lost.
+alternate between the two, each of another prompt, so that neither finds its entries in the CPU's
+nearest caches. A request's block hashes are new ``bytes`` objects, made when it arrives, equal to
+the stored ones but not the same, and not hashed by Python yet; it is looked up once or twice. The
+headline ``lookup_8192_ms`` is that first lookup, and the first of its prompt; ``_again`` is the
+second. vLLM's manager is given its keys ready-made, which its scheduler makes of the hashes, and
+is timed for its ``lookup`` calls alone. ``_scattered`` looks up blocks of many prompts in a row,
+which no request does: a bound for a tier whose order was lost.
 
 **Step.** The real connector plans decode steps of 256 requests with 2k tokens each, in blocks of
 16; in every step one request in 16 fills a block, and the full tier evicts one for it.
@@ -28,6 +27,7 @@ import gc
 import os
 import pickle
 import random
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -79,12 +79,11 @@ class Prompts:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        size = PROMPT_BLOCKS * HASH_BYTES
-        self._blobs = [self._random.randbytes(size) for _ in range(PROMPTS)]
+        self._blobs = [self._random.randbytes(PROMPT_BLOCKS * HASH_BYTES) for _ in range(PROMPTS)]
 
     def piece(self, prompt: int, start: int, stop: int) -> list[bytes]:
-        blob = self._blobs[prompt]
-        return [blob[HASH_BYTES * i : HASH_BYTES * (i + 1)] for i in range(start, stop)]
+        blob, size = self._blobs[prompt], HASH_BYTES
+        return [blob[size * i : size * (i + 1)] for i in range(start, stop)]
 
     def whole(self, prompt: int) -> list[bytes]:
         return self.piece(prompt, 0, PROMPT_BLOCKS)
@@ -123,8 +122,8 @@ class Ours:
         self.plan.add_request("request")
 
     def store(self, hashes: Sequence[bytes]) -> None:
-        slots = [self.index.reserve(0, block_hash) for block_hash in hashes]
-        self.index.commit([slot for slot in slots if slot is not None])
+        slots = (self.index.reserve(0, block_hash) for block_hash in hashes)
+        self.index.commit(array("q", (slot for slot in slots if slot is not None)))  # as in a job
         self.plan.take_removed()
 
     def match(self, hashes: Sequence[bytes]) -> int:
@@ -141,8 +140,7 @@ class Theirs:
 
     def store(self, hashes: Sequence[bytes]) -> None:
         context = self._context()
-        keys = [make_offload_key(block_hash, 0) for block_hash in hashes]
-        output = self.manager.prepare_store(keys, context)
+        output = self.manager.prepare_store(offload_keys(hashes), context)
         assert output is not None
         self.manager.complete_store(output.keys_to_store, context)
         self.manager.on_request_finished(context)
@@ -156,14 +154,15 @@ class Theirs:
             hits += 1
         return hits
 
-    def match_hashes(self, hashes: Sequence[bytes]) -> int:
-        """Return the leading blocks found, given the request's hashes."""
-        return self.match([make_offload_key(block_hash, 0) for block_hash in hashes])
-
     def _context(self) -> ReqContext:
         context = ReqContext(req_id="request")
         self.manager.on_new_request(context)
         return context
+
+
+def offload_keys(hashes: Sequence[bytes]) -> list[OffloadKey]:
+    """Return vLLM's keys, which its scheduler makes of a request's hashes."""
+    return [make_offload_key(block_hash, 0) for block_hash in hashes]
 
 
 def resident_bytes() -> int:
@@ -171,89 +170,71 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def fill(side: Ours | Theirs, prompts: Prompts) -> float:
-    """Fill an empty tier; return seconds per block."""
-    return sum(timed(lambda piece=piece: side.store(piece)) for piece in prompts.filler()) / SLOTS
-
-
-def replace_all(ours: Ours, theirs: Theirs, prompts: Prompts) -> dict[str, float]:
-    """Store the prompts into the full tiers, piece by piece in turn; each block evicts one."""
-    samples: dict[str, list[float]] = {"ours": [], "theirs": []}
-    for mine, other in zip(prompts.pieces(), prompts.pieces(), strict=True):
-        samples["ours"].append(timed(lambda: ours.store(mine)))  # noqa: B023
-        samples["theirs"].append(timed(lambda: theirs.store(other)))  # noqa: B023
-    if ours.index.evictions != SLOTS:
-        raise SystemExit(f"{ours.index.evictions} evictions, expected {SLOTS}")
-    seconds = medians(samples)
-    return {
-        "insert_evict_us": seconds["ours"] / PIECE * 1e6,
-        "insert_evict_vs_vllm": seconds["theirs"] / seconds["ours"],
-    }
+def populate(side: Ours | Theirs, prompts: Prompts) -> dict[str, float]:
+    """Fill a tier, then replace all of it by the prompts; return seconds per block of either."""
+    seconds = sum(timed(lambda p=piece: side.store(p)) for piece in prompts.filler())
+    pieces = [timed(lambda p=piece: side.store(p)) for piece in prompts.pieces()]
+    return {"insert": seconds / SLOTS, "insert_evict": sum(pieces) / SLOTS}
 
 
 def check_lookups(ours: Ours, theirs: Theirs, prompts: Prompts) -> None:
     """Both find whole prompts, and stop at the same block when one is missing."""
     hashes = prompts.whole(7)
-    if (ours.match(hashes), theirs.match_hashes(hashes)) != (PROMPT_BLOCKS, PROMPT_BLOCKS):
+    if (ours.match(hashes), theirs.match(offload_keys(hashes))) != (PROMPT_BLOCKS, PROMPT_BLOCKS):
         raise SystemExit("a stored prompt was not found")
     hashes[5000] = prompts.unknown(1)[0]
-    if (ours.match(hashes), theirs.match_hashes(hashes)) != (5000, 5000):
+    if (ours.match(hashes), theirs.match(offload_keys(hashes))) != (5000, 5000):
         raise SystemExit("a block that was never stored was found")
 
 
-def measure_lookups(ours: Ours, theirs: Theirs, prompts: Prompts, rounds: int) -> dict[str, float]:
-    figures: dict[str, float] = {}
-
-    def race(label: str, mine: list[list[bytes]], others: list[list[bytes]]) -> None:
-        keys = [[make_offload_key(h, 0) for h in hashes] for hashes in others]
-        variants: dict[str, Callable[[], object]] = {
-            "ours": lambda: ours.match(mine.pop()),
-            "theirs": lambda: theirs.match(keys.pop()),
-            "theirs_with_keys": lambda: theirs.match_hashes(others.pop()),
-        }
-        seconds = medians(interleave(variants, rounds))
-        figures[f"lookup_8192{label}_ms"] = seconds["ours"] * 1e3
-        figures[f"lookup_vs_vllm{label}"] = seconds["theirs"] / seconds["ours"]
-        figures[f"lookup_vs_vllm{label}_with_keys"] = seconds["theirs_with_keys"] / seconds["ours"]
-
-    count = rounds + 1  # interleave's first round does not count
-    race(
-        "",
-        [prompts.whole(number) for number in range(count)],
-        [prompts.whole(number) for number in range(count, 2 * count)],
-    )
-    race("_again", [prompts.whole(0)] * count, [prompts.whole(0)] * count)
-    mine, others = ([prompts.scattered() for _ in range(count)] for _ in range(2))
-    race("_scattered", mine, others)
-    return figures
+def race(
+    ours: Ours, theirs: Theirs, draw: Callable[[int], list[bytes]], rounds: int
+) -> dict[str, list[float]]:
+    """Look up new hashes in turn, each twice, and return the seconds."""
+    samples: dict[str, list[float]] = {k: [] for k in ("ours", "ours2", "theirs", "theirs2")}
+    for number in range(rounds):
+        hashes = draw(2 * number)
+        for name in ("ours", "ours2"):
+            samples[name].append(timed(lambda: ours.match(hashes)))  # noqa: B023
+        keys = offload_keys(draw(2 * number + 1))
+        for name in ("theirs", "theirs2"):
+            samples[name].append(timed(lambda: theirs.match(keys)))  # noqa: B023
+    return samples
 
 
 def measure_index(seed: int, rounds: int) -> dict[str, float]:
     prompts = Prompts(seed)
-    progress(f"filling KVConnect's index, then vLLM's manager, with {SLOTS} blocks")
+    progress(f"filling KVConnect's index, then vLLM's manager, twice with {SLOTS} blocks")
     empty = resident_bytes()
     ours = Ours()
-    insert, size = fill(ours, prompts), resident_bytes() - empty
+    mine, size = populate(ours, prompts), resident_bytes() - empty
     theirs = Theirs()
-    their_insert, their_size = fill(theirs, prompts), resident_bytes() - empty - size
-    figures = {
-        "insert_us": insert * 1e6,
-        "insert_vs_vllm": their_insert / insert,
-        "bytes_per_block": size / SLOTS,
-        "bytes_per_block_vllm": their_size / SLOTS,
-    }
-    progress("replacing all of it by prompts")
-    figures |= replace_all(ours, theirs, prompts)
+    other, their_size = populate(theirs, prompts), resident_bytes() - empty - size
+    if ours.index.evictions != SLOTS:
+        raise SystemExit(f"{ours.index.evictions} evictions, expected {SLOTS}")
     ours.plan.check()
     progress(f"{rounds} rounds of lookups")
-    figures |= measure_lookups(ours, theirs, prompts, rounds)
+    first = medians(race(ours, theirs, prompts.whole, rounds))
+    scattered = medians(race(ours, theirs, lambda _: prompts.scattered(), rounds))
     check_lookups(ours, theirs, prompts)
-    return figures
+    return {
+        "lookup_8192_ms": first["ours"] * 1e3,
+        "lookup_vs_vllm": first["theirs"] / first["ours"],
+        "lookup_8192_again_ms": first["ours2"] * 1e3,
+        "lookup_vs_vllm_again": first["theirs2"] / first["ours2"],
+        "lookup_8192_scattered_ms": scattered["ours"] * 1e3,
+        "lookup_vs_vllm_scattered": scattered["theirs"] / scattered["ours"],
+        "bytes_per_block": size / SLOTS,
+        "bytes_per_block_vllm": their_size / SLOTS,
+        "insert_us": mine["insert"] * 1e6,
+        "insert_vs_vllm": other["insert"] / mine["insert"],
+        "insert_evict_us": mine["insert_evict"] * 1e6,
+        "insert_evict_vs_vllm": other["insert_evict"] / mine["insert_evict"],
+    }
 
 
 class Decoding:
-    """The connector's scheduler role with running requests, and what vLLM's scheduler does
-    around it."""
+    """The connector's scheduler role, and what vLLM's scheduler does around it."""
 
     def __init__(self, seed: int) -> None:
         kvconnect.engines.vllm.register()
@@ -347,6 +328,7 @@ def measure_steps(seed: int, steps: int) -> dict[str, float]:
         stored += sum(len(p.slots) for store in metas[0].work.stores for p in store.parts)
         samples["answer"].append(timed(lambda: decoding.answer(metas[0])))  # noqa: B023
         samples["stats"].append(timed(decoding.connector.get_kv_connector_stats))
+    gc.unfreeze()
     if stored != steps * RUNNING // BLOCK_TOKENS:
         raise SystemExit(f"{stored} blocks stored in {steps} steps")
     seconds = medians(samples)
@@ -364,7 +346,7 @@ def full_interval(operations: int, seed: int) -> KVConnectStats:
         kind = draw.choice(list(TransferType)).value
         stats.record_transfer(kind, int(10 ** draw.uniform(3, 12)), 10 ** draw.uniform(-6, 3))
     for metric in CATALOG:
-        for label in metric.label.values if metric.label else [None]:
+        for label in metric.label.values if metric.label else (None,):
             if metric.section == GAUGES:
                 stats.gauge(metric.recorded_as, draw.randrange(10**12), label)
             elif metric.section != HISTOGRAMS:
@@ -396,7 +378,7 @@ def measure_stats(seed: int, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=41)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     figures = measure_index(options.seed, options.rounds)
