@@ -46,7 +46,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
         policy: which block leaves a full tier first. ``lru`` suits conversations; ``s3fifo``
             keeps a working set through long scans of one-off prompts.
         digest: which blocks get a checksum when stored that is verified when loaded.
-        deadline_s: seconds a transfer may wait for its turn before it counts as failed.
+        deadline_s: seconds after which what is left of a transfer counts as failed.
         sync_load_bytes: loads up to this many bytes (all ranks' slots counted once) run inside
             the step that needs them instead of parking the request. 0 turns that off.
     """
@@ -102,7 +102,7 @@ def parse_config(extra: Mapping[str, Any]) -> OffloadConfig:
         values["sync_load_bytes"] = parse_bytes("sync_load_bytes", values["sync_load_bytes"])
     _check_choice(values, "policy", get_args(PolicyName))
     _check_choice(values, "digest", get_args(DigestMode))
-    deadline = values.get("deadline_s", 30.0)
+    deadline = values.get("deadline_s", _LONGEST_S)
     if type(deadline) not in (int, float) or not 0 < deadline <= _LONGEST_S:
         raise ConfigError(
             "deadline_s", deadline, f"use seconds, more than 0 and at most {_LONGEST_S}"
@@ -133,15 +133,15 @@ def share_of_host_bytes(config: OffloadConfig, *, memory_bytes: int | None, engi
     return int(memory_bytes * AUTO_HOST_SHARE) // max(engines, 1)
 
 
-def check_fits(host_bytes: int, *, available_bytes: int | None) -> None:
-    """Refuse a host tier larger than the free memory, before anything is allocated.
+def check_fits(host_bytes: int, *, memory_bytes: int | None, what: str) -> None:
+    """Refuse a host tier that the memory cannot hold, before it is allocated.
+
+    Args:
+        what: which memory that is, for the message: ``"in this machine"``.
 
     Raises:
-        ConfigError: more bytes than are available.
+        ConfigError: more bytes than there are.
     """
-    if available_bytes is not None and host_bytes > available_bytes:
-        raise ConfigError(
-            "host_bytes",
-            host_bytes,
-            f"only {available_bytes / 2**30:.1f} GiB of memory are available here; use less",
-        )
+    if memory_bytes is not None and host_bytes > memory_bytes:
+        gib = f"{memory_bytes / 2**30:.1f} GiB"
+        raise ConfigError("host_bytes", host_bytes, f"there are only {gib} {what}; use less")

@@ -5,9 +5,6 @@ from __future__ import annotations
 from enum import Enum
 from typing import NewType
 
-BlockHash = NewType("BlockHash", bytes)
-"""The engine's chained hash of one block: equal hashes mean equal token prefixes."""
-
 JobId = NewType("JobId", int)
 """Number of one transfer, unique within a scheduler's lifetime; never reused."""
 

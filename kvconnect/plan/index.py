@@ -113,11 +113,15 @@ class HostIndex:
             self._next[slot] = following
         self.policy.insert(own, [hash(self._readable[slot]) for slot in own])
 
-    def abandon(self, slots: Iterable[int]) -> None:
-        """Give pending slots back: their block was not stored."""
+    def abandon(self, slots: Iterable[int]) -> list[tuple[int, bytes]]:
+        """Give pending slots back: their block, returned as (group, hash), was not stored."""
+        dropped = []
         for slot in slots:
             self.slots.give_back(slot)
-            del self._pending[self._group[slot]][self._storing.pop(slot)]
+            group, block_hash = self._group[slot], self._storing.pop(slot)
+            del self._pending[group][block_hash]
+            dropped.append((group, block_hash))
+        return dropped
 
     def pin(self, slots: Iterable[int]) -> None:
         """Keep readable slots from eviction while a load reads them; counted."""

@@ -38,13 +38,15 @@ class JobLimits(NamedTuple):
 class Settled(NamedTuple):
     """A finished job.
 
-    ``released`` device blocks are no longer held by anybody here; ``stored`` names the (group,
-    hash) of blocks that became readable; ``failed_req_id`` is the request whose load failed.
+    ``released`` device blocks are no longer held by anybody here; ``stored`` and ``dropped`` name
+    the (group, hash) of blocks that became readable, or did not; ``failed_req_id`` is the request
+    whose load failed.
     """
 
     owner: Owner
     released: tuple[int, ...]
     stored: tuple[tuple[int, bytes], ...] = ()
+    dropped: tuple[tuple[int, bytes], ...] = ()
     failed_req_id: str | None = None
 
 
@@ -111,10 +113,12 @@ class JobBook:
         del self._jobs[report.job]
         for failure in job.failures:
             self._stats.count("failed_blocks", label=failure.cause.value)
+        if any(failure.cause is FailureCause.DEADLINE for failure in job.failures):
+            self._stats.count("expired_jobs", label=_TYPE[job.owner].value)
         hold = self.ledger.settle(report.job)
         released = () if hold is None else hold.blocks
         if job.owner is Owner.STORE:
-            return Settled(job.owner, released, stored=self._end_store(job))
+            return self._end_store(job, released)
         return self._end_load(job, released, now)
 
     def expire(self, now: float) -> list[int]:
@@ -158,18 +162,16 @@ class JobBook:
         self._jobs[number] = job
         return number
 
-    def _end_store(self, job: _Job) -> tuple[tuple[int, bytes], ...]:
+    def _end_store(self, job: _Job, released: tuple[int, ...]) -> Settled:
         failed = {failure.slot for failure in job.failures}
         stored: list[tuple[int, bytes]] = []
+        dropped: list[tuple[int, bytes]] = []
         for part in job.parts:
-            if not job.publish:
-                self._index.abandon(part.slots)
-                continue
-            self._index.abandon(slot for slot in part.slots if slot in failed)
-            good = [slot for slot in part.slots if slot not in failed]
+            good = [slot for slot in part.slots if job.publish and slot not in failed]
+            dropped += self._index.abandon(set(part.slots).difference(good))
             self._index.commit(good)
-            stored.extend((part.group, self._index.hash_of(slot)) for slot in good)
-        return tuple(stored)
+            stored += [(part.group, self._index.hash_of(slot)) for slot in good]
+        return Settled(job.owner, released, tuple(stored), tuple(dropped))
 
     def _end_load(self, job: _Job, released: tuple[int, ...], now: float) -> Settled:
         for part in job.parts:

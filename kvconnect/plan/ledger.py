@@ -86,10 +86,6 @@ class Ledger:
         """Device blocks held by jobs of one kind."""
         return sum(len(hold.blocks) for hold in self._of(owner))
 
-    def jobs_of(self, owner: Owner) -> int:
-        """Jobs of one kind that hold blocks."""
-        return sum(1 for _ in self._of(owner))
-
     def oldest_age(self, now: float) -> float:
         """Seconds since the oldest hold was granted; 0 when nothing is held."""
         return max((now - hold.since for hold in self._holds.values()), default=0.0)

@@ -184,9 +184,8 @@ class OffloadPlan:
     def on_report(self, report: Report, now: float) -> Settled | None:
         """Take one worker's answer; return what changed once the last one has answered."""
         settled = self.jobs.on_report(report, now)
-        request = self._requests.get(settled.failed_req_id or "") if settled else None
-        if request is not None:
-            request.load_failed = True
+        if settled is not None and settled.failed_req_id in self._requests:
+            self._requests[settled.failed_req_id].load_failed = True
         return settled
 
     def reset(self) -> None:

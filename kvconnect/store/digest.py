@@ -20,10 +20,12 @@ _PERIOD: dict[DigestMode, int] = {"off": 0, "sampled": 16, "full": 1}
 
 
 class SlotDigests:
-    """Digests of the slots' present contents, made by ``seal`` and compared by ``verify``.
+    """Digests of the slots' present contents: ``begin`` and ``seal`` after a store, ``is_sealed``
+    and ``verify`` before a load. Asking first keeps slots without a digest at one byte's cost.
 
-    ``sampled`` picks by slot number plus how often the slot was sealed: at any time a sixteenth of
-    the slots is covered, and each slot is covered once in 16 uses, whatever the caller does.
+    ``sampled`` picks by slot number plus how often the slot was stored into: at any time a
+    sixteenth of the slots is covered, and each slot is covered once in 16 uses, whatever the
+    caller does.
 
     Threads: different slots may be sealed and verified at the same time; hashing releases the GIL.
     Raises :class:`ConfigError` at once for an unknown mode, or if the hash library is missing.
@@ -33,39 +35,46 @@ class SlotDigests:
         if mode not in _PERIOD:
             raise ConfigError("digest", mode, f"use one of {', '.join(_PERIOD)}")
         self._period = _PERIOD[mode]
-        self._turn = bytearray(num_slots)  # seals so far, modulo the period
+        self._turn = bytearray(num_slots)  # stores so far, modulo the period
         self._digest = array("Q", bytes(8 * num_slots))
         self._sealed = bytearray(num_slots)
-        self._hash = _load_hash(mode) if self._period else None
+        self._hash = _load_hash(mode) if self._period else _no_hash
 
-    def seal(self, slot: int, content: memoryview) -> None:
-        """Note what the slot holds now. Call it after every store, sampled or not."""
-        if self._hash is None:
-            return
+    def begin(self, slot: int) -> bool:
+        """Note that a slot was stored into; return whether :meth:`seal` must follow."""
+        if not self._period:
+            return False
         self._sealed[slot] = 0
         self._turn[slot] = (self._turn[slot] + 1) % self._period
-        if (slot + self._turn[slot]) % self._period == 0:
-            self._digest[slot] = self._hash(content)
-            self._sealed[slot] = 1
+        return (slot + self._turn[slot]) % self._period == 0
+
+    def seal(self, slot: int, content: memoryview) -> None:
+        """Note the digest of what the slot holds now."""
+        self._digest[slot] = self._hash(content)
+        self._sealed[slot] = 1
+
+    def is_sealed(self, slot: int) -> bool:
+        """Whether there is a digest to compare with.
+
+        Raises:
+            Misuse: there must be one, in ``full`` mode, but the slot was never sealed.
+        """
+        if self._period == 1 and not self._sealed[slot]:
+            raise Misuse(f"slot {slot} was never sealed, nothing can be loaded from it")
+        return bool(self._sealed[slot])
 
     def verify(self, slot: int, content: memoryview) -> None:
-        """Raise :class:`Corrupt` if the content is not what was sealed.
-
-        A slot whose turn it was not passes. In ``full`` mode a slot that was never sealed raises
-        :class:`Misuse`.
-        """
-        if self._hash is None:
-            return
-        if not self._sealed[slot]:
-            if self._period == 1:
-                raise Misuse(f"slot {slot} was never sealed, nothing can be loaded from it")
-            return
+        """Raise :class:`Corrupt` if the content is not what was sealed."""
         found = self._hash(content)
         if found != self._digest[slot]:
             raise Corrupt(
                 f"slot {slot}: digest of its {len(content)} bytes is {found:016x}, "
                 f"was {self._digest[slot]:016x} when stored"
             )
+
+
+def _no_hash(content: memoryview) -> int:
+    raise Misuse(f"digests are off, {len(content)} bytes were not to be hashed")
 
 
 def _load_hash(mode: DigestMode) -> Callable[[memoryview], int]:

@@ -88,11 +88,13 @@ class HostStore:
 
     def seal(self, slot: int, nbytes: int) -> None:
         """Remember the digest of a slot's first ``nbytes``; call it after each store into it."""
-        self._digests.seal(slot, self.view(slot, nbytes))
+        if self._digests.begin(slot):
+            self._digests.seal(slot, self.view(slot, nbytes))
 
     def verify(self, slot: int, nbytes: int) -> None:
         """Raise :class:`Corrupt` if a slot no longer holds what was sealed."""
-        self._digests.verify(slot, self.view(slot, nbytes))
+        if self._digests.is_sealed(slot):
+            self._digests.verify(slot, self.view(slot, nbytes))
 
     def pin(self) -> bool:
         """Page-lock the arena for the current CUDA device; return whether all of it is locked.

@@ -61,7 +61,7 @@ class CopyExecutor:
 
     ``submit``, ``poll``, ``wait`` and ``close`` are for the engine's thread; the copy thread is
     started here and ended by ``close``. A copy that raises ends as a failed job, never as a dead
-    thread. A job not begun within its deadline fails without touching any byte.
+    thread. Past a job's deadline no further chunk of it is copied, and what is left has failed.
     """
 
     def __init__(

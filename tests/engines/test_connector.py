@@ -40,6 +40,7 @@ WINDOW = SlidingWindowSpec(
 def engine_config(**changes: Any) -> Any:
     """The parts of vLLM's configuration that the connector reads."""
     transfer = KVTransferConfig(kv_connector="KVConnect", kv_role=changes.pop("kv_role", "kv_both"))
+    model = SimpleNamespace(enable_sleep_mode=changes.pop("enable_sleep_mode", False))
     parallel = {
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
@@ -51,6 +52,7 @@ def engine_config(**changes: Any) -> Any:
         kv_transfer_config=transfer,
         parallel_config=SimpleNamespace(**{**parallel, **changes}),
         cache_config=SimpleNamespace(block_size=32),
+        model_config=model,
         kv_events_config=None,
     )
 
@@ -105,6 +107,7 @@ def test_another_vllm_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) 
     [
         ({"kv_role": "kv_producer"}, "kv_role"),
         ({"kv_role": "kv_consumer"}, "kv_role"),
+        ({"enable_sleep_mode": True}, "enable_sleep_mode"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
     ],

@@ -87,7 +87,7 @@ def test_a_killed_worker_ends_the_server_instead_of_hanging_it() -> None:
     ("extra", "message"),
     [
         ({"host_bites": "4GiB"}, "host_bites='4GiB' is not usable: unknown setting"),
-        ({"host_bytes": "4000GiB"}, "GiB of memory are available here; use less"),
+        ({"host_bytes": "4000GiB"}, "GiB in this machine for 1 engines; use less"),
         ({"host_bytes": "60KiB"}, "this worker's share is less than one block of 65536 bytes"),
     ],
 )

@@ -181,9 +181,9 @@ def test_share_of_the_machine() -> None:
     assert (caught.value.field, caught.value.value) == ("host_bytes", "auto")
 
 
-def test_a_tier_larger_than_the_free_memory_is_refused() -> None:
-    check_fits(100, available_bytes=100)
-    check_fits(100, available_bytes=None)
-    with pytest.raises(ConfigError, match=r"only 1\.5 GiB of memory are available") as caught:
-        check_fits(2 << 30, available_bytes=3 << 29)
+def test_a_tier_larger_than_the_memory_is_refused() -> None:
+    check_fits(100, memory_bytes=100, what="here")
+    check_fits(100, memory_bytes=None, what="here")
+    with pytest.raises(ConfigError, match=r"there are only 1\.5 GiB here; use less") as caught:
+        check_fits(2 << 30, memory_bytes=3 << 29, what="here")
     assert (caught.value.field, caught.value.value) == ("host_bytes", 2 << 30)

@@ -145,7 +145,7 @@ def test_progress_is_logged(
 
 
 def test_close_frees_once_the_last_view_is_gone() -> None:
-    store = HostStore(num_slots=64, slot_bytes=1 << 20, digest_mode="off")
+    store = HostStore(num_slots=64, slot_bytes=1 << 20, digest_mode="full")
     view, full = store.view(1), resident_bytes()
     store.close()
     store.close()

@@ -262,3 +262,21 @@ def test_gauges_tell_what_is_open() -> None:
         ("jobs_in_flight", "CPU_to_GPU"): 1,
         ("ledger_oldest_hold_seconds", None): 5.0,
     }
+
+
+def test_blocks_that_were_not_stored_are_named() -> None:
+    desk = Desk()
+    job = desk.store(2)
+    settled = desk.book.on_report(Report(job.job, failures(job, None, COPY)), 1.0)
+    assert settled is not None
+    assert (settled.stored, settled.dropped) == (((0, HASHES[0]),), ((0, HASHES[1]),))
+    assert desk.index.has(0, HASHES[0]) and not desk.index.has(0, HASHES[1])
+
+
+@pytest.mark.parametrize("cause", [FailureCause.DEADLINE, FailureCause.COPY])
+def test_a_job_past_its_deadline_is_counted_as_expired(cause: FailureCause) -> None:
+    desk = Desk()
+    load = desk.load(desk.stored(1))
+    desk.book.on_report(Report(load.job, failures(load, cause)), 1.0)
+    expired = desk.stats.data["counters"].get("expired_jobs", {})
+    assert expired == ({"CPU_to_GPU": 1} if cause is FailureCause.DEADLINE else {})

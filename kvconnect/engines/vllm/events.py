@@ -67,6 +67,11 @@ class EventLog:
             if event is not None:
                 self._ready.append(event)
 
+    def dropped(self, blocks: Iterable[tuple[int, bytes]]) -> None:
+        """Blocks, as (group, hash), were planned but not stored."""
+        for key in blocks:
+            self._planned.pop(key, None)
+
     def removed(self, blocks: Iterable[Removed]) -> None:
         """Blocks left the host tier."""
         if self._enabled:

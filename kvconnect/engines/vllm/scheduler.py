@@ -141,6 +141,7 @@ class SchedulerHalf:
             if settled.owner is Owner.STORE:
                 self._release(settled.released)
                 self.events.stored(settled.stored)
+                self.events.dropped(settled.dropped)
         self.events.removed(self.plan.take_removed())
 
     def finish_request(self, request: Request) -> None:

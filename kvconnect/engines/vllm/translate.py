@@ -37,7 +37,7 @@ def check_engine(config: VllmConfig) -> None:
 
     Raises:
         Incompatible: a vLLM version this file was not written for.
-        ConfigError: a role or a kind of parallelism that offloading does not serve.
+        ConfigError: a role, a kind of parallelism or a mode that offloading does not serve.
     """
     if not versions.vllm_is_supported(vllm.__version__):
         supported = versions.supported_vllm_text()
@@ -45,6 +45,9 @@ def check_engine(config: VllmConfig) -> None:
     transfer = config.kv_transfer_config
     if transfer.kv_role != "kv_both":
         raise ConfigError("kv_role", transfer.kv_role, "offloading stores and loads: use kv_both")
+    if config.model_config.enable_sleep_mode:  # vLLM 0.32 does not ask supports_sleep_mode
+        fix = "weights may change in sleep, and stored KV would be stale: turn it off"
+        raise ConfigError("enable_sleep_mode", True, fix)
     parallel = config.parallel_config
     for field in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, field, 1) > 1:

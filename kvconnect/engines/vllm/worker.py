@@ -63,6 +63,11 @@ class WorkerHalf:
                 self._share,
                 f"this worker's share is less than one block of {geometry.slot_bytes} bytes",
             )
+        check_fits(
+            num_slots * geometry.slot_bytes,
+            memory_bytes=memory.available_bytes(),
+            what="available now for this worker's share",
+        )
         self.store = HostStore(num_slots, geometry.slot_bytes, self._digest)
         if area.device.type == "cuda":
             self.store.pin()
@@ -148,11 +153,12 @@ def _worker_share(vllm_config: VllmConfig, config: OffloadConfig) -> int:
     """Return this worker's part of the host tier in bytes.
 
     Raises:
-        ConfigError: the workers of this engine together would not fit into the free memory.
+        ConfigError: the engines of this machine together ask for more memory than it has.
     """
     parallel = vllm_config.parallel_config
-    engines: int = parallel.data_parallel_size_local
+    engines: int = max(parallel.data_parallel_size_local, 1)
     workers: int = parallel.world_size
-    total = share_of_host_bytes(config, memory_bytes=memory.total_bytes(), engines=engines)
-    check_fits(total, available_bytes=memory.available_bytes())
+    there = memory.total_bytes()
+    total = share_of_host_bytes(config, memory_bytes=there, engines=engines)
+    check_fits(total * engines, memory_bytes=there, what=f"in this machine for {engines} engines")
     return total // workers
