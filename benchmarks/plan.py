@@ -33,7 +33,7 @@ from pathlib import Path
 
 import msgspec
 from vllm import SamplingParams
-from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
@@ -63,6 +63,7 @@ from kvconnect.plan.offload import Limits, OffloadPlan
 from kvconnect.plan.policy import make_policy
 from kvconnect.stats import GAUGES, HISTOGRAMS
 from kvconnect.types import TransferType
+from tests.engines.models import model_dir
 
 BLOCK_TOKENS = 16
 PROMPT_BLOCKS = 8192
@@ -250,6 +251,7 @@ class Decoding:
             hash_block_size=BLOCK_TOKENS,
         )
         config = VllmConfig(
+            model_config=ModelConfig(str(model_dir("llama"))),
             cache_config=CacheConfig(block_size=BLOCK_TOKENS),
             kv_transfer_config=KVTransferConfig(kv_connector="KVConnect", kv_role="kv_both"),
         )

@@ -167,7 +167,7 @@ CATALOG: tuple[Metric, ...] = (
            "Exposed time of one request's load.", "a request that waited for a load can run",
            label=_TIER, buckets=TIME_BUCKETS, part=Part.BUCKETS),
     Metric("lookups", "counter", "requests",
-           "Requests looked up; asking again for a request that waits is the same lookup.",
+           "Requests looked up at admission; a preempted one is admitted, and looked up, again.",
            "a request's lookup is decided"),
     Metric("query_tokens", "counter", "tokens",
            "Tokens asked for: those of the prompt beyond the device's own prefix hit.",

@@ -38,13 +38,13 @@ class JobLimits(NamedTuple):
 class Settled(NamedTuple):
     """A finished job.
 
-    ``released`` device blocks are no longer held by anybody here; ``stored`` and ``dropped`` name
+    ``released`` device blocks are no longer held by a store, and go back to the engine's pool; ``stored`` and ``dropped`` name
     the (group, hash) of blocks that became readable, or did not; ``failed_req_id`` is the request
     whose load failed.
     """
 
     owner: Owner
-    released: tuple[int, ...]
+    released: tuple[int, ...] = ()
     stored: tuple[tuple[int, bytes], ...] = ()
     dropped: tuple[tuple[int, bytes], ...] = ()
     failed_req_id: str | None = None
@@ -59,8 +59,10 @@ class _Job:
     req_id: str | None = None
     tokens: int = 0
     sync: bool = False
-    failures: dict[Failure, None] = field(default_factory=dict)
+    failures: dict[tuple[int, int, int], Failure] = field(default_factory=dict)
     publish: bool = True  # False once a reset or an expiry made a store's result worthless
+    overdue: bool = False  # past its deadline when the engine last looked
+    given_up: bool = False  # nobody waits for the answer any more
 
 
 class JobBook:
@@ -79,6 +81,11 @@ class JobBook:
     def __len__(self) -> int:
         return len(self._jobs)
 
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is awaited."""
+        return any(not job.given_up for job in self._jobs.values())
+
     def open_store(self, parts: tuple[Part, ...], now: float) -> Store:
         """Open a store of reserved slots; their device blocks are held from now on."""
         job = self._open(_Job(Owner.STORE, parts, now, self._limits.workers))
@@ -95,52 +102,57 @@ class JobBook:
         job = self._open(_Job(Owner.LOAD, parts, now, self._limits.workers, req_id, tokens, sync))
         return Load(job, req_id, parts, self._limits.deadline_s, sync)
 
-    @property
-    def holds_for_store(self) -> bool:
-        """Whether some store holds device blocks, which it will give back soon."""
-        return self.ledger.held_by(Owner.STORE) > 0
-
     def on_report(self, report: Report, now: float) -> Settled | None:
         """Take one worker's answer; return what changed once the last one has answered."""
         job = self._jobs.get(report.job)
         if job is None:
             logger.warning("a worker reported job %d, which is not open; ignored", report.job)
             return None
-        job.failures.update(dict.fromkeys(report.failures))
+        for failure in report.failures:
+            known = job.failures.get(failure[:3])
+            if known is None or known.cause is FailureCause.SKIPPED:  # the others name a reason
+                job.failures[failure[:3]] = failure
         job.waiting -= 1
         if job.waiting:
             return None
         del self._jobs[report.job]
-        for failure in job.failures:
+        for failure in job.failures.values():
             self._stats.count("failed_blocks", label=failure.cause.value)
-        if any(failure.cause is FailureCause.DEADLINE for failure in job.failures):
+        if any(failure.cause is FailureCause.DEADLINE for failure in job.failures.values()):
             self._stats.count("expired_jobs", label=_TYPE[job.owner].value)
         hold = self.ledger.settle(report.job)
-        released = () if hold is None else hold.blocks
         if job.owner is Owner.STORE:
-            return self._end_store(job, released)
-        return self._end_load(job, released, now)
+            return self._end_store(job, () if hold is None else hold.blocks)
+        return self._end_load(job, now)
 
     def expire(self, now: float) -> list[int]:
-        """Release the source blocks of stores that no worker answered in time, and return them.
+        """Give up stores that no worker answered in time; return their source blocks, released.
 
-        What such a store writes is never published. A load's blocks stay held: only its worker
+        A job is given up at the second look past its deadline, so that answers which arrived
+        during a long step are read first. What such a store writes is never published; its slots
+        stay reserved, since the write may still land. A load's blocks stay held: only its worker
         can say that no write lands any more, and it has a deadline of its own.
         """
         released: list[int] = []
         for hold in self.ledger.expired(now):
             job = self._jobs[hold.job]
-            if job.owner is Owner.STORE:
+            if job.owner is Owner.STORE and job.overdue:
                 self._stats.count("expired_jobs", label=_TYPE[job.owner].value)
-                job.publish = False
-                self.ledger.settle(hold.job)
-                released.extend(hold.blocks)
+                job.given_up = True
+                released += self._void(hold.job, job)
+            job.overdue = True
         return released
 
-    def void_stores(self) -> None:
-        """Let no store in flight publish its blocks: the tier was reset, or they are suspect."""
-        for job in self._jobs.values():
-            job.publish = False
+    def void_stores(self) -> list[int]:
+        """Let no store in flight publish its blocks: the tier was reset, or they are suspect.
+        Return their source blocks, released."""
+        stores = [(n, job) for n, job in self._jobs.items() if job.owner is Owner.STORE]
+        return [block for number, job in stores for block in self._void(number, job)]
+
+    def _void(self, number: JobId, job: _Job) -> tuple[int, ...]:
+        job.publish = False
+        hold = self.ledger.settle(number)
+        return () if hold is None else hold.blocks
 
     def gauges(self, now: float) -> Iterable[tuple[str, float, str | None]]:
         """Yield (name, value, label) of what the book holds."""
@@ -163,7 +175,7 @@ class JobBook:
         return number
 
     def _end_store(self, job: _Job, released: tuple[int, ...]) -> Settled:
-        failed = {failure.slot for failure in job.failures}
+        failed = {failure.slot for failure in job.failures.values()}
         stored: list[tuple[int, bytes]] = []
         dropped: list[tuple[int, bytes]] = []
         for part in job.parts:
@@ -173,10 +185,10 @@ class JobBook:
             stored += [(part.group, self._index.hash_of(slot)) for slot in good]
         return Settled(job.owner, released, tuple(stored), tuple(dropped))
 
-    def _end_load(self, job: _Job, released: tuple[int, ...], now: float) -> Settled:
+    def _end_load(self, job: _Job, now: float) -> Settled:
         for part in job.parts:
             self._index.unpin(slot for slot in part.slots if slot >= 0)
-        for failure in job.failures:
+        for failure in job.failures.values():
             there = failure.slot >= 0 and failure.cause in _QUARANTINED
             if there and self._index.discard(failure.slot):
                 self._stats.count("quarantined_blocks", label=failure.cause.value)
@@ -185,10 +197,11 @@ class JobBook:
             self._stats.observe("load_exposed_seconds", latency, label=Tier.HOST.value)
         if not job.failures:
             self._stats.observe("load_latency_seconds", latency, label=Tier.HOST.value)
-            return Settled(job.owner, released)
-        if job.sync:  # the step went on without the blocks, and its stores may hold the result
-            self.void_stores()
-        first = next(iter(job.failures))
+            return Settled(job.owner)
+        # A step that reads its loads went on without the blocks, and its stores may hold the
+        # result.
+        released = tuple(self.void_stores()) if job.sync else ()
+        first = next(iter(job.failures.values()))
         self._stats.count("failed_requests", label=first.cause.value)
         self._stats.count("recomputed_tokens", _lost_tokens(job, self._limits.keeps_prefix))
         return Settled(job.owner, released, failed_req_id=job.req_id)
@@ -199,5 +212,5 @@ def _lost_tokens(job: _Job, keeps_prefix: bool) -> int:
     if not keeps_prefix:
         return job.tokens
     part = job.parts[0]
-    good = min(part.block_ids.index(failure.block_id) for failure in job.failures)
+    good = min(part.block_ids.index(failure.block_id) for failure in job.failures.values())
     return job.tokens - job.tokens // len(part.block_ids) * good

@@ -92,7 +92,7 @@ class OffloadPlan:
     @property
     def busy(self) -> bool:
         """Whether a job is planned or unanswered, so that the engine must keep stepping."""
-        return bool(self._store_parts or self._loads or len(self.jobs))
+        return bool(self._store_parts or self._loads) or self.jobs.busy
 
     def add_request(self, req_id: str) -> None:
         """Start to remember a request; again after a preemption, when its blocks are new."""
@@ -150,21 +150,18 @@ class OffloadPlan:
             (group, block number) of each block that was given a slot.
         """
         request = self._requests[req_id]
-        full = [
-            range(done, min(computed_tokens // group.block_tokens, len(known)))
-            for group, done, known in zip(self.groups, request.next_block, hashes, strict=True)
-        ]
         planned = sum(len(part.slots) for part in self._store_parts.values())
-        if self.jobs.ledger.held_by(Owner.STORE) + planned >= self._held_limit:
-            request.behind = sum(len(blocks) for blocks in full)
-            return []  # the blocks stay due
-        request.behind = 0
+        room = self._held_limit - self.jobs.ledger.held_by(Owner.STORE) - planned
         new: list[tuple[int, int]] = []
-        for number, blocks in enumerate(full):
-            if blocks:
-                done = self._reserve(request, number, blocks, hashes[number], block_ids[number])
-                new.extend((number, block) for block in done)
-                request.next_block[number] = blocks.stop
+        request.behind = 0
+        for number, group in enumerate(self.groups):
+            row, table = hashes[number], block_ids[number]
+            end = min(computed_tokens // group.block_tokens, len(row))
+            blocks = range(request.next_block[number], end)
+            done, stop = self._reserve(request, number, blocks, row, table, room - len(new))
+            new.extend((number, block) for block in done)
+            request.next_block[number] = stop
+            request.behind += max(0, end - stop)
         if request.due_tokens != _NEVER:
             request.due_tokens = min(
                 (done + 1) * group.block_tokens
@@ -188,10 +185,17 @@ class OffloadPlan:
             self._requests[settled.failed_req_id].load_failed = True
         return settled
 
-    def reset(self) -> None:
-        """Forget every stored block, also those whose store is still in flight."""
+    def reset(self) -> list[int]:
+        """Forget every stored block, also those whose store is still in flight; return the
+        device blocks that those stores held, released.
+
+        Live requests store nothing more until they are admitted anew: what they compute builds
+        on KV that the reset may have made stale.
+        """
         self.index.clear()
-        self.jobs.void_stores()
+        for request in self._requests.values():
+            request.due_tokens = _NEVER
+        return self.jobs.void_stores()
 
     def take_removed(self) -> list[Removed]:
         """Return the blocks that left the tier since the last call, and count the evicted."""
@@ -218,8 +222,10 @@ class OffloadPlan:
         blocks: range,
         hashes: Sequence[bytes],
         block_ids: Sequence[int],
-    ) -> list[int]:
-        """Give slots to the blocks that need one, as far as space goes; return those blocks."""
+        room: int,
+    ) -> tuple[list[int], int]:
+        """Give slots to at most ``room`` blocks that need one; return those blocks, and the first
+        block that was not considered because the copies lag behind."""
         index, holds = self.index, self.jobs.ledger.holds_block
         part = self._store_parts.get(number) or Part(number, array("q"), array("q"))
         # Before any eviction: a slot that lost its block must not be touched any more.
@@ -227,10 +233,14 @@ class OffloadPlan:
         index.policy.touch(there)
         request.covered += len(there)
         new: list[int] = []
+        stop = max(blocks.start, blocks.stop)
         for block in blocks[len(there) :]:
             block_hash, block_id = hashes[block], block_ids[block]
             if index.has(number, block_hash) or block_id == NULL_BLOCK or holds(block_id):
                 continue
+            if len(new) >= room:
+                stop = block
+                break
             # A prompt larger than the tier must not evict its own head to store its tail.
             fits = request.covered < len(index.slots)
             slot = index.reserve(number, block_hash) if fits else None
@@ -244,7 +254,7 @@ class OffloadPlan:
             new.append(block)
         if new:
             self._store_parts[number] = part
-        return new
+        return new, stop
 
 
 def gauges(

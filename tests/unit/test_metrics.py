@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvconnect.metrics.catalog import CATALOG, Family, Part, families, markdown_table
+from kvconnect.plan.groups import CacheGroup
+from kvconnect.plan.index import HostIndex
+from kvconnect.plan.offload import Limits, OffloadPlan, gauges
+from kvconnect.plan.policy import make_policy
 from kvconnect.stats import (
     COUNTERS,
     GAUGES,
@@ -14,7 +18,10 @@ from kvconnect.stats import (
     SIZE_BUCKETS,
     TIME_BUCKETS,
     TRANSFER_SIZE,
+    TRANSFER_WIRE,
+    OffloadingConnectorStats,
 )
+from kvconnect.types import FailureCause, Tier, TransferType
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,6 +77,84 @@ def test_the_library_records_only_names_of_the_catalogue() -> None:
         assert set(recorded_names(path.read_text())) <= known, path
     # Control: a misspelt name would be seen.
     assert set(recorded_names("self._stats.count('lookup', 1)")) - known
+
+
+def test_the_gauges_of_a_plan_are_the_gauges_of_the_catalogue() -> None:
+    index = HostIndex(2, 1, make_policy("lru", 2))
+    limits = Limits(workers=1, deadline_s=1.0, held_blocks=1)
+    plan = OffloadPlan((CacheGroup(4),), index, OffloadingConnectorStats(), limits)
+    shown = [(name, label or "") for name, _, label in gauges(plan, 0.0, 64)]
+    assert len(shown) == len(set(shown))
+    assert set(shown) == series_of("gauge")
+    # Control: the comparison is by label value too.
+    assert ("ledger_held_blocks", "load") in series_of("gauge")
+    assert ("ledger_held_blocks", "") not in series_of("gauge")
+
+
+def test_the_library_records_every_series_of_the_catalogue() -> None:
+    sources = [
+        path.read_text()
+        for path in sorted((ROOT / "kvconnect").rglob("*.py"))
+        # They define the names; they record nothing.
+        if path.name not in ("catalog.py", "types.py")
+    ]
+    wanted = series_of("counter") | series_of("histogram")
+    assert wanted - recorded_series(sources) == set()
+    # Controls: a call taken out of the sources is missed, and so is one cause of several.
+    call = 'count("evicted_blocks"'
+    assert any(call in source for source in sources)
+    without = [source.replace(call, 'count("lookups"') for source in sources]
+    assert wanted - recorded_series(without) == {("evicted_blocks", "host")}
+    member = "FailureCause.MISSING"
+    assert any(member in source for source in sources)
+    without = [source.replace(member, "FailureCause.COPY") for source in sources]
+    missed = {("failed_blocks", "missing"), ("failed_requests", "missing")}
+    assert wanted - recorded_series(without) == missed
+
+
+def series_of(kind: str) -> set[tuple[str, str]]:
+    """(recorded name, label value) of every row of that kind; ``""`` for an unlabelled row."""
+    return {
+        (row.recorded_as, value)
+        for row in CATALOG
+        if (row.section == HISTOGRAMS if kind == "histogram" else row.kind == kind)
+        for value in (row.label.values if row.label else ("",))
+    }
+
+
+# An expression that ends so takes any value of the enum that the sources make.
+LABEL_ENUMS = {"cause": FailureCause, "kind": TransferType, "_TYPE": TransferType}
+
+
+def recorded_series(sources: list[str]) -> set[tuple[str, str]]:
+    """(name, label value) of everything that calls in ``sources`` can count or observe."""
+    trees = [ast.parse(source) for source in sources]
+    made = {ast.unparse(node) for tree in trees for node in ast.walk(tree)}
+    found = set()
+    for call in (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        if not isinstance(call.func, ast.Attribute) or "stats" not in ast.unparse(call.func.value):
+            continue
+        if call.func.attr == "record_transfer":
+            kinds = label_values(call.args[0], made)
+            found |= {(name, kind) for name in (TRANSFER_SIZE, TRANSFER_WIRE) for kind in kinds}
+        elif call.func.attr in ("count", "observe"):
+            label = next((word.value for word in call.keywords if word.arg == "label"), None)
+            name = str(ast.literal_eval(call.args[0]))
+            found |= {(name, value) for value in label_values(label, made)}
+    return found
+
+
+def label_values(label: ast.expr | None, made: set[str]) -> set[str]:
+    """Values that a label's expression can take, given all expressions of the sources."""
+    if label is None:
+        return {""}
+    if isinstance(label, ast.Constant):
+        return {str(label.value)}
+    owner = ast.unparse(label).removesuffix(".value")  # "Tier.HOST", "failure.cause", "_TYPE[x]"
+    kind = LABEL_ENUMS.get(owner.partition("[")[0].rpartition(".")[2])
+    members = list(kind) if kind else [m for m in Tier if f"Tier.{m.name}" == owner]
+    assert members, f"label={ast.unparse(label)}: which values?"
+    return {m.value for m in members if f"{type(m).__name__}.{m.name}" in made}
 
 
 def test_a_family_without_alias_shows_its_own_row() -> None:

@@ -288,7 +288,7 @@ def test_a_block_lost_between_promise_and_plan_is_marked() -> None:
     assert list(job.parts[0].block_ids) == [50, 51]
     bad = Failure(0, 51, -1, FailureCause.MISSING)
     settled = plan.on_report(Report(job.job, (bad,)), 0.0)
-    assert settled is not None and settled.released == (50, 51)
+    assert settled is not None and settled.failed_req_id == "r2"
     assert plan.match("r2", [hashes], 0, 8) == 0
     plan.check()
 
@@ -327,11 +327,11 @@ def test_reset_forgets_all_even_what_is_in_flight(policy: str) -> None:
     plan.plan_store("r2", 8, [flying], [[5, 6]])
     (job,) = plan.take(0.0).stores
     reading = load(plan, "r1", there, 8)
-    plan.reset()
+    assert plan.reset() == [5, 6]  # so that the engine's own reset does not fail for them
     plan.check()
     assert plan.match("r2", [there], 0, 8) == 0
     settled = plan.on_report(Report(job.job), 0.0)
-    assert settled is not None and (settled.stored, settled.released) == ((), (5, 6))
+    assert settled is not None and (settled.stored, settled.released) == ((), ())
     assert plan.match("r2", [flying], 0, 8) == 0
     assert plan.index.slots.used == 2  # under the load, which reads the right bytes
     settled = plan.on_report(Report(reading.job), 0.0)
@@ -349,8 +349,9 @@ def test_a_store_nobody_answers_expires() -> None:
     (job,) = plan.take(5.0).stores
     plan.on_report(Report(job.job), 6.0)
     assert plan.jobs.expire(24.9) == []
-    assert plan.jobs.expire(25.0) == [1, 2]
-    assert plan.busy and plan.jobs.ledger.held_by(Owner.STORE) == 0
+    assert plan.jobs.expire(25.0) == []
+    assert plan.jobs.expire(25.1) == [1, 2]
+    assert not plan.busy and plan.jobs.ledger.held_by(Owner.STORE) == 0
     settled = plan.on_report(Report(job.job), 26.0)
     assert settled is not None and (settled.released, settled.stored) == ((), ())
     assert plan.match("r1", [hashes], 0, 8) == 0

@@ -28,7 +28,7 @@ from kvconnect.errors import Misuse
 from kvconnect.plan.groups import CacheGroup, alignment, keeps_prefix
 from kvconnect.plan.index import HostIndex
 from kvconnect.plan.instructions import Failure, Instructions, Load, Report, Store
-from kvconnect.plan.jobs import NULL_BLOCK, JobBook, JobLimits
+from kvconnect.plan.jobs import NULL_BLOCK, JobBook, JobLimits, Settled
 from kvconnect.plan.offload import Limits, LoadRequest, OffloadPlan
 from kvconnect.plan.policy import make_policy
 from kvconnect.stats import OffloadingConnectorStats
@@ -194,7 +194,7 @@ class Engine(RuleBasedStateMachine):
         self.now += data.draw(st.sampled_from([1.0, DEADLINE_S, 3 * DEADLINE_S]))
 
     def reset(self, data: st.DataObject) -> None:
-        self.plan.reset()
+        self.release(self.plan.reset())
         assert not self.ready()
 
     def rot(self, data: st.DataObject) -> None:
@@ -215,7 +215,7 @@ class Engine(RuleBasedStateMachine):
         ledger = self.plan.jobs.ledger
         assert ledger.granted == ledger.returned + ledger.held
         assert min(self.refs) >= 0
-        assert self.plan.busy or not self.open
+        assert self.plan.busy or not ledger.held  # a store given up holds nothing
 
     @invariant()
     def slots_have_one_user(self) -> None:
@@ -371,8 +371,8 @@ class Engine(RuleBasedStateMachine):
             return
         del self.open[report.job]
         self.settled.append(report)
+        self.release(settled.released)
         if isinstance(job, Store):
-            self.release(settled.released)
             return
         failed = {failure.block_id for report in reports for failure in report.failures}
         assert settled.failed_req_id == (job.req_id if failed else None)
@@ -466,16 +466,16 @@ class NeverPins(HostIndex):
 class PublishesAll(JobBook):
     """Takes blocks for stored although a worker said they were not."""
 
-    def _end_store(self, job: Any) -> tuple[tuple[int, bytes], ...]:
+    def _end_store(self, job: Any, released: tuple[int, ...]) -> Settled:
         job.failures.clear()
-        return super()._end_store(job)
+        return super()._end_store(job, released)
 
 
 class TrustsEveryStep(JobBook):
     """Publishes what a step computed on top of a synchronous load that failed."""
 
-    def void_stores(self) -> None:
-        pass
+    def void_stores(self) -> list[int]:
+        return []
 
 
 class PublishesLate(JobBook):

@@ -192,10 +192,6 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """See :meth:`EventLog.take`."""
         return self.scheduler.events.take()
 
-    def has_pending_block_frees(self) -> bool:
-        """Whether stores will give blocks back soon, so that nobody need be preempted."""
-        return self.scheduler.plan.jobs.holds_for_store
-
     def has_pending_push_work(self) -> bool:
         """Whether jobs are open: the engine steps on until they are answered."""
         return self.scheduler.plan.busy

@@ -20,7 +20,6 @@ from kvconnect.engines.vllm.stats import KVConnectStats
 from kvconnect.errors import Incompatible
 from kvconnect.plan.groups import keeps_prefix
 from kvconnect.plan.index import HostIndex
-from kvconnect.plan.ledger import Owner
 from kvconnect.plan.offload import Limits, LoadRequest, OffloadPlan, count_lookup, gauges
 from kvconnect.plan.policy import make_policy
 
@@ -43,6 +42,11 @@ class SchedulerHalf:
     ) -> None:
         translate.recompute_failed_loads(vllm_config)
         self._config = config
+        self._sync_load_bytes = config.sync_load_bytes
+        if config.sync_load_bytes and vllm_config.max_concurrent_batches > 1:
+            # A step that overlaps the one whose load failed would sample from bad blocks.
+            logger.warning("sync_load_bytes is ignored: steps overlap (async scheduling)")
+            self._sync_load_bytes = 0
         self._groups = translate.cache_groups(kv_cache_config)
         self._hash_tokens = translate.hash_block_tokens(vllm_config, kv_cache_config)
         self._limits = Limits(
@@ -51,7 +55,9 @@ class SchedulerHalf:
             held_blocks=max(1, int(kv_cache_config.num_blocks * _STORE_SHARE)),
         )
         self._requests: dict[str, Request] = {}
-        self._promised: dict[str, tuple[int, int, bool]] = {}  # local tokens, hit tokens, sync
+        # (local tokens, whether to load inside the step) of requests asked about and not admitted
+        # yet; None for one that reads no cache.
+        self._promised: dict[str, tuple[int, bool] | None] = {}
         self._slot_bytes = 0
         self._gauges: dict[tuple[str, str | None], float] = {}
         self.events = EventLog(vllm_config, self._groups)
@@ -84,7 +90,7 @@ class SchedulerHalf:
         """Return (tokens the host tier can add to ``local_tokens``, whether asynchronously)."""
         req_id = request.request_id
         if request.skip_reading_prefix_cache:
-            self._promised.pop(req_id, None)
+            self._promised[req_id] = None
             return 0, False
         # The engine samples from the last token's output, so a windowed group's load must leave
         # that token (and with it the window before it) to compute.
@@ -95,15 +101,18 @@ class SchedulerHalf:
         sync = self._is_small(found)
         if sync and local_tokens + found >= request.num_tokens:
             found = self.plan.match(req_id, hashes, local_tokens, request.num_tokens - 1)
-        self._promised[req_id] = (local_tokens, found, sync)
+        self._promised[req_id] = (local_tokens, sync)
         return found, found > 0 and not sync
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         """The engine admitted the request and allocated its blocks; plan the load, if any."""
-        promised = self._promised.pop(request.request_id, None)
+        if request.request_id not in self._promised:
+            return  # called again for a request whose load is done
+        self.plan.add_request(request.request_id)  # after a preemption its blocks are new
+        promised = self._promised.pop(request.request_id)
         if promised is None:
-            return  # second call for a request whose load is done, or it reads no cache
-        local_tokens, _, sync = promised
+            return  # it reads no cache
+        local_tokens, sync = promised
         count_lookup(self.plan.stats, request.num_tokens - local_tokens, num_external)
         if num_external:
             wanted = LoadRequest(
@@ -119,8 +128,6 @@ class SchedulerHalf:
         """Plan the stores of this step and hand out its instructions."""
         now = time.monotonic()
         self._release(self.plan.jobs.expire(now))
-        for req_id in output.scheduled_cached_reqs.resumed_req_ids:
-            self.plan.add_request(req_id)
         for req_id, computed in translate.computed_tokens(output):
             if self.plan.is_due(req_id, computed):
                 self._store(req_id, computed, output)
@@ -138,10 +145,9 @@ class SchedulerHalf:
             settled = self.plan.on_report(report, now)
             if settled is None:
                 continue
-            if settled.owner is Owner.STORE:
-                self._release(settled.released)
-                self.events.stored(settled.stored)
-                self.events.dropped(settled.dropped)
+            self._release(settled.released)
+            self.events.stored(settled.stored)
+            self.events.dropped(settled.dropped)
         self.events.removed(self.plan.take_removed())
 
     def finish_request(self, request: Request) -> None:
@@ -152,14 +158,16 @@ class SchedulerHalf:
 
     def reset(self) -> None:
         """Forget the whole host tier, as the engine forgets its prefix cache."""
-        self.plan.reset()
+        self._release(self.plan.reset())
         self.events.cleared()
 
     def take_stats(self) -> KVConnectStats | None:
-        """Return what was counted since the last call, with the gauges that moved."""
-        for name, value, label in gauges(self.plan, time.monotonic(), self._slot_bytes):
-            if self._gauges.get((name, label)) != value:
-                self._gauges[name, label] = value
+        """Return what was counted since the last call, with the gauges if one moved."""
+        now = time.monotonic()
+        found = {(name, label): v for name, v, label in gauges(self.plan, now, self._slot_bytes)}
+        if found != self._gauges:  # all of them: some series are quotients of two
+            self._gauges = found
+            for (name, label), value in found.items():
                 self.plan.stats.gauge(name, value, label)
         taken = self.plan.stats.take()
         assert taken is None or isinstance(taken, KVConnectStats)
@@ -179,7 +187,7 @@ class SchedulerHalf:
         if not tokens or not keeps_prefix(self._groups):
             return False
         blocks = tokens // self._groups[0].block_tokens
-        return blocks * self._slot_bytes <= self._config.sync_load_bytes
+        return blocks * self._slot_bytes <= self._sync_load_bytes
 
     def _store(self, req_id: str, computed: int, output: SchedulerOutput) -> None:
         request = self._requests[req_id]

@@ -87,7 +87,9 @@ def _attention(spec: KVCacheSpec) -> CacheGroup:
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
         return CacheGroup(spec.block_size)
     if type(spec) is SlidingWindowSpec:
-        return CacheGroup(spec.block_size, window=spec.sliding_window)
+        # Speculative decoding may keep, and compute again from, tokens just below the window.
+        below = getattr(spec, "extra_retained_tokens", 0)
+        return CacheGroup(spec.block_size, window=spec.sliding_window + below)
     if type(spec) is ChunkedLocalAttentionSpec:
         return CacheGroup(spec.block_size, chunk=spec.attention_chunk_size)
     raise ConfigError(
@@ -163,6 +165,8 @@ def cache_geometry(config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor])
     base = next(iter(kv_caches.values())).untyped_storage().data_ptr()
     groups = []
     for group in config.kv_cache_groups:
+        if not group.layer_names:
+            raise Incompatible("a pipeline stage without layers of some KV-cache group: use fewer")
         segments: list[Segment] = []
         for layer in group.layer_names:
             view = kv_caches[layer]

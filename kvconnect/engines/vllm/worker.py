@@ -80,6 +80,7 @@ class WorkerHalf:
 
     def begin_step(self, step: StepInstructions) -> None:
         """Start the step's loads, ahead of the forward; note its stores for after it."""
+        self.submit_stores()  # a pipeline stage may end a step without asking for that
         self._pending_stores = list(step.work.stores)
         if step.work.loads:
             fence = self._executor.fence()  # after any zeroing of the blocks to be loaded
