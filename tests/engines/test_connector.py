@@ -13,6 +13,7 @@ import vllm
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -53,6 +54,7 @@ def engine_config(**changes: Any) -> Any:
         parallel_config=SimpleNamespace(**{**parallel, **changes}),
         cache_config=SimpleNamespace(block_size=32),
         model_config=model,
+        max_concurrent_batches=1,
         kv_events_config=None,
     )
 
@@ -145,6 +147,50 @@ def test_hashes_of_bigger_blocks_are_those_of_their_last_part() -> None:
     small, big = translate.group_hashes(request, groups, 32)
     assert list(small) == [b"a", b"b", b"c", b"d", b"e"]
     assert list(big) == [b"b", b"d"]
+
+
+def test_draft_tokens_have_no_kv_yet() -> None:
+    drafted = {"new": 256, "long": 144, "drafts": 5}
+    output = step(drafted, drafts={"drafts": [11, 12, 13, 14]})
+    computed = dict(translate.computed_tokens(output))
+    assert computed == {"new": 32 + 256, "long": 256 + 144, "drafts": 60 + 1}
+    # A block that only drafts would fill stays due: 61 tokens of 64.
+    assert computed["drafts"] // 32 == 1
+    # Control: the same five tokens would fill it, were they no drafts.
+    assert dict(translate.computed_tokens(step(drafted, drafts={})))["drafts"] == 65
+
+
+def step(scheduled: dict[str, int], drafts: dict[str, list[int]]) -> SchedulerOutput:
+    """vLLM's own message: "new" has 32 tokens on the device, "long" 256 and "drafts" 60."""
+    new = NewRequestData(
+        req_id="new",
+        prompt_token_ids=list(range(400)),
+        mm_features=[],
+        sampling_params=None,
+        pooling_params=None,
+        block_ids=([1, 2, 3],),
+        num_computed_tokens=32,
+        lora_request=None,
+    )
+    cached = CachedRequestData(
+        req_ids=["long", "drafts"],
+        resumed_req_ids=set(),
+        new_token_ids=[],
+        all_token_ids={},
+        new_block_ids=[None, None],
+        num_computed_tokens=[256, 60],
+        num_output_tokens=[0, 20],
+    )
+    return SchedulerOutput(
+        scheduled_new_reqs=[new],
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()),
+        scheduled_spec_decode_tokens=drafts,
+        scheduled_encoder_inputs={},
+        finished_req_ids=set(),
+        free_encoder_mm_hashes=[],
+    )
 
 
 def test_geometry_of_one_allocation() -> None:

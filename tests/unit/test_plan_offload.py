@@ -424,3 +424,14 @@ def test_blocks_that_the_copies_never_reached_are_counted() -> None:
     assert not counted(plan, "skipped_store_blocks")  # they may still be stored
     plan.finish_request("r1", [hashes])
     assert counted(plan, "skipped_store_blocks") == {"busy": 2}
+
+
+def test_one_request_cannot_hold_more_blocks_than_all_stores_may() -> None:
+    plan, hashes = make_plan(held=2), prompt("a", 5)
+    plan.add_request("r1")
+    assert plan.plan_store("r1", 20, [hashes], [[1, 2, 3, 4, 5]]) == [(0, 0), (0, 1)]
+    assert plan.is_due("r1", 20)
+    (job,) = plan.take(0.0).stores
+    assert plan.plan_store("r1", 20, [hashes], [[1, 2, 3, 4, 5]]) == []
+    plan.on_report(Report(job.job), 0.0)
+    assert plan.plan_store("r1", 20, [hashes], [[1, 2, 3, 4, 5]]) == [(0, 2), (0, 3)]

@@ -1,0 +1,168 @@
+"""Scheduler half and worker half, driven as vLLM drives them in corners a CPU engine lacks."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.core.block_pool import BlockPool
+
+from kvconnect.config import OffloadConfig
+from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
+from kvconnect.engines.vllm.scheduler import SchedulerHalf
+from kvconnect.engines.vllm.worker import WorkerHalf
+from kvconnect.errors import ConfigError
+from kvconnect.plan.instructions import Instructions, Part, Report, Store
+from kvconnect.types import JobId
+from tests.engines.test_connector import FULL, cache_config, engine_config
+
+BLOCKS = 8
+SLOT = 2 * 2 * 32 * 16 * 4  # K and V, heads, tokens, head size, float32
+
+
+def make_worker(**config: Any) -> WorkerHalf:
+    worker = WorkerHalf(
+        engine_config(), cache_config(FULL, blocks=BLOCKS), OffloadConfig(host_bytes=8 * SLOT)
+    )
+    worker.register({"layer0": torch.zeros(BLOCKS, 2, 32, 32)})
+    return worker
+
+
+def step(*stores: Store) -> StepInstructions:
+    return StepInstructions(Instructions(stores=list(stores)))
+
+
+def store(job: int) -> Store:
+    return Store(JobId(job), (Part(0, array("q", [job]), array("q", [job])),), 30.0)
+
+
+def collect(worker: WorkerHalf, count: int) -> list[Report]:
+    reports: list[Report] = []
+    deadline = time.monotonic() + 30
+    while len(reports) < count and time.monotonic() < deadline:
+        worker.collect()
+        taken = worker.take_reports()
+        reports += taken.reports if taken else []
+    return reports
+
+
+def test_stores_survive_a_step_that_ends_without_asking_for_them() -> None:
+    """As on all pipeline stages but the last, when a speculator is configured."""
+    worker = make_worker()
+    worker.begin_step(step(store(1)))
+    worker.begin_step(step(store(2)))
+    worker.submit_stores()
+    assert [report.job for report in collect(worker, 2)] == [1, 2]
+    worker.submit_stores()  # negative control: nothing is submitted twice
+    worker.begin_step(step())
+    assert collect(worker, 0) == [] and worker.take_reports() is None
+    worker.close()
+    worker.close()
+
+
+def test_a_share_larger_than_the_free_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvconnect.memory.available_bytes", lambda: SLOT)
+    with pytest.raises(ConfigError, match="available now for this worker's share; use less"):
+        make_worker()
+
+
+def test_engines_of_one_machine_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvconnect.memory.total_bytes", lambda: 100)
+    groups = cache_config(FULL)
+    WorkerHalf(engine_config(), groups, OffloadConfig(host_bytes=60))
+    with pytest.raises(ConfigError, match="in this machine for 2 engines; use less"):
+        WorkerHalf(engine_config(data_parallel_size_local=2), groups, OffloadConfig(host_bytes=60))
+
+
+def make_scheduler(steps_in_flight: int = 1, **config: Any) -> SchedulerHalf:
+    engine = engine_config()
+    engine.max_concurrent_batches = steps_in_flight
+    half = SchedulerHalf(engine, cache_config(FULL, blocks=BLOCKS), OffloadConfig(**config))
+    half.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=32)
+    half.greet({(0, 0): WorkerHello(num_slots=4, slot_bytes=SLOT)})
+    return half
+
+
+def make_request(tokens: int = 64) -> Any:
+    return SimpleNamespace(
+        request_id="r1",
+        block_hashes=[b"a", b"b"],
+        num_tokens=tokens,
+        skip_reading_prefix_cache=False,
+        lora_request=None,
+        all_token_ids=list(range(tokens)),
+    )
+
+
+def output(computed: int, block_ids: tuple[list[int], ...]) -> Any:
+    """One scheduled request that reaches ``computed`` tokens in this step."""
+    return SimpleNamespace(
+        num_scheduled_tokens={"r1": computed},
+        scheduled_spec_decode_tokens={},
+        scheduled_new_reqs=[SimpleNamespace(req_id="r1", num_computed_tokens=0)],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        kv_connector_block_state=SimpleNamespace(resolve_block_ids=lambda _: block_ids),
+    )
+
+
+def stored(half: SchedulerHalf) -> Any:
+    """Have a request computed and its two blocks stored; return the request."""
+    request = make_request(65)
+    half.add_request(request)
+    assert half.match(request, 0) == (0, False)
+    half.after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1, 2],)), 0)
+    (job,) = half.build_step(output(64, ([1, 2],))).work.stores
+    half.on_reports(StepReports([Report(job.job)]))
+    return request
+
+
+@pytest.mark.parametrize(("steps", "is_async"), [(1, False), (2, True)])
+def test_loads_run_inside_a_step_only_where_steps_do_not_overlap(
+    steps: int, is_async: bool
+) -> None:
+    half = make_scheduler(steps, sync_load_bytes=1 << 30)
+    stored(half)
+    again = make_request(65)
+    again.request_id = "r2"
+    half.add_request(again)
+    assert half.match(again, 0) == (64, is_async)
+
+
+def test_source_blocks_are_held_until_the_copy_is_done_or_void() -> None:
+    half = make_scheduler()
+    request = make_request(65)
+    half.add_request(request)
+    half.match(request, 0)
+    half.after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1, 2],)), 0)
+    free = half.pool.get_num_free_blocks()
+    half.build_step(output(64, ([1, 2],)))
+    assert half.pool.get_num_free_blocks() == free - 2
+    assert not half.pool.reset_prefix_cache()
+    half.reset()
+    assert half.pool.get_num_free_blocks() == free
+    assert half.pool.reset_prefix_cache()
+
+
+def test_gauges_come_together_so_that_quotients_are_right() -> None:
+    half = make_scheduler()
+    first = half.take_stats()
+    assert first is not None and half.take_stats() is None  # nothing moved since
+    stored(half)
+    moved = half.take_stats()
+    assert moved is not None
+    assert set(moved.data["gauges"]) == set(first.data["gauges"])
+    assert moved.data["gauges"]["host_blocks_used"] == {"": 2}
+
+
+def test_a_preempted_request_is_stored_from_its_new_blocks() -> None:
+    half = make_scheduler()
+    request = stored(half)
+    half.reset()
+    half.match(request, 0)
+    half.after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([3, 4],)), 0)
+    (job,) = half.build_step(output(64, ([3, 4],))).work.stores
+    assert list(job.parts[0].block_ids) == [3, 4]
