@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tests.engines.models import BLOCK_SIZE, prompt_tokens
-from tests.engines.server import Answer, Server, kv_transfer
+from tests.engines.server import Answer, Server, ServerDied, kv_transfer
 
 READERS = 4
 TURNS = 4
@@ -138,6 +138,17 @@ def verdict(server: Server, turns: list[Turn], plain: list[Turn]) -> str | None:
 
 
 def main() -> int:
+    """Run the demo; return the exit status. A failure is one line."""
+    try:
+        return compare()
+    except ServerDied as error:
+        print("the engine ended:", str(error).strip().splitlines()[-1])
+    except (OSError, KeyError) as error:
+        print(f"the engine does not answer as expected: {type(error).__name__}: {error}")
+    return 1
+
+
+def compare() -> int:
     """Run both engines and compare; return the exit status."""
     print(f"{READERS} readers x {TURNS} turns; device cache {DEVICE_BLOCKS * BLOCK_SIZE} tokens,")
     print(f"histories of up to {TURNS * (PASSAGE + REPLY)} tokens each; host tier {HOST_BYTES}")

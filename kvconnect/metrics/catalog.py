@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
+from kvconnect.plan.jobs import QUARANTINED
+from kvconnect.plan.ledger import Owner
 from kvconnect.stats import (
     COUNTERS,
     GAUGES,
@@ -125,9 +127,9 @@ def _values(enum: type[Enum]) -> tuple[str, ...]:
 _TYPE = Label("transfer_type", _values(TransferType))
 _TIER = Label("tier", _values(Tier))
 _CAUSE = Label("cause", _values(FailureCause))
-_QUARANTINE = Label("cause", (FailureCause.DIGEST.value, FailureCause.COPY.value))
+_QUARANTINE = Label("cause", tuple(cause.value for cause in QUARANTINED))
 _REASON = Label("reason", ("no_space", "busy"))
-_OWNER = Label("owner", ("store", "load"))
+_OWNER = Label("owner", _values(Owner))
 _LOAD = TransferType.CPU_TO_GPU.value
 _STORE = TransferType.GPU_TO_CPU.value
 _STEP = "an engine step ends"
@@ -164,7 +166,8 @@ CATALOG: tuple[Metric, ...] = (
            "Latency of one request's load.", "the last rank reports a load done",
            label=_TIER, buckets=TIME_BUCKETS, part=Part.BUCKETS),
     Metric("load_exposed_seconds", "histogram", "seconds",
-           "Exposed time of one request's load.", "a request that waited for a load can run",
+           "Exposed time of one request's load; of all loads of a step, if they ran inside it.",
+           "a request that waited for a load can run",
            label=_TIER, buckets=TIME_BUCKETS, part=Part.BUCKETS),
     Metric("lookups", "counter", "requests",
            "Requests looked up at admission; a preempted one is admitted, and looked up, again.",

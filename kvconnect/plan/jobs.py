@@ -20,7 +20,8 @@ from kvconnect.types import FailureCause, JobId, Tier, TransferType
 logger = logging.getLogger(__name__)
 
 NULL_BLOCK = 0  # the engine's placeholder for blocks outside a window; never copied
-_QUARANTINED = (FailureCause.DIGEST, FailureCause.COPY)
+QUARANTINED = (FailureCause.DIGEST, FailureCause.COPY)
+"""Causes that leave a stored copy suspect."""
 _TYPE = {Owner.STORE: TransferType.GPU_TO_CPU, Owner.LOAD: TransferType.CPU_TO_GPU}
 # A worker counts from the moment the job arrives and must be able to answer before we give up.
 _ANSWER_FACTOR = 2.0
@@ -38,9 +39,9 @@ class JobLimits(NamedTuple):
 class Settled(NamedTuple):
     """A finished job.
 
-    ``released`` device blocks are no longer held by a store, and go back to the engine's pool; ``stored`` and ``dropped`` name
-    the (group, hash) of blocks that became readable, or did not; ``failed_req_id`` is the request
-    whose load failed.
+    ``released`` device blocks are no longer held by a store and go back to the engine's pool;
+    ``stored`` and ``dropped`` name the (group, hash) of blocks that became readable, or did not;
+    ``failed_req_id`` is the request whose load failed.
     """
 
     owner: Owner
@@ -189,7 +190,7 @@ class JobBook:
         for part in job.parts:
             self._index.unpin(slot for slot in part.slots if slot >= 0)
         for failure in job.failures.values():
-            there = failure.slot >= 0 and failure.cause in _QUARANTINED
+            there = failure.slot >= 0 and failure.cause in QUARANTINED
             if there and self._index.discard(failure.slot):
                 self._stats.count("quarantined_blocks", label=failure.cause.value)
         latency = now - job.asked

@@ -14,7 +14,7 @@ from kvconnect.copy import make_copier
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.stats import KVConnectStats
-from kvconnect.errors import ConfigError
+from kvconnect.errors import ConfigError, Misuse
 from kvconnect.plan.groups import keeps_prefix
 from kvconnect.plan.instructions import Load, Report, Store
 from kvconnect.store.host import HostStore
@@ -47,6 +47,7 @@ class WorkerHalf:
         self._pending_stores: list[Store] = []
         self._reports: list[Report] = []
         self._errors: set[int] = set()
+        self._executor: CopyExecutor | None = None
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Allocate the host tier and get ready to copy.
@@ -74,6 +75,13 @@ class WorkerHalf:
         copier = self.make_copier(area, self.store.tensor(), geometry)
         self._executor = CopyExecutor(copier, self.store, geometry, make_streams(area.device))
 
+    @property
+    def executor(self) -> CopyExecutor:
+        """The copy thread; there once the KV caches are registered."""
+        if self._executor is None:
+            raise Misuse("the KV caches are not registered yet")
+        return self._executor
+
     def hello(self) -> WorkerHello:
         """Return what the scheduler's half must know."""
         return WorkerHello(self.store.num_slots, self.store.slot_bytes)
@@ -83,22 +91,22 @@ class WorkerHalf:
         self.submit_stores()  # a pipeline stage may end a step without asking for that
         self._pending_stores = list(step.work.stores)
         if step.work.loads:
-            fence = self._executor.fence()  # after any zeroing of the blocks to be loaded
+            fence = self.executor.fence()  # after any zeroing of the blocks to be loaded
             for load in step.work.loads:
-                self._executor.submit(load, fence)
+                self.executor.submit(load, fence)
 
     def wait_sync_loads(self) -> None:
         """Block until the loads this step's forward reads are there."""
-        waited = self._executor.wait_sync_loads()
+        waited = self.executor.wait_sync_loads()
         if waited and self._is_first:
             self._stats.observe("load_exposed_seconds", waited, label=Tier.HOST.value)
 
     def submit_stores(self) -> None:
         """Queue the step's stores behind the forward that has been launched."""
         if self._pending_stores:
-            fence = self._executor.fence()
+            fence = self.executor.fence()
             for store in self._pending_stores:
-                self._executor.submit(store, fence)
+                self.executor.submit(store, fence)
             self._pending_stores = []
 
     def collect(self) -> tuple[set[str], set[str]]:
@@ -109,7 +117,7 @@ class WorkerHalf:
         """
         finished: set[str] = set()
         failed: set[str] = set()
-        for done in self._executor.poll():
+        for done in self.executor.poll():
             self._note(done)
             if not isinstance(done.job, Load):
                 continue
@@ -139,9 +147,8 @@ class WorkerHalf:
 
     def close(self) -> None:
         """Stop copying and give the host tier back. Idempotent."""
-        executor = getattr(self, "_executor", None)
-        if executor is not None:
-            executor.close()
+        if self._executor is not None:
+            self._executor.close()
             self.store.close()
 
     def _note(self, done: Done) -> None:
