@@ -7,7 +7,7 @@ returned or still held.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -40,6 +40,7 @@ class Ledger:
         self.returned = 0
         self._holds: dict[JobId, Hold] = {}
         self._owner_of: dict[int, JobId] = {}
+        self._held_by = dict.fromkeys(Owner, 0)
 
     def __repr__(self) -> str:
         return f"<Ledger {len(self._owner_of)} blocks held by {len(self._holds)} jobs>"
@@ -67,6 +68,7 @@ class Ledger:
                 raise Misuse(f"block {block} is held by job {owner}, not free for {hold.job}")
             self._owner_of[block] = hold.job
         self._holds[hold.job] = hold
+        self._held_by[hold.owner] += len(hold.blocks)
         self.granted += len(hold.blocks)
 
     def settle(self, job: JobId) -> Hold | None:
@@ -75,6 +77,7 @@ class Ledger:
         if hold is not None:
             for block in hold.blocks:
                 del self._owner_of[block]
+            self._held_by[hold.owner] -= len(hold.blocks)
             self.returned += len(hold.blocks)
         return hold
 
@@ -84,7 +87,7 @@ class Ledger:
 
     def held_by(self, owner: Owner) -> int:
         """Device blocks held by jobs of one kind."""
-        return sum(len(hold.blocks) for hold in self._of(owner))
+        return self._held_by[owner]
 
     def oldest_age(self, now: float) -> float:
         """Seconds since the oldest hold was granted; 0 when nothing is held."""
@@ -103,9 +106,8 @@ class Ledger:
             raise Misuse(
                 f"granted {self.granted} != returned {self.returned} + held {len(self._owner_of)}"
             )
+        if sum(self._held_by.values()) != len(self._owner_of):
+            raise Misuse(f"{len(self._owner_of)} blocks are held, by kind {self._held_by}")
         for hold in self._holds.values():
             if not hold.deadline > hold.since:
                 raise Misuse(f"job {hold.job} has no deadline after {hold.since}")
-
-    def _of(self, owner: Owner) -> Iterable[Hold]:
-        return (hold for hold in self._holds.values() if hold.owner is owner)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -133,10 +133,15 @@ class OffloadPlan:
         tokens = wanted.total_tokens - wanted.local_tokens
         self._loads.append(self.jobs.open_load(req_id, parts, tokens, sync=wanted.sync, now=now))
 
-    def is_due(self, req_id: str, computed_tokens: int) -> bool:
-        """Whether :meth:`plan_store` would look at a new block; cheap, asked every step."""
-        request = self._requests.get(req_id)
-        return request is not None and computed_tokens >= request.due_tokens
+    def due(self, computed: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Return those (request, computed tokens) for which :meth:`plan_store` would look at a
+        new block; asked every step for every running request."""
+        known = self._requests.get
+        return [
+            (req_id, tokens)
+            for req_id, tokens in computed
+            if (request := known(req_id)) is not None and tokens >= request.due_tokens
+        ]
 
     def plan_store(
         self, req_id: str, computed_tokens: int, hashes: Hashes, block_ids: BlockTable

@@ -70,9 +70,9 @@ def test_what_one_request_computed_another_one_loads() -> None:
     plan, hashes = make_plan(), prompt("a", 3)
     plan.add_request("r1")
     assert plan.match("r1", [hashes], 0, 12) == 0
-    assert not plan.is_due("r1", 3) and plan.is_due("r1", 4)
+    assert not plan.due([("r1", 3)]) and plan.due([("r1", 4)])
     assert plan.plan_store("r1", 13, [hashes], [[1, 2, 3, 4]]) == [(0, 0), (0, 1), (0, 2)]
-    assert not plan.is_due("r1", 15) and plan.is_due("r1", 16)
+    assert not plan.due([("r1", 15)]) and plan.due([("r1", 16)])
     assert plan.busy
     (job,) = plan.take(0.0).stores
     assert list(job.parts[0].block_ids) == [1, 2, 3]
@@ -133,9 +133,9 @@ def test_blocks_fill_chunk_by_chunk() -> None:
     plan.add_request("r1")
     table = [[1, 2, 3, 4]]
     assert plan.plan_store("r1", 6, [hashes], table) == [(0, 0)]
-    assert not plan.is_due("r1", 7) and plan.is_due("r1", 8)
+    assert not plan.due([("r1", 7)]) and plan.due([("r1", 8)])
     assert plan.plan_store("r1", 12, [hashes[:2]], table) == [(0, 1)]  # a hash is not known yet
-    assert plan.is_due("r1", 12)
+    assert plan.due([("r1", 12)])
     assert plan.plan_store("r1", 16, [hashes], table) == [(0, 2), (0, 3)]
 
 
@@ -148,7 +148,7 @@ def test_only_so_many_blocks_are_held_by_stores_and_the_rest_comes_later() -> No
     assert plan.plan_store("r2", 8, [b], [[3, 4]]) == []
     (job,) = plan.take(0.0).stores
     assert plan.plan_store("r2", 8, [b], [[3, 4]]) == []
-    assert plan.is_due("r2", 8)
+    assert plan.due([("r2", 8)])
     plan.on_report(Report(job.job), 0.0)
     assert len(plan.plan_store("r2", 8, [b], [[3, 4]])) == 2
     assert counted(plan, "skipped_store_blocks") == {}
@@ -162,7 +162,7 @@ def test_a_preempted_request_is_stored_from_its_new_blocks() -> None:
     bad = [Failure(0, 2, job.parts[0].slots[1], FailureCause.DEADLINE)]
     plan.on_report(Report(job.job, tuple(bad)), 0.0)
     plan.add_request("r1")
-    assert plan.is_due("r1", 4)
+    assert plan.due([("r1", 4)])
     assert plan.plan_store("r1", 8, [hashes], [[5, 6, 7]]) == [(0, 1)]
     (job,) = plan.take(0.0).stores
     assert list(job.parts[0].block_ids) == [6]
@@ -363,7 +363,7 @@ def test_unknown_requests_are_no_error() -> None:
     plan = make_plan()
     plan.finish_request("never seen", [[]])
     assert plan.match("never seen", [prompt("a", 1)], 0, 4) == 0
-    assert not plan.is_due("never seen", 100)
+    assert not plan.due([("never seen", 100)])
     assert plan.on_report(Report(load(plan, "gone", prompt("a", 1), 4).job), 0.0) is not None
 
 
@@ -411,7 +411,7 @@ def test_a_request_that_found_no_room_does_not_store_its_tail() -> None:
     assert plan.plan_store("r1", 8, [hashes], [[3, 4, 5, 6]]) == []
     assert counted(plan, "skipped_store_blocks") == {"no_space": 2}
     plan.on_report(Report(first.job), 1.0)  # now there is room, but the head is missing
-    assert not plan.is_due("r1", 16)
+    assert not plan.due([("r1", 16)])
     plan.add_request("r1")  # preempted: everything is computed, and considered, again
     assert plan.plan_store("r1", 8, [hashes], [[3, 4, 5, 6]]) == [(0, 0), (0, 1)]
 
@@ -430,7 +430,7 @@ def test_one_request_cannot_hold_more_blocks_than_all_stores_may() -> None:
     plan, hashes = make_plan(held=2), prompt("a", 5)
     plan.add_request("r1")
     assert plan.plan_store("r1", 20, [hashes], [[1, 2, 3, 4, 5]]) == [(0, 0), (0, 1)]
-    assert plan.is_due("r1", 20)
+    assert plan.due([("r1", 20)])
     (job,) = plan.take(0.0).stores
     assert plan.plan_store("r1", 20, [hashes], [[1, 2, 3, 4, 5]]) == []
     plan.on_report(Report(job.job), 0.0)

@@ -322,7 +322,7 @@ class Engine(RuleBasedStateMachine):
                 self.plan.add_request(name)
             req.resumed = req.unscheduled = False
             ends[name] = min(len(req.tokens), req.computed + most)
-            if self.plan.is_due(name, ends[name]):
+            if self.plan.due([(name, ends[name])]):
                 self.plan.plan_store(name, ends[name], self.hashes(req), req.tables)
         work = self.plan.take(self.now)
         for job in [*work.loads, *work.stores]:

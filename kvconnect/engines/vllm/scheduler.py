@@ -128,9 +128,8 @@ class SchedulerHalf:
         """Plan the stores of this step and hand out its instructions."""
         now = time.monotonic()
         self._release(self.plan.jobs.expire(now))
-        for req_id, computed in translate.computed_tokens(output):
-            if self.plan.is_due(req_id, computed):
-                self._store(req_id, computed, output)
+        for req_id, computed in self.plan.due(translate.computed_tokens(output)):
+            self._store(req_id, computed, output)
         work = self.plan.take(now)
         for store in work.stores:
             for part in store.parts:
