@@ -29,6 +29,7 @@ import pickle
 import random
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -173,8 +174,8 @@ def resident_bytes() -> int:
 
 def populate(side: Ours | Theirs, prompts: Prompts) -> dict[str, float]:
     """Fill a tier, then replace all of it by the prompts; return seconds per block of either."""
-    seconds = sum(timed(lambda p=piece: side.store(p)) for piece in prompts.filler())
-    pieces = [timed(lambda p=piece: side.store(p)) for piece in prompts.pieces()]
+    seconds = sum(timed(partial(side.store, piece)) for piece in prompts.filler())
+    pieces = [timed(partial(side.store, piece)) for piece in prompts.pieces()]
     return {"insert": seconds / SLOTS, "insert_evict": sum(pieces) / SLOTS}
 
 

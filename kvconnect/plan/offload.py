@@ -95,7 +95,7 @@ class OffloadPlan:
         return bool(self._store_parts or self._loads) or self.jobs.busy
 
     def add_request(self, req_id: str) -> None:
-        """Start to remember a request; again after a preemption, when its blocks are new."""
+        """Start to remember a request; again when its blocks are computed anew."""
         known = self._requests.get(req_id)
         self._requests[req_id] = _Request(
             next_block=[0] * len(self.groups),
@@ -188,6 +188,7 @@ class OffloadPlan:
         settled = self.jobs.on_report(report, now)
         if settled is not None and settled.failed_req_id in self._requests:
             self._requests[settled.failed_req_id].load_failed = True
+            self.add_request(settled.failed_req_id)  # what it computes again is stored again
         return settled
 
     def reset(self) -> list[int]:

@@ -40,11 +40,13 @@ class ServerDied(RuntimeError):
     """The server ended before it was healthy; the message holds the end of its log."""
 
 
-def kv_transfer(connector: str = "KVConnect", module: str | None = None, **extra: Any) -> str:
+def kv_transfer(
+    connector: str = "KVConnect", module: str | None = None, role: str = "kv_both", **extra: Any
+) -> str:
     """Return the value of ``--kv-transfer-config`` for a connector and its settings."""
     config: dict[str, Any] = {
         "kv_connector": connector,
-        "kv_role": "kv_both",
+        "kv_role": role,
         "kv_connector_extra_config": extra,
     }
     if module:
@@ -56,13 +58,15 @@ def kv_transfer(connector: str = "KVConnect", module: str | None = None, **extra
 class Server:
     """One engine behind the OpenAI-compatible API; use as a context manager.
 
-    ``blocks`` is the size of the device's KV cache; small, so that it evicts.
+    ``blocks`` is the size of the device's KV cache; small, so that it evicts. ``tp`` is the number
+    of ranks.
     """
 
     model: str
     connector: str | None = None
     blocks: int = 64
     max_len: int = 1024
+    tp: int = 1
     args: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
     port: int = 0
@@ -232,6 +236,7 @@ class Server:
             *("--max-model-len", str(self.max_len), "--enforce-eager"),
             *("--num-gpu-blocks-override", str(self.blocks)),
             *("--max-num-batched-tokens", "256", "--enable-prompt-tokens-details"),
+            *("--tensor-parallel-size", str(self.tp)),
             *("--host", "127.0.0.1", "--port", str(self.port)),
         ]
         if self.connector:

@@ -6,67 +6,41 @@ Each test compares greedy float32 tokens with those of the same engine without a
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
-from functools import cache
-from typing import NamedTuple
+from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
-from tests.engines.models import BLOCK_SIZE, MODELS, prompt_tokens
-from tests.engines.server import Answer, Server, kv_transfer
+from tests.engines.models import BLOCK_SIZE
+from tests.engines.scenario import (
+    BLOCKS,
+    COUNT,
+    CPU_TO_GPU,
+    FULL,
+    GPU_TO_CPU,
+    HOST,
+    NEW,
+    ONE_STEP_AT_A_TIME,
+    PROMPT,
+    ask,
+    assert_a_crowd_is_served,
+    assert_aborts_leave_nothing_behind,
+    assert_moved,
+    assert_nothing_leaks,
+    expected,
+    hit_tokens,
+    prompts,
+    tokens,
+    whole_prompt,
+)
+from tests.engines.server import Server, kv_transfer
 
-HOST = "64MiB"
-PROMPT = 400  # tokens: 12 full blocks, two chunks of prefill
-NEW = 16
-COUNT = 8  # prompts; together 104 blocks
-BLOCKS = 64  # of the device, so that some of them leave it
-
-GPU_TO_CPU = {"transfer_type": "GPU_to_CPU"}
-CPU_TO_GPU = {"transfer_type": "CPU_to_GPU"}
-
-
-def prompts(count: int = COUNT, length: int = PROMPT) -> list[list[int]]:
-    """Different real texts of the same length."""
-    return [prompt_tokens(length, start=1000 * number) for number in range(count)]
-
-
-class Expected(NamedTuple):
-    """Tokens without a connector: of prompts computed whole, and of prompts found on the device.
-
-    In float32 they are the same. In bfloat16 the shapes of the computation show, so what comes
-    back from the host tier must equal what comes from the device's own prefix cache.
-    """
-
-    fresh: list[tuple[int, ...]]
-    cached: list[tuple[int, ...]]
-
-
-@cache
-def expected(model: str, tp: int = 1) -> Expected:
-    """What the engine answers without a connector, with room to keep every prompt."""
-    args = ("--tensor-parallel-size", str(tp))
-    with Server(model, blocks=4 * BLOCKS, args=args) as server:
-        return Expected(tokens(ask(server)), tokens(ask(server)))
-
-
-def tokens(answers: list[Answer]) -> list[tuple[int, ...]]:
-    return [answer.tokens for answer in answers]
-
-
-def ask(server: Server) -> list[Answer]:
-    return [server.complete(prompt, NEW) for prompt in prompts()]
-
-
-def assert_nothing_leaks(server: Server) -> None:
-    """After quiescence no job is open, no block held, no device block in use."""
-    server.settle()
-    for owner in ("store", "load"):
-        assert server.metric("vllm:kvconnect_ledger_held_blocks", owner=owner) == 0
-    assert server.metric("vllm:kvconnect_host_blocks_pinned") == 0
-    assert server.metric("vllm:kv_cache_usage_perc") == 0
+FULL_BLOCKS = COUNT * (FULL // BLOCK_SIZE)  # of all prompts; their answers fill no block more
+OFFLOAD = kv_transfer(host_bytes=HOST, digest="full")
 
 
 @pytest.fixture(scope="module")
@@ -98,114 +72,135 @@ class TestLlama:
     def test_stored_bytes_are_those_of_every_full_block(self, llama: Server) -> None:
         llama.settle()
         # The last sampled token is never computed, so its KV does not exist.
-        blocks = COUNT * ((PROMPT + NEW - 1) // BLOCK_SIZE)
-        config = MODELS["llama"].config
-        head = config["hidden_size"] // config["num_attention_heads"]
-        layers, kv_heads = config["num_hidden_layers"], config["num_key_value_heads"]
-        block_bytes = layers * 2 * kv_heads * head * BLOCK_SIZE * 4
-        stored = llama.metric("vllm:kvconnect_transfer_bytes_total", **GPU_TO_CPU)
-        assert stored == blocks * block_bytes
-        assert llama.metric("vllm:kv_offload_store_bytes_total") == stored
-        assert llama.metric("vllm:kv_offload_total_bytes_total", **GPU_TO_CPU) == stored
-        assert llama.metric("vllm:kv_offload_size_sum", **GPU_TO_CPU) == stored
-        assert llama.metric("vllm:kvconnect_host_blocks_used") == blocks
+        assert COUNT * ((PROMPT + NEW - 1) // BLOCK_SIZE) == FULL_BLOCKS
+        assert_moved(llama, "llama", stored=FULL_BLOCKS, loaded=0)
+        assert llama.metric("vllm:kvconnect_host_blocks_used") == FULL_BLOCKS
         assert 0 < llama.metric("vllm:kvconnect_transfer_seconds_total", **GPU_TO_CPU) < 60
 
     def test_evicted_prompts_come_back_from_host(self, llama: Server) -> None:
         answers = ask(llama)
         assert tokens(answers) == expected("llama").fresh
-        full = PROMPT // BLOCK_SIZE * BLOCK_SIZE
-        assert [answer.cached for answer in answers] == [full] * COUNT
+        assert [answer.cached for answer in answers] == [FULL] * COUNT
         llama.settle()
-        hit = llama.metric("vllm:kvconnect_hit_tokens_total", tier="host")
-        block_bytes = self._block_bytes(llama)
-        loaded = llama.metric("vllm:kvconnect_transfer_bytes_total", **CPU_TO_GPU)
-        assert hit > 0
-        assert loaded == hit // BLOCK_SIZE * block_bytes
-        assert llama.metric("vllm:kv_offload_load_bytes_total") == loaded
+        # Before a prompt's turn comes again, the others have taken all of its device blocks.
+        assert llama.metric("vllm:prefix_cache_hits_total") == 0
+        assert hit_tokens(llama) == COUNT * FULL
+        assert_moved(llama, "llama", stored=FULL_BLOCKS, loaded=FULL_BLOCKS)
         asked = llama.metric("vllm:kvconnect_query_tokens_total")
-        assert asked == hit + llama.metric("vllm:kvconnect_miss_tokens_total")
-        assert llama.metric("vllm:external_prefix_cache_hits_total") == hit
+        assert asked == 2 * COUNT * PROMPT
+        assert asked == COUNT * FULL + llama.metric("vllm:kvconnect_miss_tokens_total")
+        assert llama.metric("vllm:kvconnect_lookups_total") == 2 * COUNT
+        assert llama.metric("vllm:external_prefix_cache_hits_total") == COUNT * FULL
 
     def test_a_whole_prompt_can_be_loaded(self, llama: Server) -> None:
-        whole = prompts()[0][: 10 * BLOCK_SIZE]
-        llama.complete(whole, 1)  # may still be on the device
-        ask(llama)  # evicts it
-        first = llama.complete(whole, NEW)
-        assert first.cached == len(whole)
-        again = llama.complete(whole, NEW)
-        assert first.tokens == again.tokens
+        ask(llama)  # the prompt whose beginning it is has left the device again
+        hit = hit_tokens(llama)
+        whole = llama.complete(whole_prompt(), NEW)
+        assert whole.cached == len(whole_prompt())
+        assert whole.tokens == expected("llama").whole
+        assert hit_tokens(llama) == hit + len(whole_prompt())
 
     def test_many_at_once_with_preemption(self, llama: Server) -> None:
-        before = llama.metric("vllm:num_preemptions_total")
-        many = [prompts()[number % COUNT][: 200 + number] for number in range(40)]
-        answers = llama.complete_all(many, max_tokens=48)
-        assert llama.metric("vllm:num_preemptions_total") > before
-        with Server("llama") as plain:
-            alone = [plain.complete(prompt, 48) for prompt in many]
-        assert tokens(answers) == tokens(alone)
-        assert_nothing_leaks(llama)
+        assert_a_crowd_is_served(llama, expected("llama"))
 
     def test_aborts_at_any_point_leave_nothing_behind(self, llama: Server) -> None:
-        for number, prompt in enumerate(prompts()):
-            llama.abort(prompt, after_chunks=number)
-        assert tokens(ask(llama)) == expected("llama").fresh
-        assert_nothing_leaks(llama)
+        assert_aborts_leave_nothing_behind(llama, expected("llama"))
+
+    def test_salted_prompts_find_only_what_has_their_salt(self, llama: Server) -> None:
+        prompt = prompts()[0]
+        for salt in ("a", "b"):  # the host has this prompt's blocks, without salt and with another
+            ask(llama)
+            hit = hit_tokens(llama)
+            fresh = llama.complete(prompt, NEW, cache_salt=salt)
+            assert (fresh.cached, hit_tokens(llama)) == (0, hit)
+            assert fresh.tokens == expected("llama").fresh[0]
+        ask(llama)
+        hit = hit_tokens(llama)
+        again = llama.complete(prompt, NEW, cache_salt="a")
+        assert (again.cached, hit_tokens(llama)) == (FULL, hit + FULL)
+        assert again.tokens == expected("llama").fresh[0]
 
     def test_reset_forgets_the_host_tier(self, llama: Server) -> None:
         llama.settle()
         llama.post("/reset_prefix_cache?reset_external=true")
-        before = llama.metric("vllm:kvconnect_hit_tokens_total", tier="host")
+        before = hit_tokens(llama)
         answers = ask(llama)
         assert [answer.cached for answer in answers] == [0] * COUNT
         assert tokens(answers) == expected("llama").fresh
-        assert llama.metric("vllm:kvconnect_hit_tokens_total", tier="host") == before
+        assert hit_tokens(llama) == before
 
     def test_no_block_ever_failed(self, llama: Server) -> None:
         for cause in ("digest", "copy", "deadline", "missing"):
             assert llama.metric("vllm:kvconnect_failed_blocks_total", cause=cause) == 0
 
-    @staticmethod
-    def _block_bytes(server: Server) -> float:
-        used = server.metric("vllm:kvconnect_host_blocks_used")
-        return server.metric("vllm:kvconnect_transfer_bytes_total", **GPU_TO_CPU) / used
 
-
-@pytest.mark.parametrize("model", ["qwen3", "mistral", "gemma3", "deepseek_v2"])
+@pytest.mark.parametrize("model", ["qwen3", "mistral", "deepseek_v2"])
 def test_other_attention_kinds(model: str) -> None:
     want = expected(model)
     blocks = 32 if model == "mistral" else BLOCKS  # its short window leaves room for others
-    with Server(model, kv_transfer(host_bytes=HOST, digest="full"), blocks) as server:
+    with Server(model, OFFLOAD, blocks) as server:
         assert tokens(ask(server)) == want.fresh
         assert tokens(ask(server)) == want.cached
         server.settle()
-        assert server.metric("vllm:kvconnect_hit_tokens_total", tier="host") > 0
+        assert hit_tokens(server) > 0
         assert server.metric("vllm:kvconnect_transfer_bytes_total", **CPU_TO_GPU) > 0
+        if model == "qwen3":
+            assert_moved(server, model, stored=FULL_BLOCKS, loaded=FULL_BLOCKS)
         assert_nothing_leaks(server)
+
+
+def test_several_groups() -> None:
+    want = expected("gemma3")
+    with Server("gemma3", OFFLOAD) as server:
+        assert tokens(ask(server)) == want.fresh
+        assert tokens(ask(server)) == want.cached
+        server.settle()
+        assert hit_tokens(server) > 0
+        assert server.metric("vllm:kvconnect_transfer_bytes_total", **CPU_TO_GPU) > 0
+        assert_a_crowd_is_served(server, want)
+        assert_aborts_leave_nothing_behind(server, want)
 
 
 def test_two_ranks() -> None:
     want = expected("llama", tp=2)
-    args = ("--tensor-parallel-size", "2")
-    with Server("llama", kv_transfer(host_bytes=HOST, digest="full"), args=args) as server:
+    with Server("llama", OFFLOAD, tp=2) as server:
         assert tokens(ask(server)) == want.fresh
         assert tokens(ask(server)) == want.fresh
         server.settle()
-        hit = server.metric("vllm:kvconnect_hit_tokens_total", tier="host")
-        assert hit > 0
+        assert hit_tokens(server) == COUNT * FULL
         # Each rank holds half of the heads, so together they move what one would.
-        loaded = server.metric("vllm:kvconnect_transfer_bytes_total", **CPU_TO_GPU)
-        assert loaded == hit // BLOCK_SIZE * 4 * 2 * 2 * 32 * BLOCK_SIZE * 4
-        assert_nothing_leaks(server)
+        assert_moved(server, "llama", stored=FULL_BLOCKS, loaded=FULL_BLOCKS)
+        assert_a_crowd_is_served(server, want)
+        assert_aborts_leave_nothing_behind(server, want)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_negative_control_ranks_that_share_their_files_get_other_tokens(
+    tp: int, tmp_path: Path
+) -> None:
+    """vLLM's ``ExampleConnector`` names a file by prompt and layer, not by rank: of two ranks,
+    each with its half of the heads, one overwrites the other's file, and both load the same."""
+    connector = kv_transfer("ExampleConnector", shared_storage_path=str(tmp_path))
+    short = prompts(length=200)  # it stores the first chunk of prefill only
+    with Server("llama", connector, blocks=34, tp=tp) as server:
+        fresh = [server.complete(prompt, NEW) for prompt in short]
+        loaded = [server.complete(prompt, NEW) for prompt in short]
+        assert server.metric("vllm:external_prefix_cache_hits_total") > 0
+    assert (tokens(loaded) == tokens(fresh)) == (tp == 1)
 
 
 def test_synchronous_loads() -> None:
-    with Server("llama", kv_transfer(host_bytes=HOST, sync_load_bytes="64MiB")) as server:
+    connector = kv_transfer(host_bytes=HOST, sync_load_bytes=HOST)
+    with Server("llama", connector, args=ONE_STEP_AT_A_TIME) as server:
         assert tokens(ask(server)) == expected("llama").fresh
         assert tokens(ask(server)) == expected("llama").fresh
-        whole = prompts()[0][: 10 * BLOCK_SIZE]
-        assert server.complete(whole, NEW).cached == 9 * BLOCK_SIZE  # one token must remain
-        assert server.metric("vllm:kvconnect_hit_tokens_total", tier="host") > 0
+        whole = server.complete(whole_prompt(), NEW)
+        assert whole.cached == len(whole_prompt()) - BLOCK_SIZE  # one token must remain
+        assert whole.tokens == expected("llama").whole
+        server.settle()
+        assert hit_tokens(server) == COUNT * FULL + whole.cached
+        loaded = FULL_BLOCKS + whole.cached // BLOCK_SIZE
+        assert_moved(server, "llama", stored=FULL_BLOCKS, loaded=loaded)
         assert_nothing_leaks(server)
 
 
@@ -234,15 +229,17 @@ class Subscriber:
     def __enter__(self) -> Subscriber:
         self._socket = zmq.Context.instance().socket(zmq.SUB)
         self._socket.subscribe(b"")
-        self._port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self._folder = tempfile.TemporaryDirectory(prefix="kvconnect-")
+        self._endpoint = f"ipc://{self._folder.name}/events"
+        self._socket.connect(self._endpoint)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._socket.close(linger=0)
+        self._folder.cleanup()
 
     def engine_args(self) -> tuple[str, ...]:
-        endpoint = f"tcp://127.0.0.1:{self._port}"
-        config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+        config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self._endpoint}
         return ("--kv-events-config", json.dumps(config))
 
     def of_host_tier(self) -> tuple[list[BlockStored], list[BlockRemoved]]:

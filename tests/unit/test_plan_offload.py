@@ -435,3 +435,15 @@ def test_one_request_cannot_hold_more_blocks_than_all_stores_may() -> None:
     assert plan.plan_store("r1", 20, [hashes], [[1, 2, 3, 4, 5]]) == []
     plan.on_report(Report(job.job), 0.0)
     assert plan.plan_store("r1", 20, [hashes], [[1, 2, 3, 4, 5]]) == [(0, 2), (0, 3)]
+
+
+def test_what_is_computed_again_after_a_failed_load_is_stored_again() -> None:
+    plan, hashes = make_plan(), prompt("a", 2)
+    store(plan, "r1", hashes)
+    plan.add_request("r2")
+    job = load(plan, "r2", hashes, 8, sync=True)
+    assert plan.plan_store("r2", 8, [hashes], [[50, 51]]) == []  # the tier has both
+    failed = Failure(0, 50, job.parts[0].slots[0], FailureCause.DIGEST)
+    plan.on_report(Report(job.job, (failed,)), 0.0)
+    assert plan.due([("r2", 8)])
+    assert plan.plan_store("r2", 8, [hashes], [[50, 51]]) == [(0, 0)]
