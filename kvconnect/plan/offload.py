@@ -84,6 +84,7 @@ class OffloadPlan:
         self._requests: dict[str, _Request] = {}
         self._loads: list[Load] = []
         self._store_parts: dict[int, Part] = {}  # this step's stores, by group
+        self._planned = 0  # blocks in them
         self._evictions_counted = 0
 
     def __repr__(self) -> str:
@@ -155,8 +156,7 @@ class OffloadPlan:
             (group, block number) of each block that was given a slot.
         """
         request = self._requests[req_id]
-        planned = sum(len(part.slots) for part in self._store_parts.values())
-        room = self._held_limit - self.jobs.ledger.held_by(Owner.STORE) - planned
+        room = self._held_limit - self.jobs.ledger.held_by(Owner.STORE) - self._planned
         new: list[tuple[int, int]] = []
         request.behind = 0
         for number, group in enumerate(self.groups):
@@ -169,9 +169,12 @@ class OffloadPlan:
             request.behind += max(0, end - stop)
         if request.due_tokens != _NEVER:
             request.due_tokens = min(
-                (done + 1) * group.block_tokens
-                for done, group in zip(request.next_block, self.groups, strict=True)
+                [
+                    (done + 1) * group.block_tokens
+                    for done, group in zip(request.next_block, self.groups, strict=True)
+                ]
             )
+        self._planned += len(new)
         return new
 
     def take(self, now: float) -> Instructions:
@@ -180,7 +183,7 @@ class OffloadPlan:
         if self._store_parts:
             parts = tuple(self._store_parts.values())
             instructions.stores.append(self.jobs.open_store(parts, now))
-        self._loads, self._store_parts = [], {}
+        self._loads, self._store_parts, self._planned = [], {}, 0
         return instructions
 
     def on_report(self, report: Report, now: float) -> Settled | None:
