@@ -154,7 +154,8 @@ def test_bad_settings_end_the_start_with_one_clear_error(
 
 def test_two_data_parallel_engines_share_a_machine() -> None:
     args = ("--data-parallel-size", "2")
-    with Server("llama", kv_transfer(host_bytes=HOST), args=args) as server:
+    # Room for less than half of the prompts each, however they are shared out.
+    with Server("llama", kv_transfer(host_bytes=HOST), blocks=36, args=args) as server:
         for _ in range(3):
             assert tokens(ask(server)) == expected("llama").fresh
         assert hit_tokens(server) > 0
