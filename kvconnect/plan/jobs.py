@@ -61,9 +61,8 @@ class _Job:
     tokens: int = 0
     sync: bool = False
     failures: dict[tuple[int, int, int], Failure] = field(default_factory=dict)
-    publish: bool = True  # False once a reset or an expiry made a store's result worthless
     overdue: bool = False  # past its deadline when the engine last looked
-    given_up: bool = False  # nobody waits for the answer any more
+    given_up: bool = False  # a reset or expiry made the result worthless: nobody waits for it
 
 
 class JobBook:
@@ -139,7 +138,6 @@ class JobBook:
             job = self._jobs[hold.job]
             if job.owner is Owner.STORE and job.overdue:
                 self._stats.count("expired_jobs", label=_TYPE[job.owner].value)
-                job.given_up = True
                 released += self._void(hold.job, job)
             job.overdue = True
         return released
@@ -151,7 +149,7 @@ class JobBook:
         return [block for number, job in stores for block in self._void(number, job)]
 
     def _void(self, number: JobId, job: _Job) -> tuple[int, ...]:
-        job.publish = False
+        job.given_up = True
         hold = self.ledger.settle(number)
         return () if hold is None else hold.blocks
 
@@ -180,7 +178,7 @@ class JobBook:
         stored: list[tuple[int, bytes]] = []
         dropped: list[tuple[int, bytes]] = []
         for part in job.parts:
-            good = [slot for slot in part.slots if job.publish and slot not in failed]
+            good = [slot for slot in part.slots if not job.given_up and slot not in failed]
             dropped += self._index.abandon(set(part.slots).difference(good))
             self._index.commit(good)
             stored += [(part.group, self._index.hash_of(slot)) for slot in good]

@@ -205,7 +205,9 @@ def test_a_load_never_expires_here() -> None:
 def test_voided_stores_are_not_published() -> None:
     desk = Desk()
     store = desk.store()
+    assert desk.book.busy
     assert desk.book.void_stores() == [10, 11]
+    assert not desk.book.busy  # should its worker be gone, nobody steps on and on for it
     assert desk.book.void_stores() == []
     settled = desk.book.on_report(Report(store.job), 1.0)
     assert settled is not None and (settled.released, settled.stored) == ((), ())

@@ -484,7 +484,7 @@ class PublishesLate(JobBook):
     def expire(self, now: float) -> list[int]:
         released = super().expire(now)
         for job in self._jobs.values():
-            job.publish = True
+            job.given_up = False
         return released
 
 
