@@ -36,3 +36,18 @@ class Misuse(KVConnectError):
 
 class TransferFailed(KVConnectError):
     """A copy could not be completed. The blocks' contents are unknown; recompute them."""
+
+
+class ProtocolError(KVConnectError):
+    """A peer sent what the protocol does not allow. Its connection is closed, nothing else."""
+
+
+class Refused(KVConnectError):
+    """A peer, a ticket or a request was turned away.
+
+    ``field`` names what did not fit, from a small fixed set of words: it is a metric label.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field

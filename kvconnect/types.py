@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from enum import Enum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 JobId = NewType("JobId", int)
 """Number of one transfer, unique within a scheduler's lifetime; never reused."""
+
+TransferId = NewType("TransferId", bytes)
+"""16 random bytes that name one hand-off, between engines and in tickets."""
 
 
 class TransferType(str, Enum):
@@ -14,6 +18,8 @@ class TransferType(str, Enum):
 
     GPU_TO_CPU = "GPU_to_CPU"
     CPU_TO_GPU = "CPU_to_GPU"
+    SEND = "SEND"
+    RECV = "RECV"
 
 
 class Tier(str, Enum):
@@ -30,3 +36,35 @@ class FailureCause(str, Enum):
     DEADLINE = "deadline"  # not started or not finished in time
     MISSING = "missing"  # the tier no longer had it
     SKIPPED = "skipped"  # not tried, because an earlier block of the same job failed
+    PEER = "peer"  # the other side died or its connection broke
+    REFUSED = "refused"  # ticket or handshake turned away, here or there
+    GONE = "gone"  # the other side no longer has it: expired or aborted
+
+
+class Rank(NamedTuple):
+    """One worker's place in its engine."""
+
+    tp_rank: int
+    tp: int
+    pp_rank: int
+    pp: int
+
+
+class Endpoint(NamedTuple):
+    """Where one worker listens."""
+
+    tp_rank: int
+    pp_rank: int
+    host: str
+    port: int
+
+
+class Span(NamedTuple):
+    """Blocks of one KV-cache group of one request, in prefix order.
+
+    ``block_ids[i]`` on the device is the request's block number ``first + i``.
+    """
+
+    group: int
+    first: int
+    block_ids: array[int]

@@ -1,0 +1,200 @@
+"""Life cycles as tables: state -> event -> state.
+
+What is not in a table is a bug in the machine that asks, not bad input: it raises, naming both.
+Every table handles a lost peer, a deadline and an abort in every state; in a final state whatever
+comes late changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Generic, TypeVar
+
+from kvconnect.errors import Misuse
+
+
+class Event(str, Enum):
+    """What moves a life cycle on. The first three can happen at any time."""
+
+    PEER_LOST = "PeerLost"
+    EXPIRE = "Expire"
+    ABORT = "Abort"
+    CONNECTED = "Connected"  # the connection is authenticated
+    AGREED = "Agreed"  # both sides' geometry fits
+    REFUSED = "Refused"  # it does not
+    JOINED = "Joined"  # a reader asked
+    COMPUTED = "Computed"  # the request is over and all of its blocks are offered
+    SERVED = "Served"  # every reader has everything, or left
+    ANSWERED = "Answered"  # every worker has answered
+    STARTED = "Started"  # pages may move from now on
+    COMPLETED = "Completed"  # the reader has every page it asked for
+    QUIET = "Quiet"  # nothing is under way any more
+    PLANNED = "Planned"  # blocks are allocated and the receive is ordered
+
+
+ANY_TIME = (Event.PEER_LOST, Event.EXPIRE, Event.ABORT)
+
+
+class Session(str, Enum):
+    """A connection between two workers."""
+
+    CONNECTING = "connecting"
+    GREETING = "greeting"  # hellos under way
+    UP = "up"
+    CLOSING = "closing"  # hung up; the transport still has to let go
+    DOWN = "down"
+
+
+class Lease(str, Enum):
+    """The prefill scheduler's promise to keep the blocks of one transfer."""
+
+    GROWING = "growing"  # the request runs, nobody has asked
+    STREAMING = "streaming"  # the request runs, a reader has asked
+    WAITING = "waiting"  # the request is over, nobody has asked
+    READING = "reading"  # the request is over, a reader has asked
+    WITHDRAWN = "withdrawn"  # workers were told to stop
+    RELEASED = "released"
+
+
+class Transfer(str, Enum):
+    """One want, at either end of a connection."""
+
+    ASKED = "asked"  # waits for the connection, or for the transfer to be known
+    MOVING = "moving"
+    COMPLETE = "complete"  # the reader has everything
+    STOPPING = "stopping"  # what is under way ends, nothing is begun
+    OVER = "over"
+
+
+class Handoff(str, Enum):
+    """One request's hand-off, as the decode scheduler sees it."""
+
+    WANTED = "wanted"
+    RECEIVING = "receiving"
+    DROPPING = "dropping"  # not wanted any more, but pages may still land
+    SETTLED = "settled"
+
+
+S = TypeVar("S", bound=Enum)
+
+
+class StateTable(Generic[S]):
+    """One life cycle. Immutable; any thread."""
+
+    def __init__(self, start: S, table: Mapping[S, Mapping[Event, S]]) -> None:
+        """``table``: state -> event -> state. The states it leads to without listing them are
+        final: they stay as they are at every event of the table."""
+        self.start = start
+        events = {event for row in table.values() for event in row}
+        reached = {state for row in table.values() for state in row.values()}
+        self.final = frozenset(reached - set(table))
+        self._table = {**table, **{state: dict.fromkeys(events, state) for state in self.final}}
+
+    @property
+    def rows(self) -> Mapping[S, Mapping[Event, S]]:
+        """The whole table, final states included."""
+        return self._table
+
+    def after(self, state: S, event: Event) -> S:
+        """Return the state that follows.
+
+        Raises:
+            Misuse: the event cannot happen in this state.
+        """
+        following = self._table[state].get(event)
+        if following is None:
+            kind = type(state).__name__
+            raise Misuse(f"{kind} is {state.value}: {event.value} cannot happen")
+        return following
+
+
+def _row(lost: S, ended: S, others: Mapping[Event, S]) -> dict[Event, S]:
+    """``lost``: where a lost peer leads; ``ended``: where a deadline or an abort does."""
+    return {Event.PEER_LOST: lost, Event.EXPIRE: ended, Event.ABORT: ended, **others}
+
+
+SESSION = StateTable(
+    Session.CONNECTING,
+    {
+        Session.CONNECTING: _row(
+            Session.DOWN, Session.CLOSING, {Event.CONNECTED: Session.GREETING}
+        ),
+        Session.GREETING: _row(
+            Session.DOWN,
+            Session.CLOSING,
+            {Event.AGREED: Session.UP, Event.REFUSED: Session.CLOSING},
+        ),
+        Session.UP: _row(Session.DOWN, Session.CLOSING, {}),
+        Session.CLOSING: _row(Session.DOWN, Session.CLOSING, {}),
+    },
+)
+
+LEASE = StateTable(
+    Lease.GROWING,
+    {
+        Lease.GROWING: _row(
+            Lease.GROWING,
+            Lease.WITHDRAWN,
+            {Event.JOINED: Lease.STREAMING, Event.COMPUTED: Lease.WAITING},
+        ),
+        Lease.STREAMING: _row(
+            Lease.STREAMING,
+            Lease.WITHDRAWN,
+            {
+                Event.JOINED: Lease.STREAMING,
+                Event.COMPUTED: Lease.READING,
+                Event.SERVED: Lease.WITHDRAWN,
+            },
+        ),
+        Lease.WAITING: _row(Lease.WAITING, Lease.WITHDRAWN, {Event.JOINED: Lease.READING}),
+        Lease.READING: _row(
+            Lease.READING,
+            Lease.WITHDRAWN,
+            {Event.JOINED: Lease.READING, Event.SERVED: Lease.WITHDRAWN},
+        ),
+        Lease.WITHDRAWN: _row(
+            Lease.WITHDRAWN,
+            Lease.WITHDRAWN,
+            {
+                Event.JOINED: Lease.WITHDRAWN,
+                Event.COMPUTED: Lease.WITHDRAWN,
+                Event.SERVED: Lease.WITHDRAWN,
+                Event.ANSWERED: Lease.RELEASED,
+            },
+        ),
+    },
+)
+
+TRANSFER = StateTable(
+    Transfer.ASKED,
+    {
+        Transfer.ASKED: _row(Transfer.OVER, Transfer.OVER, {Event.STARTED: Transfer.MOVING}),
+        Transfer.MOVING: _row(
+            Transfer.OVER, Transfer.STOPPING, {Event.COMPLETED: Transfer.COMPLETE}
+        ),
+        Transfer.COMPLETE: _row(Transfer.OVER, Transfer.STOPPING, {}),
+        Transfer.STOPPING: _row(Transfer.OVER, Transfer.STOPPING, {Event.QUIET: Transfer.OVER}),
+    },
+)
+
+HANDOFF = StateTable(
+    Handoff.WANTED,
+    {
+        Handoff.WANTED: {
+            Event.PEER_LOST: Handoff.WANTED,
+            Event.EXPIRE: Handoff.WANTED,  # the engine decides how long a request may wait
+            Event.ABORT: Handoff.SETTLED,
+            Event.PLANNED: Handoff.RECEIVING,
+        },
+        Handoff.RECEIVING: {
+            Event.PEER_LOST: Handoff.RECEIVING,  # only workers can say that nothing lands any more
+            Event.EXPIRE: Handoff.RECEIVING,
+            Event.ABORT: Handoff.DROPPING,
+            Event.ANSWERED: Handoff.SETTLED,
+        },
+        Handoff.DROPPING: _row(
+            Handoff.DROPPING, Handoff.DROPPING, {Event.ANSWERED: Handoff.SETTLED}
+        ),
+    },
+)

@@ -1,0 +1,1 @@
+"""The hand-off protocol without I/O: bytes in, events out."""

@@ -1,0 +1,203 @@
+"""The bytes between two workers: frames of pages on data connections, notes on control connections.
+
+A **frame** is one header of ``HEADER_BYTES``, ``nbytes`` of payload, then the digests: one u64
+(little endian, XXH3-64 of the block's bytes in wire order) for every wire block i of
+``[first, first + count)`` with ``(i + unit) % digest_period == 0``, in ascending order; none if
+the period is 0. Adding the unit makes a period of 16 fall on other blocks in every layer.
+
+A **note** is its length (u32, little endian) and that many bytes; one without bytes is a
+heartbeat. The first is the **greeting**: one byte, the digest period that its sender asks for. The
+stricter one of both sides holds for all frames, in both directions.
+
+Nothing here reads a socket or waits. Lengths are checked before anything is kept for them.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from kvconnect.errors import Misuse, ProtocolError, Refused
+
+PROTOCOL = (1, 1)
+"""First and last version of the wire protocol that this code speaks."""
+
+NO_CONTROLS = r"^[^\x00-\x1f\x7f-\x9f]+\Z"
+"""Pattern of a name that others choose and that ends up in logs: some characters, no controls."""
+
+HEADER_BYTES = 64
+MAX_NOTE = 1 << 20
+DIGEST_BYTES = 8
+DIGEST_PERIODS = (0, 1, 16)
+
+_MAGIC = b"KVCF"
+_FRAME_VERSION = 1
+_HEADER = struct.Struct("<4sHHqqqqii12s")  # followed by the CRC-32 of these bytes
+_CRC = struct.Struct("<I")
+_RESERVED = bytes(12)
+_LENGTH = struct.Struct("<I")
+
+
+_T = TypeVar("_T")
+
+
+def decode_struct(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
+    """Decode msgpack that someone else wrote; :class:`ProtocolError` whatever is wrong with it."""
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"{len(data)} bytes that cannot be read: {error}") from error
+
+
+def common_protocol(
+    ours: tuple[int, int], theirs: tuple[int, int], names: tuple[str, str] = ("here", "there")
+) -> int:
+    """Return the highest protocol version in both ranges (first, last); ``names`` say whose.
+
+    Raises:
+        ProtocolError: a range runs backwards.
+        Refused: field ``protocol``, there is none; the message names both ranges.
+    """
+    for first, last in (ours, theirs):
+        if not 1 <= first <= last:
+            raise ProtocolError(f"protocol range {first} to {last}")
+    version = min(ours[1], theirs[1])
+    if version < max(ours[0], theirs[0]):
+        texts = [
+            f"{low} to {high} {name}"
+            for (low, high), name in zip((ours, theirs), names, strict=True)
+        ]
+        raise Refused(
+            "protocol",
+            f"no common protocol version: {texts[0]}, {texts[1]}; upgrade the older KVConnect",
+        )
+    return version
+
+
+# Frames -----------------------------------------------------------------------------------------
+
+
+class FrameHeader(NamedTuple):
+    """What one data frame holds. All counts start at 0; ``nbytes`` leaves the digests out."""
+
+    sequence: int  # of the frame on its connection
+    want: int
+    unit: int
+    first: int  # wire block
+    count: int  # type: ignore[assignment]  # wire blocks, at least 1; hides tuple.count
+    nbytes: int  # of payload, at least 1
+    digest_period: int  # one of DIGEST_PERIODS
+
+
+def pack_header(h: FrameHeader) -> bytes:
+    """Return the header's ``HEADER_BYTES``; :class:`Misuse` if a number is out of range."""
+    try:
+        body = _HEADER.pack(
+            *(_MAGIC, _FRAME_VERSION, h.digest_period, h.sequence, h.want, h.first, h.nbytes),
+            *(h.unit, h.count, _RESERVED),
+        )
+    except struct.error as error:
+        raise Misuse(f"{h}: {error}") from error
+    if not _is_sound(h):
+        raise Misuse(f"{h} is out of range")
+    return body + _CRC.pack(zlib.crc32(body))
+
+
+def unpack_header(data: bytes | memoryview) -> FrameHeader:
+    """Return what a header says.
+
+    Whether want, unit and blocks are expected, and whether ``nbytes`` fits them, is for the
+    receiver to check: it alone knows.
+
+    Raises:
+        ProtocolError: wrong length, magic, version or checksum, or a number out of range.
+    """
+    if len(data) != HEADER_BYTES:
+        raise ProtocolError(f"frame header of {len(data)} bytes, not {HEADER_BYTES}")
+    magic, version, period, sequence, want, first, nbytes, unit, count, reserved = (
+        _HEADER.unpack_from(data)
+    )
+    if magic != _MAGIC:
+        raise ProtocolError(f"no frame starts with {bytes(magic)!r}")
+    if _CRC.unpack_from(data, _HEADER.size) != (zlib.crc32(data[: _HEADER.size]),):
+        raise ProtocolError("frame header does not match its checksum")
+    if version != _FRAME_VERSION or reserved != _RESERVED:
+        raise ProtocolError(f"frame header of version {version}, {_FRAME_VERSION} is known")
+    header = FrameHeader(sequence, want, unit, first, count, nbytes, period)
+    if not _is_sound(header):
+        raise ProtocolError(f"{header} is out of range")
+    return header
+
+
+def _is_sound(h: FrameHeader) -> bool:
+    return (
+        min(h.sequence, h.want, h.unit, h.first) >= 0
+        and min(h.count, h.nbytes) >= 1
+        and h.digest_period in DIGEST_PERIODS
+    )
+
+
+def digested(first: int, count: int, unit: int, period: int) -> range:
+    """Return the wire blocks of ``[first, first + count)`` whose digests follow the payload."""
+    if not period:
+        return range(0)
+    return range(first + -(first + unit) % period, first + count, period)
+
+
+def stricter(one: int, other: int) -> int:
+    """Return the digest period that hashes more; 0 hashes nothing."""
+    return min(one, other) or max(one, other)
+
+
+# Notes ------------------------------------------------------------------------------------------
+
+
+def pack_greeting(digest_period: int) -> bytes:
+    """Return the payload of a greeting."""
+    return bytes([digest_period])
+
+
+def unpack_greeting(payload: bytes) -> int:
+    """Return the digest period asked for; :class:`ProtocolError` if this is no greeting."""
+    if len(payload) != 1 or payload[0] not in DIGEST_PERIODS:
+        raise ProtocolError("its first note is no greeting")
+    return payload[0]
+
+
+def pack_note(payload: bytes) -> bytes:
+    """Return a note's bytes; no payload makes a heartbeat. :class:`Misuse` if it is too long."""
+    if len(payload) > MAX_NOTE:
+        raise Misuse(f"a note of {len(payload)} bytes, at most {MAX_NOTE} fit")
+    return _LENGTH.pack(len(payload)) + payload
+
+
+class NoteReader:
+    """Cuts a control connection's bytes into notes. Keeps less than one note and one chunk."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the payloads that are complete now; ``b""`` is a heartbeat.
+
+        Raises:
+            ProtocolError: a note is announced longer than ``MAX_NOTE``. The reader is of no use
+                from then on: where the next note would start is unknown.
+        """
+        self._buffer += data
+        notes = []
+        start = 0
+        while len(self._buffer) >= start + _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            if length > MAX_NOTE:
+                raise ProtocolError(f"a note of {length} bytes, at most {MAX_NOTE} are allowed")
+            end = start + _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            notes.append(bytes(self._buffer[start + _LENGTH.size : end]))
+            start = end
+        del self._buffer[:start]
+        return notes
