@@ -17,8 +17,9 @@ from setuptools import Extension, setup
 SWITCH = "KVCONNECT_BUILD_NATIVE"
 NATIVE = Extension(
     "kvconnect._native",
-    sources=["kvconnect/_native.c"],
-    extra_compile_args=["-std=c11", "-O3", "-Wall", "-Wextra"],
+    sources=["kvconnect/_native.c", "kvconnect/_net.c", "kvconnect/_pages.c"],
+    depends=["kvconnect/_native.h", "kvconnect/_pages.h", "kvconnect/_vendor/xxhash.h"],
+    extra_compile_args=["-std=c11", "-O3", "-Wall", "-Wextra", "-fvisibility=hidden"],
 )
 
 
@@ -53,5 +54,6 @@ def extensions() -> list[Extension]:
 
 setup(
     ext_modules=extensions(),
-    exclude_package_data={"kvconnect": ["*.c"]},  # MANIFEST.in is for the sdist alone
+    # MANIFEST.in is for the sdist alone.
+    exclude_package_data={"kvconnect": ["*.c", "*.h", "_vendor/*"]},
 )

@@ -4,12 +4,10 @@
  * bytes. A Python loop over pages would take the GIL again for every page and, in a process whose
  * other threads are busy, wait milliseconds for it each time.
  */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "_native.h"
 
 #include <errno.h>
 #include <stdbool.h>
-#include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -26,10 +24,6 @@ typedef struct {
     Py_ssize_t nbytes;
 } Memory;
 
-typedef struct {
-    int64_t offset, stride, length;
-} Segment;
-
 /* One call of gather or scatter. The three views stay exported until release_request. */
 typedef struct {
     Memory area, arena;
@@ -45,8 +39,7 @@ static void release_request(Request *request) {
         PyBuffer_Release(&request->views[i]); /* a no-op for one never acquired */
 }
 
-/* Returns the number of int64 values, or -1 with an exception set. */
-static Py_ssize_t acquire_int64(PyObject *object, const char *name, Py_buffer *view) {
+Py_ssize_t acquire_int64(PyObject *object, const char *name, Py_buffer *view) {
     if (PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) < 0)
         return -1;
     const char *format = view->format ? view->format : "B";
@@ -271,12 +264,15 @@ static PyMethodDef methods[] = {
     {"gather", gather, METH_VARARGS, "Copy blocks of an area into slots of an arena."},
     {"scatter", scatter, METH_VARARGS, "Copy slots of an arena back into blocks of an area."},
     {"populate", populate, METH_VARARGS, "Have every page backed by real memory now."},
+    {"send_pages", send_pages, METH_VARARGS, "Send pages through a socket from where they are."},
+    {"recv_pages", recv_pages, METH_VARARGS, "Receive pages from a socket to where they belong."},
+    {"digest_pages", digest_pages, METH_VARARGS, "Return the digest of every page."},
     {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "kvconnect._native", "Byte loops of copy and store.", 0, methods,
-    NULL, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "kvconnect._native", "Byte loops of copy, store and network.", 0,
+    methods, NULL, NULL, NULL, NULL,
 };
 
 PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&definition); }

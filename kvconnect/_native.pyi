@@ -33,3 +33,49 @@ def populate(address: int, nbytes: int) -> None:
 
     ``address`` must be page-aligned. OSError if the kernel cannot provide the pages.
     """
+
+def send_pages(
+    fd: int,
+    head: bytes | bytearray | memoryview,
+    memory: tuple[int, int],
+    segments: array[int],
+    phases: int,
+    ids: array[int],
+    digest: tuple[int, int],
+    stall_ms: int,
+    stop: bytearray,
+) -> bytes:
+    """Send ``head``, then wire blocks from where they lie, through a socket of any mode.
+
+    ``memory`` is (address, bytes). ``segments`` holds ``phases`` times n triples (offset, stride,
+    length); wire block ``w`` is the n runs ``[offset + (w // phases) * stride, + length)`` of
+    phase ``w % phases``. ``digest`` is (period, phase0): the XXH3-64 digests (u64, little-endian)
+    of the blocks ``ids[i]`` with ``(phase0 + i) % period == 0`` are returned; period 0 means none.
+    The socket and ``stop`` must stay open and in place until the call is over.
+
+    ValueError for malformed arguments and IndexError for a block outside the memory, before a
+    byte moved. TimeoutError when no byte moved for ``stall_ms``, InterruptedError once ``stop[0]``
+    is not 0, OSError for what the socket says: the connection is then of no use any more.
+    """
+
+def recv_pages(
+    fd: int,
+    memory: tuple[int, int],
+    segments: array[int],
+    phases: int,
+    ids: array[int],
+    digest: tuple[int, int],
+    stall_ms: int,
+    stop: bytearray,
+) -> tuple[bytes, int]:
+    """Receive wire blocks to where they belong. Return (digests, whole blocks that landed).
+
+    Arguments and errors as ``send_pages``; ConnectionError where the stream ends too early. Once
+    ``stop[0]`` is seen not to be 0 no page is written any more, the rest is received and thrown
+    away, and the digests are those of the blocks that had landed.
+    """
+
+def digest_pages(
+    memory: tuple[int, int], segments: array[int], phases: int, ids: array[int]
+) -> bytes:
+    """Return the XXH3-64 digest of every block. Arguments and errors as ``send_pages``."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple
 
-from kvconnect.types import FailureCause, JobId
+from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span, TransferId
 
 
 class Part(NamedTuple):
@@ -48,12 +49,107 @@ class Load:
     sync: bool
 
 
+@dataclass(frozen=True)
+class Source:
+    """A prefill engine, as a verified ticket names it."""
+
+    engine_id: str
+    epoch: int
+    endpoints: tuple[Endpoint, ...]  # of all its workers
+    tp: int
+    pp: int
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Prefill side: these blocks are complete after this step's forward.
+
+    The first offer of a transfer may be empty: it announces that the request is known. The
+    blocks are held until every worker has answered a :class:`Withdraw`.
+    """
+
+    transfer: TransferId
+    spans: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True)
+class Withdraw:
+    """Prefill side: send no more of a transfer and answer when nothing reads its blocks.
+
+    ``cause`` is what readers that still wait are told.
+    """
+
+    transfer: TransferId
+    cause: FailureCause
+
+
+@dataclass(frozen=True)
+class Receive:
+    """Decode side: fetch blocks into ``spans``, at most one per group.
+
+    ``source`` None: refused, to be reported as failed at once. ``tokens[i]`` says which tokens
+    [first, end) of ``spans[i]`` are needed: the other side may not have what its blocks hold
+    beside them. ``early``: the other side may not know of the transfer yet. ``deadline_s``
+    without progress ends it.
+    """
+
+    job: JobId
+    req_id: str
+    transfer: TransferId
+    source: Source | None
+    spans: tuple[Span, ...]
+    tokens: tuple[tuple[int, int], ...]
+    early: bool
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Decode side: a receive is not wanted any more; it is reported all the same."""
+
+    job: JobId
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Decode side: renew the lease of a transfer that waits for its turn, or (``wanted`` False)
+    give it up."""
+
+    transfer: TransferId
+    source: Source
+    wanted: bool = True
+
+
+class NoticeKind(str, Enum):
+    """What a prefill worker saw of the other side."""
+
+    JOINED = "joined"  # a reader asked for the blocks
+    DONE = "done"  # a reader has everything
+    LEFT = "left"  # a reader gave up, or was lost
+    RENEWED = "renewed"  # someone waits for them
+    DECLINED = "declined"  # nobody will want them
+    WITHDRAWN = "withdrawn"  # this worker's answer to a Withdraw
+
+
+class Notice(NamedTuple):
+    """One event of a transfer, prefill worker to scheduler. ``reader`` is the decode worker."""
+
+    transfer: TransferId
+    kind: NoticeKind
+    reader: Rank | None = None
+
+
 @dataclass
 class Instructions:
     """One step's work for every worker."""
 
     stores: list[Store] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
+    offers: list[Offer] = field(default_factory=list)
+    withdrawals: list[Withdraw] = field(default_factory=list)
+    receives: list[Receive] = field(default_factory=list)
+    drops: list[Drop] = field(default_factory=list)
+    keeps: list[Keep] = field(default_factory=list)
 
 
 class Failure(NamedTuple):

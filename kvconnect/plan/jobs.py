@@ -155,7 +155,7 @@ class JobBook:
 
     def gauges(self, now: float) -> Iterable[tuple[str, float, str | None]]:
         """Yield (name, value, label) of what the book holds."""
-        for owner in Owner:
+        for owner in _TYPE:
             yield "ledger_held_blocks", self.ledger.held_by(owner), owner.value
             jobs = sum(job.owner is owner for job in self._jobs.values())
             yield "jobs_in_flight", jobs, _TYPE[owner].value

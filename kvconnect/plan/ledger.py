@@ -20,6 +20,8 @@ class Owner(str, Enum):
 
     STORE = "store"
     LOAD = "load"
+    SEND = "send"
+    RECV = "recv"
 
 
 class Hold(NamedTuple):

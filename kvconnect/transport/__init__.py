@@ -1,0 +1,25 @@
+"""Ways to move pages between workers: ``tcp`` between processes, ``inproc`` within one."""
+
+from __future__ import annotations
+
+from kvconnect.errors import ConfigError
+from kvconnect.transport.base import LinkOptions, Security, Transport
+
+__all__ = ["LinkOptions", "Security", "Transport", "make_transport"]
+
+
+def make_transport(name: str, security: Security, options: LinkOptions) -> Transport:
+    """Return a new transport by name; nothing of the others is loaded.
+
+    Raises:
+        ConfigError: no transport is called that, or it cannot be used with these settings.
+    """
+    if name == "tcp":
+        from kvconnect.transport.tcp import TcpTransport
+
+        return TcpTransport(security, options)
+    if name == "inproc":
+        from kvconnect.transport.inproc import InprocTransport
+
+        return InprocTransport()
+    raise ConfigError("transport", name, "use tcp or inproc")

@@ -1,0 +1,239 @@
+"""The seam between workers: moves pages between the KV caches of two processes.
+
+A transport knows peers, connections and byte runs. It knows nothing of requests: what may be sent,
+and when, is decided in ``plan/`` and carried out by ``worker/handoff.py``. Whoever receives pages
+resolves where they go, from tables it made itself; no address ever comes from the other side.
+
+Terms: a *want* is one receiver's number for what it expects from one peer. A *unit* is a set of
+byte runs that every wire block of a group has (all layers of the group, or one of them); both
+sides number units alike because both derive them from the same agreement. A *wire block* is the
+smallest piece of a block table that both sides can address.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, NewType, Protocol
+
+PeerId = NewType("PeerId", int)
+"""Number of one authenticated connection to another worker; never reused by a transport."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Where this side keeps one wire block of a unit, as byte runs in wire order.
+
+    ``segments`` holds ``phases * n`` triples (offset, stride, length) in bytes. Wire block ``w``
+    has the runs ``[offset + (w // phases) * stride, + length)`` of the n triples that start at
+    ``(w % phases) * n``. ``block_bytes`` is the sum of their lengths, the same for every phase.
+    """
+
+    segments: array[int]
+    phases: int
+    block_bytes: int
+
+
+class Piece(NamedTuple):
+    """Pages in CPU memory: the wire blocks ``ids`` of ``unit`` within [address, + nbytes)."""
+
+    address: int
+    nbytes: int
+    unit: Unit
+    ids: array[int]
+
+
+class Memory(Protocol):
+    """The KV cache as a transport reads and writes it: directly, or through a staging ring.
+
+    Threads: any, several at a time. Pieces come in the order of ``ids`` and together cover it.
+    Each is used before the next is asked for; a generator that is closed early gives its room
+    back and copies nothing more. Asking for a piece may block, for a bounded time, and raises
+    ``TransferFailed`` if there is no room for it by then.
+    """
+
+    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
+        """Yield pieces that hold the pages' bytes."""
+
+    def incoming(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
+        """Yield pieces to fill; each is moved into its pages when the next is asked for."""
+
+
+class Fence(Protocol):
+    """A point in the device's work."""
+
+    def wait(self) -> None:
+        """Block the calling thread, and nothing else, until the device has passed it."""
+
+
+# What a transport is told to do -------------------------------------------------------------
+
+
+class Note(NamedTuple):
+    """Deliver a small message, at most ``MAX_NOTE_BYTES``, in order with other notes."""
+
+    peer: PeerId
+    payload: bytes
+
+
+class Incoming(NamedTuple):
+    """Expect pages under ``want``. ``units[u]`` says where unit number u lies here and
+    ``spans[u]`` the (first wire block, ids) its wire blocks are taken from. None of them is
+    written before ``fence`` passed."""
+
+    peer: PeerId
+    want: int
+    units: Sequence[Unit]
+    spans: Sequence[tuple[int, array[int]]]
+    fence: Fence | None = None
+
+
+class Outgoing(NamedTuple):
+    """Send the wire blocks ``first ... first + len(ids) - 1`` of a unit, once ``fence`` passed."""
+
+    peer: PeerId
+    want: int
+    number: int  # of the unit
+    unit: Unit
+    first: int
+    ids: array[int]
+    fence: Fence | None = None
+
+
+class Hangup(NamedTuple):
+    """Close a peer's connection, for instance because it broke the protocol; notes queued before
+    it still go out. ``PeerDown`` with this reason follows."""
+
+    peer: PeerId
+    reason: str
+
+
+# What it answers ----------------------------------------------------------------------------
+
+
+class PeerUp(NamedTuple):
+    """A connection is authenticated. ``inbound``: the other side asked for it."""
+
+    peer: PeerId
+    inbound: bool
+    address: str
+
+
+class PeerDown(NamedTuple):
+    """A connection is gone, or could not be made; all that was submitted for it has ended."""
+
+    peer: PeerId
+    reason: str
+    refused: str = ""  # a bounded cause where the other side was refused: "auth", "address" ...
+
+
+class Noted(NamedTuple):
+    """A note arrived."""
+
+    peer: PeerId
+    payload: bytes
+
+
+class Sent(NamedTuple):
+    """One ``Outgoing`` was handed to the network whole; its source may be overwritten."""
+
+    peer: PeerId
+    want: int
+    nbytes: int
+    seconds: float
+
+
+class Received(NamedTuple):
+    """Pages arrived. ``bad``: wire blocks among them whose digest does not match."""
+
+    peer: PeerId
+    want: int
+    number: int
+    first: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
+    bad: tuple[int, ...]
+    nbytes: int
+    seconds: float
+
+
+class Quiet(NamedTuple):
+    """A cancelled want: no page of it is read or written any more."""
+
+    peer: PeerId
+    want: int
+
+
+Event = PeerUp | PeerDown | Noted | Sent | Received | Quiet
+
+MAX_NOTE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Security:
+    """Who may connect, and how that is proven.
+
+    Without a key and without TLS only loopback addresses and ``allowed`` networks (CIDR) are
+    accepted and connected to. Keys and certificates come from files, never from settings.
+    """
+
+    key: bytes = field(default=b"", repr=False)
+    allowed: tuple[str, ...] = ()
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+
+
+@dataclass(frozen=True)
+class LinkOptions:
+    """How a transport talks. Times in seconds.
+
+    Both sides of a connection use the stricter ``digest`` of the two.
+    """
+
+    connections: int = 2  # data connections per peer
+    digest: str = "sampled"
+    heartbeat_s: float = 1.0
+    dead_after_s: float = 5.0  # without an answer of the other machine, or to connect
+    silent_s: float = 20.0  # without a word of the other process, which may be busy
+    stall_s: float = 30.0  # without progress inside one frame, or until a cancelled one ends
+
+
+class Transport(ABC):
+    """Connections of one worker. All methods are for one thread, except ``submit`` and
+    ``cancel``, which any thread may call; nothing blocks but ``poll``, ``listen`` and ``close``.
+    """
+
+    @abstractmethod
+    def register(self, memory: Memory) -> None:
+        """Say where pages are; once, before anything is submitted."""
+
+    @abstractmethod
+    def listen(self, host: str, port: int) -> tuple[str, int]:
+        """Accept peers at an address; port 0 picks one. Return the address in use.
+
+        Raises:
+            ConfigError: the address cannot be used, or is not loopback and nothing protects it.
+        """
+
+    @abstractmethod
+    def connect(self, host: str, port: int) -> PeerId:
+        """Start to connect; ``PeerUp`` or ``PeerDown`` follows within ``dead_after_s``."""
+
+    @abstractmethod
+    def submit(self, order: Note | Incoming | Outgoing | Hangup) -> None:
+        """Queue an order. One for a peer that is down is dropped: its ``PeerDown`` says so."""
+
+    @abstractmethod
+    def poll(self, timeout: float) -> list[Event]:
+        """Return what happened, waiting up to ``timeout`` seconds for the first event."""
+
+    @abstractmethod
+    def cancel(self, peer: PeerId, want: int) -> None:
+        """Drop what is queued for a want and let what is under way land nowhere; ``Quiet``
+        follows, unless ``PeerDown`` does. Pages that still arrive are read and thrown away."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close every connection and end every thread. Idempotent."""

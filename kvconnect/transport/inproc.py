@@ -1,0 +1,252 @@
+"""Transports that meet inside one process: for tests, and as the shortest example of the seam.
+
+There is no thread. What one side submits is carried out when that side polls, in order; what comes
+of it waits in the other side's mailbox. There is no wire either, so nothing is hashed, and nobody
+has to prove anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvconnect.errors import ConfigError, Misuse, ProtocolError
+from kvconnect.transport.base import (
+    Event,
+    Fence,
+    Hangup,
+    Incoming,
+    Memory,
+    Note,
+    Noted,
+    Outgoing,
+    PeerDown,
+    PeerId,
+    PeerUp,
+    Piece,
+    Quiet,
+    Received,
+    Sent,
+    Transport,
+    Unit,
+)
+from kvconnect.transport.mailbox import Mailbox
+
+_FIRST_PORT = 49152  # where a real machine's ephemeral ports start
+
+
+class Network:
+    """Addresses at which transports of this process listen. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # also of every link between two transports
+        self._listening: dict[tuple[str, int], InprocTransport] = {}
+        self._ports = itertools.count(_FIRST_PORT)
+
+    def listen(self, host: str, port: int, transport: InprocTransport) -> tuple[str, int]:
+        """Take an address; raises :class:`ConfigError` if it is taken."""
+        with self.lock:
+            address = (host, port or next(self._ports))
+            if address in self._listening:
+                raise ConfigError("listen", f"{host}:{port}", "it is in use: name another port")
+            self._listening[address] = transport
+            return address
+
+    def find(self, address: tuple[str, int]) -> InprocTransport | None:
+        """Return who listens at an address."""
+        with self.lock:
+            return self._listening.get(address)
+
+    def leave(self, transport: InprocTransport) -> None:
+        """Give back the addresses of a transport."""
+        with self.lock:
+            for address in [a for a, t in self._listening.items() if t is transport]:
+                del self._listening[address]
+
+
+NETWORK = Network()
+"""The one that transports share unless they are given another."""
+
+
+@dataclass
+class _End:
+    """One side of a link."""
+
+    owner: InprocTransport
+    number: PeerId
+    address: str
+    other: _End = field(init=False)
+    orders: deque[Note | Outgoing | Hangup] = field(default_factory=deque)
+    expected: dict[int, Incoming] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+
+
+class InprocTransport(Transport):
+    """See :class:`~kvconnect.transport.base.Transport`, and the module on when things happen."""
+
+    def __init__(self, network: Network = NETWORK) -> None:
+        self._network = network
+        self._events = Mailbox()
+        self._memory: Memory | None = None
+        self._ends: dict[PeerId, _End] = {}
+        self._numbers = itertools.count(1)
+
+    def register(self, memory: Memory) -> None:
+        if self._memory is not None:
+            raise Misuse("the memory is registered already")
+        self._memory = memory
+
+    def listen(self, host: str, port: int) -> tuple[str, int]:
+        return self._network.listen(host, port, self)
+
+    def connect(self, host: str, port: int) -> PeerId:
+        with self._network.lock:
+            number = PeerId(next(self._numbers))
+            other = self._network.find((host, port))
+            if other is None:
+                self._events.put(PeerDown(number, f"cannot connect: nobody is at {host}:{port}"))
+                return number
+            here = _End(self, number, f"{host}:{port}")
+            there = _End(other, PeerId(next(other._numbers)), "inproc")
+            here.other, there.other = there, here
+            for end in (here, there):
+                end.owner._ends[end.number] = end
+                end.owner._events.put(PeerUp(end.number, end is there, end.address))
+            return number
+
+    def submit(self, order: Note | Incoming | Outgoing | Hangup) -> None:
+        with self._network.lock:
+            end = self._ends.get(order.peer)
+            if end is None:
+                return
+            if isinstance(order, Incoming):
+                end.expected[order.want] = order
+            else:
+                end.orders.append(order)
+
+    def poll(self, timeout: float) -> list[Event]:
+        for end in list(self._ends.values()):
+            self._carry_out(end)
+        return self._events.drain(timeout)
+
+    def cancel(self, peer: PeerId, want: int) -> None:
+        with self._network.lock:
+            end = self._ends.get(peer)
+            if end is None:
+                return
+            end.orders = deque(
+                order
+                for order in end.orders
+                if not (isinstance(order, Outgoing) and order.want == want)
+            )
+            if end.expected.pop(want, None):
+                end.ended.add(want)
+            self._events.put(Quiet(peer, want))
+
+    def close(self) -> None:
+        self._network.leave(self)
+        for end in list(self._ends.values()):
+            self._part(end, "closed", "closed by the other side")
+
+    def _carry_out(self, end: _End) -> None:
+        """Do what was submitted so far for one peer."""
+        for _ in range(len(end.orders)):
+            with self._network.lock:
+                order = end.orders.popleft() if end.orders else None
+            if isinstance(order, Outgoing):
+                for fence in (order.fence, _fence_there(order, end.other)):
+                    if fence:
+                        fence.wait()
+            with self._network.lock:  # a cancel from another thread comes before or after a copy
+                if order is None or end.number not in self._ends:
+                    return
+                try:
+                    self._carry_out_one(end, order)
+                except ProtocolError as error:
+                    self._part(end, "closed by the other side", f"broke the protocol: {error}")
+
+    def _carry_out_one(self, end: _End, order: Note | Outgoing | Hangup) -> None:
+        other = end.other
+        if isinstance(order, Note):
+            other.owner._events.put(Noted(other.number, order.payload))
+        elif isinstance(order, Hangup):
+            self._part(end, order.reason, "closed by the other side")
+        else:
+            nbytes = len(order.ids) * order.unit.block_bytes
+            if order.want not in other.ended:
+                self._copy(order, other)
+                other.owner._events.put(
+                    Received(
+                        other.number,
+                        order.want,
+                        order.number,
+                        order.first,
+                        len(order.ids),
+                        (),
+                        nbytes,
+                        0.0,
+                    )
+                )
+            self._events.put(Sent(end.number, order.want, nbytes, 0.0))
+
+    def _copy(self, order: Outgoing, other: _End) -> None:
+        unit, ids = _destination(order, other)
+        source, target = self._memory, other.owner._memory
+        if source is None or target is None:
+            raise Misuse("register the memory before pages move")
+        data = bytearray()
+        for piece in source.outgoing(order.unit, order.ids):
+            for address, length in _runs(piece):
+                data += ctypes.string_at(address, length)
+        start = 0
+        for piece in target.incoming(unit, ids):
+            for address, length in _runs(piece):
+                ctypes.memmove(address, bytes(data[start : start + length]), length)
+                start += length
+
+    def _part(self, end: _End, here: str, there: str) -> None:
+        with self._network.lock:
+            for side, reason in ((end, here), (end.other, there)):
+                if side.owner._ends.pop(side.number, None):
+                    side.owner._events.put(PeerDown(side.number, reason))
+
+
+def _fence_there(order: Outgoing, other: _End) -> Fence | None:
+    expected = other.expected.get(order.want)
+    return expected.fence if expected else None
+
+
+def _destination(order: Outgoing, other: _End) -> tuple[Unit, array[int]]:
+    """Return where pages go, resolved from the receiver's own table.
+
+    Raises:
+        ProtocolError: it did not ask for them.
+    """
+    expected = other.expected.get(order.want)
+    if expected is None or order.number >= len(expected.units):
+        raise ProtocolError(f"unit {order.number} of want {order.want} is not known here")
+    unit = expected.units[order.number]
+    first, ids = expected.spans[order.number]
+    start = order.first - first
+    if start < 0 or start + len(order.ids) > len(ids) or unit.block_bytes != order.unit.block_bytes:
+        raise ProtocolError(f"pages of want {order.want} that are not expected")
+    return unit, ids[start : start + len(order.ids)]
+
+
+def _runs(piece: Piece) -> Iterator[tuple[int, int]]:
+    """Yield (address, bytes) of every run of a piece's pages; :class:`Misuse` if one is outside."""
+    segments, phases = piece.unit.segments, piece.unit.phases
+    triples = len(segments) // phases
+    for number in piece.ids:
+        page, phase = divmod(number, phases)
+        for i in range(phase * triples, (phase + 1) * triples, 3):
+            offset, stride, length = segments[i : i + 3]
+            start = offset + page * stride
+            if start < 0 or start + length > piece.nbytes:
+                raise Misuse(f"wire block {number} reaches outside its memory")
+            yield piece.address + start, length

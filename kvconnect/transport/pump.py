@@ -1,0 +1,206 @@
+"""Pages through a socket: in C where that is possible, in Python over TLS or without the extension.
+
+Both move the same bytes and return the same digests: XXH3-64 over the runs of a wire block in
+order, 8 bytes each, little-endian. The C loop gives the GIL away once for a whole call; the Python
+one comes back to it for every byte run.
+
+Plain sockets may be in any mode, TLS ones must not block. ``digest`` is (period, phase0): of the
+blocks ``piece.ids[i]`` those with ``(phase0 + i) % period == 0`` are hashed, none for period 0.
+``stop`` is one byte that any thread may set to something else than 0.
+
+Raised by both functions: ValueError for malformed arguments and IndexError for a wire block
+outside the piece's memory, before a byte moved; TimeoutError when no byte moved for ``stall_ms``;
+ConnectionError and other OSErrors for what the socket says. After an OSError the stream is out of
+step: close it. The socket must not be closed during a call; shut it down instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import select
+import socket
+import ssl
+import time
+from array import array
+from collections.abc import Iterator
+
+from kvconnect.errors import ConfigError
+from kvconnect.transport.base import Piece
+
+try:
+    from kvconnect import _native
+except ImportError:  # pages move without it, only slower
+    _native = None  # type: ignore[assignment]
+
+_POLL_MS = 50  # how long a stop may go unnoticed
+_STEP_BYTES = 64 << 10  # per operation of the Python loop, so that progress is seen
+_PLAIN_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+
+
+def can_digest(tls: bool) -> bool:
+    """Say whether pages can be hashed; Python needs xxhash for that."""
+    if _native is not None and not tls:
+        return True
+    try:
+        import xxhash  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def check_digests(mode: str, tls: bool) -> None:
+    """Raise :class:`ConfigError` if pages are to be hashed but cannot be."""
+    if mode != "off" and not can_digest(tls):
+        raise ConfigError("digest", mode, "install xxhash, or set it to 'off'")
+
+
+def send_pages(
+    sock: socket.socket,
+    head: bytes,
+    piece: Piece,
+    digest: tuple[int, int],
+    stall_ms: int,
+    stop: bytearray,
+) -> bytes:
+    """Send ``head`` and then the pages of ``piece``; return the digests.
+
+    Raises also InterruptedError, an OSError, once ``stop`` is set.
+    """
+    if _native is not None and not isinstance(sock, ssl.SSLSocket):
+        return _native.send_pages(
+            sock.fileno(), head, *_native_pages(piece), digest, stall_ms, stop
+        )
+    blocks = list(_blocks(piece))
+    flow = _Flow(sock, select.POLLOUT, stall_ms, stop)
+    digests = b""
+    complete = flow.move([memoryview(head)]) == len(head)
+    for i, runs in enumerate(blocks):
+        complete = complete and flow.move(runs) == piece.unit.block_bytes
+        if not complete:
+            break
+        digests += _digest(runs, i, digest)
+    if not complete:
+        raise InterruptedError("stopped in the middle of pages")
+    return digests
+
+
+def recv_pages(
+    sock: socket.socket, piece: Piece, digest: tuple[int, int], stall_ms: int, stop: bytearray
+) -> tuple[bytes, int]:
+    """Receive the pages of ``piece``; return (digests, whole blocks that landed).
+
+    Once ``stop`` is seen to be set no page is written any more; the rest is received and thrown
+    away, and the digests are those of the blocks that had landed. ConnectionError where the stream
+    ends too early.
+    """
+    if _native is not None and not isinstance(sock, ssl.SSLSocket):
+        return _native.recv_pages(sock.fileno(), *_native_pages(piece), digest, stall_ms, stop)
+    blocks = list(_blocks(piece))
+    flow = _Flow(sock, select.POLLIN, stall_ms, stop)
+    size = piece.unit.block_bytes
+    digests = b""
+    for i, runs in enumerate(blocks):
+        moved = flow.move(runs)
+        if moved < size:
+            flow.drain((len(blocks) - i) * size - moved)
+            return digests, i
+        digests += _digest(runs, i, digest)
+    return digests, len(blocks)
+
+
+def _native_pages(piece: Piece) -> tuple[tuple[int, int], array[int], int, array[int]]:
+    unit = piece.unit
+    return (piece.address, piece.nbytes), unit.segments, unit.phases, piece.ids
+
+
+def _blocks(piece: Piece) -> Iterator[list[memoryview]]:
+    """Yield the runs of each wire block, as writable views of the memory."""
+    unit = piece.unit
+    count, rest = divmod(len(unit.segments), unit.phases) if unit.phases > 0 else (0, 1)
+    if rest or count == 0 or count % 3:
+        raise ValueError(f"{len(unit.segments)} segment numbers, {unit.phases} phases")
+    memory = memoryview((ctypes.c_char * piece.nbytes).from_address(piece.address)).cast("B")
+    for block in piece.ids:
+        page, phase = divmod(block, unit.phases)
+        runs = []
+        for i in range(phase * count, (phase + 1) * count, 3):
+            offset, stride, length = unit.segments[i : i + 3]
+            start = offset + page * stride
+            if min(offset, stride) < 0 or length < 1:
+                raise ValueError(f"segment ({offset}, {stride}, {length}) is malformed")
+            if page < 0 or start + length > piece.nbytes:
+                raise IndexError(f"wire block {block} lies outside {piece.nbytes} bytes")
+            runs.append(memory[start : start + length])
+        if sum(map(len, runs)) != unit.block_bytes:
+            raise ValueError(f"phase {phase} does not have {unit.block_bytes} bytes")
+        yield runs
+
+
+def _digest(runs: list[memoryview], position: int, digest: tuple[int, int]) -> bytes:
+    period, phase0 = digest
+    if not period or (phase0 + position) % period:
+        return b""
+    import xxhash
+
+    state = xxhash.xxh3_64()
+    for run in runs:
+        state.update(run)
+    return bytes(reversed(state.digest()))
+
+
+class _Flow:
+    """One direction of a socket, in steps that never block. ``stop`` ends ``move``."""
+
+    def __init__(self, sock: socket.socket, ready: int, stall_ms: int, stop: bytearray) -> None:
+        if stall_ms < 1 or len(stop) != 1:
+            raise ValueError(f"stall_ms is {stall_ms}, stop has {len(stop)} bytes")
+        self._sock = sock
+        self._ready = ready
+        self._stall_ms = stall_ms
+        self._stop = stop
+        self._flags = 0 if isinstance(sock, ssl.SSLSocket) else _PLAIN_FLAGS
+        self._moved_at = time.monotonic()
+
+    def move(self, runs: list[memoryview]) -> int:
+        """Move the bytes of ``runs``; return how many, fewer only after a stop."""
+        total = 0
+        for run in runs:
+            done = 0
+            while done < len(run):
+                if self._stop[0]:
+                    return total + done
+                done += self._step(run[done : done + _STEP_BYTES])
+            total += done
+        return total
+
+    def drain(self, nbytes: int) -> None:
+        """Receive bytes into nowhere, whatever ``stop`` says."""
+        scratch = memoryview(bytearray(_STEP_BYTES))
+        while nbytes:
+            nbytes -= self._step(scratch[:nbytes])
+
+    def _step(self, view: memoryview) -> int:
+        """Move some bytes, or wait a moment for the socket and return 0."""
+        try:
+            if self._ready == select.POLLOUT:
+                count = self._sock.send(view, self._flags)
+            else:
+                count = self._sock.recv_into(view, flags=self._flags)
+        except BlockingIOError:
+            return self._wait(self._ready)
+        except ssl.SSLWantReadError:
+            return self._wait(select.POLLIN)
+        except ssl.SSLWantWriteError:
+            return self._wait(select.POLLOUT)
+        if count == 0:
+            raise ConnectionError("the peer closed in the middle of pages")
+        self._moved_at = time.monotonic()
+        return count
+
+    def _wait(self, events: int) -> int:
+        if (time.monotonic() - self._moved_at) * 1000 >= self._stall_ms:
+            raise TimeoutError(f"no byte moved for {self._stall_ms} ms")
+        poller = select.poll()
+        poller.register(self._sock.fileno(), events)
+        poller.poll(min(_POLL_MS, self._stall_ms))
+        return 0

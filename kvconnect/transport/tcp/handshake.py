@@ -1,0 +1,91 @@
+"""One connection from the first packet until it has proven who it is."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import ssl
+from collections.abc import Iterator
+
+from kvconnect.errors import Refused
+from kvconnect.transport.tcp.sockets import read_some, wrap, write_some
+from kvconnect.wire.auth import ClientAuth, ServerAuth
+
+READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+_READ_BYTES = 4096  # more than any handshake message
+
+
+class Handshake:
+    """Connects (if it is the client), sets TLS up (if there is a context) and authenticates.
+
+    ``sock`` is another object once TLS is set up, with the same file descriptor ``fd``.
+    """
+
+    def __init__(
+        self, sock: socket.socket, auth: ClientAuth | ServerAuth, tls: ssl.SSLContext | None
+    ) -> None:
+        self.sock = sock
+        self.fd = sock.fileno()
+        self.auth = auth
+        self._tls = tls
+        self._steps = self._proceed()
+
+    def advance(self) -> int:
+        """Go as far as possible without waiting; return the mask to wait for, 0 once done.
+
+        Raises:
+            Refused, ProtocolError: see :mod:`kvconnect.wire.auth`; ``tls`` is one more field.
+            OSError, EOFError: the connection broke.
+        """
+        return next(self._steps, 0)
+
+    def _proceed(self) -> Iterator[int]:
+        if isinstance(self.auth, ClientAuth):
+            yield WRITE
+            error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if error:
+                raise OSError(error, os.strerror(error))
+        if self._tls:
+            yield from self._set_up_tls(self._tls)
+        try:
+            yield from self._authenticate()
+        except Refused:
+            write_some(self.sock, self.auth.farewell)
+            raise
+        except ssl.SSLError as error:  # TLS 1.3 tells a client only now that it was refused
+            raise Refused("tls", f"TLS: {error}") from error
+
+    def _set_up_tls(self, tls: ssl.SSLContext) -> Iterator[int]:
+        wrapped = wrap(self.sock, tls, isinstance(self.auth, ServerAuth))
+        self.sock = wrapped
+        while True:
+            try:
+                wrapped.do_handshake()
+                return
+            except ssl.SSLWantReadError:
+                yield READ
+            except ssl.SSLWantWriteError:
+                yield WRITE
+            except ssl.SSLError as error:
+                raise Refused("tls", f"TLS: {error}") from error
+
+    def _authenticate(self) -> Iterator[int]:
+        auth = self.auth
+        out = bytearray(auth.start() if isinstance(auth, ClientAuth) else b"")
+        view = memoryview(bytearray(_READ_BYTES))
+        while True:
+            while out:
+                count = write_some(self.sock, out)
+                del out[:count]
+                if not count:
+                    yield WRITE
+            if auth.done:
+                return
+            got = read_some(self.sock, view)
+            if got is None:
+                yield READ
+            elif got == 0:
+                raise EOFError("closed by the other side before it was authenticated")
+            else:
+                out += auth.feed(bytes(view[:got]))

@@ -1,0 +1,28 @@
+"""What all parts of one TCP transport have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvconnect.errors import Misuse
+from kvconnect.transport.base import LinkOptions, Memory
+from kvconnect.transport.mailbox import Mailbox
+from kvconnect.transport.tcp.loop import Loop
+
+DIGEST_PERIOD = {"off": 0, "sampled": 16, "full": 1}
+
+
+@dataclass
+class Shared:
+    """Made once; only ``memory`` is set later."""
+
+    options: LinkOptions
+    events: Mailbox
+    loop: Loop
+    memory: Memory | None = None
+
+    def pages(self) -> Memory:
+        """Return the registered memory; :class:`Misuse` if there is none."""
+        if self.memory is None:
+            raise Misuse("register the memory before pages move")
+        return self.memory

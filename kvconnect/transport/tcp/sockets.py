@@ -1,0 +1,124 @@
+"""Single sockets: their options, and reads and writes that say when to wait instead of waiting.
+
+Every socket of this transport is non-blocking for its whole life. Whoever may wait does so in
+``poll``, where a shutdown from another thread is seen.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import threading
+from typing import Any
+
+_KEEPALIVE_PROBES = 3
+_WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class TlsSocket(ssl.SSLSocket):
+    """A TLS connection that one thread may read while another writes.
+
+    OpenSSL takes one call at a time per connection. The socket does not block, so neither
+    direction ever waits for the other while it has the lock.
+    """
+
+    turn: threading.Lock  # set by ``wrap``: SSLContext makes these objects without __init__
+
+    def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
+        with self.turn:
+            return super().recv_into(buffer, nbytes, flags)
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        with self.turn:
+            return super().send(data, flags)
+
+
+def wrap(sock: socket.socket, context: ssl.SSLContext, server_side: bool) -> ssl.SSLSocket:
+    """Return the connected ``sock`` as a TLS socket whose handshake is still to be done."""
+    wrapped = context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False)
+    assert isinstance(wrapped, TlsSocket)
+    wrapped.turn = threading.Lock()
+    return wrapped
+
+
+def prepare(sock: socket.socket, silence_s: float) -> None:
+    """Set a new socket's options; ``silence_s`` as for :func:`allow_silence`."""
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    allow_silence(sock, silence_s)
+
+
+def allow_silence(sock: socket.socket, silence_s: float) -> None:
+    """Have the kernel drop a connection whose other side takes nothing in for ``silence_s``."""
+    tcp = socket.IPPROTO_TCP
+    sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, max(1, round(silence_s * 1000)))
+    probe_s = max(1, round(silence_s / _KEEPALIVE_PROBES))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(tcp, socket.TCP_KEEPIDLE, probe_s)
+    sock.setsockopt(tcp, socket.TCP_KEEPINTVL, probe_s)
+    sock.setsockopt(tcp, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
+
+
+def read_some(sock: socket.socket, view: memoryview) -> int | None:
+    """Read what is there into ``view``; None if that is nothing yet, 0 at the end."""
+    try:
+        return sock.recv_into(view)
+    except _WOULD_BLOCK:
+        return None
+
+
+def write_some(sock: socket.socket, data: bytes | bytearray | memoryview) -> int:
+    """Write what fits and return how many bytes that was."""
+    try:
+        return sock.send(data)
+    except _WOULD_BLOCK:
+        return 0
+
+
+def read_exact(sock: socket.socket, view: memoryview, stall_s: float | None) -> None:
+    """Fill ``view``; wait up to ``stall_s`` for each next byte, or for ever.
+
+    Raises:
+        TimeoutError: nothing came for ``stall_s``.
+        EOFError: the other side closed the connection; the text says whether inside ``view``.
+        OSError: the connection broke.
+    """
+    done = 0
+    while done < len(view):
+        count = read_some(sock, view[done:])
+        if count is None:
+            _wait(sock, select.POLLIN, stall_s)
+        elif count == 0:
+            raise EOFError("the other side closed it" + (" inside a message" if done else ""))
+        else:
+            done += count
+
+
+def write_all(sock: socket.socket, data: bytes, stall_s: float) -> None:
+    """Write all of ``data``; raises as :func:`read_exact` does."""
+    view = memoryview(data)
+    while view:
+        count = write_some(sock, view)
+        if count == 0:
+            _wait(sock, select.POLLOUT, stall_s)
+        view = view[count:]
+
+
+def shut(sock: socket.socket) -> None:
+    """End both directions at once, so that threads waiting in the socket leave it.
+
+    The plain socket's method even for TLS: ssl's own would let a thread that reads on take the
+    encrypted bytes for plain ones.
+    """
+    try:
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+    except OSError:
+        return  # the other side was first
+
+
+def _wait(sock: socket.socket, events: int, stall_s: float | None) -> None:
+    poller = select.poll()
+    poller.register(sock.fileno(), events)
+    if not poller.poll(None if stall_s is None else stall_s * 1000):
+        raise TimeoutError(f"no progress for {stall_s:g} s")

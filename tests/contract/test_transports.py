@@ -1,0 +1,159 @@
+"""Every transport passes the conformance checks, and the checks notice one that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvconnect.errors import ConfigError
+from kvconnect.testing import transport as checks
+from kvconnect.testing.transport import check_transport
+from kvconnect.transport import LinkOptions, Security, Transport, make_transport, pump
+from kvconnect.transport.base import (
+    Event,
+    Hangup,
+    Incoming,
+    Note,
+    Noted,
+    Outgoing,
+    PeerDown,
+    PeerId,
+    Quiet,
+)
+from kvconnect.transport.inproc import InprocTransport
+from tests.links import make_certificates
+
+Order = Note | Incoming | Outgoing | Hangup
+
+
+def test_inproc() -> None:
+    check_transport(lambda: make_transport("inproc", Security(), LinkOptions()))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        LinkOptions(),
+        LinkOptions(connections=1, digest="off"),
+        LinkOptions(connections=4, digest="full"),
+    ],
+    ids=["default", "one connection, no digests", "four connections, all digests"],
+)
+def test_tcp(options: LinkOptions) -> None:
+    check_transport(lambda: make_transport("tcp", Security(key=b"k" * 32), options))
+
+
+def test_tcp_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pump, "_native", None)
+    check_transport(lambda: make_transport("tcp", Security(), LinkOptions(digest="full")))
+
+
+def test_tcp_with_mutual_tls(tmp_path: Path) -> None:
+    security = make_certificates(tmp_path)
+    check_transport(lambda: make_transport("tcp", security, LinkOptions()))
+
+
+def test_an_unknown_transport_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"transport='pigeon'.*use tcp or inproc"):
+        make_transport("pigeon", Security(), LinkOptions())
+
+
+# Negative controls: transports that are wrong in one way -----------------------------------------
+
+
+class Reordering(InprocTransport):
+    def poll(self, timeout: float) -> list[Event]:
+        events = super().poll(timeout)
+        if all(isinstance(event, Noted) for event in events):
+            events.reverse()
+        return events
+
+
+class Corrupting(InprocTransport):
+    """Sends another page of the same unit."""
+
+    def submit(self, order: Order) -> None:
+        if isinstance(order, Outgoing):
+            order.ids[0] += 1
+        super().submit(order)
+
+
+class Impatient(InprocTransport):
+    """Ignores fences."""
+
+    def submit(self, order: Order) -> None:
+        super().submit(order._replace(fence=None) if isinstance(order, Outgoing) else order)
+
+
+class Hasty(InprocTransport):
+    """Ignores the fences of what it expects."""
+
+    def submit(self, order: Order) -> None:
+        super().submit(order._replace(fence=None) if isinstance(order, Incoming) else order)
+
+
+class Deaf(InprocTransport):
+    """Says that a cancelled want is quiet, but does nothing about it."""
+
+    def cancel(self, peer: PeerId, want: int) -> None:
+        self._events.put(Quiet(peer, want))
+
+
+class Talkative(InprocTransport):
+    """Has more to say of a peer that is down."""
+
+    def poll(self, timeout: float) -> list[Event]:
+        events = super().poll(timeout)
+        return events + [Noted(e.peer, b"!") for e in events if isinstance(e, PeerDown)]
+
+
+class Forgiving(InprocTransport):
+    """Swallows pages that nobody asked for."""
+
+    def submit(self, order: Order) -> None:
+        if isinstance(order, Outgoing) and order.want == 9:
+            return
+        super().submit(order)
+
+
+class Rude(InprocTransport):
+    """Hangs up before the notes are out."""
+
+    def submit(self, order: Order) -> None:
+        super().submit(order)
+        if isinstance(order, Hangup) and order.peer in self._ends:
+            orders = self._ends[order.peer].orders
+            orders.rotate(1)
+
+
+@pytest.mark.parametrize(
+    ("make", "check"),
+    [
+        (Reordering, checks.check_notes),
+        (Corrupting, checks.check_pages),
+        (Corrupting, checks.check_many_wants),
+        (Corrupting, checks.check_big),
+        (Impatient, checks.check_fence),
+        (Hasty, checks.check_reader_fence),
+        (Deaf, checks.check_cancel_by_reader),
+        (Deaf, checks.check_cancel_by_source),
+        (Forgiving, checks.check_unasked),
+        (Rude, checks.check_hangup),
+        (Talkative, checks.check_end),
+    ],
+)
+def test_a_wrong_transport_is_noticed(
+    make: Callable[[], Transport],
+    check: Callable[[Callable[[], Transport]], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checks, "_PATIENCE_S", 0.5)
+    with pytest.raises(AssertionError):
+        check(make)
+
+
+def test_a_failed_check_is_named() -> None:
+    with pytest.raises(AssertionError, match="check_notes: notes were changed or reordered"):
+        check_transport(Reordering)

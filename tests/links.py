@@ -1,0 +1,82 @@
+"""Connected pairs of TCP transports with short deadlines, for tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from kvconnect.testing.pages import Pages
+from kvconnect.testing.proxy import FaultProxy
+from kvconnect.testing.transport import Pair, Side
+from kvconnect.transport import LinkOptions, Security, make_transport
+from kvconnect.transport.base import PeerDown, Transport
+
+QUICK = LinkOptions(heartbeat_s=0.1, dead_after_s=2.0, silent_s=2.0, stall_s=1.0, digest="full")
+OPEN = Security()
+
+
+def tcp(security: Security = OPEN, **options: object) -> Transport:
+    return make_transport("tcp", security, replace(QUICK, **options))  # type: ignore[arg-type]
+
+
+@contextmanager
+def side(security: Security = OPEN, nbytes: int = 1 << 20, **options: object) -> Iterator[Side]:
+    transport = tcp(security, **options)
+    try:
+        yield Side(transport, Pages(nbytes, seed=1))
+    finally:
+        transport.close()
+
+
+@contextmanager
+def through_proxy(nbytes: int = 4 << 20, **options: object) -> Iterator[tuple[Pair, FaultProxy]]:
+    """A reader that reaches its source through a proxy: pages go ``down``."""
+    with side(nbytes=nbytes, **options) as reader, side(nbytes=nbytes, **options) as source:
+        reader.memory.data[:] = bytes(nbytes)
+        with FaultProxy(*source.transport.listen("127.0.0.1", 0)) as proxy:
+            source.transport.listen = lambda *_: proxy.address  # type: ignore[method-assign]
+            yield Pair(reader, source), proxy
+
+
+def outcome(reader: Side, address: tuple[str, int]) -> PeerDown:
+    """Connect, and return how that failed."""
+    number = reader.transport.connect(*address)
+    for _ in range(1000):
+        reader.poll()
+        for event in reader.of(PeerDown):
+            if event.peer == number:
+                return event
+    raise AssertionError("the connection did not fail")
+
+
+def threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if "kvconnect" in thread.name}
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def make_certificates(folder: Path, name: str = "worker") -> Security:
+    """Make a certificate authority in ``folder`` and one certificate of it."""
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    openssl(
+        *("req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.crt"),
+        *("-subj", "/CN=authority", "-days", "2"),
+    )
+    openssl("req", *curve, "-keyout", "tls.key", "-out", "tls.csr", "-subj", f"/CN={name}")
+    openssl(
+        *("x509", "-req", "-in", "tls.csr", "-CA", "ca.crt", "-CAkey", "ca.key"),
+        *("-CAcreateserial", "-out", "tls.crt", "-days", "2"),
+    )
+    paths = [str(folder / file) for file in ("tls.crt", "tls.key", "ca.crt")]
+    return Security(tls_cert=paths[0], tls_key=paths[1], tls_ca=paths[2])
