@@ -1,0 +1,400 @@
+"""What every transport must do, checked from outside through the seam.
+
+``check_transport(make)`` raises :class:`AssertionError` naming the check and what went wrong.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
+
+from kvconnect.testing.pages import Pages, phased_unit, plain_unit, split_unit
+from kvconnect.transport.base import (
+    Event,
+    Fence,
+    Hangup,
+    Incoming,
+    Note,
+    Noted,
+    Outgoing,
+    PeerDown,
+    PeerId,
+    PeerUp,
+    Quiet,
+    Received,
+    Sent,
+    Transport,
+    Unit,
+)
+
+E = TypeVar("E", bound=Event)
+_PATIENCE_S = 30.0
+_POLL_S = 0.01
+_MIB = 1 << 20
+
+
+def check_transport(make: Callable[[], Transport]) -> None:
+    """Run every check on transports from ``make``, which returns a fresh one at each call.
+
+    All must be able to meet at 127.0.0.1. Takes a few seconds and 200 MiB.
+
+    Raises:
+        AssertionError: a check failed; the text begins with its name.
+    """
+    for check in CHECKS:
+        try:
+            check(make)
+        except AssertionError as error:
+            raise AssertionError(f"{check.__name__}: {error}") from error
+
+
+class Side:
+    """One transport with what happened to it. ``seen`` holds all events so far."""
+
+    def __init__(self, transport: Transport, memory: Pages) -> None:
+        self.transport = transport
+        self.memory = memory
+        self.seen: list[Event] = []
+        transport.register(memory)
+
+    def of(self, kind: type[E]) -> list[E]:
+        """Return the events of one kind so far."""
+        return [event for event in self.seen if isinstance(event, kind)]
+
+    def poll(self) -> None:
+        """Take in what happened since."""
+        self.seen += self.transport.poll(_POLL_S)
+
+
+class Pair:
+    """A reader that is connected to a source. ``peer`` is the other's number on each side."""
+
+    def __init__(self, reader: Side, source: Side) -> None:
+        self.reader = reader
+        self.source = source
+        self.address = source.transport.listen("127.0.0.1", 0)
+        self.of_reader, self.of_source = self.connect()
+
+    def connect(self) -> tuple[PeerId, PeerId]:
+        """Connect once more; return the new peer's number here and there."""
+        number = self.reader.transport.connect(*self.address)
+        before = len(self.source.of(PeerUp))
+        self.until(lambda: PeerUp in kinds(self.reader, number), "the reader's PeerUp")
+        self.until(lambda: len(self.source.of(PeerUp)) > before, "the source's PeerUp")
+        return number, self.source.of(PeerUp)[-1].peer
+
+    def until(self, done: Callable[[], object], what: str) -> None:
+        """Poll both sides until ``done``."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while not done():
+            _require(time.monotonic() < deadline, f"waited {_PATIENCE_S} s for {what}")
+            self.reader.poll()
+            self.source.poll()
+
+    def until_down(self) -> None:
+        """Poll until the link is down on both sides."""
+        self.until(lambda: self.reader.of(PeerDown), "the reader's PeerDown")
+        self.until(lambda: self.source.of(PeerDown), "the source's PeerDown")
+
+    def until_noted(self, side: Side, count: int) -> None:
+        """Poll until a side has got so many notes."""
+        self.until(lambda: len(side.of(Noted)) == count, f"{count} notes")
+
+    def want(
+        self,
+        want: int,
+        units: Sequence[Unit],
+        spans: Sequence[Sequence[int]],
+        fence: Fence | None = None,
+    ) -> None:
+        """Have the reader expect wire blocks from 0 on in each unit."""
+        places = [(0, array("q", ids)) for ids in spans]
+        self.reader.transport.submit(Incoming(self.of_reader, want, units, places, fence))
+
+    def send(
+        self,
+        want: int,
+        number: int,
+        unit: Unit,
+        ids: Sequence[int],
+        first: int = 0,
+        fence: Fence | None = None,
+    ) -> None:
+        """Have the source send wire blocks."""
+        order = Outgoing(self.of_source, want, number, unit, first, array("q", ids), fence)
+        self.source.transport.submit(order)
+
+    def arrived(self, want: int) -> int:
+        """Return how many wire blocks of a want were received."""
+        return sum(e.count for e in self.reader.of(Received) if e.want == want)
+
+    def check_works(self, want: int) -> None:
+        """Move one page to see that the link is alive."""
+        unit = plain_unit(64)
+        self.want(want, [unit], [[0]])
+        self.send(want, 0, unit, [1])
+        self.until(lambda: self.arrived(want), f"a page of want {want}")
+
+
+@contextmanager
+def pair(make: Callable[[], Transport], nbytes: int = _MIB) -> Iterator[Pair]:
+    """Two connected transports, the source's memory random and the reader's zero."""
+    reader, source = make(), make()
+    try:
+        yield Pair(Side(reader, Pages(nbytes)), Side(source, Pages(nbytes, seed=1)))
+    finally:
+        reader.close()
+        source.close()
+
+
+def kinds(side: Side, peer: PeerId) -> list[type[Event]]:
+    """Return the kinds of what happened to one peer, in order."""
+    return [type(event) for event in side.seen if event.peer == peer]
+
+
+def _require(condition: object, text: str) -> None:
+    if not condition:
+        raise AssertionError(text)
+
+
+# The checks -------------------------------------------------------------------------------------
+
+
+def check_notes(make: Callable[[], Transport]) -> None:
+    """Notes of all sizes arrive in order, both ways."""
+    with pair(make) as link:
+        sizes = [1, 5, 1000, 10_000] * 25 + [_MIB] * 4
+        notes = [bytes([i]) * size for i, size in enumerate(sizes)]
+        for number, note in enumerate(notes):
+            link.reader.transport.submit(Note(link.of_reader, note))
+            link.source.transport.submit(Note(link.of_source, note))
+            if number % 5 == 4:
+                link.reader.poll()
+                link.source.poll()
+        for side in (link.reader, link.source):
+            link.until_noted(side, len(notes))
+            got = [event.payload for event in side.of(Noted)]
+            _require(got == notes, "notes were changed or reordered")
+
+
+def check_pages(make: Callable[[], Transport]) -> None:
+    """Scattered pages of several units land byte for byte where the reader said, and only there."""
+    pages = 64
+    rng = random.Random(2)
+    layouts = [  # how the source and the reader keep a unit: alike in bytes per wire block only
+        (plain_unit(1000, 7), plain_unit(1000)),
+        (split_unit(96, 3, pages, 100_000), plain_unit(288, 100_000)),
+        (phased_unit(64, 2, 4, 200_000), split_unit(32, 4, pages, 200_000)),
+        (plain_unit(256, 300_000), phased_unit(128, 2, 2, 300_000)),
+    ]
+    with pair(make) as link:
+        model = Pages(len(link.reader.memory.data))
+        spans = [rng.sample(range(pages), 40) for _ in layouts]
+        link.want(5, [there for _, there in layouts], spans)
+        for number, (here, there) in enumerate(layouts):
+            ids = rng.sample(range(pages), 40)
+            model.write(there, spans[number], link.source.memory.read(here, ids))
+            for first, last in ((25, 40), (0, 1), (1, 25)):
+                link.send(5, number, here, ids[first:last], first)
+        link.until(lambda: link.arrived(5) == 40 * len(layouts), "all pages")
+        _require(link.reader.memory.data == model.data, "pages differ from what was sent")
+        events = link.reader.of(Received)
+        _require(not any(e.bad for e in events), "good pages were called bad")
+        _require(
+            all(e.nbytes == e.count * layouts[e.number][0].block_bytes for e in events),
+            "Received gives a wrong number of bytes",
+        )
+        link.until(lambda: len(link.source.of(Sent)) == 3 * len(layouts), "a Sent for each order")
+
+
+def check_fence(make: Callable[[], Transport]) -> None:
+    """Pages are not read before their fence has passed."""
+    unit = plain_unit(4096)
+    with pair(make) as link:
+        data = b"\x77" * 4096
+        link.want(1, [unit], [[3]])
+        with _fence_after(lambda: link.source.memory.write(unit, [0], data)) as fence:
+            link.send(1, 0, unit, [0], fence=fence)
+            link.until(lambda: link.arrived(1), "the page behind a fence")
+        _require(link.reader.memory.read(unit, [3]) == data, "a page was read before its fence")
+
+
+def check_reader_fence(make: Callable[[], Transport]) -> None:
+    """Pages are not written before the fence of their want has passed."""
+    unit = plain_unit(4096)
+    with pair(make) as link:
+        before: list[bytes] = []
+        with _fence_after(lambda: before.append(link.reader.memory.read(unit, [3]))) as fence:
+            link.want(1, [unit], [[3]], fence)
+            link.send(1, 0, unit, [0])
+            link.until(lambda: link.arrived(1), "the page for a fenced place")
+        _require(before == [bytes(4096)], "a page was written before its want's fence")
+
+
+@contextmanager
+def _fence_after(action: Callable[[], object]) -> Iterator[Fence]:
+    """A fence that passes a little later, right after ``action``."""
+    passed = threading.Event()
+    timer = threading.Timer(0.1, lambda: [step() for step in (action, passed.set)])
+    timer.start()
+    yield _EventFence(passed)
+    timer.join()
+
+
+class _EventFence(NamedTuple):
+    event: threading.Event
+
+    def wait(self) -> None:
+        self.event.wait(_PATIENCE_S)
+
+
+def check_many_wants(make: Callable[[], Transport]) -> None:
+    """Wants that are under way together do not mix."""
+    unit = plain_unit(512)
+    with pair(make) as link:
+        for want in range(200):
+            link.want(want, [unit], [[want, 200 + want]])
+        for want in random.Random(3).sample(range(200), 200):
+            link.send(want, 0, unit, [want + 400], 1)
+            link.send(want, 0, unit, [want + 800], 0)
+        link.until(lambda: all(link.arrived(want) == 2 for want in range(200)), "all wants")
+        reader, source = link.reader.memory, link.source.memory
+        for want in range(200):
+            same = reader.read(unit, [200 + want, want]) == source.read(
+                unit, [want + 400, want + 800]
+            )
+            _require(same, f"want {want} got other pages")
+
+
+def check_big(make: Callable[[], Transport]) -> None:
+    """64 MiB in one order arrive whole."""
+    unit = plain_unit(64 << 10)
+    with pair(make, 64 * _MIB) as link:
+        ids = random.Random(4).sample(range(1024), 1024)
+        link.want(1, [unit], [ids])
+        link.send(1, 0, unit, range(1024))
+        link.until(lambda: link.arrived(1) == 1024, "64 MiB")
+        same = link.reader.memory.read(unit, ids) == bytes(link.source.memory.data)
+        _require(same, "64 MiB differ from what was sent")
+        link.until(lambda: link.source.of(Sent), "the order's Sent")
+        (sent,) = link.source.of(Sent)
+        _require(sent.nbytes == 64 * _MIB, "Sent gives wrong bytes")
+
+
+def check_cancel_by_reader(make: Callable[[], Transport]) -> None:
+    """After ``Quiet`` no page of a cancelled want is touched, whatever still arrives."""
+    unit = plain_unit(64 << 10)
+    with pair(make, 32 * _MIB) as link:
+        link.want(1, [unit], [range(512)])
+        link.send(1, 0, unit, range(512))
+        link.source.poll()
+        link.reader.transport.cancel(link.of_reader, 1)
+        link.until(lambda: Quiet in kinds(link.reader, link.of_reader), "the reader's Quiet")
+        link.reader.memory.data[:] = bytes(32 * _MIB)  # as if the pages were somebody else's now
+        link.send(1, 0, unit, range(100))  # the source has not heard of it yet
+        link.until(lambda: len(link.source.of(Sent)) == 2, "the source to finish")
+        link.check_works(2)
+        expected = link.source.memory.data[64:128] + bytes(32 * _MIB - 64)
+        _require(link.reader.memory.data == expected, "a cancelled want still landed")
+
+
+def check_cancel_by_source(make: Callable[[], Transport]) -> None:
+    """What a source cancels ends with ``Quiet``; the link works on."""
+    unit = plain_unit(64 << 10)
+    with pair(make, 16 * _MIB) as link:
+        passed = threading.Event()
+        link.want(1, [unit], [range(256)])
+        link.send(1, 0, unit, range(256), fence=_EventFence(passed))
+        for _ in range(4):
+            link.send(1, 0, unit, range(256))
+        link.source.transport.cancel(link.of_source, 1)
+        passed.set()
+        link.until(lambda: Quiet in kinds(link.source, link.of_source), "the source's Quiet")
+        link.check_works(2)
+        sent = [event for event in link.source.of(Sent) if event.want == 1]
+        _require(len(sent) <= 1, "what was queued for a cancelled want was sent")
+
+
+def check_unasked(make: Callable[[], Transport]) -> None:
+    """Pages that nobody asked for end the connection and land nowhere."""
+    unit = plain_unit(512)
+    wrong: list[tuple[int, int, Unit, int]] = [
+        (9, 0, unit, 0),  # unknown want
+        (1, 1, unit, 0),  # unknown unit
+        (1, 0, unit, 2),  # outside the span
+        (1, 0, plain_unit(256), 0),  # other size of a wire block
+    ]
+    for want, number, sent, first in wrong:
+        with pair(make) as link:
+            link.want(1, [unit], [[0, 1]])
+            link.send(want, number, sent, [5], first)
+            link.until_down()
+            _require(not any(link.reader.memory.data), f"pages nobody asked for landed: {sent}")
+
+
+def check_hangup(make: Callable[[], Transport]) -> None:
+    """Notes before a hang-up arrive; both sides learn that the link is gone."""
+    with pair(make) as link:
+        link.source.transport.submit(Note(link.of_source, b"because"))
+        link.source.transport.submit(Hangup(link.of_source, "enough"))
+        link.until_down()
+        _require(Noted in kinds(link.reader, link.of_reader), "the last note was lost")
+        (down,) = link.source.of(PeerDown)
+        _require(down.reason == "enough", f"reason is {down}")
+
+
+def check_end(make: Callable[[], Transport]) -> None:
+    """``PeerDown`` is a peer's last event, orders for it are dropped, and who comes back is new."""
+    unit = plain_unit(64 << 10)
+    with pair(make, 32 * _MIB) as link:
+        link.want(1, [unit], [range(512)])
+        link.send(1, 0, unit, range(512))
+        link.source.poll()
+        link.reader.transport.submit(Hangup(link.of_reader, "enough"))
+        link.until(lambda: link.reader.of(PeerDown), "the reader's PeerDown")
+        link.reader.memory.data[:] = bytes(32 * _MIB)
+        link.until(lambda: link.source.of(PeerDown), "the source's PeerDown")
+        for order in (Note(link.of_reader, b"x"), Hangup(link.of_reader, "again")):
+            link.reader.transport.submit(order)
+        link.want(2, [unit], [[0]])
+        link.reader.transport.cancel(link.of_reader, 1)
+        link.send(1, 0, unit, [0])
+        old = link.of_reader, link.of_source
+        link.of_reader, link.of_source = link.connect()
+        _require(old[0] != link.of_reader and old[1] != link.of_source, "a peer's number came back")
+        _require(not any(link.reader.memory.data), "a page landed after PeerDown")
+        link.check_works(1)
+        for side, peer in zip((link.reader, link.source), old, strict=True):
+            _require(kinds(side, peer)[-1] is PeerDown, "something happened after PeerDown")
+
+
+def check_close(make: Callable[[], Transport]) -> None:
+    """Closing tells the other side, can be done twice, and leaves nobody at the address."""
+    with pair(make) as link:
+        link.source.transport.close()
+        link.source.transport.close()
+        link.until(lambda: link.reader.of(PeerDown), "the PeerDown after a close")
+        nobody = link.reader.transport.connect(*link.address)
+        link.until(lambda: PeerDown in kinds(link.reader, nobody), "the PeerDown of nobody")
+        _require(PeerUp not in kinds(link.reader, nobody), "nobody was up")
+
+
+CHECKS: tuple[Callable[[Callable[[], Transport]], None], ...] = (
+    check_notes,
+    check_pages,
+    check_fence,
+    check_reader_fence,
+    check_many_wants,
+    check_big,
+    check_cancel_by_reader,
+    check_cancel_by_source,
+    check_unasked,
+    check_hangup,
+    check_end,
+    check_close,
+)
