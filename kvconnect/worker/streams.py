@@ -17,12 +17,27 @@ from kvconnect.types import TransferType
 Fence = object
 
 
+class DeviceFence:
+    """A point in the device's work."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """Block the calling thread, and nothing else, until the device has passed it."""
+        self._event.synchronize()
+
+
 class Streams(ABC):
     """Where copies run. ``fence`` belongs to the engine's thread, ``run`` to the copy thread."""
 
     @abstractmethod
     def fence(self) -> Fence:
         """Mark everything launched on the device so far; does not block."""
+
+    @abstractmethod
+    def mark(self) -> DeviceFence | None:
+        """Return a fence that any thread can wait for; None if there is nothing to wait for."""
 
     @abstractmethod
     def run(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> float:
@@ -33,6 +48,9 @@ class HostStreams(Streams):
     """For a KV cache in host memory: the model's step has ended when a hook is called."""
 
     def fence(self) -> Fence:
+        return None
+
+    def mark(self) -> DeviceFence | None:
         return None
 
     def run(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> float:  # noqa: ARG002
@@ -55,6 +73,11 @@ class CudaStreams(Streams):
         event = torch.cuda.Event()
         event.record()
         return event
+
+    def mark(self) -> DeviceFence | None:
+        event = torch.cuda.Event(blocking=True)  # whoever waits must not spin on a core
+        event.record()
+        return DeviceFence(event)
 
     def run(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> float:
         stream = self._streams[kind]

@@ -1,0 +1,180 @@
+"""The thread that runs a worker's hand-offs, and the engine's door to them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from kvconnect.errors import KVConnectError, ProtocolError, Refused, TransferFailed
+from kvconnect.plan.instructions import Instructions, Notice, Receive, Report
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.transport.base import (
+    Event,
+    Fence,
+    Noted,
+    PeerDown,
+    PeerUp,
+    Quiet,
+    Received,
+    Sent,
+)
+from kvconnect.wire import messages
+from kvconnect.wire.messages import PROBE_WANT, Hello, Message, Probe, Turned
+from kvconnect.worker import probe
+from kvconnect.worker.links import Link, Links
+from kvconnect.worker.receiving import ReceiveSide
+from kvconnect.worker.sending import SendSide
+
+_TICK_S = 0.25
+_JOIN_TIMEOUT_S = 10.0
+_IDLE_S = 0.003  # what a request that arrives meanwhile may lose
+
+
+class HandoffAgent:
+    """Hand-offs of one worker, both roles.
+
+    Threads: the public methods are for the engine's thread; they take the lock for microseconds
+    and never wait for a peer. The agent's own thread answers peers while the engine computes or
+    sleeps; it is started here and ended by ``close``.
+
+    ``mark`` returns a fence
+    after all that the engine's thread has launched. ``address`` is where the transport listens.
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        deadline_s: float,
+        mark: Callable[[], Fence | None],
+        address: tuple[str, int] | None,
+    ) -> None:
+        self.address = address
+        self._links = links
+        self._sending = SendSide(links, deadline_s)
+        self._receiving = ReceiveSide(links)
+        self._mark = mark
+        self._offering = False  # this step's blocks are on offer, so layer hooks matter
+        self._lock = threading.Lock()
+        self._news = threading.Event()  # something for the engine to take
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="kvconnect-handoff", daemon=True)
+        self._thread.start()
+
+    def begin_step(self, work: Instructions, epoch: int) -> None:
+        """Take a step's instructions, before its forward."""
+        self.end_step()  # a pipeline stage may end a step without saying so
+        with self._lock:
+            self._links.hello.epoch = epoch
+            self._sending.begin_step(work)
+            fence = self._mark() if work.receives else None
+            self._receiving.begin_step(work, time.monotonic(), fence)
+        self._offering = any(offer.spans for offer in work.offers)
+
+    def layer_written(self, name: str) -> None:
+        """A layer's work of this step has been launched."""
+        if self._offering:
+            with self._lock:
+                self._sending.layer_written(name, self._mark())
+
+    def end_step(self) -> None:
+        """The whole forward has been launched."""
+        if self._offering:
+            self._offering = False
+            with self._lock:
+                self._sending.step_written(self._mark())
+
+    def poll(self, idle: bool) -> tuple[list[tuple[Report, Receive]], list[Notice]]:
+        """Return receives that ended, and notices, since the last call. An ``idle`` engine, which
+        has nothing to compute until one comes, waits a moment for it instead of spinning.
+
+        Raises:
+            TransferFailed: the agent's thread has died of a bug. What waits for it would wait
+                for ever.
+        """
+        if not self._thread.is_alive() and not self._closed.is_set():
+            raise TransferFailed("the thread of the hand-offs has ended, see its traceback above")
+        if idle:
+            self._news.wait(_IDLE_S)
+        with self._lock:
+            self._news.clear()
+            return self._receiving.take_finished(), self._sending.take_notices()
+
+    def take_stats(self) -> OffloadingConnectorStats | None:
+        """Return what was counted since the last call."""
+        with self._lock:
+            return self._links.stats.take()
+
+    def close(self) -> None:
+        """Close every connection. Idempotent."""
+        self._closed.set()
+        self._links.transport.close()
+        self._thread.join(_JOIN_TIMEOUT_S)
+
+    def _loop(self) -> None:
+        ticked = 0.0
+        try:
+            while not self._closed.is_set():
+                for event in self._links.transport.poll(_TICK_S):
+                    with self._lock:  # for each: the engine's thread must not wait for a flood
+                        self._on_event(event)
+                        if self._receiving.has_finished or self._sending.has_notices:
+                            self._news.set()
+                now = time.monotonic()
+                if now - ticked >= _TICK_S:
+                    ticked = now
+                    with self._lock:
+                        self._links.tick(now)
+                        self._sending.tick(now)
+                        self._receiving.tick(now)
+        finally:
+            self._links.transport.close()  # or the others would believe that all is well
+
+    def _on_event(self, event: Event) -> None:
+        try:
+            if isinstance(event, PeerUp):
+                self._links.on_up(event)
+            elif isinstance(event, PeerDown):
+                self._on_down(event)
+            elif (link := self._links.get(event.peer)) is not None:
+                self._on_link_event(link, event)
+        except Refused as error:
+            self._links.refuse(event.peer, error)
+        except KVConnectError as error:  # the peer's fault, or a bug that only its pages show
+            self._links.hang_up(event.peer, f"{type(error).__name__}: {error}")
+
+    def _on_down(self, event: PeerDown) -> None:
+        origin, cause = self._links.on_down(event)
+        self._sending.on_lost(event.peer)
+        self._receiving.on_lost(event.peer, origin, cause)
+
+    def _on_link_event(self, link: Link, event: Noted | Sent | Received | Quiet) -> None:
+        if not isinstance(event, Noted) and event.want == PROBE_WANT:
+            probe.on_event(self._links, link, event)
+        elif isinstance(event, Noted):
+            self._on_message(link, messages.decode(event.payload))
+        elif isinstance(event, Sent):
+            self._sending.on_sent(link, event)
+        elif isinstance(event, Received):
+            self._receiving.on_received(link, event)
+        elif link.inbound:
+            self._sending.on_quiet(event)
+        else:
+            self._receiving.on_quiet(event)
+
+    def _on_message(self, link: Link, message: Message) -> None:
+        if isinstance(message, Turned):
+            self._links.on_turned(link, message)
+        elif isinstance(message, Hello):
+            origin = self._links.on_hello(link, message)
+            if origin is not None:
+                probe.start(self._links, link)
+                self._receiving.on_connected(origin, link)
+        elif not link.agreed:
+            raise ProtocolError(f"{type(message).__name__} before an agreement")
+        elif isinstance(message, Probe):
+            probe.answer(self._links, link)
+        elif link.inbound:
+            self._sending.on_message(link, message)
+        else:
+            self._receiving.on_message(link, message)

@@ -1,0 +1,298 @@
+"""Sessions with workers of other engines: from a connection to an agreement on bytes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvconnect.errors import ProtocolError, Refused
+from kvconnect.pages import LayerPages, unit_segments
+from kvconnect.plan.receiver import Origin
+from kvconnect.plan.sender import View
+from kvconnect.states import SESSION, Event, Session
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.transport.base import (
+    Hangup,
+    Note,
+    PeerDown,
+    PeerId,
+    PeerUp,
+    Received,
+    Sent,
+    Transport,
+    Unit,
+)
+from kvconnect.types import FailureCause, Rank, TransferType
+from kvconnect.wire import messages
+from kvconnect.wire.messages import Hello, Message, Turned
+from kvconnect.wire.session import Agreement, negotiate
+from kvconnect.wire.topology import head_range
+
+logger = logging.getLogger(__name__)
+
+_GREETING_S = 20.0  # a busy engine may take its time
+_NOBODY = Rank(0, 1, 0, 1)  # before it said who it is
+
+GroupPages = Sequence[LayerPages]
+"""Where each layer of one KV-cache group is."""
+
+
+@dataclass
+class Meter:
+    """What is measured on one connection, by want; times in seconds of the monotonic clock. A
+    want that is not open (any more) is not measured: messages cross."""
+
+    wire: dict[int, float] = field(default_factory=dict)  # open wants: how long pages moved
+    asked: dict[int, float] = field(default_factory=dict)  # since when, until the first page
+    ready: dict[int, float] = field(default_factory=dict)  # when its last page was computed
+    probed_bytes: int = 0
+    probed_seconds: float = 0.0
+
+    def open(self, want: int, asked: bool) -> None:
+        """Begin to measure a want; ``asked``: it is ours."""
+        self.wire[want] = 0.0
+        if asked:
+            self.asked[want] = time.monotonic()
+
+    def record(
+        self,
+        stats: OffloadingConnectorStats,
+        kind: TransferType,
+        event: Sent | Received,
+        peer: str,
+    ) -> None:
+        """Count pages that moved."""
+        stats.record_transfer(kind.value, event.nbytes, event.seconds)
+        stats.count("handoff_peer_bytes", event.nbytes, label=peer)
+        stats.count("handoff_peer_seconds", event.seconds, label=peer)
+        if event.want in self.wire:
+            self.wire[event.want] += event.seconds
+        asked = self.asked.pop(event.want, None)
+        if asked is not None:
+            waited = time.monotonic() - asked - event.seconds
+            stats.observe("handoff_wait_seconds", max(0.0, waited))
+
+    def all_ready(self, want: int) -> None:
+        """The other side has computed all of a want."""
+        if want in self.wire:
+            self.ready[want] = time.monotonic()
+
+    def finish(self, stats: OffloadingConnectorStats, want: int, role: str) -> None:
+        """A want has everything: note how long its pages moved and, on the side that asked, how
+        much of that came after the other side's prefill."""
+        if want not in self.wire:
+            return
+        stats.observe("handoff_wire_seconds", self.wire[want], label=role)
+        if role == "recv":  # no word of its being ready: the pages overtook it
+            now = time.monotonic()
+            stats.observe("handoff_exposed_seconds", now - self.ready.get(want, now))
+        self.forget(want)
+
+    def forget(self, want: int) -> None:
+        """A want ended."""
+        for times in (self.wire, self.asked, self.ready):
+            times.pop(want, None)
+
+
+@dataclass
+class Link:
+    """One connection. ``inbound``: the other side reads from this one; otherwise we read.
+
+    ``units`` and ``views`` are there once both sides have ``agreed``.
+    """
+
+    peer: PeerId
+    inbound: bool
+    since: float
+    address: str = ""
+    name: str = ""  # of the other engine, for logs and metrics
+    state: Session = SESSION.start
+    refused: bool = False  # one side turned the other away
+    reader: Rank = _NOBODY
+    units: list[Unit] = field(default_factory=list)
+    unit_group: list[int] = field(default_factory=list)
+    views: dict[int, View] = field(default_factory=dict)
+    meter: Meter = field(default_factory=Meter)
+
+    @property
+    def agreed(self) -> bool:
+        """Whether pages may move."""
+        return self.state is Session.UP
+
+    def advance(self, event: Event) -> None:
+        """Take an event of the session's table."""
+        self.state = SESSION.after(self.state, event)
+
+
+class Links:
+    """The connections of one worker, by peer and by the origin they were made for.
+
+    Not synchronised: its owner holds a lock. Whoever connects is the reader of the session.
+    """
+
+    def __init__(
+        self,
+        hello: Hello,
+        pages: Sequence[GroupPages],
+        transport: Transport,
+        stats: OffloadingConnectorStats,
+    ) -> None:
+        self.hello = hello
+        self.pages = pages
+        self.transport = transport
+        self.stats = stats
+        self._links: dict[PeerId, Link] = {}
+        self._origins: dict[PeerId, Origin] = {}
+        self._peers: dict[Origin, PeerId] = {}
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def _count(self) -> None:
+        if not self.is_first:
+            return
+        up = sum(link.agreed for link in self._links.values())
+        self.stats.gauge("handoff_peers", up, label="up")
+        self.stats.gauge("handoff_peers", len(self._links) - up, label="connecting")
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the worker that speaks for its engine where one is enough."""
+        return self.hello.rank.tp_rank == self.hello.rank.pp_rank == 0
+
+    def get(self, peer: PeerId) -> Link | None:
+        """Return a connection that is up."""
+        return self._links.get(peer)
+
+    def need(self, origin: Origin) -> Link | None:
+        """Return the agreed link to a worker; None if it is being made or was just asked for."""
+        peer = self._peers.get(origin)
+        if peer is not None:
+            link = self._links.get(peer)
+            return link if link is not None and link.agreed else None
+        endpoint = origin.endpoint
+        peer = self.transport.connect(endpoint.host, endpoint.port)
+        self._peers[origin], self._origins[peer] = peer, origin
+        self._links[peer] = Link(peer, inbound=False, since=time.monotonic())
+        self._count()
+        return None
+
+    def tell(self, peer: PeerId, message: Message) -> None:
+        """Send a message."""
+        self.transport.submit(Note(peer, messages.encode(message)))
+
+    def hang_up(self, peer: PeerId, reason: str) -> None:
+        """Close a connection that cannot go on; its end says why."""
+        link = self._links.get(peer)
+        if link is not None and link.state is not Session.CLOSING:
+            link.advance(Event.ABORT)
+            self.transport.submit(Hangup(peer, reason))
+
+    def tick(self, now: float) -> None:
+        """Give up on peers that are connected but do not say who they are."""
+        for link in self._links.values():
+            if link.state is Session.GREETING and now - link.since > _GREETING_S:
+                self.hang_up(link.peer, f"no greeting within {_GREETING_S:g} s")
+
+    def on_up(self, event: PeerUp) -> None:
+        """A connection is authenticated: say who we are."""
+        if event.inbound:
+            self._links[event.peer] = Link(event.peer, inbound=True, since=time.monotonic())
+        link = self._links.get(event.peer)
+        if link is not None:
+            link.advance(Event.CONNECTED)
+            link.address = link.name = event.address
+            self.tell(event.peer, self.hello)
+
+    def on_hello(self, link: Link, theirs: Hello) -> Origin | None:
+        """The other side said who it is: agree. Return what the connection was made for.
+
+        Raises:
+            Refused: naming the field that differs, with both values.
+            ProtocolError: it had said so before.
+        """
+        if link.state is not Session.GREETING:
+            raise ProtocolError("a second Hello")
+        link.name = f"{link.address.rpartition(':')[0]}/{theirs.engine_id[:8]}"
+        reader, source = (theirs, self.hello) if link.inbound else (self.hello, theirs)
+        origin = self._origins.get(link.peer)
+        if origin is not None and (theirs.engine_id, theirs.epoch) != origin[1:]:
+            raise Refused(
+                "ticket",
+                f"the ticket is for engine {origin.engine_id} (epoch {origin.epoch}), at its "
+                f"address is {theirs.engine_id} (epoch {theirs.epoch}): it was restarted",
+            )
+        agreement = negotiate(reader, source)
+        link.reader = reader.rank
+        self._settle(link, agreement)
+        link.advance(Event.AGREED)
+        self._count()
+        if not link.inbound:
+            seconds = time.monotonic() - link.since
+            self.stats.observe("handoff_handshake_seconds", seconds)
+            logger.info("connected to %s in %.3f s", link.name, seconds)
+        return origin
+
+    def on_turned(self, link: Link, message: Turned) -> None:
+        """The other side does not agree."""
+        if link.refused:
+            return  # it was mutual
+        link.refused = True
+        self.stats.count("handoff_refused", label=message.field)
+        self.hang_up(link.peer, f"refused by the other side: {message.message}")
+
+    def refuse(self, peer: PeerId, error: Refused) -> None:
+        """Tell the other side why there is no agreement, and end the connection."""
+        link = self._links.get(peer)
+        if link is not None:
+            link.refused = True
+        self.stats.count("handoff_refused", label=error.field)
+        self.tell(peer, Turned(field=error.field, message=str(error)))
+        self.hang_up(peer, str(error))
+
+    def on_down(self, event: PeerDown) -> tuple[Origin | None, FailureCause]:
+        """A connection is gone; return the origin it was made for, and what its end means."""
+        link = self._links.pop(event.peer, None)
+        origin = self._origins.pop(event.peer, None)
+        if origin is not None:
+            del self._peers[origin]
+        if event.refused:
+            self.stats.count("handoff_refused", label=event.refused)
+        if link is not None:
+            name = link.name or (str(origin.endpoint) if origin else "a peer")
+            logger.warning("connection to %s ended: %s", name, event.reason)
+            self.stats.count("handoff_peer_failures", label=name)
+        self._count()
+        refused = event.refused or (link is not None and link.refused)
+        return origin, FailureCause.REFUSED if refused else FailureCause.PEER
+
+    def _settle(self, link: Link, agreement: Agreement) -> None:
+        """Work out where the agreed units lie here."""
+        rank = self.hello.rank
+        for number, group in enumerate(agreement.groups):
+            if not group.layers:
+                continue
+            place = {name: i for i, name in enumerate(group.layers)}
+            link.views[number] = View(
+                ratio=group.source_ratio if link.inbound else group.reader_ratio,
+                unit_all=agreement.unit(number),
+                unit_of_layer=tuple(
+                    agreement.unit(number, place[page.name]) if page.name in place else -1
+                    for page in self.pages[number]
+                ),
+            )
+        for number, layer in agreement.units:
+            group = agreement.groups[number]
+            names = group.layers if layer is None else (group.layers[layer],)
+            by_name = {page.name: page for page in self.pages[number]}
+            first = head_range(rank.tp_rank, rank.tp, self.hello.groups[number].kv_heads)[0]
+            segments, phases, size = unit_segments(
+                [by_name[name] for name in names],
+                (group.heads[0] - first, group.heads[1] - first),
+                group.wire_tokens,
+                group.order,
+            )
+            link.units.append(Unit(segments, phases, size))
+            link.unit_group.append(number)

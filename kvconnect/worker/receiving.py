@@ -1,0 +1,173 @@
+"""The decode side of one worker's hand-offs: carries out what ``plan/receiver.py`` decides."""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections.abc import Sequence
+
+from kvconnect.errors import ProtocolError, Refused
+from kvconnect.plan import receiver
+from kvconnect.plan.instructions import Instructions, Keep, Receive, Report
+from kvconnect.plan.receiver import Action, Origin, Receiver
+from kvconnect.transport.base import Fence, Incoming, PeerId, Quiet, Received
+from kvconnect.types import Endpoint, FailureCause, TransferType
+from kvconnect.wire.messages import Alive, Cancel, Decline, Done, Fail, Message, Ready, Renew, Want
+from kvconnect.wire.topology import sources_for
+from kvconnect.worker.links import Link, Links
+
+logger = logging.getLogger(__name__)
+
+_CAUSES = {cause.value: cause for cause in FailureCause}
+
+
+class ReceiveSide:
+    """Not synchronised: the agent holds its lock around every call."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        groups = links.hello.groups
+        self._machine = Receiver(
+            [group.block_tokens for group in groups], [len(group.layers) for group in groups]
+        )
+        self._keeps: dict[Origin, list[Keep]] = {}  # until the connection is there
+        self._finished: list[tuple[Report, Receive]] = []
+        self._fence: Fence | None = None  # of the last step that received something
+
+    def begin_step(self, work: Instructions, now: float, fence: Fence | None) -> None:
+        """Take a step's receives, drops and renewals. Pages land only after ``fence``: work
+        launched before may still use the blocks."""
+        if work.receives:
+            self._fence = fence
+        for job in work.receives:
+            self._run(self._machine.receive(job, self._endpoints(job), now))
+        for drop in work.drops:
+            self._run(self._machine.drop(drop.job))
+        for keep in work.keeps if self._links.is_first else ():
+            self._keep(keep)
+
+    def tick(self, now: float) -> None:
+        """Time has passed; a few times per second."""
+        self._run(self._machine.tick(now))
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether :meth:`take_finished` has something."""
+        return bool(self._finished)
+
+    def take_finished(self) -> list[tuple[Report, Receive]]:
+        """Return receives that ended since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def on_message(self, link: Link, message: Message) -> None:
+        """A source says something.
+
+        Raises:
+            ProtocolError: nothing a source may say.
+        """
+        if isinstance(message, Fail):
+            cause = _CAUSES.get(message.cause, FailureCause.PEER)
+            self._run(self._machine.failed(link.peer, message.want, cause))
+        elif isinstance(message, Alive):
+            self._machine.alive(link.peer, message.wants, time.monotonic())
+        elif isinstance(message, Ready):
+            link.meter.all_ready(message.want)
+        else:
+            raise ProtocolError(f"{type(message).__name__} from a source")
+
+    def on_received(self, link: Link, event: Received) -> None:
+        """Pages have landed.
+
+        Raises:
+            ProtocolError: pages that were not asked for.
+        """
+        link.meter.record(self._links.stats, TransferType.RECV, event, link.name)
+        self._links.stats.count("handoff_digest_failed_blocks", len(event.bad))
+        blocks = range(event.first, event.first + event.count)
+        now = time.monotonic()
+        self._run(
+            self._machine.received(event.peer, event.want, event.number, blocks, event.bad, now)
+        )
+
+    def on_quiet(self, event: Quiet) -> None:
+        """The transport has stopped a want."""
+        self._run(self._machine.quiet(event.peer, event.want))
+
+    def on_connected(self, origin: Origin, link: Link) -> None:
+        """There is an agreement with a worker that was needed."""
+        self._run(self._machine.connected(origin, link.peer, link.views))
+        for keep in self._keeps.pop(origin, ()):
+            self._tell_keep(link, keep)
+
+    def on_lost(self, peer: PeerId, origin: Origin | None, cause: FailureCause) -> None:
+        """A connection is gone, or could not be made; ``origin``: what it was made for."""
+        self._run(self._machine.peer_lost(peer))
+        if origin is not None:
+            self._keeps.pop(origin, None)
+            self._run(self._machine.refused(origin, cause))
+
+    def _endpoints(self, job: Receive) -> list[Endpoint]:
+        """Return those workers of the source that have something for this one; none if its heads
+        cannot be ours, upon which the job fails."""
+        if job.source is None:
+            return []
+        hello = self._links.hello
+        heads = [group.kv_heads for group in hello.groups]
+        try:
+            needed = sources_for(hello.rank, job.source.tp, job.source.pp, heads)
+        except Refused as error:
+            logger.warning("hand-off from engine %s refused: %s", job.source.engine_id, error)
+            self._links.stats.count("handoff_refused", label=error.field)
+            return []
+        by_rank = {(e.pp_rank, e.tp_rank): e for e in job.source.endpoints}
+        return [by_rank[place] for place in needed]
+
+    def _run(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, receiver.Finished):
+                self._finished.append((action.report, action.job))
+            elif isinstance(action, receiver.NeedPeer):
+                link = self._links.need(action.origin)
+                if link is not None:
+                    self.on_connected(action.origin, link)
+            elif (link := self._links.get(PeerId(action.peer))) is None:
+                continue
+            elif isinstance(action, receiver.AskPages):
+                self._ask(link, action)
+            elif isinstance(action, receiver.CancelWant):
+                link.meter.forget(action.want)
+                self._links.tell(link.peer, Cancel(want=action.want))
+                self._links.transport.cancel(link.peer, action.want)
+            else:
+                link.meter.finish(self._links.stats, action.want, "recv")
+                self._links.tell(link.peer, Done(want=action.want))
+                self._links.transport.cancel(link.peer, action.want)
+
+    def _ask(self, link: Link, ask: receiver.AskPages) -> None:
+        spans = {span.group: (span.first, span.block_ids) for span in ask.spans}
+        nothing = (0, array("q"))
+        by_unit = [spans.get(group, nothing) for group in link.unit_group]
+        link.meter.open(ask.want, asked=True)
+        self._links.transport.submit(
+            Incoming(link.peer, ask.want, link.units, by_unit, self._fence)
+        )
+        parts = [(span.group, span.first, len(span.block_ids)) for span in ask.spans]
+        self._links.tell(
+            link.peer,
+            Want(want=ask.want, transfer=ask.transfer, early=ask.early, parts=parts),
+        )
+
+    def _keep(self, keep: Keep) -> None:
+        origin = Origin(keep.source.endpoints[0], keep.source.engine_id, keep.source.epoch)
+        link = self._links.need(origin)
+        if link is None:
+            self._keeps.setdefault(origin, []).append(keep)
+        else:
+            self._tell_keep(link, keep)
+
+    def _tell_keep(self, link: Link, keep: Keep) -> None:
+        transfer = keep.transfer
+        message = Renew(transfers=[transfer]) if keep.wanted else Decline(transfer=transfer)
+        self._links.tell(link.peer, message)

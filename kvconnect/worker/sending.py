@@ -1,0 +1,145 @@
+"""The prefill side of one worker's hand-offs: carries out what ``plan/sender.py`` decides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from kvconnect.errors import ProtocolError
+from kvconnect.plan import sender
+from kvconnect.plan.instructions import Instructions, Notice
+from kvconnect.plan.sender import Action, Ask, Sender
+from kvconnect.transport.base import Fence, Outgoing, PeerId, Quiet, Sent
+from kvconnect.types import TransferId, TransferType
+from kvconnect.wire.messages import (
+    Alive,
+    Cancel,
+    Decline,
+    Done,
+    Fail,
+    Message,
+    Ready,
+    Renew,
+    Want,
+)
+from kvconnect.worker.links import Link, Links
+
+HEARTBEAT_S = 1.0
+"""How often readers are told that their pages are still to come."""
+
+
+class SendSide:
+    """Not synchronised: the agent holds its lock around every call."""
+
+    def __init__(self, links: Links, deadline_s: float) -> None:
+        self._links = links
+        self._place = {
+            page.name: (group, layer)
+            for group, layers in enumerate(links.pages)
+            for layer, page in enumerate(layers)
+        }
+        self._notices: dict[Notice, None] = {}  # in order; a repeated one says nothing new
+        self._machine = Sender([len(group) for group in links.pages], deadline_s, HEARTBEAT_S)
+
+    def begin_step(self, work: Instructions) -> None:
+        """Take a step's offers and withdrawals, before its forward."""
+        for offer in work.offers:
+            self._run(self._machine.offer(offer))
+        for order in work.withdrawals:
+            self._run(self._machine.withdraw(order))
+
+    def layer_written(self, name: str, fence: Fence | None) -> None:
+        """One layer of all blocks this step offers can be read once the fence has passed. One
+        that shares another layer's cache is not known here and left alone."""
+        place = self._place.get(name)
+        if place is not None:
+            self._run(self._machine.layer_written(*place, fence))
+
+    def step_written(self, fence: Fence | None) -> None:
+        """All blocks this step offers can be read once the fence has passed."""
+        self._run(self._machine.step_written(fence))
+
+    def tick(self, now: float) -> None:
+        """Time has passed; a few times per second."""
+        self._run(self._machine.tick(now))
+
+    @property
+    def has_notices(self) -> bool:
+        """Whether :meth:`take_notices` has something."""
+        return bool(self._notices)
+
+    def take_notices(self) -> list[Notice]:
+        """Return what readers did since the last call."""
+        notices, self._notices = list(self._notices), {}
+        return notices
+
+    def on_message(self, link: Link, message: Message) -> None:
+        """A reader says something.
+
+        Raises:
+            ProtocolError: nothing a reader may say.
+        """
+        peer = link.peer
+        if isinstance(message, Want):
+            self._links.stats.count("handoff_early_wants", int(message.early))
+            self._links.stats.count("handoff_late_wants", int(not message.early))
+            link.meter.open(message.want, asked=False)
+            self._run(self._machine.want(_ask(link, message), time.monotonic()))
+        elif isinstance(message, Cancel):
+            link.meter.forget(message.want)
+            self._run(self._machine.cancel(peer, message.want))
+        elif isinstance(message, Done):
+            link.meter.finish(self._links.stats, message.want, "send")
+            self._run(self._machine.done(peer, message.want))
+        elif isinstance(message, Renew):
+            for transfer in message.transfers:
+                self._run(self._machine.renew(TransferId(transfer)))
+        elif isinstance(message, Decline):
+            self._run(self._machine.decline(TransferId(message.transfer)))
+        else:
+            raise ProtocolError(f"{type(message).__name__} from a reader")
+
+    def on_sent(self, link: Link, event: Sent) -> None:
+        """The transport has sent pages."""
+        link.meter.record(self._links.stats, TransferType.SEND, event, link.name)
+        self._run(self._machine.sent(event.peer, event.want))
+
+    def on_quiet(self, event: Quiet) -> None:
+        """The transport has stopped a want."""
+        self._run(self._machine.quiet(event.peer, event.want))
+
+    def on_lost(self, peer: PeerId) -> None:
+        """A connection is gone."""
+        self._run(self._machine.peer_lost(peer))
+
+    def _run(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, sender.Tell):
+                self._notices[action.notice] = None
+                continue
+            link = self._links.get(PeerId(action.peer))
+            if link is None:
+                continue
+            if isinstance(action, sender.SendPages):
+                self._send(link, action)
+            elif isinstance(action, sender.Stop):
+                self._links.transport.cancel(link.peer, action.want)
+            elif isinstance(action, sender.Refuse):
+                link.meter.forget(action.want)
+                fail = Fail(want=action.want, cause=action.cause.value, detail=action.detail)
+                self._links.tell(link.peer, fail)
+            elif isinstance(action, sender.AllReady):
+                self._links.tell(link.peer, Ready(want=action.want))
+            else:
+                self._links.tell(link.peer, Alive(wants=list(action.wants)))
+
+    def _send(self, link: Link, pages: sender.SendPages) -> None:
+        unit = link.units[pages.number]
+        self._links.transport.submit(
+            Outgoing(link.peer, pages.want, pages.number, unit, pages.first, pages.ids, pages.fence)
+        )
+
+
+def _ask(link: Link, want: Want) -> Ask:
+    transfer = TransferId(want.transfer)
+    return Ask(link.peer, want.want, transfer, want.early, link.reader, link.views, want.parts)

@@ -1,0 +1,161 @@
+"""The KV cache as a transport sees it: in place in CPU memory, through a ring for other devices."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from kvconnect.errors import TransferFailed
+from kvconnect.transport.base import Memory, Piece, Unit
+
+RING_BYTES = 64 << 20
+"""Page-locked memory of one worker, half of it for sending and half for receiving."""
+
+SHARES = 4
+"""Transfers in each direction that find room at a time."""
+
+ROOM_TIMEOUT_S = 30.0
+"""How long a transfer waits for room before it fails."""
+
+_Run = tuple[torch.Tensor, torch.Tensor]
+"""A byte run of a page in the cache, and its place in the ring."""
+
+
+class HostMemory:
+    """A KV cache in CPU memory: pages are sent from and received into where they are."""
+
+    def __init__(self, area: torch.Tensor) -> None:
+        self._area = area  # keeps the address valid
+
+    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
+        yield Piece(self._area.data_ptr(), self._area.nbytes, unit, ids)
+
+    incoming = outgoing
+
+
+class StagedMemory:
+    """A KV cache on a device, through bounded rings of page-locked memory.
+
+    Pages of one piece lie back to back in a share of a ring, which grows if a single wire block
+    is larger; so up to ``2 * SHARES`` times the largest wire block is taken beyond ``ring_bytes``.
+
+    A call keeps its share from its first piece to its last, and each direction has a ring of its
+    own. Whoever sends has room for the whole frame before the other side sees its header, so a
+    receiver that holds a share never waits for a sender that waits for one, and no circle of
+    waiting can form, however many workers send to one another at the same time.
+
+    ``area`` is the whole cache, uint8 ``[bytes]``; a CPU tensor takes the same path (without
+    streams), which is how it is tested without a GPU.
+    """
+
+    def __init__(
+        self,
+        area: torch.Tensor,
+        ring_bytes: int = RING_BYTES,
+        timeout_s: float = ROOM_TIMEOUT_S,
+    ) -> None:
+        self._area = area
+        share_bytes = ring_bytes // (2 * SHARES)
+        self._sending = _Ring(area.device, share_bytes, timeout_s)
+        self._receiving = _Ring(area.device, share_bytes, timeout_s)
+
+    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
+        with self._sending.share(unit.block_bytes) as share:
+            for part in _parts(share, unit, ids):
+                runs = self._runs(share, unit, part)
+                self._sending.copy((staged, page) for page, staged in runs)
+                yield _piece(share, unit, len(part))
+
+    def incoming(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
+        with self._receiving.share(unit.block_bytes) as share:
+            for part in _parts(share, unit, ids):
+                yield _piece(share, unit, len(part))
+                self._receiving.copy(self._runs(share, unit, part))
+
+    def _runs(self, share: torch.Tensor, unit: Unit, ids: array[int]) -> Iterator[_Run]:
+        at = 0
+        count = len(unit.segments) // unit.phases
+        for number in ids:
+            page, phase = divmod(number, unit.phases)
+            for i in range(phase * count, (phase + 1) * count, 3):
+                offset, stride, length = unit.segments[i : i + 3]
+                run = self._area.narrow(0, offset + page * stride, length)
+                yield run, share.narrow(0, at, length)
+                at += length
+
+
+class _Ring:
+    """One direction's shares, and the stream its copies run on. Thread-safe."""
+
+    def __init__(self, device: torch.device, share_bytes: int, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._pinned = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._pinned else None
+        self._free = [self._make(share_bytes) for _ in range(SHARES)]
+        self._room = threading.Condition()
+
+    @contextmanager
+    def share(self, block_bytes: int) -> Iterator[torch.Tensor]:
+        """Hold a share that has room for at least one wire block, uint8 ``[bytes]``.
+
+        Raises:
+            TransferFailed: none is free in time, or there is no memory for one so large.
+        """
+        with self._room:
+            if not self._room.wait_for(lambda: self._free, self._timeout_s):
+                raise TransferFailed(f"no room in the staging ring for {self._timeout_s:g} s")
+            share = self._free.pop()
+        try:
+            if share.nbytes < block_bytes:
+                share = self._make(block_bytes)
+            yield share
+        finally:
+            with self._room:
+                self._free.append(share)
+                self._room.notify()
+
+    def copy(self, pairs: Iterable[_Run]) -> None:
+        """Copy each pair's second into its first; they are there when this returns."""
+        if self._stream is None:
+            for target, source in pairs:
+                target.copy_(source)
+            return
+        with torch.cuda.stream(self._stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            done = torch.cuda.Event(blocking=True)  # whoever waits must not spin on a core
+            done.record()
+        done.synchronize()  # blocks this thread only, never the device
+
+    def _make(self, nbytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+        except RuntimeError as error:
+            raise TransferFailed(f"no memory for {nbytes} bytes of a staging ring") from error
+
+
+def _parts(share: torch.Tensor, unit: Unit, ids: array[int]) -> Iterator[array[int]]:
+    """Cut wire blocks into as many as a share has room for."""
+    step = share.nbytes // unit.block_bytes
+    return (ids[start : start + step] for start in range(0, len(ids), step))
+
+
+def _piece(share: torch.Tensor, unit: Unit, count: int) -> Piece:
+    """The staged pages, one after the other from the start of the share."""
+    size = unit.block_bytes
+    staged = Unit(array("q", [0, size, size]), 1, size)
+    return Piece(share.data_ptr(), share.nbytes, staged, array("q", range(count)))
+
+
+def make_memory(area: torch.Tensor, timeout_s: float = ROOM_TIMEOUT_S) -> Memory:
+    """Return how a transport reaches the KV cache ``area``, uint8 ``[bytes]``.
+
+    Where pages have to be staged, a transfer that finds no room for ``timeout_s`` fails.
+    """
+    if area.device.type == "cpu":
+        return HostMemory(area)
+    return StagedMemory(area, timeout_s=timeout_s)
