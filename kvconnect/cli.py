@@ -1,4 +1,4 @@
-"""The ``kvconnect`` command: ``kvconnect --version`` and ``kvconnect doctor [--json]``.
+"""The ``kvconnect`` command: ``--version``, ``doctor`` and ``router``.
 
 ``doctor`` is a list of small checks. Each returns one :class:`Finding`; to add a check, write a
 function and append it to ``CHECKS``.
@@ -9,16 +9,19 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import logging
 import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
-from typing import Literal
+from typing import Literal, NoReturn
 
 from kvconnect import memory, versions
 from kvconnect.copy import native_unavailable_reason
+from kvconnect.errors import ConfigError
+from kvconnect.router.options import Options, base_urls
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -208,8 +211,70 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     check = commands.add_parser("doctor", help="say whether offload can work here, and what to fix")
     check.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    router = commands.add_parser("router", help="serve prefill and decode engines as one")
+    _add_router_flags(router)
     arguments = parser.parse_args(argv)
+    if arguments.command == "router":
+        return run_router(arguments, router.error)
     return doctor(as_json=arguments.json)
+
+
+def run_router(arguments: argparse.Namespace, refuse: Callable[[str], NoReturn]) -> int:
+    """Run the router until it is told to stop; return the exit code.
+
+    ``refuse`` ends the command with a usage error.
+    """
+    try:
+        app = importlib.import_module("kvconnect.router.app")
+    except ImportError as error:
+        refuse(f"{error.name} is missing: pip install 'kvconnect[router]'")
+    try:
+        options = Options(
+            base_urls("prefill", arguments.prefill),
+            base_urls("decode", arguments.decode),
+            pull=arguments.pull,
+            push_min_tokens=arguments.push_min_tokens,
+            timeout_s=arguments.timeout,
+        )
+    except ConfigError as error:
+        refuse(f"--{error.field} {error.value}: {error.fix}")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        app.serve(options, arguments.host, arguments.port)
+    except OSError as error:
+        print(f"kvconnect router: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _add_router_flags(parser: argparse.ArgumentParser) -> None:
+    default = Options((), ())
+    add = parser.add_argument
+    add("--prefill", nargs="+", required=True, metavar="URL", help="engines that prefill")
+    add("--decode", nargs="+", required=True, metavar="URL", help="engines that decode")
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=_port, default=8000, help="port to listen on (default: %(default)s)")
+    add("--pull", action="store_true", help="ask decode only after prefill has answered")
+    add(
+        "--push-min-tokens",
+        type=int,
+        default=default.push_min_tokens,
+        metavar="N",
+        help="pull for prompts estimated to be shorter (default: %(default)s, always push)",
+    )
+    add(
+        "--timeout",
+        type=float,
+        default=default.timeout_s,
+        metavar="S",
+        help="seconds for a whole request (default: %(default)s)",
+    )
+
+
+def _port(text: str) -> int:
+    if not 0 <= int(text) < 2**16:
+        raise argparse.ArgumentTypeError(f"{text} is no port")
+    return int(text)
 
 
 def _required(distribution: str, fix: str) -> Finding:

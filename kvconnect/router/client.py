@@ -1,0 +1,244 @@
+"""One request to one engine. Everything here runs on the event loop."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace, TracebackType
+
+import aiohttp
+
+from kvconnect.errors import KVConnectError
+from kvconnect.router import legs
+from kvconnect.router.metrics import LegOutcome, RouterMetrics
+from kvconnect.router.policy import Cause
+from kvconnect.router.upstreams import Upstream
+from kvconnect.router.view import Role
+
+CONNECT_S = 5.0
+_EVENT_STREAM = "text/event-stream"
+_EVENT_END = b"\n\n"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole answer of an engine."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What to send: a path, headers, a JSON body."""
+
+    path: str
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class LegFailed(KVConnectError):
+    """An engine could not be reached, was lost, or failed; ``answer`` is what it said, if any."""
+
+    def __init__(
+        self, role: Role, cause: Cause, message: str, answer: Answer | None = None
+    ) -> None:
+        super().__init__(message)
+        self.role = role
+        self.cause = cause
+        self.answer = answer
+
+
+class Rejected(KVConnectError):
+    """An engine says that the client's request is wrong (4xx)."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(f"{answer.status}")
+        self.answer = answer
+
+
+class Overhead:
+    """The time a router adds: from when it could send a request to when it had sent it."""
+
+    def __init__(self) -> None:
+        self._spent = 0.0
+        self._since = self._written = time.monotonic()
+
+    def written(self) -> None:
+        """A piece of a request went out."""
+        self._written = time.monotonic()
+
+    def answered(self) -> None:
+        """What the next request had to wait for is there; the wait itself does not count."""
+        self._spent = self.seconds
+        self._since = self._written = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Time added so far."""
+        return self._spent + self._written - self._since
+
+
+def make_session() -> aiohttp.ClientSession:
+    """Return the session for all requests to engines.
+
+    Connections are not kept: an engine may close an idle one just when it is used again, and
+    whether a POST on it was carried out cannot be known. There is no limit to their number.
+    """
+    trace = aiohttp.TraceConfig()
+    trace.on_request_chunk_sent.append(_note_written)
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S),
+        headers={"Accept-Encoding": "identity"},  # answers go on byte for byte
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trace_configs=[trace],
+    )
+
+
+class Leg:
+    """A request to one engine, from its dispatch to its last byte.
+
+    Use as a context: leaving it closes the connection, upon which the engine drops what is not
+    finished. Every call raises :class:`LegFailed` when the engine fails or is lost.
+    """
+
+    def __init__(
+        self, session: aiohttp.ClientSession, metrics: RouterMetrics, upstream: Upstream
+    ) -> None:
+        self.upstream = upstream
+        self._session = session
+        self._metrics = metrics
+        self._response: aiohttp.ClientResponse | None = None
+        self._outcome = LegOutcome.CANCELLED  # until something else is known
+
+    async def __aenter__(self) -> Leg:
+        self._metrics.leg_began(self.upstream.role, self.upstream.url)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._response is not None:
+            self._response.close()
+        self._metrics.leg_ended(self.upstream.role, self.upstream.url, self._outcome)
+
+    @property
+    def content_type(self) -> str:
+        """The answer's ``Content-Type``, as it came."""
+        return self._opened.headers.get("Content-Type", "application/octet-stream")
+
+    @property
+    def streams(self) -> bool:
+        """Whether the answer is a stream of events."""
+        return self.content_type.startswith(_EVENT_STREAM)
+
+    async def open(self, ask: Ask, on_written: Callable[[], None]) -> None:
+        """Send the request and wait for the head of a good answer.
+
+        Raises:
+            Rejected: the engine answered with 4xx.
+            LegFailed: it answered otherwise but not with 200, or not at all.
+        """
+        with self._failures():
+            self._response = await self._session.post(
+                self.upstream.url + ask.path,
+                data=io.BytesIO(ask.body),  # goes out in pieces, however large
+                headers={**ask.headers, "Content-Type": "application/json"},
+                allow_redirects=False,
+                trace_request_ctx=on_written,
+            )
+            status = self._response.status
+            if status == 200:
+                return
+            answer = Answer(status, self.content_type, await self._response.read())
+        if 400 <= status < 500:
+            self._outcome = LegOutcome.REJECTED
+            raise Rejected(answer)
+        raise self._error(answer)
+
+    async def read(self) -> bytes:
+        """Return the whole answer."""
+        with self._failures():
+            body = await self._opened.read()
+        self._outcome = LegOutcome.OK
+        return body
+
+    async def first_event(self) -> bytes:
+        """Return the beginning of a stream: its first event, and what came with it.
+
+        An engine that fails a request before its first token says so in that event.
+        """
+        begin = b""
+        with self._failures():
+            while _EVENT_END not in begin:
+                chunk = await self._opened.content.readany()
+                if not chunk:
+                    break
+                begin += chunk
+        error = legs.error_in(begin.partition(_EVENT_END)[0])
+        if error is not None:
+            status, body = error
+            raise self._error(Answer(status, "application/json", body))
+        return begin
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Yield the rest of a stream as it comes."""
+        while True:
+            with self._failures():
+                chunk = await self._opened.content.readany()
+            if not chunk:
+                self._outcome = LegOutcome.OK
+                return
+            yield chunk
+
+    def fail(self, message: str) -> LegFailed:
+        """Return the error for an answer that makes no sense."""
+        self._outcome = LegOutcome.ERROR
+        return LegFailed(self.upstream.role, "error", f"{self._name}: {message}")
+
+    @property
+    def _name(self) -> str:
+        return f"{self.upstream.role.value} engine {self.upstream.index}"
+
+    @property
+    def _opened(self) -> aiohttp.ClientResponse:
+        assert self._response is not None, "open() comes first"
+        return self._response
+
+    def _error(self, answer: Answer) -> LegFailed:
+        self._outcome = LegOutcome.ERROR
+        message = f"{self._name} answered {answer.status}"
+        return LegFailed(self.upstream.role, "error", message, answer)
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Translate what aiohttp raises, and let the engine's watcher know."""
+        try:
+            yield
+        except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
+            self.upstream.mark(up=False)
+            raise self._unreachable("cannot be reached") from error
+        except aiohttp.ClientError as error:
+            self.upstream.suspect()
+            raise self._unreachable("was lost") from error
+
+    def _unreachable(self, what: str) -> LegFailed:
+        self._outcome = LegOutcome.UNREACHABLE
+        return LegFailed(self.upstream.role, "unreachable", f"{self._name} {what}")
+
+
+async def _note_written(
+    session: aiohttp.ClientSession,  # noqa: ARG001
+    context: SimpleNamespace,
+    params: aiohttp.TraceRequestChunkSentParams,  # noqa: ARG001
+) -> None:
+    if context.trace_request_ctx is not None:
+        context.trace_request_ctx()

@@ -1,0 +1,220 @@
+"""One client request: from its body to the last byte of its answer, within one deadline.
+
+Before the first byte goes to the client, a failed attempt is ended on both engines and another
+pair is tried. After it nothing is: the stream ends with an error event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import aiohttp
+from aiohttp import web
+
+from kvconnect.errors import Refused
+from kvconnect.router import legs
+from kvconnect.router.client import Answer, Ask, Leg, LegFailed, Overhead, Rejected
+from kvconnect.router.metrics import Outcome, RouterMetrics
+from kvconnect.router.options import Options
+from kvconnect.router.policy import Choice, Mode, Reason, Tried, choose
+from kvconnect.router.reply import Reply
+from kvconnect.router.upstreams import Fleet, Upstream
+from kvconnect.router.view import Role
+
+logger = logging.getLogger(__name__)
+
+_FORWARDED = ("X-Request-Id", "Authorization")
+_T = TypeVar("_T")
+
+
+class Services(NamedTuple):
+    """What all exchanges of a router share."""
+
+    options: Options
+    fleet: Fleet
+    metrics: RouterMetrics
+    session: aiohttp.ClientSession
+
+
+class Exchange:
+    """Serves one request; on the event loop, in the request's own task."""
+
+    def __init__(self, services: Services, request: web.Request, turn: int) -> None:
+        self._services = services
+        self._request = request
+        self._reply = Reply(request)
+        self._turn = turn
+        self._came = time.monotonic()
+        self._outcome = Outcome.CANCELLED  # until something else is known
+
+    async def serve(self) -> web.StreamResponse:
+        """Answer the request; the client's disconnect cancels this, and both legs with it."""
+        timeout_s = self._services.options.timeout_s
+        try:
+            return await asyncio.wait_for(self._answer(), timeout_s)
+        except asyncio.TimeoutError:
+            self._outcome = Outcome.TIMEOUT
+            message = f"not done within {timeout_s:g} seconds"
+            if self._reply.stream is None:
+                return self._reply.error(504, message)
+            await self._reply.break_off(message)
+            return self._reply.stream
+        except web.HTTPException:  # the body is too large
+            self._outcome = Outcome.REJECTED
+            raise
+        finally:
+            choice = self._reply.choice
+            chosen = None if choice is None else (choice.mode, choice.reason)
+            self._services.metrics.request(chosen, self._outcome)
+
+    async def _answer(self) -> web.StreamResponse:
+        raw = await self._request.read()
+        try:
+            body = legs.parse_body(raw)
+            return await self._attempts(body)
+        except Refused as error:
+            self._outcome = Outcome.REJECTED
+            return self._reply.error(400, str(error))
+        except Rejected as error:
+            self._outcome = Outcome.REJECTED
+            return self._reply.whole(error.answer)
+        except LegFailed as error:
+            self._outcome = Outcome.FAILED
+            if error.role is Role.DECODE and error.answer is not None:
+                return self._reply.whole(error.answer)
+            return self._reply.error(502, str(error))
+
+    async def _attempts(self, body: dict[str, Any]) -> web.StreamResponse:
+        """Try pairs of engines until one answers.
+
+        Raises:
+            LegFailed: the last attempt's failure, when there is nothing left to try.
+            Rejected: an engine finds the request wrong.
+        """
+        prompt, tried = legs.look_at(body), Tried()
+        failure: LegFailed | None = None
+        while True:
+            view = self._services.fleet.view()
+            choice = choose(view, self._turn, tried, prompt, self._services.options)
+            if choice is None:
+                if failure is not None:
+                    raise failure
+                missing = " and no ".join(role.value for role in view.missing())
+                self._outcome = Outcome.FAILED
+                return self._reply.error(503, f"no {missing} engine is up")
+            if failure is not None:
+                self._services.metrics.retry(failure.role, failure.cause)
+            self._reply.choice = choice
+            try:
+                async with self._attempt(choice, body) as (leg, first):
+                    return await self._relay(leg, first, choice.mode)
+            except LegFailed as error:
+                logger.warning("attempt to %s failed: %s", choice.mode.value, error)
+                if not tried.note(choice, error.role, error.cause):
+                    raise
+                failure = error
+            self._turn += 1
+
+    @asynccontextmanager
+    async def _attempt(
+        self, choice: Choice, body: Mapping[str, Any]
+    ) -> AsyncIterator[tuple[Leg, bytes]]:
+        """Yield the decode leg and the first bytes of its answer. Leaving ends both legs."""
+        overhead = Overhead()
+        transfer = secrets.token_hex(16)
+        prefill: asyncio.Task[Any] | None = None
+        async with AsyncExitStack() as ends:
+            if choice.prefill is not None:
+                computed = self._prefill(
+                    choice.prefill, legs.prefill_body(body, transfer), overhead
+                )
+                if choice.mode is Mode.PUSH:
+                    prefill = await ends.enter_async_context(_beside(computed))
+                    body = legs.push_body(body, transfer, choice.card)
+                else:
+                    ticket = await computed
+                    overhead.answered()
+                    if ticket is None:
+                        choice = choice._replace(mode=Mode.PLAIN, reason=Reason.NO_TICKET)
+                        self._reply.choice = choice
+                    else:
+                        body = legs.pull_body(body, ticket)
+            decode = self._services.fleet.decode[choice.decode]
+            leg = await ends.enter_async_context(self._leg(decode))
+            beginning = self._begin(leg, body, overhead)
+            first = await (beginning if prefill is None else _beginning(prefill, beginning))
+            self._services.metrics.added(choice.mode, overhead.seconds)
+            yield leg, first
+
+    async def _prefill(
+        self, index: int, body: Mapping[str, Any], overhead: Overhead
+    ) -> dict[str, Any] | None:
+        """Have a prompt computed; return what the engine offers for it."""
+        async with self._leg(self._services.fleet.prefill[index]) as leg:
+            await leg.open(self._ask(body), overhead.written)
+            answer = await leg.read()
+            try:
+                return legs.ticket_of(answer)
+            except Refused as error:
+                raise leg.fail(str(error)) from error
+
+    async def _begin(self, leg: Leg, body: Mapping[str, Any], overhead: Overhead) -> bytes:
+        """Return the first bytes of a decode engine's answer; all of them if it is no stream."""
+        await leg.open(self._ask(body), overhead.written)
+        return await (leg.first_event() if leg.streams else leg.read())
+
+    async def _relay(self, leg: Leg, first: bytes, mode: Mode) -> web.StreamResponse:
+        """Pass the answer on to the client."""
+        if not leg.streams:
+            self._outcome = Outcome.OK
+            return self._reply.whole(Answer(200, leg.content_type, first))
+        self._services.metrics.first_byte(mode, time.monotonic() - self._came)
+        stream = await self._reply.begin(leg.content_type)
+        try:
+            await self._reply.write(first)
+            async for chunk in leg.chunks():
+                await self._reply.write(chunk)
+            await stream.write_eof()
+            self._outcome = Outcome.OK
+        except LegFailed as error:
+            self._outcome = Outcome.BROKEN
+            await self._reply.break_off(str(error))
+        except ConnectionError:  # the client is gone
+            logger.debug("a client of %s left", self._request.path)
+        return stream
+
+    def _ask(self, body: Mapping[str, Any]) -> Ask:
+        came = self._request.headers
+        headers = {name: came[name] for name in _FORWARDED if name in came}
+        return Ask(self._request.path, headers, json.dumps(body).encode())
+
+    def _leg(self, upstream: Upstream) -> Leg:
+        return Leg(self._services.session, self._services.metrics, upstream)
+
+
+async def _beginning(prefill: asyncio.Task[Any], decoding: Coroutine[Any, Any, bytes]) -> bytes:
+    """Return the first bytes of an answer that needs ``prefill``, whose failure ends the wait."""
+    async with _beside(decoding) as decode:
+        await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
+        arrived = decode.done() and decode.exception() is None
+        if prefill.done() and not arrived:
+            prefill.result()
+        return await decode
+
+
+@asynccontextmanager
+async def _beside(work: Coroutine[Any, Any, _T]) -> AsyncIterator[asyncio.Task[_T]]:
+    """Run ``work`` beside the block; leaving cancels what is left of it."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,201 @@
+"""What each engine is asked: the bodies of both legs, and what an answer says. Pure functions.
+
+A body is the JSON object of an OpenAI completion or chat completion. The client's own
+``kv_transfer_params`` go nowhere: only the router names transfers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from kvconnect.errors import Refused
+
+Body = Mapping[str, Any]
+
+_PARAMS = "kv_transfer_params"
+_TICKET = "kvconnect_ticket"
+_CARD = "kvconnect_card"
+_CARD_EXPIRY = "kvconnect_card_expires_in"
+_EXTRA = "vllm_xargs"  # vLLM merges these into the place where its connector looks
+_CHARS_PER_TOKEN = 4  # of English text; only decides between push and pull
+_WHOLE_ANSWER = ("stream", "stream_options", "min_tokens")
+
+
+class Prompt(NamedTuple):
+    """What routing needs to know of a body.
+
+    Attributes:
+        single: one prompt with one answer, so that one transfer id can name it.
+        tokens: length of the prompt; estimated where it is text.
+    """
+
+    single: bool
+    tokens: int
+
+
+class Card(NamedTuple):
+    """A prefill engine's standing offer to decode engines, signed by it."""
+
+    text: str
+    lifetime_s: float
+
+
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """Return the JSON object in ``raw`` without what only the router may say.
+
+    Raises:
+        Refused: not a JSON object; the message says where.
+    """
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise Refused("body", f"the request body is not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise Refused("body", "the request body is not a JSON object")
+    body.pop(_PARAMS, None)
+    extra = body.get(_EXTRA)
+    if isinstance(extra, dict):
+        extra.pop(_PARAMS, None)
+    return body
+
+
+def look_at(body: Body) -> Prompt:
+    """Say what routing needs to know of a body. Never fails: an engine judges the rest."""
+    one_answer = all(body.get(key) in (None, 1) for key in ("n", "best_of"))
+    prompts = sum(_count(body.get(key)) for key in ("prompt", "prompt_embeds"))
+    one_prompt = "messages" in body or prompts == 1
+    single = one_answer and one_prompt and not body.get("use_beam_search")
+    return Prompt(single, _token_ids(body.get("prompt")) + _text_tokens(body))
+
+
+def prefill_body(body: Body, transfer: str) -> dict[str, Any]:
+    """Return what the prefill engine is asked: compute the prompt and keep it for ``transfer``."""
+    asked = {key: value for key, value in body.items() if key not in _WHOLE_ANSWER}
+    asked |= {"stream": False, "max_tokens": 1}
+    if "max_completion_tokens" in body:
+        asked["max_completion_tokens"] = 1
+    params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer}
+    return asked | {_PARAMS: params}
+
+
+def push_body(body: Body, transfer: str, card: str) -> dict[str, Any]:
+    """Return what the decode engine is asked while ``transfer`` is being computed."""
+    params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer}
+    return {**body, _PARAMS: params | {_TICKET: card}}
+
+
+def pull_body(body: Body, ticket: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the decode engine is asked after prefill; ``ticket`` goes on as it came."""
+    return {**body, _PARAMS: ticket}
+
+
+def card_body(model: str) -> dict[str, Any]:
+    """Return the request for a prefill engine's card."""
+    params = {"do_remote_decode": True, "kvconnect_card": True}
+    return {"model": model, "prompt": [1], "max_tokens": 1, _PARAMS: params}
+
+
+def ticket_of(answer: bytes) -> dict[str, Any] | None:
+    """Return the hand-off that a prefill engine's answer offers, None if it offers none.
+
+    Raises:
+        Refused: the answer is no JSON object.
+    """
+    params = _object(answer).get(_PARAMS)
+    return params if isinstance(params, dict) and params else None
+
+
+def card_of(answer: bytes) -> Card:
+    """Return the card in a prefill engine's answer.
+
+    Raises:
+        Refused: there is none that could be used.
+    """
+    params = _object(answer).get(_PARAMS)
+    if not isinstance(params, dict):
+        raise Refused("answer", "it offers no hand-off: is KVConnect its KV connector?")
+    text, lifetime = params.get(_CARD), params.get(_CARD_EXPIRY)
+    if not isinstance(text, str) or not isinstance(lifetime, int | float) or lifetime <= 0:
+        raise Refused("answer", f"it has no usable {_CARD}")
+    return Card(text, float(lifetime))
+
+
+def model_of(answer: bytes) -> str:
+    """Return the first model that an answer to ``/v1/models`` lists.
+
+    Raises:
+        Refused: it lists none.
+    """
+    match _object(answer):
+        case {"data": [{"id": str(name)}, *_]}:
+            return name
+    raise Refused("answer", "it lists no model")
+
+
+def error_in(event: bytes) -> tuple[int, bytes] | None:
+    """Return (HTTP status, JSON) if a server-sent event is an engine's failure, else None."""
+    line = event.strip()
+    if not line.startswith(b"data:"):
+        return None
+    text = line.removeprefix(b"data:").strip()
+    try:
+        said = json.loads(text)
+    except ValueError:  # [DONE]
+        return None
+    match said:
+        case {"error": {"code": int(code)}} if 500 <= code < 600:
+            return code, text
+    return None
+
+
+def error_body(status: int, message: str) -> bytes:
+    """Return an error as OpenAI clients expect it."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return json.dumps({"error": error}).encode()
+
+
+def _object(answer: bytes) -> dict[str, Any]:
+    try:
+        said = json.loads(answer)
+    except (ValueError, RecursionError) as error:
+        raise Refused("answer", f"it is not JSON: {error}") from error
+    if not isinstance(said, dict):
+        raise Refused("answer", "it is not a JSON object")
+    return said
+
+
+def _count(prompt: object) -> int:
+    """Return how many prompts ``prompt`` holds: a text, token ids, or a list of either."""
+    if not isinstance(prompt, list):
+        return int(prompt is not None)
+    return 1 if prompt and isinstance(prompt[0], int) else len(prompt)
+
+
+def _token_ids(prompt: object) -> int:
+    if not isinstance(prompt, list) or not prompt:
+        return 0
+    if isinstance(prompt[0], int):
+        return len(prompt)
+    return len(prompt[0]) if isinstance(prompt[0], list) else 0
+
+
+def _text_tokens(body: Body) -> int:
+    return sum(len(text) for text in _texts(body)) // _CHARS_PER_TOKEN
+
+
+def _texts(body: Body) -> Iterator[str]:
+    """Yield the texts of a body's prompt."""
+    prompt = body.get("prompt")
+    for item in prompt if isinstance(prompt, list) else [prompt]:
+        if isinstance(item, str):
+            yield item
+    messages = body.get("messages")
+    for message in messages if isinstance(messages, list) else []:
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else [content]:
+            text = part.get("text") if isinstance(part, dict) else part
+            if isinstance(text, str):
+                yield text

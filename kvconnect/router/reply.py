@@ -1,0 +1,72 @@
+"""What a client is answered: whole, or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from kvconnect.router import legs
+from kvconnect.router.client import Answer
+from kvconnect.router.policy import Choice
+
+_EVENT_END = b"\n\n"
+_LAST_WORDS_S = 1.0  # for a client that does not read
+
+
+class Reply:
+    """The answer to one request. On the event loop, in the request's own task."""
+
+    def __init__(self, request: web.Request) -> None:
+        self.choice: Choice | None = None  # named in the answer's headers
+        self.stream: web.StreamResponse | None = None  # once the client has its first byte
+        self._request = request
+        self._tail = b""  # last bytes of the stream
+
+    def whole(self, answer: Answer) -> web.Response:
+        """Return an engine's answer as it is."""
+        headers = self._headers(answer.content_type)
+        return web.Response(status=answer.status, body=answer.body, headers=headers)
+
+    def error(self, status: int, message: str) -> web.Response:
+        """Return an error of the router."""
+        body = legs.error_body(status, message)
+        return self.whole(Answer(status, "application/json", body))
+
+    async def begin(self, content_type: str) -> web.StreamResponse:
+        """Start a stream.
+
+        Raises:
+            ConnectionError: the client is gone; so do :meth:`write` and the stream's end.
+        """
+        stream = web.StreamResponse(headers=self._headers(content_type))
+        await stream.prepare(self._request)
+        self.stream = stream
+        return stream
+
+    async def write(self, chunk: bytes) -> None:
+        """Send a piece of the stream; waits while the client does not read."""
+        assert self.stream is not None, "begin() comes first"
+        self._tail = (self._tail + chunk)[-len(_EVENT_END) :]
+        await self.stream.write(chunk)
+
+    async def break_off(self, message: str) -> None:
+        """End the stream with an error event, as engines do."""
+        assert self.stream is not None, "begin() comes first"
+        begin = b"" if self._tail == _EVENT_END else _EVENT_END  # it may have stopped mid-event
+        error = b"data: " + legs.error_body(502, message) + _EVENT_END
+        try:
+            last = begin + error + b"data: [DONE]" + _EVENT_END
+            await asyncio.wait_for(self.stream.write(last), _LAST_WORDS_S)
+        except (asyncio.TimeoutError, ConnectionError):  # it does not read, or is gone
+            if self._request.transport is not None:
+                self._request.transport.abort()
+
+    def _headers(self, content_type: str) -> dict[str, str]:
+        headers = {"Content-Type": content_type}
+        if self.choice is not None:
+            headers["X-KVConnect-Mode"] = self.choice.mode.value
+            headers["X-KVConnect-Decode"] = str(self.choice.decode)
+            if self.choice.prefill is not None:
+                headers["X-KVConnect-Prefill"] = str(self.choice.prefill)
+        return headers

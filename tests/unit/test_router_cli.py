@@ -1,0 +1,104 @@
+"""``kvconnect router`` on the command line."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+
+from kvconnect import cli
+from kvconnect.router.options import Options
+
+NEEDED = ["router", "--prefill", "http://a:1", "--decode", "http://b:2"]
+
+
+def served(monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> tuple[Options, str, int]:
+    """What the command line asks the router to serve."""
+    calls: list[Any] = []
+    app = type("App", (), {"serve": staticmethod(lambda *arguments: calls.append(arguments))})
+    monkeypatch.setattr(cli.importlib, "import_module", lambda name: app)
+    monkeypatch.setattr(cli.logging, "basicConfig", lambda **settings: None)
+    assert cli.main(argv) == 0
+    (call,) = calls
+    return call
+
+
+def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(("http://a:1",), ("http://b:2",))
+    assert served(monkeypatch, NEEDED) == (options, "127.0.0.1", 8000)
+
+
+def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = [
+        *("router", "--prefill", "http://a:1/", "http://a:2", "--decode", "http://b:2"),
+        *("--host", "10.0.0.1", "--port", "81", "--pull"),
+        *("--push-min-tokens", "256", "--timeout", "30"),
+    ]
+    urls = ("http://a:1", "http://a:2"), ("http://b:2",)
+    options = Options(*urls, pull=True, push_min_tokens=256, timeout_s=30.0)
+    assert served(monkeypatch, argv) == (options, "10.0.0.1", 81)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["router"], "--prefill"),
+        (["router", "--prefill", "a:1", "--decode", "http://b"], "--prefill a:1: use a URL"),
+        ([*NEEDED, "http://b:2"], "--decode http://b:2: name each engine once"),
+        ([*NEEDED, "--timeout", "0"], "--timeout 0.0: use seconds"),
+        ([*NEEDED, "--push-min-tokens", "-1"], "--push-min-tokens -1: use 0 or more"),
+        ([*NEEDED, "--port", "70000"], "--port"),
+        ([*NEEDED, "--port", "http"], "--port"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(argv)
+    assert stop.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_without_its_packages_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'aiohttp'", name="aiohttp")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(SystemExit):
+        cli.main(NEEDED)
+    assert "aiohttp is missing: pip install 'kvconnect[router]'" in capsys.readouterr().err
+
+
+def test_it_serves_until_it_is_told_to_stop() -> None:
+    # Ports of engines that do not exist: the router is up, its health is not.
+    argv = ["router", "--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2"]
+    command = [sys.executable, "-m", "kvconnect.cli", *argv, "--port"]
+    with subprocess.Popen([*command, "0"], stderr=subprocess.PIPE, text=True) as router:
+        try:
+            assert router.stderr is not None
+            line = next(line for line in router.stderr if "router on" in line)
+            found = re.search(r"http://127\.0\.0\.1:(\d+)", line)
+            assert found is not None
+            url = f"{found[0]}/health"
+            with pytest.raises(urllib.error.HTTPError) as answer:
+                urllib.request.urlopen(url, timeout=60)
+            with answer.value as error:
+                assert error.code == 503
+                assert json.load(error)["missing"] == ["prefill", "decode"]
+            taken = subprocess.run([*command, found[1]], capture_output=True, text=True, timeout=60)
+            assert taken.returncode == 1
+            assert "address already in use" in taken.stderr.lower()
+        finally:
+            router.send_signal(signal.SIGTERM)
+        assert router.wait(60) == 0
