@@ -8,6 +8,7 @@ and the fix; nothing is allocated before that.
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import re
 from collections.abc import Mapping
 from fractions import Fraction
@@ -34,21 +35,33 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _LONGEST_S = 86_400  # no wait is endless
+_MOST_CONNECTIONS = 16
+OFF = -1  # of host_bytes: no host tier
 AUTO_HOST_SHARE = 0.25  # leaves room for weights being loaded, page cache and the engine itself
 
 
-class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the host tier.
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """All settings: of the host tier, of the hand-off between engines, and of both.
 
     Attributes:
         host_bytes: host memory of one engine, shared by its workers on this machine; 0 means
-            ``auto``: a quarter of the machine's (or container's) memory.
+            ``auto``: a quarter of the machine's (or container's) memory; ``OFF``: no host tier.
         policy: which block leaves a full tier first. ``lru`` suits conversations; ``s3fifo``
             keeps a working set through long scans of one-off prompts.
-        digest: which blocks get a checksum when stored that is verified when loaded.
-        deadline_s: seconds after which what is left of a transfer counts as failed.
+        digest: which blocks get a checksum when stored or sent that is verified when they are
+            loaded or received.
+        deadline_s: seconds after which what is left of a transfer counts as failed; for a
+            hand-off, seconds without progress.
         sync_load_bytes: loads up to this many bytes (all ranks' slots counted once) run inside
             the step that needs them instead of parking the request. 0 turns that off.
+        listen: ``HOST:PORT`` where workers hand out KV blocks; rank r adds r to the port, port 0
+            picks free ones; ``off`` for none. Must be the address peers reach.
+        peers: networks (``10.0.0.0/8``) to talk to without key or TLS, beside loopback.
+        key_file: file with the key that all engines share and prove to have.
+        tls_dir: folder with ``tls.crt``, ``tls.key`` and ``ca.crt`` for mutual TLS, beside a key.
+        connections: data connections per peer.
+        lease_s: seconds for which blocks of a finished prefill are kept for a decode engine that
+            gives no sign of life.
     """
 
     host_bytes: int = 0
@@ -56,6 +69,12 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
     digest: DigestMode = "sampled"
     deadline_s: float = 30.0
     sync_load_bytes: int = 0
+    listen: str = "127.0.0.1:0"
+    peers: tuple[str, ...] = ()
+    key_file: str = ""
+    tls_dir: str = ""
+    connections: int = 2
+    lease_s: float = 30.0
 
 
 def parse_bytes(field: str, value: object) -> int:
@@ -79,35 +98,77 @@ def parse_bytes(field: str, value: object) -> int:
     return int(Fraction(number) * _UNITS[unit])
 
 
-def parse_config(extra: Mapping[str, Any]) -> OffloadConfig:
+def parse_config(extra: Mapping[str, Any]) -> Config:
     """Parse an engine's extra configuration.
 
     Raises:
         ConfigError: unknown key (names the nearest one), wrong type or value out of range.
     """
-    known = OffloadConfig.__struct_fields__
+    known = Config.__struct_fields__
     for key in extra:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
             fix = f"unknown setting, did you mean {near[0]!r}? Known: {', '.join(known)}"
             raise ConfigError(key, extra[key], fix)
     values = dict(extra)
-    if values.get("host_bytes") == "auto":
-        values["host_bytes"] = 0
+    if values.get("host_bytes") in ("auto", "off"):
+        values["host_bytes"] = 0 if values["host_bytes"] == "auto" else OFF
     elif "host_bytes" in values:
         values["host_bytes"] = parse_bytes("host_bytes", values["host_bytes"])
         if values["host_bytes"] == 0:
-            raise ConfigError("host_bytes", extra["host_bytes"], 'use a size, or "auto"')
+            raise ConfigError("host_bytes", extra["host_bytes"], 'use a size, "auto" or "off"')
     if "sync_load_bytes" in values:
         values["sync_load_bytes"] = parse_bytes("sync_load_bytes", values["sync_load_bytes"])
     _check_choice(values, "policy", get_args(PolicyName))
     _check_choice(values, "digest", get_args(DigestMode))
-    deadline = values.get("deadline_s", _LONGEST_S)
-    if type(deadline) not in (int, float) or not 0 < deadline <= _LONGEST_S:
-        raise ConfigError(
-            "deadline_s", deadline, f"use seconds, more than 0 and at most {_LONGEST_S}"
-        )
-    return msgspec.convert(values, OffloadConfig)
+    for field in ("deadline_s", "lease_s"):
+        seconds = values.get(field, _LONGEST_S)
+        if type(seconds) not in (int, float) or not 0 < seconds <= _LONGEST_S:
+            fix = f"use seconds, more than 0 and at most {_LONGEST_S}"
+            raise ConfigError(field, seconds, fix)
+    _check_handoff(values)
+    return msgspec.convert(values, Config)
+
+
+def _check_handoff(values: dict[str, Any]) -> None:
+    connections = values.get("connections", 1)
+    if type(connections) is not int or not 1 <= connections <= _MOST_CONNECTIONS:
+        raise ConfigError("connections", connections, f"use 1 to {_MOST_CONNECTIONS}")
+    for field in ("key_file", "tls_dir"):
+        if not isinstance(values.get(field, ""), str):
+            raise ConfigError(field, values[field], "use a path")
+    listen_address(values.get("listen", "off"))
+    peers = values.get("peers", ())
+    if not isinstance(peers, list | tuple):
+        raise ConfigError("peers", peers, 'use a list of networks such as ["10.0.0.0/8"]')
+    for peer in peers:
+        try:
+            ipaddress.ip_network(peer)
+        except ValueError as error:
+            raise ConfigError(
+                "peers", peer, f'use networks such as "10.0.0.0/8": {error}'
+            ) from error
+
+
+def listen_address(value: object) -> tuple[str, int] | None:
+    """Return (host, port) of a ``listen`` setting, None for ``off``.
+
+    Raises:
+        ConfigError: not an IP address and a port, or a wildcard address.
+    """
+    if value == "off":
+        return None
+    host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+        number = int(port)
+    except ValueError as error:
+        fix = 'use an IP address and a port such as "10.1.2.3:14580", or "off"'
+        raise ConfigError("listen", value, fix) from error
+    if address.is_unspecified or not 0 <= number < 2**16:
+        fix = "name the address of this machine that peers reach, and a port under 65536"
+        raise ConfigError("listen", value, fix)
+    return str(address), number
 
 
 def _check_choice(values: Mapping[str, Any], field: str, choices: tuple[str, ...]) -> None:
@@ -116,7 +177,7 @@ def _check_choice(values: Mapping[str, Any], field: str, choices: tuple[str, ...
         raise ConfigError(field, value, f"use one of {', '.join(choices)}")
 
 
-def share_of_host_bytes(config: OffloadConfig, *, memory_bytes: int | None, engines: int) -> int:
+def share_of_host_bytes(config: Config, *, memory_bytes: int | None, engines: int) -> int:
     """Return one engine's host tier in bytes.
 
     Args:
@@ -126,6 +187,8 @@ def share_of_host_bytes(config: OffloadConfig, *, memory_bytes: int | None, engi
     Raises:
         ConfigError: ``auto`` on a system that does not say how much memory it has.
     """
+    if config.host_bytes == OFF:
+        return 0
     if config.host_bytes:
         return config.host_bytes
     if memory_bytes is None:

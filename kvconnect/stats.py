@@ -13,8 +13,9 @@ then by label value (``""`` where the metric has no label)::
      "histograms": {"transfer_size_bytes": {"GPU_to_CPU": [sum, n0, n1, ..., n_inf]}}}
 
 Keys are ``str`` and values are Python numbers at every level, so the payload survives pickle
-and msgpack unchanged. Histograms carry one count per fixed bucket, never samples: the size
-depends on how many metrics exist, not on how many operations an interval had.
+and msgpack unchanged. Histograms carry one count per fixed bucket, never samples, and a counter
+has at most ``MOST_LABELS`` label values and ``other``: the size depends on how many metrics
+exist, not on how many operations an interval had or how many peers took part.
 The names are the rows of :mod:`kvconnect.metrics.catalog`.
 """
 
@@ -39,6 +40,12 @@ TRANSFER_SIZE = "transfer_size_bytes"
 
 TRANSFER_WIRE = "transfer_wire_seconds"
 """Histogram of first byte to last byte per operation; its sum is the type's busy time."""
+
+MOST_LABELS = 32
+"""Label values that one counter keeps apart. Peers come and go, so their names need a bound."""
+
+OTHER = "other"
+"""Label value under which what goes beyond the bound is added up."""
 
 # fmt: off
 SIZE_BUCKETS: tuple[float, ...] = (
@@ -97,24 +104,24 @@ class OffloadingConnectorStats:
         self._bucket(TRANSFER_SIZE, kind, int(nbytes), SIZE_BUCKETS)
         self._bucket(TRANSFER_WIRE, kind, float(seconds), TIME_BUCKETS)
 
-    def count(self, name: str, n: int = 1, label: str | None = None) -> None:
+    def count(self, name: str, n: float = 1, label: str | None = None) -> None:
         """Add ``n`` to counter ``name``. Adding 0 leaves an empty object empty.
 
+        ``n`` is a number of things, or seconds. Once ``MOST_LABELS`` values of the label have
+        been counted, further ones are counted as ``OTHER``.
+
         Raises:
-            Misuse: ``n`` is negative; counters only grow.
+            Misuse: ``n`` is negative or not a number; counters only grow.
         """
         if n == 0:
             return
         if not n > 0:
             raise Misuse(f"count({name!r}, n={n!r}): a counter only grows")
-        values = self.data[COUNTERS].setdefault(name, {})
-        key = _plain(label)
-        values[key] = values.get(key, 0) + int(n)
+        _add(self.data[COUNTERS].setdefault(name, {}), _plain(label), _python(n))
 
     def gauge(self, name: str, value: float, label: str | None = None) -> None:
         """Set gauge ``name``; the last value set in an interval is the one reported."""
-        number = value if type(value) in (int, float) else float(value)
-        self.data[GAUGES].setdefault(name, {})[_plain(label)] = number
+        self.data[GAUGES].setdefault(name, {})[_plain(label)] = _python(value)
 
     def observe(self, name: str, seconds: float, label: str | None = None) -> None:
         """Count one duration into the time histogram ``name``.
@@ -130,13 +137,13 @@ class OffloadingConnectorStats:
         """Add ``other`` to this object and return this object; ``other`` stays as it is.
 
         Counters and buckets add up (over ranks, too: bytes are those of all ranks). Of a gauge
-        that both have, ``other``'s value wins: only the scheduler sets gauges, and the engine
-        merges the scheduler's object into the workers'.
+        that both have, ``other``'s value wins, because it is the newer one: every gauge is set
+        in one place, by the scheduler or by the first worker.
         """
         for name, theirs in other.data[COUNTERS].items():
             mine = self.data[COUNTERS].setdefault(name, {})
             for label, n in theirs.items():
-                mine[label] = mine.get(label, 0) + n
+                _add(mine, label, n)
         for name, theirs in other.data[GAUGES].items():
             self.data[GAUGES].setdefault(name, {}).update(theirs)
         for name, theirs in other.data[HISTOGRAMS].items():
@@ -208,6 +215,17 @@ class OffloadingConnectorStats:
 
 def _cells(bounds: tuple[float, ...]) -> int:
     return len(bounds) + 2  # the sum, one count per bound, the count above the last bound
+
+
+def _add(values: dict[str, int | float], label: str, n: int | float) -> None:
+    if label not in values and len(values) - (OTHER in values) >= MOST_LABELS:
+        label = OTHER
+    values[label] = values.get(label, 0) + n
+
+
+def _python(number: float) -> int | float:
+    # NumPy's scalars are numbers, too, but no encoder knows them.
+    return number if type(number) in (int, float) else float(number)
 
 
 def _plain(label: str | None) -> str:

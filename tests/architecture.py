@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 LAYERS = (
-    {"types", "errors", "config", "stats", "memory", "versions"},
-    {"wire", "plan", "geometry", "_native"},
+    {"types", "errors", "states", "config", "stats", "memory", "versions"},
+    {"wire", "plan", "geometry", "pages", "_native"},
     {"transport", "copy", "store"},
     {"worker", "metrics", "router"},
     {"engines", "testing", "cli", "__init__"},
@@ -23,12 +23,12 @@ LAYERS = (
 FOREIGN = {
     "msgspec": ("",),
     "torch": ("copy/", "store/", "worker/", "engines/", "testing/", "transport/nixl.py"),
-    "xxhash": ("store/",),
+    "xxhash": ("store/", "transport/pump.py"),
     "cupy": ("copy/cuda.py",),
     "nixl": ("transport/nixl.py",),
     "valkey": ("store/valkey.py",),
     "obstore": ("store/object.py",),
-    "prometheus_client": ("metrics/prometheus.py",),
+    "prometheus_client": ("metrics/prometheus.py", "router/"),
     "aiohttp": ("router/",),
     "uvloop": ("router/",),
     "vllm": ("engines/vllm/",),

@@ -1,7 +1,8 @@
 """Every metric, one row each. Prometheus families, ``docs/metrics.md`` and tests derive from it.
 
 To add a metric, add a row here and record it through :mod:`kvconnect.stats` under the row's
-name. Label values are closed sets: every series exists from the first scrape, as 0.
+name. Label values are closed sets, so that every series exists from the first scrape, as 0. Only
+peers cannot be listed in advance: their label is bounded, and its series appear with them.
 
 ``python -m kvconnect.metrics.catalog > docs/metrics.md`` writes the documentation.
 """
@@ -10,114 +11,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
 
+from kvconnect.metrics.model import Alias, Family, Label, Metric, Part
 from kvconnect.plan.jobs import QUARANTINED
 from kvconnect.plan.ledger import Owner
 from kvconnect.stats import (
-    COUNTERS,
-    GAUGES,
-    HISTOGRAMS,
+    MOST_LABELS,
+    OTHER,
     SIZE_BUCKETS,
     TIME_BUCKETS,
     TRANSFER_SIZE,
     TRANSFER_WIRE,
 )
 from kvconnect.types import FailureCause, Tier, TransferType
-
-Kind = Literal["counter", "gauge", "histogram"]
-
-
-class Part(Enum):
-    """Which part of a recorded entry a row shows."""
-
-    VALUE = "value"  # the number of a counter or gauge
-    SUM = "sum"  # a histogram's sum
-    COUNT = "count"  # a histogram's number of samples
-    BUCKETS = "buckets"  # a histogram as such
-
-
-@dataclass(frozen=True)
-class Label:
-    """A label name with all its values."""
-
-    name: str
-    values: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Alias:
-    """Another full name, an engine's own, under which a row's fact is also published.
-
-    ``only`` selects one label value, and the alias has no label; otherwise it has the row's.
-    ``per`` names a gauge, recorded in the same payloads, by which the value is divided.
-    """
-
-    name: str
-    only: str | None = None
-    per: str | None = None
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One metric. ``name`` lacks the ``<engine>:kvconnect_`` in front.
-
-    ``source`` is the name it is recorded under, the row's own unless the row shows a part of a
-    histogram that is recorded once for several rows.
-    """
-
-    name: str
-    kind: Kind
-    unit: str
-    help: str
-    when: str
-    label: Label | None = None
-    buckets: tuple[float, ...] = ()
-    source: str = ""
-    part: Part = Part.VALUE
-    aliases: tuple[Alias, ...] = ()
-
-    @property
-    def recorded_as(self) -> str:
-        """Name in the stats payload."""
-        return self.source or self.name
-
-    @property
-    def section(self) -> str:
-        """Section of the stats payload that holds it."""
-        if self.part is not Part.VALUE:
-            return HISTOGRAMS
-        return COUNTERS if self.kind == "counter" else GAUGES
-
-
-@dataclass(frozen=True)
-class Family:
-    """One Prometheus family: a row under its own name or under one of its aliases."""
-
-    name: str
-    metric: Metric
-    alias: Alias | None = None
-
-    @property
-    def label(self) -> str | None:
-        """Name of the label, beside the engine's own labels."""
-        if self.metric.label is None or (self.alias and self.alias.only):
-            return None
-        return self.metric.label.name
-
-    @property
-    def values(self) -> tuple[str, ...]:
-        """Label values in the payload that this family shows; ``""`` for an unlabelled row."""
-        if self.alias and self.alias.only:
-            return (self.alias.only,)
-        return self.metric.label.values if self.metric.label else ("",)
-
-    @property
-    def exposed(self) -> str:
-        """Name in a scrape: the Prometheus client appends ``_total`` to counters."""
-        return f"{self.name}_total" if self.metric.kind == "counter" else self.name
 
 
 def _values(enum: type[Enum]) -> tuple[str, ...]:
@@ -130,9 +37,19 @@ _CAUSE = Label("cause", _values(FailureCause))
 _QUARANTINE = Label("cause", tuple(cause.value for cause in QUARANTINED))
 _REASON = Label("reason", ("no_space", "busy"))
 _OWNER = Label("owner", _values(Owner))
-_LOAD = TransferType.CPU_TO_GPU.value
-_STORE = TransferType.GPU_TO_CPU.value
+_SENT = Label("outcome", ("done", "expired", "aborted"))
+_RECEIVED = Label("outcome", ("done", "failed", "aborted"))
+_ROLE = Label("role", ("send", "recv"))
+_AGREEMENT = ("protocol", "format", "groups", "block_size", "layers", "heads", "packing")
+_FIELD = Label("field", (*_AGREEMENT, "auth", "address", "ticket", "params", OTHER))
+_STATE = Label("state", ("up", "connecting"))
+_TRANSPORT = Label("transport", ("tcp", "nixl"))
+_PEER = Label("peer", (OTHER,), limit=MOST_LABELS)
+_LOAD = (TransferType.CPU_TO_GPU.value,)
+_STORE = (TransferType.GPU_TO_CPU.value,)
+_OFFLOAD = _STORE + _LOAD
 _STEP = "an engine step ends"
+_PEERS = "the first worker gains or loses a peer"
 
 # A table is read by rows: laid out by hand, not one argument per line.
 # fmt: off
@@ -142,14 +59,14 @@ CATALOG: tuple[Metric, ...] = (
            label=_TYPE, source=TRANSFER_SIZE, part=Part.SUM,
            aliases=(Alias("vllm:kv_offload_load_bytes", only=_LOAD),
                     Alias("vllm:kv_offload_store_bytes", only=_STORE),
-                    Alias("vllm:kv_offload_total_bytes"))),
+                    Alias("vllm:kv_offload_total_bytes", only=_OFFLOAD))),
     Metric("transfer_seconds", "counter", "seconds",
            "Wire time of the operations whose bytes were counted, all ranks together.",
            "an operation finishes, by its wire time",
            label=_TYPE, source=TRANSFER_WIRE, part=Part.SUM,
            aliases=(Alias("vllm:kv_offload_load_time", only=_LOAD),
                     Alias("vllm:kv_offload_store_time", only=_STORE),
-                    Alias("vllm:kv_offload_total_time"))),
+                    Alias("vllm:kv_offload_total_time", only=_OFFLOAD))),
     Metric("transfer_operations", "counter", "operations",
            "Operations finished, all ranks together.", "an operation finishes",
            label=_TYPE, source=TRANSFER_SIZE, part=Part.COUNT),
@@ -158,7 +75,7 @@ CATALOG: tuple[Metric, ...] = (
            label=_TYPE, buckets=SIZE_BUCKETS, part=Part.BUCKETS,
            aliases=(Alias("vllm:kv_offload_load_size", only=_LOAD),
                     Alias("vllm:kv_offload_store_size", only=_STORE),
-                    Alias("vllm:kv_offload_size"))),
+                    Alias("vllm:kv_offload_size", only=_OFFLOAD))),
     Metric("transfer_wire_seconds", "histogram", "seconds",
            "Wire time of one operation on one rank.", "an operation finishes",
            label=_TYPE, buckets=TIME_BUCKETS, part=Part.BUCKETS),
@@ -186,7 +103,7 @@ CATALOG: tuple[Metric, ...] = (
     Metric("skipped_store_blocks", "counter", "blocks",
            "Blocks not stored: no room even after eviction, or too many stores under way.",
            "a store of a block is given up before it starts", label=_REASON,
-           aliases=(Alias("vllm:kv_offload_allocation_failure", only="no_space"),)),
+           aliases=(Alias("vllm:kv_offload_allocation_failure", only=("no_space",)),)),
     Metric("failed_blocks", "counter", "blocks",
            "Blocks whose store or load failed: wrong digest, copy error, deadline, or gone.",
            "a job ends with failed blocks", label=_CAUSE),
@@ -212,12 +129,73 @@ CATALOG: tuple[Metric, ...] = (
     Metric("host_bytes_capacity", "gauge", "bytes",
            "Host memory set aside for blocks, all ranks together.", _STEP),
     Metric("ledger_held_blocks", "gauge", "blocks",
-           "Device blocks held by jobs; not back at 0 on an idle engine means a leak.", _STEP,
+           "Device blocks held by jobs and leases; not back at 0 on an idle engine means a leak.",
+           _STEP,
            label=_OWNER),
     Metric("ledger_oldest_hold_seconds", "gauge", "seconds",
            "Age of the oldest hold; beyond the longest deadline means a leak.", _STEP),
     Metric("jobs_in_flight", "gauge", "jobs",
            "Jobs submitted and not yet reported done by every rank.", _STEP, label=_TYPE),
+    Metric("handoff_sent_requests", "counter", "requests",
+           "Requests offered to decode engines, by how their lease ended.",
+           "a lease ends", label=_SENT),
+    Metric("handoff_received_requests", "counter", "requests",
+           "Requests asked for at prefill engines, by how that ended.",
+           "the last rank reports a hand-off", label=_RECEIVED),
+    Metric("handoff_failures", "counter", "requests",
+           "Received requests with outcome `failed`, by the first cause found.",
+           "the last rank reports a failed hand-off", label=_CAUSE),
+    Metric("handoff_expired_leases", "counter", "leases",
+           "Leases that ran out before a decode engine had everything.",
+           "a lease's deadline passes"),
+    Metric("handoff_refused", "counter", "refusals",
+           "Peers, tickets and requests turned away, by what did not fit.",
+           "this side turns one away", label=_FIELD),
+    Metric("handoff_digest_failed_blocks", "counter", "blocks",
+           "Received blocks whose bytes differ from those sent, all ranks together.",
+           "a wrong digest is found"),
+    Metric("handoff_early_wants", "counter", "asks",
+           "Asked with a card, so possibly before the prefill engine knew of the request (push), "
+           "on each rank.",
+           "a decode worker asks"),
+    Metric("handoff_late_wants", "counter", "asks",
+           "Asked with a finished prefill's ticket (pull), on each rank.",
+           "a decode worker asks"),
+    Metric("handoff_wire_seconds", "histogram", "seconds",
+           "Wire time of one request on one rank: sum over what was sent or received of it.",
+           "a rank has sent or received a request", label=_ROLE,
+           buckets=TIME_BUCKETS, part=Part.BUCKETS),
+    Metric("handoff_latency_seconds", "histogram", "seconds",
+           "Latency of one request's hand-off, from asked to usable; successful ones only.",
+           "the last rank reports a hand-off done", buckets=TIME_BUCKETS, part=Part.BUCKETS),
+    Metric("handoff_exposed_seconds", "histogram", "seconds",
+           "Exposed time of one request on one rank: from its last page being computed (from "
+           "asking, if that came later) until everything had arrived.",
+           "a rank has received a request",
+           buckets=TIME_BUCKETS, part=Part.BUCKETS),
+    Metric("handoff_wait_seconds", "histogram", "seconds",
+           "From asking until the first byte, on one rank.",
+           "the first byte of a request arrives", buckets=TIME_BUCKETS, part=Part.BUCKETS),
+    Metric("handoff_handshake_seconds", "histogram", "seconds",
+           "From connecting to a peer until both sides have agreed.",
+           "a handshake ends well", buckets=TIME_BUCKETS, part=Part.BUCKETS),
+    Metric("handoff_peers", "gauge", "peers",
+           "Workers of other engines that this engine's first worker talks to.", _PEERS,
+           label=_STATE),
+    Metric("handoff_leases", "gauge", "leases",
+           "Live leases: requests whose blocks are kept for a decode engine.", _STEP),
+    Metric("handoff_transport_bytes_per_second", "gauge", "bytes per second",
+           "Speed measured with real bytes when the first worker connected to its last peer.",
+           "the first worker connects to a peer", label=_TRANSPORT),
+    Metric("handoff_peer_bytes", "counter", "bytes",
+           "Bytes sent to and received from one engine, all ranks together.",
+           "pages are sent or received", label=_PEER),
+    Metric("handoff_peer_seconds", "counter", "seconds",
+           "Wire time of the bytes in `handoff_peer_bytes`, all ranks together.",
+           "pages are sent or received", label=_PEER),
+    Metric("handoff_peer_failures", "counter", "failures",
+           "Lost connections and failed hand-offs with one engine, on each rank.",
+           "a connection or a hand-off fails", label=_PEER),
 )
 # fmt: on
 
@@ -241,7 +219,7 @@ _INTRO = """\
 
 Generated from `kvconnect/metrics/catalog.py`. Names are shown as a scrape of vLLM's `/metrics`
 shows them. Every series also has the engine's own labels (`model_name`, `engine`), and exists,
-as 0, from the first scrape on.
+as 0, from the first scrape on. Only those of a `peer` appear with it.
 
 ## Three times that are never mixed
 
@@ -251,6 +229,18 @@ as 0, from the first scrape on.
   included.
 - **Exposed** time: what the request really waited for. A load that is hidden behind other work
   has latency but no exposed time.
+
+A hand-off has the same three, on the decode side:
+
+- **Wire** time adds up what a request's pages took on one rank. Pages that leave while the
+  prefill still computes have pauses between them, which do not count.
+- **Latency** runs from asking the prefill engine to the last page being usable. Who asks early
+  (push) also waits for the prefill; who asks late (pull) waits for the pages alone.
+- **Exposed** time is what the hand-off adds to the prefill: from the last page being computed
+  (for a pull: from asking) until everything has arrived. A perfect push has next to none.
+- *Wait* is from asking until the first byte: queueing and, with push, the first layers' prefill.
+
+`role` is the side of the wire: prefill engines `send`, decode engines `recv`.
 
 Bytes and wire time of a transfer type are always those of the same operations. Rates and means
 are for the query to compute:
@@ -266,11 +256,31 @@ sum without (tier) (rate(vllm:kvconnect_hit_tokens_total[5m]))
   / rate(vllm:kvconnect_query_tokens_total[5m])
 # How long do the slowest 1 % of the requests wait for their load?
 histogram_quantile(0.99, rate(vllm:kvconnect_load_exposed_seconds_bucket[5m]))
+# Which part of the wire time is not hidden behind prefill? (decode side)
+  (increase(vllm:kvconnect_handoff_exposed_seconds_sum[5m])
+    / increase(vllm:kvconnect_handoff_exposed_seconds_count[5m]))
+/ ignoring (role)
+  (increase(vllm:kvconnect_handoff_wire_seconds_sum{role="recv"}[5m])
+    / increase(vllm:kvconnect_handoff_wire_seconds_count{role="recv"}[5m]))
+# How fast is the wire to each engine?
+increase(vllm:kvconnect_handoff_peer_bytes_total[5m])
+  / increase(vllm:kvconnect_handoff_peer_seconds_total[5m])
+# Which engines are trouble?
+topk(3, rate(vllm:kvconnect_handoff_peer_failures_total[5m]) > 0)
+# Why do hand-offs fail, as a share of all of them?
+rate(vllm:kvconnect_handoff_failures_total[5m])
+  / ignoring (cause) group_left
+    sum without (outcome) (rate(vllm:kvconnect_handoff_received_requests_total[5m]))
 ```
 
 Ranks add up: with tensor parallelism, bytes, seconds and operations are those of all ranks, so
 bytes over seconds is the mean speed of one rank. An engine that does not step publishes nothing
-new: its gauges keep the values of its last step.
+new: its gauges keep the values of its last step. What workers know of their connections is shown
+for the first of them.
+
+`peer` is the `host:port` at which another engine's first worker listens. The first 32 that the
+serving process sees have their own series until it ends; later ones are added up as `other`, so
+that engines which come and go cannot fill the scrape.
 """
 
 _ALIASES = """\
@@ -311,7 +321,8 @@ def _alias_row(family: Family) -> str:
     assert alias is not None
     fact = f"`{family.metric.name}`"
     if alias.only and family.metric.label:
-        fact += f" with `{family.metric.label.name}` = `{alias.only}`"
+        values = " or ".join(f"`{value}`" for value in alias.only)
+        fact += f" with `{family.metric.label.name}` = {values}"
     if alias.per:
         fact += f" / `{alias.per}`"
     return f"| `{family.exposed}` | {family.metric.kind} | {_labels(family)} | {fact} |"
@@ -320,7 +331,9 @@ def _alias_row(family: Family) -> str:
 def _labels(family: Family) -> str:
     if family.label is None:
         return ""
-    return f"`{family.label}`: " + ", ".join(f"`{value}`" for value in family.values)
+    values = ", ".join(f"`{value}`" for value in family.values)
+    seen = f"up to {family.limit} as seen, " if family.limit else ""
+    return f"`{family.label}`: {seen}{values}"
 
 
 def _bounds(buckets: tuple[float, ...]) -> str:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from kvconnect.errors import Misuse
-from kvconnect.metrics.catalog import Family, Part, families
-from kvconnect.stats import GAUGES, OffloadingConnectorStats
+from kvconnect.metrics.catalog import families
+from kvconnect.metrics.model import Family, Part
+from kvconnect.stats import GAUGES, OTHER, OffloadingConnectorStats
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +50,11 @@ class PromMetrics:
         """
         self._engines = frozenset(per_engine_labelvalues)
         self._feeds: list[_Feed] = []
+        seen = _Seen()
         for family in families(prefix):
             built = _register(family, metric_types, labelnames)
             if built is not None:
-                children = _children(family, built, per_engine_labelvalues)
-                self._feeds.append(_Feed(family, children))
+                self._feeds.append(_Feed(family, built, per_engine_labelvalues, seen))
         # Names and labels of payloads that need no (further) remark.
         self._known = {
             (family.metric.section, family.metric.recorded_as, value)
@@ -84,6 +84,7 @@ class PromMetrics:
             for section, names in payload.items()
             for name, values in names.items()
             for label in values
+            if (section, name, OTHER) not in self._known
         }
         unknown = sent - self._known
         if unknown:
@@ -91,19 +92,64 @@ class PromMetrics:
             self._known |= unknown
 
 
-@dataclass(frozen=True)
+class _Seen:
+    """The values of open labels that were given series of their own, by label and engine.
+
+    All families share it: a peer is shown by name in each of them or in none, so that queries
+    over two of them cover the same work.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[str | None, int], set[str]] = {}
+
+    def shown(self, family: Family, engine_idx: int, value: str) -> str | None:
+        """Return the label value under which ``value`` is shown; None if it is not."""
+        if value in family.values:
+            return value
+        if OTHER not in family.values:
+            return None
+        seen = self._values.setdefault((family.label, engine_idx), set())
+        if len(seen) < family.limit:
+            seen.add(value)
+        return value if value in seen else OTHER
+
+
 class _Feed:
     """A registered family and its series, by engine index and label value."""
 
-    family: Family
-    children: dict[tuple[int, str], Any]
+    def __init__(
+        self,
+        family: Family,
+        built: Any,
+        per_engine_labelvalues: Mapping[int, list[object]],
+        seen: _Seen,
+    ) -> None:
+        self.family = family
+        self._built = built
+        self._engine_values = per_engine_labelvalues
+        self._seen = seen
+        self._children: dict[tuple[int, str], Any] = {}
+        for engine_idx in per_engine_labelvalues:
+            for value in family.values:
+                child = self._child(engine_idx, value)
+                if family.metric.kind == "gauge":
+                    # In multiprocess mode a gauge that was never set is absent from the scrape.
+                    child.set(0)
 
     def observe(self, payload: dict[str, Any], engine_idx: int) -> None:
         row = self.family.metric
-        recorded = payload[row.section].get(row.recorded_as, {})
-        for label in self.family.values:
-            if label in recorded:
-                self._add(self.children[engine_idx, label], recorded[label], payload)
+        for label, value in payload[row.section].get(row.recorded_as, {}).items():
+            shown = self._seen.shown(self.family, engine_idx, label)
+            if shown is not None:
+                self._add(self._child(engine_idx, shown), value, payload)
+
+    def _child(self, engine_idx: int, value: str) -> Any:
+        key = engine_idx, value
+        if key not in self._children:
+            own = [value] if self.family.label else []
+            # All labels in one call: a wrapper's labels() works once only.
+            self._children[key] = self._built.labels(*self._engine_values[engine_idx], *own)
+        return self._children[key]
 
     def _add(self, child: Any, value: Any, payload: dict[str, Any]) -> None:
         row, alias = self.family.metric, self.family.alias
@@ -137,21 +183,6 @@ def _register(
             raise
         logger.info("%s belongs to another connector and is left to it: %s", family.name, error)
         return None
-
-
-def _children(
-    family: Family, built: Any, per_engine_labelvalues: Mapping[int, list[object]]
-) -> dict[tuple[int, str], Any]:
-    children = {}
-    for engine_idx, engine_values in per_engine_labelvalues.items():
-        for value in family.values:
-            # All labels in one call: a wrapper's labels() works once only.
-            child = built.labels(*engine_values, *([value] if family.label else []))
-            if family.metric.kind == "gauge":
-                # In multiprocess mode a gauge that was never set is absent from the scrape.
-                child.set(0)
-            children[engine_idx, value] = child
-    return children
 
 
 def _add(child: Any, value: float, _buckets: tuple[float, ...]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING, Any
 
 from kvconnect.copy import make_copier
 from kvconnect.engines.vllm.connector import KVConnect
 from kvconnect.engines.vllm.messages import StepInstructions
+from kvconnect.transport import pump
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +23,7 @@ class FlipsByte(KVConnect):
         assert isinstance(connector_metadata, StepInstructions)
         for load in connector_metadata.work.loads:
             # The high byte of a float32: sign and exponent.
-            self.worker.store.view(load.parts[0].slots[1])[3] ^= 0x7F
+            self.worker.tier.store.view(load.parts[0].slots[1])[3] ^= 0x7F
         super().bind_connector_metadata(connector_metadata)
 
 
@@ -31,6 +33,32 @@ class LoadRaises(KVConnect):
     def register_kv_caches(self, kv_caches: Any) -> None:
         self.worker.make_copier = _broken_copier
         super().register_kv_caches(kv_caches)
+
+
+class SwapsPages(KVConnect):
+    """What it sends arrives with its first and last wire block swapped, as a broken wire might
+    have it: their digests are those of the right order.
+
+    The last block is partly filled. Two full ones swapped would change nothing: attention sums
+    over positions, and keys carry their own.
+    """
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        pump.send_pages = _send_swapped
+        super().register_kv_caches(kv_caches)
+
+
+_send_pages = pump.send_pages
+_DIGEST = 8  # bytes
+
+
+def _send_swapped(sock: Any, head: bytes, piece: Any, *rest: Any) -> bytes:
+    if len(piece.ids) < 2:
+        return _send_pages(sock, head, piece, *rest)
+    swapped = array("q", [piece.ids[-1], *piece.ids[1:-1], piece.ids[0]])
+    found = _send_pages(sock, head, piece._replace(ids=swapped), *rest)
+    # Every block has a digest, or none has.
+    return found[-_DIGEST:] + found[_DIGEST:-_DIGEST] + found[:_DIGEST]
 
 
 def _broken_copier(*args: Any) -> Copier:

@@ -124,6 +124,18 @@ MODELS: dict[str, Model] = {
             "num_key_value_heads": 4,
         },
     ),
+    # Much KV per token (32 KiB) for little work: a CPU core fills it about as fast as a gigabit
+    # link carries it, as an accelerator does with a large model and a fast link.
+    "handoff": Model(
+        "LlamaConfig",
+        {
+            **_COMMON,
+            "hidden_size": 512,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 8,
+            "num_key_value_heads": 8,
+        },
+    ),
 }
 
 

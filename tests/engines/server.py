@@ -14,6 +14,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,9 +22,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from typing_extensions import Self
+
 from tests.engines.models import engine_args
 
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 480.0  # seconds on a free machine; several servers may start at once
 STOP_TIMEOUT_S = 30.0
 REQUEST_TIMEOUT_S = 240.0
 
@@ -55,51 +58,15 @@ def kv_transfer(
 
 
 @dataclass
-class Server:
-    """One engine behind the OpenAI-compatible API; use as a context manager.
+class Client:
+    """Asks whatever serves the OpenAI-compatible API on a port of this machine."""
 
-    ``blocks`` is the size of the device's KV cache; small, so that it evicts. ``tp`` is the number
-    of ranks.
-    """
-
-    model: str
-    connector: str | None = None
-    blocks: int = 64
-    max_len: int = 1024
-    tp: int = 1
-    args: tuple[str, ...] = ()
-    env: dict[str, str] = field(default_factory=dict)
-    port: int = 0
-
-    def __enter__(self) -> Server:
-        self.port = self.port or free_port()
-        handle, path = tempfile.mkstemp(prefix="kvconnect-server-", suffix=".log")
-        self.log = Path(path)
-        with os.fdopen(handle, "wb") as log:
-            self.process = subprocess.Popen(
-                self._command(), stdout=log, stderr=log, env=self._env(), start_new_session=True
-            )
-        try:
-            self._await_health()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
-        if kind is not None:
-            sys.stderr.write(self.tail())
-        self.log.unlink(missing_ok=True)
+    port: int = field(default=0, kw_only=True)
+    host: str = field(default="127.0.0.1", kw_only=True)
 
     def complete(self, prompt: list[int], max_tokens: int = 16, **extra: Any) -> Answer:
         """Return the greedy continuation of a prompt of token ids."""
-        body = self._body(prompt, max_tokens, **extra)
+        body = self.body(prompt, max_tokens, **extra)
         reply = json.loads(self.post("/v1/completions", body))
         details = reply["usage"].get("prompt_tokens_details") or {}
         cached = details.get("cached_tokens") or 0
@@ -111,9 +78,10 @@ class Server:
         with ThreadPoolExecutor(max_workers=len(prompts)) as pool:
             return list(pool.map(lambda prompt: self.complete(prompt, max_tokens), prompts))
 
-    def stream(self, prompt: list[int], max_tokens: int = 16) -> tuple[float, Answer]:
+    def stream(self, prompt: list[int], max_tokens: int = 16, **extra: Any) -> tuple[float, Answer]:
         """Return (seconds to the first token, the greedy continuation) of a streamed request."""
-        body = self._body(prompt, max_tokens, stream=True, stream_options={"include_usage": True})
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        body = self.body(prompt, max_tokens, **options, **extra)
         tokens: list[int] = []
         cached = first = 0.0
         started = time.perf_counter()
@@ -130,10 +98,12 @@ class Server:
                     cached = details.get("cached_tokens") or 0
         return first, Answer(tuple(tokens), int(cached))
 
-    def abort(self, prompt: list[int], after_chunks: int, max_tokens: int = 256) -> None:
+    def abort(
+        self, prompt: list[int], after_chunks: int, max_tokens: int = 256, **extra: Any
+    ) -> None:
         """Ask for a stream and hang up after some chunks."""
-        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REQUEST_TIMEOUT_S)
-        body = json.dumps(self._body(prompt, max_tokens, stream=True))
+        link = http.client.HTTPConnection(self.host, self.port, timeout=REQUEST_TIMEOUT_S)
+        body = json.dumps(self.body(prompt, max_tokens, stream=True, **extra))
         link.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         if after_chunks:
             reply = link.getresponse()
@@ -148,9 +118,14 @@ class Server:
             text: str = reply.read().decode()
             return text
 
+    @property
+    def url(self) -> str:
+        """Where the API is."""
+        return f"http://{self.host}:{self.port}"
+
     def scrape(self) -> str:
         """Return the text of ``/metrics``."""
-        url = f"http://127.0.0.1:{self.port}/metrics"
+        url = f"{self.url}/metrics"
         with urllib.request.urlopen(url, timeout=REQUEST_TIMEOUT_S) as reply:
             text: str = reply.read().decode()
             return text
@@ -169,15 +144,68 @@ class Server:
             raise KeyError(f"{name}{labels} is not in the scrape")
         return sum(found)
 
-    def settle(self) -> None:
-        """Wait until no transfer is in flight, as the metrics tell it."""
-        deadline = time.monotonic() + REQUEST_TIMEOUT_S
-        while time.monotonic() < deadline:
-            jobs = self.metric("vllm:kvconnect_jobs_in_flight")
-            if not jobs and not self.metric("vllm:num_requests_running"):
-                return
-            time.sleep(0.1)
-        raise TimeoutError(f"transfers still in flight: {jobs}")
+    def _open(self, path: str, body: dict[str, Any]) -> Any:
+        request = urllib.request.Request(
+            f"{self.url}{path}",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        return urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S)
+
+    def body(self, prompt: list[int], max_tokens: int, **extra: Any) -> dict[str, Any]:
+        return {
+            "model": "model",
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **extra,
+        }
+
+
+class Process(Client, ABC):
+    """A server started for the while of a ``with`` block. Its log is shown if that fails."""
+
+    @abstractmethod
+    def command(self) -> list[str]:
+        """Return the program and its arguments."""
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables to start it with."""
+        root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        return {**os.environ, "PYTHONPATH": path}
+
+    def __enter__(self) -> Self:
+        self.port = self.port or free_port()
+        handle, path = tempfile.mkstemp(prefix="kvconnect-server-", suffix=".log")
+        self.log = Path(path)
+        with os.fdopen(handle, "wb") as log:
+            self.process = subprocess.Popen(
+                self.command(),
+                stdout=log,
+                stderr=log,
+                env=self.environment(),
+                start_new_session=True,
+            )
+        try:
+            self._await_health()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+        if kind is not None:
+            sys.stderr.write(self.tail())
+        self.log.unlink(missing_ok=True)
 
     def pids(self) -> list[int]:
         """Return the server's processes, children included."""
@@ -208,47 +236,66 @@ class Server:
         """Return the end of the server's log."""
         return self.log.read_text(errors="replace")[-chars:]
 
-    def _open(self, path: str, body: dict[str, Any]) -> Any:
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}",
-            data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        return urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S)
+    def _await_health(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise ServerDied(self.log.read_text(errors="replace"))
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+                return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.25)
+        raise ServerDied(f"not healthy after {START_TIMEOUT_S:.0f} s\n{self.tail()}")
 
-    def _body(self, prompt: list[int], max_tokens: int, **extra: Any) -> dict[str, Any]:
-        return {
-            "model": "model",
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            **extra,
-        }
 
-    def _command(self) -> list[str]:
+@dataclass
+class Server(Process):
+    """One engine behind the OpenAI-compatible API; use as a context manager.
+
+    ``blocks`` is the size of the device's KV cache; small, so that it evicts. ``tp`` is the number
+    of ranks. ``prefix`` is what the command starts with and ``host`` where the API listens, for a
+    server in a network namespace.
+    """
+
+    model: str
+    connector: str | None = None
+    blocks: int = 64
+    max_len: int = 1024
+    tp: int = 1
+    args: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+    prefix: tuple[str, ...] = ()
+
+    def settle(self) -> None:
+        """Wait until no transfer is in flight, as the metrics tell it."""
+        deadline = time.monotonic() + REQUEST_TIMEOUT_S
+        while time.monotonic() < deadline:
+            jobs = self.metric("vllm:kvconnect_jobs_in_flight")
+            if not jobs and not self.metric("vllm:num_requests_running"):
+                return
+            time.sleep(0.1)
+        raise TimeoutError(f"transfers still in flight: {jobs}")
+
+    def command(self) -> list[str]:
         engine = engine_args(self.model)
         command = [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *(*self.prefix, sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", engine["model"], "--served-model-name", "model"),
             *("--dtype", engine["dtype"], "--block-size", str(engine["block_size"])),
             *("--max-model-len", str(self.max_len), "--enforce-eager"),
             *("--num-gpu-blocks-override", str(self.blocks)),
             *("--max-num-batched-tokens", "256", "--enable-prompt-tokens-details"),
             *("--tensor-parallel-size", str(self.tp)),
-            *("--host", "127.0.0.1", "--port", str(self.port)),
+            *("--host", self.host, "--port", str(self.port)),
         ]
         if self.connector:
             command += ["--kv-transfer-config", self.connector]
         return [*command, *self.args]
 
-    def _env(self) -> dict[str, str]:
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    def environment(self) -> dict[str, str]:
         return {
-            **os.environ,
-            "PYTHONPATH": path,
+            **super().environment(),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_LOGGING_LEVEL": "INFO",
@@ -256,17 +303,22 @@ class Server:
             **self.env,
         }
 
-    def _await_health(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise ServerDied(self.log.read_text(errors="replace"))
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
-                return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.25)
-        raise ServerDied(f"not healthy after {START_TIMEOUT_S:.0f} s\n{self.tail()}")
+
+@dataclass
+class Router(Process):
+    """``kvconnect router`` in front of prefill and decode engines."""
+
+    prefill: list[Server]
+    decode: list[Server]
+    args: tuple[str, ...] = ()
+
+    def command(self) -> list[str]:
+        return [
+            *(sys.executable, "-m", "kvconnect.cli", "router", "--port", str(self.port)),
+            *("--prefill", *(server.url for server in self.prefill)),
+            *("--decode", *(server.url for server in self.decode)),
+            *self.args,
+        ]
 
 
 def free_port() -> int:

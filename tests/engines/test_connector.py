@@ -46,6 +46,10 @@ def engine_config(**changes: Any) -> Any:
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
         "data_parallel_size_local": 1,
+        "data_parallel_size": 1,
+        "data_parallel_external_lb": False,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
         "world_size": 1,
         "rank": 0,
     }
@@ -107,17 +111,26 @@ def test_another_vllm_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"kv_role": "kv_producer"}, "kv_role"),
-        ({"kv_role": "kv_consumer"}, "kv_role"),
         ({"enable_sleep_mode": True}, "enable_sleep_mode"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
     ],
 )
-def test_what_offloading_does_not_serve_is_refused(changes: dict[str, Any], field: str) -> None:
+def test_what_is_not_served_is_refused(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as refused:
         translate.check_engine(engine_config(**changes))
     assert refused.value.field == field
+
+
+def test_only_a_decode_engine_keeps_its_failure_policy() -> None:
+    for role, policy in (
+        ("kv_producer", "recompute"),
+        ("kv_both", "recompute"),
+        ("kv_consumer", "fail"),
+    ):
+        config = engine_config(kv_role=role)
+        KVConnect(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
+        assert config.kv_transfer_config.kv_load_failure_policy == policy
 
 
 def test_a_failed_load_is_recomputed_whatever_the_engine_s_default() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from vllm.v1.core.block_pool import BlockPool
 
-from kvconnect.config import OffloadConfig
+from kvconnect.config import Config
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.scheduler import SchedulerHalf
 from kvconnect.engines.vllm.worker import WorkerHalf
@@ -24,9 +24,15 @@ BLOCKS = 8
 SLOT = 2 * 2 * 32 * 16 * 4  # K and V, heads, tokens, head size, float32
 
 
+@pytest.fixture(autouse=True)
+def no_handoffs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need a model; ``test_handoff.py`` has one."""
+    monkeypatch.setattr("kvconnect.engines.vllm.worker.make_handoffs", lambda *_: None)
+
+
 def make_worker(**config: Any) -> WorkerHalf:
     worker = WorkerHalf(
-        engine_config(), cache_config(FULL, blocks=BLOCKS), OffloadConfig(host_bytes=8 * SLOT)
+        engine_config(), cache_config(FULL, blocks=BLOCKS), Config(host_bytes=8 * SLOT)
     )
     worker.register({"layer0": torch.zeros(BLOCKS, 2, 32, 32)})
     return worker
@@ -55,9 +61,9 @@ def test_stores_survive_a_step_that_ends_without_asking_for_them() -> None:
     worker = make_worker()
     worker.begin_step(step(store(1)))
     worker.begin_step(step(store(2)))
-    worker.submit_stores()
+    worker.end_step()
     assert [report.job for report in collect(worker, 2)] == [1, 2]
-    worker.submit_stores()  # negative control: nothing is submitted twice
+    worker.end_step()  # negative control: nothing is submitted twice
     worker.begin_step(step())
     assert collect(worker, 0) == [] and worker.take_reports() is None
     worker.close()
@@ -73,15 +79,15 @@ def test_a_share_larger_than_the_free_memory_is_refused(monkeypatch: pytest.Monk
 def test_engines_of_one_machine_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvconnect.memory.total_bytes", lambda: 100)
     groups = cache_config(FULL)
-    WorkerHalf(engine_config(), groups, OffloadConfig(host_bytes=60))
+    WorkerHalf(engine_config(), groups, Config(host_bytes=60))
     with pytest.raises(ConfigError, match="in this machine for 2 engines; use less"):
-        WorkerHalf(engine_config(data_parallel_size_local=2), groups, OffloadConfig(host_bytes=60))
+        WorkerHalf(engine_config(data_parallel_size_local=2), groups, Config(host_bytes=60))
 
 
 def make_scheduler(steps_in_flight: int = 1, **config: Any) -> SchedulerHalf:
     engine = engine_config()
     engine.max_concurrent_batches = steps_in_flight
-    half = SchedulerHalf(engine, cache_config(FULL, blocks=BLOCKS), OffloadConfig(**config))
+    half = SchedulerHalf(engine, cache_config(FULL, blocks=BLOCKS), Config(**config))
     half.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=32)
     half.greet({(0, 0): WorkerHello(num_slots=4, slot_bytes=SLOT)})
     return half
@@ -94,6 +100,7 @@ def make_request(tokens: int = 64) -> Any:
         num_tokens=tokens,
         skip_reading_prefix_cache=False,
         lora_request=None,
+        kv_transfer_params=None,
         all_token_ids=list(range(tokens)),
     )
 

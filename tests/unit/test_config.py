@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.config import (
-    OffloadConfig,
+    Config,
     check_fits,
     parse_bytes,
     parse_config,
@@ -21,7 +21,7 @@ from kvconnect.errors import ConfigError, KVConnectError
 
 
 def test_defaults() -> None:
-    assert parse_config({}) == OffloadConfig(
+    assert parse_config({}) == Config(
         host_bytes=0, policy="lru", digest="sampled", deadline_s=30.0, sync_load_bytes=0
     )
 
@@ -34,7 +34,7 @@ def test_everything_can_be_set() -> None:
         "deadline_s": 5,
         "sync_load_bytes": "8 MiB",
     }
-    assert parse_config(extra) == OffloadConfig(
+    assert parse_config(extra) == Config(
         host_bytes=2 << 30,
         policy="s3fifo",
         digest="full",
@@ -42,8 +42,8 @@ def test_everything_can_be_set() -> None:
         sync_load_bytes=8 << 20,
     )
     assert extra["host_bytes"] == "2GiB"  # what was passed in stays as it is
-    assert parse_config({"host_bytes": "auto"}) == OffloadConfig()
-    assert parse_config({"sync_load_bytes": 0}) == OffloadConfig()
+    assert parse_config({"host_bytes": "auto"}) == Config()
+    assert parse_config({"sync_load_bytes": 0}) == Config()
 
 
 def test_a_parsed_config_does_not_change() -> None:
@@ -54,9 +54,9 @@ def test_a_parsed_config_does_not_change() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "fix"),
     [
-        ("host_bytes", 0, 'use a size, or "auto"'),
-        ("host_bytes", "0 GiB", 'use a size, or "auto"'),
-        ("host_bytes", "0.1B", 'use a size, or "auto"'),
+        ("host_bytes", 0, 'use a size, "auto" or "off"'),
+        ("host_bytes", "0 GiB", 'use a size, "auto" or "off"'),
+        ("host_bytes", "0.1B", 'use a size, "auto" or "off"'),
         ("host_bytes", -1, "use a size of 0 bytes or more"),
         ("host_bytes", "-1GiB", "write a size such as"),
         ("host_bytes", "", "write a size such as"),
@@ -116,13 +116,13 @@ def test_an_unknown_setting_names_the_nearest(key: str, near: str) -> None:
     with pytest.raises(ConfigError, match=f"did you mean {near!r}") as caught:
         parse_config({"policy": "lru", key: 7})
     assert (caught.value.field, caught.value.value) == (key, 7)
-    for known in OffloadConfig.__struct_fields__:
+    for known in Config.__struct_fields__:
         assert known in caught.value.fix
 
 
 @given(
     st.dictionaries(
-        st.sampled_from([*OffloadConfig.__struct_fields__, "unknown", ""]) | st.integers(),
+        st.sampled_from([*Config.__struct_fields__, "unknown", ""]) | st.integers(),
         st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.text()),
         max_size=3,
     )
@@ -134,7 +134,7 @@ def test_whatever_comes_in_is_a_config_or_one_error(extra: dict[Any, Any]) -> No
         assert error.field in extra
     else:
         assert config.host_bytes >= 0 and 0 < config.deadline_s < math.inf
-        assert msgspec.convert(msgspec.structs.asdict(config), OffloadConfig) == config
+        assert msgspec.convert(msgspec.structs.asdict(config), Config) == config
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_the_size_error_names_the_field_it_is_told() -> None:
 
 
 def test_share_of_the_machine() -> None:
-    auto, fixed = OffloadConfig(), OffloadConfig(host_bytes=1000)
+    auto, fixed = Config(), Config(host_bytes=1000)
     assert share_of_host_bytes(auto, memory_bytes=1 << 40, engines=1) == 1 << 38
     assert share_of_host_bytes(auto, memory_bytes=1 << 40, engines=4) == 1 << 36
     assert share_of_host_bytes(auto, memory_bytes=1 << 40, engines=0) == 1 << 38

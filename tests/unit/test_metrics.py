@@ -6,7 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvconnect.metrics.catalog import CATALOG, Family, Part, families, markdown_table
+from kvconnect.metrics.catalog import CATALOG, families, markdown_table
+from kvconnect.metrics.model import Family, Part
 from kvconnect.plan.groups import CacheGroup
 from kvconnect.plan.index import HostIndex
 from kvconnect.plan.offload import Limits, OffloadPlan, gauges
@@ -15,6 +16,7 @@ from kvconnect.stats import (
     COUNTERS,
     GAUGES,
     HISTOGRAMS,
+    OTHER,
     SIZE_BUCKETS,
     TIME_BUCKETS,
     TRANSFER_SIZE,
@@ -42,8 +44,27 @@ def test_rows_agree_with_what_stats_record() -> None:
             assert any(r.name == row.recorded_as and r.part is Part.BUCKETS for r in CATALOG)
         gauges = {r.name for r in CATALOG if r.kind == "gauge"}
         for alias in row.aliases:
-            assert alias.only is None or (row.label and alias.only in row.label.values)
+            assert set(alias.only) <= set(row.label.values if row.label else ())
             assert alias.per is None or (row.kind == "gauge" and alias.per in gauges)
+
+
+def test_only_what_the_payload_bounds_has_an_open_label() -> None:
+    open_rows = [row for row in CATALOG if row.label and row.label.limit]
+    assert {row.label.name for row in open_rows if row.label} == {"peer"}
+    for row in open_rows:
+        assert row.section == COUNTERS and row.label and OTHER in row.label.values
+
+
+def test_vllms_offload_names_show_offload_only() -> None:
+    shown = {
+        value
+        for family in families("vllm:")
+        if family.alias and family.metric.label and family.metric.label.name == "transfer_type"
+        for value in family.values
+    }
+    assert shown == {"GPU_to_CPU", "CPU_to_GPU"}
+    # Control: the rows behind them have more.
+    assert {"SEND", "RECV"} <= set(next(families("vllm:")).values)
 
 
 def test_documentation_is_up_to_date() -> None:
@@ -85,20 +106,44 @@ def test_the_gauges_of_a_plan_are_the_gauges_of_the_catalogue() -> None:
     plan = OffloadPlan((CacheGroup(4),), index, OffloadingConnectorStats(), limits)
     shown = [(name, label or "") for name, _, label in gauges(plan, 0.0, 64)]
     assert len(shown) == len(set(shown))
-    assert set(shown) == series_of("gauge")
+    assert set(shown) == {series for series in series_of("gauge") if not of_handoff(series)}
     # Control: the comparison is by label value too.
     assert ("ledger_held_blocks", "load") in series_of("gauge")
     assert ("ledger_held_blocks", "") not in series_of("gauge")
 
 
-def test_the_library_records_every_series_of_the_catalogue() -> None:
-    sources = [
+def of_handoff(series: tuple[str, str]) -> bool:
+    """Whether a (name, label value) is about hand-off between engines, not about the tiers."""
+    own_values = ("SEND", "RECV", "send", "recv", "peer", "refused", "gone")
+    return series[0].startswith("handoff_") or series[1] in own_values
+
+
+def library_sources() -> list[str]:
+    return [
         path.read_text()
         for path in sorted((ROOT / "kvconnect").rglob("*.py"))
         # They define the names; they record nothing.
         if path.name not in ("catalog.py", "types.py")
     ]
-    wanted = series_of("counter") | series_of("histogram")
+
+
+def test_the_library_records_every_series_of_hand_off() -> None:
+    sources = library_sources()
+    wanted = {s for s in series_of("counter") | series_of("histogram") if of_handoff(s)}
+    assert wanted - recorded_series(sources) == set()
+    # Gauges are set from what a plan yields, so their names alone are looked for.
+    words = {
+        node.value
+        for source in sources
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Constant)
+    }
+    assert {name for name, _ in series_of("gauge") if name.startswith("handoff_")} <= words
+
+
+def test_the_library_records_every_series_of_offload() -> None:
+    sources = library_sources()
+    wanted = {s for s in series_of("counter") | series_of("histogram") if not of_handoff(s)}
     assert wanted - recorded_series(sources) == set()
     # Controls: a call taken out of the sources is missed, and so is one cause of several.
     call = 'count("evicted_blocks"'
@@ -126,6 +171,19 @@ def series_of(kind: str) -> set[tuple[str, str]]:
 LABEL_ENUMS = {"cause": FailureCause, "kind": TransferType, "_TYPE": TransferType}
 
 
+# A plain variable of a label's name takes any of its words that the sources contain.
+WORDS = {
+    name: {v for row in CATALOG if row.label and row.label.name == name for v in row.label.values}
+    for name in ("outcome", "role")
+}
+# A row with the value ``other`` is given words that a call site cannot know: one call makes all.
+OPEN = {
+    row.recorded_as: set(row.label.values)
+    for row in CATALOG
+    if row.label and OTHER in row.label.values
+}
+
+
 def recorded_series(sources: list[str]) -> set[tuple[str, str]]:
     """(name, label value) of everything that calls in ``sources`` can count or observe."""
     trees = [ast.parse(source) for source in sources]
@@ -140,7 +198,12 @@ def recorded_series(sources: list[str]) -> set[tuple[str, str]]:
         elif call.func.attr in ("count", "observe"):
             label = next((word.value for word in call.keywords if word.arg == "label"), None)
             name = str(ast.literal_eval(call.args[0]))
-            found |= {(name, value) for value in label_values(label, made)}
+            values = OPEN.get(name)
+            if values is None and isinstance(label, ast.Name) and label.id in WORDS:
+                values = {word for word in WORDS[label.id] if repr(word) in made}
+            elif values is None:
+                values = label_values(label, made)
+            found |= {(name, value) for value in values}
     return found
 
 
@@ -150,11 +213,35 @@ def label_values(label: ast.expr | None, made: set[str]) -> set[str]:
         return {""}
     if isinstance(label, ast.Constant):
         return {str(label.value)}
+    if isinstance(label, ast.IfExp):
+        return label_values(label.body, made) | label_values(label.orelse, made)
     owner = ast.unparse(label).removesuffix(".value")  # "Tier.HOST", "failure.cause", "_TYPE[x]"
     kind = LABEL_ENUMS.get(owner.partition("[")[0].rpartition(".")[2])
-    members = list(kind) if kind else [m for m in Tier if f"Tier.{m.name}" == owner]
+    named = [m for m in (*Tier, *TransferType) if f"{type(m).__name__}.{m.name}" == owner]
+    members = list(kind) if kind else named
     assert members, f"label={ast.unparse(label)}: which values?"
     return {m.value for m in members if f"{type(m).__name__}.{m.name}" in made}
+
+
+def test_the_search_for_recorded_series_understands_the_labels_of_hand_off() -> None:
+    source = """
+self._stats.count("handoff_sent_requests", label="done" if ok else "expired")
+self._stats.count("expired_jobs", label=TransferType.RECV.value)
+self._stats.observe("handoff_wire_seconds", seconds, label=role)
+role = "recv"
+self._stats.count("handoff_refused", label=error.field)
+self._stats.count("handoff_peer_bytes", nbytes, label=peer)
+self._stats.count("handoff_failures", label=failure.cause.value)
+FailureCause.PEER, FailureCause.GONE
+"""
+    found = recorded_series([source])
+    assert {v for name, v in found if name == "handoff_sent_requests"} == {"done", "expired"}
+    assert {s for s in found if s[0] in ("expired_jobs", "handoff_wire_seconds")} == {
+        ("expired_jobs", "RECV"),
+        ("handoff_wire_seconds", "recv"),
+    }
+    assert ("handoff_refused", "auth") in found and ("handoff_peer_bytes", OTHER) in found
+    assert {v for name, v in found if name == "handoff_failures"} == {"peer", "gone"}
 
 
 def test_a_family_without_alias_shows_its_own_row() -> None:

@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvconnect.errors import Misuse
 from kvconnect.metrics.catalog import CATALOG, families
+from kvconnect.metrics.model import Metric
 from kvconnect.metrics.prometheus import PromMetrics, _add_buckets
 from kvconnect.stats import (
     COUNTERS,
     HISTOGRAMS,
+    MOST_LABELS,
+    OTHER,
     SIZE_BUCKETS,
     TIME_BUCKETS,
     TRANSFER_SIZE,
@@ -88,21 +92,30 @@ def test_every_series_exists_as_zero_at_the_first_scrape() -> None:
     assert set(scraped.values()) == {0}
 
 
-def full_load() -> dict[str, Any]:
-    """Every series of the catalogue in one payload, with numbers larger than an interval's."""
+def full_load(rows: Iterable[Metric] = CATALOG) -> dict[str, Any]:
+    """Every series of these rows in one payload, with numbers larger than an interval's."""
     data = OffloadingConnectorStats().data
-    for row in CATALOG:
+    for row in rows:
         number: Any = 1 << 40 if row.section == COUNTERS else 1e9 + 0.5
         if row.section == HISTOGRAMS:
             bounds = SIZE_BUCKETS if row.recorded_as == TRANSFER_SIZE else TIME_BUCKETS
             number = [1e12, *[1 << 20] * (len(bounds) + 1)]
         labels = row.label.values if row.label else ("",)
+        if row.label and row.label.limit:
+            labels = (
+                *(f"[2001:db8:85a3:1234:5678:8a2e:370:{n:x}]:14580" for n in range(32)),
+                OTHER,
+            )
         data[row.section][row.recorded_as] = dict.fromkeys(labels, number)
     return OffloadingConnectorStats(data).data
 
 
-def test_every_metric_at_once_fits_in_four_kib_and_all_of_it_is_shown() -> None:
-    assert len(msgspec.msgpack.encode(full_load())) <= 4096
+def test_every_metric_at_once_is_bounded_and_all_of_it_is_shown() -> None:
+    handoff = [row for row in CATALOG if row.name.startswith("handoff_")]
+    offload = [row for row in CATALOG if row not in handoff]
+    assert len(msgspec.msgpack.encode(full_load(offload))) <= 4096
+    # All peers there is room for, by the longest addresses, are more than half of it.
+    assert len(msgspec.msgpack.encode(full_load())) <= 10 * 1024
     registry = CollectorRegistry()
     make(registry).observe(full_load())
     moved = {name for (name, labels), value in scrape(registry).items() if value}
@@ -145,6 +158,96 @@ def test_counts_appear_under_own_names_and_vllms() -> None:
     assert get(scraped, "vllm:kv_offload_load_size_sum") == 8_000_000
     assert get(scraped, "vllm:kv_offload_store_size_count") == 2
     assert get(scraped, "vllm:kv_offload_size_count", transfer_type="GPU_to_CPU") == 2
+
+
+def test_hand_off_is_not_counted_as_offload() -> None:
+    registry = CollectorRegistry()
+    metrics = make(registry)
+    metrics.observe(payload())
+    before = {key: value for key, value in scrape(registry).items() if "kv_offload" in key[0]}
+    stats = OffloadingConnectorStats()
+    stats.record_transfer("SEND", 5_000_000, 0.5)
+    stats.record_transfer("RECV", 3_000_000, 0.25)
+    metrics.observe(stats.data)
+    after = scrape(registry)
+    assert {key: value for key, value in after.items() if "kv_offload" in key[0]} == before
+    assert get(after, "vllm:kvconnect_transfer_bytes_total", transfer_type="SEND") == 5_000_000
+    assert get(after, "vllm:kvconnect_transfer_seconds_total", transfer_type="RECV") == 0.25
+    # Control: an offload does move them.
+    metrics.observe(payload())
+    assert get(scrape(registry), "vllm:kv_offload_load_bytes_total") == 8_000_000
+
+
+# --- peers ------------------------------------------------------------------------------------
+
+
+def by_peer(scraped: Scrape, name: str, engine: str = "0") -> dict[str, float]:
+    return {
+        dict(labels)["peer"]: value
+        for (sample, labels), value in scraped.items()
+        if sample == f"vllm:kvconnect_handoff_peer_{name}_total"
+        and dict(labels)["engine"] == engine
+    }
+
+
+def peers(numbers: Iterable[int], *names: str) -> dict[str, Any]:
+    stats = OffloadingConnectorStats()
+    for number in numbers:
+        for name in names:
+            stats.count(f"handoff_peer_{name}", 2, f"10.0.0.{number}:14580")
+    return stats.data
+
+
+def test_a_peer_appears_when_it_is_first_seen_and_keeps_its_series() -> None:
+    registry = CollectorRegistry()
+    metrics = make(registry)
+    assert by_peer(scrape(registry), "bytes") == {OTHER: 0}
+    metrics.observe(peers([1], "bytes", "seconds"))
+    metrics.observe(peers([1, 2], "bytes"))
+    scraped = scrape(registry)
+    assert by_peer(scraped, "bytes") == {"10.0.0.1:14580": 4, "10.0.0.2:14580": 2, OTHER: 0}
+    assert by_peer(scraped, "seconds") == {"10.0.0.1:14580": 2, OTHER: 0}
+    assert by_peer(scraped, "bytes", engine="1") == {OTHER: 0}
+
+
+def test_peers_of_a_whole_life_are_bounded_alike_in_all_families() -> None:
+    registry = CollectorRegistry()
+    metrics = make(registry)
+    metrics.observe(peers(range(MOST_LABELS - 1), "bytes"))
+    metrics.observe(peers([200], "failures"))
+    assert by_peer(scrape(registry), "bytes")[OTHER] == 0, "control: this many have room"
+    for _ in range(2):
+        metrics.observe(peers([100, 200], "bytes", "seconds", "failures"))
+    metrics.observe(peers(range(101, 131), "bytes"))
+    scraped = scrape(registry)
+    seen = by_peer(scraped, "bytes")
+    assert len(seen) == MOST_LABELS + 1 and seen[OTHER] == 2 * 2 + 30 * 2
+    assert seen["10.0.0.200:14580"] == 4 and "10.0.0.100:14580" not in seen
+    assert by_peer(scraped, "seconds") == {"10.0.0.200:14580": 4, OTHER: 4}
+    assert by_peer(scraped, "failures") == {"10.0.0.200:14580": 6, OTHER: 4}
+    assert sum(seen.values()) == 2 * (MOST_LABELS - 1 + 4 + 30), "nothing is lost"
+    # Another engine of the process has room of its own.
+    metrics.observe(peers([100], "bytes"), 1)
+    assert by_peer(scrape(registry), "bytes", engine="1") == {"10.0.0.100:14580": 2, OTHER: 0}
+
+
+def test_a_reason_to_refuse_that_is_not_listed_is_shown_as_other() -> None:
+    registry = CollectorRegistry()
+    metrics = make(registry)
+    before = set(scrape(registry))
+    stats = OffloadingConnectorStats()
+    stats.count("handoff_refused", 2, "auth")
+    stats.count("handoff_refused", 3, "moon phase")
+    stats.count("handoff_failures", 5, "moon phase")  # control: this label has no `other`
+    metrics.observe(stats.data)
+    scraped = scrape(registry)
+    assert set(scraped) == before
+    assert get(scraped, "vllm:kvconnect_handoff_refused_total", field="auth") == 2
+    assert get(scraped, "vllm:kvconnect_handoff_refused_total", field=OTHER) == 3
+    assert sum(v for (name, _), v in scraped.items() if "handoff_failures" in name) == 0
+
+
+# --- values -----------------------------------------------------------------------------------
 
 
 def test_gauges_show_the_last_value_and_the_pinned_share() -> None:

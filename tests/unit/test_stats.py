@@ -19,6 +19,8 @@ from kvconnect.errors import Misuse
 from kvconnect.stats import (
     COUNTERS,
     HISTOGRAMS,
+    MOST_LABELS,
+    OTHER,
     SIZE_BUCKETS,
     TIME_BUCKETS,
     TRANSFER_SIZE,
@@ -107,6 +109,8 @@ def test_numpy_numbers_become_python_numbers() -> None:
     stats.record_transfer("GPU_to_CPU", numpy.int64(4096), numpy.float32(0.5))
     stats.count("lookups", numpy.int32(3))
     stats.gauge("host_blocks_used", numpy.float64(2.0))
+    stats.count("handoff_peer_seconds", numpy.float32(0.25), "a:1")
+    assert stats.data[COUNTERS]["handoff_peer_seconds"] == {"a:1": 0.25}, "not cut to whole seconds"
     assert OffloadingConnectorStats(msgspec.msgpack.decode(msgspec.msgpack.encode(stats.data)))
     # Control: unconverted, the same number is refused.
     with pytest.raises(Misuse):
@@ -120,10 +124,11 @@ def test_numpy_numbers_become_python_numbers() -> None:
         lambda s: s.record_transfer("GPU_to_CPU", 1, -0.5),
         lambda s: s.record_transfer("GPU_to_CPU", 1, float("nan")),
         lambda s: s.count("lookups", -1),
+        lambda s: s.count("handoff_peer_seconds", float("nan"), "a:1"),
         lambda s: s.observe("load_latency_seconds", -1.0),
         lambda s: s.observe("load_latency_seconds", float("nan")),
     ],
-    ids=["bytes", "seconds", "seconds-nan", "count", "duration", "duration-nan"],
+    ids=["bytes", "seconds", "seconds-nan", "count", "count-nan", "duration", "duration-nan"],
 )
 def test_numbers_that_would_take_a_counter_back_are_refused(call: Any) -> None:
     stats = OffloadingConnectorStats()
@@ -213,6 +218,39 @@ def test_two_loggers_given_the_same_dict_do_not_see_each_other() -> None:
     assert data == before
     assert second.data == before
     assert first.data != before
+
+
+# --- peers ------------------------------------------------------------------------------------
+
+PEERS = st.lists(st.tuples(st.integers(0, 99), st.integers(1, 1 << 20)), max_size=150)
+
+
+def peer_bytes(*events: tuple[int, int]) -> OffloadingConnectorStats:
+    stats = OffloadingConnectorStats()
+    for peer, nbytes in events:
+        stats.count("handoff_peer_bytes", nbytes, f"10.0.0.{peer}:14580")
+    return stats
+
+
+def test_the_peers_of_a_payload_are_bounded_and_nothing_is_lost() -> None:
+    values = peer_bytes(*((peer, 1) for peer in range(MOST_LABELS))).data[COUNTERS]
+    assert OTHER not in values["handoff_peer_bytes"], "control: this many have room"
+    stats = peer_bytes(*((peer, 1 + peer) for peer in range(40)), (0, 5), (39, 7))
+    values = stats.data[COUNTERS]["handoff_peer_bytes"]
+    assert len(values) == MOST_LABELS + 1
+    assert values["10.0.0.0:14580"] == 6 and "10.0.0.39:14580" not in values
+    assert values[OTHER] == sum(range(33, 41)) + 7
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(PEERS, max_size=4))
+def test_peers_stay_bounded_when_ranks_are_merged(ranks: list[list[tuple[int, int]]]) -> None:
+    merged = OffloadingConnectorStats()
+    for events in ranks:
+        merged.aggregate(peer_bytes(*events))
+    values = merged.data[COUNTERS].get("handoff_peer_bytes", {})
+    assert len(values) <= MOST_LABELS + 1
+    assert sum(values.values()) == sum(nbytes for events in ranks for _, nbytes in events)
 
 
 # --- intervals --------------------------------------------------------------------------------

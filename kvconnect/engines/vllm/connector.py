@@ -46,10 +46,13 @@ if TYPE_CHECKING:
 
 
 class KVConnect(KVConnectorBase_V1, SupportsHMA):
-    """vLLM KV connector that keeps evicted KV blocks in host memory."""
+    """vLLM KV connector that keeps evicted KV blocks in host memory and hands blocks from prefill
+    to decode engines."""
 
     _cache_hit_source = CacheHitSource.HOST
-    requires_kv_delivery = False  # a cache: a store that is dropped is a later miss
+    # A store that is dropped is a later miss, and blocks of a hand-off are held on their own: what
+    # a preempted request has computed is not lost.
+    requires_kv_delivery = False
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -124,11 +127,12 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing: whole blocks are stored after the step."""
+        """See :meth:`WorkerHalf.layer_written`. Whole blocks are stored after the step."""
+        self.worker.layer_written(layer_name)
 
     def wait_for_save(self) -> None:
-        """See :meth:`WorkerHalf.submit_stores`; does not wait."""
-        self.worker.submit_stores()
+        """See :meth:`WorkerHalf.end_step`; does not wait."""
+        self.worker.end_step()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """See :meth:`WorkerHalf.collect`."""
@@ -184,9 +188,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Never delays the free: stores hold their blocks themselves."""
-        self.scheduler.finish_request(request)
-        return False, None
+        """Never delays the free: stores and hand-offs hold their blocks themselves."""
+        return False, self.scheduler.finish_request(request)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """See :meth:`EventLog.take`."""
@@ -194,7 +197,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Whether jobs are open: the engine steps on until they are answered."""
-        return self.scheduler.plan.busy
+        return self.scheduler.plan.busy or self.scheduler.handoff.busy
 
     def reset_cache(self) -> bool:
         """See :meth:`SchedulerHalf.reset`."""

@@ -10,31 +10,47 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvconnect.plan.instructions import Instructions, Report
+from kvconnect.plan.instructions import Instructions, Notice, Report
 
 
 @dataclass
 class WorkerHello(KVConnectorHandshakeMetadata):
-    """A worker's host tier, as it came up: how many slots, and their size in bytes."""
+    """A worker as it came up: how many slots its host tier has, their size in bytes, where it
+    hands out blocks (None if it does not), and whether it can receive any."""
 
     num_slots: int
     slot_bytes: int
+    address: tuple[str, int] | None = None
+    receives: bool = False
 
 
 @dataclass
 class StepInstructions(KVConnectorMetadata):
-    """One step's work, scheduler to every worker."""
+    """One step's work, scheduler to every worker; ``epoch`` numbers the engine's incarnation.
+    ``idle``: the step computes nothing, it is made for the sake of transfers."""
 
     work: Instructions = field(default_factory=Instructions)
+    epoch: int = 0
+    idle: bool = False
 
 
 @dataclass
 class StepReports(KVConnectorWorkerMetadata):
-    """Jobs that ended, workers to scheduler; one entry per worker and job."""
+    """Jobs that ended, workers to scheduler; one entry per worker and job.
 
-    reports: list[Report]
+    ``reports`` are those of the host tier, ``arrivals`` those of hand-offs received; ``notices``
+    say what the other side did with a hand-off sent.
+    """
+
+    reports: list[Report] = field(default_factory=list)
+    arrivals: list[Report] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReports:
         """Return this step's reports of both."""
         assert isinstance(other, StepReports)
-        return StepReports(self.reports + other.reports)
+        return StepReports(
+            self.reports + other.reports,
+            self.arrivals + other.arrivals,
+            self.notices + other.notices,
+        )

@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 from vllm.config import VllmConfig
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvconnect.config import OffloadConfig
+from kvconnect.config import Config
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.events import EventLog
+from kvconnect.engines.vllm.handoff import HandoffHalf
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.stats import KVConnectStats
 from kvconnect.errors import Incompatible
@@ -32,21 +35,28 @@ logger = logging.getLogger(__name__)
 _STORE_SHARE = 0.25  # of the device's blocks may be held by stores; the rest is the engine's
 
 
+class _Promise(NamedTuple):
+    """What :meth:`SchedulerHalf.match` answered for a request that is not admitted yet."""
+
+    local_tokens: int
+    sync: bool = False  # load inside the step
+    handoff: bool = False  # brought by another engine
+
+
 class SchedulerHalf:
     """Owned by the scheduler's thread. Idle until the workers said how many slots they have."""
 
     pool: BlockPool  # the device's blocks; vLLM hands it over right after construction
 
     def __init__(
-        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: OffloadConfig
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config
     ) -> None:
         translate.recompute_failed_loads(vllm_config)
-        self._config = config
-        self._sync_load_bytes = config.sync_load_bytes
         if config.sync_load_bytes and vllm_config.max_concurrent_batches > 1:
             # A step that overlaps the one whose load failed would sample from bad blocks.
             logger.warning("sync_load_bytes is ignored: steps overlap (async scheduling)")
-            self._sync_load_bytes = 0
+            config = msgspec.structs.replace(config, sync_load_bytes=0)
+        self._config = config
         self._groups = translate.cache_groups(kv_cache_config)
         self._hash_tokens = translate.hash_block_tokens(vllm_config, kv_cache_config)
         self._limits = Limits(
@@ -55,25 +65,27 @@ class SchedulerHalf:
             held_blocks=max(1, int(kv_cache_config.num_blocks * _STORE_SHARE)),
         )
         self._requests: dict[str, Request] = {}
-        # (local tokens, whether to load inside the step) of requests asked about and not admitted
-        # yet; None for one that reads no cache.
-        self._promised: dict[str, tuple[int, bool] | None] = {}
+        # Of requests asked about and not admitted yet; None for one that reads no cache.
+        self._promised: dict[str, _Promise | None] = {}
         self._slot_bytes = 0
         self._gauges: dict[tuple[str, str | None], float] = {}
         self.events = EventLog(vllm_config, self._groups)
+        self.handoff = HandoffHalf(vllm_config, config, self._groups, KVConnectStats())
         self.plan = self._make_plan(num_slots=0)
 
     def greet(self, hellos: Mapping[tuple[int, int], WorkerHello]) -> None:
-        """Learn the workers' host tiers; the smallest one counts, since all use the same slots.
+        """Learn the workers' host tiers and addresses; the smallest tier counts, since all use the
+        same slots.
 
         Raises:
             Incompatible: not every worker answered.
         """
         if len(hellos) != self._limits.workers:
-            raise Incompatible(f"{len(hellos)} of {self._limits.workers} workers have a host tier")
+            raise Incompatible(f"{len(hellos)} of {self._limits.workers} workers came up")
         num_slots = min(hello.num_slots for hello in hellos.values())
         self._slot_bytes = sum(hello.slot_bytes for hello in hellos.values())
         self.plan = self._make_plan(num_slots)
+        self.handoff.greet(hellos)
         logger.info(
             "KVConnect host tier: %d blocks, %.2f GiB over %d workers",
             num_slots,
@@ -85,23 +97,32 @@ class SchedulerHalf:
         """A request arrived."""
         self._requests[request.request_id] = request
         self.plan.add_request(request.request_id)
+        if request.kv_transfer_params:
+            self.handoff.add_request(request, time.monotonic())
 
     def match(self, request: Request, local_tokens: int) -> tuple[int, bool]:
-        """Return (tokens the host tier can add to ``local_tokens``, whether asynchronously)."""
+        """Return (tokens that can be added to ``local_tokens``, whether asynchronously): all a
+        hand-off brings, or what the host tier has."""
         req_id = request.request_id
         if request.skip_reading_prefix_cache:
+            self.handoff.decline(req_id)  # it needs its prompt computed here
             self._promised[req_id] = None
             return 0, False
+        arriving = self.handoff.match(request, local_tokens)
+        if arriving:
+            self._promised[req_id] = _Promise(local_tokens, handoff=True)
+            return arriving, True
         # The engine samples from the last token's output, so a windowed group's load must leave
         # that token (and with it the window before it) to compute.
         whole = all(group.is_full for group in self._groups)
         limit = request.num_tokens if whole else request.num_tokens - 1
         hashes = self._hashes(request)
         found = self.plan.match(req_id, hashes, local_tokens, limit)
-        sync = self._is_small(found)
+        # Pages on offer leave while the step runs, when it is not known yet that a load failed.
+        sync = self._is_small(found) and not self.handoff.leases.busy
         if sync and local_tokens + found >= request.num_tokens:
             found = self.plan.match(req_id, hashes, local_tokens, request.num_tokens - 1)
-        self._promised[req_id] = (local_tokens, sync)
+        self._promised[req_id] = _Promise(local_tokens, sync)
         return found, found > 0 and not sync
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
@@ -112,7 +133,12 @@ class SchedulerHalf:
         promised = self._promised.pop(request.request_id)
         if promised is None:
             return  # it reads no cache
-        local_tokens, sync = promised
+        local_tokens, sync, handoff = promised
+        if handoff and num_external:
+            self.handoff.after_alloc(request, blocks, local_tokens, num_external)
+            return
+        if handoff:  # the engine found out that it needs nothing
+            self.handoff.decline(request.request_id)
         count_lookup(self.plan.stats, request.num_tokens - local_tokens, num_external)
         if num_external:
             wanted = LoadRequest(
@@ -130,17 +156,26 @@ class SchedulerHalf:
         self._release(self.plan.jobs.expire(now))
         for req_id, computed in self.plan.due(translate.computed_tokens(output)):
             self._store(req_id, computed, output)
+        if self.handoff.leases.busy:
+            for req_id in output.preempted_req_ids or ():
+                self.handoff.leases.preempted(req_id, now)
+            for req_id, computed in translate.computed_tokens(output):
+                translate.hold_blocks(self.pool, self.handoff.offer(req_id, computed, output))
         work = self.plan.take(now)
+        self.handoff.take(work, now)
         for store in work.stores:
             for part in store.parts:
                 translate.hold_blocks(self.pool, part.block_ids)
         self.events.removed(self.plan.take_removed())
-        return StepInstructions(work)
+        idle = not output.num_scheduled_tokens and self.handoff.busy and not self.plan.busy
+        return StepInstructions(work, self.handoff.epoch, idle)
 
     def on_reports(self, reports: StepReports | None) -> None:
         """Take the workers' answers of a step."""
         now = time.monotonic()
-        for report in reports.reports if reports else ():
+        reports = reports or StepReports()
+        self._release(self.handoff.on_reports(reports.arrivals, reports.notices, now))
+        for report in reports.reports:
             settled = self.plan.on_report(report, now)
             if settled is None:
                 continue
@@ -149,21 +184,31 @@ class SchedulerHalf:
             self.events.dropped(settled.dropped)
         self.events.removed(self.plan.take_removed())
 
-    def finish_request(self, request: Request) -> None:
-        """The request is over; blocks still being stored stay held until copied."""
+    def finish_request(self, request: Request) -> dict[str, Any] | None:
+        """The request is over; blocks still being stored or handed off stay held until that is
+        done. Return what the answer says in ``kv_transfer_params``."""
         self._requests.pop(request.request_id, None)
         self._promised.pop(request.request_id, None)
         self.plan.finish_request(request.request_id, self._hashes(request))
+        if not request.kv_transfer_params:
+            return None
+        return self.handoff.finish(request, time.monotonic())
 
     def reset(self) -> None:
         """Forget the whole host tier, as the engine forgets its prefix cache."""
         self._release(self.plan.reset())
+        self.handoff.leases.withdraw_all(time.monotonic())
         self.events.cleared()
 
     def take_stats(self) -> KVConnectStats | None:
         """Return what was counted since the last call, with the gauges if one moved."""
         now = time.monotonic()
-        found = {(name, label): v for name, v, label in gauges(self.plan, now, self._slot_bytes)}
+        found: dict[tuple[str, str | None], float] = {}
+        for name, value, label in chain(
+            gauges(self.plan, now, self._slot_bytes), self.handoff.gauges(now)
+        ):
+            # Only the age of the oldest hold comes from several books.
+            found[name, label] = max(value, found.get((name, label), value))
         if found != self._gauges:  # all of them: some series are quotients of two
             self._gauges = found
             for (name, label), value in found.items():
@@ -175,7 +220,7 @@ class SchedulerHalf:
     def _make_plan(self, num_slots: int) -> OffloadPlan:
         policy = make_policy(self._config.policy, num_slots)
         index = HostIndex(num_slots, len(self._groups), policy)
-        return OffloadPlan(self._groups, index, KVConnectStats(), self._limits)
+        return OffloadPlan(self._groups, index, self.handoff.stats, self._limits)
 
     def _hashes(self, request: Request) -> tuple[Sequence[bytes], ...]:
         return translate.group_hashes(request, self._groups, self._hash_tokens)
@@ -186,7 +231,7 @@ class SchedulerHalf:
         if not tokens or not keeps_prefix(self._groups):
             return False
         blocks = tokens // self._groups[0].block_tokens
-        return blocks * self._slot_bytes <= self._sync_load_bytes
+        return blocks * self._slot_bytes <= self._config.sync_load_bytes
 
     def _store(self, req_id: str, computed: int, output: SchedulerOutput) -> None:
         request = self._requests[req_id]

@@ -5,12 +5,16 @@ Written against vLLM 0.32 and 0.33.
 
 from __future__ import annotations
 
+import hashlib
+import json
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
@@ -22,10 +26,12 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.request import RequestStatus
 
 from kvconnect import versions
-from kvconnect.errors import ConfigError, Incompatible
+from kvconnect.errors import ConfigError, Incompatible, Refused
 from kvconnect.geometry import Geometry, GroupGeometry, Segment, view_segments
+from kvconnect.pages import LayerPages, layer_pages
 from kvconnect.plan.groups import CacheGroup
 
 if TYPE_CHECKING:
@@ -37,14 +43,11 @@ def check_engine(config: VllmConfig) -> None:
 
     Raises:
         Incompatible: a vLLM version this file was not written for.
-        ConfigError: a role, a kind of parallelism or a mode that offloading does not serve.
+        ConfigError: a kind of parallelism or a mode that is not served.
     """
     if not versions.vllm_is_supported(vllm.__version__):
         supported = versions.supported_vllm_text()
         raise Incompatible(f"vLLM {vllm.__version__} is not supported; install {supported}")
-    transfer = config.kv_transfer_config
-    if transfer.kv_role != "kv_both":
-        raise ConfigError("kv_role", transfer.kv_role, "offloading stores and loads: use kv_both")
     if config.model_config.enable_sleep_mode:  # vLLM 0.32 does not ask supports_sleep_mode
         fix = "weights may change in sleep, and stored KV would be stale: turn it off"
         raise ConfigError("enable_sleep_mode", True, fix)
@@ -55,12 +58,15 @@ def check_engine(config: VllmConfig) -> None:
 
 
 def recompute_failed_loads(config: VllmConfig) -> None:
-    """Have vLLM recompute blocks that could not be loaded.
+    """Have vLLM recompute blocks that could not be loaded, unless this is a decode engine.
 
-    vLLM's default is to fail the request, which is right for a hand-off but not for a cache: a
-    block lost from the host tier is a miss. The scheduler reads this after it made the connector.
+    vLLM has one policy per engine, and its default is to fail the request. That is right for a
+    hand-off, where recomputing hides a broken fleet, so ``kv_consumer`` keeps what is set. It is
+    wrong for a cache: a block lost from the host tier is a miss. The scheduler reads this after
+    it made the connector.
     """
-    config.kv_transfer_config.kv_load_failure_policy = "recompute"
+    if config.kv_transfer_config.kv_role != "kv_consumer":
+        config.kv_transfer_config.kv_load_failure_policy = "recompute"
 
 
 def cache_groups(config: KVCacheConfig) -> tuple[CacheGroup, ...]:
@@ -113,6 +119,24 @@ def group_hashes(
     )
 
 
+def prompt_content(request: Request) -> bytes:
+    """Return a digest of all that a prompt's KV depends on, beside the model.
+
+    Raises:
+        Refused: a prompt that is not made of tokens.
+    """
+    if request.prompt_token_ids is None:
+        raise Refused("params", "prompts given as embeddings are not handed off")
+    lora = request.lora_request
+    parts = (
+        lora.name if lora else None,
+        request.cache_salt,
+        [(item.identifier, str(item.mm_position)) for item in request.mm_features],
+    )
+    tokens = array("q", request.prompt_token_ids).tobytes()
+    return hashlib.sha256(tokens + json.dumps(parts).encode()).digest()
+
+
 def hash_block_tokens(config: VllmConfig, kv_cache: KVCacheConfig) -> int:
     """Return how many tokens one of vLLM's block hashes covers."""
     tokens: int = kv_cache.hash_block_size or config.cache_config.block_size
@@ -130,6 +154,16 @@ def computed_tokens(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
     cached = output.scheduled_cached_reqs
     for req_id, before in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
         yield req_id, before + scheduled[req_id] - len(drafts.get(req_id, ()))
+
+
+def ended_well(request: Request) -> bool:
+    """Whether a request that is over computed its whole prompt and was not aborted."""
+    ends = (
+        RequestStatus.FINISHED_STOPPED,
+        RequestStatus.FINISHED_LENGTH_CAPPED,
+        RequestStatus.FINISHED_REPETITION,
+    )
+    return request.status in ends
 
 
 def hold_blocks(pool: BlockPool, block_ids: Iterable[int]) -> None:
@@ -182,3 +216,102 @@ def cache_geometry(config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor])
                 raise Incompatible(f"layer {layer}: {error}") from error
         groups.append(GroupGeometry(tuple(segments), config.num_blocks))
     return Geometry(tuple(groups))
+
+
+def handoff_format(
+    config: VllmConfig, cache: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
+) -> dict[str, str | int]:
+    """Return what must be equal on both sides of a hand-off, field by field.
+
+    Block size, parallelism and layout are not in it: they may differ and are agreed upon apart.
+    vLLM's version is not, either: what of it matters to the bytes is named here.
+    """
+    model = config.model_config
+    first = next(iter(kv_caches.values()))
+    return {
+        "model": model.model.rstrip("/").rpartition("/")[2],
+        "architecture": _architecture(model.hf_config.to_dict()),
+        "dtype": str(first.dtype).removeprefix("torch."),
+        "cache_dtype": str(config.cache_config.cache_dtype),
+        "packing": "+".join(sorted({_packing(config, backend) for backend in _backends(config)})),
+        "tokens_ahead": max(
+            getattr(group.kv_cache_spec, "extra_retained_tokens", 0)
+            for group in cache.kv_cache_groups
+        ),
+    }
+
+
+def _architecture(fields: Mapping[str, object]) -> str:
+    """Return a digest of a model's configuration, where it is stored left out."""
+    kept = {k: v for k, v in fields.items() if not k.startswith("_") and "version" not in k}
+    text = json.dumps(kept, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _backends(config: VllmConfig) -> list[Any]:
+    found: list[Any] = get_current_attn_backends(config)
+    return found
+
+
+def _packing(config: VllmConfig, backend: Any) -> str:
+    """Return the name of how a backend arranges bytes inside a page."""
+    name: str = backend.get_name()
+    if name != "CPU_ATTN":
+        return name
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    model = config.model_config
+    block, head = config.cache_config.block_size, model.get_head_size()
+    isa: str = _get_attn_isa(model.dtype, block, head, config.cache_config.cache_dtype)
+    return f"{name}:{isa}"
+
+
+def can_split_pages(config: VllmConfig, kv_caches: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a page is tokens one after the other, so that it may be cut between two: not
+    where the CPU kernels interleave them, nor where scales of a whole page are packed in."""
+    interleaved = any(backend.get_name() == "CPU_ATTN" for backend in _backends(config))
+    opaque = any(view.dtype == torch.uint8 for view in kv_caches.values())
+    return not interleaved and not opaque
+
+
+def handoff_pages(
+    cache: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
+) -> tuple[tuple[LayerPages, ...], ...]:
+    """Return, per group, each layer's pages. Layers that share another layer's cache are left
+    out: their bytes are that layer's.
+
+    Raises:
+        Incompatible: a layer whose heads and tokens cannot be told from shape and strides, or
+            layers of one group that differ.
+    """
+    base = next(iter(kv_caches.values())).untyped_storage().data_ptr()
+    groups = []
+    for group in cache.kv_cache_groups:
+        pages: dict[int, LayerPages] = {}
+        for layer in group.layer_names:
+            view = kv_caches[layer]
+            pages.setdefault(
+                view.data_ptr(),
+                layer_pages(
+                    layer,
+                    view.data_ptr() - base,
+                    (view.shape, view.stride(), view.element_size()),
+                    cache.num_blocks,
+                    group.kv_cache_spec.block_size,
+                ),
+            )
+        shapes = {(p.heads, p.tokens, p.row_bytes) for p in pages.values()}
+        if len(shapes) > 1:
+            raise Incompatible(f"layers of one KV-cache group differ in (heads, ...): {shapes}")
+        groups.append(tuple(pages.values()))
+    return tuple(groups)
+
+
+def total_kv_heads(config: VllmConfig, spec: KVCacheSpec) -> int:
+    """Return the KV heads of a layer over all ranks; 1 where every rank has the same."""
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        spec = next(iter(spec.kv_cache_specs.values()))
+    if isinstance(spec, MLAAttentionSpec):
+        return 1
+    total: int = config.model_config.get_total_num_kv_heads()
+    return total

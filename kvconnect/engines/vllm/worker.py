@@ -1,4 +1,4 @@
-"""The connector's half in a vLLM worker: owns the host tier's bytes and moves them."""
+"""The connector's half in a vLLM worker: its share of the host tier, and its hand-offs."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvconnect import memory
-from kvconnect.config import OffloadConfig, check_fits, share_of_host_bytes
+from kvconnect.config import Config, check_fits, share_of_host_bytes
 from kvconnect.copy import make_copier
 from kvconnect.engines.vllm import translate
+from kvconnect.engines.vllm.handoff_worker import make_handoffs
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.stats import KVConnectStats
-from kvconnect.errors import ConfigError, Misuse
+from kvconnect.errors import Misuse
 from kvconnect.plan.groups import keeps_prefix
-from kvconnect.plan.instructions import Load, Report, Store
-from kvconnect.store.host import HostStore
+from kvconnect.plan.instructions import Load, Report
 from kvconnect.types import Tier
-from kvconnect.worker.executor import CopyExecutor, Done
-from kvconnect.worker.streams import make_streams
+from kvconnect.worker.handoff import HandoffAgent
+from kvconnect.worker.tier import HostTier
 
 logger = logging.getLogger(__name__)
 
 
 class WorkerHalf:
-    """Owned by the worker's main thread; copies run on the executor's own thread.
+    """Owned by the worker's main thread; copies and transfers run on threads of their own.
 
     The copier can be exchanged before :meth:`register` (``make_copier``), which is how fault
     injection gets in.
@@ -35,79 +35,78 @@ class WorkerHalf:
     make_copier = staticmethod(make_copier)
 
     def __init__(
-        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: OffloadConfig
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config
     ) -> None:
-        parallel = vllm_config.parallel_config
-        self._share = _worker_share(vllm_config, config)
+        self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._digest = config.digest
+        self._config = config
+        self._share = _worker_share(vllm_config, config)
         self._keeps_prefix = keeps_prefix(translate.cache_groups(kv_cache_config))
-        self._is_first = parallel.rank == 0
         self._stats = KVConnectStats()
-        self._pending_stores: list[Store] = []
-        self._reports: list[Report] = []
+        self._reports = StepReports()
+        self._idle = False  # the step computes nothing
         self._errors: set[int] = set()
-        self._executor: CopyExecutor | None = None
+        self._tier: HostTier | None = None
+        self._agent: HandoffAgent | None = None
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Allocate the host tier and get ready to copy.
+        """Allocate the host tier, start to listen, and get ready to copy.
 
         Raises:
-            ConfigError: ``host_bytes`` is too small for one block or more than is free.
+            ConfigError: a setting does not fit this machine.
         """
-        geometry = translate.cache_geometry(self._kv_cache_config, kv_caches)
         area = translate.backing_area(kv_caches)
-        num_slots = self._share // geometry.slot_bytes
-        if num_slots < 1:
-            raise ConfigError(
-                "host_bytes",
-                self._share,
-                f"this worker's share is less than one block of {geometry.slot_bytes} bytes",
+        if self._share:
+            geometry = translate.cache_geometry(self._kv_cache_config, kv_caches)
+            self._tier = HostTier(
+                self._share, self._config.digest, geometry, area, self.make_copier
             )
-        check_fits(
-            num_slots * geometry.slot_bytes,
-            memory_bytes=memory.available_bytes(),
-            what="available now for this worker's share",
+        self._agent = make_handoffs(
+            self._vllm_config, self._kv_cache_config, self._config, kv_caches, area
         )
-        self.store = HostStore(num_slots, geometry.slot_bytes, self._digest)
-        if area.device.type == "cuda":
-            self.store.pin()
-        copier = self.make_copier(area, self.store.tensor(), geometry)
-        self._executor = CopyExecutor(copier, self.store, geometry, make_streams(area.device))
 
     @property
-    def executor(self) -> CopyExecutor:
-        """The copy thread; there once the KV caches are registered."""
-        if self._executor is None:
-            raise Misuse("the KV caches are not registered yet")
-        return self._executor
+    def tier(self) -> HostTier:
+        """The host tier; there once the KV caches are registered, unless it is off."""
+        if self._tier is None:
+            raise Misuse("there is no host tier (yet)")
+        return self._tier
 
     def hello(self) -> WorkerHello:
         """Return what the scheduler's half must know."""
-        return WorkerHello(self.store.num_slots, self.store.slot_bytes)
+        agent, store = self._agent, self._tier.store if self._tier else None
+        return WorkerHello(
+            num_slots=store.num_slots if store else 0,
+            slot_bytes=store.slot_bytes if store else 0,
+            address=agent.address if agent else None,
+            receives=agent is not None,
+        )
 
     def begin_step(self, step: StepInstructions) -> None:
-        """Start the step's loads, ahead of the forward; note its stores for after it."""
-        self.submit_stores()  # a pipeline stage may end a step without asking for that
-        self._pending_stores = list(step.work.stores)
-        if step.work.loads:
-            fence = self.executor.fence()  # after any zeroing of the blocks to be loaded
-            for load in step.work.loads:
-                self.executor.submit(load, fence)
+        """Start the step's loads and receives, ahead of the forward; note what follows it."""
+        if self._tier is not None:
+            self._tier.begin(step.work.loads, step.work.stores)
+        if self._agent is not None:
+            self._agent.begin_step(step.work, step.epoch)
+        self._idle = step.idle
+
+    def layer_written(self, layer_name: str) -> None:
+        """A layer's attention has been launched, so its KV can be handed off."""
+        if self._agent is not None:
+            self._agent.layer_written(layer_name)
 
     def wait_sync_loads(self) -> None:
         """Block until the loads this step's forward reads are there."""
-        waited = self.executor.wait_sync_loads()
-        if waited and self._is_first:
+        waited = self._tier.executor.wait_sync_loads() if self._tier else 0.0
+        if waited and self._vllm_config.parallel_config.rank == 0:
             self._stats.observe("load_exposed_seconds", waited, label=Tier.HOST.value)
 
-    def submit_stores(self) -> None:
-        """Queue the step's stores behind the forward that has been launched."""
-        if self._pending_stores:
-            fence = self.executor.fence()
-            for store in self._pending_stores:
-                self.executor.submit(store, fence)
-            self._pending_stores = []
+    def end_step(self) -> None:
+        """Store and hand off behind the forward that has been launched."""
+        if self._agent is not None:
+            self._agent.end_step()
+        if self._tier is not None:
+            self._tier.submit_stores()
 
     def collect(self) -> tuple[set[str], set[str]]:
         """Return requests whose load ended, and those of them that must start over.
@@ -117,16 +116,21 @@ class WorkerHalf:
         """
         finished: set[str] = set()
         failed: set[str] = set()
-        for done in self.executor.poll():
-            self._note(done)
-            if not isinstance(done.job, Load):
-                continue
-            if not done.job.sync:
-                finished.add(done.job.req_id)
-            if done.report.failures and self._keeps_prefix:
-                self._errors.update(failure.block_id for failure in done.report.failures)
-            elif done.report.failures:
-                failed.add(done.job.req_id)
+        for done in self._tier.poll() if self._tier else ():
+            self._reports.reports.append(done.report)
+            if done.nbytes:
+                self._stats.record_transfer(done.kind.value, done.nbytes, done.seconds)
+            if isinstance(done.job, Load):
+                self._note(done.job.req_id, done.report, failed)
+                if not done.job.sync:
+                    finished.add(done.job.req_id)
+        if self._agent is not None:
+            arrived, notices = self._agent.poll(self._idle)
+            self._reports.notices += notices
+            for report, job in arrived:
+                self._reports.arrivals.append(report)
+                self._note(job.req_id, report, failed)
+                finished.add(job.req_id)
         return finished, failed
 
     def take_errors(self) -> set[int]:
@@ -135,29 +139,35 @@ class WorkerHalf:
         return errors
 
     def take_reports(self) -> StepReports | None:
-        """Return the answers to jobs that ended."""
-        if not self._reports:
+        """Return the answers to jobs that ended, and what readers did."""
+        taken = self._reports
+        if not (taken.reports or taken.arrivals or taken.notices):
             return None
-        reports, self._reports = self._reports, []
-        return StepReports(reports)
+        self._reports = StepReports()
+        return taken
 
     def take_stats(self) -> KVConnectStats | None:
         """Return what was moved since the last call."""
+        theirs = self._agent.take_stats() if self._agent else None
+        if theirs is not None:
+            self._stats.aggregate(theirs)
         return self._stats.take()
 
     def close(self) -> None:
-        """Stop copying and give the host tier back. Idempotent."""
-        if self._executor is not None:
-            self._executor.close()
-            self.store.close()
+        """Stop copying and listening, and give the host tier back. Idempotent."""
+        if self._agent is not None:
+            self._agent.close()
+        if self._tier is not None:
+            self._tier.close()
 
-    def _note(self, done: Done) -> None:
-        self._reports.append(done.report)
-        if done.nbytes:
-            self._stats.record_transfer(done.kind.value, done.nbytes, done.seconds)
+    def _note(self, req_id: str, report: Report, failed: set[str]) -> None:
+        if report.failures and self._keeps_prefix:
+            self._errors.update(failure.block_id for failure in report.failures)
+        elif report.failures:
+            failed.add(req_id)
 
 
-def _worker_share(vllm_config: VllmConfig, config: OffloadConfig) -> int:
+def _worker_share(vllm_config: VllmConfig, config: Config) -> int:
     """Return this worker's part of the host tier in bytes.
 
     Raises:

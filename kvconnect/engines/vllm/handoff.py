@@ -1,0 +1,210 @@
+"""Hand-off in vLLM's scheduler: tickets out, tickets in, and who holds blocks until when."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from kvconnect.config import Config
+from kvconnect.engines.vllm import translate
+from kvconnect.engines.vllm.messages import WorkerHello
+from kvconnect.engines.vllm.tickets import TicketDesk, read_key
+from kvconnect.errors import Refused
+from kvconnect.plan.arrivals import ArrivalLimits, Arrivals
+from kvconnect.plan.groups import CacheGroup
+from kvconnect.plan.handoff import LeaseLimits, Leases
+from kvconnect.plan.instructions import Instructions, Notice, Report, Source
+from kvconnect.plan.jobs import NULL_BLOCK
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.types import Endpoint, Span
+from kvconnect.wire.tickets import Asked, parse_request
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class HandoffHalf:
+    """Both roles of the scheduler's side; owned by the scheduler's thread.
+
+    Prefill: a request with ``do_remote_decode`` is offered block by block while it computes, and
+    its blocks are held after its end until a decode engine has them or its lease runs out.
+    Decode: a request with ``do_remote_prefill`` and a valid ticket is parked until its blocks
+    have arrived. What a client writes into ``kv_transfer_params`` is never used as an address.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        config: Config,
+        groups: Sequence[CacheGroup],
+        stats: OffloadingConnectorStats,
+    ) -> None:
+        transfer = vllm_config.kv_transfer_config
+        parallel = vllm_config.parallel_config
+        self._groups = groups
+        self.stats = stats
+        self._sends: bool = transfer.is_kv_producer and config.listen != "off"
+        self._receives: bool = transfer.is_kv_consumer
+        # A card names the workers of one engine, and vLLM may send the request to another one.
+        gives_cards = parallel.data_parallel_size == 1 or parallel.data_parallel_external_lb
+        self._desk = TicketDesk(
+            read_key(config),
+            gives_cards,
+            config.lease_s,
+            Source(
+                engine_id=transfer.engine_id,
+                epoch=secrets.randbits(62),
+                endpoints=(),  # until the workers have said theirs
+                tp=parallel.tensor_parallel_size,
+                pp=parallel.pipeline_parallel_size,
+            ),
+        )
+        limits = (parallel.world_size, config.lease_s, config.deadline_s)
+        self.leases = Leases(groups, stats, LeaseLimits(*limits))
+        self.arrivals = Arrivals(groups, stats, ArrivalLimits(*limits))
+
+    @property
+    def epoch(self) -> int:
+        """This incarnation's number, which tickets and workers carry."""
+        return self._desk.source.epoch
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine must keep stepping for a hand-off's sake."""
+        return self.leases.busy or self.arrivals.busy
+
+    def gauges(self, now: float) -> Iterator[tuple[str, float, str | None]]:
+        """Yield (name, value, label) of what is held and under way now."""
+        yield from self.leases.gauges(now)
+        yield from self.arrivals.gauges(now)
+
+    def greet(self, hellos: Mapping[tuple[int, int], WorkerHello]) -> None:
+        """Learn where the workers listen."""
+        endpoints = tuple(
+            Endpoint(tp_rank, pp_rank, *hello.address)
+            for (pp_rank, tp_rank), hello in sorted(hellos.items())
+            if hello.address is not None
+        )
+        self._desk.source = replace(self._desk.source, endpoints=endpoints)
+        self._sends = self._sends and bool(endpoints)
+        self._receives = self._receives and all(hello.receives for hello in hellos.values())
+
+    def add_request(self, request: Request, now: float) -> None:
+        """Look at what a new request's ``kv_transfer_params`` ask for."""
+        params = request.kv_transfer_params or {}
+        try:
+            asked = parse_request(params)
+            if asked.role == "send":
+                self._open_lease(request, asked, now)
+            elif asked.role == "recv":
+                self._open_arrival(request, asked, now)
+        except Refused as error:
+            if request.num_prompt_tokens < 2:
+                return  # vLLM's word that it turned a request down, which was refused before
+            logger.warning("request %s: hand-off refused: %s", request.request_id, error)
+            if params.get("do_remote_prefill") and self._receives:
+                self.arrivals.refuse(request.request_id, error.field)
+            else:  # an ordinary request
+                self.stats.count("handoff_refused", label=error.field)
+
+    def match(self, request: Request, local_tokens: int) -> int | None:
+        """Return how many tokens a hand-off brings beyond ``local_tokens``; None if the request
+        has none (any more). The last token is always computed here, to sample from it."""
+        if not self.arrivals.pending(request.request_id):
+            return None
+        tokens: int = request.num_prompt_tokens - 1 - local_tokens
+        if tokens > 0:
+            return tokens
+        self.decline(request.request_id)
+        return None
+
+    def decline(self, req_id: str) -> None:
+        """A request computes its prompt here, or has it already: the other side need not wait."""
+        if self.arrivals.pending(req_id):
+            self.arrivals.decline(req_id)
+
+    def after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, local_tokens: int, num_external: int
+    ) -> None:
+        """The engine has allocated the blocks that the hand-off fills."""
+        total = local_tokens + num_external
+        spans = tuple(
+            span
+            for number, (group, table) in enumerate(
+                zip(self._groups, blocks.get_block_ids(), strict=True)
+            )
+            if (span := _span(number, group, table, local_tokens, total)) is not None
+        )
+        self.arrivals.plan(request.request_id, spans, local_tokens, total, time.monotonic())
+
+    def offer(self, req_id: str, computed: int, output: SchedulerOutput) -> list[int]:
+        """Offer what this step computes of a request; return blocks to hold from now on."""
+        state = output.kv_connector_block_state
+        assert state is not None
+        return self.leases.offer(req_id, computed, state.resolve_block_ids(req_id))
+
+    def take(self, work: Instructions, now: float) -> None:
+        """Add what the workers have to do to a step's work."""
+        self.leases.tick(now)
+        self.arrivals.tick(now)
+        work.offers, work.withdrawals = self.leases.take()
+        work.receives, work.drops, work.keeps = self.arrivals.take()
+
+    def on_reports(
+        self, reports: Iterable[Report], notices: Iterable[Notice], now: float
+    ) -> list[int]:
+        """Take the workers' answers; return blocks that are not held any more."""
+        for report in reports:
+            self.arrivals.on_report(report, now)
+        for notice in notices:
+            self.leases.on_notice(notice, now)
+        return self.leases.take_released()
+
+    def finish(self, request: Request, now: float) -> dict[str, Any] | None:
+        """The request is over; return what its answer says in ``kv_transfer_params``."""
+        req_id = request.request_id
+        self.arrivals.finish(req_id)
+        transfer = self.leases.finish(req_id, translate.ended_well(request), now)
+        return self._desk.answer(req_id, transfer, request.num_prompt_tokens - 1)
+
+    def _open_lease(self, request: Request, asked: Asked, now: float) -> None:
+        if not self._sends:
+            raise Refused("params", "this engine does not send: kv_role kv_producer or kv_both")
+        if asked.wants_card:
+            self._desk.want_card(request.request_id)
+            return
+        content = translate.prompt_content(request)
+        transfer = self._desk.name_transfer(request.request_id, asked, content)
+        tokens = request.num_prompt_tokens - 1  # the last one is computed by the other side
+        if tokens and not self.leases.open(request.request_id, transfer, tokens, now):
+            raise Refused("params", "a request with this transfer_id and prompt is there already")
+
+    def _open_arrival(self, request: Request, asked: Asked, now: float) -> None:
+        if not self._receives:
+            raise Refused("params", "this engine does not receive: kv_role kv_consumer or kv_both")
+        tokens, content = request.num_prompt_tokens - 1, translate.prompt_content(request)
+        transfer, source, early = self._desk.admit(asked, tokens, content)
+        self.arrivals.open(request.request_id, transfer, source, early, now)
+        if not tokens:  # so short, or rejected by the engine's front end
+            self.decline(request.request_id)
+
+
+def _span(
+    number: int, group: CacheGroup, table: Sequence[int], local_tokens: int, total: int
+) -> Span | None:
+    """Return the blocks of one group that tokens [local, total) need; None if there are none."""
+    first = max(group.first_block(total), local_tokens // group.block_tokens)
+    end = -(-total // group.block_tokens)
+    while first < end and table[first] == NULL_BLOCK:
+        first += 1
+    return Span(number, first, array("q", table[first:end])) if first < end else None

@@ -1,0 +1,159 @@
+"""What an engine writes into ``kv_transfer_params``, and what it believes of what stands there."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from kvconnect.config import Config
+from kvconnect.errors import ConfigError, Refused
+from kvconnect.plan.instructions import Source
+from kvconnect.types import TransferId
+from kvconnect.wire.tickets import CARD_KEY, TICKET_KEY, Asked, Ticket, issue, verify
+
+CARD_LIFETIME_S = 120.0  # routers fetch a new one in time; a restart makes it worthless at once
+CARD_EXPIRY_KEY = "kvconnect_card_expires_in"
+_SHORTEST_KEY = 16  # bytes
+
+
+def read_key(config: Config) -> bytes:
+    """Return the key that all engines share: that of ``key_file``, or this user's own on this
+    machine. Where networks are let in without a key, there is none.
+
+    Raises:
+        ConfigError: the file cannot be read or holds too little, or is missing beside ``tls_dir``:
+            certificates do not sign tickets.
+    """
+    if config.tls_dir and not config.key_file:
+        raise ConfigError("key_file", "", "set it beside tls_dir: tickets are signed with it")
+    if not config.key_file:
+        return b"" if config.peers else _local_key()
+    try:
+        key = Path(config.key_file).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError("key_file", config.key_file, f"make it readable ({error})") from error
+    if len(key) < _SHORTEST_KEY:
+        fix = f"put at least {_SHORTEST_KEY} random bytes in it: openssl rand -hex 32"
+        raise ConfigError("key_file", config.key_file, fix)
+    return key
+
+
+def _local_key() -> bytes:
+    """Return this user's key on this machine, made at first use. It keeps others on the machine,
+    and clients that invent tickets, from pointing engines at each other."""
+    folder = Path(os.environ.get("XDG_RUNTIME_DIR") or Path.home() / ".cache", "kvconnect")
+    path = folder / "handoff.key"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            handle, fresh = tempfile.mkstemp(dir=folder)  # readable by its owner alone
+            with os.fdopen(handle, "wb") as file:
+                file.write(secrets.token_bytes(32))
+            with contextlib.suppress(FileExistsError):  # another worker was first
+                os.link(fresh, path)
+            os.unlink(fresh)
+        return path.read_bytes()
+    except OSError as error:
+        fix = f"set it: this user's own key cannot be kept in {path} ({error})"
+        raise ConfigError("key_file", "", fix) from error
+
+
+def _bind(raw: bytes, content: bytes) -> TransferId:
+    """Return the id of a transfer of this content. Both sides work it out for themselves, so
+    blocks of one prompt can never be taken for those of another."""
+    return TransferId(hashlib.sha256(raw + content).digest()[:16])
+
+
+class TicketDesk:
+    """Issues tickets in the name of ``source``, this engine, and checks those of others."""
+
+    def __init__(self, key: bytes, gives_cards: bool, lease_s: float, source: Source) -> None:
+        self.source = source
+        self._key = key
+        self._gives_cards = gives_cards
+        self._lease_s = lease_s
+        self._cards: set[str] = set()  # requests that asked for a card instead of a hand-off
+        self._raw: dict[str, bytes] = {}  # by request: the transfer id as the dispatcher knows it
+
+    def want_card(self, req_id: str) -> None:
+        """A request asks for a card.
+
+        Raises:
+            Refused: this engine gives none.
+        """
+        if not self._gives_cards:
+            fix = "a data-parallel engine behind one address can only be pulled from"
+            raise Refused("params", f"no card: {fix}")
+        self._cards.add(req_id)
+
+    def name_transfer(self, req_id: str, asked: Asked, content: bytes) -> TransferId:
+        """Return the id of a hand-off that starts here, of a prompt with this content."""
+        raw = self._raw[req_id] = asked.transfer_id or secrets.token_bytes(16)
+        return _bind(raw, content)
+
+    def answer(
+        self, req_id: str, transfer: TransferId | None, tokens: int
+    ) -> dict[str, Any] | None:
+        """Return what the answer to a request that is over carries: a card, a ticket for the
+        ``transfer`` if its blocks stay available, or nothing."""
+        raw = self._raw.pop(req_id, b"")
+        if req_id in self._cards:
+            self._cards.remove(req_id)
+            return {
+                CARD_KEY: self._issue(TransferId(b""), 0, CARD_LIFETIME_S),
+                CARD_EXPIRY_KEY: CARD_LIFETIME_S,
+            }
+        if transfer is None:
+            return None
+        first = self.source.endpoints[0]
+        return {  # what proxies know from vLLM's own connectors, and the ticket, which alone counts
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self.source.engine_id,
+            "remote_request_id": req_id,
+            "remote_block_ids": [],  # nobody but this engine has a use for them
+            "remote_host": first.host,
+            "remote_port": first.port,
+            "tp_size": self.source.tp,
+            "transfer_id": raw.hex(),
+            TICKET_KEY: self._issue(transfer, tokens, self._lease_s),
+        }
+
+    def admit(self, asked: Asked, tokens: int, content: bytes) -> tuple[TransferId, Source, bool]:
+        """Return the transfer that a request may receive, from whom, and whether it asks before
+        the other side has computed (it shows a card).
+
+        A request with nothing to load (``tokens`` 0) is not compared with its ticket: so look
+        those that vLLM's front end rejected, and the other side must hear of them.
+
+        Raises:
+            Refused: the ticket is not valid, or not for this prompt.
+        """
+        ticket = verify(asked.ticket, self._key, time.time(), self.source.engine_id)
+        if not asked.transfer_id:
+            raise Refused("params", "transfer_id is missing: pass on what came with the ticket")
+        transfer = _bind(asked.transfer_id, content)
+        if ticket.transfer and tokens and (ticket.transfer, ticket.tokens) != (transfer, tokens):
+            raise Refused("ticket", "the ticket is for another prompt: send the one it came with")
+        source = Source(ticket.engine_id, ticket.epoch, ticket.endpoints, ticket.tp, ticket.pp)
+        return TransferId(ticket.transfer or transfer), source, not ticket.transfer
+
+    def _issue(self, transfer: TransferId, tokens: int, lifetime_s: float) -> str:
+        source = self.source
+        ticket = Ticket(
+            transfer=transfer,
+            engine_id=source.engine_id,
+            epoch=source.epoch,
+            endpoints=source.endpoints,
+            tp=source.tp,
+            pp=source.pp,
+            tokens=tokens,
+            expires=time.time() + lifetime_s,
+        )
+        return issue(ticket, self._key)

@@ -1,0 +1,111 @@
+"""What a metric is: the columns of the catalogue, and the Prometheus family a row becomes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from kvconnect.stats import COUNTERS, GAUGES, HISTOGRAMS
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+
+class Part(Enum):
+    """Which part of a recorded entry a row shows."""
+
+    VALUE = "value"  # the number of a counter or gauge
+    SUM = "sum"  # a histogram's sum
+    COUNT = "count"  # a histogram's number of samples
+    BUCKETS = "buckets"  # a histogram as such
+
+
+@dataclass(frozen=True)
+class Label:
+    """A label name with all its values.
+
+    A label with the value ``OTHER`` is open: up to ``limit`` values that are not listed get
+    series of their own when they are first seen, and the rest is shown as ``OTHER``.
+    """
+
+    name: str
+    values: tuple[str, ...]
+    limit: int = 0
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Another full name, an engine's own, under which a row's fact is also published.
+
+    ``only`` selects label values; an alias of a single one has no label, any other has the
+    row's. ``per`` names a gauge, recorded in the same payloads, by which the value is divided.
+    """
+
+    name: str
+    only: tuple[str, ...] = ()
+    per: str | None = None
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric. ``name`` lacks the ``<engine>:kvconnect_`` in front.
+
+    ``source`` is the name it is recorded under, the row's own unless the row shows a part of a
+    histogram that is recorded once for several rows.
+    """
+
+    name: str
+    kind: Kind
+    unit: str
+    help: str
+    when: str
+    label: Label | None = None
+    buckets: tuple[float, ...] = ()
+    source: str = ""
+    part: Part = Part.VALUE
+    aliases: tuple[Alias, ...] = ()
+
+    @property
+    def recorded_as(self) -> str:
+        """Name in the stats payload."""
+        return self.source or self.name
+
+    @property
+    def section(self) -> str:
+        """Section of the stats payload that holds it."""
+        if self.part is not Part.VALUE:
+            return HISTOGRAMS
+        return COUNTERS if self.kind == "counter" else GAUGES
+
+
+@dataclass(frozen=True)
+class Family:
+    """One Prometheus family: a row under its own name or under one of its aliases."""
+
+    name: str
+    metric: Metric
+    alias: Alias | None = None
+
+    @property
+    def label(self) -> str | None:
+        """Name of the label, beside the engine's own labels."""
+        if self.metric.label is None or (self.alias and len(self.alias.only) == 1):
+            return None
+        return self.metric.label.name
+
+    @property
+    def limit(self) -> int:
+        """Most series that appear later, of label values not in ``values``."""
+        return self.metric.label.limit if self.metric.label else 0
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """Label values in the payload that this family shows; ``""`` for an unlabelled row."""
+        if self.alias and self.alias.only:
+            return self.alias.only
+        return self.metric.label.values if self.metric.label else ("",)
+
+    @property
+    def exposed(self) -> str:
+        """Name in a scrape: the Prometheus client appends ``_total`` to counters."""
+        return f"{self.name}_total" if self.metric.kind == "counter" else self.name

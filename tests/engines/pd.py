@@ -1,0 +1,106 @@
+"""Prefill and decode engines for tests: who asks whom for what, without a router."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from tests.engines.models import model_dir
+from tests.engines.server import Answer, Server, kv_transfer
+
+SEND = {"transfer_type": "SEND"}
+RECV = {"transfer_type": "RECV"}
+
+
+def prefill_config(connector: str = "KVConnect", module: str | None = None, **extra: Any) -> str:
+    settings = {"host_bytes": "off", **extra}
+    return kv_transfer(connector, module, role="kv_producer", **settings)
+
+
+def decode_config(**extra: Any) -> str:
+    return kv_transfer(role="kv_consumer", **{"host_bytes": "off", **extra})
+
+
+@contextmanager
+def pair(
+    model: str = "llama",
+    prefill: dict[str, Any] | None = None,
+    decode: dict[str, Any] | None = None,
+    **both: Any,
+) -> Iterator[tuple[Server, Server]]:
+    """Start one prefill and one decode engine side by side. ``prefill`` and ``decode`` are
+    arguments of :class:`Server`, ``both`` those of either."""
+    model_dir(model)  # once, not by both at the same time
+    p = Server(model, **{"connector": prefill_config(), **both, **(prefill or {})})
+    d = Server(model, **{"connector": decode_config(), **both, **(decode or {})})
+    with ExitStack() as stack:
+        starting = threading.Thread(target=stack.enter_context, args=(d,))
+        starting.start()
+        try:
+            stack.enter_context(p)
+        finally:
+            starting.join()
+        yield p, d
+
+
+def prefill(server: Server, prompt: list[int], transfer: str | None = None) -> dict[str, Any]:
+    """Run a prompt on a prefill engine; return the parameters for the decode engine."""
+    wanted: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+    if transfer is not None:
+        wanted["transfer_id"] = transfer
+    params: dict[str, Any] = raw(server, prompt, 1, kv_transfer_params=wanted)["kv_transfer_params"]
+    return params
+
+
+def card(server: Server) -> str:
+    """Return the standing offer of a prefill engine."""
+    wanted = {"do_remote_decode": True, "kvconnect_card": True}
+    text: str = raw(server, [1], 1, kv_transfer_params=wanted)["kv_transfer_params"][
+        "kvconnect_card"
+    ]
+    return text
+
+
+def pull(p: Server, d: Server, prompt: list[int], new: int) -> Answer:
+    """Prefill, then decode."""
+    return d.complete(prompt, new, kv_transfer_params=prefill(p, prompt))
+
+
+def push(p: Server, d: Server, prompt: list[int], new: int, offer: str) -> Answer:
+    """Ask both at the same time. ``offer`` is the prefill engine's card."""
+    transfer = secrets.token_hex(16)
+    first = threading.Thread(target=prefill, args=(p, prompt, transfer))
+    first.start()
+    try:
+        return d.complete(prompt, new, kv_transfer_params=push_params(transfer, offer))
+    finally:
+        first.join()
+
+
+def push_params(transfer: str, offer: str) -> dict[str, Any]:
+    """Return the decode engine's parameters of a push."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": transfer,
+        "kvconnect_ticket": offer,
+    }
+
+
+def raw(server: Server, prompt: list[int], max_tokens: int, **extra: Any) -> dict[str, Any]:
+    """Return the whole answer to a completion."""
+    body = server.body(prompt, max_tokens, **extra)
+    answer: dict[str, Any] = json.loads(server.post("/v1/completions", body))
+    return answer
+
+
+def received_bytes(server: Server) -> float:
+    return server.metric("vllm:kvconnect_transfer_bytes_total", **RECV)
+
+
+def sent_bytes(server: Server) -> float:
+    return server.metric("vllm:kvconnect_transfer_bytes_total", **SEND)

@@ -1,0 +1,442 @@
+"""Prefill on one real engine, decode on another: the tokens of a single engine, and no leaks."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+import urllib.error
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.engines.models import BLOCK_SIZE, prompt_tokens
+from tests.engines.pd import (
+    card,
+    decode_config,
+    pair,
+    prefill,
+    prefill_config,
+    pull,
+    push,
+    push_params,
+    raw,
+    received_bytes,
+    sent_bytes,
+)
+from tests.engines.scenario import (
+    COUNT,
+    CROWD_NEW,
+    NEW,
+    PROMPT,
+    block_bytes,
+    crowd,
+    expected,
+    prompts,
+    tokens,
+)
+from tests.engines.server import Server, kv_transfer
+
+HANDED_OFF = PROMPT - 1  # the decode engine computes the last token itself
+BLOCKS_EACH = -(-HANDED_OFF // BLOCK_SIZE)
+LEASE_S = 10.0  # long enough for a busy machine
+DEADLINE_S = 10.0
+LIMITS = {"lease_s": LEASE_S, "deadline_s": DEADLINE_S}
+Pair = tuple[Server, Server]
+
+
+def assert_quiet(*servers: Server) -> None:
+    """After quiescence, and at the latest when leases have run out, nobody holds anything."""
+    for server in servers:
+        server.settle()
+        deadline = time.monotonic() + 2 * (LEASE_S + DEADLINE_S)
+        while server.metric("vllm:kvconnect_ledger_held_blocks") and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for owner in ("store", "load", "send", "recv"):
+            assert server.metric("vllm:kvconnect_ledger_held_blocks", owner=owner) == 0
+        assert server.metric("vllm:kv_cache_usage_perc") == 0
+
+
+@contextmanager
+def one_clean_error() -> Iterator[None]:
+    """The engine answers with an error, and is done with the request."""
+    with pytest.raises(urllib.error.HTTPError) as failed:
+        yield
+    with failed.value as error:
+        assert error.code == 500
+
+
+def refused(server: Server, field: str) -> float:
+    return server.metric("vllm:kvconnect_handoff_refused_total", field=field)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Iterator[Pair]:
+    want = expected("llama")
+    assert len(set(want.fresh)) == COUNT  # else equality would prove little
+    sending, receiving = prefill_config(digest="full", **LIMITS), decode_config(**LIMITS)
+    with pair(prefill={"connector": sending}, decode={"connector": receiving}) as servers:
+        yield servers
+
+
+class TestLlama:
+    """One pair of engines, one life: the order of these tests matters."""
+
+    def test_pull(self, llama: Pair) -> None:
+        p, d = llama
+        assert tokens([pull(p, d, prompt, NEW) for prompt in prompts()]) == expected("llama").fresh
+        nbytes = COUNT * BLOCKS_EACH * block_bytes("llama")
+        assert_quiet(p, d)
+        assert sent_bytes(p) == received_bytes(d) == nbytes
+        assert d.metric("vllm:kvconnect_handoff_received_requests_total", outcome="done") == COUNT
+        assert p.metric("vllm:kvconnect_handoff_sent_requests_total", outcome="done") == COUNT
+
+    def test_push(self, llama: Pair) -> None:
+        p, d = llama
+        for server in llama:
+            server.post("/reset_prefix_cache")
+        offer = card(p)
+        before = received_bytes(d)
+        answers = [push(p, d, prompt, NEW, offer) for prompt in prompts()]
+        assert tokens(answers) == expected("llama").fresh
+        assert_quiet(p, d)
+        assert received_bytes(d) - before == COUNT * BLOCKS_EACH * block_bytes("llama")
+        operations = d.metric("vllm:kvconnect_transfer_operations_total", transfer_type="RECV")
+        assert operations > 2 * COUNT  # pages came layer by layer
+
+    def test_a_prefix_the_decode_engine_has_is_not_sent(self, llama: Pair) -> None:
+        p, d = llama
+        prompt = prompt_tokens(PROMPT, start=20_000)
+        first = pull(p, d, prompt, NEW)
+        assert_quiet(p, d)
+        before = received_bytes(d)
+        again = pull(p, d, prompt, NEW)
+        assert again.tokens == first.tokens
+        assert_quiet(p, d)
+        local = HANDED_OFF // BLOCK_SIZE  # full blocks in the device's prefix cache
+        assert received_bytes(d) - before == (BLOCKS_EACH - local) * block_bytes("llama")
+
+    def test_many_at_once(self, llama: Pair) -> None:
+        p, d = llama
+        offer = card(p)
+        want = expected("llama").fresh
+
+        def one(number: int) -> tuple[int, ...]:
+            prompt = prompts()[number % COUNT]
+            if number % 2:
+                return push(p, d, prompt, NEW, offer).tokens
+            return pull(p, d, prompt, NEW).tokens
+
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(one, range(4 * COUNT)))
+        assert found == [want[number % COUNT] for number in range(4 * COUNT)]
+        assert_quiet(p, d)
+
+    @pytest.mark.parametrize(
+        ("change", "field"),
+        [
+            ({"kvconnect_ticket": None}, "ticket"),
+            ({"kvconnect_ticket": "x" * 9000}, "ticket"),
+            ({"kvconnect_ticket": 7}, "ticket"),
+            ({"transfer_id": "../../etc"}, "params"),
+            ({"do_remote_decode": True}, "params"),
+        ],
+    )
+    def test_bad_parameters_are_one_clean_error(
+        self, llama: Pair, change: dict[str, Any], field: str
+    ) -> None:
+        """Also those of a client that brings its own: they are never an address."""
+        p, d = llama
+        before = refused(d, field)
+        params = {**push_params(secrets.token_hex(16), card(p)), **change}
+        invented = {"remote_host": "192.0.2.1", "remote_port": 1, "tp_size": 10**9}
+        with one_clean_error():
+            d.complete(prompts()[0], NEW, kv_transfer_params={**params, **invented})
+        assert refused(d, field) == before + 1
+        assert_quiet(p, d)
+
+    def test_tickets_are_for_one_prompt_once(self, llama: Pair) -> None:
+        """When a request fails, vLLM tells the other side to let its blocks go; so each try here
+        has a ticket of its own."""
+        p, d = llama
+        prompt = prompts()[0]
+        before = refused(d, "ticket")
+        d.post("/reset_prefix_cache")
+        params = prefill(p, prompt)
+        text = params["kvconnect_ticket"]
+        changed = text[:40] + ("A" if text[40] != "A" else "B") + text[41:]
+        with one_clean_error():
+            d.complete(prompt, NEW, kv_transfer_params={**params, "kvconnect_ticket": changed})
+        for other in (prompt[:-5], [*prompt[:-1], 7]):  # shorter; as long
+            with one_clean_error():
+                d.complete(other, NEW, kv_transfer_params=prefill(p, prompt))
+        with one_clean_error():
+            d.complete(prompt, NEW, kv_transfer_params=prefill(p, prompt), cache_salt="other")
+        assert refused(d, "ticket") == before + 4
+        params = prefill(p, prompt)
+        answer = d.complete(prompt, NEW, kv_transfer_params=params)
+        assert answer.tokens == expected("llama").fresh[0]
+        d.post("/reset_prefix_cache")
+        with one_clean_error():  # a replay
+            d.complete(prompt, NEW, kv_transfer_params=params)
+        assert_quiet(p, d)
+
+    def test_several_prompts_in_one_request(self, llama: Pair) -> None:
+        """They share one transfer id, or one ticket, which is for one prompt."""
+        p, d = llama
+        twice, both = [prompts()[0]] * 2, [prompts()[0], prompts()[1]]
+        wanted = {"do_remote_decode": True, "transfer_id": secrets.token_hex(16)}
+        raw(p, twice, 1, kv_transfer_params=wanted)  # type: ignore[arg-type]
+        assert refused(p, "params") == 1  # which of them a reader gets must not be a matter of luck
+        params = prefill(p, prompts()[0])
+        with one_clean_error():
+            raw(d, both, NEW, kv_transfer_params=params)  # type: ignore[arg-type]
+        self.alive(llama)
+
+    def test_a_prefill_that_nobody_fetches_is_given_back(self, llama: Pair) -> None:
+        p, d = llama
+        before = p.metric("vllm:kvconnect_handoff_expired_leases_total")
+        params = prefill(p, prompts()[2])
+        assert p.metric("vllm:kv_cache_usage_perc") > 0
+        assert_quiet(p)
+        assert p.metric("vllm:kvconnect_handoff_expired_leases_total") == before + 1
+        with one_clean_error():
+            d.complete(prompts()[2], NEW, kv_transfer_params=params)
+        assert_quiet(p, d)
+
+    def test_a_prefill_that_never_comes_is_an_error_in_time(self, llama: Pair) -> None:
+        p, d = llama
+        started = time.monotonic()
+        with one_clean_error():
+            d.complete(
+                prompts()[3], NEW, kv_transfer_params=push_params(secrets.token_hex(16), card(p))
+            )
+        assert time.monotonic() - started < 4 * DEADLINE_S
+        self.alive(llama)
+
+    def test_prompt_logprobs_are_computed_here(self, llama: Pair) -> None:
+        """They need the whole prompt's output, so the hand-off is declined."""
+        p, d = llama
+        before = received_bytes(d)
+        answer = d.complete(
+            prompts()[0], NEW, kv_transfer_params=prefill(p, prompts()[0]), prompt_logprobs=1
+        )
+        assert answer.tokens == expected("llama").fresh[0]
+        transfer = secrets.token_hex(16)
+        answer = d.complete(
+            prompts()[1], NEW, kv_transfer_params=push_params(transfer, card(p)), prompt_logprobs=1
+        )
+        assert answer.tokens == expected("llama").fresh[1]
+        assert received_bytes(d) == before
+        self.alive(llama)
+
+    def test_a_rejected_request_lets_the_other_side_go(self, llama: Pair) -> None:
+        p, d = llama
+        expired = p.metric("vllm:kvconnect_handoff_expired_leases_total")
+        params = prefill(p, prompts()[0])
+        with pytest.raises(urllib.error.HTTPError) as failed:
+            d.complete(prompts()[0], 100_000, kv_transfer_params=params)
+        with failed.value as error:
+            assert error.code == 400
+        assert_quiet(p, d)
+        assert p.metric("vllm:kvconnect_handoff_expired_leases_total") == expired
+
+    def test_clients_that_hang_up(self, llama: Pair) -> None:
+        p, d = llama
+        d.post("/reset_prefix_cache")
+        offer = card(p)
+        for number, prompt in enumerate(prompts()):
+            transfer = secrets.token_hex(16)
+            leg = threading.Thread(target=prefill, args=(p, prompt, transfer))
+            if number % 2:
+                leg.start()
+            d.abort(prompt, number % 3, kv_transfer_params=push_params(transfer, offer))
+            if number % 2:
+                leg.join()
+        for number, prompt in enumerate(prompts()):
+            wanted = {"do_remote_decode": True, "transfer_id": secrets.token_hex(16)}
+            p.abort(prompt, number % 2, kv_transfer_params=wanted)
+        self.alive(llama)
+
+    def test_a_decode_engine_that_is_full_gets_there(self, llama: Pair) -> None:
+        """More requests than fit: those in the queue keep their leases alive."""
+        p, d = llama
+        many = [prompt_tokens(500, start=700 * n + 31_000) for n in range(8)]  # 16 of 64 blocks
+        with ThreadPoolExecutor(8) as pool:
+            params = list(pool.map(lambda prompt: prefill(p, prompt), many[:3]))
+            found = list(
+                pool.map(
+                    lambda n: d.complete(many[n], 400, kv_transfer_params=params[n]).tokens,
+                    range(3),
+                )
+            )
+        assert [len(answer) for answer in found] == [400] * 3
+        self.alive(llama)
+
+    def test_a_decode_engine_that_dies(self, llama: Pair) -> None:
+        p, d = llama
+        offer = card(p)
+        transfer = secrets.token_hex(16)
+        with ThreadPoolExecutor(2) as pool:
+            dying = pool.submit(
+                d.complete, prompts()[4], NEW, kv_transfer_params=push_params(transfer, offer)
+            )
+            time.sleep(0.5)
+            d.kill()
+            prefill(p, prompts()[4], transfer)
+            with pytest.raises(OSError):
+                dying.result()
+        time.sleep(LEASE_S)
+        assert_quiet(p)
+        with d:
+            self.alive(llama)
+
+    def test_a_prefill_engine_that_dies_and_comes_back(self, llama: Pair) -> None:
+        p, d = llama
+        if d.process.poll() is not None:
+            d.__enter__()
+        offer, params = card(p), prefill(p, prompts()[5])
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(
+                d.complete,
+                prompts()[6],
+                NEW,
+                kv_transfer_params=push_params(secrets.token_hex(16), offer),
+            )
+            time.sleep(0.5)
+            p.kill()
+            with one_clean_error():
+                waiting.result()
+        with one_clean_error():
+            d.complete(prompts()[5], NEW, kv_transfer_params=params)
+        with p:
+            with one_clean_error():  # the old incarnation's
+                d.complete(prompts()[5], NEW, kv_transfer_params=params)
+            self.alive(llama)
+
+    def alive(self, llama: Pair) -> None:
+        """Everything still works, and nothing is held."""
+        p, d = llama
+        assert_quiet(p, d)
+        d.post("/reset_prefix_cache")
+        assert pull(p, d, prompts()[7], NEW).tokens == expected("llama").fresh[7]
+        assert_quiet(p, d)
+
+
+@pytest.mark.parametrize("model", ["mistral", "gemma3"])
+def test_other_attention_kinds(model: str) -> None:
+    """Windows and several groups; the host tier beside it on both sides."""
+    want = expected(model)
+    sending = prefill_config(digest="full", host_bytes="64MiB")
+    receiving = decode_config(digest="full", host_bytes="64MiB")
+    with pair(model, {"connector": sending}, {"connector": receiving}) as (p, d):
+        offer = card(p)
+        assert tokens([pull(p, d, prompt, NEW) for prompt in prompts()[:4]]) == want.fresh[:4]
+        pushed = [push(p, d, prompt, NEW, offer) for prompt in prompts()[4:]]
+        assert tokens(pushed) == want.fresh[4:]
+        assert_quiet(p, d)
+        assert received_bytes(d) == sent_bytes(p) > 0
+        for server in (p, d):  # what was computed, and what came, is in the host tier as well
+            assert server.metric("vllm:kvconnect_host_blocks_used") > 0
+
+
+def test_latent_attention() -> None:
+    """In bfloat16 the shapes of the computation show. With one token more than whole blocks, an
+    engine that has the blocks computes what the decode engine of a hand-off does."""
+    asked = prompts(length=PROMPT // BLOCK_SIZE * BLOCK_SIZE + 1)
+    with Server("deepseek_v2", blocks=256) as single:
+        for prompt in asked:
+            single.complete(prompt, NEW)
+        want = [single.complete(prompt, NEW).tokens for prompt in asked]
+    with pair("deepseek_v2") as (p, d):
+        offer = card(p)
+        assert tokens([pull(p, d, prompt, NEW) for prompt in asked[:4]]) == want[:4]
+        assert tokens([push(p, d, prompt, NEW, offer) for prompt in asked[4:]]) == want[4:]
+        assert_quiet(p, d)
+        assert received_bytes(d) == sent_bytes(p) > 0
+
+
+def test_a_failed_hand_off_is_recomputed_where_that_is_the_policy() -> None:
+    """Same bad tickets, one answer each; with one KV group, and with several."""
+    for model in ("llama", "gemma3"):
+        want = expected(model)
+        connector = kv_transfer(role="kv_both", host_bytes="off", **LIMITS)
+        with Server(model, connector) as d:
+            params = push_params(secrets.token_hex(16), "forged")
+            answer = d.complete(prompts()[0], NEW, kv_transfer_params=params)
+            assert answer.tokens == want.fresh[0]
+            lost = push_params(secrets.token_hex(16), card(d))  # its own card; nobody prefills
+            answer = d.complete(prompts()[1], NEW, kv_transfer_params=lost)
+            assert answer.tokens == want.fresh[1]
+            assert d.metric("vllm:kvconnect_handoff_failures_total", cause="refused") == 1
+            late = [
+                d.metric("vllm:kvconnect_handoff_failures_total", cause=cause)
+                for cause in ("gone", "deadline")  # whichever side gives up first
+            ]
+            assert sum(late) == 1
+            assert_quiet(d)
+
+
+def test_both_roles_in_one_engine_with_a_host_tier() -> None:
+    """Blocks that come back from the host tier are handed off; so are those of a decode engine
+    that was preempted."""
+    want = expected("llama")
+    connector = kv_transfer(role="kv_both", host_bytes="64MiB", digest="full", **LIMITS)
+    with pair(prefill={"connector": connector}, decode={"connector": connector}) as (p, d):
+        for prompt in prompts():  # more than fit: the first ones go to the host tier
+            p.complete(prompt, 1)
+        p.settle()
+        loaded = p.metric("vllm:kvconnect_hit_tokens_total", tier="host")
+        found = [pull(p, d, prompt, NEW) for prompt in prompts()]
+        assert tokens(found) == want.fresh
+        assert p.metric("vllm:kvconnect_hit_tokens_total", tier="host") > loaded
+        crowded = crowd()[:16]
+        with ThreadPoolExecutor(16) as pool:
+            params = list(pool.map(lambda prompt: prefill(p, prompt), crowded))
+            answers = list(
+                pool.map(
+                    lambda n: d.complete(crowded[n], CROWD_NEW, kv_transfer_params=params[n]),
+                    range(16),
+                )
+            )
+        assert tokens(answers) == want.crowd[:16]
+        assert_quiet(p, d)
+
+
+@pytest.mark.parametrize("digest", ["off", "full"])
+def test_negative_control_swapped_pages_change_tokens_or_are_caught(digest: str) -> None:
+    """Without digests two swapped pages give other tokens, so equality of tokens proves
+    something; with digests they are found."""
+    sending = prefill_config("SwapsPages", "tests.engines.faulty", digest=digest)
+    with pair(
+        prefill={"connector": sending}, decode={"connector": decode_config(digest=digest)}
+    ) as (
+        p,
+        d,
+    ):
+        if digest == "off":
+            found = tokens([pull(p, d, prompt, NEW) for prompt in prompts()])
+            pairs = zip(found, expected("llama").fresh, strict=True)
+            assert sum(a != b for a, b in pairs) >= COUNT / 2
+        else:
+            for prompt in prompts()[:2]:
+                with one_clean_error():
+                    pull(p, d, prompt, NEW)
+            assert d.metric("vllm:kvconnect_handoff_failures_total", cause="digest") == 2
+            assert d.metric("vllm:kvconnect_handoff_digest_failed_blocks_total") > 0
+        assert_quiet(p, d)
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
+def test_other_tensor_parallelism(prefill_tp: int, decode_tp: int) -> None:
+    want = expected("llama")
+    with pair(prefill={"tp": prefill_tp}, decode={"tp": decode_tp}) as (p, d):
+        offer = card(p)
+        assert tokens([pull(p, d, prompt, NEW) for prompt in prompts()[:4]]) == want.fresh[:4]
+        pushed = [push(p, d, prompt, NEW, offer) for prompt in prompts()[4:]]
+        assert tokens(pushed) == want.fresh[4:]
+        assert_quiet(p, d)
+        assert received_bytes(d) == sent_bytes(p) == COUNT * BLOCKS_EACH * block_bytes("llama")
