@@ -1,0 +1,282 @@
+"""Two prefill engines, two decode engines and a router, with something breaking every few seconds.
+
+Clients keep asking for prompts whose tokens are known from a single engine. Every answer must be
+those tokens or one clean error, every request must end, and afterwards no engine may hold a block.
+
+    python -m benchmarks.chaos [--minutes 10] [--seed 1]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.common import emit, progress
+from tests.engines.models import prompt_tokens
+from tests.engines.pd import decode_config, prefill_config
+from tests.engines.server import Process, Router, Server, free_port
+
+MODEL = "llama"
+PROMPTS = 24
+NEW = 12
+CLIENTS = 4
+DEADLINE_S = 8.0  # of a transfer; short, so that cuts longer than it fit in
+REQUEST_LIMIT_S = 120.0  # nothing that a client asks may take longer
+QUIET_S = 90.0
+
+
+@dataclass
+class Tally:
+    """What clients saw."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def note(self, outcome: str, error: str = "") -> None:
+        with self.lock:
+            self.outcomes[outcome] += 1
+            if error:
+                self.errors[error] += 1
+
+
+@dataclass
+class Fleet:
+    """Engines and router; any of them may be down for a while."""
+
+    prefill: list[Server]
+    decode: list[Server]
+    router: Router
+
+    @property
+    def engines(self) -> list[Server]:
+        return self.prefill + self.decode
+
+
+def length(number: int) -> int:
+    """Prompts of 64 to about 700 tokens."""
+    return 64 + number * 27
+
+
+def prompts() -> list[list[int]]:
+    return [prompt_tokens(length(number), start=1300 * number) for number in range(PROMPTS)]
+
+
+def client(fleet: Fleet, want: list[tuple[int, ...]], tally: Tally, stop: threading.Event) -> None:
+    """Ask for prompts in random order until told to stop."""
+    asked = prompts()
+    while not stop.is_set():
+        number = random.randrange(PROMPTS)
+        if random.random() < 0.1:
+            give_up(fleet.router, asked[number], tally)
+            continue
+        started = time.monotonic()
+        try:
+            found = fleet.router.complete(asked[number], NEW).tokens
+            tally.note("right" if found == want[number] else "wrong")
+        except urllib.error.HTTPError as error:
+            error.close()
+            tally.note("error", f"HTTP {error.code}")
+        except TimeoutError:
+            tally.note("hung")
+        except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+            # The router itself was killed: the connection breaks off.
+            tally.note("broken", type(error).__name__)
+            time.sleep(0.2)
+        if time.monotonic() - started > REQUEST_LIMIT_S:
+            tally.note("hung")
+
+
+def give_up(router: Router, prompt: list[int], tally: Tally) -> None:
+    """Hang up at some point."""
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        router.abort(prompt, after_chunks=random.randrange(3), max_tokens=NEW)
+    tally.note("given up")
+
+
+def restart(victim: Process, stack: ExitStack) -> None:
+    """Kill a process and all its children, and start it again on the same port."""
+    victim.kill()
+    stack.enter_context(victim)
+
+
+def pause(victim: Server, seconds: float) -> None:
+    """Stop all processes of an engine for a while."""
+    pids = victim.pids()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+    time.sleep(seconds)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def cut(ports: list[int]) -> Iterator[None]:
+    """Drop every packet from and to some ports of loopback."""
+    rules = [
+        ["INPUT", "-i", "lo", "-p", "tcp", side, str(port), "-j", "DROP"]
+        for port in ports
+        for side in ("--dport", "--sport")
+    ]
+    for rule in rules:
+        subprocess.run(["iptables", "-I", *rule], check=True)
+    try:
+        yield
+    finally:
+        for rule in rules:
+            subprocess.run(["iptables", "-D", *rule], check=True)
+
+
+def faults(fleet: Fleet, stack: ExitStack) -> dict[str, Callable[[], None]]:
+    """Return what can be broken, by name."""
+
+    def cut_link(seconds: float) -> None:
+        with cut([handoff_port(server) for server in fleet.prefill]):
+            time.sleep(seconds)
+
+    found: dict[str, Callable[[], None]] = {
+        "kill prefill": lambda: restart(random.choice(fleet.prefill), stack),
+        "kill decode": lambda: restart(random.choice(fleet.decode), stack),
+        "kill router": lambda: restart(fleet.router, stack),
+        "pause prefill": lambda: pause(random.choice(fleet.prefill), 2.0),
+        "pause prefill long": lambda: pause(random.choice(fleet.prefill), 1.5 * DEADLINE_S),
+        "pause decode": lambda: pause(random.choice(fleet.decode), 2.0),
+    }
+    if shutil.which("iptables") and os.geteuid() == 0:
+        found["cut link"] = lambda: cut_link(2.0)
+        found["cut link long"] = lambda: cut_link(1.5 * DEADLINE_S)
+    return found
+
+
+def handoff_port(server: Server) -> int:
+    """Return the port a prefill engine hands out blocks at."""
+    extra = json.loads(server.connector or "{}")["kv_connector_extra_config"]
+    return int(extra["listen"].rpartition(":")[2])
+
+
+def start(stack: ExitStack, key_file: str) -> Fleet:
+    """Start everything; engines one after the other, since they load both cores."""
+    common = {"deadline_s": DEADLINE_S, "lease_s": DEADLINE_S, "digest": "full"}
+    prefill = [
+        Server(
+            MODEL,
+            prefill_config(listen=f"127.0.0.1:{free_port()}", key_file=key_file, **common),
+            env={"OMP_NUM_THREADS": "1"},
+        )
+        for _ in range(2)
+    ]
+    decode = [
+        Server(
+            MODEL,
+            decode_config(key_file=key_file, host_bytes="64MiB", **common),
+            env={"OMP_NUM_THREADS": "1"},
+        )
+        for _ in range(2)
+    ]
+    for server in prefill + decode:
+        stack.enter_context(server)
+    router = stack.enter_context(Router(prefill, decode, ("--timeout", "60")))
+    return Fleet(prefill, decode, router)
+
+
+def break_things(fleet: Fleet, stack: ExitStack, minutes: float) -> Counter[str]:
+    """Break something every few seconds; return what was broken how often."""
+    done: Counter[str] = Counter()
+    actions = faults(fleet, stack)
+    end = time.monotonic() + 60 * minutes
+    while time.monotonic() < end:
+        name = random.choice(list(actions))
+        progress(f"  {end - time.monotonic():5.0f} s left: {name}")
+        actions[name]()
+        done[name] += 1
+        time.sleep(random.uniform(2.0, 5.0))
+    return done
+
+
+def leaked(server: Server) -> float:
+    """Return what an engine still holds once it had time to let go of everything."""
+    names = [("vllm:kvconnect_ledger_held_blocks", {}), ("vllm:kv_cache_usage_perc", {})]
+    deadline = time.monotonic() + QUIET_S
+    while time.monotonic() < deadline:
+        held = sum(server.metric(name, **labels) for name, labels in names)
+        if not held:
+            return 0.0
+        server.complete([1, 2, 3], 1)  # an idle engine publishes nothing new
+        time.sleep(1.0)
+    return held
+
+
+def run(minutes: float, stack: ExitStack) -> dict[str, float]:
+    progress("tokens of a single engine")
+    with Server(MODEL, blocks=256) as plain:
+        want = [plain.complete(prompt, NEW).tokens for prompt in prompts()]
+    assert len(set(want)) > PROMPTS / 2, "prompts must be told apart by their answers"
+    key = Path(stack.enter_context(tempfile.TemporaryDirectory()), "key")
+    key.write_text("a key for one run of this benchmark")
+    progress("starting 2 prefill engines, 2 decode engines and a router")
+    fleet = start(stack, str(key))
+    tally, stop = Tally(), threading.Event()
+    clients = [
+        threading.Thread(target=client, args=(fleet, want, tally, stop)) for _ in range(CLIENTS)
+    ]
+    for thread in clients:
+        thread.start()
+    try:
+        done = break_things(fleet, stack, minutes)
+    finally:
+        stop.set()
+        for thread in clients:
+            thread.join(2 * REQUEST_LIMIT_S)
+    stuck = sum(thread.is_alive() for thread in clients)
+    blocks = sum(leaked(server) for server in fleet.engines)
+    answered = sum(tally.outcomes.values()) - tally.outcomes["given up"]
+    retries = fleet.router.metric("kvconnect_router_retries_total")
+    progress(f"faults: {dict(done)}\nerrors: {dict(tally.errors)}")
+    return {
+        "minutes": minutes,
+        "faults": done.total(),
+        "requests": answered,
+        "right": tally.outcomes["right"],
+        "clean_errors": tally.outcomes["error"],
+        "router_killed_meanwhile": tally.outcomes["broken"],
+        "given_up": tally.outcomes["given up"],
+        "wrong_tokens": tally.outcomes["wrong"],
+        "hangs": tally.outcomes["hung"] + stuck,
+        "leaked_blocks": blocks,
+        "retry_share": retries / max(1, answered),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    random.seed(arguments.seed)
+    with ExitStack() as stack:
+        figures = run(arguments.minutes, stack)
+    emit("chaos", figures)
+    return int(bool(figures["wrong_tokens"] or figures["hangs"] or figures["leaked_blocks"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,390 @@
+"""Prefill on one vLLM CPU engine, decode on another: KVConnect, pull and push, against NIXL.
+
+    python -m benchmarks.handoff [--quick]
+
+Two pairs of engines with the same model (float32, 32 KiB of KV per token), one compute thread
+each: one pair with KVConnect (hand-off only), one with vLLM's ``NixlConnector`` over UCX's TCP.
+Every prompt is new and goes through all variants in turn; the pair that is not being asked is
+stopped (SIGSTOP), since even idle engines would take time from the other pair. NIXL's polling
+sleeps 1 ms between rounds (``benchmarks/nixl.py``): as it comes it takes a core per engine.
+
+**Places.** ``loopback``; and a ``veth`` link between two network namespaces, prefill engines in
+one, decode engines in the other: ``1g`` shaped to 1 Gbit/s, ``balanced`` to the rate at which the
+KV of a 4k prompt takes as long as its prefill, ``free`` (KVConnect only) not shaped. Requests and
+answers travel beside it. Rates take turns on the same engines. Where namespaces are not permitted,
+only loopback is measured.
+
+**TTFT**, as a client of a proxy sees it: from sending the first request (``pull``, ``nixl``: to
+the prefill engine, then to the decode engine; ``push``: to both at once) to the decode engine's
+first streamed token. With concurrency 8 (``_c8``) eight new prompts are sent at once, and a sample
+is their mean. Ratios are of medians over samples: ``ttft_push_over_nixl_4k_1g``; without a place,
+of the shaped rate where KVConnect does worse.
+
+**Exposed time** of a transfer, at 4k: what the link's rate adds to the time between the prefill
+engine's answer and the decode engine's first token, the median at that rate less the median
+``free``. ``exposed_over_wire_4k`` is that of push over the time that the prompt's KV takes at the
+link's nominal rate; the worse of both rates.
+
+``wrong_tokens``: answers that differ from another variant's for the same prompt; not 0 is an error.
+So is less received KV than all prompts have. ``ttft_nixl_best_ms_...`` is NIXL's fastest sample:
+where its threads are short of cores, some transfers stall for seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.common import emit, progress
+from benchmarks.link import LOOPBACK, End, Link, Unavailable
+from benchmarks.offload_engine import NewPrompts
+from tests.engines import pd
+from tests.engines.models import BLOCK_SIZE, model_dir
+from tests.engines.scenario import block_bytes
+from tests.engines.server import Server, free_port
+
+MODEL = "handoff"
+LENGTHS = {"256": 256, "1k": 1024, "4k": 4096}
+LONGEST = "4k"
+CROWD = 8
+NEW = 2  # tokens: the first is timed, the second read from the KV that came
+BLOCKS = (CROWD + 1) * LENGTHS[LONGEST] // BLOCK_SIZE
+REFERENCE = "nixl"
+GIGABIT = 1e9
+FREE = "free"
+WARM_UP = 64  # tokens
+
+# Samples per (length, concurrency) and place; the exposed time needs those of (4k, 1).
+FULL = {("256", 1): 7, ("1k", 1): 5, ("4k", 1): 5, ("256", 8): 3, ("1k", 8): 2, ("4k", 8): 1}
+QUICK = {("256", 1): 2, ("4k", 1): 2, ("256", 8): 1}
+
+Received = Callable[[Server], float]
+
+
+class Sample(NamedTuple):
+    """One request, or the means of several: seconds from the client's first to the first token,
+    and from the prefill engine's whole answer to the first token."""
+
+    ttft: float
+    after_prefill: float
+
+
+class Cell(NamedTuple):
+    """What a sample was taken of."""
+
+    place: str
+    length: str
+    crowd: int
+    variant: str
+
+
+@dataclass
+class Pair:
+    """A prefill and a decode engine that take turns with others: stopped unless ``awake``."""
+
+    p: Server
+    d: Server
+    variants: tuple[str, ...]
+    received: Received
+    expected_bytes: int = 0
+
+    @contextmanager
+    def awake(self, warm_up: list[int]) -> Iterator[None]:
+        """Let the engines run, ask once for a prompt that does not count, stop them again."""
+        self.signal(signal.SIGCONT)
+        for variant in self.variants:
+            self.ask(variant, [warm_up])
+        yield
+        self.signal(signal.SIGSTOP)
+
+    def signal(self, number: signal.Signals) -> None:
+        for pid in (*self.p.pids(), *self.d.pids()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def ask(
+        self, variant: str, prompts: Sequence[list[int]]
+    ) -> tuple[Sample, list[tuple[int, ...]]]:
+        """Send the prompts at once; return the mean sample, and each prompt's tokens."""
+        card = pd.card(self.p) if variant == "push" else ""
+        one = partial(self._at_once, card) if card else self._in_sequence
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            samples, tokens = zip(*pool.map(one, prompts), strict=True)
+        for prompt in prompts:  # all but the last token, in whole blocks
+            self.expected_bytes += -(-(len(prompt) - 1) // BLOCK_SIZE) * block_bytes(MODEL)
+        return Sample(*map(statistics.mean, zip(*samples, strict=True))), list(tokens)
+
+    def check_received(self) -> None:
+        """End the benchmark if KV was computed again instead of received."""
+        if self.received(self.d) < self.expected_bytes:
+            found = f"{self.received(self.d):.0f} of {self.expected_bytes} bytes"
+            raise SystemExit(f"{self.variants}: the decode engine received {found}")
+
+    def _in_sequence(self, prompt: list[int]) -> tuple[Sample, tuple[int, ...]]:
+        start = time.perf_counter()
+        params = pd.prefill(self.p, prompt)
+        prefilled = time.perf_counter() - start
+        first, answer = self.d.stream(prompt, NEW, kv_transfer_params=params)
+        return Sample(prefilled + first, first), answer.tokens
+
+    def _at_once(self, card: str, prompt: list[int]) -> tuple[Sample, tuple[int, ...]]:
+        transfer = secrets.token_hex(16)
+        start = time.perf_counter()
+
+        def prefill() -> float:
+            pd.prefill(self.p, prompt, transfer)
+            return time.perf_counter() - start
+
+        with ThreadPoolExecutor(1) as pool:
+            prefilling = pool.submit(prefill)
+            params = pd.push_params(transfer, card)
+            first, answer = self.d.stream(prompt, NEW, kv_transfer_params=params)
+            return Sample(first, first - prefilling.result()), answer.tokens
+
+
+class Run:
+    """All samples taken, and what they amount to."""
+
+    def __init__(self, seed: int) -> None:
+        self._new = NewPrompts(seed)
+        self._samples: dict[Cell, list[Sample]] = defaultdict(list)
+        self._backwards = False
+        self.rates: dict[str, float] = {}
+        self.wrong_tokens = 0
+
+    def calibrate(self, pair: Pair) -> None:
+        """Choose the shaped rates: one is that at which KV takes as long as prefill."""
+        with pair.awake(self._new.take(WARM_UP)):
+            seconds = []
+            for _ in range(3):
+                start = time.perf_counter()
+                pair.p.complete(self._new.take(LENGTHS[LONGEST]), 1)
+                seconds.append(time.perf_counter() - start)
+        balanced = _kv_bits(LONGEST) / statistics.median(seconds)
+        progress(f"prefill of {LONGEST}: {statistics.median(seconds):.2f} s")
+        self.rates = {"1g": GIGABIT, "balanced": balanced}
+
+    def sample(self, pairs: Sequence[Pair], place: str, length: str, crowd: int) -> None:
+        """Take one sample of every variant, with the same new prompts."""
+        prompts = [self._new.take(LENGTHS[length]) for _ in range(crowd)]
+        tokens: dict[str, list[tuple[int, ...]]] = {}
+        order = -1 if self._backwards else 1
+        self._backwards = not self._backwards
+        for pair in pairs[::order]:
+            with pair.awake(self._new.take(WARM_UP)):
+                for variant in pair.variants[::order]:
+                    sample, tokens[variant] = pair.ask(variant, prompts)
+                    self._samples[Cell(place, length, crowd, variant)].append(sample)
+        first, *others = tokens.values()
+        self.wrong_tokens += sum(sum(map(tuple.__ne__, first, other)) for other in others)
+        last = ", ".join(
+            f"{variant} {self._samples[Cell(place, length, crowd, variant)][-1].ttft * 1e3:.0f} ms"
+            for variant in sorted(tokens)
+        )
+        progress(f"{place}, {crowd} x {length}: {last}")
+
+    def finish(self, pairs: Sequence[Pair]) -> None:
+        """Check that all KV was received; the last request's is counted by the next one."""
+        for pair in pairs:
+            expected = pair.expected_bytes
+            with pair.awake(self._new.take(WARM_UP)):
+                pair.expected_bytes = expected
+                pair.check_received()
+
+    def figures(self) -> dict[str, Any]:
+        """Return all figures by their keys."""
+        times = {
+            cell: Sample(*map(statistics.median, zip(*samples, strict=True)))
+            for cell, samples in self._samples.items()
+        }
+        found: dict[str, Any] = {"wrong_tokens": self.wrong_tokens}
+        found |= self._exposed(times)
+        ratios = _ratios(times)
+        for (variant, length, place, crowd), ratio in ratios.items():
+            key = f"ttft_{variant}_over_{REFERENCE}_{length}"
+            if place in self.rates:
+                worse = max(ratios[variant, length, rate, crowd] for rate in self.rates)
+                found[f"{key}{crowd}"] = worse
+            found[f"{key}_{place}{crowd}"] = ratio
+        for cell, sample in times.items():
+            name = f"{cell.length}_{cell.place}{_suffix(cell.crowd)}"
+            found[f"ttft_{cell.variant}_ms_{name}"] = sample.ttft * 1e3
+            if cell.variant == REFERENCE:
+                best = min(self._samples[cell])
+                found[f"ttft_{REFERENCE}_best_ms_{name}"] = best.ttft * 1e3
+        return found | {f"mbit_per_s_{name}": rate / 1e6 for name, rate in self.rates.items()}
+
+    def _exposed(self, times: Mapping[Cell, Sample]) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for cell, sample in times.items():
+            rate, free = self.rates.get(cell.place), times.get(cell._replace(place=FREE))
+            if rate is None or free is None:
+                continue
+            added = sample.after_prefill - free.after_prefill
+            over_wire = added / (_kv_bits(LONGEST) / rate)
+            found[f"exposed_{cell.variant}_over_wire_{LONGEST}_{cell.place}"] = over_wire
+        pushed = [ratio for key, ratio in found.items() if key.startswith("exposed_push")]
+        return {f"exposed_over_wire_{LONGEST}": max(pushed), **found} if pushed else found
+
+
+def _ratios(times: Mapping[Cell, Sample]) -> dict[tuple[str, str, str, str], float]:
+    """Return TTFT over the reference's by (variant, length, place, suffix of the concurrency)."""
+    return {
+        (cell.variant, cell.length, cell.place, _suffix(cell.crowd)): sample.ttft
+        / times[cell._replace(variant=REFERENCE)].ttft
+        for cell, sample in times.items()
+        if cell.variant != REFERENCE and cell.place != FREE
+    }
+
+
+def _suffix(crowd: int) -> str:
+    return f"_c{crowd}" if crowd > 1 else ""
+
+
+def _kv_bits(length: str) -> int:
+    return LENGTHS[length] // BLOCK_SIZE * block_bytes(MODEL) * 8
+
+
+@contextmanager
+def engines(ends: Sequence[End], key_file: Path) -> Iterator[list[Pair]]:
+    """Start both pairs, prefill engines at the first end, decode engines at the second, and leave
+    them stopped."""
+    key = str(key_file)
+    listen = f"{ends[0].address}:0"
+    ours = [pd.prefill_config(listen=listen, key_file=key), pd.decode_config(key_file=key)]
+    theirs = [nixl_config("kv_producer"), nixl_config("kv_consumer")]
+    progress("starting engines with KVConnect")
+    with (
+        started(ends, ours) as (p, d),
+        stopped(Pair(p, d, ("pull", "push"), pd.received_bytes)) as a,
+    ):
+        progress("starting engines with NixlConnector")
+        with started(ends, theirs) as (p, d), stopped(Pair(p, d, ("nixl",), nixl_bytes)) as b:
+            yield [a, b]
+
+
+@contextmanager
+def started(ends: Sequence[End], connectors: Sequence[str]) -> Iterator[tuple[Server, Server]]:
+    """Start a prefill and a decode engine."""
+    p, d = ({"connector": c, **site(end)} for end, c in zip(ends, connectors, strict=True))
+    args = ("--no-enable-prefix-caching",)  # all variants compute and move every prompt whole
+    max_len = LENGTHS[LONGEST] + NEW
+    with pd.pair(MODEL, p, d, blocks=BLOCKS, max_len=max_len, args=args) as servers:
+        yield servers
+
+
+@contextmanager
+def stopped(pair: Pair) -> Iterator[Pair]:
+    """Stop a pair, and let it go on in the end: a stopped process does not terminate."""
+    pair.signal(signal.SIGSTOP)
+    try:
+        yield pair
+    finally:
+        pair.signal(signal.SIGCONT)
+
+
+def site(end: End) -> dict[str, Any]:
+    """Return the arguments of a server at one end of the link."""
+    return {
+        "host": end.control,
+        "prefix": end.inside,
+        "env": {
+            "OMP_NUM_THREADS": "1",
+            "VLLM_HOST_IP": "127.0.0.1",  # of the engine's own processes among themselves
+            "UCX_TLS": "tcp,self",
+            "UCX_NET_DEVICES": end.device,
+            "UCX_TCP_TX_SEG_SIZE": "128k",  # fastest of what was tried for reads
+            "UCX_TCP_RX_SEG_SIZE": "256k",
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": end.address,
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        },
+    }
+
+
+def nixl_config(role: str) -> str:
+    config = {
+        "kv_connector": "NixlConnector",
+        "kv_connector_module_path": "benchmarks.nixl",
+        "kv_role": role,
+        "kv_buffer_device": "cpu",
+    }
+    return json.dumps(config)
+
+
+def nixl_bytes(server: Server) -> float:
+    return server.metric("vllm:nixl_bytes_transferred_sum")
+
+
+def measure_loopback(run: Run, schedule: Mapping[tuple[str, int], int], key_file: Path) -> None:
+    with engines((LOOPBACK, LOOPBACK), key_file) as pairs:
+        for number in range(max(schedule.values())):
+            for (length, crowd), samples in schedule.items():
+                if number < samples:
+                    run.sample(pairs, "loopback", length, crowd)
+        run.finish(pairs)
+
+
+def measure_link(run: Run, schedule: Mapping[tuple[str, int], int], key_file: Path) -> None:
+    """Take all samples over the shaped link, the rates in turn.
+
+    Raises:
+        Unavailable: the system does not permit such a link.
+    """
+    with Link() as link, engines(link.ends, key_file) as pairs:
+        run.calibrate(pairs[0])
+        for number in range(max(schedule.values())):
+            for name, rate in {FREE: None, **run.rates}.items():
+                link.shape(rate)
+                for (length, crowd), samples in schedule.items():
+                    if number >= samples:
+                        continue
+                    if name != FREE:
+                        run.sample(pairs, name, length, crowd)
+                    elif (length, crowd) == (LONGEST, 1):
+                        run.sample(pairs[:1], name, length, crowd)
+        run.finish(pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="three minutes, the link only")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # leaves nothing behind
+    model_dir(MODEL)  # made once, before several engines need it
+    run, schedule = Run(options.seed), QUICK if options.quick else FULL
+    with tempfile.TemporaryDirectory() as folder:
+        key_file = Path(folder, "key")
+        key_file.write_text(secrets.token_hex(32))
+        try:
+            measure_link(run, schedule, key_file)
+            on_link = True
+        except Unavailable as error:
+            on_link = False
+            progress(f"no shaped link, only loopback: {error}")
+        if not (options.quick and on_link):
+            measure_loopback(run, schedule, key_file)
+    figures = run.figures()
+    emit("handoff", figures | {"quick": options.quick})
+    if run.wrong_tokens:
+        raise SystemExit(f"{run.wrong_tokens} answers have wrong tokens")
+
+
+if __name__ == "__main__":
+    main()
