@@ -102,10 +102,10 @@ def test_class_level_answers() -> None:
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0"])
 def test_another_vllm_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    translate.check_engine(engine_config())
+    translate.check_engine(engine_config(), "off")
     monkeypatch.setattr(vllm, "__version__", version)
     with pytest.raises(Incompatible, match=rf"vLLM {version} is not supported; install 0.32"):
-        translate.check_engine(engine_config())
+        translate.check_engine(engine_config(), "off")
 
 
 @pytest.mark.parametrize(
@@ -114,11 +114,12 @@ def test_another_vllm_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) 
         ({"enable_sleep_mode": True}, "enable_sleep_mode"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
+        ({"kv_role": "kv_producer"}, "listen"),
     ],
 )
 def test_what_is_not_served_is_refused(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        translate.check_engine(engine_config(**changes))
+        translate.check_engine(engine_config(**changes), "off")
     assert refused.value.field == field
 
 

@@ -136,7 +136,7 @@ def test_a_killed_worker_ends_the_server_instead_of_hanging_it() -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"role": "kv_producer"}, "kv_role='kv_producer' is not usable: offloading stores and"),
+        ({"role": "kv_producer", "listen": "off"}, "listen='off' is not usable: a kv_producer"),
         ({"host_bites": "4GiB"}, "host_bites='4GiB' is not usable: unknown setting"),
         ({"host_bytes": "4000GiB"}, "GiB in this machine for 1 engines; use less"),
         ({"host_bytes": "60KiB"}, "this worker's share is less than one block of 65536 bytes"),

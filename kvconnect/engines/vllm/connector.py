@@ -58,8 +58,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        translate.check_engine(vllm_config)
         self._config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
+        translate.check_engine(vllm_config, self._config.listen)
         _ = self.scheduler if role is KVConnectorRole.SCHEDULER else self.worker
 
     @cached_property

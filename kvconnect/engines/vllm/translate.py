@@ -38,12 +38,13 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-def check_engine(config: VllmConfig) -> None:
-    """Refuse what cannot work, before anything is allocated.
+def check_engine(config: VllmConfig, listen: str) -> None:
+    """Refuse what cannot work, before anything is allocated. ``listen`` is the setting.
 
     Raises:
         Incompatible: a vLLM version this file was not written for.
-        ConfigError: a kind of parallelism or a mode that is not served.
+        ConfigError: a kind of parallelism or a mode that is not served, or a prefill engine that
+            nobody can read from.
     """
     if not versions.vllm_is_supported(vllm.__version__):
         supported = versions.supported_vllm_text()
@@ -55,6 +56,9 @@ def check_engine(config: VllmConfig) -> None:
     for field in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, field, 1) > 1:
             raise ConfigError(field, getattr(parallel, field), "context parallelism: use 1")
+    if config.kv_transfer_config.kv_role == "kv_producer" and listen == "off":
+        fix = "a kv_producer hands KV blocks out: name an address and a port"
+        raise ConfigError("listen", listen, fix)
 
 
 def recompute_failed_loads(config: VllmConfig) -> None:
