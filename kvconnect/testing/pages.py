@@ -7,7 +7,7 @@ import random
 from array import array
 from collections.abc import Generator, Iterator, Sequence
 
-from kvconnect.transport.base import Piece, Unit
+from kvconnect.transport.base import Area, Piece, Unit
 
 
 class Pages:
@@ -20,6 +20,12 @@ class Pages:
         filling = bytes(nbytes) if seed is None else random.Random(seed).randbytes(nbytes)
         self.data = bytearray(filling)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.data))
+
+    def areas(self) -> tuple[Area, ...]:
+        return (Area(self.address, len(self.data)),)
+
+    def area_of(self, unit: Unit) -> Area:
+        return self.areas()[0]
 
     def outgoing(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
         yield Piece(self.address, len(self.data), unit, ids)

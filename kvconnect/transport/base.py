@@ -45,6 +45,15 @@ class Piece(NamedTuple):
     ids: array[int]
 
 
+class Area(NamedTuple):
+    """One piece of backing storage, for transports whose hardware writes into it. ``device`` is
+    the number of a CUDA device, -1 for CPU memory."""
+
+    address: int
+    nbytes: int
+    device: int = -1
+
+
 class Memory(Protocol):
     """The KV cache as a transport reads and writes it: directly, or through a staging ring.
 
@@ -53,6 +62,12 @@ class Memory(Protocol):
     back and copies nothing more. Asking for a piece may block, for a bounded time, and raises
     ``TransferFailed`` if there is no room for it by then.
     """
+
+    def areas(self) -> tuple[Area, ...]:
+        """Return all storage that pages lie in; the same for as long as the memory lives."""
+
+    def area_of(self, unit: Unit) -> Area:
+        """Return the area from whose start a unit's offsets count."""
 
     def outgoing(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
         """Yield pieces that hold the pages' bytes."""
@@ -81,13 +96,14 @@ class Note(NamedTuple):
 class Incoming(NamedTuple):
     """Expect pages under ``want``. ``units[u]`` says where unit number u lies here and
     ``spans[u]`` the (first wire block, ids) its wire blocks are taken from. None of them is
-    written before ``fence`` passed."""
+    written before ``fence`` passed. ``path`` is one of those in the peer's ``PeerUp``."""
 
     peer: PeerId
     want: int
     units: Sequence[Unit]
     spans: Sequence[tuple[int, array[int]]]
     fence: Fence | None = None
+    path: str = "tcp"
 
 
 class Outgoing(NamedTuple):
@@ -114,11 +130,14 @@ class Hangup(NamedTuple):
 
 
 class PeerUp(NamedTuple):
-    """A connection is authenticated. ``inbound``: the other side asked for it."""
+    """A connection is authenticated. ``inbound``: the other side asked for it. ``paths``: ways
+    for pages that both sides have; ``lacking`` says why there are not more."""
 
     peer: PeerId
     inbound: bool
     address: str
+    paths: tuple[str, ...] = ("tcp",)
+    lacking: str = ""
 
 
 class PeerDown(NamedTuple):
@@ -193,6 +212,7 @@ class LinkOptions:
     """
 
     connections: int = 2  # data connections per peer
+    backend: str = "UCX"  # of NIXL, where that is a path
     digest: str = "sampled"
     heartbeat_s: float = 1.0
     dead_after_s: float = 5.0  # without an answer of the other machine, or to connect

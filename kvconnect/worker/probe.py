@@ -13,6 +13,7 @@ from collections.abc import Generator
 
 from kvconnect.errors import ProtocolError
 from kvconnect.transport.base import (
+    Area,
     Event,
     Incoming,
     Memory,
@@ -38,11 +39,20 @@ class ProbedMemory:
         self._memory = memory
         self._scratch = ctypes.create_string_buffer(_BLOCK_BYTES)
 
+    def areas(self) -> tuple[Area, ...]:
+        return (*self._memory.areas(), self._own())
+
+    def area_of(self, unit: Unit) -> Area:
+        return self._own() if unit is _UNIT else self._memory.area_of(unit)
+
     def outgoing(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
         return self._pages(ids) if unit is _UNIT else self._memory.outgoing(unit, ids)
 
     def incoming(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
         return self._pages(ids) if unit is _UNIT else self._memory.incoming(unit, ids)
+
+    def _own(self) -> Area:
+        return Area(ctypes.addressof(self._scratch), _BLOCK_BYTES)
 
     def _pages(self, ids: array[int]) -> Generator[Piece, None, None]:
         yield Piece(ctypes.addressof(self._scratch), _BLOCK_BYTES, _UNIT, ids)

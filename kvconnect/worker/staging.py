@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from kvconnect.errors import TransferFailed
-from kvconnect.transport.base import Memory, Piece, Unit
+from kvconnect.transport.base import Area, Memory, Piece, Unit
 
 RING_BYTES = 64 << 20
 """Page-locked memory of one worker, half of it for sending and half for receiving."""
@@ -30,6 +30,12 @@ class HostMemory:
 
     def __init__(self, area: torch.Tensor) -> None:
         self._area = area  # keeps the address valid
+
+    def areas(self) -> tuple[Area, ...]:
+        return (_area(self._area),)
+
+    def area_of(self, unit: Unit) -> Area:
+        return _area(self._area)
 
     def outgoing(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
         yield Piece(self._area.data_ptr(), self._area.nbytes, unit, ids)
@@ -62,6 +68,12 @@ class StagedMemory:
         share_bytes = ring_bytes // (2 * SHARES)
         self._sending = _Ring(area.device, share_bytes, timeout_s)
         self._receiving = _Ring(area.device, share_bytes, timeout_s)
+
+    def areas(self) -> tuple[Area, ...]:
+        return (_area(self._area),)
+
+    def area_of(self, unit: Unit) -> Area:
+        return _area(self._area)
 
     def outgoing(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
         with self._sending.share(unit.block_bytes) as share:
@@ -149,6 +161,11 @@ def _piece(share: torch.Tensor, unit: Unit, count: int) -> Piece:
     size = unit.block_bytes
     staged = Unit(array("q", [0, size, size]), 1, size)
     return Piece(share.data_ptr(), share.nbytes, staged, array("q", range(count)))
+
+
+def _area(area: torch.Tensor) -> Area:
+    device = area.device.index or 0 if area.device.type == "cuda" else -1
+    return Area(area.data_ptr(), area.nbytes, device)
 
 
 def make_memory(area: torch.Tensor, timeout_s: float = ROOM_TIMEOUT_S) -> Memory:
