@@ -20,6 +20,7 @@ from kvconnect.errors import ConfigError
 
 DigestMode = Literal["off", "sampled", "full"]
 PolicyName = Literal["lru", "s3fifo"]
+TransportName = Literal["auto", "tcp", "nixl"]
 
 _UNITS = {
     "": 1,
@@ -40,7 +41,33 @@ OFF = -1  # of host_bytes: no host tier
 AUTO_HOST_SHARE = 0.25  # leaves room for weights being loaded, page cache and the engine itself
 
 
-class Config(msgspec.Struct, frozen=True, kw_only=True):
+class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How engines reach one another for hand-off.
+
+    Attributes:
+        listen: ``HOST:PORT`` where workers hand out KV blocks; rank r adds r to the port, port 0
+            picks free ones; ``off`` for none. Must be the address peers reach.
+        peers: networks (``10.0.0.0/8``) to talk to without key or TLS, beside loopback.
+        key_file: file with the key that all engines share and prove to have.
+        tls_dir: folder with ``tls.crt``, ``tls.key`` and ``ca.crt`` for mutual TLS, beside a key.
+        transport: what pages go over: ``tcp``, ``nixl``, or ``auto`` for the faster one of those
+            that both sides have, measured with real bytes at connect.
+        nixl_backend: the NIXL plugin: ``UCX``, ``LIBFABRIC`` ...
+        min_rate: bytes per second; a connection that is slower at connect is refused. 0: none is.
+        connections: data connections per peer, of ``tcp``.
+    """
+
+    listen: str = "127.0.0.1:0"
+    peers: tuple[str, ...] = ()
+    key_file: str = ""
+    tls_dir: str = ""
+    transport: TransportName = "auto"
+    nixl_backend: str = "UCX"
+    min_rate: int = 0
+    connections: int = 2
+
+
+class Config(NetworkConfig, frozen=True, kw_only=True):
     """All settings: of the host tier, of the hand-off between engines, and of both.
 
     Attributes:
@@ -54,12 +81,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             hand-off, seconds without progress.
         sync_load_bytes: loads up to this many bytes (all ranks' slots counted once) run inside
             the step that needs them instead of parking the request. 0 turns that off.
-        listen: ``HOST:PORT`` where workers hand out KV blocks; rank r adds r to the port, port 0
-            picks free ones; ``off`` for none. Must be the address peers reach.
-        peers: networks (``10.0.0.0/8``) to talk to without key or TLS, beside loopback.
-        key_file: file with the key that all engines share and prove to have.
-        tls_dir: folder with ``tls.crt``, ``tls.key`` and ``ca.crt`` for mutual TLS, beside a key.
-        connections: data connections per peer.
         lease_s: seconds for which blocks of a finished prefill are kept for a decode engine that
             gives no sign of life.
     """
@@ -69,11 +90,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     digest: DigestMode = "sampled"
     deadline_s: float = 30.0
     sync_load_bytes: int = 0
-    listen: str = "127.0.0.1:0"
-    peers: tuple[str, ...] = ()
-    key_file: str = ""
-    tls_dir: str = ""
-    connections: int = 2
     lease_s: float = 30.0
 
 
@@ -117,10 +133,12 @@ def parse_config(extra: Mapping[str, Any]) -> Config:
         values["host_bytes"] = parse_bytes("host_bytes", values["host_bytes"])
         if values["host_bytes"] == 0:
             raise ConfigError("host_bytes", extra["host_bytes"], 'use a size, "auto" or "off"')
-    if "sync_load_bytes" in values:
-        values["sync_load_bytes"] = parse_bytes("sync_load_bytes", values["sync_load_bytes"])
+    for field in ("sync_load_bytes", "min_rate"):
+        if field in values:
+            values[field] = parse_bytes(field, values[field])
     _check_choice(values, "policy", get_args(PolicyName))
     _check_choice(values, "digest", get_args(DigestMode))
+    _check_choice(values, "transport", get_args(TransportName))
     for field in ("deadline_s", "lease_s"):
         seconds = values.get(field, _LONGEST_S)
         if type(seconds) not in (int, float) or not 0 < seconds <= _LONGEST_S:
@@ -134,9 +152,9 @@ def _check_handoff(values: dict[str, Any]) -> None:
     connections = values.get("connections", 1)
     if type(connections) is not int or not 1 <= connections <= _MOST_CONNECTIONS:
         raise ConfigError("connections", connections, f"use 1 to {_MOST_CONNECTIONS}")
-    for field in ("key_file", "tls_dir"):
+    for field, what in (("key_file", "path"), ("tls_dir", "path"), ("nixl_backend", "name")):
         if not isinstance(values.get(field, ""), str):
-            raise ConfigError(field, values[field], "use a path")
+            raise ConfigError(field, values[field], f"use a {what}")
     listen_address(values.get("listen", "off"))
     peers = values.get("peers", ())
     if not isinstance(peers, list | tuple):

@@ -17,6 +17,7 @@ from kvconnect.transport import LinkOptions, Security, make_transport
 from kvconnect.transport.base import PeerDown, Transport
 
 QUICK = LinkOptions(heartbeat_s=0.1, dead_after_s=2.0, silent_s=2.0, stall_s=1.0, digest="full")
+NIXL_QUICK = replace(QUICK, local=True, stall_s=5.0)
 OPEN = Security()
 
 

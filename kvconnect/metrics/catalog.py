@@ -41,7 +41,8 @@ _SENT = Label("outcome", ("done", "expired", "aborted"))
 _RECEIVED = Label("outcome", ("done", "failed", "aborted"))
 _ROLE = Label("role", ("send", "recv"))
 _AGREEMENT = ("protocol", "format", "groups", "block_size", "layers", "heads", "packing")
-_FIELD = Label("field", (*_AGREEMENT, "auth", "address", "ticket", "params", OTHER))
+_ACCESS = ("auth", "address", "ticket", "params", "transport", "rate")
+_FIELD = Label("field", (*_AGREEMENT, *_ACCESS, OTHER))
 _STATE = Label("state", ("up", "connecting"))
 _TRANSPORT = Label("transport", ("tcp", "nixl"))
 _PEER = Label("peer", (OTHER,), limit=MOST_LABELS)
@@ -184,6 +185,10 @@ CATALOG: tuple[Metric, ...] = (
            label=_STATE),
     Metric("handoff_leases", "gauge", "leases",
            "Live leases: requests whose blocks are kept for a decode engine.", _STEP),
+    Metric("handoff_transport_peers", "gauge", "peers",
+           "Prefill workers that this engine's first worker reads from, by the transport that "
+           "was chosen.", _PEERS,
+           label=_TRANSPORT),
     Metric("handoff_transport_bytes_per_second", "gauge", "bytes per second",
            "Speed measured with real bytes when the first worker connected to its last peer.",
            "the first worker connects to a peer", label=_TRANSPORT),

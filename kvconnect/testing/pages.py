@@ -24,7 +24,7 @@ class Pages:
     def areas(self) -> tuple[Area, ...]:
         return (Area(self.address, len(self.data)),)
 
-    def area_of(self, unit: Unit) -> Area:
+    def area_of(self, unit: Unit) -> Area:  # noqa: ARG002 - there is one
         return self.areas()[0]
 
     def outgoing(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:

@@ -1,4 +1,4 @@
-"""Ways to move pages between workers: ``tcp`` between processes, ``inproc`` within one."""
+"""Ways to move pages between workers: ``tcp`` and ``nixl`` between processes, ``inproc`` in one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ def make_transport(name: str, security: Security, options: LinkOptions) -> Trans
         from kvconnect.transport.tcp import TcpTransport
 
         return TcpTransport(security, options)
+    if name == "nixl":
+        from kvconnect.transport.nixl import NixlTransport
+
+        return NixlTransport(security, options)
     if name == "inproc":
         from kvconnect.transport.inproc import InprocTransport
 
         return InprocTransport()
-    raise ConfigError("transport", name, "use tcp or inproc")
+    raise ConfigError("transport", name, "use tcp, nixl or inproc")

@@ -213,6 +213,7 @@ class LinkOptions:
 
     connections: int = 2  # data connections per peer
     backend: str = "UCX"  # of NIXL, where that is a path
+    local: bool = False  # NIXL, which authenticates nobody itself, keeps to loopback
     digest: str = "sampled"
     heartbeat_s: float = 1.0
     dead_after_s: float = 5.0  # without an answer of the other machine, or to connect

@@ -6,8 +6,9 @@ A **frame** is one header of ``HEADER_BYTES``, ``nbytes`` of payload, then the d
 the period is 0. Adding the unit makes a period of 16 fall on other blocks in every layer.
 
 A **note** is its length (u32, little endian) and that many bytes; one without bytes is a
-heartbeat. The first is the **greeting**: one byte, the digest period that its sender asks for. The
-stricter one of both sides holds for all frames, in both directions.
+heartbeat. The highest bit of the length marks a :class:`RailNote`. The first note is the
+**greeting**: one byte, the digest period that its sender asks for, and an offer (``rails.py``) if
+it has one. The stricter period of both sides holds for all pages, in both directions.
 
 Nothing here reads a socket or waits. Lengths are checked before anything is kept for them.
 """
@@ -39,6 +40,7 @@ _HEADER = struct.Struct("<4sHHqqqqii12s")  # followed by the CRC-32 of these byt
 _CRC = struct.Struct("<I")
 _RESERVED = bytes(12)
 _LENGTH = struct.Struct("<I")
+_RAIL = 1 << 31
 
 
 _T = TypeVar("_T")
@@ -155,23 +157,29 @@ def stricter(one: int, other: int) -> int:
 # Notes ------------------------------------------------------------------------------------------
 
 
-def pack_greeting(digest_period: int) -> bytes:
+class RailNote(bytes):
+    """A note between the transports themselves; see ``rails.py``."""
+
+
+def pack_greeting(digest_period: int, offer: bytes = b"") -> bytes:
     """Return the payload of a greeting."""
-    return bytes([digest_period])
+    return bytes([digest_period]) + offer
 
 
-def unpack_greeting(payload: bytes) -> int:
-    """Return the digest period asked for; :class:`ProtocolError` if this is no greeting."""
-    if len(payload) != 1 or payload[0] not in DIGEST_PERIODS:
+def unpack_greeting(payload: bytes) -> tuple[int, bytes]:
+    """Return the digest period asked for and the offer; :class:`ProtocolError` if this is no
+    greeting."""
+    if not payload or payload[0] not in DIGEST_PERIODS:
         raise ProtocolError("its first note is no greeting")
-    return payload[0]
+    return payload[0], payload[1:]
 
 
 def pack_note(payload: bytes) -> bytes:
     """Return a note's bytes; no payload makes a heartbeat. :class:`Misuse` if it is too long."""
     if len(payload) > MAX_NOTE:
         raise Misuse(f"a note of {len(payload)} bytes, at most {MAX_NOTE} fit")
-    return _LENGTH.pack(len(payload)) + payload
+    flag = _RAIL if isinstance(payload, RailNote) else 0
+    return _LENGTH.pack(len(payload) | flag) + payload
 
 
 class NoteReader:
@@ -191,13 +199,15 @@ class NoteReader:
         notes = []
         start = 0
         while len(self._buffer) >= start + _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            (marked,) = _LENGTH.unpack_from(self._buffer, start)
+            length = marked & ~_RAIL
             if length > MAX_NOTE:
                 raise ProtocolError(f"a note of {length} bytes, at most {MAX_NOTE} are allowed")
             end = start + _LENGTH.size + length
             if len(self._buffer) < end:
                 break
-            notes.append(bytes(self._buffer[start + _LENGTH.size : end]))
+            kind = RailNote if marked & _RAIL else bytes
+            notes.append(kind(self._buffer[start + _LENGTH.size : end]))
             start = end
         del self._buffer[:start]
         return notes

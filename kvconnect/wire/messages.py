@@ -32,14 +32,16 @@ REFUSAL_FIELDS = frozenset(
         *("auth", "protocol", "ticket", "params", "groups", "window", "chunk", "block_tokens"),
         *("page_tokens", "splittable", "kv_heads", "heads", "row_bytes", "layers", "format"),
         *("model", "architecture", "dtype", "cache_dtype", "packing", "tokens_ahead", "other"),
+        *("transport", "rate"),
     }
 )
 """Every ``field`` of a :class:`Refused` that a session or a ticket can raise: metric labels."""
 
 _INT64_MAX = (1 << 63) - 1
 
-PROBE_WANT = _INT64_MAX
-"""The want of a probe; no other may have it."""
+LAST_WANT = _INT64_MAX
+PROBE_WANT = _INT64_MAX - 15
+"""The want of the first probe; those from here to ``LAST_WANT`` are for probes alone."""
 
 Transfer = Annotated[bytes, Meta(min_length=16, max_length=16)]
 WantNumber = Annotated[int, Meta(ge=0, lt=PROBE_WANT)]
@@ -188,7 +190,9 @@ class Decline(msgspec.Struct, tag="decline"):
 
 
 class Probe(msgspec.Struct, tag="probe"):
-    """Reader: send the pages of a probe under ``PROBE_WANT``, so that I can measure the rate."""
+    """Reader: send the pages of a probe under this want, so that I can measure the rate."""
+
+    want: Annotated[int, Meta(ge=PROBE_WANT, le=_INT64_MAX)]
 
 
 Message = Hello | Turned | Want | Cancel | Done | Fail | Alive | Ready | Renew | Decline | Probe

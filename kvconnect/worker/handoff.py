@@ -149,7 +149,7 @@ class HandoffAgent:
         self._receiving.on_lost(event.peer, origin, cause)
 
     def _on_link_event(self, link: Link, event: Noted | Sent | Received | Quiet) -> None:
-        if not isinstance(event, Noted) and event.want == PROBE_WANT:
+        if not isinstance(event, Noted) and event.want >= PROBE_WANT:
             probe.on_event(self._links, link, event)
         elif isinstance(event, Noted):
             self._on_message(link, messages.decode(event.payload))
@@ -173,7 +173,7 @@ class HandoffAgent:
         elif not link.agreed:
             raise ProtocolError(f"{type(message).__name__} before an agreement")
         elif isinstance(message, Probe):
-            probe.answer(self._links, link)
+            probe.answer(self._links, link, message.want)
         elif link.inbound:
             self._sending.on_message(link, message)
         else:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvconnect.errors import ProtocolError, Refused
 from kvconnect.pages import LayerPages, unit_segments
@@ -47,8 +48,12 @@ class Meter:
     wire: dict[int, float] = field(default_factory=dict)  # open wants: how long pages moved
     asked: dict[int, float] = field(default_factory=dict)  # since when, until the first page
     ready: dict[int, float] = field(default_factory=dict)  # when its last page was computed
-    probed_bytes: int = 0
+    probes: int = 0  # that are over
+    probed_bytes: int = 0  # of the one under way
     probed_seconds: float = 0.0
+    rates: dict[str, float] = field(default_factory=dict)  # bytes per second, by path
+    paths: tuple[str, ...] = ("tcp",)  # that pages may take
+    path: str = "tcp"  # that they do take
 
     def open(self, want: int, asked: bool) -> None:
         """Begin to measure a want; ``asked``: it is ours."""
@@ -126,6 +131,14 @@ class Link:
         self.state = SESSION.after(self.state, event)
 
 
+class Choice(NamedTuple):
+    """Which path pages take: a name, or ``auto`` for the faster one of what a peer has.
+    ``min_rate`` is in bytes per second; a peer that is slower is refused."""
+
+    transport: str = "auto"
+    min_rate: float = 0.0
+
+
 class Links:
     """The connections of one worker, by peer and by the origin they were made for.
 
@@ -138,8 +151,10 @@ class Links:
         pages: Sequence[GroupPages],
         transport: Transport,
         stats: OffloadingConnectorStats,
+        choice: Choice,
     ) -> None:
         self.hello = hello
+        self.choice = choice
         self.pages = pages
         self.transport = transport
         self.stats = stats
@@ -150,12 +165,17 @@ class Links:
     def __len__(self) -> int:
         return len(self._links)
 
-    def _count(self) -> None:
+    def count(self) -> None:
+        """Publish how many peers there are."""
         if not self.is_first:
             return
         up = sum(link.agreed for link in self._links.values())
         self.stats.gauge("handoff_peers", up, label="up")
         self.stats.gauge("handoff_peers", len(self._links) - up, label="connecting")
+        links = [link for link in self._links.values() if link.agreed and not link.inbound]
+        for path in ("tcp", "nixl"):
+            count = sum(link.meter.path == path for link in links)
+            self.stats.gauge("handoff_transport_peers", count, label=path)
 
     @property
     def is_first(self) -> bool:
@@ -176,7 +196,7 @@ class Links:
         peer = self.transport.connect(endpoint.host, endpoint.port)
         self._peers[origin], self._origins[peer] = peer, origin
         self._links[peer] = Link(peer, inbound=False, since=time.monotonic())
-        self._count()
+        self.count()
         return None
 
     def tell(self, peer: PeerId, message: Message) -> None:
@@ -204,6 +224,13 @@ class Links:
         if link is not None:
             link.advance(Event.CONNECTED)
             link.address = link.name = event.address
+            wanted, meter = self.choice.transport, link.meter
+            meter.paths = event.paths if wanted == "auto" else (wanted,)
+            meter.path = meter.paths[0]
+            if meter.path not in event.paths:
+                why = event.lacking or "it does not offer it"
+                self.refuse(event.peer, Refused("transport", f"no {wanted} path: {why}"))
+                return
             self.tell(event.peer, self.hello)
 
     def on_hello(self, link: Link, theirs: Hello) -> Origin | None:
@@ -228,7 +255,7 @@ class Links:
         link.reader = reader.rank
         self._settle(link, agreement)
         link.advance(Event.AGREED)
-        self._count()
+        self.count()
         if not link.inbound:
             seconds = time.monotonic() - link.since
             self.stats.observe("handoff_handshake_seconds", seconds)
@@ -264,7 +291,7 @@ class Links:
             name = link.name or (str(origin.endpoint) if origin else "a peer")
             logger.warning("connection to %s ended: %s", name, event.reason)
             self.stats.count("handoff_peer_failures", label=name)
-        self._count()
+        self.count()
         refused = event.refused or (link is not None and link.refused)
         return origin, FailureCause.REFUSED if refused else FailureCause.PEER
 

@@ -1,7 +1,8 @@
-"""How fast a new connection really is: a mebibyte of real bytes, on the path that pages take.
+"""How fast a new connection really is: a mebibyte of real bytes, on each path that pages can take.
 
-The reader asks for a probe when both sides have agreed. Its pages are not those of the KV cache:
-they are read from and written to a scratch buffer, over and over.
+The reader asks for probes when both sides have agreed, one after the other, and then picks the
+faster path. Their pages are not those of the KV cache: they are read from and written to a scratch
+buffer, over and over. What moves before the probes are over goes by the first path.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 from array import array
 from collections.abc import Generator
 
-from kvconnect.errors import ProtocolError
+from kvconnect.errors import ProtocolError, Refused
 from kvconnect.transport.base import (
     Area,
     Event,
@@ -22,13 +23,14 @@ from kvconnect.transport.base import (
     Received,
     Unit,
 )
-from kvconnect.wire.messages import PROBE_WANT, Probe
+from kvconnect.wire.messages import LAST_WANT, PROBE_WANT, Probe
 from kvconnect.worker.links import Link, Links
 
 logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 64 << 10
 _IDS = array("q", range(16))
+_ROUNDS = 2  # per path; the last one counts: the first also sets things up
 _UNIT = Unit(array("q", [0, 0, _BLOCK_BYTES]), 1, _BLOCK_BYTES)  # stride 0: always the same bytes
 
 
@@ -59,35 +61,65 @@ class ProbedMemory:
 
 
 def start(links: Links, link: Link) -> None:
-    """Reader: ask for a probe."""
-    links.transport.submit(Incoming(link.peer, PROBE_WANT, [_UNIT], [(0, _IDS)]))
-    links.tell(link.peer, Probe())
+    """Reader: ask for the next probe."""
+    want = PROBE_WANT + link.meter.probes
+    order = Incoming(link.peer, want, [_UNIT], [(0, _IDS)], None, _path(link))
+    links.transport.submit(order)
+    links.tell(link.peer, Probe(want=want))
 
 
-def answer(links: Links, link: Link) -> None:
-    """Source: send what was asked for, once per connection.
+def answer(links: Links, link: Link, want: int) -> None:
+    """Source: send what was asked for, once for each want.
 
     Raises:
         ProtocolError: asked again, or by a source.
     """
-    if link.meter.probed_bytes or not link.inbound:
+    if want != PROBE_WANT + link.meter.probes or want > LAST_WANT or not link.inbound:
         raise ProtocolError("a probe out of turn")
-    link.meter.probed_bytes = len(_IDS) * _BLOCK_BYTES
-    links.transport.submit(Outgoing(link.peer, PROBE_WANT, 0, _UNIT, 0, _IDS))
+    link.meter.probes += 1
+    links.transport.submit(Outgoing(link.peer, want, 0, _UNIT, 0, _IDS))
 
 
 def on_event(links: Links, link: Link, event: Event) -> None:
-    """Reader: pages of the probe came; publish the rate once they are complete. Connections of
-    a peer work side by side, so the slowest of them is what it took."""
-    if not isinstance(event, Received):
-        return
+    """Reader: pages of a probe came; go on to the next one once they are complete. Connections
+    of a peer work side by side, so the slowest of them is what it took.
+
+    Raises:
+        Refused: field ``rate``, even the faster path is slower than it has to be.
+    """
     meter = link.meter
+    if not isinstance(event, Received) or event.want != PROBE_WANT + meter.probes:
+        return
     meter.probed_bytes += event.nbytes
     meter.probed_seconds = max(meter.probed_seconds, event.seconds)
     if meter.probed_bytes < len(_IDS) * _BLOCK_BYTES:
         return
-    links.transport.cancel(link.peer, PROBE_WANT)
-    rate = meter.probed_bytes / max(meter.probed_seconds, 1e-9)
+    links.transport.cancel(link.peer, event.want)
+    meter.rates[_path(link)] = meter.probed_bytes / max(meter.probed_seconds, 1e-9)
+    meter.probes += 1
+    meter.probed_bytes, meter.probed_seconds = 0, 0.0
+    if meter.probes < _ROUNDS * len(link.meter.paths):
+        start(links, link)
+    else:
+        _choose(links, link)
+
+
+def _path(link: Link) -> str:
+    """Return the path of the probe that is due."""
+    return link.meter.paths[link.meter.probes // _ROUNDS]
+
+
+def _choose(links: Links, link: Link) -> None:
+    rates = link.meter.rates
+    link.meter.path = max(link.meter.paths, key=lambda path: rates[path])
     if links.is_first:
-        links.stats.gauge("handoff_transport_bytes_per_second", rate, label="tcp")
-    logger.info("%s: tcp, %.2f GB/s measured at connect", link.name, rate / 1e9)
+        for path, rate in rates.items():
+            links.stats.gauge("handoff_transport_bytes_per_second", rate, label=path)
+    links.count()
+    measured = ", ".join(f"{path} {rate / 1e9:.2f} GB/s" for path, rate in rates.items())
+    logger.info(
+        "%s: pages go over %s; measured at connect: %s", link.name, link.meter.path, measured
+    )
+    if rates[link.meter.path] < links.choice.min_rate:
+        floor = links.choice.min_rate / 1e9
+        raise Refused("rate", f"{measured} to {link.name}, min_rate is {floor:.2f} GB/s")

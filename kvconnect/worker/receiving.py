@@ -151,7 +151,7 @@ class ReceiveSide:
         by_unit = [spans.get(group, nothing) for group in link.unit_group]
         link.meter.open(ask.want, asked=True)
         self._links.transport.submit(
-            Incoming(link.peer, ask.want, link.units, by_unit, self._fence)
+            Incoming(link.peer, ask.want, link.units, by_unit, self._fence, link.meter.path)
         )
         parts = [(span.group, span.first, len(span.block_ids)) for span in ask.spans]
         self._links.tell(

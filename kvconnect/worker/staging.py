@@ -34,7 +34,7 @@ class HostMemory:
     def areas(self) -> tuple[Area, ...]:
         return (_area(self._area),)
 
-    def area_of(self, unit: Unit) -> Area:
+    def area_of(self, unit: Unit) -> Area:  # noqa: ARG002 - there is one
         return _area(self._area)
 
     def outgoing(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
@@ -72,7 +72,7 @@ class StagedMemory:
     def areas(self) -> tuple[Area, ...]:
         return (_area(self._area),)
 
-    def area_of(self, unit: Unit) -> Area:
+    def area_of(self, unit: Unit) -> Area:  # noqa: ARG002 - there is one
         return _area(self._area)
 
     def outgoing(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:

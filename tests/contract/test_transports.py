@@ -56,7 +56,7 @@ def test_tcp_with_mutual_tls(tmp_path: Path) -> None:
 
 
 def test_an_unknown_transport_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"transport='pigeon'.*use tcp or inproc"):
+    with pytest.raises(ConfigError, match=r"transport='pigeon'.*use tcp, nixl or inproc"):
         make_transport("pigeon", Security(), LinkOptions())
 
 
@@ -146,12 +146,12 @@ class Rude(InprocTransport):
 )
 def test_a_wrong_transport_is_noticed(
     make: Callable[[], Transport],
-    check: Callable[[Callable[[], Transport]], None],
+    check: Callable[[Callable[[], Transport], str], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(checks, "_PATIENCE_S", 0.5)
     with pytest.raises(AssertionError):
-        check(make)
+        check(make, "tcp")
 
 
 def test_a_failed_check_is_named() -> None:

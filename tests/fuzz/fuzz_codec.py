@@ -64,7 +64,7 @@ MESSAGES = [
     messages.Alive([1, 2, 3]),
     messages.Renew([TRANSFER]),
     messages.Decline(TRANSFER),
-    messages.Probe(),
+    messages.Probe(want=messages.PROBE_WANT),
 ]
 TICKET = tickets.Ticket(
     transfer=TRANSFER,

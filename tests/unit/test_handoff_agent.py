@@ -36,7 +36,7 @@ from kvconnect.types import (  # noqa: E402
 )
 from kvconnect.wire.messages import GroupHello, Hello  # noqa: E402
 from kvconnect.worker.handoff import HandoffAgent  # noqa: E402
-from kvconnect.worker.links import Links  # noqa: E402
+from kvconnect.worker.links import Choice, Links  # noqa: E402
 from kvconnect.worker.probe import ProbedMemory  # noqa: E402
 from kvconnect.worker.staging import HostMemory, StagedMemory  # noqa: E402
 
@@ -113,7 +113,7 @@ class Engine:
         )
         transport.register(ProbedMemory(memory))
         address = transport.listen("127.0.0.1", 0) if self.sends else None
-        links = Links(hello, (pages,), transport, OffloadingConnectorStats())
+        links = Links(hello, (pages,), transport, OffloadingConnectorStats(), Choice())
         self.caches.append(cache)
         self.agents.append(HandoffAgent(links, 5.0, lambda: None, address))
 

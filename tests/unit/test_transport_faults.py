@@ -372,8 +372,8 @@ def test_a_cancelled_frame_that_trickles_out_ends_soon(monkeypatch: pytest.Monke
 
 def test_an_oversized_note_ends_the_peer() -> None:
     with raw_peer() as (raw, victim, _):
-        raw.control.sendall(struct.pack("<I", 1 << 31) + bytes(100))
-        assert "a note of 2147483648 bytes" in reason(victim)
+        raw.control.sendall(struct.pack("<I", 1 << 30) + bytes(100))
+        assert "a note of 1073741824 bytes" in reason(victim)
 
 
 def test_a_silent_peer_is_dead() -> None:

@@ -15,6 +15,7 @@ from kvconnect.wire.codec import (
     MAX_NOTE,
     FrameHeader,
     NoteReader,
+    RailNote,
     common_protocol,
     digested,
     pack_greeting,
@@ -126,16 +127,23 @@ def test_notes_come_out_whatever_the_pieces(payloads: list[bytes], cuts: list[in
     assert [note for piece in pieces for note in reader.feed(piece)] == payloads
 
 
+def test_notes_of_the_transport_itself_are_told_apart() -> None:
+    plain, rail = NoteReader().feed(pack_note(b"same") + pack_note(RailNote(b"same")))
+    assert plain == rail == b"same"
+    assert (type(plain), type(rail)) == (bytes, RailNote)
+
+
 def test_a_heartbeat_is_an_empty_note() -> None:
     assert NoteReader().feed(pack_note(b"")) == [b""]
 
 
 @pytest.mark.parametrize("period", [0, 1, 16])
 def test_a_greeting_says_what_digests_are_asked_for(period: int) -> None:
-    assert unpack_greeting(pack_greeting(period)) == period
+    assert unpack_greeting(pack_greeting(period)) == (period, b"")
+    assert unpack_greeting(pack_greeting(period, b"offer")) == (period, b"offer")
 
 
-@pytest.mark.parametrize("payload", [b"", b"\x02", b"\xff", b"\x01\x01", b"hello"])
+@pytest.mark.parametrize("payload", [b"", b"\x02", b"\xff", b"hello"])
 def test_another_note_is_no_greeting(payload: bytes) -> None:
     with pytest.raises(ProtocolError, match="no greeting"):
         unpack_greeting(payload)

@@ -65,7 +65,7 @@ MESSAGES: list[Message] = [
     Alive([1, 2, 3]),
     Renew([TRANSFER]),
     Decline(TRANSFER),
-    Probe(),
+    Probe(want=PROBE_WANT),
 ]
 
 

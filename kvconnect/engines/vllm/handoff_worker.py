@@ -17,11 +17,11 @@ from kvconnect.engines.vllm.tickets import read_key
 from kvconnect.errors import ConfigError, Incompatible
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport import make_transport
-from kvconnect.transport.base import LinkOptions, Security, Transport
+from kvconnect.transport.base import LinkOptions, Memory, Security, Transport
 from kvconnect.types import Rank
 from kvconnect.wire.messages import GroupHello, Hello
 from kvconnect.worker.handoff import HandoffAgent
-from kvconnect.worker.links import GroupPages, Links
+from kvconnect.worker.links import Choice, GroupPages, Links
 from kvconnect.worker.probe import ProbedMemory
 from kvconnect.worker.staging import make_memory
 from kvconnect.worker.streams import make_streams
@@ -58,14 +58,38 @@ def make_handoffs(
         return None
     security = Security(read_key(config), config.peers, *_tls_files(config))
     options = LinkOptions(
-        connections=config.connections, digest=config.digest, stall_s=config.deadline_s
+        connections=config.connections,
+        digest=config.digest,
+        backend=config.nixl_backend,
+        local=not (config.key_file or config.peers),
+        stall_s=config.deadline_s,
     )
-    transport = make_transport("tcp", security, options)
-    transport.register(ProbedMemory(make_memory(area, config.deadline_s)))
+    memory = ProbedMemory(make_memory(area, config.deadline_s))
+    # NIXL does not encrypt: who wants TLS has to ask for NIXL by name.
+    name = "tcp" if config.transport == "auto" and config.tls_dir else config.transport
+    transport = _make_transport(name, security, options, memory)
     address = _listen(transport, vllm_config, config) if sends else None
     hello = _hello(vllm_config, cache, kv_caches, pages)
-    links = Links(hello, pages, transport, OffloadingConnectorStats())
+    choice = Choice(name, config.min_rate)
+    links = Links(hello, pages, transport, OffloadingConnectorStats(), choice)
     return HandoffAgent(links, config.deadline_s, make_streams(area.device).mark, address)
+
+
+def _make_transport(
+    name: str, security: Security, options: LinkOptions, memory: Memory
+) -> Transport:
+    """Return a transport that serves ``memory`` over the path called ``name``; for ``auto``, over
+    as many as work here."""
+    transport = make_transport("tcp" if name == "tcp" else "nixl", security, options)
+    try:
+        transport.register(memory)
+    except ConfigError as error:
+        transport.close()
+        if name != "auto":
+            raise
+        logger.info("pages are handed off over tcp alone: %s", error)
+        return _make_transport("tcp", security, options, memory)
+    return transport
 
 
 def _listen(transport: Transport, vllm_config: VllmConfig, config: Config) -> tuple[str, int]:

@@ -7,16 +7,27 @@ import math
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvconnect.errors import ProtocolError
-from kvconnect.transport.base import LinkOptions, Noted, PeerDown, PeerId, PeerUp
+from kvconnect.transport.base import (
+    Incoming,
+    LinkOptions,
+    Noted,
+    Outgoing,
+    PeerDown,
+    PeerId,
+    PeerUp,
+)
 from kvconnect.transport.tcp.control import PARTED, Control
 from kvconnect.transport.tcp.lane import Lane
+from kvconnect.transport.tcp.line import Line
 from kvconnect.transport.tcp.shared import DIGEST_PERIOD, Shared
 from kvconnect.transport.tcp.traffic import Traffic
 from kvconnect.transport.tcp.watch import Watch
+from kvconnect.wire import rails
 from kvconnect.wire.auth import Opening
-from kvconnect.wire.codec import pack_greeting, stricter, unpack_greeting
+from kvconnect.wire.codec import RailNote, pack_greeting, stricter, unpack_greeting
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +51,7 @@ class _Life:
     complete: bool = False  # has all its connections
     up: bool = False
     sending: bool = False
-    threads: int = 0
+    threads: int = 0  # that may still touch pages; the rail's counts as one
     early: list[bytes] = field(default_factory=list)  # notes to send once up
     ending: str = ""  # reason of a hang-up or loss whose last notes are waited for
     reason: str = ""  # why it is down
@@ -48,7 +59,8 @@ class _Life:
 
 
 class Peer:
-    """All methods are for the loop's thread; ``traffic`` is for any.
+    """All methods but ``move_plain`` are for the loop's thread; ``traffic`` is for any. If there is
+    a ``rail``, it takes the orders instead.
 
     A peer is joined by its connections, greets (with its first note) when it has them all, is up
     when it was greeted too: then both sides know that both have authenticated everything, and no
@@ -79,16 +91,13 @@ class Peer:
         self._lanes: dict[int, Lane] = {}
         deadline = now() + _patience_s(options, inbound)
         self._life = _Life(inbound, deadline, DIGEST_PERIOD[options.digest])
+        self.rail = shared.make_rail(_line(self, shared)) if shared.make_rail else None
+        self._life.threads += self.rail is not None
 
     def __repr__(self) -> str:
         life = self._life
         state = life.reason or ("up" if life.up else "being set up")
         return f"<Peer {self.number} at {self.address}, {state}, {life.threads} threads>"
-
-    @property
-    def sending(self) -> bool:
-        """Whether the threads that send were started. For any thread."""
-        return self._life.sending
 
     def join(self, opening: Opening, sock: socket.socket, rest: bytes) -> None:
         """Take an authenticated connection over, and what came on it already.
@@ -111,7 +120,9 @@ class Peer:
             self._lanes[opening.number] = lane
         if self._control and len(self._lanes) == self._connections:
             life.complete = True
-            self._control.send(pack_greeting(DIGEST_PERIOD[self._shared.options.digest]))
+            offer = self.rail.offer() if self.rail else b""
+            period = DIGEST_PERIOD[self._shared.options.digest]
+            self._control.send(pack_greeting(period, offer))
             self._come_up()
 
     def note(self, payload: bytes) -> None:
@@ -128,6 +139,15 @@ class Peer:
             self._control.finish(reason)
         else:
             self.fail(reason)
+
+    def move_plain(self, order: Incoming | Outgoing) -> None:
+        """Take an order for the data connections. For any thread."""
+        if isinstance(order, Incoming):
+            self.traffic.expect(order)
+            return
+        self.traffic.send(order)
+        if not self._life.sending:
+            self._shared.loop.call(self.start_sending)
 
     def start_sending(self) -> None:
         """Start the threads that send, if they do not run."""
@@ -167,6 +187,9 @@ class Peer:
         for lane in self._lanes.values():
             lane.shut()
         life.refused = refused
+        if self.rail:
+            closed = partial(self._on_left, "closed", False)
+            self.rail.close(life.reason, partial(self._shared.loop.call, closed))
         self._settle()
 
     def _settle(self) -> None:
@@ -186,7 +209,10 @@ class Peer:
             return
         life.up = True
         life.deadline = math.inf
-        self._shared.events.put(PeerUp(self.number, life.inbound, self.address))
+        lacking = self.rail.lacking if self.rail else ""
+        paths = ("tcp", "nixl") if self.rail and not lacking else ("tcp",)
+        up = PeerUp(self.number, life.inbound, self.address, paths, lacking)
+        self._shared.events.put(up)
         for lane in self._lanes.values():
             self._start(lane.start_receiving)
         for payload in life.early:
@@ -212,11 +238,18 @@ class Peer:
 
     def _on_note(self, payload: bytes) -> None:
         life = self._life
-        if life.up:
+        if isinstance(payload, RailNote):
+            if not (self.rail and life.greeted):
+                raise ProtocolError("a note for a path that was not agreed on")
+            self.rail.on_note(payload)
+        elif life.up:
             if payload and not self._shared.events.put(Noted(self.number, payload)):
                 self.fail("sends notes faster than they are read here")
         elif not life.greeted:
-            life.digest_period = stricter(life.digest_period, unpack_greeting(payload))
+            period, offer = unpack_greeting(payload)
+            life.digest_period = stricter(life.digest_period, period)
+            if self.rail:
+                self.rail.settle(offer, life.digest_period)
             life.greeted = True
             self._come_up()
         elif payload:
@@ -231,6 +264,26 @@ class Peer:
             self._end_soon(reason)
         else:
             self.fail(reason)
+
+
+def _line(peer: Peer, shared: Shared) -> Line:
+    """Return what a rail gets of a peer."""
+
+    def say(message: rails.RailMessage) -> None:
+        shared.loop.call(partial(peer.note, RailNote(rails.encode(message))))
+
+    return Line(
+        peer=peer.number,
+        name=peer.address,
+        session=peer.session,
+        events=shared.events,
+        pages=shared.pages,
+        watch=peer.traffic.watch,
+        say=say,
+        fail=lambda reason: shared.loop.call(partial(peer.fail, reason)),
+        plain=peer.move_plain,
+        cancel_plain=peer.traffic.cancel,
+    )
 
 
 def _patience_s(options: LinkOptions, inbound: bool) -> float:

@@ -23,7 +23,6 @@ from kvconnect.transport.base import (
 )
 from kvconnect.transport.tcp.guard import Guard
 from kvconnect.transport.tcp.hub import DIED, MAX_CONNECTIONS, Hub
-from kvconnect.transport.tcp.peer import Peer
 from kvconnect.transport.tcp.shared import DIGEST_PERIOD
 
 logger = logging.getLogger(__name__)
@@ -93,16 +92,8 @@ class TcpTransport(Transport):
         elif isinstance(order, Hangup):
             self._shared.loop.call(partial(peer.hang_up, order.reason))
         else:
-            self._move(peer, order)
-
-    def _move(self, peer: Peer, order: Incoming | Outgoing) -> None:
-        self._shared.pages()  # raises before a thread would
-        if isinstance(order, Incoming):
-            peer.traffic.expect(order)
-            return
-        peer.traffic.send(order)
-        if not peer.sending:
-            self._shared.loop.call(peer.start_sending)
+            self._shared.pages()  # raises before a thread would
+            (peer.rail.submit if peer.rail else peer.move_plain)(order)
 
     def poll(self, timeout: float) -> list[Event]:
         """See the base class.
@@ -117,7 +108,7 @@ class TcpTransport(Transport):
     def cancel(self, peer: PeerId, want: int) -> None:
         found = self._hub.find(peer)
         if found:
-            found.traffic.cancel(want)
+            (found.rail or found.traffic).cancel(want)
 
     def close(self) -> None:
         if self._closed:

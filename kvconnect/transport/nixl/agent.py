@@ -1,0 +1,240 @@
+"""One NIXL agent, as this transport uses it: errors in words, no polling thread that spins.
+
+NIXL (https://github.com/ai-dynamo/nixl) moves bytes with UCX, libfabric and others. Its Python
+class ``nixl_agent`` hard-codes a progress thread without pause, one core per agent; this uses the
+bindings below it, where the pause can be set.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvconnect.errors import ConfigError, TransferFailed
+from kvconnect.transport.base import Area
+from kvconnect.transport.nixl.runs import Ints
+from kvconnect.wire.rails import Offer
+
+logger = logging.getLogger(__name__)
+
+PACKAGES = ("nixl_cu12", "nixl_cu13")
+"""Builds of NIXL, by CUDA version; for CPU memory either will do."""
+
+POLL_US = 1000  # of the progress thread; a notification takes 40 us all the same
+_INFINIBAND = Path("/sys/class/infiniband")
+
+
+class Agent:
+    """All methods are for one thread. ``offer`` says what the other side has to know. ``local``:
+    no other machine can reach it.
+
+    Raises:
+        ConfigError: NIXL, its backend or this memory cannot be used; the message says why.
+    """
+
+    def __init__(self, backend: str, areas: Sequence[Area], *, local: bool) -> None:
+        package = find_package(sys.modules.get("torch"), any(a.device >= 0 for a in areas))
+        _prepare_environment(local=local)
+        self._nixl = nixl = _load(package)
+        self._errors: tuple[type[Exception], ...] = tuple(
+            kind for name, kind in vars(nixl).items() if name.endswith("Error")
+        )
+        # Unique for each start: a name that was used before is refused, or worse, remembered.
+        name = f"kvconnect-{os.getpid()}-{secrets.token_hex(8)}"
+        config = nixl.nixlAgentConfig()
+        config.useProgThread = True
+        config.pthrDelay = POLL_US
+        config.captureTelemetry = True
+        config.syncMode = nixl.NIXL_THREAD_SYNC_NONE
+        self._agent: Any = nixl.nixlAgent(name, config)
+        self._marks: dict[bytes, set[bytes]] = {}  # that arrived, by session
+        try:
+            self._agent.createBackend(backend, {})
+        except self._errors as error:
+            fix = f"NIXL cannot load this backend ({error}); use one of its plugins: "
+            plugins = ", ".join(sorted(self._agent.getAvailPlugins()))
+            raise ConfigError("nixl_backend", backend, fix + plugins) from error
+        for area in areas:
+            self._register(area)
+        self.offer = Offer(
+            backend=backend,
+            version=importlib.metadata.version(package),
+            agent=name,
+            metadata=self._agent.getLocalMD(),
+        )
+
+    def _register(self, area: Area) -> None:
+        kind, device = self._kind(area.device)
+        try:
+            descs = self._nixl.nixlRegDList(kind, [(area.address, area.nbytes, device, "")])
+            self._agent.registerMem(descs, [])
+        except self._errors as error:
+            what = f"{area.nbytes} bytes of {_place(area.device)} memory"
+            fix = f"NIXL cannot register it ({error}): check ulimit -l and UCX_TLS, or use tcp"
+            raise ConfigError("transport", what, fix) from error
+
+    def meet(self, offer: Offer) -> str:
+        """Take in the other side's metadata; return its name.
+
+        Raises:
+            TransferFailed: NIXL cannot read it.
+        """
+        try:
+            name: bytes = self._agent.loadRemoteMD(offer.metadata)
+        except self._errors as error:
+            raise TransferFailed(f"NIXL cannot read the other side's metadata: {error}") from error
+        return name.decode()
+
+    def part(self, name: str) -> None:
+        """Forget the other side."""
+        if self._agent is None:
+            return
+        try:
+            self._agent.invalidateRemoteMD(name)
+        except self._errors as error:
+            logger.debug("forgetting %s: %s", name, error)
+
+    def write(
+        self, peer: str, pieces: tuple[Ints, Ints, Ints], devices: tuple[int, int], mark: bytes
+    ) -> int:
+        """Start to write pieces (addresses here, there, lengths) into the other side's memory;
+        its ``marks`` will have ``mark`` when they are complete. Return a handle.
+
+        ``devices`` are those of the two memories. May block for as long as the copy takes.
+
+        Raises:
+            TransferFailed: an address that is not registered, or the other side is gone.
+        """
+        ours, theirs, lengths = pieces
+        try:
+            handle: int = self._agent.createXferReq(
+                self._nixl.NIXL_WRITE,
+                self._descs(ours, lengths, devices[0]),
+                self._descs(theirs, lengths, devices[1]),
+                peer,
+                "",
+                [],
+            )
+        except self._errors as error:
+            raise TransferFailed(f"NIXL refuses to write these pages: {error}") from error
+        try:
+            self._agent.postXferReq(handle, mark)
+        except self._errors as error:
+            self.release(handle)
+            raise TransferFailed(f"NIXL cannot write: {error}") from error
+        return handle
+
+    def seconds(self, handle: int) -> float | None:
+        """Return how long a write took if it is complete, else None.
+
+        Raises:
+            TransferFailed: it will never be.
+        """
+        try:
+            if self._agent.getXferStatus(handle) == self._nixl.NIXL_IN_PROG:
+                return None
+            return float(self._agent.getXferTelemetry(handle).xferDuration) / 1e6
+        except self._errors as error:
+            raise TransferFailed(f"NIXL could not write: {error}") from error
+
+    def release(self, handle: int) -> None:
+        """Give a write up, or back after its end. The handle must not be used again."""
+        if self._agent is None:
+            return  # it went with the agent
+        try:
+            self._agent.releaseXferReq(handle)
+        except self._errors as error:
+            logger.debug("releasing a transfer: %s", error)
+
+    def take_mark(self, session: bytes, mark: bytes) -> bool:
+        """Say, once, whether a mark has arrived: the pages it stands for have, then. It begins
+        with its session.
+
+        Raises:
+            TransferFailed: NIXL does not say.
+        """
+        if mark not in self._marks.get(session, ()):
+            try:
+                arrived = self._agent.getNotifs({}, [])
+            except self._errors as error:
+                raise TransferFailed(f"NIXL cannot look for notifications: {error}") from error
+            for each in (mark for marks in arrived.values() for mark in marks):
+                self._marks.setdefault(each[: len(session)], set()).add(each)
+        found = mark in self._marks.get(session, ())
+        if found:
+            self._marks[session].discard(mark)
+        return found
+
+    def drop_marks(self, session: bytes) -> None:
+        """Forget the marks of a session that has ended."""
+        self._marks.pop(session, None)
+
+    def close(self) -> None:
+        """End the agent: no write over a network can land here any more."""
+        self._agent = None
+
+    def _descs(self, addresses: Ints, lengths: Ints, device: int) -> Any:
+        kind, number = self._kind(device)
+        table = np.empty((len(addresses), 3), np.uint64)
+        table[:, 0], table[:, 1], table[:, 2] = addresses, lengths, number
+        return self._nixl.nixlXferDList(kind, table)
+
+    def _kind(self, device: int) -> tuple[Any, int]:
+        if device < 0:
+            return self._nixl.DRAM_SEG, 0
+        return self._nixl.VRAM_SEG, device
+
+
+def find_package(torch: Any, on_device: bool) -> str:
+    """Return the name of the NIXL build to load.
+
+    ``on_device``: it must fit the CUDA version that ``torch``, a module or None, is built for.
+
+    Raises:
+        ConfigError: none is installed, or only one for another CUDA version.
+    """
+    cuda = getattr(getattr(torch, "version", None), "cuda", None)
+    wanted = f"nixl_cu{cuda.split('.')[0]}" if cuda else ""
+    installed = [name for name in PACKAGES if importlib.util.find_spec(name)]
+    if not installed:
+        fix = f"NIXL is not installed: pip install {(wanted or PACKAGES[0]).replace('_', '-')}"
+        raise ConfigError("transport", "nixl", fix)
+    if wanted in installed:
+        return wanted
+    if on_device:
+        fix = f"torch is built for CUDA {cuda}: pip install {wanted.replace('_', '-')}"
+        raise ConfigError("transport", installed[0], fix)
+    return installed[0]
+
+
+def _load(package: str) -> Any:
+    try:
+        return importlib.import_module(f"{package}._bindings")
+    except (ImportError, OSError) as error:
+        raise ConfigError("transport", package, f"NIXL does not load: {error}") from error
+
+
+def _prepare_environment(*, local: bool) -> None:
+    """Set what UCX reads when it is loaded, where the user has not."""
+    if local:
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
+    if not (_INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())):
+        # With a distribution's libibverbs beside it, UCX crashes at exit.
+        os.environ.setdefault("UCX_MODULES", "^ib")
+    # These write into another process without its agent: ending that would not stop them.
+    os.environ.setdefault("UCX_TLS", "^cma,knem,xpmem")
+    os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")  # or memory grows without end
+
+
+def _place(device: int) -> str:
+    return "CPU" if device < 0 else f"cuda:{device}"

@@ -1,0 +1,185 @@
+"""The two threads behind all NIXL paths of one transport.
+
+One makes every call into NIXL, which is not thread-safe, and asks again and again for what is under
+way: often at first, once per millisecond later, not at all when nothing is. The other does what may
+take long before and after: waiting for the device, working out addresses, hashing pages.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvconnect.errors import KVConnectError
+from kvconnect.transport.base import Area
+from kvconnect.transport.nixl.agent import Agent
+from kvconnect.wire.rails import Offer
+
+logger = logging.getLogger(__name__)
+
+_SHORTEST_S = 50e-6
+_LONGEST_S = 1e-3
+
+Step = Callable[[Agent], None]
+Check = Callable[[Agent], bool]
+"""Says whether it is over and need not be asked again."""
+
+
+def _nothing() -> None:
+    """Follow no step."""
+
+
+class Mover:
+    """Owns the agent and both threads. All methods but ``watch`` are for any thread.
+
+    Steps and checks handle their own failures; work may raise :class:`KVConnectError`, which goes
+    to the function given with it.
+
+    Raises:
+        ConfigError: NIXL cannot be used here.
+    """
+
+    def __init__(self, backend: str, areas: Sequence[Area], *, local: bool) -> None:
+        self._start = partial(Agent, backend, areas, local=local)
+        self._agent = self._start()
+        self.offer: Offer | None = self._agent.offer
+        self._changed = threading.Condition()
+        self._steps: deque[tuple[Step, Callable[[], None]]] = deque()
+        self._work: deque[Callable[[], None]] = deque()
+        self._checks: list[Check] = []
+        self._losers: list[Callable[[str], None]] = []
+        self._closing = self._dead = False
+        self._threads = [
+            threading.Thread(target=self._run, args=(turn,), name=f"kvconnect-nixl-{what}")
+            for turn, what in ((self._move, "moves"), (self._prepare, "pages"))
+        ]
+        for thread in self._threads:
+            thread.daemon = True
+            thread.start()
+
+    def call(self, step: Step, done: Callable[[], None] = _nothing) -> None:
+        """Have a step made with the agent, in the order of calls, and then ``done`` called. If the
+        agent is gone, ``done`` alone is called: nothing can move any more."""
+        with self._changed:
+            if not self._dead:
+                self._steps.append((step, done))
+                self._changed.notify_all()
+                return
+        done()
+
+    def watch(self, check: Check) -> None:
+        """Ask again until it is over. For steps and checks."""
+        self._checks.append(check)
+
+    def prepare(self, work: Callable[[], None], failed: Callable[[str], None]) -> None:
+        """Have work done that may take long, in the order of calls."""
+        with self._changed:
+            self._work.append(partial(_guarded, work, failed))
+            self._changed.notify_all()
+
+    def join(self, lost: Callable[[str], None]) -> Offer | None:
+        """Return what other agents have to know of this one, None if there is none.
+
+        ``lost`` is called with the reason when it ends: what was under way is gone, and what was
+        told to others is void.
+        """
+        with self._changed:
+            self._losers.append(lost)
+            return self.offer
+
+    def leave(self, lost: Callable[[str], None]) -> None:
+        """Undo ``join``."""
+        with self._changed:
+            if lost in self._losers:
+                self._losers.remove(lost)
+
+    def renew(self, reason: str, done: Callable[[], None]) -> None:
+        """End the agent, so that no write can land any more, and start another one.
+
+        A peer that was lost may have writes under way, in its machine or the network. Its
+        connections end with this side's agent; nothing less proves that they have.
+        """
+        self.call(partial(self._replace, reason), done)
+
+    def close(self) -> None:
+        """End both threads and the agent. Idempotent."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _replace(self, reason: str, agent: Agent) -> None:
+        logger.warning("starting a new NIXL agent: %s", reason)
+        self._checks.clear()
+        agent.close()
+        try:
+            self._agent = self._start()
+            offer: Offer | None = self._agent.offer
+        except KVConnectError as error:
+            logger.error("NIXL is not used any more: %s", error)
+            offer = None
+        self._lose(offer, f"its NIXL agent was replaced: {reason}")
+
+    def _lose(self, offer: Offer | None, reason: str) -> None:
+        with self._changed:
+            self.offer = offer
+            losers, self._losers = self._losers, []
+        for lost in losers:
+            lost(reason)
+
+    def _run(self, turn: Callable[[], None]) -> None:
+        try:
+            turn()
+        finally:
+            with self._changed:
+                self._closing = True  # the other thread is of no use alone
+                self._changed.notify_all()
+            if threading.current_thread() is self._threads[0]:
+                self._end()
+
+    def _end(self) -> None:
+        self._agent.close()
+        with self._changed:
+            self._dead = True
+            steps, self._steps = self._steps, deque()
+        for _, done in steps:
+            done()
+        self._lose(None, "the threads of its NIXL path ended; an error would be in the log")
+
+    def _move(self) -> None:
+        pause = _SHORTEST_S
+        while True:
+            with self._changed:
+                timeout = pause if self._checks else None
+                self._changed.wait_for(lambda: self._steps or self._closing, timeout)
+                step = self._steps.popleft() if self._steps else None
+                if self._closing and not step:
+                    return
+            if step:
+                step[0](self._agent)
+                step[1]()
+            checks, self._checks = self._checks, []
+            left = [check for check in checks if not check(self._agent)]
+            moved = step or len(left) < len(checks)
+            pause = _SHORTEST_S if moved else min(2 * pause, _LONGEST_S)
+            self._checks += left
+
+    def _prepare(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._work or self._closing)
+                if self._closing:
+                    return
+                work = self._work.popleft()
+            work()
+
+
+def _guarded(work: Callable[[], None], failed: Callable[[str], None]) -> None:
+    try:
+        work()
+    except KVConnectError as error:
+        failed(str(error))

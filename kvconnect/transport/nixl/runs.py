@@ -1,0 +1,99 @@
+"""Which byte runs of this side's pages go to which byte runs of the other's. Arithmetic only.
+
+Both sides keep the same wire blocks in the same order but cut them into runs differently; NIXL
+wants two lists of equal pieces. The pieces are cut wherever a run of either side ends, and those
+that follow one another on both sides are joined again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconnect.errors import ProtocolError
+from kvconnect.transport.base import Area, Unit
+
+Ints = npt.NDArray[np.int64]
+
+
+class Place(NamedTuple):
+    """Where one side keeps the wire blocks of a unit."""
+
+    unit: Unit
+    area: Area
+
+
+class Runs(NamedTuple):
+    """Byte runs in wire order: address and length of each, int64 ``[n]``."""
+
+    addresses: Ints
+    lengths: Ints
+
+
+def check_place(place: Place) -> None:
+    """Raise :class:`ProtocolError` if a unit that the other side described makes no sense."""
+    unit = place.unit
+    per_phase, rest = divmod(len(unit.segments), 3 * unit.phases)
+    if rest or not per_phase:
+        raise ProtocolError(f"{len(unit.segments)} segment numbers, {unit.phases} phases")
+    table = _table(unit)
+    if table.min() < 0 or (table[..., 2].sum(axis=1) != unit.block_bytes).any():
+        raise ProtocolError(f"segments that do not make {unit.block_bytes} bytes")
+
+
+def runs_of(place: Place, ids: array[int]) -> Runs:
+    """Return the runs of wire blocks.
+
+    Raises:
+        ProtocolError: one of them lies outside the area.
+    """
+    table = _table(place.unit)
+    pages, phases = np.divmod(np.frombuffer(ids, np.int64), place.unit.phases)
+    chosen = table[phases]
+    limit = place.area.nbytes
+    strides, lengths = chosen[..., 1], chosen[..., 2]
+    # Checked before anything is multiplied: it might overflow.
+    if ids and (pages.min() < 0 or int(pages.max()) * int(strides.max()) > limit):
+        raise ProtocolError(f"wire blocks outside {limit} bytes")
+    offsets = chosen[..., 0] + pages[:, None] * strides
+    if ids and int((offsets + lengths).max()) > limit:
+        raise ProtocolError(f"wire blocks outside {limit} bytes")
+    return Runs((offsets + place.area.address).ravel(), np.ascontiguousarray(lengths).ravel())
+
+
+def paired(here: Runs, there: Runs) -> tuple[Ints, Ints, Ints]:
+    """Return (addresses here, addresses there, lengths) of equal pieces, in wire order.
+
+    Both sides must have the same number of bytes.
+    """
+    if np.array_equal(here.lengths, there.lengths):
+        lengths, ours, theirs = here.lengths, here.addresses, there.addresses
+    else:
+        ends_here, ends_there = here.lengths.cumsum(), there.lengths.cumsum()
+        ends = np.union1d(ends_here, ends_there)
+        starts = np.concatenate(([0], ends[:-1]))
+        lengths = ends - starts
+        ours = _addresses(here, ends_here, starts)
+        theirs = _addresses(there, ends_there, starts)
+    return _joined(ours, theirs, lengths)
+
+
+def _table(unit: Unit) -> Ints:
+    """Return the segments as ``[phases, runs, 3]``."""
+    return np.frombuffer(unit.segments, np.int64).reshape(unit.phases, -1, 3)
+
+
+def _addresses(runs: Runs, ends: Ints, starts: Ints) -> Ints:
+    """Return where the bytes at positions ``starts`` of the wire order lie."""
+    index = np.searchsorted(ends, starts, side="right")
+    return runs.addresses[index] + starts - (ends[index] - runs.lengths[index])
+
+
+def _joined(ours: Ints, theirs: Ints, lengths: Ints) -> tuple[Ints, Ints, Ints]:
+    """Join pieces that follow one another on both sides."""
+    follows = (ours[:-1] + lengths[:-1] == ours[1:]) & (theirs[:-1] + lengths[:-1] == theirs[1:])
+    first = np.flatnonzero(np.concatenate(([True], ~follows)))
+    return ours[first], theirs[first], np.add.reduceat(lengths, first)

@@ -1,0 +1,295 @@
+"""What can go wrong with NIXL: one clear error each, and no byte where it must not be."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import subprocess
+import sys
+import types
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+if not importlib.util.find_spec("nixl_cu12"):
+    pytest.skip("nixl-cu12 is not installed", allow_module_level=True)
+
+import msgspec
+
+from kvconnect.errors import ConfigError
+from kvconnect.testing.pages import Pages, plain_unit
+from kvconnect.testing.transport import Pair, Side, kinds
+from kvconnect.transport import Security, make_transport
+from kvconnect.transport.base import (
+    Area,
+    Incoming,
+    Note,
+    PeerDown,
+    PeerUp,
+    Received,
+)
+from kvconnect.transport.nixl import agent as agents
+from kvconnect.transport.nixl import launching
+from kvconnect.transport.nixl.agent import Agent, find_package
+from kvconnect.transport.nixl.mover import Mover
+from kvconnect.transport.nixl.rail import NixlRail
+from kvconnect.wire import rails
+from tests.links import NIXL_QUICK, OPEN, tcp, threads
+from tests.nixl_source import BLOCK
+
+UNIT = plain_unit(4096)
+
+
+@contextmanager
+def side(nbytes: int = 1 << 20, seed: int | None = None, digest: str = "full") -> Iterator[Side]:
+    transport = make_transport("nixl", OPEN, replace(NIXL_QUICK, digest=digest))
+    try:
+        yield Side(transport, Pages(nbytes, seed=seed))
+    finally:
+        transport.close()
+
+
+@contextmanager
+def pair(**options: str) -> Iterator[Pair]:
+    with side(**options) as reader, side(seed=1, **options) as source:
+        yield Pair(reader, source, "nixl")
+
+
+def moves(link: Pair, want: int = 1) -> None:
+    """Move some pages and compare them."""
+    link.want(want, [UNIT], [range(100)])
+    link.send(want, 0, UNIT, range(100, 200))
+    link.until(lambda: link.arrived(want) == 100, "pages")
+    assert link.reader.memory.read(UNIT, range(100)) == link.source.memory.read(
+        UNIT, range(100, 200)
+    )
+
+
+def test_pages_move_and_threads_end() -> None:
+    with pair() as link:
+        up = link.reader.of(PeerUp)[0]
+        assert (up.paths, up.lacking) == (("tcp", "nixl"), "")
+        moves(link)
+        assert {"kvconnect-nixl-moves", "kvconnect-nixl-pages"} <= threads()
+    assert threads() == set()
+
+
+def test_both_paths_serve_one_peer() -> None:
+    with pair() as link:
+        moves(link)
+        link.path = "tcp"
+        moves(link, want=2)
+
+
+@pytest.mark.parametrize(("digest", "bad"), [("full", (0, 99)), ("off", ())])
+def test_swapped_pages_are_found_by_their_digests(
+    digest: str, bad: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paired = launching.paired
+
+    def swapped(*runs: launching.Place) -> object:
+        ours, theirs, _ = (
+            array("q", (v + i * 4096 for v in part for i in range(100)))[:100]
+            for part in paired(*runs)  # one run of all pages: cut it into pages again
+        )
+        ours[0], ours[-1] = ours[-1], ours[0]
+        return ours, theirs, array("q", [4096] * 100)
+
+    monkeypatch.setattr(launching, "paired", swapped)
+    with pair(digest=digest) as link:
+        link.want(1, [UNIT], [range(100)])
+        link.send(1, 0, UNIT, range(100))
+        link.until(lambda: link.arrived(1) == 100, "pages")
+        assert [event.bad for event in link.reader.of(Received)] == [bad]
+        first = link.reader.memory.read(UNIT, [0])
+        assert first == link.source.memory.read(UNIT, [99])
+
+
+# The other side is gone --------------------------------------------------------------------------
+
+
+@contextmanager
+def process(nbytes: int) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A source in a process of its own, and its port."""
+    command = [sys.executable, "-m", "tests.nixl_source", str(nbytes)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as source:
+        try:
+            assert source.stdout is not None
+            yield source, int(source.stdout.readline())
+        finally:
+            source.kill()
+
+
+def poll_until(reader: Side, done: Callable[[], object]) -> None:
+    for _ in range(4000):
+        if done():
+            return
+        reader.poll()
+    raise AssertionError("waited for too long")
+
+
+def begin(reader: Side, port: int, nbytes: int) -> int:
+    """Ask a process for all its memory; return the peer when the first pages have come."""
+    peer = reader.transport.connect("127.0.0.1", port)
+    poll_until(reader, lambda: PeerUp in kinds(reader, peer))
+    unit, ids = plain_unit(BLOCK), array("q", range(nbytes // BLOCK))
+    reader.transport.submit(Incoming(peer, 1, [unit], [(0, ids)], None, "nixl"))
+    reader.transport.submit(Note(peer, b"1"))
+    poll_until(reader, lambda: Received in kinds(reader, peer))
+    return peer
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_nothing_lands_after_a_peer_is_down(how: signal.Signals) -> None:
+    nbytes = 512 << 20
+    with process(nbytes) as (source, port), side(nbytes) as reader:
+        peer = begin(reader, port, nbytes)
+        source.send_signal(how)
+        poll_until(reader, lambda: PeerDown in kinds(reader, peer))
+        assert sum(event.count for event in reader.of(Received)) < nbytes // BLOCK
+        reader.memory.data[:] = bytes(nbytes)  # as if the pages were somebody else's now
+        source.send_signal(signal.SIGCONT)
+        with process(1 << 20) as (_, other):  # which takes a while, and works
+            begin(reader, other, 1 << 20)
+        reader.memory.data[: 1 << 20] = bytes(1 << 20)
+        assert not any(memoryview(reader.memory.data).cast("Q"))
+
+
+def test_without_a_new_agent_something_would_land(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Mover, "renew", lambda _self, _reason, done: done())
+    nbytes = 512 << 20
+    with process(nbytes) as (source, port), side(nbytes) as reader:
+        peer = begin(reader, port, nbytes)
+        source.send_signal(signal.SIGSTOP)
+        poll_until(reader, lambda: PeerDown in kinds(reader, peer))
+        reader.memory.data[:] = bytes(nbytes)
+        source.send_signal(signal.SIGCONT)
+        poll_until(reader, lambda: any(memoryview(reader.memory.data).cast("Q")))
+
+
+def test_who_comes_back_has_another_name() -> None:
+    with side() as reader:
+        names = []
+        for seed in (1, 2):
+            with side(seed=seed) as source:
+                link = Pair(reader, source, "nixl")
+                moves(link, want=seed)
+                mover = source.transport._mover  # type: ignore[attr-defined]
+                names.append(mover.offer.agent)
+        assert names[0] != names[1]
+
+
+# The other side does not fit ---------------------------------------------------------------------
+
+
+def change_offers(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
+    offer = NixlRail.offer
+
+    def changed(rail: NixlRail) -> bytes:
+        return rails.encode(msgspec.structs.replace(rails.decode_offer(offer(rail)), **changes))
+
+    monkeypatch.setattr(NixlRail, "offer", changed)
+
+
+def test_a_peer_without_nixl_gets_tcp() -> None:
+    transport = tcp(OPEN)
+    try:
+        with side(seed=1) as source:
+            link = Pair(Side(transport, Pages(1 << 20)), source)
+            assert link.source.of(PeerUp)[0].paths == ("tcp",)
+            assert link.source.of(PeerUp)[0].lacking == "the other side offers no NIXL"
+            moves(link)
+    finally:
+        transport.close()
+
+
+def test_metadata_of_another_version_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    change_offers(monkeypatch, version="1.3.2")
+    monkeypatch.setattr(Agent, "meet", None)
+    with pair() as link:
+        up = link.reader.of(PeerUp)[0]
+        assert up.paths == ("tcp",)
+        assert up.lacking.startswith("nixl 1.5.1 here, 1.3.2 there")
+        link.path = "tcp"
+        moves(link)
+
+
+@pytest.mark.parametrize("metadata", [b"\x00", b"nixlSerDes" + bytes(100), bytes(range(256)) * 9])
+def test_metadata_that_nixl_cannot_read_ends_the_peer_alone(
+    metadata: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_offers(monkeypatch, metadata=metadata)
+    with pair() as link:
+        link.want(1, [UNIT], [range(10)])
+        link.send(1, 0, UNIT, range(10))
+        link.until_down()
+        assert "NIXL cannot read the other side's metadata" in link.source.of(PeerDown)[0].reason
+        monkeypatch.undo()
+        link.of_reader, link.of_source = link.connect()
+        moves(link, want=2)
+
+
+def test_an_offer_that_is_none_ends_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NixlRail, "offer", lambda _: b"\xc1")
+    with side() as reader, side(seed=1) as source:
+        address = source.transport.listen("127.0.0.1", 0)
+        peer = reader.transport.connect(*address)
+        poll_until(reader, lambda: PeerDown in kinds(reader, peer))
+        assert "broke the protocol" in reader.of(PeerDown)[0].reason
+
+
+def test_an_address_that_is_not_registered_ends_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pair() as link:
+        memory = link.reader.memory
+        far = Area(memory.address + (1 << 30), len(memory.data))
+        monkeypatch.setattr(memory, "area_of", lambda _: far)
+        link.want(1, [UNIT], [range(10)])
+        link.send(1, 0, UNIT, range(10))
+        link.until_down()
+        assert "NIXL refuses to write these pages" in link.source.of(PeerDown)[0].reason
+
+
+# NIXL itself does not fit ------------------------------------------------------------------------
+
+
+def torch_for(cuda: str | None) -> types.SimpleNamespace:
+    return types.SimpleNamespace(version=types.SimpleNamespace(cuda=cuda))
+
+
+def test_the_build_for_the_cuda_version_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    assert find_package(torch_for("12.9"), on_device=True) == "nixl_cu12"
+    assert find_package(torch_for("13.0"), on_device=True) == "nixl_cu13"
+    assert find_package(torch_for(None), on_device=False) == "nixl_cu12"
+
+
+def test_a_build_for_another_cuda_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "nixl_cu12" or None)
+    assert find_package(torch_for("13.0"), on_device=False) == "nixl_cu12"
+    with pytest.raises(ConfigError, match=r"built for CUDA 13\.0: pip install nixl-cu13"):
+        find_package(torch_for("13.0"), on_device=True)
+
+
+def test_nixl_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="not installed: pip install nixl-cu12"):
+        find_package(None, on_device=False)
+
+
+def test_nixl_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents, "find_package", lambda *_, **__: "kvconnect_no_such_package")
+    with pytest.raises(ConfigError, match="does not load"):
+        Agent("UCX", (), local=True)
+
+
+@pytest.mark.parametrize("backend", ["LIBFABRIC", "PIGEON"])
+def test_a_backend_that_does_not_load_is_named(backend: str) -> None:
+    transport = make_transport("nixl", Security(), replace(NIXL_QUICK, backend=backend))
+    try:
+        with pytest.raises(ConfigError, match=rf"nixl_backend='{backend}'.*UCX"):
+            transport.register(Pages(4096))
+    finally:
+        transport.close()
