@@ -150,7 +150,8 @@ class HandoffAgent:
 
     def _on_link_event(self, link: Link, event: Noted | Sent | Received | Quiet) -> None:
         if not isinstance(event, Noted) and event.want >= PROBE_WANT:
-            probe.on_event(self._links, link, event)
+            if probe.on_event(self._links, link, event):
+                self._receiving.on_connected(self._links.origin(link), link)
         elif isinstance(event, Noted):
             self._on_message(link, messages.decode(event.payload))
         elif isinstance(event, Sent):
@@ -169,7 +170,6 @@ class HandoffAgent:
             origin = self._links.on_hello(link, message)
             if origin is not None:
                 probe.start(self._links, link)
-                self._receiving.on_connected(origin, link)
         elif not link.agreed:
             raise ProtocolError(f"{type(message).__name__} before an agreement")
         elif isinstance(message, Probe):

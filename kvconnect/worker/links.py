@@ -53,7 +53,7 @@ class Meter:
     probed_seconds: float = 0.0
     rates: dict[str, float] = field(default_factory=dict)  # bytes per second, by path
     paths: tuple[str, ...] = ("tcp",)  # that pages may take
-    path: str = "tcp"  # that they do take
+    path: str = ""  # that they do take, once that is measured
 
     def open(self, want: int, asked: bool) -> None:
         """Begin to measure a want; ``asked``: it is ours."""
@@ -155,6 +155,7 @@ class Links:
     ) -> None:
         self.hello = hello
         self.choice = choice
+        self.is_first = hello.rank.tp_rank == hello.rank.pp_rank == 0  # speaks for its engine
         self.pages = pages
         self.transport = transport
         self.stats = stats
@@ -177,21 +178,21 @@ class Links:
             count = sum(link.meter.path == path for link in links)
             self.stats.gauge("handoff_transport_peers", count, label=path)
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the worker that speaks for its engine where one is enough."""
-        return self.hello.rank.tp_rank == self.hello.rank.pp_rank == 0
+    def origin(self, link: Link) -> Origin:
+        """Return what a connection from here was made for."""
+        return self._origins[link.peer]
 
     def get(self, peer: PeerId) -> Link | None:
         """Return a connection that is up."""
         return self._links.get(peer)
 
     def need(self, origin: Origin) -> Link | None:
-        """Return the agreed link to a worker; None if it is being made or was just asked for."""
+        """Return the link to a worker once its path is chosen; None if it is being made or was
+        just asked for."""
         peer = self._peers.get(origin)
         if peer is not None:
             link = self._links.get(peer)
-            return link if link is not None and link.agreed else None
+            return link if link is not None and link.meter.path else None
         endpoint = origin.endpoint
         peer = self.transport.connect(endpoint.host, endpoint.port)
         self._peers[origin], self._origins[peer] = peer, origin
@@ -224,10 +225,9 @@ class Links:
         if link is not None:
             link.advance(Event.CONNECTED)
             link.address = link.name = event.address
-            wanted, meter = self.choice.transport, link.meter
-            meter.paths = event.paths if wanted == "auto" else (wanted,)
-            meter.path = meter.paths[0]
-            if meter.path not in event.paths:
+            wanted = self.choice.transport
+            link.meter.paths = event.paths if wanted == "auto" else (wanted,)
+            if link.meter.paths[0] not in event.paths:
                 why = event.lacking or "it does not offer it"
                 self.refuse(event.peer, Refused("transport", f"no {wanted} path: {why}"))
                 return

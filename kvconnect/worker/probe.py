@@ -2,7 +2,7 @@
 
 The reader asks for probes when both sides have agreed, one after the other, and then picks the
 faster path. Their pages are not those of the KV cache: they are read from and written to a scratch
-buffer, over and over. What moves before the probes are over goes by the first path.
+buffer, over and over.
 """
 
 from __future__ import annotations
@@ -80,28 +80,30 @@ def answer(links: Links, link: Link, want: int) -> None:
     links.transport.submit(Outgoing(link.peer, want, 0, _UNIT, 0, _IDS))
 
 
-def on_event(links: Links, link: Link, event: Event) -> None:
-    """Reader: pages of a probe came; go on to the next one once they are complete. Connections
-    of a peer work side by side, so the slowest of them is what it took.
+def on_event(links: Links, link: Link, event: Event) -> bool:
+    """Reader: pages of a probe came; go on to the next one once they are complete. Say whether
+    that was the last, and the path is chosen. Connections of a peer work side by side, so the
+    slowest of them is what it took.
 
     Raises:
         Refused: field ``rate``, even the faster path is slower than it has to be.
     """
     meter = link.meter
     if not isinstance(event, Received) or event.want != PROBE_WANT + meter.probes:
-        return
+        return False
     meter.probed_bytes += event.nbytes
     meter.probed_seconds = max(meter.probed_seconds, event.seconds)
     if meter.probed_bytes < len(_IDS) * _BLOCK_BYTES:
-        return
+        return False
     links.transport.cancel(link.peer, event.want)
     meter.rates[_path(link)] = meter.probed_bytes / max(meter.probed_seconds, 1e-9)
     meter.probes += 1
     meter.probed_bytes, meter.probed_seconds = 0, 0.0
     if meter.probes < _ROUNDS * len(link.meter.paths):
         start(links, link)
-    else:
-        _choose(links, link)
+        return False
+    _choose(links, link)
+    return True
 
 
 def _path(link: Link) -> str:
@@ -110,16 +112,15 @@ def _path(link: Link) -> str:
 
 
 def _choose(links: Links, link: Link) -> None:
-    rates = link.meter.rates
-    link.meter.path = max(link.meter.paths, key=lambda path: rates[path])
+    meter = link.meter
+    fastest = max(meter.paths, key=lambda path: meter.rates[path])
     if links.is_first:
-        for path, rate in rates.items():
+        for path, rate in meter.rates.items():
             links.stats.gauge("handoff_transport_bytes_per_second", rate, label=path)
-    links.count()
-    measured = ", ".join(f"{path} {rate / 1e9:.2f} GB/s" for path, rate in rates.items())
-    logger.info(
-        "%s: pages go over %s; measured at connect: %s", link.name, link.meter.path, measured
-    )
-    if rates[link.meter.path] < links.choice.min_rate:
+    measured = ", ".join(f"{path} {rate / 1e9:.2f} GB/s" for path, rate in meter.rates.items())
+    logger.info("%s: pages go over %s; measured at connect: %s", link.name, fastest, measured)
+    if meter.rates[fastest] < links.choice.min_rate:
         floor = links.choice.min_rate / 1e9
         raise Refused("rate", f"{measured} to {link.name}, min_rate is {floor:.2f} GB/s")
+    meter.path = fastest
+    links.count()

@@ -9,6 +9,9 @@ from kvconnect.copy import make_copier
 from kvconnect.engines.vllm.connector import KVConnect
 from kvconnect.engines.vllm.messages import StepInstructions
 from kvconnect.transport import pump
+from kvconnect.transport.base import Outgoing, Unit
+from kvconnect.transport.nixl.launching import Launches
+from kvconnect.transport.tcp.line import Line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,20 +48,34 @@ class SwapsPages(KVConnect):
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         pump.send_pages = _send_swapped
+        Launches.send = _launch_swapped  # type: ignore[method-assign]
+        Line.digests = _digests_unswapped  # type: ignore[method-assign]
         super().register_kv_caches(kv_caches)
 
 
 _send_pages = pump.send_pages
+_launch, _digests = Launches.send, Line.digests
 _DIGEST = 8  # bytes
 
 
 def _send_swapped(sock: Any, head: bytes, piece: Any, *rest: Any) -> bytes:
-    if len(piece.ids) < 2:
-        return _send_pages(sock, head, piece, *rest)
-    swapped = array("q", [piece.ids[-1], *piece.ids[1:-1], piece.ids[0]])
-    found = _send_pages(sock, head, piece._replace(ids=swapped), *rest)
+    found = _send_pages(sock, head, piece._replace(ids=_swapped(piece.ids)), *rest)
     # Every block has a digest, or none has.
     return found[-_DIGEST:] + found[_DIGEST:-_DIGEST] + found[:_DIGEST]
+
+
+def _launch_swapped(launches: Launches, order: Outgoing) -> None:
+    _launch(launches, order._replace(ids=_swapped(order.ids)))
+
+
+def _digests_unswapped(
+    line: Line, unit: Unit, number: int, first: int, ids: array[int], period: int
+) -> bytes:
+    return _digests(line, unit, number, first, _swapped(ids), period)
+
+
+def _swapped(ids: array[int]) -> array[int]:
+    return array("q", [ids[-1], *ids[1:-1], ids[0]]) if len(ids) > 1 else ids
 
 
 def _broken_copier(*args: Any) -> Copier:

@@ -6,6 +6,7 @@ import json
 import secrets
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,12 +18,12 @@ RECV = {"transfer_type": "RECV"}
 
 
 def prefill_config(connector: str = "KVConnect", module: str | None = None, **extra: Any) -> str:
-    settings = {"host_bytes": "off", **extra}
+    settings = {"host_bytes": "off", "transport": "tcp", **extra}
     return kv_transfer(connector, module, role="kv_producer", **settings)
 
 
 def decode_config(**extra: Any) -> str:
-    return kv_transfer(role="kv_consumer", **{"host_bytes": "off", **extra})
+    return kv_transfer(role="kv_consumer", **{"host_bytes": "off", "transport": "tcp", **extra})
 
 
 @contextmanager
@@ -34,17 +35,21 @@ def pair(
 ) -> Iterator[tuple[Server, Server]]:
     """Start one prefill and one decode engine side by side. ``prefill`` and ``decode`` are
     arguments of :class:`Server`, ``both`` those of either."""
-    model_dir(model)  # once, not by both at the same time
     p = Server(model, **{"connector": prefill_config(), **both, **(prefill or {})})
     d = Server(model, **{"connector": decode_config(), **both, **(decode or {})})
-    with ExitStack() as stack:
-        starting = threading.Thread(target=stack.enter_context, args=(d,))
-        starting.start()
-        try:
-            stack.enter_context(p)
-        finally:
-            starting.join()
+    with side_by_side(p, d):
         yield p, d
+
+
+@contextmanager
+def side_by_side(*servers: Server) -> Iterator[None]:
+    """Start servers at the same time; if one does not come up, stop all and raise its error."""
+    for server in servers:
+        model_dir(server.model)  # once, not by all of them
+    with ExitStack() as stack:
+        with ThreadPoolExecutor(len(servers)) as pool:
+            list(pool.map(stack.enter_context, servers))
+        yield
 
 
 def prefill(server: Server, prompt: list[int], transfer: str | None = None) -> dict[str, Any]:

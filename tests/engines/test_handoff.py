@@ -46,6 +46,7 @@ LEASE_S = 10.0  # long enough for a busy machine
 DEADLINE_S = 10.0
 LIMITS = {"lease_s": LEASE_S, "deadline_s": DEADLINE_S}
 Pair = tuple[Server, Server]
+TRANSPORTS = ("tcp", "nixl")
 
 
 def assert_quiet(*servers: Server) -> None:
@@ -73,11 +74,12 @@ def refused(server: Server, field: str) -> float:
     return server.metric("vllm:kvconnect_handoff_refused_total", field=field)
 
 
-@pytest.fixture(scope="module")
-def llama() -> Iterator[Pair]:
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def llama(request: pytest.FixtureRequest) -> Iterator[Pair]:
     want = expected("llama")
     assert len(set(want.fresh)) == COUNT  # else equality would prove little
-    sending, receiving = prefill_config(digest="full", **LIMITS), decode_config(**LIMITS)
+    way = {"transport": request.param, **LIMITS}
+    sending, receiving = prefill_config(digest="full", **way), decode_config(**way)
     with pair(prefill={"connector": sending}, decode={"connector": receiving}) as servers:
         yield servers
 
@@ -85,9 +87,14 @@ def llama() -> Iterator[Pair]:
 class TestLlama:
     """One pair of engines, one life: the order of these tests matters."""
 
-    def test_pull(self, llama: Pair) -> None:
+    def test_pull(self, llama: Pair, request: pytest.FixtureRequest) -> None:
         p, d = llama
         assert tokens([pull(p, d, prompt, NEW) for prompt in prompts()]) == expected("llama").fresh
+        for transport in TRANSPORTS:
+            used = transport == request.node.callspec.params["llama"]
+            name = "vllm:kvconnect_handoff_transport_{}"
+            assert d.metric(name.format("peers"), transport=transport) == used
+            assert (d.metric(name.format("bytes_per_second"), transport=transport) > 0) == used
         nbytes = COUNT * BLOCKS_EACH * block_bytes("llama")
         assert_quiet(p, d)
         assert sent_bytes(p) == received_bytes(d) == nbytes
@@ -406,17 +413,17 @@ def test_both_roles_in_one_engine_with_a_host_tier() -> None:
         assert_quiet(p, d)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("digest", ["off", "full"])
-def test_negative_control_swapped_pages_change_tokens_or_are_caught(digest: str) -> None:
+def test_negative_control_swapped_pages_change_tokens_or_are_caught(
+    digest: str, transport: str
+) -> None:
     """Without digests two swapped pages give other tokens, so equality of tokens proves
     something; with digests they are found."""
-    sending = prefill_config("SwapsPages", "tests.engines.faulty", digest=digest)
-    with pair(
-        prefill={"connector": sending}, decode={"connector": decode_config(digest=digest)}
-    ) as (
-        p,
-        d,
-    ):
+    way = {"digest": digest, "transport": transport}
+    sending = prefill_config("SwapsPages", "tests.engines.faulty", **way)
+    receiving = decode_config(**way)
+    with pair(prefill={"connector": sending}, decode={"connector": receiving}) as (p, d):
         if digest == "off":
             found = tokens([pull(p, d, prompt, NEW) for prompt in prompts()])
             pairs = zip(found, expected("llama").fresh, strict=True)
@@ -430,10 +437,39 @@ def test_negative_control_swapped_pages_change_tokens_or_are_caught(digest: str)
         assert_quiet(p, d)
 
 
+def test_auto_measures_both_transports_and_takes_the_faster() -> None:
+    sending, receiving = prefill_config(transport="auto"), decode_config(transport="auto")
+    with pair(prefill={"connector": sending}, decode={"connector": receiving}) as (p, d):
+        for _ in range(2):  # before the measurement is over, and after it
+            found = tokens([pull(p, d, prompt, NEW) for prompt in prompts()])
+            assert found == expected("llama").fresh
+            p.post("/reset_prefix_cache")
+            d.post("/reset_prefix_cache")
+        name = "vllm:kvconnect_handoff_transport_{}"
+        rates = {t: d.metric(name.format("bytes_per_second"), transport=t) for t in TRANSPORTS}
+        peers = {t: d.metric(name.format("peers"), transport=t) for t in TRANSPORTS}
+        assert min(rates.values()) > 0
+        assert peers == {t: float(rates[t] == max(rates.values())) for t in TRANSPORTS}
+        assert_quiet(p, d)
+
+
+def test_a_connection_under_the_floor_is_refused() -> None:
+    receiving = decode_config(min_rate="100TB", **LIMITS)
+    with pair(decode={"connector": receiving}) as (p, d):
+        with one_clean_error():
+            pull(p, d, prompts()[0], NEW)
+        assert refused(d, "rate") > 0
+        assert_quiet(p, d)
+
+
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
-def test_other_tensor_parallelism(prefill_tp: int, decode_tp: int) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_other_tensor_parallelism(prefill_tp: int, decode_tp: int, transport: str) -> None:
     want = expected("llama")
-    with pair(prefill={"tp": prefill_tp}, decode={"tp": decode_tp}) as (p, d):
+    sending, receiving = prefill_config(transport=transport), decode_config(transport=transport)
+    prefill = {"tp": prefill_tp, "connector": sending}
+    decode = {"tp": decode_tp, "connector": receiving}
+    with pair(prefill=prefill, decode=decode) as (p, d):
         offer = card(p)
         assert tokens([pull(p, d, prompt, NEW) for prompt in prompts()[:4]]) == want.fresh[:4]
         pushed = [push(p, d, prompt, NEW, offer) for prompt in prompts()[4:]]

@@ -1,0 +1,188 @@
+"""Hand-offs between engines that run in other ways than plain ones do: with certificates, with
+pipeline and data parallelism on the prefill side, with speculative decoding on the decode side."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.engines.models import BLOCK_SIZE
+from tests.engines.pd import (
+    SEND,
+    card,
+    decode_config,
+    pair,
+    prefill_config,
+    pull,
+    push,
+    received_bytes,
+    sent_bytes,
+    side_by_side,
+)
+from tests.engines.scenario import (
+    COUNT,
+    CROWD_NEW,
+    HOST,
+    NEW,
+    assert_nothing_leaks,
+    block_bytes,
+    crowd,
+    expected,
+    hit_tokens,
+    prompts,
+    tokens,
+)
+from tests.engines.server import Server
+from tests.engines.test_handoff import BLOCKS_EACH, LIMITS, Pair, assert_quiet, one_clean_error
+from tests.links import make_certificates
+
+DRAFTS = {  # from one token that occurred before: most drafts are wrong, some are right
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 4,
+}
+CONTINUED = CROWD_NEW - 8  # tokens of an answer that become part of the next prompt
+
+
+def assert_handed_off(p: Server, d: Server) -> None:
+    """Half of the prompts are pulled, half are pushed, each whole and once: all get the tokens of
+    a single engine, and nothing stays behind."""
+    want = expected("llama").fresh
+    assert len(set(want)) == COUNT  # else equality would prove little
+    offer = card(p)
+    assert tokens([pull(p, d, prompt, NEW) for prompt in prompts()[:4]]) == want[:4]
+    assert tokens([push(p, d, prompt, NEW, offer) for prompt in prompts()[4:]]) == want[4:]
+    assert_quiet(p, d)
+    assert received_bytes(d) == sent_bytes(p) == COUNT * BLOCKS_EACH * block_bytes("llama")
+
+
+class Secured(NamedTuple):
+    prefill: Server
+    decode: Server
+    stranger: Server
+    """A decode engine that has the key and trusts the others' authority, but whose certificate
+    is another's."""
+
+
+@pytest.fixture(scope="class")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+    expected("llama")  # before the machine is busy with other engines
+    ours, theirs = (tmp_path_factory.mktemp(name) for name in ("ours", "theirs"))
+    for folder in (ours, theirs):
+        make_certificates(folder)
+    shutil.copy(ours / "ca.crt", theirs)
+    key = ours / "handoff.key"
+    key.write_text(secrets.token_hex(32))
+
+    def settings(folder: Path) -> dict[str, object]:
+        return {"tls_dir": str(folder), "key_file": str(key), **LIMITS}
+
+    engines = Secured(
+        Server("llama", prefill_config(**settings(ours))),
+        Server("llama", decode_config(**settings(ours))),
+        Server("llama", decode_config(**settings(theirs))),
+    )
+    with side_by_side(*engines):
+        yield engines
+
+
+class TestMutualTls:
+    def test_pull_and_push(self, secured: Secured) -> None:
+        assert_handed_off(secured.prefill, secured.decode)
+
+    def test_a_certificate_of_another_authority_is_refused(self, secured: Secured) -> None:
+        """With a ticket that is valid: the same key signs for all of them."""
+        p, d, stranger = secured
+        with one_clean_error():
+            pull(p, stranger, prompts()[0], NEW)
+        with one_clean_error():
+            push(p, stranger, prompts()[1], NEW, card(p))
+        assert_quiet(p, stranger)
+        assert stranger.metric("vllm:kvconnect_handoff_refused_total") > 0
+        assert stranger.metric("vllm:kvconnect_handoff_failures_total", cause="refused") == 2
+        assert received_bytes(stranger) == 0
+        before = received_bytes(d)
+        d.post("/reset_prefix_cache")
+        assert pull(p, d, prompts()[0], NEW).tokens == expected("llama").fresh[0]
+        assert received_bytes(d) > before
+        assert_quiet(p, d)
+
+
+def test_pipeline_parallel_prefill() -> None:
+    """Each stage sends its own layers."""
+    expected("llama")
+    with pair(prefill={"args": ("--pipeline-parallel-size", "2")}) as (p, d):
+        assert_handed_off(p, d)
+
+
+def test_speculative_decoding() -> None:
+    """Neither drafts that are taken nor those that are not change the tokens; and what the host
+    tier keeps of a request is what was taken."""
+    asked, want = crowd()[:16], expected("llama").crowd[:16]
+    assert len(set(want)) == len(asked)
+    decode = {
+        "connector": decode_config(host_bytes=HOST, digest="full"),
+        "args": ("--speculative-config", json.dumps(DRAFTS)),
+    }
+    with pair(decode=decode) as (p, d):
+        offer = card(p)
+        pulled = [pull(p, d, prompt, CROWD_NEW) for prompt in asked[:8]]
+        pushed = [push(p, d, prompt, CROWD_NEW, offer) for prompt in asked[8:]]
+        assert tokens(pulled + pushed) == want
+        assert_quiet(p, d)
+        handed_off = sum(-(-(len(prompt) - 1) // BLOCK_SIZE) for prompt in asked)
+        assert received_bytes(d) == sent_bytes(p) == handed_off * block_bytes("llama")
+        drafted = d.metric("vllm:spec_decode_num_draft_tokens_total")
+        assert 0 < d.metric("vllm:spec_decode_num_accepted_tokens_total") < drafted
+
+        d.post("/reset_prefix_cache")
+        before = hit_tokens(d)
+        for prompt, answer in zip(asked, want, strict=True):
+            again = d.complete([*prompt, *answer[:CONTINUED]], CROWD_NEW - CONTINUED)
+            assert again.tokens == answer[CONTINUED:]
+        # More than the full blocks of the prompts: also such that hold generated tokens.
+        prompt_hits = sum(len(prompt) // BLOCK_SIZE * BLOCK_SIZE for prompt in asked)
+        assert hit_tokens(d) - before > prompt_hits
+        assert_nothing_leaks(d)
+
+
+@pytest.fixture(scope="class")
+def replicas() -> Iterator[Pair]:
+    expected("llama")
+    sending, receiving = prefill_config(**LIMITS), decode_config(**LIMITS)
+    prefill = {"connector": sending, "args": ("--data-parallel-size", "2")}
+    with pair(prefill=prefill, decode={"connector": receiving}) as servers:
+        yield servers
+
+
+class TestDataParallelPrefill:
+    """Two prefill engines behind one address; vLLM chooses which of them gets a prompt."""
+
+    def test_pull(self, replicas: Pair) -> None:
+        p, d = replicas
+        want = expected("llama").fresh
+        assert tokens([pull(p, d, prompt, NEW) for prompt in prompts()[:4]]) == want[:4]
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda prompt: pull(p, d, prompt, NEW), prompts()[4:]))
+        assert tokens(found) == want[4:]
+        assert_quiet(p, d)
+        assert received_bytes(d) == sent_bytes(p) == COUNT * BLOCKS_EACH * block_bytes("llama")
+        name = "vllm:kvconnect_transfer_bytes_total"
+        assert all(p.metric(name, **SEND, engine=engine) > 0 for engine in "01")
+
+    def test_there_is_no_card(self, replicas: Pair) -> None:
+        """It would name one of the engines, and a push may reach the other."""
+        p, d = replicas
+        before = p.metric("vllm:kvconnect_handoff_refused_total", field="params")
+        with pytest.raises((KeyError, TypeError)):
+            card(p)
+        assert p.metric("vllm:kvconnect_handoff_refused_total", field="params") == before + 1
+        assert_quiet(p, d)
