@@ -2,11 +2,13 @@
 
     python -m benchmarks.handoff [--quick]
 
-Two pairs of engines with the same model (float32, 32 KiB of KV per token), one compute thread
-each: one pair with KVConnect (hand-off only), one with vLLM's ``NixlConnector`` over UCX's TCP.
-Every prompt is new and goes through all variants in turn; the pair that is not being asked is
-stopped (SIGSTOP), since even idle engines would take time from the other pair. NIXL's polling
-sleeps 1 ms between rounds (``benchmarks/nixl.py``): as it comes it takes a core per engine.
+Three pairs of engines with the same model (float32, 32 KiB of KV per token), one compute thread
+each, hand-off only: one pair with KVConnect over its TCP transport (``pull``, ``push``), one with
+KVConnect over its NIXL transport (``pull_rail``, ``push_rail``), and one with vLLM's
+``NixlConnector`` (``nixl``); NIXL uses UCX's TCP in both. Every prompt is new and goes through all
+variants in turn; the pairs that are not being asked are stopped (SIGSTOP), since even idle engines
+would take time from the others. NIXL's polling sleeps 1 ms between rounds in both
+(``benchmarks/nixl.py``): as it comes it takes a core per engine.
 
 **Places.** ``loopback``; and a ``veth`` link between two network namespaces, prefill engines in
 one, decode engines in the other: ``1g`` shaped to 1 Gbit/s, ``balanced`` to the rate at which the
@@ -18,7 +20,8 @@ only loopback is measured.
 the prefill engine, then to the decode engine; ``push``: to both at once) to the decode engine's
 first streamed token. With concurrency 8 (``_c8``) eight new prompts are sent at once, and a sample
 is their mean. Ratios are of medians over samples: ``ttft_push_over_nixl_4k_1g``; without a place,
-of the shaped rate where KVConnect does worse.
+of the shaped rate where KVConnect does worse. ``ttft_push_over_nixl_connector_4k`` is that of
+``push_rail``, ``ttft_push_over_pull_rail_4k`` compares both ways over the NIXL transport.
 
 **Exposed time** of a transfer, at 4k: what the link's rate adds to the time between the prefill
 engine's answer and the decode engine's first token, the median at that rate less the median
@@ -44,7 +47,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -121,7 +124,7 @@ class Pair:
         self, variant: str, prompts: Sequence[list[int]]
     ) -> tuple[Sample, list[tuple[int, ...]]]:
         """Send the prompts at once; return the mean sample, and each prompt's tokens."""
-        card = pd.card(self.p) if variant == "push" else ""
+        card = pd.card(self.p) if variant.startswith("push") else ""
         one = partial(self._at_once, card) if card else self._in_sequence
         with ThreadPoolExecutor(len(prompts)) as pool:
             samples, tokens = zip(*pool.map(one, prompts), strict=True)
@@ -221,6 +224,12 @@ class Run:
                 worse = max(ratios[variant, length, rate, crowd] for rate in self.rates)
                 found[f"{key}{crowd}"] = worse
             found[f"{key}_{place}{crowd}"] = ratio
+        if rails := [ratios["push_rail", LONGEST, rate, ""] for rate in self.rates]:
+            found[f"ttft_push_over_nixl_connector_{LONGEST}"] = max(rails)
+            found[f"ttft_push_over_pull_rail_{LONGEST}"] = max(
+                ratios["push_rail", LONGEST, rate, ""] / ratios["pull_rail", LONGEST, rate, ""]
+                for rate in self.rates
+            )
         for cell, sample in times.items():
             name = f"{cell.length}_{cell.place}{_suffix(cell.crowd)}"
             found[f"ttft_{cell.variant}_ms_{name}"] = sample.ttft * 1e3
@@ -262,20 +271,26 @@ def _kv_bits(length: str) -> int:
 
 @contextmanager
 def engines(ends: Sequence[End], key_file: Path) -> Iterator[list[Pair]]:
-    """Start both pairs, prefill engines at the first end, decode engines at the second, and leave
+    """Start all pairs, prefill engines at the first end, decode engines at the second, and leave
     them stopped."""
-    key = str(key_file)
     listen = f"{ends[0].address}:0"
-    ours = [pd.prefill_config(listen=listen, key_file=key), pd.decode_config(key_file=key)]
-    theirs = [nixl_config("kv_producer"), nixl_config("kv_consumer")]
-    progress("starting engines with KVConnect")
-    with (
-        started(ends, ours) as (p, d),
-        stopped(Pair(p, d, ("pull", "push"), pd.received_bytes)) as a,
-    ):
-        progress("starting engines with NixlConnector")
-        with started(ends, theirs) as (p, d), stopped(Pair(p, d, ("nixl",), nixl_bytes)) as b:
-            yield [a, b]
+    with ExitStack() as stack:
+
+        def start(connectors: Sequence[str], variants: tuple[str, ...], count: Received) -> Pair:
+            progress(f"starting engines for {', '.join(variants)}")
+            p, d = stack.enter_context(started(ends, connectors))
+            return stack.enter_context(stopped(Pair(p, d, variants, count)))
+
+        pairs = []
+        for transport, variants in (
+            ("tcp", ("pull", "push")),
+            ("nixl", ("pull_rail", "push_rail")),
+        ):
+            both = {"transport": transport, "key_file": str(key_file)}
+            ours = [pd.prefill_config(listen=listen, **both), pd.decode_config(**both)]
+            pairs.append(start(ours, variants, pd.received_bytes))
+        theirs = [nixl_config("kv_producer"), nixl_config("kv_consumer")]
+        yield [*pairs, start(theirs, (REFERENCE,), nixl_bytes)]
 
 
 @contextmanager

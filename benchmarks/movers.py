@@ -24,19 +24,21 @@ from typing import Any, NamedTuple, TypeVar
 import xxhash
 
 from kvconnect.testing.pages import Pages, plain_unit
+from kvconnect.transport import make_transport
 from kvconnect.transport.base import (
+    Hangup,
     Incoming,
     LinkOptions,
     Note,
     Noted,
     Outgoing,
+    PeerDown,
     PeerId,
     PeerUp,
     Received,
     Security,
     Sent,
 )
-from kvconnect.transport.tcp import TcpTransport
 
 MIB = 1 << 20
 AREA_BYTES = 768 * MIB
@@ -47,7 +49,7 @@ POLL_S = 0.0005
 POLL_US = 1000
 NIXL = "nixl_cu12"  # plain "nixl" would look for CUDA and load torch
 
-EventType = TypeVar("EventType", PeerUp, Noted, Sent, Received)
+EventType = TypeVar("EventType", PeerUp, PeerDown, Noted, Sent, Received)
 
 
 class Picked(NamedTuple):
@@ -82,12 +84,14 @@ class Mover(ABC):
 
 
 class Ours(Mover):
-    """The transport of hand-offs; ``option`` is its digest mode."""
+    """The transport of hand-offs; ``option`` is its path and its digest mode."""
 
     def __init__(self, area: Pages, source: bool, host: str, option: str) -> None:
         super().__init__(area, source, host, option)
         network = (str(ip_interface(f"{host}/24").network),)
-        self._transport = TcpTransport(Security(allowed=network), LinkOptions(digest=option))
+        self._path, digest = option.split()
+        security, options = Security(allowed=network), LinkOptions(digest=digest)
+        self._transport = make_transport(self._path, security, options)
         self._transport.register(area)
         self._peer = PeerId(0)
         self._want = 0
@@ -96,8 +100,22 @@ class Ours(Mover):
 
     def meet(self, hello: Any) -> None:
         if not self.source:
+            self._source = hello
             self._transport.connect(*hello)
         self._peer = next(self._events(PeerUp)).peer
+
+    def handshake(self) -> float:
+        """Reader: connect once more and part again; return the seconds until both had agreed on a
+        path."""
+        start = time.perf_counter()
+        self._transport.connect(*self._source)
+        up = next(self._events(PeerUp))
+        seconds = time.perf_counter() - start
+        if self._path not in up.paths:
+            raise SystemExit(f"no {self._path}: {up.lacking}")
+        self._transport.submit(Hangup(up.peer, "measured"))
+        next(self._events(PeerDown))
+        return seconds
 
     def prepare(self, picked: Picked) -> None:
         self._unit, self._ids = plain_unit(picked.page), picked.mine
@@ -110,7 +128,7 @@ class Ours(Mover):
             submit(Outgoing(peer, want, 0, self._unit, 0, self._ids))
             next(self._events(Sent))
             return
-        submit(Incoming(peer, want, [self._unit], [(0, self._ids)]))
+        submit(Incoming(peer, want, [self._unit], [(0, self._ids)], None, self._path))
         submit(Note(peer, b"go"))
         left = len(self._ids)
         for event in self._events(Received):
@@ -258,6 +276,12 @@ class Host:
         start = time.perf_counter()
         self._movers[name].move()
         return time.perf_counter() - start
+
+    def handshake(self, name: str) -> float:
+        mover = self._movers[name]
+        if not isinstance(mover, Ours):
+            raise SystemExit(f"{name} has no handshake to time")
+        return mover.handshake()
 
     def digest(self) -> str:
         """Return a checksum of the pages that were moved, in order."""

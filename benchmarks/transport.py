@@ -11,6 +11,10 @@ run, and ratios are of medians of throughput, so more is better:
   ``full`` with others. The reader asks with a note, as in a hand-off.
 - ``raw``: 2 connections, a thread for each, ``sendmsg`` and ``recvmsg_into`` in a loop over lists
   of pages made beforehand: no protocol, no checks. The faster of lists of 512 KiB and 4 MiB.
+- ``rail``: the same transport's NIXL path, over TCP too; ``rail_off`` without digests, which plain
+  NIXL has none of either: ``ratio_plain_nixl_*`` is ``rail_off`` over plain NIXL's ``write`` with
+  the same settings and descriptors. ``handshake_ms``: to connect, prove who one is, and agree on
+  both paths; the median of 21.
 - ``nixl``: NIXL's UCX backend over TCP, the fastest of reading and writing, with UCX's own segment
   sizes and with larger ones. Descriptors are made beforehand. Its thread and its caller sleep
   between polls; as it comes the thread takes a core.
@@ -59,7 +63,9 @@ PAGE = "64k"  # of the figures that are taken of one size only
 RATES = {"1g": (1e9, SAMPLE_BYTES), "10g": (1e10, AREA_BYTES)}  # bits per second, bytes of a sample
 READY_S = 0.02  # for a source to wait to be asked
 
-OURS = {"off": "off", "ours": "sampled", "full": "full"}
+OURS = {"off": "tcp off", "ours": "tcp sampled", "full": "tcp full"}
+RAIL = {"rail": "nixl sampled", "rail_off": "nixl off"}
+HANDSHAKES = 21
 RAW = {"raw_512k": str(512 << 10), "raw_4m": str(4 * MIB)}
 NIXL_WAYS = {"read": "READ", "write": "WRITE"}
 UCX = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo", "UCX_MODULES": "^ib", "NIXL_LOG_LEVEL": "WARN"}
@@ -247,6 +253,12 @@ def measure_page(variants: Mapping[str, Variant], name: str, rounds: int) -> dic
         for variant, sample in found.items()
     }
     ours, raw, nixl = found["ours"], fastest(found, "raw"), fastest(found, "nixl")
+    if "rail_off" in found:
+        plain = found["nixl_write"].seconds
+        figures[f"ratio_plain_nixl_{name}"] = plain / found["rail_off"].seconds
+        figures[f"cpu_ratio_plain_nixl_{name}"] = (
+            found["rail_off"].cpu_s / found["nixl_write"].cpu_s
+        )
     figures[f"ratio_raw_{name}"] = found[raw].seconds / ours.seconds
     if nixl:
         figures[f"ratio_nixl_{name}"] = found[nixl].seconds / ours.seconds
@@ -292,14 +304,19 @@ def measure_loopback(rounds: int) -> dict[str, object]:
         pair.open("raw", RAW)
         check_sees_wrong_bits(pair)
         variants = {name: Variant(pair, name) for name in (*OURS, *RAW)}
+        figures: dict[str, object] = {}
         if importlib.util.find_spec(NIXL):
             for label, env in (("", UCX), ("_segments", UCX | SEGMENTS)):
                 nixl = stack.enter_context(Pair(env))
                 nixl.open("nixl", NIXL_WAYS)
                 variants |= {f"nixl_{way}{label}": Variant(nixl, way) for way in NIXL_WAYS}
+            rail = stack.enter_context(Pair(UCX))
+            rail.open("ours", RAIL)
+            variants |= {name: Variant(rail, name) for name in RAIL}
+            seconds = [rail.reader.call("handshake", "rail") for _ in range(HANDSHAKES)]
+            figures["handshake_ms"] = statistics.median(seconds) * 1e3
         else:
             progress(f"{NIXL} is not installed: nothing is compared with NIXL")
-        figures: dict[str, object] = {}
         for name in PAGES:
             figures |= measure_page(variants, name, rounds)
         speeds = {name: -float(str(figures[f"gbps_{name}_{PAGE}"])) for name in variants}
