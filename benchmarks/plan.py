@@ -354,7 +354,7 @@ def full_interval(operations: int, seed: int) -> KVConnectStats:
                 stats.gauge(metric.recorded_as, draw.randrange(10**12), label)
             elif metric.section != HISTOGRAMS:
                 stats.count(metric.recorded_as, draw.randrange(1, 10**12), label)
-            elif metric.name.startswith("load_"):  # the others are recorded by transfers
+            elif metric.name.startswith(("load_", "handoff_")):  # others come with transfers
                 for _ in range(operations // 100):
                     stats.observe(metric.recorded_as, 10 ** draw.uniform(-6, 3), label)
     return stats
