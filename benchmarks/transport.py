@@ -14,7 +14,8 @@ run, and ratios are of medians of throughput, so more is better:
 - ``rail``: the same transport's NIXL path, over TCP too; ``rail_off`` without digests, which plain
   NIXL has none of either: ``ratio_plain_nixl_*`` is ``rail_off`` over plain NIXL's ``write`` with
   the same settings and descriptors. ``handshake_ms``: to connect, prove who one is, and agree on
-  both paths; the median of 21.
+  both paths; the median of 21. ``idle_cores_rail``: CPU seconds per second of both processes
+  together while nothing moves.
 - ``nixl``: NIXL's UCX backend over TCP, the fastest of reading and writing, with UCX's own segment
   sizes and with larger ones. Descriptors are made beforehand. Its thread and its caller sleep
   between polls; as it comes the thread takes a core.
@@ -66,6 +67,7 @@ READY_S = 0.02  # for a source to wait to be asked
 OURS = {"off": "tcp off", "ours": "tcp sampled", "full": "tcp full"}
 RAIL = {"rail": "nixl sampled", "rail_off": "nixl off"}
 HANDSHAKES = 21
+IDLE_S = 3.0
 RAW = {"raw_512k": str(512 << 10), "raw_4m": str(4 * MIB)}
 NIXL_WAYS = {"read": "READ", "write": "WRITE"}
 UCX = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo", "UCX_MODULES": "^ib", "NIXL_LOG_LEVEL": "WARN"}
@@ -147,7 +149,7 @@ class Pair:
         self._both("prepare", name, page, nbytes, next(self._seeds))
         for each in load:
             each.busy(True)
-        cpu_s = -self.source.cpu_s() - self.reader.cpu_s()
+        cpu_s = -self.cpu_s()
         if name == "write":
             seconds = self.source.call("move", name)
         else:
@@ -155,12 +157,16 @@ class Pair:
             time.sleep(READY_S)
             seconds = self.reader.call("move", name)
             self.source.answer()
-        cpu_s += self.source.cpu_s() + self.reader.cpu_s()
+        cpu_s += self.cpu_s()
         for each in load:
             each.busy(False)
         if not self.same():
             raise SystemExit(f"{name}: wrong bytes with pages of {page}")
         return Sample(seconds, cpu_s)
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds of both processes."""
+        return self.source.cpu_s() + self.reader.cpu_s()
 
     def same(self) -> bool:
         """Say whether the reader's pages are the source's."""
@@ -315,6 +321,9 @@ def measure_loopback(rounds: int) -> dict[str, object]:
             variants |= {name: Variant(rail, name) for name in RAIL}
             seconds = [rail.reader.call("handshake", "rail") for _ in range(HANDSHAKES)]
             figures["handshake_ms"] = statistics.median(seconds) * 1e3
+            cpu_s = rail.cpu_s()
+            time.sleep(IDLE_S)
+            figures["idle_cores_rail"] = (rail.cpu_s() - cpu_s) / IDLE_S
         else:
             progress(f"{NIXL} is not installed: nothing is compared with NIXL")
         for name in PAGES:

@@ -47,6 +47,8 @@ DEADLINE_S = 10.0
 LIMITS = {"lease_s": LEASE_S, "deadline_s": DEADLINE_S}
 Pair = tuple[Server, Server]
 TRANSPORTS = ("tcp", "nixl")
+of_one_transport = pytest.mark.parametrize("llama", ["tcp"], indirect=True, scope="module")
+"""For tests of what no transport has a part in."""
 
 
 def assert_quiet(*servers: Server) -> None:
@@ -142,6 +144,7 @@ class TestLlama:
         assert found == [want[number % COUNT] for number in range(4 * COUNT)]
         assert_quiet(p, d)
 
+    @of_one_transport
     @pytest.mark.parametrize(
         ("change", "field"),
         [
@@ -165,6 +168,7 @@ class TestLlama:
         assert refused(d, field) == before + 1
         assert_quiet(p, d)
 
+    @of_one_transport
     def test_tickets_are_for_one_prompt_once(self, llama: Pair) -> None:
         """When a request fails, vLLM tells the other side to let its blocks go; so each try here
         has a ticket of its own."""
@@ -191,6 +195,7 @@ class TestLlama:
             d.complete(prompt, NEW, kv_transfer_params=params)
         assert_quiet(p, d)
 
+    @of_one_transport
     def test_several_prompts_in_one_request(self, llama: Pair) -> None:
         """They share one transfer id, or one ticket, which is for one prompt."""
         p, d = llama
@@ -203,6 +208,7 @@ class TestLlama:
             raw(d, both, NEW, kv_transfer_params=params)  # type: ignore[arg-type]
         self.alive(llama)
 
+    @of_one_transport
     def test_a_prefill_that_nobody_fetches_is_given_back(self, llama: Pair) -> None:
         p, d = llama
         before = p.metric("vllm:kvconnect_handoff_expired_leases_total")
@@ -214,6 +220,7 @@ class TestLlama:
             d.complete(prompts()[2], NEW, kv_transfer_params=params)
         assert_quiet(p, d)
 
+    @of_one_transport
     def test_a_prefill_that_never_comes_is_an_error_in_time(self, llama: Pair) -> None:
         p, d = llama
         started = time.monotonic()
@@ -224,6 +231,7 @@ class TestLlama:
         assert time.monotonic() - started < 4 * DEADLINE_S
         self.alive(llama)
 
+    @of_one_transport
     def test_prompt_logprobs_are_computed_here(self, llama: Pair) -> None:
         """They need the whole prompt's output, so the hand-off is declined."""
         p, d = llama
@@ -240,6 +248,7 @@ class TestLlama:
         assert received_bytes(d) == before
         self.alive(llama)
 
+    @of_one_transport
     def test_a_rejected_request_lets_the_other_side_go(self, llama: Pair) -> None:
         p, d = llama
         expired = p.metric("vllm:kvconnect_handoff_expired_leases_total")
@@ -462,8 +471,9 @@ def test_a_connection_under_the_floor_is_refused() -> None:
         assert_quiet(p, d)
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp", "transport"), [(2, 1, "tcp"), (1, 2, "tcp"), (2, 1, "nixl")]
+)
 def test_other_tensor_parallelism(prefill_tp: int, decode_tp: int, transport: str) -> None:
     want = expected("llama")
     sending, receiving = prefill_config(transport=transport), decode_config(transport=transport)

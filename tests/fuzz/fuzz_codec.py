@@ -25,7 +25,7 @@ import msgspec
 
 from kvconnect.errors import KVConnectError, Misuse
 from kvconnect.types import Endpoint, Rank
-from kvconnect.wire import codec, messages, tickets
+from kvconnect.wire import codec, messages, rails, tickets
 from kvconnect.wire.auth import ClientAuth, Opening, ServerAuth
 from kvconnect.wire.session import negotiate
 
@@ -65,6 +65,20 @@ MESSAGES = [
     messages.Renew([TRANSFER]),
     messages.Decline(TRANSFER),
     messages.Probe(want=messages.PROBE_WANT),
+]
+OFFER = rails.Offer(backend="UCX", version="1.5.1", agent="a", metadata=b"opaque")
+UNIT = rails.UnitPlace(
+    address=4096, nbytes=4096, device=-1, phases=1, block_bytes=8, segments=bytes(24)
+)
+RAIL_MESSAGES: list[rails.RailMessage] = [
+    rails.Units(number=0, units=[UNIT]),
+    rails.Places(want=1, units=0, spans=[(0, 0)], ids=[bytes(8)]),
+    rails.Plain(want=1),
+    rails.Landed(
+        want=1, unit=0, first=0, count=1, nbytes=8, number=1, seconds=0.5, digests=bytes(8)
+    ),
+    rails.Stop(want=1),
+    rails.Stopped(want=1),
 ]
 TICKET = tickets.Ticket(
     transfer=TRANSFER,
@@ -151,6 +165,16 @@ def fuzz_message(rng: random.Random) -> None:
     assert messages.decode(messages.encode(message)) == message
 
 
+def fuzz_rail(rng: random.Random) -> None:
+    message = rails.decode(mutant(rng, rails.encode(rng.choice(RAIL_MESSAGES))))
+    assert rails.decode(rails.encode(message)) == message
+
+
+def fuzz_offer(rng: random.Random) -> None:
+    offer = rails.decode_offer(mutant(rng, rails.encode(OFFER)))
+    assert isinstance(rails.misfit(OFFER, offer), str)
+
+
 def fuzz_session(rng: random.Random) -> None:
     """A greeting that can be read gives an agreement or a named refusal, in both roles."""
     hello = messages.decode(mutant(rng, messages.encode(HELLO)))
@@ -207,6 +231,8 @@ TARGETS: tuple[Callable[[random.Random], None], ...] = (
     fuzz_header,
     fuzz_notes,
     fuzz_message,
+    fuzz_rail,
+    fuzz_offer,
     fuzz_session,
     fuzz_ticket,
     fuzz_params,
