@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -22,6 +22,7 @@ from tests.engines.pd import (
     prefill_config,
     pull,
     push,
+    raw,
     received_bytes,
     sent_bytes,
     side_by_side,
@@ -40,7 +41,14 @@ from tests.engines.scenario import (
     tokens,
 )
 from tests.engines.server import Server
-from tests.engines.test_handoff import BLOCKS_EACH, LIMITS, Pair, assert_quiet, one_clean_error
+from tests.engines.test_handoff import (
+    BLOCKS_EACH,
+    LIMITS,
+    Pair,
+    assert_quiet,
+    one_clean_error,
+    refused,
+)
 from tests.links import make_certificates
 
 DRAFTS = {  # from one token that occurred before: most drafts are wrong, some are right
@@ -82,7 +90,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     key = ours / "handoff.key"
     key.write_text(secrets.token_hex(32))
 
-    def settings(folder: Path) -> dict[str, object]:
+    def settings(folder: Path) -> dict[str, Any]:
         return {"tls_dir": str(folder), "key_file": str(key), **LIMITS}
 
     engines = Secured(
@@ -178,11 +186,15 @@ class TestDataParallelPrefill:
         name = "vllm:kvconnect_transfer_bytes_total"
         assert all(p.metric(name, **SEND, engine=engine) > 0 for engine in "01")
 
+    @pytest.mark.xfail(
+        strict=True, reason="vLLM tells the cores of a dense model that there is but one of them"
+    )
     def test_there_is_no_card(self, replicas: Pair) -> None:
         """It would name one of the engines, and a push may reach the other."""
         p, d = replicas
-        before = p.metric("vllm:kvconnect_handoff_refused_total", field="params")
-        with pytest.raises((KeyError, TypeError)):
-            card(p)
-        assert p.metric("vllm:kvconnect_handoff_refused_total", field="params") == before + 1
+        before = refused(p, "params")
+        wanted = {"do_remote_decode": True, "kvconnect_card": True}
+        answer = raw(p, prompts()[0], 1, kv_transfer_params=wanted)
+        assert answer["kv_transfer_params"] is None
         assert_quiet(p, d)
+        assert refused(p, "params") == before + 1

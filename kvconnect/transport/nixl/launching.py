@@ -85,6 +85,7 @@ class Launches:
                     want.waits.enter_context(self._line.watch.over(order.want, 0))
                 want.held.append(order)
                 return
+            want.busy += not want.plain
         self._go(want, order)
 
     def cancel(self, number: int) -> None:
@@ -172,15 +173,15 @@ class Launches:
             want.spans, want.plain = spans, spans is None
             want.waits.close()
             held, want.held = want.held, []
+            want.busy += 0 if want.plain else len(held)
         for order in held:
             self._go(want, order)
 
     def _go(self, want: _Want, order: Outgoing) -> None:
+        """Hand an order on; it counts as busy already, unless it is plain."""
         if want.plain:
             self._line.plain(order)
             return
-        with self._lock:
-            want.busy += 1
         self._mover.prepare(partial(self._prepare, _Shipment(want, order)), self._line.fail)
 
     def _prepare(self, shipment: _Shipment) -> None:
@@ -241,7 +242,7 @@ class Launches:
             if want.cancelled:
                 self._line.events.put(Quiet(self._line.peer, number))
             if want.stopped:
-                del self._wants[number]
+                del self._wants[number]  # once: from then on nothing is sent for it
         if want.stopped:
             self._line.say(Stopped(want=number))
 

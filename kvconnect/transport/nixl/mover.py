@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _SHORTEST_S = 50e-6
 _LONGEST_S = 1e-3
+_CLOSE_S = 10.0
 
 Step = Callable[[Agent], None]
 Check = Callable[[Agent], bool]
@@ -110,7 +111,7 @@ class Mover:
             self._closing = True
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join()
+            thread.join(_CLOSE_S)
 
     def _replace(self, reason: str, agent: Agent) -> None:
         logger.warning("starting a new NIXL agent: %s", reason)

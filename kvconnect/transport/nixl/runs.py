@@ -40,7 +40,9 @@ def check_place(place: Place) -> None:
     if rest or not per_phase:
         raise ProtocolError(f"{len(unit.segments)} segment numbers, {unit.phases} phases")
     table = _table(unit)
-    if table.min() < 0 or (table[..., 2].sum(axis=1) != unit.block_bytes).any():
+    lengths = table[..., 2]
+    too_long = lengths.max() > unit.block_bytes  # and their sum might overflow
+    if table.min() < 0 or too_long or (lengths.sum(axis=1) != unit.block_bytes).any():
         raise ProtocolError(f"segments that do not make {unit.block_bytes} bytes")
 
 
@@ -59,7 +61,8 @@ def runs_of(place: Place, ids: array[int]) -> Runs:
     if ids and (pages.min() < 0 or int(pages.max()) * int(strides.max()) > limit):
         raise ProtocolError(f"wire blocks outside {limit} bytes")
     offsets = chosen[..., 0] + pages[:, None] * strides
-    if ids and int((offsets + lengths).max()) > limit:
+    ends = offsets + lengths
+    if ids and (int(ends.max()) > limit or min(offsets.min(), ends.min()) < 0):
         raise ProtocolError(f"wire blocks outside {limit} bytes")
     return Runs((offsets + place.area.address).ravel(), np.ascontiguousarray(lengths).ravel())
 
