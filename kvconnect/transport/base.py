@@ -21,6 +21,9 @@ from typing import NamedTuple, NewType, Protocol
 PeerId = NewType("PeerId", int)
 """Number of one authenticated connection to another worker; never reused by a transport."""
 
+STRANGER = PeerId(0)
+"""Nobody's number: whoever was turned away before it had one."""
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -141,7 +144,8 @@ class PeerUp(NamedTuple):
 
 
 class PeerDown(NamedTuple):
-    """A connection is gone, or could not be made; all that was submitted for it has ended."""
+    """A connection is gone, or could not be made; all that was submitted for it has ended. Those
+    that were refused before they were peers are the ``STRANGER``."""
 
     peer: PeerId
     reason: str

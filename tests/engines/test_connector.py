@@ -45,8 +45,8 @@ def engine_config(**changes: Any) -> Any:
     parallel = {
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
-        "data_parallel_size_local": 1,
         "data_parallel_size": 1,
+        "elastic_ep_max_dp_size": 1,
         "data_parallel_external_lb": False,
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,

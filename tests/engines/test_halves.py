@@ -76,12 +76,14 @@ def test_a_share_larger_than_the_free_memory_is_refused(monkeypatch: pytest.Monk
         make_worker()
 
 
-def test_engines_of_one_machine_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("field", ["data_parallel_size", "elastic_ep_max_dp_size"])
+def test_engines_of_one_machine_are_added_up(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is all that is left once vLLM has told an engine that it is alone."""
     monkeypatch.setattr("kvconnect.memory.total_bytes", lambda: 100)
     groups = cache_config(FULL)
     WorkerHalf(engine_config(), groups, Config(host_bytes=60))
     with pytest.raises(ConfigError, match="in this machine for 2 engines; use less"):
-        WorkerHalf(engine_config(data_parallel_size_local=2), groups, Config(host_bytes=60))
+        WorkerHalf(engine_config(**{field: 2}), groups, Config(host_bytes=60))
 
 
 def make_scheduler(steps_in_flight: int = 1, **config: Any) -> SchedulerHalf:

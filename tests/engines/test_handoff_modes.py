@@ -186,9 +186,6 @@ class TestDataParallelPrefill:
         name = "vllm:kvconnect_transfer_bytes_total"
         assert all(p.metric(name, **SEND, engine=engine) > 0 for engine in "01")
 
-    @pytest.mark.xfail(
-        strict=True, reason="vLLM tells the cores of a dense model that there is but one of them"
-    )
     def test_there_is_no_card(self, replicas: Pair) -> None:
         """It would name one of the engines, and a push may reach the other."""
         p, d = replicas

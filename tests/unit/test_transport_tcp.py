@@ -18,6 +18,7 @@ from kvconnect.testing.transport import Pair, Side, kinds
 from kvconnect.transport import LinkOptions, Security, pump
 from kvconnect.transport.base import (
     MAX_NOTE_BYTES,
+    STRANGER,
     Incoming,
     Note,
     Noted,
@@ -65,7 +66,8 @@ def test_a_wrong_key_is_refused_on_both_sides(
         down = outcome(reader, source.transport.listen("127.0.0.1", 0))
         assert down.refused == "auth"
         assert "key_file" in down.reason
-        assert source.transport.poll(0) == []
+        (turned,) = source.transport.poll(1.0)
+        assert (turned.peer, turned.refused) == (STRANGER, "auth")  # type: ignore[union-attr]
     assert "127.0.0.1: turned away: a peer with another key" in caplog.text
     assert "kkkk" not in caplog.text
 

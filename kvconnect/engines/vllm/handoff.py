@@ -56,7 +56,8 @@ class HandoffHalf:
         self._sends: bool = transfer.is_kv_producer and config.listen != "off"
         self._receives: bool = transfer.is_kv_consumer
         # A card names the workers of one engine, and vLLM may send the request to another one.
-        gives_cards = parallel.data_parallel_size == 1 or parallel.data_parallel_external_lb
+        alone = translate.engines_beside(parallel) == 1
+        gives_cards = alone or parallel.data_parallel_external_lb
         self._desk = TicketDesk(
             read_key(config),
             gives_cards,

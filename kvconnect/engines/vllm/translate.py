@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
-from vllm.config import VllmConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -59,6 +59,17 @@ def check_engine(config: VllmConfig, listen: str) -> None:
     if config.kv_transfer_config.kv_role == "kv_producer" and listen == "off":
         fix = "a kv_producer hands KV blocks out: name an address and a port"
         raise ConfigError("listen", listen, fix)
+
+
+def engines_beside(parallel: ParallelConfig) -> int:
+    """Return how many data-parallel engines were started together, this one included.
+
+    For models without experts, vLLM tells each engine that it is the only one; only this field
+    still has the number. On several machines it counts those of all.
+    """
+    started: int = getattr(parallel, "elastic_ep_max_dp_size", None) or 1
+    known: int = parallel.data_parallel_size
+    return max(known, started)
 
 
 def recompute_failed_loads(config: VllmConfig) -> None:

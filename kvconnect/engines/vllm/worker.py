@@ -174,7 +174,7 @@ def _worker_share(vllm_config: VllmConfig, config: Config) -> int:
         ConfigError: the engines of this machine together ask for more memory than it has.
     """
     parallel = vllm_config.parallel_config
-    engines: int = max(parallel.data_parallel_size_local, 1)
+    engines = translate.engines_beside(parallel)
     workers: int = parallel.world_size
     there = memory.total_bytes()
     total = share_of_host_bytes(config, memory_bytes=there, engines=engines)

@@ -41,7 +41,8 @@ class Door:
     """All methods are for the loop's thread.
 
     ``on_proven`` is told what a proven connection is for; it takes the socket over or raises
-    :class:`ProtocolError`.
+    :class:`ProtocolError`. ``on_refused`` gets the reason and its bounded cause for each stranger
+    that is not who it has to be.
     """
 
     def __init__(
@@ -50,11 +51,13 @@ class Door:
         guard: Guard,
         options: LinkOptions,
         on_proven: Callable[[Guest, Opening], None],
+        on_refused: Callable[[str, str], None],
     ) -> None:
         self._loop = loop
         self._guard = guard
         self._options = options
         self._on_proven = on_proven
+        self._on_refused = on_refused
         self._listener: socket.socket | None = None
         self._guests: dict[Guest, None] = {}  # oldest first
         self._complained: set[str] = set()
@@ -179,6 +182,8 @@ class Door:
             guest.peer.fail(reason, refused)
         else:
             self._complain(guest.address.rpartition(":")[0], reason)
+            if refused:
+                self._on_refused(reason, refused)
 
     def _complain(self, host: str, text: str) -> None:
         """Log once for each address and kind of trouble, so that nobody can fill the log."""

@@ -8,7 +8,7 @@ import socket
 import threading
 
 from kvconnect.errors import ProtocolError, Refused
-from kvconnect.transport.base import LinkOptions, PeerDown, PeerId
+from kvconnect.transport.base import STRANGER, LinkOptions, PeerDown, PeerId
 from kvconnect.transport.mailbox import Mailbox
 from kvconnect.transport.tcp.door import UNTRUSTED, Door, Guest
 from kvconnect.transport.tcp.guard import Guard
@@ -37,7 +37,7 @@ class Hub:
         loop = Loop(self._tick, options.heartbeat_s / 2, lambda: self.close(DIED))
         self.shared = Shared(options, Mailbox(), loop)
         self._guard = guard
-        self._door = Door(loop, guard, options, self._on_proven)
+        self._door = Door(loop, guard, options, self._on_proven, self._on_refused)
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._peers: dict[PeerId, Peer] = {}
@@ -102,6 +102,9 @@ class Hub:
             peer = self._make(number, opening, guest.address, inbound=True)
             self._inbound[opening.session] = peer
         peer.join(opening, guest.handshake.sock, guest.handshake.auth.rest)
+
+    def _on_refused(self, reason: str, refused: str) -> None:
+        self.shared.events.put(PeerDown(STRANGER, reason, refused))
 
     def _on_gone(self, peer: Peer) -> None:
         self._door.drop(peer)
