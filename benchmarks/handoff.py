@@ -321,6 +321,7 @@ def site(end: End) -> dict[str, Any]:
         "prefix": end.inside,
         "env": {
             "OMP_NUM_THREADS": "1",
+            "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "3600",  # a stopped engine is not a hung one
             "VLLM_HOST_IP": "127.0.0.1",  # of the engine's own processes among themselves
             "UCX_TLS": "tcp,self",
             "UCX_NET_DEVICES": end.device,

@@ -9,12 +9,12 @@ answers until its standard input is closed, a reader a :class:`Result`, after wh
 
 from __future__ import annotations
 
+import ipaddress
 import select
 import socket
 import sys
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -25,11 +25,10 @@ from kvconnect.doctor.source import Source
 from kvconnect.errors import ConfigError, KVConnectError, Refused
 from kvconnect.transport import LinkOptions, Security, Transport, make_transport
 from kvconnect.transport.base import Memory
+from kvconnect.transport.security import read_key_file, tls_files
 
 PathChoice = Literal["tcp", "nixl", "all"]
 Device = Literal["cpu", "cuda"]
-
-_SHORTEST_KEY = 16  # bytes, as in engines
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -95,7 +94,8 @@ def open_transport(task: Task, options: LinkOptions, memory: Memory) -> tuple[Tr
     Raises:
         ConfigError: the key, the certificates or TCP itself cannot be used.
     """
-    security = read_security(task.key_file, task.tls_dir)
+    key = read_key_file(task.key_file) if task.key_file else b""
+    security = Security(key, (), *tls_files(task.tls_dir))
     lacking = Trouble()
     if task.path != "tcp":
         try:
@@ -103,6 +103,10 @@ def open_transport(task: Task, options: LinkOptions, memory: Memory) -> tuple[Tr
         except ConfigError as error:
             lacking = trouble_of(error)
     return _registered(make_transport("tcp", security, options), memory), lacking
+
+
+def _options(task: Task) -> LinkOptions:
+    return LinkOptions(local=ipaddress.ip_address(task.host).is_loopback)
 
 
 def _registered(transport: Transport, memory: Memory) -> Transport:
@@ -114,29 +118,10 @@ def _registered(transport: Transport, memory: Memory) -> Transport:
     return transport
 
 
-def read_security(key_file: str, tls_dir: str) -> Security:
-    """Return what both halves prove to each other.
-
-    Raises:
-        ConfigError: the key file cannot be read or holds too little.
-    """
-    key = b""
-    if key_file:
-        try:
-            key = Path(key_file).read_bytes().strip()
-        except OSError as error:
-            raise ConfigError("key_file", key_file, f"make it readable ({error})") from error
-        if len(key) < _SHORTEST_KEY:
-            fix = f"put at least {_SHORTEST_KEY} random bytes in it: openssl rand -hex 32"
-            raise ConfigError("key_file", key_file, fix)
-    files = [str(Path(tls_dir, name)) for name in ("tls.crt", "tls.key", "ca.crt")]
-    return Security(key, (), *(files if tls_dir else ()))
-
-
 def read(task: Task) -> Result:
     """Connect to a source and measure it; whatever goes wrong is in the result."""
     result = Result()
-    options = LinkOptions()
+    options = _options(task)
     transport: Transport | None = None
     try:
         area = make_area(task.device, task.sizes.area_bytes)
@@ -201,7 +186,7 @@ def serve(
         ConfigError: the address, the key, the certificates or the device cannot be used.
     """
     area = make_area(task.device, task.sizes.area_bytes)
-    transport, lacking = open_transport(task, LinkOptions(), area.memory)
+    transport, lacking = open_transport(task, _options(task), area.memory)
     with closing(transport):
         address = transport.listen(task.host, task.port)
         with closing(Source(transport, area, task.host)) as source:

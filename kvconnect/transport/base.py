@@ -2,7 +2,8 @@
 
 A transport knows peers, connections and byte runs. It knows nothing of requests: what may be sent,
 and when, is decided in ``plan/`` and carried out by ``worker/handoff.py``. Whoever receives pages
-resolves where they go, from tables it made itself; no address ever comes from the other side.
+says where they go, from tables it made itself; a sender has no say in it. Addresses are told to the
+other side only where its hardware writes (``nixl``), and only the receiver's own.
 
 Terms: a *want* is one receiver's number for what it expects from one peer. A *unit* is a set of
 byte runs that every wire block of a group has (all layers of the group, or one of them); both
@@ -257,7 +258,8 @@ class Transport(ABC):
     @abstractmethod
     def cancel(self, peer: PeerId, want: int) -> None:
         """Drop what is queued for a want and let what is under way land nowhere; ``Quiet``
-        follows, unless ``PeerDown`` does. Pages that still arrive are read and thrown away."""
+        follows, unless ``PeerDown`` does. Pages that still arrive are thrown away, or land before
+        ``Quiet`` does where hardware writes them."""
 
     @abstractmethod
     def close(self) -> None:

@@ -15,12 +15,12 @@ An :class:`Offer` comes with each side's greeting. Sizes are bytes. Nothing here
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from kvconnect.errors import ProtocolError
 from kvconnect.wire.codec import MAX_NOTE, NO_CONTROLS, decode_struct
 from kvconnect.wire.messages import LAST_WANT
 
@@ -29,6 +29,8 @@ MAX_METADATA = 256 << 10
 
 MAX_UNIT_LISTS = 16
 """That one reader may describe; it has one, and one for the probe."""
+
+MAX_UNITS = 4096
 
 _Name = Annotated[str, Meta(max_length=128, pattern=NO_CONTROLS)]
 _Number = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -63,10 +65,12 @@ class UnitPlace(msgspec.Struct, kw_only=True):
 
 
 class Units(msgspec.Struct, tag="units", kw_only=True):
-    """Number of a list of units, for :class:`Places`."""
+    """Units from place ``first`` on of a list with a number, for :class:`Places`. They come in
+    order, in as many messages as it takes."""
 
-    number: _Number
-    units: Annotated[list[UnitPlace], Meta(min_length=1, max_length=4096)]
+    number: Annotated[int, Meta(ge=0, lt=MAX_UNIT_LISTS)]
+    first: Annotated[int, Meta(ge=0, lt=MAX_UNITS)]
+    units: Annotated[list[UnitPlace], Meta(min_length=1, max_length=MAX_UNITS)]
 
 
 class Places(msgspec.Struct, tag="places", kw_only=True):
@@ -75,7 +79,7 @@ class Places(msgspec.Struct, tag="places", kw_only=True):
 
     want: _WantNumber
     units: _Number
-    spans: Annotated[list[tuple[_Block, _Number]], Meta(min_length=1, max_length=4096)]
+    spans: Annotated[list[tuple[_Block, _Number]], Meta(min_length=1, max_length=MAX_UNITS)]
     ids: list[Annotated[bytes, Meta(max_length=MAX_NOTE)]]
 
 
@@ -94,7 +98,7 @@ class Landed(msgspec.Struct, tag="landed", kw_only=True):
     first: _Block
     count: _Count
     nbytes: _Size
-    number: _Number
+    number: _WantNumber
     seconds: Annotated[float, Meta(ge=0, le=86_400)]
     digests: Annotated[bytes, Meta(max_length=MAX_NOTE)]
 
@@ -124,12 +128,12 @@ def encode(message: RailMessage | Offer) -> bytes:
 
 
 def decode(data: bytes) -> RailMessage:
-    """Return the message; :class:`ProtocolError` for anything else."""
+    """Return the message; ``ProtocolError`` for anything else."""
     return decode_struct(_decoder, data)
 
 
 def decode_offer(data: bytes) -> Offer:
-    """Return the offer; :class:`ProtocolError` for anything else."""
+    """Return the offer; ``ProtocolError`` for anything else."""
     return decode_struct(_offers, data)
 
 
@@ -142,18 +146,17 @@ def misfit(ours: Offer, theirs: Offer) -> str:
     if ours.backend != theirs.backend:
         return f"nixl backend {ours.backend} here, {theirs.backend} there: use the same"
     known = [_release(ours.version), _release(theirs.version)]
-    if min(known) < _OLDEST or known[0][0] != known[1][0]:
+    if min(known) < _OLDEST or known[0][0] != known[1][0]:  # an unknown version is (0, 0)
         oldest = ".".join(map(str, _OLDEST))
         return f"nixl {ours.version} here, {theirs.version} there: use {oldest} or later on both"
     return ""
 
 
 _OLDEST = (1, 4)
+_VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})(?:[.+]|$)", re.ASCII)
 
 
 def _release(version: str) -> tuple[int, int]:
-    """Return (major, minor)."""
-    parts = version.split(".")
-    if len(parts) < 2 or not all(part.isdecimal() for part in parts[:2]):
-        raise ProtocolError(f"{version!r} is no version of nixl")
-    return int(parts[0]), int(parts[1])
+    """Return (major, minor), (0, 0) if it is not a version that was ever released."""
+    found = _VERSION.match(version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)

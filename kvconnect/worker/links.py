@@ -34,6 +34,8 @@ from kvconnect.wire.topology import head_range
 logger = logging.getLogger(__name__)
 
 _GREETING_S = 20.0  # a busy engine may take its time
+_PROBES_S = 60.0  # from connecting; a few mebibytes over the slowest link worth using
+_MOST_TCP_ONLY = 1024
 _NOBODY = Rank(0, 1, 0, 1)  # before it said who it is
 
 GroupPages = Sequence[LayerPages]
@@ -162,6 +164,9 @@ class Links:
         self._links: dict[PeerId, Link] = {}
         self._origins: dict[PeerId, Origin] = {}
         self._peers: dict[Origin, PeerId] = {}
+        self._tcp_only: dict[
+            Origin, None
+        ] = {}  # whose other paths broke while measured; oldest first
 
     def __len__(self) -> int:
         return len(self._links)
@@ -216,6 +221,9 @@ class Links:
         for link in self._links.values():
             if link.state is Session.GREETING and now - link.since > _GREETING_S:
                 self.hang_up(link.peer, f"no greeting within {_GREETING_S:g} s")
+            measuring = link.agreed and not link.inbound and not link.meter.path
+            if measuring and now - link.since > _PROBES_S:
+                self.hang_up(link.peer, f"its speed could not be measured in {_PROBES_S:g} s")
 
     def on_up(self, event: PeerUp) -> None:
         """A connection is authenticated: say who we are."""
@@ -226,6 +234,8 @@ class Links:
             link.advance(Event.CONNECTED)
             link.address = link.name = event.address
             wanted = self.choice.transport
+            if wanted == "auto" and self._origins.get(event.peer) in self._tcp_only:
+                wanted = "tcp"
             link.meter.paths = event.paths if wanted == "auto" else (wanted,)
             if link.meter.paths[0] not in event.paths:
                 why = event.lacking or "it does not offer it"
@@ -285,6 +295,11 @@ class Links:
         origin = self._origins.pop(event.peer, None)
         if origin is not None:
             del self._peers[origin]
+            if link is not None and _broke_while_measured(link):
+                logger.warning("%s: only tcp from now on, the other path broke", link.name)
+                self._tcp_only[origin] = None
+                if len(self._tcp_only) > _MOST_TCP_ONLY:
+                    del self._tcp_only[next(iter(self._tcp_only))]
         if event.refused:
             self.stats.count("handoff_refused", label=event.refused)
         if link is not None:
@@ -323,3 +338,8 @@ class Links:
             )
             link.units.append(Unit(segments, phases, size))
             link.unit_group.append(number)
+
+
+def _broke_while_measured(link: Link) -> bool:
+    """Whether a path that is there does not work: it is behind a firewall, for instance."""
+    return link.agreed and not link.meter.path and "tcp" in link.meter.rates

@@ -1,4 +1,4 @@
-"""How fast a new connection really is: a mebibyte of real bytes, on each path that pages can take.
+"""How fast a new connection really is: mebibytes of real bytes, on each path that pages can take.
 
 The reader asks for probes when both sides have agreed, one after the other, and then picks the
 faster path. Their pages are not those of the KV cache: they are read from and written to a scratch
@@ -7,10 +7,11 @@ buffer, over and over.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from array import array
 from collections.abc import Generator
+
+import torch
 
 from kvconnect.errors import ProtocolError, Refused
 from kvconnect.transport.base import (
@@ -25,45 +26,46 @@ from kvconnect.transport.base import (
 )
 from kvconnect.wire.messages import LAST_WANT, PROBE_WANT, Probe
 from kvconnect.worker.links import Link, Links
+from kvconnect.worker.staging import make_memory
 
 logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 64 << 10
-_IDS = array("q", range(16))
-_ROUNDS = 2  # per path; the last one counts: the first also sets things up
+_ROUNDS = (array("q", range(16)), array("q", range(128)))
+"""Per path; the last one counts: the first also sets things up."""
+_RING_BYTES = 8 << 20  # for staging, where pages are on a device
+
 _UNIT = Unit(array("q", [0, 0, _BLOCK_BYTES]), 1, _BLOCK_BYTES)  # stride 0: always the same bytes
 
 
 class ProbedMemory:
-    """A memory that also has the probe's pages."""
+    """A memory that also has the probe's pages, on the same device."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, device: torch.device) -> None:
         self._memory = memory
-        self._scratch = ctypes.create_string_buffer(_BLOCK_BYTES)
+        scratch = torch.empty(_BLOCK_BYTES, dtype=torch.uint8, device=device)
+        self._scratch = make_memory(scratch, ring_bytes=_RING_BYTES)
 
     def areas(self) -> tuple[Area, ...]:
-        return (*self._memory.areas(), self._own())
+        return (*self._memory.areas(), *self._scratch.areas())
 
     def area_of(self, unit: Unit) -> Area:
-        return self._own() if unit is _UNIT else self._memory.area_of(unit)
+        return self._of(unit).area_of(unit)
 
     def outgoing(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
-        return self._pages(ids) if unit is _UNIT else self._memory.outgoing(unit, ids)
+        return self._of(unit).outgoing(unit, ids)
 
     def incoming(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
-        return self._pages(ids) if unit is _UNIT else self._memory.incoming(unit, ids)
+        return self._of(unit).incoming(unit, ids)
 
-    def _own(self) -> Area:
-        return Area(ctypes.addressof(self._scratch), _BLOCK_BYTES)
-
-    def _pages(self, ids: array[int]) -> Generator[Piece, None, None]:
-        yield Piece(ctypes.addressof(self._scratch), _BLOCK_BYTES, _UNIT, ids)
+    def _of(self, unit: Unit) -> Memory:
+        return self._scratch if unit is _UNIT else self._memory
 
 
 def start(links: Links, link: Link) -> None:
     """Reader: ask for the next probe."""
     want = PROBE_WANT + link.meter.probes
-    order = Incoming(link.peer, want, [_UNIT], [(0, _IDS)], None, _path(link))
+    order = Incoming(link.peer, want, [_UNIT], [(0, _ids(link))], None, _path(link))
     links.transport.submit(order)
     links.tell(link.peer, Probe(want=want))
 
@@ -76,8 +78,8 @@ def answer(links: Links, link: Link, want: int) -> None:
     """
     if want != PROBE_WANT + link.meter.probes or want > LAST_WANT or not link.inbound:
         raise ProtocolError("a probe out of turn")
+    links.transport.submit(Outgoing(link.peer, want, 0, _UNIT, 0, _ids(link)))
     link.meter.probes += 1
-    links.transport.submit(Outgoing(link.peer, want, 0, _UNIT, 0, _IDS))
 
 
 def on_event(links: Links, link: Link, event: Event) -> bool:
@@ -93,13 +95,13 @@ def on_event(links: Links, link: Link, event: Event) -> bool:
         return False
     meter.probed_bytes += event.nbytes
     meter.probed_seconds = max(meter.probed_seconds, event.seconds)
-    if meter.probed_bytes < len(_IDS) * _BLOCK_BYTES:
+    if meter.probed_bytes < len(_ids(link)) * _BLOCK_BYTES:
         return False
     links.transport.cancel(link.peer, event.want)
     meter.rates[_path(link)] = meter.probed_bytes / max(meter.probed_seconds, 1e-9)
     meter.probes += 1
     meter.probed_bytes, meter.probed_seconds = 0, 0.0
-    if meter.probes < _ROUNDS * len(link.meter.paths):
+    if meter.probes < len(_ROUNDS) * len(link.meter.paths):
         start(links, link)
         return False
     _choose(links, link)
@@ -108,7 +110,12 @@ def on_event(links: Links, link: Link, event: Event) -> bool:
 
 def _path(link: Link) -> str:
     """Return the path of the probe that is due."""
-    return link.meter.paths[link.meter.probes // _ROUNDS]
+    return link.meter.paths[link.meter.probes // len(_ROUNDS)]
+
+
+def _ids(link: Link) -> array[int]:
+    """Return its wire blocks; both sides count probes alike."""
+    return _ROUNDS[link.meter.probes % len(_ROUNDS)]
 
 
 def _choose(links: Links, link: Link) -> None:

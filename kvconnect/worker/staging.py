@@ -168,11 +168,13 @@ def _area(area: torch.Tensor) -> Area:
     return Area(area.data_ptr(), area.nbytes, device)
 
 
-def make_memory(area: torch.Tensor, timeout_s: float = ROOM_TIMEOUT_S) -> Memory:
+def make_memory(
+    area: torch.Tensor, timeout_s: float = ROOM_TIMEOUT_S, ring_bytes: int = RING_BYTES
+) -> Memory:
     """Return how a transport reaches the KV cache ``area``, uint8 ``[bytes]``.
 
     Where pages have to be staged, a transfer that finds no room for ``timeout_s`` fails.
     """
     if area.device.type == "cpu":
         return HostMemory(area)
-    return StagedMemory(area, timeout_s=timeout_s)
+    return StagedMemory(area, ring_bytes, timeout_s)

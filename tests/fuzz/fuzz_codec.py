@@ -71,7 +71,7 @@ UNIT = rails.UnitPlace(
     address=4096, nbytes=4096, device=-1, phases=1, block_bytes=8, segments=bytes(24)
 )
 RAIL_MESSAGES: list[rails.RailMessage] = [
-    rails.Units(number=0, units=[UNIT]),
+    rails.Units(number=0, first=0, units=[UNIT]),
     rails.Places(want=1, units=0, spans=[(0, 0)], ids=[bytes(8)]),
     rails.Plain(want=1),
     rails.Landed(

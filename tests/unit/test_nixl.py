@@ -6,11 +6,13 @@ import importlib.util
 import signal
 import subprocess
 import sys
+import threading
 import types
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 
@@ -20,16 +22,19 @@ if not importlib.util.find_spec("nixl_cu12"):
 import msgspec
 
 from kvconnect.errors import ConfigError
-from kvconnect.testing.pages import Pages, plain_unit
+from kvconnect.testing.pages import Pages, plain_unit, split_unit
 from kvconnect.testing.transport import Pair, Side, kinds
 from kvconnect.transport import Security, make_transport
 from kvconnect.transport.base import (
     Area,
+    Hangup,
     Incoming,
     Note,
     PeerDown,
     PeerUp,
+    Quiet,
     Received,
+    Sent,
 )
 from kvconnect.transport.nixl import agent as agents
 from kvconnect.transport.nixl import launching
@@ -59,13 +64,15 @@ def pair(**options: str) -> Iterator[Pair]:
 
 
 def moves(link: Pair, want: int = 1) -> None:
-    """Move some pages and compare them."""
+    """Move some pages, compare them, and end the want."""
     link.want(want, [UNIT], [range(100)])
     link.send(want, 0, UNIT, range(100, 200))
     link.until(lambda: link.arrived(want) == 100, "pages")
     assert link.reader.memory.read(UNIT, range(100)) == link.source.memory.read(
         UNIT, range(100, 200)
     )
+    link.reader.transport.cancel(link.of_reader, want)
+    link.until(lambda: any(event.want == want for event in link.reader.of(Quiet)), "its Quiet")
 
 
 def test_pages_move_and_threads_end() -> None:
@@ -73,7 +80,8 @@ def test_pages_move_and_threads_end() -> None:
         up = link.reader.of(PeerUp)[0]
         assert (up.paths, up.lacking) == (("tcp", "nixl"), "")
         moves(link)
-        assert {"kvconnect-nixl-moves", "kvconnect-nixl-pages"} <= threads()
+        names = {f"kvconnect-nixl-{name}" for name in ("moves", "launches", "landings")}
+        assert names <= threads()
     assert threads() == set()
 
 
@@ -106,6 +114,111 @@ def test_swapped_pages_are_found_by_their_digests(
         assert [event.bad for event in link.reader.of(Received)] == [bad]
         first = link.reader.memory.read(UNIT, [0])
         assert first == link.source.memory.read(UNIT, [99])
+
+
+def test_places_that_take_many_notes_or_too_many_of_them() -> None:
+    """Several units that do not fit into one note, and one that does not on its own: over TCP."""
+    with pair() as link:
+        several = [split_unit(8, 15_000, 2, offset) for offset in range(0, 720_000, 240_000)]
+        link.want(1, several, [[0, 1]] * len(several))
+        one = split_unit(2, 45_000, 2, 800_000)
+        link.want(2, [one], [[0, 1]])
+        for number, unit in enumerate(several):
+            link.send(1, number, unit, [1, 0])
+        link.send(2, 0, one, [1, 0])
+        link.until(lambda: link.arrived(1) == 2 * len(several) and link.arrived(2) == 2, "pages")
+        for unit in (*several, one):
+            found = link.reader.memory.read(unit, [0, 1])
+            assert found == link.source.memory.read(unit, [1, 0])
+        assert not link.reader.of(PeerDown)
+
+
+def test_a_want_that_is_cancelled_before_its_place_is_known_is_thrown_away() -> None:
+    passed = threading.Event()
+    with pair() as link:
+        link.want(1, [UNIT], [range(10)], fence=_Passing(passed))
+        link.send(1, 0, UNIT, range(10))
+        link.reader.transport.cancel(link.of_reader, 1)
+        passed.set()
+        link.until(lambda: Quiet in kinds(link.reader, link.of_reader), "the reader's Quiet")
+        link.until(lambda: Sent in kinds(link.source, link.of_source), "the source's Sent")
+        moves(link, want=2)
+        assert not any(event.want == 1 for event in link.reader.of(Received))
+
+
+class _Passing(NamedTuple):
+    event: threading.Event
+
+    def wait(self) -> None:
+        assert self.event.wait(30)
+
+
+def test_a_cancel_does_not_wait_for_all_that_was_queued() -> None:
+    nbytes = 512 << 20
+    unit, ids = plain_unit(BLOCK), range(nbytes // BLOCK)
+    with side(nbytes) as reader, side(nbytes) as source:
+        link = Pair(reader, source, "nixl")
+        link.want(1, [unit], [ids])
+        link.send(1, 0, unit, ids)
+        link.until(lambda: link.arrived(1), "the first pages")
+        reader.transport.cancel(link.of_reader, 1)
+        link.until(lambda: Quiet in kinds(reader, link.of_reader), "the reader's Quiet")
+        link.until(lambda: source.of(Sent), "the source's Sent")
+        assert 0 < source.of(Sent)[0].nbytes < nbytes
+        assert not reader.of(PeerDown)
+
+
+def test_two_connections_of_one_reader_do_not_hurt_each_other() -> None:
+    with pair() as link:
+        moves(link)
+        first = link.of_reader
+        link.of_reader, link.of_source = link.connect()
+        moves(link, want=2)
+        link.reader.transport.submit(Hangup(first, "enough"))
+        link.until(lambda: PeerDown in kinds(link.reader, first), "the first one's PeerDown")
+        link.until(lambda: link.source.of(PeerDown), "the same at the source")
+        moves(link, want=3)
+
+
+def test_peers_that_are_lost_together_cost_one_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    with side() as reader, side(seed=1) as source:
+        link = Pair(reader, source, "nixl")
+        peers = [link.of_reader, *(link.connect()[0] for _ in range(3))]
+        for peer in peers:  # exposed: told where to write
+            order = Incoming(peer, 1, [UNIT], [(0, array("q", range(10)))], None, "nixl")
+            reader.transport.submit(order)
+        mover: Mover = reader.transport._mover  # type: ignore[attr-defined]
+        make, made = mover._start, []
+
+        def start() -> Agent:
+            made.append(make())
+            return made[-1]
+
+        monkeypatch.setattr(mover, "_start", start)
+        link.of_reader, link.of_source = link.connect()
+        moves(link, want=2)  # by now all places have been told
+        reader.transport.submit(Hangup(peers[0], "enough"))
+        link.until(lambda: {e.peer for e in reader.of(PeerDown)} >= set(peers), "all PeerDown")
+        link.until(lambda: len(source.of(PeerDown)) == len(peers) + 1, "the same at the source")
+        assert len(made) == 1
+        link.of_reader, link.of_source = link.connect()
+        moves(link, want=3)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_step_that_raises_ends_the_path_but_no_wait() -> None:
+    with side() as reader:
+        mover: Mover = reader.transport._mover  # type: ignore[attr-defined]
+        done, lost = threading.Event(), threading.Event()
+        mover.join(lambda _: lost.set())
+
+        def broken(_: Agent) -> None:
+            raise RuntimeError("injected")
+
+        mover.call(broken, done.set)
+        assert done.wait(30)
+        assert lost.wait(30)
+        assert mover.offer is None
 
 
 # The other side is gone --------------------------------------------------------------------------
@@ -159,7 +272,7 @@ def test_nothing_lands_after_a_peer_is_down(how: signal.Signals) -> None:
 
 
 def test_without_a_new_agent_something_would_land(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Mover, "renew", lambda _self, _reason, done: done())
+    monkeypatch.setattr(Mover, "renew", lambda _self, _offer, _reason, done: done())
     nbytes = 512 << 20
     with process(nbytes) as (source, port), side(nbytes) as reader:
         peer = begin(reader, port, nbytes)
@@ -230,6 +343,15 @@ def test_metadata_that_nixl_cannot_read_ends_the_peer_alone(
         monkeypatch.undo()
         link.of_reader, link.of_source = link.connect()
         moves(link, want=2)
+
+
+def test_metadata_of_another_agent_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    change_offers(monkeypatch, agent="somebody else")
+    with pair() as link:
+        link.want(1, [UNIT], [range(10)])
+        link.send(1, 0, UNIT, range(10))
+        link.until_down()
+        assert "it is another's" in link.source.of(PeerDown)[0].reason
 
 
 def test_an_offer_that_is_none_ends_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from vllm.config import VllmConfig
@@ -18,6 +17,7 @@ from kvconnect.errors import ConfigError, Incompatible
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport import make_transport
 from kvconnect.transport.base import LinkOptions, Memory, Security, Transport
+from kvconnect.transport.security import tls_files
 from kvconnect.types import Rank
 from kvconnect.wire.messages import GroupHello, Hello
 from kvconnect.worker.handoff import HandoffAgent
@@ -27,8 +27,6 @@ from kvconnect.worker.staging import make_memory
 from kvconnect.worker.streams import make_streams
 
 logger = logging.getLogger(__name__)
-
-_TLS_FILES = ("tls.crt", "tls.key", "ca.crt")  # as Kubernetes mounts them
 
 
 def make_handoffs(
@@ -56,7 +54,7 @@ def make_handoffs(
             raise
         logger.warning("this model's KV cache can be offloaded but not handed off: %s", error)
         return None
-    security = Security(read_key(config), config.peers, *_tls_files(config))
+    security = Security(read_key(config), config.peers, *tls_files(config.tls_dir))
     options = LinkOptions(
         connections=config.connections,
         digest=config.digest,
@@ -64,7 +62,7 @@ def make_handoffs(
         local=not (config.key_file or config.peers),
         stall_s=config.deadline_s,
     )
-    memory = ProbedMemory(make_memory(area, config.deadline_s))
+    memory = ProbedMemory(make_memory(area, config.deadline_s), area.device)
     # NIXL does not encrypt: who wants TLS has to ask for NIXL by name.
     name = "tcp" if config.transport == "auto" and config.tls_dir else config.transport
     transport = _make_transport(name, security, options, memory)
@@ -103,16 +101,6 @@ def _listen(transport: Transport, vllm_config: VllmConfig, config: Config) -> tu
     found = transport.listen(host, port)
     logger.info("handing out KV blocks at %s:%d", *found)
     return found
-
-
-def _tls_files(config: Config) -> tuple[str, ...]:
-    if not config.tls_dir:
-        return ("",) * len(_TLS_FILES)
-    paths = [Path(config.tls_dir, name) for name in _TLS_FILES]
-    for path in paths:
-        if not path.is_file():
-            raise ConfigError("tls_dir", config.tls_dir, f"{path.name} is missing in it")
-    return tuple(map(str, paths))
 
 
 def _hello(

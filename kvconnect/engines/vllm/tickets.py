@@ -14,12 +14,12 @@ from typing import Any
 from kvconnect.config import Config
 from kvconnect.errors import ConfigError, Refused
 from kvconnect.plan.instructions import Source
+from kvconnect.transport.security import read_key_file
 from kvconnect.types import TransferId
 from kvconnect.wire.tickets import CARD_KEY, TICKET_KEY, Asked, Ticket, issue, verify
 
 CARD_LIFETIME_S = 120.0  # routers fetch a new one in time; a restart makes it worthless at once
 CARD_EXPIRY_KEY = "kvconnect_card_expires_in"
-_SHORTEST_KEY = 16  # bytes
 
 
 def read_key(config: Config) -> bytes:
@@ -34,14 +34,7 @@ def read_key(config: Config) -> bytes:
         raise ConfigError("key_file", "", "set it beside tls_dir: tickets are signed with it")
     if not config.key_file:
         return b"" if config.peers else _local_key()
-    try:
-        key = Path(config.key_file).read_bytes().strip()
-    except OSError as error:
-        raise ConfigError("key_file", config.key_file, f"make it readable ({error})") from error
-    if len(key) < _SHORTEST_KEY:
-        fix = f"put at least {_SHORTEST_KEY} random bytes in it: openssl rand -hex 32"
-        raise ConfigError("key_file", config.key_file, fix)
-    return key
+    return read_key_file(config.key_file)
 
 
 def _local_key() -> bytes:

@@ -14,6 +14,7 @@ import logging
 import os
 import secrets
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ PACKAGES = ("nixl_cu12", "nixl_cu13")
 """Builds of NIXL, by CUDA version; for CPU memory either will do."""
 
 POLL_US = 1000  # of the progress thread; a notification takes 40 us all the same
+_MAX_MARKS = 1 << 16  # of one connection, not asked for yet
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -56,22 +58,29 @@ class Agent:
         config.pthrDelay = POLL_US
         config.captureTelemetry = True
         config.syncMode = nixl.NIXL_THREAD_SYNC_NONE
-        self._agent: Any = nixl.nixlAgent(name, config)
         self._marks: dict[bytes, set[bytes]] = {}  # that arrived, by session
+        self._met: Counter[str] = Counter()  # connections to each other side
+        try:
+            self._agent: Any = nixl.nixlAgent(name, config)
+            self._create_backend(backend)
+            for area in areas:
+                self._register(area)
+            self.offer = Offer(
+                backend=backend,
+                version=_version(package),
+                agent=name,
+                metadata=self._agent.getLocalMD(),
+            )
+        except self._errors as error:
+            raise ConfigError("transport", package, f"NIXL does not start: {error}") from error
+
+    def _create_backend(self, backend: str) -> None:
         try:
             self._agent.createBackend(backend, {})
         except self._errors as error:
             fix = f"NIXL cannot load this backend ({error}); use one of its plugins: "
             plugins = ", ".join(sorted(self._agent.getAvailPlugins()))
             raise ConfigError("nixl_backend", backend, fix + plugins) from error
-        for area in areas:
-            self._register(area)
-        self.offer = Offer(
-            backend=backend,
-            version=importlib.metadata.version(package),
-            agent=name,
-            metadata=self._agent.getLocalMD(),
-        )
 
     def _register(self, area: Area) -> None:
         kind, device = self._kind(area.device)
@@ -93,12 +102,19 @@ class Agent:
             name: bytes = self._agent.loadRemoteMD(offer.metadata)
         except self._errors as error:
             raise TransferFailed(f"NIXL cannot read the other side's metadata: {error}") from error
-        return name.decode()
+        if name.decode(errors="replace") != offer.agent:
+            raise TransferFailed("NIXL cannot read the other side's metadata: it is another's")
+        self._met[offer.agent] += 1
+        return offer.agent
 
     def part(self, name: str) -> None:
-        """Forget the other side."""
-        if self._agent is None:
+        """Forget the other side, once for each time it was met."""
+        if self._agent is None or not self._met[name]:
             return
+        self._met[name] -= 1
+        if self._met[name]:
+            return  # another connection to the same process still needs it
+        del self._met[name]
         try:
             self._agent.invalidateRemoteMD(name)
         except self._errors as error:
@@ -169,7 +185,9 @@ class Agent:
             except self._errors as error:
                 raise TransferFailed(f"NIXL cannot look for notifications: {error}") from error
             for each in (mark for marks in arrived.values() for mark in marks):
-                self._marks.setdefault(each[: len(session)], set()).add(each)
+                waiting = self._marks.setdefault(each[: len(session)], set())
+                if len(waiting) < _MAX_MARKS:
+                    waiting.add(each)
         found = mark in self._marks.get(session, ())
         if found:
             self._marks[session].discard(mark)
@@ -215,6 +233,13 @@ def find_package(torch: Any, on_device: bool) -> str:
         fix = f"torch is built for CUDA {cuda}: pip install {wanted.replace('_', '-')}"
         raise ConfigError("transport", installed[0], fix)
     return installed[0]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def _load(package: str) -> Any:

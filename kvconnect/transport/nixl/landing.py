@@ -24,7 +24,7 @@ _ENDED_WANTS = 4096  # the source learns of an end within a round trip; this is 
 @dataclass(eq=False)
 class _Want:
     order: Incoming
-    left: int  # wire blocks that have not landed
+    left: int  # wire blocks that may still land
     plain: bool = False
     placed: bool = False  # the source was told where it goes: it may be written to
     ended: bool = False  # cancelled here: nothing of it is an event any more
@@ -35,7 +35,7 @@ class _Want:
     @property
     def exposed(self) -> bool:
         """Whether the source may write to its places now."""
-        return self.placed and not self.plain and not self.stopped and self.left > 0
+        return self.placed and not self.plain and not self.stopped
 
 
 class Landings:
@@ -49,7 +49,8 @@ class Landings:
         self._closed = False
         self._wants: dict[int, _Want] = {}
         self._ended: dict[int, None] = {}  # oldest first
-        self._units: list[Sequence[Unit]] = []  # that the source was told of, by number
+        # For the thread that prepares: lists of units by number, and whether the source has them.
+        self._units: list[tuple[Sequence[Unit], bool]] = []
 
     def settle(self, period: int) -> None:
         """Set the agreed digest period; before anything else."""
@@ -63,9 +64,9 @@ class Landings:
                 return
             self._wants[order.want] = want
         if want.plain:
-            self._go_plain(want)
+            self._tell_place(want, None)
         else:
-            self._mover.prepare(partial(self._place, want), self._line.fail)
+            self._mover.prepare("landings", partial(self._place, want), self._line.fail)
 
     def cancel(self, number: int) -> bool:
         """End a want; say False if there is none of that number. ``Quiet`` follows."""
@@ -82,8 +83,7 @@ class Landings:
                 want.waits.enter_context(self._line.watch.over(number, 0))
         if want.plain:
             self._line.cancel_plain(number)
-        if want.placed:
-            self._line.say(Stop(want=number))
+        self._line.say(Stop(want=number))  # also of one without a place: its pages are not held
         self._fall_quiet(want)
         return True
 
@@ -92,7 +92,7 @@ class Landings:
         with self._lock:
             want = self._wants.get(number)
             if want is None:
-                return  # it had landed whole
+                return  # it had no place
             if not want.ended:
                 raise ProtocolError(f"want {number} stopped, which was not asked for")
             want.stopped = True
@@ -113,6 +113,9 @@ class Landings:
             if want.plain or not want.placed:
                 raise ProtocolError(f"pages of want {landed.want}, which has no place yet")
             self._check(want.order, landed)
+            want.left -= landed.count
+            if want.left < 0:
+                raise ProtocolError(f"more pages of want {landed.want} than were asked for")
             want.busy += 1
         waiting = ExitStack()
         waiting.enter_context(self._line.watch.over(landed.want, 0))
@@ -129,11 +132,6 @@ class Landings:
             want.waits.close()
         return any(want.exposed for want in wants.values())
 
-    def _go_plain(self, want: _Want) -> None:
-        want.placed = want.plain = True
-        self._line.plain(want.order)
-        self._line.say(Plain(want=want.order.want))
-
     def _place(self, want: _Want) -> None:
         """Tell the source where a want goes, once the device is done with these places."""
         order = want.order
@@ -141,36 +139,44 @@ class Landings:
             order.fence.wait()
         number = self._number_of(order.units)
         if number is None:
-            want.plain = True
-            self._go_plain(want)
+            self._tell_place(want, None)
             return
         chosen: dict[bytes, int] = {}
         spans = [
             (first, chosen.setdefault(ids.tobytes(), len(chosen))) for first, ids in order.spans
         ]
         places = Places(want=order.want, units=number, spans=spans, ids=list(chosen))
+        fits = len(rails.encode(places)) <= MAX_NOTE
+        self._tell_place(want, places if fits else None)
+
+    def _tell_place(self, want: _Want, places: Places | None) -> None:
+        """Let the source send a want, by the data connections if it has no places."""
         with self._lock:
             if want.ended or self._closed:
                 return
-            if len(rails.encode(places)) > MAX_NOTE:
-                want.plain = True  # more block numbers than a note has room for
-            want.placed = True
-        if want.plain:
-            self._go_plain(want)
-        else:
-            self._line.say(places)
+            want.placed, want.plain = True, places is None
+            if want.plain:  # under the lock, so that a cancel comes before or after it
+                self._line.plain(want.order)
+        self._line.say(places or Plain(want=want.order.want))
 
     def _number_of(self, units: Sequence[Unit]) -> int | None:
-        """Return the number that the source knows a list of units by; None if it knows too many."""
-        for number, known in enumerate(self._units):
+        """Return the number that the source knows a list of units by; None if it is too much to
+        tell."""
+        for number, (known, told) in enumerate(self._units):
             if known is units or known == units:
-                return number
-        if len(self._units) == rails.MAX_UNIT_LISTS:
+                return number if told else None
+        number = len(self._units)
+        if number == rails.MAX_UNIT_LISTS:
             return None
-        self._units.append(units)
-        number = len(self._units) - 1
-        self._line.say(Units(number=number, units=list(map(self._describe, units))))
-        return number
+        notes = [
+            Units(number=number, first=first, units=[self._describe(unit)])
+            for first, unit in enumerate(units)
+        ]
+        told = all(len(rails.encode(note)) <= MAX_NOTE for note in notes)
+        self._units.append((units, told))
+        for note in notes if told else ():
+            self._line.say(note)
+        return number if told else None
 
     def _describe(self, unit: Unit) -> UnitPlace:
         area = self._line.pages().area_of(unit)
@@ -208,7 +214,7 @@ class Landings:
             self._line.fail(str(error))
             return True
         waiting.close()
-        self._mover.prepare(partial(self._verify, want, landed), self._line.fail)
+        self._mover.prepare("landings", partial(self._verify, want, landed), self._line.fail)
         return True
 
     def _verify(self, want: _Want, landed: Landed) -> None:
@@ -222,7 +228,6 @@ class Landings:
             bad = _differing(landed, ours, self._period)
         with self._lock:
             want.busy -= 1
-            want.left -= landed.count
             if not (want.ended or self._closed):
                 self._line.events.put(
                     Received(
@@ -241,7 +246,7 @@ class Landings:
     def _fall_quiet(self, want: _Want) -> None:
         number = want.order.want
         with self._lock:
-            over = want.ended and (want.stopped or want.left <= 0) and not want.busy
+            over = want.ended and want.stopped and not want.busy
             if not over or self._wants.get(number) is not want:
                 return
             del self._wants[number]

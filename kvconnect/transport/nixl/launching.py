@@ -17,10 +17,14 @@ from kvconnect.transport.nixl.mover import Mover
 from kvconnect.transport.nixl.runs import Place, check_place, paired, runs_of
 from kvconnect.transport.nixl.writes import Write, Writes
 from kvconnect.transport.tcp.line import Line
-from kvconnect.wire.rails import MAX_UNIT_LISTS, Offer, Places, Stopped, UnitPlace, Units
+from kvconnect.wire.rails import MAX_UNITS, Offer, Places, Stopped, UnitPlace, Units
 
-MAX_WRITE_BYTES = 32 << 20  # what a cancelled want may still wait for
+MAX_WRITE_BYTES = 32 << 20
+MAX_WRITE_BLOCKS = 1 << 16  # whose digests fit into one message
+MAX_WRITE_RUNS = 1 << 18
 _MAX_WANTS = 4096  # of one reader
+_MAX_ID_BYTES = 64 << 20  # of all its wants
+_MAX_SEGMENT_BYTES = 64 << 20
 _STOPPED_WANTS = 4096
 
 
@@ -36,6 +40,7 @@ class _Want:
     plain: bool = False
     stopped: bool = False  # by the reader
     cancelled: bool = False  # here
+    id_bytes: int = 0
     busy: int = 0  # writes that are prepared or under way
     held: list[Outgoing] = field(default_factory=list)
     waits: ExitStack = field(default_factory=ExitStack)  # for the reader's word
@@ -62,6 +67,7 @@ class Launches:
         self._wants: dict[int, _Want] = {}
         self._stopped: dict[int, None] = {}  # oldest first
         self._units: dict[int, list[Place]] = {}
+        self._segment_bytes = 0
         self._writes = Writes(line, mover)
 
     def settle(self, theirs: Offer, period: int) -> None:
@@ -94,22 +100,23 @@ class Launches:
             if self._closed:
                 return
             want = self._wants.get(number)
-            if want is None or not (want.plain or want.busy):
-                self._line.events.put(Quiet(self._line.peer, number))
-            if want is None:
-                return
-            want.held.clear()
-            want.waits.close()
-            want.cancelled = True
-        if want.plain:
+            if want is not None:
+                want.held.clear()
+                want.waits.close()
+                want.cancelled = True
+                if not (want.plain or want.busy):
+                    self._line.events.put(Quiet(self._line.peer, number))
+        if want is None or want.plain:  # the reader may have ended a plain one already
             self._line.cancel_plain(number)
 
     def on_units(self, message: Units) -> None:
         """The reader describes a list of units; raises :class:`ProtocolError` if it cannot be."""
-        if message.number in self._units or len(self._units) >= MAX_UNIT_LISTS:
-            raise ProtocolError(f"units number {message.number}, after {len(self._units)} others")
-        places = list(map(_place, message.units))
-        self._units[message.number] = places
+        known = self._units.setdefault(message.number, [])
+        self._segment_bytes += sum(len(unit.segments) for unit in message.units)
+        too_many = len(known) + len(message.units) > MAX_UNITS
+        if message.first != len(known) or too_many or self._segment_bytes > _MAX_SEGMENT_BYTES:
+            raise ProtocolError(f"units from {message.first} on, after {len(known)} others")
+        known += map(_place, message.units)
 
     def on_places(self, message: Places) -> None:
         """The reader says where a want goes; raises :class:`ProtocolError` if it cannot be."""
@@ -127,11 +134,12 @@ class Launches:
                 _Span(place, first, lists[index])
                 for place, (first, index) in zip(places, message.spans, strict=True)
             ],
+            sum(map(len, message.ids)),
         )
 
     def on_plain(self, number: int) -> None:
         """The reader wants this over the data connections."""
-        self._answer(number, None)
+        self._answer(number, None, 0)
 
     def on_stop(self, number: int) -> None:
         """The reader wants no more of this: say when nothing can land any more."""
@@ -163,13 +171,16 @@ class Launches:
                 want.waits.close()
             self._wants.clear()
 
-    def _answer(self, number: int, spans: list[_Span] | None) -> None:
+    def _answer(self, number: int, spans: list[_Span] | None, id_bytes: int) -> None:
         with self._lock:
             if number in self._stopped or self._closed:
                 return
             want = self._wants.setdefault(number, _Want())
             if want.spans is not None or want.plain or len(self._wants) > _MAX_WANTS:
                 raise ProtocolError(f"places of want {number}, of {len(self._wants)}")
+            if sum(each.id_bytes for each in self._wants.values()) + id_bytes > _MAX_ID_BYTES:
+                raise ProtocolError(f"{id_bytes} bytes of block numbers, and many before")
+            want.id_bytes = id_bytes
             want.spans, want.plain = spans, spans is None
             want.waits.close()
             held, want.held = want.held, []
@@ -182,7 +193,8 @@ class Launches:
         if want.plain:
             self._line.plain(order)
             return
-        self._mover.prepare(partial(self._prepare, _Shipment(want, order)), self._line.fail)
+        work = partial(self._prepare, _Shipment(want, order))
+        self._mover.prepare("launches", work, self._line.fail)
 
     def _prepare(self, shipment: _Shipment) -> None:
         """Work out the writes of an order, once the device has its pages."""
@@ -199,7 +211,7 @@ class Launches:
             raise ProtocolError(f"blocks {order.first} on, the reader asked for others")
         if span.place.unit.block_bytes != order.unit.block_bytes:
             raise ProtocolError(f"blocks of {order.unit.block_bytes} bytes, the reader's differ")
-        step = max(1, MAX_WRITE_BYTES // order.unit.block_bytes)
+        step = _blocks_per_write(order.unit, span.place.unit)
         starts = range(0, count, step)
         with self._lock:
             shipment.left = len(starts)
@@ -245,6 +257,12 @@ class Launches:
                 del self._wants[number]  # once: from then on nothing is sent for it
         if want.stopped:
             self._line.say(Stopped(want=number))
+
+
+def _blocks_per_write(here: Unit, there: Unit) -> int:
+    runs = sum(len(unit.segments) // (3 * unit.phases) for unit in (here, there))
+    step = min(MAX_WRITE_BYTES // here.block_bytes, MAX_WRITE_RUNS // runs, MAX_WRITE_BLOCKS)
+    return max(1, step)
 
 
 def _place(unit: UnitPlace) -> Place:

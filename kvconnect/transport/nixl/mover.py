@@ -1,8 +1,9 @@
-"""The two threads behind all NIXL paths of one transport.
+"""The threads behind all NIXL paths of one transport.
 
 One makes every call into NIXL, which is not thread-safe, and asks again and again for what is under
-way: often at first, once per millisecond later, not at all when nothing is. The other does what may
-take long before and after: waiting for the device, working out addresses, hashing pages.
+way: often at first, once per millisecond later, not at all when nothing is. Two others do what may
+take long before and after, for what is sent and what is received: waiting for the device, working
+out addresses, hashing pages.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Literal
 
 from kvconnect.errors import KVConnectError
 from kvconnect.transport.base import Area
@@ -28,13 +30,15 @@ Step = Callable[[Agent], None]
 Check = Callable[[Agent], bool]
 """Says whether it is over and need not be asked again."""
 
+Half = Literal["launches", "landings"]
+
 
 def _nothing() -> None:
     """Follow no step."""
 
 
 class Mover:
-    """Owns the agent and both threads. All methods but ``watch`` are for any thread.
+    """Owns the agent and the threads. All methods but ``watch`` are for any thread.
 
     Steps and checks handle their own failures; work may raise :class:`KVConnectError`, which goes
     to the function given with it.
@@ -49,16 +53,22 @@ class Mover:
         self.offer: Offer | None = self._agent.offer
         self._changed = threading.Condition()
         self._steps: deque[tuple[Step, Callable[[], None]]] = deque()
-        self._work: deque[Callable[[], None]] = deque()
+        self._work: dict[Half, deque[Callable[[], None]]] = {
+            "launches": deque(),
+            "landings": deque(),
+        }
         self._checks: list[Check] = []
         self._losers: list[Callable[[str], None]] = []
         self._closing = self._dead = False
+        turns: dict[str, Callable[[], None]] = {"moves": self._move}
+        turns |= {half: partial(self._prepare, half) for half in self._work}
         self._threads = [
-            threading.Thread(target=self._run, args=(turn,), name=f"kvconnect-nixl-{what}")
-            for turn, what in ((self._move, "moves"), (self._prepare, "pages"))
+            threading.Thread(
+                target=self._run, args=(turn,), name=f"kvconnect-nixl-{name}", daemon=True
+            )
+            for name, turn in turns.items()
         ]
         for thread in self._threads:
-            thread.daemon = True
             thread.start()
 
     def call(self, step: Step, done: Callable[[], None] = _nothing) -> None:
@@ -75,10 +85,11 @@ class Mover:
         """Ask again until it is over. For steps and checks."""
         self._checks.append(check)
 
-    def prepare(self, work: Callable[[], None], failed: Callable[[str], None]) -> None:
-        """Have work done that may take long, in the order of calls."""
+    def prepare(self, half: Half, work: Callable[[], None], failed: Callable[[str], None]) -> None:
+        """Have work done that may take long, in the order of calls; ``failed`` gets the reason if
+        it raises."""
         with self._changed:
-            self._work.append(partial(_guarded, work, failed))
+            self._work[half].append(partial(_guarded, work, failed))
             self._changed.notify_all()
 
     def join(self, lost: Callable[[str], None]) -> Offer | None:
@@ -97,23 +108,26 @@ class Mover:
             if lost in self._losers:
                 self._losers.remove(lost)
 
-    def renew(self, reason: str, done: Callable[[], None]) -> None:
-        """End the agent, so that no write can land any more, and start another one.
+    def renew(self, exposed: Offer | None, reason: str, done: Callable[[], None]) -> None:
+        """End the agent that made the offer ``exposed``, so that no write can land any more, and
+        start another one, unless that has happened since.
 
         A peer that was lost may have writes under way, in its machine or the network. Its
         connections end with this side's agent; nothing less proves that they have.
         """
-        self.call(partial(self._replace, reason), done)
+        self.call(partial(self._replace, exposed, reason), done)
 
     def close(self) -> None:
-        """End both threads and the agent. Idempotent."""
+        """End the threads and the agent. Idempotent."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         for thread in self._threads:
             thread.join(_CLOSE_S)
 
-    def _replace(self, reason: str, agent: Agent) -> None:
+    def _replace(self, exposed: Offer | None, reason: str, agent: Agent) -> None:
+        if agent.offer is not exposed:
+            return  # several peers were lost together
         logger.warning("starting a new NIXL agent: %s", reason)
         self._checks.clear()
         agent.close()
@@ -137,7 +151,7 @@ class Mover:
             turn()
         finally:
             with self._changed:
-                self._closing = True  # the other thread is of no use alone
+                self._closing = True  # the others are of no use without it
                 self._changed.notify_all()
             if threading.current_thread() is self._threads[0]:
                 self._end()
@@ -161,26 +175,37 @@ class Mover:
                 if self._closing and not step:
                     return
             if step:
-                step[0](self._agent)
-                step[1]()
+                self._make(*step)
             checks, self._checks = self._checks, []
             left = [check for check in checks if not check(self._agent)]
             moved = step or len(left) < len(checks)
             pause = _SHORTEST_S if moved else min(2 * pause, _LONGEST_S)
             self._checks += left
 
-    def _prepare(self) -> None:
+    def _make(self, step: Step, done: Callable[[], None]) -> None:
+        try:
+            step(self._agent)
+        except BaseException:
+            with self._changed:  # ``done`` is called once the agent is gone
+                self._steps.appendleft((step, done))
+            raise
+        done()
+
+    def _prepare(self, half: Half) -> None:
+        queue = self._work[half]
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._work or self._closing)
+                self._changed.wait_for(lambda: queue or self._closing)
                 if self._closing:
                     return
-                work = self._work.popleft()
+                work = queue.popleft()
             work()
 
 
 def _guarded(work: Callable[[], None], failed: Callable[[str], None]) -> None:
     try:
         work()
-    except KVConnectError as error:
-        failed(str(error))
+    except Exception as error:  # boundary: pages of one peer must not end the path of all
+        if not isinstance(error, KVConnectError):
+            logger.exception("pages over NIXL")
+        failed(f"{type(error).__name__}: {error}")

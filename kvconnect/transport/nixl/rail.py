@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from kvconnect.errors import Misuse, ProtocolError
+from kvconnect.errors import ProtocolError
 from kvconnect.transport.base import Incoming, Outgoing
 from kvconnect.transport.nixl.agent import Agent
 from kvconnect.transport.nixl.landing import Landings
@@ -50,11 +50,11 @@ class NixlRail:
         if not self.lacking:
             self._launches.settle(rails.decode_offer(theirs), period)
             self._landings.settle(period)
-        with self._lock:
+        with self._lock:  # kept, so that a cancel comes before or after an order
             self._usable = not self.lacking
             early, self._early = self._early, []
-        for order in early:
-            self.submit(order)
+            for order in early:
+                self._route(order)
 
     def submit(self, order: Order) -> None:
         """Take an order."""
@@ -62,10 +62,14 @@ class NixlRail:
             if self._usable is None:
                 self._early.append(order)
                 return
+        self._route(order)
+
+    def _route(self, order: Order) -> None:
         if not self._usable:
             if isinstance(order, Incoming) and order.path != "tcp":
-                raise Misuse(f"{order.path} is no path to this peer")
-            self._line.plain(order)
+                self._line.fail(f"{order.path} is no path to this peer: {self.lacking}")
+            else:
+                self._line.plain(order)
         elif isinstance(order, Incoming):
             self._landings.expect(order)
         else:
@@ -108,7 +112,8 @@ class NixlRail:
         exposed = self._landings.close()
         if exposed:
             self._mover.call(self._end)
-            self._mover.renew(f"{self._line.name} was lost while it wrote here: {reason}", done)
+            why = f"{self._line.name} was lost while it wrote here: {reason}"
+            self._mover.renew(self._offer, why, done)
         else:
             self._mover.call(self._end, done)
 

@@ -42,7 +42,12 @@ def check_place(place: Place) -> None:
     table = _table(unit)
     lengths = table[..., 2]
     too_long = lengths.max() > unit.block_bytes  # and their sum might overflow
-    if table.min() < 0 or too_long or (lengths.sum(axis=1) != unit.block_bytes).any():
+    if (
+        table.min() < 0
+        or lengths.min() < 1
+        or too_long
+        or (lengths.sum(axis=1) != unit.block_bytes).any()
+    ):
         raise ProtocolError(f"segments that do not make {unit.block_bytes} bytes")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,6 +16,9 @@ from kvconnect.transport.nixl.mover import Mover
 from kvconnect.transport.nixl.runs import Ints
 from kvconnect.transport.tcp.line import Line
 from kvconnect.wire.rails import Landed, Offer
+
+ROOM = 4
+"""Writes of one peer under way: enough to keep it busy, few enough to be cancelled soon."""
 
 
 @dataclass(eq=False)
@@ -53,13 +57,23 @@ class Writes:
         self._mover = mover
         self._name = ""
         self._under_way: dict[Write, Agent] = {}
+        self._queue: deque[Write] = deque()
         self._started = 0
 
     def start(self, write: Write, agent: Agent) -> None:
-        """Begin to write, unless nobody wants it any more."""
-        if write.dropped():
-            write.over(None)
-            return
+        """Begin to write when its turn comes, unless nobody wants it any more then."""
+        self._queue.append(write)
+        self._go_on(agent)
+
+    def _go_on(self, agent: Agent) -> None:
+        while self._queue and len(self._under_way) < ROOM:
+            write = self._queue.popleft()
+            if write.dropped():
+                write.over(None)
+            else:
+                self._begin(write, agent)
+
+    def _begin(self, write: Write, agent: Agent) -> None:
         write.started = time.perf_counter()
         write.watched.enter_context(self._line.watch.over(write.order.want, write.nbytes))
         self._started += 1
@@ -83,6 +97,7 @@ class Writes:
             owner.release(write.handle)
             write.watched.close()
         self._under_way.clear()
+        self._queue.clear()
         if self._name:
             agent.part(self._name)
 
@@ -112,4 +127,5 @@ class Writes:
         )
         self._line.say(landed)
         write.over(write.started)
+        self._go_on(agent)
         return True

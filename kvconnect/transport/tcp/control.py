@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
-from kvconnect.errors import ProtocolError
+from kvconnect.errors import KVConnectError, ProtocolError
 from kvconnect.transport.tcp.handshake import READ, WRITE
 from kvconnect.transport.tcp.loop import Loop
 from kvconnect.transport.tcp.sockets import read_some, shut, write_some
@@ -82,6 +82,8 @@ class Control:
                     self._on_note(note)
         except ProtocolError as error:
             self._on_end(f"broke the protocol: {error}")
+        except KVConnectError as error:  # only this peer's notes show it
+            self._on_end(f"{type(error).__name__}: {error}")
 
     def _on_ready(self, mask: int) -> None:
         try:

@@ -27,7 +27,7 @@ from kvconnect.transport.tcp.traffic import Traffic
 from kvconnect.transport.tcp.watch import Watch
 from kvconnect.wire import rails
 from kvconnect.wire.auth import Opening
-from kvconnect.wire.codec import RailNote, pack_greeting, stricter, unpack_greeting
+from kvconnect.wire.codec import MAX_NOTE, RailNote, pack_greeting, stricter, unpack_greeting
 
 logger = logging.getLogger(__name__)
 
@@ -270,7 +270,12 @@ def _line(peer: Peer, shared: Shared) -> Line:
     """Return what a rail gets of a peer."""
 
     def say(message: rails.RailMessage) -> None:
-        shared.loop.call(partial(peer.note, RailNote(rails.encode(message))))
+        note = RailNote(rails.encode(message))
+        if len(note) > MAX_NOTE:
+            kind = type(message).__name__
+            shared.loop.call(partial(peer.fail, f"{kind} of {len(note)} bytes is too long to send"))
+        else:
+            shared.loop.call(partial(peer.note, note))
 
     return Line(
         peer=peer.number,
