@@ -111,7 +111,7 @@ class Engine:
         transport = make_transport(
             "tcp", Security(key=self.key), LinkOptions(digest=self.digest, dead_after_s=3.0)
         )
-        transport.register(ProbedMemory(memory))
+        transport.register(ProbedMemory(memory, raw.device))
         address = transport.listen("127.0.0.1", 0) if self.sends else None
         links = Links(hello, (pages,), transport, OffloadingConnectorStats(), Choice())
         self.caches.append(cache)

@@ -183,12 +183,14 @@ class Mover:
             self._checks += left
 
     def _make(self, step: Step, done: Callable[[], None]) -> None:
+        made = False
         try:
             step(self._agent)
-        except BaseException:
-            with self._changed:  # ``done`` is called once the agent is gone
-                self._steps.appendleft((step, done))
-            raise
+            made = True
+        finally:
+            if not made:
+                with self._changed:  # ``done`` is called once the agent is gone
+                    self._steps.appendleft((step, done))
         done()
 
     def _prepare(self, half: Half) -> None:
