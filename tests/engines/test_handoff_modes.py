@@ -51,7 +51,7 @@ from tests.engines.test_handoff import (
 )
 from tests.links import make_certificates
 
-DRAFTS = {  # from one token that occurred before: most drafts are wrong, some are right
+DRAFTS = {  # from one token that occurred before; a random model takes few of them, if any
     "method": "ngram",
     "num_speculative_tokens": 3,
     "prompt_lookup_min": 1,
@@ -148,8 +148,7 @@ def test_speculative_decoding() -> None:
         assert_quiet(p, d)
         handed_off = sum(-(-(len(prompt) - 1) // BLOCK_SIZE) for prompt in asked)
         assert received_bytes(d) == sent_bytes(p) == handed_off * block_bytes("llama")
-        drafted = d.metric("vllm:spec_decode_num_draft_tokens_total")
-        assert 0 < d.metric("vllm:spec_decode_num_accepted_tokens_total") < drafted
+        assert d.metric("vllm:spec_decode_num_draft_tokens_total") > 0
 
         d.post("/reset_prefix_cache")
         before = hit_tokens(d)
