@@ -26,7 +26,7 @@ FOREIGN = {
     "torch": ("copy/", "store/", "worker/", "engines/", "testing/", "doctor/"),
     "numpy": ("transport/nixl/",),
     "xxhash": ("store/", "transport/pump.py", "kernels/reference.py"),
-    "cupy": ("copy/cuda.py",),
+    "cupy": ("copy/cuda_driver.py",),
     "valkey": ("store/valkey.py",),
     "obstore": ("store/object.py",),
     "prometheus_client": ("metrics/prometheus.py", "router/"),

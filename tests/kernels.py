@@ -22,7 +22,7 @@ from kvconnect import kernels
 HERE = Path(__file__).parent / "unit" / "kernels"
 SOURCES = Path(kernels.__file__).parent
 
-Argument = ctypes.c_void_p | ctypes.c_longlong | ctypes.c_int
+Argument = ctypes.c_void_p | ctypes.c_longlong
 
 
 @cache

@@ -21,9 +21,6 @@ KERNELS = {
 }
 """Kernel -> the family it is in."""
 
-ARCHITECTURES = (80, 86, 89, 90, 100)
-"""Compute capabilities (times ten) of the fat binary; PTX of the newest serves what comes later."""
-
 PIECE_BYTES = 8 << 10
 """Longest row of a table: a warp has 4 KiB on its way at a time, and many share a long run."""
 

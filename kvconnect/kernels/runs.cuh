@@ -65,10 +65,10 @@ __device__ __forceinline__ void copy_run(u8 *to, const u8 *from, i64 length, int
 }
 
 /* Groups of `lanes` threads take runs in turn; this thread's group is number `first_group()`. */
-__device__ __forceinline__ i64 first_group(int lanes) {
+__device__ __forceinline__ i64 first_group(i64 lanes) {
     return ((i64)blockIdx.x * blockDim.x + threadIdx.x) / lanes;
 }
 
-__device__ __forceinline__ i64 num_groups(int lanes) {
+__device__ __forceinline__ i64 num_groups(i64 lanes) {
     return (i64)gridDim.x * blockDim.x / lanes;
 }

@@ -21,7 +21,7 @@ from tests.kernels import address, launch_on_host
 xxhash = pytest.importorskip("xxhash")
 
 POISON = 0xA5
-long_, int_ = ctypes.c_longlong, ctypes.c_int
+long_ = ctypes.c_longlong
 
 
 def page_table(segments: list[Segment], piece: int = kernels.PIECE_BYTES) -> array[int]:
@@ -52,7 +52,7 @@ def move(name: str, memories: tuple[bytearray, bytearray], numbers: dict[str, ob
             address(ids),
             long_(len(ids) // per_id),
             long_(numbers["size"]),  # type: ignore[arg-type]
-            int_(numbers["lanes"]),  # type: ignore[arg-type]
+            long_(numbers["lanes"]),  # type: ignore[arg-type]
         ],
         seed=5,
     )

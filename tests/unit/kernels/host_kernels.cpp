@@ -10,17 +10,17 @@
 
 template <typename T> static T value(void **a, int i) { return *(T *)a[i]; }
 
-template <void (*kernel)(u8 *, u8 *, const Run *, i64, const i64 *, i64, i64, int)>
+template <void (*kernel)(u8 *, u8 *, const Run *, i64, const i64 *, i64, i64, i64)>
 static void pages(void **a) {
     kernel(value<u8 *>(a, 0), value<u8 *>(a, 1), value<const Run *>(a, 2), value<i64>(a, 3),
-           value<const i64 *>(a, 4), value<i64>(a, 5), value<i64>(a, 6), value<int>(a, 7));
+           value<const i64 *>(a, 4), value<i64>(a, 5), value<i64>(a, 6), value<i64>(a, 7));
 }
 
-template <void (*kernel)(u8 *, u8 *, const Run *, i64, i64, const i64 *, i64, i64, int)>
+template <void (*kernel)(u8 *, u8 *, const Run *, i64, i64, const i64 *, i64, i64, i64)>
 static void blocks(void **a) {
     kernel(value<u8 *>(a, 0), value<u8 *>(a, 1), value<const Run *>(a, 2), value<i64>(a, 3),
            value<i64>(a, 4), value<const i64 *>(a, 5), value<i64>(a, 6), value<i64>(a, 7),
-           value<int>(a, 8));
+           value<i64>(a, 8));
 }
 
 static void digest(void **a) {

@@ -1,0 +1,335 @@
+"""The copier for CUDA devices over a driver that works on host memory and fails on demand."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+xxhash = pytest.importorskip("xxhash")
+
+from kvconnect import copy, kernels  # noqa: E402
+from kvconnect.copy import cuda_driver  # noqa: E402
+from kvconnect.copy.calibrate import Choice  # noqa: E402
+from kvconnect.copy.cuda import CudaCopier  # noqa: E402
+from kvconnect.copy.cuda_driver import kernel_source  # noqa: E402
+from kvconnect.copy.reference import ReferenceCopier  # noqa: E402
+from kvconnect.errors import Incompatible, Misuse, TransferFailed  # noqa: E402
+from kvconnect.geometry import Geometry, GroupGeometry, Segment  # noqa: E402
+from tests.fake_driver import FakeDriver  # noqa: E402
+
+BLOCKS, SLOTS = 7, 9
+SEGMENTS = (Segment(3, 700, 700), Segment(5000, 401, 400), Segment(8000, 16, 16))
+GEOMETRY = Geometry((GroupGeometry(SEGMENTS, BLOCKS), GroupGeometry((Segment(0, 64, 48),), 5)))
+KERNEL, DMA = Choice(1 << 30, 1 << 30), Choice(0, 0)
+ways = pytest.mark.parametrize("choice", [KERNEL, DMA], ids=["kernel", "dma"])
+
+
+def memories(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    area = torch.randint(0, 256, (9000,), dtype=torch.uint8, generator=generator)
+    size = (SLOTS * GEOMETRY.slot_bytes,)
+    return area, torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
+
+
+def made(choice: Choice, driver: FakeDriver | None = None) -> tuple[CudaCopier, torch.Tensor]:
+    area, arena = memories()
+    return CudaCopier(area, arena, GEOMETRY, driver or FakeDriver(), choice), arena
+
+
+@ways
+@pytest.mark.parametrize("group", [0, 1])
+def test_it_matches_the_reference_byte_for_byte(choice: Choice, group: int) -> None:
+    results = []
+    for kind in (lambda *a: CudaCopier(*a, FakeDriver(), choice), ReferenceCopier):
+        area, arena = memories()
+        copier = kind(area, arena, GEOMETRY)
+        copier.store(group, [4, 0, 2], [8, 1, 3])
+        stored = arena.clone()
+        copier.load(group, range(3), [3, 8, 0])
+        results.append((stored, arena, area))
+    for found, wanted in zip(*results, strict=True):
+        assert torch.equal(found, wanted)
+    untouched = memories()
+    assert not torch.equal(results[0][1], untouched[1])  # negative control: something moved
+    assert not torch.equal(results[0][2], untouched[0])
+
+
+@ways
+def test_starting_a_copy_waits_for_nothing(choice: Choice) -> None:
+    driver = FakeDriver()
+    copier, _ = made(choice, driver)
+    driver.calls.clear()
+    copier.enqueue_store(0, [1, 2], [0, 1])
+    copier.enqueue_load(0, [1, 2], [0, 1])
+    copier.enqueue_digests(0, [1, 2])
+    assert "synchronize" not in driver.calls
+    copier.store(0, [1], [0])
+    assert driver.calls[-1] == "synchronize"  # negative control
+
+
+def test_only_loads_may_read_their_source_early() -> None:
+    driver = FakeDriver()
+    copier, _ = made(DMA, driver)
+    copier.enqueue_store(0, [1], [0])
+    copier.enqueue_load(0, [1], [0])
+    assert driver.batches == [False, True]
+
+
+def test_the_way_depends_on_direction_and_page_size() -> None:
+    copier, _ = made(Choice(store=48, load=400))
+    assert [copier.way("store", g) for g in (0, 1)] == ["dma", "kernel"]
+    assert [copier.way("load", g) for g in (0, 1)] == ["kernel", "kernel"]
+
+
+@ways
+@pytest.mark.parametrize(
+    ("group", "blocks", "slots", "why"),
+    [
+        (2, [0], [0], "group 2"),
+        (0, [0, 1], [0], "2 blocks but 1 slots"),
+        (0, [BLOCKS], [0], f"block {BLOCKS}"),
+        (0, [0], [-1], "slot -1"),
+    ],
+)
+def test_misuse_is_named_before_a_call(
+    choice: Choice, group: int, blocks: list[int], slots: list[int], why: str
+) -> None:
+    driver = FakeDriver()
+    copier, _ = made(choice, driver)
+    driver.calls.clear()
+    for call in (copier.store, copier.load, copier.enqueue_store, copier.enqueue_load):
+        with pytest.raises(Misuse, match=why):
+            call(group, blocks, slots)
+    assert driver.calls == []
+    copier.enqueue_store(0, [], [])
+    assert driver.calls == []  # no pairs, nothing to do
+
+
+@ways
+def test_every_call_that_fails_is_a_failed_transfer(choice: Choice) -> None:
+    """Whatever the driver refuses, and whichever call it is; afterwards it works again."""
+
+    def work(driver: FakeDriver) -> None:
+        copier, _ = made(choice, driver)
+        copier.store(0, [1, 2], [0, 1])
+        copier.load(0, [1, 2], [0, 1])
+        copier.enqueue_digests(0, [1])
+
+    healthy = FakeDriver()
+    work(healthy)
+    assert len(healthy.calls) >= 8
+    for number in range(len(healthy.calls)):
+        for lost in (False, True):
+            with pytest.raises(TransferFailed, match=f"call {number} "):
+                work(FakeDriver(number, lost))
+    copier, arena = made(choice, driver := FakeDriver())
+    driver.fail_at = len(driver.calls)
+    with pytest.raises(TransferFailed):
+        copier.store(0, [1], [0])
+    copier.store(0, [1], [0])
+    assert torch.equal(arena[:700], memories()[0][703:1403])
+
+
+def test_digests_are_those_of_the_slots() -> None:
+    copier, arena = made(KERNEL)
+    copier.store(0, [5, 1], [2, 0])
+    digests = copier.enqueue_digests(0, [5, 1])
+    assert digests is not None
+    size = GEOMETRY.groups[0].block_bytes
+    slots = [arena[s * GEOMETRY.slot_bytes :][:size] for s in (2, 0)]
+    hashes = [xxhash.xxh3_64_intdigest(slot.numpy().tobytes()) for slot in slots]
+    assert digests().tolist() == hashes
+    assert hashes[0] != hashes[1]  # negative control
+    assert copier.enqueue_digests(1, [0]) is None  # 48 bytes: for the host
+    assert ReferenceCopier(*memories(), GEOMETRY).enqueue_digests(0, [1]) is None
+
+
+def test_memory_with_gaps_is_refused() -> None:
+    area, arena = memories()
+    wide = torch.zeros(2 * len(area), dtype=torch.uint8)[::2]
+    with pytest.raises(Misuse, match="contiguous"):
+        CudaCopier(wide, arena, GEOMETRY, FakeDriver(), DMA)
+
+
+# Choosing a copier ------------------------------------------------------------------------------
+
+
+class OnDevice:
+    """A CPU tensor that says it lies on a CUDA device, page-locked where asked."""
+
+    device = torch.device("cuda:0")
+    is_cuda = False
+
+    def __init__(self, tensor: torch.Tensor, pinned: bool = True) -> None:
+        self.tensor = tensor
+        self.pinned = pinned
+
+    def is_pinned(self) -> bool:
+        return self.pinned
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.tensor, name)
+
+
+@pytest.fixture
+def make(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., tuple[copy.Copier, FakeDriver]]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    copy._warn_once.cache_clear()
+
+    def make(opened: Callable[[object], FakeDriver], pinned: bool = True) -> copy.Copier:
+        monkeypatch.setattr(copy, "open_driver", opened)
+        area, arena = memories()
+        return copy.make_copier(OnDevice(area), OnDevice(arena, pinned), GEOMETRY)
+
+    return make
+
+
+def test_a_cuda_area_gets_the_cuda_copier(make: Callable[..., copy.Copier]) -> None:
+    driver = FakeDriver()
+    driver.speed = lambda calls: 1.0 if "copy_batch" in calls else 2.0
+    copier = make(lambda device: driver)
+    assert isinstance(copier, CudaCopier)
+    assert copier.way("load", 1) == "dma"  # as measured
+
+
+def missing(device: object) -> FakeDriver:
+    raise Incompatible("CuPy is not installed; install kvconnect[cuda12]")
+
+
+@pytest.mark.parametrize(
+    ("opened", "why"),
+    [
+        (missing, "CuPy is not installed"),
+        (lambda device: FakeDriver(0, lost=True), "call"),
+    ],
+)
+def test_without_kernels_torch_copies_and_it_is_said_once(
+    make: Callable[..., copy.Copier],
+    caplog: pytest.LogCaptureFixture,
+    opened: Callable[[object], FakeDriver],
+    why: str,
+) -> None:
+    for _ in range(2):
+        assert isinstance(make(opened), ReferenceCopier)
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    warnings = [text for text in warnings if "no CUDA kernels" in text]
+    assert len({*warnings}) == len(warnings) and why in warnings[0]
+
+
+def test_pageable_memory_is_left_to_torch(
+    make: Callable[..., copy.Copier], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="kvconnect.copy")
+    assert isinstance(make(lambda device: FakeDriver(), pinned=False), ReferenceCopier)
+    assert "not page-locked" in caplog.text
+
+
+# The real driver, as far as a machine without a device shows it --------------------------------
+
+
+def test_a_source_is_one_piece_without_headers() -> None:
+    for family in kernels.SOURCES:
+        text = kernel_source(family)
+        assert "#include" not in text and "struct Run" in text and "#pragma once" not in text
+
+
+def test_missing_cupy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    cuda_driver._load_kernels.cache_clear()
+    with pytest.raises(Incompatible, match=r"CuPy is not installed .*kvconnect\[cuda12\]"):
+        cuda_driver._load_kernels()
+
+
+class FakeModule:
+    """CuPy's RawModule: a path may not load, a source may not compile."""
+
+    def __init__(self, bad: set[str], code: str = "", path: str = "", **_: object) -> None:
+        self.kind = "path" if path else "code"
+        if self.kind in bad:
+            raise RuntimeError(f"bad {self.kind}")
+
+    def get_function(self, name: str) -> tuple[str, str]:
+        return self.kind, name
+
+
+class FakeCupy:
+    def __init__(self, *bad: str) -> None:
+        self.bad = set(bad)
+
+    def RawModule(self, **arguments: str) -> FakeModule:
+        return FakeModule(self.bad, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("built", "bad", "kind"),
+    [(True, (), "path"), (True, ("path",), "code"), (False, (), "code")],
+)
+def test_a_fat_binary_is_preferred_and_a_source_serves_where_it_does_not_load(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, built: bool, bad: tuple[str, ...], kind: str
+) -> None:
+    for family in kernels.SOURCES:
+        source = Path(kernels.__file__).parent / f"{family}.cu"
+        (tmp_path / source.name).write_text(source.read_text())
+        if built:
+            (tmp_path / f"{family}.fatbin").write_bytes(b"x")
+    (tmp_path / "runs.cuh").write_text("")
+    monkeypatch.setattr(kernels, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setitem(sys.modules, "cupy", FakeCupy(*bad))  # type: ignore[arg-type]
+    cuda_driver._load_kernels.cache_clear()
+    assert cuda_driver._load_kernels() == {name: (kind, name) for name in kernels.KERNELS}
+    cuda_driver._load_kernels.cache_clear()
+    monkeypatch.setitem(sys.modules, "cupy", FakeCupy("path", "code"))  # type: ignore[arg-type]
+    with pytest.raises(Incompatible, match="does not compile here: bad code"):
+        cuda_driver._load_kernels()
+
+
+def test_a_missing_cuda_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_library(name: str) -> None:
+        raise OSError("no such file")
+
+    monkeypatch.setattr(ctypes, "CDLL", no_library)
+    with pytest.raises(Incompatible, match="the CUDA driver does not load: no such file"):
+        cuda_driver._load_libcuda()
+
+
+class Library:
+    """libcuda with some of its functions."""
+
+    def __init__(self, *names: str) -> None:
+        for name in names:
+            setattr(self, name, lambda *arguments: 0)
+
+
+@pytest.mark.parametrize(
+    ("names", "there", "index"),
+    [
+        ((), False, False),
+        (("cuMemcpyBatchAsync",), True, True),
+        (("cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"), True, False),
+    ],
+)
+def test_the_batched_copy_is_found_in_either_form(
+    names: tuple[str, ...], there: bool, index: bool
+) -> None:
+    function, has_index = cuda_driver._find_batch(Library(*names))  # type: ignore[arg-type]
+    assert (function is not None, has_index) == (there, index)
+    if function is not None:
+        assert len(function.argtypes) == (9 if index else 8)  # type: ignore[attr-defined]
+
+
+def test_attributes_are_laid_out_as_the_driver_wants_them() -> None:
+    assert ctypes.sizeof(cuda_driver._CopyAttributes) == 24
+    assert cuda_driver._CopyAttributes.flags.offset == 20
+
+
+def test_a_status_is_an_error() -> None:
+    cuda_driver._check(0, "cuMemcpyAsync")
+    with pytest.raises(TransferFailed, match="cuMemcpyAsync failed with CUDA error 700"):
+        cuda_driver._check(700, "cuMemcpyAsync")
