@@ -51,12 +51,16 @@ class Copier(ABC):
         """Start a load, or do it."""
         self.load(group, block_ids, slots)
 
-    def enqueue_digests(self, group: int, block_ids: Sequence[int]) -> Digests | None:  # noqa: ARG002
-        """Start to hash blocks where they are in the KV cache, as slots would hold them.
+    def hashes(self, group: int) -> bool:  # noqa: ARG002
+        """Whether blocks of a group can be hashed where they are in the KV cache."""
+        return False
 
-        None if that cannot be done there: hash the slots instead.
+    def enqueue_digests(self, group: int, block_ids: Sequence[int]) -> Digests:
+        """Start to hash blocks as slots would hold them, behind copies that were started.
+
+        Raises :class:`Misuse` where :meth:`hashes` says no.
         """
-        return None
+        raise Misuse(f"blocks {list(block_ids)} of group {group} cannot be hashed in the KV cache")
 
 
 def check_sizes(geometry: Geometry, area_bytes: int, arena_bytes: int) -> int:

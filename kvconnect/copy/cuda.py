@@ -89,11 +89,16 @@ class CudaCopier(Copier):
         limit = self._choice.store if direction == "store" else self._choice.load
         return "kernel" if self._groups[group].run_bytes <= limit else "dma"
 
-    def enqueue_digests(self, group: int, block_ids: Sequence[int]) -> Digests | None:
+    def hashes(self, group: int) -> bool:
+        return self._geometry.groups[group].block_bytes > DIGEST_OVER
+
+    def enqueue_digests(self, group: int, block_ids: Sequence[int]) -> Digests:
         slots = [0] * len(block_ids)
         found = check_request(self._geometry, self._num_slots, group, block_ids, slots)
-        if found.block_bytes <= DIGEST_OVER or not block_ids:
-            return None
+        if not self.hashes(group):
+            raise Misuse(f"blocks of {found.block_bytes} bytes cannot be hashed on the device")
+        if not block_ids:
+            return lambda: array("Q")
         made, count = self._groups[group], len(block_ids)
         pairs = self._driver.upload(_pairs(block_ids, slots))
         digests = self._driver.host_memory(8 * count)

@@ -139,14 +139,23 @@ def test_digests_are_those_of_the_slots() -> None:
     copier, arena = made(KERNEL)
     copier.store(0, [5, 1], [2, 0])
     digests = copier.enqueue_digests(0, [5, 1])
-    assert digests is not None
     size = GEOMETRY.groups[0].block_bytes
     slots = [arena[s * GEOMETRY.slot_bytes :][:size] for s in (2, 0)]
     hashes = [xxhash.xxh3_64_intdigest(slot.numpy().tobytes()) for slot in slots]
     assert digests().tolist() == hashes
     assert hashes[0] != hashes[1]  # negative control
-    assert copier.enqueue_digests(1, [0]) is None  # 48 bytes: for the host
-    assert ReferenceCopier(*memories(), GEOMETRY).enqueue_digests(0, [1]) is None
+    assert copier.enqueue_digests(0, [])().tolist() == []
+
+
+def test_blocks_that_cannot_be_hashed_there_are_refused() -> None:
+    copier, _ = made(KERNEL)
+    assert copier.hashes(0) and not copier.hashes(1)  # of 48 bytes: XXH3 has another formula
+    with pytest.raises(Misuse, match="of 48 bytes"):
+        copier.enqueue_digests(1, [0])
+    reference = ReferenceCopier(*memories(), GEOMETRY)
+    assert not reference.hashes(0)
+    with pytest.raises(Misuse, match=r"blocks \[1\] of group 0"):
+        reference.enqueue_digests(0, [1])
 
 
 def test_memory_with_gaps_is_refused() -> None:

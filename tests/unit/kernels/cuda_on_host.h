@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <cstdlib>
-#include <vector>
 
 #define __global__
 #define __device__
@@ -30,7 +29,6 @@ static inline unsigned long long __umul64hi(unsigned long long a, unsigned long 
 
 struct Fiber {
     ucontext_t context;
-    std::vector<char> stack;
     unsigned number;
     bool ended;
 };
@@ -47,29 +45,35 @@ static void enter() {
     swapcontext(&running->context, &scheduler);
 }
 
+#define STACK_BYTES (1 << 15)
+#define MOST_THREADS 128
+
+static Fiber fibers[MOST_THREADS];
+alignas(16) static char stacks[MOST_THREADS][STACK_BYTES];
+
 /* Run every thread of a block up to its next barrier, until all have ended. */
 static void run_block(unsigned threads, unsigned seed) {
-    std::vector<Fiber> fibers(threads);
+    if (threads > MOST_THREADS)
+        abort();
     for (unsigned i = 0; i < threads; i++) {
-        Fiber &fiber = fibers[i];
-        fiber.number = (i * 7919u + seed) % threads; /* 7919 is prime: each number once */
-        fiber.ended = false;
-        fiber.stack.resize(1 << 15);
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.data();
-        fiber.context.uc_stack.ss_size = fiber.stack.size();
-        fiber.context.uc_link = nullptr;
-        makecontext(&fiber.context, enter, 0);
+        Fiber *fiber = &fibers[i];
+        fiber->number = (i * 7919u + seed) % threads; /* 7919 is prime: each number once */
+        fiber->ended = false;
+        getcontext(&fiber->context);
+        fiber->context.uc_stack.ss_sp = stacks[i];
+        fiber->context.uc_stack.ss_size = STACK_BYTES;
+        fiber->context.uc_link = nullptr;
+        makecontext(&fiber->context, enter, 0);
     }
     for (unsigned left = threads; left > 0;) {
         left = 0;
-        for (Fiber &fiber : fibers) {
-            if (fiber.ended)
+        for (unsigned i = 0; i < threads; i++) {
+            if (fibers[i].ended)
                 continue;
-            running = &fiber;
-            threadIdx = {fiber.number, 0, 0};
-            swapcontext(&scheduler, &fiber.context);
-            left += !fiber.ended;
+            running = &fibers[i];
+            threadIdx = {fibers[i].number, 0, 0};
+            swapcontext(&scheduler, &fibers[i].context);
+            left += !fibers[i].ended;
         }
     }
 }
