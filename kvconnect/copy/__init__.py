@@ -18,11 +18,12 @@ from kvconnect.geometry import Geometry
 if TYPE_CHECKING:
     import torch
 
+    from kvconnect.copy.blocks import BlockCopier
     from kvconnect.copy.driver import Driver
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Copier", "make_copier", "native_unavailable_reason"]
+__all__ = ["Copier", "make_block_copier", "make_copier", "native_unavailable_reason"]
 
 
 def native_unavailable_reason() -> str | None:
@@ -84,6 +85,19 @@ def _cuda_copier(
         copier.way("load", 0),
     )
     return copier, ""
+
+
+def make_block_copier(area: torch.Tensor) -> BlockCopier | None:
+    """Return what packs wire blocks on the area's device; None, said once, if nothing can."""
+    if area.device.type != "cuda":
+        return None
+    from kvconnect.copy.blocks import BlockCopier
+
+    try:
+        return BlockCopier(area, open_driver(area.device))
+    except (Incompatible, TransferFailed) as error:
+        _warn_once(str(error))
+        return None
 
 
 def open_driver(device: torch.device) -> Driver:

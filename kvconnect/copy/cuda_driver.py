@@ -1,8 +1,9 @@
-"""The real driver: torch for streams and memory, CuPy for kernels, libcuda for batched copies.
+"""The real driver: torch for streams and memory, CuPy to load kernels, libcuda to launch them.
 
-libcuda is called through ctypes, without cuda-bindings: that package takes three Python lists of
-one object per address, which alone costs more than the launch may (30 us per 1,000 pages); here
-the arrays are handed over as they are, and the GIL is released meanwhile.
+libcuda is called through ctypes: it takes torch's streams as they are, whatever the version of
+CuPy, and releases the GIL. cuda-bindings would take three Python lists of one object per address
+for a batch, which alone costs more than a launch may (30 us per 1,000 pages); here the arrays are
+handed over as they are.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ class CudaDriver(Driver):
     """Raises :class:`Incompatible` in the constructor for what is missing, by name."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._functions = _load_kernels()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
+        self._functions = _load_kernels(index)
         self._cuda = _load_libcuda()
         self._batch, self._has_index = _find_batch(self._cuda)
         properties = torch.cuda.get_device_properties(device)
@@ -71,12 +73,16 @@ class CudaDriver(Driver):
         return self._batch is not None
 
     def launch(self, kernel: str, grid: int, threads: int, arguments: Sequence[int]) -> None:
-        import cupy
-
-        with _translated(kernel):
-            stream = cupy.cuda.ExternalStream(self._stream())
-            with stream:
-                self._functions[kernel]((grid,), (threads,), tuple(arguments))
+        count = len(arguments)
+        values = (ctypes.c_int64 * count)(*arguments)
+        start = ctypes.addressof(values)
+        pointers = (ctypes.c_void_p * count)(*range(start, start + 8 * count, 8))
+        status = self._cuda.cuLaunchKernel(
+            self._functions[kernel].kernel.ptr,
+            *(grid, 1, 1, threads, 1, 1),
+            *(0, self._stream(), pointers, None),
+        )
+        _check(status, kernel)
 
     def copy_batch(
         self, targets: array[int], sources: array[int], sizes: array[int], early: bool
@@ -135,10 +141,9 @@ class CudaDriver(Driver):
 
 
 @functools.cache
-def _load_kernels() -> dict[str, Any]:
-    """Return every kernel, from its fat binary if it was built and loads, else compiled now.
-
-    CuPy keeps what it compiles on disk, so that happens once per machine.
+def _load_kernels(index: int) -> dict[str, Any]:
+    """Return every kernel for a device, from its fat binary if it was built and loads, else
+    compiled now. CuPy keeps what it compiles on disk, so that happens once per machine.
     """
     try:
         import cupy
@@ -146,9 +151,10 @@ def _load_kernels() -> dict[str, Any]:
         fix = "install kvconnect[cuda12] or kvconnect[cuda13]"
         raise Incompatible(f"CuPy is not installed ({error}); {fix}") from error
     functions: dict[str, Any] = {}
-    for family in kernels.SOURCES:
-        names = [name for name, place in kernels.KERNELS.items() if place == family]
-        functions |= _load_family(cupy, family, names)
+    with cupy.cuda.Device(index):
+        for family in kernels.SOURCES:
+            names = [name for name, place in kernels.KERNELS.items() if place == family]
+            functions |= _load_family(cupy, family, names)
     return functions
 
 
@@ -156,15 +162,22 @@ def _load_family(cupy: Any, family: str, names: Sequence[str]) -> dict[str, Any]
     binary = Path(kernels.__file__).with_name(f"{family}.fatbin")
     if binary.exists():
         try:
-            module = cupy.RawModule(path=str(binary))
-            return {name: module.get_function(name) for name in names}
+            return _functions(cupy.RawModule(path=str(binary)), names)
         except RuntimeError as error:  # made for newer drivers than this machine has
             logger.info("%s does not load (%s), compiling it here", binary.name, error)
+    refused = (RuntimeError, OSError, ImportError, cupy.cuda.compiler.CompileException)
     try:
         module = cupy.RawModule(code=kernel_source(family), options=_OPTIONS)
-        return {name: module.get_function(name) for name in names}
-    except (RuntimeError, OSError) as error:
+        return _functions(module, names)
+    except refused as error:
         raise Incompatible(f"{family}.cu does not compile here: {error}") from error
+
+
+def _functions(module: Any, names: Sequence[str]) -> dict[str, Any]:
+    functions = {name: module.get_function(name) for name in names}
+    for function in functions.values():
+        _ = function.kernel.ptr  # loads it, for the current device
+    return functions
 
 
 def kernel_source(family: str) -> str:
@@ -179,8 +192,11 @@ def _load_libcuda() -> ctypes.CDLL:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise Incompatible(f"the CUDA driver does not load: {error}") from error
-    library.cuMemcpyAsync.argtypes = (
-        *(ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p),
+    address, size, number = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint
+    library.cuMemcpyAsync.argtypes = (address, address, size, ctypes.c_void_p)
+    library.cuLaunchKernel.argtypes = (
+        *(ctypes.c_void_p, *(number,) * 6, number),
+        *(ctypes.c_void_p,) * 3,
     )
     return library
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from array import array
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,11 +21,12 @@ from kvconnect import copy, kernels  # noqa: E402
 from kvconnect.copy import cuda_driver  # noqa: E402
 from kvconnect.copy.calibrate import Choice  # noqa: E402
 from kvconnect.copy.cuda import CudaCopier  # noqa: E402
-from kvconnect.copy.cuda_driver import kernel_source  # noqa: E402
+from kvconnect.copy.cuda_driver import CudaDriver, kernel_source  # noqa: E402
 from kvconnect.copy.reference import ReferenceCopier  # noqa: E402
 from kvconnect.errors import Incompatible, Misuse, TransferFailed  # noqa: E402
 from kvconnect.geometry import Geometry, GroupGeometry, Segment  # noqa: E402
 from tests.fake_driver import FakeDriver  # noqa: E402
+from tests.kernels import host_library  # noqa: E402
 
 BLOCKS, SLOTS = 7, 9
 SEGMENTS = (Segment(3, 700, 700), Segment(5000, 401, 400), Segment(8000, 16, 16))
@@ -253,7 +259,7 @@ def test_missing_cupy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     cuda_driver._load_kernels.cache_clear()
     with pytest.raises(Incompatible, match=r"CuPy is not installed .*kvconnect\[cuda12\]"):
-        cuda_driver._load_kernels()
+        cuda_driver._load_kernels(0)
 
 
 class FakeModule:
@@ -262,15 +268,22 @@ class FakeModule:
     def __init__(self, bad: set[str], code: str = "", path: str = "", **_: object) -> None:
         self.kind = "path" if path else "code"
         if self.kind in bad:
-            raise RuntimeError(f"bad {self.kind}")
+            error = RuntimeError if path else CompileException
+            raise error(f"bad {self.kind}")
 
-    def get_function(self, name: str) -> tuple[str, str]:
-        return self.kind, name
+    def get_function(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(kernel=SimpleNamespace(ptr=(self.kind, name)))
+
+
+class CompileException(Exception):
+    """What CuPy raises for a source; no RuntimeError."""
 
 
 class FakeCupy:
     def __init__(self, *bad: str) -> None:
         self.bad = set(bad)
+        compiler = SimpleNamespace(CompileException=CompileException)
+        self.cuda = SimpleNamespace(compiler=compiler, Device=lambda index: nullcontext())
 
     def RawModule(self, **arguments: str) -> FakeModule:
         return FakeModule(self.bad, **arguments)
@@ -292,11 +305,12 @@ def test_a_fat_binary_is_preferred_and_a_source_serves_where_it_does_not_load(
     monkeypatch.setattr(kernels, "__file__", str(tmp_path / "__init__.py"))
     monkeypatch.setitem(sys.modules, "cupy", FakeCupy(*bad))  # type: ignore[arg-type]
     cuda_driver._load_kernels.cache_clear()
-    assert cuda_driver._load_kernels() == {name: (kind, name) for name in kernels.KERNELS}
+    found = {name: made.kernel.ptr for name, made in cuda_driver._load_kernels(0).items()}
+    assert found == {name: (kind, name) for name in kernels.KERNELS}
     cuda_driver._load_kernels.cache_clear()
     monkeypatch.setitem(sys.modules, "cupy", FakeCupy("path", "code"))  # type: ignore[arg-type]
     with pytest.raises(Incompatible, match="does not compile here: bad code"):
-        cuda_driver._load_kernels()
+        cuda_driver._load_kernels(0)
 
 
 def test_a_missing_cuda_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,6 +350,141 @@ def test_the_batched_copy_is_found_in_either_form(
 def test_attributes_are_laid_out_as_the_driver_wants_them() -> None:
     assert ctypes.sizeof(cuda_driver._CopyAttributes) == 24
     assert cuda_driver._CopyAttributes.flags.offset == 20
+
+
+class HostCuda:
+    """libcuda over host memory: arguments are taken apart as the driver would. ``status`` is what
+    every copy and launch answers."""
+
+    def __init__(self, batch: str | None) -> None:
+        self.status = 0
+        self.calls: list[tuple[str, int]] = []
+        for name in ("cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"):
+            if name == batch:
+                function = HostFunction(partial(self.batch, name.endswith("v2")))
+                setattr(self, name, function)
+        self.cuMemcpyAsync = HostFunction(self.copy)
+        self.cuLaunchKernel = HostFunction(self.launch)
+
+    def cuDriverGetVersion(self, version: Any) -> int:
+        version._obj.value = 13000
+        return 0
+
+    def copy(self, target: int, source: int, nbytes: int, stream: ctypes.c_void_p) -> int:
+        self.calls.append(("copy", stream.value or 0))
+        ctypes.memmove(target, source, nbytes)
+        return self.status
+
+    def batch(self, second: bool, *arguments: Any) -> int:
+        targets, sources, sizes, count, attributes, first, entries, *rest = arguments
+        assert len(rest) == (1 if second else 2)
+        assert (first._obj.value, entries) == (0, 1)
+        self.calls.append((f"batch {attributes._obj.order}", rest[-1].value))
+        arrays = [(ctypes.c_int64 * count).from_address(at) for at in (targets, sources, sizes)]
+        for target, source, nbytes in zip(*arrays, strict=True):
+            ctypes.memmove(target, source, nbytes)
+        return self.status
+
+    def launch(self, kernel: str, *arguments: Any) -> int:
+        grid, _, _, threads, _, _, shared, stream, pointers, extra = arguments
+        assert (shared, extra) == (0, None)
+        self.calls.append((kernel, stream))
+        assert (
+            host_library().run(kernel.encode(), min(grid, 2), min(threads, 128), 0, pointers) == 0
+        )
+        return self.status
+
+
+class HostFunction:
+    """A function that takes ``argtypes``, as those of ctypes do."""
+
+    def __init__(self, body: Callable[..., int]) -> None:
+        self.body = body
+        self.argtypes: tuple[type, ...] = ()
+
+    def __call__(self, *arguments: Any) -> int:
+        if self.argtypes:
+            assert len(arguments) == len(self.argtypes)
+        return self.body(*arguments)
+
+
+class HostCudaDriver(CudaDriver):
+    """The real driver, but for memory, which is the host's."""
+
+    def upload(self, numbers: array[int]) -> torch.Tensor:
+        return torch.tensor(numbers)
+
+    def synchronize(self) -> None: ...
+
+
+STREAM = 77
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[CudaDriver, HostCuda]]:
+    def make(batch: str | None, stream: int = STREAM) -> tuple[CudaDriver, HostCuda]:
+        library = HostCuda(batch)
+        loaded = {
+            name: SimpleNamespace(kernel=SimpleNamespace(ptr=name)) for name in kernels.KERNELS
+        }
+        properties = SimpleNamespace(name="H100")
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+        monkeypatch.setattr(cuda_driver, "_load_kernels", lambda index: loaded)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        current = SimpleNamespace(cuda_stream=stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+        return HostCudaDriver(torch.device("cuda")), library
+
+    host_library()  # before libraries cannot be loaded any more
+    return make
+
+
+@ways
+@pytest.mark.parametrize("batch", [None, "cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"])
+def test_the_real_driver_passes_what_it_was_given(
+    cuda: Callable[..., tuple[CudaDriver, HostCuda]], choice: Choice, batch: str | None
+) -> None:
+    driver, library = cuda(batch)
+    assert driver.has_batch is (batch is not None)
+    assert driver.name.endswith(" H100 13000")
+    (area, arena), (wanted_area, wanted_arena) = memories(), memories()
+    copier = CudaCopier(area, arena, GEOMETRY, driver, choice)
+    reference = ReferenceCopier(wanted_area, wanted_arena, GEOMETRY)
+    for each in (copier, reference):
+        each.store(0, [5, 2], [0, 3])
+        each.load(0, [1, 2], [0, 3])
+    assert torch.equal(area, wanted_area) and torch.equal(arena, wanted_arena)
+    assert {stream for _, stream in library.calls} == {STREAM}
+    names = [name for name, _ in library.calls]
+    if choice is KERNEL:
+        assert names == ["gather_pages", "scatter_pages"]
+    else:  # stores read in stream order, loads early
+        assert names == (["batch 1", "batch 3"] if batch else ["copy"] * 12)
+
+
+def test_the_default_stream_takes_no_batches(
+    cuda: Callable[..., tuple[CudaDriver, HostCuda]],
+) -> None:
+    driver, library = cuda("cuMemcpyBatchAsync_v2", stream=0)
+    area, arena = memories()
+    CudaCopier(area, arena, GEOMETRY, driver, DMA).store(0, [5], [0])
+    assert library.calls == [("copy", 0)] * 3
+
+
+@ways
+@pytest.mark.parametrize("batch", [None, "cuMemcpyBatchAsync_v2"])
+def test_what_the_driver_answers_is_an_error(
+    cuda: Callable[..., tuple[CudaDriver, HostCuda]], choice: Choice, batch: str | None
+) -> None:
+    driver, library = cuda(batch)
+    area, arena = memories()
+    copier = CudaCopier(area, arena, GEOMETRY, driver, choice)
+    library.status = 719
+    with pytest.raises(TransferFailed, match="CUDA error 719"):
+        copier.store(0, [1], [1])
+    library.status = 0
+    copier.store(0, [1], [1])
 
 
 def test_a_status_is_an_error() -> None:
