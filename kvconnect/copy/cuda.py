@@ -100,7 +100,7 @@ class CudaCopier(Copier):
         if not block_ids:
             return lambda: array("Q")
         made, count = self._groups[group], len(block_ids)
-        pairs = self._driver.upload(_pairs(block_ids, slots))
+        pairs = self._driver.upload(_pairs(array("q", block_ids), array("q", slots)))
         digests = self._driver.host_memory(8 * count)
         arguments = (
             *(self._area, made.table.data_ptr(), made.rows, pairs.data_ptr(), count),
@@ -112,16 +112,21 @@ class CudaCopier(Copier):
     def _enqueue(
         self, direction: Direction, group: int, block_ids: Sequence[int], slots: Sequence[int]
     ) -> None:
-        check_request(self._geometry, self._num_slots, group, block_ids, slots)
-        if not block_ids:
+        if len(block_ids) != len(slots) or not 0 <= group < len(self._groups) or not len(slots):
+            check_request(self._geometry, self._num_slots, group, block_ids, slots)
             return
+        blocks, places = array("q", block_ids), array("q", slots)
+        num_blocks = self._geometry.groups[group].num_blocks
+        if not (_within(blocks, num_blocks) and _within(places, self._num_slots)):
+            # Raises, and says which one.
+            check_request(self._geometry, self._num_slots, group, block_ids, slots)
         if self.way(direction, group) == "kernel":
-            self._launch(direction, self._groups[group], block_ids, slots)
+            self._launch(direction, self._groups[group], blocks, places)
         else:
-            self._copy_batch(direction, self._groups[group], block_ids, slots)
+            self._copy_batch(direction, self._groups[group], blocks, places)
 
     def _launch(
-        self, direction: Direction, made: _Group, block_ids: Sequence[int], slots: Sequence[int]
+        self, direction: Direction, made: _Group, block_ids: array[int], slots: array[int]
     ) -> None:
         pairs = self._driver.upload(_pairs(block_ids, slots))
         arguments = (
@@ -131,7 +136,7 @@ class CudaCopier(Copier):
         self._driver.launch(_KERNELS[direction], GRID, THREADS, arguments)
 
     def _copy_batch(
-        self, direction: Direction, made: _Group, block_ids: Sequence[int], slots: Sequence[int]
+        self, direction: Direction, made: _Group, block_ids: array[int], slots: array[int]
     ) -> None:
         blocks, places = (_column(numbers) for numbers in (block_ids, slots))
         pages = _numbers(self._area + made.offsets + blocks * made.strides)
@@ -143,15 +148,21 @@ class CudaCopier(Copier):
             self._driver.copy_batch(pages, held, sizes, early=True)
 
 
-def _pairs(block_ids: Sequence[int], slots: Sequence[int]) -> array[int]:
+def _pairs(block_ids: array[int], slots: array[int]) -> array[int]:
     pairs = array("q", bytes(16 * len(slots)))
-    pairs[::2] = array("q", block_ids)
-    pairs[1::2] = array("q", slots)
+    pairs[::2] = block_ids
+    pairs[1::2] = slots
     return pairs
 
 
-def _column(numbers: Sequence[int]) -> torch.Tensor:
-    return torch.frombuffer(array("q", numbers), dtype=torch.int64).unsqueeze(1)
+def _within(numbers: array[int], limit: int) -> bool:
+    """Whether all are from 0 to below ``limit``; a tenth of the time of Python's min and max."""
+    low, high = torch.frombuffer(numbers, dtype=torch.int64).aminmax()
+    return bool(low >= 0) and bool(high < limit)
+
+
+def _column(numbers: array[int]) -> torch.Tensor:
+    return torch.frombuffer(numbers, dtype=torch.int64).unsqueeze(1)
 
 
 def _numbers(tensor: torch.Tensor) -> array[int]:
