@@ -24,7 +24,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 setup: $(READY)
 
 # What changes the installed package also makes the environment stale.
-$(READY): scripts/setup pyproject.toml $(wildcard setup.py kvconnect/*.[ch])
+$(READY): scripts/setup pyproject.toml $(wildcard setup.py kvconnect/*.[ch] kvconnect/kernels/*.cu*)
 	@PYTHON="$(PYTHON)" scripts/setup
 
 test: $(READY)

@@ -6,6 +6,7 @@ nvcc (in PATH, or of CUDA_HOME) and nothing else; setup.py calls it. Warnings ar
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -34,6 +35,13 @@ def known_architectures(nvcc: str) -> tuple[int, ...]:
     return tuple(number for number in ARCHITECTURES if f"compute_{number}" in names)
 
 
+def binary_name(source: Path) -> str:
+    """Return what a family's fat binary is called: by its sources, so that none can be stale."""
+    headers = sorted(source.parent.glob("*.cuh"))
+    content = b"".join(path.read_bytes() for path in (*headers, source))
+    return f"{source.stem}-{hashlib.sha256(content).hexdigest()[:12]}.fatbin"
+
+
 def command(nvcc: str, architectures: tuple[int, ...], source: Path, target: Path) -> list[str]:
     """Return the call that compiles one family."""
     codes = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in architectures]
@@ -48,7 +56,7 @@ def command(nvcc: str, architectures: tuple[int, ...], source: Path, target: Pat
 
 
 def build(folder: Path, nvcc: str) -> list[Path]:
-    """Compile what is older than its sources into ``folder``; return all fat binaries.
+    """Compile what was not compiled yet into ``folder``; return all fat binaries.
 
     Raises:
         BuildFailed: a kernel did not compile, or nvcc knows none of the architectures.
@@ -56,13 +64,14 @@ def build(folder: Path, nvcc: str) -> list[Path]:
     architectures = known_architectures(nvcc)
     if not architectures:
         raise BuildFailed(f"{nvcc} compiles for none of {ARCHITECTURES}")
-    newest = max(path.stat().st_mtime for path in SOURCES.glob("*.cu*"))
     targets = []
     for source in sorted(SOURCES.glob("*.cu")):
-        target = folder / f"{source.stem}.fatbin"
+        target = folder / binary_name(source)
         targets.append(target)
-        if target.exists() and target.stat().st_mtime > newest:
+        if target.exists():
             continue
+        for old in folder.glob(f"{source.stem}-*.fatbin"):
+            old.unlink()
         made = subprocess.run(
             command(nvcc, architectures, source, target), capture_output=True, text=True
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import logging
 import platform
 from array import array
@@ -159,7 +160,7 @@ def _load_kernels(index: int) -> dict[str, Any]:
 
 
 def _load_family(cupy: Any, family: str, names: Sequence[str]) -> dict[str, Any]:
-    binary = Path(kernels.__file__).with_name(f"{family}.fatbin")
+    binary = _folder() / binary_name(family)
     if binary.exists():
         try:
             return _functions(cupy.RawModule(path=str(binary)), names)
@@ -182,9 +183,19 @@ def _functions(module: Any, names: Sequence[str]) -> dict[str, Any]:
 
 def kernel_source(family: str) -> str:
     """Return the source of a kernel family in one piece, as NVRTC wants it."""
-    folder = Path(kernels.__file__).parent
-    header = (folder / "runs.cuh").read_text().replace("#pragma once\n", "")
-    return (folder / f"{family}.cu").read_text().replace('#include "runs.cuh"\n', header)
+    header = (_folder() / "runs.cuh").read_text().replace("#pragma once\n", "")
+    return (_folder() / f"{family}.cu").read_text().replace('#include "runs.cuh"\n', header)
+
+
+def binary_name(family: str) -> str:
+    """Return what the fat binary of these very sources is called; another is never loaded."""
+    sources = (_folder() / "runs.cuh", _folder() / f"{family}.cu")
+    content = b"".join(path.read_bytes() for path in sources)
+    return f"{family}-{hashlib.sha256(content).hexdigest()[:12]}.fatbin"
+
+
+def _folder() -> Path:
+    return Path(kernels.__file__).parent
 
 
 def _load_libcuda() -> ctypes.CDLL:

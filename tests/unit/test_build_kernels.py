@@ -44,9 +44,14 @@ def test_a_warning_is_an_error_and_leaves_nothing(
         if fails:
             with pytest.raises(build_kernels.BuildFailed, match="unused"):
                 build_kernels.build(tmp_path, NVCC)
-            assert not (tmp_path / "bad.fatbin").exists()
+            assert not list(tmp_path.glob("*.fatbin"))
         else:
-            assert build_kernels.build(tmp_path, NVCC) == [tmp_path / "bad.fatbin"]
+            made = build_kernels.build(tmp_path, NVCC)
+            assert made == list(tmp_path.glob("bad-*.fatbin")) and len(made) == 1
+            assert build_kernels.build(tmp_path, NVCC) == made  # nothing to do
+            source.write_text(source.read_text() + "\n")
+            again = build_kernels.build(tmp_path, NVCC)  # the one of the old source is gone
+            assert again == list(tmp_path.glob("*.fatbin")) and again != made
 
 
 def test_an_nvcc_for_none_of_the_targets_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from kvconnect.copy.cuda_driver import CudaDriver, kernel_source  # noqa: E402
 from kvconnect.copy.reference import ReferenceCopier  # noqa: E402
 from kvconnect.errors import Incompatible, Misuse, TransferFailed  # noqa: E402
 from kvconnect.geometry import Geometry, GroupGeometry, Segment  # noqa: E402
+from scripts import build_kernels  # noqa: E402
 from tests.fake_driver import FakeDriver  # noqa: E402
 from tests.kernels import host_library  # noqa: E402
 
@@ -299,10 +300,11 @@ def test_a_fat_binary_is_preferred_and_a_source_serves_where_it_does_not_load(
     for family in kernels.SOURCES:
         source = Path(kernels.__file__).parent / f"{family}.cu"
         (tmp_path / source.name).write_text(source.read_text())
-        if built:
-            (tmp_path / f"{family}.fatbin").write_bytes(b"x")
     (tmp_path / "runs.cuh").write_text("")
     monkeypatch.setattr(kernels, "__file__", str(tmp_path / "__init__.py"))
+    for family in kernels.SOURCES if built else ():
+        name = build_kernels.binary_name(tmp_path / f"{family}.cu")
+        (tmp_path / name).write_bytes(b"x")
     monkeypatch.setitem(sys.modules, "cupy", FakeCupy(*bad))  # type: ignore[arg-type]
     cuda_driver._load_kernels.cache_clear()
     found = {name: made.kernel.ptr for name, made in cuda_driver._load_kernels(0).items()}
@@ -311,6 +313,22 @@ def test_a_fat_binary_is_preferred_and_a_source_serves_where_it_does_not_load(
     monkeypatch.setitem(sys.modules, "cupy", FakeCupy("path", "code"))  # type: ignore[arg-type]
     with pytest.raises(Incompatible, match="does not compile here: bad code"):
         cuda_driver._load_kernels(0)
+
+
+def test_a_fat_binary_of_other_sources_is_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = set()
+    for change in ("", "/* changed */"):
+        for path in build_kernels.SOURCES.glob("*.cu*"):
+            (tmp_path / path.name).write_text(path.read_text())
+        (tmp_path / "runs.cuh").write_text((tmp_path / "runs.cuh").read_text() + change)
+        monkeypatch.setattr(kernels, "__file__", str(tmp_path / "__init__.py"))
+        for family in kernels.SOURCES:
+            name = cuda_driver.binary_name(family)
+            assert name == build_kernels.binary_name(tmp_path / f"{family}.cu")
+            names.add(name)
+    assert len(names) == 2 * len(kernels.SOURCES)
 
 
 def test_a_missing_cuda_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
