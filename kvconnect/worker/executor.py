@@ -31,7 +31,7 @@ CHUNK_BYTES = 8 << 20  # a few milliseconds: what a load may wait for a store
 FLIGHTS = 4
 """Chunks of one direction on their way at a time, so that the next is there when one ends."""
 
-_POLL_S = 0.0002  # a chunk takes a tenth of a millisecond at best
+_POLL_S = 0.0005  # shorter than the chunks on their way take, long enough to leave the GIL alone
 _JOIN_TIMEOUT_S = 5.0
 _STUCK_S = 120.0  # no memory copy of one step takes this long on a device that is alive
 
