@@ -88,8 +88,9 @@ def calibrated(driver: Driver, make_move: Callable[[], Move], folder: Path | Non
     A file that is missing, broken or of another format is measured again; one that cannot be
     written, or a measurement that fails (no memory left for it), costs speed and nothing else.
     """
-    path = (folder or cache_folder()) / f"copy-{_key(driver.name)}.json"
-    found = _read(path, driver.name)
+    folder = folder or cache_folder()
+    path = folder and folder / f"copy-{_key(driver.name)}.json"
+    found = _read(path, driver.name) if path else None
     if found is not None:
         return found
     try:
@@ -97,14 +98,18 @@ def calibrated(driver: Driver, make_move: Callable[[], Move], folder: Path | Non
     except TransferFailed as error:
         logger.warning("copies cannot be measured, using defaults: %s", error)
         return DEFAULT
-    _write(path, driver.name, choice)
+    if path:
+        _write(path, driver.name, choice)
     logger.info("copies measured: kernel up to %s, DMA above", asdict(choice))
     return choice
 
 
-def cache_folder() -> Path:
-    """Return where measurements are kept."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+def cache_folder() -> Path | None:
+    """Return where measurements are kept, None for a user without a home."""
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        return None
     return Path(home) / "kvconnect"
 
 

@@ -157,3 +157,17 @@ def test_the_cache_is_where_the_system_says(
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cache_folder() == tmp_path / "home" / ".cache" / "kvconnect"
+
+
+def test_a_user_without_a_home_measures_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert cache_folder() is None
+    driver = driver_where_kernels_win()
+    for _ in range(2):
+        moves = Counted(driver)
+        assert calibrated(driver, moves.make) == Choice(LARGE, LARGE)
+        assert moves.moves > 0
