@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 FUZZ_ARGS ?=
 BIN := .venv/bin
 READY := .venv/.ready
-BENCHMARKS := $(filter-out common link nixl movers __init__,$(basename $(notdir $(wildcard benchmarks/*.py))))
+BENCHMARKS := $(filter-out common copy_cuda link nixl movers __init__,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
 # The folders tests, demo and benchmarks import one another by their path from here.
 export PYTHONPATH := $(CURDIR)
@@ -24,7 +24,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 setup: $(READY)
 
 # What changes the installed package also makes the environment stale.
-$(READY): scripts/setup pyproject.toml $(wildcard setup.py kvconnect/*.[ch])
+$(READY): scripts/setup pyproject.toml $(wildcard setup.py kvconnect/*.[ch] kvconnect/kernels/*.cu*)
 	@PYTHON="$(PYTHON)" scripts/setup
 
 test: $(READY)

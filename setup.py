@@ -1,7 +1,9 @@
-"""Declare the optional C extension; everything else is in pyproject.toml.
+"""Declare the optional C extension and CUDA kernels; everything else is in pyproject.toml.
 
-KVCONNECT_BUILD_NATIVE  unset: build it if a C compiler works, else say so and go without
-                        1: build it or fail        0: never build it
+KVCONNECT_BUILD_NATIVE   unset: build it if a C compiler works, else say so and go without
+                         1: build it or fail        0: never build it
+KVCONNECT_BUILD_KERNELS  the same for the kernels' fat binaries and nvcc; without them, the first
+                         use on a machine with a GPU compiles the sources, which ship in any case
 """
 
 import os
@@ -13,8 +15,14 @@ import tempfile
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # not there when pip builds
+
+from scripts import build_kernels
 
 SWITCH = "KVCONNECT_BUILD_NATIVE"
+KERNEL_SWITCH = "KVCONNECT_BUILD_KERNELS"
 NATIVE = Extension(
     "kvconnect._native",
     sources=["kvconnect/_native.c", "kvconnect/_net.c", "kvconnect/_pages.c"],
@@ -38,10 +46,16 @@ def compiler_works() -> bool:
         return target.exists()
 
 
-def extensions() -> list[Extension]:
-    switch = os.environ.get(SWITCH, "")
+def read_switch(name: str) -> str:
+    """Return what a switch is set to: "", "0" or "1"."""
+    switch = os.environ.get(name, "")
     if switch not in ("", "0", "1"):
-        sys.exit(f"{SWITCH}={switch!r} is not usable: leave it unset, or set it to 0 or 1")
+        sys.exit(f"{name}={switch!r} is not usable: leave it unset, or set it to 0 or 1")
+    return switch
+
+
+def extensions() -> list[Extension]:
+    switch = read_switch(SWITCH)
     if switch == "0":
         return []
     if switch == "" and not compiler_works():
@@ -52,7 +66,29 @@ def extensions() -> list[Extension]:
     return [NATIVE]
 
 
+class BuildWithKernels(build_py):
+    """Compile the kernels beside their sources, where they are packed as data."""
+
+    def run(self) -> None:
+        switch = read_switch(KERNEL_SWITCH)
+        nvcc = build_kernels.find_nvcc()
+        if switch == "1" and nvcc is None:
+            sys.exit(f"{KERNEL_SWITCH}=1, but there is no nvcc in PATH or CUDA_HOME")
+        if switch == "0":
+            for stale in build_kernels.SOURCES.glob("*.fatbin"):
+                stale.unlink()
+        elif nvcc is not None:
+            try:
+                build_kernels.build(build_kernels.SOURCES, nvcc)
+            except build_kernels.BuildFailed as error:
+                if switch == "1":
+                    sys.exit(f"kvconnect: {error}")
+                sys.stderr.write(f"kvconnect: no kernels ahead of time: {error}\n")
+        super().run()
+
+
 setup(
+    cmdclass={"build_py": BuildWithKernels},
     ext_modules=extensions(),
     # MANIFEST.in is for the sdist alone.
     exclude_package_data={"kvconnect": ["*.c", "*.h", "_vendor/*"]},

@@ -1,6 +1,7 @@
 """Copy of scattered KV pages against one large memcpy of the same number of bytes.
 
     python benchmarks/copy.py --device cpu
+    python benchmarks/copy.py --device cuda      # copy_cuda.py says what that measures
 
 Each sample moves 256 MiB: pages picked and paired at random out of 768 MiB on either side, so
 that caches hold little of them. ``ratio_<page>_store`` and ``_load`` are throughput over that of
@@ -130,11 +131,16 @@ def measure_digest(bench: Bench, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", choices=["cpu"], default="cpu")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
+    if options.device == "cuda":
+        from benchmarks.copy_cuda import measure_all
+
+        emit("copy_cuda", measure_all(options.seed, options.rounds))
+        return
     torch.set_num_threads(1)
     figures: dict[str, object] = {"native": native_unavailable_reason() is None}
     bench = Bench(options.seed)

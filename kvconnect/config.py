@@ -81,6 +81,9 @@ class Config(NetworkConfig, frozen=True, kw_only=True):
             hand-off, seconds without progress.
         sync_load_bytes: loads up to this many bytes (all ranks' slots counted once) run inside
             the step that needs them instead of parking the request. 0 turns that off.
+        store_rate: bytes per second at most that one worker stores; 0: no bound. For machines
+            whose host memory or PCIe switch also carries the network of a hand-off or the loading
+            of weights: those would wait, while nobody waits for a store.
         lease_s: seconds for which blocks of a finished prefill are kept for a decode engine that
             gives no sign of life.
     """
@@ -90,6 +93,7 @@ class Config(NetworkConfig, frozen=True, kw_only=True):
     digest: DigestMode = "sampled"
     deadline_s: float = 30.0
     sync_load_bytes: int = 0
+    store_rate: int = 0
     lease_s: float = 30.0
 
 
@@ -133,7 +137,7 @@ def parse_config(extra: Mapping[str, Any]) -> Config:
         values["host_bytes"] = parse_bytes("host_bytes", values["host_bytes"])
         if values["host_bytes"] == 0:
             raise ConfigError("host_bytes", extra["host_bytes"], 'use a size, "auto" or "off"')
-    for field in ("sync_load_bytes", "min_rate"):
+    for field in ("sync_load_bytes", "min_rate", "store_rate"):
         if field in values:
             values[field] = parse_bytes(field, values[field])
     _check_choice(values, "policy", get_args(PolicyName))

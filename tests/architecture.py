@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 LAYERS = (
     {"types", "errors", "states", "config", "stats", "memory", "versions"},
-    {"wire", "plan", "geometry", "pages", "_native"},
+    {"wire", "plan", "geometry", "pages", "kernels", "_native"},
     {"transport", "copy", "store"},
     {"worker", "metrics", "router"},
     {"engines", "testing", "doctor", "__init__"},
@@ -25,8 +25,8 @@ FOREIGN = {
     "msgspec": ("",),
     "torch": ("copy/", "store/", "worker/", "engines/", "testing/", "doctor/"),
     "numpy": ("transport/nixl/",),
-    "xxhash": ("store/", "transport/pump.py"),
-    "cupy": ("copy/cuda.py",),
+    "xxhash": ("store/", "transport/pump.py", "kernels/reference.py"),
+    "cupy": ("copy/cuda_driver.py",),
     "valkey": ("store/valkey.py",),
     "obstore": ("store/object.py",),
     "prometheus_client": ("metrics/prometheus.py", "router/"),

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 
 from kvconnect.errors import Misuse
 from kvconnect.geometry import Geometry, GroupGeometry
+
+Digests = Callable[[], "array[int]"]
+"""Returns XXH3-64 digests; to be called when the device has passed the point they were asked at."""
 
 
 class Copier(ABC):
@@ -17,8 +21,8 @@ class Copier(ABC):
 
     Contract:
 
-    - *Blocks* until the bytes are there. A CUDA variant orders itself after what was launched on
-      the current stream of the calling thread.
+    - *Blocks* until the bytes are there, but for the ``enqueue`` calls: those may return when the
+      copy has been launched on the calling thread's current stream, where events order it.
     - *Threads*: one call at a time. It may come from any thread, and others run meanwhile: the GIL
       is not held for long.
     - *Idempotent*: yes, as long as the source does not change.
@@ -38,6 +42,25 @@ class Copier(ABC):
     @abstractmethod
     def load(self, group: int, block_ids: Sequence[int], slots: Sequence[int]) -> None:
         """Copy slots back into blocks of the KV cache."""
+
+    def enqueue_store(self, group: int, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        """Start a store, or do it."""
+        self.store(group, block_ids, slots)
+
+    def enqueue_load(self, group: int, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        """Start a load, or do it."""
+        self.load(group, block_ids, slots)
+
+    def hashes(self, group: int) -> bool:  # noqa: ARG002
+        """Whether blocks of a group can be hashed where they are in the KV cache."""
+        return False
+
+    def enqueue_digests(self, group: int, block_ids: Sequence[int]) -> Digests:
+        """Start to hash blocks as slots would hold them, behind copies that were started.
+
+        Raises :class:`Misuse` where :meth:`hashes` says no.
+        """
+        raise Misuse(f"blocks {list(block_ids)} of group {group} cannot be hashed in the KV cache")
 
 
 def check_sizes(geometry: Geometry, area_bytes: int, arena_bytes: int) -> int:

@@ -106,8 +106,10 @@ class _Bench:
             fix = "raise the memlock limit: ulimit -l unlimited, or docker --ulimit memlock=-1"
             return Finding(name, "warn", f"{value}: the host tier is not page-locked", fix)
         if self._on_cuda:
-            fix = "use larger blocks: --block-size"
-            return Finding(name, "warn", f"{value}: each page is a copy of its own", fix)
+            fix = (
+                "pip install kvconnect[cuda12] or kvconnect[cuda13], or larger blocks: --block-size"
+            )
+            return Finding(name, "warn", value, fix)
         if reason := native_unavailable_reason():
             fix = "install a C compiler and reinstall with KVCONNECT_BUILD_NATIVE=1"
             return Finding(name, "warn", f"{value}: {reason}", fix)

@@ -50,7 +50,11 @@ class SlotDigests:
 
     def seal(self, slot: int, content: memoryview) -> None:
         """Note the digest of what the slot holds now."""
-        self._digest[slot] = self._hash(content)
+        self.put(slot, self._hash(content))
+
+    def put(self, slot: int, digest: int) -> None:
+        """Note the digest of what the slot holds now, which someone else worked out."""
+        self._digest[slot] = digest
         self._sealed[slot] = 1
 
     def is_sealed(self, slot: int) -> bool:
@@ -65,10 +69,13 @@ class SlotDigests:
 
     def verify(self, slot: int, content: memoryview) -> None:
         """Raise :class:`Corrupt` if the content is not what was sealed."""
-        found = self._hash(content)
+        self.compare(slot, self._hash(content))
+
+    def compare(self, slot: int, found: int) -> None:
+        """Raise :class:`Corrupt` if a digest of the content is not the one that was noted."""
         if found != self._digest[slot]:
             raise Corrupt(
-                f"slot {slot}: digest of its {len(content)} bytes is {found:016x}, "
+                f"slot {slot}: the digest of its block is {found:016x}, "
                 f"was {self._digest[slot]:016x} when stored"
             )
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvconnect.config import DigestMode
 from kvconnect.errors import Misuse
 from kvconnect.store.digest import SlotDigests
+from kvconnect.store.numa import prefer_node
 
 if TYPE_CHECKING:
     import torch
@@ -41,8 +42,11 @@ class HostStore:
     virtual machine has yet to get the memory itself), logs its progress, and does not check what
     the machine has: that is the configuration's job.
 
+    ``node`` is the NUMA node whose memory is preferred: that of the device the slots are copied to.
+
     Threads: ``seal``, ``verify`` and ``view`` may be called from any thread, for one slot by one
-    at a time. ``pin`` and ``close`` belong to the owner. Who may write which slot when is decided
+    at a time, and so may ``digests``, for digests that a device worked out. ``pin`` and ``close``
+    belong to the owner. Who may write which slot when is decided
     by the plan, not here.
 
     Raises :class:`Misuse` for sizes that are not positive or slots that are not whole pages,
@@ -50,16 +54,20 @@ class HostStore:
     refuses the memory.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int, digest_mode: DigestMode) -> None:
+    def __init__(
+        self, num_slots: int, slot_bytes: int, digest_mode: DigestMode, node: int | None = None
+    ) -> None:
         if num_slots < 1 or slot_bytes < 1 or slot_bytes % mmap.PAGESIZE:
             raise Misuse(f"no arena of {num_slots} slots of {slot_bytes} bytes can be made")
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self.nbytes = num_slots * slot_bytes
-        self._digests = SlotDigests(num_slots, digest_mode)
+        self.digests = SlotDigests(num_slots, digest_mode)
         self._map: mmap.mmap | None = _map_private(self.nbytes)
         self._pinned: list[int] = []  # addresses of the page-locked pieces
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        if node is not None:
+            prefer_node(self.address, self.nbytes, node)
         _populate(self._map, self.address)
 
     def __repr__(self) -> str:
@@ -88,13 +96,13 @@ class HostStore:
 
     def seal(self, slot: int, nbytes: int) -> None:
         """Remember the digest of a slot's first ``nbytes``; call it after each store into it."""
-        if self._digests.begin(slot):
-            self._digests.seal(slot, self.view(slot, nbytes))
+        if self.digests.begin(slot):
+            self.digests.seal(slot, self.view(slot, nbytes))
 
     def verify(self, slot: int, nbytes: int) -> None:
         """Raise :class:`Corrupt` if a slot no longer holds what was sealed."""
-        if self._digests.is_sealed(slot):
-            self._digests.verify(slot, self.view(slot, nbytes))
+        if self.digests.is_sealed(slot):
+            self.digests.verify(slot, self.view(slot, nbytes))
 
     def pin(self) -> bool:
         """Page-lock the arena for the current CUDA device; return whether all of it is locked.

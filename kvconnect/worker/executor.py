@@ -1,7 +1,8 @@
 """Copies blocks on a thread of its own, loads before stores, and reports what became of them.
 
 The engine's thread submits jobs and polls for results; it never waits for a store. Jobs are cut
-into chunks, so that a load waits for at most one chunk of a store.
+into chunks, so that a load waits for at most one chunk of a store. On a device several chunks of
+each direction are on their way at a time, and each is taken in when it lands, in any order.
 """
 
 from __future__ import annotations
@@ -11,19 +12,26 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvconnect.copy.base import Copier
-from kvconnect.errors import Corrupt, TransferFailed
+from kvconnect.errors import TransferFailed
 from kvconnect.geometry import Geometry
 from kvconnect.plan.instructions import Failure, Load, Part, Report, Store
 from kvconnect.store.host import HostStore
 from kvconnect.types import FailureCause, JobId, TransferType
+from kvconnect.worker.moves import Landing, Move, Mover
+from kvconnect.worker.pace import Pace
 from kvconnect.worker.streams import Fence, Streams
 
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 8 << 20  # a few milliseconds: what a load may wait for a store
+FLIGHTS = 4
+"""Chunks of one direction on their way at a time, so that the next is there when one ends."""
+
+_POLL_S = 0.0005  # shorter than the chunks on their way take, long enough to leave the GIL alone
 _JOIN_TIMEOUT_S = 5.0
 _STUCK_S = 120.0  # no memory copy of one step takes this long on a device that is alive
 
@@ -39,16 +47,18 @@ class Done:
     seconds: float
 
 
-@dataclass
+@dataclass(eq=False)
 class _Task:
     job: Store | Load
     fence: Fence
     expires: float
-    chunks: Iterator[Part]
+    chunks: deque[Part]  # not launched yet
     finished: threading.Event = field(default_factory=threading.Event)
     failures: list[Failure] = field(default_factory=list)
     nbytes: int = 0
     seconds: float = 0.0
+    queued: bool = True
+    flying: int = 0  # chunks on their way
 
     @property
     def kind(self) -> TransferType:
@@ -62,6 +72,7 @@ class CopyExecutor:
     ``submit``, ``poll``, ``wait`` and ``close`` are for the engine's thread; the copy thread is
     started here and ended by ``close``. A copy that raises ends as a failed job, never as a dead
     thread. Past a job's deadline no further chunk of it is copied, and what is left has failed.
+    Stores move at most ``store_rate`` bytes per second; 0: as many as they can.
     """
 
     def __init__(
@@ -71,15 +82,15 @@ class CopyExecutor:
         geometry: Geometry,
         streams: Streams,
         clock: Callable[[], float] = time.monotonic,
+        store_rate: int = 0,
     ) -> None:
-        self._copier = copier
-        self._store = store
-        self._geometry = geometry
-        self._streams = streams
+        self._mover = Mover(copier, store, geometry, streams)
         self._clock = clock
+        self._pace = Pace(store_rate, clock)
         self._wake = threading.Condition()
         self._loads: deque[_Task] = deque()
         self._stores: deque[_Task] = deque()
+        self._flying: list[tuple[_Task, Move]] = []
         self._done: deque[Done] = deque()
         self._waited: dict[JobId, threading.Event] = {}
         self._closed = False
@@ -91,11 +102,11 @@ class CopyExecutor:
 
     def fence(self) -> Fence:
         """Mark the device's work so far, for jobs submitted with it."""
-        return self._streams.fence()
+        return self._mover.fence()
 
     def submit(self, job: Store | Load, fence: Fence) -> None:
         """Queue a job that must come after ``fence``; does not block."""
-        chunks = self._chunks(job.parts)
+        chunks = deque(_chunks(job.parts, self._mover))
         task = _Task(job, fence, self._clock() + job.deadline_s, chunks)
         with self._wake:
             if isinstance(job, Load):
@@ -130,86 +141,114 @@ class CopyExecutor:
         return done
 
     def close(self) -> None:
-        """Stop after the chunk in progress; jobs still queued are dropped. Idempotent."""
+        """Stop after the chunks in progress; jobs still queued are dropped. Idempotent."""
         with self._wake:
             self._closed = True
             self._wake.notify()
         self._thread.join(_JOIN_TIMEOUT_S)
 
     def _loop(self) -> None:
-        while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._loads or self._stores or self._closed)
-                if self._closed:
-                    return
-                queue = self._loads or self._stores
-                task = queue[0]
-            if not self._step(task):
-                with self._wake:
-                    queue.popleft()
-                report = Report(task.job.job, tuple(task.failures))
-                self._done.append(Done(task.job, report, task.kind, task.nbytes, task.seconds))
-                task.finished.set()
+        while self._await_work():
+            self._take_in()
+            self._advance()
+        for _, move in self._flying:  # the memory must outlast them
+            with suppress(TransferFailed):
+                move.flight.wait()
 
-    def _step(self, task: _Task) -> bool:
-        """Copy one chunk; return whether the job has more."""
-        part = next(task.chunks, None)
-        if part is None:
-            return False
-        expired = self._clock() >= task.expires
-        good, cause = (0, FailureCause.DEADLINE) if expired else self._copy(task, part)
-        task.nbytes += good * self._geometry.groups[part.group].block_bytes
-        if cause is None:
-            return True
-        # A broken copy leaves its whole chunk unknown; other causes name one block.
-        known = len(part.slots) if cause is FailureCause.COPY else good + 1
-        task.failures.extend(_failures(part, good, known, cause))
-        task.failures.extend(_failures(part, known, len(part.slots), FailureCause.SKIPPED))
-        for rest in task.chunks:
-            task.failures.extend(_failures(rest, 0, len(rest.slots), FailureCause.SKIPPED))
-        return False
+    def _await_work(self) -> bool:
+        """Block until a chunk can be launched or may have landed; return False once closed."""
+        with self._wake:
+            patience = _POLL_S if self._flying else self._pace.delay() if self._stores else None
+            self._wake.wait_for(lambda: self._closed or self._next() is not None, patience)
+            return not self._closed
 
-    def _copy(self, task: _Task, part: Part) -> tuple[int, FailureCause | None]:
-        """Copy a chunk's leading good blocks; return how many, and what stopped it."""
-        is_load = isinstance(task.job, Load)
-        move = self._copier.load if is_load else self._copier.store
+    def _next(self) -> deque[_Task] | None:
+        """Return the queue whose first job may launch a chunk now, if any."""
+        loads = sum(isinstance(task.job, Load) for task, _ in self._flying)
+        if self._loads and loads < FLIGHTS:
+            return self._loads
+        if self._stores and len(self._flying) - loads < FLIGHTS and not self._pace.delay():
+            return self._stores
+        return None
+
+    def _advance(self) -> None:
+        """Launch the next chunk."""
+        queue = self._next()
+        if queue is None:
+            return
+        task = queue[0]
+        if task.chunks:
+            part = task.chunks.popleft()
+            if self._clock() >= task.expires:
+                _fail(task, part, 0, FailureCause.DEADLINE)
+            else:
+                self._launch(task, part)
+        self._settle(task)
+
+    def _launch(self, task: _Task, part: Part) -> None:
         try:
-            good, cause = self._loadable(part) if is_load else (len(part.slots), None)
-            blocks, slots = part.block_ids[:good], part.slots[:good]
-            task.seconds += self._streams.run(
-                task.kind, task.fence, lambda: move(part.group, blocks, slots)
-            )
-            if not is_load:
-                self._seal(part)
+            move = self._mover.start(task.kind, task.fence, part)
         except Exception:  # boundary: whatever a copy raises is a failed job
             logger.exception("copy of job %d failed; its blocks are recomputed", task.job.job)
-            return 0, FailureCause.COPY
-        return good, cause
+            _fail(task, part, 0, FailureCause.COPY)
+            return
+        task.flying += 1
+        self._flying.append((task, move))
+        if task.kind is TransferType.GPU_TO_CPU:
+            self._pace.spend(len(part.slots) * self._mover.block_bytes(part))
 
-    def _loadable(self, part: Part) -> tuple[int, FailureCause | None]:
-        """Return how many leading slots hold what was stored, and what is wrong with the next."""
-        nbytes = self._geometry.groups[part.group].block_bytes
-        for number, slot in enumerate(part.slots):
-            if slot < 0:
-                return number, FailureCause.MISSING
-            try:
-                self._store.verify(slot, nbytes)
-            except Corrupt as error:
-                logger.error("%s; the block is recomputed", error)
-                return number, FailureCause.DIGEST
-        return len(part.slots), None
+    def _take_in(self) -> None:
+        """Note what became of the chunks that have landed, in whatever order they did."""
+        for entry in tuple(self._flying):
+            task, move = entry
+            landed = self._landing(task, move)
+            if landed is None:
+                continue
+            self._flying.remove(entry)
+            task.flying -= 1
+            task.seconds += landed.seconds
+            task.nbytes += landed.good * self._mover.block_bytes(move.part)
+            if landed.cause is not None:
+                _fail(task, move.part, landed.good, landed.cause)
+            self._settle(task)
 
-    def _seal(self, part: Part) -> None:
-        nbytes = self._geometry.groups[part.group].block_bytes
-        for slot in part.slots:
-            self._store.seal(slot, nbytes)
+    def _landing(self, task: _Task, move: Move) -> Landing | None:
+        try:
+            return self._mover.land(move)
+        except Exception:  # boundary: what the device or a digest raises is a failed job
+            logger.exception("copy of job %d failed; its blocks are recomputed", task.job.job)
+            return Landing(0, FailureCause.COPY, 0.0)
 
-    def _chunks(self, parts: tuple[Part, ...]) -> Iterator[Part]:
-        for part in parts:
-            size = max(1, CHUNK_BYTES // self._geometry.groups[part.group].block_bytes)
-            for start in range(0, len(part.slots), size):
-                end = start + size
-                yield Part(part.group, part.block_ids[start:end], part.slots[start:end])
+    def _settle(self, task: _Task) -> None:
+        """Take a job without more chunks from its queue; report it when none is on its way."""
+        if task.queued and not task.chunks:
+            with self._wake:
+                (self._loads if isinstance(task.job, Load) else self._stores).remove(task)
+            task.queued = False
+        if task.queued or task.flying:
+            return
+        report = Report(task.job.job, tuple(task.failures))
+        self._done.append(Done(task.job, report, task.kind, task.nbytes, task.seconds))
+        task.finished.set()
+
+
+def _chunks(parts: tuple[Part, ...], mover: Mover) -> Iterator[Part]:
+    for part in parts:
+        size = max(1, CHUNK_BYTES // mover.block_bytes(part))
+        for start in range(0, len(part.slots), size):
+            end = start + size
+            yield Part(part.group, part.block_ids[start:end], part.slots[start:end])
+
+
+def _fail(task: _Task, part: Part, good: int, cause: FailureCause) -> None:
+    """Note that a chunk stopped behind its ``good`` first blocks, and launch no more of its job."""
+    # A broken copy leaves its whole chunk unknown; other causes name one block.
+    known = len(part.slots) if cause is FailureCause.COPY else good + 1
+    task.failures.extend(_failures(part, good, known, cause))
+    task.failures.extend(_failures(part, known, len(part.slots), FailureCause.SKIPPED))
+    while task.chunks:
+        rest = task.chunks.popleft()
+        task.failures.extend(_failures(rest, 0, len(rest.slots), FailureCause.SKIPPED))
 
 
 def _failures(part: Part, start: int, end: int, cause: FailureCause) -> Iterator[Failure]:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
+from kvconnect.copy import make_block_copier
 from kvconnect.errors import TransferFailed
 from kvconnect.transport.base import Area, Memory, Piece, Unit
+
+if TYPE_CHECKING:
+    from kvconnect.copy.blocks import BlockCopier
 
 RING_BYTES = 64 << 20
 """Page-locked memory of one worker, half of it for sending and half for receiving."""
@@ -55,7 +61,8 @@ class StagedMemory:
     waiting can form, however many workers send to one another at the same time.
 
     ``area`` is the whole cache, uint8 ``[bytes]``; a CPU tensor takes the same path (without
-    streams), which is how it is tested without a GPU.
+    streams), which is how it is tested without a GPU. ``copier`` packs and unpacks a share in one
+    launch; without it every run is a copy of its own.
     """
 
     def __init__(
@@ -63,8 +70,10 @@ class StagedMemory:
         area: torch.Tensor,
         ring_bytes: int = RING_BYTES,
         timeout_s: float = ROOM_TIMEOUT_S,
+        copier: BlockCopier | None = None,
     ) -> None:
         self._area = area
+        self._copier = copier
         share_bytes = ring_bytes // (2 * SHARES)
         self._sending = _Ring(area.device, share_bytes, timeout_s)
         self._receiving = _Ring(area.device, share_bytes, timeout_s)
@@ -78,15 +87,28 @@ class StagedMemory:
     def outgoing(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
         with self._sending.share(unit.block_bytes) as share:
             for part in _parts(share, unit, ids):
-                runs = self._runs(share, unit, part)
-                self._sending.copy((staged, page) for page, staged in runs)
+                self._sending.run(partial(self._pack, share, unit, part))
                 yield _piece(share, unit, len(part))
 
     def incoming(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
         with self._receiving.share(unit.block_bytes) as share:
             for part in _parts(share, unit, ids):
                 yield _piece(share, unit, len(part))
-                self._receiving.copy(self._runs(share, unit, part))
+                self._receiving.run(partial(self._unpack, share, unit, part))
+
+    def _pack(self, share: torch.Tensor, unit: Unit, ids: array[int]) -> None:
+        if self._copier is not None:
+            self._copier.pack(unit.segments, unit.phases, ids, share.data_ptr())
+            return
+        for page, staged in self._runs(share, unit, ids):
+            staged.copy_(page, non_blocking=True)
+
+    def _unpack(self, share: torch.Tensor, unit: Unit, ids: array[int]) -> None:
+        if self._copier is not None:
+            self._copier.unpack(unit.segments, unit.phases, ids, share.data_ptr())
+            return
+        for page, staged in self._runs(share, unit, ids):
+            page.copy_(staged, non_blocking=True)
 
     def _runs(self, share: torch.Tensor, unit: Unit, ids: array[int]) -> Iterator[_Run]:
         at = 0
@@ -130,18 +152,23 @@ class _Ring:
                 self._free.append(share)
                 self._room.notify()
 
-    def copy(self, pairs: Iterable[_Run]) -> None:
-        """Copy each pair's second into its first; they are there when this returns."""
-        if self._stream is None:
-            for target, source in pairs:
-                target.copy_(source)
-            return
-        with torch.cuda.stream(self._stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-            done = torch.cuda.Event(blocking=True)  # whoever waits must not spin on a core
-            done.record()
-        done.synchronize()  # blocks this thread only, never the device
+    def run(self, copies: Callable[[], None]) -> None:
+        """Run what starts copies; they are there when this returns.
+
+        Raises:
+            TransferFailed: the device could not do it.
+        """
+        try:
+            if self._stream is None:
+                copies()
+                return
+            with torch.cuda.stream(self._stream):
+                copies()
+                done = torch.cuda.Event(blocking=True)  # whoever waits must not spin on a core
+                done.record()
+            done.synchronize()  # blocks this thread only, never the device
+        except RuntimeError as error:
+            raise TransferFailed("a copy to or from the staging ring failed") from error
 
     def _make(self, nbytes: int) -> torch.Tensor:
         try:
@@ -177,4 +204,4 @@ def make_memory(
     """
     if area.device.type == "cpu":
         return HostMemory(area)
-    return StagedMemory(area, ring_bytes, timeout_s)
+    return StagedMemory(area, ring_bytes, timeout_s, make_block_copier(area))

@@ -1,7 +1,8 @@
 """Ordering copies against the model's own work on the device, and timing them.
 
 A *fence* is taken on the engine's thread at the point a copy must come after; the copy thread
-waits for it on its own stream. Nothing here synchronises the device or the compute stream.
+waits for it on its own stream. Nothing here synchronises the device or the compute stream. A
+*flight* is a copy that was launched; several of one direction may be on their way.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from kvconnect.errors import TransferFailed
 from kvconnect.types import TransferType
 
 Fence = object
@@ -28,8 +30,36 @@ class DeviceFence:
         self._event.synchronize()
 
 
+class Flight(ABC):
+    """One copy on its way. For the thread that launched it.
+
+    Both calls raise :class:`TransferFailed` if the device could not do it.
+    """
+
+    @abstractmethod
+    def poll(self) -> float | None:
+        """Return the seconds it took, None while it is on its way; does not block."""
+
+    @abstractmethod
+    def wait(self) -> float:
+        """Block the calling thread, and nothing else, until it is there; return its seconds."""
+
+
+class Landed(Flight):
+    """A copy that was done when it was launched."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def poll(self) -> float:
+        return self._seconds
+
+    def wait(self) -> float:
+        return self._seconds
+
+
 class Streams(ABC):
-    """Where copies run. ``fence`` belongs to the engine's thread, ``run`` to the copy thread."""
+    """Where copies run. ``fence`` belongs to the engine's thread, ``launch`` to the copy thread."""
 
     @abstractmethod
     def fence(self) -> Fence:
@@ -40,8 +70,15 @@ class Streams(ABC):
         """Return a fence that any thread can wait for; None if there is nothing to wait for."""
 
     @abstractmethod
+    def launch(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> Flight:
+        """Start ``copy`` after ``fence``, where it runs in order with others of its kind.
+
+        What ``copy`` raises is raised here; :class:`TransferFailed` if the device refuses.
+        """
+
     def run(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> float:
         """Run ``copy`` after ``fence``; block until its bytes are there; return its seconds."""
+        return self.launch(kind, fence, copy).wait()
 
 
 class HostStreams(Streams):
@@ -53,10 +90,65 @@ class HostStreams(Streams):
     def mark(self) -> DeviceFence | None:
         return None
 
-    def run(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> float:  # noqa: ARG002
+    def launch(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> Flight:  # noqa: ARG002
         started = time.perf_counter()
         copy()
-        return time.perf_counter() - started
+        return Landed(time.perf_counter() - started)
+
+
+_Pair = tuple[torch.cuda.Event, torch.cuda.Event]
+
+
+class EventPool:
+    """Pairs of timing events: making one costs more than a launch. For one thread."""
+
+    def __init__(self) -> None:
+        self._free: list[_Pair] = []
+
+    def take(self) -> _Pair:
+        if self._free:
+            return self._free.pop()
+        # Blocking: whoever waits must not spin on a core.
+        start, end = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
+        return start, end
+
+    def give(self, pair: _Pair) -> None:
+        """Take back a pair that the device has passed."""
+        self._free.append(pair)
+
+
+class CudaFlight(Flight):
+    """A copy between two events, which go back to ``pool`` when it has landed.
+
+    Events of a copy that failed do not: what they say is unknown.
+    """
+
+    def __init__(self, pair: _Pair, pool: EventPool) -> None:
+        self._pair = pair
+        self._pool = pool
+        self._seconds: float | None = None
+
+    def poll(self) -> float | None:
+        try:
+            if self._seconds is None and self._pair[1].query():
+                self._land()
+        except RuntimeError as error:
+            raise TransferFailed("the device failed during a copy") from error
+        return self._seconds
+
+    def wait(self) -> float:
+        try:
+            if self._seconds is None:
+                self._pair[1].synchronize()  # blocks this thread only
+            return self._land() if self._seconds is None else self._seconds
+        except RuntimeError as error:
+            raise TransferFailed("the device failed during a copy") from error
+
+    def _land(self) -> float:
+        start, end = self._pair
+        self._seconds = float(start.elapsed_time(end)) / 1e3
+        self._pool.give(self._pair)
+        return self._seconds
 
 
 class CudaStreams(Streams):
@@ -68,6 +160,7 @@ class CudaStreams(Streams):
             TransferType.CPU_TO_GPU: torch.cuda.Stream(device, priority=greatest),
             TransferType.GPU_TO_CPU: torch.cuda.Stream(device, priority=least),
         }
+        self._pool = EventPool()
 
     def fence(self) -> Fence:
         event = torch.cuda.Event()
@@ -79,18 +172,18 @@ class CudaStreams(Streams):
         event.record()
         return DeviceFence(event)
 
-    def run(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> float:
+    def launch(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> Flight:
         stream = self._streams[kind]
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(stream):
-            stream.wait_event(fence)
-            start.record()
-            copy()
-            end.record()
-        end.synchronize()  # blocks this thread only
-        seconds: float = start.elapsed_time(end) / 1e3
-        return seconds
+        try:
+            pair = self._pool.take()
+            with torch.cuda.stream(stream):
+                stream.wait_event(fence)
+                pair[0].record()
+                copy()
+                pair[1].record()
+        except RuntimeError as error:
+            raise TransferFailed("a copy could not be launched") from error
+        return CudaFlight(pair, self._pool)
 
 
 def make_streams(device: torch.device) -> Streams:

@@ -13,6 +13,7 @@ from kvconnect.errors import ConfigError
 from kvconnect.geometry import Geometry
 from kvconnect.plan.instructions import Load, Store
 from kvconnect.store.host import HostStore
+from kvconnect.store.numa import device_node
 from kvconnect.worker.executor import CopyExecutor, Done
 from kvconnect.worker.streams import make_streams
 
@@ -23,8 +24,8 @@ class HostTier:
     """Owned by the worker's main thread; copies run on the executor's own thread.
 
     ``share_bytes`` is this worker's part of the tier, ``area`` the whole KV cache as uint8
-    ``[bytes]``. Raises :class:`ConfigError` if the share is too small for one block or more than
-    is free.
+    ``[bytes]``; ``store_rate`` bounds the bytes stored per second. Raises :class:`ConfigError` if
+    the share is too small for one block or more than is free.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class HostTier:
         geometry: Geometry,
         area: torch.Tensor,
         make_copier: MakeCopier,
+        store_rate: int = 0,
     ) -> None:
         num_slots = share_bytes // geometry.slot_bytes
         if num_slots < 1:
@@ -47,11 +49,13 @@ class HostTier:
             memory_bytes=memory.available_bytes(),
             what="available now for this worker's share",
         )
-        self.store = HostStore(num_slots, geometry.slot_bytes, digest)
+        node = device_node(area.device)
+        self.store = HostStore(num_slots, geometry.slot_bytes, digest, node)
         if area.device.type == "cuda":
             self.store.pin()
         copier = make_copier(area, self.store.tensor(), geometry)
-        self.executor = CopyExecutor(copier, self.store, geometry, make_streams(area.device))
+        streams = make_streams(area.device)
+        self.executor = CopyExecutor(copier, self.store, geometry, streams, store_rate=store_rate)
         self._pending: list[Store] = []
 
     def begin(self, loads: Sequence[Load], stores: Sequence[Store]) -> None:

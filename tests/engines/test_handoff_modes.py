@@ -1,5 +1,6 @@
-"""Hand-offs between engines that run in other ways than plain ones do: with certificates, with
-pipeline and data parallelism on the prefill side, with speculative decoding on the decode side."""
+"""Hand-offs between engines that run in other ways than plain ones do: with certificates, with data
+parallelism on the prefill side, with speculative decoding on the decode side. Pipeline parallelism
+is not among them: vLLM 0.32's CPU engine fails with it, without any connector."""
 
 from __future__ import annotations
 
@@ -122,13 +123,6 @@ class TestMutualTls:
         assert pull(p, d, prompts()[0], NEW).tokens == expected("llama").fresh[0]
         assert received_bytes(d) > before
         assert_quiet(p, d)
-
-
-def test_pipeline_parallel_prefill() -> None:
-    """Each stage sends its own layers."""
-    expected("llama")
-    with pair(prefill={"args": ("--pipeline-parallel-size", "2")}) as (p, d):
-        assert_handed_off(p, d)
 
 
 def test_speculative_decoding() -> None:

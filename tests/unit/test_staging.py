@@ -18,7 +18,11 @@ from kvconnect.transport.base import Piece, Unit
 
 torch = pytest.importorskip("torch")
 
+from kvconnect import copy  # noqa: E402
+from kvconnect.copy.blocks import BlockCopier  # noqa: E402
+from kvconnect.errors import Incompatible  # noqa: E402
 from kvconnect.worker.staging import SHARES, HostMemory, StagedMemory, make_memory  # noqa: E402
+from tests.fake_driver import FakeDriver  # noqa: E402
 
 PAGES = 6
 BLOCK = 64
@@ -27,6 +31,12 @@ BLOCK = 64
 def staged(pages: Pages, share_bytes: int = BLOCK, timeout_s: float = 0.0) -> StagedMemory:
     area = torch.frombuffer(pages.data, dtype=torch.uint8)
     return StagedMemory(area, 2 * SHARES * share_bytes, timeout_s)
+
+
+def staged_by_kernel(pages: Pages, share_bytes: int, driver: FakeDriver) -> StagedMemory:
+    area = torch.frombuffer(pages.data, dtype=torch.uint8)
+    copier = BlockCopier(area, driver)
+    return StagedMemory(area, 2 * SHARES * share_bytes, timeout_s=0.0, copier=copier)
 
 
 def runs_of(piece: Piece) -> Iterator[tuple[int, int]]:
@@ -88,6 +98,67 @@ def test_every_byte_gets_to_its_place(
     assert target.data == expected.data  # and nothing was written beside it
     expected.data[data.draw(st.integers(0, nbytes - 1))] ^= 1
     assert target.data != expected.data  # negative control
+
+
+@settings(max_examples=40)
+@given(
+    case=units(),
+    ids=st.lists(st.integers(0, 3 * PAGES - 1), unique=True, max_size=9),
+    share_bytes=st.sampled_from([1, 200, 1000]),
+)
+def test_kernels_bring_the_same_bytes_to_the_same_places(
+    case: tuple[Unit, int], ids: list[int], share_bytes: int
+) -> None:
+    unit, size = case
+    numbers = array("q", (number for number in ids if number < PAGES * unit.phases))
+    source, target, expected = Pages(size, seed=1), Pages(size, seed=2), Pages(size, seed=2)
+    content = source.read(unit, numbers)
+    outgoing = staged_by_kernel(source, share_bytes, FakeDriver()).outgoing(unit, numbers)
+    assert b"".join(map(read, outgoing)) == content
+    rest = content
+    for piece in staged_by_kernel(target, share_bytes, FakeDriver()).incoming(unit, numbers):
+        rest = fill(piece, rest)
+    expected.write(unit, numbers, content)
+    assert (target.data, rest) == (expected.data, b"")
+
+
+def test_a_kernel_that_fails_is_a_failed_transfer_and_gives_the_share_back() -> None:
+    unit, ids = plain_unit(BLOCK), array("q", range(3))
+    healthy = FakeDriver()
+    list(staged_by_kernel(Pages(PAGES * BLOCK), BLOCK, healthy).outgoing(unit, ids))
+    assert healthy.calls.count("pack_blocks") == 3
+    for number in range(len(healthy.calls)):
+        driver = FakeDriver(number)
+        memory = staged_by_kernel(Pages(PAGES * BLOCK, seed=1), BLOCK, driver)
+        for _ in range(SHARES + 1):
+            driver.fail_at = len(driver.calls) if driver.fail_at is None else driver.fail_at
+            with pytest.raises(TransferFailed, match="call"):
+                list(memory.outgoing(unit, ids))
+            driver.fail_at = None
+        assert len(list(memory.outgoing(unit, ids))) == 3
+
+
+def test_a_device_without_kernels_is_served_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    area = torch.frombuffer(Pages(BLOCK).data, dtype=torch.uint8)
+    assert copy.make_block_copier(area) is None  # CPU memory needs none
+
+    class OnDevice:
+        device = torch.device("cuda:0")
+
+        def data_ptr(self) -> int:
+            return 0
+
+    def missing(device: object) -> None:
+        raise Incompatible("CuPy is not installed")
+
+    copy._warn_once.cache_clear()
+    monkeypatch.setattr(copy, "open_driver", missing)
+    assert copy.make_block_copier(OnDevice()) is None
+    assert caplog.text.count("CuPy is not installed") == 1
+    monkeypatch.setattr(copy, "open_driver", lambda device: FakeDriver())
+    assert isinstance(copy.make_block_copier(OnDevice()), BlockCopier)
 
 
 def test_a_block_larger_than_a_share_makes_it_grow() -> None:

@@ -59,7 +59,12 @@ class WorkerHalf:
         if self._share:
             geometry = translate.cache_geometry(self._kv_cache_config, kv_caches)
             self._tier = HostTier(
-                self._share, self._config.digest, geometry, area, self.make_copier
+                self._share,
+                self._config.digest,
+                geometry,
+                area,
+                self.make_copier,
+                self._config.store_rate,
             )
         self._agent = make_handoffs(
             self._vllm_config, self._kv_cache_config, self._config, kv_caches, area

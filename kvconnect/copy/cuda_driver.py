@@ -1,0 +1,238 @@
+"""The real driver: torch for streams and memory, CuPy to load kernels, libcuda to launch them.
+
+libcuda is called through ctypes: it takes torch's streams as they are, whatever the version of
+CuPy, and releases the GIL. cuda-bindings would take three Python lists of one object per address
+for a batch, which alone costs more than a launch may (30 us per 1,000 pages); here the arrays are
+handed over as they are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import platform
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvconnect import kernels
+from kvconnect.copy.driver import Driver
+from kvconnect.errors import Incompatible, TransferFailed
+
+logger = logging.getLogger(__name__)
+
+_ORDER_STREAM, _ORDER_ANY = 1, 3
+_OVERLAP_WITH_COMPUTE = 1
+_NO_HINT = 0
+_OPTIONS = ("-std=c++17",)
+
+
+class _CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes of cuda.h: order, hints for source and target, flags."""
+
+    _fields_ = (
+        ("order", ctypes.c_int),
+        ("source_hint", ctypes.c_int * 2),
+        ("target_hint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
+
+
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    """Raise what torch and CuPy say as :class:`TransferFailed`; both derive from RuntimeError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransferFailed(f"{what} failed on the device") from error
+
+
+class CudaDriver(Driver):
+    """Raises :class:`Incompatible` in the constructor for what is missing, by name."""
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
+        self._functions = _load_kernels(index)
+        self._cuda = _load_libcuda()
+        self._batch, self._has_index = _find_batch(self._cuda)
+        properties = torch.cuda.get_device_properties(device)
+        self._name = f"{platform.node()} {properties.name} {_driver_version(self._cuda)}"
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def has_batch(self) -> bool:
+        return self._batch is not None
+
+    def launch(self, kernel: str, grid: int, threads: int, arguments: Sequence[int]) -> None:
+        count = len(arguments)
+        values = (ctypes.c_int64 * count)(*arguments)
+        start = ctypes.addressof(values)
+        pointers = (ctypes.c_void_p * count)(*range(start, start + 8 * count, 8))
+        status = self._cuda.cuLaunchKernel(
+            self._functions[kernel].kernel.ptr,
+            *(grid, 1, 1, threads, 1, 1),
+            *(0, self._stream(), pointers, None),
+        )
+        _check(status, kernel)
+
+    def copy_batch(
+        self, targets: array[int], sources: array[int], sizes: array[int], early: bool
+    ) -> None:
+        handle = self._stream()
+        stream = ctypes.c_void_p(handle)
+        if self._batch is None or not handle:  # the default stream takes no batches
+            copy = self._cuda.cuMemcpyAsync
+            for target, source, size in zip(targets, sources, sizes, strict=True):
+                _check(copy(target, source, size, stream), "cuMemcpyAsync")
+            return
+        order = _ORDER_ANY if early else _ORDER_STREAM
+        hint = (ctypes.c_int * 2)(_NO_HINT, 0)
+        attributes = _CopyAttributes(order, hint, hint, _OVERLAP_WITH_COMPUTE)
+        first, index = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        arguments: list[Any] = [
+            *(numbers.buffer_info()[0] for numbers in (targets, sources, sizes)),
+            *(len(sizes), ctypes.byref(attributes), ctypes.byref(first), 1),
+            *((ctypes.byref(index),) if self._has_index else ()),
+            stream,
+        ]
+        _check(self._batch(*arguments), "cuMemcpyBatchAsync")
+
+    def upload(self, numbers: array[int]) -> torch.Tensor:
+        with _translated("upload of a table"):
+            # torch's allocators reuse both only when the stream has passed.
+            host = torch.empty(len(numbers), dtype=torch.int64, pin_memory=True)
+            ctypes.memmove(host.data_ptr(), numbers.buffer_info()[0], host.nbytes)
+            return host.to(self._device, non_blocking=True)
+
+    def device_memory(self, nbytes: int) -> torch.Tensor:
+        with _translated(f"allocation of {nbytes} bytes"):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        with _translated(f"allocation of {nbytes} page-locked bytes"):
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def synchronize(self) -> None:
+        with _translated("copy"):
+            done = torch.cuda.Event(blocking=True)  # whoever waits must not spin on a core
+            done.record(torch.cuda.current_stream(self._device))
+            done.synchronize()
+
+    def seconds(self, work: Callable[[], None]) -> float:
+        with _translated("measurement"), torch.cuda.stream(torch.cuda.Stream(self._device)):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            return float(start.elapsed_time(end)) / 1e3
+
+    def _stream(self) -> int:
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+
+@functools.cache
+def _load_kernels(index: int) -> dict[str, Any]:
+    """Return every kernel for a device, from its fat binary if it was built and loads, else
+    compiled now. CuPy keeps what it compiles on disk, so that happens once per machine.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        fix = "install kvconnect[cuda12] or kvconnect[cuda13]"
+        raise Incompatible(f"CuPy is not installed ({error}); {fix}") from error
+    functions: dict[str, Any] = {}
+    with cupy.cuda.Device(index):
+        for family in kernels.SOURCES:
+            names = [name for name, place in kernels.KERNELS.items() if place == family]
+            functions |= _load_family(cupy, family, names)
+    return functions
+
+
+def _load_family(cupy: Any, family: str, names: Sequence[str]) -> dict[str, Any]:
+    binary = _folder() / binary_name(family)
+    if binary.exists():
+        try:
+            return _functions(cupy.RawModule(path=str(binary)), names)
+        except RuntimeError as error:  # made for newer drivers than this machine has
+            logger.info("%s does not load (%s), compiling it here", binary.name, error)
+    refused = (RuntimeError, OSError, ImportError, cupy.cuda.compiler.CompileException)
+    try:
+        module = cupy.RawModule(code=kernel_source(family), options=_OPTIONS)
+        return _functions(module, names)
+    except refused as error:
+        raise Incompatible(f"{family}.cu does not compile here: {error}") from error
+
+
+def _functions(module: Any, names: Sequence[str]) -> dict[str, Any]:
+    functions = {name: module.get_function(name) for name in names}
+    for function in functions.values():
+        _ = function.kernel.ptr  # loads it, for the current device
+    return functions
+
+
+def kernel_source(family: str) -> str:
+    """Return the source of a kernel family in one piece, as NVRTC wants it."""
+    header = (_folder() / "runs.cuh").read_text().replace("#pragma once\n", "")
+    return (_folder() / f"{family}.cu").read_text().replace('#include "runs.cuh"\n', header)
+
+
+def binary_name(family: str) -> str:
+    """Return what the fat binary of these very sources is called; another is never loaded."""
+    sources = (_folder() / "runs.cuh", _folder() / f"{family}.cu")
+    content = b"".join(path.read_bytes() for path in sources)
+    return f"{family}-{hashlib.sha256(content).hexdigest()[:12]}.fatbin"
+
+
+def _folder() -> Path:
+    return Path(kernels.__file__).parent
+
+
+def _load_libcuda() -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise Incompatible(f"the CUDA driver does not load: {error}") from error
+    address, size, number = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint
+    library.cuMemcpyAsync.argtypes = (address, address, size, ctypes.c_void_p)
+    library.cuLaunchKernel.argtypes = (
+        *(ctypes.c_void_p, *(number,) * 6, number),
+        *(ctypes.c_void_p,) * 3,
+    )
+    return library
+
+
+def _find_batch(library: ctypes.CDLL) -> tuple[Callable[..., int] | None, bool]:
+    """Return cuMemcpyBatchAsync (None before CUDA 12.8), and whether it takes a failure's index.
+
+    The index is an argument of the first version, which CUDA 13 drivers have beside the second.
+    """
+    numbers = (ctypes.c_void_p,) * 3
+    head = (*numbers, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    for name, more in (("cuMemcpyBatchAsync_v2", 1), ("cuMemcpyBatchAsync", 2)):
+        function = getattr(library, name, None)
+        if function is not None:
+            function.argtypes = head + (ctypes.c_void_p,) * more
+            return function, more == 2
+    return None, False
+
+
+def _driver_version(library: ctypes.CDLL) -> int:
+    version = ctypes.c_int(0)
+    _check(library.cuDriverGetVersion(ctypes.byref(version)), "cuDriverGetVersion")
+    return version.value
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        raise TransferFailed(f"{what} failed with CUDA error {status}")

@@ -1,0 +1,35 @@
+"""Kernels load from their fat binary where it was built, and compile where it was not."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+cupy = pytest.importorskip("cupy")
+
+from kvconnect import kernels  # noqa: E402
+from kvconnect.copy import cuda_driver  # noqa: E402
+from scripts import build_kernels  # noqa: E402
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_every_kernel_loads(
+    built: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for source in build_kernels.SOURCES.glob("*.cu*"):
+        shutil.copy(source, tmp_path)
+    if built:
+        nvcc = build_kernels.find_nvcc()
+        if nvcc is None:
+            pytest.skip("no nvcc")
+        build_kernels.build(tmp_path, nvcc)
+    monkeypatch.setattr(kernels, "__file__", str(tmp_path / "__init__.py"))
+    cuda_driver._load_kernels.cache_clear()
+    caplog.set_level("INFO", logger="kvconnect.copy")
+    loaded = cuda_driver._load_kernels(torch.cuda.current_device())
+    cuda_driver._load_kernels.cache_clear()
+    assert loaded.keys() == kernels.KERNELS.keys()
+    assert "does not load" not in caplog.text

@@ -1,0 +1,88 @@
+/* Enough of CUDA to run the kernels' own source on a CPU: every thread is a fiber, so that
+ * __syncthreads works; blocks run one after the other, threads in an order that a seed shuffles. */
+#pragma once
+#include <ucontext.h>
+
+#include <cstdint>
+#include <cstdlib>
+
+#define __global__
+#define __device__
+#define __constant__
+#define __forceinline__ inline
+#define __launch_bounds__(threads)
+#define __shared__ static /* blocks run one at a time */
+
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+struct Dim {
+    unsigned x, y, z;
+};
+static Dim threadIdx, blockIdx, blockDim, gridDim;
+
+template <typename T> static inline T __ldcs(const T *from) { return *from; }
+template <typename T> static inline void __stcs(T *to, T value) { *to = value; }
+static inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return (unsigned long long)(((unsigned __int128)a * b) >> 64);
+}
+
+struct Fiber {
+    ucontext_t context;
+    unsigned number;
+    bool ended;
+};
+static ucontext_t scheduler;
+static Fiber *running;
+static void (*body)(void **);
+static void **arguments;
+
+static inline void __syncthreads() { swapcontext(&running->context, &scheduler); }
+
+static void enter() {
+    body(arguments);
+    running->ended = true;
+    swapcontext(&running->context, &scheduler);
+}
+
+#define STACK_BYTES (1 << 15)
+#define MOST_THREADS 128
+
+static Fiber fibers[MOST_THREADS];
+alignas(16) static char stacks[MOST_THREADS][STACK_BYTES];
+
+/* Run every thread of a block up to its next barrier, until all have ended. */
+static void run_block(unsigned threads, unsigned seed) {
+    if (threads > MOST_THREADS)
+        abort();
+    for (unsigned i = 0; i < threads; i++) {
+        Fiber *fiber = &fibers[i];
+        fiber->number = (i * 7919u + seed) % threads; /* 7919 is prime: each number once */
+        fiber->ended = false;
+        getcontext(&fiber->context);
+        fiber->context.uc_stack.ss_sp = stacks[i];
+        fiber->context.uc_stack.ss_size = STACK_BYTES;
+        fiber->context.uc_link = nullptr;
+        makecontext(&fiber->context, enter, 0);
+    }
+    for (unsigned left = threads; left > 0;) {
+        left = 0;
+        for (unsigned i = 0; i < threads; i++) {
+            if (fibers[i].ended)
+                continue;
+            running = &fibers[i];
+            threadIdx = {fibers[i].number, 0, 0};
+            swapcontext(&scheduler, &fibers[i].context);
+            left += !fibers[i].ended;
+        }
+    }
+}
+
+static void run_grid(unsigned blocks, unsigned threads, unsigned seed) {
+    gridDim = {blocks, 1, 1};
+    blockDim = {threads, 1, 1};
+    for (unsigned i = 0; i < blocks; i++) {
+        blockIdx = {i, 0, 0};
+        run_block(threads, seed + i);
+    }
+}

@@ -1,0 +1,511 @@
+"""The copier for CUDA devices over a driver that works on host memory and fails on demand."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from array import array
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+xxhash = pytest.importorskip("xxhash")
+
+from kvconnect import copy, kernels  # noqa: E402
+from kvconnect.copy import cuda_driver  # noqa: E402
+from kvconnect.copy.calibrate import Choice  # noqa: E402
+from kvconnect.copy.cuda import CudaCopier  # noqa: E402
+from kvconnect.copy.cuda_driver import CudaDriver, kernel_source  # noqa: E402
+from kvconnect.copy.reference import ReferenceCopier  # noqa: E402
+from kvconnect.errors import Incompatible, Misuse, TransferFailed  # noqa: E402
+from kvconnect.geometry import Geometry, GroupGeometry, Segment  # noqa: E402
+from scripts import build_kernels  # noqa: E402
+from tests.fake_driver import FakeDriver  # noqa: E402
+from tests.kernels import host_library  # noqa: E402
+
+BLOCKS, SLOTS = 7, 9
+SEGMENTS = (Segment(3, 700, 700), Segment(5000, 401, 400), Segment(8000, 16, 16))
+GEOMETRY = Geometry((GroupGeometry(SEGMENTS, BLOCKS), GroupGeometry((Segment(0, 64, 48),), 5)))
+KERNEL, DMA = Choice(1 << 30, 1 << 30), Choice(0, 0)
+ways = pytest.mark.parametrize("choice", [KERNEL, DMA], ids=["kernel", "dma"])
+
+
+def memories(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    area = torch.randint(0, 256, (9000,), dtype=torch.uint8, generator=generator)
+    size = (SLOTS * GEOMETRY.slot_bytes,)
+    return area, torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
+
+
+def made(choice: Choice, driver: FakeDriver | None = None) -> tuple[CudaCopier, torch.Tensor]:
+    area, arena = memories()
+    return CudaCopier(area, arena, GEOMETRY, driver or FakeDriver(), choice), arena
+
+
+@ways
+@pytest.mark.parametrize("group", [0, 1])
+def test_it_matches_the_reference_byte_for_byte(choice: Choice, group: int) -> None:
+    results = []
+    for kind in (lambda *a: CudaCopier(*a, FakeDriver(), choice), ReferenceCopier):
+        area, arena = memories()
+        copier = kind(area, arena, GEOMETRY)
+        copier.store(group, [4, 0, 2], [8, 1, 3])
+        stored = arena.clone()
+        copier.load(group, range(3), [3, 8, 0])
+        results.append((stored, arena, area))
+    for found, wanted in zip(*results, strict=True):
+        assert torch.equal(found, wanted)
+    untouched = memories()
+    assert not torch.equal(results[0][1], untouched[1])  # negative control: something moved
+    assert not torch.equal(results[0][2], untouched[0])
+
+
+@ways
+def test_starting_a_copy_waits_for_nothing(choice: Choice) -> None:
+    driver = FakeDriver()
+    copier, _ = made(choice, driver)
+    driver.calls.clear()
+    copier.enqueue_store(0, [1, 2], [0, 1])
+    copier.enqueue_load(0, [1, 2], [0, 1])
+    copier.enqueue_digests(0, [1, 2])
+    assert "synchronize" not in driver.calls
+    copier.store(0, [1], [0])
+    assert driver.calls[-1] == "synchronize"  # negative control
+
+
+def test_only_loads_may_read_their_source_early() -> None:
+    driver = FakeDriver()
+    copier, _ = made(DMA, driver)
+    copier.enqueue_store(0, [1], [0])
+    copier.enqueue_load(0, [1], [0])
+    assert driver.batches == [False, True]
+
+
+def test_the_way_depends_on_direction_and_page_size() -> None:
+    copier, _ = made(Choice(store=48, load=400))
+    assert [copier.way("store", g) for g in (0, 1)] == ["dma", "kernel"]
+    assert [copier.way("load", g) for g in (0, 1)] == ["kernel", "kernel"]
+
+
+@ways
+@pytest.mark.parametrize(
+    ("group", "blocks", "slots", "why"),
+    [
+        (2, [0], [0], "group 2"),
+        (0, [0, 1], [0], "2 blocks but 1 slots"),
+        (0, [BLOCKS], [0], f"block {BLOCKS}"),
+        (0, [0], [-1], "slot -1"),
+    ],
+)
+def test_misuse_is_named_before_a_call(
+    choice: Choice, group: int, blocks: list[int], slots: list[int], why: str
+) -> None:
+    driver = FakeDriver()
+    copier, _ = made(choice, driver)
+    driver.calls.clear()
+    for call in (copier.store, copier.load, copier.enqueue_store, copier.enqueue_load):
+        with pytest.raises(Misuse, match=why):
+            call(group, blocks, slots)
+    assert driver.calls == []
+    copier.enqueue_store(0, [], [])
+    assert driver.calls == []  # no pairs, nothing to do
+
+
+@ways
+def test_every_call_that_fails_is_a_failed_transfer(choice: Choice) -> None:
+    """Whatever the driver refuses, and whichever call it is; afterwards it works again."""
+
+    def work(driver: FakeDriver) -> None:
+        copier, _ = made(choice, driver)
+        copier.store(0, [1, 2], [0, 1])
+        copier.load(0, [1, 2], [0, 1])
+        copier.enqueue_digests(0, [1])
+
+    healthy = FakeDriver()
+    work(healthy)
+    assert len(healthy.calls) >= 8
+    for number in range(len(healthy.calls)):
+        for lost in (False, True):
+            with pytest.raises(TransferFailed, match=f"call {number} "):
+                work(FakeDriver(number, lost))
+    copier, arena = made(choice, driver := FakeDriver())
+    driver.fail_at = len(driver.calls)
+    with pytest.raises(TransferFailed):
+        copier.store(0, [1], [0])
+    copier.store(0, [1], [0])
+    assert torch.equal(arena[:700], memories()[0][703:1403])
+
+
+def test_digests_are_those_of_the_slots() -> None:
+    copier, arena = made(KERNEL)
+    copier.store(0, [5, 1], [2, 0])
+    digests = copier.enqueue_digests(0, [5, 1])
+    size = GEOMETRY.groups[0].block_bytes
+    slots = [arena[s * GEOMETRY.slot_bytes :][:size] for s in (2, 0)]
+    hashes = [xxhash.xxh3_64_intdigest(slot.numpy().tobytes()) for slot in slots]
+    assert digests().tolist() == hashes
+    assert hashes[0] != hashes[1]  # negative control
+    assert copier.enqueue_digests(0, [])().tolist() == []
+
+
+def test_blocks_that_cannot_be_hashed_there_are_refused() -> None:
+    copier, _ = made(KERNEL)
+    assert copier.hashes(0) and not copier.hashes(1)  # of 48 bytes: XXH3 has another formula
+    with pytest.raises(Misuse, match="of 48 bytes"):
+        copier.enqueue_digests(1, [0])
+    reference = ReferenceCopier(*memories(), GEOMETRY)
+    assert not reference.hashes(0)
+    with pytest.raises(Misuse, match=r"blocks \[1\] of group 0"):
+        reference.enqueue_digests(0, [1])
+
+
+def test_memory_with_gaps_is_refused() -> None:
+    area, arena = memories()
+    wide = torch.zeros(2 * len(area), dtype=torch.uint8)[::2]
+    with pytest.raises(Misuse, match="contiguous"):
+        CudaCopier(wide, arena, GEOMETRY, FakeDriver(), DMA)
+
+
+# Choosing a copier ------------------------------------------------------------------------------
+
+
+class OnDevice:
+    """A CPU tensor that says it lies on a CUDA device, page-locked where asked."""
+
+    device = torch.device("cuda:0")
+    is_cuda = False
+
+    def __init__(self, tensor: torch.Tensor, pinned: bool = True) -> None:
+        self.tensor = tensor
+        self.pinned = pinned
+
+    def is_pinned(self) -> bool:
+        return self.pinned
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.tensor, name)
+
+
+@pytest.fixture
+def make(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., tuple[copy.Copier, FakeDriver]]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    copy._warn_once.cache_clear()
+
+    def make(opened: Callable[[object], FakeDriver], pinned: bool = True) -> copy.Copier:
+        monkeypatch.setattr(copy, "open_driver", opened)
+        area, arena = memories()
+        return copy.make_copier(OnDevice(area), OnDevice(arena, pinned), GEOMETRY)
+
+    return make
+
+
+def test_a_cuda_area_gets_the_cuda_copier(make: Callable[..., copy.Copier]) -> None:
+    driver = FakeDriver()
+    driver.speed = lambda calls: 1.0 if "copy_batch" in calls else 2.0
+    copier = make(lambda device: driver)
+    assert isinstance(copier, CudaCopier)
+    assert copier.way("load", 1) == "dma"  # as measured
+
+
+def missing(device: object) -> FakeDriver:
+    raise Incompatible("CuPy is not installed; install kvconnect[cuda12]")
+
+
+@pytest.mark.parametrize(
+    ("opened", "why"),
+    [
+        (missing, "CuPy is not installed"),
+        (lambda device: FakeDriver(0, lost=True), "call"),
+    ],
+)
+def test_without_kernels_torch_copies_and_it_is_said_once(
+    make: Callable[..., copy.Copier],
+    caplog: pytest.LogCaptureFixture,
+    opened: Callable[[object], FakeDriver],
+    why: str,
+) -> None:
+    for _ in range(2):
+        assert isinstance(make(opened), ReferenceCopier)
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    warnings = [text for text in warnings if "no CUDA kernels" in text]
+    assert len({*warnings}) == len(warnings) and why in warnings[0]
+
+
+def test_pageable_memory_is_left_to_torch(
+    make: Callable[..., copy.Copier], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="kvconnect.copy")
+    assert isinstance(make(lambda device: FakeDriver(), pinned=False), ReferenceCopier)
+    assert "not page-locked" in caplog.text
+
+
+# The real driver, as far as a machine without a device shows it --------------------------------
+
+
+def test_a_source_is_one_piece_without_headers() -> None:
+    for family in kernels.SOURCES:
+        text = kernel_source(family)
+        assert "#include" not in text and "struct Run" in text and "#pragma once" not in text
+
+
+def test_missing_cupy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    cuda_driver._load_kernels.cache_clear()
+    with pytest.raises(Incompatible, match=r"CuPy is not installed .*kvconnect\[cuda12\]"):
+        cuda_driver._load_kernels(0)
+
+
+class FakeModule:
+    """CuPy's RawModule: a path may not load, a source may not compile."""
+
+    def __init__(self, bad: set[str], code: str = "", path: str = "", **_: object) -> None:
+        self.kind = "path" if path else "code"
+        if self.kind in bad:
+            error = RuntimeError if path else CompileException
+            raise error(f"bad {self.kind}")
+
+    def get_function(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(kernel=SimpleNamespace(ptr=(self.kind, name)))
+
+
+class CompileException(Exception):
+    """What CuPy raises for a source; no RuntimeError."""
+
+
+class FakeCupy:
+    def __init__(self, *bad: str) -> None:
+        self.bad = set(bad)
+        compiler = SimpleNamespace(CompileException=CompileException)
+        self.cuda = SimpleNamespace(compiler=compiler, Device=lambda index: nullcontext())
+
+    def RawModule(self, **arguments: str) -> FakeModule:
+        return FakeModule(self.bad, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("built", "bad", "kind"),
+    [(True, (), "path"), (True, ("path",), "code"), (False, (), "code")],
+)
+def test_a_fat_binary_is_preferred_and_a_source_serves_where_it_does_not_load(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, built: bool, bad: tuple[str, ...], kind: str
+) -> None:
+    for family in kernels.SOURCES:
+        source = Path(kernels.__file__).parent / f"{family}.cu"
+        (tmp_path / source.name).write_text(source.read_text())
+    (tmp_path / "runs.cuh").write_text("")
+    monkeypatch.setattr(kernels, "__file__", str(tmp_path / "__init__.py"))
+    for family in kernels.SOURCES if built else ():
+        name = build_kernels.binary_name(tmp_path / f"{family}.cu")
+        (tmp_path / name).write_bytes(b"x")
+    monkeypatch.setitem(sys.modules, "cupy", FakeCupy(*bad))  # type: ignore[arg-type]
+    cuda_driver._load_kernels.cache_clear()
+    found = {name: made.kernel.ptr for name, made in cuda_driver._load_kernels(0).items()}
+    assert found == {name: (kind, name) for name in kernels.KERNELS}
+    cuda_driver._load_kernels.cache_clear()
+    monkeypatch.setitem(sys.modules, "cupy", FakeCupy("path", "code"))  # type: ignore[arg-type]
+    with pytest.raises(Incompatible, match="does not compile here: bad code"):
+        cuda_driver._load_kernels(0)
+
+
+def test_a_fat_binary_of_other_sources_is_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = set()
+    for change in ("", "/* changed */"):
+        for path in build_kernels.SOURCES.glob("*.cu*"):
+            (tmp_path / path.name).write_text(path.read_text())
+        (tmp_path / "runs.cuh").write_text((tmp_path / "runs.cuh").read_text() + change)
+        monkeypatch.setattr(kernels, "__file__", str(tmp_path / "__init__.py"))
+        for family in kernels.SOURCES:
+            name = cuda_driver.binary_name(family)
+            assert name == build_kernels.binary_name(tmp_path / f"{family}.cu")
+            names.add(name)
+    assert len(names) == 2 * len(kernels.SOURCES)
+
+
+def test_a_missing_cuda_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_library(name: str) -> None:
+        raise OSError("no such file")
+
+    monkeypatch.setattr(ctypes, "CDLL", no_library)
+    with pytest.raises(Incompatible, match="the CUDA driver does not load: no such file"):
+        cuda_driver._load_libcuda()
+
+
+class Library:
+    """libcuda with some of its functions."""
+
+    def __init__(self, *names: str) -> None:
+        for name in names:
+            setattr(self, name, lambda *arguments: 0)
+
+
+@pytest.mark.parametrize(
+    ("names", "there", "index"),
+    [
+        ((), False, False),
+        (("cuMemcpyBatchAsync",), True, True),
+        (("cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"), True, False),
+    ],
+)
+def test_the_batched_copy_is_found_in_either_form(
+    names: tuple[str, ...], there: bool, index: bool
+) -> None:
+    function, has_index = cuda_driver._find_batch(Library(*names))  # type: ignore[arg-type]
+    assert (function is not None, has_index) == (there, index)
+    if function is not None:
+        assert len(function.argtypes) == (9 if index else 8)  # type: ignore[attr-defined]
+
+
+def test_attributes_are_laid_out_as_the_driver_wants_them() -> None:
+    assert ctypes.sizeof(cuda_driver._CopyAttributes) == 24
+    assert cuda_driver._CopyAttributes.flags.offset == 20
+
+
+class HostCuda:
+    """libcuda over host memory: arguments are taken apart as the driver would. ``status`` is what
+    every copy and launch answers."""
+
+    def __init__(self, batch: str | None) -> None:
+        self.status = 0
+        self.calls: list[tuple[str, int]] = []
+        for name in ("cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"):
+            if name == batch:
+                function = HostFunction(partial(self.batch, name.endswith("v2")))
+                setattr(self, name, function)
+        self.cuMemcpyAsync = HostFunction(self.copy)
+        self.cuLaunchKernel = HostFunction(self.launch)
+
+    def cuDriverGetVersion(self, version: Any) -> int:
+        version._obj.value = 13000
+        return 0
+
+    def copy(self, target: int, source: int, nbytes: int, stream: ctypes.c_void_p) -> int:
+        self.calls.append(("copy", stream.value or 0))
+        ctypes.memmove(target, source, nbytes)
+        return self.status
+
+    def batch(self, second: bool, *arguments: Any) -> int:
+        targets, sources, sizes, count, attributes, first, entries, *rest = arguments
+        assert len(rest) == (1 if second else 2)
+        assert (first._obj.value, entries) == (0, 1)
+        self.calls.append((f"batch {attributes._obj.order}", rest[-1].value))
+        arrays = [(ctypes.c_int64 * count).from_address(at) for at in (targets, sources, sizes)]
+        for target, source, nbytes in zip(*arrays, strict=True):
+            ctypes.memmove(target, source, nbytes)
+        return self.status
+
+    def launch(self, kernel: str, *arguments: Any) -> int:
+        grid, _, _, threads, _, _, shared, stream, pointers, extra = arguments
+        assert (shared, extra) == (0, None)
+        self.calls.append((kernel, stream))
+        assert (
+            host_library().run(kernel.encode(), min(grid, 2), min(threads, 128), 0, pointers) == 0
+        )
+        return self.status
+
+
+class HostFunction:
+    """A function that takes ``argtypes``, as those of ctypes do."""
+
+    def __init__(self, body: Callable[..., int]) -> None:
+        self.body = body
+        self.argtypes: tuple[type, ...] = ()
+
+    def __call__(self, *arguments: Any) -> int:
+        if self.argtypes:
+            assert len(arguments) == len(self.argtypes)
+        return self.body(*arguments)
+
+
+class HostCudaDriver(CudaDriver):
+    """The real driver, but for memory, which is the host's."""
+
+    def upload(self, numbers: array[int]) -> torch.Tensor:
+        return torch.tensor(numbers)
+
+    def synchronize(self) -> None: ...
+
+
+STREAM = 77
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[CudaDriver, HostCuda]]:
+    def make(batch: str | None, stream: int = STREAM) -> tuple[CudaDriver, HostCuda]:
+        library = HostCuda(batch)
+        loaded = {
+            name: SimpleNamespace(kernel=SimpleNamespace(ptr=name)) for name in kernels.KERNELS
+        }
+        properties = SimpleNamespace(name="H100")
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+        monkeypatch.setattr(cuda_driver, "_load_kernels", lambda index: loaded)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        current = SimpleNamespace(cuda_stream=stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+        return HostCudaDriver(torch.device("cuda")), library
+
+    host_library()  # before libraries cannot be loaded any more
+    return make
+
+
+@ways
+@pytest.mark.parametrize("batch", [None, "cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"])
+def test_the_real_driver_passes_what_it_was_given(
+    cuda: Callable[..., tuple[CudaDriver, HostCuda]], choice: Choice, batch: str | None
+) -> None:
+    driver, library = cuda(batch)
+    assert driver.has_batch is (batch is not None)
+    assert driver.name.endswith(" H100 13000")
+    (area, arena), (wanted_area, wanted_arena) = memories(), memories()
+    copier = CudaCopier(area, arena, GEOMETRY, driver, choice)
+    reference = ReferenceCopier(wanted_area, wanted_arena, GEOMETRY)
+    for each in (copier, reference):
+        each.store(0, [5, 2], [0, 3])
+        each.load(0, [1, 2], [0, 3])
+    assert torch.equal(area, wanted_area) and torch.equal(arena, wanted_arena)
+    assert {stream for _, stream in library.calls} == {STREAM}
+    names = [name for name, _ in library.calls]
+    if choice is KERNEL:
+        assert names == ["gather_pages", "scatter_pages"]
+    else:  # stores read in stream order, loads early
+        assert names == (["batch 1", "batch 3"] if batch else ["copy"] * 12)
+
+
+def test_the_default_stream_takes_no_batches(
+    cuda: Callable[..., tuple[CudaDriver, HostCuda]],
+) -> None:
+    driver, library = cuda("cuMemcpyBatchAsync_v2", stream=0)
+    area, arena = memories()
+    CudaCopier(area, arena, GEOMETRY, driver, DMA).store(0, [5], [0])
+    assert library.calls == [("copy", 0)] * 3
+
+
+@ways
+@pytest.mark.parametrize("batch", [None, "cuMemcpyBatchAsync_v2"])
+def test_what_the_driver_answers_is_an_error(
+    cuda: Callable[..., tuple[CudaDriver, HostCuda]], choice: Choice, batch: str | None
+) -> None:
+    driver, library = cuda(batch)
+    area, arena = memories()
+    copier = CudaCopier(area, arena, GEOMETRY, driver, choice)
+    library.status = 719
+    with pytest.raises(TransferFailed, match="CUDA error 719"):
+        copier.store(0, [1], [1])
+    library.status = 0
+    copier.store(0, [1], [1])
+
+
+def test_a_status_is_an_error() -> None:
+    cuda_driver._check(0, "cuMemcpyAsync")
+    with pytest.raises(TransferFailed, match="cuMemcpyAsync failed with CUDA error 700"):
+        cuda_driver._check(700, "cuMemcpyAsync")
