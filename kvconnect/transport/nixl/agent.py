@@ -32,6 +32,7 @@ PACKAGES = ("nixl_cu12", "nixl_cu13")
 """Builds of NIXL, by CUDA version; for CPU memory either will do."""
 
 POLL_US = 1000  # of the progress thread; a notification takes 40 us all the same
+_SETTINGS = ("UCX_TLS", "UCX_NET_DEVICES")  # what decides which way pages go
 _MAX_MARKS = 1 << 16  # of one connection, not asked for yet
 _INFINIBAND = Path("/sys/class/infiniband")
 
@@ -73,6 +74,8 @@ class Agent:
             )
         except self._errors as error:
             raise ConfigError("transport", package, f"NIXL does not start: {error}") from error
+        settings = ", ".join(f"{key}={os.environ.get(key, 'unset')}" for key in _SETTINGS)
+        logger.info("%s %s, backend %s, %s", package, self.offer.version, backend, settings)
 
     def _create_backend(self, backend: str) -> None:
         try:
