@@ -143,6 +143,8 @@ def misfit(ours: Offer, theirs: Offer) -> str:
     NIXL 1.4 and 1.5 understand one another; an agent of 1.3 or older dies of the metadata of a
     newer one, so what is not known to fit is not tried.
     """
+    if ours.agent == theirs.agent:
+        return "both sides are the same nixl agent: an engine that reads from itself"
     if ours.backend != theirs.backend:
         return f"nixl backend {ours.backend} here, {theirs.backend} there: use the same"
     known = [_release(ours.version), _release(theirs.version)]

@@ -330,6 +330,13 @@ def test_metadata_of_another_version_is_not_touched(monkeypatch: pytest.MonkeyPa
         moves(link)
 
 
+def test_an_engine_that_reads_from_itself_does_so_over_tcp() -> None:
+    with side(seed=1) as both:
+        Pair(both, both)
+        assert {up.paths for up in both.of(PeerUp)} == {("tcp",)}
+        assert "the same nixl agent" in both.of(PeerUp)[0].lacking
+
+
 @pytest.mark.parametrize("metadata", [b"\x00", b"nixlSerDes" + bytes(100), bytes(range(256)) * 9])
 def test_metadata_that_nixl_cannot_read_ends_the_peer_alone(
     metadata: bytes, monkeypatch: pytest.MonkeyPatch

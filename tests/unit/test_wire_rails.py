@@ -67,6 +67,7 @@ def test_what_is_no_message_is_refused(data: bytes) -> None:
     [
         ({}, ""),
         ({"version": "1.4.0"}, ""),
+        ({"agent": "kvconnect-1"}, "both sides are the same nixl agent"),
         ({"version": "1.3.2"}, "nixl 1.5.1 here, 1.3.2 there"),
         ({"version": "2.0.0"}, "nixl 1.5.1 here, 2.0.0 there"),
         ({"version": "1.6rc1"}, "nixl 1.5.1 here, 1.6rc1 there"),
@@ -76,5 +77,6 @@ def test_what_is_no_message_is_refused(data: bytes) -> None:
     ],
 )
 def test_sides_that_do_not_fit_say_why(theirs: dict[str, str], why: str) -> None:
-    found = rails.misfit(OFFER, msgspec.structs.replace(OFFER, **theirs))
+    other = msgspec.structs.replace(OFFER, **{"agent": "kvconnect-2", **theirs})
+    found = rails.misfit(OFFER, other)
     assert (why in found) if why else found == ""
