@@ -219,7 +219,8 @@ def test_a_changed_byte_gives_a_message_or_a_protocol_error(
     data = bytearray(encode(message))
     data[place % len(data)] ^= change
     try:
-        assert decode(bytes(data)) != message
+        found = decode(bytes(data))  # may equal the message: a name that is unknown now is ignored
+        assert decode(encode(found)) == found
     except KVConnectError as error:
         assert type(error) is ProtocolError
 
