@@ -379,7 +379,7 @@ def measure_link(run: Run, schedule: Mapping[tuple[str, int], int], key_file: Pa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="three minutes, the link only")
+    parser.add_argument("--quick", action="store_true", help="eight minutes, the link only")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 

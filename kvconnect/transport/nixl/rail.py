@@ -30,11 +30,11 @@ class NixlRail:
         self._mover = mover
         self._landings = Landings(line, mover)
         self._launches = Launches(line, mover)
-        self._offer = mover.join(self._lost)
         self._lock = threading.Lock()
         self._early: list[Order] = []
         self._usable: bool | None = None
         self.lacking = ""
+        self._offer = mover.join(self._lost)  # last: it may be lost at once
 
     def offer(self) -> bytes:
         """Return what goes with the greeting; nothing if there is no agent now."""
