@@ -12,6 +12,7 @@ import ipaddress
 import re
 from collections.abc import Mapping
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -150,6 +151,24 @@ def parse_config(extra: Mapping[str, Any]) -> Config:
             raise ConfigError(field, seconds, fix)
     _check_handoff(values)
     return msgspec.convert(values, Config)
+
+
+def config_from_environment(environ: Mapping[str, str]) -> Config:
+    """Parse ``KVCONNECT_CONFIG``, the settings of engines that have no flag for them: a JSON
+    object, or ``@`` and the path of a file that holds one. Without it all is as it comes.
+
+    Raises:
+        ConfigError: as :func:`parse_config`, or no JSON object there.
+    """
+    text = environ.get("KVCONNECT_CONFIG", "{}")
+    try:
+        if text.startswith("@"):
+            text = Path(text[1:]).read_text()
+        extra = msgspec.json.decode(text, type=dict[str, Any])
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
+        fix = f'use a JSON object such as {{"transport": "tcp"}}, or @FILE: {error}'
+        raise ConfigError("KVCONNECT_CONFIG", text, fix) from error
+    return parse_config(extra)
 
 
 def _check_handoff(values: dict[str, Any]) -> None:

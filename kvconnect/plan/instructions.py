@@ -132,11 +132,18 @@ class NoticeKind(str, Enum):
 
 
 class Notice(NamedTuple):
-    """One event of a transfer, prefill worker to scheduler. ``reader`` is the decode worker."""
+    """One event of a transfer, prefill worker to scheduler. ``reader`` is the decode worker.
+
+    ``first`` is the first block of group 0 that a reader who JOINED asks for, ``nbytes`` and
+    ``seconds`` what one that is DONE was sent and how long these bytes were on their way.
+    """
 
     transfer: TransferId
     kind: NoticeKind
     reader: Rank | None = None
+    first: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
 
 
 @dataclass

@@ -95,7 +95,16 @@ class Tell(NamedTuple):
     notice: Notice
 
 
-Action = SendPages | Stop | Refuse | StillThere | AllReady | Tell
+class Served(NamedTuple):
+    """A reader has everything and nothing of it is in flight any more: report the notice, with
+    what was moved for the want."""
+
+    peer: int
+    want: int
+    notice: Notice
+
+
+Action = SendPages | Stop | Refuse | StillThere | AllReady | Tell | Served
 
 # Who is served what -------------------------------------------------------------------------
 
@@ -127,7 +136,9 @@ class Reader:
             for group, _, count in self.ask.parts
             for view in (self.ask.views[group],)
         )
-        return self.tell(NoticeKind.JOINED)
+        group, first, _ = self.ask.parts[0]
+        block = 0 if group else first // self.ask.views[group].ratio
+        return Tell(Notice(self.ask.transfer, NoticeKind.JOINED, self.ask.reader, block))
 
     def send(self, span: Span, number: int, fence: Any) -> list[Action]:
         """Submit what the reader wants of a span, in one unit; -1 is of no layer it takes."""
@@ -169,6 +180,14 @@ class Reader:
         self.moved = True
         if self.state is Transfer.STOPPING and not in_flight:
             self.state = TRANSFER.after(self.state, Event.QUIET)
+
+    def served(self) -> list[Action]:
+        """Say so once the reader has everything and the last of it has left: its word may be
+        faster than that of our own sockets."""
+        if self.state is not Transfer.COMPLETE or self.in_flight:
+            return []
+        notice = Notice(self.ask.transfer, NoticeKind.DONE, self.ask.reader)
+        return [Served(self.ask.peer, self.ask.want, notice)]
 
     def tell(self, kind: NoticeKind) -> Tell:
         return Tell(Notice(self.ask.transfer, kind, self.ask.reader))

@@ -21,7 +21,7 @@ MAX_WAIT_S = 600.0
 
 
 class Origin(NamedTuple):
-    """One worker of one incarnation of a prefill engine."""
+    """One worker of one incarnation of a prefill engine. No ``engine_id``: whoever is there."""
 
     endpoint: Endpoint
     engine_id: str

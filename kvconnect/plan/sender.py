@@ -21,6 +21,7 @@ from kvconnect.plan.readers import (
     Reader,
     Refuse,
     SendPages,
+    Served,
     Step,
     StillThere,
     Stop,
@@ -39,6 +40,7 @@ __all__ = [
     "Refuse",
     "SendPages",
     "Sender",
+    "Served",
     "StillThere",
     "Stop",
     "Tell",
@@ -199,15 +201,17 @@ class Sender:
         if reader is None or reader.state is not Transfer.MOVING:
             return []
         reader.state = TRANSFER.after(reader.state, Event.COMPLETED)
-        return [reader.tell(NoticeKind.DONE)]
+        return reader.served()
 
     def sent(self, peer: int, want: int) -> list[Action]:
         """One ``SendPages`` has left this machine's memory."""
         reader = self._book.readers.get((peer, want))
         if reader is None:
             return []
-        reader.sent(max(0, reader.in_flight - 1))
-        return self._book.settle(reader.ask.transfer)
+        if not reader.in_flight:
+            return []
+        reader.sent(reader.in_flight - 1)
+        return reader.served() + self._book.settle(reader.ask.transfer)
 
     def quiet(self, peer: int, want: int) -> list[Action]:
         """The transport answered a ``Stop``."""
@@ -225,6 +229,9 @@ class Sender:
         for reader in [reader for key, reader in self._book.readers.items() if key[0] == peer]:
             if reader.state is Transfer.MOVING:
                 actions.append(reader.tell(NoticeKind.LEFT))
+            elif reader.in_flight:
+                reader.in_flight = 0
+                actions += reader.served()
             reader.state, reader.in_flight = TRANSFER.after(reader.state, Event.PEER_LOST), 0
             actions += self._book.settle(reader.ask.transfer)
         return actions

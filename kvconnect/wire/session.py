@@ -78,8 +78,9 @@ def negotiate(reader: Hello, source: Hello) -> Agreement:
     Versions of the software and features unknown to one side never matter. Heads that several
     source ranks hold are served by the one that ``topology.sources_for`` picks.
 
-    A group without layers here is served by other workers of the source. Between two pipelines
-    even all groups may be (their stages have no layer in common).
+    A group without layers here is served by other workers of the source. Even all groups may be:
+    stages of two pipelines may have no layer in common, and a replica that serves others may be
+    told which transfers it need not wait for.
 
     Raises:
         Refused: ``field`` says what does not fit, one of ``REFUSAL_FIELDS``.
@@ -188,6 +189,8 @@ def _common_layers(where: str, reader: Hello, source: Hello, number: int) -> tup
 
 def _check_something_moves(reader: Hello, source: Hello, groups: Sequence[GroupAgreement]) -> None:
     if all(served_heads(reader.rank, source.rank, g.kv_heads) == (0, 0) for g in reader.groups):
+        if any(source.rank.tp > g.kv_heads for g in reader.groups):
+            return
         raise Refused(
             "heads",
             f"{source.rank} has no KV head for {reader.rank}: another worker of engine "

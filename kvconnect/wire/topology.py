@@ -74,3 +74,23 @@ def sources_for(
         for head in range(*head_range(reader.tp_rank, reader.tp, kv_heads))
     }
     return [(pp_rank, tp_rank) for pp_rank in range(pp) for tp_rank in sorted(tp_ranks)]
+
+
+def readers_for(
+    source: Rank, tp: int, pp: int, kv_heads_per_group: Sequence[int]
+) -> frozenset[Rank]:
+    """Return the workers of a reading engine, with ``tp`` and ``pp`` of them, that must read from
+    ``source``: the other direction of :func:`sources_for`. Of two pipelines of the same length
+    each stage reads from its like.
+
+    Raises:
+        Refused: as :func:`sources_for`.
+    """
+    stages = (source.pp_rank,) if pp == source.pp else range(pp)
+    place = (source.pp_rank, source.tp_rank)
+    readers = (Rank(tp_rank, tp, pp_rank, pp) for pp_rank in stages for tp_rank in range(tp))
+    return frozenset(
+        reader
+        for reader in readers
+        if place in sources_for(reader, source.tp, source.pp, kv_heads_per_group)
+    )

@@ -71,11 +71,22 @@ class HandoffAgent:
             self._receiving.begin_step(work, time.monotonic(), fence)
         self._offering = any(offer.spans for offer in work.offers)
 
-    def layer_written(self, name: str) -> None:
-        """A layer's work of this step has been launched."""
+    def run(self, work: Instructions, fence: Fence | None = None) -> None:
+        """Take instructions outside of a step. What they offer is there once ``fence`` passed;
+        if it is a step's after all, at its end."""
+        with self._lock:
+            self._sending.begin_step(work)
+            if not self._offering:
+                self._sending.step_written(fence)
+            self._receiving.begin_step(work, time.monotonic(), self._mark())
+
+    def layer_written(self, *names: str) -> None:
+        """A layer's work of this step has been launched; ``names``: of all that it writes."""
         if self._offering:
             with self._lock:
-                self._sending.layer_written(name, self._mark())
+                fence = self._mark()
+                for name in names:
+                    self._sending.layer_written(name, fence)
 
     def end_step(self) -> None:
         """The whole forward has been launched."""
@@ -83,6 +94,11 @@ class HandoffAgent:
             self._offering = False
             with self._lock:
                 self._sending.step_written(self._mark())
+
+    @property
+    def has_news(self) -> bool:
+        """Whether :meth:`poll` has something to tell; costs no lock."""
+        return self._news.is_set() or not self._thread.is_alive()
 
     def poll(self, idle: bool) -> tuple[list[tuple[Report, Receive]], list[Notice]]:
         """Return receives that ended, and notices, since the last call. An ``idle`` engine, which

@@ -48,6 +48,7 @@ class Meter:
     want that is not open (any more) is not measured: messages cross."""
 
     wire: dict[int, float] = field(default_factory=dict)  # open wants: how long pages moved
+    moved: dict[int, int] = field(default_factory=dict)  # and how many bytes of them
     asked: dict[int, float] = field(default_factory=dict)  # since when, until the first page
     ready: dict[int, float] = field(default_factory=dict)  # when its last page was computed
     probes: int = 0  # that are over
@@ -59,7 +60,7 @@ class Meter:
 
     def open(self, want: int, asked: bool) -> None:
         """Begin to measure a want; ``asked``: it is ours."""
-        self.wire[want] = 0.0
+        self.wire[want], self.moved[want] = 0.0, 0
         if asked:
             self.asked[want] = time.monotonic()
 
@@ -76,6 +77,7 @@ class Meter:
         stats.count("handoff_peer_seconds", event.seconds, label=peer)
         if event.want in self.wire:
             self.wire[event.want] += event.seconds
+            self.moved[event.want] += event.nbytes
         asked = self.asked.pop(event.want, None)
         if asked is not None:
             waited = time.monotonic() - asked - event.seconds
@@ -86,21 +88,23 @@ class Meter:
         if want in self.wire:
             self.ready[want] = time.monotonic()
 
-    def finish(self, stats: OffloadingConnectorStats, want: int, role: str) -> None:
+    def finish(self, stats: OffloadingConnectorStats, want: int, role: str) -> tuple[int, float]:
         """A want has everything: note how long its pages moved and, on the side that asked, how
-        much of that came after the other side's prefill."""
+        much of that came after the other side's prefill. Return the bytes and these seconds."""
         if want not in self.wire:
-            return
+            return 0, 0.0
+        moved = self.moved[want], self.wire[want]
         stats.observe("handoff_wire_seconds", self.wire[want], label=role)
         if role == "recv":  # no word of its being ready: the pages overtook it
             now = time.monotonic()
             stats.observe("handoff_exposed_seconds", now - self.ready.get(want, now))
         self.forget(want)
+        return moved
 
     def forget(self, want: int) -> None:
         """A want ended."""
-        for times in (self.wire, self.asked, self.ready):
-            times.pop(want, None)
+        for book in (self.wire, self.moved, self.asked, self.ready):
+            book.pop(want, None)
 
 
 @dataclass
@@ -255,7 +259,8 @@ class Links:
         link.name = f"{link.address.rpartition(':')[0]}/{theirs.engine_id[:8]}"
         reader, source = (theirs, self.hello) if link.inbound else (self.hello, theirs)
         origin = self._origins.get(link.peer)
-        if origin is not None and (theirs.engine_id, theirs.epoch) != origin[1:]:
+        # Not all ways to meet tell whom: then there is no name to compare.
+        if origin and origin.engine_id and (theirs.engine_id, theirs.epoch) != origin[1:]:
             raise Refused(
                 "ticket",
                 f"the ticket is for engine {origin.engine_id} (epoch {origin.epoch}), at its "

@@ -121,8 +121,9 @@ class ReceiveSide:
             logger.warning("hand-off from engine %s refused: %s", job.source.engine_id, error)
             self._links.stats.count("handoff_refused", label=error.field)
             return []
+        # A source may leave out workers that it knows to have nothing for this one.
         by_rank = {(e.pp_rank, e.tp_rank): e for e in job.source.endpoints}
-        return [by_rank[place] for place in needed]
+        return [by_rank[place] for place in needed if place in by_rank]
 
     def _run(self, actions: Sequence[Action]) -> None:
         for action in actions:

@@ -89,7 +89,6 @@ class SendSide:
             link.meter.forget(message.want)
             self._run(self._machine.cancel(peer, message.want))
         elif isinstance(message, Done):
-            link.meter.finish(self._links.stats, message.want, "send")
             self._run(self._machine.done(peer, message.want))
         elif isinstance(message, Renew):
             for transfer in message.transfers:
@@ -119,9 +118,14 @@ class SendSide:
                 continue
             link = self._links.get(PeerId(action.peer))
             if link is None:
+                if isinstance(action, sender.Served):  # lost before we knew that all had left
+                    self._notices[action.notice] = None
                 continue
             if isinstance(action, sender.SendPages):
                 self._send(link, action)
+            elif isinstance(action, sender.Served):
+                nbytes, seconds = link.meter.finish(self._links.stats, action.want, "send")
+                self._notices[action.notice._replace(nbytes=nbytes, seconds=seconds)] = None
             elif isinstance(action, sender.Stop):
                 self._links.transport.cancel(link.peer, action.want)
             elif isinstance(action, sender.Refuse):

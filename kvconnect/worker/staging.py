@@ -32,13 +32,17 @@ _Run = tuple[torch.Tensor, torch.Tensor]
 
 
 class HostMemory:
-    """A KV cache in CPU memory: pages are sent from and received into where they are."""
+    """A KV cache in CPU memory: pages are sent from and received into where they are.
 
-    def __init__(self, area: torch.Tensor) -> None:
+    ``pieces``: which parts of ``area`` are its own; none: all of it.
+    """
+
+    def __init__(self, area: torch.Tensor, pieces: tuple[Area, ...] = ()) -> None:
         self._area = area  # keeps the address valid
+        self._pieces = pieces or (_area(area),)
 
     def areas(self) -> tuple[Area, ...]:
-        return (_area(self._area),)
+        return self._pieces
 
     def area_of(self, unit: Unit) -> Area:  # noqa: ARG002 - there is one
         return _area(self._area)
@@ -62,7 +66,7 @@ class StagedMemory:
 
     ``area`` is the whole cache, uint8 ``[bytes]``; a CPU tensor takes the same path (without
     streams), which is how it is tested without a GPU. ``copier`` packs and unpacks a share in one
-    launch; without it every run is a copy of its own.
+    launch; without it every run is a copy of its own. ``pieces``: as for :class:`HostMemory`.
     """
 
     def __init__(
@@ -71,15 +75,17 @@ class StagedMemory:
         ring_bytes: int = RING_BYTES,
         timeout_s: float = ROOM_TIMEOUT_S,
         copier: BlockCopier | None = None,
+        pieces: tuple[Area, ...] = (),
     ) -> None:
         self._area = area
+        self._pieces = pieces or (_area(area),)
         self._copier = copier
         share_bytes = ring_bytes // (2 * SHARES)
         self._sending = _Ring(area.device, share_bytes, timeout_s)
         self._receiving = _Ring(area.device, share_bytes, timeout_s)
 
     def areas(self) -> tuple[Area, ...]:
-        return (_area(self._area),)
+        return self._pieces
 
     def area_of(self, unit: Unit) -> Area:  # noqa: ARG002 - there is one
         return _area(self._area)
@@ -196,12 +202,16 @@ def _area(area: torch.Tensor) -> Area:
 
 
 def make_memory(
-    area: torch.Tensor, timeout_s: float = ROOM_TIMEOUT_S, ring_bytes: int = RING_BYTES
+    area: torch.Tensor,
+    timeout_s: float = ROOM_TIMEOUT_S,
+    ring_bytes: int = RING_BYTES,
+    pieces: tuple[Area, ...] = (),
 ) -> Memory:
-    """Return how a transport reaches the KV cache ``area``, uint8 ``[bytes]``.
+    """Return how a transport reaches the KV cache ``area``, uint8 ``[bytes]``, or those
+    ``pieces`` of it that are the cache's own.
 
     Where pages have to be staged, a transfer that finds no room for ``timeout_s`` fails.
     """
     if area.device.type == "cpu":
-        return HostMemory(area)
-    return StagedMemory(area, ring_bytes, timeout_s, make_block_copier(area))
+        return HostMemory(area, pieces)
+    return StagedMemory(area, ring_bytes, timeout_s, make_block_copier(area), pieces)

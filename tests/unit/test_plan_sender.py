@@ -22,6 +22,7 @@ from kvconnect.plan.sender import (
     Refuse,
     Sender,
     SendPages,
+    Served,
     StillThere,
     Stop,
     Tell,
@@ -55,7 +56,7 @@ def pages(actions: list[Action]) -> list[tuple[int, int, list[int], Any]]:
 
 
 def notices(actions: list[Action]) -> list[str]:
-    return [action.notice.kind.value for action in actions if isinstance(action, Tell)]
+    return [action.notice.kind.value for action in actions if isinstance(action, Tell | Served)]
 
 
 def refusals(actions: list[Action]) -> list[tuple[int, int, str]]:
@@ -246,8 +247,23 @@ def test_a_replay_is_refused_unless_the_first_reader_left() -> None:
     assert one.cancel(3, 1)[0] == Stop(3, 1)
     actions = one.want(ask(want=3), 0.0)
     assert pages(actions) == [(9, 0, [5], "step")]
+    one.sent(3, 3)
     assert notices(one.done(3, 3)) == ["done"]
     assert refusals(one.want(ask(want=4), 0.0)) == [(3, 4, "refused")]
+
+
+def test_a_reader_whose_thanks_overtake_our_sockets_is_done_when_the_last_page_has_left() -> None:
+    one = written(span(0, 5), span(1, 6))
+    one.want(ask(parts=[(0, 0, 2)]), 0.0)
+    assert one.done(3, 1) == []
+    (served,) = one.sent(3, 1)
+    assert served == Served(3, 1, Notice(T, NoticeKind.DONE, ONE))
+    assert one.sent(3, 1) == []
+
+    one = written(span(0, 5))
+    one.want(ask(), 0.0)
+    one.done(3, 1)
+    assert notices(one.peer_lost(3)) == ["done"]  # not "left": it has everything
 
 
 def test_readers_that_are_gone_get_nothing() -> None:

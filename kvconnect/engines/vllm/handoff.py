@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvconnect.config import Config
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.messages import WorkerHello
-from kvconnect.engines.vllm.tickets import TicketDesk, read_key
+from kvconnect.engines.vllm.tickets import TicketDesk
 from kvconnect.errors import Refused
 from kvconnect.plan.arrivals import ArrivalLimits, Arrivals
 from kvconnect.plan.groups import CacheGroup
@@ -21,6 +21,7 @@ from kvconnect.plan.handoff import LeaseLimits, Leases
 from kvconnect.plan.instructions import Instructions, Notice, Report, Source
 from kvconnect.plan.jobs import NULL_BLOCK
 from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.transport.security import read_key
 from kvconnect.types import Endpoint, Span
 from kvconnect.wire.tickets import Asked, parse_request
 

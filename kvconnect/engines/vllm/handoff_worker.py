@@ -12,19 +12,13 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvconnect import versions
 from kvconnect.config import Config, listen_address
 from kvconnect.engines.vllm import translate
-from kvconnect.engines.vllm.tickets import read_key
-from kvconnect.errors import ConfigError, Incompatible
-from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.transport import make_transport
-from kvconnect.transport.base import LinkOptions, Memory, Security, Transport
-from kvconnect.transport.security import tls_files
+from kvconnect.errors import Incompatible
 from kvconnect.types import Rank
 from kvconnect.wire.messages import GroupHello, Hello
 from kvconnect.worker.handoff import HandoffAgent
-from kvconnect.worker.links import Choice, GroupPages, Links
-from kvconnect.worker.probe import ProbedMemory
+from kvconnect.worker.links import GroupPages
 from kvconnect.worker.staging import make_memory
-from kvconnect.worker.streams import make_streams
+from kvconnect.worker.start import Cache, start_agent
 
 logger = logging.getLogger(__name__)
 
@@ -54,53 +48,21 @@ def make_handoffs(
             raise
         logger.warning("this model's KV cache can be offloaded but not handed off: %s", error)
         return None
-    security = Security(read_key(config), config.peers, *tls_files(config.tls_dir))
-    options = LinkOptions(
-        connections=config.connections,
-        digest=config.digest,
-        backend=config.nixl_backend,
-        local=not (config.key_file or config.peers),
-        stall_s=config.deadline_s,
-    )
-    memory = ProbedMemory(make_memory(area, config.deadline_s), area.device)
-    # NIXL does not encrypt: who wants TLS has to ask for NIXL by name.
-    name = "tcp" if config.transport == "auto" and config.tls_dir else config.transport
-    transport = _make_transport(name, security, options, memory)
-    address = _listen(transport, vllm_config, config) if sends else None
+    address = _address(vllm_config, config) if sends else None
     hello = _hello(vllm_config, cache, kv_caches, pages)
-    choice = Choice(name, config.min_rate)
-    links = Links(hello, pages, transport, OffloadingConnectorStats(), choice)
-    return HandoffAgent(links, config.deadline_s, make_streams(area.device).mark, address)
+    memory = make_memory(area, config.deadline_s)
+    return start_agent(config, Cache(hello, pages, memory, area.device), address, config.deadline_s)
 
 
-def _make_transport(
-    name: str, security: Security, options: LinkOptions, memory: Memory
-) -> Transport:
-    """Return a transport that serves ``memory`` over the path called ``name``; for ``auto``, over
-    as many as work here."""
-    transport = make_transport("tcp" if name == "tcp" else "nixl", security, options)
-    try:
-        transport.register(memory)
-    except ConfigError as error:
-        transport.close()
-        if name != "auto":
-            raise
-        logger.info("pages are handed off over tcp alone: %s", error)
-        return _make_transport("tcp", security, options, memory)
-    return transport
-
-
-def _listen(transport: Transport, vllm_config: VllmConfig, config: Config) -> tuple[str, int]:
-    """Listen at the configured address, each worker of each engine at a port of its own."""
+def _address(vllm_config: VllmConfig, config: Config) -> tuple[str, int]:
+    """Return where to listen: each worker of each engine at a port of its own."""
     address = listen_address(config.listen)
     assert address is not None
     host, port = address
     if port:
         parallel = vllm_config.parallel_config
         port += parallel.data_parallel_index * parallel.world_size + parallel.rank
-    found = transport.listen(host, port)
-    logger.info("handing out KV blocks at %s:%d", *found)
-    return found
+    return host, port
 
 
 def _hello(

@@ -2,59 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
 import secrets
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-from kvconnect.config import Config
-from kvconnect.errors import ConfigError, Refused
+from kvconnect.errors import Refused
 from kvconnect.plan.instructions import Source
-from kvconnect.transport.security import read_key_file
 from kvconnect.types import TransferId
 from kvconnect.wire.tickets import CARD_KEY, TICKET_KEY, Asked, Ticket, issue, verify
 
 CARD_LIFETIME_S = 120.0  # routers fetch a new one in time; a restart makes it worthless at once
 CARD_EXPIRY_KEY = "kvconnect_card_expires_in"
-
-
-def read_key(config: Config) -> bytes:
-    """Return the key that all engines share: that of ``key_file``, or this user's own on this
-    machine. Where networks are let in without a key, there is none.
-
-    Raises:
-        ConfigError: the file cannot be read or holds too little, or is missing beside ``tls_dir``:
-            certificates do not sign tickets.
-    """
-    if config.tls_dir and not config.key_file:
-        raise ConfigError("key_file", "", "set it beside tls_dir: tickets are signed with it")
-    if not config.key_file:
-        return b"" if config.peers else _local_key()
-    return read_key_file(config.key_file)
-
-
-def _local_key() -> bytes:
-    """Return this user's key on this machine, made at first use. It keeps others on the machine,
-    and clients that invent tickets, from pointing engines at each other."""
-    folder = Path(os.environ.get("XDG_RUNTIME_DIR") or Path.home() / ".cache", "kvconnect")
-    path = folder / "handoff.key"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not path.exists():
-            handle, fresh = tempfile.mkstemp(dir=folder)  # readable by its owner alone
-            with os.fdopen(handle, "wb") as file:
-                file.write(secrets.token_bytes(32))
-            with contextlib.suppress(FileExistsError):  # another worker was first
-                os.link(fresh, path)
-            os.unlink(fresh)
-        return path.read_bytes()
-    except OSError as error:
-        fix = f"set it: this user's own key cannot be kept in {path} ({error})"
-        raise ConfigError("key_file", "", fix) from error
 
 
 def _bind(raw: bytes, content: bytes) -> TransferId:
