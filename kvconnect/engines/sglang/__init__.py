@@ -1,0 +1,101 @@
+"""KVConnect for SGLang: a plugin that SGLang loads by itself; see the README.
+
+Nothing here imports SGLang or torch before :func:`register` is called.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from kvconnect import versions
+from kvconnect.engines.sglang.flags import (
+    LAYERWISE,
+    NAME,
+    check_workers,
+    is_layerwise,
+    takes_over,
+)
+
+logger = logging.getLogger(__name__)
+
+TESTED = "0.5.23"
+_PICK = "sglang.srt.disaggregation.utils.get_kv_class"
+_VALIDATE = "sglang.srt.arg_groups.validation_hook.check_server_args"
+
+
+def register() -> None:
+    """Make the transfer backend known to SGLang; the ``sglang.srt.plugins`` entry point.
+
+    SGLang calls it in every process it starts, and possibly again; only the first call counts.
+    It never raises: SGLang would swallow that. What is wrong is one line in the log.
+    """
+    try:
+        _register()
+    # SGLang's insides are not promised: any name or shape of them may have changed.
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        logger.error(
+            "kvconnect is not available: SGLang %s was found, %s is supported (%s: %s)",
+            versions.installed("sglang"),
+            TESTED,
+            type(error).__name__,
+            error,
+        )
+
+
+@functools.cache
+def _register() -> None:
+    from sglang.srt.arg_groups.choices import (
+        DISAGG_TRANSFER_BACKEND_CHOICES,
+        add_disagg_transfer_backend_choices,
+    )
+    from sglang.srt.disaggregation.utils import TransferBackend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    found = versions.installed("sglang")
+    if found != TESTED:
+        logger.warning("kvconnect was tested with SGLang %s, this is %s", TESTED, found)
+    takes_over()  # a wrong value is said here
+    if NAME not in DISAGG_TRANSFER_BACKEND_CHOICES:
+        add_disagg_transfer_backend_choices([NAME])
+    _add_member(TransferBackend, NAME)
+    HookRegistry.register(_PICK, _pick, HookType.AROUND)
+    HookRegistry.register(_VALIDATE, check_workers, HookType.BEFORE)
+    if is_layerwise():
+        from kvconnect.engines.sglang import layerwise as hooks
+
+        HookRegistry.register(hooks.RUN_BATCH, hooks.around_run_batch, HookType.AROUND)
+        HookRegistry.register(hooks.ATTENTION, hooks.around_attention, HookType.AROUND)
+    logger.info(
+        "kvconnect %s: transfer backend %r is available, layer-wise push is %s",
+        versions.installed("kvconnect"),
+        NAME,
+        "on" if is_layerwise() else f"off ({LAYERWISE}=1 turns it on)",
+    )
+
+
+def _add_member(kinds: Any, name: str) -> None:
+    """Add a member to SGLang's closed list of transfer backends, for which it has no function."""
+    if name in kinds._value2member_map_:
+        return
+    label = name.upper()
+    member = object.__new__(kinds)
+    member._name_, member._value_, member.__objclass__ = label, name, kinds
+    member._sort_order_ = len(kinds._member_names_)
+    kinds._member_map_[label] = member
+    kinds._member_names_.append(label)
+    kinds._value2member_map_[name] = member
+    type.__setattr__(kinds, label, member)
+    if kinds(name) is not member:
+        raise TypeError(f"{kinds.__name__} takes no further members")
+
+
+def _pick(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
+    """Hook around SGLang's choice of classes: ours for our name, and for the one taken over."""
+    if transfer_backend.value != NAME and not (transfer_backend.value == "nixl" and takes_over()):
+        return original(transfer_backend, class_type)
+    from kvconnect.engines.sglang.backend import CLASSES
+
+    return CLASSES.get(class_type.name) or original(transfer_backend, class_type)

@@ -1,0 +1,316 @@
+"""The transfer backend ``kvconnect``: SGLang's prefill/decode hand-off over our transports.
+
+SGLang's own part stays as it is: the bootstrap server that tells decode where prefill ranks are,
+the life cycle of requests, the consensus of ranks. What its backends do over ZeroMQ and their
+engines is done here by the agent that also serves vLLM: authenticated connections, destinations
+resolved by the receiver, digests, deadlines, and blocks that are reused only when nothing can
+land in them any more. ``rank_ip`` and ``rank_port`` of the bootstrap server name agents.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from sglang.srt.disaggregation.base.conn import (
+    KVArgs,
+    KVPoll,
+    KVTransferDestination,
+    KVTransferMetric,
+)
+from sglang.srt.disaggregation.common.conn import (
+    CommonKVBootstrapServer,
+    CommonKVManager,
+    CommonKVReceiver,
+    CommonKVSender,
+)
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.server_args import ServerArgs
+
+from kvconnect.config import Config, config_from_environment, listen_address
+from kvconnect.engines.sglang import layerwise, surroundings, translate
+from kvconnect.engines.sglang.addresses import Addresses
+from kvconnect.engines.sglang.reporting import publish_regularly
+from kvconnect.engines.sglang.rooms import Inbox, Outbox, Wanted, is_room
+from kvconnect.errors import ConfigError
+from kvconnect.transport.base import Fence
+from kvconnect.types import Endpoint, Span
+from kvconnect.worker.start import start_agent
+from kvconnect.worker.streams import DeviceFence
+
+logger = logging.getLogger(__name__)
+
+_SPARE_S = 5.0
+
+
+class KVConnectManager(CommonKVManager):
+    """One rank's hand-offs. For the scheduler's thread; the agent has threads of its own.
+
+    Raises :class:`ConfigError` or :class:`Incompatible`, which end the engine's start, for
+    settings and models that cannot be served.
+    """
+
+    supports_deferred_decode_kv_release = True
+
+    def __init__(
+        self,
+        args: KVArgs,
+        disaggregation_mode: DisaggregationMode,
+        server_args: ServerArgs,
+        is_mla_backend: bool | None = False,
+    ) -> None:
+        config = config_from_environment(os.environ)
+        # SGLang gives the pages of a dropped transfer away after a while: be sure to be done.
+        limit = surroundings.quiet_s() - _SPARE_S
+        config = msgspec.structs.replace(config, deadline_s=min(config.deadline_s, limit))
+        surroundings.check(server_args)
+        model = surroundings.model(args, server_args, bool(is_mla_backend))
+        self._sends = disaggregation_mode == DisaggregationMode.PREFILL
+        address = _address(config, args) if self._sends else None
+        cache = translate.describe(args, model, config.deadline_s)
+        patience = surroundings.patience_s()
+        self.agent = start_agent(config, cache, address, patience, alone=True)
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        self.server_socket.close(linger=0)  # SGLang's own frames have no authentication
+        kinds = [(group.block_tokens, group.kv_heads) for group in cache.hello.groups]
+        ended = self._on_success, self._on_failure
+        if self._sends:
+            heads = [kv_heads for _, kv_heads in kinds]
+            self.outbox = Outbox(self.agent, model.rank, heads, self._on_ready, *ended)
+            layerwise.serve(self.agent, self.outbox, translate.layer_names(cache))
+        else:
+            self.addresses = Addresses(config, self.local_ip)
+            self.inbox = Inbox(self.agent, model.rank, kinds, patience, *ended)
+            self._start_heartbeat_checker_thread()
+        publish_regularly(self.agent.take_stats)
+
+    def register_to_bootstrap(self) -> None:
+        """Tell the bootstrap server where this rank's agent listens."""
+        assert self.agent.address is not None
+        self.local_ip, self.rank_port = self.agent.address
+        super().register_to_bootstrap()
+
+    def pump(self) -> None:
+        """Take what the agent has seen; a few hundred nanoseconds if that is nothing."""
+        if not self.agent.has_news:
+            return
+        finished, notices = self.agent.poll(idle=False)
+        if self._sends:
+            self.outbox.take(notices)
+        else:
+            self.inbox.take(finished)
+
+    def add_transfer_request(
+        self,
+        bootstrap_room: int,
+        kv_indices: Any,
+        index_slice: slice,
+        is_last_chunk: bool,
+        **more: Any,
+    ) -> None:
+        """Offer a chunk: pages ``kv_indices`` (int32 [pages]) and, with the last, the rest."""
+        ids = _ids(kv_indices)
+        rest: list[Span] = []
+        if is_last_chunk:
+            rest = _rest(more.get("aux_index"), more.get("state_indices"))
+        event = more.get("wait_event")
+        fence: Fence | None = DeviceFence(event) if event is not None else None
+        first = self.outbox.prefix(bootstrap_room) + index_slice.start
+        self.outbox.send(bootstrap_room, first, ids, rest, fence)
+        if is_last_chunk:
+            self.outbox.complete(bootstrap_room)
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Fetch what a prefill engine says of itself, from an address that may be asked at all.
+        One that does not fit fails its requests, not this engine."""
+        if self.addresses.objection(bootstrap_addr):
+            return False
+        try:
+            found: bool = super().try_ensure_parallel_info(bootstrap_addr)
+        except (RuntimeError, AssertionError) as error:
+            self.addresses.refuse(bootstrap_addr, str(error))
+            return False
+        return found
+
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:  # noqa: ARG002
+        """Whether nothing can land any more in the pages of an aborted room."""
+        self.pump()
+        return self.inbox.is_over(bootstrap_room)
+
+    def teardown(self) -> None:
+        """Close every connection. Idempotent."""
+        self.agent.close()
+
+    def _on_ready(self, room: int) -> None:
+        self.update_status(room, KVPoll.WaitingForInput)
+
+    def _on_success(self, room: int) -> None:
+        self.update_status(room, KVPoll.Success)
+
+    def _on_failure(self, room: int, why: str) -> None:
+        if self.request_status.get(room) not in (None, KVPoll.Success):
+            self.fail(room, why)
+
+    def fail(self, room: int | None, why: str) -> None:
+        """End a room; the first reason given is the one that the client sees."""
+        with self.failure_lock:
+            self.failure_records.setdefault(room, why)
+        self.update_status(room, KVPoll.Failed)
+
+
+class KVConnectSender(CommonKVSender):
+    """One request on the prefill side. For the scheduler's thread."""
+
+    def __init__(
+        self,
+        mgr: KVConnectManager,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        req_has_disagg_prefill_dp_rank: bool = False,
+    ) -> None:
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
+        if not is_room(bootstrap_room):
+            mgr.fail(bootstrap_room, f"bootstrap_room={bootstrap_room!r} is no 64-bit number")
+        elif mgr.request_status.get(bootstrap_room) == KVPoll.Bootstrapping:
+            mgr.outbox.open(bootstrap_room)
+
+    def pop_decode_prefix_len(self) -> int:
+        """Return how many tokens decode has already."""
+        pages = self.kv_mgr.outbox.prefix(self.bootstrap_room)
+        tokens: int = pages * self.kv_mgr.kv_args.page_size
+        return tokens
+
+    def poll(self) -> int:
+        self.kv_mgr.pump()
+        status: int = super().poll()
+        return status
+
+    def get_transfer_metric(self) -> KVTransferMetric:
+        """Return the bytes that readers were sent, and how long they were on their way."""
+        return self._transfer_metric
+
+    def clear(self) -> None:
+        moved = self.kv_mgr.outbox.moved(self.bootstrap_room)
+        if moved is not None:
+            self._transfer_metric.transfer_total_bytes = moved.nbytes
+            self._transfer_metric.transfer_latency_s = moved.seconds
+        self.kv_mgr.outbox.close(self.bootstrap_room)
+        super().clear()
+
+    def abort(self) -> None:
+        super().abort()
+        self.kv_mgr.outbox.close(self.bootstrap_room)
+
+
+class KVConnectReceiver(CommonKVReceiver):
+    """One request on the decode side. For the scheduler's thread."""
+
+    def __init__(
+        self, mgr: KVConnectManager, bootstrap_addr: str, bootstrap_room: int | None = None
+    ) -> None:
+        super().__init__(mgr, bootstrap_addr, bootstrap_room)
+        if not is_room(bootstrap_room):
+            mgr.fail(bootstrap_room, f"bootstrap_room={bootstrap_room!r} is no 64-bit number")
+
+    def send_metadata(
+        self,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: Sequence[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        destination: KVTransferDestination = KVTransferDestination.DEVICE,
+        **more: Any,
+    ) -> None:
+        """Ask for pages into ``kv_indices`` (int32 [pages]), which follow on the prefix that is
+        here already."""
+        if destination != KVTransferDestination.DEVICE or more:
+            raise NotImplementedError(f"kvconnect receives into device pools, not {destination}")
+        if self.bootstrap_infos is None:
+            return  # it has failed already
+        info, pages = self.prefill_info, self.kv_mgr.kv_args.page_size
+        wanted = Wanted(
+            first=(decode_prefix_len or 0) // pages,
+            ids=_ids(kv_indices),
+            rest=tuple(_rest(aux_index, state_indices)),
+            workers=tuple(_endpoint(found) for found in self.bootstrap_infos),
+            tp=info.attn_tp_size,
+            pp=info.pp_size,
+        )
+        self.kv_mgr.inbox.ask(self.bootstrap_room, wanted)
+        self.init_time = time.time()  # SGLang's own limit for an answer runs from now
+
+    def poll(self) -> int:
+        self.kv_mgr.pump()
+        status: int = super().poll()
+        if status == KVPoll.Bootstrapping:
+            why = self.kv_mgr.addresses.objection(self.bootstrap_addr)
+            if why:
+                self.kv_mgr.fail(self.bootstrap_room, why)
+                status = super().poll()
+        return status
+
+    def _register_kv_args(self) -> bool:
+        return True  # agents tell one another when they meet
+
+    def _get_bootstrap_info_from_server(
+        self, prefill_dp_rank: int, prefill_cp_rank: int, target_tp_rank: int, target_pp_rank: int
+    ) -> dict[str, Any] | None:
+        found: dict[str, Any] | None = super()._get_bootstrap_info_from_server(
+            prefill_dp_rank, prefill_cp_rank, target_tp_rank, target_pp_rank
+        )
+        if found is not None:
+            found["tp_rank"] = target_tp_rank
+        return found
+
+    def _send_abort_notification(self, *, force_arm: bool = False) -> None:  # noqa: ARG002
+        self.kv_mgr.inbox.drop(self.bootstrap_room)
+
+
+class KVConnectBootstrapServer(CommonKVBootstrapServer):
+    """SGLang's own, under our name."""
+
+
+CLASSES: dict[str, type] = {
+    "MANAGER": KVConnectManager,
+    "SENDER": KVConnectSender,
+    "RECEIVER": KVConnectReceiver,
+    "BOOTSTRAP_SERVER": KVConnectBootstrapServer,
+}
+"""By the name of SGLang's ``KVClassType``."""
+
+
+def _address(config: Config, args: KVArgs) -> tuple[str, int]:
+    """Return where this rank listens: at a port of its own."""
+    address = listen_address(config.listen)
+    if address is None:
+        raise ConfigError("listen", config.listen, "a prefill engine has to listen somewhere")
+    host, port = address
+    if port:
+        port += surroundings.rank_number(args)
+    return host, port
+
+
+def _ids(indices: Any) -> array[int]:
+    """Return page or slot numbers, which SGLang gives as arrays, tensors or lists."""
+    return array("q", indices if isinstance(indices, list) else indices.tolist())
+
+
+def _rest(aux_index: int | None, state_indices: Sequence[Any] | None) -> list[Span]:
+    """Return the spans of a request's row and of its state components."""
+    spans = [] if aux_index is None else [Span(translate.AUX, 0, array("q", [aux_index]))]
+    for number, indices in enumerate(state_indices or ()):
+        ids = array("q") if indices is None else _ids(indices)
+        if ids:
+            spans.append(Span(translate.FIRST_STATE + number, 0, ids))
+    return spans
+
+
+def _endpoint(info: dict[str, Any]) -> Endpoint:
+    return Endpoint(
+        int(info["tp_rank"]), int(info["pp_rank"]), str(info["rank_ip"]), int(info["rank_port"])
+    )

@@ -1,0 +1,131 @@
+"""Layer-wise push: each layer's KV leaves as soon as its attention has been launched.
+
+SGLang hands a chunk to its backend when the chunk's forward is over. With ``KVCONNECT_LAYERWISE=1``
+two hooks are set in its scheduler processes: around ``Scheduler.run_batch``, where the whole pages
+that a batch will fill are put on offer, and around ``AttentionBackend.forward``, after which one
+layer of them can be sent. What SGLang sends later is only what has not gone. A forward in which
+the second hook stays silent (full CUDA graphs, torch.compile) is handed off as a whole at its end.
+
+The idea of following the attention layers, with an event for each, is that of SGLang's open pull
+request 19931, which does so inside its Mooncake backend.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from kvconnect.engines.sglang.rooms import Outbox, transfer_of
+from kvconnect.plan.instructions import Instructions, Offer
+from kvconnect.types import Span
+from kvconnect.worker.handoff import HandoffAgent
+
+logger = logging.getLogger(__name__)
+
+RUN_BATCH = "sglang.srt.managers.scheduler.Scheduler.run_batch"
+ATTENTION = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward"
+
+
+class LayerPush:
+    """The pages that the current batch fills, offered before it runs. For the scheduler's thread.
+
+    ``names``: by layer id, what that layer writes.
+    """
+
+    def __init__(
+        self, agent: HandoffAgent, outbox: Outbox, names: Mapping[int, tuple[str, ...]]
+    ) -> None:
+        self._agent = agent
+        self._outbox = outbox
+        self._names = names
+        self._open = False  # pages of the batch that runs are on offer
+        self._heard = False  # of one of its layers
+        self._told = False
+
+    def begin(self, scheduler: Any, batch: Any) -> None:
+        """Offer the whole pages that a batch fills, and those before it that were not yet."""
+        offers = list(self._offers(scheduler, batch)) if batch.forward_mode.is_extend() else []
+        if offers:
+            self._agent.begin_step(Instructions(offers=offers), epoch=0)
+            self._open, self._heard = True, False
+
+    def layer(self, layer_id: int) -> None:
+        """A layer's attention has been launched."""
+        if self._open:
+            self._heard = True
+            self._agent.layer_written(*self._names.get(layer_id, ()))
+
+    def end(self) -> None:
+        """The batch has been launched; the current stream is the one it runs on."""
+        if not self._open:
+            return
+        self._open = False
+        self._agent.end_step()
+        if not (self._heard or self._told):
+            self._told = True
+            logger.warning(
+                "kvconnect: the attention layers of a prefill could not be followed (a full CUDA "
+                "graph or torch.compile): such chunks are handed off at the end of their forward"
+            )
+
+    def _offers(self, scheduler: Any, batch: Any) -> Iterator[Offer]:
+        size = scheduler.token_to_kv_pool_allocator.page_size
+        for req in batch.reqs:
+            if req.pending_bootstrap or getattr(req, "disagg_kv_sender", None) is None:
+                continue
+            end = min(req.extend_end, len(req.origin_input_ids)) // size
+            blocks = self._outbox.ahead(req.bootstrap_room, end)
+            if blocks:
+                ids = _page_ids(scheduler, req, blocks, size)
+                self._outbox.note_ahead(req.bootstrap_room, blocks)
+                span = Span(0, blocks.start, ids)
+                yield Offer(transfer_of(req.bootstrap_room), (span,))
+
+
+def _page_ids(scheduler: Any, req: Any, blocks: range, size: int) -> array[int]:
+    """Return the pool's pages of some of a request's blocks, as SGLang's own sending finds them."""
+    from sglang.srt.disaggregation.utils import kv_to_page_indices
+
+    table = scheduler.req_to_token_pool.req_to_token
+    slots = table[req.kv.req_pool_idx, blocks.start * size : blocks.stop * size]
+    slots = scheduler.token_to_kv_pool_allocator.translate_kv_indices_for_transfer(slots)
+    return array("q", kv_to_page_indices(slots, size).astype("int64").tobytes())
+
+
+_push: LayerPush | None = None  # of this process; there is one prefill rank in it
+
+
+def serve(agent: HandoffAgent, outbox: Outbox, names: Mapping[int, tuple[str, ...]]) -> None:
+    """From now on, follow the layers of this process's prefills, if the hooks are set."""
+    global _push
+    _push = LayerPush(agent, outbox, names)
+
+
+def around_run_batch(
+    original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Hook around ``Scheduler.run_batch``."""
+    push = _push
+    if push is None:
+        return original(scheduler, batch, *args, **kwargs)
+    push.begin(scheduler, batch)
+    try:
+        return original(scheduler, batch, *args, **kwargs)
+    finally:
+        if scheduler.enable_overlap:
+            with scheduler.forward_stream_ctx:
+                push.end()
+        else:
+            push.end()
+
+
+def around_attention(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Hook around ``AttentionBackend.forward(self, q, k, v, layer, ...)``: the layer's KV is
+    written when it returns."""
+    output = original(*args, **kwargs)
+    if _push is not None:
+        layer = kwargs["layer"] if "layer" in kwargs else args[4]
+        _push.layer(layer.layer_id)
+    return output

@@ -1,0 +1,284 @@
+"""What becomes of the requests of one SGLang rank, by *bootstrap room*: SGLang's number for one
+hand-off, which the router gives to both sides.
+
+``Outbox`` is the prefill side, ``Inbox`` the decode side. Both turn calls of SGLang's scheduler
+into instructions for the agent, and the agent's answers into outcomes. Neither knows SGLang.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvconnect.plan.instructions import (
+    Drop,
+    Instructions,
+    Keep,
+    Notice,
+    NoticeKind,
+    Offer,
+    Receive,
+    Report,
+    Source,
+    Withdraw,
+)
+from kvconnect.transport.base import Fence
+from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span, TransferId
+from kvconnect.wire.topology import readers_for, sources_for
+from kvconnect.worker.handoff import HandoffAgent
+
+_PREFIX = b"sgl-room"
+
+
+def is_room(value: object) -> bool:
+    """Whether a client's value is a room: an unsigned number of 64 bits."""
+    return type(value) is int and 0 <= value < 1 << 64
+
+
+def transfer_of(room: int) -> TransferId:
+    """Return the transfer that a room stands for. Both sides work it out for themselves."""
+    return TransferId(_PREFIX + room.to_bytes(8, "big"))
+
+
+def room_of(transfer: TransferId) -> int:
+    """Return the room of a transfer."""
+    return int.from_bytes(transfer[len(_PREFIX) :], "big")
+
+
+class Moved(NamedTuple):
+    """What readers were sent of one room, and how long these bytes were on their way."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class _Outgoing:
+    """A room of the prefill side. Blocks are counted from the start of the prompt."""
+
+    prefix: int = 0  # blocks that decode has already
+    offered: int | None = None  # up to which block, once something was
+    waiting: frozenset[Rank] | None = None  # readers still to finish; None: none is known
+    joined: set[Rank] = field(default_factory=set)
+    complete: bool = False  # the last chunk was offered
+    moved: Moved = field(default_factory=Moved)
+
+
+class Outbox:
+    """The prefill side. For the scheduler's thread.
+
+    ``ready(room)``, ``served(room)`` and ``failed(room, why)`` are called from :meth:`take`: all
+    readers have asked; all have everything; one gave up. ``kv_heads``: over all ranks, by group.
+    """
+
+    def __init__(
+        self,
+        agent: HandoffAgent,
+        rank: Rank,
+        kv_heads: Sequence[int],
+        ready: Callable[[int], None],
+        served: Callable[[int], None],
+        failed: Callable[[int, str], None],
+    ) -> None:
+        self._agent = agent
+        self._rank = rank
+        self._kv_heads = tuple(kv_heads)
+        self._ready, self._served, self._failed = ready, served, failed
+        self._rooms: dict[int, _Outgoing] = {}
+
+    def open(self, room: int) -> None:
+        """A request was given to this rank: readers may ask for its blocks."""
+        if room not in self._rooms:
+            self._rooms[room] = _Outgoing()
+            self._agent.run(Instructions(offers=[Offer(transfer_of(room))]))
+
+    def prefix(self, room: int) -> int:
+        """Return how many blocks decode has already."""
+        found = self._rooms.get(room)
+        return found.prefix if found else 0
+
+    def ahead(self, room: int, end: int) -> range:
+        """Return the blocks up to ``end`` that were not offered yet, to be offered in a step."""
+        found = self._rooms.get(room)
+        if found is None or found.waiting is None:
+            return range(0)
+        return range(found.prefix if found.offered is None else found.offered, end)
+
+    def note_ahead(self, room: int, blocks: range) -> None:
+        """These blocks are offered in the step that now begins."""
+        self._rooms[room].offered = blocks.stop
+
+    def send(
+        self, room: int, first: int, ids: array[int], rest: Sequence[Span], fence: Fence | None
+    ) -> None:
+        """Offer the KV blocks ``first ...``, those left out that a step has offered, and, with
+        the last of them, one span per other group. They are there once ``fence`` passed."""
+        found = self._rooms.get(room)
+        if found is None:
+            return
+        skip = max(0, (found.offered or first) - first)
+        spans = [Span(0, first + skip, ids[skip:])] if len(ids) > skip else []
+        found.offered = max(found.offered or 0, first + len(ids))
+        if spans or rest:
+            offer = Offer(transfer_of(room), (*spans, *rest))
+            self._agent.run(Instructions(offers=[offer]), fence)
+
+    def complete(self, room: int) -> None:
+        """The last chunk was offered."""
+        found = self._rooms.get(room)
+        if found is not None:
+            found.complete = True
+            self._settle(room, found)
+
+    def close(self, room: int) -> None:
+        """The request is over, however it ended."""
+        if self._rooms.pop(room, None) is not None:
+            order = Withdraw(transfer_of(room), FailureCause.GONE)
+            self._agent.run(Instructions(withdrawals=[order]))
+
+    def moved(self, room: int) -> Moved | None:
+        """Return what readers were sent; None of a room that is closed."""
+        found = self._rooms.get(room)
+        return found.moved if found else None
+
+    def take(self, notices: Sequence[Notice]) -> None:
+        """Take what the agent saw of readers."""
+        for notice in notices:
+            room = room_of(notice.transfer)
+            found = self._rooms.get(room)
+            if found is None or notice.kind in (NoticeKind.RENEWED, NoticeKind.WITHDRAWN):
+                continue
+            if notice.kind is NoticeKind.LEFT:
+                self._failed(room, "the decode engine gave up, or was lost")
+            elif notice.kind is NoticeKind.DECLINED:
+                found.waiting = frozenset()  # decode takes this rank's share from another one
+                self._ready(room)
+            elif notice.reader is not None and notice.kind is NoticeKind.JOINED:
+                self._join(room, found, notice)
+            elif notice.reader is not None and found.waiting is not None:
+                found.waiting -= {notice.reader}
+                nbytes, seconds = found.moved
+                found.moved = Moved(nbytes + notice.nbytes, seconds + notice.seconds)
+            self._settle(room, found)
+
+    def _join(self, room: int, found: _Outgoing, notice: Notice) -> None:
+        reader = notice.reader
+        assert reader is not None
+        found.joined.add(reader)
+        found.prefix = notice.first
+        needed = readers_for(self._rank, reader.tp, reader.pp, self._kv_heads)
+        if found.waiting is None and found.joined >= needed:
+            found.waiting = needed | found.joined
+            self._ready(room)
+
+    def _settle(self, room: int, found: _Outgoing) -> None:
+        if found.complete and found.waiting is not None and not found.waiting:
+            self._served(room)
+
+
+class Wanted(NamedTuple):
+    """What a decode rank asks for: the KV blocks ``first ...`` into ``ids``, and other groups'
+    spans. ``workers`` are the prefill ranks that SGLang pairs it with, ``tp`` and ``pp`` how many
+    that engine has."""
+
+    first: int
+    ids: array[int]
+    rest: tuple[Span, ...]
+    workers: tuple[Endpoint, ...]
+    tp: int
+    pp: int
+
+
+class Inbox:
+    """The decode side. For the scheduler's thread.
+
+    ``arrived(room)`` and ``failed(room, why)`` are called from :meth:`take`. A room is ``over``
+    when no page of it can land any more.
+    """
+
+    def __init__(
+        self,
+        agent: HandoffAgent,
+        rank: Rank,
+        groups: Sequence[tuple[int, int]],
+        deadline_s: float,
+        arrived: Callable[[int], None],
+        failed: Callable[[int, str], None],
+    ) -> None:
+        """``groups``: tokens per block and KV heads over all ranks, by group."""
+        self._agent = agent
+        self._rank = rank
+        self._groups = tuple(groups)
+        self._deadline_s = deadline_s
+        self._arrived, self._failed = arrived, failed
+        self._jobs: dict[int, JobId] = {}  # that are not over
+        self._last = 0
+
+    def ask(self, room: int, wanted: Wanted) -> None:
+        """Ask for a room's blocks."""
+        self._last += 1
+        job = self._jobs[room] = JobId(self._last)
+        spans = (Span(0, wanted.first, wanted.ids), *wanted.rest)
+        spans = tuple(span for span in spans if span.block_ids)
+        source = Source("", 0, wanted.workers, wanted.tp, wanted.pp)
+        receive = Receive(
+            job=job,
+            req_id=str(room),
+            transfer=transfer_of(room),
+            source=source,
+            spans=spans,
+            tokens=tuple(self._tokens(span) for span in spans),
+            early=True,
+            deadline_s=self._deadline_s,
+        )
+        self._agent.run(Instructions(receives=[receive], keeps=self._refusals(room, source)))
+
+    def drop(self, room: int) -> None:
+        """The room is not wanted any more; it is over some time later."""
+        job = self._jobs.get(room)
+        if job is not None:
+            self._agent.run(Instructions(drops=[Drop(job)]))
+
+    def is_over(self, room: int) -> bool:
+        """Whether no page of a room can land any more."""
+        return room not in self._jobs
+
+    def take(self, finished: Sequence[tuple[Report, Receive]]) -> None:
+        """Take receives that ended."""
+        for report, job in finished:
+            room = int(job.req_id)
+            if self._jobs.get(room) != job.job:
+                continue  # the room was used again
+            del self._jobs[room]
+            if report.failures:
+                self._failed(room, _why(report))
+            else:
+                self._arrived(room)
+
+    def _tokens(self, span: Span) -> tuple[int, int]:
+        size, _ = self._groups[span.group]
+        return span.first * size, (span.first + len(span.block_ids)) * size
+
+    def _refusals(self, room: int, source: Source) -> list[Keep]:
+        """Return word to workers that SGLang pairs this one with but that it needs nothing of, so
+        that they do not wait for it."""
+        heads = [kv_heads for _, kv_heads in self._groups]
+        needed = set(sources_for(self._rank, source.tp, source.pp, heads))
+        idle = [e for e in source.endpoints if (e.pp_rank, e.tp_rank) not in needed]
+        transfer = transfer_of(room)
+        return [
+            Keep(transfer, Source("", 0, (endpoint,), source.tp, source.pp), wanted=False)
+            for endpoint in idle
+        ]
+
+
+def _why(report: Report) -> str:
+    """Return in words what a report says."""
+    causes: Mapping[FailureCause, int] = {
+        cause: sum(failure.cause is cause for failure in report.failures)
+        for cause in dict.fromkeys(failure.cause for failure in report.failures)
+    }
+    found = ", ".join(f"{count} x {cause.value}" for cause, count in causes.items())
+    return f"blocks did not arrive ({found})"

@@ -1,0 +1,194 @@
+"""SGLang's words for a KV cache in ours. Facts of one SGLang version are kept to this file.
+
+SGLang describes what prefill hands to decode as lists of buffers: the KV of each layer, K apart
+from V; one row per request of what else decode must know (``aux``: the first token, counters);
+and, for some models, *state components* such as Mamba states or the pages of sliding-window
+layers. Here each of the three kinds becomes groups of layers whose blocks are pages, rows or
+state slots, so that one protocol moves them all.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvconnect import versions
+from kvconnect.errors import Incompatible
+from kvconnect.pages import LayerPages
+from kvconnect.transport.base import Area
+from kvconnect.types import Rank
+from kvconnect.wire.messages import GroupHello, Hello
+from kvconnect.wire.topology import head_range
+from kvconnect.worker.links import GroupPages
+from kvconnect.worker.span import Regions
+from kvconnect.worker.start import Cache
+
+KV, AUX, FIRST_STATE = 0, 1, 2
+"""Group numbers: the KV of all layers, the rows, and from there one for each state component."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What SGLang's transfer arguments do not say. ``kv_heads`` is over all ranks, 1 for MLA;
+    ``layers`` are those of this pipeline stage, [first, end). ``device`` is -1 for the CPU."""
+
+    name: str
+    rank: Rank
+    kv_heads: int
+    layers: tuple[int, int]
+    is_mla: bool
+    device: int
+
+
+class Buffer(NamedTuple):
+    """One tensor of equal items, back to back: pages, rows or slots."""
+
+    name: str
+    address: int
+    nbytes: int
+    item_bytes: int
+
+
+def describe(args: Any, model: Model, timeout_s: float) -> Cache:
+    """Return the cache that SGLang's ``KVArgs`` describe, for an agent.
+
+    Raises:
+        Incompatible: buffers that cannot be cut into rows of heads.
+    """
+    kv = tuple(_kv_buffers(args, model))
+    aux = tuple(_aux_buffers(args, model.rank))
+    states = [tuple(_state_buffers(args, number)) for number in range(len(args.state_types))]
+    kinds = (kv, aux, *states)
+    places = [[_area(buffer, model, kind is aux) for buffer in kind] for kind in kinds]
+    regions = Regions([area for areas in places for area in areas], timeout_s)
+    offsets = [[regions.offset(area) for area in areas] for areas in places]
+
+    heads = _heads(model)
+    pages: list[GroupPages] = [_pages(kv, offsets[KV], heads, args.page_size)]
+    pages += [_pages(kind, at, 1, 1) for kind, at in zip(kinds[1:], offsets[1:], strict=True)]
+    groups = [_group(pages[KV], args.page_size, model.kv_heads, heads)]
+    groups += [_group(rows, 1, 1, 1) for rows in pages[1:]]
+    hello = Hello(
+        software=f"kvconnect {versions.installed('kvconnect')}",
+        engine_id=f"sglang-{secrets.token_hex(8)}",
+        epoch=0,
+        rank=model.rank,
+        format=_format(args, model, (aux, *states)),
+        groups=groups,
+    )
+    return Cache(hello, pages, regions, regions.device)
+
+
+def layer_names(cache: Cache) -> dict[int, tuple[str, ...]]:
+    """Return, by layer id, the names of what a layer's attention writes."""
+    found: dict[int, list[str]] = {}
+    for page in cache.pages[KV]:
+        layer, _, _ = page.name.partition(".")
+        if layer.isdecimal():
+            found.setdefault(int(layer), []).append(page.name)
+    return {layer: tuple(names) for layer, names in found.items()}
+
+
+def _kv_buffers(args: Any, model: Model) -> Iterator[Buffer]:
+    draft = getattr(args, "num_draft_entries", 0)
+    own = len(args.kv_data_ptrs) - draft
+    ids = list(args.kv_layer_ids)[:own] or _layer_ids(own, model)
+    seen: Counter[int] = Counter()
+    names = []
+    for layer in ids:
+        names.append(f"{layer}.{seen[layer]}")  # of MHA, 0 is K and 1 is V
+        seen[layer] += 1
+    names += [f"draft.{number}" for number in range(draft)]
+    buffers = zip(names, args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, strict=True)
+    return (Buffer(*buffer) for buffer in buffers)
+
+
+def _layer_ids(count: int, model: Model) -> list[int]:
+    """Return the layer of each KV buffer of a plain pool: all K, then all V; MLA has one."""
+    first, end = model.layers
+    per_layer = 1 if model.is_mla else 2
+    if count != per_layer * (end - first):
+        raise Incompatible(
+            f"this model's cache has {count} KV buffers for layers {first} to {end}, "
+            f"{per_layer} per layer are expected"
+        )
+    return list(range(first, end)) * per_layer
+
+
+def _aux_buffers(args: Any, rank: Rank) -> Iterator[Buffer]:
+    # The last stage knows the first token. What other stages have is of use to their like only.
+    stage = "" if rank.pp_rank == rank.pp - 1 else f"@{rank.pp_rank}"
+    rows = zip(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, strict=True)
+    return (Buffer(f"aux.{number}{stage}", *row) for number, row in enumerate(rows))
+
+
+def _state_buffers(args: Any, number: int) -> Iterator[Buffer]:
+    lists = (args.state_data_ptrs, args.state_data_lens, args.state_item_lens)
+    ids = args.state_layer_ids[number] if args.state_layer_ids else ()
+    kind, seen = args.state_types[number].value, Counter[int]()
+    for place, values in enumerate(zip(*(each[number] for each in lists), strict=True)):
+        layer = ids[place] if ids else place
+        yield Buffer(f"{kind}.{layer}.{seen[layer]}", *values)
+        seen[layer] += 1
+
+
+def _area(buffer: Buffer, model: Model, is_aux: bool) -> Area:
+    return Area(buffer.address, buffer.nbytes, -1 if is_aux else model.device)
+
+
+def _heads(model: Model) -> int:
+    first, end = head_range(model.rank.tp_rank, model.rank.tp, model.kv_heads)
+    return end - first
+
+
+def _pages(
+    buffers: Sequence[Buffer], offsets: Sequence[int], heads: int, tokens: int
+) -> GroupPages:
+    return tuple(
+        _layer(buffer, offset, heads, tokens)
+        for buffer, offset in zip(buffers, offsets, strict=True)
+    )
+
+
+def _layer(buffer: Buffer, offset: int, heads: int, tokens: int) -> LayerPages:
+    """Return a buffer's pages: token after token, and within each head after head."""
+    row, rest = divmod(buffer.item_bytes, heads * tokens)
+    if rest or not row or buffer.nbytes % buffer.item_bytes:
+        raise Incompatible(
+            f"buffer {buffer.name}: {buffer.nbytes} bytes in items of {buffer.item_bytes} are not "
+            f"pages of {tokens} tokens with {heads} KV heads each"
+        )
+    return LayerPages(buffer.name, offset, buffer.item_bytes, row, heads * row, heads, tokens, row)
+
+
+def _group(pages: GroupPages, tokens: int, kv_heads: int, heads: int) -> GroupHello:
+    return GroupHello(
+        block_tokens=tokens,
+        page_tokens=tokens,
+        layers=[page.name for page in pages],
+        kv_heads=kv_heads,
+        heads=heads,
+        row_bytes=max((page.row_bytes for page in pages), default=1),
+        order="NHC",
+        splittable=True,
+    )
+
+
+def _format(args: Any, model: Model, rows: Sequence[Sequence[Buffer]]) -> dict[str, str | int]:
+    """Return what must be equal on both sides for the bytes to mean the same."""
+    sizes = [",".join(str(buffer.item_bytes) for buffer in kind) for kind in rows]
+    found: dict[str, str | int] = {
+        "model": model.name.rstrip("/").rpartition("/")[2],
+        "cache_dtype": args.kv_cache_dtype_str,
+        "packing": f"sglang {getattr(args, 'kv_layout', None) or 'plain'}",
+        "aux_bytes": sizes[0],
+    }
+    if args.state_types:
+        kinds = (kind.value for kind in args.state_types)
+        found["state_bytes"] = ";".join(map(":".join, zip(kinds, sizes[1:], strict=True)))[:1024]
+        if not model.is_mla:  # each rank has its part of a state, and parts are not cut anew
+            found["state_tp"] = model.rank.tp
+    return found
