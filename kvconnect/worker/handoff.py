@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from kvconnect.errors import KVConnectError, ProtocolError, Refused, TransferFailed
 from kvconnect.plan.instructions import Instructions, Notice, Receive, Report
@@ -115,6 +116,12 @@ class HandoffAgent:
         with self._lock:
             self._news.clear()
             return self._receiving.take_finished(), self._sending.take_notices()
+
+    @contextmanager
+    def stats(self) -> Iterator[OffloadingConnectorStats]:
+        """Lend what is counted, for the engine's side to add what it alone knows."""
+        with self._lock:
+            yield self._links.stats
 
     def take_stats(self) -> OffloadingConnectorStats | None:
         """Return what was counted since the last call."""

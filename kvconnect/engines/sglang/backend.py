@@ -114,6 +114,8 @@ class KVConnectManager(CommonKVManager):
         **more: Any,
     ) -> None:
         """Offer a chunk: pages ``kv_indices`` (int32 [pages]) and, with the last, the rest."""
+        if more.get("indices_event") is not None:
+            more["indices_event"].synchronize()  # they are still being copied from the device
         ids = _ids(kv_indices)
         rest: list[Span] = []
         if is_last_chunk:
@@ -252,7 +254,15 @@ class KVConnectReceiver(CommonKVReceiver):
             if why:
                 self.kv_mgr.fail(self.bootstrap_room, why)
                 status = super().poll()
+        if status == KVPoll.Failed:
+            self._forget_prefill()
         return status
+
+    def _forget_prefill(self) -> None:
+        """Have the next request ask where the prefill ranks are: they may have been restarted."""
+        self.invalidate_cached_bootstrap_infos()
+        with self.kv_mgr.connection_lock:
+            self.kv_mgr.prefill_info_table.pop(self.bootstrap_addr, None)
 
     def _register_kv_args(self) -> bool:
         return True  # agents tell one another when they meet

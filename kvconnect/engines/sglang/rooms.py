@@ -7,6 +7,7 @@ into instructions for the agent, and the agent's answers into outcomes. Neither 
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +65,11 @@ class _Outgoing:
     joined: set[Rank] = field(default_factory=set)
     complete: bool = False  # the last chunk was offered
     moved: Moved = field(default_factory=Moved)
+
+    @property
+    def served(self) -> bool:
+        """Whether everyone who needs something has everything."""
+        return self.complete and self.waiting is not None and not self.waiting
 
 
 class Outbox:
@@ -134,9 +140,13 @@ class Outbox:
 
     def close(self, room: int) -> None:
         """The request is over, however it ended."""
-        if self._rooms.pop(room, None) is not None:
-            order = Withdraw(transfer_of(room), FailureCause.GONE)
-            self._agent.run(Instructions(withdrawals=[order]))
+        found = self._rooms.pop(room, None)
+        if found is None:
+            return
+        order = Withdraw(transfer_of(room), FailureCause.GONE)
+        self._agent.run(Instructions(withdrawals=[order]))
+        with self._agent.stats() as stats:
+            stats.count("handoff_sent_requests", label="done" if found.served else "aborted")
 
     def moved(self, room: int) -> Moved | None:
         """Return what readers were sent; None of a room that is closed."""
@@ -174,7 +184,7 @@ class Outbox:
             self._ready(room)
 
     def _settle(self, room: int, found: _Outgoing) -> None:
-        if found.complete and found.waiting is not None and not found.waiting:
+        if found.served:
             self._served(room)
 
 
@@ -189,6 +199,14 @@ class Wanted(NamedTuple):
     workers: tuple[Endpoint, ...]
     tp: int
     pp: int
+
+
+@dataclass(eq=False)
+class _Incoming:
+    """A room of the decode side."""
+
+    job: JobId
+    asked: float  # monotonic seconds
 
 
 class Inbox:
@@ -213,13 +231,14 @@ class Inbox:
         self._groups = tuple(groups)
         self._deadline_s = deadline_s
         self._arrived, self._failed = arrived, failed
-        self._jobs: dict[int, JobId] = {}  # that are not over
+        self._jobs: dict[int, _Incoming] = {}  # that are not over
         self._last = 0
 
     def ask(self, room: int, wanted: Wanted) -> None:
         """Ask for a room's blocks."""
         self._last += 1
-        job = self._jobs[room] = JobId(self._last)
+        job = JobId(self._last)
+        self._jobs[room] = _Incoming(job, time.monotonic())
         spans = (Span(0, wanted.first, wanted.ids), *wanted.rest)
         spans = tuple(span for span in spans if span.block_ids)
         source = Source("", 0, wanted.workers, wanted.tp, wanted.pp)
@@ -237,9 +256,9 @@ class Inbox:
 
     def drop(self, room: int) -> None:
         """The room is not wanted any more; it is over some time later."""
-        job = self._jobs.get(room)
-        if job is not None:
-            self._agent.run(Instructions(drops=[Drop(job)]))
+        found = self._jobs.get(room)
+        if found is not None:
+            self._agent.run(Instructions(drops=[Drop(found.job)]))
 
     def is_over(self, room: int) -> bool:
         """Whether no page of a room can land any more."""
@@ -249,13 +268,26 @@ class Inbox:
         """Take receives that ended."""
         for report, job in finished:
             room = int(job.req_id)
-            if self._jobs.get(room) != job.job:
+            found = self._jobs.get(room)
+            if found is None or found.job != job.job:
                 continue  # the room was used again
             del self._jobs[room]
+            self._count(found, report)
             if report.failures:
                 self._failed(room, _why(report))
             else:
                 self._arrived(room)
+
+    def _count(self, found: _Incoming, report: Report) -> None:
+        with self._agent.stats() as stats:
+            if not report.failures:
+                stats.observe("handoff_latency_seconds", time.monotonic() - found.asked)
+                stats.count("handoff_received_requests", label="done")
+            elif report.failures[0].cause is FailureCause.SKIPPED:  # nobody wanted it any more
+                stats.count("handoff_received_requests", label="aborted")
+            else:
+                stats.count("handoff_received_requests", label="failed")
+                stats.count("handoff_failures", label=report.failures[0].cause.value)
 
     def _tokens(self, span: Span) -> tuple[int, int]:
         size, _ = self._groups[span.group]
