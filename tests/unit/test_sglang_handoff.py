@@ -273,6 +273,9 @@ def test_state_of_another_number_of_ranks_is_refused_at_once(closing: ExitStack)
     assert "refused" in decode[0].failed[0]
     stats = decode[0].agent.take_stats()
     assert stats is not None
+    counters = stats.data["counters"]
+    assert counters["handoff_received_requests"] == {"failed": 1}
+    assert counters["handoff_failures"] == {"refused": 1}
 
 
 def test_one_that_cannot_be_served_leaves_others_alone(closing: ExitStack) -> None:
@@ -334,21 +337,16 @@ class Scheduler:
         )
 
 
-def test_layers_go_while_the_chunk_computes(
-    closing: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_go_while_the_chunk_computes(closing: ExitStack) -> None:
     (source,), (reader,) = engines(closing, (1, 1), 4)
     here, there = [3, 9, 4], [7, 2, 13]
     push = LayerPush(source.agent, source.outbox, translate.layer_names(source.cache))
-    monkeypatch.setattr(
-        "kvconnect.engines.sglang.layerwise._page_ids",
-        lambda scheduler, req, blocks, size: array("q", here[blocks.start : blocks.stop]),
-    )
     source.outbox.open(ROOM)
     reader.ask(there, [source])
     until([source, reader], lambda: bool(source.ready))
     request = SimpleNamespace(
         pending_bootstrap=False,
+        kv=SimpleNamespace(req_pool_idx=0),
         disagg_kv_sender=object(),
         bootstrap_room=ROOM,
         extend_end=TOKENS * 2 + 1,  # the third page is begun, not full
@@ -373,16 +371,16 @@ def test_layers_go_while_the_chunk_computes(
 
 
 def test_a_silent_forward_is_handed_off_at_its_end(
-    closing: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    closing: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     (source,), (reader,) = engines(closing, (1, 1), 4)
     push = LayerPush(source.agent, source.outbox, translate.layer_names(source.cache))
-    monkeypatch.setattr("kvconnect.engines.sglang.layerwise._page_ids", lambda *_: array("q", [3]))
     source.outbox.open(ROOM)
     reader.ask([7], [source])
     until([source, reader], lambda: bool(source.ready))
     request = SimpleNamespace(
         pending_bootstrap=False,
+        kv=SimpleNamespace(req_pool_idx=0),
         disagg_kv_sender=object(),
         bootstrap_room=ROOM,
         extend_end=TOKENS,

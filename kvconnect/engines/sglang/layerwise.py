@@ -86,12 +86,10 @@ class LayerPush:
 
 def _page_ids(scheduler: Any, req: Any, blocks: range, size: int) -> array[int]:
     """Return the pool's pages of some of a request's blocks, as SGLang's own sending finds them."""
-    from sglang.srt.disaggregation.utils import kv_to_page_indices
-
     table = scheduler.req_to_token_pool.req_to_token
     slots = table[req.kv.req_pool_idx, blocks.start * size : blocks.stop * size]
     slots = scheduler.token_to_kv_pool_allocator.translate_kv_indices_for_transfer(slots)
-    return array("q", kv_to_page_indices(slots, size).astype("int64").tobytes())
+    return array("q", (slots[::size] // size).tolist())
 
 
 _push: LayerPush | None = None  # of this process; there is one prefill rank in it
