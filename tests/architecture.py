@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 LAYERS = (
     {"types", "errors", "states", "config", "stats", "memory", "versions"},
-    {"wire", "plan", "geometry", "pages", "kernels", "_native"},
+    {"wire", "plan", "geometry", "pages", "format", "kernels", "_native"},
     {"transport", "copy", "store"},
     {"worker", "metrics", "router"},
     {"engines", "testing", "doctor", "__init__"},

@@ -52,6 +52,9 @@ _OFFLOAD = _STORE + _LOAD
 _STEP = "an engine step ends"
 _PEERS = "the first worker gains or loses a peer"
 
+VLLM, SGLANG = "vllm:", "sglang:"
+"""Prefixes of the engines' metric names."""
+
 # A table is read by rows: laid out by hand, not one argument per line.
 # fmt: off
 CATALOG: tuple[Metric, ...] = (
@@ -112,11 +115,11 @@ CATALOG: tuple[Metric, ...] = (
            "Stored blocks never to be used again, because their bytes cannot be trusted.",
            "a copy is quarantined", label=_QUARANTINE),
     Metric("failed_requests", "counter", "requests",
-           "Requests whose load failed and that were given back for recomputation.",
+           "Requests whose load failed: given back for recomputation, in SGLang aborted.",
            "a request's load fails", label=_CAUSE),
     Metric("recomputed_tokens", "counter", "tokens",
            "Tokens promised by a hit and computed after all, because their load failed.",
-           "a request's load fails"),
+           "a request's load fails", absent=(SGLANG,)),
     Metric("expired_jobs", "counter", "jobs",
            "Jobs that were not done by their deadline.", "a job's deadline passes", label=_TYPE),
     Metric("host_blocks_used", "gauge", "blocks",
@@ -148,7 +151,7 @@ CATALOG: tuple[Metric, ...] = (
            "the last rank reports a failed hand-off", label=_CAUSE),
     Metric("handoff_expired_leases", "counter", "leases",
            "Leases that ran out before a decode engine had everything.",
-           "a lease's deadline passes"),
+           "a lease's deadline passes", absent=(SGLANG,)),
     Metric("handoff_refused", "counter", "refusals",
            "Peers, tickets and requests turned away, by what did not fit.",
            "this side turns one away", label=_FIELD),
@@ -163,9 +166,11 @@ CATALOG: tuple[Metric, ...] = (
            "Asked with a finished prefill's ticket (pull), on each rank.",
            "a decode worker asks"),
     Metric("handoff_wire_seconds", "histogram", "seconds",
-           "Wire time of one request on one rank: sum over what was sent or received of it.",
+           "Wire time of one request from one rank to another: sum over what was sent or received "
+           "of it.",
            "a rank has sent or received a request", label=_ROLE,
-           buckets=TIME_BUCKETS, part=Part.BUCKETS),
+           buckets=TIME_BUCKETS, part=Part.BUCKETS,
+           aliases=(Alias("sglang:kvcache_transfer_latency"),)),
     Metric("handoff_latency_seconds", "histogram", "seconds",
            "Latency of one request's hand-off, from asked to usable; successful ones only.",
            "the last rank reports a hand-off done", buckets=TIME_BUCKETS, part=Part.BUCKETS),
@@ -184,7 +189,8 @@ CATALOG: tuple[Metric, ...] = (
            "Workers of other engines that this engine's first worker talks to.", _PEERS,
            label=_STATE),
     Metric("handoff_leases", "gauge", "leases",
-           "Live leases: requests whose blocks are kept for a decode engine.", _STEP),
+           "Live leases: requests whose blocks are kept for a decode engine.", _STEP,
+           absent=(SGLANG,)),
     Metric("handoff_transport_peers", "gauge", "peers",
            "Prefill workers that this engine's first worker reads from, by the transport that "
            "was chosen.", _PEERS,
@@ -209,11 +215,12 @@ def families(prefix: str) -> Iterator[Family]:
     """Yield the families of the engine whose metric names start with ``prefix``.
 
     Args:
-        prefix: the engine's, with its colon: ``"vllm:"``.
+        prefix: the engine's, with its colon: ``VLLM`` or ``SGLANG``.
     """
-    for metric in CATALOG:
+    rows = [metric for metric in CATALOG if prefix not in metric.absent]
+    for metric in rows:
         yield Family(f"{prefix}kvconnect_{metric.name}", metric)
-    for metric in CATALOG:
+    for metric in rows:
         for alias in metric.aliases:
             if alias.name.startswith(prefix):
                 yield Family(alias.name, metric, alias)
@@ -223,8 +230,9 @@ _INTRO = """\
 # Metrics
 
 Generated from `kvconnect/metrics/catalog.py`. Names are shown as a scrape of vLLM's `/metrics`
-shows them. Every series also has the engine's own labels (`model_name`, `engine`), and exists,
-as 0, from the first scrape on. Only those of a `peer` appear with it.
+shows them; SGLang's start with `sglang:` instead of `vllm:` ([what differs](#sglang)). Every
+series also has the engine's own labels (vLLM: `model_name`, `engine`), and exists, as 0, from the
+first scrape on. Only those of a `peer` appear with it.
 
 ## Three times that are never mixed
 
@@ -237,8 +245,8 @@ as 0, from the first scrape on. Only those of a `peer` appear with it.
 
 A hand-off has the same three, on the decode side:
 
-- **Wire** time adds up what a request's pages took on one rank. Pages that leave while the
-  prefill still computes have pauses between them, which do not count.
+- **Wire** time adds up what a request's pages took from one rank to another. Pages that leave
+  while the prefill still computes have pauses between them, which do not count.
 - **Latency** runs from asking the prefill engine to the last page being usable. Who asks early
   (push) also waits for the prefill; who asks late (pull) waits for the pages alone.
 - **Exposed** time is what the hand-off adds to the prefill: from the last page being computed
@@ -288,6 +296,31 @@ serving process sees have their own series until it ends; later ones are added u
 that engines which come and go cannot fill the scrape.
 """
 
+_SGLANG = """\
+## SGLang
+
+The same rows are on SGLang's own `/metrics` when it runs with `--enable-metrics`, under names that
+start with `sglang:kvconnect_`. Their labels are those of SGLang's scheduler metrics: `model_name`,
+`engine_type`, `tp_rank`, `pp_rank`, `moe_ep_rank`, with data parallelism `dp_rank`, and what
+`--extra-metric-labels` adds. Two things differ:
+
+- Every rank is a process that publishes its own numbers, so what the table says of all ranks
+  together is a sum over `tp_rank` and `pp_rank`. As with SGLang's own metrics, of the ranks that
+  share attention only the first publishes, unless `--enable-metrics-for-all-schedulers` is set.
+- Not there, because SGLang has nothing like it: {absent}.
+
+`sglang:kvcache_transfer_latency` is the wire time of one request in seconds: the active times of
+all its chunks added up, observed once and on success only. It means the same for every transport,
+and layer-wise sending does not make it longer. With different tensor parallelism on both sides,
+one request is as many observations as ranks it goes to or comes from.
+
+```promql
+# Mean wire time of a request's KV cache, on the prefill side
+increase(sglang:kvcache_transfer_latency_sum{{role="send"}}[5m])
+  / increase(sglang:kvcache_transfer_latency_count{{role="send"}}[5m])
+```
+"""
+
 _ALIASES = """\
 ## vLLM's names for the same facts
 
@@ -303,13 +336,12 @@ attempt is a block.
 
 def markdown_table() -> str:
     """Return the text of ``docs/metrics.md``."""
-    own = [family for family in families("vllm:") if family.alias is None]
-    aliases = [family for family in families("vllm:") if family.alias is not None]
     lines = [_INTRO, "## Metrics", "", "| name | kind | labels | unit | meaning | moves when |"]
     lines += ["|---|---|---|---|---|---|"]
-    lines += [_row(family) for family in own]
-    lines += ["", _ALIASES, "| name | kind | labels | is |", "|---|---|---|---|"]
-    lines += [_alias_row(family) for family in aliases]
+    lines += [_row(family) for family in families(VLLM) if family.alias is None]
+    absent = ", ".join(f"`{row.name}`" for row in CATALOG if SGLANG in row.absent)
+    lines += ["", _SGLANG.format(absent=absent), *_alias_table(SGLANG)]
+    lines += ["", _ALIASES, *_alias_table(VLLM)]
     lines += ["", "## Buckets", "", "Upper bounds, inclusive; `+Inf` follows.", ""]
     lines += [f"- bytes: {_bounds(SIZE_BUCKETS)}", f"- seconds: {_bounds(TIME_BUCKETS)}"]
     return "\n".join(lines) + "\n"
@@ -319,6 +351,11 @@ def _row(family: Family) -> str:
     row = family.metric
     cells = (f"`{family.exposed}`", row.kind, _labels(family), row.unit, row.help, row.when)
     return f"| {' | '.join(cells)} |"
+
+
+def _alias_table(prefix: str) -> list[str]:
+    rows = [_alias_row(family) for family in families(prefix) if family.alias is not None]
+    return ["| name | kind | labels | is |", "|---|---|---|---|", *rows]
 
 
 def _alias_row(family: Family) -> str:

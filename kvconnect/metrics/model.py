@@ -51,7 +51,8 @@ class Metric:
     """One metric. ``name`` lacks the ``<engine>:kvconnect_`` in front.
 
     ``source`` is the name it is recorded under, the row's own unless the row shows a part of a
-    histogram that is recorded once for several rows.
+    histogram that is recorded once for several rows. ``absent`` names the prefixes of engines in
+    which nothing like it can happen.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Metric:
     source: str = ""
     part: Part = Part.VALUE
     aliases: tuple[Alias, ...] = ()
+    absent: tuple[str, ...] = ()
 
     @property
     def recorded_as(self) -> str:

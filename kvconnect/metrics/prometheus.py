@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 _CLASSES: dict[str, type[Any]] = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
 
+PLAIN: Mapping[type[Any], Any] = {cls: cls for cls in _CLASSES.values()}
+"""``metric_types`` of an engine without wrappers: series are those of the default registry."""
+
 
 class PromMetrics:
     """All families of the catalogue for the engines one process serves.

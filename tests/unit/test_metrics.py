@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvconnect.metrics.catalog import CATALOG, families, markdown_table
+from kvconnect.metrics.catalog import CATALOG, SGLANG, VLLM, families, markdown_table
 from kvconnect.metrics.model import Family, Part
 from kvconnect.plan.groups import CacheGroup
 from kvconnect.plan.index import HostIndex
@@ -29,10 +30,23 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_names_are_unique_and_leave_the_suffix_to_the_client() -> None:
-    names = [family.name for family in families("vllm:")]
-    assert len(names) == len(set(names))
-    assert not any(name.endswith(("_total", "_count", "_sum", "_bucket")) for name in names)
-    assert not list(families("sglang:"))[len(CATALOG) :], "an alias belongs to its engine only"
+    for prefix in (VLLM, SGLANG):
+        names = [family.name for family in families(prefix)]
+        assert len(names) == len(set(names))
+        assert not any(name.endswith(("_total", "_count", "_sum", "_bucket")) for name in names)
+        assert all(name.startswith(prefix) for name in names), "an alias belongs to its engine"
+
+
+def test_engines_share_rows_but_for_those_that_one_of_them_cannot_have() -> None:
+    rows = {
+        prefix: {family.metric.name for family in families(prefix) if family.alias is None}
+        for prefix in (VLLM, SGLANG)
+    }
+    assert rows[VLLM] == {row.name for row in CATALOG}
+    missing = {"recomputed_tokens", "handoff_expired_leases", "handoff_leases"}
+    assert rows[VLLM] - rows[SGLANG] == missing
+    assert {p for row in CATALOG for p in row.absent} <= {VLLM, SGLANG}
+    assert [f.name for f in families(SGLANG) if f.alias] == ["sglang:kvcache_transfer_latency"]
 
 
 def test_rows_agree_with_what_stats_record() -> None:
@@ -216,7 +230,7 @@ def label_values(label: ast.expr | None, made: set[str]) -> set[str]:
     if isinstance(label, ast.IfExp):
         return label_values(label.body, made) | label_values(label.orelse, made)
     owner = ast.unparse(label).removesuffix(".value")  # "Tier.HOST", "failure.cause", "_TYPE[x]"
-    kind = LABEL_ENUMS.get(owner.partition("[")[0].rpartition(".")[2])
+    kind = LABEL_ENUMS.get(re.sub(r"\[.*?\]", "", owner).rpartition(".")[2])
     named = [m for m in (*Tier, *TransferType) if f"{type(m).__name__}.{m.name}" == owner]
     members = list(kind) if kind else named
     assert members, f"label={ast.unparse(label)}: which values?"
@@ -231,7 +245,7 @@ self._stats.observe("handoff_wire_seconds", seconds, label=role)
 role = "recv"
 self._stats.count("handoff_refused", label=error.field)
 self._stats.count("handoff_peer_bytes", nbytes, label=peer)
-self._stats.count("handoff_failures", label=failure.cause.value)
+self._stats.count("handoff_failures", label=report.failures[0].cause.value)
 FailureCause.PEER, FailureCause.GONE
 """
     found = recorded_series([source])

@@ -1,0 +1,145 @@
+"""Metrics on SGLang's own scrape: its labels, and sums that are what the wire really took."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from tests.engines.models import model_dir
+from tests.sglang.pd import ask_all
+from tests.sglang.scenario import CROWD, NEW, Fleet, page_bytes, pages, prompts, settled
+from tests.sglang.server import SglangServer
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = "sglang:kvcache_transfer_latency"
+
+# A scheduler process up to the point where SGLang makes its own collector, and KVConnect's.
+SCHEDULER = """
+import sys
+from sglang.srt import runtime_context
+from sglang.srt.server_args import prepare_server_args
+
+args = prepare_server_args(sys.argv[2:])
+ranks = runtime_context.SpawnRanks(world_rank=0, dp_rank=eval(sys.argv[1]), gpu_id=0)
+runtime_context.publish(args, role="scheduler", ranks=ranks)
+from kvconnect.engines.sglang.metrics import publisher
+from kvconnect.stats import OffloadingConnectorStats
+assert "prometheus_client" not in sys.modules, "imported before it is needed"
+
+from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
+made = SchedulerMetricsCollector.init_new(
+    server_args=args, enable_priority_scheduling=False, enable_lora=False,
+    enable_hierarchical_cache=False)
+if made.collector:
+    made.collector.observe_kv_transfer_metrics(latency_ms=1.0, total_mb=2.0, speed_gb_s=3.0)
+
+stats = OffloadingConnectorStats()
+stats.observe("handoff_wire_seconds", 0.25, "send")
+publisher().publish(stats.take())
+"""
+
+
+def scheduler(directory: Path, dp_rank: int | None, *flags: str) -> None:
+    arguments = [
+        *("--model-path", str(model_dir("llama")), "--skip-tokenizer-init", "--device", "cpu"),
+        *("--attention-backend", "torch_native", "--dtype", "float32", *flags),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", SCHEDULER, repr(dp_rank), *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PROMETHEUS_MULTIPROC_DIR": str(directory)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def labels_of(directory: Path, name: str) -> list[dict[str, str]]:
+    """Labels of all series of a family in the scrape that SGLang's server makes."""
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, path=str(directory))
+    return [s.labels for f in registry.collect() for s in f.samples if s.name == name]
+
+
+def test_labels_are_those_of_sglangs_own_series(tmp_path: Path) -> None:
+    zone = json.dumps({"zone": "a"})
+    prefill = ("--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "nixl")
+    scheduler(tmp_path, None, "--enable-metrics", *prefill, "--extra-metric-labels", zone)
+    theirs = labels_of(tmp_path, "sglang:kv_transfer_latency_ms_count")
+    ours = labels_of(tmp_path, f"{OURS}_count")
+    assert len(theirs) == 1 and theirs[0]["engine_type"] == "prefill" and "zone" in theirs[0]
+    assert sorted(found.pop("role") for found in ours) == ["recv", "send"]
+    assert ours == theirs * 2
+    assert labels_of(tmp_path, "sglang:kvconnect_host_blocks_used") == theirs
+
+
+def test_without_metrics_nothing_is_there(tmp_path: Path) -> None:
+    scheduler(tmp_path, None)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- servers ----------------------------------------------------------------------------------
+
+SENT = {"role": "send", "transfer_type": "SEND"}
+GOT = {"role": "recv", "transfer_type": "RECV"}
+
+
+def sums(server: SglangServer, side: dict[str, str]) -> dict[str, float]:
+    """What a server has published of one side of the wire."""
+    role, kind = {"role": side["role"]}, {"transfer_type": side["transfer_type"]}
+    return {
+        "requests": server.metric(f"{OURS}_count", **role),
+        "request seconds": server.metric(f"{OURS}_sum", **role),
+        "wire seconds": server.metric("sglang:kvconnect_transfer_seconds_total", **kind),
+        "bytes": server.metric("sglang:kvconnect_transfer_bytes_total", **kind),
+        "their requests": theirs(server, "sglang:kv_transfer_total_mb_count"),
+        "their seconds": theirs(server, "sglang:kv_transfer_latency_ms_sum") / 1000,
+        "their bytes": theirs(server, "sglang:kv_transfer_total_mb_sum") * 2**20,
+    }
+
+
+def theirs(server: SglangServer, name: str) -> float:
+    """A series of SGLang's own, which is not there before its first event."""
+    try:
+        return server.metric(name)
+    except KeyError:
+        return 0.0
+
+
+def added(server: SglangServer, side: dict[str, str], before: dict[str, float], n: int) -> Any:
+    """What was added to the sums, once ``n`` requests are in them."""
+    want = before["requests"] + n
+    settled(partial(server.metric, f"{OURS}_count", role=side["role"]), want)
+    return {name: value - before[name] for name, value in sums(server, side).items()}
+
+
+@pytest.mark.parametrize("sends", ["layers", "chunks"])
+def test_requests_add_up_to_what_the_transport_measured(fleet: Fleet, sends: str) -> None:
+    p, d, asked = getattr(fleet, sends), fleet.tcp, prompts(9)
+    p.forget()
+    d.forget()
+    before = sums(p, SENT), sums(d, GOT)
+    ask_all(p, d, asked, NEW, CROWD)
+    sent, got = added(p, SENT, before[0], len(asked)), added(d, GOT, before[1], len(asked))
+    for side in (sent, got):
+        assert side["requests"] == len(asked)
+        assert side["request seconds"] == pytest.approx(side["wire seconds"])
+        assert side["request seconds"] > 0
+    assert sent["bytes"] == got["bytes"] >= pages(asked) * page_bytes()
+    # SGLang's own series, which only prefill has, mean the same.
+    assert sent["their requests"] == len(asked) and got["their requests"] == 0
+    assert sent["their seconds"] == pytest.approx(sent["request seconds"])
+    assert sent["their bytes"] == pytest.approx(sent["bytes"])
+    # Control: one request more is seen in all of them.
+    ask_all(p, d, prompts(10)[:1], NEW, 1)
+    more = added(p, SENT, before[0], len(asked) + 1)
+    assert all(more[name] > sent[name] for name in sent)
