@@ -305,6 +305,18 @@ def test_pages_are_not_free_before_nothing_can_land(closing: ExitStack) -> None:
     assert not reader.page(0, 7).any()
 
 
+def test_a_room_given_to_two_requests_is_over_when_both_are(closing: ExitStack) -> None:
+    (source,), (reader,) = engines(closing, (1, 1), 4)
+    source.outbox.open(ROOM)
+    reader.ask([7], [source])
+    until([source, reader], lambda: bool(source.ready))
+    reader.ask([8], [source])  # refused: this reader is served already
+    until([source, reader], lambda: bool(reader.failed))
+    assert not reader.inbox.is_over(ROOM)  # page 7 may still be written
+    reader.inbox.drop(ROOM)
+    until([source, reader], lambda: reader.inbox.is_over(ROOM))
+
+
 def test_a_request_that_prefill_gives_up_fails_on_decode(closing: ExitStack) -> None:
     (source,), (reader,) = engines(closing, (1, 1), 4)
     source.outbox.open(ROOM)

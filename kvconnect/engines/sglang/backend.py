@@ -37,7 +37,7 @@ from kvconnect.engines.sglang import layerwise, surroundings, translate
 from kvconnect.engines.sglang.addresses import Addresses
 from kvconnect.engines.sglang.reporting import publish_regularly
 from kvconnect.engines.sglang.rooms import Inbox, Outbox, Wanted, is_room
-from kvconnect.errors import ConfigError
+from kvconnect.errors import ConfigError, Refused
 from kvconnect.transport.base import Fence
 from kvconnect.types import Endpoint, Span
 from kvconnect.worker.start import start_agent
@@ -235,15 +235,19 @@ class KVConnectReceiver(CommonKVReceiver):
         if self.bootstrap_infos is None:
             return  # it has failed already
         info, pages = self.prefill_info, self.kv_mgr.kv_args.page_size
-        wanted = Wanted(
-            first=(decode_prefix_len or 0) // pages,
-            ids=_ids(kv_indices),
-            rest=tuple(_rest(aux_index, state_indices)),
-            workers=tuple(_endpoint(found) for found in self.bootstrap_infos),
-            tp=info.attn_tp_size,
-            pp=info.pp_size,
-        )
-        self.kv_mgr.inbox.ask(self.bootstrap_room, wanted)
+        try:
+            wanted = Wanted(
+                first=(decode_prefix_len or 0) // pages,
+                ids=_ids(kv_indices),
+                rest=tuple(_rest(aux_index, state_indices)),
+                workers=tuple(_endpoint(found) for found in self.bootstrap_infos),
+                tp=int(info.attn_tp_size),
+                pp=int(info.pp_size),
+            )
+            self.kv_mgr.inbox.ask(self.bootstrap_room, wanted)
+        except (KeyError, TypeError, ValueError, Refused) as error:
+            why = f"the bootstrap server's answer cannot be used ({type(error).__name__}: {error})"
+            self.kv_mgr.fail(self.bootstrap_room, why)
         self.init_time = time.time()  # SGLang's own limit for an answer runs from now
 
     def poll(self) -> int:

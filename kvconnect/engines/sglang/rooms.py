@@ -201,14 +201,6 @@ class Wanted(NamedTuple):
     pp: int
 
 
-@dataclass(eq=False)
-class _Incoming:
-    """A room of the decode side."""
-
-    job: JobId
-    asked: float  # monotonic seconds
-
-
 class Inbox:
     """The decode side. For the scheduler's thread.
 
@@ -231,17 +223,24 @@ class Inbox:
         self._groups = tuple(groups)
         self._deadline_s = deadline_s
         self._arrived, self._failed = arrived, failed
-        self._jobs: dict[int, _Incoming] = {}  # that are not over
+        self._asked: dict[JobId, float] = {}  # when, in monotonic seconds; of jobs not over
+        self._jobs: dict[int, set[JobId]] = {}  # by room, which clients may give to two requests
         self._last = 0
 
     def ask(self, room: int, wanted: Wanted) -> None:
-        """Ask for a room's blocks."""
+        """Ask for a room's blocks.
+
+        Raises:
+            Refused: this rank and that engine cannot share the heads evenly.
+        """
+        source = Source("", 0, wanted.workers, wanted.tp, wanted.pp)
+        refusals = self._refusals(room, source)
         self._last += 1
         job = JobId(self._last)
-        self._jobs[room] = _Incoming(job, time.monotonic())
+        self._asked[job] = time.monotonic()
+        self._jobs.setdefault(room, set()).add(job)
         spans = (Span(0, wanted.first, wanted.ids), *wanted.rest)
         spans = tuple(span for span in spans if span.block_ids)
-        source = Source("", 0, wanted.workers, wanted.tp, wanted.pp)
         receive = Receive(
             job=job,
             req_id=str(room),
@@ -252,13 +251,13 @@ class Inbox:
             early=True,
             deadline_s=self._deadline_s,
         )
-        self._agent.run(Instructions(receives=[receive], keeps=self._refusals(room, source)))
+        self._agent.run(Instructions(receives=[receive], keeps=refusals))
 
     def drop(self, room: int) -> None:
         """The room is not wanted any more; it is over some time later."""
-        found = self._jobs.get(room)
-        if found is not None:
-            self._agent.run(Instructions(drops=[Drop(found.job)]))
+        drops = [Drop(job) for job in self._jobs.get(room, ())]
+        if drops:
+            self._agent.run(Instructions(drops=drops))
 
     def is_over(self, room: int) -> bool:
         """Whether no page of a room can land any more."""
@@ -268,20 +267,19 @@ class Inbox:
         """Take receives that ended."""
         for report, job in finished:
             room = int(job.req_id)
-            found = self._jobs.get(room)
-            if found is None or found.job != job.job:
-                continue  # the room was used again
-            del self._jobs[room]
-            self._count(found, report)
+            self._jobs[room].discard(job.job)
+            if not self._jobs[room]:
+                del self._jobs[room]
+            self._count(time.monotonic() - self._asked.pop(job.job), report)
             if report.failures:
                 self._failed(room, _why(report))
             else:
                 self._arrived(room)
 
-    def _count(self, found: _Incoming, report: Report) -> None:
+    def _count(self, seconds: float, report: Report) -> None:
         with self._agent.stats() as stats:
             if not report.failures:
-                stats.observe("handoff_latency_seconds", time.monotonic() - found.asked)
+                stats.observe("handoff_latency_seconds", seconds)
                 stats.count("handoff_received_requests", label="done")
             elif report.failures[0].cause is FailureCause.SKIPPED:  # nobody wanted it any more
                 stats.count("handoff_received_requests", label="aborted")
