@@ -328,6 +328,22 @@ def test_a_request_that_prefill_gives_up_fails_on_decode(closing: ExitStack) -> 
     assert reader.inbox.is_over(ROOM)
 
 
+def test_who_asks_for_a_request_that_is_over_is_told_at_once(closing: ExitStack) -> None:
+    (source,), (reader,) = engines(closing, (1, 1), 4)
+    source.outbox.open(ROOM)
+    source.outbox.close(ROOM)  # before anybody asked
+    reader.ask([7], [source])
+    until([source, reader], lambda: bool(reader.failed))
+    assert "gone" in reader.failed[0]
+    source.outbox.open(ROOM)
+    source.outbox.close(ROOM)
+    source.outbox.open(ROOM)  # used again: that request is another one
+    reader.ask([7], [source])
+    until([source, reader], lambda: bool(source.ready))
+    source.send_all([3])
+    until([source, reader], lambda: bool(reader.done))
+
+
 def test_a_prefill_rank_that_dies_fails_what_waits_for_it(closing: ExitStack) -> None:
     (source,), (reader,) = engines(closing, (1, 1), 4)
     source.outbox.open(ROOM)

@@ -31,6 +31,7 @@ from kvconnect.wire.topology import readers_for, sources_for
 from kvconnect.worker.handoff import HandoffAgent
 
 _PREFIX = b"sgl-room"
+_MOST_GIVEN_UP = 1024
 
 
 def is_room(value: object) -> bool:
@@ -93,9 +94,12 @@ class Outbox:
         self._kv_heads = tuple(kv_heads)
         self._ready, self._served, self._failed = ready, served, failed
         self._rooms: dict[int, _Outgoing] = {}
+        self._given_up: dict[int, None] = {}  # before anybody asked; oldest first
 
     def open(self, room: int) -> None:
         """A request was given to this rank: readers may ask for its blocks."""
+        if self._given_up.pop(room, None) is not None:
+            self._withdraw(room)
         if room not in self._rooms:
             self._rooms[room] = _Outgoing()
             self._agent.run(Instructions(offers=[Offer(transfer_of(room))]))
@@ -143,8 +147,14 @@ class Outbox:
         found = self._rooms.pop(room, None)
         if found is None:
             return
-        order = Withdraw(transfer_of(room), FailureCause.GONE)
-        self._agent.run(Instructions(withdrawals=[order]))
+        if found.joined or found.served:
+            self._withdraw(room)
+        else:  # whoever asks later is told at once, instead of waiting for a request that is over
+            self._given_up[room] = None
+            if len(self._given_up) > _MOST_GIVEN_UP:
+                oldest = next(iter(self._given_up))
+                del self._given_up[oldest]
+                self._withdraw(oldest)
         with self._agent.stats() as stats:
             stats.count("handoff_sent_requests", label="done" if found.served else "aborted")
 
@@ -157,6 +167,9 @@ class Outbox:
         """Take what the agent saw of readers."""
         for notice in notices:
             room = room_of(notice.transfer)
+            if room in self._given_up and notice.kind is NoticeKind.JOINED:
+                del self._given_up[room]
+                self._withdraw(room)
             found = self._rooms.get(room)
             if found is None or notice.kind in (NoticeKind.RENEWED, NoticeKind.WITHDRAWN):
                 continue
@@ -172,6 +185,10 @@ class Outbox:
                 nbytes, seconds = found.moved
                 found.moved = Moved(nbytes + notice.nbytes, seconds + notice.seconds)
             self._settle(room, found)
+
+    def _withdraw(self, room: int) -> None:
+        order = Withdraw(transfer_of(room), FailureCause.GONE)
+        self._agent.run(Instructions(withdrawals=[order]))
 
     def _join(self, room: int, found: _Outgoing, notice: Notice) -> None:
         reader = notice.reader
