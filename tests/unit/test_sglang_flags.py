@@ -55,16 +55,18 @@ def test_flags_are_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
         flags.is_layerwise()
 
 
-def test_several_tokenizer_workers_need_the_takeover() -> None:
+def test_several_tokenizer_workers_need_the_takeover(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(flags.TAKEOVER, raising=False)
+
     def args(workers: int, backend: str) -> SimpleNamespace:
         return SimpleNamespace(
             tokenizer_worker_num=workers, disaggregation_transfer_backend=backend
         )
 
-    flags.check_workers(args(1, flags.NAME))
-    flags.check_workers(args(4, "nixl"))
+    flags.check(args(1, flags.NAME))
+    flags.check(args(4, "nixl"))
     with pytest.raises(ConfigError, match=r"--tokenizer-worker-num=4.*KVCONNECT_TAKEOVER=nixl"):
-        flags.check_workers(args(4, flags.NAME))
+        flags.check(args(4, flags.NAME))
 
 
 def test_without_sglang_the_plugin_says_one_line_and_does_not_raise(

@@ -14,7 +14,7 @@ from kvconnect import versions
 from kvconnect.engines.sglang.flags import (
     LAYERWISE,
     NAME,
-    check_workers,
+    check,
     is_layerwise,
     takes_over,
 )
@@ -57,12 +57,11 @@ def _register() -> None:
     found = versions.installed("sglang")
     if found != TESTED:
         logger.warning("kvconnect was tested with SGLang %s, this is %s", TESTED, found)
-    takes_over()  # a wrong value is said here
+    HookRegistry.register(_VALIDATE, check, HookType.BEFORE)  # first: the rest may raise
     if NAME not in DISAGG_TRANSFER_BACKEND_CHOICES:
         add_disagg_transfer_backend_choices([NAME])
     _add_member(TransferBackend, NAME)
     HookRegistry.register(_PICK, _pick, HookType.AROUND)
-    HookRegistry.register(_VALIDATE, check_workers, HookType.BEFORE)
     if is_layerwise():
         from kvconnect.engines.sglang import layerwise as hooks
 

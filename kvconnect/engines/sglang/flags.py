@@ -38,12 +38,15 @@ def is_layerwise() -> bool:
     return value == "1"
 
 
-def check_workers(server_args: Any) -> None:
-    """Refuse several tokenizer workers, which do not load plugins and so do not know our name.
+def check(server_args: Any) -> None:
+    """Refuse settings that cannot be what was meant, and several tokenizer workers, which do not
+    load plugins and so do not know our name.
 
     Raises:
-        ConfigError: as said.
+        ConfigError: naming the setting, its value and the fix.
     """
+    takes_over()
+    is_layerwise()
     count = server_args.tokenizer_worker_num
     if count > 1 and server_args.disaggregation_transfer_backend == NAME:
         fix = f"use 1, or --disaggregation-transfer-backend nixl with {TAKEOVER}=nixl"

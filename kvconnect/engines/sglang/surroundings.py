@@ -10,7 +10,7 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs
 
-from kvconnect.engines.sglang.flags import check_workers
+from kvconnect.engines.sglang.flags import check as check_flags
 from kvconnect.engines.sglang.translate import Model
 from kvconnect.errors import ConfigError, Incompatible
 from kvconnect.types import Rank
@@ -33,7 +33,7 @@ def check(server_args: ServerArgs) -> None:
     if envs.SGLANG_DISAGG_STAGING_BUFFER.get():
         fix = "unset it: heads are sliced on the way by this backend itself"
         raise ConfigError("SGLANG_DISAGG_STAGING_BUFFER", "1", fix)
-    check_workers(server_args)
+    check_flags(server_args)
 
 
 def model(args: Any, server_args: ServerArgs, is_mla: bool) -> Model:
