@@ -59,6 +59,7 @@ class _Task:
     seconds: float = 0.0
     queued: bool = True
     flying: int = 0  # chunks on their way
+    ended: Callable[[Done], None] | None = None
 
     @property
     def kind(self) -> TransferType:
@@ -104,10 +105,16 @@ class CopyExecutor:
         """Mark the device's work so far, for jobs submitted with it."""
         return self._mover.fence()
 
-    def submit(self, job: Store | Load, fence: Fence) -> None:
-        """Queue a job that must come after ``fence``; does not block."""
+    def submit(
+        self, job: Store | Load, fence: Fence, ended: Callable[[Done], None] | None = None
+    ) -> None:
+        """Queue a job that must come after ``fence``; does not block.
+
+        ``ended`` is called by the copy thread as soon as the job can be polled, for those who
+        cannot wait until they poll next. It must be quick and not raise.
+        """
         chunks = deque(_chunks(job.parts, self._mover))
-        task = _Task(job, fence, self._clock() + job.deadline_s, chunks)
+        task = _Task(job, fence, self._clock() + job.deadline_s, chunks, ended=ended)
         with self._wake:
             if isinstance(job, Load):
                 self._loads.append(task)
@@ -228,8 +235,11 @@ class CopyExecutor:
         if task.queued or task.flying:
             return
         report = Report(task.job.job, tuple(task.failures))
-        self._done.append(Done(task.job, report, task.kind, task.nbytes, task.seconds))
+        done = Done(task.job, report, task.kind, task.nbytes, task.seconds)
+        self._done.append(done)
         task.finished.set()
+        if task.ended is not None:
+            task.ended(done)
 
 
 def _chunks(parts: tuple[Part, ...], mover: Mover) -> Iterator[Part]:

@@ -160,6 +160,21 @@ def test_each_job_is_reported_once_in_the_order_of_its_kind(bench: Bench) -> Non
     assert bench.executor.poll() == []
 
 
+def test_who_cannot_wait_is_called_when_a_job_can_be_polled(bench: Bench) -> None:
+    ended = threading.Event()
+    polled: list[Done] = []
+
+    def note(done: Done) -> None:
+        polled.extend(bench.executor.poll())
+        assert polled == [done]
+        ended.set()
+
+    part = Part(0, array("q", [1]), array("q", [4]))
+    bench.executor.submit(Store(JobId(9), (part,), 5.0), bench.executor.fence(), note)
+    assert ended.wait(WAIT_S)
+    assert bench.slot(4) == bench.block(1)
+
+
 def test_jobs_are_copied_in_chunks(bench: Bench) -> None:
     bench.submit(Store, {n: n for n in range(5)})
     bench.ended()

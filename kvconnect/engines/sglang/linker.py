@@ -1,0 +1,324 @@
+"""SGLang's unified cache linked to host memory of this process: evicted pages come back.
+
+Chosen with ``--enable-unified-cache-external-linker``; see ``docs/sglang-offload.md``. SGLang asks
+for the lengths of a prompt that can be restored (:meth:`KVConnectLinker.lookup`), hands pages over
+as its tree grows (:meth:`KVConnectLinker.offload`), and runs a forward while the pages it needs are
+loaded, waiting at each layer for that layer alone.
+
+Ranks must answer alike where SGLang does not compare their answers: what depends on timing or on a
+rank's own memory (no room, a broken copy) is therefore never a refusal. It is taken, and reported
+as failed where SGLang reduces results over ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import DevicePoolEntry
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+
+from kvconnect.config import Config
+from kvconnect.engines.sglang.hits import window_ends
+from kvconnect.engines.sglang.layers import Arrivals, LayerCounter
+from kvconnect.engines.sglang.pool_tier import PoolTier, Space, Want, worst
+from kvconnect.engines.sglang.pools import device_pools, map_pool
+from kvconnect.engines.sglang.readings import Readings
+from kvconnect.engines.sglang.settings import own_config, worker_share
+from kvconnect.errors import Misuse, TransferFailed
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.types import FailureCause
+from kvconnect.worker.streams import Fence
+
+logger = logging.getLogger(__name__)
+
+Tiers = Mapping[PoolName, PoolTier]
+
+
+@dataclass(eq=False)
+class _Offload:
+    """One node's pages, in as many pools as they lie in."""
+
+    waiting: int = 0
+    good: bool = True
+
+    def ended(self, cause: FailureCause | None) -> None:
+        self.waiting -= 1
+        self.good = self.good and cause is None
+
+
+@dataclass(frozen=True)
+class _Request:
+    """One request's pages on their way to the device, by pool."""
+
+    asked: float
+    wants: Mapping[PoolName, Want]
+
+
+class KVConnectLinker(UnifiedCacheLinker):
+    """A worker's share of the host tier. All calls come from the scheduler's thread.
+
+    Raises :class:`ConfigError` for a setting that cannot be used and :class:`Incompatible` for a
+    model whose cache cannot be kept, before memory is taken.
+    """
+
+    def __init__(
+        self,
+        server_args: Any,  # noqa: ARG002
+        params: Any,
+        *,
+        components: Iterable[Any],
+        extra_config: Mapping[str, Any] | None = None,
+        forward_stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        config = own_config(extra_config or {})
+        share = worker_share(config)
+        self._group = device_pools(params, components)
+        self.pools: dict[PoolName, DevicePoolEntry] = self._group.entry_map
+        self.forward_stream = forward_stream
+        self.layer_done_counter = LayerCounter(self._group.num_layers)
+        if PoolName.MAMBA in self.pools:
+            params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
+        stats = OffloadingConnectorStats()
+        self.tiers = _make_tiers(self.pools, share, config, stats)
+        self.readings = Readings(stats, tuple(self.tiers.values()), self._group.page_size)
+        self._queued: dict[str, _Request] = {}
+        self._batches: dict[int, Sequence[_Request]] = {}
+        self._offloads: deque[_Offload] = deque()
+        device = next(iter(self.tiers.values())).pool.area.device
+        self._join = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        """Return the prefix lengths, in pages, that this rank can restore; ascending."""
+        found = restorable(self.tiers, self._group.resolve_transfers(transfers))
+        asked = max((len(transfer.keys or ()) for transfer in transfers), default=0)
+        self.readings.looked_up(rid, asked, found[-1] if found else 0)
+        return found
+
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        """Queue a load for the next forward. What the tier has lost meanwhile fails there.
+
+        Raises:
+            Misuse: the request already has one queued.
+        """
+        if rid in self._queued:
+            raise Misuse(f"request {rid} queues a second load")
+        found = self._group.resolve_transfers(transfers, allow_partial=True, allow_missing_kv=True)
+        pages = self._pages(found)
+        if not found or pages is None:
+            return False
+        wants = {
+            transfer.name: self.tiers[transfer.name].want(_keys(transfer), pages[transfer.name])
+            for transfer in found
+        }
+        self._queued[rid] = _Request(time.monotonic(), wants)
+        return True
+
+    def start_layer_wise_loading(self) -> int:
+        """Start what is queued; return its number for the layer counter, -1 for nothing."""
+        if not self._queued:
+            return -1
+        requests, self._queued = tuple(self._queued.values()), {}
+        by_pool: dict[PoolName, list[Want]] = {}
+        for request in requests:
+            for name, want in request.wants.items():
+                by_pool.setdefault(name, []).append(want)
+        stages = {name: self.tiers[name].pool.stages for name in by_pool}
+        arrivals = Arrivals(self.layer_done_counter, stages)
+        fence = self._fence()
+        for name, wants in by_pool.items():
+            self.tiers[name].load(wants, fence, partial(arrivals.landed, name))
+        self._batches[arrivals.index] = requests
+        return arrivals.index
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        """Block until a started batch writes no more; return whether all of it is right."""
+        landed: bool = self.layer_done_counter.finish(counter_index)
+        self._poll()
+        waited = self.layer_done_counter.take_waited(counter_index)
+        requests = self._batches.pop(counter_index, ())
+        if requests:
+            self.readings.waited(waited)
+        for request in requests:
+            if landed:
+                self.readings.loaded(time.monotonic() - request.asked)
+                continue
+            # SGLang aborts all of a batch, also those whose own pages are there.
+            cause = worst(want.cause for want in request.wants.values() if want.cause)
+            self.readings.load_failed(cause or FailureCause.SKIPPED)
+        return landed
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        """Drop a load that was not started; return whether there was one."""
+        request = self._queued.pop(rid, None)
+        if request is None:
+            return False
+        for name, want in request.wants.items():
+            self.tiers[name].release(want)
+        return True
+
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:  # noqa: ARG002
+        """Store the pages of a node that are not there yet, all or none over the pools.
+
+        False only where there is nothing to store. An offload there is no room for, or that comes
+        while too many are under way, is taken and has failed: SGLang offers it again.
+        """
+        found = self._group.resolve_transfers(transfers, allow_partial=True)
+        if not found:
+            return False
+        work = _Offload()
+        self._offloads.append(work)
+        spaces = self._reserve(found)
+        work.good = spaces is not None
+        if spaces:
+            fence = self._fence()
+            for name, space in spaces.items():
+                work.waiting += 1
+                self.tiers[name].store(space, fence, work.ended)
+        return True
+
+    def num_completed_offloads(self) -> int:
+        """Return how many offloads have ended, up to the first that has not. SGLang asks at every
+        step, so statistics are published here."""
+        self._poll()
+        self.readings.publish()
+        for number, work in enumerate(self._offloads):
+            if work.waiting:
+                return number
+        return len(self._offloads)
+
+    def pop_completed_offload(self) -> bool:
+        """Return whether the oldest offload stored everything, and forget it."""
+        return self._offloads.popleft().good
+
+    def reset(self) -> None:
+        """End all transfers and forget every page: nothing stored before is found again.
+
+        Raises:
+            TransferFailed: a copy does not end.
+        """
+        for rid in tuple(self._queued):
+            self.cancel_queued_load(rid)
+        for tier in self.tiers.values():
+            tier.drain()
+            tier.index.clear()
+        self._batches.clear()
+        self._offloads.clear()
+        self.layer_done_counter.reset()
+
+    def close(self) -> None:
+        """End all transfers and give the memory back. Idempotent."""
+        try:
+            self.reset()
+        except TransferFailed as error:
+            logger.error("closed in the middle of a copy: %s", error)
+        for tier in self.tiers.values():
+            tier.close()
+
+    def _poll(self) -> None:
+        for tier in self.tiers.values():
+            tier.poll()
+
+    def _reserve(self, found: Sequence[PoolTransfer]) -> dict[PoolName, Space] | None:
+        """Make room for what is missing, by pool; None if one of them has none."""
+        pages = self._pages(found)
+        if pages is None:
+            return None
+        spaces: dict[PoolName, Space] = {}
+        for transfer in found:
+            name = transfer.name
+            space = self.tiers[name].reserve(_keys(transfer), pages[name])
+            if space is None:
+                for other, taken in spaces.items():
+                    self.tiers[other].give_back(taken)
+                return None
+            if space.pages:
+                spaces[name] = space
+        return spaces
+
+    def _pages(self, found: Iterable[PoolTransfer]) -> dict[PoolName, list[int]] | None:
+        """Return the device pages of each pool's transfer; None, said in the log, if they are not
+        whole pages: whatever the cause, the prompt can be computed."""
+        try:
+            return {
+                transfer.name: self.tiers[transfer.name].pool.pages(transfer) for transfer in found
+            }
+        except ValueError as error:
+            logger.error("pages are neither stored nor loaded: %s", error)
+            return None
+
+    def _fence(self) -> Fence:
+        """Mark what was launched so far, on this stream and the forward's. A forward that runs may
+        still write the pages to store, and those to load, which a request gave back."""
+        tier = next(iter(self.tiers.values())).tier
+        if self._join is None:
+            return tier.executor.fence()
+        events = self.record_offload_ready()
+        with torch.cuda.stream(self._join):
+            for event in events:
+                self._join.wait_event(event)
+            return tier.executor.fence()
+
+
+def restorable(tiers: Tiers, transfers: Sequence[PoolTransfer]) -> list[int]:
+    """Return the lengths, in pages, at which every pool has what a prompt needs; ascending.
+
+    Most pools need all pages of the prefix. Those with a window (sliding attention, or the one
+    state of Mamba) need only its last pages, and have them where some node ended.
+    """
+    lengths = range(1, 1)
+    keys: list[bytes] = []
+    for number, transfer in enumerate(t for t in transfers if _needs_all(t)):
+        keys = _keys(transfer) if number == 0 else keys[: len(lengths)]
+        lengths = range(1, 1 + len(tiers[transfer.name].index.ready_slots(0, keys)))
+    found = list(lengths)
+    for transfer in transfers:
+        if found and not _needs_all(transfer):
+            index = tiers[transfer.name].index
+            there = (index.slot_of(0, key) is not None for key in keys[: found[-1]])
+            ends = window_ends(there, len(transfer.keys or ()))
+            found = [length for length in found if length in ends]
+    return found
+
+
+def _needs_all(transfer: PoolTransfer) -> bool:
+    return transfer.hit_policy is PoolHitPolicy.ALL_PAGES
+
+
+def _keys(transfer: PoolTransfer) -> list[bytes]:
+    return [key.encode() for key in transfer.keys or ()]
+
+
+def _make_tiers(
+    entries: Mapping[PoolName, DevicePoolEntry],
+    share: int,
+    config: Config,
+    stats: OffloadingConnectorStats,
+) -> dict[PoolName, PoolTier]:
+    """Divide this worker's host memory among its pools as the device's is divided."""
+    maps = {name: map_pool(entry) for name, entry in entries.items()}
+    sizes = {name: pool.num_pages * pool.page_bytes for name, pool in maps.items()}
+    whole = sum(sizes.values())
+    tiers = {
+        name: PoolTier(pool, share * sizes[name] // whole, config, stats)
+        for name, pool in maps.items()
+    }
+    for name, tier in tiers.items():
+        logger.info(
+            "KVConnect host tier of pool %s: %d pages of %d tokens (the device has %d), %.2f GiB, "
+            "loaded in %d steps",
+            name,
+            len(tier.index.slots),
+            entries[name].page_size,
+            tier.pool.num_pages,
+            tier.tier.store.nbytes / 2**30,
+            len(tier.pool.stages),
+        )
+    return tiers

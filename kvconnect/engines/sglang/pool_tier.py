@@ -1,0 +1,272 @@
+"""The host tier of one device pool: its pages by hash, stored whole, loaded stage by stage.
+
+A page of the index owns as many slots of the store as the pool has stages: page ``n`` has slots
+``n * stages`` and following. So a stage is loaded like any block, with a digest of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvconnect.config import Config
+from kvconnect.copy import make_copier
+from kvconnect.engines.sglang.pools import PoolMap
+from kvconnect.errors import ConfigError, TransferFailed
+from kvconnect.plan.index import HostIndex
+from kvconnect.plan.instructions import Load, Part, Store
+from kvconnect.plan.jobs import QUARANTINED
+from kvconnect.plan.ledger import Hold, Ledger, Owner
+from kvconnect.plan.policy import make_policy
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.types import FailureCause, JobId, Tier, TransferType
+from kvconnect.worker.executor import Done
+from kvconnect.worker.streams import Fence
+from kvconnect.worker.tier import HostTier
+
+_GROUP = 0  # an index of its own: pools never share a slot
+_STUCK_S = 120.0  # past any deadline: the copy thread or the device is dead
+_STORE_SHARE = 0.25  # of the device's pages may be held by stores; the rest is the engine's
+
+
+class Space(NamedTuple):
+    """Slots of the index set aside for pages about to be stored."""
+
+    pages: array[int]
+    slots: array[int]
+
+
+@dataclass(eq=False)
+class Want:
+    """One request's pages of this pool, pinned from queueing to landing; slot -1: not there."""
+
+    job: JobId
+    pages: array[int]
+    slots: array[int]
+    cause: FailureCause | None = None  # set once it has ended badly
+
+
+@dataclass(eq=False)
+class _Job:
+    """Executor jobs that end together: one store, or the stages of a batch of loads."""
+
+    waiting: int
+    space: Space | None = None  # of a store
+    ended: Callable[[FailureCause | None], None] | None = None  # of a store
+    wants: Sequence[Want] = ()  # of a load
+    failures: dict[int, FailureCause] = field(default_factory=dict)  # by page
+
+
+class PoolTier:
+    """Owned by the scheduler's thread; copies run on a thread of its own.
+
+    ``share_bytes`` is what the pool gets of this worker's host memory. Raises
+    :class:`ConfigError` if that is less than one page, or more than is free.
+    """
+
+    make_copier = staticmethod(make_copier)
+
+    def __init__(
+        self, pool: PoolMap, share_bytes: int, config: Config, stats: OffloadingConnectorStats
+    ) -> None:
+        num_pages = share_bytes // pool.page_bytes
+        if num_pages < 1:
+            has = f"pool {pool.name} gets {share_bytes} bytes of it"
+            fix = f"{has}, and a page takes {pool.page_bytes}; use more"
+            raise ConfigError("host_bytes", config.host_bytes or "auto", fix)
+        self.pool = pool
+        self.index = HostIndex(num_pages, 1, make_policy(config.policy, num_pages))
+        self.ledger = Ledger()
+        self.tier = HostTier(
+            num_pages * pool.page_bytes,
+            config.digest,
+            pool.geometry,
+            pool.area,
+            self.make_copier,
+            config.store_rate,
+        )
+        self._stats = stats
+        self._moved = threading.Event()
+        self._deadline_s = config.deadline_s
+        self._jobs: dict[JobId, _Job] = {}
+        self._last = 0
+        self._evictions_counted = 0
+
+    def reserve(self, keys: Sequence[bytes], pages: Sequence[int]) -> Space | None:
+        """Make room for those pages that are neither there nor being stored; None, counted, if
+        that cannot be: no slots, or too many stores under way."""
+        index, held = self.index, self.ledger.held_by(Owner.STORE)
+        index.policy.touch(index.ready_slots(_GROUP, keys))
+        missing = {
+            key: page
+            for key, page in zip(keys, pages, strict=True)
+            if not index.has(_GROUP, key) and not self.ledger.holds_block(page)
+        }
+        if held and held + len(missing) > self.pool.num_pages * _STORE_SHARE:
+            self._stats.count("skipped_store_blocks", len(missing), label="busy")
+            return None
+        space = Space(array("q"), array("q"))
+        fits = len(keys) <= len(index.slots)  # else it would evict its own head for its tail
+        for key, page in missing.items():
+            slot = index.reserve(_GROUP, key) if fits else None
+            if slot is None:
+                self._stats.count("skipped_store_blocks", len(missing), label="no_space")
+                self.give_back(space)
+                return None
+            space.pages.append(page)
+            space.slots.append(slot)
+        return space
+
+    def give_back(self, space: Space) -> None:
+        """Nothing will be stored there after all."""
+        self.index.abandon(space.slots)
+
+    def store(
+        self, space: Space, fence: Fence, ended: Callable[[FailureCause | None], None]
+    ) -> None:
+        """Store pages behind ``fence``; ``ended`` is called by :meth:`poll`, with why not, if
+        a page was not stored."""
+        job = self._open(Owner.STORE, space.pages)
+        self._jobs[job] = _Job(waiting=1, space=space, ended=ended)
+        parts = tuple(
+            Part(stage, space.pages, self.pool.stage_slots(space.slots, stage))
+            for stage in range(len(self.pool.stages))
+        )
+        store = Store(job, parts, self._deadline_s)
+        self.tier.executor.submit(store, fence, lambda _: self._moved.set())
+
+    def want(self, keys: Sequence[bytes], pages: Sequence[int]) -> Want:
+        """Pin the copies of pages that are to be loaded into ``pages`` of the device."""
+        slots = array("q", self.index.ready_slots(_GROUP, keys))
+        self.index.pin(slots)
+        self.index.policy.touch(slots)
+        slots.extend([-1] * (len(keys) - len(slots)))
+        where = array("q", pages)
+        return Want(self._open(Owner.LOAD, where), where, slots)
+
+    def release(self, want: Want) -> None:
+        """Nothing reads these copies, and nothing writes these pages any more."""
+        self.index.unpin(slot for slot in want.slots if slot >= 0)
+        self.ledger.settle(want.job)
+
+    def load(
+        self, wants: Sequence[Want], fence: Fence, landed: Callable[[int, bool], None]
+    ) -> None:
+        """Load pages behind ``fence``, stage by stage; the copy thread calls ``landed`` with each
+        stage and whether all of it is there. After the last one, :meth:`poll` ends the wants."""
+        stages = range(len(self.pool.stages))
+        job = _Job(waiting=len(stages), wants=wants)
+        for stage in stages:
+            parts = tuple(
+                Part(stage, want.pages, self.pool.stage_slots(want.slots, stage)) for want in wants
+            )
+            number = self._next()
+            self._jobs[number] = job
+
+            def report(done: Done, stage: int = stage) -> None:
+                landed(stage, not done.report.failures)
+                self._moved.set()
+
+            load = Load(number, "", parts, self._deadline_s, sync=False)
+            self.tier.executor.submit(load, fence, report)
+
+    def poll(self) -> None:
+        """Take in what the copy thread has done."""
+        for done in self.tier.poll():
+            self._stats.record_transfer(done.kind.value, done.nbytes, done.seconds)
+            job = self._jobs.pop(done.job.job)
+            if any(failure.cause is FailureCause.DEADLINE for failure in done.report.failures):
+                self._stats.count("expired_jobs", label=done.kind.value)
+            for failure in done.report.failures:
+                known = job.failures.get(failure.block_id)
+                if known in (None, FailureCause.SKIPPED):  # the others name a reason
+                    job.failures[failure.block_id] = failure.cause
+            job.waiting -= 1
+            if not job.waiting:
+                self._end(done.job.job, job)
+        fresh = self.index.evictions - self._evictions_counted
+        self._evictions_counted = self.index.evictions
+        self._stats.count("evicted_blocks", fresh, label=Tier.HOST.value)
+        self.index.removed.clear()  # nobody is told
+
+    def in_flight(self, owner: Owner) -> int:
+        """Return how many copies of a kind have not ended."""
+        stores = sum(job.space is not None for job in self._jobs.values())
+        return stores if owner is Owner.STORE else len(self._jobs) - stores
+
+    def drain(self) -> None:
+        """Block until nothing is being copied.
+
+        Raises:
+            TransferFailed: a copy does not end.
+        """
+        while True:
+            self._moved.clear()
+            self.poll()
+            if not self._jobs:
+                return
+            if not self._moved.wait(_STUCK_S):
+                raise TransferFailed(f"{len(self._jobs)} copies of pool {self.pool.name} are stuck")
+
+    def close(self) -> None:
+        """Stop copying and give the memory back. Idempotent."""
+        self.tier.close()
+
+    def _end(self, number: JobId, job: _Job) -> None:
+        for cause in job.failures.values():
+            self._stats.count("failed_blocks", label=cause.value)
+        if job.space is not None:
+            self.ledger.settle(number)
+            bad = {slot for page, slot in zip(*job.space, strict=True) if page in job.failures}
+            self.index.abandon(bad)
+            self.index.commit([slot for slot in job.space.slots if slot not in bad])
+        for want in job.wants:
+            self._end_want(want, job.failures)
+        if job.ended is not None:
+            job.ended(worst(job.failures.values()))
+
+    def _end_want(self, want: Want, failures: dict[int, FailureCause]) -> None:
+        self.release(want)
+        for page, slot in zip(want.pages, want.slots, strict=True):
+            cause = failures.get(page)
+            if cause in QUARANTINED and slot >= 0 and self.index.discard(slot):
+                self._stats.count("quarantined_blocks", label=cause.value)
+        want.cause = worst(failures[page] for page in want.pages if page in failures)
+
+    def _open(self, owner: Owner, pages: array[int]) -> JobId:
+        number, now = self._next(), time.monotonic()
+        self.ledger.grant(Hold(number, owner, tuple(pages), now, now + self._deadline_s))
+        return number
+
+    def _next(self) -> JobId:
+        self._last += 1
+        return JobId(self._last)
+
+
+def gauges(tier: PoolTier) -> Iterator[tuple[str, float, str | None]]:
+    """Yield (name, value, label) of what is there now; values of several pools add up."""
+    slots, page_bytes = tier.index.slots, tier.pool.page_bytes
+    yield "host_blocks_used", slots.used, None
+    yield "host_blocks_capacity", len(slots), None
+    yield "host_blocks_pinned", slots.busy, None
+    yield "host_bytes_used", slots.used * page_bytes, None
+    yield "host_bytes_capacity", len(slots) * page_bytes, None
+    for owner, kind in (
+        (Owner.STORE, TransferType.GPU_TO_CPU),
+        (Owner.LOAD, TransferType.CPU_TO_GPU),
+    ):
+        yield "ledger_held_blocks", tier.ledger.held_by(owner), owner.value
+        yield "jobs_in_flight", tier.in_flight(owner), kind.value
+
+
+def worst(causes: Iterable[FailureCause]) -> FailureCause | None:
+    """Return a cause that names a reason, if there is one; None for no causes."""
+    found = None
+    for cause in causes:
+        if found in (None, FailureCause.SKIPPED):
+            found = cause
+    return found

@@ -1,0 +1,229 @@
+"""SGLang's device pools as the offload part sees them: which there are, and where pages lie.
+
+Written against SGLang 0.5.23, which puts together the pools of DeepSeek V4, DSA and some hybrid
+models for its own direct linkers; plain MHA and MLA, sliding windows, and MHA beside Mamba are put
+together here, from its parts.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler as hybrid
+from sglang.srt.mem_cache.hybrid_cache import linker_pool_assembler as linker
+from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import (
+    DevicePoolEntry,
+    DevicePoolGroup,
+)
+from sglang.srt.mem_cache.memory_pool import (
+    HybridLinearKVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+)
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.runtime_context import get_parallel
+
+from kvconnect.errors import Incompatible, Misuse
+from kvconnect.geometry import SLOT_ALIGNMENT, Geometry, GroupGeometry, Segment
+from kvconnect.worker.span import spanning
+
+_MOST_STAGES = 16  # each is a job of its own; the first layer waits for a sixteenth, at worst
+_MOST_PADDING = 0.125  # of a page
+
+_FULL = frozenset({ComponentType.FULL})
+_SWA = frozenset({ComponentType.FULL, ComponentType.SWA})
+_MAMBA = frozenset({ComponentType.FULL, ComponentType.MAMBA})
+
+
+def device_pools(params: Any, components: Iterable[ComponentType]) -> DevicePoolGroup:
+    """Return the physical pools behind an engine's cache.
+
+    Raises:
+        Incompatible: KV that cannot be kept page by page, in words.
+    """
+    kvcache = params.token_to_kv_pool_allocator.get_kvcache()
+    kind, wanted = type(kvcache), frozenset(components)
+    try:
+        if kind in (MHATokenToKVPool, MLATokenToKVPool) and wanted == _FULL:
+            group = _plain(kvcache, params)
+        elif kind is SWAKVPool and wanted == _SWA:
+            group = _windowed(kvcache, params)
+        elif kind is HybridLinearKVPool and wanted == _MAMBA and not kvcache.use_mla:
+            group = _with_mamba(kvcache, params)
+        else:
+            group = linker.resolve_hybrid_device_pool_group(
+                kvcache=kvcache, page_size=params.page_size, params=params, components=set(wanted)
+            )
+    except (ValueError, AssertionError) as error:
+        names = ", ".join(sorted(component.name for component in wanted))
+        raise Incompatible(f"{kind.__name__} ({names}) cannot be offloaded: {error}") from error
+    return group
+
+
+def _plain(kvcache: Any, params: Any) -> DevicePoolGroup:
+    layers = {layer: layer for layer in range(kvcache.layer_num)}
+    entry = _entry(PoolName.KV, kvcache, layers, params)
+    return DevicePoolGroup(
+        [entry],
+        kvcache.layer_num,
+        params.page_size,
+        rank_replicated=type(kvcache) is MLATokenToKVPool,
+    )
+
+
+def _windowed(kvcache: Any, params: Any) -> DevicePoolGroup:
+    full, windowed = hybrid._swa_layer_mappings(kvcache)
+    entries = [
+        _entry(PoolName.KV, kvcache.full_kv_pool, full, params),
+        _entry(PoolName.SWA, kvcache.swa_kv_pool, windowed, params),
+    ]
+    return DevicePoolGroup(entries, _layers_of(entries), params.page_size)
+
+
+def _with_mamba(kvcache: Any, params: Any) -> DevicePoolGroup:
+    start: int = kvcache.start_layer
+    full = {
+        layer - start: number for layer, number in kvcache.full_attention_layer_id_mapping.items()
+    }
+    entries = [
+        _entry(PoolName.KV, kvcache.full_kv_pool, full, params),
+        linker._mamba_device_pool_entry(params.req_to_token_pool, start),
+    ]
+    return DevicePoolGroup(entries, _layers_of(entries), params.page_size)
+
+
+def _layers_of(entries: Iterable[DevicePoolEntry]) -> int:
+    """Return how many layers a forward has, counted from this stage's first."""
+    last: int = max(layer for entry in entries for layer in entry.layer_mapping)
+    return last + 1
+
+
+def _entry(name: PoolName, pool: Any, layers: dict[int, int], params: Any) -> DevicePoolEntry:
+    """Return the view of one MHA or MLA pool; ``layers`` maps a forward's layers to the pool's."""
+    if params.mtp_draft_device_pools or params.sidecar_draft_device_pools:
+        raise ValueError("the KV of a draft model cannot be kept beside it")
+    if get_parallel().attn_dcp_size > 1:
+        raise ValueError("decode context parallelism spreads a page over ranks")
+    if pool.page_size != params.page_size:
+        raise ValueError(f"its pages have {pool.page_size} tokens, the tree's {params.page_size}")
+    if type(pool) is MHATokenToKVPool:
+        if pool.kv_cache_layout != "nhd":
+            raise ValueError(f"KV layout {pool.kv_cache_layout!r} is not known, only 'nhd'")
+        return linker._mha_device_pool_entry(name, pool, layers, params.page_size)
+    if type(pool) is MLATokenToKVPool and pool.kv_scale_buffer is None:
+        return DevicePoolEntry(
+            name=name,
+            indices_from_pool=name,
+            device_pool=pool,
+            components=[pool.kv_buffer],
+            layer_mapping=layers,
+            page_size=params.page_size,
+            rows_are_pages=False,
+        )
+    raise ValueError(f"the layout of {type(pool).__name__} is not known")
+
+
+@dataclass(frozen=True)
+class PoolMap:
+    """One physical pool: where its pages' bytes are, and in which steps a page is loaded.
+
+    Attributes:
+        entry: SGLang's view of the pool.
+        area: from the first to the last byte of the pool, uint8 ``[bytes]``.
+        geometry: one group per stage; its blocks are the pool's pages.
+        stages: per stage, the layers of a forward that can run when it has landed.
+        rows_per_page: what SGLang's row numbers are to be divided by.
+    """
+
+    entry: DevicePoolEntry
+    area: torch.Tensor
+    geometry: Geometry
+    stages: tuple[tuple[int, ...], ...]
+    rows_per_page: int
+
+    @property
+    def name(self) -> str:
+        """SGLang's, which no two pools share."""
+        return str(self.entry.name)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages on the device."""
+        return self.geometry.groups[0].num_blocks
+
+    @property
+    def page_bytes(self) -> int:
+        """What one page takes in the host tier: whole slots, one per stage."""
+        return len(self.stages) * self.geometry.slot_bytes
+
+    def pages(self, transfer: PoolTransfer) -> list[int]:
+        """Return the device pages that a transfer's indices name, one per key.
+
+        Raises:
+            ValueError: they are not as many whole pages of this pool.
+        """
+        rows = self.entry.prepare_locations(transfer.host_indices)
+        if len(rows) != len(transfer.keys or ()):
+            raise ValueError(f"{len(rows)} pages of pool {self.name} for {transfer.keys}")
+        return [row // self.rows_per_page for row in rows]
+
+    def stage_slots(self, slots: Iterable[int], stage: int) -> array[int]:
+        """Return where a stage of pages lies in the store, by where the pages lie in the index;
+        -1, for a page that does not, stays."""
+        count = len(self.stages)
+        return array("q", (slot * count + stage if slot >= 0 else -1 for slot in slots))
+
+
+def map_pool(entry: DevicePoolEntry) -> PoolMap:
+    """Work out where the pages of a pool are.
+
+    A stage is one layer; several where there are many layers, or where a layer's share of a page is
+    so small that slots, which are whole 4 KiB, would be mostly padding.
+
+    Raises:
+        Incompatible: its buffers have gaps, or a buffer belongs to no layer.
+    """
+    try:
+        area = spanning(entry.kv_buffer)
+    except Misuse as error:
+        raise Incompatible(f"pool {entry.name} cannot be offloaded: {error}") from error
+    first = entry.kv_buffer[0]
+    rows_per_page = entry.buffer_meta[0][0][2] * first.shape[0] // first.nbytes
+    num_pages = min(buffer.shape[0] for buffer in entry.kv_buffer) // rows_per_page
+    layers = _layer_segments(entry, area.data_ptr())
+    stages = _stages(layers)
+    groups = [
+        GroupGeometry(tuple(run for layer in stage for run in layers[layer]), num_pages)
+        for stage in stages
+    ]
+    return PoolMap(entry, area, Geometry(tuple(groups)), stages, rows_per_page)
+
+
+def _layer_segments(entry: DevicePoolEntry, start: int) -> dict[int, list[Segment]]:
+    """Return each layer's byte runs of a page, in the order layers run."""
+    found: dict[int, list[Segment]] = {}
+    for layer, mapped in sorted(entry.layer_mapping.items()):
+        numbers = (mapped,) if isinstance(mapped, int) else mapped
+        metas = [component[number] for component in entry.buffer_meta for number in numbers]
+        found[layer] = [Segment(address - start, size, size) for address, _, size in metas]
+    if sum(map(len, found.values())) != len(entry.kv_buffer):
+        raise Incompatible(f"pool {entry.name} has buffers that do not belong to one layer")
+    return found
+
+
+def _stages(layers: dict[int, list[Segment]]) -> tuple[tuple[int, ...], ...]:
+    numbers = tuple(layers)
+    sizes = [sum(run.length for run in layers[layer]) for layer in numbers]
+    for together in range(-(-len(numbers) // _MOST_STAGES), len(numbers) + 1):
+        starts = range(0, len(numbers), together)
+        largest = max(sum(sizes[start : start + together]) for start in starts)
+        slot = -(-largest // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        if len(starts) * slot <= (1 + _MOST_PADDING) * sum(sizes):
+            break
+    return tuple(numbers[start : start + together] for start in starts)
