@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from kvconnect.errors import KVConnectError, ProtocolError, Refused, TransferFailed
@@ -20,6 +20,7 @@ from kvconnect.transport.base import (
     Received,
     Sent,
 )
+from kvconnect.types import Endpoint
 from kvconnect.wire import messages
 from kvconnect.wire.messages import PROBE_WANT, Hello, Message, Probe, Turned
 from kvconnect.worker import probe
@@ -40,7 +41,8 @@ class HandoffAgent:
     sleeps; it is started here and ended by ``close``.
 
     ``mark`` returns a fence
-    after all that the engine's thread has launched. ``address`` is where the transport listens.
+    after all that the engine's thread has launched. ``address`` is where the transport listens,
+    ``refusals`` says why there was no agreement with workers when last met.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class HandoffAgent:
         address: tuple[str, int] | None,
     ) -> None:
         self.address = address
+        self.refusals: Mapping[Endpoint, str] = links.refusals
         self._links = links
         self._sending = SendSide(links, deadline_s)
         self._receiving = ReceiveSide(links)

@@ -25,7 +25,7 @@ from kvconnect.transport.base import (
     Transport,
     Unit,
 )
-from kvconnect.types import FailureCause, Rank, TransferType
+from kvconnect.types import Endpoint, FailureCause, Rank, TransferType
 from kvconnect.wire import messages
 from kvconnect.wire.messages import Hello, Message, Turned
 from kvconnect.wire.session import Agreement, negotiate
@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 _GREETING_S = 20.0  # a busy engine may take its time
 _PROBES_S = 60.0  # from connecting; a few mebibytes over the slowest link worth using
 _MOST_TCP_ONLY = 1024
+_MOST_REFUSALS = 64
 _NOBODY = Rank(0, 1, 0, 1)  # before it said who it is
 
 GroupPages = Sequence[LayerPages]
@@ -121,6 +122,7 @@ class Link:
     name: str = ""  # of the other engine, for logs and metrics
     state: Session = SESSION.start
     refused: bool = False  # one side turned the other away
+    refusal: str = ""  # in words
     reader: Rank = _NOBODY
     units: list[Unit] = field(default_factory=list)
     unit_group: list[int] = field(default_factory=list)
@@ -165,6 +167,7 @@ class Links:
         self.pages = pages
         self.transport = transport
         self.stats = stats
+        self.refusals: dict[Endpoint, str] = {}  # why there is no agreement with whom; oldest first
         self._links: dict[PeerId, Link] = {}
         self._origins: dict[PeerId, Origin] = {}
         self._peers: dict[Origin, PeerId] = {}
@@ -281,7 +284,7 @@ class Links:
         """The other side does not agree."""
         if link.refused:
             return  # it was mutual
-        link.refused = True
+        link.refused, link.refusal = True, message.message
         self.stats.count("handoff_refused", label=message.field)
         self.hang_up(link.peer, f"refused by the other side: {message.message}")
 
@@ -289,7 +292,7 @@ class Links:
         """Tell the other side why there is no agreement, and end the connection."""
         link = self._links.get(peer)
         if link is not None:
-            link.refused = True
+            link.refused, link.refusal = True, str(error)
         self.stats.count("handoff_refused", label=error.field)
         self.tell(peer, Turned(field=error.field, message=str(error)))
         self.hang_up(peer, str(error))
@@ -313,6 +316,10 @@ class Links:
             self.stats.count("handoff_peer_failures", label=name)
         self.count()
         refused = event.refused or (link is not None and link.refused)
+        if origin is not None and refused:
+            self.refusals[origin.endpoint] = (link.refusal if link else "") or event.reason
+            if len(self.refusals) > _MOST_REFUSALS:
+                del self.refusals[next(iter(self.refusals))]
         return origin, FailureCause.REFUSED if refused else FailureCause.PEER
 
     def _settle(self, link: Link, agreement: Agreement) -> None:

@@ -40,7 +40,7 @@ class Rank1:
         self.kv = [torch.zeros(shape) for _ in range(LAYERS * kinds)]
         self.aux = [torch.zeros(ROWS, 16, dtype=torch.int32), torch.zeros(ROWS, 40)]
         self.state = [torch.zeros(ROWS, 5, 7) for _ in range(2)] if state else []
-        model = translate.Model("m", rank, kv_heads, (0, LAYERS), kv_heads == 1, -1)
+        model = translate.Model("m", "float32", rank, kv_heads, (0, LAYERS), kv_heads == 1, -1)
         self.cache = translate.describe(self.args(), model, 5.0)
         address = ("127.0.0.1", 0) if sends else None
         self.agent = start_agent(Config(transport="tcp"), self.cache, address, PATIENCE_S, True)
@@ -271,6 +271,7 @@ def test_state_of_another_number_of_ranks_is_refused_at_once(closing: ExitStack)
     decode[0].ask([7], [source])
     until([source, decode[0]], lambda: bool(decode[0].failed))
     assert "refused" in decode[0].failed[0]
+    assert "state_tp is 2 on the decode side, 1 on the prefill side" in decode[0].failed[0]
     stats = decode[0].agent.take_stats()
     assert stats is not None
     counters = stats.data["counters"]
@@ -454,12 +455,14 @@ def test_rooms_are_what_fits_in_64_bits() -> None:
 def test_a_cache_of_another_kind_is_refused(closing: ExitStack) -> None:
     (source,), _ = engines(closing, (1, 1), 4)
     args = source.args()
-    model = translate.Model("m", source.rank, 4, (0, LAYERS + 1), False, -1)
+    model = translate.Model("m", "float32", source.rank, 4, (0, LAYERS + 1), False, -1)
     with pytest.raises(Incompatible, match="6 KV buffers for layers 0 to 4"):
         translate.describe(args, model, 1.0)
     args.page_size = 5
     with pytest.raises(Incompatible, match="pages of 5 tokens"):
-        translate.describe(args, model.__class__("m", source.rank, 4, (0, LAYERS), False, -1), 1.0)
+        translate.describe(
+            args, model.__class__("m", "float32", source.rank, 4, (0, LAYERS), False, -1), 1.0
+        )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -289,7 +290,7 @@ class Inbox:
                 del self._jobs[room]
             self._count(time.monotonic() - self._asked.pop(job.job), report)
             if report.failures:
-                self._failed(room, _why(report))
+                self._failed(room, self._why(report, job))
             else:
                 self._arrived(room)
 
@@ -303,6 +304,15 @@ class Inbox:
             else:
                 stats.count("handoff_received_requests", label="failed")
                 stats.count("handoff_failures", label=report.failures[0].cause.value)
+
+    def _why(self, report: Report, job: Receive) -> str:
+        """Return in words what a report says."""
+        causes = Counter(failure.cause for failure in report.failures)
+        found = ", ".join(f"{count} x {cause.value}" for cause, count in causes.items())
+        for endpoint in job.source.endpoints if job.source else ():
+            if FailureCause.REFUSED in causes and endpoint in self._agent.refusals:
+                return f"blocks did not arrive ({found}): {self._agent.refusals[endpoint]}"
+        return f"blocks did not arrive ({found})"
 
     def _tokens(self, span: Span) -> tuple[int, int]:
         size, _ = self._groups[span.group]
@@ -319,13 +329,3 @@ class Inbox:
             Keep(transfer, Source("", 0, (endpoint,), source.tp, source.pp), wanted=False)
             for endpoint in idle
         ]
-
-
-def _why(report: Report) -> str:
-    """Return in words what a report says."""
-    causes: Mapping[FailureCause, int] = {
-        cause: sum(failure.cause is cause for failure in report.failures)
-        for cause in dict.fromkeys(failure.cause for failure in report.failures)
-    }
-    found = ", ".join(f"{count} x {cause.value}" for cause, count in causes.items())
-    return f"blocks did not arrive ({found})"

@@ -50,6 +50,7 @@ def model(args: Any, server_args: ServerArgs, is_mla: bool) -> Model:
     layers = get_pp_indices(config.num_hidden_layers, args.pp_rank, parallel.pp_size)
     return Model(
         name=str(server_args.model_path),
+        dtype=str(config.dtype).removeprefix("torch."),
         rank=Rank(parallel.attn_tp_rank, parallel.attn_tp_size, args.pp_rank, parallel.pp_size),
         kv_heads=1 if one_head else config.get_total_num_kv_heads(),
         layers=(layers[0], layers[1]),

@@ -36,6 +36,7 @@ class Model:
     ``layers`` are those of this pipeline stage, [first, end). ``device`` is -1 for the CPU."""
 
     name: str
+    dtype: str
     rank: Rank
     kv_heads: int
     layers: tuple[int, int]
@@ -182,6 +183,7 @@ def _format(args: Any, model: Model, rows: Sequence[Sequence[Buffer]]) -> dict[s
     sizes = [",".join(str(buffer.item_bytes) for buffer in kind) for kind in rows]
     found: dict[str, str | int] = {
         "model": model.name.rstrip("/").rpartition("/")[2],
+        "dtype": model.dtype,
         "cache_dtype": args.kv_cache_dtype_str,
         "packing": f"sglang {getattr(args, 'kv_layout', None) or 'plain'}",
         "aux_bytes": sizes[0],
