@@ -121,8 +121,7 @@ class Link:
     address: str = ""
     name: str = ""  # of the other engine, for logs and metrics
     state: Session = SESSION.start
-    refused: bool = False  # one side turned the other away
-    refusal: str = ""  # in words
+    refusal: str = ""  # why one side turned the other away
     reader: Rank = _NOBODY
     units: list[Unit] = field(default_factory=list)
     unit_group: list[int] = field(default_factory=list)
@@ -282,9 +281,9 @@ class Links:
 
     def on_turned(self, link: Link, message: Turned) -> None:
         """The other side does not agree."""
-        if link.refused:
+        if link.refusal:
             return  # it was mutual
-        link.refused, link.refusal = True, message.message
+        link.refusal = message.message or message.field
         self.stats.count("handoff_refused", label=message.field)
         self.hang_up(link.peer, f"refused by the other side: {message.message}")
 
@@ -292,7 +291,7 @@ class Links:
         """Tell the other side why there is no agreement, and end the connection."""
         link = self._links.get(peer)
         if link is not None:
-            link.refused, link.refusal = True, str(error)
+            link.refusal = str(error) or error.field
         self.stats.count("handoff_refused", label=error.field)
         self.tell(peer, Turned(field=error.field, message=str(error)))
         self.hang_up(peer, str(error))
@@ -315,12 +314,12 @@ class Links:
             logger.warning("connection to %s ended: %s", name, event.reason)
             self.stats.count("handoff_peer_failures", label=name)
         self.count()
-        refused = event.refused or (link is not None and link.refused)
-        if origin is not None and refused:
-            self.refusals[origin.endpoint] = (link.refusal if link else "") or event.reason
+        refusal = (link.refusal if link else "") or (event.refused and event.reason)
+        if origin is not None and refusal:
+            self.refusals[origin.endpoint] = refusal
             if len(self.refusals) > _MOST_REFUSALS:
                 del self.refusals[next(iter(self.refusals))]
-        return origin, FailureCause.REFUSED if refused else FailureCause.PEER
+        return origin, FailureCause.REFUSED if refusal else FailureCause.PEER
 
     def _settle(self, link: Link, agreement: Agreement) -> None:
         """Work out where the agreed units lie here."""
