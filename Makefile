@@ -1,50 +1,75 @@
-# make test    everything CI runs: lint, types, unit tests, real-engine tests
-# make demo    multi-turn conversations on a real engine, with and without KVConnect
-# make bench   every benchmark, one after the other
-# make fuzz    a million broken inputs against everything that reads what others wrote
-# make setup   only the environment (.venv) that the four above share
+# make test           everything CI runs: lint, types, unit tests, tests with real engines
+# make test-sglang    only those with SGLang, which has an environment of its own
+# make demo           multi-turn conversations on a real engine, with and without KVConnect
+# make demo-sglang    prefill on one SGLang server, decode on another
+# make bench          every benchmark, one after the other
+# make bench-sglang   the one with SGLang
+# make fuzz           a million broken inputs against everything that reads what others wrote
+# make setup          only the environment (.venv) for all but SGLang; setup-sglang: its own
 #
-# PYTHON=python3.12 chooses the interpreter; PYTEST_ARGS="-k ledger" narrows `make test`;
-# FUZZ_ARGS="--seed 7" starts `make fuzz` elsewhere.
+# PYTHON=python3.12 chooses the interpreter; PYTEST_ARGS="-k ledger" narrows `make test` (which then
+# leaves SGLang out) or `make test-sglang`; FUZZ_ARGS="--seed 7" starts `make fuzz` elsewhere.
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
 FUZZ_ARGS ?=
 BIN := .venv/bin
 READY := .venv/.ready
-BENCHMARKS := $(filter-out common copy_cuda link nixl movers __init__,$(basename $(notdir $(wildcard benchmarks/*.py))))
+SGLANG_BIN := .venv-sglang/bin
+SGLANG_READY := .venv-sglang/.ready
+# What changes the installed package also makes an environment stale.
+SOURCES := scripts/setup pyproject.toml $(wildcard setup.py kvconnect/*.[ch] kvconnect/kernels/*.cu*)
+BENCHMARKS := $(filter-out common copy_cuda link nixl movers sglang_% __init__,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
 # The folders tests, demo and benchmarks import one another by their path from here.
 export PYTHONPATH := $(CURDIR)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup test demo bench fuzz clean
+.PHONY: setup setup-sglang test test-sglang demo demo-sglang bench bench-sglang fuzz clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
+setup-sglang: $(SGLANG_READY)
 
-# What changes the installed package also makes the environment stale.
-$(READY): scripts/setup pyproject.toml $(wildcard setup.py kvconnect/*.[ch] kvconnect/kernels/*.cu*)
-	@PYTHON="$(PYTHON)" scripts/setup
+$(READY): $(SOURCES)
+	@PYTHON="$(PYTHON)" scripts/setup vllm
+
+$(SGLANG_READY): $(SOURCES) scripts/sglang_on_cpu.py
+	@PYTHON="$(PYTHON)" scripts/setup sglang
 
 test: $(READY)
 	@echo "== ruff check" && ruff check .
 	@echo "== ruff format" && ruff format --check .
 	@echo "== mypy" && mypy
 	@echo "== pytest" && pytest $(PYTEST_ARGS)
+ifeq ($(PYTEST_ARGS),)
+	@$(MAKE) --no-print-directory test-sglang
+endif
+
+test-sglang: $(SGLANG_READY)
+	@echo "== pytest tests/sglang" && \
+	  scripts/in-netns $(SGLANG_BIN)/python -m pytest tests/sglang $(PYTEST_ARGS)
 
 demo: $(READY)
 	@python demo/demo.py
 	@python demo/handoff.py
+
+# As a module: run by file name, demo/sglang.py would stand in for the engine's package.
+demo-sglang: $(SGLANG_READY)
+	@scripts/in-netns $(SGLANG_BIN)/python -m demo.sglang
 
 # As modules: run by file name, benchmarks/copy.py would stand in for the standard library's copy.
 bench: $(READY)
 	@set -e; for name in $(BENCHMARKS); do echo "== benchmarks/$$name.py"; \
 	  python -m benchmarks.$$name; done
 
+# Not in a namespace of its own: it makes two, and a link between them.
+bench-sglang: $(SGLANG_READY)
+	@$(SGLANG_BIN)/python -m benchmarks.sglang_handoff
+
 fuzz: $(READY)
 	@python -m tests.fuzz.fuzz_codec --runs 1000000 $(FUZZ_ARGS)
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-sglang build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find kvconnect -name '*.so' -delete

@@ -117,7 +117,7 @@ def test_a_measurement_that_never_ends_is_given_up() -> None:
 def test_a_path_that_is_asked_for_and_missing_is_refused_with_the_reason() -> None:
     links, seam = make_links("nixl")
     link = connected(links, ("tcp",))
-    assert link.refused
+    assert link.refusal
     notes = [messages.decode(order.payload) for order in seam.orders if isinstance(order, Note)]
     assert Turned("transport", "no nixl path: no NIXL there") in notes
 

@@ -1,0 +1,45 @@
+"""The servers that all tests with SGLang share, and their logs where a test fails.
+
+Five servers serve every combination: a prefill server talks to any decode server. They start at
+the same time, once; a test that kills one starts it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.sglang.pd import LAYERWISE, decode_server, prefill_server, side_by_side
+from tests.sglang.scenario import Fleet
+from tests.sglang.server import SglangServer, plugin_path
+
+FAULTY = Path(__file__).with_name("faulty")
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    shift = tmp_path_factory.mktemp("fault") / "shift"
+    faulty = {**plugin_path(FAULTY), "KVCONNECT_FAULTY": str(shift)}
+    servers = (
+        SglangServer(),
+        prefill_server(env={**faulty, **LAYERWISE}),
+        prefill_server(env=faulty, args=("--disable-overlap-schedule",)),
+        decode_server("tcp"),
+        decode_server("nixl", tp=2),
+    )
+    with side_by_side(*servers):
+        yield Fleet(*servers, shift)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the end of every running server's log with a test that failed."""
+    report = yield
+    if report.failed:
+        for server in SglangServer.running:
+            report.sections.append((f"log of {server}", server.tail()))
+    return report
