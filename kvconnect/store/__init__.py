@@ -26,6 +26,12 @@ def make_store(kind: str, settings: Mapping[str, object], fingerprint: bytes) ->
     Raises:
         ConfigError: no store is called that, or it cannot be used with these settings.
     """
+    if kind == "disk":
+        try:
+            from kvconnect.store.disk import DiskStore
+        except ImportError as error:
+            raise ConfigError("store", kind, f"install {error.name}") from error
+        return DiskStore.from_settings(settings, fingerprint)
     if kind == "memory":
         from kvconnect.store.memory import MemoryStore
 

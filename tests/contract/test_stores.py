@@ -32,6 +32,17 @@ def test_memory(tmp_path: Path) -> None:
     check_store(lambda _: make_store("memory", settings, b"f"), tmp_path, spoil=spoil)
 
 
+@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+def test_disk(policy: str, tmp_path: Path) -> None:
+    check_store(
+        lambda folder: make_store(
+            "disk", {"path": str(folder), "capacity": "32MiB", "policy": policy}, b"f"
+        ),
+        tmp_path,
+        persistent=True,
+    )
+
+
 def test_null_forgets_and_refuses_what_makes_no_sense() -> None:
     store = make_store("null", {}, b"f")
     assert store.put([b"key"], [memoryview(b"bytes")]) == [Outcome.OK]
