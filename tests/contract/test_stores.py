@@ -15,6 +15,7 @@ from kvconnect.store.base import check_fingerprint
 from kvconnect.store.memory import MemoryStore
 from kvconnect.store.null import NullStore
 from kvconnect.testing import store as checks
+from kvconnect.testing.blocks import payload_of, spoil_files
 from kvconnect.testing.store import Subject, check_store
 
 ROOM = 16 << 20
@@ -275,9 +276,9 @@ def test_a_failed_check_is_named(tmp_path: Path) -> None:
 
 
 def test_files_are_spoiled_wherever_the_payload_is(tmp_path: Path) -> None:
-    payload = checks.payload_of(b"key", 100)
+    payload = payload_of(b"key", 100)
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "file").write_bytes(b"head" + payload + b"tail" + payload)
-    assert checks.spoil_files(tmp_path, payload) == 2
+    assert spoil_files(tmp_path, payload) == 2
     assert payload not in (tmp_path / "sub" / "file").read_bytes()
-    assert checks.spoil_files(tmp_path, payload) == 0
+    assert spoil_files(tmp_path, payload) == 0

@@ -8,7 +8,7 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvconnect.store.disk.record import PAGE
 
@@ -120,6 +120,15 @@ class PagePool:
         """Take memory back that nobody uses any more."""
         if len(self._free) < _POOLED:
             self._free.append(memory)
+
+    @contextlib.contextmanager
+    def lent(self, nbytes: int) -> Iterator[memoryview]:
+        """Lend just so many bytes, during the context."""
+        memory = self.lend(nbytes)
+        try:
+            yield memoryview(memory)[:nbytes]
+        finally:
+            self.give_back(memory)
 
 
 def starts_at_page(view: memoryview) -> bool:

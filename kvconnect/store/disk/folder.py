@@ -7,11 +7,13 @@ import errno
 import fcntl
 import os
 import re
+import time
 
 from kvconnect.errors import ConfigError
 from kvconnect.store.disk.segment import INDEX, SEGMENT
 
 LOCK = "LOCK"
+_PATIENCE_S = 1.0
 _FILE = re.compile(rf"(\d{{8}})(?:\{SEGMENT}|\{INDEX}|\{INDEX}\.new)")
 
 
@@ -30,14 +32,18 @@ class Folder:
             if others and not os.path.exists(os.path.join(self.path, LOCK)):
                 fix = f"{self.path} holds other files: name an empty folder or a new one"
                 raise ConfigError("path", path, fix)
-            self._handle = lock(self.path)
+            self._handle = _lock_soon(self.path)
+            if self._handle < 0:
+                user = holder(self.path)
+                fix = f"it is in use by {user}: end that, or give every worker its own owner"
+                raise ConfigError("owner", owner, fix)
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, b"%d\n" % os.getpid(), 0)
+            sweep(self.path)
+            self._next = 1 + max(numbers_in(self.path), default=0)
         except OSError as error:
             fix = f"{error.strerror}: name a folder that can be written to"
             raise ConfigError("path", path, fix) from error
-        if self._handle < 0:
-            fix = f"{self.path} is in use by {holder(self.path)}: give every worker its own owner"
-            raise ConfigError("owner", owner, fix)
-        self._next = 1 + max(numbers(self.path), default=0)
 
     def stem(self, number: int) -> str:
         """Return a segment's path without the ending."""
@@ -60,18 +66,23 @@ class Folder:
             self._handle = -1
 
 
-def numbers(path: str) -> list[int]:
-    """Return the numbers of the segments in a folder, oldest first; strays are removed.
+def numbers_in(path: str) -> list[int]:
+    """Return the numbers of the segments in a folder, oldest first; raise :class:`OSError`."""
+    found = map(_FILE.fullmatch, os.listdir(path))
+    return sorted(int(match[1]) for match in found if match and match[0].endswith(SEGMENT))
 
-    Strays are indexes without their segment, from a process that was killed.
+
+def sweep(path: str) -> None:
+    """Remove what a process left that was killed: indexes without a segment, or half written.
+
+    Raises :class:`OSError`.
     """
-    found = [match for match in map(_FILE.fullmatch, os.listdir(path)) if match]
-    whole = {match[1] for match in found if match[0].endswith(SEGMENT)}
-    for match in found:
-        if match[1] not in whole or match[0].endswith(".new"):
+    whole = set(numbers_in(path))
+    for name in os.listdir(path):
+        match = _FILE.fullmatch(name)
+        if match and (int(match[1]) not in whole or name.endswith(".new")):
             with contextlib.suppress(OSError):
-                os.unlink(os.path.join(path, match[0]))
-    return sorted(int(number) for number in whole)
+                os.unlink(os.path.join(path, name))
 
 
 def lock(path: str) -> int:
@@ -87,9 +98,17 @@ def lock(path: str) -> int:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return -1
         raise
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
     return handle
+
+
+def _lock_soon(path: str) -> int:
+    """As :func:`lock`, but not put off by who only looks, or is about to end."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        handle = lock(path)
+        if handle >= 0 or time.monotonic() >= deadline:
+            return handle
+        time.sleep(_PATIENCE_S / 20)
 
 
 def holder(path: str) -> str:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from kvconnect.store.disk.files import PagePool
-from kvconnect.store.disk.folder import Folder, numbers
+from kvconnect.store.disk.folder import Folder, numbers_in
 from kvconnect.store.disk.options import DiskOptions
 from kvconnect.store.disk.record import RecordHead, SegmentHead
 from kvconnect.store.disk.recovery import open_segment
@@ -99,22 +99,33 @@ class Log:
             if seen is not None and self._table.retire(seen):
                 self._seal(seen)
             self._expire()
-            self._make_room()
+            spare = self._make_room()
             head = SegmentHead(secrets.token_bytes(16), int(self._clock()), self._fingerprint)
-            segment = create(self._folder.new_stem(), head, self._options.segment_bytes)
+            nbytes = self._options.segment_bytes
+            segment = create(self._folder.new_stem(), head, nbytes, spare)
             self._table.add(segment, ours=True)
             self._table.active = segment
 
-    def _make_room(self) -> None:
-        """Drop segments until there is room for one more."""
-        nbytes = self._options.segment_bytes
+    def _make_room(self) -> Segment | None:
+        """Drop segments until there is room for one more; the last one's file is for it, if any.
+
+        Raises :class:`OSError` if none can be dropped.
+        """
+        nbytes, most = self._options.segment_bytes, self._options.capacity
+        spare = None
         while True:
             held = self._table.held()
-            fits = held.nbytes + nbytes <= self._options.capacity and held.segments < SLOTS
-            if fits and self._folder.free_bytes() - nbytes >= self._options.min_free:
-                return
-            if not self._drop_one(None):
+            own = spare.file.size() if spare else 0
+            fits = held.nbytes + nbytes <= most and held.segments < SLOTS
+            if fits and self._folder.free_bytes() - nbytes + own >= self._options.min_free:
+                return spare
+            if spare is not None:
+                spare.delete()
+            found = self._table.evict()
+            if found is None:
                 raise OSError(errno.ENOSPC, "no segment can be dropped to make room")
+            spare, blocks = found
+            self._evicted(blocks)
 
     def _expire(self) -> None:
         """Drop segments in which every block is too old."""
@@ -123,13 +134,12 @@ class Log:
             pass
 
     def _drop_one(self, before: float | None) -> bool:
+        """Drop a segment, see :meth:`Table.evict`; return False if there was none to drop."""
         found = self._table.evict(before)
-        if found is None:
-            return False
-        segment, blocks = found
-        segment.delete()
-        self._evicted(blocks)
-        return True
+        if found is not None:
+            found[0].delete()
+            self._evicted(found[1])
+        return found is not None
 
     def _seal(self, segment: Segment) -> None:
         if not segment.sealed:
@@ -158,7 +168,7 @@ class Log:
         """Take in what an earlier process left, and write on where it stopped."""
         pool = PagePool()
         last = None
-        for number in numbers(self._folder.path)[-SLOTS:]:
+        for number in numbers_in(self._folder.path)[-SLOTS:]:
             segment = open_segment(self._folder.stem(number), self._fingerprint, pool)
             if segment is not None:
                 ours = segment.head.fingerprint == self._fingerprint

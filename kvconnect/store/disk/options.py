@@ -51,9 +51,6 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("owner", self.owner, "use 1 to 64 letters, digits, - and _")
         if not 0 <= self.ttl_s < 2**31:
             raise ConfigError("ttl_s", self.ttl_s, "use seconds, 0 for no limit")
-        if self.policy not in get_args(PolicyName):
-            fix = f"use one of {', '.join(get_args(PolicyName))}"
-            raise ConfigError("policy", self.policy, fix)
 
     @property
     def segment_bytes(self) -> int:
@@ -68,4 +65,7 @@ def parse_options(settings: Mapping[str, object]) -> DiskOptions:
     Raises:
         ConfigError: a setting is unknown, missing or not usable.
     """
+    policies = get_args(PolicyName)
+    if settings.get("policy", "lru") not in policies:
+        raise ConfigError("policy", settings["policy"], f"use one of {', '.join(policies)}")
     return parse_settings(DiskOptions, settings, ("capacity", "daily_write_bytes", "min_free"))

@@ -22,7 +22,7 @@ import xxhash
 PAGE = 4096
 VERSION = 1
 ID_BYTES = 16
-_SEGMENT = struct.Struct(f"<8sII{ID_BYTES}sI64p")
+_SEGMENT = struct.Struct(f"<8sII{ID_BYTES}sI65p")
 _RECORD = struct.Struct(f"<8s{ID_BYTES}sIIQB65p256p")
 _INDEX = struct.Struct(f"<8sI{ID_BYTES}sIIIH")
 _DIGEST = struct.Struct("<Q")
@@ -95,7 +95,7 @@ def pack_segment(head: SegmentHead) -> bytes:
     return _sealed(packed).ljust(PAGE, b"\0")
 
 
-def unpack_segment(page: bytes) -> SegmentHead | None:
+def unpack_segment(page: bytes | memoryview) -> SegmentHead | None:
     """Return a segment's head, None if it is damaged or of another version."""
     if not _intact(page, _SEGMENT.size):
         return None

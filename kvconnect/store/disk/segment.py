@@ -124,18 +124,29 @@ class Segment:
         delete(self.stem)
 
 
-def create(stem: str, head: SegmentHead, nbytes: int) -> Segment:
-    """Make a new segment with room for ``nbytes``; raise :class:`OSError` if that fails."""
-    file = PageFile(stem + SEGMENT, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+def create(stem: str, head: SegmentHead, nbytes: int, spare: Segment | None) -> Segment:
+    """Make a new segment with room for ``nbytes``, out of the file of a ``spare`` one if there is.
+
+    What has been written before is written faster than what is new to the file system. Records of
+    the old segment are none of the new one's. Raises :class:`OSError` if that fails.
+    """
+    if spare is None:
+        file = PageFile(stem + SEGMENT, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    else:
+        file = spare.file
     try:
-        file.allocate(nbytes)
-        segment = Segment(stem, head, file)
+        if spare is not None:
+            spare.drop_index()
         file.write_page(pack_segment(head), 0)
+        if spare is not None:
+            os.rename(spare.stem + SEGMENT, stem + SEGMENT)
+        file.allocate(nbytes)
+        return Segment(stem, head, file)
     except OSError:
         file.close()
-        delete(stem)
+        for name in (stem, spare.stem if spare else stem):
+            delete(name)
         raise
-    return segment
 
 
 def delete(stem: str) -> None:

@@ -105,13 +105,12 @@ class DiskStore(Store):
         self._meter = Meter()
         self._folder = Folder(options.path, options.owner)
         self._table = Table(make_policy(options.policy, SLOTS), options.ttl_s)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._folder.close)
             self._log = Log(
                 self._folder, self._table, options, fingerprint, clock, self._meter.evicted
             )
-        except BaseException:
-            self._folder.close()
-            raise
+            undo.pop_all()
         self._pool = PagePool()
         self._gate = Gate()
         self._guards = Guards(

@@ -27,11 +27,11 @@ class Place(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Room for ``count`` records side by side, until it is committed."""
+    """Room for so many records side by side, until it is committed."""
 
     segment: Segment
     offset: int
-    count: int
+    records: int
 
 
 class Held(NamedTuple):
@@ -161,7 +161,14 @@ class Table:
         the policy's choice. None if there is none.
         """
         with self._lock:
-            slot = self._policy.evict(self._pins) if before is None else self._old(before)
+            if before is None:
+                slot = self._policy.evict(self._pins)
+            else:
+                found = self.segments.items()
+                free = (slot for slot, it in found if it.sealed and not self._pins[slot])
+                slot = next((n for n in free if self.segments[n].newest() <= before), None)
+                if slot is not None:
+                    self._policy.remove(slot)
             if slot is None:
                 return None
             segment = self.segments.pop(slot)
@@ -169,13 +176,6 @@ class Table:
             for row in live:
                 del self._index[segment.rows.keys[row]]
             return segment, len(live)
-
-    def _old(self, before: float) -> int | None:
-        for slot, segment in self.segments.items():
-            if segment.sealed and not self._pins[slot] and segment.newest() <= before:
-                self._policy.remove(slot)
-                return slot
-        return None
 
     def _place(self, key: bytes, now: float) -> Place | None:
         at = self._index.get(key)

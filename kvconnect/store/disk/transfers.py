@@ -59,7 +59,7 @@ class Writing:
     def _write(self, heads: Sequence[RecordHead], payloads: Sequence[memoryview]) -> int:
         """Write the first of these records, as many as fit side by side; return how many."""
         run = self._log.reserve([h.key for h in heads], [h.length for h in heads])
-        heads, payloads = heads[: run.count], payloads[: run.count]
+        heads, payloads = heads[: run.records], payloads[: run.records]
         offsets, offset = [], run.offset
         for head in heads:
             offsets.append(offset)
@@ -74,7 +74,7 @@ class Writing:
             self._log.abandon(run)
             raise
         self._log.commit(run, heads, offsets)
-        return run.count
+        return run.records
 
 
 class Reading:
