@@ -32,8 +32,8 @@ def _values(enum: type[Enum]) -> tuple[str, ...]:
 
 
 _TYPE = Label("transfer_type", _values(TransferType))
-_BELOW = (TransferType.CPU_TO_DISK.value, TransferType.DISK_TO_CPU.value)
-_JOB = Label("transfer_type", tuple(kind for kind in _TYPE.values if kind not in _BELOW))
+_JOBS = ("GPU_to_CPU", "CPU_to_GPU", "SEND", "RECV")  # the plan's; tiers below host have none
+_JOB = Label("transfer_type", _JOBS)
 _TIER = Label("tier", _values(Tier))
 _CAUSE = Label("cause", _values(FailureCause))
 _QUARANTINE = Label("cause", tuple(cause.value for cause in QUARANTINED))

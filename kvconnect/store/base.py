@@ -34,8 +34,9 @@ class Outcome(str, Enum):
 
 
 class Usage(NamedTuple):
-    """What a store holds. ``nbytes`` and ``capacity_bytes`` count all it takes, not payloads alone;
-    a capacity of 0 is not known here. ``available`` is False while the store is left alone."""
+    """What a store holds. ``nbytes`` and ``capacity_bytes`` count all it takes, not payloads alone.
+    A store that others use too does not know: ``blocks`` is -1 then, and the others are 0.
+    ``available`` is False while the store is left alone."""
 
     blocks: int
     nbytes: int

@@ -58,7 +58,7 @@ def test_null_forgets_and_refuses_what_makes_no_sense() -> None:
 
 
 def test_an_unknown_store_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"store='tape'.*use disk, memory, null"):
+    with pytest.raises(ConfigError, match=r"store='tape'.*use disk, valkey, object, memory, null"):
         make_store("tape", {}, b"f")
 
 
@@ -82,7 +82,7 @@ def test_a_store_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made == [({"a": 1}, b"f")]
     with pytest.raises(ConfigError, match="its package cannot be loaded"):
         make_store("lost", {}, b"f")
-    with pytest.raises(ConfigError, match="use disk, memory, null, lost, theirs"):
+    with pytest.raises(ConfigError, match="memory, null, lost, theirs"):
         make_store("tape", {}, b"f")
 
 
