@@ -131,8 +131,8 @@ def _client(options: ObjectOptions) -> Any:
             options.url,
             config=config,
             client_options={"timeout": timeout, "connect_timeout": timeout, "allow_http": http},
-            # The tier has its own back-off, and the engine does not wait for this one's.
-            retry_config={"max_retries": 0, "retry_timeout": timeout},
+            # Servers now and then say that they are busy; one that stays so is left alone.
+            retry_config={"max_retries": 3, "retry_timeout": timeout},
         )
     except (BaseError, OSError, ValueError, TypeError) as error:
         fix = f"use a bucket such as s3://bucket, or file:///folder: {error}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 import time
 from abc import ABC, abstractmethod
@@ -24,6 +25,8 @@ from kvconnect.store.breaker import Breaker
 from kvconnect.store.gate import Gate
 from kvconnect.store.meter import Meter
 from kvconnect.types import TransferType
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -150,7 +153,8 @@ class RemoteStore(Store):
                 return Outcome.UNAVAILABLE
             try:
                 answer = call()
-            except TransferFailed:
+            except TransferFailed as error:
+                logger.warning("shared tier: %s", error)
                 self._breaker.failed(self._clock())
                 return Outcome.FAILED
             self._breaker.worked()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 import subprocess
+import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from kvconnect.store import Outcome, Store, make_store
 from kvconnect.store.remote import RemoteStore, Server
 from kvconnect.testing.blocks import payload_of
 from kvconnect.testing.store import check_store
+from tests.links import make_certificates
 
 OK, ABSENT = Outcome.OK, Outcome.ABSENT
 PASSWORD = "s3cret"
@@ -106,6 +110,49 @@ def test_valkey(valkey: Valkey, tmp_path: Path) -> None:
     check_store(make, folder, persistent=True, spoil=spoil)
 
 
+def test_a_valkey_cluster(valkey: Valkey, tmp_path: Path) -> None:
+    import valkey as client
+
+    valkey.kill()
+    valkey.start("--cluster-enabled", "yes")
+    direct = client.Valkey("127.0.0.1", valkey.port, password=PASSWORD)
+    direct.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+    deadline = time.monotonic() + 30
+    while direct.execute_command("CLUSTER INFO")["cluster_state"] != "ok":
+        assert time.monotonic() < deadline, "the cluster does not come up"
+        time.sleep(0.05)
+    direct.close()
+    folder = tmp_path / "checks"
+    folder.mkdir()
+    check_store(
+        lambda folder: make_store(
+            "valkey", valkey.settings(prefix=folder.name, cluster=True), b"f"
+        ),
+        folder,
+        persistent=True,
+        spoil=spoil,
+    )
+
+
+def test_valkey_over_tls(valkey: Valkey, tmp_path: Path) -> None:
+    make_certificates(tmp_path, "127.0.0.1")
+    valkey.kill()
+    files = ("--tls-cert-file", "tls.crt", "--tls-key-file", "tls.key", "--tls-ca-cert-file")
+    valkey.start("--port", "0", "--tls-port", str(valkey.port), *files, "ca.crt")
+    store = make_store("valkey", valkey.settings(tls_dir=str(tmp_path)), b"f")
+    assert put(store, [b"a", b"b"]) == [OK, OK]
+    assert get(store, [b"a", b"b"]) == [OK, OK]
+    store.close()
+    plain = make_store("valkey", valkey.settings(), b"f")
+    assert get(plain, [b"a"]) == [Outcome.FAILED]
+    plain.close()
+    (tmp_path / "other").mkdir()
+    make_certificates(tmp_path / "other")
+    stranger = make_store("valkey", valkey.settings(tls_dir=str(tmp_path / "other")), b"f")
+    assert get(stranger, [b"a"]) == [Outcome.FAILED]
+    stranger.close()
+
+
 def test_objects_in_files(tmp_path: Path) -> None:
     pytest.importorskip("obstore")
     check_store(
@@ -113,6 +160,59 @@ def test_objects_in_files(tmp_path: Path) -> None:
         tmp_path,
         persistent=True,
     )
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Iterator[dict[str, object]]:
+    """Settings of a bucket on an S3 server."""
+    moto = pytest.importorskip("moto.server")
+    pytest.importorskip("obstore")
+    from werkzeug.serving import make_server
+
+    app = moto.DomainDispatcherApplication(moto.create_backend_app)
+    lock = threading.Lock()
+
+    def one_at_a_time(environ: dict[str, object], start: object) -> list[bytes]:
+        with lock:  # it answers 500 to two writers of one object
+            return list(app(environ, start))
+
+    server = make_server("127.0.0.1", 0, one_at_a_time, threaded=True)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    request = urllib.request.Request(f"{endpoint}/blocks", method="PUT")
+    urllib.request.urlopen(request, timeout=30).close()
+    config = {"endpoint": endpoint, "access_key_id": "a", "secret_access_key": "b"}
+    path = tmp_path / "s3.json"
+    path.write_text(json.dumps(config | {"region": "us-east-1"}))
+    yield {"url": "s3://blocks", "config_file": str(path)}
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_objects_on_an_s3_server(bucket: dict[str, object], tmp_path: Path) -> None:
+    folder = tmp_path / "checks"
+    folder.mkdir()
+    check_store(
+        lambda folder: make_store("object", bucket | {"prefix": folder.name}, b"f"),
+        folder,
+        persistent=True,
+        spoil=spoil,
+    )
+
+
+def test_an_s3_server_that_is_not_there(bucket: dict[str, object], tmp_path: Path) -> None:
+    config = tmp_path / "s3.json"
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        settings = json.loads(config.read_text()) | {"endpoint": address}
+        config.write_text(json.dumps(settings))
+        store = make_store("object", bucket | {"timeout_s": 1}, b"f")
+        assert put(store, [b"a"]) == [Outcome.FAILED]
+        assert get(store, [b"a"]) == [Outcome.UNAVAILABLE]
+        store.close()
 
 
 # Servers that come and go -----------------------------------------------------------------------

@@ -343,6 +343,47 @@ def test_some_of_the_disk_stays_free(opened: Open, monkeypatch: pytest.MonkeyPat
     assert put(store, names("d", 80), 100_000) == [OK] * 80
 
 
+def test_readers_writers_and_eviction_at_the_same_time(opened: Open) -> None:
+    store = opened()
+    stored: list[Outcome] = []
+    found: list[Outcome] = []
+    wrong: list[AssertionError] = []
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            for _ in range(80):
+                keys = [b"%d" % rng.randrange(300) for _ in range(3)]
+                stored.extend(put(store, keys, 60_000))
+                wanted = [b"%d" % rng.randrange(300) for _ in range(4)]
+                found.extend(get(store, wanted, 60_000))
+                if rng.random() < 0.2:
+                    store.remove(wanted[:1])
+                store.exists(wanted)
+        except AssertionError as error:  # other bytes
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert wrong == []
+    assert set(found) == {OK, ABSENT}
+    # Of four segments, all may be in use at some moment: no room for that moment.
+    assert set(stored) <= {OK, Outcome.FULL}
+    assert len(stored) == 6 * 80 * 3
+    assert stored.count(OK) > 0.5 * len(stored)
+    assert store.usage().nbytes <= 16 * MIB
+    assert counted(store)["store_evicted_blocks"] > 100
+    before = store.exists([b"%d" % n for n in range(300)])
+    abandon(store)
+    store = opened()
+    after = store.exists([b"%d" % n for n in range(300)])
+    assert after == before
+    assert get(store, [b"%d" % n for n in range(300)], 60_000).count(OK) == 300 - after.count(0)
+
+
 def test_a_file_that_is_used_again_holds_nothing_of_before(opened: Open, tmp_path: Path) -> None:
     store = opened()
     old, new = names("old", 150), names("new", 45)

@@ -10,6 +10,7 @@ from kvconnect.store.disk.record import PAGE, RecordHead, pack_record, unpack_re
 
 MOST_RECORDS = 128  # three buffers each; the system takes 1,024 at a time
 MOST_BYTES = 8 << 20  # of one transfer: more would only make others wait
+MOST_PAYLOAD = 1 << 30  # the system moves less than twice that at a time
 
 
 class Frames:

@@ -50,8 +50,8 @@ class Log:
     def reserve(self, keys: Sequence[bytes], lengths: Sequence[int]) -> Run:
         """Give out room for the first of these blocks, as many as fit side by side.
 
-        Each must fit into an empty segment. Raises :class:`OSError`: with ENOSPC if there is no
-        room even after eviction, or what the file system says.
+        Each must fit into an empty segment. Raises :class:`OSError`: with ENOSPC or EBUSY if there
+        is no room even after eviction, or what the file system says.
         """
         while True:
             active = self._table.active
@@ -109,7 +109,8 @@ class Log:
     def _make_room(self) -> Segment | None:
         """Drop segments until there is room for one more; the last one's file is for it, if any.
 
-        Raises :class:`OSError` if none can be dropped.
+        Raises :class:`OSError` if none can be dropped: EBUSY if that is because all are being read
+        or written, ENOSPC if others have filled the disk.
         """
         nbytes, most = self._options.segment_bytes, self._options.capacity
         spare = None
@@ -123,7 +124,8 @@ class Log:
                 spare.delete()
             found = self._table.evict()
             if found is None:
-                raise OSError(errno.ENOSPC, "no segment can be dropped to make room")
+                code = errno.ENOSPC if fits else errno.EBUSY
+                raise OSError(code, "no segment can be dropped to make room now")
             spare, blocks = found
             self._evicted(blocks)
 

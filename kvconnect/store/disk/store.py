@@ -22,6 +22,7 @@ from kvconnect.store.base import (
 from kvconnect.store.breaker import Breaker, Budget
 from kvconnect.store.disk.files import PagePool
 from kvconnect.store.disk.folder import Folder
+from kvconnect.store.disk.frames import MOST_PAYLOAD
 from kvconnect.store.disk.log import Log
 from kvconnect.store.disk.options import DiskOptions, parse_options
 from kvconnect.store.disk.record import PAGE, index_bytes, pages_of
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_S = 30.0  # a disk that hangs must not keep the process
 _PATIENCE = 3  # reads that fail before the disk is left alone: one bad spot is no bad disk
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EBUSY)
 
 
 class Guards(NamedTuple):
@@ -154,9 +155,9 @@ class DiskStore(Store):
             logger.warning("disk tier: calls on %s do not end", self._folder.path)
 
     def _fits(self, key: bytes, nbytes: int) -> bool:
-        """Whether an empty segment has room for a block."""
+        """Whether a block can be written, and an empty segment has room for it."""
         needed = PAGE + pages_of(nbytes) * PAGE + index_bytes((key,))
-        return needed <= self._options.segment_bytes
+        return nbytes <= MOST_PAYLOAD and needed <= self._options.segment_bytes
 
     def _write(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
         now = self._steady()
@@ -169,11 +170,11 @@ class DiskStore(Store):
         outcomes = writing.run(keys, payloads)
         if writing.error is None:
             self._guards.writes.worked()
-        else:
+        elif writing.error.errno != errno.EBUSY:  # that is over in a moment
             self._guards.writes.failed(now)
             logger.warning("disk tier: cannot write to %s: %s", self._folder.path, writing.error)
-            if writing.error.errno in _NO_ROOM:
-                outcomes = [o if o is Outcome.OK else Outcome.FULL for o in outcomes]
+        if writing.error is not None and writing.error.errno in _NO_ROOM:
+            outcomes = [o if o is Outcome.OK else Outcome.FULL for o in outcomes]
         self._count(TransferType.CPU_TO_DISK, payloads, outcomes, writing.seconds)
         return outcomes
 
