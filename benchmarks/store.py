@@ -9,18 +9,22 @@ oldest. What a tier costs that is being filled for the first time is in ``disk_f
 
 from __future__ import annotations
 
+import importlib.util
 import mmap
 import os
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common import emit, interleave, medians, progress, timed
-from kvconnect.store import Outcome
+from kvconnect.store import Outcome, Store, make_store
 from kvconnect.store.disk import DiskOptions, DiskStore
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -176,11 +180,78 @@ def started(options: DiskOptions) -> float:
     return seconds
 
 
+def valkey_figures(folder: Path) -> dict[str, float]:
+    """Return the tier's speed on a server here over that of its client's own pipelines.
+
+    Nothing where the server or the client is missing.
+    """
+    program = shutil.which("valkey-server") or shutil.which("redis-server")
+    if program is None or importlib.util.find_spec("valkey") is None:
+        return {}
+    import valkey
+
+    progress("valkey")
+    socket_file = folder / "valkey.sock"
+    port = "46379"
+    plain = ["--port", port, "--bind", "127.0.0.1", "--unixsocket", str(socket_file)]
+    server = subprocess.Popen(
+        [program, *plain, "--save", "", "--dir", str(folder)], stdout=subprocess.DEVNULL
+    )
+    try:
+        while not socket_file.exists():
+            time.sleep(0.05)
+        client = valkey.Valkey("127.0.0.1", int(port))
+        store = make_store("valkey", {"address": f"127.0.0.1:{port}"}, FINGERPRINT)
+        return _compared(client, store)
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _compared(client: Any, store: Store) -> dict[str, float]:
+    memory = mmap.mmap(-1, ROUND_BYTES)
+    memory[:] = os.urandom(ROUND_BYTES)
+    blocks = views(memory, MIB)
+    keys = [key_of(number) for number in range(len(blocks))]
+    batches = [slice(start, start + 4) for start in range(0, len(blocks), 4)]
+
+    def piped(write: bool) -> None:
+        for part in batches:
+            with client.pipeline(transaction=False) as pipeline:
+                for key, block in zip(keys[part], blocks[part], strict=True):
+                    pipeline.set(key, block) if write else pipeline.get(key)
+                answers = pipeline.execute()
+            if not write:  # the tier's are where the caller wants them, too
+                for block, answer in zip(blocks[part], answers, strict=True):
+                    block[:] = answer
+
+    def tier(call: Callable[[list[bytes], list[memoryview]], list[Outcome]]) -> None:
+        for part in batches:
+            assert set(call(keys[part], blocks[part])) == {Outcome.OK}
+
+    seconds = medians(
+        interleave(
+            {
+                "plain_set": lambda: piped(write=True),
+                "put": lambda: tier(store.put),
+                "plain_get": lambda: piped(write=False),
+                "get": lambda: tier(store.get),
+            },
+            ROUNDS,
+        )
+    )
+    store.close()
+    client.close()
+    put, get = seconds["plain_set"] / seconds["put"], seconds["plain_get"] / seconds["get"]
+    return {"valkey_put_ratio": put, "valkey_get_ratio": get, "valkey_ratio": min(put, get)}
+
+
 def main() -> None:
     """Measure everything; print one line of JSON."""
     with tempfile.TemporaryDirectory(dir=sys.argv[1] if sys.argv[1:] else None) as name:
         folder = Path(name)
-        emit("store", {**transfer_figures(folder), **start_figures(folder / "start")})
+        figures = transfer_figures(folder) | start_figures(folder / "start")
+        emit("store", figures | valkey_figures(folder))
 
 
 if __name__ == "__main__":

@@ -76,8 +76,8 @@ class ObjectServer(Server):
     def __repr__(self) -> str:
         return f"objects at {self._url}"
 
-    def store(self, names: Sequence[str], values: Sequence[bytes]) -> list[Outcome]:
-        def put(pair: tuple[str, bytes]) -> Outcome:
+    def store(self, names: Sequence[str], values: Sequence[memoryview]) -> list[Outcome]:
+        def put(pair: tuple[str, memoryview]) -> Outcome:
             obstore.put(self._client, _path(pair[0]), pair[1], use_multipart=False)
             return Outcome.OK
 

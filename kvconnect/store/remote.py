@@ -24,6 +24,7 @@ from kvconnect.store.base import (
 from kvconnect.store.breaker import Breaker
 from kvconnect.store.gate import Gate
 from kvconnect.store.meter import Meter
+from kvconnect.store.pool import PagePool
 from kvconnect.types import TransferType
 
 logger = logging.getLogger(__name__)
@@ -45,8 +46,8 @@ class Server(ABC):
     """
 
     @abstractmethod
-    def store(self, names: Sequence[str], values: Sequence[bytes]) -> list[Outcome]:
-        """Keep values; OK, FULL or FAILED for each."""
+    def store(self, names: Sequence[str], values: Sequence[memoryview]) -> list[Outcome]:
+        """Keep values, which are the caller's again afterwards; OK, FULL or FAILED for each."""
 
     @abstractmethod
     def fetch(self, names: Sequence[str]) -> list[memoryview | None]:
@@ -86,6 +87,7 @@ class RemoteStore(Store):
         self._meter = Meter()
         self._breaker = Breaker(1)
         self._gate = Gate()
+        self._pool = PagePool()
 
     def __repr__(self) -> str:
         state = "closed" if self._gate.closed else "open"
@@ -161,11 +163,16 @@ class RemoteStore(Store):
             return answer
 
     def _put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
-        values = [
-            b"".join((_HEAD.pack(_MAGIC, payload.nbytes, _digest(key, payload)), payload))
-            for key, payload in zip(keys, payloads, strict=True)
-        ]
-        return self._server.store(self._names(keys), values)
+        sizes = [_HEAD.size + payload.nbytes for payload in payloads]
+        with self._pool.lent(sum(sizes)) as memory:
+            values, at = [], 0
+            for key, payload, size in zip(keys, payloads, sizes, strict=True):
+                value = memory[at : at + size]
+                _HEAD.pack_into(value, 0, _MAGIC, payload.nbytes, _digest(key, payload))
+                value[_HEAD.size :] = payload
+                values.append(value)
+                at += size
+            return self._server.store(self._names(keys), values)
 
     def _get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
         values = self._server.fetch(self._names(keys))

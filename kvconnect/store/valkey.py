@@ -90,7 +90,7 @@ class ValkeyServer(Server):
     def __repr__(self) -> str:
         return f"valkey {self._options.address}"
 
-    def store(self, names: Sequence[str], values: Sequence[bytes]) -> list[Outcome]:
+    def store(self, names: Sequence[str], values: Sequence[memoryview]) -> list[Outcome]:
         def add(pipeline: Any) -> None:
             for name, value in zip(names, values, strict=True):
                 pipeline.set(name, value, ex=self._options.ttl_s or None)

@@ -95,7 +95,7 @@ def spoil(store: Store, key: bytes) -> None:
     assert value is not None
     changed = bytearray(value)
     changed[-1] ^= 1
-    assert store._server.store([name], [bytes(changed)]) == [OK]
+    assert store._server.store([name], [memoryview(changed)]) == [OK]
 
 
 # Conformance ------------------------------------------------------------------------------------
@@ -316,9 +316,9 @@ class Counting(Server):
         self.exchanges: list[int] = []
         self.broken = False
 
-    def store(self, names: Sequence[str], values: Sequence[bytes]) -> list[Outcome]:
+    def store(self, names: Sequence[str], values: Sequence[memoryview]) -> list[Outcome]:
         self._exchange(sum(map(len, values)))
-        self.values.update(zip(names, values, strict=True))
+        self.values.update(zip(names, map(bytes, values), strict=True))
         return [OK] * len(names)
 
     def fetch(self, names: Sequence[str]) -> list[memoryview | None]:

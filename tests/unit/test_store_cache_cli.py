@@ -11,7 +11,10 @@ import pytest
 from kvconnect.cli import main, parse_seconds
 from kvconnect.errors import ConfigError
 from kvconnect.store import Outcome
-from kvconnect.store.disk import DiskOptions, DiskStore
+from kvconnect.store.disk import DiskOptions, DiskStore, inspect
+from kvconnect.store.disk.record import pack_segment
+from kvconnect.store.disk.segment import Segment
+from kvconnect.store.pool import PagePool
 from kvconnect.testing.blocks import payload_of, spoil_files
 
 DAY = 86_400
@@ -107,6 +110,21 @@ def test_verify_only_reports_where_an_engine_is(
     assert (code, json.loads(out)["bad"], json.loads(out)["removed"]) == (1, 1, 0)
     assert store.exists([b"a"]) == [1000]
     store.close()
+
+
+def test_verify_tells_damage_from_a_file_that_was_used_again(
+    tier: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overtaken(segment: Segment, row: int, pool: PagePool) -> bool:
+        """Stand for an engine that drops the segment while it is looked at."""
+        head = segment.head._replace(identity=bytes(16))
+        with open(segment.stem + ".seg", "r+b") as file:
+            file.write(pack_segment(head))
+        return False
+
+    monkeypatch.setattr(inspect, "intact", overtaken)
+    code, out = answer(capsys, "verify", str(tier), "--json")
+    assert (code, json.loads(out)["bad"]) == (0, 0)
 
 
 def test_clear_what_is_old(tier: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -326,7 +326,9 @@ def test_writes_keep_to_the_budget(opened: Open, clock: Clock) -> None:
     assert [put(store, [key], 10_000)[0] for key in names("l", 10)].count(OK) == 5
 
 
-def test_some_of_the_disk_stays_free(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_of_the_disk_stays_free(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     free = [100 * MIB]
     store = opened(min_free=50 * MIB)
     monkeypatch.setattr(store._folder, "free_bytes", lambda: free[0])
@@ -338,6 +340,7 @@ def test_some_of_the_disk_stays_free(opened: Open, monkeypatch: pytest.MonkeyPat
     free[0] = 49 * MIB
     assert Outcome.FULL in put(store, names("c", 80), 100_000)
     assert store.usage().nbytes <= 4 * MIB  # it shrank
+    assert len(segments(tmp_path)) <= 1
     free[0] = 100 * MIB
     store._guards.writes.worked()
     assert put(store, names("d", 80), 100_000) == [OK] * 80
@@ -646,6 +649,17 @@ def test_whole_pages_move_straight_between_caller_and_disk(
     assert seen.count(memory) == 3
     assert [bytes(v) for v in views] == [payload_of(b"%d" % n, 8092) for n in range(3)]
     assert all(memory[at * 8192 - 100 : at * 8192] == bytes(100) for at in (1, 2, 3))
+
+
+def test_nothing_but_records_gets_to_the_disk(opened: Open, tmp_path: Path) -> None:
+    store = opened()
+    memory = store._pool.lend(1)
+    memory[:] = b"\xa5" * len(memory)  # what another call left there
+    store._pool.give_back(memory)
+    assert store.put([b"k"], [memoryview(b"x" * 5000)]) == [OK]
+    written = segments(tmp_path)[0].read_bytes()
+    assert b"x" * 5000 in written
+    assert written.count(b"\xa5\xa5") == 0
 
 
 def test_transfers_are_recorded_by_direction(opened: Open) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import TracebackType
 
-from kvconnect.store.disk.files import PagePool, starts_at_page
+from kvconnect.store.disk.files import starts_at_page
 from kvconnect.store.disk.record import PAGE, RecordHead, pack_record, unpack_record
+from kvconnect.store.pool import PagePool
 
 MOST_RECORDS = 128  # three buffers each; the system takes 1,024 at a time
 MOST_BYTES = 8 << 20  # of one transfer: more would only make others wait

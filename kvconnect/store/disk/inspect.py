@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from kvconnect.errors import ConfigError
-from kvconnect.store.disk.files import PageFile, PagePool
+from kvconnect.store.disk.files import PageFile
 from kvconnect.store.disk.folder import LOCK, Folder, holder, lock, numbers_in
 from kvconnect.store.disk.recovery import intact, look, read_head
 from kvconnect.store.disk.segment import SEGMENT, Segment, delete
+from kvconnect.store.pool import PagePool
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from kvconnect.store.disk.files import PagePool
 from kvconnect.store.disk.folder import Folder, numbers_in
 from kvconnect.store.disk.options import DiskOptions
 from kvconnect.store.disk.record import RecordHead, SegmentHead
 from kvconnect.store.disk.recovery import open_segment
 from kvconnect.store.disk.segment import Segment, create
 from kvconnect.store.disk.table import SLOTS, Run, Table
+from kvconnect.store.pool import PagePool
 
 logger = logging.getLogger(__name__)
 

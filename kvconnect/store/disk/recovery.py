@@ -7,7 +7,7 @@ import os
 
 import xxhash
 
-from kvconnect.store.disk.files import PageFile, PagePool
+from kvconnect.store.disk.files import PageFile
 from kvconnect.store.disk.frames import MOST_BYTES
 from kvconnect.store.disk.record import (
     PAGE,
@@ -19,6 +19,7 @@ from kvconnect.store.disk.record import (
     unpack_segment,
 )
 from kvconnect.store.disk.segment import INDEX, SEGMENT, Segment, delete
+from kvconnect.store.pool import PagePool
 
 logger = logging.getLogger(__name__)
 

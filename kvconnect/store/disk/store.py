@@ -20,7 +20,6 @@ from kvconnect.store.base import (
     check_keys,
 )
 from kvconnect.store.breaker import Breaker, Budget
-from kvconnect.store.disk.files import PagePool
 from kvconnect.store.disk.folder import Folder
 from kvconnect.store.disk.frames import MOST_PAYLOAD
 from kvconnect.store.disk.log import Log
@@ -30,6 +29,7 @@ from kvconnect.store.disk.table import SLOTS, Table
 from kvconnect.store.disk.transfers import Reading, Writing
 from kvconnect.store.gate import Gate
 from kvconnect.store.meter import Meter
+from kvconnect.store.pool import PagePool
 from kvconnect.types import TransferType
 
 logger = logging.getLogger(__name__)

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 import xxhash
 
 from kvconnect.store.base import Outcome
-from kvconnect.store.disk.files import PagePool
 from kvconnect.store.disk.frames import MOST_BYTES, MOST_RECORDS, Frames
 from kvconnect.store.disk.log import Log
 from kvconnect.store.disk.record import PAGE, RecordHead, pages_of
 from kvconnect.store.disk.segment import Segment
 from kvconnect.store.disk.table import Place, Table
+from kvconnect.store.pool import PagePool
 
 logger = logging.getLogger(__name__)
 
