@@ -163,16 +163,19 @@ class RemoteStore(Store):
             return answer
 
     def _put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
-        sizes = [_HEAD.size + payload.nbytes for payload in payloads]
+        last = dict(zip(keys, payloads, strict=True))  # servers may be sent values in any order
+        sizes = [_HEAD.size + payload.nbytes for payload in last.values()]
         with self._pool.lent(sum(sizes)) as memory:
             values, at = [], 0
-            for key, payload, size in zip(keys, payloads, sizes, strict=True):
+            for (key, payload), size in zip(last.items(), sizes, strict=True):
                 value = memory[at : at + size]
                 _HEAD.pack_into(value, 0, _MAGIC, payload.nbytes, _digest(key, payload))
                 value[_HEAD.size :] = payload
                 values.append(value)
                 at += size
-            return self._server.store(self._names(keys), values)
+            outcomes = self._server.store(self._names(list(last)), values)
+        by_key = dict(zip(last, outcomes, strict=True))
+        return [by_key[key] for key in keys]
 
     def _get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
         values = self._server.fetch(self._names(keys))

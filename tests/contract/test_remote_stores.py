@@ -31,9 +31,11 @@ class Valkey:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            self.port = found.getsockname()[1]
+        self.port = 0
+        while not 0 < self.port < 55_000:  # a cluster's nodes also need the one 10,000 above
+            with socket.socket() as found:
+                found.bind(("127.0.0.1", 0))
+                self.port = found.getsockname()[1]
         (folder / "password").write_text(PASSWORD + "\n")
 
     def start(self, *options: str) -> None:
@@ -353,6 +355,18 @@ def test_a_large_batch_goes_in_bounded_exchanges() -> None:
     assert stats is not None
     assert stats.reduce()["CPU_to_REMOTE_total_bytes"] == 40 << 20
     assert stats.reduce()["REMOTE_to_CPU_operations"] == 1
+
+
+def test_a_key_is_sent_once_per_exchange_and_the_last_counts() -> None:
+    server = Counting()
+    store = RemoteStore(server, "p", b"f")
+    versions = [memoryview(payload_of(b"%d" % n, 5000)) for n in range(3)]
+    assert store.put([b"a", b"b", b"a"], versions) == [OK] * 3
+    assert len(server.values) == 2
+    assert server.exchanges == [2 * 5020]
+    buffer = bytearray(5000)
+    assert store.get([b"a"], [memoryview(buffer)]) == [OK]
+    assert buffer == versions[2]
 
 
 def test_what_is_left_of_a_batch_is_not_tried_on_a_broken_server() -> None:
