@@ -1,4 +1,4 @@
-"""The ``kvconnect`` command: ``--version``, ``doctor`` and ``router``."""
+"""The ``kvconnect`` command: ``--version``, ``doctor``, ``cache`` and ``router``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import argparse
 import contextlib
 import importlib
 import ipaddress
+import json
 import logging
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import ModuleType
 from typing import NoReturn
 
 from kvconnect import versions
@@ -37,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "doctor", help="say what can work here and how fast, and what to fix"
     )
     _add_doctor_flags(doctor)
+    cache = commands.add_parser("cache", help="look into a folder of the disk tier, or clear it")
+    _add_cache_flags(cache)
     router = commands.add_parser("router", help="serve prefill and decode engines as one")
     _add_router_flags(router)
     arguments = parser.parse_args(argv)
@@ -162,6 +167,113 @@ def _add_transport_flags(parser: argparse.ArgumentParser) -> None:
     add("--min-rate", default="0", metavar="SIZE", help="fail under so much per second, as 1GB")
     add("--key-file", default="", metavar="FILE", help="key that both sides have")
     add("--tls-dir", default="", metavar="DIR", help="tls.crt, tls.key and ca.crt of this side")
+
+
+# cache ------------------------------------------------------------------------------------------
+
+
+def run_cache(refuse: Refuse, arguments: argparse.Namespace) -> int:
+    """Look into a folder of the disk tier, or clear it; return the exit code."""
+    try:
+        inspect = importlib.import_module("kvconnect.store.disk.inspect")
+    except ImportError as error:
+        refuse(f"{error.name} is missing: pip install {error.name}")
+    try:
+        code: int = _CACHE[arguments.what](inspect, arguments)
+        return code
+    except ConfigError as error:
+        refuse(f"{error.field} {error.value}: {error.fix}")
+
+
+def _cache_stats(inspect: ModuleType, arguments: argparse.Namespace) -> int:
+    parts = inspect.stats(arguments.folder)
+    if arguments.json:
+        print(json.dumps([part.json() for part in parts]))
+        return 0
+    for part in parts:
+        times = f"{_when(part.oldest)} to {_when(part.newest)}" if part.blocks else "empty"
+        print(
+            f"{part.owner}  format {part.format or '-'}  {part.blocks} blocks, "
+            f"{part.block_bytes / 2**20:.1f} MiB, in {part.segments} segments of "
+            f"{part.file_bytes / 2**20:.1f} MiB, {times}  {part.in_use_by or 'not in use'}"
+        )
+    return 0
+
+
+def _cache_ls(inspect: ModuleType, arguments: argparse.Namespace) -> int:
+    for entry in inspect.ls(arguments.folder):
+        if arguments.json:
+            print(json.dumps(entry._asdict()))
+        else:
+            print(f"{entry.owner}  {_when(entry.seconds)}  {entry.nbytes:>10}  {entry.key}")
+    return 0
+
+
+def _cache_verify(inspect: ModuleType, arguments: argparse.Namespace) -> int:
+    found = inspect.verify(arguments.folder, _show_progress if sys.stderr.isatty() else _hide)
+    if arguments.json:
+        print(json.dumps(found.json()))
+    else:
+        print(f"{found.blocks} blocks read, {found.bad} bad, {found.removed} of them removed")
+    return 1 if found.bad else 0
+
+
+def _cache_clear(inspect: ModuleType, arguments: argparse.Namespace) -> int:
+    before = None
+    if arguments.older_than:
+        before = time.time() - parse_seconds("older-than", arguments.older_than)
+    removed = inspect.clear(arguments.folder, before, arguments.format.lower())
+    print(json.dumps({"removed": removed}) if arguments.json else f"{removed} blocks removed")
+    return 0
+
+
+_CACHE: dict[str, Callable[[ModuleType, argparse.Namespace], int]] = {
+    "stats": _cache_stats,
+    "ls": _cache_ls,
+    "verify": _cache_verify,
+    "clear": _cache_clear,
+}
+
+
+def parse_seconds(field: str, text: str) -> float:
+    """Return seconds of a duration such as ``90s``, ``30m``, ``12h`` or ``7d``.
+
+    Raises:
+        ConfigError: not of that form.
+    """
+    unit = {"s": 1, "m": 60, "h": 3600, "d": 86_400}.get(text[-1:])
+    if unit is None or not text[:-1].isdecimal():
+        raise ConfigError(field, text, "use a number and s, m, h or d, such as 7d")
+    return float(int(text[:-1]) * unit)
+
+
+def _when(seconds: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _show_progress(done: int, total: int) -> None:
+    end = "\n" if done >= total else ""
+    print(f"\r{done / 2**20:.0f} of {total / 2**20:.0f} MiB", end=end, file=sys.stderr, flush=True)
+
+
+def _hide(done: int, total: int) -> None:
+    """Show nothing: nobody looks."""
+
+
+def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    stats = what.add_parser("stats", help="how much each worker holds, in which formats")
+    ls = what.add_parser("ls", help="every block: worker, time, bytes and key")
+    verify = what.add_parser("verify", help="read every block; remove bad ones if not in use")
+    clear = what.add_parser("clear", help="remove blocks; no engine may use the folder")
+    for each in (stats, ls, verify, clear):
+        each.add_argument("folder", metavar="DIR", help="path of the disk tier")
+        each.add_argument("--json", action="store_true", help="print JSON instead of lines")
+        each.set_defaults(run=partial(run_cache, each.error))
+    old = "only those put longer ago, such as 7d, 12h or 30m"
+    clear.add_argument("--older-than", default="", metavar="TIME", help=old)
+    of_format = "only formats whose fingerprint (see stats) begins so"
+    clear.add_argument("--format", default="", metavar="HEX", help=of_format)
 
 
 # router -----------------------------------------------------------------------------------------

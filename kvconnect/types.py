@@ -18,6 +18,10 @@ class TransferType(str, Enum):
 
     GPU_TO_CPU = "GPU_to_CPU"
     CPU_TO_GPU = "CPU_to_GPU"
+    CPU_TO_DISK = "CPU_to_DISK"
+    DISK_TO_CPU = "DISK_to_CPU"
+    CPU_TO_REMOTE = "CPU_to_REMOTE"
+    REMOTE_TO_CPU = "REMOTE_to_CPU"
     SEND = "SEND"
     RECV = "RECV"
 

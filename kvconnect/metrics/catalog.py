@@ -32,11 +32,14 @@ def _values(enum: type[Enum]) -> tuple[str, ...]:
 
 
 _TYPE = Label("transfer_type", _values(TransferType))
+_JOBS = ("GPU_to_CPU", "CPU_to_GPU", "SEND", "RECV")  # the plan's; tiers below host have none
+_JOB = Label("transfer_type", _JOBS)
 _TIER = Label("tier", _values(Tier))
 _CAUSE = Label("cause", _values(FailureCause))
 _QUARANTINE = Label("cause", tuple(cause.value for cause in QUARANTINED))
 _REASON = Label("reason", ("no_space", "busy"))
 _OWNER = Label("owner", _values(Owner))
+_STORE_OUTCOME = Label("outcome", ("corrupt", "size", "full", "limited", "failed", "unavailable"))
 _SENT = Label("outcome", ("done", "expired", "aborted"))
 _RECEIVED = Label("outcome", ("done", "failed", "aborted"))
 _ROLE = Label("role", ("send", "recv"))
@@ -121,7 +124,13 @@ CATALOG: tuple[Metric, ...] = (
            "Tokens promised by a hit and computed after all, because their load failed.",
            "a request's load fails", absent=(SGLANG,)),
     Metric("expired_jobs", "counter", "jobs",
-           "Jobs that were not done by their deadline.", "a job's deadline passes", label=_TYPE),
+           "Jobs that were not done by their deadline.", "a job's deadline passes", label=_JOB),
+    Metric("store_failed_blocks", "counter", "blocks",
+           "Blocks that a tier below host memory did not take or give, and why.",
+           "a call to the tier ends", label=_STORE_OUTCOME),
+    Metric("store_evicted_blocks", "counter", "blocks",
+           "Blocks dropped below host memory to make room or for their age.",
+           "a tier below host memory drops blocks"),
     Metric("host_blocks_used", "gauge", "blocks",
            "Host slots that hold a block.", _STEP),
     Metric("host_blocks_capacity", "gauge", "blocks", "Host slots there are.", _STEP),
@@ -139,7 +148,7 @@ CATALOG: tuple[Metric, ...] = (
     Metric("ledger_oldest_hold_seconds", "gauge", "seconds",
            "Age of the oldest hold; beyond the longest deadline means a leak.", _STEP),
     Metric("jobs_in_flight", "gauge", "jobs",
-           "Jobs submitted and not yet reported done by every rank.", _STEP, label=_TYPE),
+           "Jobs submitted and not yet reported done by every rank.", _STEP, label=_JOB),
     Metric("handoff_sent_requests", "counter", "requests",
            "Requests offered to decode engines, by how their lease ended.",
            "a lease ends", label=_SENT),

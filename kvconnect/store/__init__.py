@@ -1,1 +1,73 @@
-"""Places that keep blocks below the device."""
+"""Places that keep blocks below the device: host memory, and by name the tiers below it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+
+from kvconnect.errors import ConfigError
+from kvconnect.store.base import Outcome, Store, Usage
+
+__all__ = ["ENTRY_POINTS", "Outcome", "Store", "Usage", "make_store"]
+
+_OWN = ("disk", "valkey", "object", "memory", "null")
+
+ENTRY_POINTS = "kvconnect.stores"
+"""Entry-point group of stores that other packages bring: callables that are given the settings
+(a mapping) and the fingerprint, and return a :class:`Store` or raise :class:`ConfigError`."""
+
+
+def make_store(kind: str, settings: Mapping[str, object], fingerprint: bytes) -> Store:
+    """Return a new store of a kind; nothing of the others is loaded.
+
+    Args:
+        kind: ``disk``, ``valkey``, ``object``, ``memory``, ``null``, or the name of another
+            package's entry point.
+        settings: those of the kind; see its class.
+        fingerprint: names the format of the blocks. Blocks of other formats are not found.
+
+    Raises:
+        ConfigError: no store is called that, or it cannot be used with these settings.
+    """
+    if kind in ("disk", "valkey", "object"):
+        try:
+            return _make_large(kind, settings, fingerprint)
+        except ImportError as error:
+            raise ConfigError("store", kind, f"install {error.name}") from error
+    if kind == "memory":
+        from kvconnect.store.memory import MemoryStore
+
+        return MemoryStore.from_settings(settings)
+    if kind == "null":
+        from kvconnect.store.null import NullStore
+
+        return NullStore.from_settings(settings)
+    return _from_elsewhere(kind, settings, fingerprint)
+
+
+def _make_large(kind: str, settings: Mapping[str, object], fingerprint: bytes) -> Store:
+    """Return a store that needs packages which may be missing; raise :class:`ImportError`."""
+    if kind == "disk":
+        from kvconnect.store.disk import DiskStore
+
+        return DiskStore.from_settings(settings, fingerprint)
+    if kind == "valkey":
+        from kvconnect.store.valkey import make_valkey_store
+
+        return make_valkey_store(settings, fingerprint)
+    from kvconnect.store.object import make_object_store
+
+    return make_object_store(settings, fingerprint)
+
+
+def _from_elsewhere(kind: str, settings: Mapping[str, object], fingerprint: bytes) -> Store:
+    for entry in entry_points(group=ENTRY_POINTS, name=kind):
+        try:
+            make = entry.load()
+        except (ImportError, AttributeError) as error:
+            fix = f"its package cannot be loaded ({error}): install it again, or name another"
+            raise ConfigError("store", kind, fix) from error
+        store: Store = make(settings, fingerprint)
+        return store
+    others = sorted({entry.name for entry in entry_points(group=ENTRY_POINTS)})
+    raise ConfigError("store", kind, f"use {', '.join([*_OWN, *others])}")

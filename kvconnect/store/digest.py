@@ -38,7 +38,8 @@ class SlotDigests:
         self._turn = bytearray(num_slots)  # stores so far, modulo the period
         self._digest = array("Q", bytes(8 * num_slots))
         self._sealed = bytearray(num_slots)
-        self._hash = _load_hash(mode) if self._period else _no_hash
+        fix = "install xxhash, or set it to 'off'"
+        self._hash = load_hash("digest", mode, fix) if self._period else _no_hash
 
     def begin(self, slot: int) -> bool:
         """Note that a slot was stored into; return whether :meth:`seal` must follow."""
@@ -84,9 +85,10 @@ def _no_hash(content: memoryview) -> int:
     raise Misuse(f"digests are off, {len(content)} bytes were not to be hashed")
 
 
-def _load_hash(mode: DigestMode) -> Callable[[memoryview], int]:
+def load_hash(field: str, value: object, fix: str) -> Callable[[memoryview], int]:
+    """Return the digest function; raise :class:`ConfigError` with this text if it is missing."""
     try:
         import xxhash
     except ImportError as error:
-        raise ConfigError("digest", mode, "install xxhash, or set it to 'off'") from error
+        raise ConfigError(field, value, fix) from error
     return xxhash.xxh3_64_intdigest

@@ -1,0 +1,148 @@
+"""The seam of the tiers below host memory: blocks of bytes under keys, on a disk or a server."""
+
+from __future__ import annotations
+
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from kvconnect.config import parse_bytes
+from kvconnect.errors import ConfigError, Misuse
+from kvconnect.stats import OffloadingConnectorStats
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+MAX_KEY_BYTES = 255
+MAX_FINGERPRINT_BYTES = 64
+
+
+class Outcome(str, Enum):
+    """What became of one block of a call. Values but the first two are metric labels."""
+
+    OK = "ok"
+    ABSENT = "absent"  # get, remove: not there: never stored, evicted, expired or removed
+    CORRUPT = "corrupt"  # get: not the bytes that were stored; this copy will not be found again
+    SIZE = "size"  # get: stored with another length; put: longer than this store ever takes
+    FULL = "full"  # put: no room, not even after eviction
+    LIMITED = "limited"  # put: a bound on what may be written is used up for now
+    FAILED = "failed"  # tried, and the disk or the server said no
+    UNAVAILABLE = "unavailable"  # not tried: closed, or failed so often that it is left alone
+
+
+class Usage(NamedTuple):
+    """What a store holds. ``nbytes`` and ``capacity_bytes`` count all it takes, not payloads alone.
+    A store that others use too does not know: ``blocks`` is -1 then, and the others are 0.
+    ``available`` is False while the store is left alone."""
+
+    blocks: int
+    nbytes: int
+    capacity_bytes: int
+    available: bool
+
+
+class Store(ABC):
+    """Keeps the bytes of blocks under keys, with their length and digest, until room is needed.
+
+    A store is a cache: any block may be gone at any time, but what ``get`` calls OK is what was
+    put last under that key, byte for byte. It belongs to one format of blocks: it is made with
+    the format's fingerprint, and blocks that were put under another one do not exist for it.
+
+    Contract:
+
+    - *Blocks* the calling thread while it moves bytes, for a bounded time: calls come from I/O
+      threads, and their number bounds what is under way.
+    - *Threads*: any, several at a time, for the same keys too. A get during a put of its key
+      finds the old block, the new one or none, never a mixture. The GIL is not held for long.
+    - *Order*: a put that returned is seen by every call that starts later.
+    - *Idempotent*: all calls are.
+    - *Memory*: buffers are the caller's. During a call nobody else writes them; afterwards the
+      store has no more to do with them. A get into buffers that start at whole pages and a put
+      from writable ones of that kind need no copy where the system allows it.
+    - *Raises* only :class:`Misuse`, before anything moved, for arguments that cannot be meant. What
+      goes wrong later is an :class:`Outcome` per block, in the order of the keys. Of a get that
+      is not OK the buffer's content is unknown.
+    """
+
+    @abstractmethod
+    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+        """Store blocks, in place of what was there. If a key occurs twice the last one counts."""
+
+    @abstractmethod
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+        """Fill each buffer with a block, which must be exactly as long; verified by its digest."""
+
+    @abstractmethod
+    def exists(self, keys: Sequence[bytes]) -> list[int]:
+        """Return the length in bytes of each block, 0 where there is none (or none to be had)."""
+
+    @abstractmethod
+    def remove(self, keys: Sequence[bytes]) -> list[Outcome]:
+        """Forget blocks, for good: a restart does not bring them back."""
+
+    @abstractmethod
+    def usage(self) -> Usage:
+        """Return what the store holds now."""
+
+    @abstractmethod
+    def take_stats(self) -> OffloadingConnectorStats | None:
+        """Hand over what was recorded since the last time, None if nothing was."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of everything. Idempotent; calls under way end first, later ones do nothing."""
+
+
+def check_keys(keys: Sequence[bytes]) -> None:
+    """Raise :class:`Misuse` for a key that is empty or too long."""
+    for key in keys:
+        if not 0 < len(key) <= MAX_KEY_BYTES:
+            raise Misuse(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(key)}")
+
+
+def check_buffers(keys: Sequence[bytes], buffers: Sequence[memoryview], writable: bool) -> None:
+    """Raise :class:`Misuse` for keys and buffers that no call can be meant for."""
+    check_keys(keys)
+    if len(keys) != len(buffers):
+        raise Misuse(f"{len(keys)} keys but {len(buffers)} buffers")
+    for buffer in buffers:
+        if buffer.format != "B" or buffer.ndim != 1 or not buffer.c_contiguous:
+            raise Misuse("a buffer must be plain contiguous bytes: memoryview(...).cast('B')")
+        if not buffer.nbytes or (writable and buffer.readonly):
+            raise Misuse("a buffer is empty" if not buffer.nbytes else "a buffer is read-only")
+
+
+def check_fingerprint(fingerprint: bytes) -> bytes:
+    """Return the fingerprint; raise :class:`Misuse` if it is empty or too long."""
+    if not 0 < len(fingerprint) <= MAX_FINGERPRINT_BYTES:
+        raise Misuse(
+            f"a fingerprint has 1 to {MAX_FINGERPRINT_BYTES} bytes, not {len(fingerprint)}"
+        )
+    return fingerprint
+
+
+def parse_settings(kind: type[S], settings: Mapping[str, object], sizes: Sequence[str]) -> S:
+    """Return a store's settings as its struct. ``sizes`` names the fields that are bytes.
+
+    Raises:
+        ConfigError: unknown key (names the nearest one), missing, or of the wrong type.
+    """
+    known = kind.__struct_fields__
+    values = dict(settings)
+    for key in settings:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+            fix = f"unknown setting of the store, did you mean {near[0]!r}?" if near else "leave it"
+            raise ConfigError(key, settings[key], fix)
+    for field in sizes:
+        if field in values:
+            values[field] = parse_bytes(field, values[field])
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        field = str(error).rpartition("$.")[2].rstrip("`")
+        missing = next((name for name in known if f"`{name}`" in str(error)), field)
+        raise ConfigError(missing, settings.get(missing), str(error)) from error

@@ -1,0 +1,251 @@
+"""Looks into a folder of the disk tier from outside, while engines use it or not."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from kvconnect.errors import ConfigError
+from kvconnect.store.disk.files import PageFile
+from kvconnect.store.disk.folder import LOCK, Folder, holder, lock, numbers_in
+from kvconnect.store.disk.recovery import intact, look, read_head
+from kvconnect.store.disk.segment import SEGMENT, Segment, delete
+from kvconnect.store.pool import PagePool
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+"""Is told how many bytes are done, of how many."""
+
+
+class Entry(NamedTuple):
+    """One block. ``seconds`` since 1970."""
+
+    owner: str
+    format: str
+    key: str
+    nbytes: int
+    seconds: int
+
+
+@dataclass
+class Part:
+    """What one worker's folder holds in one format. Times in seconds since 1970, 0 for none."""
+
+    owner: str
+    format: str
+    in_use_by: str
+    segments: int = 0
+    file_bytes: int = 0
+    blocks: int = 0
+    block_bytes: int = 0
+    oldest: int = 0
+    newest: int = 0
+
+    def take_in(self, segment: Segment) -> None:
+        """Add a segment's numbers."""
+        seconds = segment.rows.seconds
+        self.segments += 1
+        self.file_bytes += segment.nbytes
+        self.blocks += len(seconds)
+        self.block_bytes += sum(segment.rows.lengths)
+        if seconds:
+            self.oldest = min(self.oldest or seconds[0], *seconds)
+            self.newest = max(self.newest, *seconds)
+
+    def json(self) -> dict[str, object]:
+        """Return the numbers under their names."""
+        return asdict(self)
+
+
+@dataclass
+class Verdict:
+    """What a look at every byte found. ``bad`` blocks are damaged or cannot be read; ``removed``
+    of them were, those of a folder that no engine uses."""
+
+    blocks: int = 0
+    nbytes: int = 0
+    bad: int = 0
+    removed: int = 0
+
+    def json(self) -> dict[str, object]:
+        """Return the numbers under their names."""
+        return asdict(self)
+
+
+def owners(path: str) -> list[str]:
+    """Return the names of the workers that have a folder in the tier.
+
+    Raises:
+        ConfigError: there is no such folder, or it is not one of the tier.
+    """
+    try:
+        found = [n for n in os.listdir(path) if os.path.isfile(os.path.join(path, n, LOCK))]
+    except OSError as error:
+        raise ConfigError("path", path, f"{error.strerror}: name the tier's folder") from error
+    if not found:
+        raise ConfigError("path", path, "no worker has blocks there: name the tier's folder")
+    return sorted(found)
+
+
+def stats(path: str) -> list[Part]:
+    """Return what each worker holds in each format. Raises :class:`ConfigError`."""
+    parts: list[Part] = []
+    for owner in owners(path):
+        by_format: dict[str, Part] = {}
+        user = _user(os.path.join(path, owner))
+        for segment in segments(os.path.join(path, owner)):
+            name = segment.head.fingerprint.hex()
+            by_format.setdefault(name, Part(owner, name, user)).take_in(segment)
+        parts += by_format.values() if by_format else [Part(owner, "", user)]
+    return parts
+
+
+def ls(path: str) -> Iterator[Entry]:
+    """Yield all blocks, worker by worker, oldest segment first. Raises :class:`ConfigError`."""
+    for owner in owners(path):
+        for segment in segments(os.path.join(path, owner)):
+            name, (keys, _, lengths, seconds) = segment.head.fingerprint.hex(), segment.rows
+            for key, nbytes, at in zip(keys, lengths, seconds, strict=True):
+                yield Entry(owner, name, key.hex(), nbytes, at)
+
+
+def verify(path: str, progress: Progress) -> Verdict:
+    """Read every block and compare its digest.
+
+    Bad ones are removed where no engine uses the folder; an engine does so when it meets them.
+    Raises :class:`ConfigError`.
+    """
+    verdict = Verdict()
+    total = sum(part.block_bytes for part in stats(path))
+    pool = PagePool()
+    for owner in owners(path):
+        folder = os.path.join(path, owner)
+        handle = _try_lock(folder)
+        try:
+            for segment in segments(folder, os.O_RDONLY if handle < 0 else os.O_RDWR):
+                bad = []
+                for row, nbytes in enumerate(segment.rows.lengths):
+                    if not _good(segment, row, pool):
+                        bad.append(row)
+                    verdict.nbytes += nbytes
+                    progress(verdict.nbytes, total)
+                if bad and _reused(segment, pool):
+                    continue  # its file has become another segment's meanwhile
+                verdict.blocks += len(segment.rows.keys)
+                verdict.bad += len(bad)
+                if bad and handle >= 0:
+                    verdict.removed += _remove(segment, bad)
+        finally:
+            if handle >= 0:
+                os.close(handle)
+    return verdict
+
+
+def clear(path: str, before: float | None, formats: str) -> int:
+    """Remove blocks put before a time (in seconds since 1970; None: all); return how many.
+
+    ``formats`` is the beginning of the hexadecimal fingerprints to remove, "" for all.
+
+    Raises:
+        ConfigError: an engine uses a worker's folder; nothing has been removed then.
+    """
+    folders = []
+    removed = 0
+    try:
+        for owner in owners(path):
+            folders.append(Folder(path, owner))
+        for folder in folders:
+            for segment in segments(folder.path, os.O_RDWR):
+                if not segment.head.fingerprint.hex().startswith(formats):
+                    continue
+                seconds = segment.rows.seconds
+                old = [n for n, at in enumerate(seconds) if before is None or at < before]
+                if old or not seconds:
+                    removed += _remove(segment, old)
+    finally:
+        for folder in folders:
+            folder.close()
+    return removed
+
+
+def segments(folder: str, mode: int = os.O_RDONLY) -> Iterator[Segment]:
+    """Yield the segments of a worker's folder, open until the next one is asked for.
+
+    What is being written or removed meanwhile may be among them or not.
+    """
+    pool = PagePool()
+    for number in numbers_in(folder):
+        stem = os.path.join(folder, f"{number:08d}")
+        try:
+            file = PageFile(stem + SEGMENT, mode)
+        except OSError as error:  # removed since, or not ours to read
+            logger.debug("disk tier: %s: %s", stem, error)
+            continue
+        try:
+            segment = _look(stem, file, pool)
+            if segment is not None:
+                yield segment
+        finally:
+            file.close()
+
+
+def _look(stem: str, file: PageFile, pool: PagePool) -> Segment | None:
+    try:
+        head = read_head(file, pool)
+        if head is None:
+            return None
+        segment = Segment(stem, head, file)
+        look(segment, pool)
+        return segment
+    except OSError as error:
+        logger.warning("disk tier: %s cannot be read: %s", stem, error)
+        return None
+
+
+def _good(segment: Segment, row: int, pool: PagePool) -> bool:
+    try:
+        return intact(segment, row, pool)
+    except OSError as error:
+        logger.warning("disk tier: %s cannot be read: %s", segment.stem, error)
+        return False
+
+
+def _reused(segment: Segment, pool: PagePool) -> bool:
+    try:
+        return read_head(segment.file, pool) != segment.head
+    except OSError:
+        return False
+
+
+def _remove(segment: Segment, rows: list[int]) -> int:
+    """Remove some records of a segment that nobody uses; return how many."""
+    if len(rows) == len(segment.rows.keys):
+        delete(segment.stem)
+    elif segment.kill(rows):
+        gone = set(rows)
+        segment.seal([row for row in range(len(segment.rows.keys)) if row not in gone])
+    else:
+        return 0
+    return len(rows)
+
+
+def _user(folder: str) -> str:
+    """Return which process uses a worker's folder, "" for none."""
+    handle = _try_lock(folder)
+    if handle < 0:
+        return holder(folder)
+    os.close(handle)
+    return ""
+
+
+def _try_lock(folder: str) -> int:
+    """Lock a folder; return the handle, -1 if it is in use or cannot be written."""
+    try:
+        return lock(folder)
+    except OSError as error:
+        logger.debug("disk tier: %s cannot be locked: %s", folder, error)
+        return -1

@@ -1,0 +1,178 @@
+"""What is on the disk, as bytes. Nothing here is trusted before its digest has been compared.
+
+A segment is a file of whole pages::
+
+    | head | record | record | ... |        record: | head | payload, padded to whole pages |
+
+Each head fills a page. The digest in it covers the rest of it, and the segment's random identity
+is part of every record's head: no bytes of a payload and no page of an older file can pass for a
+record. When a segment is full, a second file is written beside it, its *index*: all keys with their
+pages, lengths and times as columns, under a digest. It can be made anew from the segment.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import xxhash
+
+PAGE = 4096
+VERSION = 1
+ID_BYTES = 16
+_SEGMENT = struct.Struct(f"<8sII{ID_BYTES}sI65p")
+_RECORD = struct.Struct(f"<8s{ID_BYTES}sIIQB65p256p")
+_INDEX = struct.Struct(f"<8sI{ID_BYTES}sIIIH")
+_DIGEST = struct.Struct("<Q")
+_SEGMENT_MAGIC, _RECORD_MAGIC, _INDEX_MAGIC = b"KVC-seg\n", b"KVC-rec\n", b"KVC-idx\n"
+
+
+class SegmentHead(NamedTuple):
+    """The first page of a segment. ``created`` in seconds since 1970."""
+
+    identity: bytes
+    created: int
+    fingerprint: bytes
+
+
+class RecordHead(NamedTuple):
+    """What is known of a block beside its bytes. ``length`` of the payload in bytes, ``seconds``
+    since 1970, ``digest`` XXH3-64 of the payload. Of a record that is not live only the length
+    counts."""
+
+    key: bytes
+    fingerprint: bytes
+    length: int
+    seconds: int
+    digest: int
+    live: bool = True
+
+
+class Columns(NamedTuple):
+    """Records of one segment, in the order of their pages. ``pages`` counts from its start."""
+
+    keys: list[bytes]
+    pages: array[int]
+    lengths: array[int]
+    seconds: array[int]
+
+    @classmethod
+    def empty(cls) -> Columns:
+        """Return columns without a row."""
+        return cls([], array("I"), array("I"), array("I"))
+
+    def add(self, page: int, head: RecordHead) -> None:
+        """Append a row."""
+        self.keys.append(head.key)
+        self.pages.append(page)
+        self.lengths.append(head.length)
+        self.seconds.append(head.seconds)
+
+    def pick(self, rows: Sequence[int]) -> Columns:
+        """Return some of the rows."""
+        keys, *columns = self
+        return Columns(
+            [keys[row] for row in rows],
+            *(array("I", [column[row] for row in rows]) for column in columns),
+        )
+
+
+def pages_of(length: int) -> int:
+    """Return how many pages a record with so many bytes of payload takes."""
+    return 1 + -(-length // PAGE)
+
+
+def index_bytes(keys: Iterable[bytes]) -> int:
+    """Return how large the index of a segment with these keys gets, at most."""
+    return _INDEX.size + _DIGEST.size + sum(13 + len(key) for key in keys)
+
+
+def pack_segment(head: SegmentHead) -> bytes:
+    """Return the first page of a segment."""
+    packed = _SEGMENT.pack(_SEGMENT_MAGIC, VERSION, PAGE, *head)
+    return _sealed(packed).ljust(PAGE, b"\0")
+
+
+def unpack_segment(page: bytes | memoryview) -> SegmentHead | None:
+    """Return a segment's head, None if it is damaged or of another version."""
+    if not _intact(page, _SEGMENT.size):
+        return None
+    magic, version, page_bytes, *head = _SEGMENT.unpack_from(page)
+    if (magic, version, page_bytes) != (_SEGMENT_MAGIC, VERSION, PAGE):
+        return None
+    return SegmentHead(*head)
+
+
+def pack_record(head: RecordHead, identity: bytes, into: memoryview) -> None:
+    """Write a record's head to the beginning of a page whose rest is zero."""
+    packed = _RECORD.pack(
+        _RECORD_MAGIC,
+        identity,
+        head.length,
+        head.seconds,
+        head.digest,
+        head.live,
+        head.fingerprint,
+        head.key,
+    )
+    into[: _RECORD.size + _DIGEST.size] = _sealed(packed)
+
+
+def unpack_record(page: bytes | memoryview, identity: bytes) -> RecordHead | None:
+    """Return the head of a record of the segment of this identity, None if there is none."""
+    if bytes(page[:8]) != _RECORD_MAGIC or not _intact(page, _RECORD.size):
+        return None
+    _, found, length, seconds, digest, live, fingerprint, key = _RECORD.unpack_from(page)
+    if found != identity or not key or not length:
+        return None
+    return RecordHead(key, fingerprint, length, seconds, digest, bool(live))
+
+
+def pack_index(identity: bytes, columns: Columns, used: int) -> bytes:
+    """Return a segment's index. ``used`` is how many pages the segment has."""
+    keys = columns.keys
+    width = len(keys[0]) if keys and len({len(key) for key in keys}) == 1 else 0
+    blob = b"".join(keys)
+    head = _INDEX.pack(_INDEX_MAGIC, VERSION, identity, used, len(keys), len(blob), width)
+    lengths = b"" if width else bytes(len(key) for key in keys)
+    rows = (column.tobytes() for column in columns[1:])
+    return _sealed(b"".join((head, *rows, lengths, blob)))
+
+
+def unpack_index(data: bytes, identity: bytes) -> tuple[Columns, int] | None:
+    """Return a segment's columns and its pages, None if the index is damaged or another's."""
+    if len(data) < _INDEX.size + _DIGEST.size or not _intact(data, len(data) - _DIGEST.size):
+        return None
+    magic, version, found, used, count, blob_bytes, width = _INDEX.unpack_from(data)
+    if (magic, version, found) != (_INDEX_MAGIC, VERSION, identity):
+        return None
+    at = _INDEX.size
+    columns = []
+    for _ in range(3):
+        columns.append(array("I", data[at : at + 4 * count]))
+        at += 4 * count
+    ends = b"" if width else data[at : at + count]
+    at += len(ends)
+    return Columns(_split(data[at : at + blob_bytes], width, ends), *columns), used
+
+
+def _split(blob: bytes, width: int, lengths: bytes) -> list[bytes]:
+    if width:
+        return [key for (key,) in struct.iter_unpack(f"{width}s", blob)]
+    keys, at = [], 0
+    for length in lengths:
+        keys.append(blob[at : at + length])
+        at += length
+    return keys
+
+
+def _sealed(packed: bytes) -> bytes:
+    return packed + _DIGEST.pack(xxhash.xxh3_64_intdigest(packed))
+
+
+def _intact(data: bytes | memoryview, nbytes: int) -> bool:
+    """Whether the digest behind the first ``nbytes`` is theirs."""
+    (digest,) = _DIGEST.unpack_from(data, nbytes)
+    return bool(xxhash.xxh3_64_intdigest(data[:nbytes]) == digest)

@@ -1,0 +1,193 @@
+"""Where every block of one worker is: the index in memory, and which segment may be dropped."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from kvconnect.plan.policy import Policy
+from kvconnect.store.disk.record import PAGE, RecordHead
+from kvconnect.store.disk.segment import Segment
+
+SLOTS = 1024
+"""Segments at most. There are some 256 full ones; formats that are not in use add a few."""
+
+_ROW = 32  # bits
+
+
+class Place(NamedTuple):
+    """Where a block is. Its segment is kept until the place is given back."""
+
+    segment: Segment
+    row: int
+    page: int
+    length: int
+
+
+class Run(NamedTuple):
+    """Room for so many records side by side, until it is committed."""
+
+    segment: Segment
+    offset: int
+    records: int
+
+
+class Held(NamedTuple):
+    """What there is. ``nbytes`` of all files."""
+
+    blocks: int
+    nbytes: int
+    segments: int
+
+
+class Table:
+    """All segments, and for each key the row of one of them. Threads: any; every call is atomic.
+
+    ``ttl_s`` is the age in seconds from which on a block is not found, 0 for never. A segment that
+    is being read or written is never the one to be dropped.
+    """
+
+    def __init__(self, policy: Policy, ttl_s: float) -> None:
+        self.active: Segment | None = None  # the one that gives out room
+        self.segments: dict[int, Segment] = {}
+        self._policy = policy
+        self._ttl_s = ttl_s
+        self._lock = threading.Lock()
+        self._index: dict[bytes, int] = {}  # key -> slot << _ROW | row
+        self._pins = array("I", bytes(4 * SLOTS))
+
+    def find(self, keys: Sequence[bytes], now: float) -> list[Place | None]:
+        """Return where blocks are, None for those that are not there. Give the places back."""
+        with self._lock:
+            found = [self._place(key, now) for key in keys]
+            for place in found:
+                if place is not None:
+                    self._pins[place.segment.slot] += 1
+            used = {place.segment.slot: place.segment for place in found if place is not None}
+            self._policy.touch([slot for slot, segment in used.items() if segment.sealed])
+        return found
+
+    def give_back(self, places: Iterable[Place]) -> None:
+        """Let go of places that were found."""
+        with self._lock:
+            for place in places:
+                self._pins[place.segment.slot] -= 1
+
+    def lengths(self, keys: Sequence[bytes], now: float) -> list[int]:
+        """Return the length of each block, 0 for those that are not there."""
+        with self._lock:
+            return [place.length if place else 0 for place in (self._place(k, now) for k in keys)]
+
+    def held(self) -> Held:
+        """Return what there is."""
+        with self._lock:
+            nbytes = sum(segment.nbytes for segment in self.segments.values())
+            return Held(len(self._index), nbytes, len(self.segments))
+
+    def reserve(self, keys: Sequence[bytes], lengths: Sequence[int], limit: int) -> Run | None:
+        """Give out room for the first of these blocks, None if not even one fits."""
+        with self._lock:
+            if self.active is None:
+                return None
+            offset = self.active.used
+            count = self.active.reserve(keys, lengths, limit)
+            return Run(self.active, offset, count) if count else None
+
+    def commit(
+        self, run: Run, heads: Sequence[RecordHead], offsets: Sequence[int]
+    ) -> tuple[list[tuple[Segment, int]], bool]:
+        """Have the records of a run found that were written, none if that failed.
+
+        Return the (segment, row) of those they replace, and whether the segment is complete now.
+        """
+        replaced = []
+        segment = run.segment
+        with self._lock:
+            for head, offset in zip(heads, offsets, strict=True):
+                before = self._index.get(head.key)
+                if before is not None:
+                    replaced.append((self.segments[before >> _ROW], before & (1 << _ROW) - 1))
+                self._index[head.key] = segment.slot << _ROW | len(segment.rows.keys)
+                segment.rows.add(offset // PAGE, head)
+            segment.writers -= 1
+            return replaced, segment.full and not segment.writers
+
+    def retire(self, segment: Segment) -> bool:
+        """Give out no more room of a segment; return whether nobody writes it any more."""
+        with self._lock:
+            segment.full = True
+            return not segment.writers
+
+    def pop(self, keys: Sequence[bytes]) -> list[tuple[Segment, int] | None]:
+        """Forget blocks; return the (segment, row) of each, None for those not there."""
+        with self._lock:
+            found = [self._index.pop(key, None) for key in keys]
+            return [
+                None if at is None else (self.segments[at >> _ROW], at & (1 << _ROW) - 1)
+                for at in found
+            ]
+
+    def add(self, segment: Segment, ours: bool) -> None:
+        """Take in a segment; its blocks are found if they are ``ours``, of this format.
+
+        If a key is there already, the newer segment's block counts.
+        """
+        with self._lock:
+            slot = next(slot for slot in range(SLOTS) if slot not in self.segments)
+            segment.slot = slot
+            self.segments[slot] = segment
+            if ours:
+                keys = segment.rows.keys
+                first = slot << _ROW
+                self._index.update(zip(keys, range(first, first + len(keys)), strict=True))
+
+    def live(self, segment: Segment) -> list[int]:
+        """Return the rows of a segment that count."""
+        with self._lock:
+            return self._live(segment)
+
+    def complete(self, segment: Segment) -> None:
+        """Let the policy have a segment that is sealed."""
+        with self._lock:
+            segment.sealed = True
+            self._policy.insert([segment.slot], [segment.slot])
+
+    def evict(self, before: float | None = None) -> tuple[Segment, int] | None:
+        """Take out the segment to drop next; return it and how many blocks it had.
+
+        With ``before``, one whose blocks are all older than that, in seconds since 1970; without,
+        the policy's choice. None if there is none.
+        """
+        with self._lock:
+            if before is None:
+                slot = self._policy.evict(self._pins)
+            else:
+                found = self.segments.items()
+                free = (slot for slot, it in found if it.sealed and not self._pins[slot])
+                slot = next((n for n in free if self.segments[n].newest() <= before), None)
+                if slot is not None:
+                    self._policy.remove(slot)
+            if slot is None:
+                return None
+            segment = self.segments.pop(slot)
+            live = self._live(segment)
+            for row in live:
+                del self._index[segment.rows.keys[row]]
+            return segment, len(live)
+
+    def _place(self, key: bytes, now: float) -> Place | None:
+        at = self._index.get(key)
+        if at is None:
+            return None
+        segment, row = self.segments[at >> _ROW], at & (1 << _ROW) - 1
+        rows = segment.rows
+        if self._ttl_s and rows.seconds[row] + self._ttl_s <= now:
+            return None
+        return Place(segment, row, rows.pages[row], rows.lengths[row])
+
+    def _live(self, segment: Segment) -> list[int]:
+        first = segment.slot << _ROW
+        get = self._index.get
+        return [row for row, key in enumerate(segment.rows.keys) if get(key) == first + row]

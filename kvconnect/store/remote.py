@@ -1,0 +1,232 @@
+"""Stores on servers that several engines share: what all of them do around their client library."""
+
+from __future__ import annotations
+
+import logging
+import struct
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import xxhash
+
+from kvconnect.errors import TransferFailed
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.store.base import (
+    Outcome,
+    Store,
+    Usage,
+    check_buffers,
+    check_fingerprint,
+    check_keys,
+)
+from kvconnect.store.breaker import Breaker
+from kvconnect.store.gate import Gate
+from kvconnect.store.meter import Meter
+from kvconnect.store.pool import PagePool
+from kvconnect.types import TransferType
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_HEAD = struct.Struct("<8sIQ")
+_MAGIC = b"KVC-val\n"
+_MOST_BYTES = 8 << 20  # of values in one exchange with the server: bounds what a call copies
+_MOST_VALUES = 256
+_CLOSE_S = 30.0
+
+
+class Server(ABC):
+    """A client of a server that keeps values under names. Threads: any.
+
+    Every call takes a bounded time and raises :class:`TransferFailed` if the server does not
+    answer as it should. Names are ASCII: letters, digits and ``/ . : _ -``.
+    """
+
+    @abstractmethod
+    def store(self, names: Sequence[str], values: Sequence[memoryview]) -> list[Outcome]:
+        """Keep values, which are the caller's again afterwards; OK, FULL or FAILED for each."""
+
+    @abstractmethod
+    def fetch(self, names: Sequence[str]) -> list[memoryview | None]:
+        """Return values, None for those that are not there."""
+
+    @abstractmethod
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        """Return the bytes of each value, 0 for those that are not there."""
+
+    @abstractmethod
+    def delete(self, names: Sequence[str]) -> list[bool]:
+        """Forget values; return whether each was there."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close all connections. Nobody is in a call."""
+
+
+class RemoteStore(Store):
+    """Blocks as values of a server, each with its length and digest in front of it.
+
+    What is too much for the server, and how long it keeps a value, is the server's to decide. A
+    server that fails is left alone and probed with back-off; nothing is waited for longer than
+    the client's time-out.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        prefix: str,
+        fingerprint: bytes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._server = server
+        self._prefix = f"{prefix}/{check_fingerprint(fingerprint).hex()}/"
+        self._clock = clock
+        self._meter = Meter()
+        self._breaker = Breaker(1)
+        self._gate = Gate()
+        self._pool = PagePool()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._gate.closed else "open"
+        return f"RemoteStore({self._server!r}, {self._prefix}, {state})"
+
+    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+        check_buffers(keys, payloads, writable=False)
+        outcomes: list[Outcome] = []
+        started = time.perf_counter()
+        for part in _parts([payload.nbytes for payload in payloads]):
+            outcomes += self._ask(self._put, keys[part], payloads[part])
+        self._count(TransferType.CPU_TO_REMOTE, payloads, outcomes, started)
+        return outcomes
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+        check_buffers(keys, buffers, writable=True)
+        outcomes: list[Outcome] = []
+        started = time.perf_counter()
+        for part in _parts([buffer.nbytes for buffer in buffers]):
+            outcomes += self._ask(self._get, keys[part], buffers[part])
+        self._count(TransferType.REMOTE_TO_CPU, buffers, outcomes, started)
+        return outcomes
+
+    def exists(self, keys: Sequence[bytes]) -> list[int]:
+        check_keys(keys)
+        sizes = self._call(lambda: self._server.sizes(self._names(keys)))
+        if isinstance(sizes, Outcome):
+            return [0] * len(keys)
+        return [max(0, size - _HEAD.size) for size in sizes]
+
+    def remove(self, keys: Sequence[bytes]) -> list[Outcome]:
+        check_keys(keys)
+        found = self._call(lambda: self._server.delete(self._names(keys)))
+        if isinstance(found, Outcome):
+            outcomes = [found] * len(keys)
+        else:
+            outcomes = [Outcome.OK if there else Outcome.ABSENT for there in found]
+        self._meter.ended(outcomes)
+        return outcomes
+
+    def usage(self) -> Usage:
+        available = not self._gate.closed and self._breaker.allows(self._clock())
+        return Usage(-1, 0, 0, available)
+
+    def take_stats(self) -> OffloadingConnectorStats | None:
+        return self._meter.take()
+
+    def close(self) -> None:
+        if self._gate.close() and self._gate.wait(_CLOSE_S):
+            self._server.close()
+
+    def _ask(
+        self,
+        exchange: Callable[[Sequence[bytes], Sequence[memoryview]], list[Outcome]],
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+    ) -> list[Outcome]:
+        answer = self._call(lambda: exchange(keys, buffers))
+        return [answer] * len(keys) if isinstance(answer, Outcome) else answer
+
+    def _call(self, call: Callable[[], T]) -> T | Outcome:
+        """Return what the server says, or why it was not asked or did not answer."""
+        with self._gate.enter() as let_in:
+            if not let_in or not self._breaker.enter(self._clock()):
+                return Outcome.UNAVAILABLE
+            try:
+                answer = call()
+            except TransferFailed as error:
+                logger.warning("shared tier: %s", error)
+                self._breaker.failed(self._clock())
+                return Outcome.FAILED
+            self._breaker.worked()
+            return answer
+
+    def _put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+        last = dict(zip(keys, payloads, strict=True))  # servers may be sent values in any order
+        sizes = [_HEAD.size + payload.nbytes for payload in last.values()]
+        with self._pool.lent(sum(sizes)) as memory:
+            values, at = [], 0
+            for (key, payload), size in zip(last.items(), sizes, strict=True):
+                value = memory[at : at + size]
+                _HEAD.pack_into(value, 0, _MAGIC, payload.nbytes, _digest(key, payload))
+                value[_HEAD.size :] = payload
+                values.append(value)
+                at += size
+            outcomes = self._server.store(self._names(list(last)), values)
+        by_key = dict(zip(last, outcomes, strict=True))
+        return [by_key[key] for key in keys]
+
+    def _get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+        values = self._server.fetch(self._names(keys))
+        outcomes = [_unpack(*each) for each in zip(keys, values, buffers, strict=True)]
+        bad = [key for key, o in zip(keys, outcomes, strict=True) if o is Outcome.CORRUPT]
+        if bad:
+            self._server.delete(self._names(bad))
+        return outcomes
+
+    def _names(self, keys: Sequence[bytes]) -> list[str]:
+        return [self._prefix + key.hex() for key in keys]
+
+    def _count(
+        self,
+        kind: TransferType,
+        buffers: Sequence[memoryview],
+        outcomes: Sequence[Outcome],
+        started: float,
+    ) -> None:
+        self._meter.ended(outcomes)
+        moved = (b.nbytes for b, o in zip(buffers, outcomes, strict=True) if o is Outcome.OK)
+        self._meter.moved(kind, sum(moved), time.perf_counter() - started)
+
+
+def _digest(key: bytes, payload: memoryview) -> int:
+    """Return the digest of a payload under a key: another key's block is not taken for it."""
+    return int(xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(key)))
+
+
+def _unpack(key: bytes, value: memoryview | None, buffer: memoryview) -> Outcome:
+    """Put a value's payload into a buffer."""
+    if value is None:
+        return Outcome.ABSENT
+    if value.nbytes < _HEAD.size:
+        return Outcome.CORRUPT
+    magic, length, digest = _HEAD.unpack_from(value)
+    if magic != _MAGIC or length != value.nbytes - _HEAD.size:
+        return Outcome.CORRUPT
+    if length != buffer.nbytes:
+        return Outcome.SIZE
+    buffer[:] = value[_HEAD.size :]
+    return Outcome.OK if _digest(key, buffer) == digest else Outcome.CORRUPT
+
+
+def _parts(lengths: Sequence[int]) -> Iterator[slice]:
+    """Yield slices of a batch that go to the server at once; one value at least."""
+    start = 0
+    while start < len(lengths):
+        end, nbytes = start, 0
+        while end < len(lengths) and end - start < _MOST_VALUES and nbytes < _MOST_BYTES:
+            nbytes += lengths[end]
+            end += 1
+        yield slice(start, end)
+        start = end

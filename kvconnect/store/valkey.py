@@ -1,0 +1,181 @@
+"""A shared tier on Valkey or Redis, alone or as a cluster."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import valkey
+from valkey.backoff import NoBackoff
+from valkey.cluster import ClusterNode, ValkeyCluster
+from valkey.exceptions import ConnectionError as Disconnected
+from valkey.exceptions import OutOfMemoryError, ValkeyError
+from valkey.retry import Retry
+
+from kvconnect.errors import ConfigError, TransferFailed
+from kvconnect.store.base import Outcome, parse_settings
+from kvconnect.store.remote import RemoteStore, Server
+
+_PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+
+
+class ValkeyOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach the server.
+
+    Attributes:
+        address: ``HOST:PORT``; of a cluster, one of its nodes or some, with commas between them.
+        cluster: whether it is one.
+        user: whom to log in as; the server's default user if it is empty.
+        password_file: file with the password.
+        tls_dir: folder with ``ca.crt``, and ``tls.crt`` and ``tls.key`` if the server asks who we
+            are. Without it there is no TLS.
+        prefix: what all names on the server start with.
+        timeout_s: seconds after which a server that says nothing has failed.
+        ttl_s: seconds that the server keeps a block; 0: as long as its memory policy lets it.
+    """
+
+    address: str
+    cluster: bool = False
+    user: str = ""
+    password_file: str = ""
+    tls_dir: str = ""
+    prefix: str = "kvconnect"
+    timeout_s: float = 2.0
+    ttl_s: int = 0
+
+    def __post_init__(self) -> None:
+        if not _PREFIX.fullmatch(self.prefix):
+            raise ConfigError("prefix", self.prefix, "use 1 to 64 letters, digits and _ . : -")
+        if not 0 < self.timeout_s <= 60:
+            raise ConfigError("timeout_s", self.timeout_s, "use seconds, at most 60")
+        if not 0 <= self.ttl_s < 2**31:
+            raise ConfigError("ttl_s", self.ttl_s, "use whole seconds, 0 for no limit")
+
+    def nodes(self) -> list[tuple[str, int]]:
+        """Return (host, port) of every node; raise :class:`ConfigError` if it is none."""
+        found = []
+        for address in self.address.split(","):
+            host, _, port = address.strip().rpartition(":")
+            if not host or not port.isdecimal() or int(port) >= 2**16:
+                raise ConfigError("address", self.address, "use HOST:PORT such as cache-1:6379")
+            found.append((host.strip("[]"), int(port)))
+        if len(found) > 1 and not self.cluster:
+            raise ConfigError("address", self.address, "name one server, or set cluster to true")
+        return found
+
+
+def make_valkey_store(settings: Mapping[str, object], fingerprint: bytes) -> RemoteStore:
+    """Return a store with the settings of :class:`ValkeyOptions`.
+
+    A server that cannot be reached now may be there later, so that is no error.
+    Raises :class:`ConfigError` for settings that cannot be used.
+    """
+    options = parse_settings(ValkeyOptions, settings, ())
+    return RemoteStore(ValkeyServer(options), options.prefix, fingerprint)
+
+
+class ValkeyServer(Server):
+    """Pipelined commands over the client's connections. Connects at the first call."""
+
+    def __init__(self, options: ValkeyOptions) -> None:
+        self._options = options
+        self._nodes = options.nodes()
+        self._arguments = _arguments(options)
+        self._client: Any = None if options.cluster else self._connect()
+
+    def __repr__(self) -> str:
+        return f"valkey {self._options.address}"
+
+    def store(self, names: Sequence[str], values: Sequence[memoryview]) -> list[Outcome]:
+        def add(pipeline: Any) -> None:
+            for name, value in zip(names, values, strict=True):
+                pipeline.set(name, value, ex=self._options.ttl_s or None)
+
+        return [_stored(answer) for answer in self._run(add)]
+
+    def fetch(self, names: Sequence[str]) -> list[memoryview | None]:
+        values = self._all(names, lambda pipeline, name: pipeline.get(name))
+        return [None if value is None else memoryview(value) for value in values]
+
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        return [int(size) for size in self._all(names, lambda p, name: p.strlen(name))]
+
+    def delete(self, names: Sequence[str]) -> list[bool]:
+        return [bool(count) for count in self._all(names, lambda p, name: p.delete(name))]
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
+    def _all(self, names: Sequence[str], add: Callable[[Any, str], object]) -> list[Any]:
+        """Send one command per name; return the answers, none of which may be an error."""
+
+        def add_all(pipeline: Any) -> None:
+            for name in names:
+                add(pipeline, name)
+
+        answers = self._run(add_all)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise TransferFailed(f"{self!r}: {answer}") from answer
+        return answers
+
+    def _run(self, add: Callable[[Any], None]) -> list[Any]:
+        try:
+            if self._client is None:
+                self._client = self._connect()
+            # A cluster's pipelines are never transactions, and take no argument that says so.
+            kind = {} if self._options.cluster else {"transaction": False}
+            with self._client.pipeline(**kind) as pipeline:
+                add(pipeline)
+                return list(pipeline.execute(raise_on_error=False))
+        except (ValkeyError, OSError) as error:
+            raise TransferFailed(f"{self!r}: {error}") from error
+
+    def _connect(self) -> Any:
+        if self._options.cluster:
+            nodes = [ClusterNode(host, port) for host, port in self._nodes]
+            return ValkeyCluster(startup_nodes=nodes, **self._arguments)
+        # A connection that the server closed while it was idle is worth a second attempt.
+        retry = Retry(NoBackoff(), 1, supported_errors=(Disconnected,))
+        (host, port) = self._nodes[0]
+        return valkey.Valkey(host, port, retry=retry, **self._arguments)
+
+
+def _stored(answer: object) -> Outcome:
+    if isinstance(answer, OutOfMemoryError):
+        return Outcome.FULL
+    return Outcome.FAILED if isinstance(answer, Exception) else Outcome.OK
+
+
+def _arguments(options: ValkeyOptions) -> dict[str, Any]:
+    """Return what the client takes beside the address."""
+    found: dict[str, Any] = {
+        "socket_timeout": options.timeout_s,
+        "socket_connect_timeout": options.timeout_s,
+    }
+    if options.user:
+        found["username"] = options.user
+    if options.password_file:
+        try:
+            found["password"] = Path(options.password_file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            fix = f"name a file with the password: {error}"
+            raise ConfigError("password_file", options.password_file, fix) from error
+    if options.tls_dir:
+        found |= _tls(options.tls_dir)
+    return found
+
+
+def _tls(folder: str) -> dict[str, Any]:
+    ca, own, key = (os.path.join(folder, name) for name in ("ca.crt", "tls.crt", "tls.key"))
+    if not os.path.isfile(ca):
+        raise ConfigError("tls_dir", folder, "put the file ca.crt there")
+    found: dict[str, Any] = {"ssl": True, "ssl_ca_certs": ca}
+    if os.path.isfile(own) or os.path.isfile(key):
+        found |= {"ssl_certfile": own, "ssl_keyfile": key}
+    return found

@@ -1,0 +1,369 @@
+"""What every store must do, checked from outside through the seam.
+
+``check_store(make, folder)`` raises :class:`AssertionError` naming the check and what went wrong.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvconnect.errors import Misuse
+from kvconnect.store.base import MAX_KEY_BYTES, Outcome, Store
+from kvconnect.testing.blocks import Place, get, payload_of, put, spoil_files
+
+Make = Callable[[Path], Store]
+"""Returns a store that keeps its blocks in a folder (or under a name made of it). It has room for
+8 to 64 MiB, and for a block of 1 MiB; a folder that was never used is an empty store."""
+
+Spoil = Callable[[Store, bytes], None]
+"""Changes a byte of what a store keeps of a block's payload, behind the store's back."""
+
+_MIB = 1 << 20
+_PATIENCE_S = 60.0
+_SIZES = (1, 511, 512, 513, 4095, 4096, 4097, 12_288, 65_536, 100_000, _MIB - 1, _MIB)
+
+
+def check_store(
+    make: Make, folder: Path, persistent: bool = False, spoil: Spoil | None = None
+) -> None:
+    """Run every check, each with a store of its own in ``folder``.
+
+    Args:
+        make: see :data:`Make`; called once a check, by those of restarts again for the same place.
+        folder: an empty one, on the file system to check.
+        persistent: whether what was put must outlive ``close``.
+        spoil: damages a stored block. Without it, the files of a persistent store are searched
+            for the payload; one that is not persistent goes without that check.
+
+    Raises:
+        AssertionError: a check failed; the text begins with its name.
+    """
+    for check in CHECKS:
+        subject = Subject(make, folder / check.__name__, persistent, spoil)
+        subject.folder.mkdir()
+        try:
+            check(subject)
+        except AssertionError as error:
+            raise AssertionError(f"{check.__name__}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a check works on."""
+
+    make: Make
+    folder: Path
+    persistent: bool = False
+    spoil: Spoil | None = None
+
+    @contextmanager
+    def open(self) -> Iterator[Store]:
+        """A store in this folder, closed at the end."""
+        store = self.make(self.folder)
+        try:
+            yield store
+        finally:
+            store.close()
+
+
+Check = Callable[[Subject], None]
+
+
+def _require(condition: object, text: str) -> None:
+    if not condition:
+        raise AssertionError(text)
+
+
+def _all_ok(outcomes: Sequence[Outcome], what: str) -> None:
+    _require(all(outcome is Outcome.OK for outcome in outcomes), f"{what}: {outcomes}")
+
+
+def _blocks(sizes: Sequence[int], prefix: bytes = b"block") -> dict[bytes, bytes]:
+    keys = [b"%s-%d" % (prefix, number) for number in range(len(sizes))]
+    return {key: payload_of(key, size) for key, size in zip(keys, sizes, strict=True)}
+
+
+def _sizes(blocks: dict[bytes, bytes]) -> dict[bytes, int]:
+    return {key: len(payload) for key, payload in blocks.items()}
+
+
+def _counts(store: Store, blocks: int) -> bool:
+    return store.usage().blocks in (blocks, -1)
+
+
+# The checks -------------------------------------------------------------------------------------
+
+
+def check_round_trip(subject: Subject) -> None:
+    """Blocks of odd sizes come back byte for byte, wherever the buffers are."""
+    blocks = _blocks(_SIZES)
+    with subject.open() as store:
+        _all_ok(put(store, blocks), "put")
+        _require(store.exists(list(blocks)) == list(_SIZES), "exists gives other lengths")
+        for shift in (0, 1, 512, 4095):
+            found = get(store, _sizes(blocks), shift)
+            _require(found == list(blocks.values()), f"other bytes at {shift} past a page")
+        for key, payload in blocks.items():
+            _require(get(store, {key: len(payload)}) == [payload], "one by one differs")
+
+
+def check_keys(subject: Subject) -> None:
+    """Keys are any bytes, from one to the most, and read-only payloads will do."""
+    keys = [b"\x00", b"\xff", b"\x00\x00", b"/../x", bytes(MAX_KEY_BYTES), b"a" * MAX_KEY_BYTES]
+    with subject.open() as store:
+        payloads = [payload_of(key, 1000) for key in keys]
+        _all_ok(store.put(keys, [memoryview(payload) for payload in payloads]), "put")
+        _require(get(store, dict.fromkeys(keys, 1000)) == payloads, "keys were mixed up")
+
+
+def check_overwrite(subject: Subject) -> None:
+    """The newest block of a key counts, of another length too, and after a restart."""
+    with subject.open() as store:
+        for version, nbytes in enumerate((5000, 5000, 200_000, 64)):
+            newest = payload_of(b"key", nbytes, version)
+            _all_ok(put(store, {b"key": newest}), "put")
+            _require(get(store, {b"key": nbytes}) == [newest], f"version {version} is not there")
+        older, newer = (memoryview(payload_of(b"twin", 100, n)) for n in (0, 1))
+        _all_ok(store.put([b"twin", b"twin"], [older, newer]), "put")
+        _require(get(store, {b"twin": 100}) == [bytes(newer)], "the last of two is not there")
+        _require(_counts(store, 2), "a block that was replaced is counted")
+    if subject.persistent:
+        with subject.open() as store:
+            _require(get(store, {b"key": 64}) == [newest], "an old version came back")
+
+
+def check_absent(subject: Subject) -> None:
+    """What was never put is absent, and spoils nothing beside it."""
+    blocks = _blocks([3000] * 40)
+    stored = {key: payload for number, (key, payload) in enumerate(blocks.items()) if number % 3}
+    with subject.open() as store:
+        _require(get(store, {b"nothing": 10}) == [Outcome.ABSENT], "an empty store has a block")
+        _require(put(store, {}) == [] and get(store, {}) == [], "an empty batch must be fine")
+        _all_ok(put(store, stored), "put")
+        order = random.Random(1).sample(list(blocks), len(blocks))
+        expected = [stored.get(key, Outcome.ABSENT) for key in order]
+        _require(get(store, dict.fromkeys(order, 3000)) == expected, "a mixed batch went wrong")
+        lengths = [3000 if key in stored else 0 for key in order]
+        _require(store.exists(order) == lengths, "exists is wrong")
+        twice = [Place(3000), Place(3000)]
+        key = next(iter(stored))
+        _all_ok(store.get([key, key], [place.view for place in twice]), "get of a key twice")
+        _require({place.content() for place in twice} == {stored[key]}, "a key twice differs")
+
+
+def check_sizes(subject: Subject) -> None:
+    """A buffer of another size gets nothing, and arguments that make no sense are refused."""
+    with subject.open() as store:
+        _all_ok(put(store, _blocks([10_000])), "put")
+        for nbytes in (9_999, 10_001, 1, 4096, 20_000):
+            found = get(store, {b"block-0": nbytes})
+            _require(found == [Outcome.SIZE], f"10,000 bytes into {nbytes}: {found}")
+        _require(get(store, {b"block-0": 10_000}) == list(_blocks([10_000]).values()), "lost")
+        good = memoryview(bytearray(8))
+        wrong: list[tuple[list[bytes], list[memoryview]]] = [
+            ([b""], [good]),
+            ([b"k" * (MAX_KEY_BYTES + 1)], [good]),
+            ([b"a", b"b"], [good]),
+            ([b"a"], [memoryview(bytearray())]),
+            ([b"a"], [good.cast("Q")]),
+            ([b"a"], [good[::2]]),
+        ]
+        for keys, views in wrong:
+            for call in (store.put, store.get):
+                _require(_refused(call, keys, views), f"{call} took {keys} and {views}")
+        _require(_refused(store.get, [b"a"], [memoryview(b"ro")]), "get took a read-only buffer")
+
+
+def _refused(
+    call: Callable[[list[bytes], list[memoryview]], object],
+    keys: list[bytes],
+    views: list[memoryview],
+) -> bool:
+    try:
+        call(keys, views)
+    except Misuse:
+        return True
+    return False
+
+
+def check_remove(subject: Subject) -> None:
+    """What was removed is gone, after a restart too, and can be put again."""
+    blocks = _blocks([2000] * 12)
+    keys = list(blocks)
+    gone, kept = keys[:6], keys[6:]
+    with subject.open() as store:
+        _all_ok(put(store, blocks), "put")
+        _all_ok(store.remove(gone), "remove")
+        _require(store.remove([*gone, b"?"]) == [Outcome.ABSENT] * 7, "removed twice")
+        expected = [Outcome.ABSENT] * 6 + [blocks[key] for key in kept]
+        _require(get(store, _sizes(blocks)) == expected, "remove took the wrong blocks")
+        _require(_counts(store, 6), "usage still counts what was removed")
+    with subject.open() as store:
+        if subject.persistent:
+            _require(get(store, _sizes(blocks)) == expected, "a restart brought blocks back")
+        _all_ok(put(store, blocks), "put after remove")
+        _require(get(store, _sizes(blocks)) == list(blocks.values()), "put again differs")
+
+
+def check_corruption(subject: Subject) -> None:
+    """Bytes that changed are never handed out, and the damage ends with the block."""
+    blocks = _blocks([5000] * 3)
+    bad, good = b"block-1", {key: len(p) for key, p in blocks.items() if key != b"block-1"}
+    if subject.spoil is None and not subject.persistent:
+        return
+    with subject.open() as store:
+        _all_ok(put(store, blocks), "put")
+        if subject.spoil is not None:
+            subject.spoil(store, bad)
+            _check_damage(store, blocks, bad, good)
+            return
+    spoiled = spoil_files(subject.folder, blocks[bad])
+    _require(spoiled, "no payload was found in the files, so none could be spoiled")
+    with subject.open() as store:
+        _check_damage(store, blocks, bad, good)
+    with subject.open() as store:
+        _require(get(store, {bad: 5000}) == [blocks[bad]], "the block put in its place is lost")
+
+
+def _check_damage(
+    store: Store, blocks: dict[bytes, bytes], bad: bytes, good: dict[bytes, int]
+) -> None:
+    first, again = (get(store, {bad: 5000})[0] for _ in range(2))
+    _require(first in (Outcome.CORRUPT, Outcome.ABSENT), "changed bytes were handed out as good")
+    _require(again is Outcome.ABSENT, "a spoiled block was found again")
+    _require(store.exists([bad]) == [0], "a spoiled block still exists")
+    _require(get(store, good) == [blocks[key] for key in good], "other blocks were lost")
+    _all_ok(put(store, {bad: blocks[bad]}), "put in place of a spoiled block")
+    _require(get(store, {bad: 5000}) == [blocks[bad]], "the block put in its place differs")
+
+
+def check_threads(subject: Subject) -> None:
+    """Readers and writers of the same and of other keys never see a mixture."""
+    shared = [b"shared-%d" % number for number in range(4)]
+    versions = {key: [payload_of(key, 20_000, n) for n in range(4)] for key in shared}
+    wrong: list[str] = []
+
+    def work(number: int) -> None:
+        rng = random.Random(number)
+        try:
+            for turn in range(30):
+                own = {b"own-%d-%d" % (number, turn % 5): payload_of(b"%d" % turn, 7000, number)}
+                _all_ok(put(store, own), "put")
+                _require(get(store, {next(iter(own)): 7000}) == list(own.values()), "own block")
+                keys = rng.sample(shared, 2)
+                _all_ok(put(store, {key: rng.choice(versions[key]) for key in keys}), "put")
+                for key, found in zip(keys, get(store, dict.fromkeys(keys, 20_000)), strict=True):
+                    _require(found in versions[key], f"a mixture: {found!r:.40}")
+        except AssertionError as error:
+            wrong.append(str(error))
+
+    with subject.open() as store:
+        threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(_PATIENCE_S)
+            _require(not thread.is_alive(), f"a thread was not done after {_PATIENCE_S} s")
+        _require(not wrong, "; ".join(wrong))
+        _require(_counts(store, 6 * 5 + 4), "blocks were lost or counted twice")
+
+
+def check_full(subject: Subject) -> None:
+    """A store that is full makes room or refuses, stays within its capacity, and reads right."""
+    with subject.open() as store:
+        capacity = store.usage().capacity_bytes
+        if not capacity:
+            return
+        _require(8 * _MIB <= capacity <= 64 * _MIB, f"give the check 8 to 64 MiB, not {capacity}")
+        nbytes = capacity // 64
+        blocks = _blocks([nbytes] * 160)
+        outcomes = [put(store, {key: payload})[0] for key, payload in blocks.items()]
+        _require(set(outcomes) <= {Outcome.OK, Outcome.FULL}, f"outcomes: {set(outcomes)}")
+        usage = store.usage()
+        _require(usage.nbytes <= capacity, f"{usage.nbytes} bytes in a store of {capacity}")
+        found = dict(zip(blocks, get(store, _sizes(blocks)), strict=True))
+        kept = {key: content for key, content in found.items() if content != Outcome.ABSENT}
+        _require(len(kept) == usage.blocks, f"{len(kept)} blocks found, {usage.blocks} counted")
+        _require(len(kept) >= 16, f"only {len(kept)} of 64 blocks that fit were kept")
+        _require(all(blocks[key] == content for key, content in kept.items()), "other bytes")
+        last = [key for key, outcome in zip(blocks, outcomes, strict=True) if outcome == "ok"][-1]
+        _require(last in kept, "the block that was put last is gone")
+        giant = memoryview(bytes(capacity + 1))
+        refused = store.put([b"giant"], [giant])[0]
+        _require(refused in (Outcome.SIZE, Outcome.FULL), f"a block over capacity: {refused}")
+        _require(store.exists([b"giant"]) == [0], "a refused block exists")
+
+
+def check_usage(subject: Subject) -> None:
+    """Usage counts what is there."""
+    blocks = _blocks([10_000] * 5)
+    with subject.open() as store:
+        empty = store.usage()
+        _require(_counts(store, 0) and empty.available, f"a new store: {empty}")
+        _all_ok(put(store, blocks), "put")
+        used = store.usage()
+        _require(_counts(store, 5), f"5 blocks were put: {used}")
+        _require(used.nbytes >= empty.nbytes, f"5 blocks weigh nothing: {used}")
+
+
+def check_restart(subject: Subject) -> None:
+    """What a persistent store holds outlives it, restart after restart."""
+    if not subject.persistent:
+        return
+    held: dict[bytes, bytes] = {}
+    for turn in range(4):
+        with subject.open() as store:
+            sizes = _sizes(held)
+            _require(get(store, sizes) == list(held.values()), f"lost at restart {turn}")
+            _require(store.exists(list(held)) == list(sizes.values()), "exists is wrong")
+            _require(_counts(store, len(held)), "usage is wrong after a restart")
+            new = _blocks([1, 5000, 70_000], b"turn-%d" % turn)
+            _all_ok(put(store, new), "put")
+            held |= new
+
+
+def check_close(subject: Subject) -> None:
+    """A closed store answers, does nothing, and can be closed again, also while it is used."""
+    blocks = _blocks([50_000] * 4)
+    answers: list[Outcome] = []
+    with subject.open() as store:
+        _all_ok(put(store, blocks), "put")
+
+        def work() -> None:
+            while Outcome.UNAVAILABLE not in answers:
+                answers.extend(put(store, blocks))
+                answers.extend(x for x in get(store, _sizes(blocks)) if isinstance(x, Outcome))
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        store.close()
+        store.close()
+        thread.join(_PATIENCE_S)
+        _require(not thread.is_alive(), "a closed store still takes blocks")
+        _require(set(answers) <= {Outcome.OK, Outcome.UNAVAILABLE, Outcome.ABSENT}, f"{answers}")
+        _require(put(store, blocks) == [Outcome.UNAVAILABLE] * 4, "put after close")
+        _require(get(store, _sizes(blocks)) == [Outcome.UNAVAILABLE] * 4, "get after close")
+        _require(store.remove(list(blocks)) == [Outcome.UNAVAILABLE] * 4, "remove after close")
+        _require(store.exists(list(blocks)) == [0] * 4, "exists after close")
+        _require(not store.usage().available, "usage after close")
+
+
+CHECKS: tuple[Check, ...] = (
+    check_round_trip,
+    check_keys,
+    check_overwrite,
+    check_absent,
+    check_sizes,
+    check_remove,
+    check_corruption,
+    check_threads,
+    check_full,
+    check_usage,
+    check_restart,
+    check_close,
+)

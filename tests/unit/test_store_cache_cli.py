@@ -1,0 +1,175 @@
+"""``kvconnect cache``: looking into the disk tier, and clearing it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from kvconnect.cli import main, parse_seconds
+from kvconnect.errors import ConfigError
+from kvconnect.store import Outcome
+from kvconnect.store.disk import DiskOptions, DiskStore, inspect
+from kvconnect.store.disk.record import pack_segment
+from kvconnect.store.disk.segment import Segment
+from kvconnect.store.pool import PagePool
+from kvconnect.testing.blocks import payload_of, spoil_files
+
+DAY = 86_400
+NOW = time.time()
+
+
+def fill(path: Path, owner: str, fingerprint: bytes, keys: list[bytes], at: float = NOW) -> None:
+    with_clock = DiskStore(
+        DiskOptions(path=str(path), capacity=16 << 20, owner=owner), fingerprint, lambda: at
+    )
+    outcomes = with_clock.put(keys, [memoryview(payload_of(key, 1000)) for key in keys])
+    assert set(outcomes) == {Outcome.OK}
+    with_clock.close()
+
+
+def held(path: Path, owner: str, fingerprint: bytes, keys: list[bytes]) -> list[bytes]:
+    store = DiskStore(DiskOptions(path=str(path), capacity=16 << 20, owner=owner), fingerprint)
+    found = [key for key, nbytes in zip(keys, store.exists(keys), strict=True) if nbytes]
+    store.close()
+    return found
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Path:
+    """Two workers; the first has blocks of two formats and two ages."""
+    fill(tmp_path, "tp0", b"\x01", [b"a", b"b"], NOW - 10 * DAY)
+    fill(tmp_path, "tp0", b"\x01", [b"c"])
+    fill(tmp_path, "tp0", b"\x02", [b"d"])
+    fill(tmp_path, "tp1", b"\x01", [b"a"])
+    return tmp_path
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = main(["cache", *arguments])
+    return code, capsys.readouterr().out
+
+
+def test_stats(tier: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = answer(capsys, "stats", str(tier), "--json")
+    parts = json.loads(out)
+    assert code == 0
+    keys = ("owner", "format", "blocks", "block_bytes", "segments", "in_use_by")
+    assert [tuple(part[key] for key in keys) for part in parts] == [
+        ("tp0", "01", 3, 3000, 1, ""),
+        ("tp0", "02", 1, 1000, 1, ""),
+        ("tp1", "01", 1, 1000, 1, ""),
+    ]
+    assert (parts[0]["oldest"], parts[0]["newest"]) == (int(NOW - 10 * DAY), int(NOW))
+    code, out = answer(capsys, "stats", str(tier))
+    assert "tp0  format 01  3 blocks, 0.0 MiB, in 1 segments" in out
+
+
+def test_stats_of_a_folder_in_use(tier: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = DiskStore(DiskOptions(path=str(tier), capacity=16 << 20, owner="tp1"), b"\x01")
+    store.put([b"live"], [memoryview(b"x" * 500)])
+    parts = json.loads(answer(capsys, "stats", str(tier), "--json")[1])
+    assert [part["in_use_by"].startswith("process") for part in parts] == [False, False, True]
+    assert parts[2]["blocks"] == 2
+    store.close()
+
+
+def test_ls(tier: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = answer(capsys, "ls", str(tier), "--json")
+    entries = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [(e["owner"], e["format"], bytes.fromhex(e["key"])) for e in entries] == [
+        ("tp0", "01", b"a"),
+        ("tp0", "01", b"b"),
+        ("tp0", "01", b"c"),
+        ("tp0", "02", b"d"),
+        ("tp1", "01", b"a"),
+    ]
+    assert all(entry["nbytes"] == 1000 for entry in entries)
+    assert answer(capsys, "ls", str(tier))[1].splitlines()[0].endswith("1000  61")
+
+
+def test_verify_finds_and_removes(tier: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(capsys, "verify", str(tier)) == (0, "5 blocks read, 0 bad, 0 of them removed\n")
+    assert spoil_files(tier / "tp0", payload_of(b"b", 1000)) == 1
+    code, out = answer(capsys, "verify", str(tier), "--json")
+    assert code == 1
+    assert json.loads(out) == {"blocks": 5, "nbytes": 5000, "bad": 1, "removed": 1}
+    assert held(tier, "tp0", b"\x01", [b"a", b"b", b"c"]) == [b"a", b"c"]
+    assert answer(capsys, "verify", str(tier)) == (0, "4 blocks read, 0 bad, 0 of them removed\n")
+
+
+def test_verify_only_reports_where_an_engine_is(
+    tier: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert spoil_files(tier / "tp1", payload_of(b"a", 1000)) == 1
+    store = DiskStore(DiskOptions(path=str(tier), capacity=16 << 20, owner="tp1"), b"\x01")
+    code, out = answer(capsys, "verify", str(tier), "--json")
+    assert (code, json.loads(out)["bad"], json.loads(out)["removed"]) == (1, 1, 0)
+    assert store.exists([b"a"]) == [1000]
+    store.close()
+
+
+def test_verify_tells_damage_from_a_file_that_was_used_again(
+    tier: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overtaken(segment: Segment, row: int, pool: PagePool) -> bool:
+        """Stand for an engine that drops the segment while it is looked at."""
+        head = segment.head._replace(identity=bytes(16))
+        with open(segment.stem + ".seg", "r+b") as file:
+            file.write(pack_segment(head))
+        return False
+
+    monkeypatch.setattr(inspect, "intact", overtaken)
+    code, out = answer(capsys, "verify", str(tier), "--json")
+    assert (code, json.loads(out)["bad"]) == (0, 0)
+
+
+def test_clear_what_is_old(tier: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(capsys, "clear", str(tier), "--older-than", "11d") == (0, "0 blocks removed\n")
+    code, out = answer(capsys, "clear", str(tier), "--older-than", "9d", "--json")
+    assert (code, json.loads(out)) == (0, {"removed": 2})
+    assert held(tier, "tp0", b"\x01", [b"a", b"b", b"c"]) == [b"c"]
+
+
+def test_clear_a_format(tier: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(capsys, "clear", str(tier), "--format", "02") == (0, "1 blocks removed\n")
+    assert held(tier, "tp0", b"\x02", [b"d"]) == []
+    assert held(tier, "tp0", b"\x01", [b"a", b"b", b"c"]) == [b"a", b"b", b"c"]
+
+
+def test_clear_all(tier: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(capsys, "clear", str(tier)) == (0, "5 blocks removed\n")
+    assert list(tier.rglob("*.seg")) == list(tier.rglob("*.idx")) == []
+    assert answer(capsys, "stats", str(tier))[1].count("empty") == 2
+
+
+def test_clear_refuses_while_an_engine_is_there(
+    tier: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = DiskStore(DiskOptions(path=str(tier), capacity=16 << 20, owner="tp1"), b"\x01")
+    with pytest.raises(SystemExit, match="2"):
+        main(["cache", "clear", str(tier)])
+    assert "owner tp1: it is in use by process" in capsys.readouterr().err
+    store.close()
+    assert held(tier, "tp0", b"\x01", [b"a", b"b", b"c"]) == [b"a", b"b", b"c"]
+
+
+@pytest.mark.parametrize("what", ["stats", "ls", "verify", "clear"])
+def test_a_folder_that_is_none_is_named(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder, text in ((tmp_path, "no worker"), (tmp_path / "x", "No such file")):
+        with pytest.raises(SystemExit, match="2"):
+            main(["cache", what, str(folder)])
+        assert f"path {folder}: {text}" in capsys.readouterr().err
+
+
+def test_durations() -> None:
+    texts = {"90s": 90, "30m": 1800, "12h": 43_200, "7d": 604_800, "0s": 0}
+    assert {text: parse_seconds("x", text) for text in texts} == texts
+    for text in ("", "7", "d", "-7d", "7w", "1.5h"):
+        with pytest.raises(ConfigError, match="such as 7d"):
+            parse_seconds("x", text)
