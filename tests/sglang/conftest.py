@@ -6,6 +6,8 @@ the same time, once; a test that kills one starts it again.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from tests.sglang.pd import LAYERWISE, decode_server, prefill_server, side_by_si
 from tests.sglang.scenario import Fleet
 from tests.sglang.server import SglangServer, plugin_path
 
+_STATUS = pytest.StashKey[int]()
 FAULTY = Path(__file__).with_name("faulty")
 
 
@@ -31,6 +34,20 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     )
     with side_by_side(*servers):
         yield Fleet(*servers, shift)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Leave as soon as all is said: what SGLang imports without a GPU crashes when the interpreter
+    takes it down, and the status would be the crash's."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(config.stash.get(_STATUS, pytest.ExitCode.INTERNAL_ERROR))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    session.config.stash[_STATUS] = int(exitstatus)
 
 
 @pytest.hookimpl(wrapper=True)
