@@ -206,9 +206,7 @@ class Sender:
     def sent(self, peer: int, want: int) -> list[Action]:
         """One ``SendPages`` has left this machine's memory."""
         reader = self._book.readers.get((peer, want))
-        if reader is None:
-            return []
-        if not reader.in_flight:
+        if reader is None or not reader.in_flight:
             return []
         reader.sent(reader.in_flight - 1)
         return reader.served() + self._book.settle(reader.ask.transfer)

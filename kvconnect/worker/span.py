@@ -18,7 +18,7 @@ import torch
 
 from kvconnect.errors import Misuse
 from kvconnect.transport.base import Area, Memory, Piece, Unit
-from kvconnect.worker.staging import make_memory
+from kvconnect.worker.staging import make_memory, whole_area
 
 _ALIGNMENT = 4096
 
@@ -31,8 +31,7 @@ def area_of(tensor: torch.Tensor) -> Area:
     """
     if not tensor.is_contiguous():
         raise Misuse(f"a tensor of shape {tuple(tensor.shape)} with gaps is no area")
-    device = tensor.device.index or 0 if tensor.device.type == "cuda" else -1
-    return Area(tensor.data_ptr(), tensor.nbytes, device)
+    return whole_area(tensor)
 
 
 def spanning(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -39,13 +39,13 @@ class HostMemory:
 
     def __init__(self, area: torch.Tensor, pieces: tuple[Area, ...] = ()) -> None:
         self._area = area  # keeps the address valid
-        self._pieces = pieces or (_area(area),)
+        self._pieces = pieces or (whole_area(area),)
 
     def areas(self) -> tuple[Area, ...]:
         return self._pieces
 
     def area_of(self, unit: Unit) -> Area:  # noqa: ARG002 - there is one
-        return _area(self._area)
+        return whole_area(self._area)
 
     def outgoing(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
         yield Piece(self._area.data_ptr(), self._area.nbytes, unit, ids)
@@ -78,7 +78,7 @@ class StagedMemory:
         pieces: tuple[Area, ...] = (),
     ) -> None:
         self._area = area
-        self._pieces = pieces or (_area(area),)
+        self._pieces = pieces or (whole_area(area),)
         self._copier = copier
         share_bytes = ring_bytes // (2 * SHARES)
         self._sending = _Ring(area.device, share_bytes, timeout_s)
@@ -88,7 +88,7 @@ class StagedMemory:
         return self._pieces
 
     def area_of(self, unit: Unit) -> Area:  # noqa: ARG002 - there is one
-        return _area(self._area)
+        return whole_area(self._area)
 
     def outgoing(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
         with self._sending.share(unit.block_bytes) as share:
@@ -196,7 +196,8 @@ def _piece(share: torch.Tensor, unit: Unit, count: int) -> Piece:
     return Piece(share.data_ptr(), share.nbytes, staged, array("q", range(count)))
 
 
-def _area(area: torch.Tensor) -> Area:
+def whole_area(area: torch.Tensor) -> Area:
+    """Return where all bytes of a dense tensor are."""
     device = area.device.index or 0 if area.device.type == "cuda" else -1
     return Area(area.data_ptr(), area.nbytes, device)
 
