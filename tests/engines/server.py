@@ -20,11 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import Self
 
 from tests.engines.models import engine_args
+from tests.nursery import Child, Nursery
 
 START_TIMEOUT_S = 480.0  # seconds on a free machine; several servers may start at once
 STOP_TIMEOUT_S = 30.0
@@ -167,6 +168,9 @@ class Client:
 class Process(Client, ABC):
     """A server started for the while of a ``with`` block. Its log is shown if that fails."""
 
+    nursery: ClassVar[Nursery | None] = None
+    """What forks servers of this class in tests; elsewhere they are started as users do it."""
+
     @abstractmethod
     def command(self) -> list[str]:
         """Return the program and its arguments."""
@@ -177,18 +181,26 @@ class Process(Client, ABC):
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         return {**os.environ, "PYTHONPATH": path}
 
-    def __enter__(self) -> Self:
-        self.port = self.port or free_port()
-        handle, path = tempfile.mkstemp(prefix="kvconnect-server-", suffix=".log")
-        self.log = Path(path)
-        with os.fdopen(handle, "wb") as log:
-            self.process = subprocess.Popen(
-                self.command(),
+    def launch(self) -> subprocess.Popen[bytes] | Child:
+        """Start the program, its output in ``self.log``."""
+        command = self.command()
+        if self.nursery and command[:2] == [sys.executable, "-m"]:
+            return self.nursery.start(command[2:], self.environment(), self.log)
+        with self.log.open("wb") as log:
+            return subprocess.Popen(
+                command,
                 stdout=log,
                 stderr=log,
                 env=self.environment(),
                 start_new_session=True,
             )
+
+    def __enter__(self) -> Self:
+        self.port = self.port or free_port()
+        handle, path = tempfile.mkstemp(prefix="kvconnect-server-", suffix=".log")
+        os.close(handle)
+        self.log = Path(path)
+        self.process = self.launch()
         try:
             self._await_health()
         except BaseException:

@@ -13,12 +13,31 @@ from pathlib import Path
 
 import pytest
 
+from tests.nursery import Nursery
 from tests.sglang.pd import LAYERWISE, decode_server, prefill_server, side_by_side
 from tests.sglang.scenario import Fleet
 from tests.sglang.server import SglangServer, plugin_path
 
 _STATUS = pytest.StashKey[int]()
 FAULTY = Path(__file__).with_name("faulty")
+
+
+# What the processes of a server import, as far as it may be imported before there is a server:
+# the client of Prometheus may not.
+MODULES = (
+    "sglang.launch_server",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.detokenizer_manager",
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nursery() -> Iterator[None]:
+    """Fork servers from a process that has imported SGLang."""
+    with Nursery(MODULES, {**os.environ, "OMP_NUM_THREADS": "1"}) as SglangServer.nursery:
+        yield
+    SglangServer.nursery = None
 
 
 @pytest.fixture(scope="session")
