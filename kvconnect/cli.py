@@ -8,13 +8,14 @@ import importlib
 import ipaddress
 import json
 import logging
+import re
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from kvconnect import versions
 from kvconnect.config import parse_bytes
@@ -22,12 +23,14 @@ from kvconnect.doctor import checks, disk, transport
 from kvconnect.doctor.finding import Finding, Report
 from kvconnect.doctor.half import Task
 from kvconnect.errors import ConfigError
+from kvconnect.plan.keys import TENANT_BYTES, tenant_of
 from kvconnect.router.options import Options, base_urls
 
 Refuse = Callable[[str], NoReturn]
 """Ends the command with a usage error."""
 
 _DISK_BYTES = "256MiB"
+_TENANTS = 10  # that are shown, those with most first; there may be one per user
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -186,26 +189,32 @@ def run_cache(refuse: Refuse, arguments: argparse.Namespace) -> int:
 
 
 def _cache_stats(inspect: ModuleType, arguments: argparse.Namespace) -> int:
-    parts = inspect.stats(arguments.folder)
+    parts = inspect.stats(arguments.folder, arguments.model)
     if arguments.json:
         print(json.dumps([part.json() for part in parts]))
         return 0
     for part in parts:
         times = f"{_when(part.oldest)} to {_when(part.newest)}" if part.blocks else "empty"
         print(
-            f"{part.owner}  format {part.format or '-'}  {part.blocks} blocks, "
+            f"{part.owner}  format {part.format or '-'}{_named(part.model)}  {part.blocks} blocks, "
             f"{part.block_bytes / 2**20:.1f} MiB, in {part.segments} segments of "
             f"{part.file_bytes / 2**20:.1f} MiB, {times}  {part.in_use_by or 'not in use'}"
         )
+        tenants = sorted(part.tenants.items(), key=lambda item: -item[1])
+        for tenant, nbytes in tenants[:_TENANTS]:
+            print(f"    tenant {tenant}  {nbytes / 2**20:.1f} MiB")
+        if len(tenants) > _TENANTS:
+            print(f"    and {len(tenants) - _TENANTS} tenants more")
     return 0
 
 
 def _cache_ls(inspect: ModuleType, arguments: argparse.Namespace) -> int:
-    for entry in inspect.ls(arguments.folder):
+    for entry in inspect.ls(arguments.folder, _wanted(inspect, arguments)):
         if arguments.json:
             print(json.dumps(entry._asdict()))
         else:
-            print(f"{entry.owner}  {_when(entry.seconds)}  {entry.nbytes:>10}  {entry.key}")
+            what = f"{entry.key}{_named(entry.model)}"
+            print(f"{entry.owner}  {_when(entry.seconds)}  {entry.nbytes:>10}  {what}")
     return 0
 
 
@@ -219,10 +228,7 @@ def _cache_verify(inspect: ModuleType, arguments: argparse.Namespace) -> int:
 
 
 def _cache_clear(inspect: ModuleType, arguments: argparse.Namespace) -> int:
-    before = None
-    if arguments.older_than:
-        before = time.time() - parse_seconds("older-than", arguments.older_than)
-    removed = inspect.clear(arguments.folder, before, arguments.format.lower())
+    removed = inspect.clear(arguments.folder, _wanted(inspect, arguments))
     print(json.dumps({"removed": removed}) if arguments.json else f"{removed} blocks removed")
     return 0
 
@@ -235,6 +241,29 @@ _CACHE: dict[str, Callable[[ModuleType, argparse.Namespace], int]] = {
 }
 
 
+def _wanted(inspect: ModuleType, arguments: argparse.Namespace) -> Any:
+    """Return which blocks the command is about; raise :class:`ConfigError`."""
+    before = tenant = None
+    if arguments.older_than:
+        before = time.time() - parse_seconds("older-than", arguments.older_than)
+    if arguments.tenant is not None:
+        tenant = tenant_of(arguments.tenant)
+    elif arguments.tenant_id is not None:
+        tenant = parse_tenant("tenant-id", arguments.tenant_id)
+    return inspect.Wanted(before, arguments.format.lower(), arguments.model, tenant)
+
+
+def parse_tenant(field: str, text: str) -> bytes:
+    """Return a tenant's id, which has 16 hexadecimal digits, or fewer with keys of other makers.
+
+    Raises:
+        ConfigError: not of that form.
+    """
+    if not re.fullmatch(rf"([0-9a-fA-F]{{2}}){{1,{TENANT_BYTES}}}", text):
+        raise ConfigError(field, text, "use the 16 hexadecimal digits that stats shows")
+    return bytes.fromhex(text)
+
+
 def parse_seconds(field: str, text: str) -> float:
     """Return seconds of a duration such as ``90s``, ``30m``, ``12h`` or ``7d``.
 
@@ -245,6 +274,12 @@ def parse_seconds(field: str, text: str) -> float:
     if unit is None or not text[:-1].isdecimal():
         raise ConfigError(field, text, "use a number and s, m, h or d, such as 7d")
     return float(int(text[:-1]) * unit)
+
+
+def _named(model: str) -> str:
+    """Return a model's name as part of a line; it comes from a file that anybody may have made."""
+    plain = "".join(letter if letter.isprintable() else "?" for letter in model)
+    return f"  {plain}" if plain else ""
 
 
 def _when(seconds: int) -> str:
@@ -270,10 +305,17 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
         each.add_argument("folder", metavar="DIR", help="path of the disk tier")
         each.add_argument("--json", action="store_true", help="print JSON instead of lines")
         each.set_defaults(run=partial(run_cache, each.error))
-    old = "only those put longer ago, such as 7d, 12h or 30m"
-    clear.add_argument("--older-than", default="", metavar="TIME", help=old)
-    of_format = "only formats whose fingerprint (see stats) begins so"
-    clear.add_argument("--format", default="", metavar="HEX", help=of_format)
+    for each in (stats, ls, clear):
+        of_model = "only formats of this model; '' for those whose model is not known"
+        each.add_argument("--model", metavar="NAME", help=of_model)
+    for each in (ls, clear):
+        old = "only those put longer ago, such as 7d, 12h or 30m"
+        each.add_argument("--older-than", default="", metavar="TIME", help=old)
+        of_format = "only formats whose fingerprint (see stats) begins so"
+        each.add_argument("--format", default="", metavar="HEX", help=of_format)
+        tenant = each.add_mutually_exclusive_group()
+        tenant.add_argument("--tenant", metavar="SALT", help="only requests of this cache_salt")
+        tenant.add_argument("--tenant-id", metavar="HEX", help="the same, by its id (see stats)")
 
 
 # router -----------------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ from kvconnect.errors import ConfigError
 DigestMode = Literal["off", "sampled", "full"]
 PolicyName = Literal["lru", "s3fifo"]
 TransportName = Literal["auto", "tcp", "nixl"]
+Spill = Literal["all", "reused"]
+LoadWhen = Literal["faster", "always"]
 
 _UNITS = {
     "": 1,
@@ -68,7 +70,29 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
     connections: int = 2
 
 
-class Config(NetworkConfig, frozen=True, kw_only=True):
+class BelowConfig(NetworkConfig, frozen=True, kw_only=True):
+    """Tiers below host memory; there are none unless they are named.
+
+    Attributes:
+        disk: settings of the disk tier, such as ``{"path": "/nvme/kv", "capacity": "500GiB"}``.
+        remote: settings of a shared tier and its ``kind``: ``{"kind": "valkey", "address":
+            "10.1.2.3:6379"}``.
+        spill: which blocks are written to these tiers: ``all`` that the host tier stores, or those
+            that were ``reused`` from it.
+        load_when: ``faster``: as far as it is expected to take less time than computing, from what
+            both took so far; ``always``: whatever is there, to spare the device.
+        wait_s: seconds a request waits at most for its blocks to come from these tiers; then it is
+            computed.
+    """
+
+    disk: dict[str, Any] = {}
+    remote: dict[str, Any] = {}
+    spill: Spill = "all"
+    load_when: LoadWhen = "faster"
+    wait_s: float = 5.0
+
+
+class Config(BelowConfig, frozen=True, kw_only=True):
     """All settings: of the host tier, of the hand-off between engines, and of both.
 
     Attributes:
@@ -144,13 +168,32 @@ def parse_config(extra: Mapping[str, Any]) -> Config:
     _check_choice(values, "policy", get_args(PolicyName))
     _check_choice(values, "digest", get_args(DigestMode))
     _check_choice(values, "transport", get_args(TransportName))
-    for field in ("deadline_s", "lease_s"):
+    _check_choice(values, "spill", get_args(Spill))
+    _check_choice(values, "load_when", get_args(LoadWhen))
+    _check_below(values)
+    for field in ("deadline_s", "lease_s", "wait_s"):
         seconds = values.get(field, _LONGEST_S)
         if type(seconds) not in (int, float) or not 0 < seconds <= _LONGEST_S:
             fix = f"use seconds, more than 0 and at most {_LONGEST_S}"
             raise ConfigError(field, seconds, fix)
     _check_handoff(values)
     return msgspec.convert(values, Config)
+
+
+def _check_below(values: Mapping[str, Any]) -> None:
+    """Check what can be checked without a store: its own settings are the store's to check."""
+    for field in ("disk", "remote"):
+        settings = values.get(field, {})
+        if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
+            raise ConfigError(field, settings, 'use an object such as {"path": "/nvme/kv"}')
+        if settings and values.get("host_bytes") == OFF:
+            fix = "blocks come and go through host memory: give host_bytes a size"
+            raise ConfigError(field, settings, fix)
+    remote = values.get("remote", {})
+    if remote and not isinstance(remote.get("kind"), str):
+        raise ConfigError("remote", remote, 'name its kind, such as "valkey" or "object"')
+    if remote.get("kind") == "disk":
+        raise ConfigError("remote", remote, "the disk tier has a setting of its own: disk")
 
 
 def config_from_environment(environ: Mapping[str, str]) -> Config:

@@ -19,7 +19,7 @@ Arithmetic only. Sizes are bytes unless a name says otherwise.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import accumulate
@@ -50,6 +50,7 @@ in one: K is transposed."""
 
 # The version is in what is hashed, so keys of two versions never meet.
 _ROOT, _LINK = b"kvconnect.root.1", b"kvconnect.link.1"
+_STORED = b"kvconnect.store1"
 _KEY_BYTES = 32
 
 
@@ -98,6 +99,13 @@ def page_keys(keys: Sequence[bytes], page_tokens: int) -> list[bytes]:
         raise Misuse(f"pages of {page_tokens} tokens: not a multiple of {CHAIN_TOKENS}")
     step = page_tokens // CHAIN_TOKENS
     return list(keys[step - 1 :: step])
+
+
+def fingerprint(fields: Mapping[str, object]) -> bytes:
+    """Return the name of a format of stored blocks, given all that their bytes depend on beside
+    the tokens. The fields must be plain JSON."""
+    text = json.dumps(fields, sort_keys=True)
+    return blake2b(text.encode(), digest_size=16, person=_STORED).digest()
 
 
 @dataclass(frozen=True, slots=True)

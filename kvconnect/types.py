@@ -30,6 +30,8 @@ class Tier(str, Enum):
     """Where a block can be found below the device."""
 
     HOST = "host"
+    DISK = "disk"
+    REMOTE = "remote"
 
 
 class FailureCause(str, Enum):

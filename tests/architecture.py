@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 LAYERS = (
-    {"types", "errors", "states", "config", "stats", "memory", "versions"},
-    {"wire", "plan", "geometry", "pages", "format", "kernels", "_native"},
+    {"types", "errors", "states", "config", "stats", "memory", "versions", "weights"},
+    {"wire", "plan", "geometry", "pages", "slices", "format", "kernels", "_native"},
     {"transport", "copy", "store"},
     {"worker", "metrics", "router"},
     {"engines", "testing", "doctor", "__init__"},
@@ -32,6 +32,7 @@ FOREIGN = {
     "prometheus_client": ("metrics/prometheus.py", "router/"),
     "aiohttp": ("router/",),
     "uvloop": ("router/",),
+    "huggingface_hub": ("engines/",),
     "vllm": ("engines/vllm/",),
     "sglang": ("engines/sglang/",),
 }

@@ -136,7 +136,7 @@ def _become(request: dict[str, Any]) -> NoReturn:
         status = 0
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
+    except Exception:  # boundary: say it in the log, as the interpreter would
         sys.excepthook(*sys.exc_info())
     finally:
         sys.stdout.flush()

@@ -8,10 +8,19 @@ the last chunk boundary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from kvconnect.plan.index import HostIndex
+
+class Lookup(Protocol):
+    """What is there: :class:`~kvconnect.plan.index.HostIndex`, or more than that."""
+
+    def ready_slots(self, group: int, hashes: Iterable[bytes]) -> list[int]:
+        """Return one number for each of the leading blocks that are there."""
+
+    def slot_of(self, group: int, block_hash: bytes) -> int | None:
+        """Return a number for a block that is there, else None."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ def alignment(groups: Sequence[CacheGroup]) -> int:
 
 
 def longest_prefix(
-    index: HostIndex,
+    index: Lookup,
     groups: Sequence[CacheGroup],
     hashes: Sequence[Sequence[bytes]],
     local_tokens: int,
@@ -84,7 +93,7 @@ def longest_prefix(
 
 
 def _last_gap(
-    index: HostIndex,
+    index: Lookup,
     windowed: Sequence[tuple[int, CacheGroup]],
     hashes: Sequence[Sequence[bytes]],
     local_tokens: int,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span, TransferId
+from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span, Tier, TransferId
 
 
 class Part(NamedTuple):
@@ -47,6 +47,50 @@ class Load:
     parts: tuple[Part, ...]
     deadline_s: float
     sync: bool
+
+
+@dataclass(frozen=True)
+class Seek:
+    """Find out which blocks are in the tiers below host memory."""
+
+    job: JobId
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Read blocks from the tiers below host memory: ``keys[i]`` into ``slots[i]``."""
+
+    job: JobId
+    keys: tuple[bytes, ...]
+    slots: array[int]
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class Spill:
+    """Write blocks to the tiers below host memory: ``slots[i]`` as ``keys[i]``."""
+
+    job: JobId
+    keys: tuple[bytes, ...]
+    slots: array[int]
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One worker's answer to a :class:`Seek`, :class:`Fetch` or :class:`Spill`.
+
+    ``found[i]`` tells of ``keys[i]`` which tier has it now, or gave it: a place in
+    :data:`BELOW`, the first one of several.
+    """
+
+    job: JobId
+    found: bytes
+
+
+BELOW = (None, Tier.DISK, Tier.REMOTE)
+"""What an :class:`Answer` says of a block: 0 for none, and the slower the tier the higher."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +201,9 @@ class Instructions:
     receives: list[Receive] = field(default_factory=list)
     drops: list[Drop] = field(default_factory=list)
     keeps: list[Keep] = field(default_factory=list)
+    seeks: list[Seek] = field(default_factory=list)
+    fetches: list[Fetch] = field(default_factory=list)
+    spills: list[Spill] = field(default_factory=list)
 
 
 class Failure(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -279,11 +279,19 @@ def gauges(
     yield from plan.jobs.gauges(now)
 
 
-def count_lookup(stats: OffloadingConnectorStats, asked_tokens: int, hit_tokens: int) -> None:
-    """Count one admitted request: tokens the device lacked, and how many the tier had."""
+def count_lookup(
+    stats: OffloadingConnectorStats, asked_tokens: int, hit_tokens: int, below: Mapping[Tier, int]
+) -> None:
+    """Count one admitted request: tokens the device lacked, how many of them the host tier had,
+    and which of those had come there for this request, from a tier ``below``."""
     stats.count("lookups")
     stats.count("query_tokens", asked_tokens)
-    stats.count("hit_tokens", hit_tokens, label=Tier.HOST.value)
+    host = hit_tokens
+    for tier, tokens in below.items():
+        brought = min(tokens, host)  # it may have been evicted since
+        stats.count("hit_tokens", brought, label=tier.value)
+        host -= brought
+    stats.count("hit_tokens", host, label=Tier.HOST.value)
     stats.count("miss_tokens", asked_tokens - hit_tokens)
 
 

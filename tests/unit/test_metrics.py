@@ -7,8 +7,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvconnect.metrics.catalog import CATALOG, SGLANG, VLLM, families, markdown_table
+from kvconnect.metrics.catalog import CATALOG, SGLANG, VLLM, families
+from kvconnect.metrics.document import markdown_table
 from kvconnect.metrics.model import Family, Part
+from kvconnect.plan.cost import Reason
 from kvconnect.plan.groups import CacheGroup
 from kvconnect.plan.index import HostIndex
 from kvconnect.plan.offload import Limits, OffloadPlan, gauges
@@ -44,6 +46,7 @@ def test_engines_share_rows_but_for_those_that_one_of_them_cannot_have() -> None
     }
     assert rows[VLLM] == {row.name for row in CATALOG}
     missing = {"recomputed_tokens", "handoff_expired_leases", "handoff_leases"}
+    missing |= {row.name for row in CATALOG if row.name.startswith("below_")}
     assert rows[VLLM] - rows[SGLANG] == missing
     assert {p for row in CATALOG for p in row.absent} <= {VLLM, SGLANG}
     assert [f.name for f in families(SGLANG) if f.alias] == ["sglang:kvcache_transfer_latency"]
@@ -83,7 +86,7 @@ def test_vllms_offload_names_show_offload_only() -> None:
 
 def test_documentation_is_up_to_date() -> None:
     text = (ROOT / "docs" / "metrics.md").read_text()
-    assert text == markdown_table(), "python -m kvconnect.metrics.catalog > docs/metrics.md"
+    assert text == markdown_table(), "python -m kvconnect.metrics.document > docs/metrics.md"
     # Control: the text depends on the catalogue.
     assert all(f"`{family.exposed}`" in text for family in families("vllm:"))
     assert "`vllm:kvconnect_lookup_total`" not in text
@@ -120,10 +123,15 @@ def test_the_gauges_of_a_plan_are_the_gauges_of_the_catalogue() -> None:
     plan = OffloadPlan((CacheGroup(4),), index, OffloadingConnectorStats(), limits)
     shown = [(name, label or "") for name, _, label in gauges(plan, 0.0, 64)]
     assert len(shown) == len(set(shown))
-    assert set(shown) == {series for series in series_of("gauge") if not of_handoff(series)}
+    assert set(shown) == {series for series in series_of("gauge") if not of_others(series)}
     # Control: the comparison is by label value too.
     assert ("ledger_held_blocks", "load") in series_of("gauge")
     assert ("ledger_held_blocks", "") not in series_of("gauge")
+
+
+def of_others(series: tuple[str, str]) -> bool:
+    """Whether a gauge is not one of the host tier's plan."""
+    return of_handoff(series) or series[0].startswith("below_")
 
 
 def of_handoff(series: tuple[str, str]) -> bool:
@@ -152,7 +160,9 @@ def test_the_library_records_every_series_of_hand_off() -> None:
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Constant)
     }
-    assert {name for name, _ in series_of("gauge") if name.startswith("handoff_")} <= words
+    assert {
+        name for name, _ in series_of("gauge") if name.startswith(("handoff_", "below_"))
+    } <= words
 
 
 def test_the_library_records_every_series_of_offload() -> None:
@@ -182,7 +192,13 @@ def series_of(kind: str) -> set[tuple[str, str]]:
 
 
 # An expression that ends so takes any value of the enum that the sources make.
-LABEL_ENUMS = {"cause": FailureCause, "kind": TransferType, "_TYPE": TransferType}
+LABEL_ENUMS = {
+    "cause": FailureCause,
+    "kind": TransferType,
+    "_TYPE": TransferType,
+    "tier": Tier,
+    "reason": Reason,
+}
 
 
 # A plain variable of a label's name takes any of its words that the sources contain.
@@ -231,7 +247,7 @@ def label_values(label: ast.expr | None, made: set[str]) -> set[str]:
         return label_values(label.body, made) | label_values(label.orelse, made)
     owner = ast.unparse(label).removesuffix(".value")  # "Tier.HOST", "failure.cause", "_TYPE[x]"
     kind = LABEL_ENUMS.get(re.sub(r"\[.*?\]", "", owner).rpartition(".")[2])
-    named = [m for m in (*Tier, *TransferType) if f"{type(m).__name__}.{m.name}" == owner]
+    named = [m for m in (*Tier, *TransferType, *Reason) if f"{type(m).__name__}.{m.name}" == owner]
     members = list(kind) if kind else named
     assert members, f"label={ast.unparse(label)}: which values?"
     return {m.value for m in members if f"{type(m).__name__}.{m.name}" in made}

@@ -13,7 +13,7 @@ from kvconnect.plan.ledger import Owner
 from kvconnect.plan.offload import Limits, LoadRequest, OffloadPlan, count_lookup, gauges
 from kvconnect.plan.policy import make_policy
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.types import FailureCause
+from kvconnect.types import FailureCause, Tier
 
 FULL = (CacheGroup(4),)
 HYBRID = (CacheGroup(4), CacheGroup(4, window=5))
@@ -391,12 +391,12 @@ def test_gauges_count_blocks_and_bytes() -> None:
 
 def test_a_lookup_is_counted_in_tokens() -> None:
     stats = OffloadingConnectorStats()
-    count_lookup(stats, 100, 64)
-    count_lookup(stats, 10, 0)
+    count_lookup(stats, 100, 64, {Tier.DISK: 16, Tier.REMOTE: 20})
+    count_lookup(stats, 10, 0, {Tier.DISK: 16})
     assert stats.data["counters"] == {
         "lookups": {"": 2},
         "query_tokens": {"": 110},
-        "hit_tokens": {"host": 64},
+        "hit_tokens": {"disk": 16, "remote": 20, "host": 28},
         "miss_tokens": {"": 46},
     }
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect.cli import main, parse_seconds
+from kvconnect.cli import main, parse_seconds, parse_tenant
 from kvconnect.errors import ConfigError
+from kvconnect.plan.keys import block_key, tenant_of
 from kvconnect.store import Outcome
 from kvconnect.store.disk import DiskOptions, DiskStore, inspect
 from kvconnect.store.disk.record import pack_segment
@@ -155,6 +156,190 @@ def test_clear_refuses_while_an_engine_is_there(
     assert "owner tp1: it is in use by process" in capsys.readouterr().err
     store.close()
     assert held(tier, "tp0", b"\x01", [b"a", b"b", b"c"]) == [b"a", b"b", b"c"]
+
+
+# Tenants and models -----------------------------------------------------------------------------
+
+
+def keys_of(salt: str, count: int) -> list[bytes]:
+    return [block_key(tenant_of(salt) + bytes(8), 0, b"%d" % number) for number in range(count)]
+
+
+ALICE, BOB, NOBODY = keys_of("alice", 3), keys_of("bob", 2), keys_of("", 1)
+ALL = [*ALICE, *BOB, *NOBODY]
+LLAMA, QWEN = b"\x0a", b"\x0b"
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """Two workers, blocks of two models by three tenants; nothing is known of a third format."""
+    for owner, fingerprint, model in (
+        ("0", LLAMA, "llama"),
+        ("1", LLAMA, "llama"),
+        ("0", QWEN, "qwen"),
+    ):
+        options = DiskOptions(
+            path=str(tmp_path), capacity=16 << 20, owner=owner, about={"model": model}
+        )
+        DiskStore(options, fingerprint).close()
+        fill(tmp_path, owner, fingerprint, ALL)
+    fill(tmp_path, "1", b"\x0c", ALICE)
+    return tmp_path
+
+
+def test_stats_by_tenant(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = answer(capsys, "stats", str(shared), "--json")
+    parts = json.loads(out)
+    assert code == 0
+    assert [(part["owner"], part["format"], part["model"]) for part in parts] == [
+        ("0", "0a", "llama"),
+        ("0", "0b", "qwen"),
+        ("1", "0a", "llama"),
+        ("1", "0c", ""),
+    ]
+    assert parts[0]["tenants"] == {
+        tenant_of("alice").hex(): 3000,
+        tenant_of("bob").hex(): 2000,
+        "0" * 16: 1000,
+    }
+    assert parts[3]["tenants"] == {tenant_of("alice").hex(): 3000}
+    lines = answer(capsys, "stats", str(shared))[1].splitlines()
+    assert lines[0].startswith("0  format 0a  llama  6 blocks")
+    assert lines[1] == f"    tenant {tenant_of('alice').hex()}  0.0 MiB"
+
+
+def test_stats_shows_the_largest_of_many_tenants(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(tmp_path, "0", LLAMA, [key for n in range(15) for key in keys_of(f"user {n}", 1)])
+    fill(tmp_path, "0", LLAMA, ALICE)
+    lines = answer(capsys, "stats", str(tmp_path))[1].splitlines()
+    assert tenant_of("alice").hex() in lines[1]
+    assert (len(lines), lines[-1]) == (12, "    and 6 tenants more")
+    assert len(json.loads(answer(capsys, "stats", str(tmp_path), "--json")[1])[0]["tenants"]) == 16
+
+
+def test_stats_and_ls_of_a_model(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = {"llama": 2, "qwen": 1, "": 1, "no such model": 0}
+    for model, parts in counts.items():
+        found = answer(capsys, "stats", str(shared), "--json", "--model", model)[1]
+        assert [part["model"] for part in json.loads(found)] == [model] * parts
+    lines = answer(capsys, "ls", str(shared), "--model", "qwen")[1].splitlines()
+    assert len(lines) == 6
+    assert all(line.endswith("  qwen") for line in lines)
+    assert lines[0].split()[-2] == ALICE[0].hex()
+
+
+@pytest.mark.parametrize("flags", [("--tenant", "bob"), ("--tenant-id", tenant_of("bob").hex())])
+def test_ls_of_a_tenant(
+    shared: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, str]
+) -> None:
+    out = answer(capsys, "ls", str(shared), "--json", *flags)[1]
+    entries = [json.loads(line) for line in out.splitlines()]
+    assert [bytes.fromhex(entry["key"]) for entry in entries] == BOB * 3
+    assert {entry["tenant"] for entry in entries} == {tenant_of("bob").hex()}
+    assert answer(capsys, "ls", str(shared), "--json", "--tenant", "eve")[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("salt", "flags"),
+    [
+        ("alice", ("--tenant", "alice")),
+        ("bob", ("--tenant-id", tenant_of("bob").hex().upper())),
+        ("", ("--tenant", "")),
+    ],
+)
+def test_clear_a_tenant(
+    shared: Path, capsys: pytest.CaptureFixture[str], salt: str, flags: tuple[str, str]
+) -> None:
+    listed = len(answer(capsys, "ls", str(shared), *flags)[1].splitlines())
+    left = [key for key in ALL if key[:8] != tenant_of(salt)]
+    code, out = answer(capsys, "clear", str(shared), *flags, "--json")
+    assert (code, json.loads(out)) == (0, {"removed": listed})
+    assert listed >= 3
+    for owner, fingerprint in (("0", LLAMA), ("0", QWEN), ("1", LLAMA)):
+        assert held(shared, owner, fingerprint, ALL) == left
+    assert answer(capsys, "ls", str(shared), *flags)[1] == ""
+    assert answer(capsys, "verify", str(shared))[0] == 0
+
+
+def test_what_was_cleared_stays_away_without_an_index(
+    shared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(capsys, "clear", str(shared), "--tenant", "alice")
+    for index in shared.rglob("*.idx"):
+        index.unlink()
+    assert held(shared, "0", LLAMA, ALL) == [*BOB, *NOBODY]
+
+
+def test_clear_a_model(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nothing = (0, "0 blocks removed\n")
+    assert answer(capsys, "clear", str(shared), "--model", "no such model") == nothing
+    assert answer(capsys, "clear", str(shared), "--model", "llama") == (0, "12 blocks removed\n")
+    assert held(shared, "0", LLAMA, ALL) == held(shared, "1", LLAMA, ALL) == []
+    assert held(shared, "0", QWEN, ALL) == ALL
+    assert held(shared, "1", b"\x0c", ALL) == ALICE
+    assert answer(capsys, "clear", str(shared), "--model", "") == (0, "3 blocks removed\n")
+    assert held(shared, "0", QWEN, ALL) == ALL
+
+
+def test_filters_add_up(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--tenant", "alice", "--model", "llama", "--format", "0A", "--older-than", "0s")
+    assert answer(capsys, "clear", str(shared), *flags, "--json")[1] == '{"removed": 6}\n'
+    assert held(shared, "0", LLAMA, ALL) == [*BOB, *NOBODY]
+    assert held(shared, "0", QWEN, ALL) == ALL
+    old = (*flags[:-1], "1d")
+    assert answer(capsys, "clear", str(shared), *old, "--json")[1] == '{"removed": 0}\n'
+
+
+def test_clear_a_tenant_not_while_an_engine_is_there(
+    shared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = DiskStore(DiskOptions(path=str(shared), capacity=16 << 20, owner="1"), LLAMA)
+    for flags in (("--tenant", "alice"), ("--model", "llama")):
+        with pytest.raises(SystemExit, match="2"):
+            main(["cache", "clear", str(shared), *flags])
+        assert "owner 1: it is in use by process" in capsys.readouterr().err
+    store.close()
+    assert held(shared, "0", LLAMA, ALL) == ALL
+
+
+def test_a_model_is_shown_as_plain_text(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = shared / "0" / "formats" / "0a.json"
+    path.write_text(json.dumps({"model": "evil\x1b[2J\nname"}))
+    for what in ("stats", "ls"):
+        out = answer(capsys, what, str(shared))[1]
+        assert "evil?[2J?name" in out
+        assert "\x1b" not in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("--tenant-id", ""), "tenant-id : use the 16 hexadecimal digits"),
+        (("--tenant-id", "0" * 18), "use the 16 hexadecimal digits"),
+        (("--tenant-id", "alice"), "use the 16 hexadecimal digits"),
+        (("--tenant-id", "00", "--tenant", "a"), "not allowed with"),
+    ],
+)
+def test_a_tenant_that_cannot_be_meant(
+    shared: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], text: str
+) -> None:
+    for what in ("ls", "clear"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["cache", what, str(shared), *flags])
+        assert text in capsys.readouterr().err
+    assert held(shared, "0", LLAMA, ALL) == ALL
+
+
+def test_tenant_ids() -> None:
+    assert parse_tenant("x", "00fF") == b"\x00\xff"
+    for text in ("0", "00 ff", "0x00", "00\n"):
+        with pytest.raises(ConfigError, match="16 hexadecimal digits"):
+            parse_tenant("x", text)
+
+
+# Folders and durations --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", ["stats", "ls", "verify", "clear"])

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 
 class KVConnect(KVConnectorBase_V1, SupportsHMA):
-    """vLLM KV connector that keeps evicted KV blocks in host memory and hands blocks from prefill
-    to decode engines."""
+    """vLLM KV connector that keeps evicted KV blocks in host memory and the tiers below it, and
+    hands blocks from prefill to decode engines."""
 
     _cache_hit_source = CacheHitSource.HOST
     # A store that is dropped is a later miss, and blocks of a hand-off are held on their own: what
@@ -197,7 +197,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Whether jobs are open: the engine steps on until they are answered."""
-        return self.scheduler.plan.busy or self.scheduler.handoff.busy
+        return self.scheduler.busy
 
     def reset_cache(self) -> bool:
         """See :meth:`SchedulerHalf.reset`."""

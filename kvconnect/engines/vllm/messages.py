@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvconnect.plan.instructions import Instructions, Notice, Report
+from kvconnect.plan.instructions import Answer, Instructions, Notice, Report
 
 
 @dataclass
@@ -38,13 +38,15 @@ class StepInstructions(KVConnectorMetadata):
 class StepReports(KVConnectorWorkerMetadata):
     """Jobs that ended, workers to scheduler; one entry per worker and job.
 
-    ``reports`` are those of the host tier, ``arrivals`` those of hand-offs received; ``notices``
-    say what the other side did with a hand-off sent.
+    ``reports`` are those of the host tier, ``arrivals`` those of hand-offs received, ``answers``
+    those of the tiers below host memory; ``notices`` say what the other side did with a hand-off
+    sent.
     """
 
     reports: list[Report] = field(default_factory=list)
     arrivals: list[Report] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReports:
         """Return this step's reports of both."""
@@ -53,4 +55,5 @@ class StepReports(KVConnectorWorkerMetadata):
             self.reports + other.reports,
             self.arrivals + other.arrivals,
             self.notices + other.notices,
+            self.answers + other.answers,
         )

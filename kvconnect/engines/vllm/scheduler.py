@@ -16,12 +16,14 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvconnect.config import Config
 from kvconnect.engines.vllm import translate
+from kvconnect.engines.vllm.below import BelowHalf
 from kvconnect.engines.vllm.events import EventLog
 from kvconnect.engines.vllm.handoff import HandoffHalf
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.stats import KVConnectStats
 from kvconnect.errors import Incompatible
-from kvconnect.plan.groups import keeps_prefix
+from kvconnect.plan.below import Wanted
+from kvconnect.plan.groups import CacheGroup, keeps_prefix
 from kvconnect.plan.index import HostIndex
 from kvconnect.plan.offload import Limits, LoadRequest, OffloadPlan, count_lookup, gauges
 from kvconnect.plan.policy import make_policy
@@ -57,7 +59,7 @@ class SchedulerHalf:
             logger.warning("sync_load_bytes is ignored: steps overlap (async scheduling)")
             config = msgspec.structs.replace(config, sync_load_bytes=0)
         self._config = config
-        self._groups = translate.cache_groups(kv_cache_config)
+        groups = translate.cache_groups(kv_cache_config)
         self._hash_tokens = translate.hash_block_tokens(vllm_config, kv_cache_config)
         self._limits = Limits(
             workers=vllm_config.parallel_config.world_size,
@@ -69,9 +71,10 @@ class SchedulerHalf:
         self._promised: dict[str, _Promise | None] = {}
         self._slot_bytes = 0
         self._gauges: dict[tuple[str, str | None], float] = {}
-        self.events = EventLog(vllm_config, self._groups)
-        self.handoff = HandoffHalf(vllm_config, config, self._groups, KVConnectStats())
-        self.plan = self._make_plan(num_slots=0)
+        self.events = EventLog(vllm_config, groups)
+        self.handoff = HandoffHalf(vllm_config, config, groups, KVConnectStats())
+        self.plan = self._make_plan(groups, num_slots=0)
+        self.below: BelowHalf | None = None
 
     def greet(self, hellos: Mapping[tuple[int, int], WorkerHello]) -> None:
         """Learn the workers' host tiers and addresses; the smallest tier counts, since all use the
@@ -84,7 +87,11 @@ class SchedulerHalf:
             raise Incompatible(f"{len(hellos)} of {self._limits.workers} workers came up")
         num_slots = min(hello.num_slots for hello in hellos.values())
         self._slot_bytes = sum(hello.slot_bytes for hello in hellos.values())
-        self.plan = self._make_plan(num_slots)
+        self.plan = self._make_plan(self.plan.groups, num_slots)
+        if self._config.disk or self._config.remote:
+            sizes = len(hellos), self._slot_bytes
+            args = (self._config, self.plan.groups, self.plan.index, self.handoff.stats)
+            self.below = BelowHalf(*args, sizes)
         self.handoff.greet(hellos)
         logger.info(
             "KVConnect host tier: %d blocks, %.2f GiB over %d workers",
@@ -100,9 +107,9 @@ class SchedulerHalf:
         if request.kv_transfer_params:
             self.handoff.add_request(request, time.monotonic())
 
-    def match(self, request: Request, local_tokens: int) -> tuple[int, bool]:
+    def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Return (tokens that can be added to ``local_tokens``, whether asynchronously): all a
-        hand-off brings, or what the host tier has."""
+        hand-off brings, or what the host tier has. None: ask again at the next step."""
         req_id = request.request_id
         if request.skip_reading_prefix_cache:
             self.handoff.decline(req_id)  # it needs its prompt computed here
@@ -114,12 +121,17 @@ class SchedulerHalf:
             return arriving, True
         # The engine samples from the last token's output, so a windowed group's load must leave
         # that token (and with it the window before it) to compute.
-        whole = all(group.is_full for group in self._groups)
+        whole = all(group.is_full for group in self.plan.groups)
         limit = request.num_tokens if whole else request.num_tokens - 1
         hashes = self._hashes(request)
+        if self.below is not None:
+            wanted = Wanted(hashes, local_tokens, limit)
+            if self.below.ask(request, wanted, time.monotonic()):
+                return None, False
         found = self.plan.match(req_id, hashes, local_tokens, limit)
         # Pages on offer leave while the step runs, when it is not known yet that a load failed.
-        sync = self._is_small(found) and not self.handoff.leases.busy
+        most = self._config.sync_load_bytes
+        sync = _is_small(self.plan, found, self._slot_bytes, most) and not self.handoff.leases.busy
         if sync and local_tokens + found >= request.num_tokens:
             found = self.plan.match(req_id, hashes, local_tokens, request.num_tokens - 1)
         self._promised[req_id] = _Promise(local_tokens, sync)
@@ -139,16 +151,12 @@ class SchedulerHalf:
             return
         if handoff:  # the engine found out that it needs nothing
             self.handoff.decline(request.request_id)
-        count_lookup(self.plan.stats, request.num_tokens - local_tokens, num_external)
+        total, hashes = local_tokens + num_external, self._hashes(request)
         if num_external:
-            wanted = LoadRequest(
-                local_tokens,
-                local_tokens + num_external,
-                self._hashes(request),
-                blocks.get_block_ids(),
-                sync,
-            )
+            wanted = LoadRequest(local_tokens, total, hashes, blocks.get_block_ids(), sync)
             self.plan.plan_load(request.request_id, wanted, time.monotonic())
+        below = self.below.admitted(request, hashes, (local_tokens, total)) if self.below else {}
+        count_lookup(self.plan.stats, request.num_tokens - local_tokens, num_external, below)
 
     def build_step(self, output: SchedulerOutput) -> StepInstructions:
         """Plan the stores of this step and hand out its instructions."""
@@ -163,11 +171,13 @@ class SchedulerHalf:
                 translate.hold_blocks(self.pool, self.handoff.offer(req_id, computed, output))
         work = self.plan.take(now)
         self.handoff.take(work, now)
+        if self.below is not None:
+            self.below.take(work, output, now)
         for store in work.stores:
             for part in store.parts:
                 translate.hold_blocks(self.pool, part.block_ids)
         self.events.removed(self.plan.take_removed())
-        idle = not output.num_scheduled_tokens and self.handoff.busy and not self.plan.busy
+        idle = not output.num_scheduled_tokens and self.busy and not self.plan.busy
         return StepInstructions(work, self.handoff.epoch, idle)
 
     def on_reports(self, reports: StepReports | None) -> None:
@@ -180,8 +190,12 @@ class SchedulerHalf:
             if settled is None:
                 continue
             self._release(settled.released)
+            if self.below is not None:
+                self.below.settled(settled)
             self.events.stored(settled.stored)
             self.events.dropped(settled.dropped)
+        if self.below is not None:
+            self.below.on_answers(reports.answers, now)
         self.events.removed(self.plan.take_removed())
 
     def finish_request(self, request: Request) -> dict[str, Any] | None:
@@ -190,6 +204,8 @@ class SchedulerHalf:
         self._requests.pop(request.request_id, None)
         self._promised.pop(request.request_id, None)
         self.plan.finish_request(request.request_id, self._hashes(request))
+        if self.below is not None:
+            self.below.forget(request.request_id)
         if not request.kv_transfer_params:
             return None
         return self.handoff.finish(request, time.monotonic())
@@ -197,6 +213,8 @@ class SchedulerHalf:
     def reset(self) -> None:
         """Forget the whole host tier, as the engine forgets its prefix cache."""
         self._release(self.plan.reset())
+        if self.below is not None:
+            self.below.reset()
         self.handoff.leases.withdraw_all(time.monotonic())
         self.events.cleared()
 
@@ -204,8 +222,9 @@ class SchedulerHalf:
         """Return what was counted since the last call, with the gauges if one moved."""
         now = time.monotonic()
         found: dict[tuple[str, str | None], float] = {}
+        below = self.below.gauges() if self.below else ()
         for name, value, label in chain(
-            gauges(self.plan, now, self._slot_bytes), self.handoff.gauges(now)
+            gauges(self.plan, now, self._slot_bytes), self.handoff.gauges(now), below
         ):
             # Only the age of the oldest hold comes from several books.
             found[name, label] = max(value, found.get((name, label), value))
@@ -217,21 +236,19 @@ class SchedulerHalf:
         assert taken is None or isinstance(taken, KVConnectStats)
         return taken
 
-    def _make_plan(self, num_slots: int) -> OffloadPlan:
+    @property
+    def busy(self) -> bool:
+        """Whether a job is open, so that the engine must keep stepping."""
+        below = self.below is not None and self.below.plan.busy
+        return self.plan.busy or self.handoff.busy or below
+
+    def _make_plan(self, groups: Sequence[CacheGroup], num_slots: int) -> OffloadPlan:
         policy = make_policy(self._config.policy, num_slots)
-        index = HostIndex(num_slots, len(self._groups), policy)
-        return OffloadPlan(self._groups, index, self.handoff.stats, self._limits)
+        index = HostIndex(num_slots, len(groups), policy)
+        return OffloadPlan(groups, index, self.handoff.stats, self._limits)
 
     def _hashes(self, request: Request) -> tuple[Sequence[bytes], ...]:
-        return translate.group_hashes(request, self._groups, self._hash_tokens)
-
-    def _is_small(self, tokens: int) -> bool:
-        """Whether a load is worth doing inside the step. Not where a request must start over when
-        its load fails, which the engine does to parked requests only."""
-        if not tokens or not keeps_prefix(self._groups):
-            return False
-        blocks = tokens // self._groups[0].block_tokens
-        return blocks * self._slot_bytes <= self._config.sync_load_bytes
+        return translate.group_hashes(request, self.plan.groups, self._hash_tokens)
 
     def _store(self, req_id: str, computed: int, output: SchedulerOutput) -> None:
         request = self._requests[req_id]
@@ -239,8 +256,18 @@ class SchedulerHalf:
         assert state is not None
         hashes = self._hashes(request)
         new = self.plan.plan_store(req_id, computed, hashes, state.resolve_block_ids(req_id))
+        if self.below is not None:
+            self.below.name(request, hashes, new)
         self.events.planned(request, hashes, new)
 
     def _release(self, block_ids: Sequence[int]) -> None:
         if block_ids:
             translate.release_blocks(self.pool, block_ids)
+
+
+def _is_small(plan: OffloadPlan, tokens: int, slot_bytes: int, most_bytes: int) -> bool:
+    """Whether a load is worth doing inside the step. Not where a request must start over when its
+    load fails, which the engine does to parked requests only."""
+    if not tokens or not keeps_prefix(plan.groups):
+        return False
+    return tokens // plan.groups[0].block_tokens * slot_bytes <= most_bytes

@@ -13,16 +13,20 @@ from kvconnect.config import Config, check_fits, share_of_host_bytes
 from kvconnect.copy import make_copier
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.handoff_worker import make_handoffs
+from kvconnect.engines.vllm.lower_tiers import make_lower_tiers
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.stats import KVConnectStats
 from kvconnect.errors import Misuse
 from kvconnect.plan.groups import keeps_prefix
 from kvconnect.plan.instructions import Load, Report
 from kvconnect.types import Tier
+from kvconnect.worker.below import LowerTiers
 from kvconnect.worker.handoff import HandoffAgent
 from kvconnect.worker.tier import HostTier
 
 logger = logging.getLogger(__name__)
+
+_IDLE_WAIT_S = 0.001  # for a tier's answer, in a step that computes nothing
 
 
 class WorkerHalf:
@@ -47,6 +51,7 @@ class WorkerHalf:
         self._idle = False  # the step computes nothing
         self._errors: set[int] = set()
         self._tier: HostTier | None = None
+        self._below: LowerTiers | None = None
         self._agent: HandoffAgent | None = None
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -65,6 +70,13 @@ class WorkerHalf:
                 area,
                 self.make_copier,
                 self._config.store_rate,
+            )
+            self._below = make_lower_tiers(
+                self._vllm_config,
+                self._kv_cache_config,
+                self._config,
+                kv_caches,
+                (self._tier.store, geometry),
             )
         self._agent = make_handoffs(
             self._vllm_config, self._kv_cache_config, self._config, kv_caches, area
@@ -91,6 +103,8 @@ class WorkerHalf:
         """Start the step's loads and receives, ahead of the forward; note what follows it."""
         if self._tier is not None:
             self._tier.begin(step.work.loads, step.work.stores)
+        if self._below is not None:
+            self._below.submit((*step.work.seeks, *step.work.fetches, *step.work.spills))
         if self._agent is not None:
             self._agent.begin_step(step.work, step.epoch)
         self._idle = step.idle
@@ -129,6 +143,10 @@ class WorkerHalf:
                 self._note(done.job.req_id, done.report, failed)
                 if not done.job.sync:
                     finished.add(done.job.req_id)
+        if self._below is not None:
+            if self._idle:
+                self._below.wait(_IDLE_WAIT_S)
+            self._reports.answers += self._below.poll()
         if self._agent is not None:
             arrived, notices = self._agent.poll(self._idle)
             self._reports.notices += notices
@@ -146,22 +164,25 @@ class WorkerHalf:
     def take_reports(self) -> StepReports | None:
         """Return the answers to jobs that ended, and what readers did."""
         taken = self._reports
-        if not (taken.reports or taken.arrivals or taken.notices):
+        if not (taken.reports or taken.arrivals or taken.notices or taken.answers):
             return None
         self._reports = StepReports()
         return taken
 
     def take_stats(self) -> KVConnectStats | None:
         """Return what was moved since the last call."""
-        theirs = self._agent.take_stats() if self._agent else None
-        if theirs is not None:
-            self._stats.aggregate(theirs)
+        for part in (self._agent, self._below):
+            theirs = part.take_stats() if part else None
+            if theirs is not None:
+                self._stats.aggregate(theirs)
         return self._stats.take()
 
     def close(self) -> None:
         """Stop copying and listening, and give the host tier back. Idempotent."""
         if self._agent is not None:
             self._agent.close()
+        if self._below is not None:  # it uses the tier's memory
+            self._below.close()
         if self._tier is not None:
             self._tier.close()
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 from kvconnect.errors import ConfigError
+from kvconnect.plan.keys import TENANT_BYTES
+from kvconnect.store.disk.about import MODEL, recall
 from kvconnect.store.disk.files import PageFile
 from kvconnect.store.disk.folder import LOCK, Folder, holder, lock, numbers_in
 from kvconnect.store.disk.recovery import intact, look, read_head
@@ -22,28 +25,59 @@ Progress = Callable[[int, int], None]
 
 
 class Entry(NamedTuple):
-    """One block. ``seconds`` since 1970."""
+    """One block. ``seconds`` since 1970; ``model`` is "" where it is not known."""
 
     owner: str
     format: str
+    model: str
+    tenant: str
     key: str
     nbytes: int
     seconds: int
 
 
+class Wanted(NamedTuple):
+    """Which blocks are meant: those for which all of this is so.
+
+    Attributes:
+        before: put before this time in seconds since 1970; None: at any time.
+        formats: what the hexadecimal fingerprint begins with.
+        model: name of the model; "": where it is not known; None: any.
+        tenant: what the key begins with, see ``plan.keys``; None: any.
+    """
+
+    before: float | None = None
+    formats: str = ""
+    model: str | None = None
+    tenant: bytes | None = None
+
+    def rows(self, segment: Segment) -> list[int]:
+        """Return the rows of a segment of a wanted format."""
+        keys, _, _, seconds = segment.rows
+        return [
+            row
+            for row, key in enumerate(keys)
+            if (self.before is None or seconds[row] < self.before)
+            and (self.tenant is None or key[:TENANT_BYTES] == self.tenant)
+        ]
+
+
 @dataclass
 class Part:
-    """What one worker's folder holds in one format. Times in seconds since 1970, 0 for none."""
+    """What one worker's folder holds in one format. Times in seconds since 1970, 0 for none;
+    ``model`` is "" where it is not known; ``tenants`` has the bytes of blocks by tenant id."""
 
     owner: str
     format: str
     in_use_by: str
+    model: str = ""
     segments: int = 0
     file_bytes: int = 0
     blocks: int = 0
     block_bytes: int = 0
     oldest: int = 0
     newest: int = 0
+    tenants: dict[str, int] = field(default_factory=dict)
 
     def take_in(self, segment: Segment) -> None:
         """Add a segment's numbers."""
@@ -55,6 +89,11 @@ class Part:
         if seconds:
             self.oldest = min(self.oldest or seconds[0], *seconds)
             self.newest = max(self.newest, *seconds)
+        by_tenant: Counter[bytes] = Counter()
+        for key, nbytes in zip(segment.rows.keys, segment.rows.lengths, strict=True):
+            by_tenant[key[:TENANT_BYTES]] += nbytes
+        for tenant, nbytes in by_tenant.items():
+            self.tenants[tenant.hex()] = self.tenants.get(tenant.hex(), 0) + nbytes
 
     def json(self) -> dict[str, object]:
         """Return the numbers under their names."""
@@ -91,26 +130,32 @@ def owners(path: str) -> list[str]:
     return sorted(found)
 
 
-def stats(path: str) -> list[Part]:
-    """Return what each worker holds in each format. Raises :class:`ConfigError`."""
+def stats(path: str, model: str | None = None) -> list[Part]:
+    """Return what each worker holds in each format, see :class:`Wanted`.
+
+    Raises :class:`ConfigError`.
+    """
     parts: list[Part] = []
     for owner in owners(path):
         by_format: dict[str, Part] = {}
         user = _user(os.path.join(path, owner))
-        for segment in segments(os.path.join(path, owner)):
+        for segment, called in _of(os.path.join(path, owner), Wanted(model=model)):
             name = segment.head.fingerprint.hex()
-            by_format.setdefault(name, Part(owner, name, user)).take_in(segment)
-        parts += by_format.values() if by_format else [Part(owner, "", user)]
+            by_format.setdefault(name, Part(owner, name, user, called)).take_in(segment)
+        parts += by_format.values()
+        if not by_format and model is None:
+            parts.append(Part(owner, "", user))
     return parts
 
 
-def ls(path: str) -> Iterator[Entry]:
-    """Yield all blocks, worker by worker, oldest segment first. Raises :class:`ConfigError`."""
+def ls(path: str, wanted: Wanted) -> Iterator[Entry]:
+    """Yield blocks, worker by worker, oldest segment first. Raises :class:`ConfigError`."""
     for owner in owners(path):
-        for segment in segments(os.path.join(path, owner)):
+        for segment, model in _of(os.path.join(path, owner), wanted):
             name, (keys, _, lengths, seconds) = segment.head.fingerprint.hex(), segment.rows
-            for key, nbytes, at in zip(keys, lengths, seconds, strict=True):
-                yield Entry(owner, name, key.hex(), nbytes, at)
+            for row in wanted.rows(segment):
+                tenant, key = keys[row][:TENANT_BYTES].hex(), keys[row].hex()
+                yield Entry(owner, name, model, tenant, key, lengths[row], seconds[row])
 
 
 def verify(path: str, progress: Progress) -> Verdict:
@@ -145,10 +190,8 @@ def verify(path: str, progress: Progress) -> Verdict:
     return verdict
 
 
-def clear(path: str, before: float | None, formats: str) -> int:
-    """Remove blocks put before a time (in seconds since 1970; None: all); return how many.
-
-    ``formats`` is the beginning of the hexadecimal fingerprints to remove, "" for all.
+def clear(path: str, wanted: Wanted) -> int:
+    """Remove blocks; return how many. Their bytes are not overwritten, but not found again.
 
     Raises:
         ConfigError: an engine uses a worker's folder; nothing has been removed then.
@@ -159,13 +202,10 @@ def clear(path: str, before: float | None, formats: str) -> int:
         for owner in owners(path):
             folders.append(Folder(path, owner))
         for folder in folders:
-            for segment in segments(folder.path, os.O_RDWR):
-                if not segment.head.fingerprint.hex().startswith(formats):
-                    continue
-                seconds = segment.rows.seconds
-                old = [n for n, at in enumerate(seconds) if before is None or at < before]
-                if old or not seconds:
-                    removed += _remove(segment, old)
+            for segment, _ in _of(folder.path, wanted, os.O_RDWR):
+                rows = wanted.rows(segment)
+                if rows or not segment.rows.keys:
+                    removed += _remove(segment, rows)
     finally:
         for folder in folders:
             folder.close()
@@ -191,6 +231,18 @@ def segments(folder: str, mode: int = os.O_RDONLY) -> Iterator[Segment]:
                 yield segment
         finally:
             file.close()
+
+
+def _of(folder: str, wanted: Wanted, mode: int = os.O_RDONLY) -> Iterator[tuple[Segment, str]]:
+    """Yield the :func:`segments` of the wanted formats, each with its model's name."""
+    models: dict[bytes, str] = {}
+    for segment in segments(folder, mode):
+        fingerprint = segment.head.fingerprint
+        if fingerprint not in models:
+            models[fingerprint] = recall(folder, fingerprint).get(MODEL, "")
+        model = models[fingerprint]
+        if fingerprint.hex().startswith(wanted.formats) and wanted.model in (None, model):
+            yield segment, model
 
 
 def _look(stem: str, file: PageFile, pool: PagePool) -> Segment | None:

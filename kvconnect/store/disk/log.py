@@ -44,7 +44,7 @@ class Log:
         self._fingerprint = fingerprint
         self._clock = clock
         self._evicted = evicted
-        self._changing = threading.Lock()
+        self._changing = threading.RLock()
         self._load()
 
     def reserve(self, keys: Sequence[bytes], lengths: Sequence[int]) -> Run:
@@ -81,6 +81,20 @@ class Log:
             noted = self._kill([pair for pair in pairs if pair is not None])
         return [None if pair is None else noted[pair[0]] for pair in pairs]
 
+    def expire(self) -> None:
+        """Drop segments in which every block is too old."""
+        ttl_s = self._options.ttl_s
+        if not ttl_s:
+            return
+        with self._changing:
+            before, active = self._clock() - ttl_s, self._table.active
+            if active is not None and active.newest() <= before:
+                self._table.active = None
+                if self._table.retire(active):
+                    self._seal(active)
+            while self._drop_one(before):
+                pass
+
     def close(self) -> None:
         """Complete all indexes and close all files. Nobody may be reading or writing."""
         with self._changing:
@@ -98,7 +112,7 @@ class Log:
             self._table.active = None
             if seen is not None and self._table.retire(seen):
                 self._seal(seen)
-            self._expire()
+            self.expire()
             spare = self._make_room()
             head = SegmentHead(secrets.token_bytes(16), int(self._clock()), self._fingerprint)
             nbytes = self._options.segment_bytes
@@ -128,12 +142,6 @@ class Log:
                 raise OSError(code, "no segment can be dropped to make room now")
             spare, blocks = found
             self._evicted(blocks)
-
-    def _expire(self) -> None:
-        """Drop segments in which every block is too old."""
-        ttl_s = self._options.ttl_s
-        while ttl_s and self._drop_one(self._clock() - ttl_s):
-            pass
 
     def _drop_one(self, before: float | None) -> bool:
         """Drop a segment, see :meth:`Table.evict`; return False if there was none to drop."""
@@ -182,7 +190,7 @@ class Log:
                     self._table.complete(segment)
                 else:
                     self._seal(segment)
-        self._expire()
+        self.expire()
         while self._table.held().nbytes > self._options.capacity and self._drop_one(None):
             pass  # it was larger before
 

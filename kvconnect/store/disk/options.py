@@ -11,6 +11,7 @@ import msgspec
 from kvconnect.config import PolicyName
 from kvconnect.errors import ConfigError
 from kvconnect.store.base import parse_settings
+from kvconnect.store.disk.about import MOST_ABOUT, pack_about
 
 _LEAST_BYTES = 16 << 20
 _SEGMENTS = 256
@@ -32,6 +33,9 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
             0: no bound.
         min_free: bytes of the file system to leave free: the tier shrinks, or takes nothing more.
         policy: which segment leaves first.
+        tenant_share: part of ``capacity`` that the blocks of one tenant may take, in (0, 1];
+            1: no bound. A tenant is the first 8 bytes of a key, see ``plan.keys``.
+        about: what the fingerprint means, in words; ``model`` is what ``kvconnect cache`` goes by.
     """
 
     path: str
@@ -41,6 +45,8 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
     daily_write_bytes: int = 0
     min_free: int = 1 << 30
     policy: PolicyName = "lru"
+    tenant_share: float = 1.0
+    about: dict[str, str] = {}
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -51,12 +57,21 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("owner", self.owner, "use 1 to 64 letters, digits, - and _")
         if not 0 <= self.ttl_s < 2**31:
             raise ConfigError("ttl_s", self.ttl_s, "use seconds, 0 for no limit")
+        if not 0 < self.tenant_share <= 1:
+            raise ConfigError("tenant_share", self.tenant_share, "use more than 0, up to 1")
+        if (nbytes := len(pack_about(self.about))) > MOST_ABOUT:
+            raise ConfigError("about", f"{nbytes} bytes", f"use {MOST_ABOUT} of JSON at most")
 
     @property
     def segment_bytes(self) -> int:
         """Bytes of a full segment, which is what eviction drops at a time."""
         wanted = max(self.capacity // _SEGMENTS, min(_SEGMENT_BYTES, self.capacity // 4))
         return min(wanted, _LARGEST_SEGMENT) & ~4095
+
+    @property
+    def share_bytes(self) -> int | None:
+        """Bytes that the blocks of one tenant may take, None for no bound."""
+        return int(self.tenant_share * self.capacity) if self.tenant_share < 1 else None
 
 
 def parse_options(settings: Mapping[str, object]) -> DiskOptions:

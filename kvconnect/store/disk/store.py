@@ -20,6 +20,7 @@ from kvconnect.store.base import (
     check_keys,
 )
 from kvconnect.store.breaker import Breaker, Budget
+from kvconnect.store.disk.about import remember
 from kvconnect.store.disk.folder import Folder
 from kvconnect.store.disk.frames import MOST_PAYLOAD
 from kvconnect.store.disk.log import Log
@@ -72,12 +73,14 @@ class DiskStore(Store):
         self._steady = steady
         self._meter = Meter()
         self._folder = Folder(options.path, options.owner)
-        self._table = Table(make_policy(options.policy, SLOTS), options.ttl_s)
+        policy = make_policy(options.policy, SLOTS)
+        self._table = Table(policy, options.ttl_s, options.share_bytes)
         with contextlib.ExitStack() as undo:
             undo.callback(self._folder.close)
             self._log = Log(
                 self._folder, self._table, options, fingerprint, clock, self._meter.evicted
             )
+            remember(self._folder.path, fingerprint, options.about)
             undo.pop_all()
         self._pool = PagePool()
         self._gate = Gate()
@@ -98,14 +101,12 @@ class DiskStore(Store):
     def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
         check_buffers(keys, payloads, writable=False)
         with self._gate.enter() as let_in:
-            outcomes = [Outcome.UNAVAILABLE] * len(keys)
+            outcomes = [Outcome.SIZE if let_in else Outcome.UNAVAILABLE] * len(keys)
             fitting = [n for n, key in enumerate(keys) if self._fits(key, payloads[n].nbytes)]
             if let_in and fitting:
-                done = self._write([keys[n] for n in fitting], [payloads[n] for n in fitting])
+                done = self._share([keys[n] for n in fitting], [payloads[n] for n in fitting])
                 for number, outcome in zip(fitting, done, strict=True):
                     outcomes[number] = outcome
-            for number in set(range(len(keys))) - set(fitting) if let_in else ():
-                outcomes[number] = Outcome.SIZE
         self._meter.ended(outcomes)
         return outcomes
 
@@ -158,6 +159,20 @@ class DiskStore(Store):
         """Whether a block can be written, and an empty segment has room for it."""
         needed = PAGE + pages_of(nbytes) * PAGE + index_bytes((key,))
         return nbytes <= MOST_PAYLOAD and needed <= self._options.segment_bytes
+
+    def _share(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+        """Write the blocks that their tenants may store."""
+        lengths = [payload.nbytes for payload in payloads]
+        with self._table.admit(keys, lengths) as admitted:
+            if len(admitted) == len(keys):
+                return self._write(keys, payloads)
+            outcomes = [Outcome.LIMITED] * len(keys)
+            if admitted:
+                done = self._write([keys[n] for n in admitted], [payloads[n] for n in admitted])
+                for number, outcome in zip(admitted, done, strict=True):
+                    outcomes[number] = outcome
+        self._log.expire()  # else a tenant that is alone would wait for others to write
+        return outcomes
 
     def _write(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
         now = self._steady()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from kvconnect.plan.policy import Policy
 from kvconnect.store.disk.record import PAGE, RecordHead
 from kvconnect.store.disk.segment import Segment
+from kvconnect.store.disk.shares import Block, Shares
 
 SLOTS = 1024
 """Segments at most. There are some 256 full ones; formats that are not in use add a few."""
@@ -46,17 +48,19 @@ class Table:
     """All segments, and for each key the row of one of them. Threads: any; every call is atomic.
 
     ``ttl_s`` is the age in seconds from which on a block is not found, 0 for never. A segment that
-    is being read or written is never the one to be dropped.
+    is being read or written is never the one to be dropped. ``share_bytes`` bounds what a tenant
+    may have, see :class:`Shares`; without it nothing is counted.
     """
 
-    def __init__(self, policy: Policy, ttl_s: float) -> None:
+    def __init__(self, policy: Policy, ttl_s: float, share_bytes: int | None = None) -> None:
         self.active: Segment | None = None  # the one that gives out room
         self.segments: dict[int, Segment] = {}
         self._policy = policy
         self._ttl_s = ttl_s
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._index: dict[bytes, int] = {}  # key -> slot << _ROW | row
         self._pins = array("I", bytes(4 * SLOTS))
+        self._shares = None if share_bytes is None else Shares(share_bytes)
 
     def find(self, keys: Sequence[bytes], now: float) -> list[Place | None]:
         """Return where blocks are, None for those that are not there. Give the places back."""
@@ -86,6 +90,23 @@ class Table:
             nbytes = sum(segment.nbytes for segment in self.segments.values())
             return Held(len(self._index), nbytes, len(self.segments))
 
+    @contextmanager
+    def admit(self, keys: Sequence[bytes], lengths: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Give the numbers of the blocks that their tenants may store during this context."""
+        shares = self._shares
+        if shares is None:
+            yield range(len(keys))
+            return
+        with self._lock:
+            there = {key: self._index[key] for key in keys if key in self._index}
+            stored = dict(_blocks(_record(self.segments, at) for at in there.values()))
+            admitted, came = shares.enter(keys, lengths, stored)
+        try:
+            yield admitted
+        finally:
+            with self._lock:
+                shares.leave(came)
+
     def reserve(self, keys: Sequence[bytes], lengths: Sequence[int], limit: int) -> Run | None:
         """Give out room for the first of these blocks, None if not even one fits."""
         with self._lock:
@@ -102,15 +123,17 @@ class Table:
 
         Return the (segment, row) of those they replace, and whether the segment is complete now.
         """
-        replaced = []
+        replaced: list[tuple[Segment, int]] = []
         segment = run.segment
         with self._lock:
             for head, offset in zip(heads, offsets, strict=True):
                 before = self._index.get(head.key)
                 if before is not None:
-                    replaced.append((self.segments[before >> _ROW], before & (1 << _ROW) - 1))
+                    replaced.append(_record(self.segments, before))
                 self._index[head.key] = segment.slot << _ROW | len(segment.rows.keys)
                 segment.rows.add(offset // PAGE, head)
+            if self._shares is not None:
+                self._shares.note(((h.key, h.length) for h in heads), _blocks(replaced))
             segment.writers -= 1
             return replaced, segment.full and not segment.writers
 
@@ -124,10 +147,10 @@ class Table:
         """Forget blocks; return the (segment, row) of each, None for those not there."""
         with self._lock:
             found = [self._index.pop(key, None) for key in keys]
-            return [
-                None if at is None else (self.segments[at >> _ROW], at & (1 << _ROW) - 1)
-                for at in found
-            ]
+            pairs = [None if at is None else _record(self.segments, at) for at in found]
+            if self._shares is not None:
+                self._shares.note((), _blocks(pair for pair in pairs if pair is not None))
+            return pairs
 
     def add(self, segment: Segment, ours: bool) -> None:
         """Take in a segment; its blocks are found if they are ``ours``, of this format.
@@ -138,15 +161,23 @@ class Table:
             slot = next(slot for slot in range(SLOTS) if slot not in self.segments)
             segment.slot = slot
             self.segments[slot] = segment
-            if ours:
-                keys = segment.rows.keys
-                first = slot << _ROW
-                self._index.update(zip(keys, range(first, first + len(keys)), strict=True))
+            if not ours:
+                return
+            keys = segment.rows.keys
+            first = slot << _ROW
+            if self._shares is not None:
+                older = {self._index[key] for key in keys if key in self._index}
+                self._shares.note((), _blocks(_record(self.segments, at) for at in older))
+            self._index.update(zip(keys, range(first, first + len(keys)), strict=True))
+            if self._shares is not None:  # a segment may have a key more than once
+                self._shares.note(_blocks((segment, row) for row in self.live(segment)), ())
 
     def live(self, segment: Segment) -> list[int]:
         """Return the rows of a segment that count."""
+        first = segment.slot << _ROW
         with self._lock:
-            return self._live(segment)
+            get = self._index.get
+            return [row for row, key in enumerate(segment.rows.keys) if get(key) == first + row]
 
     def complete(self, segment: Segment) -> None:
         """Let the policy have a segment that is sealed."""
@@ -172,22 +203,29 @@ class Table:
             if slot is None:
                 return None
             segment = self.segments.pop(slot)
-            live = self._live(segment)
+            live = self.live(segment)
             for row in live:
                 del self._index[segment.rows.keys[row]]
+            if self._shares is not None:
+                self._shares.note((), _blocks((segment, row) for row in live))
             return segment, len(live)
 
     def _place(self, key: bytes, now: float) -> Place | None:
         at = self._index.get(key)
         if at is None:
             return None
-        segment, row = self.segments[at >> _ROW], at & (1 << _ROW) - 1
+        segment, row = _record(self.segments, at)
         rows = segment.rows
         if self._ttl_s and rows.seconds[row] + self._ttl_s <= now:
             return None
         return Place(segment, row, rows.pages[row], rows.lengths[row])
 
-    def _live(self, segment: Segment) -> list[int]:
-        first = segment.slot << _ROW
-        get = self._index.get
-        return [row for row, key in enumerate(segment.rows.keys) if get(key) == first + row]
+
+def _record(segments: dict[int, Segment], at: int) -> tuple[Segment, int]:
+    """Return the (segment, row) that the index names."""
+    return segments[at >> _ROW], at & (1 << _ROW) - 1
+
+
+def _blocks(records: Iterable[tuple[Segment, int]]) -> Iterator[Block]:
+    for segment, row in records:
+        yield segment.rows.keys[row], segment.rows.lengths[row]

@@ -1,0 +1,165 @@
+"""The tiers below host memory in vLLM's scheduler: its calls turned into events of their plan."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from kvconnect.config import Config
+from kvconnect.plan.below import SHARED, BelowLimits, BelowPlan, Wanted
+from kvconnect.plan.cost import CostModel, Reason, Segment
+from kvconnect.plan.groups import CacheGroup
+from kvconnect.plan.index import HostIndex
+from kvconnect.plan.instructions import Answer, Instructions
+from kvconnect.plan.jobs import Settled
+from kvconnect.plan.keys import scope_of, tenant_of
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.types import Tier
+from kvconnect.weights import weights_digest
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+_SHARE = 0.25  # of the host tier may be kept by spills, and as much by what requests wait for
+_STEPS = 8  # under way at a time, by far
+
+
+class BelowHalf:
+    """Owned by the scheduler's thread. ``slot_bytes`` are those of a block over all workers."""
+
+    def __init__(
+        self,
+        config: Config,
+        groups: Sequence[CacheGroup],
+        index: HostIndex,
+        stats: OffloadingConnectorStats,
+        sizes: tuple[int, int],
+    ) -> None:
+        workers, self._slot_bytes = sizes
+        limits = BelowLimits(
+            workers=workers,
+            deadline_s=config.deadline_s,
+            wait_s=config.wait_s,
+            slots=max(1, int(len(index.slots) * _SHARE)),
+            reused=config.spill == "reused",
+        )
+        self._stats = stats
+        self._index = index
+        self._groups = tuple(groups)
+        self._cost = CostModel(groups[0].block_tokens) if config.load_when == "faster" else None
+        self._generation = b""
+        self._prefixes: dict[str, bytes] = {}
+        self._named: dict[bytes, bytes] = {}  # hashes that are not SHARED, until they are spilled
+        self._adapters: dict[str, bytes] = {}  # what tells them apart, by path
+        self._steps: deque[tuple[float, int]] = deque(maxlen=_STEPS)  # when begun, prompt tokens
+        self._ended = 0.0  # when the last step did
+        self.plan = BelowPlan(index, groups, stats, limits, self._choose, self._fetched)
+
+    def ask(self, request: Request, wanted: Wanted, now: float) -> bool:
+        """Whether a request should ask again later."""
+        prefix = self._prefix(request)
+        return self.plan.ask(request.request_id, wanted._replace(prefix=prefix), now)
+
+    def admitted(
+        self, request: Request, hashes: Sequence[Sequence[bytes]], tokens: tuple[int, int]
+    ) -> dict[Tier, int]:
+        """A request was given device blocks, and its load of tokens [start, end) is planned; return
+        how many of them came from below, by tier."""
+        if self.plan.spills.reused:
+            wanted = Wanted(hashes, *tokens)
+            for number, row in wanted.rows(self._groups):
+                for slot in self._index.ready_slots(number, row):
+                    self.plan.spills.used(slot, number, self._prefix(request))
+        return self.plan.planned(request.request_id)
+
+    def name(
+        self, request: Request, hashes: Sequence[Sequence[bytes]], new: Iterable[tuple[int, int]]
+    ) -> None:
+        """Blocks (group, number) of a request are being stored in the host tier."""
+        prefix = self._prefix(request)
+        if prefix != SHARED:
+            self._named.update((hashes[group][block], prefix) for group, block in new)
+
+    def settled(self, settled: Settled) -> None:
+        """A job of the host tier ended."""
+        for group, block_hash in settled.stored:
+            prefix = self._named.pop(block_hash, SHARED)
+            self.plan.spills.stored(group, block_hash, prefix)
+        for _, block_hash in settled.dropped:
+            self._named.pop(block_hash, None)
+
+    def forget(self, req_id: str) -> None:
+        """The request is over."""
+        self._prefixes.pop(req_id, None)
+        self.plan.forget(req_id)
+
+    def take(self, work: Instructions, output: SchedulerOutput, now: float) -> None:
+        """Add what the workers have to do to a step's work."""
+        prompts = [n for n in output.num_scheduled_tokens.values() if n > 1]  # others decode
+        self._steps.append((now, sum(prompts)))
+        self.plan.take(work, now)
+
+    def on_answers(self, answers: Iterable[Answer], now: float) -> None:
+        """Take the workers' answers at the end of a step, and learn what it took."""
+        if self._steps:
+            began, tokens = self._steps.popleft()
+            if self._cost is not None:
+                self._cost.prefilled(tokens, now - max(began, self._ended))
+        self._ended = now
+        for answer in answers:
+            self.plan.on_answer(answer, now)
+
+    def reset(self) -> None:
+        """Weights may be others from now on: what is stored goes by names nobody else knows."""
+        self._generation = os.urandom(16)
+        self._prefixes.clear()
+        self._named.clear()
+        self.plan.reset()
+
+    def gauges(self) -> Iterator[tuple[str, float, str | None]]:
+        """Yield (name, value, label) of what is going on."""
+        return self.plan.gauges()
+
+    def _prefix(self, request: Request) -> bytes:
+        """Return tenant and scope of a request, which its keys begin with."""
+        known = self._prefixes.get(request.request_id)
+        if known is None:
+            lora = request.lora_request
+            adapter = self._adapter(lora.lora_name, lora.lora_path) if lora else b""
+            known = tenant_of(request.cache_salt or "") + scope_of(adapter, self._generation)
+            self._prefixes[request.request_id] = known
+        return known
+
+    def _adapter(self, name: str, path: str) -> bytes:
+        """Return what tells an adapter from others: its weights, where they are files here."""
+        known = self._adapters.get(path)
+        if known is None:
+            known = (weights_digest(Path(path)) or f"{name} {path}").encode()
+            self._adapters[path] = known
+        return known
+
+    def _choose(self, context: int, block_tokens: int, tiers: Sequence[Tier]) -> int:
+        """Return how many blocks are worth bringing up."""
+        if self._cost is None:
+            self._stats.count("below_decisions", label=Reason.LOAD.value)
+            return len(tiers)
+        segments: list[Segment] = []
+        for tier in tiers:
+            one = Segment(tier, block_tokens, self._slot_bytes)
+            if segments and segments[-1].tier is tier:
+                _, tokens, nbytes = segments.pop()
+                one = Segment(tier, tokens + block_tokens, nbytes + self._slot_bytes)
+            segments.append(one)
+        tokens = len(tiers) * block_tokens
+        choice = self._cost.choose(tokens, context, segments)
+        self._stats.count("below_decisions", label=choice.reason.value)
+        return choice.tokens // block_tokens
+
+    def _fetched(self, tier: Tier, blocks: int, seconds: float) -> None:
+        if self._cost is not None:
+            self._cost.loaded(tier, blocks * self._slot_bytes, seconds)

@@ -1,0 +1,172 @@
+"""A vLLM worker's tiers below host memory: under which formats and names its blocks are kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import snapshot_download
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvconnect.config import Config
+from kvconnect.engines.vllm import translate
+from kvconnect.errors import ConfigError, Incompatible
+from kvconnect.format import fingerprint
+from kvconnect.geometry import Geometry
+from kvconnect.plan.keys import group_of
+from kvconnect.slices import Unit, unit_heads, units
+from kvconnect.store import Store, make_store
+from kvconnect.store.host import HostStore
+from kvconnect.types import Tier
+from kvconnect.weights import weights_digest
+from kvconnect.worker.below import LowerTiers
+
+logger = logging.getLogger(__name__)
+
+
+class _Cache(NamedTuple):
+    """All that says what a block's bytes are."""
+
+    vllm_config: VllmConfig
+    kv_cache_config: KVCacheConfig
+    kv_caches: Mapping[str, torch.Tensor]
+    geometry: Geometry
+
+
+def make_lower_tiers(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    config: Config,
+    kv_caches: Mapping[str, torch.Tensor],
+    host: tuple[HostStore, Geometry],
+) -> LowerTiers | None:
+    """Return a worker's tiers below its host tier, None if there are none.
+
+    Raises:
+        ConfigError: a tier cannot be used as it is set.
+    """
+    if not (config.disk or config.remote):
+        return None
+    store, geometry = host
+    cache = _Cache(vllm_config, kv_cache_config, kv_caches, geometry)
+    fields = stored_format(vllm_config, kv_cache_config, kv_caches)
+    stores: dict[Tier, Store] = {}
+    if config.disk:
+        stores[Tier.DISK] = _make_disk(cache, fields, config.disk)
+    try:
+        if config.remote:
+            stores[Tier.REMOTE] = _make_remote(cache, fields, config.remote)
+    except ConfigError:
+        for made in stores.values():
+            made.close()
+        raise
+    for tier, made in stores.items():
+        logger.info("KVConnect tier %s: %r", tier.value, made)
+    return LowerTiers(stores, store, geometry, speaks=vllm_config.parallel_config.rank == 0)
+
+
+def stored_format(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Return what stored blocks depend on beside their tokens and how ranks divide them.
+
+    It outlives the engine, so models are told apart by their weights, not by their name.
+    """
+    model = vllm_config.model_config
+    name, revision = str(model.model), model.revision
+    folder = None if vllm_config.load_config.load_format == "dummy" else _folder(name, revision)
+    weights = weights_digest(folder) if folder else ""
+    if not weights:
+        logger.warning("no weight files of %s are here: stored blocks go by its name", name)
+        weights = f"{name}@{revision}"
+    return {
+        **translate.handoff_format(vllm_config, kv_cache_config, kv_caches),
+        "record": 1,
+        "weights": weights,
+        "hash": str(vllm_config.cache_config.prefix_caching_hash_algo),
+        "blocks": [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups],
+    }
+
+
+def _folder(model: str, revision: str | None) -> Path | None:
+    """Return where a model's files are on this machine, None if they are nowhere."""
+    if Path(model).is_dir():
+        return Path(model)
+    try:
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except (ValueError, OSError):  # no such model here, or no name of one
+        return None
+
+
+def _make_disk(cache: _Cache, fields: Mapping[str, Any], settings: Mapping[str, Any]) -> Store:
+    """Each worker has a folder of its own, with slots as they are."""
+    for name in ("owner", "about"):
+        if name in settings:
+            raise ConfigError(name, settings[name], "each worker sets its own: leave it out")
+    parallel = cache.vllm_config.parallel_config
+    own = {**fields, "rank": _rank(cache.vllm_config), "layout": _layout(cache)}
+    about = {name: str(value) for name, value in fields.items()}
+    owner = f"dp{parallel.data_parallel_index}-rank{parallel.rank}"
+    return make_store("disk", {**settings, "owner": owner, "about": about}, fingerprint(own))
+
+
+def _make_remote(cache: _Cache, fields: Mapping[str, Any], settings: Mapping[str, Any]) -> Store:
+    """Records that ranks of other tensor parallelism read, if the cache can be cut into them."""
+    from kvconnect.store.sliced import SlicedStore
+
+    kind = settings["kind"]
+    rest = {name: value for name, value in settings.items() if name != "kind"}
+    try:
+        layouts, format_of_units = _units(cache)
+    except Incompatible as error:
+        logger.info("only engines with the same ranks share blocks: %s", error)
+        own = {**fields, "rank": _rank(cache.vllm_config), "layout": _layout(cache)}
+        return make_store(kind, rest, fingerprint(own))
+    shared = {**fields, "stage": _stage(cache.vllm_config), "units": format_of_units}
+    return SlicedStore(make_store(kind, rest, fingerprint(shared)), layouts, group_of)
+
+
+def _units(cache: _Cache) -> tuple[list[Sequence[Unit]], list[list[Any]]]:
+    """Return the units of a block of each group, and what their bytes depend on."""
+    pages = translate.handoff_pages(cache.kv_cache_config, cache.kv_caches)
+    apart = translate.can_split_pages(cache.vllm_config, cache.kv_caches)
+    parallel = cache.vllm_config.parallel_config
+    tp = parallel.tensor_parallel_size
+    layouts: list[Sequence[Unit]] = []
+    formats = []
+    groups = cache.kv_cache_config.kv_cache_groups
+    for group, layers, geometry in zip(groups, pages, cache.geometry.groups, strict=True):
+        total = translate.total_kv_heads(cache.vllm_config, group.kv_cache_spec)
+        first = parallel.rank % tp * total // tp  # also where ranks share a head
+        heads = (first, first + layers[0].heads)
+        layouts.append(units(geometry, layers, heads, total, apart))
+        unit = unit_heads(total, layers[0].heads)
+        page = 1 if apart else layers[0].tokens
+        names = [layer.name for layer in layers]
+        rows = layers[0].row_bytes
+        formats.append([group.kv_cache_spec.block_size, total, unit, page, rows, names])
+    return layouts, formats
+
+
+def _layout(cache: _Cache) -> list[Any]:
+    """Return how a slot's bytes come from the device's, layer by layer."""
+    there = sorted(cache.kv_caches.items(), key=lambda item: item[1].storage_offset())
+    views = [[name, list(view.shape[1:]), list(view.stride()[1:])] for name, view in there]
+    runs = [[run.length for run in group.segments] for group in cache.geometry.groups]
+    return [views, runs]
+
+
+def _rank(config: VllmConfig) -> str:
+    parallel = config.parallel_config
+    return f"{parallel.rank} of {parallel.tensor_parallel_size} x {parallel.pipeline_parallel_size}"
+
+
+def _stage(config: VllmConfig) -> str:
+    """Return which layers a worker has; the names of layers say it, but for MLA's one head."""
+    parallel = config.parallel_config
+    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    return f"{parallel.rank // tp % pp} of {pp}"

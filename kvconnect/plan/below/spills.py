@@ -1,0 +1,100 @@
+"""Which blocks of the host tier are written to the tiers below it, and when."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from kvconnect.plan.index import HostIndex
+from kvconnect.plan.keys import PREFIX_BYTES, block_key
+from kvconnect.plan.slots import READY
+from kvconnect.stats import OffloadingConnectorStats
+
+_JOB_BLOCKS = 256  # of one job: its end lets their slots be evicted
+
+
+class _Due(NamedTuple):
+    slot: int
+    key: bytes
+
+
+class Spills:
+    """A queue of blocks to write down. At most ``most`` slots are kept from eviction for it; blocks
+    queue up to that number again, and what comes then is not written. ``reused``: only blocks that
+    were used once are.
+
+    A block may be evicted while it waits in the queue: nothing waits for a slow disk.
+    """
+
+    def __init__(
+        self, index: HostIndex, most: int, reused: bool, stats: OffloadingConnectorStats
+    ) -> None:
+        self._index = index
+        self._most = most
+        self.reused = reused
+        self._stats = stats
+        self._queue: deque[_Due] = deque()
+        self._below = bytearray(len(index.slots))  # of each slot: its block is, or will be, below
+        self._writing = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`take` has something to give."""
+        return bool(self._queue) and self._writing < self._most
+
+    def stored(self, group: int, block_hash: bytes, prefix: bytes) -> None:
+        """A block came to the host tier from the device."""
+        slot = self._index.slot_of(group, block_hash)
+        if slot is None:
+            return
+        self._below[slot] = False
+        if not self.reused:
+            self._add(slot, block_key(prefix, group, block_hash))
+
+    def used(self, slot: int, group: int, prefix: bytes) -> None:
+        """A block of the host tier is loaded."""
+        if self.reused and not self._below[slot]:
+            self._add(slot, block_key(prefix, group, self._index.hash_of(slot)))
+
+    def brought(self, slots: Iterable[int]) -> None:
+        """Blocks came to the host tier from below."""
+        for slot in slots:
+            self._below[slot] = True
+
+    def take(self) -> Iterator[tuple[tuple[bytes, ...], array[int]]]:
+        """Yield the (keys, slots) of jobs to start now; the slots are pinned until they end."""
+        while self.ready:
+            keys: list[bytes] = []
+            slots: array[int] = array("q")
+            while self._queue and len(slots) < min(_JOB_BLOCKS, self._most - self._writing):
+                slot, key = self._queue.popleft()
+                if self._holds(slot, key):
+                    keys.append(key)
+                    slots.append(slot)
+            if keys:
+                self._index.pin(slots)
+                self._writing += len(slots)
+                yield tuple(keys), slots
+
+    def ended(self, slots: Iterable[int]) -> None:
+        """A job ended, well or not: what was not written is not tried again."""
+        self._index.unpin(slots)
+        self._writing -= len(tuple(slots))
+
+    def clear(self) -> None:
+        """Blocks have other names from now on."""
+        self._queue.clear()
+
+    def _add(self, slot: int, key: bytes) -> None:
+        if len(self._queue) >= self._most:
+            self._stats.count("below_skipped_blocks")
+            return
+        self._below[slot] = True
+        self._queue.append(_Due(slot, key))
+
+    def _holds(self, slot: int, key: bytes) -> bool:
+        """Whether a slot still has the block that was queued."""
+        there = self._index.slots.state(slot) == READY
+        return there and self._index.hash_of(slot) == key[PREFIX_BYTES + 1 :]

@@ -1,0 +1,182 @@
+"""Disk and a shared server below the host tier of real engines."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.contract.test_remote_stores import Valkey
+from tests.engines.scenario import (
+    COUNT,
+    FULL,
+    NEW,
+    PROMPT,
+    ask,
+    assert_nothing_leaks,
+    expected,
+    prompts,
+    tokens,
+)
+from tests.engines.server import Server, ServerDied, kv_transfer
+
+SMALL = "8MiB"  # of host memory: what 8 prompts store does not fit
+PATIENCE_S = 60.0
+
+
+def tiers(**extra: Any) -> str:
+    """Settings of an engine that loads whatever there is: here computing is faster."""
+    return kv_transfer(**{"host_bytes": SMALL, "load_when": "always", "listen": "off", **extra})
+
+
+def disk(path: Path, **extra: Any) -> dict[str, Any]:
+    return {"path": str(path), "capacity": "64MiB", "min_free": 0, **extra}
+
+
+def hits(server: Server, tier: str) -> float:
+    return server.metric("vllm:kvconnect_hit_tokens_total", tier=tier)
+
+
+def moved(server: Server, kind: str) -> float:
+    return server.metric("vllm:kvconnect_transfer_bytes_total", transfer_type=kind)
+
+
+def settle(server: Server) -> None:
+    """Wait until nothing is being written down or brought up."""
+    server.settle()
+    deadline = time.monotonic() + PATIENCE_S
+    while server.metric("vllm:kvconnect_below_jobs_in_flight"):
+        assert time.monotonic() < deadline, "spills go on and on"
+        time.sleep(0.1)
+
+
+def fill(server: Server, model: str = "llama") -> None:
+    """Ask all prompts once, one after the other so that none of their blocks is skipped."""
+    for prompt, want in zip(prompts(), expected(model).fresh, strict=True):
+        answer = server.complete(prompt, NEW)
+        assert (answer.tokens, answer.cached) == (want, 0)
+        settle(server)
+
+
+def assert_right(server: Server, model: str = "llama") -> None:
+    assert tokens(ask(server)) == expected(model).fresh
+
+
+def test_disk_outlives_kill_9_and_flipped_bytes(tmp_path: Path) -> None:
+    settings = tiers(disk=disk(tmp_path), digest="full")
+    with Server("llama", settings) as first:
+        fill(first)
+        assert moved(first, "CPU_to_DISK") > 0
+        assert_nothing_leaks(first)
+        first.kill()
+    with Server("llama", settings) as second:
+        answers = ask(second)
+        assert tokens(answers) == expected("llama").fresh
+        assert [answer.cached for answer in answers] == [FULL] * COUNT
+        assert hits(second, "disk") == COUNT * FULL
+        assert moved(second, "DISK_to_CPU") == moved(second, "CPU_to_GPU") > 0
+        salted = second.complete(prompts()[0], NEW, cache_salt="a")
+        assert (salted.tokens, salted.cached) == (expected("llama").fresh[0], 0)
+        settle(second)
+        second.post("/reset_prefix_cache?reset_external=true")
+        assert [answer.cached for answer in ask(second)] == [0] * COUNT  # weights may have changed
+        settle(second)
+        assert_nothing_leaks(second)
+    with Server("llama", settings) as third:
+        segments = list(tmp_path.glob("*/[0-9]*[0-9]"))  # what it read at its start was right
+        assert segments
+        for segment in segments:
+            spoil(segment)
+        assert_right(third)
+        assert third.metric("vllm:kvconnect_store_failed_blocks_total", outcome="corrupt") > 0
+        assert_nothing_leaks(third)
+
+
+def spoil(segment: Path) -> None:
+    """Change a byte in every 16 KiB behind the head."""
+    with segment.open("r+b") as file:
+        for place in range(3 * 4096 + 77, segment.stat().st_size, 16384):
+            file.seek(place)
+            (byte,) = file.read(1)
+            file.seek(place)
+            file.write(bytes([byte ^ 0x40]))
+
+
+def test_negative_control_without_disk_a_restart_finds_nothing() -> None:
+    with Server("llama", tiers()) as server:
+        assert [answer.cached for answer in ask(server)] == [0] * COUNT
+
+
+@pytest.mark.parametrize("model", ["gemma3", "deepseek_v2"])
+def test_other_attention_kinds(model: str, tmp_path: Path) -> None:
+    settings = tiers(disk=disk(tmp_path), host_bytes="32MiB")  # so that no spill is skipped
+    with Server(model, settings) as first:
+        fill(first, model)
+    with Server(model, settings) as second:
+        assert_right(second, model)
+        assert hits(second, "disk") > COUNT * FULL / 2
+        assert_nothing_leaks(second)
+    with Server("qwen3", settings) as other:  # same folder, another model
+        assert_right(other, "qwen3")
+        assert hits(other, "disk") == 0
+
+
+@pytest.fixture
+def valkey(tmp_path: Path) -> Iterator[Valkey]:
+    server = Valkey(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+def test_engines_share_a_server_that_may_die(valkey: Valkey) -> None:
+    settings = tiers(remote={"kind": "valkey", **valkey.settings(timeout_s=1)})
+    with Server("llama", settings) as first:
+        fill(first)
+        assert moved(first, "CPU_to_REMOTE") > 0
+        with Server("llama", settings, tp=2) as second:  # its ranks have half of each block
+            want = expected("llama", 2).fresh
+            assert tokens(ask(second)) == want
+            assert hits(second, "remote") == COUNT * FULL
+            assert moved(second, "REMOTE_to_CPU") > 0
+            assert_nothing_leaks(second)
+        valkey.kill()
+        assert_right(first)
+        assert first.metric("vllm:kvconnect_below_available", tier="remote") == 0
+        valkey.start()
+        deadline = time.monotonic() + PATIENCE_S
+        before = moved(first, "CPU_to_REMOTE")
+        while moved(first, "CPU_to_REMOTE") == before:
+            assert time.monotonic() < deadline, "the tier does not come back"
+            first.complete(prompts(length=PROMPT - 1)[0], NEW, cache_salt=str(time.monotonic()))
+            settle(first)
+        assert_nothing_leaks(first)
+
+
+def test_a_full_disk_costs_nothing_but_its_use(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    with Server("llama", tiers(disk=disk(tmp_path, min_free=2 * free))) as server:
+        fill(server)
+        assert_right(server)
+        assert server.metric("vllm:kvconnect_store_failed_blocks_total", outcome="full") > 0
+        assert moved(server, "DISK_to_CPU") == 0
+        assert_nothing_leaks(server)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"disk": {"path": "/x", "capacity": "1MiB"}}, "capacity=1048576 is not usable: use 16"),
+        ({"disk": {"pth": "/x"}}, "pth='/x' is not usable: unknown setting of the store"),
+        ({"remote": {"kind": "valky"}}, "store='valky' is not usable: use disk"),
+        ({"remote": {"address": "a:1"}}, "name its kind"),
+    ],
+)
+def test_bad_settings_are_one_clear_error(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ServerDied) as died, Server("llama", tiers(**setting)):
+        pass
+    assert message in str(died.value)
