@@ -3,8 +3,8 @@
 Of a request's prompt, tiers below host memory have a part. Whatever follows the first block that
 is not loaded must be computed anyway, so the decision is one cut: load the tokens before it,
 compute the rest. :class:`CostModel` learns from finished prefill steps and finished fetches what
-both take here, and picks the cut. A fetch must be faster even if its estimate is off by a
-standard error, so large ones wait until smaller ones have shown what they take.
+both take here, and picks the cut. A fetch must be faster even if its estimate is somewhat off, so
+large ones wait until smaller ones have shown what they take.
 
 A tier that is not known is probed with a few blocks, three times. One that was refused for some
 time is probed too, since networks recover; the time that those probes lose, as it turns out, comes
@@ -34,10 +34,11 @@ _FETCH_SCALE = 1 << 20  # bytes; as above, and about what a round trip is worth
 _FETCH_OUTLIER = 10.0
 _SURPRISE = 3.0  # two fetches in a row off by this, to one side: the tier has changed
 _DOUBT = 0.25  # what older observations are worth then
+_CAUTION = 1.5  # standard errors by which a fetch must be faster
 _GIVE_UP = 4.0  # times what was expected
 _BLIND_S = 1.0  # to wait for a fetch when nothing is known of the engine
 
-_PROBE_TOKENS = 64
+_PROBE_TOKENS = 32
 _PROBE_GROWTH = 4  # every other probe is larger, which tells latency from bandwidth
 _PROBE_SURE = 1024  # tokens; a larger probe must be cheap even if its estimate is off
 _PROBE_EVERY = 8  # refused offers of a tier that is known
@@ -216,13 +217,11 @@ class CostModel:
 
     def _probe(self, segments: Sequence[Segment], cut: int, context: int) -> int:
         """Return how many tokens after the cut to load only to learn about the tier that has them;
-        0 if it is used before the cut, is not due, or the allowance is used up."""
-        used: set[Tier] = set()
+        0 if it is not due or the allowance is used up."""
         start = 0
         for part in segments:
-            if start == cut and part.tier not in used:
+            if start == cut:
                 break
-            used.add(part.tier)
             start += part.tokens
         else:
             return 0
@@ -283,8 +282,8 @@ class _TierCost:
         return self._fit.at((1.0, nbytes / _FETCH_SCALE))
 
     def doubt(self, nbytes: int) -> float:
-        """Return by how many seconds that may be wrong."""
-        return self._fit.error((1.0, nbytes / _FETCH_SCALE))
+        """Return by how many seconds that may well be too little; infinite if nothing tells."""
+        return _CAUTION * self._fit.error((1.0, nbytes / _FETCH_SCALE))
 
     def due(self) -> bool:
         """Note an offer that was refused; return whether to probe, which is begun then."""

@@ -56,6 +56,12 @@ def keeps_prefix(groups: Sequence[CacheGroup]) -> bool:
     return len(groups) == 1 and groups[0].is_full
 
 
+def leading_group(groups: Sequence[CacheGroup]) -> int:
+    """Return the number of a group whose blocks stand for all tokens of a prefix, if there is one:
+    the first with full attention, else the first."""
+    return next((number for number, group in enumerate(groups) if group.is_full), 0)
+
+
 def alignment(groups: Sequence[CacheGroup]) -> int:
     """Tokens to which a restorable prefix is aligned: every group has whole blocks of it."""
     return math.lcm(*(group.block_tokens for group in groups))

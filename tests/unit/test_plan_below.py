@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvconnect.plan.below import SHARED, BelowLimits, BelowPlan, Wanted
+from kvconnect.plan.below import SHARED, BelowLimits, BelowPlan, Offer, Verdict, Wanted
 from kvconnect.plan.groups import CacheGroup
 from kvconnect.plan.index import HostIndex
 from kvconnect.plan.instructions import Answer, Fetch, Instructions, Seek, Spill
@@ -32,6 +33,7 @@ class Bench:
     workers: int = 1
     reused: bool = False
     worth: int = 1 << 20  # blocks
+    patience: float = math.inf
     share: int = 4
     below: dict[bytes, int] = field(default_factory=dict)  # what tier has a key
     fetched: list[tuple[Tier, int, float]] = field(default_factory=list)
@@ -45,9 +47,9 @@ class Bench:
         told = lambda *what: self.fetched.append(what)  # noqa: E731
         self.plan = BelowPlan(self.index, self.groups, self.stats, limits, self.choose, told)
 
-    def choose(self, context: int, block_tokens: int, tiers: Sequence[Tier]) -> int:
-        self.offered.append((context, block_tokens, tuple(tiers)))
-        return min(self.worth, len(tiers))
+    def choose(self, offer: Offer) -> Verdict:
+        self.offered.append((offer.context, offer.block_tokens, tuple(offer.tiers)))
+        return Verdict(min(self.worth, len(offer.tiers)), self.patience)
 
     def take(self, now: float = 0.0) -> Instructions:
         work = Instructions()
@@ -186,6 +188,27 @@ def test_windowed_groups_fetch_what_their_window_reaches() -> None:
     assert sorted(fetch.keys) == sorted([*keys(hashes), keys(hashes, 1)[3]])
 
 
+def test_where_all_groups_have_windows_it_is_all_or_nothing() -> None:
+    windowed = (CacheGroup(4, window=9),)
+    for worth, come in ((1, 0), (2, 2)):
+        bench, hashes = Bench(windowed, worth=worth), prompt("a", 4)
+        bench.below = dict.fromkeys(keys(hashes), 1)
+        assert bench.plan.ask("r", bench.wants(hashes), 0.0)
+        bench.step()
+        bench.step()
+        assert bench.offered == [(8, 4, (Tier.DISK, Tier.DISK))]
+        assert bench.ready(hashes[2:]) == come
+
+
+def test_tokens_are_those_of_the_group_with_full_attention() -> None:
+    bench, hashes = Bench(HYBRID[::-1], slots=16, share=16), prompt("a", 4)
+    bench.below = dict.fromkeys([*keys(hashes), *keys(hashes, 1)], 2)
+    assert bench.plan.ask("r", bench.wants(hashes), 0.0)
+    bench.step()
+    bench.step()
+    assert bench.plan.planned("r") == {Tier.REMOTE: 16}
+
+
 def test_a_request_does_not_wait_longer_than_it_may() -> None:
     bench, hashes = Bench(), prompt("a", 2)
     bench.below = dict.fromkeys(keys(hashes), 1)
@@ -196,6 +219,19 @@ def test_a_request_does_not_wait_longer_than_it_may() -> None:
     assert bench.counted("below_decisions") == {"late": 1}
     bench.plan.on_answer(Answer(seek.job, bytes([1, 1])), 6.0)
     assert bench.take(6.0).fetches == []
+
+
+def test_a_fetch_is_given_up_when_computing_would_have_been_faster() -> None:
+    bench, hashes = Bench(patience=1.0), prompt("a", 2)
+    bench.below = dict.fromkeys(keys(hashes), 1)
+    assert bench.plan.ask("r", bench.wants(hashes), 0.0)
+    bench.step(0.0)
+    (fetch,) = bench.take(0.9).fetches
+    assert bench.plan.ask("r", bench.wants(hashes), 0.9)
+    bench.take(1.0)
+    assert not bench.plan.ask("r", bench.wants(hashes), 1.0)
+    bench.plan.on_answer(Answer(fetch.job, bytes([1, 1])), 3.0)
+    assert bench.fetched == [(Tier.DISK, 2, 3.0)] and bench.plan.planned("r") == {}
 
 
 def test_an_answer_that_never_comes_keeps_no_engine_awake_and_frees_no_slot() -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvconnect.config import Config
-from kvconnect.plan.below import SHARED, BelowLimits, BelowPlan, Wanted
+from kvconnect.engines.vllm import translate
+from kvconnect.plan.below import SHARED, BelowLimits, BelowPlan, Offer, Verdict, Wanted
 from kvconnect.plan.cost import CostModel, Reason, Segment
 from kvconnect.plan.groups import CacheGroup
 from kvconnect.plan.index import HostIndex
@@ -27,6 +29,14 @@ if TYPE_CHECKING:
 
 _SHARE = 0.25  # of the host tier may be kept by spills, and as much by what requests wait for
 _STEPS = 8  # under way at a time, by far
+
+
+class _Step(NamedTuple):
+    """When a step began, the prompt tokens it computes, and the mean of those before each."""
+
+    began: float
+    tokens: int
+    context: float
 
 
 class BelowHalf:
@@ -56,7 +66,7 @@ class BelowHalf:
         self._prefixes: dict[str, bytes] = {}
         self._named: dict[bytes, bytes] = {}  # hashes that are not SHARED, until they are spilled
         self._adapters: dict[str, bytes] = {}  # what tells them apart, by path
-        self._steps: deque[tuple[float, int]] = deque(maxlen=_STEPS)  # when begun, prompt tokens
+        self._steps: deque[_Step] = deque(maxlen=_STEPS)
         self._ended = 0.0  # when the last step did
         self.plan = BelowPlan(index, groups, stats, limits, self._choose, self._fetched)
 
@@ -100,16 +110,15 @@ class BelowHalf:
 
     def take(self, work: Instructions, output: SchedulerOutput, now: float) -> None:
         """Add what the workers have to do to a step's work."""
-        prompts = [n for n in output.num_scheduled_tokens.values() if n > 1]  # others decode
-        self._steps.append((now, sum(prompts)))
+        self._steps.append(_Step(now, *_prompt_tokens(output)))
         self.plan.take(work, now)
 
     def on_answers(self, answers: Iterable[Answer], now: float) -> None:
         """Take the workers' answers at the end of a step, and learn what it took."""
         if self._steps:
-            began, tokens = self._steps.popleft()
+            began, tokens, context = self._steps.popleft()
             if self._cost is not None:
-                self._cost.prefilled(tokens, now - max(began, self._ended))
+                self._cost.prefilled(tokens, now - max(began, self._ended), context)
         self._ended = now
         for answer in answers:
             self.plan.on_answer(answer, now)
@@ -143,23 +152,31 @@ class BelowHalf:
             self._adapters[path] = known
         return known
 
-    def _choose(self, context: int, block_tokens: int, tiers: Sequence[Tier]) -> int:
-        """Return how many blocks are worth bringing up."""
+    def _choose(self, offer: Offer) -> Verdict:
+        """Weigh bringing blocks up against computing them."""
         if self._cost is None:
             self._stats.count("below_decisions", label=Reason.LOAD.value)
-            return len(tiers)
-        segments: list[Segment] = []
-        for tier in tiers:
-            one = Segment(tier, block_tokens, self._slot_bytes)
-            if segments and segments[-1].tier is tier:
-                _, tokens, nbytes = segments.pop()
-                one = Segment(tier, tokens + block_tokens, nbytes + self._slot_bytes)
-            segments.append(one)
-        tokens = len(tiers) * block_tokens
-        choice = self._cost.choose(tokens, context, segments)
+            return Verdict(len(offer.tiers))
+        segments = [
+            Segment(tier, count * offer.block_tokens, count * self._slot_bytes)
+            for tier, same in groupby(offer.tiers)
+            if (count := len(list(same)))
+        ]
+        choice = self._cost.choose(offer.tokens, offer.context, segments)
         self._stats.count("below_decisions", label=choice.reason.value)
-        return choice.tokens // block_tokens
+        return Verdict(choice.tokens // offer.block_tokens, choice.give_up_s)
 
     def _fetched(self, tier: Tier, blocks: int, seconds: float) -> None:
         if self._cost is not None:
             self._cost.loaded(tier, blocks * self._slot_bytes, seconds)
+
+
+def _prompt_tokens(output: SchedulerOutput) -> tuple[int, float]:
+    """Return the prompt tokens of a step, and how many tokens are before each on average."""
+    tokens, context = 0, 0.0
+    for req_id, end in translate.computed_tokens(output):
+        count = output.num_scheduled_tokens[req_id]
+        if count > 1:  # others decode
+            tokens += count
+            context += count * (end - count / 2)
+    return tokens, context / tokens if tokens else 0.0

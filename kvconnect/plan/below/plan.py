@@ -18,7 +18,7 @@ from typing import NamedTuple
 from kvconnect.plan.below.answers import Answered, Answers, Question
 from kvconnect.plan.below.search import Absent, Block, Choose, Wanted, missing, worth_fetching
 from kvconnect.plan.below.spills import Spills
-from kvconnect.plan.groups import CacheGroup
+from kvconnect.plan.groups import CacheGroup, leading_group
 from kvconnect.plan.index import HostIndex
 from kvconnect.plan.instructions import BELOW, Answer, Fetch, Instructions, Seek, Spill
 from kvconnect.plan.keys import PREFIX_BYTES, block_key
@@ -63,12 +63,13 @@ class _Waiting:
         index.unpin(self.pinned)
         self.pinned = []
 
-    def note(self, keys: Sequence[bytes], found: bytes, block_tokens: int) -> None:
-        """Remember where the tokens of the prefix came from: those of group 0."""
+    def note(self, keys: Sequence[bytes], found: bytes, groups: Sequence[CacheGroup]) -> None:
+        """Remember where the tokens of the prefix came from: those of the leading group."""
+        lead = leading_group(groups)
         for key, number in zip(keys, found, strict=True):
             tier = BELOW[number]
-            if tier is not None and key[PREFIX_BYTES] == 0:
-                self.brought[tier] = self.brought.get(tier, 0) + block_tokens
+            if tier is not None and key[PREFIX_BYTES] == lead:
+                self.brought[tier] = self.brought.get(tier, 0) + groups[lead].block_tokens
 
 
 class BelowPlan:
@@ -214,7 +215,8 @@ class BelowPlan:
         blocks: list[Block] = []
         if there:
             args = (self._index, self._groups, waiting.wanted, there)
-            blocks = worth_fetching(*args, self._choose)
+            blocks, seconds = worth_fetching(*args, self._choose)
+            waiting.deadline = min(waiting.deadline, now + seconds)
         waiting.decided = not (blocks and self._fetch(req_id, waiting, blocks, now))
 
     def _fetch(self, req_id: str, waiting: _Waiting, blocks: Iterable[Block], now: float) -> bool:
@@ -260,7 +262,7 @@ class BelowPlan:
                 self._stats.observe("load_latency_seconds", answered.seconds, label=tier.value)
                 waited = now - waiting.asked
                 self._stats.observe("load_exposed_seconds", waited, label=tier.value)
-        waiting.note(keys, found, self._groups[0].block_tokens)
+        waiting.note(keys, found, self._groups)
         waiting.pin(self._index, self._groups)
 
 

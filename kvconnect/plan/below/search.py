@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from kvconnect.plan.groups import CacheGroup, longest_prefix
+from kvconnect.plan.groups import CacheGroup, leading_group, longest_prefix
 from kvconnect.plan.index import HostIndex
 from kvconnect.plan.instructions import BELOW
 from kvconnect.plan.keys import PREFIX_BYTES, block_key
@@ -21,9 +22,25 @@ _MOST_ABSENT = 1 << 16
 Block = tuple[int, bytes]
 """(group, hash)"""
 
-Choose = Callable[[int, int, Sequence[Tier]], int]
-"""Given tokens that are there already, tokens per block, and where each further block of the
-prefix is: how many of these blocks are worth bringing up?"""
+
+class Offer(NamedTuple):
+    """What could be brought up for a request: where each block after the first ``context`` tokens
+    is, as far as a prefix goes. ``tokens`` must be computed if nothing is."""
+
+    context: int
+    tokens: int
+    block_tokens: int
+    tiers: Sequence[Tier]
+
+
+class Verdict(NamedTuple):
+    """How many of the blocks to bring up, and after how many seconds to compute after all."""
+
+    blocks: int
+    give_up_s: float = math.inf
+
+
+Choose = Callable[[Offer], Verdict]
 
 
 class Wanted(NamedTuple):
@@ -110,29 +127,41 @@ def worth_fetching(
     wanted: Wanted,
     there: Mapping[Block, int],
     choose: Choose,
-) -> list[Block]:
-    """Return which of the blocks found below to bring up, in prefix order within each group.
+) -> tuple[list[Block], float]:
+    """Return which of the blocks found below to bring up, in prefix order within each group, and
+    how many seconds that is worth waiting for.
 
-    ``there``: what was found, by its place in :data:`BELOW`. What is weighed is the prefix of
-    group 0; the others' blocks follow from it.
+    ``there``: what was found, by its place in :data:`BELOW`. What is weighed are the blocks of the
+    leading group, if it is one with full attention; the others' blocks follow from its prefix.
+    Where all groups have windows, it is all or nothing.
     """
-    view, first = _View(index, there), groups[0]
-    local, row = wanted.local_tokens, wanted.hashes[0]
+    view, number = _View(index, there), leading_group(groups)
+    lead, row, local = groups[number], wanted.hashes[number], wanted.local_tokens
     total = longest_prefix(view, groups, wanted.hashes, local, wanted.most_tokens)
-    start, end = local // first.block_tokens, total // first.block_tokens
-    start += len(index.ready_slots(0, row[start:end]))
-    tiers = [BELOW[there.get((0, block), 0)] or Tier.HOST for block in row[start:end]]
+    start, end = local // lead.block_tokens, total // lead.block_tokens
+    if not lead.is_full:
+        start = max(start, lead.first_block(total))
+    start += len(index.ready_slots(number, row[start:end]))
+    tiers: list[Tier] = []
+    for block_hash in row[start:end]:
+        found = BELOW[there.get((number, block_hash), 0)]
+        if found or tiers:  # what host memory has between them costs nothing more
+            tiers.append(found or tiers[-1])
     if not tiers:
-        return []
-    worth = choose(start * first.block_tokens, first.block_tokens, tiers)
-    if worth < len(tiers):
-        most = (start + worth) * first.block_tokens
+        return [], 0.0
+    context = start * lead.block_tokens
+    worth = choose(Offer(context, wanted.most_tokens - context, lead.block_tokens, tiers))
+    if worth.blocks < len(tiers):
+        if not lead.is_full:
+            return [], 0.0
+        most = context + worth.blocks * lead.block_tokens
         total = longest_prefix(view, groups, wanted.hashes, local, most)
-    return [
-        (number, block_hash)
-        for number, group in enumerate(groups)
-        for block_hash in wanted.hashes[number][
+    found_blocks = [
+        (group_number, block_hash)
+        for group_number, group in enumerate(groups)
+        for block_hash in wanted.hashes[group_number][
             max(group.first_block(total), local // group.block_tokens) : total // group.block_tokens
         ]
-        if (number, block_hash) in there and not index.has(number, block_hash)
+        if (group_number, block_hash) in there and not index.has(group_number, block_hash)
     ]
+    return found_blocks, worth.give_up_s
