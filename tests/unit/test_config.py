@@ -48,6 +48,16 @@ def test_everything_can_be_set() -> None:
     assert parse_config({"sync_load_bytes": 0}) == Config()
 
 
+def test_tiers_below_host_memory() -> None:
+    disk, remote = {"path": "/nvme", "capacity": "1TiB"}, {"kind": "valkey", "address": "a:1"}
+    extra = {"disk": disk, "remote": remote, "spill": "reused", "load_when": "always", "wait_s": 2}
+    assert parse_config(extra) == Config(
+        disk=disk, remote=remote, spill="reused", load_when="always", wait_s=2.0
+    )
+    with pytest.raises(ConfigError, match="blocks come and go through host memory"):
+        parse_config({"disk": disk, "host_bytes": "off"})
+
+
 def test_a_parsed_config_does_not_change() -> None:
     with pytest.raises(AttributeError):
         parse_config({}).policy = "s3fifo"  # type: ignore[misc]
@@ -92,6 +102,15 @@ def test_a_parsed_config_does_not_change() -> None:
         ("deadline_s", "30", "use seconds, more than 0"),
         ("deadline_s", True, "use seconds, more than 0"),
         ("deadline_s", None, "use seconds, more than 0"),
+        ("wait_s", 0, "use seconds, more than 0"),
+        ("spill", "some", "use one of all, reused"),
+        ("load_when", True, "use one of faster, always"),
+        ("disk", "/nvme", "use an object such as"),
+        ("disk", {1: 2}, "use an object such as"),
+        ("remote", ["valkey"], "use an object such as"),
+        ("remote", {"address": "a:1"}, "name its kind"),
+        ("remote", {"kind": 5}, "name its kind"),
+        ("remote", {"kind": "disk"}, "a setting of its own"),
     ],
 )
 def test_an_unusable_value_is_named(field: str, value: Any, fix: str) -> None:
