@@ -29,6 +29,7 @@ FOREIGN = {
     "cupy": ("copy/cuda_driver.py",),
     "valkey": ("store/valkey.py",),
     "obstore": ("store/object.py",),
+    "mooncake": ("store/mooncake.py",),
     "prometheus_client": ("metrics/prometheus.py", "router/"),
     "aiohttp": ("router/",),
     "uvloop": ("router/",),

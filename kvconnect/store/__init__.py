@@ -10,7 +10,7 @@ from kvconnect.store.base import Outcome, Store, Usage
 
 __all__ = ["ENTRY_POINTS", "Outcome", "Store", "Usage", "make_store"]
 
-_OWN = ("disk", "valkey", "object", "memory", "null")
+_OWN = ("disk", "valkey", "object", "mooncake", "memory", "null")
 
 ENTRY_POINTS = "kvconnect.stores"
 """Entry-point group of stores that other packages bring: callables that are given the settings
@@ -21,15 +21,15 @@ def make_store(kind: str, settings: Mapping[str, object], fingerprint: bytes) ->
     """Return a new store of a kind; nothing of the others is loaded.
 
     Args:
-        kind: ``disk``, ``valkey``, ``object``, ``memory``, ``null``, or the name of another
-            package's entry point.
+        kind: ``disk``, ``valkey``, ``object``, ``mooncake``, ``memory``, ``null``, or the name of
+            another package's entry point.
         settings: those of the kind; see its class.
         fingerprint: names the format of the blocks. Blocks of other formats are not found.
 
     Raises:
         ConfigError: no store is called that, or it cannot be used with these settings.
     """
-    if kind in ("disk", "valkey", "object"):
+    if kind in ("disk", "valkey", "object", "mooncake"):
         try:
             return _make_large(kind, settings, fingerprint)
         except ImportError as error:
@@ -55,6 +55,10 @@ def _make_large(kind: str, settings: Mapping[str, object], fingerprint: bytes) -
         from kvconnect.store.valkey import make_valkey_store
 
         return make_valkey_store(settings, fingerprint)
+    if kind == "mooncake":
+        from kvconnect.store.mooncake import make_mooncake_store
+
+        return make_mooncake_store(settings, fingerprint)
     from kvconnect.store.object import make_object_store
 
     return make_object_store(settings, fingerprint)

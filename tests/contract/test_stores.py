@@ -58,7 +58,7 @@ def test_null_forgets_and_refuses_what_makes_no_sense() -> None:
 
 
 def test_an_unknown_store_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"store='tape'.*use disk, valkey, object, memory, null"):
+    with pytest.raises(ConfigError, match=r"store='tape'.*use disk, valkey, object, mooncake"):
         make_store("tape", {}, b"f")
 
 
