@@ -24,6 +24,7 @@ from kvconnect.types import Endpoint
 from kvconnect.wire import messages
 from kvconnect.wire.messages import PROBE_WANT, Hello, Message, Probe, Turned
 from kvconnect.worker import probe
+from kvconnect.worker.behind import Behind
 from kvconnect.worker.links import Link, Links
 from kvconnect.worker.receiving import ReceiveSide
 from kvconnect.worker.sending import SendSide
@@ -38,7 +39,7 @@ class HandoffAgent:
 
     Threads: the public methods are for the engine's thread; they take the lock for microseconds
     and never wait for a peer. The agent's own thread answers peers while the engine computes or
-    sleeps; it is started here and ended by ``close``.
+    sleeps, and another one submits what a step wrote; they are started here and ended by ``close``.
 
     ``mark`` returns a fence
     after all that the engine's thread has launched. ``address`` is where the transport listens,
@@ -60,6 +61,7 @@ class HandoffAgent:
         self._mark = mark
         self._offering = False  # this step's blocks are on offer, so layer hooks matter
         self._lock = threading.Lock()
+        self._written = Behind(self._lock, self._sending.written)
         self._news = threading.Event()  # something for the engine to take
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="kvconnect-handoff", daemon=True)
@@ -70,6 +72,7 @@ class HandoffAgent:
         self.end_step()  # a pipeline stage may end a step without saying so
         with self._lock:
             self._links.hello.epoch = epoch
+            self._written.catch_up()
             self._sending.begin_step(work)
             fence = self._mark() if work.receives else None
             self._receiving.begin_step(work, time.monotonic(), fence)
@@ -79,25 +82,22 @@ class HandoffAgent:
         """Take instructions outside of a step. What they offer is there once ``fence`` passed;
         if it is a step's after all, at its end."""
         with self._lock:
+            self._written.catch_up()
             self._sending.begin_step(work)
             if not self._offering:
-                self._sending.step_written(fence)
+                self._sending.written(None, fence)
             self._receiving.begin_step(work, time.monotonic(), self._mark())
 
-    def layer_written(self, *names: str) -> None:
-        """A layer's work of this step has been launched; ``names``: of all that it writes."""
+    def layer_written(self, name: str) -> None:
+        """A layer's work of this step has been launched. Takes no lock."""
         if self._offering:
-            with self._lock:
-                fence = self._mark()
-                for name in names:
-                    self._sending.layer_written(name, fence)
+            self._written.put(name, self._mark())
 
     def end_step(self) -> None:
-        """The whole forward has been launched."""
+        """The whole forward has been launched. Takes no lock."""
         if self._offering:
             self._offering = False
-            with self._lock:
-                self._sending.step_written(self._mark())
+            self._written.put(None, self._mark())
 
     @property
     def has_news(self) -> bool:
@@ -136,6 +136,7 @@ class HandoffAgent:
         self._closed.set()
         self._links.transport.close()
         self._thread.join(_JOIN_TIMEOUT_S)
+        self._written.close(_JOIN_TIMEOUT_S)
 
     def _loop(self) -> None:
         ticked = 0.0
@@ -149,6 +150,7 @@ class HandoffAgent:
                 now = time.monotonic()
                 if now - ticked >= _TICK_S:
                     ticked = now
+                    self._written.check()
                     with self._lock:
                         self._links.tick(now)
                         self._sending.tick(now)

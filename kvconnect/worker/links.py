@@ -40,7 +40,8 @@ _MOST_REFUSALS = 64
 _NOBODY = Rank(0, 1, 0, 1)  # before it said who it is
 
 GroupPages = Sequence[LayerPages]
-"""Where each layer of one KV-cache group is."""
+"""Where each layer of one KV-cache group is. One that keeps K apart from V is there twice, by one
+name, and moves as one."""
 
 
 @dataclass
@@ -163,7 +164,7 @@ class Links:
         self.hello = hello
         self.choice = choice
         self.is_first = hello.rank.tp_rank == hello.rank.pp_rank == 0  # speaks for its engine
-        self.pages = pages
+        self._pages = pages
         self.transport = transport
         self.stats = stats
         self.refusals: dict[Endpoint, str] = {}  # why there is no agreement with whom; oldest first
@@ -332,17 +333,17 @@ class Links:
                 ratio=group.source_ratio if link.inbound else group.reader_ratio,
                 unit_all=agreement.unit(number),
                 unit_of_layer=tuple(
-                    agreement.unit(number, place[page.name]) if page.name in place else -1
-                    for page in self.pages[number]
+                    agreement.unit(number, place[name]) if name in place else -1
+                    for name in self.hello.groups[number].layers
                 ),
             )
         for number, layer in agreement.units:
             group = agreement.groups[number]
             names = group.layers if layer is None else (group.layers[layer],)
-            by_name = {page.name: page for page in self.pages[number]}
+            pages = [page for name in names for page in self._pages[number] if page.name == name]
             first = head_range(rank.tp_rank, rank.tp, self.hello.groups[number].kv_heads)[0]
             segments, phases, size = unit_segments(
-                [by_name[name] for name in names],
+                pages,
                 (group.heads[0] - first, group.heads[1] - first),
                 group.wire_tokens,
                 group.order,

@@ -34,12 +34,13 @@ class SendSide:
     def __init__(self, links: Links, deadline_s: float) -> None:
         self._links = links
         self._place = {
-            page.name: (group, layer)
-            for group, layers in enumerate(links.pages)
-            for layer, page in enumerate(layers)
+            name: (number, layer)
+            for number, group in enumerate(links.hello.groups)
+            for layer, name in enumerate(group.layers)
         }
         self._notices: dict[Notice, None] = {}  # in order; a repeated one says nothing new
-        self._machine = Sender([len(group) for group in links.pages], deadline_s, HEARTBEAT_S)
+        layers = [len(group.layers) for group in links.hello.groups]
+        self._machine = Sender(layers, deadline_s, HEARTBEAT_S)
 
     def begin_step(self, work: Instructions) -> None:
         """Take a step's offers and withdrawals, before its forward."""
@@ -48,16 +49,14 @@ class SendSide:
         for order in work.withdrawals:
             self._run(self._machine.withdraw(order))
 
-    def layer_written(self, name: str, fence: Fence | None) -> None:
-        """One layer of all blocks this step offers can be read once the fence has passed. One
-        that shares another layer's cache is not known here and left alone."""
-        place = self._place.get(name)
-        if place is not None:
+    def written(self, name: str | None, fence: Fence | None) -> None:
+        """One layer of all blocks this step offers, or with None all layers, can be read once the
+        fence has passed. A layer that shares another one's cache is not known here and left
+        alone."""
+        if name is None:
+            self._run(self._machine.step_written(fence))
+        elif (place := self._place.get(name)) is not None:
             self._run(self._machine.layer_written(*place, fence))
-
-    def step_written(self, fence: Fence | None) -> None:
-        """All blocks this step offers can be read once the fence has passed."""
-        self._run(self._machine.step_written(fence))
 
     def tick(self, now: float) -> None:
         """Time has passed; a few times per second."""

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -30,6 +31,7 @@ from tests.nursery import Child, Nursery
 START_TIMEOUT_S = 480.0  # seconds on a free machine; several servers may start at once
 STOP_TIMEOUT_S = 30.0
 REQUEST_TIMEOUT_S = 240.0
+_PORTS = range(20_000, 32_768)
 
 
 @dataclass(frozen=True)
@@ -334,11 +336,13 @@ class Router(Process):
 
 
 def free_port() -> int:
-    """Return a loopback port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a loopback port nobody listens on now, and that the system gives to nobody who asks
+    for any: a server binds it seconds later."""
+    while True:
+        port = secrets.choice(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _children(pid: int) -> list[int]:

@@ -7,16 +7,20 @@ import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 
 import pytest
 
+from kvconnect.transport.nixl.agent import PACKAGES
 from tests.engines.models import prompt_tokens
 from tests.engines.server import Answer, ServerDied
 from tests.sglang.pd import ask, ask_all, decode_server, prefill_server, room, side_by_side
-from tests.sglang.scenario import CROWD, NEW, Fleet, assert_quiet, prompts, tokens
-from tests.sglang.server import PAGE, SglangServer
+from tests.sglang.scenario import CROWD, NEW, Fleet, assert_quiet, prompts, settled, tokens
+from tests.sglang.server import PAGE, SglangServer, plugin_path
 
 LONG = 256  # tokens of an answer during which a server is killed
+BROKEN = "libucp.so.0: cannot open shared object file"
 
 
 @contextmanager
@@ -81,12 +85,24 @@ def test_decode_servers_of_another_kind(fleet: Fleet) -> None:
     other_pages = decode_server(args=("--page-size", str(2 * PAGE)))
     other_type = decode_server(args=("--dtype", "bfloat16"))
     prompt = prompts()[4]
-    with side_by_side(other_pages, other_type):
-        for p in (fleet.layers, fleet.chunks):
-            with refused(f"page_size={PAGE}", f"page_size={2 * PAGE}"):
-                ask(p, other_pages, prompt, NEW)
-            with refused("float32", "bfloat16"):
-                ask(p, other_type, prompt, NEW)
+
+    def turned_away(p: SglangServer, other: SglangServer, *words: str) -> None:
+        with refused(*words):
+            ask(p, other, prompt, NEW)
+
+    sources = (fleet.layers, fleet.chunks)
+    with side_by_side(other_pages, other_type), ThreadPoolExecutor(4) as pool:
+        asked = [
+            pool.submit(turned_away, p, *other)
+            for p in sources
+            for other in (
+                (other_pages, f"page_size={PAGE}", f"page_size={2 * PAGE}"),
+                (other_type, "float32", "bfloat16"),
+            )
+        ]
+        for each in asked:
+            each.result()
+        for p in sources:
             want = fleet.single.complete(prompt, NEW).tokens
             assert ask(p, fleet.tcp, prompt, NEW).tokens == want
             assert_quiet(p, fleet.tcp)
@@ -97,6 +113,48 @@ def end_of(server: SglangServer) -> str:
     with pytest.raises(ServerDied) as died, server:
         pass
     return str(died.value)
+
+
+def left_of(server: SglangServer) -> list[str]:
+    """Return the names of a server's processes: each server has a session of its own."""
+    left = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = path.read_text().rpartition(")")
+        except OSError:  # it ended just now
+            continue
+        state, _, _, session, *_ = rest.split()
+        if int(session) == server.process.pid and state != "Z":
+            left.append(name)
+    return left
+
+
+@pytest.fixture
+def without_nixl(tmp_path: Path) -> dict[str, str]:
+    """The environment of a server in which NIXL is installed but cannot be imported."""
+    for package in PACKAGES:
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(f"raise ImportError({BROKEN!r})\n")
+    return plugin_path(tmp_path)
+
+
+def test_nixl_that_is_asked_for_and_cannot_be_imported(without_nixl: dict[str, str]) -> None:
+    """One error, and no process is left. The control is in the fleet: the same decode server
+    starts where NIXL can be imported, and so does one here that may do without it."""
+    servers = (
+        prefill_server(settings={"transport": "nixl"}, env=without_nixl),
+        decode_server("nixl", env=without_nixl),
+    )
+    with ThreadPoolExecutor(len(servers)) as pool:
+        said = list(pool.map(end_of, servers))
+    for server, log in zip(servers, said, strict=True):
+        assert "not healthy after" not in log  # it ended by itself
+        (line,) = {line for line in log.splitlines() if "kvconnect: transport=" in line}
+        assert all(word in line for word in ("'nixl'", BROKEN, "pip install", "'tcp'")), line
+        assert settled(partial(left_of, server), []) == []
+    with prefill_server(env=without_nixl) as server:  # transport "auto"
+        assert left_of(server)
+        assert BROKEN in server.log.read_text()
 
 
 def test_servers_that_cannot_start() -> None:

@@ -27,6 +27,7 @@ from tests.sglang.scenario import (
     tokens,
     traded,
 )
+from tests.sglang.server import SglangServer
 
 MANY = 50
 OPERATIONS = "sglang:kvconnect_transfer_operations_total"
@@ -126,11 +127,15 @@ def test_clients_that_hang_up(fleet: Fleet, expected: Expected, sends: str) -> N
     """Before the first token and after some, on both servers or one of them."""
     p, d = getattr(fleet, sends), fleet.tcp
     p.forget()
-    for number, prompt in enumerate(prompts(1)):
+
+    def hang_up(number: int, prompt: list[int]) -> None:
         meeting = room(p)
         with ThreadPoolExecutor(2) as pool:
             pool.submit(p.abort, prompt, number % 2, NEW, **meeting)
             pool.submit(d.abort, prompt, number // 2, 64, **meeting)
+
+    with ThreadPoolExecutor(CROWD) as crowd:  # some wait until the other half is given up
+        list(crowd.map(hang_up, range(len(LENGTHS)), prompts(1)))
     assert tokens(ask_all(p, d, prompts(), NEW, CROWD)) == expected(prompts())
     assert_quiet(p, d)
 
@@ -139,11 +144,15 @@ def test_one_half_never_comes(fleet: Fleet, expected: Expected) -> None:
     """A request that only the prefill or only the decode server got ends in an error."""
     p, d = fleet.chunks, fleet.tcp
     prompt = prompts(2)[3]
-    for alone in (p, d):
+
+    def status(alone: SglangServer) -> int:
         with pytest.raises(urllib.error.HTTPError) as failed:
             alone.complete(prompt, NEW, **room(p))
         failed.value.close()
-        assert failed.value.code >= 500
+        return failed.value.code
+
+    with ThreadPoolExecutor(2) as both:
+        assert min(both.map(status, (p, d))) >= 500
     assert ask(p, d, prompt, NEW).tokens == expected([prompt])[0]
     assert_quiet(p, d)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,65 +13,42 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from tests.engines.models import model_dir
+from tests.sglang.one_scheduler import PUBLISHED
 from tests.sglang.pd import ask_all
 from tests.sglang.scenario import CROWD, NEW, Fleet, page_bytes, pages, prompts, settled
 from tests.sglang.server import SglangServer
 
-ROOT = Path(__file__).resolve().parents[2]
+SCHEDULER_S = 60.0
 OURS = "sglang:kvcache_transfer_latency"
 
-# A scheduler process up to the point where SGLang makes its own collector, and KVConnect's.
-SCHEDULER = """
-import sys
-from sglang.srt import runtime_context
-from sglang.srt.server_args import prepare_server_args
 
-args = prepare_server_args(sys.argv[2:])
-ranks = runtime_context.SpawnRanks(world_rank=0, dp_rank=eval(sys.argv[1]), gpu_id=0)
-runtime_context.publish(args, role="scheduler", ranks=ranks)
-from kvconnect.engines.sglang.metrics import publisher
-from kvconnect.stats import OffloadingConnectorStats
-assert "prometheus_client" not in sys.modules, "imported before it is needed"
-
-from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
-made = SchedulerMetricsCollector.init_new(
-    server_args=args, enable_priority_scheduling=False, enable_lora=False,
-    enable_hierarchical_cache=False)
-if made.collector:
-    made.collector.observe_kv_transfer_metrics(latency_ms=1.0, total_mb=2.0, speed_gb_s=3.0)
-
-stats = OffloadingConnectorStats()
-stats.observe("handoff_wire_seconds", 0.25, "send")
-publisher().publish(stats.take())
-"""
-
-
-def scheduler(directory: Path, dp_rank: int | None, *flags: str) -> None:
+def scheduler(directory: Path, *flags: str) -> None:
     arguments = [
         *("--model-path", str(model_dir("llama")), "--skip-tokenizer-init", "--device", "cpu"),
         *("--attention-backend", "torch_native", "--dtype", "float32", *flags),
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", SCHEDULER, repr(dp_rank), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PROMETHEUS_MULTIPROC_DIR": str(directory)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    published = directory / "published"
+    published.mkdir()
+    env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(published)}
+    log = directory / "log"
+    log.touch()
+    assert SglangServer.nursery is not None
+    command = ["tests.sglang.one_scheduler", *arguments]
+    SglangServer.nursery.start(command, env, log).wait(SCHEDULER_S)
+    assert log.read_text().endswith(PUBLISHED), log.read_text()
 
 
 def labels_of(directory: Path, name: str) -> list[dict[str, str]]:
     """Labels of all series of a family in the scrape that SGLang's server makes."""
     registry = CollectorRegistry()
-    MultiProcessCollector(registry, path=str(directory))
+    MultiProcessCollector(registry, path=str(directory / "published"))
     return [s.labels for f in registry.collect() for s in f.samples if s.name == name]
 
 
 def test_labels_are_those_of_sglangs_own_series(tmp_path: Path) -> None:
     zone = json.dumps({"zone": "a"})
     prefill = ("--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "nixl")
-    scheduler(tmp_path, None, "--enable-metrics", *prefill, "--extra-metric-labels", zone)
+    scheduler(tmp_path, "--enable-metrics", *prefill, "--extra-metric-labels", zone)
     theirs = labels_of(tmp_path, "sglang:kv_transfer_latency_ms_count")
     ours = labels_of(tmp_path, f"{OURS}_count")
     assert len(theirs) == 1 and theirs[0]["engine_type"] == "prefill" and "zone" in theirs[0]
@@ -83,8 +58,8 @@ def test_labels_are_those_of_sglangs_own_series(tmp_path: Path) -> None:
 
 
 def test_without_metrics_nothing_is_there(tmp_path: Path) -> None:
-    scheduler(tmp_path, None)
-    assert list(tmp_path.iterdir()) == []
+    scheduler(tmp_path)
+    assert list((tmp_path / "published").iterdir()) == []
 
 
 # --- servers ----------------------------------------------------------------------------------

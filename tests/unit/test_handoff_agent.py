@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from kvconnect.errors import TransferFailed  # noqa: E402
 from kvconnect.pages import layer_pages  # noqa: E402
 from kvconnect.plan.instructions import (  # noqa: E402
     Instructions,
@@ -281,5 +282,29 @@ def test_a_peer_that_dies_fails_what_waits_for_it(engines: ExitStack) -> None:
     d.step(receives=[receive(p.source(), array("q", [1, 2]), 32, early=True)])
     assert notices(p, NoticeKind.JOINED, 1)
     p.agents[0].close()
+    (report,) = finished(d)
+    assert {failure.cause for failure in report.failures} == {FailureCause.PEER}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_bug_in_the_thread_of_layers_is_not_silence(
+    engines: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine hears of it, and so does the other side, as of an agent that died."""
+    p = engines.enter_context(Engine(sends=True))
+    d = engines.enter_context(Engine())
+    agent = p.agents[0]
+    p.step(offers=[Offer(TRANSFER)])
+    d.step(receives=[receive(p.source(), array("q", [1, 2]), 32, early=True)])
+    assert notices(p, NoticeKind.JOINED, 1)
+    assert not agent.has_news
+    monkeypatch.setattr(agent._written, "_take", lambda *_: 1 / 0)
+    agent.begin_step(Instructions(offers=[Offer(TRANSFER, (Span(0, 0, array("q", [1])),))]), EPOCH)
+    agent.layer_written("layer0")
+    deadline = time.monotonic() + WAIT_S
+    while not agent.has_news and time.monotonic() < deadline:
+        time.sleep(0.005)
+    with pytest.raises(TransferFailed):
+        agent.poll(idle=False)
     (report,) = finished(d)
     assert {failure.cause for failure in report.failures} == {FailureCause.PEER}

@@ -397,6 +397,10 @@ def test_layers_go_while_the_chunk_computes(closing: ExitStack) -> None:
         for ours, theirs in zip(there, here, strict=True):
             assert torch.equal(reader.page(layer, ours), expected(reader, layer, theirs))
     assert not (source.failed or reader.failed)
+    stats = source.agent.take_stats()
+    assert stats is not None
+    # K and V of a layer as one, then the page that was not full, and the row.
+    assert stats.reduce()["SEND_operations"] == LAYERS + 2
 
 
 def test_a_silent_forward_is_handed_off_at_its_end(

@@ -31,12 +31,10 @@ ATTENTION = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forw
 class LayerPush:
     """The pages that the current batch fills, offered before it runs. For the scheduler's thread.
 
-    ``names``: by layer id, what that layer writes.
+    ``names``: by layer id, the name of what that layer writes.
     """
 
-    def __init__(
-        self, agent: HandoffAgent, outbox: Outbox, names: Mapping[int, tuple[str, ...]]
-    ) -> None:
+    def __init__(self, agent: HandoffAgent, outbox: Outbox, names: Mapping[int, str]) -> None:
         self._agent = agent
         self._outbox = outbox
         self._names = names
@@ -55,7 +53,7 @@ class LayerPush:
         """A layer's attention has been launched."""
         if self._open:
             self._heard = True
-            self._agent.layer_written(*self._names.get(layer_id, ()))
+            self._agent.layer_written(self._names.get(layer_id, ""))
 
     def end(self) -> None:
         """The batch has been launched; the current stream is the one it runs on."""
@@ -87,15 +85,15 @@ class LayerPush:
 def _page_ids(scheduler: Any, req: Any, blocks: range, size: int) -> array[int]:
     """Return the pool's pages of some of a request's blocks, as SGLang's own sending finds them."""
     table = scheduler.req_to_token_pool.req_to_token
-    slots = table[req.kv.req_pool_idx, blocks.start * size : blocks.stop * size]
-    slots = scheduler.token_to_kv_pool_allocator.translate_kv_indices_for_transfer(slots)
-    return array("q", (slots[::size] // size).tolist())
+    first = table[req.kv.req_pool_idx, blocks.start * size : blocks.stop * size : size]
+    slots = scheduler.token_to_kv_pool_allocator.translate_kv_indices_for_transfer(first)
+    return array("q", [slot // size for slot in slots.tolist()])
 
 
 _push: LayerPush | None = None  # of this process; there is one prefill rank in it
 
 
-def serve(agent: HandoffAgent, outbox: Outbox, names: Mapping[int, tuple[str, ...]]) -> None:
+def serve(agent: HandoffAgent, outbox: Outbox, names: Mapping[int, str]) -> None:
     """From now on, follow the layers of this process's prefills, if the hooks are set."""
     global _push
     _push = LayerPush(agent, outbox, names)

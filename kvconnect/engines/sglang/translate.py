@@ -83,25 +83,16 @@ def describe(args: Any, model: Model, timeout_s: float) -> Cache:
     return Cache(hello, pages, regions, regions.device)
 
 
-def layer_names(cache: Cache) -> dict[int, tuple[str, ...]]:
-    """Return, by layer id, the names of what a layer's attention writes."""
-    found: dict[int, list[str]] = {}
-    for page in cache.pages[KV]:
-        layer, _, _ = page.name.partition(".")
-        if layer.isdecimal():
-            found.setdefault(int(layer), []).append(page.name)
-    return {layer: tuple(names) for layer, names in found.items()}
+def layer_names(cache: Cache) -> dict[int, str]:
+    """Return, by layer id, the name of what a layer's attention writes."""
+    return {int(name): name for name in cache.hello.groups[KV].layers if name.isdecimal()}
 
 
 def _kv_buffers(args: Any, model: Model) -> Iterator[Buffer]:
     draft = getattr(args, "num_draft_entries", 0)
     own = len(args.kv_data_ptrs) - draft
     ids = list(args.kv_layer_ids)[:own] or _layer_ids(own, model)
-    seen: Counter[int] = Counter()
-    names = []
-    for layer in ids:
-        names.append(f"{layer}.{seen[layer]}")  # of MHA, 0 is K and 1 is V
-        seen[layer] += 1
+    names = [str(layer) for layer in ids]  # of MHA twice: first K, then V
     names += [f"draft.{number}" for number in range(draft)]
     buffers = zip(names, args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, strict=True)
     return (Buffer(*buffer) for buffer in buffers)
@@ -169,7 +160,7 @@ def _group(pages: GroupPages, tokens: int, kv_heads: int, heads: int) -> GroupHe
     return GroupHello(
         block_tokens=tokens,
         page_tokens=tokens,
-        layers=[page.name for page in pages],
+        layers=list(dict.fromkeys(page.name for page in pages)),
         kv_heads=kv_heads,
         heads=heads,
         row_bytes=max((page.row_bytes for page in pages), default=1),

@@ -228,7 +228,8 @@ def find_package(torch: Any, on_device: bool) -> str:
     wanted = f"nixl_cu{cuda.split('.')[0]}" if cuda else ""
     installed = [name for name in PACKAGES if importlib.util.find_spec(name)]
     if not installed:
-        fix = f"NIXL is not installed: pip install {(wanted or PACKAGES[0]).replace('_', '-')}"
+        name = (wanted or PACKAGES[0]).replace("_", "-")
+        fix = f"NIXL is not installed: pip install {name}, or use 'tcp'"
         raise ConfigError("transport", "nixl", fix)
     if wanted in installed:
         return wanted
@@ -249,7 +250,9 @@ def _load(package: str) -> Any:
     try:
         return importlib.import_module(f"{package}._bindings")
     except (ImportError, OSError) as error:
-        raise ConfigError("transport", package, f"NIXL does not load: {error}") from error
+        fix = f"{package} does not load ({error}): repair it with pip install --force-reinstall "
+        fix += f"{package.replace('_', '-')}, or use 'tcp'"
+        raise ConfigError("transport", "nixl", fix) from error
 
 
 def _prepare_environment(*, local: bool) -> None:
