@@ -11,26 +11,22 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
-from kvconnect.errors import Corrupt
 from kvconnect.geometry import Geometry
-from kvconnect.plan.instructions import BELOW, Answer, Fetch, Seek, Spill
+from kvconnect.plan.instructions import Answer, Fetch, Seek, Spill
 from kvconnect.plan.keys import group_of
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.store import Outcome, Store, Usage
+from kvconnect.store import Store
 from kvconnect.store.host import HostStore
 from kvconnect.types import Tier
+from kvconnect.worker.stack import BATCH_BYTES, READERS, WRITERS, Stack
 
 logger = logging.getLogger(__name__)
-
-_READERS = 4
-_WRITERS = 2
-_BATCH_BYTES = 8 << 20  # of one call to a store: large enough for its rate, small beside a job
 
 Task = Seek | Fetch | Spill
 
@@ -58,22 +54,19 @@ class LowerTiers:
         speaks: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.stores = dict(stores)
-        self._speaks = speaks
-        self._told: dict[Tier, Usage] = {}
-        self._host = host
+        self._stack = Stack(stores, host, speaks)
         self._geometry = geometry
         largest = max(group.block_bytes for group in geometry.groups)
-        self._batch = max(1, _BATCH_BYTES // largest)  # blocks
+        self._batch = max(1, BATCH_BYTES // largest)  # blocks
         self._clock = clock
-        self._readers = ThreadPoolExecutor(_READERS, "kvconnect-fetch")
-        self._writers = ThreadPoolExecutor(_WRITERS, "kvconnect-spill")
+        self._readers = ThreadPoolExecutor(READERS, "kvconnect-fetch")
+        self._writers = ThreadPoolExecutor(WRITERS, "kvconnect-spill")
         self._answers: deque[Answer] = deque()
         self._ended = threading.Event()
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"<LowerTiers {self.stores}>"
+        return f"<LowerTiers {self._stack}>"
 
     def submit(self, tasks: Iterable[Task]) -> None:
         """Queue jobs; does not block."""
@@ -102,26 +95,14 @@ class LowerTiers:
 
     def take_stats(self) -> OffloadingConnectorStats | None:
         """Return what the stores recorded since the last call, and how they are if that is new."""
-        taken = OffloadingConnectorStats()
-        for tier, store in self.stores.items():
-            theirs = store.take_stats()
-            if theirs is not None:
-                taken.aggregate(theirs)
-            usage = store.usage()
-            if self._speaks and usage != self._told.get(tier):
-                self._told[tier] = usage
-                taken.gauge("below_available", usage.available, label=tier.value)
-                taken.gauge("below_bytes_used", usage.nbytes, label=tier.value)
-                taken.gauge("below_bytes_capacity", usage.capacity_bytes, label=tier.value)
-        return taken.take()
+        return self._stack.take_stats()
 
     def close(self) -> None:
         """Drop what is queued, wait for the calls under way, close the stores. Idempotent."""
         self._closed = True
         for pool in (self._readers, self._writers):
             pool.shutdown(wait=True, cancel_futures=True)
-        for store in self.stores.values():
-            store.close()
+        self._stack.close()
 
     def _end(self, running: _Running, batch: tuple[int, int], future: Future[bytes]) -> None:
         """A batch of a job ended; answer if it was the last."""
@@ -143,65 +124,13 @@ class LowerTiers:
     def _do(self, running: _Running, batch: tuple[int, int]) -> bytes:
         start, end = batch
         task, keys = running.task, running.task.keys[start:end]
+        sizes = [self._block_bytes(key) for key in keys]
         if isinstance(task, Seek):
-            return self._seek(keys)
+            return self._stack.seek(keys, sizes)
         if self._closed or self._clock() >= running.expires:
             return bytes(len(keys))
-        slots = task.slots[start:end]
-        return self._fetch(keys, slots) if isinstance(task, Fetch) else self._spill(keys, slots)
-
-    def _seek(self, keys: Sequence[bytes]) -> bytes:
-        found = bytearray(len(keys))
-        for tier, store in self.stores.items():
-            left = [place for place, there in enumerate(found) if not there]
-            lengths = store.exists([keys[place] for place in left]) if left else ()
-            for place, length in zip(left, lengths, strict=True):
-                if length == self._block_bytes(keys[place]):
-                    found[place] = BELOW.index(tier)
-        return bytes(found)
-
-    def _fetch(self, keys: Sequence[bytes], slots: Sequence[int]) -> bytes:
-        found = bytearray(len(keys))
-        for tier, store in self.stores.items():
-            left = [place for place, there in enumerate(found) if not there]
-            if not left:
-                break
-            names = [keys[place] for place in left]
-            views = [self._view(keys[place], slots[place]) for place in left]
-            for place, outcome in zip(left, store.get(names, views), strict=True):
-                if outcome is Outcome.OK:
-                    found[place] = BELOW.index(tier)
-                    self._host.seal(slots[place], self._block_bytes(keys[place]))
-        return bytes(found)
-
-    def _spill(self, keys: Sequence[bytes], slots: Sequence[int]) -> bytes:
-        found = bytearray(len(keys))
-        good = [place for place in range(len(keys)) if self._intact(keys[place], slots[place])]
-        for tier, store in self.stores.items():
-            left = good
-            if tier is Tier.REMOTE:  # another engine may have written it
-                lengths = store.exists([keys[place] for place in good]) if good else ()
-                left = [place for place, n in zip(good, lengths, strict=True) if not n]
-            if not left:
-                continue
-            views = [self._view(keys[place], slots[place]) for place in left]
-            outcomes = store.put([keys[place] for place in left], views)
-            for place, outcome in zip(left, outcomes, strict=True):
-                if outcome is Outcome.OK and not found[place]:
-                    found[place] = BELOW.index(tier)
-        return bytes(found)
-
-    def _intact(self, key: bytes, slot: int) -> bool:
-        """Whether a slot still has what was stored: a tier would sign what it is given."""
-        try:
-            self._host.verify(slot, self._block_bytes(key))
-        except Corrupt as error:
-            logger.error("%s; the block is not written down", error)
-            return False
-        return True
-
-    def _view(self, key: bytes, slot: int) -> memoryview:
-        return self._host.view(slot, self._block_bytes(key))
+        work = self._stack.fetch if isinstance(task, Fetch) else self._stack.spill
+        return work(keys, task.slots[start:end], sizes)
 
     def _block_bytes(self, key: bytes) -> int:
         return self._geometry.groups[group_of(key)].block_bytes

@@ -3,106 +3,44 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorageConfig,
-    PoolHitPolicy,
-    PoolName,
-    PoolTransfer,
-)
-from sglang.srt.mem_cache.pool_host import base
-from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
-from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
-from sglang.srt.runtime_context import reset_context
-from sglang.srt.server_args import ServerArgs
-from sglang.test.parallel_groups import publish
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
+from kvconnect.engines.sglang.lower_tiers import stored_format
 from kvconnect.engines.sglang.storage import KVConnectStorage
 from kvconnect.errors import ConfigError, Incompatible
-from tests.sglang.linker_bench import PAGE, mha_pool, names, slots_of
-
-PAGE_BYTES = 3 * 2 * 4096  # of the pool that mha_pool makes
-KEYS = names(4)
-SELF = {
-    "backend_name": "kvconnect",
-    "module_path": "kvconnect.engines.sglang.storage",
-    "class_name": "KVConnectStorage",
-}
-RANKS = HiCacheStorageConfig(
-    tp_rank=0,
-    tp_size=1,
-    pp_rank=0,
-    pp_size=1,
-    attn_cp_rank=0,
-    attn_cp_size=1,
-    is_mla_model=False,
-    enable_storage_metrics=False,
-    is_page_first_layout=False,
-    model_name="model",
+from tests.sglang.linker_bench import PAGE, names, slots_of
+from tests.sglang.storage_bench import (
+    PAGE_BYTES,
+    RANKS,
+    Make,
+    host_pool,
+    name_of,
+    pages_of,
+    serving,
+    storages,
 )
 
+KEYS = names(4)
 
-@pytest.fixture(scope="module", autouse=True)
+pytestmark = pytest.mark.usefixtures("published")
+
+
+@pytest.fixture(scope="module")
 def published() -> Iterator[None]:
-    reset_context()
-    publish(ServerArgs(model_path="dummy", device="cpu"), role="test")
-    yield
-    reset_context()
-
-
-def host_pool(monkeypatch: pytest.MonkeyPatch, layout: str = "page_first") -> MHATokenToKVPoolHost:
-    """Return a host pool with other bytes in each page."""
-    monkeypatch.setattr(base, "host_memory_budget_bytes", lambda nbytes: nbytes)  # keeps 10 GiB
-    device = mha_pool()
-    pool = MHATokenToKVPoolHost(
-        device.get_device_pool_infos()[0].buffer_info,
-        host_to_device_ratio=1.0,
-        host_size=0,
-        page_size=PAGE,
-        layout=layout,
-        pin_memory=False,
-        device_capacity_tokens=device.size,
-        start_layer=0,
-        end_layer=2,
-    )
-    pool.kv_buffer.copy_(
-        torch.rand(pool.kv_buffer.shape, generator=torch.Generator().manual_seed(5))
-    )
-    return pool
-
-
-Make = Callable[..., KVConnectStorage]
+    with serving():
+        yield
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Make storages as SGLang does; each has room for eight pages."""
-    made: list[KVConnectStorage] = []
-
-    def make_storage(pool: Any, ranks: HiCacheStorageConfig = RANKS, **extra: Any) -> Any:
-        settings = {"host_bytes": 8 * PAGE_BYTES, "digest": "full", **SELF, **extra}
-        config = replace(ranks, extra_config=settings)
-        storage = StorageBackendFactory.create_backend("dynamic", config, pool)
-        storage.register_mem_pool_host(pool)
-        storage.on_host_pools_registered()
-        made.append(storage)
-        return storage
-
-    yield make_storage
-    for storage in made:
-        storage.pages.store.index.check()
-        storage.close()
-        storage.close()
-
-
-def pages_of(pool: Any, numbers: range) -> list[bytes]:
-    flat = (pool.get_data_page(number * PAGE, flat=True) for number in numbers)
-    return [page.clone().view(torch.uint8).numpy().tobytes() for page in flat]
+    with storages(monkeypatch) as make_storage:
+        yield make_storage
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
@@ -148,7 +86,7 @@ def test_a_damaged_page_is_a_miss_from_then_on(monkeypatch: pytest.MonkeyPatch, 
     storage = make(pool)
     storage.batch_set_v1(KEYS, slots_of(range(1, 5)))
     store = storage.pages.store
-    slot = store.index.slot_of(0, storage.pages._key(PoolName.KV, KEYS[1]))
+    slot = store.index.slot_of(0, name_of(storage, KEYS[1]))
     assert slot is not None
     store.memory.view(slot, PAGE_BYTES)[PAGE_BYTES - 1] ^= 1
     untouched = pages_of(pool, range(12, 13))
@@ -185,7 +123,7 @@ def test_a_page_that_is_read_is_not_evicted(monkeypatch: pytest.MonkeyPatch, mak
     pool = host_pool(monkeypatch)
     storage = make(pool, host_bytes=PAGE_BYTES)
     storage.batch_set_v1(KEYS[:1], slots_of([1]))
-    with storage.pages.reading(PoolName.KV, KEYS[0]) as page:
+    with storage.pages.reading(PoolName.KV, KEYS[:1]) as (page,):
         assert page is not None
         assert storage.batch_set_v1(KEYS[1:2], slots_of([2])) == [False]
     assert storage.batch_set_v1(KEYS[1:2], slots_of([2])) == [True]
@@ -201,7 +139,7 @@ def test_threads_read_and_write_at_once(monkeypatch: pytest.MonkeyPatch, make: M
         for turn in range(60):
             number = (turn * 3 + shift) % 8
             storage.batch_set_v1(names(1, start=number), slots_of([number + 1]))
-            with storage.pages.reading(PoolName.KV, names(1, start=number)[0]) as page:
+            with storage.pages.reading(PoolName.KV, names(1, start=number)) as (page,):
                 if page is not None and page.view(torch.uint8).numpy().tobytes() != wanted[number]:
                     wrong.append(f"{shift}/{turn}")
 
@@ -238,19 +176,23 @@ def test_side_pools_count_where_they_are_needed(
     assert storage.batch_set_v2([crooked]) == {PoolName.SWA: [False]}
 
 
-def test_keys_carry_what_bytes_depend_on(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+def test_names_and_formats_carry_what_bytes_depend_on(
+    monkeypatch: pytest.MonkeyPatch, make: Make
+) -> None:
     pool, other = host_pool(monkeypatch), host_pool(monkeypatch, "layer_first")
     ranks = (
         RANKS,
-        replace(RANKS, model_name="another"),
         replace(RANKS, tp_size=2),
         replace(RANKS, tp_size=2, tp_rank=1),
         replace(RANKS, pp_size=2, pp_rank=1),
     )
-    storages = [make(pool, rank) for rank in ranks] + [make(other)]
-    keys = {storage.pages._key(PoolName.KV, KEYS[0]) for storage in storages}
-    assert len(keys) == len(storages)
-    assert make(pool).pages._key(PoolName.KV, KEYS[0]) in keys  # the control
+
+    def told(storage: KVConnectStorage) -> str:
+        return str((name_of(storage, KEYS[0]), stored_format(storage._ranks)))
+
+    seen = {told(make(pool, rank)) for rank in ranks} | {told(make(other))}
+    assert len(seen) == len(ranks) + 1
+    assert told(make(pool)) in seen  # the control
 
 
 def test_what_cannot_be_used_is_said_at_the_start(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvconnect import versions
+from kvconnect.engines.sglang import new_weights
 from kvconnect.engines.sglang.flags import (
     LAYERWISE,
     NAME,
@@ -62,6 +63,7 @@ def _register() -> None:
         add_disagg_transfer_backend_choices([NAME])
     _add_member(TransferBackend, NAME)
     HookRegistry.register(_PICK, _pick, HookType.AROUND)
+    new_weights.watch()
     if is_layerwise():
         from kvconnect.engines.sglang import layerwise as hooks
 

@@ -32,7 +32,7 @@ from kvconnect.engines.sglang.pool_tier import PoolTier, Space, Want, worst
 from kvconnect.engines.sglang.pools import device_pools, map_pool
 from kvconnect.engines.sglang.readings import Readings
 from kvconnect.engines.sglang.settings import own_config, worker_share
-from kvconnect.errors import Misuse, TransferFailed
+from kvconnect.errors import ConfigError, Misuse, TransferFailed
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause
 from kvconnect.worker.streams import Fence
@@ -79,6 +79,7 @@ class KVConnectLinker(UnifiedCacheLinker):
         forward_stream: torch.cuda.Stream | None = None,
     ) -> None:
         config = own_config(extra_config or {})
+        _check_tiers(config)
         share = worker_share(config)
         self._group = device_pools(params, components)
         self.pools: dict[PoolName, DevicePoolEntry] = self._group.entry_map
@@ -286,6 +287,15 @@ def restorable(tiers: Tiers, transfers: Sequence[PoolTransfer]) -> list[int]:
             ends = window_ends(there, len(transfer.keys or ()))
             found = [length for length in found if length in ends]
     return found
+
+
+def _check_tiers(config: Config) -> None:
+    """Refuse tiers that one has to wait for: SGLang wants a lookup's answer at once, in the step in
+    which it admits the request, and asks nothing before."""
+    for field, settings in (("disk", config.disk), ("remote", config.remote)):
+        if settings:
+            fix = "SGLang's linker cannot wait for it: use KVConnect as HiCache's storage backend"
+            raise ConfigError(field, settings, fix)
 
 
 def _needs_all(transfer: PoolTransfer) -> bool:

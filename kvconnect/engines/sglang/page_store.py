@@ -1,124 +1,176 @@
-"""Pages by key in host memory, for callers on several threads that copy by themselves."""
+"""Pages by key in host memory and below it, for callers on several threads that may wait."""
 
 from __future__ import annotations
 
-import threading
-from array import array
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from kvconnect.config import Config
+from kvconnect.engines.sglang.page_below import GROUP, Below, Pages
 from kvconnect.errors import Corrupt
 from kvconnect.plan.index import HostIndex
+from kvconnect.plan.offload import count_lookup
 from kvconnect.plan.policy import make_policy
 from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.store import Store
 from kvconnect.store.host import HostStore
 from kvconnect.types import FailureCause, Tier
-
-_GROUP = 0
 
 
 class PageStore:
     """``num_slots`` pages of at most ``slot_bytes``; a full store evicts, a damaged page is gone.
 
+    With ``stores``, which are closed with this object, pages are written down to these tiers behind
+    the caller, and come up into slots when they are read. A key is a digest of all that a page's
+    bytes depend on, 1 to 64 bytes.
+
     Thread-safe: the index is under a lock; bytes are copied outside of it, into slots that are
     reserved and out of slots that are pinned.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int, config: Config) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        slot_bytes: int,
+        config: Config,
+        stores: Mapping[Tier, Store] | None = None,
+    ) -> None:
         self.index = HostIndex(num_slots, 1, make_policy(config.policy, num_slots))
         self.memory = HostStore(num_slots, slot_bytes, config.digest)
-        self._bytes = array("q", bytes(8 * num_slots))  # of the page in each slot
-        self._lock = threading.Lock()
-        self._stats = OffloadingConnectorStats()
+        self._pages = Pages(self.index, self.memory)
+        self.below = Below(stores, self._pages) if stores else None
+        self._wait_s = config.wait_s
         self._evictions_counted = 0
 
-    def has(self, key: bytes) -> bool:
-        """Whether a page can be read."""
-        with self._lock:
-            return self.index.slot_of(_GROUP, key) is not None
+    @property
+    def most(self) -> int:
+        """How many pages one :meth:`reading` should ask for: those kept from eviction meanwhile."""
+        return self.below.most if self.below else 1
+
+    def deadline(self) -> float:
+        """Return until when a call that starts now waits for the tiers below."""
+        return time.monotonic() + self._wait_s
+
+    def where(self, keys: Sequence[bytes], nbytes: int) -> list[Tier | None]:
+        """Return which tier, if any, has each page, of so many bytes."""
+        with self._pages.lock:
+            slots = [self.index.slot_of(GROUP, key) for key in keys]
+        found = [None if slot is None else Tier.HOST for slot in slots]
+        left = [place for place, tier in enumerate(found) if tier is None]
+        if self.below and left:
+            tiers = self.below.seek([keys[place] for place in left], nbytes, self.deadline())
+            for place, tier in zip(left, tiers, strict=True):
+                found[place] = tier
+        return found
+
+    def looked_up(self, asked: int, found: Sequence[Tier | None], tokens: int) -> None:
+        """Count a request's lookup: pages asked for, of so many tokens, and where the found are."""
+        below: dict[Tier, int] = {}
+        for tier in found:
+            if tier is not None and tier is not Tier.HOST:
+                below[tier] = below.get(tier, 0) + tokens
+        with self._pages.lock:
+            count_lookup(self._pages.stats, asked * tokens, len(found) * tokens, below)
 
     def put(self, key: bytes, page: torch.Tensor) -> bool:
         """Store a page; return whether it is there now, or will be: another thread stores it."""
         content = page.contiguous().view(torch.uint8).flatten()
         fits = content.nbytes <= self.memory.slot_bytes
-        with self._lock:
-            if self.index.has(_GROUP, key):
-                self.index.policy.touch(self.index.ready_slots(_GROUP, [key]))
+        with self._pages.lock:
+            if self.index.has(GROUP, key):
+                self.index.policy.touch(self.index.ready_slots(GROUP, [key]))
                 return True
-            slot = self.index.reserve(_GROUP, key) if fits else None
+            slot = self.index.reserve(GROUP, key) if fits else None
             if slot is None:
-                self._stats.count("skipped_store_blocks", label="no_space")
+                self._pages.stats.count("skipped_store_blocks", label="no_space")
                 return False
         stored = False
         try:
             self._slot(slot, content.nbytes).copy_(content)
             self.memory.seal(slot, content.nbytes)
-            self._bytes[slot] = content.nbytes
             stored = True
         finally:
-            with self._lock:
-                if stored:
-                    self.index.commit([slot])
-                else:
+            with self._pages.lock:
+                if not stored:
                     self.index.abandon([slot])
+                else:
+                    self._pages.sizes[slot] = content.nbytes
+                    self.index.commit([slot])
+                    if self.below:
+                        self.below.stored(key)
         return True
 
     @contextmanager
-    def reading(self, key: bytes) -> Iterator[torch.Tensor | None]:
-        """Give a page's bytes, uint8, for as long as the block lasts; None if it is not there, or
-        is not what was stored, after which it will not be found again."""
-        with self._lock:
-            slot = self.index.slot_of(_GROUP, key)
-            if slot is not None:
-                self.index.pin([slot])
-                self.index.policy.touch([slot])
-        if slot is None:
-            yield None
-            return
+    def reading(
+        self, keys: Sequence[bytes], nbytes: int, deadline: float
+    ) -> Iterator[list[torch.Tensor | None]]:
+        """Give pages' bytes, uint8, for as long as the block lasts; None for a page of so many
+        bytes that is not there, or is not what was stored, after which it will not be found in host
+        memory again. Waits for the tiers below until the ``deadline``, of the monotonic clock.
+        """
+        slots: dict[bytes, int] = {}
+        with self._pages.lock:
+            for key in dict.fromkeys(keys):
+                slot = self.index.slot_of(GROUP, key)
+                if slot is not None:
+                    slots[key] = slot
+            self.index.pin(slots.values())
+            self.index.policy.touch(list(slots.values()))
         try:
-            yield self._verified(slot)
+            missing = [key for key in keys if key not in slots]
+            if self.below and missing:
+                slots |= self.below.bring(missing, nbytes, deadline)
+            yield [self._verified(slots[key]) if key in slots else None for key in keys]
         finally:
-            with self._lock:
-                self.index.unpin([slot])
+            with self._pages.lock:
+                self.index.unpin(slots.values())
 
     def clear(self) -> None:
-        """Forget every page."""
-        with self._lock:
+        """Forget every page in host memory."""
+        with self._pages.lock:
             self.index.clear()
 
     def close(self) -> None:
         """Give the memory back, when nothing is read or stored any more. Idempotent."""
+        if self.below:
+            self.below.close()
         self.memory.close()
 
     def take_stats(self) -> OffloadingConnectorStats | None:
-        """Return what was counted since the last call."""
-        with self._lock:
+        """Return what was counted since the last call. One thread at a time may call."""
+        theirs = self.below.take_stats() if self.below else None
+        with self._pages.lock:
+            stats, slots = self._pages.stats, self.index.slots
             fresh = self.index.evictions - self._evictions_counted
             self._evictions_counted = self.index.evictions
-            self._stats.count("evicted_blocks", fresh, label=Tier.HOST.value)
+            stats.count("evicted_blocks", fresh, label=Tier.HOST.value)
             self.index.removed.clear()  # nobody is told
-            slots, page_bytes = self.index.slots, self.memory.slot_bytes
-            self._stats.gauge("host_blocks_used", slots.used)
-            self._stats.gauge("host_blocks_capacity", len(slots))
-            self._stats.gauge("host_blocks_pinned", slots.busy)
-            self._stats.gauge("host_bytes_used", slots.used * page_bytes)
-            self._stats.gauge("host_bytes_capacity", len(slots) * page_bytes)
-            return self._stats.take()
+            page_bytes = self.memory.slot_bytes
+            stats.gauge("host_blocks_used", slots.used)
+            stats.gauge("host_blocks_capacity", len(slots))
+            stats.gauge("host_blocks_pinned", slots.busy)
+            stats.gauge("host_bytes_used", slots.used * page_bytes)
+            stats.gauge("host_bytes_capacity", len(slots) * page_bytes)
+            if self.below:
+                stats.gauge("below_jobs_in_flight", self.below.jobs)
+            if theirs:
+                stats.aggregate(theirs)
+            return stats.take()
 
     def _verified(self, slot: int) -> torch.Tensor | None:
         """Return the bytes of a pinned slot, None for those that are quarantined now."""
-        nbytes = self._bytes[slot]
+        nbytes = self._pages.sizes[slot]
         try:
             self.memory.verify(slot, nbytes)
         except Corrupt:
-            with self._lock:
+            with self._pages.lock:
                 cause = FailureCause.DIGEST.value
-                self._stats.count("failed_blocks", label=cause)
+                self._pages.stats.count("failed_blocks", label=cause)
                 if self.index.discard(slot):
-                    self._stats.count("quarantined_blocks", label=cause)
+                    self._pages.stats.count("quarantined_blocks", label=cause)
             return None
         return self._slot(slot, nbytes)
 

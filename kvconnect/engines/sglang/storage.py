@@ -1,16 +1,17 @@
-"""Host memory of this process as a storage backend of SGLang's HiCache.
+"""Host memory, a disk and a shared server as a storage backend of SGLang's HiCache.
 
 For ``--hicache-storage-backend dynamic``; see ``docs/sglang-offload.md``. HiCache keeps a host tier
-of its own and writes pages through to this one, which today is host memory, too. Its threads call
-what is here, and copy in their own time.
+of its own and writes pages through to this one. Its threads call what is here, copy in their own
+time, and wait for what a disk or a server has.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -25,7 +26,10 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from kvconnect import memory
 from kvconnect.config import check_fits
+from kvconnect.engines.sglang import new_weights
 from kvconnect.engines.sglang.hits import window_ends
+from kvconnect.engines.sglang.host_pages import HostPages
+from kvconnect.engines.sglang.lower_tiers import make_stores
 from kvconnect.engines.sglang.page_store import PageStore
 from kvconnect.engines.sglang.reporting import publish_regularly
 from kvconnect.engines.sglang.settings import own_config, worker_share
@@ -38,60 +42,10 @@ _FRAMEWORK = ("backend_name", "module_path", "class_name", "interface_v1", "allo
 """Keys of the same JSON object that are SGLang's."""
 
 
-class KVConnectStorage(HiCacheStorage):
-    """HiCache's pages by key in a :class:`PageStore`, in slots that hold the largest pool's page.
+class _Copying(HiCacheStorage):
+    """The part of HiCache's interface that knows one pool, and whose callers copy its pages."""
 
-    Any thread may call. Keys carry all that a page's bytes depend on (model, rank, pool, type,
-    layout), so that a tier which outlives the process may take the store's place.
-
-    Raises :class:`ConfigError` for a setting that cannot be used, :class:`Incompatible` for latent
-    attention on several ranks: only the first one writes, and no other could read its memory.
-    """
-
-    def __init__(
-        self,
-        storage_config: HiCacheStorageConfig,
-        kwargs: Mapping[str, Any] | None = None,  # noqa: ARG002
-    ) -> None:
-        extra = storage_config.extra_config or {}
-        self._config = own_config({k: v for k, v in extra.items() if k not in _FRAMEWORK})
-        self._share = worker_share(self._config)
-        if storage_config.is_mla_model and storage_config.tp_size > 1:
-            raise Incompatible(
-                f"latent attention on {storage_config.tp_size} ranks: HiCache has one of them "
-                "write for all, who cannot see its memory; use the linker instead"
-            )
-        self._ranks = storage_config
-        self.registered_pools: dict[PoolName, Any] = {}
-        self._pages: HostPages | None = None
-        self._stop = threading.Event()
-
-    def on_host_pools_registered(self) -> None:
-        """Allocate the store, now that HiCache has said what pools there are.
-
-        Raises:
-            ConfigError: this worker's share holds no page, or is more than is free.
-            Incompatible: the cache has no pages of one kind that all prefixes need.
-        """
-        if self.mem_pool_host.kv_buffer is None:
-            raise Incompatible(f"{type(self.mem_pool_host).__name__} has no pages of its own")
-        pools = (self.mem_pool_host, *self.registered_pools.values())
-        largest = max(pool.get_data_page(0, flat=True).nbytes for pool in pools)
-        slot_bytes = -(-largest // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-        slots = self._share // slot_bytes
-        if slots < 1:
-            fix = f"a page takes {slot_bytes} bytes, this worker's share is {self._share}; use more"
-            raise ConfigError("host_bytes", self._config.host_bytes or "auto", fix)
-        check_fits(
-            slots * slot_bytes,
-            memory_bytes=memory.available_bytes(),
-            what="available now for this worker's share",
-        )
-        store = PageStore(slots, slot_bytes, self._config)
-        self.registered_pools.setdefault(PoolName.KV, self.mem_pool_host)
-        self._pages = HostPages(store, self.registered_pools, _identity(self._ranks))
-        self._stop = publish_regularly(store.take_stats)
-        logger.info("KVConnect storage: %d pages of %d bytes", slots, slot_bytes)
+    _pages: HostPages | None = None
 
     @property
     def pages(self) -> HostPages:
@@ -102,7 +56,7 @@ class KVConnectStorage(HiCacheStorage):
 
     def exists(self, key: str) -> bool:
         """Whether a page of the first pool can be read."""
-        return self.pages.has(PoolName.KV, key)
+        return self.pages.where(PoolName.KV, [key]) != [None]
 
     def set(
         self,
@@ -122,12 +76,7 @@ class KVConnectStorage(HiCacheStorage):
     ) -> torch.Tensor | None:
         """Return a page of the first pool, in ``target_location`` if that is given; None if it is
         not there."""
-        with self.pages.reading(PoolName.KV, key) as page:
-            if page is None or target_location is None:
-                return None if page is None else page.clone()
-            if page.nbytes != target_location.nbytes:
-                return None
-            return target_location.copy_(page.view(target_location.shape))
+        return self.batch_get([key], None if target_location is None else [target_location])[0]
 
     def batch_set(
         self,
@@ -146,7 +95,70 @@ class KVConnectStorage(HiCacheStorage):
         target_sizes: Any = None,  # noqa: ARG002
     ) -> list[torch.Tensor | None]:
         """Return each page of the first pool, or None."""
-        return list(map(self.get, keys, target_locations or [None] * len(keys)))
+        found: list[torch.Tensor | None] = []
+        targets = target_locations or [None] * len(keys)
+        deadline = self.pages.store.deadline()
+        for part in self.pages.parts(len(keys)):
+            with self.pages.reading(PoolName.KV, keys[part], deadline) as pages:
+                found += map(_copied, pages, targets[part])
+        return found
+
+
+class KVConnectStorage(_Copying):
+    """HiCache's pages by key in a :class:`PageStore`, in slots that hold the largest pool's page.
+
+    Any thread may call.
+
+    Raises :class:`ConfigError` for a setting that cannot be used, :class:`Incompatible` for latent
+    attention on several ranks without a remote tier: only the first one writes, and no other could
+    read its memory or its disk.
+    """
+
+    def __init__(
+        self,
+        storage_config: HiCacheStorageConfig,
+        kwargs: Mapping[str, Any] | None = None,  # noqa: ARG002
+    ) -> None:
+        extra = storage_config.extra_config or {}
+        self._config = own_config({k: v for k, v in extra.items() if k not in _FRAMEWORK})
+        self._share = worker_share(self._config)
+        alone = not self._config.remote
+        if alone and storage_config.is_mla_model and storage_config.tp_size > 1:
+            raise Incompatible(
+                f"latent attention on {storage_config.tp_size} ranks: HiCache has one of them "
+                "write for all, who cannot see its memory; use the linker instead, or a remote tier"
+            )
+        self._ranks = storage_config
+        self.registered_pools: dict[PoolName, Any] = {}
+        self._stop = threading.Event()
+
+    def on_host_pools_registered(self) -> None:
+        """Allocate the store, now that HiCache has said what pools there are.
+
+        Raises:
+            ConfigError: this worker's share holds no page, or is more than is free, or a tier below
+                it cannot be used as it is set.
+            Incompatible: the cache has no pages of one kind that all prefixes need.
+        """
+        if self.mem_pool_host.kv_buffer is None:
+            raise Incompatible(f"{type(self.mem_pool_host).__name__} has no pages of its own")
+        pools = (self.mem_pool_host, *self.registered_pools.values())
+        largest = max(pool.get_data_page(0, flat=True).nbytes for pool in pools)
+        slot_bytes = -(-largest // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        slots = self._share // slot_bytes
+        if slots < 1:
+            fix = f"a page takes {slot_bytes} bytes, this worker's share is {self._share}; use more"
+            raise ConfigError("host_bytes", self._config.host_bytes or "auto", fix)
+        check_fits(
+            slots * slot_bytes,
+            memory_bytes=memory.available_bytes(),
+            what="available now for this worker's share",
+        )
+        store = self._make_store(slots, slot_bytes)
+        self.registered_pools.setdefault(PoolName.KV, self.mem_pool_host)
+        self._pages = HostPages(store, self.registered_pools, self._ranks)
+        self._stop = publish_regularly(store.take_stats)
+        logger.info("KVConnect storage: %d pages of %d bytes", slots, slot_bytes)
 
     def batch_set_v1(
         self,
@@ -166,6 +178,12 @@ class KVConnectStorage(HiCacheStorage):
         """Read pages straight into the first pool; return which are right."""
         return self.pages.read(PoolTransfer(PoolName.KV, host_indices, keys=list(keys)))
 
+    def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:  # noqa: ARG002
+        """Return how many leading pages of the first pool can be read."""
+        found = list(takewhile(bool, self.pages.where(PoolName.KV, keys)))
+        self.pages.store.looked_up(len(keys), found, self.mem_pool_host.page_size)
+        return len(found)
+
     def batch_exists_v2(
         self,
         keys: Sequence[str],
@@ -173,10 +191,11 @@ class KVConnectStorage(HiCacheStorage):
         extra_info: Any = None,  # noqa: ARG002
     ) -> PoolTransferResult:
         """Return the lengths of a prefix, in pages, at which every pool has what it needs."""
-        found = list(range(1, 1 + self.batch_exists(list(keys))))
+        found = list(range(1, 1 + self.batch_exists(keys)))
         hits: dict[str, int] = {PoolName.KV: len(found)} if found else {}
         for transfer in pool_transfers or ():
-            there = [self.pages.has(transfer.name, key) for key in keys[: max(found, default=0)]]
+            tiers = self.pages.where(transfer.name, keys[: max(found, default=0)])
+            there = [tier is not None for tier in tiers]
             whole = transfer.hit_policy is PoolHitPolicy.ALL_PAGES
             window = len(there) if whole else max(1, len(transfer.keys or ()))
             ends = window_ends(there, window)
@@ -202,8 +221,8 @@ class KVConnectStorage(HiCacheStorage):
         return {transfer.name: self.pages.read(transfer) for transfer in transfers}
 
     def clear(self) -> None:
-        """Forget every page."""
-        self.pages.store.clear()
+        """Forget every page. Tiers below host memory keep theirs for servers that start later."""
+        self.pages.forget()
 
     def close(self) -> None:
         """Give the memory back. Idempotent."""
@@ -211,75 +230,22 @@ class KVConnectStorage(HiCacheStorage):
         if self._pages is not None:
             self._pages.store.close()
 
-
-class HostPages:
-    """Moves pages between HiCache's host pools and a store. Any thread may call.
-
-    ``identity`` says what the bytes of this worker's pages depend on beside their pool.
-    """
-
-    def __init__(self, store: PageStore, pools: Mapping[PoolName, Any], identity: str) -> None:
-        self.store = store
-        self._pools = pools  # HiCache may add to it
-        self._identity = identity
-
-    def has(self, name: PoolName, key: str) -> bool:
-        """Whether a page can be read."""
-        return self.store.has(self._key(name, key))
-
-    def put(self, name: PoolName, key: str, page: torch.Tensor) -> bool:
-        """Store a page; return whether it is there now."""
-        return self.store.put(self._key(name, key), page)
-
-    @contextmanager
-    def reading(self, name: PoolName, key: str) -> Iterator[torch.Tensor | None]:
-        """Give a page, flat, for as long as the block lasts; None if it is not there or broken."""
-        with self.store.reading(self._key(name, key)) as content:
-            dtype = self._pools[name].get_data_page(0, flat=True).dtype
-            yield None if content is None else content.view(dtype)
-
-    def write(self, transfer: PoolTransfer) -> list[bool]:
-        """Store the pages of a transfer; return which are there now."""
-        pool = self._pools[transfer.name]
-        return [
-            start is not None and self.put(transfer.name, key, pool.get_data_page(start, flat=True))
-            for key, start in self._starts(transfer)
-        ]
-
-    def read(self, transfer: PoolTransfer) -> list[bool]:
-        """Read the pages of a transfer; return which are right."""
-        pool, right = self._pools[transfer.name], []
-        for key, start in self._starts(transfer):
-            with self.reading(transfer.name, key) as page:
-                there = page is not None and start is not None
-                if there:
-                    pool.set_from_flat_data_page(start, page)
-                right.append(there)
-        return right
-
-    def _starts(self, transfer: PoolTransfer) -> list[tuple[str, int | None]]:
-        """Return each key with the first token of its page in the host pool; None, said in the
-        log, if the tokens are not those of whole pages."""
-        keys, tokens = transfer.keys or [], self._pools[transfer.name].page_size or 1
-        indices = [] if transfer.host_indices is None else transfer.host_indices.tolist()
-        if len(indices) == len(keys) * tokens:
-            return list(zip(keys, indices[::tokens], strict=True))
-        logger.error("%d tokens of pool %s for %d pages", len(indices), transfer.name, len(keys))
-        return [(key, None) for key in keys]
-
-    def _key(self, name: PoolName, key: str) -> bytes:
-        pool = self._pools[name]
-        form = pool.dtype, pool.layout, pool.page_size, pool.storage_format_tag
-        return f"{self._identity}|{name}|{form}|{key}".encode()
+    def _make_store(self, slots: int, slot_bytes: int) -> PageStore:
+        with ExitStack() as undo:
+            tiers = make_stores(self._config, self._ranks)
+            for tier in tiers.values():
+                undo.callback(tier.close)
+            if tiers:
+                new_weights.check_watched()
+            store = PageStore(slots, slot_bytes, self._config, tiers)
+            undo.pop_all()
+        return store
 
 
-def _identity(ranks: HiCacheStorageConfig) -> str:
-    """Return what tells this worker's pages from those of others with the same keys."""
-    parts = {
-        "model": ranks.model_name,
-        "tp": (ranks.tp_rank, ranks.tp_size),
-        "pp": (ranks.pp_rank, ranks.pp_size),
-        "cp": (ranks.attn_cp_rank, ranks.attn_cp_size),
-        "dcp": (ranks.dcp_rank, ranks.dcp_size),
-    }
-    return "|".join(f"{name}={value}" for name, value in parts.items())
+def _copied(page: torch.Tensor | None, target: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a page in memory of the caller's, None if it is not there or too large or small."""
+    if page is None or target is None:
+        return None if page is None else page.clone()
+    if page.nbytes != target.nbytes:
+        return None
+    return target.copy_(page.view(target.shape))

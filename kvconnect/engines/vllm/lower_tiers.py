@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub import snapshot_download
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvconnect.config import Config
+from kvconnect.engines.model_files import weights_name
 from kvconnect.engines.vllm import translate
 from kvconnect.errors import ConfigError, Incompatible
 from kvconnect.format import fingerprint
@@ -22,7 +21,6 @@ from kvconnect.slices import Unit, unit_heads, units
 from kvconnect.store import Store, make_store
 from kvconnect.store.host import HostStore
 from kvconnect.types import Tier
-from kvconnect.weights import weights_digest
 from kvconnect.worker.below import LowerTiers
 
 logger = logging.getLogger(__name__)
@@ -77,29 +75,24 @@ def stored_format(
     It outlives the engine, so models are told apart by their weights, not by their name.
     """
     model = vllm_config.model_config
-    name, revision = str(model.model), model.revision
-    folder = None if vllm_config.load_config.load_format == "dummy" else _folder(name, revision)
-    weights = weights_digest(folder) if folder else ""
-    if not weights:
-        logger.warning("no weight files of %s are here: stored blocks go by its name", name)
-        weights = f"{name}@{revision}"
+    dummy = vllm_config.load_config.load_format == "dummy"
     return {
         **translate.handoff_format(vllm_config, kv_cache_config, kv_caches),
         "record": 1,
-        "weights": weights,
+        "weights": weights_name(str(model.model), model.revision, dummy),
+        "quantization": str(model.quantization),
+        "draft": _draft(vllm_config.speculative_config),
         "hash": str(vllm_config.cache_config.prefix_caching_hash_algo),
         "blocks": [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups],
     }
 
 
-def _folder(model: str, revision: str | None) -> Path | None:
-    """Return where a model's files are on this machine, None if they are nowhere."""
-    if Path(model).is_dir():
-        return Path(model)
-    try:
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except (ValueError, OSError):  # no such model here, or no name of one
-        return None
+def _draft(config: Any) -> str:
+    """Return the weights of the draft model, whose layers may be cached with the model's own."""
+    model = getattr(config, "draft_model_config", None)
+    if model is None:
+        return ""
+    return f"{config.method} {weights_name(str(model.model), model.revision, dummy=False)}"
 
 
 def _make_disk(cache: _Cache, fields: Mapping[str, Any], settings: Mapping[str, Any]) -> Store:
