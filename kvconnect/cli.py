@@ -22,7 +22,8 @@ from kvconnect.doctor import checks, disk, transport
 from kvconnect.doctor.finding import Finding, Report
 from kvconnect.doctor.half import Task
 from kvconnect.errors import ConfigError
-from kvconnect.router.options import Options, base_urls
+from kvconnect.router.options import Options, workers
+from kvconnect.router.pick import Policy
 
 Refuse = Callable[[str], NoReturn]
 """Ends the command with a usage error."""
@@ -287,11 +288,15 @@ def run_router(arguments: argparse.Namespace, refuse: Refuse) -> int:
         refuse(f"{error.name} is missing: pip install 'kvconnect[router]'")
     try:
         options = Options(
-            base_urls("prefill", arguments.prefill),
-            base_urls("decode", arguments.decode),
+            workers("prefill", arguments.prefill),
+            workers("decode", arguments.decode),
             pull=arguments.pull,
             push_min_tokens=arguments.push_min_tokens,
             timeout_s=arguments.timeout,
+            prefill_policy=Policy(arguments.prefill_policy),
+            decode_policy=Policy(arguments.decode_policy),
+            dp_minimum_tokens=arguments.dp_minimum_tokens_scheduler,
+            load_interval_s=arguments.worker_load_check_interval,
         )
     except ConfigError as error:
         refuse(f"--{error.field} {error.value}: {error.fix}")
@@ -307,7 +312,8 @@ def run_router(arguments: argparse.Namespace, refuse: Refuse) -> int:
 def _add_router_flags(parser: argparse.ArgumentParser) -> None:
     default = Options((), ())
     add = parser.add_argument
-    add("--prefill", nargs="+", required=True, metavar="URL", help="engines that prefill")
+    what = "URL[,engine=vllm|nixl|mooncake|sglang][,bootstrap=PORT][,version=TEXT]"
+    add("--prefill", nargs="+", required=True, metavar="URL", help=f"engines that prefill: {what}")
     add("--decode", nargs="+", required=True, metavar="URL", help="engines that decode")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=_port, default=8000, help="port to listen on (default: %(default)s)")
@@ -325,6 +331,30 @@ def _add_router_flags(parser: argparse.ArgumentParser) -> None:
         default=default.timeout_s,
         metavar="S",
         help="seconds for a whole request (default: %(default)s)",
+    )
+    _add_policy_flags(parser, default)
+
+
+def _add_policy_flags(parser: argparse.ArgumentParser, default: Options) -> None:
+    add = parser.add_argument
+    for role in ("prefill", "decode"):
+        add(
+            f"--{role}-policy",
+            choices=[policy.value for policy in Policy],
+            default=default.prefill_policy.value,
+            help=f"how a {role} engine and rank are picked (default: %(default)s)",
+        )
+    add(
+        "--dp-minimum-tokens-scheduler",
+        action="store_true",
+        help="under round_robin and random, take the rank with the fewest tokens",
+    )
+    add(
+        "--worker-load-check-interval",
+        type=float,
+        default=default.load_interval_s,
+        metavar="S",
+        help="seconds between looks at an engine's load, 0: never (default: %(default)s)",
     )
 
 

@@ -32,6 +32,8 @@ FOREIGN = {
     "prometheus_client": ("metrics/prometheus.py", "router/"),
     "aiohttp": ("router/",),
     "uvloop": ("router/",),
+    "httptools": ("router/",),
+    "zmq": ("router/",),
     "vllm": ("engines/vllm/",),
     "sglang": ("engines/sglang/",),
 }

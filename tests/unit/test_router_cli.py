@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from kvconnect import cli
-from kvconnect.router.options import Options
+from kvconnect.router.options import Options, Worker
+from kvconnect.router.pick import Policy
+from kvconnect.router.view import Engine
 
 NEEDED = ["router", "--prefill", "http://a:1", "--decode", "http://b:2"]
 
@@ -32,18 +34,37 @@ def served(monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> tuple[Options, s
 
 
 def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = Options(("http://a:1",), ("http://b:2",))
+    options = Options((Worker("http://a:1"),), (Worker("http://b:2"),))
     assert served(monkeypatch, NEEDED) == (options, "127.0.0.1", 8000)
 
 
 def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     argv = [
-        *("router", "--prefill", "http://a:1/", "http://a:2", "--decode", "http://b:2"),
+        *(
+            "router",
+            "--prefill",
+            "http://a:1/",
+            "http://a:2,engine=sglang",
+            "--decode",
+            "http://b:2",
+        ),
         *("--host", "10.0.0.1", "--port", "81", "--pull"),
-        *("--push-min-tokens", "256", "--timeout", "30"),
+        *("--push-min-tokens", "256", "--timeout", "30", "--dp-minimum-tokens-scheduler"),
+        *("--prefill-policy", "cache_aware", "--decode-policy", "random"),
+        *("--worker-load-check-interval", "5"),
     ]
-    urls = ("http://a:1", "http://a:2"), ("http://b:2",)
-    options = Options(*urls, pull=True, push_min_tokens=256, timeout_s=30.0)
+    a, b = Worker("http://a:1"), Worker("http://a:2", Engine.SGLANG)
+    options = Options(
+        (a, b),
+        (Worker("http://b:2"),),
+        pull=True,
+        push_min_tokens=256,
+        timeout_s=30.0,
+        prefill_policy=Policy.CACHE_AWARE,
+        decode_policy=Policy.RANDOM,
+        dp_minimum_tokens=True,
+        load_interval_s=5.0,
+    )
     assert served(monkeypatch, argv) == (options, "10.0.0.1", 81)
 
 
