@@ -99,7 +99,8 @@ class Leg:
 
     async def __aenter__(self) -> Leg:
         self._metrics.leg_began(self.upstream.role, self.upstream.url)
-        self.upstream.loads.begin(self.place.target.rank, self.place.tokens)
+        now = time.monotonic()
+        self.upstream.loads.begin(self.place.target.rank, self.place.tokens, now)
         return self
 
     async def __aexit__(

@@ -60,12 +60,8 @@ class Arriving:
         self.began = False  # the head is whole
         self.ended = False  # all of it is there
         self.chunks: deque[bytes] = deque()
+        self.keep = False  # the connection can be used again
         self.parser = httptools.HttpResponseParser(self)
-
-    @property
-    def keep(self) -> bool:
-        """Whether the connection can be used again."""
-        return self.ended and not self.chunks and bool(self.parser.should_keep_alive())
 
     def cut_off(self) -> None:
         """The connection was closed in order: the end of an answer that does not say its length."""
@@ -88,6 +84,7 @@ class Arriving:
     def on_message_complete(self) -> None:
         """httptools: the answer is whole."""
         self.ended = self.began
+        self.keep = self.ended and bool(self.parser.should_keep_alive())
 
 
 class Connection(asyncio.Protocol):
@@ -176,7 +173,7 @@ class Connection(asyncio.Protocol):
     def done(self) -> bool:
         """The user is done; return whether it can be kept. Else it is closed, upon which the
         engine drops the request."""
-        keep = self.usable and self.answer.keep
+        keep = self.usable and self.answer.keep and not self.answer.chunks
         if not keep:
             self._transport.abort()
         return keep

@@ -8,7 +8,7 @@ however old the report; a report can only add what is not its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvconnect.router.view import Load
@@ -32,16 +32,18 @@ class Loads:
 
     stale_s: float
     _own: list[int] = field(default_factory=lambda: [0])
+    _sent: list[float] = field(default_factory=lambda: [0.0])
     _ranks: int = 1
     _foreign: list[int] | None = None
     _reported: float = float("-inf")  # when the report that holds was asked for
 
-    def begin(self, rank: int | None, tokens: int) -> None:
+    def begin(self, rank: int | None, tokens: int, now: float) -> None:
         """A request of ``tokens`` goes to ``rank``."""
         self._own[rank or 0] += tokens
+        self._sent[rank or 0] = now
 
     def end(self, rank: int | None, tokens: int) -> None:
-        """It ended; the same arguments as when it began."""
+        """It ended; the same rank and tokens as when it began."""
         assert self._own[rank or 0] >= tokens >= 0, "a request ends once"
         self._own[rank or 0] -= tokens
 
@@ -61,7 +63,9 @@ class Loads:
             return False
         self._reported, self._ranks = asked.at, ranks
         # Never shortened: requests may be under way on ranks that an engine lost in a restart.
-        self._own.extend([0] * (ranks - len(self._own)))
+        more = [0] * (ranks - len(self._own))
+        self._own.extend(more)
+        self._sent.extend(more)
         own = asked.own + (0,) * (ranks - len(asked.own))
         self._foreign = [max(0, int(totals[rank]) - own[rank]) for rank in range(ranks)]
         return True
@@ -72,10 +76,10 @@ class Loads:
 
     def at(self, now: float) -> tuple[Load, ...]:
         """Return the load of every rank: of one, while the engine has not said how many."""
-        foreign = self._foreign
+        foreign: Sequence[int | None] | None = self._foreign
         if foreign is None or now - self._reported > self.stale_s:
-            return tuple(Load(own) for own in self._own[: self._ranks])
-        return tuple(map(Load, self._own, foreign))
+            foreign = (None,) * self._ranks
+        return tuple(map(Load, self._own, foreign, self._sent))
 
     @property
     def own(self) -> tuple[int, ...]:

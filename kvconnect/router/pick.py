@@ -97,9 +97,10 @@ def tokens_at(candidates: Sequence[Candidate]) -> list[int]:
 
 
 def least(candidates: Sequence[Candidate], costs: Sequence[float], turn: int) -> Candidate:
-    """Return the one that costs least. Known ones first, then by turns."""
+    """Return the one that costs least. Of equals a known one, then the one that has gone longest
+    without a request, which is nearest to being done; then they take turns."""
     ranked = [
-        (cost, candidate.load.foreign is None)
+        (cost, candidate.load.foreign is None, candidate.load.sent)
         for cost, candidate in zip(costs, candidates, strict=True)
     ]
     best = min(ranked)

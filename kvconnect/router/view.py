@@ -39,10 +39,12 @@ class Load(NamedTuple):
     Attributes:
         own: of this router's requests that are under way there; exact.
         foreign: of everybody else's, from the engine's last report; None: unknown.
+        sent: when this router last sent a request there; 0: never. Unit: seconds.
     """
 
     own: int = 0
     foreign: int | None = None
+    sent: float = 0.0
 
 
 @dataclass(frozen=True)

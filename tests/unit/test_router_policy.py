@@ -98,6 +98,11 @@ def test_equal_ones_take_turns(policy: Policy) -> None:
     assert [picked(policy, some, turn=turn) for turn in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
+def test_of_equal_ones_the_one_that_was_sent_to_longest_ago_is_picked() -> None:
+    some = [Candidate(Target(n), Load(7, 0, sent)) for n, sent in enumerate([3.0, 1.0, 2.0])]
+    assert {picked(Policy.LEAST_TOKENS, some, turn=turn) for turn in range(6)} == {1}
+
+
 @pytest.mark.parametrize("policy", [Policy.RANDOM, Policy.POWER_OF_TWO])
 def test_draws_are_spread_evenly(policy: Policy) -> None:
     some = candidates((0, 0), (0, 0), (0, 0), (0, 0))
@@ -184,7 +189,7 @@ class LoadsMachine(RuleBasedStateMachine):
     def begin(self, rank: int | None, tokens: int) -> None:
         if rank is not None and rank >= len(self.loads.own):
             rank = None
-        self.loads.begin(rank, tokens)
+        self.loads.begin(rank, tokens, self.now)
         self.running.append((rank, tokens))
 
     @precondition(lambda self: self.running)
@@ -232,20 +237,25 @@ class LoadsMachine(RuleBasedStateMachine):
 TestLoads = LoadsMachine.TestCase
 
 
+def tokens(loads: Loads, now: float) -> list[tuple[int, int | None]]:
+    return [load[:2] for load in loads.at(now)]
+
+
 def test_a_report_adds_only_what_is_not_ones_own() -> None:
     loads = Loads(stale_s=10.0)
-    loads.begin(None, 500)
-    assert loads.at(0.0) == (Load(500, None),)
+    loads.begin(None, 500, 0.0)
+    assert tokens(loads, 0.0) == [(500, None)]
     assert loads.report(loads.ask(0.0), {0: 700.0, 1: 30.0})
-    assert loads.at(0.0) == (Load(500, 200), Load(0, 30))
-    loads.begin(1, 1000)
-    assert loads.at(0.0) == (Load(500, 200), Load(1000, 30)), "between two reports it is added"
+    assert tokens(loads, 0.0) == [(500, 200), (0, 30)]
+    loads.begin(1, 1000, 0.5)
+    assert tokens(loads, 0.5) == [(500, 200), (1000, 30)], "between two reports it is added"
     asked = loads.ask(1.0)
     loads.end(None, 500)
     assert loads.report(asked, {0: 700, 1: 1030})
-    assert loads.at(1.0) == (Load(0, 200), Load(1000, 30)), "covered, so it counts once"
+    assert tokens(loads, 1.0) == [(0, 200), (1000, 30)], "covered, so it counts once"
     loads.end(1, 1000)
-    assert loads.at(1.0) == (Load(0, 200), Load(0, 30))
+    assert tokens(loads, 1.0) == [(0, 200), (0, 30)]
+    assert [load.sent for load in loads.at(1.0)] == [0.0, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -271,7 +281,7 @@ def test_a_stale_report_is_discarded_and_an_old_one_says_nothing() -> None:
 def test_requests_end_after_an_engine_came_back_with_fewer_ranks() -> None:
     loads = Loads(stale_s=10.0)
     assert loads.report(loads.ask(0.0), {0: 0, 1: 0, 2: 0})
-    loads.begin(2, 50)
+    loads.begin(2, 50, 0.0)
     loads.forget()
     assert loads.report(loads.ask(1.0), {0: 0})
     assert loads.at(1.0) == (Load(0, 0),)
