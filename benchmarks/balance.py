@@ -14,13 +14,23 @@ averaged over time. Instantaneous: the same ratio at each moment, then averaged.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import heapq
 import itertools
+import json
 import random
+import socket
 import statistics
+import subprocess
+import sys
+import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import aiohttp
 
 from benchmarks.common import emit, progress
 from kvconnect.router.loads import Loads
@@ -34,6 +44,7 @@ SHORT, LONG, LONG_SHARE = 512, 16_384, 0.1
 UTILISATION = 0.8
 REQUESTS = 20_000
 SEEDS = 5
+REAL_REQUESTS = 3000  # 50 seconds
 BLOCK = 64
 GROUPS = 64  # shared prefixes in that trace
 
@@ -299,11 +310,95 @@ def cached(seeds: int, requests: int) -> dict[str, float]:
     return figures
 
 
+# A real run -------------------------------------------------------------------------------------
+
+
+async def drive(
+    trace: Sequence[Request], url: str | None, prefill: int, decode: int
+) -> list[float]:
+    """Send a trace in real time; return the times to the answer. ``url`` None: to both servers
+    directly, with a random room, as SGLang's own balancer does."""
+    loop = asyncio.get_running_loop()
+    draw = random.Random(1)
+    begin = loop.time()
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+
+        async def post(to: str, body: dict[str, object]) -> None:
+            async with client.post(f"{to}/generate", json=body) as answer:
+                assert answer.status == 200, await answer.text()
+                await answer.read()
+
+        async def ask(request: Request) -> float:
+            await asyncio.sleep(begin + request.at - loop.time())
+            start, body = loop.time(), {"input_ids": [1] * request.tokens}
+            if url is not None:
+                await post(url, body)
+            else:
+                met = {**body, "bootstrap_room": draw.getrandbits(62)}
+                servers = (f"http://127.0.0.1:{port}" for port in (prefill, decode))
+                await asyncio.gather(*(post(server, met) for server in servers))
+            return loop.time() - start
+
+        return list(await asyncio.gather(*(ask(request) for request in trace)))
+
+
+def real(requests: int) -> dict[str, float]:
+    """Return the figures of a real router between fake servers."""
+    figures: dict[str, float] = {}
+    trace = skewed(1, requests)
+    for name, interval in (("modulo", 0.0), ("minimum", 1.0), ("minimum_10s", 10.0)):
+        with ExitStack() as ends:
+            prefill, decode, at = (free_port() for _ in range(3))
+            ports = [str(prefill), str(decode)]
+            fakes = [sys.executable, "-m", "benchmarks.fake_engines", *ports]
+            ends.enter_context(process([*fakes, "--ranks", str(RANKS), "--rate", str(RATE)]))
+            urls = [f"http://127.0.0.1:{port},engine=sglang" for port in (prefill, decode)]
+            router = [sys.executable, "-m", "kvconnect.cli", "router", "--port", str(at)]
+            router += ["--prefill", urls[0], "--decode", urls[1]]
+            router += ["--worker-load-check-interval", str(interval)]
+            url = None
+            if interval:
+                ends.enter_context(process(router))
+                url = f"http://127.0.0.1:{at}"
+            time.sleep(5)
+            ttft = asyncio.run(drive(trace, url, prefill, decode))
+            with urllib.request.urlopen(f"http://127.0.0.1:{prefill}/v1/loads") as answer:
+                areas = [load["area"] for load in json.load(answer)["loads"]]
+        figures[f"real_imbalance_{name}"] = max(areas) / statistics.mean(areas)
+        figures[f"real_ttft_s_{name}"] = statistics.mean(ttft)
+        progress(f"real run, {name}: {figures}")
+    for name in ("minimum", "minimum_10s"):
+        gain = 1 - figures[f"real_ttft_s_{name}"] / figures["real_ttft_s_modulo"]
+        figures[f"real_ttft_gain_{name}"] = gain
+    return figures
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+@contextmanager
+def process(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program until the block is left."""
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--no-run", action="store_true", help="only the simulation")
     arguments = parser.parse_args()
     figures = compare(SEEDS, REQUESTS) | cached(3, 3000)
+    if not arguments.no_run:
+        figures |= real(REAL_REQUESTS)
+    figures["imbalance"], figures["ttft_gain"] = (
+        max(figures["imbalance_minimum"], figures["imbalance_minimum_10s"]),
+        min(figures["ttft_gain_minimum"], figures["ttft_gain_minimum_10s"]),
+    )
     emit("balance", figures)
 
 

@@ -122,6 +122,83 @@ class Engine(asyncio.Protocol):
         asyncio.get_running_loop().call_later(self._every_s, self._next, left - 1)
 
 
+class Ranks:
+    """Data-parallel ranks of SGLang's prefill and decode servers, both in this process: prefill
+    computes prompts in order at ``rate`` tokens per second; decode answers when it has."""
+
+    def __init__(self, ranks: int, rate: float) -> None:
+        self.waiting = [0] * ranks
+        self._free_at = [0.0] * ranks
+        self._rate = rate
+        self._done: dict[int, asyncio.Event] = {}
+        self._area = [0.0] * ranks  # token seconds
+        self._at = 0.0
+
+    def room(self, number: int) -> asyncio.Event:
+        """Return what is set when a room's prompt is computed."""
+        return self._done.setdefault(number, asyncio.Event())
+
+    async def compute(self, body: dict[str, Any]) -> None:
+        """Compute a prompt on the rank that the request names, else on the room's."""
+        loop = asyncio.get_running_loop()
+        room, tokens = body["bootstrap_room"], len(body["input_ids"])
+        rank = body.get("routed_dp_rank", room % len(self.waiting))
+        self._pass(loop.time())
+        self.waiting[rank] += tokens
+        self._free_at[rank] = max(loop.time(), self._free_at[rank]) + tokens / self._rate
+        await asyncio.sleep(self._free_at[rank] - loop.time())
+        self._pass(loop.time())
+        self.waiting[rank] -= tokens
+        self.room(room).set()
+
+    def loads(self) -> bytes:
+        """What ``/v1/loads`` answers; with the token seconds so far."""
+        self._pass(asyncio.get_running_loop().time())
+        loads = [
+            {"dp_rank": rank, "num_used_tokens": waiting, "area": area}
+            for rank, (waiting, area) in enumerate(zip(self.waiting, self._area, strict=True))
+        ]
+        return _json({"loads": loads})
+
+    def _pass(self, now: float) -> None:
+        span, self._at = now - (self._at or now), now
+        self._area = [a + w * span for a, w in zip(self._area, self.waiting, strict=True)]
+
+
+class RankedEngine(Engine):
+    """One connection to a server whose ranks take their time."""
+
+    def __init__(self, ranks: Ranks, prefill: bool) -> None:
+        super().__init__(1, 0.0)
+        self._ranks, self._prefill = ranks, prefill
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def _answer(self, path: bytes, body: bytes) -> None:
+        if path == b"/v1/loads" and self._prefill:
+            self._transport.write(self._ranks.loads())
+        elif path == b"/generate":
+            task = asyncio.ensure_future(self._generate(json.loads(body)))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            super()._answer(path, body)
+
+    async def _generate(self, body: dict[str, Any]) -> None:
+        if self._prefill:
+            await self._ranks.compute(body)
+        else:
+            await self._ranks.room(body["bootstrap_room"]).wait()
+        self._transport.write(_json(_DONE))
+
+
+async def serve_ranked(prefill: int, decode: int, ranks: Ranks) -> None:
+    """Serve one prefill and one decode server on these ports until cancelled."""
+    loop = asyncio.get_running_loop()
+    for port, first in ((prefill, True), (decode, False)):
+        await loop.create_server(lambda first=first: RankedEngine(ranks, first), "127.0.0.1", port)
+    await asyncio.Event().wait()
+
+
 async def serve(ports: list[int], tokens: int, every_s: float) -> None:
     """Serve engines on ``ports`` of loopback until cancelled."""
     loop = asyncio.get_running_loop()
@@ -135,8 +212,14 @@ def main() -> None:
     parser.add_argument("ports", nargs="+", type=int)
     parser.add_argument("--tokens", type=int, default=50)
     parser.add_argument("--every", type=float, default=0.02)
+    parser.add_argument("--ranks", type=int, default=0, help="prefill and decode, with a queue")
+    parser.add_argument("--rate", type=float, default=20_000.0)
     arguments = parser.parse_args()
-    uvloop.run(serve(arguments.ports, arguments.tokens, arguments.every))
+    if arguments.ranks:
+        prefill, decode = arguments.ports
+        uvloop.run(serve_ranked(prefill, decode, Ranks(arguments.ranks, arguments.rate)))
+    else:
+        uvloop.run(serve(arguments.ports, arguments.tokens, arguments.every))
 
 
 if __name__ == "__main__":
