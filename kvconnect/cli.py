@@ -22,8 +22,7 @@ from kvconnect.doctor import checks, disk, transport
 from kvconnect.doctor.finding import Finding, Report
 from kvconnect.doctor.half import Task
 from kvconnect.errors import ConfigError
-from kvconnect.router.options import Options, workers
-from kvconnect.router.pick import Policy
+from kvconnect.router.flags import add_flags, options_of
 
 Refuse = Callable[[str], NoReturn]
 """Ends the command with a usage error."""
@@ -44,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cache = commands.add_parser("cache", help="look into a folder of the disk tier, or clear it")
     _add_cache_flags(cache)
     router = commands.add_parser("router", help="serve prefill and decode engines as one")
-    _add_router_flags(router)
+    add_flags(router)
     arguments = parser.parse_args(argv)
     if arguments.command == "router":
         return run_router(arguments, router.error)
@@ -287,17 +286,7 @@ def run_router(arguments: argparse.Namespace, refuse: Refuse) -> int:
     except ImportError as error:
         refuse(f"{error.name} is missing: pip install 'kvconnect[router]'")
     try:
-        options = Options(
-            workers("prefill", arguments.prefill),
-            workers("decode", arguments.decode),
-            pull=arguments.pull,
-            push_min_tokens=arguments.push_min_tokens,
-            timeout_s=arguments.timeout,
-            prefill_policy=Policy(arguments.prefill_policy),
-            decode_policy=Policy(arguments.decode_policy),
-            dp_minimum_tokens=arguments.dp_minimum_tokens_scheduler,
-            load_interval_s=arguments.worker_load_check_interval,
-        )
+        options = options_of(arguments)
     except ConfigError as error:
         refuse(f"--{error.field} {error.value}: {error.fix}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -307,61 +296,6 @@ def run_router(arguments: argparse.Namespace, refuse: Refuse) -> int:
         print(f"kvconnect router: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _add_router_flags(parser: argparse.ArgumentParser) -> None:
-    default = Options((), ())
-    add = parser.add_argument
-    what = "URL[,engine=vllm|nixl|mooncake|sglang][,bootstrap=PORT][,version=TEXT]"
-    add("--prefill", nargs="+", required=True, metavar="URL", help=f"engines that prefill: {what}")
-    add("--decode", nargs="+", required=True, metavar="URL", help="engines that decode")
-    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=_port, default=8000, help="port to listen on (default: %(default)s)")
-    add("--pull", action="store_true", help="ask decode only after prefill has answered")
-    add(
-        "--push-min-tokens",
-        type=int,
-        default=default.push_min_tokens,
-        metavar="N",
-        help="pull for prompts estimated to be shorter (default: %(default)s, always push)",
-    )
-    add(
-        "--timeout",
-        type=float,
-        default=default.timeout_s,
-        metavar="S",
-        help="seconds for a whole request (default: %(default)s)",
-    )
-    _add_policy_flags(parser, default)
-
-
-def _add_policy_flags(parser: argparse.ArgumentParser, default: Options) -> None:
-    add = parser.add_argument
-    for role in ("prefill", "decode"):
-        add(
-            f"--{role}-policy",
-            choices=[policy.value for policy in Policy],
-            default=default.prefill_policy.value,
-            help=f"how a {role} engine and rank are picked (default: %(default)s)",
-        )
-    add(
-        "--dp-minimum-tokens-scheduler",
-        action="store_true",
-        help="under round_robin and random, take the rank with the fewest tokens",
-    )
-    add(
-        "--worker-load-check-interval",
-        type=float,
-        default=default.load_interval_s,
-        metavar="S",
-        help="seconds between looks at an engine's load, 0: never (default: %(default)s)",
-    )
-
-
-def _port(text: str) -> int:
-    if not 0 <= int(text) < 2**16:
-        raise argparse.ArgumentTypeError(f"{text} is no port")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import socket
@@ -15,13 +14,15 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvconnect.router import legs
+from kvconnect.router.admin import make_admin
+from kvconnect.router.admission import Admission
 from kvconnect.router.exchange import Exchange, Services
 from kvconnect.router.http1 import Client
+from kvconnect.router.membership import Membership
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.options import Options
 from kvconnect.router.upstreams import Fleet, Upstream
 from kvconnect.router.view import Role
-from kvconnect.router.watch import Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -39,21 +40,27 @@ class Edge:
         self._metrics = RouterMetrics()
         self._fleet = Fleet(options, self._metrics)
         self._turns = itertools.count()
-        self._client = Client()
-        self._services = Services(options, self._fleet, self._metrics, self._client)
+        self._client = Client(options.limits.silence_s)
+        self._membership = Membership(options, self._fleet, self._client, self._metrics)
+        admission = Admission(options.limits, self._metrics.queued)
+        self._services = Services(options, self._fleet, self._metrics, self._client, admission)
 
     async def run(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
-        """Watch the engines while the application runs."""
-        watchers = [
-            Watcher(upstream, self._client, self._metrics) for upstream in self._fleet.all()
-        ]
-        await asyncio.gather(*(watcher.probe() for watcher in watchers))
-        for watcher in watchers:
-            watcher.start(self._options.load_interval_s)
+        """Look after the engines while the application runs."""
+        await self._membership.start()
         yield
-        for watcher in watchers:
-            await watcher.stop()
+        await self._membership.stop()
         self._client.close()
+
+    async def administer(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
+        """Serve the administrators' API while the application runs."""
+        admin = self._options.admin
+        runner = web.AppRunner(make_admin(self._fleet, self._membership, admin.token))
+        await runner.setup()
+        await web.TCPSite(runner, admin.host, admin.port).start()
+        logger.info("admin API on %s", runner.addresses[0])
+        yield
+        await runner.cleanup()
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Completions, chat completions and SGLang's ``/generate``."""
@@ -91,6 +98,8 @@ def make_app(options: Options) -> web.Application:
     edge = Edge(options)
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_openai_errors])
     app.cleanup_ctx.append(edge.run)
+    if options.admin.token:
+        app.cleanup_ctx.append(edge.administer)
     app.router.add_post("/v1/completions", edge.complete)
     app.router.add_post("/v1/chat/completions", edge.complete)
     app.router.add_post("/generate", edge.complete)
@@ -114,6 +123,7 @@ def serve(options: Options, host: str, port: int) -> None:
             make_app(options),
             sock=listener,
             handler_cancellation=True,
+            shutdown_timeout=options.limits.drain_s,
             access_log=None,
             print=None,
             loop=uvloop.new_event_loop(),

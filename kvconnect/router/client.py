@@ -99,8 +99,7 @@ class Leg:
 
     async def __aenter__(self) -> Leg:
         self._metrics.leg_began(self.upstream.role, self.upstream.url)
-        now = time.monotonic()
-        self.upstream.loads.begin(self.place.target.rank, self.place.tokens, now)
+        self.upstream.began(self.place, time.monotonic())
         return self
 
     async def __aexit__(
@@ -111,7 +110,11 @@ class Leg:
     ) -> None:
         if self._connection is not None:
             self._client.release(self.upstream.base, self._connection)
-        self.upstream.loads.end(self.place.target.rank, self.place.tokens)
+        self.upstream.ended(self.place)
+        if self._outcome in (LegOutcome.OK, LegOutcome.REJECTED):
+            self.upstream.breaker.succeeded()
+        elif self._outcome is not LegOutcome.CANCELLED:
+            self.upstream.breaker.failed(time.monotonic())
         self._metrics.leg_ended(self.upstream.role, self.upstream.url, self._outcome)
 
     @property

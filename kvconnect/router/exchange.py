@@ -20,6 +20,7 @@ from aiohttp import web
 
 from kvconnect.errors import Refused
 from kvconnect.router import legs
+from kvconnect.router.admission import Admission, Busy
 from kvconnect.router.client import Answer, Ask, Leg, LegFailed, Overhead, Rejected
 from kvconnect.router.http1 import Client
 from kvconnect.router.metrics import Outcome, RouterMetrics
@@ -43,6 +44,7 @@ class Services(NamedTuple):
     fleet: Fleet
     metrics: RouterMetrics
     client: Client
+    admission: Admission
 
 
 class Exchange:
@@ -58,7 +60,7 @@ class Exchange:
 
     async def serve(self) -> web.StreamResponse:
         """Answer the request; the client's disconnect cancels this, and both legs with it."""
-        timeout_s = self._services.options.timeout_s
+        timeout_s = self._services.options.limits.timeout_s
         try:
             return await asyncio.wait_for(self._answer(), timeout_s)
         except asyncio.TimeoutError:
@@ -80,7 +82,11 @@ class Exchange:
         raw = await self._request.read()
         try:
             body = legs.parse_body(raw)
-            return await self._attempts(body)
+            async with self._services.admission.enter():
+                return await self._attempts(body)
+        except Busy as error:
+            self._outcome = Outcome.REJECTED
+            return self._reply.error(429, str(error), {"Retry-After": str(error.retry_s)})
         except Refused as error:
             self._outcome = Outcome.REJECTED
             return self._reply.error(400, str(error))
@@ -137,16 +143,23 @@ class Exchange:
     ) -> AsyncIterator[tuple[Leg, bytes]]:
         """Yield the decode leg and the first bytes of its answer. Leaving ends both legs."""
         overhead = Overhead()
-        decode = self._upstream(Role.DECODE, choice.decode)
+        # Held from here on: an engine may be removed while it is asked.
+        decode = self._services.fleet.get(Role.DECODE, choice.decode.target.worker)
         prefill: asyncio.Task[Any] | None = None
         async with AsyncExitStack() as ends:
             if choice.prefill is not None:
-                asked, body = self._bodies(choice, choice.prefill, body)
-                computed = self._prefill(choice.prefill, asked, overhead)
+                first_leg = self._services.fleet.get(Role.PREFILL, choice.prefill.target.worker)
+                asked, body = _bodies(choice, choice.prefill, first_leg, body)
+                computed = self._prefill(first_leg, choice.prefill, asked, overhead)
                 if choice.mode is Mode.PULL:
                     ticket = await computed
                     overhead.answered()
-                    body = self._pulled(choice, choice.prefill, body, asked, ticket)
+                    rank = choice.prefill.target.rank
+                    pulled = _pulled(body, ticket or _mooncake_ticket(first_leg, rank, asked))
+                    if pulled is body:
+                        plain = choice._replace(mode=Mode.PLAIN, reason=Reason.NO_TICKET)
+                        self._reply.choice = plain
+                    body = pulled
                 else:
                     prefill = await ends.enter_async_context(_beside(computed))
             leg = await ends.enter_async_context(self._leg(decode, choice.decode))
@@ -155,47 +168,11 @@ class Exchange:
             self._services.metrics.added(choice.mode, overhead.seconds)
             yield leg, first
 
-    def _bodies(
-        self, choice: Choice, place: Place, body: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return what prefill is asked, and decode, as far as that is known by now."""
-        if choice.mode is Mode.BOOTSTRAP:
-            worker = self._upstream(Role.PREFILL, place).worker
-            room = secrets.randbelow(legs.ROOMS)
-            meeting = legs.Meeting(worker.host, worker.bootstrap, room, place.target.rank)
-            both = (place.target.rank, choice.decode.target.rank)
-            p, d = (legs.room_body(body, meeting, rank) for rank in both)
-            return p, d
-        transfer = secrets.token_hex(16)
-        asked = legs.prefill_body(body, transfer)
-        if choice.mode is Mode.PUSH:
-            return asked, legs.push_body(body, transfer, choice.card)
-        return asked, body
-
-    def _pulled(
-        self,
-        choice: Choice,
-        place: Place,
-        body: Mapping[str, Any],
-        asked: Mapping[str, Any],
-        ticket: dict[str, Any] | None,
-    ) -> Mapping[str, Any]:
-        """Return what decode is asked when prefill has answered with ``ticket``."""
-        if ticket is not None:
-            return legs.pull_body(body, ticket)
-        upstream = self._upstream(Role.PREFILL, place)
-        engine_id = upstream.said.engine_ids.get(place.target.rank or 0)
-        if upstream.worker.engine is Engine.MOONCAKE and engine_id is not None:
-            transfer = legs.transfer_of(asked)
-            return legs.mooncake_body(body, transfer, engine_id, upstream.worker.meeting)
-        self._reply.choice = choice._replace(mode=Mode.PLAIN, reason=Reason.NO_TICKET)
-        return body
-
     async def _prefill(
-        self, place: Place, body: Mapping[str, Any], overhead: Overhead
+        self, upstream: Upstream, place: Place, body: Mapping[str, Any], overhead: Overhead
     ) -> dict[str, Any] | None:
         """Have a prompt computed; return what the engine offers for it."""
-        async with self._leg(self._upstream(Role.PREFILL, place), place) as leg:
+        async with self._leg(upstream, place) as leg:
             await leg.open(self._ask(body, place), overhead.written)
             if leg.streams:
                 await leg.first_event()
@@ -239,11 +216,40 @@ class Exchange:
             headers[legs.RANK_HEADER] = str(place.target.rank)
         return Ask(self._request.path, headers, json.dumps(body).encode())
 
-    def _upstream(self, role: Role, place: Place) -> Upstream:
-        return self._services.fleet.get(role, place.target.worker)
-
     def _leg(self, upstream: Upstream, place: Place) -> Leg:
         return Leg(self._services.client, self._services.metrics, upstream, place)
+
+
+def _bodies(
+    choice: Choice, place: Place, prefill: Upstream, body: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return what prefill is asked, and decode, as far as that is known by now."""
+    if choice.mode is Mode.BOOTSTRAP:
+        worker, room = prefill.worker, secrets.randbelow(legs.ROOMS)
+        meeting = legs.Meeting(worker.host, worker.bootstrap, room, place.target.rank)
+        return (
+            legs.room_body(body, meeting, place.target.rank),
+            legs.room_body(body, meeting, choice.decode.target.rank),
+        )
+    transfer = secrets.token_hex(16)
+    asked = legs.prefill_body(body, transfer)
+    if choice.mode is Mode.PUSH:
+        return asked, legs.push_body(body, transfer, choice.card)
+    return asked, body
+
+
+def _mooncake_ticket(
+    prefill: Upstream, rank: int | None, asked: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return what an engine with vLLM's MooncakeConnector offers, which does not say so itself."""
+    engine_id = prefill.said.engine_ids.get(rank or 0)
+    if prefill.worker.engine is not Engine.MOONCAKE or engine_id is None:
+        return None
+    return legs.mooncake_ticket(legs.transfer_of(asked), engine_id, prefill.worker.meeting)
+
+
+def _pulled(body: Mapping[str, Any], ticket: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    return body if ticket is None else legs.pull_body(body, ticket)
 
 
 async def _beginning(prefill: asyncio.Task[Any], decoding: Coroutine[Any, Any, bytes]) -> bytes:

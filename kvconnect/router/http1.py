@@ -98,6 +98,8 @@ class Connection(asyncio.Protocol):
         self._waiting: asyncio.Future[None] | None = None
         self._broken: str | None = None
         self._paused = False
+        self._heard = 0.0
+        self._timer: asyncio.TimerHandle | None = None
 
     # asyncio's side
 
@@ -107,7 +109,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """asyncio: a piece came."""
-        answer = self.answer
+        answer, self._heard = self.answer, time.monotonic()
         if answer.ended:
             self._break("spoke without being asked")
             return
@@ -134,9 +136,12 @@ class Connection(asyncio.Protocol):
         """Whether another request can be sent on it."""
         return self._broken is None and not self._transport.is_closing()
 
-    def send(self, head: bytes, body: bytes) -> None:
-        """Begin a request."""
+    def send(self, head: bytes, body: bytes, silence_s: float) -> None:
+        """Begin a request. If the engine sends nothing for ``silence_s`` while the answer is
+        awaited, the connection is lost."""
         self.answer = Arriving()
+        self._heard = time.monotonic()
+        self._listen(silence_s)
         if len(body) < _HIGH:
             self._transport.write(head + body)
         else:
@@ -173,6 +178,7 @@ class Connection(asyncio.Protocol):
     def done(self) -> bool:
         """The user is done; return whether it can be kept. Else it is closed, upon which the
         engine drops the request."""
+        self._unwatch()
         keep = self.usable and self.answer.keep and not self.answer.chunks
         if not keep:
             self._transport.abort()
@@ -180,7 +186,25 @@ class Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Close it at once."""
+        self._unwatch()
         self._transport.abort()
+
+    def _listen(self, silence_s: float) -> None:
+        """Look again when the engine could have been silent for so long."""
+        now = time.monotonic()
+        if self._paused:  # it is we who do not read
+            self._heard = now
+        left = self._heard + silence_s - now
+        if left <= 0:
+            self._break(f"sent nothing for {silence_s:g} seconds")
+            return
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(left, self._listen, silence_s)
+
+    def _unwatch(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _break(self, why: str) -> None:
         self._broken = self._broken or why
@@ -203,7 +227,8 @@ class Connection(asyncio.Protocol):
 class Client:
     """Connections to all engines of a router."""
 
-    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, silence_s: float, tls: ssl.SSLContext | None = None) -> None:
+        self._silence_s = silence_s
         self._idle: dict[Base, list[Connection]] = {}
         self._tls = tls
 
@@ -282,7 +307,7 @@ class Client:
     ) -> Connection:
         begun = False
         try:
-            connection.send(head, body)
+            connection.send(head, body, self._silence_s)
             if written is not None:
                 written()
             await connection.begun()

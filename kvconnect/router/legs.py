@@ -138,11 +138,11 @@ def pull_body(body: Body, ticket: Mapping[str, Any]) -> dict[str, Any]:
     return {**body, _PARAMS: ticket}
 
 
-def mooncake_body(body: Body, transfer: str, engine_id: str, address: str) -> dict[str, Any]:
-    """Return what a decode engine with vLLM's MooncakeConnector is asked: its prefill engine
+def mooncake_ticket(transfer: str, engine_id: str, address: str) -> dict[str, Any]:
+    """Return what a decode engine with vLLM's MooncakeConnector is told: its prefill engine
     answers without saying where its KV is, so the router has to."""
     params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer}
-    return {**body, _PARAMS: params | {"remote_engine_id": engine_id, _MOONCAKE: address}}
+    return params | {"remote_engine_id": engine_id, _MOONCAKE: address}
 
 
 def room_body(body: Body, meeting: Meeting, rank: int | None) -> dict[str, Any]:

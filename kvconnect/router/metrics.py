@@ -4,7 +4,7 @@ those of an engine from when it is added until it is removed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, get_args
 
@@ -57,6 +57,7 @@ ROWS = (
     Row("retries", Counter, "Attempts after a failed one.", ("leg", "cause")),
     Row("card_fetches", Counter, "Cards asked for.", ("upstream", "outcome")),
     Row("load_reports", Counter, "Loads asked for.", ("leg", "upstream", "outcome")),
+    Row("queue", Gauge, "Requests that wait for their turn."),
     Row("in_flight", Gauge, "Open requests to engines.", ("leg", "upstream")),
     Row("upstream_up", Gauge, "1 while an engine answers.", ("leg", "upstream")),
     Row("tokens_in_flight", Gauge, "Prompt tokens of open requests.", ("leg", "upstream", "rank")),
@@ -104,7 +105,7 @@ class RouterMetrics:
         self._of: dict[str, Any] = {row.name: _made(row, self.registry) for row in ROWS}
         gauges = (self._of["tokens_in_flight"], self._of["foreign_tokens"])
         self._ranks = _Ranks(*gauges)
-        self._create()
+        _create(self._of)
 
     def request(self, chosen: tuple[Mode, Reason] | None, outcome: Outcome) -> None:
         """A client's request ended; ``chosen`` None: before a mode was chosen."""
@@ -153,6 +154,10 @@ class RouterMetrics:
             mean = sum(totals) / max(1, len(totals))
             self._of["imbalance"].labels(role.value).set(max(totals) / mean if mean else 1)
 
+    def queued(self, number: int) -> None:
+        """So many requests wait for their turn."""
+        self._of["queue"].set(number)
+
     def added(self, mode: Mode, seconds: float) -> None:
         """An attempt's requests were written."""
         self._of["added_latency_seconds"].labels(mode.value).observe(seconds)
@@ -173,21 +178,6 @@ class RouterMetrics:
             self._of[name].remove(*labels)
         self._ranks.set(role.value, url, ())
 
-    def _create(self) -> None:
-        """Make every series, so that it reads 0 before its event."""
-        for mode, reason in [_NO_MODE, *((m.value, r.value) for m, r in MODES)]:
-            for outcome in Outcome:
-                self._of["requests"].labels(mode, reason, outcome.value)
-        for chosen in Mode:
-            self._of["added_latency_seconds"].labels(chosen.value)
-            self._of["ttft_seconds"].labels(chosen.value)
-        for role in Role:
-            self._of["imbalance"].labels(role.value).set(1)
-            for why in Why:
-                self._of["picks"].labels(role.value, why.value)
-            for cause in get_args(Cause):
-                self._of["retries"].labels(role.value, cause)
-
 
 def _made(row: Row, registry: CollectorRegistry) -> Any:
     more: dict[str, Any] = {"buckets": row.buckets} if row.buckets else {}
@@ -206,3 +196,19 @@ def _of_upstream(role: Role, url: str) -> Iterable[tuple[str, tuple[str, ...]]]:
     if role is Role.PREFILL:
         for said in _CARD_OUTCOMES:
             yield "card_fetches", (url, said)
+
+
+def _create(families: Mapping[str, Any]) -> None:
+    """Make every series, so that it reads 0 before its event."""
+    for mode, reason in [_NO_MODE, *((m.value, r.value) for m, r in MODES)]:
+        for outcome in Outcome:
+            families["requests"].labels(mode, reason, outcome.value)
+    for chosen in Mode:
+        families["added_latency_seconds"].labels(chosen.value)
+        families["ttft_seconds"].labels(chosen.value)
+    for role in Role:
+        families["imbalance"].labels(role.value).set(1)
+        for why in Why:
+            families["picks"].labels(role.value, why.value)
+        for cause in get_args(Cause):
+            families["retries"].labels(role.value, cause)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 from kvconnect.errors import ConfigError
@@ -41,9 +41,79 @@ class Worker:
         return f"[{name}]" if ":" in name else name
 
     @property
+    def port(self) -> int | None:
+        """The port that its URL names."""
+        return urlsplit(self.url).port
+
+    def at(self, url: str) -> Worker:
+        """Return the same at another URL."""
+        return replace(self, url=url)
+
+    @property
     def meeting(self) -> str:
         """URL of its bootstrap server."""
         return f"http://{self.host}:{self.bootstrap}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much a router takes on, and how long it waits; checked when made.
+
+    Attributes:
+        timeout_s: seconds from a request's first byte to its answer's last one.
+        silence_s: seconds an engine may send nothing while a request is open.
+        concurrent: requests worked on at a time; 0: any number.
+        queue: requests that may wait for their turn.
+        queue_s: seconds that one may wait for its turn.
+        drain_s: seconds that open requests have to end when the router is told to stop.
+
+    Raises:
+        ConfigError: names the flag, its value and the fix.
+    """
+
+    timeout_s: float = 600.0
+    silence_s: float = 300.0
+    concurrent: int = 0
+    queue: int = 1024
+    queue_s: float = 10.0
+    drain_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        seconds = {
+            "timeout": self.timeout_s,
+            "silence-timeout": self.silence_s,
+            "queue-timeout": self.queue_s,
+            "drain-timeout": self.drain_s,
+        }
+        for flag, value in seconds.items():
+            if not 0 < value <= 86_400:
+                raise ConfigError(flag, value, "use seconds, more than 0, at most a day")
+        for flag, number in {"max-concurrent": self.concurrent, "queue": self.queue}.items():
+            if number < 0:
+                raise ConfigError(flag, number, "use 0 or more")
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where engines come from while the router runs, beside the command line.
+
+    Attributes:
+        file: path of a file that names them, empty: none.
+        prefill_dns, decode_dns: URLs whose host stands for all its addresses.
+    """
+
+    file: str = ""
+    prefill_dns: tuple[str, ...] = ()
+    decode_dns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class AdminAccess:
+    """Where administrators add and remove engines; without a token, nowhere."""
+
+    host: str = "127.0.0.1"
+    port: int = 8001
+    token: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,7 +124,9 @@ class Options:
         prefill, decode: the engines, as :func:`workers` returns them.
         pull: always ask the decode engine only after the prefill engine has answered.
         push_min_tokens: prompts estimated to be shorter are pulled. Unit: tokens.
-        timeout_s: seconds from a request's first byte to its answer's last one.
+        limits: how much it takes on, and how long it waits.
+        sources: where further engines come from.
+        admin: who may add and remove engines, and where.
         prefill_policy, decode_policy: how an engine and rank are picked.
         dp_minimum_tokens: under policies that do not look at loads, take the rank with the fewest
             tokens of the engine they picked.
@@ -68,7 +140,9 @@ class Options:
     decode: tuple[Worker, ...]
     pull: bool = False
     push_min_tokens: int = 0
-    timeout_s: float = 600.0
+    limits: Limits = Limits()
+    sources: Sources = Sources()
+    admin: AdminAccess = AdminAccess()
     prefill_policy: Policy = Policy.LEAST_TOKENS
     decode_policy: Policy = Policy.LEAST_TOKENS
     dp_minimum_tokens: bool = False
@@ -77,8 +151,6 @@ class Options:
     def __post_init__(self) -> None:
         if self.push_min_tokens < 0:
             raise ConfigError("push-min-tokens", self.push_min_tokens, "use 0 or more")
-        if not 0 < self.timeout_s <= 86_400:
-            raise ConfigError("timeout", self.timeout_s, "use seconds, more than 0, at most a day")
         if not 0 <= self.load_interval_s <= 3600:
             fix = "use seconds, 0 (never) to 3600"
             raise ConfigError("worker-load-check-interval", self.load_interval_s, fix)
@@ -97,6 +169,18 @@ def workers(flag: str, texts: Sequence[str]) -> tuple[Worker, ...]:
             raise ConfigError(flag, text, "name each engine once")
         found[worker.url] = worker
     return tuple(found.values())
+
+
+def check_dns(flag: str, texts: Sequence[str]) -> tuple[str, ...]:
+    """Return workers whose host stands for all its addresses, as they came.
+
+    Raises:
+        ConfigError: one is no worker, or has no port.
+    """
+    for worker in workers(flag, texts):
+        if worker.port is None:
+            raise ConfigError(flag, worker.url, "name the port too, as in http://prefill:8000")
+    return tuple(texts)
 
 
 def worker_of(flag: str, text: str) -> Worker:

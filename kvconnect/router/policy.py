@@ -170,7 +170,9 @@ class _Group(NamedTuple):
 
 def _left(workers: Sequence[WorkerView], tried: Collection[int], wish: Wish) -> list[WorkerView]:
     found = [w for w in workers if w.up and w.index not in tried and w.serves(wish.prompt.model)]
-    return [w for w in found if w.engine is Engine.SGLANG] if wish.native else found
+    if wish.native:
+        found = [w for w in found if w.engine is Engine.SGLANG]
+    return [w for w in found if w.trusted] or found
 
 
 def _group(prefill: list[WorkerView], decode: list[WorkerView], turn: int) -> _Group | None:

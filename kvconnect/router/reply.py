@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 from aiohttp import web
 
@@ -28,10 +29,14 @@ class Reply:
         headers = self._headers(answer.content_type)
         return web.Response(status=answer.status, body=answer.body, headers=headers)
 
-    def error(self, status: int, message: str) -> web.Response:
+    def error(
+        self, status: int, message: str, headers: Mapping[str, str] | None = None
+    ) -> web.Response:
         """Return an error of the router."""
         body = legs.error_body(status, message)
-        return self.whole(Answer(status, "application/json", body))
+        answer = self.whole(Answer(status, "application/json", body))
+        answer.headers.update(headers or {})
+        return answer
 
     async def begin(self, content_type: str) -> web.StreamResponse:
         """Start a stream.

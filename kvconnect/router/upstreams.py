@@ -9,10 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from kvconnect.router.breaker import Breaker
 from kvconnect.router.http1 import Base
 from kvconnect.router.legs import Card
 from kvconnect.router.loads import Loads
 from kvconnect.router.options import Options, Worker
+from kvconnect.router.policy import Place
 from kvconnect.router.view import Role, View, WorkerView
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,16 @@ class Said:
     engine_ids: dict[int, str] = field(default_factory=dict)
 
 
+class Signals:
+    """What those who look after an engine wait for: that it is up, down, or worth a look."""
+
+    def __init__(self) -> None:
+        self.up = asyncio.Event()
+        self.down = asyncio.Event()
+        self.suspected = asyncio.Event()
+        self.down.set()
+
+
 class Upstream:
     """One engine. Down until the first probe says otherwise."""
 
@@ -54,12 +66,11 @@ class Upstream:
         self.loads = loads
         self.said = Said()
         self.draining = False
-        self.is_up = asyncio.Event()
-        self.is_down = asyncio.Event()
-        self.suspected = asyncio.Event()
+        self.open = 0  # requests under way
+        self.breaker = Breaker()
+        self.signals = Signals()
         self._cards: dict[int, tuple[str, float]] = {}  # rank -> text, when it ends
         self._changed = changed
-        self.is_down.set()
 
     @property
     def url(self) -> str:
@@ -69,7 +80,7 @@ class Upstream:
     @property
     def up(self) -> bool:
         """Whether it answers."""
-        return self.is_up.is_set()
+        return self.signals.up.is_set()
 
     def view(self, now: float) -> WorkerView:
         """Return it as policies see it."""
@@ -83,6 +94,7 @@ class Upstream:
             frozenset(self.said.models),
             self.worker.version or self.said.version,
             self.url,
+            self.breaker.trusted(now),
         )
 
     def mark(self, *, up: bool) -> None:
@@ -91,19 +103,30 @@ class Upstream:
             return
         logger.info("%s engine %s is %s", self.role.value, self.url, "up" if up else "down")
         if up:
-            self.is_down.clear()
-            self.is_up.set()
+            self.signals.down.clear()
+            self.signals.up.set()
         else:
             self._cards.clear()  # what comes back may be another incarnation
             self.loads.forget()
-            self.is_up.clear()
-            self.is_down.set()
+            self.signals.up.clear()
+            self.signals.down.set()
             self.suspect()
         self._changed(self)
 
     def suspect(self) -> None:
         """Something went wrong with it: have it probed at once."""
-        self.suspected.set()
+        self.signals.suspected.set()
+
+    def began(self, place: Place, now: float) -> None:
+        """A request goes there."""
+        self.open += 1
+        self.loads.begin(place.target.rank, place.tokens, now)
+        self.breaker.began(now)
+
+    def ended(self, place: Place) -> None:
+        """It is over."""
+        self.open -= 1
+        self.loads.end(place.target.rank, place.tokens)
 
     def hold_card(self, rank: int, card: Card, asked: float) -> None:
         """It gave out a card, asked for at ``asked``."""

@@ -58,6 +58,7 @@ class WorkerView:
         models: names it serves; empty: unknown.
         version: of the engine; only equal ones hand over to each other. Empty: unknown.
         name: stable over restarts and over routers: its URL.
+        trusted: it has not just failed several requests; if none of a role has not, all serve.
     """
 
     index: int
@@ -68,6 +69,7 @@ class WorkerView:
     models: frozenset[str] = frozenset()
     version: str = ""
     name: str = ""
+    trusted: bool = True
 
     def targets(self) -> list[tuple[Target, Load]]:
         """Return where on it a leg can run, with the load there."""

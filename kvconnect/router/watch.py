@@ -86,22 +86,22 @@ class Watcher:
                 pause, back_off = PROBE_EVERY_S, PROBE_FIRST_S
             else:
                 pause, back_off = back_off, min(2 * back_off, PROBE_SELDOM_S)
-            await wait(upstream.suspected, pause)
-            upstream.suspected.clear()
+            await wait(upstream.signals.suspected, pause)
+            upstream.signals.suspected.clear()
             await self.probe()
 
     async def _learn_for_ever(self) -> None:
         """Ask what it serves whenever it has come up."""
         upstream = self._upstream
         while True:
-            await upstream.is_up.wait()
+            await upstream.signals.up.wait()
             try:
                 upstream.said = await self._learn()
             except FAILED as error:
                 logger.warning("%s does not say what it is: %s", upstream.url, error or "late")
-                await wait(upstream.is_down, CARD_RETRY_S)
+                await wait(upstream.signals.down, CARD_RETRY_S)
             else:
-                await upstream.is_down.wait()
+                await upstream.signals.down.wait()
 
     async def _learn(self) -> Said:
         worker = self._upstream.worker
@@ -118,7 +118,7 @@ class Watcher:
         """Ask for its load; with no interval once, which also tells how many ranks it has."""
         upstream = self._upstream
         while True:
-            await upstream.is_up.wait()
+            await upstream.signals.up.wait()
             asked = upstream.loads.ask(time.monotonic())
             try:
                 used = upstream.loads.report(asked, await self._tokens())
@@ -129,7 +129,11 @@ class Watcher:
                 outcome = "ok" if used else "discarded"
                 self._metrics.load_report(upstream.role, upstream.url, outcome)
             self._polled.set()
-            await (wait(upstream.is_down, interval_s) if interval_s else upstream.is_down.wait())
+            await (
+                wait(upstream.signals.down, interval_s)
+                if interval_s
+                else upstream.signals.down.wait()
+            )
 
     async def _tokens(self) -> dict[int, float]:
         if self._upstream.worker.engine is not Engine.SGLANG:
@@ -147,7 +151,7 @@ class Watcher:
         upstream = self._upstream
         await self._polled.wait()
         while True:
-            await upstream.is_up.wait()
+            await upstream.signals.up.wait()
             ranks = len(upstream.loads.at(time.monotonic()))
             pause = CARD_RETRY_S
             try:
@@ -157,7 +161,7 @@ class Watcher:
                     "no card from %s, its KV is pulled: %s", upstream.url, error or "late"
                 )
                 self._metrics.card(upstream.url, fetched=False)
-            await wait(upstream.is_down, pause)
+            await wait(upstream.signals.down, pause)
 
     async def _hold_card(self, rank: int, ranks: int) -> float:
         """Fetch a rank's card; return in how many seconds to fetch the next."""

@@ -14,10 +14,11 @@ import aiohttp
 from aiohttp import web
 
 from kvconnect.router.app import make_app
-from kvconnect.router.options import Options, workers
+from kvconnect.router.options import Limits, Options, workers
 
 Handler = Callable[["FakeEngine", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
+LIMITS = ("timeout_s", "silence_s", "concurrent", "queue", "queue_s", "drain_s")
 EVENTS = (b'data: {"choices":[{"text":"a"}]}\n\n', b'data: {"choices":[{"text":"b"}]}\n\n')
 DONE = b"data: [DONE]\n\n"
 
@@ -224,8 +225,9 @@ async def bench(
         for engine in (*prefill, *decode):
             await engine.start()
             ends.push_async_callback(engine.stop)
+        limits = Limits(**{k: options.pop(k) for k in LIMITS if k in options})
         named = (workers("test", [e.named for e in engines]) for engines in (prefill, decode))
-        app = make_app(Options(*named, **options))
+        app = make_app(Options(*named, limits=limits, **options))
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
         ends.push_async_callback(runner.cleanup)

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvconnect import cli
-from kvconnect.router.options import Options, Worker
+from kvconnect.router.options import AdminAccess, Limits, Options, Sources, Worker
 from kvconnect.router.pick import Policy
 from kvconnect.router.view import Engine
 
@@ -38,7 +39,9 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert served(monkeypatch, NEEDED) == (options, "127.0.0.1", 8000)
 
 
-def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef\n")
     argv = [
         *(
             "router",
@@ -51,7 +54,10 @@ def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
         *("--host", "10.0.0.1", "--port", "81", "--pull"),
         *("--push-min-tokens", "256", "--timeout", "30", "--dp-minimum-tokens-scheduler"),
         *("--prefill-policy", "cache_aware", "--decode-policy", "random"),
-        *("--worker-load-check-interval", "5"),
+        *("--worker-load-check-interval", "5", "--silence-timeout", "40", "--max-concurrent", "7"),
+        *("--queue", "8", "--queue-timeout", "9", "--drain-timeout", "11"),
+        *("--workers-file", "/w", "--prefill-dns", "http://p:1", "--decode-dns", "http://d:2"),
+        *("--admin-token-file", str(token), "--admin-host", "::1", "--admin-port", "82"),
     ]
     a, b = Worker("http://a:1"), Worker("http://a:2", Engine.SGLANG)
     options = Options(
@@ -59,7 +65,9 @@ def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
         (Worker("http://b:2"),),
         pull=True,
         push_min_tokens=256,
-        timeout_s=30.0,
+        limits=Limits(30.0, 40.0, 7, 8, 9.0, 11.0),
+        sources=Sources("/w", ("http://p:1",), ("http://d:2",)),
+        admin=AdminAccess("::1", 82, "0123456789abcdef"),
         prefill_policy=Policy.CACHE_AWARE,
         decode_policy=Policy.RANDOM,
         dp_minimum_tokens=True,
@@ -71,7 +79,12 @@ def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["router"], "--prefill"),
+        (["router"], "--prefill : name an engine"),
+        (["router", "--prefill", "http://a:1"], "--decode : name an engine"),
+        ([*NEEDED, "--prefill-dns", "http://a"], "--prefill-dns http://a: name the port"),
+        ([*NEEDED, "--admin-token-file", "/none"], "--admin-token-file /none: name a file"),
+        ([*NEEDED, "--admin-token-file", "/dev/null"], "put a token"),
+        ([*NEEDED, "--prefill-policy", "best"], "--prefill-policy"),
         (["router", "--prefill", "a:1", "--decode", "http://b"], "--prefill a:1: use a URL"),
         ([*NEEDED, "http://b:2"], "--decode http://b:2: name each engine once"),
         ([*NEEDED, "--timeout", "0"], "--timeout 0.0: use seconds"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigError, Refused
 from kvconnect.router import legs, reports
-from kvconnect.router.options import Options, Worker, workers
+from kvconnect.router.options import Limits, Options, Worker, check_dns, workers
 from kvconnect.router.pick import Why
 from kvconnect.router.policy import MODES, Choice, Mode, Place, Reason, Tried, Wish, choose
 from kvconnect.router.view import Engine, Load, Role, Target, View, WorkerView
@@ -168,15 +168,12 @@ def test_sglangs_servers_are_told_where_to_meet_and_which_ranks() -> None:
 def test_mooncakes_decode_engine_is_told_where_the_kv_is() -> None:
     asked = legs.prefill_body({"prompt": "a"}, ID)
     assert legs.transfer_of(asked) == ID
-    assert legs.mooncake_body({"prompt": "a"}, ID, "e0", "http://p:8998") == {
-        "prompt": "a",
-        "kv_transfer_params": {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "transfer_id": ID,
-            "remote_engine_id": "e0",
-            "remote_bootstrap_addr": "http://p:8998",
-        },
+    assert legs.mooncake_ticket(ID, "e0", "http://p:8998") == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": ID,
+        "remote_engine_id": "e0",
+        "remote_bootstrap_addr": "http://p:8998",
     }
 
 
@@ -449,10 +446,31 @@ def test_an_engine_is_named_once() -> None:
 @pytest.mark.parametrize(
     ("field", "settings"),
     [
-        ("push-min-tokens", {"push_min_tokens": -1}),
         ("timeout", {"timeout_s": 0.0}),
         ("timeout", {"timeout_s": float("nan")}),
-        ("timeout", {"timeout_s": 1e9}),
+        ("silence-timeout", {"silence_s": 1e9}),
+        ("queue-timeout", {"queue_s": -1.0}),
+        ("drain-timeout", {"drain_s": 0.0}),
+        ("max-concurrent", {"concurrent": -1}),
+        ("queue", {"queue": -1}),
+    ],
+)
+def test_limits_out_of_range_are_refused(field: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Limits(**settings)
+    assert caught.value.field == field
+
+
+def test_a_dns_name_has_a_port() -> None:
+    assert check_dns("prefill-dns", ["http://a:1,engine=sglang"]) == ("http://a:1,engine=sglang",)
+    with pytest.raises(ConfigError, match="name the port too"):
+        check_dns("prefill-dns", ["http://a"])
+
+
+@pytest.mark.parametrize(
+    ("field", "settings"),
+    [
+        ("push-min-tokens", {"push_min_tokens": -1}),
         ("worker-load-check-interval", {"load_interval_s": -1.0}),
         ("worker-load-check-interval", {"load_interval_s": float("nan")}),
     ],
