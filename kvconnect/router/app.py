@@ -16,6 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from kvconnect.router import legs
 from kvconnect.router.admin import make_admin
 from kvconnect.router.admission import Admission
+from kvconnect.router.caches import Caches
 from kvconnect.router.exchange import Exchange, Services
 from kvconnect.router.http1 import Client
 from kvconnect.router.membership import Membership
@@ -32,18 +33,37 @@ _BACKLOG = 1024  # connections that wait to be accepted
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+class _Notices:
+    """Passes on what becomes of engines."""
+
+    def __init__(self, metrics: RouterMetrics, caches: Caches) -> None:
+        self.add_upstream, self.remove_upstream = metrics.add_upstream, metrics.remove_upstream
+        self._metrics, self._caches = metrics, caches
+
+    def up(self, upstream: Upstream) -> None:
+        """One was found up or down."""
+        self._metrics.up(upstream)
+        if not upstream.up:
+            self._caches.forget(upstream.role, upstream.index, len(upstream.loads.own))
+
+
 class Edge:
     """The handlers of one router. Runs on the event loop."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
         self._metrics = RouterMetrics()
-        self._fleet = Fleet(options, self._metrics)
+        caches = Caches(options)
+        self._fleet = Fleet(options, _Notices(self._metrics, caches))
         self._turns = itertools.count()
         self._client = Client(options.limits.silence_s)
-        self._membership = Membership(options, self._fleet, self._client, self._metrics)
+        self._membership = Membership(
+            options, self._fleet, self._client, self._metrics, caches.indexes
+        )
         admission = Admission(options.limits, self._metrics.queued)
-        self._services = Services(options, self._fleet, self._metrics, self._client, admission)
+        self._services = Services(
+            options, self._fleet, self._metrics, self._client, admission, caches
+        )
 
     async def run(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
         """Look after the engines while the application runs."""

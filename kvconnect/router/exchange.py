@@ -21,6 +21,7 @@ from aiohttp import web
 from kvconnect.errors import Refused
 from kvconnect.router import legs
 from kvconnect.router.admission import Admission, Busy
+from kvconnect.router.caches import Caches
 from kvconnect.router.client import Answer, Ask, Leg, LegFailed, Overhead, Rejected
 from kvconnect.router.http1 import Client
 from kvconnect.router.metrics import Outcome, RouterMetrics
@@ -45,6 +46,7 @@ class Services(NamedTuple):
     metrics: RouterMetrics
     client: Client
     admission: Admission
+    caches: Caches
 
 
 class Exchange:
@@ -120,6 +122,7 @@ class Exchange:
                 self._services.metrics.retry(failure.role, failure.cause)
             self._reply.choice = choice
             self._services.metrics.chosen(choice)
+            self._services.caches.sent(choice, body)
             try:
                 async with self._attempt(choice, body) as (leg, first):
                     return await self._relay(leg, first, choice.mode)
@@ -135,7 +138,8 @@ class Exchange:
         prompt = legs.look_at(body)
         native = self._request.path == legs.NATIVE
         session = self._request.headers.get(_SESSION, "") or prompt.session
-        return Wish(prompt, self._turn, random.random(), session, native)
+        hits = self._services.caches.hits(body)
+        return Wish(prompt, self._turn, random.random(), session, native, hits)
 
     @asynccontextmanager
     async def _attempt(
@@ -180,6 +184,8 @@ class Exchange:
                 return None
             answer = await leg.read()
             try:
+                if self._services.caches.indexes:
+                    self._services.metrics.hit(place.hit, legs.cached_of(answer))
                 return legs.ticket_of(answer)
             except Refused as error:
                 raise leg.fail(str(error)) from error

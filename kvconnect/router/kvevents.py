@@ -43,7 +43,7 @@ class Feed:
 
     def message(self, number: int, payload: bytes) -> bool:
         """A message came; return False if others were lost before it: then ask for those from
-        :attr:`wanted` on, and call :meth:`repeated` and :meth:`settle`.
+        :attr:`wanted` on, and pass these and this one to :meth:`settle`.
 
         Raises:
             Refused: it cannot be read.
@@ -58,30 +58,30 @@ class Feed:
             self._take(number, payload)
         return True
 
-    def repeated(self, number: int, payload: bytes) -> None:
-        """A message came again.
-
-        Raises:
-            Refused: it cannot be read.
-        """
-        if number >= self.wanted:
-            self.settle(number, payload)
-
     def settle(self, number: int, payload: bytes) -> bool:
-        """Go on with a message, whatever lies before it; return whether nothing was lost.
+        """Go on with a message that came again, or live after that, whatever lies before it;
+        return whether nothing was lost.
 
         Raises:
             Refused: it cannot be read.
         """
+        if number < self.wanted:
+            return True
         whole = number == self.wanted
-        if number >= self.wanted:
-            if not whole:
-                self._index.cleared(self._target)
-            self._take(number, payload)
+        if not whole:
+            self._index.cleared(self._target)
+        self._take(number, payload)
         return whole
 
     def _take(self, number: int, payload: bytes) -> None:
         self.wanted = number + 1
+        try:
+            self._apply(payload)
+        except Refused:  # it may have told of blocks that are gone
+            self._index.cleared(self._target)
+            raise
+
+    def _apply(self, payload: bytes) -> None:
         for kind, event in _events(payload):
             if kind == "AllBlocksCleared":
                 self._index.cleared(self._target)
@@ -101,8 +101,8 @@ def _events(payload: bytes) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for event in events:
         if isinstance(event, dict) and isinstance(event.get("type"), str):
             yield event["type"], event
-        elif isinstance(event, list) and event and event[0] in _FIELDS:
-            yield event[0], dict(zip(_FIELDS[event[0]], event[1:], strict=False))
+        elif isinstance(event, list) and event and isinstance(event[0], str):
+            yield event[0], dict(zip(_FIELDS.get(event[0], ()), event[1:], strict=False))
 
 
 def _plain(event: Mapping[str, Any]) -> bool:

@@ -22,7 +22,9 @@ _CARD = "kvconnect_card"
 _CARD_EXPIRY = "kvconnect_card_expires_in"
 _MOONCAKE = "remote_bootstrap_addr"
 _EXTRA = "vllm_xargs"  # vLLM merges these into the place where its connector looks
-_CHARS_PER_TOKEN = 4  # of English text; only decides between push and pull
+CHARS_PER_TOKEN = 4
+"""Of English text: an estimate, for decisions that need none better."""
+
 _WHOLE_ANSWER = ("stream", "stream_options", "min_tokens")
 _ROUTERS_OWN = (
     _PARAMS,
@@ -181,6 +183,16 @@ def ticket_of(answer: bytes) -> dict[str, Any] | None:
     return params if isinstance(params, dict) and params else None
 
 
+def cached_of(answer: bytes) -> int | None:
+    """Return how many tokens of the prompt an answer says were cached, None if it does not."""
+    match json_object(answer):
+        case {"usage": {"prompt_tokens_details": {"cached_tokens": int(cached)}}}:
+            return cached
+        case {"meta_info": {"cached_tokens": int(cached)}}:
+            return cached
+    return None
+
+
 def card_of(answer: bytes) -> Card:
     """Return the card in a prefill engine's answer.
 
@@ -235,10 +247,10 @@ def _token_ids(prompt: object) -> int:
 
 
 def _text_tokens(body: Body) -> int:
-    return sum(len(text) for text in _texts(body)) // _CHARS_PER_TOKEN
+    return sum(len(text) for text in texts_of(body)) // CHARS_PER_TOKEN
 
 
-def _texts(body: Body) -> Iterator[str]:
+def texts_of(body: Body) -> Iterator[str]:
     """Yield the texts of a body's prompt."""
     for prompt in map(body.get, _TEXTS):
         yield from (

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from kvconnect.errors import ConfigError, Refused
 from kvconnect.router.http1 import Client
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.options import Options, Worker, worker_of, workers
+from kvconnect.router.prefixes import PrefixIndex
+from kvconnect.router.subscribe import subscribe
 from kvconnect.router.upstreams import Fleet, Upstream
 from kvconnect.router.view import Role
 from kvconnect.router.watch import Watcher
@@ -35,7 +37,12 @@ class Membership:
     """Adds and removes engines while the router runs."""
 
     def __init__(
-        self, options: Options, fleet: Fleet, client: Client, metrics: RouterMetrics
+        self,
+        options: Options,
+        fleet: Fleet,
+        client: Client,
+        metrics: RouterMetrics,
+        indexes: Mapping[Role, PrefixIndex],
     ) -> None:
         self._options = options
         self._fleet = fleet
@@ -43,6 +50,8 @@ class Membership:
         self._metrics = metrics
         self._watchers: dict[Upstream, Watcher] = {}
         self._source: dict[Upstream, str] = {}
+        self._indexes = indexes
+        self._readers: dict[Upstream, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -115,19 +124,26 @@ class Membership:
     def _adopt(self, upstream: Upstream, source: str) -> Watcher:
         watcher = Watcher(upstream, self._client, self._metrics)
         self._watchers[upstream], self._source[upstream] = watcher, source
+        index = self._indexes.get(upstream.role)
+        if index is not None and upstream.worker.events:
+            reading = subscribe(upstream, index, self._metrics.count)
+            self._readers[upstream] = self._background(reading)
         return watcher
 
     async def _forget(self, upstream: Upstream) -> None:
         while upstream.open:
             await asyncio.sleep(DRAIN_LOOK_S)
         await self._watchers.pop(upstream).stop()
+        if upstream in self._readers:
+            self._readers.pop(upstream).cancel()
         self._fleet.remove(upstream)
         logger.info("%s engine %s was removed", upstream.role.value, upstream.url)
 
-    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+    def _background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _follow_file(self, path: Path) -> None:
         """Read it whenever its text changes; what is wrong with it leaves all as it was."""

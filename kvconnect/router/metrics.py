@@ -55,6 +55,9 @@ ROWS = (
     Row("leg_requests", Counter, "Requests to engines.", ("leg", "upstream", "outcome")),
     Row("picks", Counter, "Engines picked for a leg, by why.", ("leg", "why")),
     Row("retries", Counter, "Attempts after a failed one.", ("leg", "cause")),
+    Row("hit_tokens", Counter, "Prompt tokens expected and found in prefill engines' caches, of "
+        "requests whose answer tells.", ("which",)),
+    Row("kv_events", Counter, "Messages about caches.", ("leg", "upstream", "outcome")),
     Row("card_fetches", Counter, "Cards asked for.", ("upstream", "outcome")),
     Row("load_reports", Counter, "Loads asked for.", ("leg", "upstream", "outcome")),
     Row("queue", Gauge, "Requests that wait for their turn."),
@@ -72,6 +75,7 @@ ROWS = (
 
 _NO_MODE = ("none", "none")  # turned away before a mode was chosen
 _CARD_OUTCOMES = ("ok", "failed")
+_EVENT_OUTCOMES = ("ok", "replayed", "late", "lost", "refused")
 _REPORT_OUTCOMES = ("ok", "discarded", "failed")
 
 
@@ -131,13 +135,9 @@ class RouterMetrics:
         """Another attempt is made, because this leg failed."""
         self._of["retries"].labels(role.value, cause).inc()
 
-    def card(self, url: str, *, fetched: bool) -> None:
-        """A card was asked for."""
-        self._of["card_fetches"].labels(url, _CARD_OUTCOMES[not fetched]).inc()
-
-    def load_report(self, role: Role, url: str, outcome: str) -> None:
-        """An engine was asked for its load."""
-        self._of["load_reports"].labels(role.value, url, outcome).inc()
+    def count(self, row: str, *labels: str) -> None:
+        """Something happened that has a counter of its own."""
+        self._of[row].labels(*labels).inc()
 
     def up(self, upstream: Upstream) -> None:
         """An engine was found up or down."""
@@ -153,6 +153,12 @@ class RouterMetrics:
         for role, totals in loads.items():
             mean = sum(totals) / max(1, len(totals))
             self._of["imbalance"].labels(role.value).set(max(totals) / mean if mean else 1)
+
+    def hit(self, expected: int, found: int | None) -> None:
+        """A prefill engine answered; ``found`` None: without saying what it had cached."""
+        if found is not None:
+            self._of["hit_tokens"].labels("expected").inc(expected)
+            self._of["hit_tokens"].labels("found").inc(found)
 
     def queued(self, number: int) -> None:
         """So many requests wait for their turn."""
@@ -191,6 +197,8 @@ def _of_upstream(role: Role, url: str) -> Iterable[tuple[str, tuple[str, ...]]]:
     yield "upstream_up", (leg, url)
     for outcome in LegOutcome:
         yield "leg_requests", (leg, url, outcome.value)
+    for said in _EVENT_OUTCOMES:
+        yield "kv_events", (leg, url, said)
     for said in _REPORT_OUTCOMES:
         yield "load_reports", (leg, url, said)
     if role is Role.PREFILL:
@@ -206,6 +214,8 @@ def _create(families: Mapping[str, Any]) -> None:
     for chosen in Mode:
         families["added_latency_seconds"].labels(chosen.value)
         families["ttft_seconds"].labels(chosen.value)
+    for which in ("expected", "found"):
+        families["hit_tokens"].labels(which)
     for role in Role:
         families["imbalance"].labels(role.value).set(1)
         for why in Why:

@@ -124,16 +124,20 @@ class Watcher:
                 used = upstream.loads.report(asked, await self._tokens())
             except FAILED as error:
                 logger.debug("load of %s: %r", upstream.url, error)
-                self._metrics.load_report(upstream.role, upstream.url, "failed")
+                self._count_report("failed")
             else:
                 outcome = "ok" if used else "discarded"
-                self._metrics.load_report(upstream.role, upstream.url, outcome)
+                self._count_report(outcome)
             self._polled.set()
             await (
                 wait(upstream.signals.down, interval_s)
                 if interval_s
                 else upstream.signals.down.wait()
             )
+
+    def _count_report(self, outcome: str) -> None:
+        upstream = self._upstream
+        self._metrics.count("load_reports", upstream.role.value, upstream.url, outcome)
 
     async def _tokens(self) -> dict[int, float]:
         if self._upstream.worker.engine is not Engine.SGLANG:
@@ -160,7 +164,7 @@ class Watcher:
                 logger.warning(
                     "no card from %s, its KV is pulled: %s", upstream.url, error or "late"
                 )
-                self._metrics.card(upstream.url, fetched=False)
+                self._metrics.count("card_fetches", upstream.url, "failed")
             await wait(upstream.signals.down, pause)
 
     async def _hold_card(self, rank: int, ranks: int) -> float:
@@ -173,7 +177,7 @@ class Watcher:
         head = head_of(base, "POST", "/v1/completions", headers, len(body))
         answer = await self._client.whole(base, head, body, ASK_TIMEOUT_S)
         card = legs.card_of(_good("/v1/completions", answer))
-        self._metrics.card(self._upstream.url, fetched=True)
+        self._metrics.count("card_fetches", self._upstream.url, "ok")
         self._upstream.hold_card(rank, card, asked)
         return card.lifetime_s * _CARD_AGE
 

@@ -544,7 +544,18 @@ class Model:
 
 def test_decisions_do_no_io() -> None:
     folder = Path(loads_module.__file__).parent
-    for name in ("view", "loads", "pick", "policy", "prefixes", "legs", "reports"):
+    for name in (
+        "view",
+        "loads",
+        "pick",
+        "policy",
+        "prefixes",
+        "legs",
+        "reports",
+        "breaker",
+        "kvevents",
+        "history",
+    ):
         text = (folder / f"{name}.py").read_text()
         assert ast.parse(text)
         found = {item.target.split(".")[0] for item in imports(name, text)}
