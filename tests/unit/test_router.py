@@ -6,16 +6,13 @@ import asyncio
 import io
 import json
 import re
-from collections.abc import Callable, Coroutine
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 
-from kvconnect.router import upstreams
+from kvconnect.router import watch
 from kvconnect.router.app import MAX_BODY_BYTES
 from tests.unit.fake_engine import (
     DONE,
@@ -26,6 +23,7 @@ from tests.unit.fake_engine import (
     bench,
     decodes,
     hangs,
+    on_loop,
     prefills,
     says,
     until,
@@ -39,21 +37,11 @@ BROKEN = says(500, {"error": {"message": "load failed", "type": "InternalServerE
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look after engines more often than one would in earnest."""
-    monkeypatch.setattr(upstreams, "PROBE_EVERY_S", 0.05)
-    monkeypatch.setattr(upstreams, "PROBE_FIRST_S", 0.02)
-    monkeypatch.setattr(upstreams, "CARD_RETRY_S", 0.02)
+    monkeypatch.setattr(watch, "PROBE_EVERY_S", 0.05)
+    monkeypatch.setattr(watch, "PROBE_FIRST_S", 0.02)
+    monkeypatch.setattr(watch, "CARD_RETRY_S", 0.02)
     # A busy machine must not decide a verdict.
-    monkeypatch.setattr(upstreams, "PROBE_TIMEOUT", aiohttp.ClientTimeout(total=30.0))
-
-
-def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run an asynchronous test, within a minute."""
-
-    @wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
-
-    return run
+    monkeypatch.setattr(watch, "PROBE_TIMEOUT_S", 30.0)
 
 
 def pair() -> tuple[FakeEngine, FakeEngine]:
@@ -593,9 +581,14 @@ async def test_bad_requests_are_named_and_reach_no_engine() -> None:
 async def test_models_are_those_of_a_decode_engine() -> None:
     p, d = pair()
     async with bench([p], [d]) as router:
-        assert await router.get("/v1/models") == (200, b'{"data": [{"id": "tiny"}]}')
+        status, body = await router.get("/v1/models")
+        assert (status, json.loads(body)["data"]) == (200, [{"id": "tiny"}])
         await d.stop()
-        assert (await router.get("/v1/models"))[0] in (502, 503)
+
+        async def unavailable() -> bool:
+            return (await router.get("/v1/models"))[0] == 503
+
+        await until(unavailable)
 
 
 @on_loop
@@ -665,7 +658,7 @@ async def test_cards_are_renewed_before_they_expire() -> None:
 
 @on_loop
 async def test_an_engine_that_is_silent_to_probes_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstreams, "PROBE_TIMEOUT", aiohttp.ClientTimeout(total=0.2))
+    monkeypatch.setattr(watch, "PROBE_TIMEOUT_S", 0.2)
     p, d = pair()
     async with bench([p], [d]) as router:
         await until(lambda: up(router, p, True))
