@@ -199,17 +199,22 @@ async def serve_ranked(prefill: int, decode: int, ranks: Ranks) -> None:
     await asyncio.Event().wait()
 
 
-async def serve(ports: list[int], tokens: int, every_s: float) -> None:
-    """Serve engines on ``ports`` of loopback until cancelled."""
+async def serve(ports: list[int], prefill: int, tokens: int, every_s: float) -> None:
+    """Serve engines on ``ports`` of loopback until cancelled. The first ``prefill`` of them are
+    prefill engines: their streams have one token, at once."""
     loop = asyncio.get_running_loop()
-    for port in ports:
-        await loop.create_server(lambda: Engine(tokens, every_s), "127.0.0.1", port, backlog=4096)
+    for place, port in enumerate(ports):
+        what = (1, 0.0) if place < prefill else (tokens, every_s)
+        await loop.create_server(lambda w=what: Engine(*w), "127.0.0.1", port, backlog=4096)
     await asyncio.Event().wait()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("ports", nargs="+", type=int)
+    parser.add_argument(
+        "--prefill", type=int, default=1, help="how many of them are, from the first"
+    )
     parser.add_argument("--tokens", type=int, default=50)
     parser.add_argument("--every", type=float, default=0.02)
     parser.add_argument("--ranks", type=int, default=0, help="prefill and decode, with a queue")
@@ -219,7 +224,8 @@ def main() -> None:
         prefill, decode = arguments.ports
         uvloop.run(serve_ranked(prefill, decode, Ranks(arguments.ranks, arguments.rate)))
     else:
-        uvloop.run(serve(arguments.ports, arguments.tokens, arguments.every))
+        both = arguments.tokens, arguments.every
+        uvloop.run(serve(arguments.ports, arguments.prefill, *both))
 
 
 if __name__ == "__main__":

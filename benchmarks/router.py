@@ -1,7 +1,7 @@
 """What a router adds to a request, and how many it serves per core: KVConnect's, `sglang-router`
 and `vllm-router` in front of the same fake engines, and no router at all.
 
-    python -m benchmarks.router [--seconds 15] [--peers DIR]
+    python -m benchmarks.router [--seconds 15] [--rate 200] [--peers DIR]
 
 `--peers` names a folder with a virtual environment for each peer, `DIR/sglang` and `DIR/vllm`, with
 that package installed; one that is not there is left out, and said to be.
@@ -84,8 +84,8 @@ async def exchange(
     return first, time.perf_counter() - start
 
 
-async def paced(port: int, seconds: float, seed: int) -> list[tuple[float, float]]:
-    """Send streaming requests at ``RATE``, at random moments, on connections that are kept."""
+async def paced(port: int, seconds: float, seed: int, rate: float) -> list[tuple[float, float]]:
+    """Send streaming requests at random moments, on connections that are kept."""
     loop, draw = asyncio.get_running_loop(), random.Random(seed)
     idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
     request, begin = request_of(stream=True), loop.time()
@@ -97,7 +97,7 @@ async def paced(port: int, seconds: float, seed: int) -> list[tuple[float, float
         idle.append(both)
         return found
 
-    moments = sorted(draw.uniform(0, seconds) for _ in range(int(RATE * seconds)))
+    moments = sorted(draw.uniform(0, seconds) for _ in range(int(rate * seconds)))
     found = await asyncio.gather(*(one(at) for at in moments))
     for _, writer in idle:
         writer.close()
@@ -198,7 +198,7 @@ def wait_for(port: int, running: subprocess.Popen[bytes] | None = None) -> bool:
     return False
 
 
-def measure(all_variants: list[Variant], seconds: float) -> dict[str, float]:
+def measure(all_variants: list[Variant], seconds: float, rate: float) -> dict[str, float]:
     """Return the figures, the variants taking turns."""
     timings: dict[str, list[tuple[float, float]]] = {v.name: [] for v in all_variants}
     rates: dict[str, list[float]] = {v.name: [] for v in all_variants}
@@ -206,10 +206,10 @@ def measure(all_variants: list[Variant], seconds: float) -> dict[str, float]:
     for number in range(ROUNDS):
         for variant in all_variants[:: -1 if number % 2 else 1]:
             before = cpu_seconds(variant.pid) if variant.pid else 0.0
-            timings[variant.name] += uvloop.run(paced(variant.port, seconds / ROUNDS, number))
+            timings[variant.name] += uvloop.run(paced(variant.port, seconds / ROUNDS, number, rate))
             if variant.pid:
                 spent = cpu_seconds(variant.pid) - before
-                streams[variant.name].append(int(RATE * seconds / ROUNDS) / spent)
+                streams[variant.name].append(int(rate * seconds / ROUNDS) / spent)
                 before = cpu_seconds(variant.pid)
                 done = uvloop.run(crowded(variant.port, seconds / ROUNDS))
                 rates[variant.name].append(done / (cpu_seconds(variant.pid) - before))
@@ -245,10 +245,12 @@ def _figures(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=15.0, help="per variant and kind of load")
+    parser.add_argument("--rate", type=float, default=RATE, help="streaming requests per second")
     parser.add_argument("--peers", type=Path, default=Path(".venv-routers"))
     arguments = parser.parse_args()
     with variants(arguments.peers) as found:
-        figures = measure(found, arguments.seconds)
+        figures = measure(found, arguments.seconds, arguments.rate)
+    figures["rate"] = arguments.rate
     emit("router", figures)
 
 

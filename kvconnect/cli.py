@@ -333,7 +333,7 @@ def run_router(arguments: argparse.Namespace, refuse: Refuse) -> int:
         refuse(f"--{error.field} {error.value}: {error.fix}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        app.serve(options, arguments.host, arguments.port)
+        app.serve(options)
     except OSError as error:
         print(f"kvconnect router: {error}", file=sys.stderr)
         return 1

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hmac
 import itertools
 import logging
 import socket
+import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import uvloop
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvconnect.router import legs
@@ -28,6 +31,7 @@ from kvconnect.router.view import Role
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 2**20
+_OPEN = ("/health", "/metrics")
 _BACKLOG = 1024  # connections that wait to be accepted
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -116,7 +120,9 @@ def make_app(options: Options) -> web.Application:
     """Return the application. Serve it with ``handler_cancellation=True``: a client that
     disconnects must cancel what runs for it."""
     edge = Edge(options)
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_openai_errors])
+    keys = options.listening.api_keys
+    middlewares = [*([_known_clients(keys)] if keys else []), _openai_errors]
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
     app.cleanup_ctx.append(edge.run)
     if options.admin.token:
         app.cleanup_ctx.append(edge.administer)
@@ -129,25 +135,50 @@ def make_app(options: Options) -> web.Application:
     return app
 
 
-def serve(options: Options, host: str, port: int) -> None:
+def serve(options: Options) -> None:
     """Run a router until SIGINT or SIGTERM; port 0 picks a free one, which the log names.
 
     Raises:
-        OSError: the address cannot be listened on.
+        OSError: the address cannot be listened on, or the certificate cannot be used.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, port), family=family, backlog=_BACKLOG) as listener:
-        at = f"[{host}]" if ":" in host else host
-        logger.info("router on http://%s:%d", at, listener.getsockname()[1])
+    at, context = options.listening, None
+    if at.cert:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(at.cert, at.key)
+    family = socket.AF_INET6 if ":" in at.host else socket.AF_INET
+    address = (at.host, at.port)
+    with socket.create_server(
+        address, family=family, backlog=_BACKLOG, reuse_port=at.shared
+    ) as listener:
+        host = f"[{at.host}]" if ":" in at.host else at.host
+        scheme = "http" if context is None else "https"
+        logger.info("router on %s://%s:%d", scheme, host, listener.getsockname()[1])
         web.run_app(
             make_app(options),
             sock=listener,
+            ssl_context=context,
             handler_cancellation=True,
             shutdown_timeout=options.limits.drain_s,
             access_log=None,
             print=None,
             loop=uvloop.new_event_loop(),
         )
+
+
+def _known_clients(keys: Sequence[str]) -> Middleware:
+    """Turn away who names no key; health and metrics are for all."""
+    wanted = [f"Bearer {key}".encode() for key in keys]
+
+    @web.middleware
+    async def known(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        came = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        # All are compared, so that the time does not tell which is near.
+        found = sum([hmac.compare_digest(came, want) for want in wanted])
+        if found or request.path in _OPEN:
+            return await handler(request)
+        return error_response(401, "send Authorization: Bearer and an API key")
+
+    return known
 
 
 def _models(upstreams: Iterable[Upstream]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from kvconnect.errors import ConfigError
 from kvconnect.router.options import (
     AdminAccess,
     Limits,
+    Listening,
     Options,
     Sources,
     check_dns,
@@ -22,6 +23,7 @@ _WORKER = "URL[,engine=vllm|nixl|mooncake|sglang][,bootstrap=PORT][,version=TEXT
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add all flags."""
     _add_workers(parser)
+    _add_listening(parser)
     _add_choices(parser)
     _add_limits(parser)
 
@@ -52,6 +54,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
         ),
         sources=sources,
         admin=_admin_of(arguments),
+        listening=_listening_of(arguments),
         prefill_policy=Policy(arguments.prefill_policy),
         decode_policy=Policy(arguments.decode_policy),
         dp_minimum_tokens=arguments.dp_minimum_tokens_scheduler,
@@ -68,13 +71,28 @@ def _admin_of(arguments: argparse.Namespace) -> AdminAccess:
     path = arguments.admin_token_file
     if not path:
         return AdminAccess()
-    try:
-        token = Path(path).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("admin-token-file", path, f"name a file with a token: {error}") from error
+    token = _secret("admin-token-file", path)
     if not 16 <= len(token) <= 4096 or not token.isascii() or len(token.split()) > 1:
         raise ConfigError("admin-token-file", path, "put a token of 16 characters or more in it")
     return AdminAccess(arguments.admin_host, arguments.admin_port, token)
+
+
+def _listening_of(arguments: argparse.Namespace) -> Listening:
+    path, cert, key = arguments.api_key_file, arguments.tls_cert, arguments.tls_key
+    if bool(cert) != bool(key):
+        raise ConfigError("tls-cert", cert, "name --tls-cert and --tls-key, or neither")
+    keys = tuple(_secret("api-key-file", path).split()) if path else ()
+    if path and not keys:
+        raise ConfigError("api-key-file", path, "put a key in it, or several, one a line")
+    return Listening(arguments.host, arguments.port, arguments.shared_port, cert, key, keys)
+
+
+def _secret(flag: str, path: str) -> str:
+    """Return the text of a file."""
+    try:
+        return Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(flag, path, f"name a file that can be read: {error}") from error
 
 
 def _add_workers(parser: argparse.ArgumentParser) -> None:
@@ -94,8 +112,16 @@ def _add_workers(parser: argparse.ArgumentParser) -> None:
     add("--admin-token-file", default="", metavar="PATH", help="token for the admin API, else off")
     add("--admin-host", default=access.host, help="where it listens (default: %(default)s)")
     add("--admin-port", type=port, default=access.port, help="(default: %(default)s)")
-    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=port, default=8000, help="port to listen on (default: %(default)s)")
+
+
+def _add_listening(parser: argparse.ArgumentParser) -> None:
+    default, add = Listening(), parser.add_argument
+    add("--host", default=default.host, help="address to listen on (default: %(default)s)")
+    add("--port", type=port, default=default.port, help="port (default: %(default)s)")
+    add("--shared-port", action="store_true", help="other routers may listen at this port too")
+    add("--tls-cert", default="", metavar="PATH", help="certificate chain, to serve HTTPS")
+    add("--tls-key", default="", metavar="PATH", help="its key")
+    add("--api-key-file", default="", metavar="PATH", help="keys that clients need, one a line")
 
 
 def _add_choices(parser: argparse.ArgumentParser) -> None:

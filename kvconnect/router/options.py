@@ -108,6 +108,24 @@ class Sources:
 
 
 @dataclass(frozen=True)
+class Listening:
+    """Where clients are served, and which.
+
+    Attributes:
+        shared: other processes may listen at the same port; the system spreads connections.
+        cert, key: paths of a certificate chain and its key, for TLS; empty: plain HTTP.
+        api_keys: clients name one of them; none: anybody is served.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    shared: bool = False
+    cert: str = ""
+    key: str = ""
+    api_keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class AdminAccess:
     """Where administrators add and remove engines; without a token, nowhere."""
 
@@ -127,6 +145,7 @@ class Options:
         limits: how much it takes on, and how long it waits.
         sources: where further engines come from.
         admin: who may add and remove engines, and where.
+        listening: where clients are served, and which.
         prefill_policy, decode_policy: how an engine and rank are picked.
         dp_minimum_tokens: under policies that do not look at loads, take the rank with the fewest
             tokens of the engine they picked.
@@ -143,6 +162,7 @@ class Options:
     limits: Limits = Limits()
     sources: Sources = Sources()
     admin: AdminAccess = AdminAccess()
+    listening: Listening = Listening()
     prefill_policy: Policy = Policy.LEAST_TOKENS
     decode_policy: Policy = Policy.LEAST_TOKENS
     dp_minimum_tokens: bool = False

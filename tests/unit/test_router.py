@@ -14,6 +14,7 @@ from aiohttp import web
 
 from kvconnect.router import watch
 from kvconnect.router.app import MAX_BODY_BYTES
+from kvconnect.router.options import Listening
 from tests.unit.fake_engine import (
     DONE,
     EVENTS,
@@ -575,6 +576,20 @@ async def test_bad_requests_are_named_and_reach_no_engine() -> None:
         assert (await send("/v1/completions", b"", "GET"))[0] == 405
         assert (p.asked, d.asked) == ([], [])
         assert await ended(router, "none", "none", "rejected") == 3
+
+
+@on_loop
+async def test_clients_name_a_key_where_keys_are_asked_for() -> None:
+    p, d = pair()
+    async with bench([p], [d], listening=Listening(api_keys=("one", "two"))) as router:
+        for key, want in (("two", 200), ("one", 200), ("three", 401), ("", 401)):
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            status, body, _ = await router.post(ASK, headers=headers)
+            assert status == want
+            assert want == 200 or json.loads(body)["error"]["type"] == "invalid_request_error"
+        assert len(d.asked) == 2
+        assert (await router.get("/health"))[0] == (await router.get("/metrics"))[0] == 200
+        assert (await router.get("/v1/models"))[0] == 401
 
 
 @on_loop
