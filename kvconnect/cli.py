@@ -24,7 +24,7 @@ from kvconnect.doctor.finding import Finding, Report
 from kvconnect.doctor.half import Task
 from kvconnect.errors import ConfigError
 from kvconnect.plan.keys import TENANT_BYTES, tenant_of
-from kvconnect.router.options import Options, base_urls
+from kvconnect.router.flags import add_flags, options_of
 
 Refuse = Callable[[str], NoReturn]
 """Ends the command with a usage error."""
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cache = commands.add_parser("cache", help="look into a folder of the disk tier, or clear it")
     _add_cache_flags(cache)
     router = commands.add_parser("router", help="serve prefill and decode engines as one")
-    _add_router_flags(router)
+    add_flags(router)
     arguments = parser.parse_args(argv)
     if arguments.command == "router":
         return run_router(arguments, router.error)
@@ -328,52 +328,16 @@ def run_router(arguments: argparse.Namespace, refuse: Refuse) -> int:
     except ImportError as error:
         refuse(f"{error.name} is missing: pip install 'kvconnect[router]'")
     try:
-        options = Options(
-            base_urls("prefill", arguments.prefill),
-            base_urls("decode", arguments.decode),
-            pull=arguments.pull,
-            push_min_tokens=arguments.push_min_tokens,
-            timeout_s=arguments.timeout,
-        )
+        options = options_of(arguments)
     except ConfigError as error:
         refuse(f"--{error.field} {error.value}: {error.fix}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        app.serve(options, arguments.host, arguments.port)
+        app.serve(options)
     except OSError as error:
         print(f"kvconnect router: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _add_router_flags(parser: argparse.ArgumentParser) -> None:
-    default = Options((), ())
-    add = parser.add_argument
-    add("--prefill", nargs="+", required=True, metavar="URL", help="engines that prefill")
-    add("--decode", nargs="+", required=True, metavar="URL", help="engines that decode")
-    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=_port, default=8000, help="port to listen on (default: %(default)s)")
-    add("--pull", action="store_true", help="ask decode only after prefill has answered")
-    add(
-        "--push-min-tokens",
-        type=int,
-        default=default.push_min_tokens,
-        metavar="N",
-        help="pull for prompts estimated to be shorter (default: %(default)s, always push)",
-    )
-    add(
-        "--timeout",
-        type=float,
-        default=default.timeout_s,
-        metavar="S",
-        help="seconds for a whole request (default: %(default)s)",
-    )
-
-
-def _port(text: str) -> int:
-    if not 0 <= int(text) < 2**16:
-        raise argparse.ArgumentTypeError(f"{text} is no port")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ FOREIGN = {
     "prometheus_client": ("metrics/prometheus.py", "router/"),
     "aiohttp": ("router/",),
     "uvloop": ("router/",),
+    "httptools": ("router/",),
+    "zmq": ("router/",),
     "huggingface_hub": ("engines/",),
     "vllm": ("engines/vllm/",),
     "sglang": ("engines/sglang/",),

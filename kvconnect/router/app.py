@@ -2,32 +2,53 @@
 
 from __future__ import annotations
 
-import asyncio
+import hmac
 import itertools
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+import ssl
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from typing import Any
 
-import aiohttp
 import uvloop
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from kvconnect.errors import Refused
 from kvconnect.router import legs
-from kvconnect.router.client import make_session
+from kvconnect.router.admin import make_admin
+from kvconnect.router.admission import Admission
+from kvconnect.router.caches import Caches
 from kvconnect.router.exchange import Exchange, Services
+from kvconnect.router.http1 import Client
+from kvconnect.router.membership import Membership
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.options import Options
-from kvconnect.router.policy import round_robin
-from kvconnect.router.upstreams import Fleet
+from kvconnect.router.upstreams import Fleet, Upstream
+from kvconnect.router.view import Role
 
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 2**20
+_OPEN = ("/health", "/metrics")
 _BACKLOG = 1024  # connections that wait to be accepted
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class _Notices:
+    """Passes on what becomes of engines."""
+
+    def __init__(self, metrics: RouterMetrics, caches: Caches) -> None:
+        self.add_upstream, self.remove_upstream = metrics.add_upstream, metrics.remove_upstream
+        self._metrics, self._caches = metrics, caches
+
+    def up(self, upstream: Upstream) -> None:
+        """One was found up or down."""
+        self._metrics.up(upstream)
+        if not upstream.up:
+            self._caches.forget(upstream.role, upstream.index, len(upstream.loads.own))
 
 
 class Edge:
@@ -35,36 +56,47 @@ class Edge:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._metrics = RouterMetrics(options)
-        self._fleet = Fleet(options, self._metrics)
+        self._metrics = RouterMetrics()
+        caches = Caches(options)
+        self._fleet = Fleet(options, _Notices(self._metrics, caches))
         self._turns = itertools.count()
-        self._session: aiohttp.ClientSession  # opened by run(), on the loop it is used on
+        self._client = Client(options.limits.silence_s)
+        self._membership = Membership(
+            options, self._fleet, self._client, self._metrics, caches.indexes
+        )
+        admission = Admission(options.limits, self._metrics.queued)
+        self._services = Services(
+            options, self._fleet, self._metrics, self._client, admission, caches
+        )
 
     async def run(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
-        """Open the session and watch the engines while the application runs."""
-        async with make_session() as self._session:
-            await self._fleet.start(self._session)
-            yield
-            await self._fleet.stop()
+        """Look after the engines while the application runs."""
+        await self._membership.start()
+        yield
+        await self._membership.stop()
+        self._client.close()
+
+    async def administer(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
+        """Serve the administrators' API while the application runs."""
+        admin = self._options.admin
+        runner = web.AppRunner(make_admin(self._fleet, self._membership, admin.token))
+        await runner.setup()
+        await web.TCPSite(runner, admin.host, admin.port).start()
+        logger.info("admin API on %s", runner.addresses[0])
+        yield
+        await runner.cleanup()
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        """``/v1/completions`` and ``/v1/chat/completions``."""
-        services = Services(self._options, self._fleet, self._metrics, self._session)
-        return await Exchange(services, request, next(self._turns)).serve()
+        """Completions, chat completions and SGLang's ``/generate``."""
+        return await Exchange(self._services, request, next(self._turns)).serve()
 
-    async def models(self, request: web.Request) -> web.StreamResponse:
-        """``/v1/models``, as a decode engine that is up answers it."""
-        chosen = round_robin(self._fleet.view().decode, next(self._turns), ())
-        if chosen is None:
-            return error_response(503, "no decode engine is up")
-        decode = self._fleet.decode[chosen.index]
-        try:
-            body = await decode.get(self._session, request.path)
-        except (aiohttp.ClientError, asyncio.TimeoutError, Refused) as error:
-            logger.warning("%s of %s: %r", request.path, decode.url, error)
-            decode.suspect()
-            return error_response(502, f"decode engine {decode.index} does not list its models")
-        return web.Response(body=body, content_type="application/json")
+    async def models(self, request: web.Request) -> web.StreamResponse:  # noqa: ARG002
+        """``/v1/models``: what prefill and decode engines that are up both serve."""
+        prefill, decode = (_models(self._fleet.all(role)) for role in Role)
+        if not decode:
+            return error_response(503, "no decode engine that is up has said what it serves")
+        served = [said for name, said in decode.items() if not prefill or name in prefill]
+        return web.json_response({"object": "list", "data": served})
 
     async def health(self, request: web.Request) -> web.StreamResponse:  # noqa: ARG002
         """200 while a prefill and a decode engine are up, else 503; says which are."""
@@ -72,13 +104,14 @@ class Edge:
         said = {
             "status": "unavailable" if missing else "ok",
             "missing": [role.value for role in missing],
-            "prefill": {upstream.url: upstream.up for upstream in self._fleet.prefill},
-            "decode": {upstream.url: upstream.up for upstream in self._fleet.decode},
+            "prefill": {upstream.url: upstream.up for upstream in self._fleet.all(Role.PREFILL)},
+            "decode": {upstream.url: upstream.up for upstream in self._fleet.all(Role.DECODE)},
         }
         return web.json_response(said, status=503 if missing else 200)
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:  # noqa: ARG002
         """The router's metrics, for Prometheus."""
+        self._metrics.tokens(self._fleet.all(), time.monotonic())
         body = generate_latest(self._metrics.registry)
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
@@ -87,34 +120,70 @@ def make_app(options: Options) -> web.Application:
     """Return the application. Serve it with ``handler_cancellation=True``: a client that
     disconnects must cancel what runs for it."""
     edge = Edge(options)
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_openai_errors])
+    keys = options.listening.api_keys
+    middlewares = [*([_known_clients(keys)] if keys else []), _openai_errors]
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
     app.cleanup_ctx.append(edge.run)
+    if options.admin.token:
+        app.cleanup_ctx.append(edge.administer)
     app.router.add_post("/v1/completions", edge.complete)
     app.router.add_post("/v1/chat/completions", edge.complete)
+    app.router.add_post("/generate", edge.complete)
     app.router.add_get("/v1/models", edge.models)
     app.router.add_get("/health", edge.health)
     app.router.add_get("/metrics", edge.metrics)
     return app
 
 
-def serve(options: Options, host: str, port: int) -> None:
+def serve(options: Options) -> None:
     """Run a router until SIGINT or SIGTERM; port 0 picks a free one, which the log names.
 
     Raises:
-        OSError: the address cannot be listened on.
+        OSError: the address cannot be listened on, or the certificate cannot be used.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, port), family=family, backlog=_BACKLOG) as listener:
-        at = f"[{host}]" if ":" in host else host
-        logger.info("router on http://%s:%d", at, listener.getsockname()[1])
+    at, context = options.listening, None
+    if at.cert:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(at.cert, at.key)
+    family = socket.AF_INET6 if ":" in at.host else socket.AF_INET
+    address = (at.host, at.port)
+    with socket.create_server(
+        address, family=family, backlog=_BACKLOG, reuse_port=at.shared
+    ) as listener:
+        host = f"[{at.host}]" if ":" in at.host else at.host
+        scheme = "http" if context is None else "https"
+        logger.info("router on %s://%s:%d", scheme, host, listener.getsockname()[1])
         web.run_app(
             make_app(options),
             sock=listener,
+            ssl_context=context,
             handler_cancellation=True,
+            shutdown_timeout=options.limits.drain_s,
             access_log=None,
             print=None,
             loop=uvloop.new_event_loop(),
         )
+
+
+def _known_clients(keys: Sequence[str]) -> Middleware:
+    """Turn away who names no key; health and metrics are for all."""
+    wanted = [f"Bearer {key}".encode() for key in keys]
+
+    @web.middleware
+    async def known(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        came = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        # All are compared, so that the time does not tell which is near.
+        found = sum([hmac.compare_digest(came, want) for want in wanted])
+        if found or request.path in _OPEN:
+            return await handler(request)
+        return error_response(401, "send Authorization: Bearer and an API key")
+
+    return known
+
+
+def _models(upstreams: Iterable[Upstream]) -> dict[str, Any]:
+    """Return what engines that are up serve."""
+    return {name: said for each in upstreams if each.up for name, said in each.said.models.items()}
 
 
 def error_response(status: int, message: str) -> web.Response:

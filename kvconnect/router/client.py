@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace, TracebackType
-
-import aiohttp
+from types import TracebackType
 
 from kvconnect.errors import KVConnectError
 from kvconnect.router import legs
+from kvconnect.router.http1 import Client, Connection, Lost, Unreachable, head_of, read
 from kvconnect.router.metrics import LegOutcome, RouterMetrics
-from kvconnect.router.policy import Cause
+from kvconnect.router.policy import Cause, Place
 from kvconnect.router.upstreams import Upstream
 from kvconnect.router.view import Role
 
-CONNECT_S = 5.0
 _EVENT_STREAM = "text/event-stream"
 _EVENT_END = b"\n\n"
 
@@ -83,23 +80,6 @@ class Overhead:
         return self._spent + self._written - self._since
 
 
-def make_session() -> aiohttp.ClientSession:
-    """Return the session for all requests to engines.
-
-    Connections are not kept: an engine may close an idle one just when it is used again, and
-    whether a POST on it was carried out cannot be known. There is no limit to their number.
-    """
-    trace = aiohttp.TraceConfig()
-    trace.on_request_chunk_sent.append(_note_written)
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, force_close=True),
-        timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S),
-        headers={"Accept-Encoding": "identity"},  # answers go on byte for byte
-        cookie_jar=aiohttp.DummyCookieJar(),
-        trace_configs=[trace],
-    )
-
-
 class Leg:
     """A request to one engine, from its dispatch to its last byte.
 
@@ -108,16 +88,18 @@ class Leg:
     """
 
     def __init__(
-        self, session: aiohttp.ClientSession, metrics: RouterMetrics, upstream: Upstream
+        self, client: Client, metrics: RouterMetrics, upstream: Upstream, place: Place
     ) -> None:
         self.upstream = upstream
-        self._session = session
+        self._client = client
         self._metrics = metrics
-        self._response: aiohttp.ClientResponse | None = None
+        self.place = place
+        self._connection: Connection | None = None
         self._outcome = LegOutcome.CANCELLED  # until something else is known
 
     async def __aenter__(self) -> Leg:
         self._metrics.leg_began(self.upstream.role, self.upstream.url)
+        self.upstream.began(self.place, time.monotonic())
         return self
 
     async def __aexit__(
@@ -126,14 +108,19 @@ class Leg:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._response is not None:
-            self._response.close()
+        if self._connection is not None:
+            self._client.release(self.upstream.base, self._connection)
+        self.upstream.ended(self.place)
+        if self._outcome in (LegOutcome.OK, LegOutcome.REJECTED):
+            self.upstream.breaker.succeeded()
+        elif self._outcome is not LegOutcome.CANCELLED:
+            self.upstream.breaker.failed(time.monotonic())
         self._metrics.leg_ended(self.upstream.role, self.upstream.url, self._outcome)
 
     @property
     def content_type(self) -> str:
         """The answer's ``Content-Type``, as it came."""
-        return self._opened.headers.get("Content-Type", "application/octet-stream")
+        return self._opened.answer.headers.get("content-type", "application/octet-stream")
 
     @property
     def streams(self) -> bool:
@@ -147,18 +134,14 @@ class Leg:
             Rejected: the engine answered with 4xx.
             LegFailed: it answered otherwise but not with 200, or not at all.
         """
+        base = self.upstream.base
+        head = head_of(base, "POST", ask.path, ask.headers, len(ask.body))
         with self._failures():
-            self._response = await self._session.post(
-                self.upstream.url + ask.path,
-                data=io.BytesIO(ask.body),  # goes out in pieces, however large
-                headers={**ask.headers, "Content-Type": "application/json"},
-                allow_redirects=False,
-                trace_request_ctx=on_written,
-            )
-            status = self._response.status
+            self._connection = await self._client.open(base, head, ask.body, on_written)
+            status = self._connection.answer.status
             if status == 200:
                 return
-            answer = Answer(status, self.content_type, await self._response.read())
+            answer = Answer(status, self.content_type, await read(self._connection))
         if 400 <= status < 500:
             self._outcome = LegOutcome.REJECTED
             raise Rejected(answer)
@@ -167,7 +150,7 @@ class Leg:
     async def read(self) -> bytes:
         """Return the whole answer."""
         with self._failures():
-            body = await self._opened.read()
+            body = await read(self._opened)
         self._outcome = LegOutcome.OK
         return body
 
@@ -179,7 +162,7 @@ class Leg:
         begin = b""
         with self._failures():
             while _EVENT_END not in begin:
-                chunk = await self._opened.content.readany()
+                chunk = await self._opened.readany()
                 if not chunk:
                     break
                 begin += chunk
@@ -191,13 +174,10 @@ class Leg:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """Yield the rest of a stream as it comes."""
-        while True:
-            with self._failures():
-                chunk = await self._opened.content.readany()
-            if not chunk:
-                self._outcome = LegOutcome.OK
-                return
-            yield chunk
+        with self._failures():
+            while chunk := await self._opened.readany():
+                yield chunk
+        self._outcome = LegOutcome.OK
 
     def fail(self, message: str) -> LegFailed:
         """Return the error for an answer that makes no sense."""
@@ -209,9 +189,9 @@ class Leg:
         return f"{self.upstream.role.value} engine {self.upstream.index}"
 
     @property
-    def _opened(self) -> aiohttp.ClientResponse:
-        assert self._response is not None, "open() comes first"
-        return self._response
+    def _opened(self) -> Connection:
+        assert self._connection is not None, "open() comes first"
+        return self._connection
 
     def _error(self, answer: Answer) -> LegFailed:
         self._outcome = LegOutcome.ERROR
@@ -220,25 +200,16 @@ class Leg:
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """Translate what aiohttp raises, and let the engine's watcher know."""
+        """Translate what the connection raises, and let the engine's watcher know."""
         try:
             yield
-        except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
+        except Unreachable as error:
             self.upstream.mark(up=False)
             raise self._unreachable("cannot be reached") from error
-        except aiohttp.ClientError as error:
+        except Lost as error:
             self.upstream.suspect()
             raise self._unreachable("was lost") from error
 
     def _unreachable(self, what: str) -> LegFailed:
         self._outcome = LegOutcome.UNREACHABLE
         return LegFailed(self.upstream.role, "unreachable", f"{self._name} {what}")
-
-
-async def _note_written(
-    session: aiohttp.ClientSession,  # noqa: ARG001
-    context: SimpleNamespace,
-    params: aiohttp.TraceRequestChunkSentParams,  # noqa: ARG001
-) -> None:
-    if context.trace_request_ctx is not None:
-        context.trace_request_ctx()

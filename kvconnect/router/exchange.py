@@ -9,28 +9,32 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
 import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple, TypeVar
 
-import aiohttp
 from aiohttp import web
 
 from kvconnect.errors import Refused
 from kvconnect.router import legs
+from kvconnect.router.admission import Admission, Busy
+from kvconnect.router.caches import Caches
 from kvconnect.router.client import Answer, Ask, Leg, LegFailed, Overhead, Rejected
+from kvconnect.router.http1 import Client
 from kvconnect.router.metrics import Outcome, RouterMetrics
 from kvconnect.router.options import Options
-from kvconnect.router.policy import Choice, Mode, Reason, Tried, choose
+from kvconnect.router.policy import Choice, Mode, Place, Reason, Tried, Wish, choose, unpaired
 from kvconnect.router.reply import Reply
 from kvconnect.router.upstreams import Fleet, Upstream
-from kvconnect.router.view import Role
+from kvconnect.router.view import Engine, Role
 
 logger = logging.getLogger(__name__)
 
-_FORWARDED = ("X-Request-Id", "Authorization")
+_FORWARDED = ("X-Request-Id", "Authorization", "traceparent", "tracestate")
+_SESSION = "X-Session-Id"
 _T = TypeVar("_T")
 
 
@@ -40,7 +44,9 @@ class Services(NamedTuple):
     options: Options
     fleet: Fleet
     metrics: RouterMetrics
-    session: aiohttp.ClientSession
+    client: Client
+    admission: Admission
+    caches: Caches
 
 
 class Exchange:
@@ -50,13 +56,13 @@ class Exchange:
         self._services = services
         self._request = request
         self._reply = Reply(request)
-        self._turn = turn
+        self._turn = turn  # counts requests, and attempts of this one
         self._came = time.monotonic()
         self._outcome = Outcome.CANCELLED  # until something else is known
 
     async def serve(self) -> web.StreamResponse:
         """Answer the request; the client's disconnect cancels this, and both legs with it."""
-        timeout_s = self._services.options.timeout_s
+        timeout_s = self._services.options.limits.timeout_s
         try:
             return await asyncio.wait_for(self._answer(), timeout_s)
         except asyncio.TimeoutError:
@@ -78,7 +84,11 @@ class Exchange:
         raw = await self._request.read()
         try:
             body = legs.parse_body(raw)
-            return await self._attempts(body)
+            async with self._services.admission.enter():
+                return await self._attempts(body)
+        except Busy as error:
+            self._outcome = Outcome.REJECTED
+            return self._reply.error(429, str(error), {"Retry-After": str(error.retry_s)})
         except Refused as error:
             self._outcome = Outcome.REJECTED
             return self._reply.error(400, str(error))
@@ -98,20 +108,21 @@ class Exchange:
             LegFailed: the last attempt's failure, when there is nothing left to try.
             Rejected: an engine finds the request wrong.
         """
-        prompt, tried = legs.look_at(body), Tried()
+        wish, tried = self._wish(body), Tried()
         failure: LegFailed | None = None
         while True:
             view = self._services.fleet.view()
-            choice = choose(view, self._turn, tried, prompt, self._services.options)
+            choice = choose(view, wish, tried, self._services.options)
             if choice is None:
                 if failure is not None:
                     raise failure
-                missing = " and no ".join(role.value for role in view.missing())
                 self._outcome = Outcome.FAILED
-                return self._reply.error(503, f"no {missing} engine is up")
+                return self._reply.error(503, unpaired(view, wish))
             if failure is not None:
                 self._services.metrics.retry(failure.role, failure.cause)
             self._reply.choice = choice
+            self._services.metrics.chosen(choice)
+            self._services.caches.sent(choice, body)
             try:
                 async with self._attempt(choice, body) as (leg, first):
                     return await self._relay(leg, first, choice.mode)
@@ -120,7 +131,15 @@ class Exchange:
                 if not tried.note(choice, error.role, error.cause):
                     raise
                 failure = error
-            self._turn += 1
+                keep = choice.decode.target.worker if error.role is Role.PREFILL else None
+                wish = wish._replace(turn=wish.turn + 1, keep=keep)
+
+    def _wish(self, body: Mapping[str, Any]) -> Wish:
+        prompt = legs.look_at(body)
+        native = self._request.path == legs.NATIVE
+        session = self._request.headers.get(_SESSION, "") or prompt.session
+        hits = self._services.caches.hits(body)
+        return Wish(prompt, self._turn, random.random(), session, native, hits)
 
     @asynccontextmanager
     async def _attempt(
@@ -128,46 +147,52 @@ class Exchange:
     ) -> AsyncIterator[tuple[Leg, bytes]]:
         """Yield the decode leg and the first bytes of its answer. Leaving ends both legs."""
         overhead = Overhead()
-        transfer = secrets.token_hex(16)
+        # Held from here on: an engine may be removed while it is asked.
+        decode = self._services.fleet.get(Role.DECODE, choice.decode.target.worker)
         prefill: asyncio.Task[Any] | None = None
         async with AsyncExitStack() as ends:
             if choice.prefill is not None:
-                computed = self._prefill(
-                    choice.prefill, legs.prefill_body(body, transfer), overhead
-                )
-                if choice.mode is Mode.PUSH:
-                    prefill = await ends.enter_async_context(_beside(computed))
-                    body = legs.push_body(body, transfer, choice.card)
-                else:
+                first_leg = self._services.fleet.get(Role.PREFILL, choice.prefill.target.worker)
+                asked, body = _bodies(choice, choice.prefill, first_leg, body)
+                computed = self._prefill(first_leg, choice.prefill, asked, overhead)
+                if choice.mode is Mode.PULL:
                     ticket = await computed
                     overhead.answered()
-                    if ticket is None:
-                        choice = choice._replace(mode=Mode.PLAIN, reason=Reason.NO_TICKET)
-                        self._reply.choice = choice
-                    else:
-                        body = legs.pull_body(body, ticket)
-            decode = self._services.fleet.decode[choice.decode]
-            leg = await ends.enter_async_context(self._leg(decode))
+                    rank = choice.prefill.target.rank
+                    pulled = _pulled(body, ticket or _mooncake_ticket(first_leg, rank, asked))
+                    if pulled is body:
+                        plain = choice._replace(mode=Mode.PLAIN, reason=Reason.NO_TICKET)
+                        self._reply.choice = plain
+                    body = pulled
+                else:
+                    prefill = await ends.enter_async_context(_beside(computed))
+            leg = await ends.enter_async_context(self._leg(decode, choice.decode))
             beginning = self._begin(leg, body, overhead)
             first = await (beginning if prefill is None else _beginning(prefill, beginning))
             self._services.metrics.added(choice.mode, overhead.seconds)
             yield leg, first
 
     async def _prefill(
-        self, index: int, body: Mapping[str, Any], overhead: Overhead
+        self, upstream: Upstream, place: Place, body: Mapping[str, Any], overhead: Overhead
     ) -> dict[str, Any] | None:
         """Have a prompt computed; return what the engine offers for it."""
-        async with self._leg(self._services.fleet.prefill[index]) as leg:
-            await leg.open(self._ask(body), overhead.written)
+        async with self._leg(upstream, place) as leg:
+            await leg.open(self._ask(body, place), overhead.written)
+            if leg.streams:
+                await leg.first_event()
+                await leg.read()
+                return None
             answer = await leg.read()
             try:
+                if self._services.caches.indexes:
+                    self._services.metrics.hit(place.hit, legs.cached_of(answer))
                 return legs.ticket_of(answer)
             except Refused as error:
                 raise leg.fail(str(error)) from error
 
     async def _begin(self, leg: Leg, body: Mapping[str, Any], overhead: Overhead) -> bytes:
         """Return the first bytes of a decode engine's answer; all of them if it is no stream."""
-        await leg.open(self._ask(body), overhead.written)
+        await leg.open(self._ask(body, leg.place), overhead.written)
         return await (leg.first_event() if leg.streams else leg.read())
 
     async def _relay(self, leg: Leg, first: bytes, mode: Mode) -> web.StreamResponse:
@@ -190,13 +215,47 @@ class Exchange:
             logger.debug("a client of %s left", self._request.path)
         return stream
 
-    def _ask(self, body: Mapping[str, Any]) -> Ask:
+    def _ask(self, body: Mapping[str, Any], place: Place) -> Ask:
         came = self._request.headers
         headers = {name: came[name] for name in _FORWARDED if name in came}
+        if place.target.rank is not None:
+            headers[legs.RANK_HEADER] = str(place.target.rank)
         return Ask(self._request.path, headers, json.dumps(body).encode())
 
-    def _leg(self, upstream: Upstream) -> Leg:
-        return Leg(self._services.session, self._services.metrics, upstream)
+    def _leg(self, upstream: Upstream, place: Place) -> Leg:
+        return Leg(self._services.client, self._services.metrics, upstream, place)
+
+
+def _bodies(
+    choice: Choice, place: Place, prefill: Upstream, body: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return what prefill is asked, and decode, as far as that is known by now."""
+    if choice.mode is Mode.BOOTSTRAP:
+        worker, room = prefill.worker, secrets.randbelow(legs.ROOMS)
+        meeting = legs.Meeting(worker.host, worker.bootstrap, room, place.target.rank)
+        return (
+            legs.room_body(body, meeting, place.target.rank),
+            legs.room_body(body, meeting, choice.decode.target.rank),
+        )
+    transfer = secrets.token_hex(16)
+    asked = legs.prefill_body(body, transfer)
+    if choice.mode is Mode.PUSH:
+        return asked, legs.push_body(body, transfer, choice.card)
+    return asked, body
+
+
+def _mooncake_ticket(
+    prefill: Upstream, rank: int | None, asked: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return what an engine with vLLM's MooncakeConnector offers, which does not say so itself."""
+    engine_id = prefill.said.engine_ids.get(rank or 0)
+    if prefill.worker.engine is not Engine.MOONCAKE or engine_id is None:
+        return None
+    return legs.mooncake_ticket(legs.transfer_of(asked), engine_id, prefill.worker.meeting)
+
+
+def _pulled(body: Mapping[str, Any], ticket: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    return body if ticket is None else legs.pull_body(body, ticket)
 
 
 async def _beginning(prefill: asyncio.Task[Any], decoding: Coroutine[Any, Any, bytes]) -> bytes:

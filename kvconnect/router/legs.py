@@ -1,7 +1,8 @@
 """What each engine is asked: the bodies of both legs, and what an answer says. Pure functions.
 
-A body is the JSON object of an OpenAI completion or chat completion. The client's own
-``kv_transfer_params`` go nowhere: only the router names transfers.
+A body is the JSON object of an OpenAI completion or chat completion, or of SGLang's ``/generate``.
+What a client says itself about transfers, rooms and ranks goes nowhere: only the router names
+them, or a client could have an engine talk to any address.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from kvconnect.errors import Refused
+from kvconnect.router.reports import json_object
 
 Body = Mapping[str, Any]
 
@@ -18,9 +20,25 @@ _PARAMS = "kv_transfer_params"
 _TICKET = "kvconnect_ticket"
 _CARD = "kvconnect_card"
 _CARD_EXPIRY = "kvconnect_card_expires_in"
+_MOONCAKE = "remote_bootstrap_addr"
 _EXTRA = "vllm_xargs"  # vLLM merges these into the place where its connector looks
-_CHARS_PER_TOKEN = 4  # of English text; only decides between push and pull
+CHARS_PER_TOKEN = 4
+"""Of English text: an estimate, for decisions that need none better."""
+
 _WHOLE_ANSWER = ("stream", "stream_options", "min_tokens")
+_ROUTERS_OWN = (
+    _PARAMS,
+    *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
+    *("routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank"),
+)
+_IDS = ("prompt", "input_ids")
+_TEXTS = ("prompt", "text")
+_PROMPTS = ("prompt", "prompt_embeds", "text", "input_ids", "input_embeds")
+_SESSION = ("prompt_cache_key", "session_id", "user")
+NATIVE = "/generate"  # SGLang's own form of a completion
+RANK_HEADER = "X-data-parallel-rank"
+ROOMS = 2**63 - 2**20
+"""Rooms are below this: SGLang counts on from one, for further prompts of a request."""
 
 
 class Prompt(NamedTuple):
@@ -29,10 +47,24 @@ class Prompt(NamedTuple):
     Attributes:
         single: one prompt with one answer, so that one transfer id can name it.
         tokens: length of the prompt; estimated where it is text.
+        model: its name, empty if the body has none.
+        session: what the body says about which requests belong together; may be empty.
     """
 
     single: bool
     tokens: int
+    model: str = ""
+    session: str = ""
+
+
+class Meeting(NamedTuple):
+    """Where the two SGLang servers of a request meet: the prefill side's bootstrap server, a
+    room, and the prefill side's data-parallel rank, None if it chooses one itself."""
+
+    host: str
+    port: int
+    room: int
+    rank: int | None
 
 
 class Card(NamedTuple):
@@ -54,7 +86,8 @@ def parse_body(raw: bytes) -> dict[str, Any]:
         raise Refused("body", f"the request body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise Refused("body", "the request body is not a JSON object")
-    body.pop(_PARAMS, None)
+    for name in _ROUTERS_OWN:
+        body.pop(name, None)
     extra = body.get(_EXTRA)
     if isinstance(extra, dict):
         extra.pop(_PARAMS, None)
@@ -63,11 +96,27 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 def look_at(body: Body) -> Prompt:
     """Say what routing needs to know of a body. Never fails: an engine judges the rest."""
-    one_answer = all(body.get(key) in (None, 1) for key in ("n", "best_of"))
-    prompts = sum(_count(body.get(key)) for key in ("prompt", "prompt_embeds"))
+    sampling = body.get("sampling_params")
+    both = (body, sampling if isinstance(sampling, dict) else {})
+    one_answer = all(of.get(key) in (None, 1) for of in both for key in ("n", "best_of"))
+    prompts = sum(_count(body.get(key)) for key in _PROMPTS)
     one_prompt = "messages" in body or prompts == 1
     single = one_answer and one_prompt and not body.get("use_beam_search")
-    return Prompt(single, _token_ids(body.get("prompt")) + _text_tokens(body))
+    tokens = sum(_token_ids(body.get(key)) for key in _IDS) + _text_tokens(body)
+    model, session = body.get("model"), next(filter(None, map(body.get, _SESSION)), "")
+    named = model if isinstance(model, str) else ""
+    return Prompt(single, tokens, named, session if isinstance(session, str) else "")
+
+
+def ids_of(body: Body) -> list[int]:
+    """Return the token ids of a body's only prompt; none if it is text."""
+    for key in _IDS:
+        ids = body.get(key)
+        if isinstance(ids, list) and len(ids) == 1 and isinstance(ids[0], list):
+            ids = ids[0]
+        if isinstance(ids, list) and ids and all(type(token) is int for token in ids):
+            return ids
+    return []
 
 
 def prefill_body(body: Body, transfer: str) -> dict[str, Any]:
@@ -91,6 +140,33 @@ def pull_body(body: Body, ticket: Mapping[str, Any]) -> dict[str, Any]:
     return {**body, _PARAMS: ticket}
 
 
+def mooncake_ticket(transfer: str, engine_id: str, address: str) -> dict[str, Any]:
+    """Return what a decode engine with vLLM's MooncakeConnector is told: its prefill engine
+    answers without saying where its KV is, so the router has to."""
+    params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer}
+    return params | {"remote_engine_id": engine_id, _MOONCAKE: address}
+
+
+def room_body(body: Body, meeting: Meeting, rank: int | None) -> dict[str, Any]:
+    """Return what an SGLang server is asked, of either role, to run on its ``rank``."""
+    asked = {
+        **body,
+        "bootstrap_host": meeting.host,
+        "bootstrap_port": meeting.port,
+        "bootstrap_room": meeting.room,
+    }
+    if meeting.rank is not None:
+        asked["disagg_prefill_dp_rank"] = meeting.rank
+    if rank is not None:
+        asked["routed_dp_rank"] = rank
+    return asked
+
+
+def transfer_of(asked: Body) -> str:
+    """Return the transfer that a :func:`prefill_body` names."""
+    return str(asked[_PARAMS]["transfer_id"])
+
+
 def card_body(model: str) -> dict[str, Any]:
     """Return the request for a prefill engine's card."""
     params = {"do_remote_decode": True, "kvconnect_card": True}
@@ -103,8 +179,18 @@ def ticket_of(answer: bytes) -> dict[str, Any] | None:
     Raises:
         Refused: the answer is no JSON object.
     """
-    params = _object(answer).get(_PARAMS)
+    params = json_object(answer).get(_PARAMS)
     return params if isinstance(params, dict) and params else None
+
+
+def cached_of(answer: bytes) -> int | None:
+    """Return how many tokens of the prompt an answer says were cached, None if it does not."""
+    match json_object(answer):
+        case {"usage": {"prompt_tokens_details": {"cached_tokens": int(cached)}}}:
+            return cached
+        case {"meta_info": {"cached_tokens": int(cached)}}:
+            return cached
+    return None
 
 
 def card_of(answer: bytes) -> Card:
@@ -113,25 +199,13 @@ def card_of(answer: bytes) -> Card:
     Raises:
         Refused: there is none that could be used.
     """
-    params = _object(answer).get(_PARAMS)
+    params = json_object(answer).get(_PARAMS)
     if not isinstance(params, dict):
         raise Refused("answer", "it offers no hand-off: is KVConnect its KV connector?")
     text, lifetime = params.get(_CARD), params.get(_CARD_EXPIRY)
     if not isinstance(text, str) or not isinstance(lifetime, int | float) or lifetime <= 0:
         raise Refused("answer", f"it has no usable {_CARD}")
     return Card(text, float(lifetime))
-
-
-def model_of(answer: bytes) -> str:
-    """Return the first model that an answer to ``/v1/models`` lists.
-
-    Raises:
-        Refused: it lists none.
-    """
-    match _object(answer):
-        case {"data": [{"id": str(name)}, *_]}:
-            return name
-    raise Refused("answer", "it lists no model")
 
 
 def error_in(event: bytes) -> tuple[int, bytes] | None:
@@ -157,16 +231,6 @@ def error_body(status: int, message: str) -> bytes:
     return json.dumps({"error": error}).encode()
 
 
-def _object(answer: bytes) -> dict[str, Any]:
-    try:
-        said = json.loads(answer)
-    except (ValueError, RecursionError) as error:
-        raise Refused("answer", f"it is not JSON: {error}") from error
-    if not isinstance(said, dict):
-        raise Refused("answer", "it is not a JSON object")
-    return said
-
-
 def _count(prompt: object) -> int:
     """Return how many prompts ``prompt`` holds: a text, token ids, or a list of either."""
     if not isinstance(prompt, list):
@@ -183,15 +247,17 @@ def _token_ids(prompt: object) -> int:
 
 
 def _text_tokens(body: Body) -> int:
-    return sum(len(text) for text in _texts(body)) // _CHARS_PER_TOKEN
+    return sum(len(text) for text in texts_of(body)) // CHARS_PER_TOKEN
 
 
-def _texts(body: Body) -> Iterator[str]:
+def texts_of(body: Body) -> Iterator[str]:
     """Yield the texts of a body's prompt."""
-    prompt = body.get("prompt")
-    for item in prompt if isinstance(prompt, list) else [prompt]:
-        if isinstance(item, str):
-            yield item
+    for prompt in map(body.get, _TEXTS):
+        yield from (
+            item
+            for item in (prompt if isinstance(prompt, list) else [prompt])
+            if isinstance(item, str)
+        )
     messages = body.get("messages")
     for message in messages if isinstance(messages, list) else []:
         content = message.get("content") if isinstance(message, dict) else None

@@ -1,15 +1,19 @@
-"""The router's own metrics. Every series exists, as 0, from the first scrape on."""
+"""The router's own metrics, one row each. Every series exists, as 0, from the first scrape on;
+those of an engine from when it is added until it is removed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from typing import get_args
+from typing import Any, NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kvconnect.router.options import Options
-from kvconnect.router.policy import MODES, Cause, Mode, Reason
-from kvconnect.router.view import Role
+from kvconnect.router.pick import Why
+from kvconnect.router.policy import MODES, Cause, Choice, Mode, Place, Reason
+from kvconnect.router.upstreams import Upstream
+from kvconnect.router.view import Load, Role
 
 
 class Outcome(str, Enum):
@@ -33,98 +37,188 @@ class LegOutcome(str, Enum):
     CANCELLED = "cancelled"  # by the client, the deadline, or the other leg's failure
 
 
+class Row(NamedTuple):
+    """One metric: its name after ``kvconnect_router_``, what it counts, its labels."""
+
+    name: str
+    kind: type[Counter] | type[Gauge] | type[Histogram]
+    text: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+_LATENCY = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0)
+_TTFT = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+ROWS = (
+    Row("requests", Counter, "Client requests.", ("mode", "reason", "outcome")),
+    Row("leg_requests", Counter, "Requests to engines.", ("leg", "upstream", "outcome")),
+    Row("picks", Counter, "Engines picked for a leg, by why.", ("leg", "why")),
+    Row("retries", Counter, "Attempts after a failed one.", ("leg", "cause")),
+    Row("hit_tokens", Counter, "Prompt tokens expected and found in prefill engines' caches, of "
+        "requests whose answer tells.", ("which",)),
+    Row("kv_events", Counter, "Messages about caches.", ("leg", "upstream", "outcome")),
+    Row("card_fetches", Counter, "Cards asked for.", ("upstream", "outcome")),
+    Row("load_reports", Counter, "Loads asked for.", ("leg", "upstream", "outcome")),
+    Row("queue", Gauge, "Requests that wait for their turn."),
+    Row("in_flight", Gauge, "Open requests to engines.", ("leg", "upstream")),
+    Row("upstream_up", Gauge, "1 while an engine answers.", ("leg", "upstream")),
+    Row("tokens_in_flight", Gauge, "Prompt tokens of open requests.", ("leg", "upstream", "rank")),
+    Row("foreign_tokens", Gauge, "Tokens that are not the router's own, -1: unknown.",
+        ("leg", "upstream", "rank")),
+    Row("imbalance", Gauge, "Tokens of the busiest rank over their mean; 1 while idle.", ("leg",)),
+    Row("added_latency_seconds", Histogram,
+        "Time that the router itself added: until both requests to engines were written, "
+        "without the wait for prefill in pull mode.", ("mode",), _LATENCY),
+    Row("ttft_seconds", Histogram, "Request to first byte of a streamed answer.", ("mode",), _TTFT),
+)  # fmt: skip
+
 _NO_MODE = ("none", "none")  # turned away before a mode was chosen
-_LATENCY_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0)
-_TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_CARD_OUTCOMES = ("ok", "failed")
+_EVENT_OUTCOMES = ("ok", "replayed", "late", "lost", "refused")
+_REPORT_OUTCOMES = ("ok", "discarded", "failed")
+
+
+class _Ranks:
+    """The gauges of engines' ranks, which come and go."""
+
+    def __init__(self, own: Gauge, foreign: Gauge) -> None:
+        self._own, self._foreign = own, foreign
+        self._known: dict[tuple[str, str], int] = {}
+
+    def set(self, leg: str, url: str, ranks: Sequence[Load]) -> None:
+        """An engine has these loads now, and no further ranks."""
+        for rank, load in enumerate(ranks):
+            self._own.labels(leg, url, str(rank)).set(load.own)
+            foreign = -1 if load.foreign is None else load.foreign
+            self._foreign.labels(leg, url, str(rank)).set(foreign)
+        for rank in range(len(ranks), self._known.get((leg, url), 0)):
+            for gauge in (self._own, self._foreign):
+                gauge.remove(leg, url, str(rank))
+        self._known[leg, url] = len(ranks)
 
 
 class RouterMetrics:
     """Counts of one router. Used on the event loop only.
 
-    Labels are closed sets: modes, outcomes, and the configured URLs (``upstream``).
+    Labels are closed sets: modes, reasons, outcomes; and the engines' URLs (``upstream``).
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._requests = self._counter("requests", "Client requests.", "mode", "reason", "outcome")
-        self._legs = self._counter(
-            "leg_requests", "Requests to engines.", "leg", "upstream", "outcome"
-        )
-        self._retries = self._counter("retries", "Attempts after a failed one.", "leg", "cause")
-        self._cards = self._counter("card_fetches", "Cards asked for.", "upstream", "outcome")
-        self._in_flight = self._gauge("in_flight", "Open requests to engines.", "leg", "upstream")
-        self._up = self._gauge("upstream_up", "1 while an engine answers.", "leg", "upstream")
-        self._added = self._histogram(
-            "added_latency_seconds",
-            "Time that the router itself added: until both requests to engines were written, "
-            "without the wait for prefill in pull mode.",
-            _LATENCY_BUCKETS,
-        )
-        self._ttft = self._histogram(
-            "ttft_seconds", "Request to first byte of a streamed answer.", _TTFT_BUCKETS
-        )
-        self._create(options)
+        self._of: dict[str, Any] = {row.name: _made(row, self.registry) for row in ROWS}
+        gauges = (self._of["tokens_in_flight"], self._of["foreign_tokens"])
+        self._ranks = _Ranks(*gauges)
+        _create(self._of)
 
     def request(self, chosen: tuple[Mode, Reason] | None, outcome: Outcome) -> None:
         """A client's request ended; ``chosen`` None: before a mode was chosen."""
         mode, reason = (chosen[0].value, chosen[1].value) if chosen else _NO_MODE
-        self._requests.labels(mode, reason, outcome.value).inc()
+        self._of["requests"].labels(mode, reason, outcome.value).inc()
+
+    def chosen(self, choice: Choice) -> None:
+        """An attempt was given its engines."""
+        for role, place in ((Role.PREFILL, choice.prefill), (Role.DECODE, choice.decode)):
+            if isinstance(place, Place):
+                self._of["picks"].labels(role.value, place.why.value).inc()
 
     def leg_began(self, role: Role, url: str) -> None:
         """A request to an engine begins."""
-        self._in_flight.labels(role.value, url).inc()
+        self._of["in_flight"].labels(role.value, url).inc()
 
     def leg_ended(self, role: Role, url: str, outcome: LegOutcome) -> None:
         """It is over."""
-        self._in_flight.labels(role.value, url).dec()
-        self._legs.labels(role.value, url, outcome.value).inc()
+        self._of["in_flight"].labels(role.value, url).dec()
+        self._of["leg_requests"].labels(role.value, url, outcome.value).inc()
 
     def retry(self, role: Role, cause: Cause) -> None:
         """Another attempt is made, because this leg failed."""
-        self._retries.labels(role.value, cause).inc()
+        self._of["retries"].labels(role.value, cause).inc()
 
-    def card(self, url: str, *, fetched: bool) -> None:
-        """A card was asked for."""
-        self._cards.labels(url, "ok" if fetched else "failed").inc()
+    def count(self, row: str, *labels: str) -> None:
+        """Something happened that has a counter of its own."""
+        self._of[row].labels(*labels).inc()
 
-    def up(self, role: Role, url: str, *, up: bool) -> None:
+    def up(self, upstream: Upstream) -> None:
         """An engine was found up or down."""
-        self._up.labels(role.value, url).set(up)
+        self._of["upstream_up"].labels(upstream.role.value, upstream.url).set(upstream.up)
+
+    def tokens(self, upstreams: Iterable[Upstream], now: float) -> None:
+        """Set what is only looked at on a scrape: tokens of every rank."""
+        loads: dict[Role, list[int]] = {role: [] for role in Role}
+        for upstream in upstreams:
+            ranks = upstream.loads.at(now)
+            loads[upstream.role] += (load.own + (load.foreign or 0) for load in ranks)
+            self._ranks.set(upstream.role.value, upstream.url, ranks)
+        for role, totals in loads.items():
+            mean = sum(totals) / max(1, len(totals))
+            self._of["imbalance"].labels(role.value).set(max(totals) / mean if mean else 1)
+
+    def hit(self, expected: int, found: int | None) -> None:
+        """A prefill engine answered; ``found`` None: without saying what it had cached."""
+        if found is not None:
+            self._of["hit_tokens"].labels("expected").inc(expected)
+            self._of["hit_tokens"].labels("found").inc(found)
+
+    def queued(self, number: int) -> None:
+        """So many requests wait for their turn."""
+        self._of["queue"].set(number)
 
     def added(self, mode: Mode, seconds: float) -> None:
         """An attempt's requests were written."""
-        self._added.labels(mode.value).observe(seconds)
+        self._of["added_latency_seconds"].labels(mode.value).observe(seconds)
 
     def first_byte(self, mode: Mode, seconds: float) -> None:
         """A streamed answer began."""
-        self._ttft.labels(mode.value).observe(seconds)
+        self._of["ttft_seconds"].labels(mode.value).observe(seconds)
 
-    def _create(self, options: Options) -> None:
-        """Make every series, so that it reads 0 before its event."""
-        for mode, reason in [_NO_MODE, *((m.value, r.value) for m, r in MODES)]:
-            for outcome in Outcome:
-                self._requests.labels(mode, reason, outcome.value)
-        for chosen in Mode:
-            self._added.labels(chosen.value)
-            self._ttft.labels(chosen.value)
-        for role, urls in ((Role.PREFILL, options.prefill), (Role.DECODE, options.decode)):
-            for cause in get_args(Cause):
-                self._retries.labels(role.value, cause)
-            for url in urls:
-                self._in_flight.labels(role.value, url)
-                self._up.labels(role.value, url)
-                for leg_outcome in LegOutcome:
-                    self._legs.labels(role.value, url, leg_outcome.value)
-        for url in options.prefill:
-            self._cards.labels(url, "ok")
-            self._cards.labels(url, "failed")
+    def add_upstream(self, role: Role, url: str) -> None:
+        """An engine was added: its series read 0."""
+        for name, labels in _of_upstream(role, url):
+            self._of[name].labels(*labels)
+        self._ranks.set(role.value, url, (Load(),))
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"kvconnect_router_{name}", text, labels, registry=self.registry)
+    def remove_upstream(self, role: Role, url: str) -> None:
+        """An engine was removed, and its series with it."""
+        for name, labels in _of_upstream(role, url):
+            self._of[name].remove(*labels)
+        self._ranks.set(role.value, url, ())
 
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(f"kvconnect_router_{name}", text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        full = f"kvconnect_router_{name}"
-        return Histogram(full, text, ("mode",), registry=self.registry, buckets=buckets)
+def _made(row: Row, registry: CollectorRegistry) -> Any:
+    more: dict[str, Any] = {"buckets": row.buckets} if row.buckets else {}
+    return row.kind(f"kvconnect_router_{row.name}", row.text, row.labels, registry=registry, **more)
+
+
+def _of_upstream(role: Role, url: str) -> Iterable[tuple[str, tuple[str, ...]]]:
+    """Yield every series of one engine but those of its ranks."""
+    leg = role.value
+    yield "in_flight", (leg, url)
+    yield "upstream_up", (leg, url)
+    for outcome in LegOutcome:
+        yield "leg_requests", (leg, url, outcome.value)
+    for said in _EVENT_OUTCOMES:
+        yield "kv_events", (leg, url, said)
+    for said in _REPORT_OUTCOMES:
+        yield "load_reports", (leg, url, said)
+    if role is Role.PREFILL:
+        for said in _CARD_OUTCOMES:
+            yield "card_fetches", (url, said)
+
+
+def _create(families: Mapping[str, Any]) -> None:
+    """Make every series, so that it reads 0 before its event."""
+    for mode, reason in [_NO_MODE, *((m.value, r.value) for m, r in MODES)]:
+        for outcome in Outcome:
+            families["requests"].labels(mode, reason, outcome.value)
+    for chosen in Mode:
+        families["added_latency_seconds"].labels(chosen.value)
+        families["ttft_seconds"].labels(chosen.value)
+    for which in ("expected", "found"):
+        families["hit_tokens"].labels(which)
+    for role in Role:
+        families["imbalance"].labels(role.value).set(1)
+        for why in Why:
+            families["picks"].labels(role.value, why.value)
+        for cause in get_args(Cause):
+            families["retries"].labels(role.value, cause)

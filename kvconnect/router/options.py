@@ -3,10 +3,135 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 from kvconnect.errors import ConfigError
+from kvconnect.router.pick import Policy
+from kvconnect.router.view import Engine
+
+BOOTSTRAP_PORT = 8998  # of SGLang and of vLLM's MooncakeConnector, if nothing else is said
+_EXAMPLE = "http://10.0.0.1:8000"
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One engine as a user names it: ``URL[,key=value...]``.
+
+    Attributes:
+        url: its base URL, without a slash at the end.
+        engine: what answers there.
+        bootstrap: port where its prefill side is met; SGLang and Mooncake only.
+        version: stands for what the engine says itself about its version.
+        events, replay: ports where rank 0 publishes KV events and repeats lost ones, 0: none.
+            Further ranks have the following ports.
+    """
+
+    url: str
+    engine: Engine = Engine.VLLM
+    bootstrap: int = BOOTSTRAP_PORT
+    version: str = ""
+    events: int = 0
+    replay: int = 0
+
+    @property
+    def host(self) -> str:
+        """Its host name or address; IPv6 in brackets."""
+        name = urlsplit(self.url).hostname or ""
+        return f"[{name}]" if ":" in name else name
+
+    @property
+    def port(self) -> int | None:
+        """The port that its URL names."""
+        return urlsplit(self.url).port
+
+    def at(self, url: str) -> Worker:
+        """Return the same at another URL."""
+        return replace(self, url=url)
+
+    @property
+    def meeting(self) -> str:
+        """URL of its bootstrap server."""
+        return f"http://{self.host}:{self.bootstrap}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much a router takes on, and how long it waits; checked when made.
+
+    Attributes:
+        timeout_s: seconds from a request's first byte to its answer's last one.
+        silence_s: seconds an engine may send nothing while a request is open.
+        concurrent: requests worked on at a time; 0: any number.
+        queue: requests that may wait for their turn.
+        queue_s: seconds that one may wait for its turn.
+        drain_s: seconds that open requests have to end when the router is told to stop.
+
+    Raises:
+        ConfigError: names the flag, its value and the fix.
+    """
+
+    timeout_s: float = 600.0
+    silence_s: float = 300.0
+    concurrent: int = 0
+    queue: int = 1024
+    queue_s: float = 10.0
+    drain_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        seconds = {
+            "timeout": self.timeout_s,
+            "silence-timeout": self.silence_s,
+            "queue-timeout": self.queue_s,
+            "drain-timeout": self.drain_s,
+        }
+        for flag, value in seconds.items():
+            if not 0 < value <= 86_400:
+                raise ConfigError(flag, value, "use seconds, more than 0, at most a day")
+        for flag, number in {"max-concurrent": self.concurrent, "queue": self.queue}.items():
+            if number < 0:
+                raise ConfigError(flag, number, "use 0 or more")
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where engines come from while the router runs, beside the command line.
+
+    Attributes:
+        file: path of a file that names them, empty: none.
+        prefill_dns, decode_dns: URLs whose host stands for all its addresses.
+    """
+
+    file: str = ""
+    prefill_dns: tuple[str, ...] = ()
+    decode_dns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Where clients are served, and which.
+
+    Attributes:
+        shared: other processes may listen at the same port; the system spreads connections.
+        cert, key: paths of a certificate chain and its key, for TLS; empty: plain HTTP.
+        api_keys: clients name one of them; none: anybody is served.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    shared: bool = False
+    cert: str = ""
+    key: str = ""
+    api_keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class AdminAccess:
+    """Where administrators add and remove engines; without a token, nowhere."""
+
+    host: str = "127.0.0.1"
+    port: int = 8001
+    token: str = ""
 
 
 @dataclass(frozen=True)
@@ -14,43 +139,101 @@ class Options:
     """Settings of one router; checked when made.
 
     Attributes:
-        prefill, decode: base URLs of the engines, as :func:`base_urls` returns them.
+        prefill, decode: the engines, as :func:`workers` returns them.
         pull: always ask the decode engine only after the prefill engine has answered.
         push_min_tokens: prompts estimated to be shorter are pulled. Unit: tokens.
-        timeout_s: seconds from a request's first byte to its answer's last one.
+        limits: how much it takes on, and how long it waits.
+        sources: where further engines come from.
+        admin: who may add and remove engines, and where.
+        listening: where clients are served, and which.
+        prefill_policy, decode_policy: how an engine and rank are picked.
+        dp_minimum_tokens: under policies that do not look at loads, take the rank with the fewest
+            tokens of the engine they picked.
+        load_interval_s: seconds between two looks at an engine's load; 0: do not look.
 
     Raises:
         ConfigError: names the flag, its value and the fix.
     """
 
-    prefill: tuple[str, ...]
-    decode: tuple[str, ...]
+    prefill: tuple[Worker, ...]
+    decode: tuple[Worker, ...]
     pull: bool = False
     push_min_tokens: int = 0
-    timeout_s: float = 600.0
+    limits: Limits = Limits()
+    sources: Sources = Sources()
+    admin: AdminAccess = AdminAccess()
+    listening: Listening = Listening()
+    prefill_policy: Policy = Policy.LEAST_TOKENS
+    decode_policy: Policy = Policy.LEAST_TOKENS
+    dp_minimum_tokens: bool = False
+    load_interval_s: float = 1.0
 
     def __post_init__(self) -> None:
         if self.push_min_tokens < 0:
             raise ConfigError("push-min-tokens", self.push_min_tokens, "use 0 or more")
-        if not 0 < self.timeout_s <= 86_400:
-            raise ConfigError("timeout", self.timeout_s, "use seconds, more than 0, at most a day")
+        if not 0 <= self.load_interval_s <= 3600:
+            fix = "use seconds, 0 (never) to 3600"
+            raise ConfigError("worker-load-check-interval", self.load_interval_s, fix)
 
 
-def base_urls(flag: str, urls: Sequence[str]) -> tuple[str, ...]:
-    """Return ``urls`` without trailing slashes.
+def workers(flag: str, texts: Sequence[str]) -> tuple[Worker, ...]:
+    """Return the engines that ``texts`` name.
 
     Raises:
-        ConfigError: not an http(s) URL of a host, or the same one twice.
+        ConfigError: one is none, or the same one twice.
     """
-    found: list[str] = []
-    for url in urls:
-        base = url.rstrip("/")
-        if not _is_base(base):
-            raise ConfigError(flag, url, "use a URL such as http://10.0.0.1:8000")
-        if base in found:
-            raise ConfigError(flag, url, "name each engine once")
-        found.append(base)
-    return tuple(found)
+    found: dict[str, Worker] = {}
+    for text in texts:
+        worker = worker_of(flag, text)
+        if worker.url in found:
+            raise ConfigError(flag, text, "name each engine once")
+        found[worker.url] = worker
+    return tuple(found.values())
+
+
+def check_dns(flag: str, texts: Sequence[str]) -> tuple[str, ...]:
+    """Return workers whose host stands for all its addresses, as they came.
+
+    Raises:
+        ConfigError: one is no worker, or has no port.
+    """
+    for worker in workers(flag, texts):
+        if worker.port is None:
+            raise ConfigError(flag, worker.url, "name the port too, as in http://prefill:8000")
+    return tuple(texts)
+
+
+def worker_of(flag: str, text: str) -> Worker:
+    """Return the engine that ``text`` names: ``URL[,key=value...]``.
+
+    Raises:
+        ConfigError: not an http(s) URL of a host, an unknown key, or a value that it cannot have.
+    """
+    url, *settings = text.strip().split(",")
+    base = url.rstrip("/")
+    if not _is_base(base):
+        raise ConfigError(flag, text, f"use a URL such as {_EXAMPLE}")
+    values: dict[str, Engine | int | str] = {}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        values[key] = _value(flag, key, value)
+    return Worker(base, **values)  # type: ignore[arg-type]  # _value() is right for its key
+
+
+def _value(flag: str, key: str, value: str) -> Engine | int | str:
+    if key == "version":
+        return value
+    if key == "engine":
+        names = [engine.value for engine in Engine]
+        if value not in names:
+            raise ConfigError(flag, f"engine={value}", f"use one of {', '.join(names)}")
+        return Engine(value)
+    if key in ("bootstrap", "events", "replay"):
+        if not value.isascii() or not value.isdecimal() or not 0 < int(value) < 2**16:
+            raise ConfigError(flag, f"{key}={value}", "use a port")
+        return int(value)
+    fix = "use engine, bootstrap, version, events or replay after the URL"
+    raise ConfigError(flag, key, fix)
 
 
 def _is_base(url: str) -> bool:

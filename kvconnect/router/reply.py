@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 from aiohttp import web
 
 from kvconnect.router import legs
 from kvconnect.router.client import Answer
-from kvconnect.router.policy import Choice
+from kvconnect.router.policy import Choice, Place
 
 _EVENT_END = b"\n\n"
 _LAST_WORDS_S = 1.0  # for a client that does not read
@@ -28,10 +29,14 @@ class Reply:
         headers = self._headers(answer.content_type)
         return web.Response(status=answer.status, body=answer.body, headers=headers)
 
-    def error(self, status: int, message: str) -> web.Response:
+    def error(
+        self, status: int, message: str, headers: Mapping[str, str] | None = None
+    ) -> web.Response:
         """Return an error of the router."""
         body = legs.error_body(status, message)
-        return self.whole(Answer(status, "application/json", body))
+        answer = self.whole(Answer(status, "application/json", body))
+        answer.headers.update(headers or {})
+        return answer
 
     async def begin(self, content_type: str) -> web.StreamResponse:
         """Start a stream.
@@ -66,7 +71,17 @@ class Reply:
         headers = {"Content-Type": content_type}
         if self.choice is not None:
             headers["X-KVConnect-Mode"] = self.choice.mode.value
-            headers["X-KVConnect-Decode"] = str(self.choice.decode)
+            _name(headers, "Decode", self.choice.decode)
             if self.choice.prefill is not None:
-                headers["X-KVConnect-Prefill"] = str(self.choice.prefill)
+                _name(headers, "Prefill", self.choice.prefill)
         return headers
+
+
+def _name(headers: dict[str, str], leg: str, place: Place) -> None:
+    """Say where a leg ran and why: its engine's number, its rank, the reason, the expected hit."""
+    headers[f"X-KVConnect-{leg}"] = str(place.target.worker)
+    headers[f"X-KVConnect-{leg}-Reason"] = place.why.value
+    if place.target.rank is not None:
+        headers[f"X-KVConnect-{leg}-Rank"] = str(place.target.rank)
+    if place.hit:
+        headers[f"X-KVConnect-{leg}-Hit"] = str(place.hit)

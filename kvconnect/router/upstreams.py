@@ -1,187 +1,195 @@
-"""The engines behind the router: which are up, and the cards of those that prefill.
-
-Everything here runs on the event loop.
-"""
+"""The engines behind the router, as last seen. Everything here runs on the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-import aiohttp
-
-from kvconnect.errors import Refused
-from kvconnect.router import legs
-from kvconnect.router.metrics import RouterMetrics
-from kvconnect.router.options import Options
-from kvconnect.router.view import Role, UpstreamView, View
+from kvconnect.router.breaker import Breaker
+from kvconnect.router.http1 import Base
+from kvconnect.router.legs import Card
+from kvconnect.router.loads import Loads
+from kvconnect.router.options import Options, Worker
+from kvconnect.router.policy import Place
+from kvconnect.router.view import Role, View, WorkerView
 
 logger = logging.getLogger(__name__)
 
-PROBE_EVERY_S = 2.0
-PROBE_FIRST_S = 0.5  # after an engine went down; doubles
-PROBE_SELDOM_S = 8.0  # and stays there: an engine is never given up
-CARD_RETRY_S = 5.0
-PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
-_ASK_TIMEOUT = aiohttp.ClientTimeout(total=30.0)  # a card queues behind real prefills
-_CARD_AGE = 0.5  # share of its lifetime after which a card is renewed
+STALE_REPORTS = 10  # intervals after which a load is not known any more
+_LEAST_STALE_S = 5.0  # an engine under load may answer late
 
-_FAILED = (aiohttp.ClientError, asyncio.TimeoutError, Refused)
+
+@dataclass
+class Said:
+    """What an engine has said about itself; kept while it is down, asked anew when it is back.
+
+    Attributes:
+        models: what it serves: name -> what ``/v1/models`` says of it.
+        version: of the engine.
+        engine_ids: of its ranks; MooncakeConnector only.
+    """
+
+    models: dict[str, Any] = field(default_factory=dict)
+    version: str = ""
+    engine_ids: dict[int, str] = field(default_factory=dict)
+
+
+class Signals:
+    """What those who look after an engine wait for: that it is up, down, or worth a look."""
+
+    def __init__(self) -> None:
+        self.up = asyncio.Event()
+        self.down = asyncio.Event()
+        self.suspected = asyncio.Event()
+        self.down.set()
 
 
 class Upstream:
-    """One engine, as last seen. Down until the first probe says otherwise."""
+    """One engine. Down until the first probe says otherwise."""
 
-    def __init__(self, role: Role, index: int, url: str, metrics: RouterMetrics) -> None:
+    def __init__(
+        self,
+        role: Role,
+        index: int,
+        worker: Worker,
+        loads: Loads,
+        changed: Callable[[Upstream], None],
+    ) -> None:
         self.role = role
         self.index = index
-        self.url = url
-        self._metrics = metrics
-        self._card = ""
-        self._card_ends = 0.0
-        self._is_up = asyncio.Event()
-        self._is_down = asyncio.Event()
-        self._suspected = asyncio.Event()
-        self._is_down.set()
+        self.worker = worker
+        self.base = Base.of(worker.url)
+        self.loads = loads
+        self.said = Said()
+        self.draining = False
+        self.open = 0  # requests under way
+        self.breaker = Breaker()
+        self.signals = Signals()
+        self._cards: dict[int, tuple[str, float]] = {}  # rank -> text, when it ends
+        self._changed = changed
+
+    @property
+    def url(self) -> str:
+        """Its base URL, which also names it."""
+        return self.worker.url
 
     @property
     def up(self) -> bool:
-        """Whether requests may go there."""
-        return self._is_up.is_set()
+        """Whether it answers."""
+        return self.signals.up.is_set()
 
-    @property
-    def card(self) -> str | None:
-        """Its standing offer to decode engines, None if there is none that holds."""
-        return self._card if time.monotonic() < self._card_ends else None
-
-    def view(self) -> UpstreamView:
+    def view(self, now: float) -> WorkerView:
         """Return it as policies see it."""
-        return UpstreamView(self.index, self.up, self.card)
+        ranks = self.loads.at(now)
+        return WorkerView(
+            self.index,
+            self.up and not self.draining,
+            ranks,
+            tuple(self._card(rank, now) for rank in range(len(ranks))) if self._cards else (),
+            self.worker.engine,
+            frozenset(self.said.models),
+            self.worker.version or self.said.version,
+            self.url,
+            self.breaker.trusted(now),
+        )
 
     def mark(self, *, up: bool) -> None:
         """It was found up or down."""
         if up == self.up:
             return
         logger.info("%s engine %s is %s", self.role.value, self.url, "up" if up else "down")
-        self._metrics.up(self.role, self.url, up=up)
         if up:
-            self._is_down.clear()
-            self._is_up.set()
+            self.signals.down.clear()
+            self.signals.up.set()
         else:
-            self._card_ends = 0.0  # what comes back may be another incarnation
-            self._is_up.clear()
-            self._is_down.set()
+            self._cards.clear()  # what comes back may be another incarnation
+            self.loads.forget()
+            self.signals.up.clear()
+            self.signals.down.set()
             self.suspect()
+        self._changed(self)
 
     def suspect(self) -> None:
         """Something went wrong with it: have it probed at once."""
-        self._suspected.set()
+        self.signals.suspected.set()
 
-    async def probe(self, session: aiohttp.ClientSession) -> None:
-        """Ask it whether it is well, and mark it."""
-        try:
-            async with session.get(f"{self.url}/health", timeout=PROBE_TIMEOUT) as answer:
-                self.mark(up=answer.status == 200)
-        except _FAILED as error:
-            logger.debug("probe of %s: %r", self.url, error)
-            self.mark(up=False)
+    def began(self, place: Place, now: float) -> None:
+        """A request goes there."""
+        self.open += 1
+        self.loads.begin(place.target.rank, place.tokens, now)
+        self.breaker.began(now)
 
-    async def watch(self, session: aiohttp.ClientSession) -> None:
-        """Probe it for ever."""
-        back_off = PROBE_FIRST_S
-        while True:
-            if self.up:
-                pause, back_off = PROBE_EVERY_S, PROBE_FIRST_S
-            else:
-                pause, back_off = back_off, min(2 * back_off, PROBE_SELDOM_S)
-            await _wait(self._suspected, pause)
-            self._suspected.clear()
-            await self.probe(session)
+    def ended(self, place: Place) -> None:
+        """It is over."""
+        self.open -= 1
+        self.loads.end(place.target.rank, place.tokens)
 
-    async def keep_card(self, session: aiohttp.ClientSession) -> None:
-        """Hold a fresh card for ever: renewed early, and at once when the engine comes back."""
-        while True:
-            await self._is_up.wait()
-            asked = time.monotonic()
-            try:
-                card = await self._fetch_card(session)
-            except _FAILED as error:
-                logger.warning("no card from %s, its KV is pulled: %s", self.url, error or "late")
-                self._metrics.card(self.url, fetched=False)
-                pause = CARD_RETRY_S
-            else:
-                self._metrics.card(self.url, fetched=True)
-                pause = card.lifetime_s * _CARD_AGE
-                if self.up:
-                    self._card, self._card_ends = card.text, asked + card.lifetime_s
-            await _wait(self._is_down, pause)
+    def hold_card(self, rank: int, card: Card, asked: float) -> None:
+        """It gave out a card, asked for at ``asked``."""
+        if self.up:
+            self._cards[rank] = card.text, asked + card.lifetime_s
 
-    async def get(self, session: aiohttp.ClientSession, path: str) -> bytes:
-        """Return what it answers to a GET.
+    def _card(self, rank: int, now: float) -> str | None:
+        text, ends = self._cards.get(rank, ("", 0.0))
+        return text if now < ends else None
 
-        Raises:
-            Refused: not with 200.
-            aiohttp.ClientError, asyncio.TimeoutError: no answer.
-        """
-        async with session.get(self.url + path, timeout=_ASK_TIMEOUT) as answer:
-            return await _body_of(answer)
 
-    async def _fetch_card(self, session: aiohttp.ClientSession) -> legs.Card:
-        model = legs.model_of(await self.get(session, "/v1/models"))
-        url = f"{self.url}/v1/completions"
-        async with session.post(url, json=legs.card_body(model), timeout=_ASK_TIMEOUT) as answer:
-            return legs.card_of(await _body_of(answer))
+class Notice(Protocol):
+    """Who is told what becomes of engines; the metrics."""
+
+    def up(self, upstream: Upstream) -> None:
+        """It was found up or down."""
+
+    def add_upstream(self, role: Role, url: str) -> None:
+        """It was added."""
+
+    def remove_upstream(self, role: Role, url: str) -> None:
+        """It was removed."""
 
 
 class Fleet:
-    """All engines of one router."""
+    """All engines of one router, by role and number."""
 
-    def __init__(self, options: Options, metrics: RouterMetrics) -> None:
-        self.prefill = _upstreams(Role.PREFILL, options.prefill, metrics)
-        self.decode = _upstreams(Role.DECODE, options.decode, metrics)
-        self._tasks: list[asyncio.Task[None]] = []
+    def __init__(self, options: Options, notice: Notice) -> None:
+        self._stale_s = max(_LEAST_STALE_S, STALE_REPORTS * options.load_interval_s)
+        self._notice = notice
+        self._numbers = dict.fromkeys(Role, 0)
+        self._by_role: dict[Role, dict[int, Upstream]] = {role: {} for role in Role}
+        for role, workers in ((Role.PREFILL, options.prefill), (Role.DECODE, options.decode)):
+            for worker in workers:
+                self.add(role, worker)
+
+    def add(self, role: Role, worker: Worker) -> Upstream:
+        """One more engine; its number is its own for ever."""
+        index = self._numbers[role]
+        self._numbers[role] += 1
+        upstream = Upstream(role, index, worker, Loads(self._stale_s), self._notice.up)
+        self._by_role[role][index] = upstream
+        self._notice.add_upstream(role, worker.url)
+        return upstream
+
+    def remove(self, upstream: Upstream) -> None:
+        """It is no longer one of them."""
+        del self._by_role[upstream.role][upstream.index]
+        self._notice.remove_upstream(upstream.role, upstream.url)
+
+    def get(self, role: Role, index: int) -> Upstream:
+        """Return one by its number."""
+        return self._by_role[role][index]
+
+    def all(self, role: Role | None = None) -> list[Upstream]:
+        """Return those of a role, or all."""
+        roles = list(Role) if role is None else [role]
+        return [upstream for role in roles for upstream in self._by_role[role].values()]
 
     def view(self) -> View:
         """Return all of them as policies see them."""
-        return View(
-            tuple(upstream.view() for upstream in self.prefill),
-            tuple(upstream.view() for upstream in self.decode),
+        now = time.monotonic()
+        prefill, decode = (
+            tuple(upstream.view(now) for upstream in self._by_role[role].values()) for role in Role
         )
-
-    async def start(self, session: aiohttp.ClientSession) -> None:
-        """Probe each once, then go on in the background."""
-        both = (*self.prefill, *self.decode)
-        await asyncio.gather(*(upstream.probe(session) for upstream in both))
-        forever = [
-            *(upstream.watch(session) for upstream in both),
-            *(upstream.keep_card(session) for upstream in self.prefill),
-        ]
-        self._tasks = [asyncio.create_task(work) for work in forever]
-
-    async def stop(self) -> None:
-        """End the background work."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-def _upstreams(role: Role, urls: Sequence[str], metrics: RouterMetrics) -> tuple[Upstream, ...]:
-    return tuple(Upstream(role, index, url, metrics) for index, url in enumerate(urls))
-
-
-async def _body_of(answer: aiohttp.ClientResponse) -> bytes:
-    if answer.status != 200:
-        raise Refused("answer", f"{answer.url.path} answered {answer.status}")
-    return await answer.read()
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    """Wait for ``event``, at most ``timeout_s`` seconds. Unlike ``asyncio.wait_for`` of Python
-    3.11 and before, it never swallows a cancellation that comes with the event."""
-    waiting = asyncio.ensure_future(event.wait())
-    try:
-        await asyncio.wait({waiting}, timeout=timeout_s)
-    finally:
-        waiting.cancel()
+        return View(prefill, decode)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class Role(str, Enum):
@@ -13,22 +14,97 @@ class Role(str, Enum):
     DECODE = "decode"
 
 
+class Engine(str, Enum):
+    """What answers at a URL: an engine, and the connector that moves its KV."""
+
+    VLLM = "vllm"  # with KVConnect: both legs at once, or one after the other
+    NIXL = "nixl"  # vLLM with its NixlConnector: one leg after the other
+    MOONCAKE = "mooncake"  # vLLM with its MooncakeConnector: one leg after the other
+    SGLANG = "sglang"  # with any transfer backend: both legs at once, by bootstrap room
+
+
+class Target(NamedTuple):
+    """Where one leg runs: an engine by number, and its data-parallel rank.
+
+    ``rank`` None: the engine chooses, because it has one rank or has not said how many.
+    """
+
+    worker: int
+    rank: int | None = None
+
+
+class Load(NamedTuple):
+    """Tokens at one target.
+
+    Attributes:
+        own: of this router's requests that are under way there; exact.
+        foreign: of everybody else's, from the engine's last report; None: unknown.
+        sent: when this router last sent a request there; 0: never. Unit: seconds.
+    """
+
+    own: int = 0
+    foreign: int | None = None
+    sent: float = 0.0
+
+
 @dataclass(frozen=True)
-class UpstreamView:
-    """One engine. ``index`` is its place among the URLs of its role; ``card`` its standing offer
-    to decode engines, if it prefills and has one."""
+class WorkerView:
+    """One engine. ``index`` is its number among those of its role and never used again.
+
+    Attributes:
+        up: requests may go there (it answers, and is not being drained).
+        ranks: loads of its data-parallel ranks in order; one entry if it has not said how many.
+        cards: standing offers to decode engines, by rank; a prefill engine's only.
+        models: names it serves; empty: unknown.
+        version: of the engine; only equal ones hand over to each other. Empty: unknown.
+        name: stable over restarts and over routers: its URL.
+        trusted: it has not just failed several requests; if none of a role has not, all serve.
+    """
 
     index: int
     up: bool
-    card: str | None = None
+    ranks: tuple[Load, ...] = (Load(),)
+    cards: tuple[str | None, ...] = ()
+    engine: Engine = Engine.VLLM
+    models: frozenset[str] = frozenset()
+    version: str = ""
+    name: str = ""
+    trusted: bool = True
+
+    def targets(self) -> list[tuple[Target, Load]]:
+        """Return where on it a leg can run, with the load there."""
+        if len(self.ranks) == 1:
+            return [(Target(self.index), self.ranks[0])]
+        return [(Target(self.index, rank), load) for rank, load in enumerate(self.ranks)]
+
+    def card(self, rank: int | None) -> str | None:
+        """Return its standing offer for a rank, None if there is none that holds."""
+        place = rank or 0
+        return self.cards[place] if place < len(self.cards) else None
+
+    def serves(self, model: str) -> bool:
+        """Whether it may serve ``model``; an engine that has not said what it serves may."""
+        return not model or not self.models or model in self.models
+
+    def pairs_with(self, other: WorkerView) -> bool:
+        """Whether KV of one can be used by the other: same engine, connector, model, version."""
+        return (
+            self.engine is other.engine
+            and _agree(self.version, other.version)
+            and (not self.models or not other.models or bool(self.models & other.models))
+        )
+
+
+def _agree(one: str, other: str) -> bool:
+    return not one or not other or one == other
 
 
 @dataclass(frozen=True)
 class View:
     """All engines at one moment."""
 
-    prefill: tuple[UpstreamView, ...]
-    decode: tuple[UpstreamView, ...]
+    prefill: tuple[WorkerView, ...]
+    decode: tuple[WorkerView, ...]
 
     def missing(self) -> list[Role]:
         """Return the roles of which no engine is up."""

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import wraps
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
 from kvconnect.router.app import make_app
-from kvconnect.router.options import Options
+from kvconnect.router.options import Limits, Options, workers
 
 Handler = Callable[["FakeEngine", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
+LIMITS = ("timeout_s", "silence_s", "concurrent", "queue", "queue_s", "drain_s")
 EVENTS = (b'data: {"choices":[{"text":"a"}]}\n\n', b'data: {"choices":[{"text":"b"}]}\n\n')
 DONE = b"data: [DONE]\n\n"
 
@@ -31,15 +33,22 @@ class FakeEngine:
         self.paths: list[str] = []
         self.dropped = 0  # requests whose connection was closed before their end
         self.cards = 0  # given out; 0 lifetime: none
+        self.card_of_rank: dict[str, str] = {}
         self.card_lifetime_s = 100.0
         self.well = True
         self.silent = False  # to probes
         self.port = 0
+        self.settings = ""  # after the URL, as on the command line
+        self.extra: dict[str, Handler] = {}  # answers to other paths
         self._runner: web.AppRunner | None = None
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def named(self) -> str:
+        return self.url + self.settings
 
     async def start(self) -> None:
         """Listen; again on the same port after :meth:`stop`."""
@@ -48,6 +57,8 @@ class FakeEngine:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_post("/generate", self._complete)
+        app.router.add_get("/{path:.*}", self._other)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
@@ -66,10 +77,16 @@ class FakeEngine:
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "tiny"}]})
 
+    async def _other(self, request: web.Request) -> web.StreamResponse:
+        answer = self.extra.get(request.path)
+        if answer is None:
+            return web.Response(status=404)
+        return await answer(self, request, {})
+
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         if (body.get("kv_transfer_params") or {}).get("kvconnect_card"):
-            return self._card(body)
+            return self._card(request, body)
         self.asked.append(body)
         self.headers.append(lower(request.headers))
         self.paths.append(request.path)
@@ -79,13 +96,15 @@ class FakeEngine:
             self.dropped += 1
             raise
 
-    def _card(self, body: dict[str, Any]) -> web.Response:
+    def _card(self, request: web.Request, body: dict[str, Any]) -> web.Response:
         assert body["model"] == "tiny" and body["prompt"] == [1] and body["max_tokens"] == 1
         if not self.card_lifetime_s:
             return web.json_response({"choices": []})
         self.cards += 1
+        text = f"card {self.cards} of {self.port}"
+        self.card_of_rank[request.headers.get("x-data-parallel-rank", "")] = text
         params = {
-            "kvconnect_card": f"card {self.cards} of {self.port}",
+            "kvconnect_card": text,
             "kvconnect_card_expires_in": self.card_lifetime_s,
         }
         return web.json_response({"choices": [], "kv_transfer_params": params})
@@ -135,6 +154,16 @@ def says(status: int, body: dict[str, Any]) -> Handler:
         return web.json_response(body, status=status)
 
     return answer
+
+
+def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an asynchronous test, within a minute."""
+
+    @wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
+
+    return run
 
 
 # The router -------------------------------------------------------------------------------------
@@ -196,8 +225,9 @@ async def bench(
         for engine in (*prefill, *decode):
             await engine.start()
             ends.push_async_callback(engine.stop)
-        urls = (tuple(engine.url for engine in engines) for engines in (prefill, decode))
-        app = make_app(Options(*urls, **options))
+        limits = Limits(**{k: options.pop(k) for k in LIMITS if k in options})
+        named = (workers("test", [e.named for e in engines]) for engines in (prefill, decode))
+        app = make_app(Options(*named, limits=limits, **options))
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
         ends.push_async_callback(runner.cleanup)

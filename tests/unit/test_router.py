@@ -6,17 +6,15 @@ import asyncio
 import io
 import json
 import re
-from collections.abc import Callable, Coroutine
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 
-from kvconnect.router import upstreams
+from kvconnect.router import watch
 from kvconnect.router.app import MAX_BODY_BYTES
+from kvconnect.router.options import Listening
 from tests.unit.fake_engine import (
     DONE,
     EVENTS,
@@ -26,6 +24,7 @@ from tests.unit.fake_engine import (
     bench,
     decodes,
     hangs,
+    on_loop,
     prefills,
     says,
     until,
@@ -39,21 +38,11 @@ BROKEN = says(500, {"error": {"message": "load failed", "type": "InternalServerE
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look after engines more often than one would in earnest."""
-    monkeypatch.setattr(upstreams, "PROBE_EVERY_S", 0.05)
-    monkeypatch.setattr(upstreams, "PROBE_FIRST_S", 0.02)
-    monkeypatch.setattr(upstreams, "CARD_RETRY_S", 0.02)
+    monkeypatch.setattr(watch, "PROBE_EVERY_S", 0.05)
+    monkeypatch.setattr(watch, "PROBE_FIRST_S", 0.02)
+    monkeypatch.setattr(watch, "CARD_RETRY_S", 0.02)
     # A busy machine must not decide a verdict.
-    monkeypatch.setattr(upstreams, "PROBE_TIMEOUT", aiohttp.ClientTimeout(total=30.0))
-
-
-def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run an asynchronous test, within a minute."""
-
-    @wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
-
-    return run
+    monkeypatch.setattr(watch, "PROBE_TIMEOUT_S", 30.0)
 
 
 def pair() -> tuple[FakeEngine, FakeEngine]:
@@ -590,12 +579,31 @@ async def test_bad_requests_are_named_and_reach_no_engine() -> None:
 
 
 @on_loop
+async def test_clients_name_a_key_where_keys_are_asked_for() -> None:
+    p, d = pair()
+    async with bench([p], [d], listening=Listening(api_keys=("one", "two"))) as router:
+        for key, want in (("two", 200), ("one", 200), ("three", 401), ("", 401)):
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            status, body, _ = await router.post(ASK, headers=headers)
+            assert status == want
+            assert want == 200 or json.loads(body)["error"]["type"] == "invalid_request_error"
+        assert len(d.asked) == 2
+        assert (await router.get("/health"))[0] == (await router.get("/metrics"))[0] == 200
+        assert (await router.get("/v1/models"))[0] == 401
+
+
+@on_loop
 async def test_models_are_those_of_a_decode_engine() -> None:
     p, d = pair()
     async with bench([p], [d]) as router:
-        assert await router.get("/v1/models") == (200, b'{"data": [{"id": "tiny"}]}')
+        status, body = await router.get("/v1/models")
+        assert (status, json.loads(body)["data"]) == (200, [{"id": "tiny"}])
         await d.stop()
-        assert (await router.get("/v1/models"))[0] in (502, 503)
+
+        async def unavailable() -> bool:
+            return (await router.get("/v1/models"))[0] == 503
+
+        await until(unavailable)
 
 
 @on_loop
@@ -665,7 +673,7 @@ async def test_cards_are_renewed_before_they_expire() -> None:
 
 @on_loop
 async def test_an_engine_that_is_silent_to_probes_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstreams, "PROBE_TIMEOUT", aiohttp.ClientTimeout(total=0.2))
+    monkeypatch.setattr(watch, "PROBE_TIMEOUT_S", 0.2)
     p, d = pair()
     async with bench([p], [d]) as router:
         await until(lambda: up(router, p, True))

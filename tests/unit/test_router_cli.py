@@ -10,47 +10,88 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvconnect import cli
-from kvconnect.router.options import Options
+from kvconnect.router.options import AdminAccess, Limits, Listening, Options, Sources, Worker
+from kvconnect.router.pick import Policy
+from kvconnect.router.view import Engine
 
 NEEDED = ["router", "--prefill", "http://a:1", "--decode", "http://b:2"]
 
 
-def served(monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> tuple[Options, str, int]:
+def served(monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> Options:
     """What the command line asks the router to serve."""
     calls: list[Any] = []
     app = type("App", (), {"serve": staticmethod(lambda *arguments: calls.append(arguments))})
     monkeypatch.setattr(cli.importlib, "import_module", lambda name: app)
     monkeypatch.setattr(cli.logging, "basicConfig", lambda **settings: None)
     assert cli.main(argv) == 0
-    (call,) = calls
-    return call
+    ((options,),) = calls
+    assert isinstance(options, Options)
+    return options
 
 
 def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = Options(("http://a:1",), ("http://b:2",))
-    assert served(monkeypatch, NEEDED) == (options, "127.0.0.1", 8000)
+    options = Options((Worker("http://a:1"),), (Worker("http://b:2"),))
+    assert served(monkeypatch, NEEDED) == options
 
 
-def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef\n")
+    keys = tmp_path / "keys"
+    keys.write_text("one\ntwo\n")
     argv = [
-        *("router", "--prefill", "http://a:1/", "http://a:2", "--decode", "http://b:2"),
+        *(
+            "router",
+            "--prefill",
+            "http://a:1/",
+            "http://a:2,engine=sglang",
+            "--decode",
+            "http://b:2",
+        ),
         *("--host", "10.0.0.1", "--port", "81", "--pull"),
-        *("--push-min-tokens", "256", "--timeout", "30"),
+        *("--push-min-tokens", "256", "--timeout", "30", "--dp-minimum-tokens-scheduler"),
+        *("--prefill-policy", "cache_aware", "--decode-policy", "random"),
+        *("--worker-load-check-interval", "5", "--silence-timeout", "40", "--max-concurrent", "7"),
+        *("--queue", "8", "--queue-timeout", "9", "--drain-timeout", "11"),
+        *("--workers-file", "/w", "--prefill-dns", "http://p:1", "--decode-dns", "http://d:2"),
+        *("--shared-port", "--tls-cert", "/c", "--tls-key", "/k", "--api-key-file", str(keys)),
+        *("--admin-token-file", str(token), "--admin-host", "::1", "--admin-port", "82"),
     ]
-    urls = ("http://a:1", "http://a:2"), ("http://b:2",)
-    options = Options(*urls, pull=True, push_min_tokens=256, timeout_s=30.0)
-    assert served(monkeypatch, argv) == (options, "10.0.0.1", 81)
+    a, b = Worker("http://a:1"), Worker("http://a:2", Engine.SGLANG)
+    options = Options(
+        (a, b),
+        (Worker("http://b:2"),),
+        pull=True,
+        push_min_tokens=256,
+        limits=Limits(30.0, 40.0, 7, 8, 9.0, 11.0),
+        sources=Sources("/w", ("http://p:1",), ("http://d:2",)),
+        admin=AdminAccess("::1", 82, "0123456789abcdef"),
+        listening=Listening("10.0.0.1", 81, True, "/c", "/k", ("one", "two")),
+        prefill_policy=Policy.CACHE_AWARE,
+        decode_policy=Policy.RANDOM,
+        dp_minimum_tokens=True,
+        load_interval_s=5.0,
+    )
+    assert served(monkeypatch, argv) == options
 
 
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["router"], "--prefill"),
+        (["router"], "--prefill : name an engine"),
+        (["router", "--prefill", "http://a:1"], "--decode : name an engine"),
+        ([*NEEDED, "--prefill-dns", "http://a"], "--prefill-dns http://a: name the port"),
+        ([*NEEDED, "--admin-token-file", "/none"], "--admin-token-file /none: name a file"),
+        ([*NEEDED, "--api-key-file", "/dev/null"], "put a key"),
+        ([*NEEDED, "--tls-cert", "/c"], "--tls-cert /c: name --tls-cert and --tls-key"),
+        ([*NEEDED, "--admin-token-file", "/dev/null"], "put a token"),
+        ([*NEEDED, "--prefill-policy", "best"], "--prefill-policy"),
         (["router", "--prefill", "a:1", "--decode", "http://b"], "--prefill a:1: use a URL"),
         ([*NEEDED, "http://b:2"], "--decode http://b:2: name each engine once"),
         ([*NEEDED, "--timeout", "0"], "--timeout 0.0: use seconds"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigError, Refused
-from kvconnect.router import legs
-from kvconnect.router.options import Options, base_urls
-from kvconnect.router.policy import MODES, Choice, Mode, Reason, Tried, choose, round_robin
-from kvconnect.router.view import Role, UpstreamView, View
+from kvconnect.router import legs, reports
+from kvconnect.router.options import Limits, Options, Worker, check_dns, workers
+from kvconnect.router.pick import Why
+from kvconnect.router.policy import MODES, Choice, Mode, Place, Reason, Tried, Wish, choose
+from kvconnect.router.view import Engine, Load, Role, Target, View, WorkerView
 
 ID = "0123456789abcdef" * 2
 
@@ -71,6 +73,12 @@ def test_only_the_router_names_transfers() -> None:
         "prompt": "a",
         "kv_transfer_params": {"remote_host": "10.0.0.9", "remote_block_ids": [1]},
         "vllm_xargs": {"kv_transfer_params": ["x"], "other": 1},
+        "bootstrap_host": "10.0.0.9",
+        "bootstrap_port": 1,
+        "bootstrap_room": 2,
+        "routed_dp_rank": 3,
+        "disagg_prefill_dp_rank": 4,
+        "data_parallel_rank": 5,
     }
     assert legs.parse_body(json.dumps(raw).encode()) == {"prompt": "a", "vllm_xargs": {"other": 1}}
 
@@ -112,11 +120,61 @@ def test_a_body_that_is_none_is_refused(raw: bytes, says: str) -> None:
         ({"prompt": "a", "best_of": 3}, False, 0),
         ({"prompt": "a", "use_beam_search": True}, False, 0),
         ({"messages": [], "n": 2}, False, 0),
+        ({"text": "a" * 40}, True, 10),
+        ({"text": ["a" * 40, "b" * 40]}, False, 20),
+        ({"input_ids": [1, 2, 3]}, True, 3),
+        ({"input_ids": [1, 2, 3], "sampling_params": {"n": 2}}, False, 3),
         ({}, False, 0),
     ],
 )
 def test_what_routing_needs_to_know(body: dict[str, Any], single: bool, tokens: int) -> None:
     assert legs.look_at(body) == legs.Prompt(single, tokens)
+
+
+def test_model_and_session_of_a_body() -> None:
+    assert legs.look_at({"prompt": "a", "model": "m", "user": "u"}) == (True, 0, "m", "u")
+    both = {"prompt": "a", "prompt_cache_key": "k", "user": "u"}
+    assert legs.look_at(both).session == "k"
+    assert legs.look_at({"prompt": "a", "model": 7, "user": {}}) == (True, 0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("body", "ids"),
+    [
+        ({"prompt": [1, 2]}, [1, 2]),
+        ({"prompt": [[1, 2]]}, [1, 2]),
+        ({"input_ids": [3]}, [3]),
+        ({"prompt": [[1, 2], [3]]}, []),
+        ({"prompt": "text"}, []),
+        ({"prompt": [1, "a"]}, []),
+        ({"prompt": [True]}, []),
+        ({}, []),
+    ],
+)
+def test_token_ids_of_a_body(body: dict[str, Any], ids: list[int]) -> None:
+    assert legs.ids_of(body) == ids
+
+
+def test_sglangs_servers_are_told_where_to_meet_and_which_ranks() -> None:
+    body = {"text": "a", "stream": True}
+    meeting = legs.Meeting("10.0.0.1", 8998, 77, 3)
+    met = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 77}
+    ranks = {"disagg_prefill_dp_rank": 3}
+    assert legs.room_body(body, meeting, 3) == body | met | ranks | {"routed_dp_rank": 3}
+    assert legs.room_body(body, meeting, 1) == body | met | ranks | {"routed_dp_rank": 1}
+    assert legs.room_body(body, meeting._replace(rank=None), None) == body | met
+
+
+def test_mooncakes_decode_engine_is_told_where_the_kv_is() -> None:
+    asked = legs.prefill_body({"prompt": "a"}, ID)
+    assert legs.transfer_of(asked) == ID
+    assert legs.mooncake_ticket(ID, "e0", "http://p:8998") == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": ID,
+        "remote_engine_id": "e0",
+        "remote_bootstrap_addr": "http://p:8998",
+    }
 
 
 JSON = st.recursive(
@@ -169,13 +227,6 @@ def test_card_of_an_answer() -> None:
             legs.card_of(answer)
 
 
-def test_model_of_an_answer() -> None:
-    assert legs.model_of(b'{"data": [{"id": "a"}, {"id": "b"}]}') == "a"
-    for answer in (b'{"data": []}', b'{"data": [{"id": 3}]}', b"{}", b""):
-        with pytest.raises(Refused):
-            legs.model_of(answer)
-
-
 @pytest.mark.parametrize(
     ("event", "status"),
     [
@@ -198,48 +249,71 @@ def test_an_engines_failure_in_a_stream(event: bytes, status: int | None) -> Non
 # Choice -----------------------------------------------------------------------------------------
 
 ONE = legs.Prompt(single=True, tokens=100)
-OPTIONS = Options(("http://p",), ("http://d",))
+OPTIONS = Options((), ())
 
 
 def view(prefill: str, decode: str) -> View:
     """One letter per engine: c(ard), u(p), d(own)."""
 
-    def engines(states: str) -> tuple[UpstreamView, ...]:
+    def engines(states: str) -> tuple[WorkerView, ...]:
         return tuple(
-            UpstreamView(i, state != "d", f"card {i}" if state == "c" else None)
+            WorkerView(i, state != "d", cards=(f"card {i}",) if state == "c" else ())
             for i, state in enumerate(states)
         )
 
     return View(engines(prefill), engines(decode))
 
 
-def test_round_robin_spreads_over_those_that_are_left() -> None:
-    engines = view("uudu", "").prefill
-    turns = [round_robin(engines, turn, {0}) for turn in range(4)]
-    assert [upstream and upstream.index for upstream in turns] == [1, 3, 1, 3]
-    assert round_robin(engines, 0, {0, 1, 3}) is None
+def mode_of(
+    seen: View, prompt: legs.Prompt = ONE, options: Options = OPTIONS
+) -> tuple[Mode, Reason, str] | None:
+    found = choose(seen, Wish(prompt, 0), Tried(), options)
+    return found and (found.mode, found.reason, found.card)
 
 
 def test_push_by_default_and_pull_where_it_must_be() -> None:
-    seen = view("c", "u")
-    push = Choice(Mode.PUSH, Reason.DEFAULT, 0, 0, "card 0")
-    assert choose(seen, 0, Tried(), ONE, OPTIONS) == push
-    forced = Options(("http://p",), ("http://d",), pull=True)
-    assert choose(seen, 0, Tried(), ONE, forced) == Choice(Mode.PULL, Reason.FORCED, 0, 0)
-    long = Options(("http://p",), ("http://d",), push_min_tokens=101)
-    assert choose(seen, 0, Tried(), ONE, long) == Choice(Mode.PULL, Reason.SHORT, 0, 0)
-    just = Options(("http://p",), ("http://d",), push_min_tokens=100)
-    assert choose(seen, 0, Tried(), ONE, just) == push
-    cardless = choose(view("u", "u"), 0, Tried(), ONE, OPTIONS)
-    assert cardless == Choice(Mode.PULL, Reason.NO_CARD, 0, 0)
+    seen, push = view("c", "u"), (Mode.PUSH, Reason.DEFAULT, "card 0")
+    assert mode_of(seen) == push
+    forced = Options((), (), pull=True)
+    assert mode_of(seen, options=forced) == (Mode.PULL, Reason.FORCED, "")
+    long = Options((), (), push_min_tokens=101)
+    assert mode_of(seen, options=long) == (Mode.PULL, Reason.SHORT, "")
+    just = Options((), (), push_min_tokens=100)
+    assert mode_of(seen, options=just) == push
+    assert mode_of(view("u", "u")) == (Mode.PULL, Reason.NO_CARD, "")
+
+
+def test_a_card_is_one_ranks() -> None:
+    two = WorkerView(0, True, (Load(9, 0), Load(0, 0)), cards=(None, "card of 1"))
+    seen = View((two,), (WorkerView(0, True),))
+    assert mode_of(seen) == (Mode.PUSH, Reason.DEFAULT, "card of 1")
+    assert mode_of(View((replace(two, cards=("card of 0",)),), seen.decode)) == (
+        Mode.PULL,
+        Reason.NO_CARD,
+        "",
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "want"),
+    [
+        (Engine.NIXL, (Mode.PULL, Reason.CONNECTOR, "")),
+        (Engine.MOONCAKE, (Mode.PULL, Reason.CONNECTOR, "")),
+        (Engine.SGLANG, (Mode.BOOTSTRAP, Reason.DEFAULT, "")),
+    ],
+)
+def test_connectors_decide_how_engines_hand_over(engine: Engine, want: object) -> None:
+    assert mode_of(View(*[(WorkerView(0, True, engine=engine),)] * 2)) == want
 
 
 def test_several_prompts_need_no_prefill_engine() -> None:
     several = legs.Prompt(single=False, tokens=100)
-    plain = Choice(Mode.PLAIN, Reason.MULTI, None, 1)
-    assert choose(view("d", "du"), 0, Tried(), several, OPTIONS) == plain
-    assert choose(view("d", "du"), 0, Tried(), ONE, OPTIONS) is None
-    assert choose(view("c", "dd"), 0, Tried(), several, OPTIONS) is None
+    found = choose(view("d", "du"), Wish(several, 0), Tried(), OPTIONS)
+    assert found is not None and found.prefill is None
+    assert (found.mode, found.reason) == (Mode.PLAIN, Reason.MULTI)
+    assert found.decode.target == Target(1)
+    assert mode_of(view("d", "du")) is None
+    assert mode_of(view("c", "dd"), several) is None
 
 
 def test_every_mode_has_its_series() -> None:
@@ -253,15 +327,72 @@ def test_what_is_missing() -> None:
 
 
 def test_which_failures_are_worth_another_attempt() -> None:
-    first = Choice(Mode.PUSH, Reason.DEFAULT, 0, 0)
+    here = Place(Target(0), Why.ONLY)
+    first = Choice(Mode.PUSH, Reason.DEFAULT, here, here)
     tried = Tried()
     assert tried.note(first, Role.PREFILL, "unreachable") and tried.prefill == {0}
     assert tried.note(first, Role.DECODE, "unreachable") and tried.decode == {0}
     assert tried.note(first, Role.PREFILL, "error"), "every prefill engine gets its try"
     assert tried.note(first, Role.DECODE, "error"), "its hand-off may have failed"
     assert not tried.note(first, Role.DECODE, "error"), "once"
-    plain = Choice(Mode.PLAIN, Reason.MULTI, None, 0)
+    plain = Choice(Mode.PLAIN, Reason.MULTI, None, here)
     assert not Tried().note(plain, Role.DECODE, "error"), "no hand-off failed here"
+
+
+# What engines say of themselves -----------------------------------------------------------------
+
+METRICS = """# HELP vllm:kv_cache_usage_perc KV-cache usage.
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.5
+vllm:kv_cache_usage_perc_total{engine="2",model_name="m"} 0.5
+vllm:cache_config_info{block_size="16",engine="0",note="a \\"b\\"",num_gpu_blocks="320"} 1.0
+vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="320"} 1.0
+sglang:num_used_tokens{dp_rank="0",tp_rank="0"} 7.0
+sglang:num_used_tokens{dp_rank="0",tp_rank="1"} 7.0
+sglang:num_used_tokens{dp_rank="1",tp_rank="0"} 9.0
+"""
+
+
+def test_tokens_in_metrics() -> None:
+    assert reports.vllm_tokens(METRICS) == {0: 1280.0, 1: 2560.0}
+    assert reports.sglang_metric_tokens(METRICS) == {0: 7.0, 1: 9.0}
+    unknown = METRICS.replace('num_gpu_blocks="320"', 'num_gpu_blocks="None"')
+    assert reports.vllm_tokens(unknown) == {}
+    assert reports.vllm_tokens("vllm:kv_cache_usage_perc{ odd\n<html>") == {}
+
+
+def test_tokens_in_sglangs_loads() -> None:
+    def tokens(*loads: dict[str, object]) -> dict[int, float]:
+        return reports.sglang_tokens(json.dumps({"loads": loads}).encode())
+
+    assert tokens(
+        {"dp_rank": 0, "num_used_tokens": 5, "num_total_tokens": 9},
+        {"dp_rank": 1, "num_used_tokens": 5, "num_waiting_uncached_tokens": 3},
+        {"dp_rank": 2, "num_used_tokens": -1},
+    ) == {0: 9, 1: 8, 2: -1}
+    for odd in ({"dp_rank": 0}, {"num_used_tokens": 0}, {"dp_rank": 0, "num_used_tokens": "1"}):
+        with pytest.raises(Refused, match="num_used_tokens"):
+            tokens(odd)
+    with pytest.raises(Refused, match="no loads"):
+        reports.sglang_tokens(b"{}")
+
+
+def test_models_version_and_engine_ids() -> None:
+    listed = b'{"data": [{"id": "a", "max_model_len": 7}, {"id": "b"}, {"id": 3}, 4]}'
+    assert reports.models_of(listed) == {"a": {"id": "a", "max_model_len": 7}, "b": {"id": "b"}}
+    for answer in (b'{"data": []}', b'{"data": [{"id": 3}]}', b"{}", b"", b'{"data": 1}'):
+        with pytest.raises(Refused):
+            reports.models_of(answer)
+    assert reports.version_of(b'{"version": "0.33.0"}') == "0.33.0"
+    with pytest.raises(Refused, match="no version"):
+        reports.version_of(b'{"version": 1}')
+    assert reports.engine_ids_of(b'{"0": {"engine_id": "e0"}, "1": {"engine_id": "e1"}}') == {
+        0: "e0",
+        1: "e1",
+    }
+    with pytest.raises(Refused, match="no engine"):
+        reports.engine_ids_of(b'{"x": 1}')
 
 
 # Settings ---------------------------------------------------------------------------------------
@@ -269,7 +400,24 @@ def test_which_failures_are_worth_another_attempt() -> None:
 
 def test_urls_lose_their_slash() -> None:
     urls = ["http://a:1/", "https://b", "http://[::1]:3/base/"]
-    assert base_urls("prefill", urls) == ("http://a:1", "https://b", "http://[::1]:3/base")
+    found = [worker.url for worker in workers("prefill", urls)]
+    assert found == ["http://a:1", "https://b", "http://[::1]:3/base"]
+
+
+def test_what_stands_after_a_url() -> None:
+    text = "http://[::1]:3/,engine=sglang,bootstrap=9000,version=v2,events=5557,replay=5558"
+    (found,) = workers("prefill", [text])
+    assert found == Worker("http://[::1]:3", Engine.SGLANG, 9000, "v2", 5557, 5558)
+    assert (found.host, found.meeting) == ("[::1]", "http://[::1]:9000")
+    for wrong, says in (
+        ("engine=tgi", "use one of vllm, nixl, mooncake, sglang"),
+        ("bootstrap=x", "use a port"),
+        ("events=0", "use a port"),
+        ("boot=1", "use engine, bootstrap"),
+        ("", "use engine, bootstrap"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            workers("prefill", [f"http://a,{wrong}"])
 
 
 @pytest.mark.parametrize(
@@ -287,24 +435,47 @@ def test_urls_lose_their_slash() -> None:
 )
 def test_what_is_no_url_of_an_engine_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"prefill=.*use a URL such as"):
-        base_urls("prefill", [url])
+        workers("prefill", [url])
 
 
 def test_an_engine_is_named_once() -> None:
     with pytest.raises(ConfigError, match="once"):
-        base_urls("decode", ["http://a", "http://b", "http://a/"])
+        workers("decode", ["http://a", "http://b", "http://a/"])
+
+
+@pytest.mark.parametrize(
+    ("field", "settings"),
+    [
+        ("timeout", {"timeout_s": 0.0}),
+        ("timeout", {"timeout_s": float("nan")}),
+        ("silence-timeout", {"silence_s": 1e9}),
+        ("queue-timeout", {"queue_s": -1.0}),
+        ("drain-timeout", {"drain_s": 0.0}),
+        ("max-concurrent", {"concurrent": -1}),
+        ("queue", {"queue": -1}),
+    ],
+)
+def test_limits_out_of_range_are_refused(field: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Limits(**settings)
+    assert caught.value.field == field
+
+
+def test_a_dns_name_has_a_port() -> None:
+    assert check_dns("prefill-dns", ["http://a:1,engine=sglang"]) == ("http://a:1,engine=sglang",)
+    with pytest.raises(ConfigError, match="name the port too"):
+        check_dns("prefill-dns", ["http://a"])
 
 
 @pytest.mark.parametrize(
     ("field", "settings"),
     [
         ("push-min-tokens", {"push_min_tokens": -1}),
-        ("timeout", {"timeout_s": 0.0}),
-        ("timeout", {"timeout_s": float("nan")}),
-        ("timeout", {"timeout_s": 1e9}),
+        ("worker-load-check-interval", {"load_interval_s": -1.0}),
+        ("worker-load-check-interval", {"load_interval_s": float("nan")}),
     ],
 )
 def test_settings_out_of_range_are_refused(field: str, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
-        Options(("http://a",), ("http://b",), **settings)
+        Options((), (), **settings)
     assert caught.value.field == field

@@ -1,0 +1,258 @@
+"""What a router adds to a request, and how many it serves per core: KVConnect's, `sglang-router`
+and `vllm-router` in front of the same fake engines, and no router at all.
+
+    python -m benchmarks.router [--seconds 15] [--rate 200] [--peers DIR]
+
+`--peers` names a folder with a virtual environment for each peer, `DIR/sglang` and `DIR/vllm`, with
+that package installed; one that is not there is left out, and said to be.
+
+Latency: 200 streaming requests per second, 50 tokens each, arriving at random. Added is the time to
+the first event, and to the last, less the median of going to the decode engine directly. The
+variants take turns, slice by slice. Throughput: answers in one piece, 32 at a time; requests per
+second of CPU time of the router's process, all its threads (read from /proc), because the load
+generator and the engines share the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import uvloop
+
+from benchmarks.balance import free_port, process
+from benchmarks.common import emit, progress
+from benchmarks.fake_engines import MODEL
+
+RATE = 200.0  # requests per second
+TOKENS = 50
+EVERY_S = 0.01  # between two tokens
+ROUNDS = 3
+CROWD = 32
+PROMPT = "The sea was calm. " * 64
+START_S = 60.0
+
+
+class Variant(NamedTuple):
+    """Something to send requests to. ``pid`` None: an engine itself."""
+
+    name: str
+    port: int
+    pid: int | None
+
+
+def request_of(stream: bool) -> bytes:
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": TOKENS, "stream": stream}
+    raw = json.dumps(body).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: router\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(raw)}\r\n\r\n"
+    )
+    return head.encode() + raw
+
+
+async def exchange(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes
+) -> tuple[float, float]:
+    """Send a request; return the seconds to the first byte of the body, and to its end."""
+    start = time.perf_counter()
+    writer.write(request)
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    assert b" 200 " in head.split(b"\r\n")[0], head
+    if b"chunked" not in head:
+        await reader.readexactly(int(head.split(b"content-length:")[1].split(b"\r\n")[0]))
+        seconds = time.perf_counter() - start
+        return seconds, seconds
+    first = 0.0
+    while size := int(await reader.readuntil(b"\r\n"), 16):
+        await reader.readexactly(size + 2)
+        first = first or time.perf_counter() - start
+    await reader.readexactly(2)
+    return first, time.perf_counter() - start
+
+
+async def paced(port: int, seconds: float, seed: int, rate: float) -> list[tuple[float, float]]:
+    """Send streaming requests at random moments, on connections that are kept."""
+    loop, draw = asyncio.get_running_loop(), random.Random(seed)
+    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+    request, begin = request_of(stream=True), loop.time()
+
+    async def one(at: float) -> tuple[float, float]:
+        await asyncio.sleep(begin + at - loop.time())
+        both = idle.pop() if idle else await asyncio.open_connection("127.0.0.1", port)
+        found = await exchange(*both, request)
+        idle.append(both)
+        return found
+
+    moments = sorted(draw.uniform(0, seconds) for _ in range(int(rate * seconds)))
+    found = await asyncio.gather(*(one(at) for at in moments))
+    for _, writer in idle:
+        writer.close()
+    return list(found)
+
+
+async def crowded(port: int, seconds: float) -> int:
+    """Keep ``CROWD`` requests open; return how many were answered."""
+    end, request = time.perf_counter() + seconds, request_of(stream=False)
+
+    async def one() -> int:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        count = 0
+        while time.perf_counter() < end:
+            await exchange(reader, writer, request)
+            count += 1
+        writer.close()
+        return count
+
+    return sum(await asyncio.gather(*(one() for _ in range(CROWD))))
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process, its threads and its children that still run."""
+    total, children = 0.0, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return total + sum(cpu_seconds(int(child)) for child in children)
+
+
+# What is compared -------------------------------------------------------------------------------
+
+
+@contextmanager
+def variants(peers: Path) -> Iterator[list[Variant]]:
+    """Run engines and routers; yield what there is to compare, the engine first."""
+    with ExitStack() as ends:
+        prefill, decode = free_port(), free_port()
+        fakes = [sys.executable, "-m", "benchmarks.fake_engines", str(prefill), str(decode)]
+        ends.enter_context(process([*fakes, "--tokens", str(TOKENS), "--every", str(EVERY_S)]))
+        p, d = (f"http://127.0.0.1:{port}" for port in (prefill, decode))
+        ours = [sys.executable, "-m", "kvconnect.cli", "router"]
+        commands = {
+            "push": [*ours, "--prefill", p, "--decode", d],
+            "pull": [*ours, "--pull", "--prefill", p, "--decode", d],
+            "bootstrap": [*ours, *_both(f"{p},engine=sglang", f"{d},engine=sglang")],
+            **_peer_commands(peers, p, d),
+        }
+        found = [Variant("direct", decode, None)]
+        wait_for(decode)
+        for name, command in commands.items():
+            port = free_port()
+            running = ends.enter_context(process([*command, "--port", str(port)]))
+            if wait_for(port, running):
+                found.append(Variant(name, port, running.pid))
+            else:
+                progress(f"{name} does not come up, and is left out")
+        yield found
+
+
+def _both(prefill: str, decode: str) -> list[str]:
+    return ["--prefill", prefill, "--decode", decode]
+
+
+def _peer_commands(peers: Path, p: str, d: str) -> Mapping[str, list[str]]:
+    """Commands of the peers that are installed; with everything off that they need not do."""
+    found = {}
+    sglang, vllm = peers / "sglang" / "bin" / "python", peers / "vllm" / "bin" / "vllm-router"
+    common = ["--host", "127.0.0.1", "--policy", "round_robin", "--log-level", "error"]
+    if sglang.exists():
+        found["sglang_router"] = [
+            *(str(sglang), "-m", "sglang_router.launch_router", "--pd-disaggregation"),
+            *("--prefill", p, "8998", "--decode", d, *common),
+            *("--prometheus-port", str(free_port())),
+        ]
+    if vllm.exists():
+        found["vllm_router"] = [
+            *(str(vllm), "--vllm-pd-disaggregation", *_both(p, d), *common),
+            *("--prometheus-port", str(free_port())),
+        ]
+    for name in {"sglang_router", "vllm_router"} - set(found):
+        progress(f"{name} is not installed in {peers}, and is left out")
+    return found
+
+
+def wait_for(port: int, running: subprocess.Popen[bytes] | None = None) -> bool:
+    """Wait until requests are answered; return whether they are."""
+    body = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 1}).encode()
+    headers = {"Content-Type": "application/json"}
+    end = time.monotonic() + START_S
+    while time.monotonic() < end and (running is None or running.poll() is None):
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=5):
+                return True
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(0.2)
+    return False
+
+
+def measure(all_variants: list[Variant], seconds: float, rate: float) -> dict[str, float]:
+    """Return the figures, the variants taking turns."""
+    timings: dict[str, list[tuple[float, float]]] = {v.name: [] for v in all_variants}
+    rates: dict[str, list[float]] = {v.name: [] for v in all_variants}
+    streams: dict[str, list[float]] = {v.name: [] for v in all_variants}
+    for number in range(ROUNDS):
+        for variant in all_variants[:: -1 if number % 2 else 1]:
+            before = cpu_seconds(variant.pid) if variant.pid else 0.0
+            timings[variant.name] += uvloop.run(paced(variant.port, seconds / ROUNDS, number, rate))
+            if variant.pid:
+                spent = cpu_seconds(variant.pid) - before
+                streams[variant.name].append(int(rate * seconds / ROUNDS) / spent)
+                before = cpu_seconds(variant.pid)
+                done = uvloop.run(crowded(variant.port, seconds / ROUNDS))
+                rates[variant.name].append(done / (cpu_seconds(variant.pid) - before))
+            progress(f"round {number + 1}, {variant.name}: done")
+    return _figures(timings, rates, streams)
+
+
+def _figures(
+    timings: Mapping[str, list[tuple[float, float]]],
+    rates: Mapping[str, list[float]],
+    streams: Mapping[str, list[float]],
+) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    base_first = statistics.median(first for first, _ in timings["direct"])
+    base_last = statistics.median(last for _, last in timings["direct"])
+    for name, found in timings.items():
+        firsts = statistics.quantiles((1000 * (first - base_first) for first, _ in found), n=100)
+        lasts = statistics.quantiles((1000 * (last - base_last) for _, last in found), n=100)
+        figures[f"added_p50_ms_{name}"], figures[f"added_p99_ms_{name}"] = firsts[49], firsts[98]
+        figures[f"added_end_p50_ms_{name}"] = lasts[49]
+        if rates[name]:
+            figures[f"rps_core_{name}"] = statistics.median(rates[name])
+            figures[f"streams_core_{name}"] = statistics.median(streams[name])
+    for ours in ("added_p50_ms", "added_p99_ms", "rps_core"):
+        figures[ours] = figures[f"{ours}_push"]
+    for peer, like in (("sglang_router", "bootstrap"), ("vllm_router", "pull")):
+        if f"rps_core_{peer}" in figures:
+            share = figures[f"rps_core_{like}"] / figures[f"rps_core_{peer}"]
+            figures[f"rps_over_{peer}"] = share
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=15.0, help="per variant and kind of load")
+    parser.add_argument("--rate", type=float, default=RATE, help="streaming requests per second")
+    parser.add_argument("--peers", type=Path, default=Path(".venv-routers"))
+    arguments = parser.parse_args()
+    with variants(arguments.peers) as found:
+        figures = measure(found, arguments.seconds, arguments.rate)
+    figures["rate"] = arguments.rate
+    emit("router", figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""The flags of ``kvconnect router``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from kvconnect.errors import ConfigError
+from kvconnect.router.options import (
+    AdminAccess,
+    Limits,
+    Listening,
+    Options,
+    Sources,
+    check_dns,
+    workers,
+)
+from kvconnect.router.pick import Policy
+
+_WORKER = "URL[,engine=vllm|nixl|mooncake|sglang][,bootstrap=PORT][,version=TEXT]"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add all flags."""
+    _add_workers(parser)
+    _add_listening(parser)
+    _add_choices(parser)
+    _add_limits(parser)
+
+
+def options_of(arguments: argparse.Namespace) -> Options:
+    """Return the options that parsed flags stand for.
+
+    Raises:
+        ConfigError: names the flag, its value and the fix.
+    """
+    sources = Sources(
+        arguments.workers_file,
+        check_dns("prefill-dns", arguments.prefill_dns),
+        check_dns("decode-dns", arguments.decode_dns),
+    )
+    options = Options(
+        workers("prefill", arguments.prefill),
+        workers("decode", arguments.decode),
+        pull=arguments.pull,
+        push_min_tokens=arguments.push_min_tokens,
+        limits=Limits(
+            arguments.timeout,
+            arguments.silence_timeout,
+            arguments.max_concurrent,
+            arguments.queue,
+            arguments.queue_timeout,
+            arguments.drain_timeout,
+        ),
+        sources=sources,
+        admin=_admin_of(arguments),
+        listening=_listening_of(arguments),
+        prefill_policy=Policy(arguments.prefill_policy),
+        decode_policy=Policy(arguments.decode_policy),
+        dp_minimum_tokens=arguments.dp_minimum_tokens_scheduler,
+        load_interval_s=arguments.worker_load_check_interval,
+    )
+    later = bool(sources.file or options.admin.token)
+    for role in ("prefill", "decode"):
+        if not (later or getattr(options, role) or getattr(sources, f"{role}_dns")):
+            raise ConfigError(role, "", "name an engine, or a file, a DNS name or an admin token")
+    return options
+
+
+def _admin_of(arguments: argparse.Namespace) -> AdminAccess:
+    path = arguments.admin_token_file
+    if not path:
+        return AdminAccess()
+    token = _secret("admin-token-file", path)
+    if not 16 <= len(token) <= 4096 or not token.isascii() or len(token.split()) > 1:
+        raise ConfigError("admin-token-file", path, "put a token of 16 characters or more in it")
+    return AdminAccess(arguments.admin_host, arguments.admin_port, token)
+
+
+def _listening_of(arguments: argparse.Namespace) -> Listening:
+    path, cert, key = arguments.api_key_file, arguments.tls_cert, arguments.tls_key
+    if bool(cert) != bool(key):
+        raise ConfigError("tls-cert", cert, "name --tls-cert and --tls-key, or neither")
+    keys = tuple(_secret("api-key-file", path).split()) if path else ()
+    if path and not keys:
+        raise ConfigError("api-key-file", path, "put a key in it, or several, one a line")
+    return Listening(arguments.host, arguments.port, arguments.shared_port, cert, key, keys)
+
+
+def _secret(flag: str, path: str) -> str:
+    """Return the text of a file."""
+    try:
+        return Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(flag, path, f"name a file that can be read: {error}") from error
+
+
+def _add_workers(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--prefill", nargs="+", default=[], metavar="W", help=f"engines that prefill: {_WORKER}")
+    add("--decode", nargs="+", default=[], metavar="W", help="engines that decode")
+    add(
+        "--workers-file",
+        default="",
+        metavar="PATH",
+        help='a file that names more, "prefill W" or "decode W" a line; read again when it changes',
+    )
+    for role in ("prefill", "decode"):
+        what = f"{role} engines: a worker at every address of the URL's host, looked up again"
+        add(f"--{role}-dns", nargs="+", default=[], metavar="W", help=what)
+    access = AdminAccess()
+    add("--admin-token-file", default="", metavar="PATH", help="token for the admin API, else off")
+    add("--admin-host", default=access.host, help="where it listens (default: %(default)s)")
+    add("--admin-port", type=port, default=access.port, help="(default: %(default)s)")
+
+
+def _add_listening(parser: argparse.ArgumentParser) -> None:
+    default, add = Listening(), parser.add_argument
+    add("--host", default=default.host, help="address to listen on (default: %(default)s)")
+    add("--port", type=port, default=default.port, help="port (default: %(default)s)")
+    add("--shared-port", action="store_true", help="other routers may listen at this port too")
+    add("--tls-cert", default="", metavar="PATH", help="certificate chain, to serve HTTPS")
+    add("--tls-key", default="", metavar="PATH", help="its key")
+    add("--api-key-file", default="", metavar="PATH", help="keys that clients need, one a line")
+
+
+def _add_choices(parser: argparse.ArgumentParser) -> None:
+    default, add = Options((), ()), parser.add_argument
+    add("--pull", action="store_true", help="ask decode only after prefill has answered")
+    add(
+        "--push-min-tokens",
+        type=int,
+        default=default.push_min_tokens,
+        metavar="N",
+        help="pull for prompts estimated to be shorter (default: %(default)s, always push)",
+    )
+    for role in ("prefill", "decode"):
+        add(
+            f"--{role}-policy",
+            choices=[policy.value for policy in Policy],
+            default=default.prefill_policy.value,
+            help=f"how a {role} engine and rank are picked (default: %(default)s)",
+        )
+    add(
+        "--dp-minimum-tokens-scheduler",
+        action="store_true",
+        help="under round_robin and random, take the rank with the fewest tokens",
+    )
+    add(
+        "--worker-load-check-interval",
+        type=float,
+        default=default.load_interval_s,
+        metavar="S",
+        help="seconds between looks at an engine's load, 0: never (default: %(default)s)",
+    )
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    default = Limits()
+    for flag, value, text in (
+        ("timeout", default.timeout_s, "for a whole request"),
+        ("silence-timeout", default.silence_s, "that an engine may send nothing for a request"),
+        ("queue-timeout", default.queue_s, "that a request may wait for its turn"),
+        ("drain-timeout", default.drain_s, "that open requests have when the router is stopped"),
+    ):
+        text = f"seconds {text} (default: %(default)s)"
+        parser.add_argument(f"--{flag}", type=float, default=value, metavar="S", help=text)
+    for flag, number, text in (
+        ("max-concurrent", default.concurrent, "requests worked on at a time, 0: any number"),
+        ("queue", default.queue, "requests that may wait for their turn, else 429"),
+    ):
+        text = f"{text} (default: %(default)s)"
+        parser.add_argument(f"--{flag}", type=int, default=number, metavar="N", help=text)
+
+
+def port(text: str) -> int:
+    """Return a port; 0 is one.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    if not 0 <= int(text) < 2**16:
+        raise argparse.ArgumentTypeError(f"{text} is no port")
+    return int(text)

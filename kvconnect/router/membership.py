@@ -1,0 +1,208 @@
+"""Which engines a router has: those of the command line, of a file, of DNS and of its
+administrators. Everything here runs on the event loop.
+
+Each source owns the engines that it named. One that it names no longer is drained: it gets no
+requests, and is forgotten when its last one has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvconnect.errors import ConfigError, Refused
+from kvconnect.router.http1 import Client
+from kvconnect.router.metrics import RouterMetrics
+from kvconnect.router.options import Options, Worker, worker_of, workers
+from kvconnect.router.prefixes import PrefixIndex
+from kvconnect.router.subscribe import subscribe
+from kvconnect.router.upstreams import Fleet, Upstream
+from kvconnect.router.view import Role
+from kvconnect.router.watch import Watcher
+
+logger = logging.getLogger(__name__)
+
+FILE_EVERY_S = 1.0
+DNS_EVERY_S = 5.0
+DRAIN_LOOK_S = 0.05
+
+Named = dict[Role, tuple[Worker, ...]]
+
+
+class Membership:
+    """Adds and removes engines while the router runs."""
+
+    def __init__(
+        self,
+        options: Options,
+        fleet: Fleet,
+        client: Client,
+        metrics: RouterMetrics,
+        indexes: Mapping[Role, PrefixIndex],
+    ) -> None:
+        self._options = options
+        self._fleet = fleet
+        self._client = client
+        self._metrics = metrics
+        self._watchers: dict[Upstream, Watcher] = {}
+        self._source: dict[Upstream, str] = {}
+        self._indexes = indexes
+        self._readers: dict[Upstream, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Probe the engines of the command line, then look after all of them in the background."""
+        for upstream in self._fleet.all():
+            self._adopt(upstream, "flags")
+        await asyncio.gather(*(watcher.probe() for watcher in self._watchers.values()))
+        for watcher in self._watchers.values():
+            watcher.start(self._options.load_interval_s)
+        sources = self._options.sources
+        if sources.file:
+            self._background(self._follow_file(Path(sources.file)))
+        for role, names in ((Role.PREFILL, sources.prefill_dns), (Role.DECODE, sources.decode_dns)):
+            for name in names:
+                self._background(self._follow_dns(role, name))
+
+    async def stop(self) -> None:
+        """End the background work."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for watcher in self._watchers.values():
+            await watcher.stop()
+
+    def find(self, role: Role, url: str) -> Upstream | None:
+        """Return the engine of a role at a URL."""
+        return next((u for u in self._fleet.all(role) if u.url == url), None)
+
+    def add(self, role: Role, worker: Worker, source: str) -> Upstream:
+        """Add an engine.
+
+        Raises:
+            Refused: it is there already.
+        """
+        known = self.find(role, worker.url)
+        if known is not None and not known.draining:
+            raise Refused("worker", f"{role.value} engine {worker.url} is there already")
+        upstream = self._fleet.add(role, worker)
+        self._adopt(upstream, source).start(self._options.load_interval_s)
+        upstream.suspect()  # probed at once
+        logger.info("%s engine %s was added by %s", role.value, worker.url, source)
+        return upstream
+
+    def drain(self, upstream: Upstream) -> None:
+        """No more requests go there."""
+        upstream.draining = True
+
+    def remove(self, upstream: Upstream) -> None:
+        """Drain it, and forget it when its last request has ended."""
+        if not upstream.draining or upstream in self._source:
+            self.drain(upstream)
+            self._source.pop(upstream, None)
+            self._background(self._forget(upstream))
+
+    def update(self, source: str, named: Named) -> None:
+        """A source names these engines now."""
+        for role, wanted in named.items():
+            mine = {u.url: u for u, of in self._source.items() if of == source and u.role is role}
+            for url, upstream in mine.items():
+                if upstream.worker not in wanted:  # gone, or with other settings
+                    logger.info("%s engine %s: no longer named by %s", role.value, url, source)
+                    self.remove(upstream)
+            for worker in wanted:
+                if worker.url not in mine or mine[worker.url].worker != worker:
+                    try:
+                        self.add(role, worker, source)
+                    except Refused as error:  # of another source
+                        logger.warning("%s: %s", source, error)
+
+    def _adopt(self, upstream: Upstream, source: str) -> Watcher:
+        watcher = Watcher(upstream, self._client, self._metrics)
+        self._watchers[upstream], self._source[upstream] = watcher, source
+        index = self._indexes.get(upstream.role)
+        if index is not None and upstream.worker.events:
+            reading = subscribe(upstream, index, self._metrics.count)
+            self._readers[upstream] = self._background(reading)
+        return watcher
+
+    async def _forget(self, upstream: Upstream) -> None:
+        while upstream.open:
+            await asyncio.sleep(DRAIN_LOOK_S)
+        await self._watchers.pop(upstream).stop()
+        if upstream in self._readers:
+            self._readers.pop(upstream).cancel()
+        self._fleet.remove(upstream)
+        logger.info("%s engine %s was removed", upstream.role.value, upstream.url)
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _follow_file(self, path: Path) -> None:
+        """Read it whenever its text changes; what is wrong with it leaves all as it was."""
+        last: str | None = None
+        while True:
+            try:
+                text = await asyncio.to_thread(path.read_text)
+                if text != last:
+                    last = text
+                    self.update("file", parse_file(text))
+            except (OSError, UnicodeDecodeError, ConfigError) as error:
+                logger.warning("%s: %s", path, error)
+            await asyncio.sleep(FILE_EVERY_S)
+
+    async def _follow_dns(self, role: Role, name: str) -> None:
+        """Look a name up again and again; a failure leaves all as it was."""
+        while True:
+            try:
+                found = await resolve(name)
+            except OSError as error:
+                logger.warning("%s: %s", name, error)
+            else:
+                self.update(f"DNS {name}", {role: found})
+            await asyncio.sleep(DNS_EVERY_S)
+
+
+def parse_file(text: str) -> Named:
+    """Return what a file of engines names: a line each, ``prefill`` or ``decode`` and a worker as
+    on the command line; empty lines and those that begin with ``#`` do not count.
+
+    Raises:
+        ConfigError: a line is wrong; the field is its number.
+    """
+    lines: dict[Role, list[str]] = {role: [] for role in Role}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        role, _, worker = line.strip().partition(" ")
+        if role not in [each.value for each in Role]:
+            raise ConfigError(f"line {number}", line, "begin with prefill or decode")
+        worker_of(f"line {number}", worker)
+        lines[Role(role)].append(worker.strip())
+    return {role: workers("file", named) for role, named in lines.items()}
+
+
+async def resolve(name: str) -> tuple[Worker, ...]:
+    """Return a worker per address of the host in ``name``, a worker as on the command line.
+
+    Raises:
+        OSError: it cannot be looked up.
+    """
+    model = worker_of("dns", name)
+    scheme, _, rest = model.url.partition("://")
+    place, _, path = rest.partition("/")
+    host, _, port = place.rpartition(":")
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host or place, None, type=socket.SOCK_STREAM)
+    urls = []
+    for family, _, _, _, address in found:
+        shown = f"[{address[0]}]" if family == socket.AF_INET6 else str(address[0])
+        urls.append(f"{scheme}://{shown}:{port}" + (f"/{path}" if path else ""))
+    return tuple(model.at(url) for url in dict.fromkeys(urls))
