@@ -136,9 +136,10 @@ def _become(request: dict[str, Any]) -> NoReturn:
         status = 0
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except Exception:  # boundary: say it in the log, as the interpreter would
-        sys.excepthook(*sys.exc_info())
     finally:
+        kind, error, trace = sys.exc_info()
+        if kind is not None:
+            sys.excepthook(kind, error, trace)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
