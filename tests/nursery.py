@@ -137,9 +137,8 @@ def _become(request: dict[str, Any]) -> NoReturn:
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     finally:
-        kind, error, trace = sys.exc_info()
-        if kind is not None:
-            sys.excepthook(kind, error, trace)
+        if (raised := sys.exc_info())[1] is not None:
+            sys.excepthook(*raised)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
