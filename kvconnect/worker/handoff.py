@@ -101,8 +101,10 @@ class HandoffAgent:
 
     @property
     def has_news(self) -> bool:
-        """Whether :meth:`poll` has something to tell; costs no lock."""
-        return self._news.is_set() or not self._thread.is_alive()
+        """Whether :meth:`poll` has something to tell; costs no lock. Not all of it comes from a
+        peer's event: who asked too early joins when the engine's own thread makes the offer."""
+        told = self._sending.has_notices or self._receiving.has_finished
+        return told or self._news.is_set() or not self._thread.is_alive()
 
     def poll(self, idle: bool) -> tuple[list[tuple[Report, Receive]], list[Notice]]:
         """Return receives that ended, and notices, since the last call. An ``idle`` engine, which

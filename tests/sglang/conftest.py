@@ -40,12 +40,6 @@ def nursery() -> Iterator[None]:
     SglangServer.nursery = None
 
 
-@pytest.fixture(scope="session", autouse=True)
-def impatience() -> None:
-    """Some tests wait until a server gives up on the other half of a request."""
-    SglangServer.patience_s = 15
-
-
 @pytest.fixture(scope="session")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     shift = tmp_path_factory.mktemp("fault") / "shift"

@@ -89,8 +89,6 @@ class SglangServer(GenerateClient, Process):
     prefix: tuple[str, ...] = ()
     address: str = "127.0.0.1"
 
-    patience_s: ClassVar[int] = 30
-    """For how long a server waits for the other half of a request; as SGLang comes, 300."""
     running: ClassVar[list[SglangServer]] = []
     """Those whose log is worth a look when a test fails."""
 
@@ -162,8 +160,9 @@ class SglangServer(GenerateClient, Process):
             "SGLANG_HOST_IP": self.address,
             # Sending a cached prefix before the forward asks CUDA for an event.
             "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "false",
-            "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": str(self.patience_s),
-            "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": str(self.patience_s),
+            # For how long a server waits for the other half of a request; as SGLang comes, 300.
+            "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "30",
+            "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "30",
             "KVCONNECT_CONFIG": json.dumps(self.settings),
         }
         if self.tp > 1:  # a core per rank, else SGLang counts NUMA nodes

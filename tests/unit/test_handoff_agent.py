@@ -286,6 +286,24 @@ def test_a_peer_that_dies_fails_what_waits_for_it(engines: ExitStack) -> None:
     assert {failure.cause for failure in report.failures} == {FailureCause.PEER}
 
 
+def test_who_asked_too_early_is_news_once_the_transfer_is_known(engines: ExitStack) -> None:
+    """Without anything else from outside that would wake whoever looks at news only."""
+    p = engines.enter_context(Engine(sends=True))
+    d = engines.enter_context(Engine())
+    agent = p.agents[0]
+    p.step()
+    d.step(receives=[receive(p.source(), array("q", [1, 2]), 32, early=True)])
+    deadline = time.monotonic() + WAIT_S
+    while not agent._sending._machine._parked:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert not agent.has_news
+    agent.run(Instructions(offers=[Offer(TRANSFER)]))
+    assert agent.has_news
+    assert [notice.kind for notice in agent.poll(idle=False)[1]] == [NoticeKind.JOINED]
+    assert not agent.has_news
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_bug_in_the_thread_of_layers_is_not_silence(
     engines: ExitStack, monkeypatch: pytest.MonkeyPatch
