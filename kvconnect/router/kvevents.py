@@ -92,11 +92,15 @@ class Feed:
                 self._index.stored(self._target, _stored(event))
 
 
+_NONE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, IndexError, KeyError)
+"""What bytes that are no batch of events may raise."""
+
+
 def _events(payload: bytes) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         batch = msgspec.msgpack.decode(payload)
         events = list(batch[1])
-    except (msgspec.DecodeError, TypeError, IndexError, KeyError) as error:
+    except _NONE as error:
         raise Refused("events", f"a message that is none: {error!r}") from error
     for event in events:
         if isinstance(event, dict) and isinstance(event.get("type"), str):
