@@ -110,15 +110,15 @@ class BelowHalf:
 
     def take(self, work: Instructions, output: SchedulerOutput, now: float) -> None:
         """Add what the workers have to do to a step's work."""
-        self._steps.append(_Step(now, *_prompt_tokens(output)))
+        if self._cost is not None:
+            self._steps.append(_Step(now, *_prompt_tokens(output)))
         self.plan.take(work, now)
 
     def on_answers(self, answers: Iterable[Answer], now: float) -> None:
         """Take the workers' answers at the end of a step, and learn what it took."""
-        if self._steps:
+        if self._cost is not None and self._steps:
             began, tokens, context = self._steps.popleft()
-            if self._cost is not None:
-                self._cost.prefilled(tokens, now - max(began, self._ended), context)
+            self._cost.prefilled(tokens, now - max(began, self._ended), context)
         self._ended = now
         for answer in answers:
             self.plan.on_answer(answer, now)

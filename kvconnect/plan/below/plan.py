@@ -141,7 +141,7 @@ class BelowPlan:
         self._answers.expire(now)
         self._absent.expire(now)
         for waiting in self._waiting.values():
-            if now >= waiting.deadline:
+            if now >= waiting.deadline and (waiting.pinned or not waiting.decided):
                 if not waiting.decided:
                     self._stats.count("below_decisions", label="late")
                     waiting.decided = True
