@@ -8,8 +8,8 @@ ranks can use the same records only if those are cut by the model's heads and no
     8 heads, one per unit     TP 1 |0|1|2|3|4|5|6|7|    TP 4, rank 1 |2|3|    TP 8, rank 5 |5|
 
 What of a slot belongs to a unit is a list of byte runs. Two workers that name the same layers with
-rows alike get the same bytes for the same unit. Where one keeps K and V in one row and the other
-apart, both cut their rows with ``format.parts`` first.
+rows alike get the same bytes for the same unit. A row may lie in parts: where one worker keeps K
+and V of a token side by side and the other in two tensors, that one names both as parts.
 
 Not in the bytes, so a name of records must say it: ``unit_heads``, how many heads there are, the
 tokens of a block, and where :func:`units` was told that tokens are not apart, the packing of a
@@ -23,7 +23,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain, product
 from typing import TYPE_CHECKING
 
 from kvconnect.errors import Incompatible, Misuse
@@ -37,6 +37,10 @@ _MOST_RANKS = 8
 
 Run = tuple[int, int]
 """Offset in the slot, length."""
+
+
+Rows = Sequence["LayerPages"]
+"""What a layer keeps, token by token: the parts of its rows, in the order in which they go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,7 @@ def unit_heads(total_heads: int, own_heads: int) -> int:
 
 def units(
     group: GroupGeometry,
-    layers: Sequence[LayerPages],
+    layers: Sequence[Rows],
     heads: tuple[int, int],
     total_heads: int,
     tokens_apart: bool = True,
@@ -79,8 +83,8 @@ def units(
 
     Args:
         group: what a slot holds of a block.
-        layers: the pages of the group, in the model's order. Layers that share another one's
-            bytes are left out.
+        layers: the pages of the group, in the model's order, with the parts of their rows. Layers
+            that share another one's bytes are left out.
         heads: (first, end) of the model's KV heads that this rank has. Ranks that have the same
             heads get the same units.
         total_heads: KV heads of the model; 1 where all ranks have the same (MLA), which is one
@@ -100,8 +104,8 @@ def units(
     step = unit_heads(total_heads, end - first)
     if first % step or (end - first) % step:
         raise Incompatible(f"heads {first} to {end} of {total_heads} are not units of {step}")
-    for layer in layers:
-        _check_layer(layer, end - first, tokens_apart)
+    for part in chain.from_iterable(layers):
+        _check_part(part, end - first, tokens_apart)
     slot = _Slot(group)
     found = []
     for start in range(0, end - first, step):
@@ -111,7 +115,7 @@ def units(
     return tuple(found)
 
 
-def _check_layer(layer: LayerPages, heads: int, tokens_apart: bool) -> None:
+def _check_part(layer: LayerPages, heads: int, tokens_apart: bool) -> None:
     if layer.heads != heads:
         raise Incompatible(f"layer {layer.name} has {layer.heads} heads, the rank has {heads}")
     if not tokens_apart and layer.tokens > 1 and layer.token_stride != layer.row_bytes:
@@ -142,17 +146,17 @@ class _Slot:
         self._starts = [segment.offset for segment in group.segments]
         self._places = list(accumulate((s.length for s in group.segments), initial=0))
 
-    def runs(self, layer: LayerPages, heads: range) -> Iterator[Run]:
+    def runs(self, layer: Rows, heads: range) -> Iterator[Run]:
         """Yield the byte runs of some of this rank's heads, in canonical order."""
-        pages = self._pages_per_block(layer)
-        rows, length = layer.tokens, layer.row_bytes
-        if rows == 1 or layer.token_stride == length:
-            rows, length = 1, rows * length
-        for head in heads:
-            for page in range(pages):
-                start = layer.offset + page * layer.page_stride + head * layer.head_stride
-                for row in range(rows):
-                    yield self._place(layer, start + row * layer.token_stride, length), length
+        pages = self._pages_per_block(layer[0])
+        rows = layer[0].tokens
+        lengths = [part.row_bytes for part in layer]
+        if len(layer) == 1 and layer[0].token_stride == lengths[0]:
+            rows, lengths = 1, [rows * lengths[0]]
+        for head, page, row in product(heads, range(pages), range(rows)):
+            for part, length in zip(layer, lengths, strict=True):
+                start = part.offset + page * part.page_stride + head * part.head_stride
+                yield self._place(part, start + row * part.token_stride, length), length
 
     def _pages_per_block(self, layer: LayerPages) -> int:
         stride = self._segments[self._find(layer, layer.offset)].stride

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Mapping
+from hashlib import blake2b
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
+from kvconnect.errors import Incompatible
 from kvconnect.weights import weights_digest
 
 logger = logging.getLogger(__name__)
@@ -20,6 +24,24 @@ def model_folder(model: str, revision: str | None) -> Path | None:
         return Path(snapshot_download(model, revision=revision, local_files_only=True))
     except (ValueError, OSError):  # no such model here, or no name of one
         return None
+
+
+def model_name(model: str, revision: str | None, overrides: Mapping[str, object]) -> str:
+    """Return what tells a model from others whichever engine has loaded it: a digest of its
+    weights' bytes, of its configuration and of what the engine was told to change in that.
+
+    Raises:
+        Incompatible: no files of it are here.
+    """
+    folder = model_folder(model, revision)
+    weights = weights_digest(folder) if folder else ""
+    if not folder or not weights:
+        raise Incompatible(f"no weight files of {model} are here")
+    known = (folder / "config.json").read_bytes() if (folder / "config.json").is_file() else b""
+    changes = json.dumps(overrides, sort_keys=True, default=str).encode()
+    digest = blake2b(changes, digest_size=16, person=b"kvconnect.model1")
+    digest.update(b"\0" + known)
+    return f"{weights} {digest.hexdigest()}"
 
 
 def weights_name(model: str, revision: str | None, dummy: bool) -> str:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvconnect.format import parts
 from kvconnect.geometry import GroupGeometry, Segment, view_segments
 from kvconnect.pages import LayerPages, layer_pages
-from kvconnect.slices import Unit, units
+from kvconnect.slices import Rows, Unit, units
 
 BLOCKS = 3
 
@@ -71,8 +71,11 @@ class Rank:
             return [part for layer in found for part in parts(layer, (width, width))]
         return found
 
+    def rows(self, cut_rows: bool = True) -> list[Rows]:
+        return [(layer,) for layer in self.layers(cut_rows)]
+
     def units(self) -> tuple[Unit, ...]:
-        return units(self.group(), self.layers(), self.heads, self.model.heads)
+        return units(self.group(), self.rows(), self.heads, self.model.heads)
 
     def slot(self, whole: torch.Tensor, block: int = BLOCKS - 1) -> bytes:
         """What a slot holds of a block, by way of the cache."""

@@ -5,28 +5,17 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
-from hashlib import blake2b
+from dataclasses import fields, replace
+from hashlib import sha256
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 
 from kvconnect import _native
 from kvconnect.errors import Misuse
-from kvconnect.format import (
-    CANONICAL_ORDER,
-    CHAIN_TOKENS,
-    PLANES,
-    PageFormat,
-    chain,
-    common_parts,
-    obstacle,
-    page_keys,
-    parts,
-    root,
-)
+from kvconnect.format import RecordFormat, page_names, parts
 from kvconnect.pages import LayerPages, Order, layer_pages, unit_segments
 
 LAYERS, HEADS, WIDTH, TOKENS = 2, 4, 32, 128
@@ -34,110 +23,53 @@ ITEM = 4
 """Bytes of a float32."""
 
 
-# --- keys -------------------------------------------------------------------------------------
+# --- names ------------------------------------------------------------------------------------
 
 
-def test_a_chain_is_the_same_however_it_is_cut() -> None:
+def test_names_are_the_same_however_the_tokens_come() -> None:
     tokens = random.Random(1).sample(range(1 << 17), 100)
-    start = root("m", "float32")
-    keys = chain(tokens, start)
-    assert len(keys) == 6 and len(set(keys)) == 6
-    assert chain(tokens[:48], start) + chain(tokens[48:], keys[2]) == keys
-    assert chain(tokens[:15], start) == []
+    names = page_names(tokens, 16)
+    assert len(names) == len(set(names)) == 6
+    assert page_names(tokens[:48], 16) + page_names(tokens[48:], 16, names[2]) == names
+    assert page_names(tokens[:15], 16) == []
+    assert set(page_names(tokens, 32)).isdisjoint(names), "other pages have other names"
 
 
-def test_keys_follow_from_the_documented_recipe() -> None:
-    """Other programs may compute them: the recipe must not change without its version."""
-    start = blake2b(
-        b'[16, "m", "float32", "", ""]', digest_size=32, person=b"kvconnect.root.1"
-    ).digest()
-    assert root("m", "float32") == start
-    words = b"".join(n.to_bytes(4, "little") for n in range(16))
-    link = blake2b(start + words, digest_size=32, person=b"kvconnect.link.1").digest()
-    assert chain(range(16), start) == [link]
+def test_names_follow_from_the_documented_recipe() -> None:
+    """SGLang computes them, and other programs may."""
+    words = [b"".join(n.to_bytes(4, "little") for n in range(i, i + 16)) for i in (0, 16)]
+    first = sha256(words[0]).digest()
+    assert page_names(range(32), 16) == [first, sha256(first + words[1]).digest()]
 
 
-def test_blocks_and_pages_of_all_sizes_find_one_another() -> None:
-    keys = chain(range(TOKENS), root("m", "float32"))
-    assert page_keys(keys, 16) == keys
-    blocks, pages = page_keys(keys, 32), page_keys(keys, 64)
-    assert (len(blocks), len(pages)) == (4, 2)
-    # The first 64 tokens are two blocks and one page; both end with the same key.
-    assert blocks[1::2] == pages
-    assert set(blocks[::2]).isdisjoint(pages)
-    for page_tokens in (0, 1, 24):
-        with pytest.raises(Misuse, match=f"pages of {page_tokens} tokens"):
-            page_keys(keys, page_tokens)
-
-
-def test_whatever_changes_the_values_changes_every_key() -> None:
+def test_a_token_changes_all_names_from_its_own_on() -> None:
     tokens = list(range(64))
-    roots = [
-        root("m", "float32"),
-        root("n", "float32"),
-        root("m", "bfloat16"),
-        root("m", "float32", adapter="a"),
-        root("m", "float32", salt="a"),
-        root("m", "float32", adapter='a", "'),
+    names = page_names(tokens, 16)
+    late = page_names([*tokens[:-1], 99], 16)
+    early = page_names([1, *tokens[1:]], 16)
+    assert late[:3] == names[:3] and late[3] != names[3]
+    assert not set(early) & set(names)
+
+
+def test_what_is_no_token_is_a_bug_of_the_caller() -> None:
+    for tokens in ([-1] * 16, [1 << 32] * 16, ["a"] * 16):
+        with pytest.raises(Misuse, match="token ids"):
+            page_names(tokens, 16)  # type: ignore[arg-type]
+    with pytest.raises(Misuse, match="pages of 0 tokens"):
+        page_names(range(16), 0)
+    assert page_names([(1 << 32) - 1] * 16, 16)
+
+
+def test_every_field_of_a_format_is_in_its_name() -> None:
+    known = RecordFormat("m", "bfloat16", (0, 1), 16, 8, 1, (128, 128))
+    others: list[dict[str, Any]] = [
+        *({"model": "n"}, {"dtype": "float16"}, {"layers": (0,)}, {"tokens": 32}),
+        *({"heads": 4}, {"unit": 2}, {"row": (128, 64)}),
     ]
-    chains = [chain(tokens, start) for start in roots]
-    other = chain([1, *tokens[1:]], roots[0])
-    assert len({key for keys in (*chains, other) for key in keys}) == 7 * 4
-    # A later token leaves the keys before it alone.
-    late = chain([*tokens[:-1], 99], roots[0])
-    assert late[:3] == chains[0][:3] and late[3] != chains[0][3]
-
-
-def test_what_is_no_key_or_no_token_is_a_bug_of_the_caller() -> None:
-    start = root("m", "float32")
-    for tokens in ([-1] * 16, [1 << 32] * 16):
-        with pytest.raises(Misuse, match="token ids from 0"):
-            chain(tokens, start)
-    with pytest.raises(Misuse, match="parent key"):
-        chain(range(16), b"")
-    assert chain([(1 << 32) - 1] * 16, start)
-
-
-# --- formats ----------------------------------------------------------------------------------
-
-GQA = PageFormat("m", "bfloat16", (128, 128), (0, 32), (0, 8), 16)
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({}, ""),
-        ({"tokens": 64}, ""),
-        ({"tokens": 1}, ""),
-        ({"heads": (4, 8)}, ""),
-        ({"heads": (4, 16), "tokens": 32}, ""),
-        ({"model": "n"}, "model is 'm' here and 'n' there"),
-        ({"dtype": "fp8_e4m3"}, "dtype is 'bfloat16' here and 'fp8_e4m3' there"),
-        ({"parts": (256,)}, "parts are (128, 128) here and (256,) there"),
-        ({"parts": (2,) * 64 + (128,), "packing": PLANES}, ""),
-        ({"parts": (2,) * 128, "packing": PLANES}, ""),
-        ({"parts": (192, 64), "packing": PLANES}, "parts are"),
-        ({"parts": (128, 128, 2), "packing": PLANES}, "parts are"),
-        ({"layers": (16, 32)}, "layers is"),
-        ({"tokens": 24}, "pages of 16 tokens here and 24 there"),
-        ({"heads": (8, 16)}, "heads (0, 8) here and (8, 16) there have none in common"),
-        ({"packing": "CPU_ATTN:amx"}, "packing is 'rows' here and 'CPU_ATTN:amx' there"),
-    ],
-)
-def test_an_obstacle_is_named(changes: dict[str, object], why: str) -> None:
-    theirs = replace(GQA, **changes)  # type: ignore[arg-type]
-    found = obstacle(GQA, theirs)
-    assert found.startswith(why) and bool(found) == bool(why)
-    assert bool(obstacle(theirs, GQA)) == bool(why), "it is mutual"
-    if not why:
-        assert common_parts(GQA, theirs) == common_parts(theirs, GQA) == theirs.parts
-
-
-def test_a_page_packed_as_a_whole_is_of_use_to_its_kernel_only() -> None:
-    packed = replace(GQA, packing="CPU_ATTN:amx")
-    assert obstacle(packed, packed) == ""
-    assert "packs pages as a whole" in obstacle(packed, replace(packed, tokens=32))
-    assert "packs pages as a whole" in obstacle(packed, replace(packed, heads=(0, 4)))
+    assert {name for other in others for name in other} == {f.name for f in fields(RecordFormat)}
+    names = {replace(known, **other).fingerprint for other in others}
+    assert len(names | {known.fingerprint}) == len(others) + 1
+    assert replace(known).fingerprint == known.fingerprint
 
 
 # --- bytes ------------------------------------------------------------------------------------
@@ -193,7 +125,7 @@ class Side:
         arena: torch.Tensor,
         heads: tuple[int, int],
         tokens: int,
-        order: Order = CANONICAL_ORDER,
+        order: Order = "HNC",
     ) -> None:
         """Move the sequence between the cache and wire blocks that lie in ``arena`` in order."""
         local = (heads[0] - self.heads[0], heads[1] - self.heads[0])
@@ -251,7 +183,7 @@ def vllm_cpu(page_tokens: int) -> Side:
         place = (layer.shape, layer.stride(), ITEM)
         offset = layer.data_ptr() - side.area.data_ptr()
         page = layer_pages("layer", offset, place, side.count, page_tokens)
-        side.pages += parts(page, PLANE_PARTS, PLANES)
+        side.pages += parts(page, PLANE_PARTS, in_planes=True)
         k, v = layer.reshape(side.count, HEADS, -1).split(page_tokens * WIDTH, dim=-1)
         side.views.append(k.unflatten(-1, (WIDTH, page_tokens)).transpose(2, 3))
         side.views.append(v.unflatten(-1, (page_tokens, WIDTH)))
@@ -337,13 +269,13 @@ def test_canonical_bytes_are_the_same_whoever_wrote_them() -> None:
     for side in (vllm("LBHN", 32), vllm("BLNH", 16), sglang(64), sglang(16, hnd=True)):
         side.put(model)
         arena = arena_for(HEADS)
-        side.move("gather", arena, (0, HEADS), CHAIN_TOKENS)
+        side.move("gather", arena, (0, HEADS), 16)
         found.append(arena)
     assert all(torch.equal(arena, found[0]) for arena in found)
     # The first wire block: layer 0's K of head 0, tokens in order.
-    first = found[0].view(TOKENS // CHAIN_TOKENS, LAYERS * 2, HEADS, CHAIN_TOKENS, WIDTH)
-    assert torch.equal(first[0], model[:, :, :CHAIN_TOKENS])
-    assert not torch.equal(first[1], model[:, :, :CHAIN_TOKENS])
+    first = found[0].view(TOKENS // 16, LAYERS * 2, HEADS, 16, WIDTH)
+    assert torch.equal(first[0], model[:, :, :16])
+    assert not torch.equal(first[1], model[:, :, :16])
 
 
 def test_ranks_with_fewer_heads_take_theirs() -> None:

@@ -76,7 +76,7 @@ class Bench:
             slot = self.index.reserve(group, block_hash)
             assert slot is not None
             self.index.commit([slot])
-            self.plan.spills.stored(group, block_hash, SHARED)
+            self.plan.spills.stored(group, block_hash, block_key(SHARED, group, block_hash))
 
     def wants(self, hashes: Sequence[bytes], local: int = 0, prefix: bytes = SHARED) -> Wanted:
         return Wanted([hashes] * len(self.groups), local, 4 * len(hashes), prefix)
@@ -358,7 +358,7 @@ def test_only_blocks_that_were_used_are_spilled_where_that_is_set() -> None:
     assert bench.step().spills == []
     (slot,) = bench.index.ready_slots(0, hashes[:1])
     for _ in range(2):
-        bench.plan.spills.used(slot, 0, SHARED)
+        bench.plan.spills.used(slot, block_key(SHARED, 0, hashes[0]))
     (spill,) = bench.step().spills
     assert list(spill.keys) == keys(hashes[:1])
 
@@ -421,7 +421,8 @@ class Life(RuleBasedStateMachine):
             slot = self.bench.index.reserve(group, block_hash)
             if slot is not None:
                 self.bench.index.commit([slot])
-                self.bench.plan.spills.stored(group, block_hash, SHARED)
+                key = block_key(SHARED, group, block_hash)
+                self.bench.plan.spills.stored(group, block_hash, key)
 
     @rule(seconds=st.floats(0.0, 6.0))
     def step(self, seconds: float) -> None:

@@ -54,7 +54,7 @@ def test_the_comparison_sees_another_order() -> None:
     slot, found = rank.slot(whole), rank.units()
     assert read(slot, found[0]) == expected(whole, [0])
     assert read(slot, found[1]) != expected(whole, [0])
-    turned = units(rank.group(), rank.layers()[::-1], (0, 8), 8)
+    turned = units(rank.group(), rank.rows()[::-1], (0, 8), 8)
     assert read(slot, turned[0]) != expected(whole, [0])
     assert slot != expected(whole, range(8))
 
@@ -64,7 +64,7 @@ def test_whole_rows_go_token_by_token(model: Model, layout: Layout) -> None:
     """K and V of a token stay together where nobody cut the rows."""
     rank = Rank(model, replace(layout, joined=True), (0, model.heads))
     whole = model.block(2)
-    found = units(rank.group(), rank.layers(cut_rows=False), rank.heads, model.heads)
+    found = units(rank.group(), rank.rows(cut_rows=False), rank.heads, model.heads)
     rows = whole.permute(0, 2, 3, 1, 4)  # [layers, heads, tokens, K or V, width]
     step = unit_heads(model.heads, model.heads)
     for unit in found:
@@ -108,16 +108,16 @@ def test_ranks_with_the_same_head_have_the_same_units() -> None:
 
 def test_opaque_heads_are_taken_as_a_whole() -> None:
     rank = Rank(MODEL, replace(PLAIN, pages_per_block=2), (4, 8))
-    group, layers = rank.group(), rank.layers(cut_rows=False)
+    group, layers = rank.group(), rank.rows(cut_rows=False)
     found = units(group, layers, (4, 8), 8, tokens_apart=False)
-    page = layers[0].tokens * layers[0].row_bytes
+    page = layers[0][0].tokens * layers[0][0].row_bytes
     assert [unit.number for unit in found] == [4, 5, 6, 7]
     assert {length % page for unit in found for _, length in unit.runs} == {0}
 
 
 def test_opaque_heads_in_pieces_are_refused() -> None:
     rank = Rank(MODEL, Layout("LBNH", joined=True), (4, 8))
-    group, layers = rank.group(), rank.layers(cut_rows=False)
+    group, layers = rank.group(), rank.rows(cut_rows=False)
     with pytest.raises(Incompatible, match=r"view\.0.*opaque.*rows of 6 bytes every 24"):
         units(group, layers, (4, 8), 8, tokens_apart=False)
     assert units(group, layers, (4, 8), 8)
@@ -130,7 +130,7 @@ def test_opaque_heads_in_pieces_are_refused() -> None:
 def test_heads_that_the_model_lacks(heads: tuple[int, int]) -> None:
     rank = Rank(MODEL, PLAIN, (0, 2))
     with pytest.raises(Misuse, match=f"heads {heads[0]} to {heads[1]} of 8"):
-        units(rank.group(), rank.layers(), heads, 8)
+        units(rank.group(), rank.rows(), heads, 8)
 
 
 def test_no_layers() -> None:
@@ -151,12 +151,12 @@ def test_heads_that_are_not_whole_units(heads: tuple[int, int]) -> None:
 def test_a_layer_with_other_heads() -> None:
     rank = Rank(MODEL, PLAIN, (0, 4))
     with pytest.raises(Incompatible, match=r"view\.0 has 4 heads, the rank has 2"):
-        units(rank.group(), rank.layers(), (0, 2), 8)
+        units(rank.group(), rank.rows(), (0, 2), 8)
 
 
 def test_bytes_of_no_layer() -> None:
     rank = Rank(MODEL, PLAIN, (0, 4))
-    for layers in (rank.layers()[:-1], rank.layers()[1:]):
+    for layers in (rank.rows()[:-1], rank.rows()[1:]):
         with pytest.raises(Incompatible, match="belongs to no layer's heads"):
             units(rank.group(), layers, (0, 4), 8)
 
@@ -164,7 +164,7 @@ def test_bytes_of_no_layer() -> None:
 def test_layers_over_one_another() -> None:
     rank = Rank(MODEL, PLAIN, (0, 4))
     with pytest.raises(Incompatible, match="over one another"):
-        units(rank.group(), [*rank.layers(), rank.layers()[0]], (0, 4), 8)
+        units(rank.group(), [*rank.rows(), rank.rows()[0]], (0, 4), 8)
 
 
 @pytest.mark.parametrize(("number", "move"), [(0, -6), (1, 10**6), (1, 2)])
@@ -174,12 +174,12 @@ def test_rows_outside_of_the_block(number: int, move: int) -> None:
     offset = layers[number].offset + move
     layers[number] = replace(layers[number], name="stray", offset=offset)
     with pytest.raises(Incompatible, match=r"stray: byte -?\d+ of the area is not of block 0"):
-        units(rank.group(), layers, (0, 4), 8)
+        units(rank.group(), [(layer,) for layer in layers], (0, 4), 8)
 
 
 def test_pages_and_blocks_that_do_not_fit() -> None:
     rank = Rank(MODEL, PLAIN, (0, 4))
-    layers = rank.layers()
+    layers = rank.rows()
     crooked = GroupGeometry(
         tuple(Segment(s.offset, s.stride + 1, s.length) for s in rank.group().segments), 2
     )

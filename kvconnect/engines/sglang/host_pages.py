@@ -35,13 +35,19 @@ class HostPages:
     """Moves pages between HiCache's host pools and a store. Any thread may call.
 
     A page's name stands for its pool, how that arranges it, and the rank whose part it is; what
-    else its bytes depend on is the format of the store's tiers.
+    else its bytes depend on is the format of the store's tiers. ``by_tokens``: pages of the only
+    pool go by HiCache's own names, which any engine knows, and all else is in the format.
     """
 
     def __init__(
-        self, store: PageStore, pools: Mapping[PoolName, Any], ranks: HiCacheStorageConfig
+        self,
+        store: PageStore,
+        pools: Mapping[PoolName, Any],
+        ranks: HiCacheStorageConfig,
+        by_tokens: bool = False,
     ) -> None:
         self.store = store
+        self._by_tokens = by_tokens
         self._pools = pools  # HiCache may add to it
         self._ranks = ranks
         self._forms: dict[PoolName, _Form] = {}
@@ -111,6 +117,8 @@ class HostPages:
 
     def _names(self, name: PoolName, keys: Sequence[str]) -> list[bytes]:
         generations = new_weights.generation() + self._generation
+        if self._by_tokens and name is PoolName.KV and not generations:
+            return [bytes.fromhex(key) for key in keys]
         text = f"{generations.hex()}|{self._form(name).text}|"
         return [blake2b((text + key).encode(), digest_size=32).digest() for key in keys]
 

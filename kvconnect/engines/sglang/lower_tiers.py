@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,25 @@ from kvconnect import versions
 from kvconnect.config import Config
 from kvconnect.engines.model_files import model_folder, weights_name
 from kvconnect.errors import ConfigError
-from kvconnect.format import fingerprint
+from kvconnect.format import RecordFormat, fingerprint
+from kvconnect.plan.keys import group_of
+from kvconnect.slices import Unit
 from kvconnect.store import Store, make_store
 from kvconnect.types import Tier
 
 logger = logging.getLogger(__name__)
 
+Records = tuple[RecordFormat, Sequence[Unit]]
+
 _SETTINGS = ("dtype", "kv_cache_dtype", "quantization", "json_model_override_args")
 """Of SGLang, that change what the same weights make of the same tokens."""
 
 
-def make_stores(config: Config, ranks: HiCacheStorageConfig) -> dict[Tier, Store]:
-    """Return this rank's tiers below host memory, the fastest first.
+def make_stores(
+    config: Config, ranks: HiCacheStorageConfig, records: Records | None
+) -> dict[Tier, Store]:
+    """Return this rank's tiers below host memory, the fastest first. ``records``: as which any
+    engine can read the pages of the remote tier, if they go by their tokens.
 
     Raises:
         ConfigError: a tier cannot be used as it is set.
@@ -37,6 +44,9 @@ def make_stores(config: Config, ranks: HiCacheStorageConfig) -> dict[Tier, Store
         fix = 'use "all": HiCache says what is stored, with --hicache-write-policy'
         raise ConfigError("spill", config.spill, fix)
     fields = stored_format(ranks)
+    if records:  # the names of pages do not say it then
+        fields["page"] = records[0].fingerprint.hex()
+        fields["share"] = f"{ranks.tp_rank} of {ranks.tp_size}"
     name = fingerprint(fields)
     stores: dict[Tier, Store] = {}
     if config.disk:
@@ -44,7 +54,7 @@ def make_stores(config: Config, ranks: HiCacheStorageConfig) -> dict[Tier, Store
     try:
         if config.remote:
             rest = {key: value for key, value in config.remote.items() if key != "kind"}
-            stores[Tier.REMOTE] = make_store(config.remote["kind"], rest, name)
+            stores[Tier.REMOTE] = _make_remote(config.remote["kind"], rest, name, records)
     except ConfigError:
         for made in stores.values():
             made.close()
@@ -52,6 +62,17 @@ def make_stores(config: Config, ranks: HiCacheStorageConfig) -> dict[Tier, Store
     for tier, made in stores.items():
         logger.info("KVConnect tier %s: %r", tier.value, made)
     return stores
+
+
+def _make_remote(
+    kind: str, settings: Mapping[str, Any], name: bytes, records: Records | None
+) -> Store:
+    from kvconnect.store.sliced import SlicedStore
+
+    if records is None:
+        return make_store(kind, settings, name)
+    form, layout = records
+    return SlicedStore(make_store(kind, settings, form.fingerprint), [layout], group_of)
 
 
 def stored_format(ranks: HiCacheStorageConfig) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class Below:
     def stored(self, key: bytes) -> None:
         """A page came to a slot from the engine: write it down, unless too many wait for that. The
         caller holds the lock."""
-        self._spills.stored(GROUP, key, SHARED)
+        self._spills.stored(GROUP, key, block_key(SHARED, GROUP, key))
         self._launch()
 
     def take_stats(self) -> OffloadingConnectorStats | None:

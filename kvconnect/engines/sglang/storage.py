@@ -29,8 +29,9 @@ from kvconnect.config import check_fits
 from kvconnect.engines.sglang import new_weights
 from kvconnect.engines.sglang.hits import window_ends
 from kvconnect.engines.sglang.host_pages import HostPages
-from kvconnect.engines.sglang.lower_tiers import make_stores
+from kvconnect.engines.sglang.lower_tiers import Records, make_stores
 from kvconnect.engines.sglang.page_store import PageStore
+from kvconnect.engines.sglang.records import records_for_all
 from kvconnect.engines.sglang.reporting import publish_regularly
 from kvconnect.engines.sglang.settings import own_config, worker_share
 from kvconnect.errors import ConfigError, Incompatible, Misuse
@@ -154,9 +155,11 @@ class KVConnectStorage(_Copying):
             memory_bytes=memory.available_bytes(),
             what="available now for this worker's share",
         )
-        store = self._make_store(slots, slot_bytes)
         self.registered_pools.setdefault(PoolName.KV, self.mem_pool_host)
-        self._pages = HostPages(store, self.registered_pools, self._ranks)
+        records = self._records()
+        store = self._make_store(slots, slot_bytes, records)
+        by_tokens = records is not None
+        self._pages = HostPages(store, self.registered_pools, self._ranks, by_tokens)
         self._stop = publish_regularly(store.take_stats)
         logger.info("KVConnect storage: %d pages of %d bytes", slots, slot_bytes)
 
@@ -230,9 +233,19 @@ class KVConnectStorage(_Copying):
         if self._pages is not None:
             self._pages.store.close()
 
-    def _make_store(self, slots: int, slot_bytes: int) -> PageStore:
+    def _records(self) -> Records | None:
+        """Return as which any engine can read the pages of the remote tier, None if none can."""
+        if not self._config.remote:
+            return None
+        try:
+            return records_for_all(self.registered_pools, self._ranks)
+        except Incompatible as error:
+            logger.info("vLLM cannot use what is stored here: %s", error)
+            return None
+
+    def _make_store(self, slots: int, slot_bytes: int, records: Records | None) -> PageStore:
         with ExitStack() as undo:
-            tiers = make_stores(self._config, self._ranks)
+            tiers = make_stores(self._config, self._ranks, records)
             for tier in tiers.values():
                 undo.callback(tier.close)
             if tiers:

@@ -6,23 +6,21 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvconnect.config import Config
 from kvconnect.engines.vllm import translate
-from kvconnect.plan.below import SHARED, BelowLimits, BelowPlan, Offer, Verdict, Wanted
+from kvconnect.engines.vllm.names import Names
+from kvconnect.plan.below import BelowLimits, BelowPlan, Came, Offer, Verdict
 from kvconnect.plan.cost import CostModel, Reason, Segment
 from kvconnect.plan.groups import CacheGroup
 from kvconnect.plan.index import HostIndex
 from kvconnect.plan.instructions import Answer, Instructions
 from kvconnect.plan.jobs import Settled
-from kvconnect.plan.keys import scope_of, tenant_of
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Tier
-from kvconnect.weights import weights_digest
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -62,18 +60,22 @@ class BelowHalf:
         self._index = index
         self._groups = tuple(groups)
         self._cost = CostModel(groups[0].block_tokens) if config.load_when == "faster" else None
-        self._generation = b""
-        self._prefixes: dict[str, bytes] = {}
-        self._named: dict[bytes, bytes] = {}  # hashes that are not SHARED, until they are spilled
-        self._adapters: dict[str, bytes] = {}  # what tells them apart, by path
+        self._names = Names(groups)
+        self._keys: dict[tuple[int, bytes], bytes] = {}  # of blocks that are being stored
         self._steps: deque[_Step] = deque(maxlen=_STEPS)
         self._ended = 0.0  # when the last step did
         self.plan = BelowPlan(index, groups, stats, limits, self._choose, self._fetched)
 
-    def ask(self, request: Request, wanted: Wanted, now: float) -> bool:
-        """Whether a request should ask again later."""
-        prefix = self._prefix(request)
-        return self.plan.ask(request.request_id, wanted._replace(prefix=prefix), now)
+    def ask(
+        self,
+        request: Request,
+        hashes: Sequence[Sequence[bytes]],
+        tokens: tuple[int, int],
+        now: float,
+    ) -> bool:
+        """Whether a request that could use tokens [start, end) should ask again later."""
+        wanted = self._names.wanted(request, hashes, tokens)
+        return self.plan.ask(request.request_id, wanted, now)
 
     def admitted(
         self, request: Request, hashes: Sequence[Sequence[bytes]], tokens: tuple[int, int]
@@ -81,31 +83,33 @@ class BelowHalf:
         """A request was given device blocks, and its load of tokens [start, end) is planned; return
         how many of them came from below, by tier."""
         if self.plan.spills.reused:
-            wanted = Wanted(hashes, *tokens)
+            wanted = self._names.wanted(request, hashes, tokens)
             for number, row in wanted.rows(self._groups):
                 for slot in self._index.ready_slots(number, row):
-                    self.plan.spills.used(slot, number, self._prefix(request))
+                    self.plan.spills.used(slot, wanted.key(number, self._index.hash_of(slot)))
         return self.plan.planned(request.request_id)
 
     def name(
-        self, request: Request, hashes: Sequence[Sequence[bytes]], new: Iterable[tuple[int, int]]
+        self, request: Request, hashes: Sequence[Sequence[bytes]], new: Sequence[tuple[int, int]]
     ) -> None:
         """Blocks (group, number) of a request are being stored in the host tier."""
-        prefix = self._prefix(request)
-        if prefix != SHARED:
-            self._named.update((hashes[group][block], prefix) for group, block in new)
+        if new:
+            wanted = self._names.wanted(request, hashes, (0, 0))
+            blocks = [(group, hashes[group][block]) for group, block in new]
+            self._keys.update((block, wanted.key(*block)) for block in blocks)
 
     def settled(self, settled: Settled) -> None:
         """A job of the host tier ended."""
-        for group, block_hash in settled.stored:
-            prefix = self._named.pop(block_hash, SHARED)
-            self.plan.spills.stored(group, block_hash, prefix)
-        for _, block_hash in settled.dropped:
-            self._named.pop(block_hash, None)
+        for block in settled.stored:
+            key = self._keys.pop(block, None)
+            if key is not None:
+                self.plan.spills.stored(*block, key)
+        for block in settled.dropped:
+            self._keys.pop(block, None)
 
     def forget(self, req_id: str) -> None:
         """The request is over."""
-        self._prefixes.pop(req_id, None)
+        self._names.forget(req_id)
         self.plan.forget(req_id)
 
     def take(self, work: Instructions, output: SchedulerOutput, now: float) -> None:
@@ -114,43 +118,25 @@ class BelowHalf:
             self._steps.append(_Step(now, *_prompt_tokens(output)))
         self.plan.take(work, now)
 
-    def on_answers(self, answers: Iterable[Answer], now: float) -> None:
-        """Take the workers' answers at the end of a step, and learn what it took."""
+    def on_answers(self, answers: Iterable[Answer], now: float) -> list[Came]:
+        """Take the workers' answers at the end of a step, and learn what it took. Return which
+        blocks the host tier has now."""
         if self._cost is not None and self._steps:
             began, tokens, context = self._steps.popleft()
             self._cost.prefilled(tokens, now - max(began, self._ended), context)
         self._ended = now
-        for answer in answers:
-            self.plan.on_answer(answer, now)
+        found = (self.plan.on_answer(answer, now) for answer in answers)
+        return [came for came in found if came is not None]
 
     def reset(self) -> None:
         """Weights may be others from now on: what is stored goes by names nobody else knows."""
-        self._generation = os.urandom(16)
-        self._prefixes.clear()
-        self._named.clear()
+        self._names.reset(os.urandom(16))
+        self._keys.clear()
         self.plan.reset()
 
     def gauges(self) -> Iterator[tuple[str, float, str | None]]:
         """Yield (name, value, label) of what is going on."""
         return self.plan.gauges()
-
-    def _prefix(self, request: Request) -> bytes:
-        """Return tenant and scope of a request, which its keys begin with."""
-        known = self._prefixes.get(request.request_id)
-        if known is None:
-            lora = request.lora_request
-            adapter = self._adapter(lora.lora_name, lora.lora_path) if lora else b""
-            known = tenant_of(request.cache_salt or "") + scope_of(adapter, self._generation)
-            self._prefixes[request.request_id] = known
-        return known
-
-    def _adapter(self, name: str, path: str) -> bytes:
-        """Return what tells an adapter from others: its weights, where they are files here."""
-        known = self._adapters.get(path)
-        if known is None:
-            known = (weights_digest(Path(path)) or f"{name} {path}").encode()
-            self._adapters[path] = known
-        return known
 
     def _choose(self, offer: Offer) -> Verdict:
         """Weigh bringing blocks up against computing them."""

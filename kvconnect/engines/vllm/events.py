@@ -60,6 +60,18 @@ class EventLog:
                 group_idx=group,
             )
 
+    def brought(
+        self,
+        request: Request,
+        hashes: Sequence[Sequence[bytes]],
+        blocks: Sequence[tuple[int, bytes]],
+    ) -> None:
+        """Blocks of a request, as (group, hash), came to the tier from below."""
+        if self._enabled:
+            places = [{name: place for place, name in enumerate(row)} for row in hashes]
+            self.planned(request, hashes, ((group, places[group][name]) for group, name in blocks))
+            self.stored(blocks)
+
     def stored(self, blocks: Iterable[tuple[int, bytes]]) -> None:
         """Blocks, as (group, hash), can be loaded from now on."""
         for key in blocks:

@@ -13,6 +13,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvconnect.config import Config
 from kvconnect.engines.model_files import weights_name
 from kvconnect.engines.vllm import translate
+from kvconnect.engines.vllm.names import named_by_tokens
+from kvconnect.engines.vllm.records import records_for_all
 from kvconnect.errors import ConfigError, Incompatible
 from kvconnect.format import fingerprint
 from kvconnect.geometry import Geometry
@@ -82,9 +84,16 @@ def stored_format(
         "weights": weights_name(str(model.model), model.revision, dummy),
         "quantization": str(model.quantization),
         "draft": _draft(vllm_config.speculative_config),
-        "hash": str(vllm_config.cache_config.prefix_caching_hash_algo),
+        "names": _names(vllm_config, kv_cache_config),
         "blocks": [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups],
     }
+
+
+def _names(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """Return what blocks are called by: their tokens, or vLLM's hashes."""
+    if named_by_tokens(translate.cache_groups(kv_cache_config)):
+        return "tokens"
+    return str(vllm_config.cache_config.prefix_caching_hash_algo)
 
 
 def _draft(config: Any) -> str:
@@ -108,11 +117,19 @@ def _make_disk(cache: _Cache, fields: Mapping[str, Any], settings: Mapping[str, 
 
 
 def _make_remote(cache: _Cache, fields: Mapping[str, Any], settings: Mapping[str, Any]) -> Store:
-    """Records that ranks of other tensor parallelism read, if the cache can be cut into them."""
+    """Records that ranks of other tensor parallelism read, if the cache can be cut into them; and
+    SGLang, if there is nothing in it but K and V."""
     from kvconnect.store.sliced import SlicedStore
 
     kind = settings["kind"]
     rest = {name: value for name, value in settings.items() if name != "kind"}
+    try:
+        form, layout = records_for_all(
+            cache.vllm_config, cache.kv_cache_config, cache.kv_caches, cache.geometry
+        )
+        return SlicedStore(make_store(kind, rest, form.fingerprint), [layout], group_of)
+    except Incompatible as error:
+        logger.info("SGLang cannot use what is stored here: %s", error)
     try:
         layouts, format_of_units = _units(cache)
     except Incompatible as error:
@@ -136,7 +153,7 @@ def _units(cache: _Cache) -> tuple[list[Sequence[Unit]], list[list[Any]]]:
         total = translate.total_kv_heads(cache.vllm_config, group.kv_cache_spec)
         first = parallel.rank % tp * total // tp  # also where ranks share a head
         heads = (first, first + layers[0].heads)
-        layouts.append(units(geometry, layers, heads, total, apart))
+        layouts.append(units(geometry, [(layer,) for layer in layers], heads, total, apart))
         unit = unit_heads(total, layers[0].heads)
         page = 1 if apart else layers[0].tokens
         names = [layer.name for layer in layers]

@@ -22,7 +22,6 @@ from kvconnect.engines.vllm.handoff import HandoffHalf
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.stats import KVConnectStats
 from kvconnect.errors import Incompatible
-from kvconnect.plan.below import Wanted
 from kvconnect.plan.groups import CacheGroup, keeps_prefix
 from kvconnect.plan.index import HostIndex
 from kvconnect.plan.offload import Limits, LoadRequest, OffloadPlan, count_lookup, gauges
@@ -124,10 +123,9 @@ class SchedulerHalf:
         whole = all(group.is_full for group in self.plan.groups)
         limit = request.num_tokens if whole else request.num_tokens - 1
         hashes = self._hashes(request)
-        if self.below is not None:
-            wanted = Wanted(hashes, local_tokens, limit)
-            if self.below.ask(request, wanted, time.monotonic()):
-                return None, False
+        usable = local_tokens, limit
+        if self.below and self.below.ask(request, hashes, usable, time.monotonic()):
+            return None, False
         found = self.plan.match(req_id, hashes, local_tokens, limit)
         # Pages on offer leave while the step runs, when it is not known yet that a load failed.
         most = self._config.sync_load_bytes
@@ -195,7 +193,10 @@ class SchedulerHalf:
             self.events.stored(settled.stored)
             self.events.dropped(settled.dropped)
         if self.below is not None:
-            self.below.on_answers(reports.answers, now)
+            for came in self.below.on_answers(reports.answers, now):
+                request = self._requests.get(came.req_id)
+                if request is not None:
+                    self.events.brought(request, self._hashes(request), came.blocks)
         self.events.removed(self.plan.take_removed())
 
     def finish_request(self, request: Request) -> dict[str, Any] | None:

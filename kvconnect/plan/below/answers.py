@@ -15,6 +15,9 @@ logger = logging.getLogger(__name__)
 # A worker counts from the moment a job arrives and must be able to answer before we give up.
 _ANSWER_FACTOR = 2.0
 
+Block = tuple[int, bytes]
+"""(group, hash)"""
+
 
 class Question(NamedTuple):
     """What was asked: about which blocks, into or out of which slots (none: a lookup), and for
@@ -23,6 +26,7 @@ class Question(NamedTuple):
     keys: tuple[bytes, ...]
     slots: array[int]
     req_id: str | None = None
+    blocks: tuple[Block, ...] = ()  # that the keys stand for; of a spill nobody asks
 
 
 @dataclass(eq=False)

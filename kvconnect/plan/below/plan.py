@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from kvconnect.plan.below.answers import Answered, Answers, Question
-from kvconnect.plan.below.search import Absent, Block, Choose, Wanted, missing, worth_fetching
+from kvconnect.plan.below.answers import Answered, Answers, Block, Question
+from kvconnect.plan.below.search import Absent, Choose, Wanted, missing, worth_fetching
 from kvconnect.plan.below.spills import Spills
 from kvconnect.plan.groups import CacheGroup, leading_group
 from kvconnect.plan.index import HostIndex
 from kvconnect.plan.instructions import BELOW, Answer, Fetch, Instructions, Seek, Spill
-from kvconnect.plan.keys import PREFIX_BYTES, block_key
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Tier
 
@@ -38,6 +37,13 @@ class BelowLimits(NamedTuple):
     wait_s: float
     slots: int
     reused: bool
+
+
+class Came(NamedTuple):
+    """Blocks that were brought up for a request."""
+
+    req_id: str
+    blocks: Sequence[Block]
 
 
 @dataclass(eq=False)
@@ -63,12 +69,12 @@ class _Waiting:
         index.unpin(self.pinned)
         self.pinned = []
 
-    def note(self, keys: Sequence[bytes], found: bytes, groups: Sequence[CacheGroup]) -> None:
+    def note(self, blocks: Sequence[Block], found: bytes, groups: Sequence[CacheGroup]) -> None:
         """Remember where the tokens of the prefix came from: those of the leading group."""
         lead = leading_group(groups)
-        for key, number in zip(keys, found, strict=True):
+        for (group, _), number in zip(blocks, found, strict=True):
             tier = BELOW[number]
-            if tier is not None and key[PREFIX_BYTES] == lead:
+            if tier is not None and group == lead:
                 self.brought[tier] = self.brought.get(tier, 0) + groups[lead].block_tokens
 
 
@@ -155,17 +161,19 @@ class BelowPlan:
         work.seeks, work.fetches = self._planned.seeks, self._planned.fetches
         self._planned = Instructions()
 
-    def on_answer(self, answer: Answer, now: float) -> None:
-        """Take one worker's answer; the last one of a job decides what comes next."""
+    def on_answer(self, answer: Answer, now: float) -> Came | None:
+        """Take one worker's answer; the last one of a job decides what comes next. Return what the
+        host tier has now, after a fetch."""
         answered = self._answers.take(answer, now)
         if answered is None:
-            return
+            return None
         if answered.question.req_id is None:
             self.spills.ended(answered.question.slots)
         elif len(answered.question.slots):
-            self._end_fetch(answered.question.req_id, answered, now)
+            return self._end_fetch(answered.question.req_id, answered, now)
         else:
             self._end_seek(answered.question.req_id, answered, now)
+        return None
 
     def reset(self) -> None:
         """Blocks have other names from now on: what was found is no more, and what is on its way
@@ -192,26 +200,27 @@ class BelowPlan:
 
     def _seek(self, req_id: str, wanted: Wanted, now: float) -> bool:
         """Have blocks looked up; return False if nothing can be below."""
-        blocks = missing(self._index, self._groups, wanted, self._absent)
-        keys = tuple(block_key(wanted.prefix, *block) for block in islice(blocks, _MOST_KEYS))
-        if not keys:
+        lacking = missing(self._index, self._groups, wanted, self._absent)
+        blocks = tuple(islice(lacking, _MOST_KEYS))
+        if not blocks:
             return False
-        job = self._answers.open(Question(keys, array("q"), req_id), now)
+        keys = tuple(wanted.key(*block) for block in blocks)
+        job = self._answers.open(Question(keys, array("q"), req_id, blocks), now)
         self._planned.seeks.append(Seek(job, keys))
         self._stats.count("below_lookups")
         return True
 
     def _end_seek(self, req_id: str, answered: Answered, now: float) -> None:
         waiting = self._waiting.get(req_id)
-        pairs = list(zip(answered.question.keys, answered.found, strict=True))
         if answered.void:
             return
-        for key, tier in pairs:
+        for key, tier in zip(answered.question.keys, answered.found, strict=True):
             if not tier:
                 self._absent.add(key, now)
         if waiting is None or waiting.decided:
             return
-        there = {_block(key): tier for key, tier in pairs if tier}
+        pairs = zip(answered.question.blocks, answered.found, strict=True)
+        there = {block: tier for block, tier in pairs if tier}
         blocks: list[Block] = []
         if there:
             args = (self._index, self._groups, waiting.wanted, there)
@@ -236,36 +245,33 @@ class BelowPlan:
             self._stats.count("below_decisions", label="no_space")
             return False
         self._coming.update(found)
-        keys = tuple(block_key(waiting.wanted.prefix, *block) for block in found)
-        number = self._answers.open(Question(keys, slots, req_id), now)
+        keys = tuple(waiting.wanted.key(*block) for block in found)
+        number = self._answers.open(Question(keys, slots, req_id, tuple(found)), now)
         self._planned.fetches.append(Fetch(number, keys, slots, self._limits.deadline_s))
         return True
 
-    def _end_fetch(self, req_id: str, answered: Answered, now: float) -> None:
-        keys, slots, _ = answered.question
-        found = bytes(len(keys)) if answered.void else answered.found
+    def _end_fetch(self, req_id: str, answered: Answered, now: float) -> Came:
+        _, slots, _, blocks = answered.question
+        found = bytes(len(blocks)) if answered.void else answered.found
         good = [slot for slot, tier in zip(slots, found, strict=True) if tier]
         self._index.abandon([slot for slot, tier in zip(slots, found, strict=True) if not tier])
         self._index.commit(good)
         self.spills.brought(good)
-        self._coming.difference_update(_block(key) for key in keys)
+        self._coming.difference_update(blocks)
         tiers = [BELOW[tier] for tier in found if tier]
         slowest = BELOW[max(found)]
         if slowest is not None:
             self._fetched(slowest, len(good), answered.seconds)
+        came = Came(req_id, [block for block, tier in zip(blocks, found, strict=True) if tier])
         waiting = self._waiting.get(req_id)
         if waiting is None or waiting.decided:
-            return
+            return came
         waiting.decided = True
         for tier in (Tier.DISK, Tier.REMOTE):
             if tier in tiers:
                 self._stats.observe("load_latency_seconds", answered.seconds, label=tier.value)
                 waited = now - waiting.asked
                 self._stats.observe("load_exposed_seconds", waited, label=tier.value)
-        waiting.note(keys, found, self._groups)
+        waiting.note(blocks, found, self._groups)
         waiting.pin(self._index, self._groups)
-
-
-def _block(key: bytes) -> Block:
-    """Return the group and hash in a key."""
-    return key[PREFIX_BYTES], key[PREFIX_BYTES + 1 :]
+        return came

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
+from kvconnect.plan.below.answers import Block
 from kvconnect.plan.groups import CacheGroup, leading_group, longest_prefix
 from kvconnect.plan.index import HostIndex
 from kvconnect.plan.instructions import BELOW
@@ -18,9 +20,6 @@ SHARED = bytes(PREFIX_BYTES)
 
 _ABSENT_S = 5.0  # another engine may write meanwhile what a shared tier lacks
 _MOST_ABSENT = 1 << 16
-
-Block = tuple[int, bytes]
-"""(group, hash)"""
 
 
 class Offer(NamedTuple):
@@ -44,12 +43,18 @@ Choose = Callable[[Offer], Verdict]
 
 
 class Wanted(NamedTuple):
-    """What a request could use: tokens [local, most). ``prefix``: its tenant and scope."""
+    """What a request could use: tokens [local, most). ``prefix``: its tenant and scope. ``names``:
+    what blocks are called below the host tier, by hash, where that is something else."""
 
     hashes: Sequence[Sequence[bytes]]
     local_tokens: int
     most_tokens: int
     prefix: bytes = SHARED
+    names: Mapping[bytes, bytes] = MappingProxyType({})
+
+    def key(self, group: int, block_hash: bytes) -> bytes:
+        """Return what a block is called below the host tier."""
+        return block_key(self.prefix, group, self.names.get(block_hash, block_hash))
 
     def rows(self, groups: Sequence[CacheGroup]) -> Iterator[tuple[int, Sequence[bytes]]]:
         """Yield each group's number and the hashes of its blocks that could be used."""
@@ -115,7 +120,7 @@ def missing(
         for block_hash in row:
             if index.has(number, block_hash):
                 continue
-            if block_key(wanted.prefix, number, block_hash) not in absent:
+            if wanted.key(number, block_hash) not in absent:
                 yield number, block_hash
             elif groups[number].is_full:
                 break

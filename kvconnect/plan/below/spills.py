@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from kvconnect.plan.index import HostIndex
-from kvconnect.plan.keys import PREFIX_BYTES, block_key
 from kvconnect.plan.slots import READY
 from kvconnect.stats import OffloadingConnectorStats
 
@@ -17,6 +16,7 @@ _JOB_BLOCKS = 256  # of one job: its end lets their slots be evicted
 
 class _Due(NamedTuple):
     slot: int
+    block_hash: bytes
     key: bytes
 
 
@@ -44,19 +44,19 @@ class Spills:
         """Whether :meth:`take` has something to give."""
         return bool(self._queue) and self._writing < self._most
 
-    def stored(self, group: int, block_hash: bytes, prefix: bytes) -> None:
-        """A block came to the host tier from the device."""
+    def stored(self, group: int, block_hash: bytes, key: bytes) -> None:
+        """A block came to the host tier from the device; below that, ``key`` is its name."""
         slot = self._index.slot_of(group, block_hash)
         if slot is None:
             return
         self._below[slot] = False
         if not self.reused:
-            self._add(slot, block_key(prefix, group, block_hash))
+            self._add(_Due(slot, block_hash, key))
 
-    def used(self, slot: int, group: int, prefix: bytes) -> None:
+    def used(self, slot: int, key: bytes) -> None:
         """A block of the host tier is loaded."""
         if self.reused and not self._below[slot]:
-            self._add(slot, block_key(prefix, group, self._index.hash_of(slot)))
+            self._add(_Due(slot, self._index.hash_of(slot), key))
 
     def brought(self, slots: Iterable[int]) -> None:
         """Blocks came to the host tier from below."""
@@ -69,10 +69,10 @@ class Spills:
             keys: list[bytes] = []
             slots: array[int] = array("q")
             while self._queue and len(slots) < min(_JOB_BLOCKS, self._most - self._writing):
-                slot, key = self._queue.popleft()
-                if self._holds(slot, key):
-                    keys.append(key)
-                    slots.append(slot)
+                due = self._queue.popleft()
+                if self._holds(due):
+                    keys.append(due.key)
+                    slots.append(due.slot)
             if keys:
                 self._index.pin(slots)
                 self._writing += len(slots)
@@ -87,14 +87,14 @@ class Spills:
         """Blocks have other names from now on."""
         self._queue.clear()
 
-    def _add(self, slot: int, key: bytes) -> None:
+    def _add(self, due: _Due) -> None:
         if len(self._queue) >= self._most:
             self._stats.count("below_skipped_blocks")
             return
-        self._below[slot] = True
-        self._queue.append(_Due(slot, key))
+        self._below[due.slot] = True
+        self._queue.append(due)
 
-    def _holds(self, slot: int, key: bytes) -> bool:
+    def _holds(self, due: _Due) -> bool:
         """Whether a slot still has the block that was queued."""
-        there = self._index.slots.state(slot) == READY
-        return there and self._index.hash_of(slot) == key[PREFIX_BYTES + 1 :]
+        there = self._index.slots.state(due.slot) == READY
+        return there and self._index.hash_of(due.slot) == due.block_hash
