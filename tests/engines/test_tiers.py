@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.contract.test_remote_stores import Valkey
+from tests.engines.models import BLOCK_SIZE
 from tests.engines.scenario import (
     COUNT,
     FULL,
@@ -23,6 +24,7 @@ from tests.engines.scenario import (
     tokens,
 )
 from tests.engines.server import Server, ServerDied, kv_transfer
+from tests.engines.test_offload import Subscriber
 
 HOST = "32MiB"  # a quarter of it holds a prompt of any model: no spill is skipped
 PATIENCE_S = 60.0
@@ -73,10 +75,13 @@ def test_disk_outlives_kill_9_and_flipped_bytes(tmp_path: Path) -> None:
         assert moved(first, "CPU_to_DISK") > 0
         assert_nothing_leaks(first)
         first.kill()
-    with Server("llama", settings) as second:
+    with Subscriber() as events, Server("llama", settings, args=events.engine_args()) as second:
         answers = ask(second)
         assert tokens(answers) == expected("llama").fresh
         assert [answer.cached for answer in answers] == [FULL] * COUNT
+        told = {tuple(event.token_ids) for event in events.of_host_tier()[0]}
+        assert {tuple(prompt[:BLOCK_SIZE]) for prompt in prompts()} <= told  # they are here now
+        assert len(told) >= COUNT * FULL // BLOCK_SIZE
         assert hits(second, "disk") == COUNT * FULL
         assert moved(second, "DISK_to_CPU") == moved(second, "CPU_to_GPU") > 0
         salted = second.complete(prompts()[0], NEW, cache_salt="a")

@@ -328,6 +328,25 @@ def test_no_room_is_no_reason_to_wait() -> None:
     assert bench.counted("below_decisions") == {"no_space": 1}
 
 
+def test_blocks_may_have_other_names_below() -> None:
+    bench, hashes = Bench(), prompt("a", 2)
+    names = {block: b"name of " + block for block in hashes}
+    bench.below = dict.fromkeys(keys(list(names.values())), 2)
+    unnamed = bench.wants(hashes)
+    assert bench.plan.ask("control", unnamed, 0.0)
+    bench.step()
+    assert not bench.plan.ask("control", unnamed, 0.0) and not bench.ready(hashes)
+    wanted = unnamed._replace(names=names)
+    assert bench.plan.ask("r", wanted, 1.0)
+    bench.step(1.0)
+    assert bench.plan.ask("r", wanted, 1.0)
+    (fetch,) = bench.take(1.0).fetches
+    came = bench.plan.on_answer(Answer(fetch.job, bytes([2, 2])), 1.0)
+    assert came == ("r", [(0, block) for block in hashes])
+    assert bench.ready(hashes) == 2
+    assert bench.plan.planned("r") == {Tier.REMOTE: 8}
+
+
 def test_another_tenant_finds_nothing() -> None:
     bench, hashes = Bench(), prompt("a", 2)
     bench.below = dict.fromkeys(keys(hashes), 1)

@@ -9,6 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvconnect.errors import Incompatible, Misuse
+from kvconnect.format import parts
 from kvconnect.geometry import GroupGeometry, Segment
 from kvconnect.slices import unit_heads, units
 from tests.unit.sliced_caches import (
@@ -101,6 +102,37 @@ def test_ranks_with_the_same_head_have_the_same_units() -> None:
     found = [rank.units() for rank in ranks(replace(MODEL, heads=2), PLAIN, 4)]
     assert found[0] == found[1] != found[2] == found[3]
     assert [unit.number for each in found for unit in each] == [0, 0, 1, 1]
+
+
+# Rows in parts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads", [(0, 8), (2, 4)])
+def test_rows_in_parts_are_the_rows_of_others(heads: tuple[int, int]) -> None:
+    """K and V in two tensors, K in planes, and both in one row: the same bytes for all."""
+    whole = MODEL.block(3)
+    row = Rank(MODEL, PLAIN, heads)
+    wanted = units(row.group(), row.rows(cut_rows=False), heads, 8)
+    content = [read(row.slot(whole), unit) for unit in wanted]
+
+    apart = Rank(MODEL, Layout("LBNH", joined=False), heads)
+    k, v = apart.layers()[::2], apart.layers()[1::2]
+    found = units(apart.group(), list(zip(k, v, strict=True)), heads, 8)
+    assert [read(apart.slot(whole), unit) for unit in found] == content
+    swapped = units(apart.group(), list(zip(v, k, strict=True)), heads, 8)
+    assert [read(apart.slot(whole), unit) for unit in swapped] != content
+
+    planes = (1,) * MODEL.width + (MODEL.width,)
+    layers = [parts(layer, planes, in_planes=True) for layer in row.layers(cut_rows=False)]
+    turned = units(row.group(), layers, heads, 8)
+    own = whole[:, :, heads[0] : heads[1]]
+    slot = b"".join(  # head by head: K transposed, then V
+        bytes(layer[0, head].T.flatten()) + bytes(layer[1, head].flatten())
+        for layer in own
+        for head in range(heads[1] - heads[0])
+    )
+    assert [read(slot, unit) for unit in turned] == content
+    assert [read(slot, unit) for unit in wanted] != content
 
 
 # Pages that are opaque inside a head ------------------------------------------------------------
