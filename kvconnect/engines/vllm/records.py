@@ -33,6 +33,7 @@ def records_for_all(
         ("quantized weights", model.quantization),
         ("a draft model", config.speculative_config),
         ("overrides made by a function", callable(overrides)),
+        ("a configuration from elsewhere", model.hf_config_path),
         ("weights without files", config.load_config.load_format == "dummy"),
     ):
         if there:
