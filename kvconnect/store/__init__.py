@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from importlib.metadata import entry_points
 
 from kvconnect.errors import ConfigError
 from kvconnect.store.base import Outcome, Store, Usage
+from kvconnect.types import Tier
 
-__all__ = ["ENTRY_POINTS", "Outcome", "Store", "Usage", "make_store"]
+__all__ = ["ENTRY_POINTS", "Outcome", "Store", "Usage", "make_remote", "make_store", "make_tiers"]
+
+logger = logging.getLogger(__name__)
 
 _OWN = ("disk", "valkey", "object", "mooncake", "memory", "null")
 
@@ -43,6 +48,28 @@ def make_store(kind: str, settings: Mapping[str, object], fingerprint: bytes) ->
 
         return NullStore.from_settings(settings)
     return _from_elsewhere(kind, settings, fingerprint)
+
+
+def make_remote(settings: Mapping[str, object], fingerprint: bytes) -> Store:
+    """Return a store as a user describes it, with its ``kind`` among the settings.
+
+    Raises:
+        ConfigError: as of :func:`make_store`.
+    """
+    rest = {name: value for name, value in settings.items() if name != "kind"}
+    return make_store(str(settings["kind"]), rest, fingerprint)
+
+
+def make_tiers(makers: Mapping[Tier, Callable[[], Store]]) -> dict[Tier, Store]:
+    """Return a worker's tiers, in the same order. Where one cannot be made, those before it are
+    closed, and what its maker raises is raised."""
+    stores: dict[Tier, Store] = {}
+    with ExitStack() as undo:
+        for tier, make in makers.items():
+            stores[tier] = undo.enter_context(closing(make()))
+            logger.info("KVConnect tier %s: %r", tier.value, stores[tier])
+        undo.pop_all()
+    return stores
 
 
 def _make_large(kind: str, settings: Mapping[str, object], fingerprint: bytes) -> Store:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,8 @@ from kvconnect.errors import ConfigError
 from kvconnect.format import RecordFormat, fingerprint
 from kvconnect.plan.keys import group_of
 from kvconnect.slices import Unit
-from kvconnect.store import Store, make_store
+from kvconnect.store import Store, make_remote, make_store, make_tiers
 from kvconnect.types import Tier
-
-logger = logging.getLogger(__name__)
 
 Records = tuple[RecordFormat, Sequence[Unit]]
 
@@ -48,31 +46,21 @@ def make_stores(
         fields["page"] = records[0].fingerprint.hex()
         fields["share"] = f"{ranks.tp_rank} of {ranks.tp_size}"
     name = fingerprint(fields)
-    stores: dict[Tier, Store] = {}
+    makers: dict[Tier, Callable[[], Store]] = {}
     if config.disk:
-        stores[Tier.DISK] = make_store("disk", _disk_settings(config.disk, fields), name)
-    try:
-        if config.remote:
-            rest = {key: value for key, value in config.remote.items() if key != "kind"}
-            stores[Tier.REMOTE] = _make_remote(config.remote["kind"], rest, name, records)
-    except ConfigError:
-        for made in stores.values():
-            made.close()
-        raise
-    for tier, made in stores.items():
-        logger.info("KVConnect tier %s: %r", tier.value, made)
-    return stores
+        makers[Tier.DISK] = partial(make_store, "disk", _disk_settings(config.disk, fields), name)
+    if config.remote:
+        makers[Tier.REMOTE] = partial(_make_remote, config.remote, name, records)
+    return make_tiers(makers)
 
 
-def _make_remote(
-    kind: str, settings: Mapping[str, Any], name: bytes, records: Records | None
-) -> Store:
+def _make_remote(settings: Mapping[str, Any], name: bytes, records: Records | None) -> Store:
     from kvconnect.store.sliced import SlicedStore
 
     if records is None:
-        return make_store(kind, settings, name)
+        return make_remote(settings, name)
     form, layout = records
-    return SlicedStore(make_store(kind, settings, form.fingerprint), [layout], group_of)
+    return SlicedStore(make_remote(settings, form.fingerprint), [layout], group_of)
 
 
 def stored_format(ranks: HiCacheStorageConfig) -> dict[str, Any]:

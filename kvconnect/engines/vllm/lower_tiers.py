@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from kvconnect.format import fingerprint
 from kvconnect.geometry import Geometry
 from kvconnect.plan.keys import group_of
 from kvconnect.slices import Unit, unit_heads, units
-from kvconnect.store import Store, make_store
+from kvconnect.store import Store, make_remote, make_store, make_tiers
 from kvconnect.store.host import HostStore
 from kvconnect.types import Tier
 from kvconnect.worker.below import LowerTiers
@@ -54,18 +55,12 @@ def make_lower_tiers(
     store, geometry = host
     cache = _Cache(vllm_config, kv_cache_config, kv_caches, geometry)
     fields = stored_format(vllm_config, kv_cache_config, kv_caches)
-    stores: dict[Tier, Store] = {}
+    makers: dict[Tier, Callable[[], Store]] = {}
     if config.disk:
-        stores[Tier.DISK] = _make_disk(cache, fields, config.disk)
-    try:
-        if config.remote:
-            stores[Tier.REMOTE] = _make_remote(cache, fields, config.remote)
-    except ConfigError:
-        for made in stores.values():
-            made.close()
-        raise
-    for tier, made in stores.items():
-        logger.info("KVConnect tier %s: %r", tier.value, made)
+        makers[Tier.DISK] = partial(_make_disk, cache, fields, config.disk)
+    if config.remote:
+        makers[Tier.REMOTE] = partial(_make_remote, cache, fields, config.remote)
+    stores = make_tiers(makers)
     return LowerTiers(stores, store, geometry, speaks=vllm_config.parallel_config.rank == 0)
 
 
@@ -121,13 +116,11 @@ def _make_remote(cache: _Cache, fields: Mapping[str, Any], settings: Mapping[str
     SGLang, if there is nothing in it but K and V."""
     from kvconnect.store.sliced import SlicedStore
 
-    kind = settings["kind"]
-    rest = {name: value for name, value in settings.items() if name != "kind"}
     try:
         form, layout = records_for_all(
             cache.vllm_config, cache.kv_cache_config, cache.kv_caches, cache.geometry
         )
-        return SlicedStore(make_store(kind, rest, form.fingerprint), [layout], group_of)
+        return SlicedStore(make_remote(settings, form.fingerprint), [layout], group_of)
     except Incompatible as error:
         logger.info("SGLang cannot use what is stored here: %s", error)
     try:
@@ -135,9 +128,9 @@ def _make_remote(cache: _Cache, fields: Mapping[str, Any], settings: Mapping[str
     except Incompatible as error:
         logger.info("only engines with the same ranks share blocks: %s", error)
         own = {**fields, "rank": _rank(cache.vllm_config), "layout": _layout(cache)}
-        return make_store(kind, rest, fingerprint(own))
+        return make_remote(settings, fingerprint(own))
     shared = {**fields, "stage": _stage(cache.vllm_config), "units": format_of_units}
-    return SlicedStore(make_store(kind, rest, fingerprint(shared)), layouts, group_of)
+    return SlicedStore(make_remote(settings, fingerprint(shared)), layouts, group_of)
 
 
 def _units(cache: _Cache) -> tuple[list[Sequence[Unit]], list[list[Any]]]:
