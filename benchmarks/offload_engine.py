@@ -96,6 +96,14 @@ class Engine:
         metrics = self.llm.get_metrics()
         return sum(int(m.value) for m in metrics if m.name == f"vllm:kvconnect_{name}")
 
+    def wire_seconds(self, kind: str) -> float:
+        """Return the wire time so far of a transfer type."""
+        name, found = "vllm:kvconnect_transfer_seconds", 0.0
+        for metric in self.llm.get_metrics():
+            if metric.name == name and metric.labels["transfer_type"] == kind:
+                found += metric.value
+        return found
+
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
 

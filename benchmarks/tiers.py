@@ -9,11 +9,12 @@ three holds four prompts and more are asked for in turn, so that none is found t
 whatever there is but the last.
 
 ``ttft_host_over_recompute``, ``_disk_``, ``_remote_``: TTFT of a stored 2k prompt over that of the
-engine without a connector on a new one. ``cost_rule_worst``: prompts of which a share is stored,
-from none to all; the rule's engine over the one that computes everything, median over rounds, the
-worst share. ``always_worst`` is the same for the engine that always loads from disk, and
-``cost_rule_at_0`` what looking for blocks that are nowhere costs. All answers must be the
-same tokens, and hits are checked by KVConnect's counters.
+engine without a connector on a new one. ``copy_share_disk``, ``_remote``: of the wire time of hits
+there, how much was the copy from host memory to the device, which overlapping the two could save.
+``cost_rule_worst``: prompts of which a share is stored, from none to all; the rule's engine over the
+one that computes everything, median over rounds, the worst share. ``always_worst`` is the same for
+the engine that always loads from disk, and ``cost_rule_at_0`` what looking for blocks that are
+nowhere costs. All answers must be the same tokens, and hits are checked by KVConnect's counters.
 """
 
 from __future__ import annotations
@@ -87,7 +88,13 @@ def measure_hits(engines: dict[str, Engine], new: NewPrompts, rounds: int) -> di
         last = ", ".join(f"{name} {values[-1] * 1e3:.0f} ms" for name, values in samples.items())
         progress(f"TTFT, round {number + 1}/{rounds}: {last}")
     seconds = {name: statistics.median(values) for name, values in samples.items()}
+    shares = {}
+    for name, kind in (("disk", "DISK_to_CPU"), ("remote", "REMOTE_to_CPU")):
+        if name in tiers:
+            copied, fetched = map(tiers[name].wire_seconds, ("CPU_to_GPU", kind))
+            shares[f"copy_share_{name}"] = copied / (copied + fetched)
     return {
+        **shares,
         "ttft_recompute_ms": seconds["plain"] * 1e3,
         **{f"ttft_{name}_over_recompute": seconds[name] / seconds["plain"] for name in tiers},
         **{f"ttft_{name}_ms": seconds[name] * 1e3 for name in tiers},
