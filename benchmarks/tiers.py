@@ -12,9 +12,9 @@ whatever there is but the last.
 engine without a connector on a new one. ``copy_share_disk``, ``_remote``: of the wire time of hits
 there, how much was the copy from host memory to the device, which overlapping the two could save.
 ``cost_rule_worst``: prompts of which a share is stored, from none to all; the rule's engine over
-the one that computes everything, median over rounds, the worst share. ``always_worst`` is the same for
-the engine that always loads from disk, and ``cost_rule_at_0`` what looking for blocks that are
-nowhere costs. All answers must be the same tokens, and hits are checked by KVConnect's counters.
+the one that computes everything, median over rounds, the worst share. ``always_worst`` is the same
+for the engine that always loads from disk, and ``cost_rule_at_0`` what looking for blocks that
+are nowhere costs. All answers must be the same tokens; hits are checked by KVConnect's counters.
 """
 
 from __future__ import annotations
