@@ -1,0 +1,78 @@
+"""What vLLM's blocks are called below the host tier."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from kvconnect.engines.vllm.names import Names, named_by_tokens
+from kvconnect.format import page_names
+from kvconnect.plan.groups import CacheGroup
+from kvconnect.plan.keys import block_key, seed_of
+
+SIZE = 4
+FULL = (CacheGroup(SIZE),)
+ZEROS = bytes(16)
+
+
+def request(tokens: list[int], **fields: Any) -> Any:
+    known = {"request_id": "r", "cache_salt": None, "lora_request": None, "mm_features": []}
+    prompt = {"prompt_token_ids": tokens, "all_token_ids": tokens}
+    return SimpleNamespace(**{**known, **prompt, **fields})
+
+
+def hashes_of(tokens: list[int], salt: str = "") -> list[bytes]:
+    """vLLM's own names of full blocks."""
+    return [
+        f"{salt}{tokens[: end + SIZE]}".encode()[-64:] for end in range(0, len(tokens) - 3, SIZE)
+    ]
+
+
+def keys(names: Names, asked: Any, salt: str = "") -> list[bytes]:
+    hashes = hashes_of(asked.all_token_ids, salt)
+    wanted = names.wanted(asked, [hashes], (0, len(hashes) * SIZE))
+    return [wanted.key(0, block_hash) for block_hash in hashes]
+
+
+def test_blocks_go_by_their_tokens_as_the_request_grows() -> None:
+    names, tokens = Names(FULL), list(range(100, 119))
+    found = []
+    for length in (9, 10, 12, 19):
+        found = keys(names, request(tokens[:length]))
+    assert found == [block_key(ZEROS, 0, name) for name in page_names(tokens, SIZE)]
+    assert len(found) == 4
+    names.forget("r")
+    assert keys(names, request(tokens)) == found
+    assert keys(names, request([1, *tokens[1:]])) != found, "it has other tokens now"
+    assert keys(names, request(tokens)) == found
+
+
+def test_images_and_several_kinds_of_attention_go_by_vllms_hashes() -> None:
+    tokens = list(range(8))
+    plain = [block_key(ZEROS, 0, block_hash) for block_hash in hashes_of(tokens)]
+    assert keys(Names(FULL), request(tokens, mm_features=["an image"])) == plain
+    assert keys(Names(FULL), request(tokens, prompt_token_ids=None)) == plain
+    several = (CacheGroup(SIZE), CacheGroup(SIZE, window=8))
+    assert not named_by_tokens(several) and not named_by_tokens(several[1:])
+    wanted = Names(several).wanted(request(tokens), [hashes_of(tokens)] * 2, (0, 8))
+    assert wanted.key(1, b"x") == block_key(ZEROS, 1, b"x")
+
+
+def test_salts_adapters_and_generations_share_nothing() -> None:
+    tokens = list(range(8))
+    names = Names(FULL)
+    lora = SimpleNamespace(lora_name="l", lora_path="/nowhere")
+    asked = [
+        request(tokens),
+        request(tokens, request_id="a", cache_salt="a"),
+        request(tokens, request_id="b", cache_salt="b"),
+        request(tokens, request_id="c", lora_request=lora),
+    ]
+    found = [keys(names, each, each.cache_salt or "") for each in asked]
+    names.reset(b"new weights")
+    found += [keys(names, each, each.cache_salt or "") for each in asked]
+    assert len({key for row in found for key in row}) == len(found) * 2
+    # The tenant's 8 bytes are not all that keeps salts apart.
+    assert len({row[0][17:] for row in found[:3]}) == 3
+    assert seed_of("") == b"" and len(seed_of("a")) == 32
+    assert seed_of("\ud800")
