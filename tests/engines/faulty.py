@@ -84,5 +84,9 @@ def _broken_copier(*args: Any) -> Copier:
     def load(group: int, block_ids: Sequence[int], slots: Sequence[int]) -> None:
         raise RuntimeError(f"injected: load of {len(slots)} slots of group {group}")
 
+    def enqueue_runs(group: int, block_ids: Sequence[int], slots: Sequence[int], _: Any) -> None:
+        load(group, block_ids, slots)
+
     copier.load = load  # type: ignore[method-assign]
+    copier.enqueue_runs = enqueue_runs  # type: ignore[method-assign]
     return copier

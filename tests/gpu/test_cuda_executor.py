@@ -52,7 +52,7 @@ def test_blocks_survive_the_trip_behind_the_work_that_wrote_them() -> None:
 
     area.zero_()
     executor.submit(Load(JobId(2), "request", (part,), 60.0, True), executor.fence())
-    executor.wait_sync_loads()
+    executor.sync.finish()
     (loaded,) = wait_for(executor, 1)
     assert not loaded.report.failures
     got, want = area.view(2, BLOCKS, PAGE), wanted.view(2, BLOCKS, PAGE)
