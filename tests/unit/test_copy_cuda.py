@@ -21,7 +21,7 @@ xxhash = pytest.importorskip("xxhash")
 
 from kvconnect import copy, kernels  # noqa: E402
 from kvconnect.copy import cuda_driver  # noqa: E402
-from kvconnect.copy.calibrate import Choice  # noqa: E402
+from kvconnect.copy.calibrate import PAGES, Choice  # noqa: E402
 from kvconnect.copy.cuda import CudaCopier  # noqa: E402
 from kvconnect.copy.cuda_driver import CudaDriver, kernel_source  # noqa: E402
 from kvconnect.copy.reference import ReferenceCopier  # noqa: E402
@@ -262,6 +262,26 @@ def test_without_kernels_torch_copies_and_it_is_said_once(
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     warnings = [text for text in warnings if "no CUDA kernels" in text]
     assert len({*warnings}) == len(warnings) and why in warnings[0]
+
+
+def test_whichever_call_fails_at_the_start_there_is_a_copier(
+    make: Callable[..., copy.Copier], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A measurement that fails costs the choice, tables that fail the kernels."""
+    for module in ("calibrate", "cuda"):
+        monkeypatch.setattr(f"kvconnect.copy.{module}.SAMPLE_BYTES", PAGES[-1])
+    monkeypatch.setattr("tests.fake_driver.launch_on_host", lambda *_: None)
+    made, number, driver = set(), 0, FakeDriver()
+    while len(driver.calls) >= number:  # until none was left to fail
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(number)))
+        driver = FakeDriver(number, lost=number % 2 == 1)
+        made.add(type(make(partial(_same, driver))))
+        number += 1
+    assert number > 100 and made == {CudaCopier, ReferenceCopier}
+
+
+def _same(driver: FakeDriver, device: object) -> FakeDriver:
+    return driver
 
 
 def test_pageable_memory_is_left_to_torch(
@@ -555,7 +575,7 @@ def test_what_the_driver_answers_is_an_error(
 def test_a_thread_without_a_context_is_given_one(
     cuda: Callable[..., tuple[CudaDriver, HostCuda]], choice: Choice, batch: str | None
 ) -> None:
-    driver, library = cuda(batch)
+    driver, _ = cuda(batch)
     copier = CudaCopier(*memories(), GEOMETRY, driver, choice)
     with ThreadPoolExecutor(1) as fresh:
         fresh.submit(copier.store, 0, [1], [1]).result()
