@@ -172,7 +172,7 @@ def _pairs(block_ids: array[int], slots: array[int]) -> array[int]:
 def _within(numbers: array[int], limit: int) -> bool:
     """Whether all are from 0 to below ``limit``; a tenth of the time of Python's min and max."""
     low, high = torch.frombuffer(numbers, dtype=torch.int64).aminmax()
-    return low.item() >= 0 and high.item() < limit
+    return bool(low.item() >= 0 and high.item() < limit)
 
 
 def _numbers(tensor: torch.Tensor) -> array[int]:
