@@ -159,10 +159,13 @@ def _load_kernels(index: int) -> dict[str, Any]:
         fix = "install kvconnect[cuda12] or kvconnect[cuda13]"
         raise Incompatible(f"CuPy is not installed ({error}); {fix}") from error
     functions: dict[str, Any] = {}
-    with cupy.cuda.Device(index):
-        for family in kernels.SOURCES:
-            names = [name for name, place in kernels.KERNELS.items() if place == family]
-            functions |= _load_family(cupy, family, names)
+    try:
+        with cupy.cuda.Device(index):
+            for family in kernels.SOURCES:
+                names = [name for name, place in kernels.KERNELS.items() if place == family]
+                functions |= _load_family(cupy, family, names)
+    except RuntimeError as error:  # of another CUDA version than the machine's driver, usually
+        raise Incompatible(f"CuPy does not work on device {index}: {error}") from error
     return functions
 
 

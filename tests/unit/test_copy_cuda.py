@@ -308,6 +308,19 @@ def test_missing_cupy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         cuda_driver._load_kernels(0)
 
 
+def test_a_cupy_that_does_not_fit_the_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = FakeCupy()
+
+    def device(index: int) -> None:
+        raise RuntimeError("cudaErrorInsufficientDriver")
+
+    cupy.cuda.Device = device
+    monkeypatch.setitem(sys.modules, "cupy", cupy)  # type: ignore[arg-type]
+    cuda_driver._load_kernels.cache_clear()
+    with pytest.raises(Incompatible, match="does not work on device 0: cudaErrorInsuff"):
+        cuda_driver._load_kernels(0)
+
+
 class FakeModule:
     """CuPy's RawModule: a path may not load, a source may not compile."""
 
