@@ -4,6 +4,8 @@
 # make demo-sglang    prefill on one SGLang server, decode on another
 # make bench          every benchmark, one after the other
 # make bench-sglang   the one with SGLang
+# make gpu            tests and benchmark of the copies, on a machine with an NVIDIA GPU; CUDA=12
+#                     for a driver that is older than CUDA 13
 # make fuzz           a million broken inputs against everything that reads what others wrote
 # make setup          only the environment (.venv) for all but SGLang; setup-sglang: its own
 #
@@ -13,10 +15,12 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 FUZZ_ARGS ?=
+CUDA ?= 13
 BIN := .venv/bin
 READY := .venv/.ready
 SGLANG_BIN := .venv-sglang/bin
 SGLANG_READY := .venv-sglang/.ready
+GPU_PYTHON := .venv-gpu/bin/python
 # What changes the installed package also makes an environment stale.
 SOURCES := scripts/setup pyproject.toml $(wildcard setup.py kvconnect/*.[ch] kvconnect/kernels/*.cu*)
 BENCHMARKS := $(filter-out common copy_cuda fake_engines link nixl movers sglang_% __init__,$(basename $(notdir $(wildcard benchmarks/*.py))))
@@ -25,7 +29,7 @@ BENCHMARKS := $(filter-out common copy_cuda fake_engines link nixl movers sglang
 export PYTHONPATH := $(CURDIR)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup setup-sglang test test-sglang demo demo-sglang bench bench-sglang fuzz clean
+.PHONY: setup setup-sglang test test-sglang demo demo-sglang bench bench-sglang gpu fuzz clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -67,9 +71,19 @@ bench: $(READY)
 bench-sglang: $(SGLANG_READY)
 	@$(SGLANG_BIN)/python -m benchmarks.sglang_handoff
 
+# Neither engine is needed, so their environments, which have a torch without CUDA, are not made.
+gpu: SHELL := /bin/bash
+gpu:
+	@$(PYTHON) -m venv .venv-gpu
+	@$(GPU_PYTHON) -m pip install --quiet torch 'hypothesis>=6.100' 'pytest>=9.0,<10' \
+	  'pytest-timeout>=2.3' 'xxhash>=3.4' --editable '.[cuda$(CUDA)]'
+	@set -o pipefail; \
+	{ $(GPU_PYTHON) -m pytest tests/gpu -v && \
+	  $(GPU_PYTHON) -m benchmarks.copy --device cuda; } 2>&1 | tee benchmarks/results/gpu.log
+
 fuzz: $(READY)
 	@python -m tests.fuzz.fuzz_codec --runs 1000000 $(FUZZ_ARGS)
 
 clean:
-	rm -rf .venv .venv-sglang build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-sglang .venv-gpu build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find kvconnect -name '*.so' -delete

@@ -15,6 +15,7 @@ shared between threads.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -131,6 +132,12 @@ class GroupGeometry:
                 raise Incompatible(f"blocks overlap: {segment} is longer than its stride")
         object.__setattr__(self, "segments", tuple(merged))
         object.__setattr__(self, "block_bytes", sum(s.length for s in merged))
+
+    def reach(self, segments: Iterable[Segment]) -> int:
+        """Return how many leading segments of this group hold all bytes of its parts ``segments``,
+        say, those of a layer."""
+        starts = [own.offset for own in self.segments]
+        return max(bisect_right(starts, part.offset) for part in segments)
 
     @property
     def area_bytes(self) -> int:

@@ -13,6 +13,10 @@ Digests = Callable[[], "array[int]"]
 """Returns XXH3-64 digests; to be called when the device has passed the point they were asked at."""
 
 
+Runs = tuple[int, int]
+"""Some of a group's segments: the first one, and the one behind the last."""
+
+
 class Copier(ABC):
     """Moves whole blocks between a KV cache and the slots of a host arena.
 
@@ -50,6 +54,17 @@ class Copier(ABC):
     def enqueue_load(self, group: int, block_ids: Sequence[int], slots: Sequence[int]) -> None:
         """Start a load, or do it."""
         self.load(group, block_ids, slots)
+
+    def enqueue_runs(
+        self, group: int, block_ids: Sequence[int], slots: Sequence[int], runs: Runs
+    ) -> None:
+        """Start to load some runs of blocks, or do it.
+
+        The calls for one load begin at run 0, and each goes on where the last one ended. A copier
+        that cannot load a part of a block loads all of it at the first call.
+        """
+        if runs[0] == 0:
+            self.enqueue_load(group, block_ids, slots)
 
     def hashes(self, group: int) -> bool:  # noqa: ARG002
         """Whether blocks of a group can be hashed where they are in the KV cache."""

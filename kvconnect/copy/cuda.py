@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Literal
 
 import torch
 
-from kvconnect.copy.base import Copier, Digests, check_request, check_sizes
+from kvconnect.copy.base import Copier, Digests, Runs, check_request, check_sizes
 from kvconnect.copy.calibrate import PAGES, SAMPLE_BYTES, Choice, Move, scattered
 from kvconnect.copy.driver import Driver
 from kvconnect.errors import Misuse
 from kvconnect.geometry import Geometry, GroupGeometry, Segment
-from kvconnect.kernels import DIGEST_OVER, ROW, lanes_for, page_table
+from kvconnect.kernels import DIGEST_OVER, PIECE_BYTES, ROW, lanes_for, page_table
 
 Direction = Literal["store", "load"]
+_Ids = tuple["array[int]", "array[int]"]
 
 GRID, THREADS = 16, 512
 """A few multiprocessors keep 1 MiB on its way, several times what PCIe 5 needs."""
@@ -28,20 +30,24 @@ _KERNELS = {"store": "gather_pages", "load": "scatter_pages"}
 
 
 class _Group:
-    """What copies of one group need, made once: its table on the device, its runs for DMA."""
+    """What copies of one group need, made once: its table on the device, its runs for DMA.
 
-    def __init__(self, driver: Driver, group: GroupGeometry) -> None:
+    ``area`` and ``arena`` are addresses.
+    """
+
+    def __init__(self, driver: Driver, group: GroupGeometry, area: int, arena: int) -> None:
         table = page_table((s.offset, s.stride, s.length) for s in group.segments)
         self.table = driver.upload(table)
-        self.rows = len(table) // ROW
         self.lanes = lanes_for(table)
-        lengths = [s.length for s in group.segments]
-        self.run_bytes = sorted(lengths)[len(lengths) // 2]
-        self.offsets = torch.tensor([s.offset for s in group.segments])
+        self.lengths = array("q", (s.length for s in group.segments))
+        self.run_bytes = sorted(self.lengths)[len(self.lengths) // 2]
+        self.pages = torch.tensor([s.offset for s in group.segments]) + area
         self.strides = torch.tensor([s.stride for s in group.segments])
-        self.lengths = torch.tensor(lengths)
-        self.places = self.lengths.cumsum(0) - self.lengths
-        self.num_segments = len(lengths)
+        lengths = torch.tensor(self.lengths)
+        self.held = lengths.cumsum(0) - lengths + arena
+        # By run: the row its bytes begin in; long runs have several rows.
+        self.rows = [0, *accumulate(-(-length // PIECE_BYTES) for length in self.lengths)]
+        self.all_runs = (0, len(self.lengths))
 
 
 class CudaCopier(Copier):
@@ -67,7 +73,8 @@ class CudaCopier(Copier):
         self._geometry = geometry
         self._driver = driver
         self._choice = choice
-        self._groups = [_Group(driver, group) for group in geometry.groups]
+        addresses = self._area, self._arena
+        self._groups = [_Group(driver, group, *addresses) for group in geometry.groups]
         driver.synchronize()  # tables are read from other streams
 
     def store(self, group: int, block_ids: Sequence[int], slots: Sequence[int]) -> None:
@@ -83,6 +90,11 @@ class CudaCopier(Copier):
 
     def enqueue_load(self, group: int, block_ids: Sequence[int], slots: Sequence[int]) -> None:
         self._enqueue("load", group, block_ids, slots)
+
+    def enqueue_runs(
+        self, group: int, block_ids: Sequence[int], slots: Sequence[int], runs: Runs
+    ) -> None:
+        self._enqueue("load", group, block_ids, slots, runs)
 
     def way(self, direction: Direction, group: int) -> str:
         """Return how blocks of a group are copied: ``kernel`` or ``dma``."""
@@ -103,14 +115,19 @@ class CudaCopier(Copier):
         pairs = self._driver.upload(_pairs(array("q", block_ids), array("q", slots)))
         digests = self._driver.host_memory(8 * count)
         arguments = (
-            *(self._area, made.table.data_ptr(), made.rows, pairs.data_ptr(), count),
+            *(self._area, made.table.data_ptr(), made.rows[-1], pairs.data_ptr(), count),
             *(found.block_bytes, digests.data_ptr()),
         )
         self._driver.launch("digest_pages", min(count, _DIGEST_GRID), _DIGEST_THREADS, arguments)
         return lambda: array("Q", digests.numpy().tobytes())
 
     def _enqueue(
-        self, direction: Direction, group: int, block_ids: Sequence[int], slots: Sequence[int]
+        self,
+        direction: Direction,
+        group: int,
+        block_ids: Sequence[int],
+        slots: Sequence[int],
+        runs: Runs | None = None,
     ) -> None:
         if len(block_ids) != len(slots) or not 0 <= group < len(self._groups) or not len(slots):
             check_request(self._geometry, self._num_slots, group, block_ids, slots)
@@ -120,28 +137,25 @@ class CudaCopier(Copier):
         if not (_within(blocks, num_blocks) and _within(places, self._num_slots)):
             # Raises, and says which one.
             check_request(self._geometry, self._num_slots, group, block_ids, slots)
-        if self.way(direction, group) == "kernel":
-            self._launch(direction, self._groups[group], blocks, places)
-        else:
-            self._copy_batch(direction, self._groups[group], blocks, places)
+        made = self._groups[group]
+        copy = self._launch if self.way(direction, group) == "kernel" else self._copy_batch
+        copy(direction, made, (blocks, places), runs or made.all_runs)
 
-    def _launch(
-        self, direction: Direction, made: _Group, block_ids: array[int], slots: array[int]
-    ) -> None:
-        pairs = self._driver.upload(_pairs(block_ids, slots))
+    def _launch(self, direction: Direction, made: _Group, ids: _Ids, runs: Runs) -> None:
+        pairs = self._driver.upload(_pairs(*ids))
+        first, end = (made.rows[run] for run in runs)
         arguments = (
-            *(self._area, self._arena, made.table.data_ptr(), made.rows, pairs.data_ptr()),
-            *(len(slots), self._geometry.slot_bytes, made.lanes),
+            *(self._area, self._arena, made.table.data_ptr() + first * ROW * 8, end - first),
+            *(pairs.data_ptr(), len(ids[0]), self._geometry.slot_bytes, made.lanes),
         )
         self._driver.launch(_KERNELS[direction], GRID, THREADS, arguments)
 
-    def _copy_batch(
-        self, direction: Direction, made: _Group, block_ids: array[int], slots: array[int]
-    ) -> None:
-        blocks, places = (_column(numbers) for numbers in (block_ids, slots))
-        pages = _numbers(self._area + made.offsets + blocks * made.strides)
-        held = _numbers(self._arena + places * self._geometry.slot_bytes + made.places)
-        sizes = _numbers(made.lengths.expand(len(slots), made.num_segments))
+    def _copy_batch(self, direction: Direction, made: _Group, ids: _Ids, runs: Runs) -> None:
+        blocks, places = (torch.frombuffer(i, dtype=torch.int64).unsqueeze(1) for i in ids)
+        some = slice(*runs)
+        pages = _numbers(made.pages[some] + blocks * made.strides[some])
+        held = _numbers(made.held[some] + places * self._geometry.slot_bytes)
+        sizes = made.lengths[some] * len(ids[0])
         if direction == "store":
             self._driver.copy_batch(held, pages, sizes, early=False)
         else:
@@ -158,15 +172,11 @@ def _pairs(block_ids: array[int], slots: array[int]) -> array[int]:
 def _within(numbers: array[int], limit: int) -> bool:
     """Whether all are from 0 to below ``limit``; a tenth of the time of Python's min and max."""
     low, high = torch.frombuffer(numbers, dtype=torch.int64).aminmax()
-    return bool(low >= 0) and bool(high < limit)
-
-
-def _column(numbers: array[int]) -> torch.Tensor:
-    return torch.frombuffer(numbers, dtype=torch.int64).unsqueeze(1)
+    return bool(low.item() >= 0 and high.item() < limit)
 
 
 def _numbers(tensor: torch.Tensor) -> array[int]:
-    return array("q", tensor.contiguous().numpy().tobytes())
+    return array("q", tensor.numpy().tobytes())
 
 
 def sample_move(driver: Driver) -> Move:

@@ -61,6 +61,7 @@ class CudaDriver(Driver):
         self._device = torch.device("cuda", index)
         self._functions = _load_kernels(index)
         self._cuda = _load_libcuda()
+        self._context = _primary_context(self._cuda, index)
         self._batch, self._has_index = _find_batch(self._cuda)
         properties = torch.cuda.get_device_properties(device)
         self._name = f"{platform.node()} {properties.name} {_driver_version(self._cuda)}"
@@ -78,6 +79,7 @@ class CudaDriver(Driver):
         values = (ctypes.c_int64 * count)(*arguments)
         start = ctypes.addressof(values)
         pointers = (ctypes.c_void_p * count)(*range(start, start + 8 * count, 8))
+        self._enter()
         status = self._cuda.cuLaunchKernel(
             self._functions[kernel].kernel.ptr,
             *(grid, 1, 1, threads, 1, 1),
@@ -90,6 +92,7 @@ class CudaDriver(Driver):
     ) -> None:
         handle = self._stream()
         stream = ctypes.c_void_p(handle)
+        self._enter()
         if self._batch is None or not handle:  # the default stream takes no batches
             copy = self._cuda.cuMemcpyAsync
             for target, source, size in zip(targets, sources, sizes, strict=True):
@@ -137,6 +140,10 @@ class CudaDriver(Driver):
             end.synchronize()
             return float(start.elapsed_time(end)) / 1e3
 
+    def _enter(self) -> None:
+        """libcuda, unlike torch, needs a context, and a thread may not have one yet."""
+        _check(self._cuda.cuCtxSetCurrent(self._context), "cuCtxSetCurrent")
+
     def _stream(self) -> int:
         return int(torch.cuda.current_stream(self._device).cuda_stream)
 
@@ -152,10 +159,13 @@ def _load_kernels(index: int) -> dict[str, Any]:
         fix = "install kvconnect[cuda12] or kvconnect[cuda13]"
         raise Incompatible(f"CuPy is not installed ({error}); {fix}") from error
     functions: dict[str, Any] = {}
-    with cupy.cuda.Device(index):
-        for family in kernels.SOURCES:
-            names = [name for name, place in kernels.KERNELS.items() if place == family]
-            functions |= _load_family(cupy, family, names)
+    try:
+        with cupy.cuda.Device(index):
+            for family in kernels.SOURCES:
+                names = [name for name, place in kernels.KERNELS.items() if place == family]
+                functions |= _load_family(cupy, family, names)
+    except RuntimeError as error:  # of another CUDA version than the machine's driver, usually
+        raise Incompatible(f"CuPy does not work on device {index}: {error}") from error
     return functions
 
 
@@ -225,6 +235,15 @@ def _find_batch(library: ctypes.CDLL) -> tuple[Callable[..., int] | None, bool]:
             function.argtypes = head + (ctypes.c_void_p,) * more
             return function, more == 2
     return None, False
+
+
+def _primary_context(library: ctypes.CDLL, index: int) -> ctypes.c_void_p:
+    """Return the context that torch uses on a device, kept until this process ends."""
+    device, context = ctypes.c_int(0), ctypes.c_void_p()
+    _check(library.cuDeviceGet(ctypes.byref(device), index), "cuDeviceGet")
+    status = library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+    _check(status, "cuDevicePrimaryCtxRetain")
+    return context
 
 
 def _driver_version(library: ctypes.CDLL) -> int:

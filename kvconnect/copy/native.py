@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from kvconnect import _native
-from kvconnect.copy.base import Copier, check_request, check_sizes
+from kvconnect.copy.base import Copier, Runs, check_request, check_sizes
 from kvconnect.errors import Misuse
 from kvconnect.geometry import Geometry
 
@@ -41,6 +41,16 @@ class NativeCopier(Copier):
 
     def load(self, group: int, block_ids: Sequence[int], slots: Sequence[int]) -> None:
         _native.scatter(*self._request(group, block_ids, slots))
+
+    def enqueue_runs(
+        self, group: int, block_ids: Sequence[int], slots: Sequence[int], runs: Runs
+    ) -> None:
+        first, end = runs
+        place = sum(s.length for s in self._geometry.groups[group].segments[:first])
+        area, arena, slot_bytes, segments, *ids = self._request(group, block_ids, slots)
+        # As many slots, each from ``place`` on: these runs end where their slot does, or before.
+        shifted = (arena[0] + place, arena[1])
+        _native.scatter(area, shifted, slot_bytes, segments[3 * first : 3 * end], *ids)
 
     def _request(self, group: int, block_ids: Sequence[int], slots: Sequence[int]) -> _Request:
         check_request(self._geometry, self._num_slots, group, block_ids, slots)

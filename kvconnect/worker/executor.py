@@ -3,6 +3,7 @@
 The engine's thread submits jobs and polls for results; it never waits for a store. Jobs are cut
 into chunks, so that a load waits for at most one chunk of a store. On a device several chunks of
 each direction are on their way at a time, and each is taken in when it lands, in any order.
+Synchronous loads are not cut by blocks, but come layer by layer (``layers``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from kvconnect.errors import TransferFailed
 from kvconnect.geometry import Geometry
 from kvconnect.plan.instructions import Failure, Load, Part, Report, Store
 from kvconnect.store.host import HostStore
-from kvconnect.types import FailureCause, JobId, TransferType
+from kvconnect.types import FailureCause, TransferType
+from kvconnect.worker.layers import SyncLoad, SyncLoads
 from kvconnect.worker.moves import Landing, Move, Mover
 from kvconnect.worker.pace import Pace
 from kvconnect.worker.streams import Fence, Streams
@@ -33,7 +35,6 @@ FLIGHTS = 4
 
 _POLL_S = 0.0005  # shorter than the chunks on their way take, long enough to leave the GIL alone
 _JOIN_TIMEOUT_S = 5.0
-_STUCK_S = 120.0  # no memory copy of one step takes this long on a device that is alive
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class _Task:
     fence: Fence
     expires: float
     chunks: deque[Part]  # not launched yet
-    finished: threading.Event = field(default_factory=threading.Event)
+    sync: SyncLoad | None  # the engine's thread follows it
     failures: list[Failure] = field(default_factory=list)
     nbytes: int = 0
     seconds: float = 0.0
@@ -70,7 +71,7 @@ class _Task:
 class CopyExecutor:
     """Runs store and load jobs of one worker.
 
-    ``submit``, ``poll``, ``wait`` and ``close`` are for the engine's thread; the copy thread is
+    ``submit``, ``poll``, ``close`` and ``sync`` are for the engine's thread; the copy thread is
     started here and ended by ``close``. A copy that raises ends as a failed job, never as a dead
     thread. Past a job's deadline no further chunk of it is copied, and what is left has failed.
     Stores move at most ``store_rate`` bytes per second; 0: as many as they can.
@@ -85,7 +86,9 @@ class CopyExecutor:
         clock: Callable[[], float] = time.monotonic,
         store_rate: int = 0,
     ) -> None:
+        self.sync = SyncLoads(streams)
         self._mover = Mover(copier, store, geometry, streams)
+        self._geometry = geometry
         self._clock = clock
         self._pace = Pace(store_rate, clock)
         self._wake = threading.Condition()
@@ -93,7 +96,6 @@ class CopyExecutor:
         self._stores: deque[_Task] = deque()
         self._flying: list[tuple[_Task, Move]] = []
         self._done: deque[Done] = deque()
-        self._waited: dict[JobId, threading.Event] = {}
         self._closed = False
         self._thread = threading.Thread(target=self._loop, name="kvconnect-copy", daemon=True)
         self._thread.start()
@@ -113,32 +115,14 @@ class CopyExecutor:
         ``ended`` is called by the copy thread as soon as the job can be polled, for those who
         cannot wait until they poll next. It must be quick and not raise.
         """
-        chunks = deque(_chunks(job.parts, self._mover))
-        task = _Task(job, fence, self._clock() + job.deadline_s, chunks, ended=ended)
+        sync = self._followed(job)
+        chunks = deque(part for part in job.parts if part.slots)
+        if sync is None:
+            chunks = deque(_chunks(job.parts, self._mover))
+        task = _Task(job, fence, self._clock() + job.deadline_s, chunks, sync, ended=ended)
         with self._wake:
-            if isinstance(job, Load):
-                self._loads.append(task)
-                if job.sync:
-                    self._waited[job.job] = task.finished
-            else:
-                self._stores.append(task)
+            (self._loads if isinstance(job, Load) else self._stores).append(task)
             self._wake.notify()
-
-    def wait_sync_loads(self) -> float:
-        """Block until the synchronous loads submitted so far have ended; return the seconds.
-
-        Raises:
-            TransferFailed: the copy thread is stuck in one. Its bytes may still land, so the
-                step that needs them cannot go on.
-        """
-        if not self._waited:
-            return 0.0
-        started = time.perf_counter()
-        for job, finished in self._waited.items():
-            if not finished.wait(_STUCK_S):
-                raise TransferFailed(f"synchronous load {job} did not end within {_STUCK_S:.0f} s")
-        self._waited.clear()
-        return time.perf_counter() - started
 
     def poll(self) -> list[Done]:
         """Return jobs that ended since the last call; each exactly once."""
@@ -146,6 +130,16 @@ class CopyExecutor:
         while self._done:
             done.append(self._done.popleft())
         return done
+
+    def _followed(self, job: Store | Load) -> SyncLoad | None:
+        """Return what the engine's thread follows of a synchronous load, None for other jobs."""
+        if not isinstance(job, Load) or not job.sync:
+            return None
+        groups = self._geometry.groups
+        runs = {p.group: len(groups[p.group].segments) for p in job.parts if p.slots}
+        sync = SyncLoad(job.job, runs)
+        self.sync.add(sync)
+        return sync
 
     def close(self) -> None:
         """Stop after the chunks in progress; jobs still queued are dropped. Idempotent."""
@@ -194,7 +188,7 @@ class CopyExecutor:
 
     def _launch(self, task: _Task, part: Part) -> None:
         try:
-            move = self._mover.start(task.kind, task.fence, part)
+            move = self._mover.start(task.kind, task.fence, part, task.sync)
         except Exception:  # boundary: whatever a copy raises is a failed job
             logger.exception("copy of job %d failed; its blocks are recomputed", task.job.job)
             _fail(task, part, 0, FailureCause.COPY)
@@ -237,7 +231,8 @@ class CopyExecutor:
         report = Report(task.job.job, tuple(task.failures))
         done = Done(task.job, report, task.kind, task.nbytes, task.seconds)
         self._done.append(done)
-        task.finished.set()
+        if task.sync is not None:
+            task.sync.end()
         if task.ended is not None:
             task.ended(done)
 

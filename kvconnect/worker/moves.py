@@ -13,6 +13,7 @@ from kvconnect.geometry import Geometry
 from kvconnect.plan.instructions import Part
 from kvconnect.store.host import HostStore
 from kvconnect.types import FailureCause, TransferType
+from kvconnect.worker.layers import SyncLoad, pieces
 from kvconnect.worker.streams import Fence, Flight, Streams
 
 logger = logging.getLogger(__name__)
@@ -64,10 +65,12 @@ class Mover:
         """Return the bytes of one block of a part."""
         return self._geometry.groups[part.group].block_bytes
 
-    def start(self, kind: TransferType, fence: Fence, part: Part) -> Move:
-        """Launch a chunk behind ``fence``."""
+    def start(
+        self, kind: TransferType, fence: Fence, part: Part, sync: SyncLoad | None = None
+    ) -> Move:
+        """Launch a chunk behind ``fence``; of a load that is followed, layer by layer."""
         if kind is TransferType.CPU_TO_GPU:
-            return self._load(fence, part)
+            return self._load(fence, part, sync)
         return self._store_blocks(fence, part)
 
     def land(self, move: Move) -> Landing | None:
@@ -95,7 +98,7 @@ class Mover:
         flight = self._streams.launch(kind, fence, copy)
         return Move(part, kind, len(part.slots), None, flight, sealed, found)
 
-    def _load(self, fence: Fence, part: Part) -> Move:
+    def _load(self, fence: Fence, part: Part, sync: SyncLoad | None) -> Move:
         good, cause = self._present(part)
         sealed = [i for i in range(good) if self._store.digests.is_sealed(part.slots[i])]
         if not self._copier.hashes(part.group):
@@ -104,12 +107,22 @@ class Mover:
         found: list[Digests] = []
 
         def copy() -> None:
-            self._copier.enqueue_load(part.group, blocks, slots)
+            if sync is None:
+                self._copier.enqueue_load(part.group, blocks, slots)
+            else:
+                self._load_layers(sync, part.group, blocks, slots)
             found.extend(self._hashes(part, sealed))
 
         kind = TransferType.CPU_TO_GPU
         flight = self._streams.launch(kind, fence, copy)
         return Move(part, kind, good, cause, flight, sealed, found)
+
+    def _load_layers(
+        self, sync: SyncLoad, group: int, blocks: array[int], slots: array[int]
+    ) -> None:
+        for runs in pieces(self._geometry.groups[group], len(slots)):
+            self._copier.enqueue_runs(group, blocks, slots, runs)
+            sync.reach(group, runs[1], self._streams.fence())
 
     def _hashes(self, part: Part, places: Sequence[int]) -> list[Digests]:
         if not places or not self._copier.hashes(part.group):

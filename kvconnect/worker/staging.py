@@ -14,6 +14,7 @@ import torch
 from kvconnect.copy import make_block_copier
 from kvconnect.errors import TransferFailed
 from kvconnect.transport.base import Area, Memory, Piece, Unit
+from kvconnect.worker.streams import draining, use_device
 
 if TYPE_CHECKING:
     from kvconnect.copy.blocks import BlockCopier
@@ -168,7 +169,8 @@ class _Ring:
             if self._stream is None:
                 copies()
                 return
-            with torch.cuda.stream(self._stream):
+            use_device(self._stream.device)  # transports call from threads of theirs
+            with draining(self._stream):
                 copies()
                 done = torch.cuda.Event(blocking=True)  # whoever waits must not spin on a core
                 done.record()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -19,14 +20,25 @@ from kvconnect.types import TransferType
 Fence = object
 
 
+def use_device(device: torch.device) -> None:
+    """Make a CUDA device the calling thread's own; other devices need nothing.
+
+    A new thread is on device 0. Left there, it would switch to and fro at each call, and make a
+    context on the GPU of rank 0, of hundreds of MB, for every other rank.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 class DeviceFence:
-    """A point in the device's work."""
+    """A point in the device's work; the event has been recorded."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
 
     def wait(self) -> None:
         """Block the calling thread, and nothing else, until the device has passed it."""
+        use_device(self._event.device)
         self._event.synchronize()
 
 
@@ -59,11 +71,17 @@ class Landed(Flight):
 
 
 class Streams(ABC):
-    """Where copies run. ``fence`` belongs to the engine's thread, ``launch`` to the copy thread."""
+    """Where copies run. ``launch`` belongs to the copy thread, the rest to the engine's thread."""
 
     @abstractmethod
     def fence(self) -> Fence:
-        """Mark everything launched on the device so far; does not block."""
+        """Mark what the calling thread's current stream was given so far; does not block. May also
+        be called in a ``copy`` of :meth:`launch`."""
+
+    @abstractmethod
+    def follow(self, fence: Fence) -> None:
+        """Have the device do what the current stream is given next after ``fence``; does not
+        block."""
 
     @abstractmethod
     def mark(self) -> DeviceFence | None:
@@ -73,7 +91,8 @@ class Streams(ABC):
     def launch(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> Flight:
         """Start ``copy`` after ``fence``, where it runs in order with others of its kind.
 
-        What ``copy`` raises is raised here; :class:`TransferFailed` if the device refuses.
+        What ``copy`` raises is raised here; :class:`TransferFailed` if the device refuses. Nothing
+        of a copy that failed is still on its way then.
         """
 
     def run(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> float:
@@ -86,6 +105,8 @@ class HostStreams(Streams):
 
     def fence(self) -> Fence:
         return None
+
+    def follow(self, fence: Fence) -> None: ...
 
     def mark(self) -> DeviceFence | None:
         return None
@@ -151,10 +172,30 @@ class CudaFlight(Flight):
         return self._seconds
 
 
+@contextmanager
+def draining(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Launch on ``stream``; where that breaks off, wait for what was launched, then raise.
+
+    Its bytes would otherwise land in blocks and slots that were given up, and perhaps belong to
+    somebody else by then.
+    """
+    whole = False
+    with torch.cuda.stream(stream):
+        try:
+            yield
+            whole = True
+        finally:
+            if not whole:
+                with suppress(RuntimeError):  # a lost device writes nothing any more
+                    stream.synchronize()  # blocks this thread only
+
+
 class CudaStreams(Streams):
     """One stream for loads, which requests wait for, and one of lower priority for stores."""
 
     def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
         least, greatest = torch.cuda.Stream.priority_range()
         self._streams = {
             TransferType.CPU_TO_GPU: torch.cuda.Stream(device, priority=greatest),
@@ -167,16 +208,20 @@ class CudaStreams(Streams):
         event.record()
         return event
 
+    def follow(self, fence: Fence) -> None:
+        torch.cuda.current_stream(self._device).wait_event(fence)
+
     def mark(self) -> DeviceFence | None:
         event = torch.cuda.Event(blocking=True)  # whoever waits must not spin on a core
         event.record()
         return DeviceFence(event)
 
     def launch(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> Flight:
+        use_device(self._device)
         stream = self._streams[kind]
         try:
             pair = self._pool.take()
-            with torch.cuda.stream(stream):
+            with draining(stream):
                 stream.wait_event(fence)
                 pair[0].record()
                 copy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from kvconnect.transport import pump
 from kvconnect.transport.base import Outgoing, Unit
 from kvconnect.transport.nixl.launching import Launches
 from kvconnect.transport.tcp.line import Line
+from kvconnect.worker import layers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +38,24 @@ class LoadRaises(KVConnect):
     def register_kv_caches(self, kv_caches: Any) -> None:
         self.worker.make_copier = _broken_copier
         super().register_kv_caches(kv_caches)
+
+
+class LayersComeLate(KVConnect):
+    """Each layer of a load comes by itself, long after the one before it, and nothing but the
+    hook of the layer waits for it."""
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        layers.PIECE_BYTES = 1
+        self.worker.make_copier = _slow_copier
+        super().register_kv_caches(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
+
+
+class NobodyWaits(LayersComeLate):
+    """And the hook does not, either."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
 
 
 class SwapsPages(KVConnect):
@@ -78,11 +98,27 @@ def _swapped(ids: array[int]) -> array[int]:
     return array("q", [ids[-1], *ids[1:-1], ids[0]]) if len(ids) > 1 else ids
 
 
+def _slow_copier(*args: Any) -> Copier:
+    copier = make_copier(*args)
+    enqueue_runs = copier.enqueue_runs
+
+    def enqueue_late(*args: Any) -> None:
+        time.sleep(0.03)
+        enqueue_runs(*args)
+
+    copier.enqueue_runs = enqueue_late  # type: ignore[method-assign]
+    return copier
+
+
 def _broken_copier(*args: Any) -> Copier:
     copier = make_copier(*args)
 
     def load(group: int, block_ids: Sequence[int], slots: Sequence[int]) -> None:
         raise RuntimeError(f"injected: load of {len(slots)} slots of group {group}")
 
+    def enqueue_runs(group: int, block_ids: Sequence[int], slots: Sequence[int], _: Any) -> None:
+        load(group, block_ids, slots)
+
     copier.load = load  # type: ignore[method-assign]
+    copier.enqueue_runs = enqueue_runs  # type: ignore[method-assign]
     return copier

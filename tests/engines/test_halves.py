@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.v1.core.block_pool import BlockPool
 
 from kvconnect.config import Config
+from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.scheduler import SchedulerHalf
 from kvconnect.engines.vllm.worker import WorkerHalf
@@ -175,3 +177,24 @@ def test_a_preempted_request_is_stored_from_its_new_blocks() -> None:
     half.after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([3, 4],)), 0)
     (job,) = half.build_step(output(64, ([3, 4],))).work.stores
     assert list(job.parts[0].block_ids) == [3, 4]
+
+
+def context(attn_metadata: object, mode: CUDAGraphMode = CUDAGraphMode.NONE) -> SimpleNamespace:
+    return SimpleNamespace(attn_metadata=attn_metadata, cudagraph_runtime_mode=mode)
+
+
+def test_hooks_are_relied_on_only_where_every_layer_has_its_own() -> None:
+    config, batch = engine_config(), {"layer0": object()}
+    assert translate.calls_layer_hooks(config, context(batch))
+    assert translate.calls_layer_hooks(config, context([batch, batch]))  # two halves of a batch
+    assert translate.calls_layer_hooks(config, context(batch, CUDAGraphMode.PIECEWISE))
+    assert not translate.calls_layer_hooks(config, context(batch, CUDAGraphMode.FULL))
+    assert not translate.calls_layer_hooks(config, context(None))
+    config.speculative_config = SimpleNamespace()
+    assert not translate.calls_layer_hooks(config, context(batch))
+
+
+def test_a_worker_knows_where_each_layer_ends() -> None:
+    worker = make_worker()
+    assert worker.tier.executor.sync.layers == {"layer0": (0, 1)}
+    worker.close()

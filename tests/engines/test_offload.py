@@ -41,6 +41,7 @@ from tests.engines.server import Server, kv_transfer
 
 FULL_BLOCKS = COUNT * (FULL // BLOCK_SIZE)  # of all prompts; their answers fill no block more
 OFFLOAD = kv_transfer(host_bytes=HOST, digest="full")
+FAULTY = "tests.engines.faulty"
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +203,23 @@ def test_synchronous_loads() -> None:
         loaded = FULL_BLOCKS + whole.cached // BLOCK_SIZE
         assert_moved(server, "llama", stored=FULL_BLOCKS, loaded=loaded)
         assert_nothing_leaks(server)
+
+
+def test_layers_of_a_synchronous_load_are_waited_for_one_by_one() -> None:
+    connector = kv_transfer("LayersComeLate", FAULTY, host_bytes=HOST, sync_load_bytes=HOST)
+    with Server("llama", connector, args=ONE_STEP_AT_A_TIME) as server:
+        for _ in range(2):
+            assert tokens(ask(server)) == expected("llama").fresh
+        server.settle()
+        assert hit_tokens(server) == COUNT * FULL
+        assert_nothing_leaks(server)
+
+
+def test_negative_control_a_forward_that_waits_for_no_layer_gets_other_tokens() -> None:
+    connector = kv_transfer("NobodyWaits", FAULTY, host_bytes=HOST, sync_load_bytes=HOST)
+    with Server("llama", connector, args=ONE_STEP_AT_A_TIME) as server:
+        assert tokens(ask(server)) == expected("llama").fresh
+        assert tokens(ask(server)) != expected("llama").fresh
 
 
 def test_a_full_tier_with_events() -> None:

@@ -29,6 +29,49 @@ def wait_for(executor: CopyExecutor, count: int) -> list[Done]:
     return done
 
 
+def test_the_device_waits_for_each_layer_of_a_synchronous_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvconnect.worker.layers.PIECE_BYTES", 1)
+    device = torch.device("cuda")
+    wanted = torch.randint(1, 256, (2 * BLOCKS * PAGE,), dtype=torch.uint8, device=device)
+    area = wanted.clone()
+    segments = tuple(Segment(layer * BLOCKS * PAGE, PAGE, PAGE) for layer in range(2))
+    geometry = Geometry((GroupGeometry(segments, BLOCKS),))
+    store = HostStore(BLOCKS, geometry.slot_bytes, "full")
+    assert store.pin()
+    copier = make_copier(area, store.tensor(), geometry)
+    executor = CopyExecutor(copier, store, geometry, make_streams(device))
+    executor.sync.layers = {"first": (0, 1), "second": (0, 2)}
+    part = Part(0, array("q", range(BLOCKS)), array("q", range(BLOCKS)))
+    executor.submit(Store(JobId(1), (part,), 60.0), executor.fence())
+    wait_for(executor, 1)
+    area.zero_()
+
+    slow = torch.cuda.Stream()
+    slow.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(slow):
+        torch.cuda._sleep(1_000_000_000)  # about half a second, which the load waits for
+        fence = executor.fence()
+    executor.submit(Load(JobId(2), "request", (part,), 60.0, True), fence)
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        early = area.clone()  # nothing waits for the load here
+    seen = []
+    for name, layer in zip(executor.sync.layers, area.chunk(2), strict=True):
+        executor.sync.before_layer(name)
+        seen.append(layer.clone())
+    executor.sync.finish()
+    (loaded,) = wait_for(executor, 1)
+    torch.cuda.synchronize()
+    assert not loaded.report.failures
+    assert torch.equal(torch.cat(seen), wanted)
+    assert not early.any()  # negative control
+    executor.close()
+    store.close()
+
+
 def test_blocks_survive_the_trip_behind_the_work_that_wrote_them() -> None:
     device = torch.device("cuda")
     area = torch.zeros(2 * BLOCKS * PAGE, dtype=torch.uint8, device=device)
@@ -52,7 +95,7 @@ def test_blocks_survive_the_trip_behind_the_work_that_wrote_them() -> None:
 
     area.zero_()
     executor.submit(Load(JobId(2), "request", (part,), 60.0, True), executor.fence())
-    executor.wait_sync_loads()
+    executor.sync.finish()
     (loaded,) = wait_for(executor, 1)
     assert not loaded.report.failures
     got, want = area.view(2, BLOCKS, PAGE), wanted.view(2, BLOCKS, PAGE)

@@ -94,6 +94,34 @@ def test_blocks_come_back_whole_and_alone(kind: str, layout: str) -> None:
     assert all(torch.equal(v[1], old[1]) for v, old in zip(views, before, strict=True))
 
 
+@kinds
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_runs_are_loaded_as_blocks_are(kind: str, layout: str) -> None:
+    """Also of the last slot. The reference has no parts of a block: all comes with the first."""
+    area, views = kv_cache(layout)
+    geometry = geometry_of(views)
+    segments = geometry.groups[0].segments
+    arena = random_bytes(4 * geometry.slot_bytes, seed=2)
+    copier = copier_class(kind)(area, arena, geometry)
+    copier.load(0, [4, 1], [3, 0])
+    wanted = area.clone()
+    area.zero_()
+    place = 0
+    for run, segment in enumerate(segments):
+        copier.enqueue_runs(0, [4, 1], [3, 0], (run, run + 1))
+        found = area[segment.offset + 4 * segment.stride :][: segment.length]
+        assert torch.equal(found, arena[3 * geometry.slot_bytes + place :][: segment.length])
+        place += segment.length
+        if kind == "native" and run == 0 and len(segments) > 1:
+            behind = area[segments[1].offset + 4 * segments[1].stride :][: segments[1].length]
+            assert not behind.any()  # negative control: it was not there from the start
+    wanted_blocks = wanted.clone()
+    for block in (0, 2, 3):
+        for s in segments:
+            wanted_blocks[s.offset + block * s.stride :][: s.length] = 0
+    assert torch.equal(area, wanted_blocks)
+
+
 def test_slot_holds_segments_back_to_back_in_order_of_offset() -> None:
     geometry = Geometry((GroupGeometry((Segment(8, 2, 2), Segment(0, 4, 3)), 2),))
     area = torch.arange(12, dtype=torch.uint8)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from array import array
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,12 +21,13 @@ xxhash = pytest.importorskip("xxhash")
 
 from kvconnect import copy, kernels  # noqa: E402
 from kvconnect.copy import cuda_driver  # noqa: E402
-from kvconnect.copy.calibrate import Choice  # noqa: E402
+from kvconnect.copy.calibrate import PAGES, Choice  # noqa: E402
 from kvconnect.copy.cuda import CudaCopier  # noqa: E402
 from kvconnect.copy.cuda_driver import CudaDriver, kernel_source  # noqa: E402
 from kvconnect.copy.reference import ReferenceCopier  # noqa: E402
 from kvconnect.errors import Incompatible, Misuse, TransferFailed  # noqa: E402
 from kvconnect.geometry import Geometry, GroupGeometry, Segment  # noqa: E402
+from kvconnect.kernels import PIECE_BYTES  # noqa: E402
 from scripts import build_kernels  # noqa: E402
 from tests.fake_driver import FakeDriver  # noqa: E402
 from tests.kernels import host_library  # noqa: E402
@@ -64,6 +67,26 @@ def test_it_matches_the_reference_byte_for_byte(choice: Choice, group: int) -> N
     untouched = memories()
     assert not torch.equal(results[0][1], untouched[1])  # negative control: something moved
     assert not torch.equal(results[0][2], untouched[0])
+
+
+@ways
+def test_runs_are_loaded_one_after_the_other(choice: Choice) -> None:
+    """Runs longer than a row of the kernel's table included, into blocks in any order."""
+    lengths = (40, 3 * PIECE_BYTES + 5, 16)
+    segments = tuple(Segment(n * 10 * PIECE_BYTES, 4 * PIECE_BYTES, lengths[n]) for n in range(3))
+    geometry = Geometry((GroupGeometry(segments, 2),))
+    area = torch.zeros(geometry.area_bytes, dtype=torch.uint8)
+    arena = torch.randint(0, 256, (2 * geometry.slot_bytes,), dtype=torch.uint8)
+    copier = CudaCopier(area, arena, geometry, FakeDriver(), choice)
+    wanted = area.clone()
+    for run, segment in enumerate(segments):
+        place = sum(lengths[:run])
+        for block, slot in ((1, 0), (0, 1)):
+            held = arena[slot * geometry.slot_bytes + place :][: segment.length]
+            wanted[segment.offset + block * segment.stride :][: segment.length] = held
+        assert not torch.equal(area, wanted)  # negative control
+        copier.enqueue_runs(0, [1, 0], [0, 1], (run, run + 1))
+        assert torch.equal(area, wanted)
 
 
 @ways
@@ -125,6 +148,8 @@ def test_every_call_that_fails_is_a_failed_transfer(choice: Choice) -> None:
         copier, _ = made(choice, driver)
         copier.store(0, [1, 2], [0, 1])
         copier.load(0, [1, 2], [0, 1])
+        copier.enqueue_runs(0, [1, 2], [0, 1], (0, 2))
+        copier.enqueue_runs(0, [1, 2], [0, 1], (2, 3))
         copier.enqueue_digests(0, [1])
 
     healthy = FakeDriver()
@@ -239,6 +264,26 @@ def test_without_kernels_torch_copies_and_it_is_said_once(
     assert len({*warnings}) == len(warnings) and why in warnings[0]
 
 
+def test_whichever_call_fails_at_the_start_there_is_a_copier(
+    make: Callable[..., copy.Copier], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A measurement that fails costs the choice, tables that fail the kernels."""
+    for module in ("calibrate", "cuda"):
+        monkeypatch.setattr(f"kvconnect.copy.{module}.SAMPLE_BYTES", PAGES[-1])
+    monkeypatch.setattr("tests.fake_driver.launch_on_host", lambda *_: None)
+    made, number, driver = set(), 0, FakeDriver()
+    while len(driver.calls) >= number:  # until none was left to fail
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(number)))
+        driver = FakeDriver(number, lost=number % 2 == 1)
+        made.add(type(make(partial(_same, driver))))
+        number += 1
+    assert number > 100 and made == {CudaCopier, ReferenceCopier}
+
+
+def _same(driver: FakeDriver, device: object) -> FakeDriver:
+    return driver
+
+
 def test_pageable_memory_is_left_to_torch(
     make: Callable[..., copy.Copier], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -260,6 +305,19 @@ def test_missing_cupy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     cuda_driver._load_kernels.cache_clear()
     with pytest.raises(Incompatible, match=r"CuPy is not installed .*kvconnect\[cuda12\]"):
+        cuda_driver._load_kernels(0)
+
+
+def test_a_cupy_that_does_not_fit_the_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = FakeCupy()
+
+    def device(index: int) -> None:
+        raise RuntimeError("cudaErrorInsufficientDriver")
+
+    cupy.cuda.Device = device
+    monkeypatch.setitem(sys.modules, "cupy", cupy)  # type: ignore[arg-type]
+    cuda_driver._load_kernels.cache_clear()
+    with pytest.raises(Incompatible, match="does not work on device 0: cudaErrorInsuff"):
         cuda_driver._load_kernels(0)
 
 
@@ -370,12 +428,16 @@ def test_attributes_are_laid_out_as_the_driver_wants_them() -> None:
     assert cuda_driver._CopyAttributes.flags.offset == 20
 
 
+NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+
+
 class HostCuda:
     """libcuda over host memory: arguments are taken apart as the driver would. ``status`` is what
-    every copy and launch answers."""
+    every copy and launch answers, in threads that have a context."""
 
     def __init__(self, batch: str | None) -> None:
         self.status = 0
+        self.local = threading.local()
         self.calls: list[tuple[str, int]] = []
         for name in ("cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"):
             if name == batch:
@@ -388,10 +450,26 @@ class HostCuda:
         version._obj.value = 13000
         return 0
 
+    def cuDeviceGet(self, device: Any, index: int) -> int:
+        device._obj.value = index
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: ctypes.c_int) -> int:
+        context._obj.value = 1000 + device.value
+        return 0
+
+    def cuCtxSetCurrent(self, context: ctypes.c_void_p) -> int:
+        self.local.context = context.value
+        return 0
+
+    @property
+    def answer(self) -> int:
+        return self.status if getattr(self.local, "context", None) == 1000 else NO_CONTEXT
+
     def copy(self, target: int, source: int, nbytes: int, stream: ctypes.c_void_p) -> int:
         self.calls.append(("copy", stream.value or 0))
         ctypes.memmove(target, source, nbytes)
-        return self.status
+        return self.answer
 
     def batch(self, second: bool, *arguments: Any) -> int:
         targets, sources, sizes, count, attributes, first, entries, *rest = arguments
@@ -401,7 +479,7 @@ class HostCuda:
         arrays = [(ctypes.c_int64 * count).from_address(at) for at in (targets, sources, sizes)]
         for target, source, nbytes in zip(*arrays, strict=True):
             ctypes.memmove(target, source, nbytes)
-        return self.status
+        return self.answer
 
     def launch(self, kernel: str, *arguments: Any) -> int:
         grid, _, _, threads, _, _, shared, stream, pointers, extra = arguments
@@ -410,7 +488,7 @@ class HostCuda:
         assert (
             host_library().run(kernel.encode(), min(grid, 2), min(threads, 128), 0, pointers) == 0
         )
-        return self.status
+        return self.answer
 
 
 class HostFunction:
@@ -503,6 +581,20 @@ def test_what_the_driver_answers_is_an_error(
         copier.store(0, [1], [1])
     library.status = 0
     copier.store(0, [1], [1])
+
+
+@ways
+@pytest.mark.parametrize("batch", [None, "cuMemcpyBatchAsync_v2"])
+def test_a_thread_without_a_context_is_given_one(
+    cuda: Callable[..., tuple[CudaDriver, HostCuda]], choice: Choice, batch: str | None
+) -> None:
+    driver, _ = cuda(batch)
+    copier = CudaCopier(*memories(), GEOMETRY, driver, choice)
+    with ThreadPoolExecutor(1) as fresh:
+        fresh.submit(copier.store, 0, [1], [1]).result()
+    driver._enter = lambda: None  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as fresh, pytest.raises(TransferFailed, match=str(NO_CONTEXT)):
+        fresh.submit(copier.store, 0, [1], [1]).result()  # negative control
 
 
 def test_a_status_is_an_error() -> None:

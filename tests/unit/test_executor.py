@@ -22,6 +22,7 @@ torch = pytest.importorskip("torch")
 from kvconnect.copy import Copier, make_copier  # noqa: E402
 from kvconnect.copy.reference import ReferenceCopier  # noqa: E402
 from kvconnect.worker import executor as executor_module  # noqa: E402
+from kvconnect.worker import layers as layers_module  # noqa: E402
 from kvconnect.worker.executor import CopyExecutor, Done  # noqa: E402
 from kvconnect.worker.streams import HostStreams  # noqa: E402
 
@@ -361,19 +362,20 @@ def test_a_deadline_between_chunks_keeps_what_was_copied(bench: Bench) -> None:
 def test_synchronous_loads_are_waited_for(bench: Bench) -> None:
     bench.submit(Store, {0: 0, 1: 1})
     bench.ended()
-    assert bench.executor.wait_sync_loads() == 0.0
+    assert bench.executor.sync.finish() == 0.0
     before = bench.blocks()
     bench.submit(Load, {4: 0}, sync=True)
     bench.submit(Load, {5: 1}, sync=True)
-    assert bench.executor.wait_sync_loads() > 0.0
+    bench.executor.sync.before_forward(hooks=True)
+    assert bench.executor.sync.finish() > 0.0
     assert [bench.block(4), bench.block(5)] == before[:2]
     assert [done.report.job for done in bench.executor.poll()] == [2, 3]  # at once, after a wait
-    assert bench.executor.wait_sync_loads() == 0.0
+    assert bench.executor.sync.finish() == 0.0
 
 
 def test_a_failed_synchronous_load_ends_the_wait(bench: Bench) -> None:
     bench.submit(Load, {4: -1}, sync=True)
-    bench.executor.wait_sync_loads()
+    bench.executor.sync.finish()
     (done,) = bench.executor.poll()
     assert causes(done) == [(4, -1, "missing")]
 
@@ -385,7 +387,7 @@ def test_other_loads_are_not_waited_for(bench: Bench) -> None:
     gate = bench.hold()
     bench.submit(Load, {4: 0})
     bench.await_copy()
-    assert bench.executor.wait_sync_loads() == 0.0
+    assert bench.executor.sync.finish() == 0.0
     gate.release(10)
     assert causes(bench.ended()[0]) == []
 
@@ -393,7 +395,7 @@ def test_other_loads_are_not_waited_for(bench: Bench) -> None:
 def test_a_stuck_synchronous_load_is_an_error(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor_module, "_STUCK_S", 0.05)
+    monkeypatch.setattr(layers_module, "_STUCK_S", 0.05)
     bench.submit(Store, {0: 0})
     bench.ended()
     bench.await_copy()
@@ -401,7 +403,7 @@ def test_a_stuck_synchronous_load_is_an_error(
     bench.submit(Load, {4: 0}, sync=True)
     bench.await_copy()
     with pytest.raises(TransferFailed, match="synchronous load 2 did not end"):
-        bench.executor.wait_sync_loads()
+        bench.executor.sync.finish()
     gate.release(10)
     bench.ended()
 

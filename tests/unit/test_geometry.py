@@ -87,6 +87,19 @@ def test_runs_are_as_few_as_the_layout_allows(layout: str, runs: int) -> None:
     assert len(group_of(layout, (3, 4, 2, 5, 6), 2, 4).segments) == runs
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layer_is_in_as_many_leading_runs_as_are_told(layout: str) -> None:
+    shape, itemsize, num_blocks = (3, 4, 2, 5, 6), 2, 4
+    group = group_of(layout, shape, itemsize, num_blocks)
+    for offset, view, strides in layer_views(layout, shape):
+        parts = view_segments(offset * itemsize, view, strides, itemsize, num_blocks)
+        wanted = set(run_bytes(parts, 1))
+        reach = group.reach(parts)
+        assert wanted <= set(run_bytes(group.segments[:reach], 1))
+        # Negative control: with one run less something is missing.
+        assert not wanted <= set(run_bytes(group.segments[: reach - 1], 1))
+
+
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_order_padding_and_ratio(data: st.DataObject) -> None:

@@ -118,11 +118,12 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self.worker.begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Wait for this step's synchronous loads; the others run on."""
-        self.worker.wait_sync_loads()
+        """See :meth:`WorkerHalf.start_forward`; only synchronous loads are waited for."""
+        self.worker.start_forward(translate.calls_layer_hooks(self._vllm_config, forward_context))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: synchronous loads are complete before the forward."""
+        """See :meth:`WorkerHalf.start_layer`."""
+        self.worker.start_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any

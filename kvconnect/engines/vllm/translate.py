@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import vllm
-from vllm.config import ParallelConfig, VllmConfig
+from vllm.config import CUDAGraphMode, ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.block_pool import BlockPool
@@ -214,26 +214,50 @@ def cache_geometry(config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor])
     Raises:
         Incompatible: naming the layer whose bytes cannot be told from shape and strides.
     """
-    base = next(iter(kv_caches.values())).untyped_storage().data_ptr()
     groups = []
     for group in config.kv_cache_groups:
         if not group.layer_names:
             raise Incompatible("a pipeline stage without layers of some KV-cache group: use fewer")
         segments: list[Segment] = []
         for layer in group.layer_names:
-            view = kv_caches[layer]
-            try:
-                segments += view_segments(
-                    view.data_ptr() - base,
-                    view.shape,
-                    view.stride(),
-                    view.element_size(),
-                    config.num_blocks,
-                )
-            except Incompatible as error:
-                raise Incompatible(f"layer {layer}: {error}") from error
+            segments += _layer_segments(layer, kv_caches[layer], config.num_blocks)
         groups.append(GroupGeometry(tuple(segments), config.num_blocks))
     return Geometry(tuple(groups))
+
+
+def _layer_segments(layer: str, view: torch.Tensor, num_blocks: int) -> tuple[Segment, ...]:
+    offset = view.data_ptr() - view.untyped_storage().data_ptr()
+    try:
+        return view_segments(offset, view.shape, view.stride(), view.element_size(), num_blocks)
+    except Incompatible as error:
+        raise Incompatible(f"layer {layer}: {error}") from error
+
+
+def cache_layers(
+    config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor], geometry: Geometry
+) -> dict[str, tuple[int, int]]:
+    """Return, per layer, its group and how many leading runs of the group hold all its bytes."""
+    return {
+        layer: (
+            number,
+            geometry.groups[number].reach(
+                _layer_segments(layer, kv_caches[layer], config.num_blocks)
+            ),
+        )
+        for number, group in enumerate(config.kv_cache_groups)
+        for layer in group.layer_names
+    }
+
+
+def calls_layer_hooks(config: VllmConfig, forward_context: Any) -> bool:
+    """Whether all attention layers that ever call the connector do so in this step.
+
+    They do not from a graph of the whole forward, nor in a step that computes nothing; and layers
+    of a draft model may run in a graph of their own.
+    """
+    whole = forward_context.cudagraph_runtime_mode is CUDAGraphMode.FULL
+    computes = bool(forward_context.attn_metadata)
+    return computes and not whole and config.speculative_config is None
 
 
 def handoff_format(

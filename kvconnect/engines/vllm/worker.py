@@ -71,6 +71,8 @@ class WorkerHalf:
                 self.make_copier,
                 self._config.store_rate,
             )
+            places = translate.cache_layers(self._kv_cache_config, kv_caches, geometry)
+            self._tier.executor.sync.layers = places
             self._below = make_lower_tiers(
                 self._vllm_config,
                 self._kv_cache_config,
@@ -114,11 +116,16 @@ class WorkerHalf:
         if self._agent is not None:
             self._agent.layer_written(layer_name)
 
-    def wait_sync_loads(self) -> None:
-        """Block until the loads this step's forward reads are there."""
-        waited = self._tier.executor.wait_sync_loads() if self._tier else 0.0
-        if waited and self._vllm_config.parallel_config.rank == 0:
-            self._stats.observe("load_exposed_seconds", waited, label=Tier.HOST.value)
+    def start_forward(self, hooks: bool) -> None:
+        """Have the forward come after the loads it reads. With ``hooks``, layers that have one
+        come after their own part of them, in :meth:`start_layer`."""
+        if self._tier is not None:
+            self._tier.executor.sync.before_forward(hooks)
+
+    def start_layer(self, layer_name: str) -> None:
+        """A layer's attention is launched next."""
+        if self._tier is not None:
+            self._tier.executor.sync.before_layer(layer_name)
 
     def end_step(self) -> None:
         """Store and hand off behind the forward that has been launched."""
@@ -135,6 +142,9 @@ class WorkerHalf:
         """
         finished: set[str] = set()
         failed: set[str] = set()
+        waited = self._tier.executor.sync.finish() if self._tier else 0.0
+        if waited and self._vllm_config.parallel_config.rank == 0:
+            self._stats.observe("load_exposed_seconds", waited, label=Tier.HOST.value)
         for done in self._tier.poll() if self._tier else ():
             self._reports.reports.append(done.report)
             if done.nbytes:
