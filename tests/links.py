@@ -63,8 +63,9 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def make_certificates(folder: Path, name: str = "worker") -> Security:
-    """Make a certificate authority in ``folder`` and one certificate of it."""
+def make_certificates(folder: Path, name: str = "worker", alternative: str = "") -> Security:
+    """Make a certificate authority in ``folder`` and one certificate of it, with an alternative
+    name such as ``IP:127.0.0.1`` if there is one."""
 
     def openssl(*arguments: str) -> None:
         subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
@@ -75,9 +76,13 @@ def make_certificates(folder: Path, name: str = "worker") -> Security:
         *("-subj", "/CN=authority", "-days", "2"),
     )
     openssl("req", *curve, "-keyout", "tls.key", "-out", "tls.csr", "-subj", f"/CN={name}")
+    extension = ()
+    if alternative:
+        (folder / "ext").write_text(f"subjectAltName={alternative}")
+        extension = ("-extfile", "ext")
     openssl(
         *("x509", "-req", "-in", "tls.csr", "-CA", "ca.crt", "-CAkey", "ca.key"),
-        *("-CAcreateserial", "-out", "tls.crt", "-days", "2"),
+        *("-CAcreateserial", "-out", "tls.crt", "-days", "2", *extension),
     )
     paths = [str(folder / file) for file in ("tls.crt", "tls.key", "ca.crt")]
     return Security(tls_cert=paths[0], tls_key=paths[1], tls_ca=paths[2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import itertools
 import logging
+import resource
 import socket
 import ssl
 import time
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 * 2**20
 _OPEN = ("/health", "/metrics")
 _BACKLOG = 1024  # connections that wait to be accepted
+IDLE_S = 75.0  # a connection may wait so long for a request, until the end of its head
+UNREAD_S = 60.0  # a client may take nothing of what waits for it so long
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -145,11 +148,15 @@ def serve(options: Options) -> None:
     if at.cert:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(at.cert, at.key)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a file for each connection
     family = socket.AF_INET6 if ":" in at.host else socket.AF_INET
     address = (at.host, at.port)
     with socket.create_server(
         address, family=family, backlog=_BACKLOG, reuse_port=at.shared
     ) as listener:
+        # Accepted connections inherit it. It also finds clients that vanished.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_S * 1000))
         host = f"[{at.host}]" if ":" in at.host else at.host
         scheme = "http" if context is None else "https"
         logger.info("router on %s://%s:%d", scheme, host, listener.getsockname()[1])
@@ -159,6 +166,8 @@ def serve(options: Options) -> None:
             ssl_context=context,
             handler_cancellation=True,
             shutdown_timeout=options.limits.drain_s,
+            keepalive_timeout=IDLE_S,
+            backlog=_BACKLOG,
             access_log=None,
             print=None,
             loop=uvloop.new_event_loop(),

@@ -10,7 +10,16 @@ from types import TracebackType
 
 from kvconnect.errors import KVConnectError
 from kvconnect.router import legs
-from kvconnect.router.http1 import Client, Connection, Lost, Unreachable, head_of, read
+from kvconnect.router.admission import Busy
+from kvconnect.router.http1 import (
+    Client,
+    Connection,
+    Exhausted,
+    Lost,
+    Unreachable,
+    head_of,
+    read,
+)
 from kvconnect.router.metrics import LegOutcome, RouterMetrics
 from kvconnect.router.policy import Cause, Place
 from kvconnect.router.upstreams import Upstream
@@ -133,6 +142,7 @@ class Leg:
         Raises:
             Rejected: the engine answered with 4xx.
             LegFailed: it answered otherwise but not with 200, or not at all.
+            Busy: the router may open no more connections.
         """
         base = self.upstream.base
         head = head_of(base, "POST", ask.path, ask.headers, len(ask.body))
@@ -203,6 +213,8 @@ class Leg:
         """Translate what the connection raises, and let the engine's watcher know."""
         try:
             yield
+        except Exhausted as error:
+            raise Busy("the router has as many connections as it may have", 1) from error
         except Unreachable as error:
             self.upstream.mark(up=False)
             raise self._unreachable("cannot be reached") from error

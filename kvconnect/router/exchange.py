@@ -23,7 +23,7 @@ from kvconnect.router import legs
 from kvconnect.router.admission import Admission, Busy
 from kvconnect.router.caches import Caches
 from kvconnect.router.client import Answer, Ask, Leg, LegFailed, Overhead, Rejected
-from kvconnect.router.http1 import Client
+from kvconnect.router.http1 import Client, within
 from kvconnect.router.metrics import Outcome, RouterMetrics
 from kvconnect.router.options import Options
 from kvconnect.router.policy import Choice, Mode, Place, Reason, Tried, Wish, choose, unpaired
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _FORWARDED = ("X-Request-Id", "Authorization", "traceparent", "tracestate")
 _SESSION = "X-Session-Id"
+BODY_S = 60.0  # for a request's body: who sends slower holds memory
 _T = TypeVar("_T")
 
 
@@ -81,7 +82,12 @@ class Exchange:
             self._services.metrics.request(chosen, self._outcome)
 
     async def _answer(self) -> web.StreamResponse:
-        raw = await self._request.read()
+        try:
+            reading, whole = self._request.read(), self._request.content.is_eof()
+            raw = await (reading if whole else within(reading, BODY_S))
+        except asyncio.TimeoutError:
+            self._outcome = Outcome.REJECTED
+            return self._reply.error(408, f"the body was not there within {BODY_S:g} seconds")
         try:
             body = legs.parse_body(raw)
             async with self._services.admission.enter():

@@ -7,6 +7,7 @@ that is most of its time. This one does what engines need: JSON out, an answer o
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 import time
 from collections import deque
@@ -27,6 +28,10 @@ _IDLE_MOST = 256  # connections kept per engine
 
 class Unreachable(KVConnectError):
     """No connection to the engine."""
+
+
+class Exhausted(Unreachable):
+    """This process may open no more connections, which is not the engine's fault."""
 
 
 class Lost(KVConnectError):
@@ -230,7 +235,7 @@ class Client:
     def __init__(self, silence_s: float, tls: ssl.SSLContext | None = None) -> None:
         self._silence_s = silence_s
         self._idle: dict[Base, list[Connection]] = {}
-        self._tls = tls
+        self._tls = tls  # made when first needed: reading the authorities takes a while
 
     async def open(
         self,
@@ -319,12 +324,16 @@ class Client:
 
     async def _connect(self, base: Base) -> Connection:
         loop = asyncio.get_running_loop()
-        tls = (self._tls or True) if base.tls else None
+        if base.tls:
+            self._tls = self._tls or ssl.create_default_context()
+        tls = self._tls if base.tls else None
         connecting = loop.create_connection(Connection, base.host, base.port, ssl=tls)
         try:
             return (await within(connecting, CONNECT_S))[1]
         except (OSError, asyncio.TimeoutError) as error:
-            raise Unreachable(f"{base.name}: {error or 'no connection in time'}") from error
+            full = getattr(error, "errno", 0) in (errno.EMFILE, errno.ENFILE)
+            kind = Exhausted if full else Unreachable
+            raise kind(f"{base.name}: {error or 'no connection in time'}") from error
 
     def _take(self, base: Base) -> Connection | None:
         idle = self._idle.get(base)

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvconnect.errors import Refused
 from kvconnect.router import legs, reports
-from kvconnect.router.http1 import Base, Client, Lost, Unreachable, head_of
+from kvconnect.router.http1 import Base, Client, Exhausted, Lost, Unreachable, head_of
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.upstreams import Said, Upstream
 from kvconnect.router.view import Engine, Role
@@ -64,6 +64,9 @@ class Watcher:
         try:
             status, _ = await self._client.get(upstream.base, "/health", PROBE_TIMEOUT_S)
             up = status == 200
+        except Exhausted as error:  # which says nothing about the engine
+            logger.warning("probe of %s: %s", upstream.url, error)
+            return
         except FAILED as error:
             logger.debug("probe of %s: %r", upstream.url, error)
             up = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import wraps
@@ -26,8 +27,9 @@ DONE = b"data: [DONE]\n\n"
 class FakeEngine:
     """One engine; ``answer`` decides what completions get and may be replaced at any time."""
 
-    def __init__(self, answer: Handler) -> None:
+    def __init__(self, answer: Handler, tls: ssl.SSLContext | None = None) -> None:
         self.answer = answer
+        self.tls = tls
         self.asked: list[dict[str, Any]] = []  # bodies of completions, without those for cards
         self.headers: list[dict[str, str]] = []
         self.paths: list[str] = []
@@ -44,7 +46,7 @@ class FakeEngine:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self.tls else ''}://127.0.0.1:{self.port}"
 
     @property
     def named(self) -> str:
@@ -61,7 +63,7 @@ class FakeEngine:
         app.router.add_get("/{path:.*}", self._other)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=self.tls).start()
         self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
