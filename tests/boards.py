@@ -122,10 +122,10 @@ class Prometheus(Process):
         with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}") as reply:
             return json.load(reply)["data"]
 
-    def at_once(self, expr: str) -> dict[str, float]:
-        """Return an expression's values now, by all of their labels but the name."""
+    def at_once(self, expr: str, when: float | None = None) -> dict[str, float]:
+        """Return an expression's values at a time, by all of their labels but the name."""
         found = {}
-        for sample in self.ask("query", query=filled(expr))["result"]:
+        for sample in self.ask("query", query=filled(expr), time=when or time.time())["result"]:
             labels = {k: v for k, v in sample["metric"].items() if k != "__name__"}
             found[", ".join(f"{k}={v}" for k, v in sorted(labels.items()))] = float(
                 sample["value"][1]
@@ -146,13 +146,13 @@ class Prometheus(Process):
         return {tuple(one) for one in shown if not self.numbers(one.expr, since)}
 
     def await_scrapes(self) -> None:
-        """Wait until every target's present state was scraped."""
+        """Wait until every target was asked for its present state; one that is down has none."""
         asked, deadline = time.time(), time.monotonic() + PATIENCE_S
         while not self._all_scraped_since(asked):
             assert time.monotonic() < deadline, "Prometheus does not scrape"
             time.sleep(0.1)
 
     def _all_scraped_since(self, then: float) -> bool:
-        up = self.ask("query", query="timestamp(up == 1)")["result"]
+        up = self.ask("query", query="timestamp(up)")["result"]
         wanted = sum(len(addresses) for addresses in self.targets.values())
         return sum(float(sample["value"][1]) > then for sample in up) == wanted
