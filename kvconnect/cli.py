@@ -1,4 +1,4 @@
-"""The ``kvconnect`` command: ``--version``, ``doctor``, ``cache`` and ``router``."""
+"""The ``kvconnect`` command: ``doctor``, ``cache``, ``dashboards``, ``router``, ``--version``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -23,6 +24,7 @@ from kvconnect.doctor import checks, disk, transport
 from kvconnect.doctor.finding import Finding, Report
 from kvconnect.doctor.half import Task
 from kvconnect.errors import ConfigError
+from kvconnect.metrics import dashboards
 from kvconnect.plan.keys import TENANT_BYTES, tenant_of
 from kvconnect.router.flags import add_flags, options_of
 
@@ -45,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_doctor_flags(doctor)
     cache = commands.add_parser("cache", help="look into a folder of the disk tier, or clear it")
     _add_cache_flags(cache)
+    boards = commands.add_parser("dashboards", help="Grafana dashboards and Prometheus alerts")
+    _add_dashboards_flags(boards)
     router = commands.add_parser("router", help="serve prefill and decode engines as one")
     add_flags(router)
     arguments = parser.parse_args(argv)
@@ -316,6 +320,27 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
         tenant = each.add_mutually_exclusive_group()
         tenant.add_argument("--tenant", metavar="SALT", help="only requests of this cache_salt")
         tenant.add_argument("--tenant-id", metavar="HEX", help="the same, by its id (see stats)")
+
+
+# dashboards -------------------------------------------------------------------------------------
+
+
+def run_dashboards(arguments: argparse.Namespace) -> int:
+    """Write dashboards and alerts into a folder; return the exit code."""
+    try:
+        written = dashboards.export(Path(arguments.folder))
+    except OSError as error:
+        print(f"kvconnect dashboards: {error}", file=sys.stderr)
+        return 1
+    print(*written, sep="\n")
+    return 0
+
+
+def _add_dashboards_flags(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    export = what.add_parser("export", help="write them into a folder")
+    export.add_argument("folder", metavar="DIR", help="where to; made if need be")
+    export.set_defaults(run=run_dashboards)
 
 
 # router -----------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ FOREIGN = {
     "obstore": ("store/object.py",),
     "mooncake": ("store/mooncake.py",),
     "prometheus_client": ("metrics/prometheus.py", "router/"),
+    "grafana_foundation_sdk": ("metrics/boards/",),
     "aiohttp": ("router/",),
     "uvloop": ("router/",),
     "httptools": ("router/",),

@@ -173,6 +173,9 @@ class Process(Client, ABC):
     nursery: ClassVar[Nursery | None] = None
     """What forks servers of this class in tests; elsewhere they are started as users do it."""
 
+    health: ClassVar[str] = "/health"
+    """What answers when the server is up."""
+
     @abstractmethod
     def command(self) -> list[str]:
         """Return the program and its arguments."""
@@ -256,7 +259,7 @@ class Process(Client, ABC):
             if self.process.poll() is not None:
                 raise ServerDied(self.log.read_text(errors="replace"))
             try:
-                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+                urllib.request.urlopen(f"{self.url}{self.health}", timeout=5).close()
                 return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.25)
