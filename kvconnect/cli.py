@@ -1,4 +1,4 @@
-"""The ``kvconnect`` command: ``--version``, ``doctor``, ``cache`` and ``router``."""
+"""The ``kvconnect`` command."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from kvconnect.doctor.finding import Finding, Report
 from kvconnect.doctor.half import Task
 from kvconnect.errors import ConfigError
 from kvconnect.plan.keys import TENANT_BYTES, tenant_of
-from kvconnect.router.flags import add_flags, options_of
+from kvconnect.router import flags as router_flags
+from kvconnect.top import flags as top_flags
 
 Refuse = Callable[[str], NoReturn]
 """Ends the command with a usage error."""
@@ -35,6 +36,17 @@ _TENANTS = 10  # that are shown, those with most first; there may be one per use
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the ``kvconnect`` command; returns the exit code."""
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+        return code
+    except KeyboardInterrupt:
+        return 130  # as a shell says it; what was started has been ended
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command; what it parses names what to ``run``."""
     parser = argparse.ArgumentParser(prog="kvconnect", description="KV-cache connector tools")
     version = versions.installed("kvconnect") or "(not installed: running from a checkout)"
     parser.add_argument("--version", action="version", version=f"%(prog)s {version}")
@@ -46,15 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     cache = commands.add_parser("cache", help="look into a folder of the disk tier, or clear it")
     _add_cache_flags(cache)
     router = commands.add_parser("router", help="serve prefill and decode engines as one")
-    add_flags(router)
-    arguments = parser.parse_args(argv)
-    if arguments.command == "router":
-        return run_router(arguments, router.error)
-    try:
-        code: int = arguments.run(arguments)
-        return code
-    except KeyboardInterrupt:
-        return 130  # as a shell says it; what was started has been ended
+    router_flags.add_flags(router)
+    router.set_defaults(run=partial(run_router, router.error))
+    top = commands.add_parser("top", help="watch engines and routers on a terminal")
+    top_flags.add_flags(top)
+    top.set_defaults(run=partial(run_top, top.error))
+    return parser
 
 
 # doctor -----------------------------------------------------------------------------------------
@@ -321,14 +330,11 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
 # router -----------------------------------------------------------------------------------------
 
 
-def run_router(arguments: argparse.Namespace, refuse: Refuse) -> int:
+def run_router(refuse: Refuse, arguments: argparse.Namespace) -> int:
     """Run the router until it is told to stop; return the exit code."""
+    app = _optional("kvconnect.router.app", "router", refuse)
     try:
-        app = importlib.import_module("kvconnect.router.app")
-    except ImportError as error:
-        refuse(f"{error.name} is missing: pip install 'kvconnect[router]'")
-    try:
-        options = options_of(arguments)
+        options = router_flags.options_of(arguments)
     except ConfigError as error:
         refuse(f"--{error.field} {error.value}: {error.fix}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -338,6 +344,29 @@ def run_router(arguments: argparse.Namespace, refuse: Refuse) -> int:
         print(f"kvconnect router: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+# top --------------------------------------------------------------------------------------------
+
+
+def run_top(refuse: Refuse, arguments: argparse.Namespace) -> int:
+    """Show what endpoints say; return the exit code: with ``--once``, 1 if one of them is down."""
+    app = _optional("kvconnect.top.app", "top", refuse)
+    try:
+        return 0 if app.run(app.options_of(arguments), sys.stdout) else 1
+    except ConfigError as error:
+        refuse(f"{error.field} {error.value}: {error.fix}")
+    except OSError as error:  # a full disk under --record, or a closed pipe
+        print(f"kvconnect top: {error}", file=sys.stderr)
+        return 1
+
+
+def _optional(module: str, extra: str, refuse: Refuse) -> Any:
+    """Import a part of the command that needs an extra, or say which."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        refuse(f"{error.name} is missing: pip install 'kvconnect[{extra}]'")
 
 
 if __name__ == "__main__":
