@@ -24,8 +24,9 @@ from kvconnect.doctor.finding import Finding, Report
 from kvconnect.doctor.half import Task
 from kvconnect.errors import ConfigError
 from kvconnect.plan.keys import TENANT_BYTES, tenant_of
+from kvconnect.report import command as report_command
 from kvconnect.router import flags as router_flags
-from kvconnect.top import flags as top_flags
+from kvconnect.top import command as top_command
 
 Refuse = Callable[[str], NoReturn]
 """Ends the command with a usage error."""
@@ -60,9 +61,8 @@ def make_parser() -> argparse.ArgumentParser:
     router = commands.add_parser("router", help="serve prefill and decode engines as one")
     router_flags.add_flags(router)
     router.set_defaults(run=partial(run_router, router.error))
-    top = commands.add_parser("top", help="watch engines and routers on a terminal")
-    top_flags.add_flags(top)
-    top.set_defaults(run=partial(run_top, top.error))
+    top_command.add_command(commands)
+    report_command.add_command(commands)
     return parser
 
 
@@ -332,7 +332,10 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_router(refuse: Refuse, arguments: argparse.Namespace) -> int:
     """Run the router until it is told to stop; return the exit code."""
-    app = _optional("kvconnect.router.app", "router", refuse)
+    try:
+        app = importlib.import_module("kvconnect.router.app")
+    except ImportError as error:
+        refuse(f"{error.name} is missing: pip install 'kvconnect[router]'")
     try:
         options = router_flags.options_of(arguments)
     except ConfigError as error:
@@ -344,29 +347,6 @@ def run_router(refuse: Refuse, arguments: argparse.Namespace) -> int:
         print(f"kvconnect router: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-# top --------------------------------------------------------------------------------------------
-
-
-def run_top(refuse: Refuse, arguments: argparse.Namespace) -> int:
-    """Show what endpoints say; return the exit code: with ``--once``, 1 if one of them is down."""
-    app = _optional("kvconnect.top.app", "top", refuse)
-    try:
-        return 0 if app.run(app.options_of(arguments), sys.stdout) else 1
-    except ConfigError as error:
-        refuse(f"{error.field} {error.value}: {error.fix}")
-    except OSError as error:  # a full disk under --record, or a closed pipe
-        print(f"kvconnect top: {error}", file=sys.stderr)
-        return 1
-
-
-def _optional(module: str, extra: str, refuse: Refuse) -> Any:
-    """Import a part of the command that needs an extra, or say which."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        refuse(f"{error.name} is missing: pip install 'kvconnect[{extra}]'")
 
 
 if __name__ == "__main__":

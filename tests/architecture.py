@@ -34,6 +34,7 @@ FOREIGN = {
     "rich": ("top/app.py", "top/screen.py"),
     "matplotlib": ("report/plots.py",),
     "jinja2": ("report/page.py",),
+    "markupsafe": ("report/page.py",),  # a part of jinja2
     "aiohttp": ("router/",),
     "uvloop": ("router/",),
     "httptools": ("router/",),
