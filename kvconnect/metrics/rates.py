@@ -131,6 +131,8 @@ def endpoint(before: Scrape | None, after: Scrape) -> Endpoint:
 
 def _engine(url: str, kind: str, read: _Reading) -> Endpoint:
     asked, hits = read.rise("query_tokens_total"), read.rise("hit_tokens_total")
+    # Without a host tier, stores that find no room in it are no news.
+    unused = "" if read.total("host_bytes_capacity") else "skipped_store_blocks"
     return Endpoint(
         url=url,
         kind=kind,
@@ -145,7 +147,7 @@ def _engine(url: str, kind: str, read: _Reading) -> Endpoint:
             oldest_hold_s=read.highest("ledger_oldest_hold_seconds"),
         ),
         phases=_phases(read, _PHASES),
-        failures=_failures(read, FAILURES),
+        failures=_failures(read, {n: label for n, label in FAILURES.items() if n != unused}),
     )
 
 

@@ -56,9 +56,9 @@ def _transfers(one: Endpoint) -> Table:
     rows = (
         (
             each.transfer_type,
-            f"{size(each.bytes_per_s)}/s",
+            speed(each.bytes_per_s),
             duration(each.seconds_per_operation),
-            f"{size(each.copy_bytes_per_s)}/s",
+            speed(each.copy_bytes_per_s),
             size(each.bytes_total),
         )
         for each in one.transfers
@@ -94,8 +94,8 @@ def _peers(one: Endpoint) -> Table:
     rows = (
         (
             plain(each.peer),
-            f"{size(each.bytes_per_s)}/s",
-            f"{size(each.copy_bytes_per_s)}/s",
+            speed(each.bytes_per_s),
+            speed(each.copy_bytes_per_s),
             size(each.bytes_total),
             count(each.failures_total),
         )
@@ -172,6 +172,11 @@ def plain(text: str) -> str:
 def size(nbytes: float | None) -> str:
     """Return bytes for people, in powers of 1000 as links and disks are named."""
     return "-" if nbytes is None else "{:.3g} {}B".format(*_scaled(nbytes))
+
+
+def speed(nbytes: float | None) -> str:
+    """Return bytes per second for people."""
+    return "-" if nbytes is None else f"{size(nbytes)}/s"
 
 
 def count(number: float | None) -> str:
