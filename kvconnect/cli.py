@@ -1,4 +1,4 @@
-"""The ``kvconnect`` command: ``doctor``, ``cache``, ``dashboards``, ``router``, ``--version``."""
+"""The ``kvconnect`` command."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from kvconnect.doctor.half import Task
 from kvconnect.errors import ConfigError
 from kvconnect.metrics import dashboards
 from kvconnect.plan.keys import TENANT_BYTES, tenant_of
-from kvconnect.router.flags import add_flags, options_of
+from kvconnect.report import command as report_command
+from kvconnect.router import flags as router_flags
+from kvconnect.top import command as top_command
 
 Refuse = Callable[[str], NoReturn]
 """Ends the command with a usage error."""
@@ -37,6 +39,17 @@ _TENANTS = 10  # that are shown, those with most first; there may be one per use
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the ``kvconnect`` command; returns the exit code."""
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+        return code
+    except KeyboardInterrupt:
+        return 130  # as a shell says it; what was started has been ended
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command; what it parses names what to ``run``."""
     parser = argparse.ArgumentParser(prog="kvconnect", description="KV-cache connector tools")
     version = versions.installed("kvconnect") or "(not installed: running from a checkout)"
     parser.add_argument("--version", action="version", version=f"%(prog)s {version}")
@@ -50,15 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     boards = commands.add_parser("dashboards", help="Grafana dashboards and Prometheus alerts")
     _add_dashboards_flags(boards)
     router = commands.add_parser("router", help="serve prefill and decode engines as one")
-    add_flags(router)
-    arguments = parser.parse_args(argv)
-    if arguments.command == "router":
-        return run_router(arguments, router.error)
-    try:
-        code: int = arguments.run(arguments)
-        return code
-    except KeyboardInterrupt:
-        return 130  # as a shell says it; what was started has been ended
+    router_flags.add_flags(router)
+    router.set_defaults(run=partial(run_router, router.error))
+    top_command.add_command(commands)
+    report_command.add_command(commands)
+    return parser
 
 
 # doctor -----------------------------------------------------------------------------------------
@@ -346,14 +355,14 @@ def _add_dashboards_flags(parser: argparse.ArgumentParser) -> None:
 # router -----------------------------------------------------------------------------------------
 
 
-def run_router(arguments: argparse.Namespace, refuse: Refuse) -> int:
+def run_router(refuse: Refuse, arguments: argparse.Namespace) -> int:
     """Run the router until it is told to stop; return the exit code."""
     try:
         app = importlib.import_module("kvconnect.router.app")
     except ImportError as error:
         refuse(f"{error.name} is missing: pip install 'kvconnect[router]'")
     try:
-        options = options_of(arguments)
+        options = router_flags.options_of(arguments)
     except ConfigError as error:
         refuse(f"--{error.field} {error.value}: {error.fix}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")

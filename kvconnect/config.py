@@ -96,8 +96,9 @@ class Config(BelowConfig, frozen=True, kw_only=True):
     """All settings: of the host tier, of the hand-off between engines, and of both.
 
     Attributes:
-        host_bytes: host memory of one engine, shared by its workers on this machine; 0 means
-            ``auto``: a quarter of the machine's (or container's) memory; ``OFF``: no host tier.
+        host_bytes: host memory of one engine, shared by its workers on this machine;
+            ``"auto"``: a quarter of the machine's or container's memory, divided among the
+            data-parallel engines on it; ``"off"``: no host tier.
         policy: which block leaves a full tier first. ``lru`` suits conversations; ``s3fifo``
             keeps a working set through long scans of one-off prompts.
         digest: which blocks get a checksum when stored or sent that is verified when they are
@@ -113,7 +114,7 @@ class Config(BelowConfig, frozen=True, kw_only=True):
             gives no sign of life.
     """
 
-    host_bytes: int = 0
+    host_bytes: int = 0  # "auto"; OFF: "off"
     policy: PolicyName = "lru"
     digest: DigestMode = "sampled"
     deadline_s: float = 30.0

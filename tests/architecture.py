@@ -16,7 +16,7 @@ LAYERS = (
     {"wire", "plan", "geometry", "pages", "slices", "format", "kernels", "_native"},
     {"transport", "copy", "store"},
     {"worker", "metrics", "router"},
-    {"engines", "testing", "doctor", "__init__"},
+    {"engines", "testing", "doctor", "top", "report", "__init__"},
     {"cli"},
 )
 """L0 to L5. An import goes to a lower layer or stays inside its folder; L0 counts as one folder."""
@@ -30,8 +30,12 @@ FOREIGN = {
     "valkey": ("store/valkey.py",),
     "obstore": ("store/object.py",),
     "mooncake": ("store/mooncake.py",),
-    "prometheus_client": ("metrics/prometheus.py", "router/"),
     "grafana_foundation_sdk": ("metrics/boards/",),
+    "prometheus_client": ("metrics/prometheus.py", "router/", "top/fetch.py"),
+    "rich": ("top/app.py", "top/screen.py"),
+    "matplotlib": ("report/plots.py",),
+    "jinja2": ("report/page.py",),
+    "markupsafe": ("report/page.py",),  # a part of jinja2
     "aiohttp": ("router/",),
     "uvloop": ("router/",),
     "httptools": ("router/",),

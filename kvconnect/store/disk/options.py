@@ -34,7 +34,7 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
         min_free: bytes of the file system to leave free: the tier shrinks, or takes nothing more.
         policy: which segment leaves first.
         tenant_share: part of ``capacity`` that the blocks of one tenant may take, in (0, 1];
-            1: no bound. A tenant is the first 8 bytes of a key, see ``plan.keys``.
+            1: no bound. A tenant is the first 8 bytes of a key: the request's ``cache_salt``.
         about: what the fingerprint means, in words; ``model`` is what ``kvconnect cache`` goes by.
     """
 

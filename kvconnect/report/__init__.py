@@ -1,0 +1,1 @@
+"""``kvconnect report``: one page about one run, or two compared."""

@@ -1,0 +1,1 @@
+"""``kvconnect top``: what some ``/metrics`` endpoints say right now, on a terminal or as JSON."""

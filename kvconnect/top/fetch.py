@@ -1,0 +1,74 @@
+"""Scrapes endpoints. Whatever one does, the answer is a scrape: with samples or an error."""
+
+from __future__ import annotations
+
+import http.client
+import time
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvconnect.errors import ConfigError
+from kvconnect.metrics.rates import Labels, Samples, Scrape
+
+_TIMEOUT_S = 5.0
+_MOST_BYTES = 64 << 20
+_AT_ONCE = 16
+
+
+def metrics_url(text: str) -> str:
+    """Return the URL to scrape: ``HOST:PORT`` is http, and without a path it is ``/metrics``.
+
+    Raises:
+        ConfigError: neither http nor https, or no host.
+    """
+    url = text if "://" in text else f"http://{text}"
+    fix = "use http://HOST:PORT or https://HOST:PORT"
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError as error:
+        raise ConfigError("url", text, f"{fix}: {error}") from error
+    if not good or not text.isascii() or not text.isprintable() or " " in text:
+        raise ConfigError("url", text, fix)
+    return url if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/metrics"
+
+
+def scrape_all(urls: Sequence[str]) -> list[Scrape]:
+    """Scrape all URLs at the same time; takes as long as the slowest, at most some seconds."""
+    with ThreadPoolExecutor(min(len(urls), _AT_ONCE)) as pool:
+        return list(pool.map(scrape, urls))
+
+
+def scrape(url: str) -> Scrape:
+    """Scrape one URL. Never raises for what the other side does."""
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as reply:
+            body = reply.read(_MOST_BYTES + 1)
+        if len(body) > _MOST_BYTES:
+            raise ValueError(f"more than {_MOST_BYTES >> 20} MiB")
+        return Scrape(url, time.monotonic(), parse(body.decode()))
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        return Scrape(url, time.monotonic(), {}, _reason(error))
+
+
+def parse(text: str) -> Samples:
+    """Return KVConnect's samples of a scrape; the engine's own are passed over unread.
+
+    Raises:
+        ValueError: no Prometheus text.
+    """
+    ours = "\n".join(line for line in text.splitlines() if "kvconnect_" in line)
+    samples: dict[str, dict[Labels, float]] = {}
+    for family in text_string_to_metric_families(ours):
+        for sample in family.samples:
+            samples.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
+    return samples
+
+
+def _reason(error: Exception) -> str:
+    why = getattr(error, "reason", None) or error
+    return str(why) or type(error).__name__
