@@ -334,7 +334,7 @@ def run_router(arguments: argparse.Namespace, refuse: Refuse) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         app.serve(options)
-    except OSError as error:
+    except (ConfigError, OSError) as error:
         print(f"kvconnect router: {error}", file=sys.stderr)
         return 1
     return 0
