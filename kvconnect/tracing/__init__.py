@@ -1,8 +1,8 @@
 """OpenTelemetry spans. Nothing of OpenTelemetry is imported until tracing is on.
 
 An engine sets OpenTelemetry up in its own processes, and our spans go the way of its own
-(:func:`of_engine`). The router is a program of its own and obeys the usual ``OTEL_*`` variables
-(:func:`of_environment`).
+(:class:`~kvconnect.tracing.otel.Tracer`). The router is a program of its own and obeys the usual
+``OTEL_*`` variables (:func:`of_environment`).
 """
 
 from __future__ import annotations
@@ -17,17 +17,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-
-
-def of_engine() -> Tracer:
-    """Return what makes spans in an engine's process, whose tracing is on.
-
-    Raises:
-        ImportError: OpenTelemetry is not installed.
-    """
-    from kvconnect.tracing.otel import Tracer
-
-    return Tracer()
 
 
 def of_environment(service: str) -> Tracer | None:

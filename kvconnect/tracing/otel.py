@@ -6,11 +6,12 @@ import os
 from collections.abc import Mapping
 
 from opentelemetry import trace
-from opentelemetry.context import Context
+from opentelemetry.context import Context as Context
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
-from opentelemetry.trace import Span, SpanKind, StatusCode
+from opentelemetry.trace import Span as Span
+from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kvconnect import versions
@@ -18,7 +19,7 @@ from kvconnect.errors import ConfigError
 
 Attributes = Mapping[str, str | int | float | bool]
 
-SERVER, CLIENT = SpanKind.SERVER, SpanKind.CLIENT
+INTERNAL, SERVER, CLIENT = SpanKind.INTERNAL, SpanKind.SERVER, SpanKind.CLIENT
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _W3C = TraceContextTextMapPropagator()
 
@@ -59,7 +60,7 @@ class Tracer:
         error: str = "",
     ) -> Context:
         """Make a span that is over; return the context for spans under it."""
-        span = self.start(name, parent, SpanKind.INTERNAL, times[0], attributes)
+        span = self.start(name, parent, INTERNAL, times[0], attributes)
         if error:
             fail(span, error)
         span.end(times[1])
