@@ -192,7 +192,7 @@ class Moved(NamedTuple):
 
     Attributes:
         first: when the first page began to move.
-        ready: reader's side: when the last page had been computed, as far as it was told.
+        ready: reader's side: when it heard that all had been computed; 0 if the pages were faster.
         chunks: sender's side.
     """
 

@@ -80,7 +80,7 @@ class Journal:
             path=path,
             asked=found.asked,
             first=found.first or ended,
-            ready=found.ready or ended,
+            ready=found.ready,
             ended=ended,
             nbytes=nbytes,
             seconds=seconds,

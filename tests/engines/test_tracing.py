@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import pytest
 
 from tests.collector import Collector, Seen, collecting, text_of
+from tests.engines.models import BLOCK_SIZE
 from tests.engines.pd import (
     card,
     decode_config,
+    prefill,
     prefill_config,
     push_params,
     received_bytes,
@@ -27,6 +30,7 @@ from tests.engines.test_handoff import BLOCKS_EACH, LIMITS, assert_quiet, one_cl
 
 ROOT = "POST /v1/completions"
 STEP = 256  # tokens of a step, as the servers are started
+STEP_BLOCKS = STEP // BLOCK_SIZE
 CHUNKS = -(-PROMPT // STEP)
 NBYTES = BLOCKS_EACH * block_bytes("llama")
 OUR_ENGINES = ("prefill", "decode")
@@ -64,16 +68,24 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield Fleet(p, d, collector, *routers)
 
 
-def ask(client: Client, number: int, flags: str = "01", **extra: object) -> tuple[str, str]:
-    """Ask for a prompt within a trace; return its id and the id of the client's own span."""
+@contextmanager
+def traced(*clients: Client, sampled: bool = True) -> Iterator[tuple[str, str]]:
+    """Have clients ask within a trace; yield its id and the id of the clients' own span."""
     trace, span = secrets.token_hex(16), secrets.token_hex(8)
-    client.headers["traceparent"] = f"00-{trace}-{span}-{flags}"
+    for client in clients:
+        client.headers["traceparent"] = f"00-{trace}-{span}-0{sampled:d}"
     try:
-        answer = client.complete(prompts()[number], NEW, **extra)
+        yield trace, span
     finally:
-        del client.headers["traceparent"]
-    assert answer.tokens == expected("llama").fresh[number]
-    return trace, span
+        for client in clients:
+            del client.headers["traceparent"]
+
+
+def ask(client: Client, number: int, sampled: bool = True) -> tuple[str, str]:
+    """Ask for a prompt within a trace of its own; return what :func:`traced` yields."""
+    with traced(client, sampled=sampled) as ids:
+        assert client.complete(prompts()[number], NEW).tokens == expected("llama").fresh[number]
+    return ids
 
 
 def forget(fleet: Fleet) -> None:
@@ -83,7 +95,7 @@ def forget(fleet: Fleet) -> None:
         server.post("/reset_prefix_cache?reset_external=true")
 
 
-def has(*wanted: str) -> object:
+def has(*wanted: str) -> Callable[[list[Seen]], bool]:
     """Say whether spans have names; vLLM makes its own, last of all."""
 
     def enough(spans: list[Seen]) -> bool:
@@ -135,6 +147,8 @@ def assert_tree(spans: list[Seen], client_span: str) -> None:
     wait, wire = (one(spans, f"kvconnect.{name}") for name in ("wait", "wire"))
     assert wait.parent == wire.parent == receive.id
     assert receive.holds(wait) and receive.holds(wire) and wait.ended == wire.began, text
+    for exposed in (span for span in spans if span.name == "kvconnect.exposed"):
+        assert wire.holds(exposed) and exposed.ended == wire.ended, text
     hold = one(spans, "kvconnect.hold", "prefill")
     send = one(spans, "kvconnect.send", "prefill")
     assert send.parent == hold.id and hold.holds(send) and hold.attributes["kvconnect.served"]
@@ -154,15 +168,32 @@ def test_push(fleet: Fleet) -> None:
     spans = fleet.collector.wait(trace, HANDED_OVER)
     assert_tree(spans, client_span)
     assert one(spans, "choose").attributes["kvconnect.mode"] == "push"
-    # Each chunk leaves when it is computed, the first while the prompt still is.
-    chunks = [span for span in spans if span.name == "kvconnect.send.chunk"]
-    assert len(chunks) == CHUNKS
-    prefill = one(spans, "kvconnect.prefill", "prefill")
-    assert prefill.began < chunks[0].began < prefill.ended
-    assert prefill.events == ("step",) * CHUNKS
+    assert one(spans, "kvconnect.prefill", "prefill").events == ("step",) * CHUNKS
     assert_quiet(fleet.prefill, fleet.decode)
     assert received_bytes(fleet.decode) - moved[0] == NBYTES
     assert sent_bytes(fleet.prefill) - moved[1] == NBYTES
+
+
+def test_chunks_leave_while_the_prompt_is_computed(fleet: Fleet) -> None:
+    forget(fleet)
+    offer = card(fleet.prefill)
+    for number in range(8):  # until the decode engine was the first to ask
+        prompt, transfer = prompts()[number], secrets.token_hex(16)
+        told = {"kv_transfer_params": push_params(transfer, offer)}
+        both = traced(fleet.prefill, fleet.decode)
+        with ThreadPoolExecutor(1) as pool, both as (trace, _):
+            answer = pool.submit(fleet.decode.complete, prompt, NEW, **told)
+            time.sleep(0.5)
+            prefill(fleet.prefill, prompt, transfer)
+            assert answer.result().tokens == expected("llama").fresh[number]
+        spans = fleet.collector.wait(trace, has("llm_request", "llm_request", "kvconnect.hold"))
+        chunks = [span for span in spans if span.name == "kvconnect.send.chunk"]
+        if len(chunks) == CHUNKS:
+            break
+    computing = one(spans, "kvconnect.prefill", "prefill")
+    assert [chunk.attributes["kvconnect.first_block"] for chunk in chunks] == [0, STEP_BLOCKS]
+    assert computing.began < chunks[0].began < computing.ended
+    assert chunks[0].began < chunks[1].began
 
 
 def test_pull(fleet: Fleet) -> None:
@@ -174,8 +205,6 @@ def test_pull(fleet: Fleet) -> None:
     first, second = (one(spans, leg, "kvconnect-router") for leg in OUR_ENGINES)
     send = one(spans, "kvconnect.send")
     assert first.ended <= second.began <= send.began
-    exposed, wire = one(spans, "kvconnect.exposed"), one(spans, "kvconnect.wire")
-    assert exposed.ended == wire.ended
 
 
 def test_loads_from_host_and_disk(fleet: Fleet) -> None:
@@ -208,12 +237,9 @@ def test_loads_from_host_and_disk(fleet: Fleet) -> None:
 def test_a_refused_hand_off_shows(fleet: Fleet) -> None:
     """Negative control of the tree: a receive that fails has no wire, and says why."""
     forget(fleet)
-    trace, span = secrets.token_hex(16), secrets.token_hex(8)
-    fleet.decode.headers["traceparent"] = f"00-{trace}-{span}-01"
     unknown = push_params(secrets.token_hex(16), card(fleet.prefill) + "x")
-    with one_clean_error():
+    with traced(fleet.decode) as (trace, span), one_clean_error():
         fleet.decode.complete(prompts()[4], NEW, kv_transfer_params=unknown)
-    del fleet.decode.headers["traceparent"]
     spans = fleet.collector.wait(trace, has("kvconnect.receive"))
     assert one(spans, "kvconnect.receive").failed
     assert not {"kvconnect.wire", "kvconnect.wait"} & {span.name for span in spans}
@@ -224,7 +250,7 @@ def test_a_refused_hand_off_shows(fleet: Fleet) -> None:
 
 def test_what_is_not_sampled_or_not_traced_leaves_no_span(fleet: Fleet) -> None:
     forget(fleet)
-    unsampled, _ = ask(fleet.traced, 5, flags="00")
+    unsampled, _ = ask(fleet.traced, 5, sampled=False)
     passed_on, client_span = ask(fleet.silent, 6)
     # The silent router passes the client's headers on, so the engines' spans are the client's.
     found = fleet.collector.wait(passed_on, has("llm_request", "llm_request", "kvconnect.receive"))

@@ -248,7 +248,8 @@ class TracedScheduler(SchedulerHalf):
             self._under(span, "kvconnect.wait", (moved.asked, moved.first), moved, {})
             about = _moved(moved) | {"kvconnect.transport": moved.path}
             self._under(span, "kvconnect.wire", (moved.first, moved.ended), moved, about)
-            self._under(span, "kvconnect.exposed", (moved.ready, moved.ended), moved, {})
+            if moved.ready:
+                self._under(span, "kvconnect.exposed", (moved.ready, moved.ended), moved, {})
         self._end_load(span, reports)
 
     def _on_notice(self, notice: Notice) -> None:
