@@ -232,8 +232,9 @@ class SchedulerHalf:
         for name, value, label in chain(
             gauges(self.plan, now, self._slot_bytes), self.handoff.gauges(now), below
         ):
-            # Only the age of the oldest hold comes from several books.
-            found[name, label] = max(value, found.get((name, label), value))
+            # Only the age of the oldest hold comes from several books. In whole seconds: else
+            # every step of a busy engine would publish all gauges anew.
+            found[name, label] = max(int(value), found.get((name, label), 0))
         if found != self._gauges:  # all of them: some series are quotients of two
             self._gauges = found
             for (name, label), value in found.items():
