@@ -368,7 +368,7 @@ def run_router(refuse: Refuse, arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         app.serve(options)
-    except OSError as error:
+    except (ConfigError, OSError) as error:
         print(f"kvconnect router: {error}", file=sys.stderr)
         return 1
     return 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 LAYERS = (
     {"types", "errors", "states", "config", "stats", "memory", "versions", "weights"},
     {"wire", "plan", "geometry", "pages", "slices", "format", "kernels", "_native"},
-    {"transport", "copy", "store"},
+    {"transport", "copy", "store", "tracing"},
     {"worker", "metrics", "router"},
     {"engines", "testing", "doctor", "top", "report", "__init__"},
     {"cli"},
@@ -41,6 +41,7 @@ FOREIGN = {
     "httptools": ("router/",),
     "zmq": ("router/",),
     "huggingface_hub": ("engines/",),
+    "opentelemetry": ("tracing/otel.py",),
     "vllm": ("engines/vllm/",),
     "sglang": ("engines/sglang/",),
 }

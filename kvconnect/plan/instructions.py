@@ -175,11 +175,44 @@ class NoticeKind(str, Enum):
     WITHDRAWN = "withdrawn"  # this worker's answer to a Withdraw
 
 
+class Chunk(NamedTuple):
+    """Blocks that were offered, and so sent, together: of all layers. In a :class:`Moved`."""
+
+    first: int  # wire block
+    blocks: int
+    began: float
+    ended: float
+    nbytes: int
+
+
+class Moved(NamedTuple):
+    """What became of all that one worker asked another one for, for a trace; ``seconds`` is how
+    long its bytes were on their way. Points in time are in seconds since the epoch, by the clock
+    of the worker that says them: nothing is decided by them.
+
+    Attributes:
+        first: when the first page began to move.
+        ready: reader's side: when it heard that all had been computed; 0 if the pages were faster.
+        chunks: sender's side.
+    """
+
+    worker: int
+    path: str
+    asked: float
+    first: float
+    ready: float
+    ended: float
+    nbytes: int
+    seconds: float
+    chunks: tuple[Chunk, ...] = ()
+
+
 class Notice(NamedTuple):
     """One event of a transfer, prefill worker to scheduler. ``reader`` is the decode worker.
 
     ``first`` is the first block of group 0 that a reader who JOINED asks for, ``nbytes`` and
-    ``seconds`` what one that is DONE was sent and how long these bytes were on their way.
+    ``seconds`` what one that is DONE was sent and how long these bytes were on their way; ``moved``
+    the same for a trace, where the engine traces.
     """
 
     transfer: TransferId
@@ -188,6 +221,7 @@ class Notice(NamedTuple):
     first: int = 0
     nbytes: int = 0
     seconds: float = 0.0
+    moved: Moved | None = None
 
 
 @dataclass
@@ -217,7 +251,9 @@ class Failure(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """One worker's answer to one job. An empty ``failures`` means every block is there."""
+    """One worker's answer to one job. An empty ``failures`` means every block is there. ``moved``:
+    what came from whom, of a :class:`Receive` where the engine traces."""
 
     job: JobId
     failures: tuple[Failure, ...] = ()
+    moved: tuple[Moved, ...] = ()

@@ -57,10 +57,11 @@ class CancelWant(NamedTuple):
 
 class Thank(NamedTuple):
     """Tell the peer that the reader is done, and cancel at the transport, so that no stray page
-    can land later; ``quiet`` follows."""
+    can land later; ``quiet`` follows. The want is of ``job``, which may have others."""
 
     peer: int
     want: int
+    job: JobId
 
 
 class Finished(NamedTuple):
@@ -166,7 +167,7 @@ class _Job:
         complete = [want for want in self.wants if want.state is Transfer.COMPLETE]
         for want in complete:
             want.state = TRANSFER.after(want.state, Event.ABORT)
-        return [Thank(want.peer, want.number) for want in complete]
+        return [Thank(want.peer, want.number, self.receive.job) for want in complete]
 
     def report(self, layers: Sequence[int]) -> Report:
         """Say which blocks are not what they should be; ``layers`` there are, by group."""

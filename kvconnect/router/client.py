@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from kvconnect.errors import KVConnectError
 from kvconnect.router import legs
@@ -24,6 +25,9 @@ from kvconnect.router.metrics import LegOutcome, RouterMetrics
 from kvconnect.router.policy import Cause, Place
 from kvconnect.router.upstreams import Upstream
 from kvconnect.router.view import Role
+
+if TYPE_CHECKING:
+    from kvconnect.router.spans import LegSpan
 
 _EVENT_STREAM = "text/event-stream"
 _EVENT_END = b"\n\n"
@@ -97,12 +101,18 @@ class Leg:
     """
 
     def __init__(
-        self, client: Client, metrics: RouterMetrics, upstream: Upstream, place: Place
+        self,
+        client: Client,
+        metrics: RouterMetrics,
+        upstream: Upstream,
+        place: Place,
+        span: LegSpan,
     ) -> None:
         self.upstream = upstream
         self._client = client
         self._metrics = metrics
         self.place = place
+        self._span = span
         self._connection: Connection | None = None
         self._outcome = LegOutcome.CANCELLED  # until something else is known
 
@@ -125,6 +135,7 @@ class Leg:
         elif self._outcome is not LegOutcome.CANCELLED:
             self.upstream.breaker.failed(time.monotonic())
         self._metrics.leg_ended(self.upstream.role, self.upstream.url, self._outcome)
+        self._span.end(self._outcome)
 
     @property
     def content_type(self) -> str:
@@ -145,7 +156,8 @@ class Leg:
             Busy: the router may open no more connections.
         """
         base = self.upstream.base
-        head = head_of(base, "POST", ask.path, ask.headers, len(ask.body))
+        headers = {**ask.headers, **self._span.headers()}
+        head = head_of(base, "POST", ask.path, headers, len(ask.body))
         with self._failures():
             self._connection = await self._client.open(base, head, ask.body, on_written)
             status = self._connection.answer.status

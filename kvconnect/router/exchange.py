@@ -28,6 +28,7 @@ from kvconnect.router.metrics import Outcome, RouterMetrics
 from kvconnect.router.options import Options
 from kvconnect.router.policy import Choice, Mode, Place, Reason, Tried, Wish, choose, unpaired
 from kvconnect.router.reply import Reply
+from kvconnect.router.spans import Spans
 from kvconnect.router.upstreams import Fleet, Upstream
 from kvconnect.router.view import Engine, Role
 
@@ -48,6 +49,7 @@ class Services(NamedTuple):
     client: Client
     admission: Admission
     caches: Caches
+    spans: Spans
 
 
 class Exchange:
@@ -57,6 +59,7 @@ class Exchange:
         self._services = services
         self._request = request
         self._reply = Reply(request)
+        self._spans = services.spans.of(request)
         self._turn = turn  # counts requests, and attempts of this one
         self._came = time.monotonic()
         self._outcome = Outcome.CANCELLED  # until something else is known
@@ -80,6 +83,7 @@ class Exchange:
             choice = self._reply.choice
             chosen = None if choice is None else (choice.mode, choice.reason)
             self._services.metrics.request(chosen, self._outcome)
+            self._spans.end(self._outcome, self._reply)
 
     async def _answer(self) -> web.StreamResponse:
         try:
@@ -90,7 +94,7 @@ class Exchange:
             return self._reply.error(408, f"the body was not there within {BODY_S:g} seconds")
         try:
             body = legs.parse_body(raw)
-            async with self._services.admission.enter():
+            async with self._spans.turn(self._services.admission.enter()):
                 return await self._attempts(body)
         except Busy as error:
             self._outcome = Outcome.REJECTED
@@ -119,6 +123,7 @@ class Exchange:
         while True:
             view = self._services.fleet.view()
             choice = choose(view, wish, tried, self._services.options)
+            self._spans.chosen(choice)
             if choice is None:
                 if failure is not None:
                     raise failure
@@ -207,6 +212,7 @@ class Exchange:
             self._outcome = Outcome.OK
             return self._reply.whole(Answer(200, leg.content_type, first))
         self._services.metrics.first_byte(mode, time.monotonic() - self._came)
+        self._spans.first_byte()
         stream = await self._reply.begin(leg.content_type)
         try:
             await self._reply.write(first)
@@ -229,7 +235,8 @@ class Exchange:
         return Ask(self._request.path, headers, json.dumps(body).encode())
 
     def _leg(self, upstream: Upstream, place: Place) -> Leg:
-        return Leg(self._services.client, self._services.metrics, upstream, place)
+        span = self._spans.leg(upstream, place)
+        return Leg(self._services.client, self._services.metrics, upstream, place, span)
 
 
 def _bodies(

@@ -21,12 +21,14 @@ class Reply:
     def __init__(self, request: web.Request) -> None:
         self.choice: Choice | None = None  # named in the answer's headers
         self.stream: web.StreamResponse | None = None  # once the client has its first byte
+        self.status = 0  # of the answer, once there is one
         self._request = request
         self._tail = b""  # last bytes of the stream
 
     def whole(self, answer: Answer) -> web.Response:
         """Return an engine's answer as it is."""
         headers = self._headers(answer.content_type)
+        self.status = answer.status
         return web.Response(status=answer.status, body=answer.body, headers=headers)
 
     def error(
@@ -46,7 +48,7 @@ class Reply:
         """
         stream = web.StreamResponse(headers=self._headers(content_type))
         await stream.prepare(self._request)
-        self.stream = stream
+        self.stream, self.status = stream, stream.status
         return stream
 
     async def write(self, chunk: bytes) -> None:

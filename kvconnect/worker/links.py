@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from kvconnect.errors import ProtocolError, Refused
 from kvconnect.pages import LayerPages, unit_segments
+from kvconnect.plan.instructions import Moved
 from kvconnect.plan.receiver import Origin
 from kvconnect.plan.sender import View
 from kvconnect.states import SESSION, Event, Session
@@ -30,6 +31,7 @@ from kvconnect.wire import messages
 from kvconnect.wire.messages import Hello, Message, Turned
 from kvconnect.wire.session import Agreement, negotiate
 from kvconnect.wire.topology import head_range
+from kvconnect.worker.journal import Journal
 
 logger = logging.getLogger(__name__)
 
@@ -59,12 +61,15 @@ class Meter:
     rates: dict[str, float] = field(default_factory=dict)  # bytes per second, by path
     paths: tuple[str, ...] = ("tcp",)  # that pages may take
     path: str = ""  # that they do take, once that is measured
+    journal: Journal | None = None  # where the engine traces
 
     def open(self, want: int, asked: bool) -> None:
         """Begin to measure a want; ``asked``: it is ours."""
         self.wire[want], self.moved[want] = 0.0, 0
         if asked:
             self.asked[want] = time.monotonic()
+        if self.journal is not None:
+            self.journal.open(want)
 
     def record(
         self,
@@ -80,6 +85,8 @@ class Meter:
         if event.want in self.wire:
             self.wire[event.want] += event.seconds
             self.moved[event.want] += event.nbytes
+        if self.journal is not None:
+            self.journal.moved(event.want, event.nbytes, event.seconds)
         asked = self.asked.pop(event.want, None)
         if asked is not None:
             waited = time.monotonic() - asked - event.seconds
@@ -89,22 +96,30 @@ class Meter:
         """The other side has computed all of a want."""
         if want in self.wire:
             self.ready[want] = time.monotonic()
+        if self.journal is not None:
+            self.journal.ready(want)
 
-    def finish(self, stats: OffloadingConnectorStats, want: int, role: str) -> tuple[int, float]:
+    def finish(
+        self, stats: OffloadingConnectorStats, want: int, role: str
+    ) -> tuple[int, float, Moved | None]:
         """A want has everything: note how long its pages moved and, on the side that asked, how
-        much of that came after the other side's prefill. Return the bytes and these seconds."""
+        much of that came after the other side's prefill. Return the bytes and these seconds, and
+        the same for a trace."""
         if want not in self.wire:
-            return 0, 0.0
+            return 0, 0.0, None
         moved = self.moved[want], self.wire[want]
         stats.observe("handoff_wire_seconds", self.wire[want], label=role)
         if role == "recv":  # no word of its being ready: the pages overtook it
             now = time.monotonic()
             stats.observe("handoff_exposed_seconds", now - self.ready.get(want, now))
+        trace = None if self.journal is None else self.journal.close(want, self.path, *moved)
         self.forget(want)
-        return moved
+        return *moved, trace
 
     def forget(self, want: int) -> None:
         """A want ended."""
+        if self.journal is not None:
+            self.journal.forget(want)
         for book in (self.wire, self.moved, self.asked, self.ready):
             book.pop(want, None)
 
@@ -164,6 +179,7 @@ class Links:
         self.hello = hello
         self.choice = choice
         self.is_first = hello.rank.tp_rank == hello.rank.pp_rank == 0  # speaks for its engine
+        self.traced = False
         self._pages = pages
         self.transport = transport
         self.stats = stats
@@ -208,7 +224,7 @@ class Links:
         endpoint = origin.endpoint
         peer = self.transport.connect(endpoint.host, endpoint.port)
         self._peers[origin], self._origins[peer] = peer, origin
-        self._links[peer] = Link(peer, inbound=False, since=time.monotonic())
+        self._links[peer] = _link(self, peer, inbound=False)
         self.count()
         return None
 
@@ -235,7 +251,7 @@ class Links:
     def on_up(self, event: PeerUp) -> None:
         """A connection is authenticated: say who we are."""
         if event.inbound:
-            self._links[event.peer] = Link(event.peer, inbound=True, since=time.monotonic())
+            self._links[event.peer] = _link(self, event.peer, inbound=True)
         link = self._links.get(event.peer)
         if link is not None:
             link.advance(Event.CONNECTED)
@@ -350,6 +366,12 @@ class Links:
             )
             link.units.append(Unit(segments, phases, size))
             link.unit_group.append(number)
+
+
+def _link(links: Links, peer: PeerId, inbound: bool) -> Link:
+    rank = links.hello.rank
+    journal = Journal(rank.pp_rank * rank.tp + rank.tp_rank) if links.traced else None
+    return Link(peer, inbound, time.monotonic(), meter=Meter(journal=journal))
 
 
 def _broke_while_measured(link: Link) -> bool:

@@ -6,13 +6,14 @@ import logging
 import time
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvconnect.errors import ProtocolError, Refused
 from kvconnect.plan import receiver
-from kvconnect.plan.instructions import Instructions, Keep, Receive, Report
+from kvconnect.plan.instructions import Instructions, Keep, Moved, Receive, Report
 from kvconnect.plan.receiver import Action, Origin, Receiver
 from kvconnect.transport.base import Fence, Incoming, PeerId, Quiet, Received
-from kvconnect.types import Endpoint, FailureCause, TransferType
+from kvconnect.types import Endpoint, FailureCause, JobId, TransferType
 from kvconnect.wire.messages import Alive, Cancel, Decline, Done, Fail, Message, Ready, Renew, Want
 from kvconnect.wire.topology import sources_for
 from kvconnect.worker.links import Link, Links
@@ -33,6 +34,7 @@ class ReceiveSide:
         )
         self._keeps: dict[Origin, list[Keep]] = {}  # until the connection is there
         self._finished: list[tuple[Report, Receive]] = []
+        self._moved: dict[JobId, list[Moved]] = {}  # of receives that are not over
         self._fence: Fence | None = None  # of the last step that received something
 
     def begin_step(self, work: Instructions, now: float, fence: Fence | None) -> None:
@@ -128,7 +130,8 @@ class ReceiveSide:
     def _run(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, receiver.Finished):
-                self._finished.append((action.report, action.job))
+                came = tuple(self._moved.pop(action.job.job, ()))
+                self._finished.append((replace(action.report, moved=came), action.job))
             elif isinstance(action, receiver.NeedPeer):
                 link = self._links.need(action.origin)
                 if link is not None:
@@ -142,7 +145,9 @@ class ReceiveSide:
                 self._links.tell(link.peer, Cancel(want=action.want))
                 self._links.transport.cancel(link.peer, action.want)
             else:
-                link.meter.finish(self._links.stats, action.want, "recv")
+                *_, moved = link.meter.finish(self._links.stats, action.want, "recv")
+                if moved is not None:
+                    self._moved.setdefault(action.job, []).append(moved)
                 self._links.tell(link.peer, Done(want=action.want))
                 self._links.transport.cancel(link.peer, action.want)
 

@@ -123,8 +123,9 @@ class SendSide:
             if isinstance(action, sender.SendPages):
                 self._send(link, action)
             elif isinstance(action, sender.Served):
-                nbytes, seconds = link.meter.finish(self._links.stats, action.want, "send")
-                self._notices[action.notice._replace(nbytes=nbytes, seconds=seconds)] = None
+                nbytes, seconds, moved = link.meter.finish(self._links.stats, action.want, "send")
+                said = action.notice._replace(nbytes=nbytes, seconds=seconds, moved=moved)
+                self._notices[said] = None
             elif isinstance(action, sender.Stop):
                 self._links.transport.cancel(link.peer, action.want)
             elif isinstance(action, sender.Refuse):
@@ -138,6 +139,9 @@ class SendSide:
 
     def _send(self, link: Link, pages: sender.SendPages) -> None:
         unit = link.units[pages.number]
+        if link.meter.journal is not None:
+            chunk = pages.group, pages.first, len(pages.ids)
+            link.meter.journal.queued(pages.want, chunk)
         self._links.transport.submit(
             Outgoing(link.peer, pages.want, pages.number, unit, pages.first, pages.ids, pages.fence)
         )

@@ -39,12 +39,13 @@ def start_agent(
     address: tuple[str, int] | None,
     deadline_s: float,
     alone: bool = False,
+    traced: bool = False,
 ) -> HandoffAgent:
     """Return the running agent of a worker's hand-offs, listening at ``address`` if there is one.
 
     ``deadline_s``: how long readers may ask before this side knows of what they ask for.
     ``alone``: this worker is told other things than its engine's first one, so it speaks for
-    itself.
+    itself. ``traced``: the engine traces, so its hand-offs are told with their times.
 
     Raises:
         ConfigError: an address, key, certificate or transport that cannot be used.
@@ -67,7 +68,7 @@ def start_agent(
         logger.info("handing out KV blocks at %s:%d", *found)
     choice = Choice(name, config.min_rate)
     links = Links(cache.hello, cache.pages, transport, OffloadingConnectorStats(), choice)
-    links.is_first = links.is_first or alone
+    links.is_first, links.traced = links.is_first or alone, traced
     return HandoffAgent(links, deadline_s, make_streams(cache.device).mark, found)
 
 

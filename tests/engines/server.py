@@ -66,6 +66,8 @@ class Client:
 
     port: int = field(default=0, kw_only=True)
     host: str = field(default="127.0.0.1", kw_only=True)
+    headers: dict[str, str] = field(default_factory=dict, kw_only=True)
+    """Sent with every request."""
 
     def complete(self, prompt: list[int], max_tokens: int = 16, **extra: Any) -> Answer:
         """Return the greedy continuation of a prompt of token ids."""
@@ -151,7 +153,7 @@ class Client:
         request = urllib.request.Request(
             f"{self.url}{path}",
             data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
+            headers={"Content-Type": "application/json", **self.headers},
         )
         return urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S)
 
@@ -328,6 +330,10 @@ class Router(Process):
     prefill: list[Server]
     decode: list[Server]
     args: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+
+    def environment(self) -> dict[str, str]:
+        return {**super().environment(), **self.env}
 
     def command(self) -> list[str]:
         return [

@@ -85,7 +85,7 @@ def test_a_job_is_finished_when_everything_came_and_the_transport_let_go() -> No
     one = one_peer()
     assert one.received(3, 1, 9, range(0, 2), (), 1.0) == []
     assert one.received(3, 1, 1, range(2, 3), (), 1.0) == []
-    assert one.received(3, 1, 0, range(2, 3), (), 1.0) == [Thank(3, 1)]
+    assert one.received(3, 1, 0, range(2, 3), (), 1.0) == [Thank(3, 1, JobId(1))]
     assert ended(one.quiet(3, 1)) == {}
     assert repr(one) == "<Receiver 0 jobs, 0 wants>"
     assert one.quiet(3, 1) == one.peer_lost(3) == one.drop(JobId(1)) == []
@@ -107,7 +107,10 @@ def test_peers_are_asked_for_once_and_shared() -> None:
 def test_peers_are_thanked_when_all_have_delivered() -> None:
     one = two_peers()
     assert one.received(3, 1, 9, range(3), (), 0.0) == []
-    assert one.received(4, 2, 9, range(3), (), 0.0) == [Thank(3, 1), Thank(4, 2)]
+    assert one.received(4, 2, 9, range(3), (), 0.0) == [
+        Thank(3, 1, JobId(1)),
+        Thank(4, 2, JobId(1)),
+    ]
     assert ended(one.quiet(4, 2)) is None
     assert ended(one.peer_lost(3)) == {}  # as good as quiet
 
@@ -170,7 +173,7 @@ def test_a_peer_that_is_lost_after_it_delivered_does_no_harm() -> None:
     one = two_peers()
     one.received(3, 1, 9, range(3), (), 0.0)
     assert one.peer_lost(3) == []
-    assert one.received(4, 2, 9, range(3), (), 0.0) == [Thank(4, 2)]
+    assert one.received(4, 2, 9, range(3), (), 0.0) == [Thank(4, 2, JobId(1))]
     assert ended(one.quiet(4, 2)) == {}
 
 

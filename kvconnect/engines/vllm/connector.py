@@ -66,7 +66,12 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def scheduler(self) -> SchedulerHalf:
         """The half in the engine core."""
         self._expect(KVConnectorRole.SCHEDULER)
-        return SchedulerHalf(self._vllm_config, self._kv_cache_config, self._config)
+        made = self._vllm_config, self._kv_cache_config, self._config
+        if translate.is_traced(self._vllm_config):
+            from kvconnect.engines.vllm.spans import TracedScheduler
+
+            return TracedScheduler(*made)
+        return SchedulerHalf(*made)
 
     @cached_property
     def worker(self) -> WorkerHalf:

@@ -22,7 +22,7 @@ from kvconnect.plan.instructions import Instructions, Notice, Report, Source
 from kvconnect.plan.jobs import NULL_BLOCK
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport.security import read_key
-from kvconnect.types import Endpoint, Span
+from kvconnect.types import Endpoint, Span, TransferId
 from kvconnect.wire.tickets import Asked, parse_request
 
 if TYPE_CHECKING:
@@ -101,23 +101,25 @@ class HandoffHalf:
         self._sends = self._sends and bool(endpoints)
         self._receives = self._receives and all(hello.receives for hello in hellos.values())
 
-    def add_request(self, request: Request, now: float) -> None:
-        """Look at what a new request's ``kv_transfer_params`` ask for."""
+    def add_request(self, request: Request, now: float) -> TransferId | None:
+        """Look at what a new request's ``kv_transfer_params`` ask for; return the transfer that
+        other engines may ask for from now on, if any."""
         params = request.kv_transfer_params or {}
         try:
             asked = parse_request(params)
             if asked.role == "send":
-                self._open_lease(request, asked, now)
-            elif asked.role == "recv":
+                return self._open_lease(request, asked, now)
+            if asked.role == "recv":
                 self._open_arrival(request, asked, now)
         except Refused as error:
             if request.num_prompt_tokens < 2:
-                return  # vLLM's word that it turned a request down, which was refused before
+                return None  # vLLM's word that it turned a request down, which was refused before
             logger.warning("request %s: hand-off refused: %s", request.request_id, error)
             if params.get("do_remote_prefill") and self._receives:
                 self.arrivals.refuse(request.request_id, error.field)
             else:  # an ordinary request
                 self.stats.count("handoff_refused", label=error.field)
+        return None
 
     def match(self, request: Request, local_tokens: int) -> int | None:
         """Return how many tokens a hand-off brings beyond ``local_tokens``; None if the request
@@ -179,17 +181,18 @@ class HandoffHalf:
         transfer = self.leases.finish(req_id, translate.ended_well(request), now)
         return self._desk.answer(req_id, transfer, request.num_prompt_tokens - 1)
 
-    def _open_lease(self, request: Request, asked: Asked, now: float) -> None:
+    def _open_lease(self, request: Request, asked: Asked, now: float) -> TransferId | None:
         if not self._sends:
             raise Refused("params", "this engine does not send: kv_role kv_producer or kv_both")
         if asked.wants_card:
             self._desk.want_card(request.request_id)
-            return
+            return None
         content = translate.prompt_content(request)
         transfer = self._desk.name_transfer(request.request_id, asked, content)
         tokens = request.num_prompt_tokens - 1  # the last one is computed by the other side
         if tokens and not self.leases.open(request.request_id, transfer, tokens, now):
             raise Refused("params", "a request with this transfer_id and prompt is there already")
+        return transfer if tokens else None
 
     def _open_arrival(self, request: Request, asked: Asked, now: float) -> None:
         if not self._receives:

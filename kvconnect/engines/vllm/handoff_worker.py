@@ -51,7 +51,9 @@ def make_handoffs(
     address = _address(vllm_config, config) if sends else None
     hello = _hello(vllm_config, cache, kv_caches, pages)
     memory = make_memory(area, config.deadline_s)
-    return start_agent(config, Cache(hello, pages, memory, area.device), address, config.deadline_s)
+    found = Cache(hello, pages, memory, area.device)
+    traced = translate.is_traced(vllm_config)
+    return start_agent(config, found, address, config.deadline_s, traced=traced)
 
 
 def _address(vllm_config: VllmConfig, config: Config) -> tuple[str, int]:

@@ -26,6 +26,7 @@ from kvconnect.plan.groups import CacheGroup, keeps_prefix
 from kvconnect.plan.index import HostIndex
 from kvconnect.plan.offload import Limits, LoadRequest, OffloadPlan, count_lookup, gauges
 from kvconnect.plan.policy import make_policy
+from kvconnect.types import Tier, TransferId
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -99,12 +100,13 @@ class SchedulerHalf:
             len(hellos),
         )
 
-    def add_request(self, request: Request) -> None:
-        """A request arrived."""
+    def add_request(self, request: Request) -> TransferId | None:
+        """A request arrived; return the transfer that other engines may ask for, if any."""
         self._requests[request.request_id] = request
         self.plan.add_request(request.request_id)
-        if request.kv_transfer_params:
-            self.handoff.add_request(request, time.monotonic())
+        if not request.kv_transfer_params:
+            return None
+        return self.handoff.add_request(request, time.monotonic())
 
     def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Return (tokens that can be added to ``local_tokens``, whether asynchronously): all a
@@ -135,18 +137,21 @@ class SchedulerHalf:
         self._promised[req_id] = _Promise(local_tokens, sync)
         return found, found > 0 and not sync
 
-    def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
-        """The engine admitted the request and allocated its blocks; plan the load, if any."""
+    def after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external: int
+    ) -> Mapping[Tier, int]:
+        """The engine admitted the request and allocated its blocks; plan the load, if any. Return
+        how many of its tokens came from tiers below host memory, by tier."""
         if request.request_id not in self._promised:
-            return  # called again for a request whose load is done
+            return {}  # called again for a request whose load is done
         self.plan.add_request(request.request_id)  # after a preemption its blocks are new
         promised = self._promised.pop(request.request_id)
         if promised is None:
-            return  # it reads no cache
+            return {}  # it reads no cache
         local_tokens, sync, handoff = promised
         if handoff and num_external:
             self.handoff.after_alloc(request, blocks, local_tokens, num_external)
-            return
+            return {}
         if handoff:  # the engine found out that it needs nothing
             self.handoff.decline(request.request_id)
         total, hashes = local_tokens + num_external, self._hashes(request)
@@ -155,13 +160,14 @@ class SchedulerHalf:
             self.plan.plan_load(request.request_id, wanted, time.monotonic())
         below = self.below.admitted(request, hashes, (local_tokens, total)) if self.below else {}
         count_lookup(self.plan.stats, request.num_tokens - local_tokens, num_external, below)
+        return below
 
     def build_step(self, output: SchedulerOutput) -> StepInstructions:
         """Plan the stores of this step and hand out its instructions."""
         now = time.monotonic()
         self._release(self.plan.jobs.expire(now))
         for req_id, computed in self.plan.due(translate.computed_tokens(output)):
-            self._store(req_id, computed, output)
+            self.store(req_id, computed, output)
         if self.handoff.leases.busy:
             for req_id in output.preempted_req_ids or ():
                 self.handoff.leases.preempted(req_id, now)
@@ -227,8 +233,9 @@ class SchedulerHalf:
         for name, value, label in chain(
             gauges(self.plan, now, self._slot_bytes), self.handoff.gauges(now), below
         ):
-            # Only the age of the oldest hold comes from several books.
-            found[name, label] = max(value, found.get((name, label), value))
+            # Only the age of the oldest hold comes from several books. In whole seconds: else
+            # every step of a busy engine would publish all gauges anew.
+            found[name, label] = max(int(value), found.get((name, label), 0))
         if found != self._gauges:  # all of them: some series are quotients of two
             self._gauges = found
             for (name, label), value in found.items():
@@ -251,7 +258,8 @@ class SchedulerHalf:
     def _hashes(self, request: Request) -> tuple[Sequence[bytes], ...]:
         return translate.group_hashes(request, self.plan.groups, self._hash_tokens)
 
-    def _store(self, req_id: str, computed: int, output: SchedulerOutput) -> None:
+    def store(self, req_id: str, computed: int, output: SchedulerOutput) -> int:
+        """Plan to store a request's new blocks; return how many were given a slot."""
         request = self._requests[req_id]
         state = output.kv_connector_block_state
         assert state is not None
@@ -260,6 +268,7 @@ class SchedulerHalf:
         if self.below is not None:
             self.below.name(request, hashes, new)
         self.events.planned(request, hashes, new)
+        return len(new)
 
     def _release(self, block_ids: Sequence[int]) -> None:
         if block_ids:

@@ -64,6 +64,11 @@ def check_engine(config: VllmConfig, listen: str) -> None:
         raise ConfigError("listen", listen, fix)
 
 
+def is_traced(config: VllmConfig) -> bool:
+    """Whether vLLM makes spans, and so has set OpenTelemetry up in its processes."""
+    return config.observability_config.otlp_traces_endpoint is not None
+
+
 def engines_beside(parallel: ParallelConfig) -> int:
     """Return how many data-parallel engines were started together, this one included.
 

@@ -1,0 +1,261 @@
+"""One request through the router, a prefill and a decode engine is one trace: who is whose child,
+what lies in whose time, and that the spans say what was counted elsewhere."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import pytest
+
+from tests.collector import Collector, Seen, collecting, text_of
+from tests.engines.models import BLOCK_SIZE
+from tests.engines.pd import (
+    card,
+    decode_config,
+    prefill,
+    prefill_config,
+    push_params,
+    received_bytes,
+    sent_bytes,
+    side_by_side,
+)
+from tests.engines.scenario import FULL, NEW, PROMPT, block_bytes, expected, prompts
+from tests.engines.server import Client, Router, Server
+from tests.engines.test_handoff import BLOCKS_EACH, LIMITS, assert_quiet, one_clean_error
+
+ROOT = "POST /v1/completions"
+STEP = 256  # tokens of a step, as the servers are started
+STEP_BLOCKS = STEP // BLOCK_SIZE
+CHUNKS = -(-PROMPT // STEP)
+NBYTES = BLOCKS_EACH * block_bytes("llama")
+OUR_ENGINES = ("prefill", "decode")
+
+
+class Fleet(NamedTuple):
+    """``traced`` and ``pulling`` are routers that trace, ``silent`` is one that does not."""
+
+    prefill: Server
+    decode: Server
+    collector: Collector
+    traced: Router
+    pulling: Router
+    silent: Router
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    expected("llama")  # before the machine is busy with other engines
+    disk = {"path": str(tmp_path_factory.mktemp("disk")), "capacity": "64MiB", "min_free": 0}
+    with ExitStack() as stack:
+        collector = stack.enter_context(collecting())
+        env = collector.environment
+        args = ("--otlp-traces-endpoint", collector.endpoint)
+        # The host tier holds less than all prompts, so that some are on disk alone.
+        sending = prefill_config(host_bytes="4MiB", disk=disk, load_when="always", **LIMITS)
+        p = Server("llama", sending, args=args, env={**env, "OTEL_SERVICE_NAME": "prefill"})
+        receiving = decode_config(host_bytes="64MiB", **LIMITS)
+        d = Server("llama", receiving, args=args, env={**env, "OTEL_SERVICE_NAME": "decode"})
+        stack.enter_context(side_by_side(p, d))
+        routers = [
+            stack.enter_context(Router([p], [d], args=more, env=environment))
+            for more, environment in (((), env), (("--pull",), env), ((), {}))
+        ]
+        yield Fleet(p, d, collector, *routers)
+
+
+@contextmanager
+def traced(*clients: Client, sampled: bool = True) -> Iterator[tuple[str, str]]:
+    """Have clients ask within a trace; yield its id and the id of the clients' own span."""
+    trace, span = secrets.token_hex(16), secrets.token_hex(8)
+    for client in clients:
+        client.headers["traceparent"] = f"00-{trace}-{span}-0{sampled:d}"
+    try:
+        yield trace, span
+    finally:
+        for client in clients:
+            del client.headers["traceparent"]
+
+
+def ask(client: Client, number: int, sampled: bool = True) -> tuple[str, str]:
+    """Ask for a prompt within a trace of its own; return what :func:`traced` yields."""
+    with traced(client, sampled=sampled) as ids:
+        assert client.complete(prompts()[number], NEW).tokens == expected("llama").fresh[number]
+    return ids
+
+
+def forget(fleet: Fleet) -> None:
+    """Have prompts computed anew, and handed off anew."""
+    for server in (fleet.prefill, fleet.decode):
+        assert_quiet(server)
+        server.post("/reset_prefix_cache?reset_external=true")
+
+
+def has(*wanted: str) -> Callable[[list[Seen]], bool]:
+    """Say whether spans have names; vLLM makes its own, last of all."""
+
+    def enough(spans: list[Seen]) -> bool:
+        names = [span.name for span in spans]
+        return all(names.count(name) >= wanted.count(name) for name in wanted)
+
+    return enough
+
+
+def one(spans: list[Seen], name: str, service: str = "") -> Seen:
+    """Return the only span of that name (of that program)."""
+    found = [s for s in spans if s.name == name and service in ("", s.service)]
+    assert len(found) == 1, f"{len(found)} x {name}\n{text_of(spans)}"
+    return found[0]
+
+
+def children(spans: list[Seen], parent: Seen) -> list[Seen]:
+    return [span for span in spans if span.parent == parent.id]
+
+
+HANDED_OVER = has(
+    *(ROOT, "queue", "choose", "prefill", "decode", "llm_request", "llm_request"),
+    *("kvconnect.queue", "kvconnect.queue", "kvconnect.prefill", "kvconnect.prefill"),
+    *("kvconnect.hold", "kvconnect.receive", "kvconnect.store", "kvconnect.store"),
+)
+
+
+def assert_tree(spans: list[Seen], client_span: str) -> None:
+    """What holds of any hand-off."""
+    text = text_of(spans)
+    ids = {span.id for span in spans}
+    root = one(spans, ROOT)
+    assert root.parent == client_span
+    assert all(span.parent in ids for span in spans if span is not root), text
+    for leg in OUR_ENGINES:
+        span = one(spans, leg, "kvconnect-router")
+        assert span.parent == root.id and root.holds(span)
+        inside = children(spans, span)
+        assert {s.service for s in inside} == {leg}, text
+        assert "llm_request" in [s.name for s in inside]
+        for name in ("kvconnect.queue", "kvconnect.prefill"):
+            assert span.holds(one(inside, name)), text
+        queue, prefill = one(inside, "kvconnect.queue"), one(inside, "kvconnect.prefill")
+        assert queue.ended <= prefill.began, text
+    receive = one(spans, "kvconnect.receive", "decode")
+    assert one(spans, "decode", "kvconnect-router").holds(receive)
+    assert receive.ended <= one(spans, "kvconnect.prefill", "decode").began
+    # Nobody is told twice what the request waited for: these follow one another in its time.
+    wait, wire = (one(spans, f"kvconnect.{name}") for name in ("wait", "wire"))
+    assert wait.parent == wire.parent == receive.id
+    assert receive.holds(wait) and receive.holds(wire) and wait.ended == wire.began, text
+    for exposed in (span for span in spans if span.name == "kvconnect.exposed"):
+        assert wire.holds(exposed) and exposed.ended == wire.ended, text
+    hold = one(spans, "kvconnect.hold", "prefill")
+    send = one(spans, "kvconnect.send", "prefill")
+    assert send.parent == hold.id and hold.holds(send) and hold.attributes["kvconnect.served"]
+    chunks = children(spans, send)
+    assert all(send.holds(chunk) for chunk in chunks), text
+    assert wire.attributes["kvconnect.bytes"] == send.attributes["kvconnect.bytes"] == NBYTES
+    assert sum(chunk.attributes["kvconnect.bytes"] for chunk in chunks) == NBYTES
+    assert sum(chunk.attributes["kvconnect.blocks"] for chunk in chunks) == BLOCKS_EACH
+    assert not any(span.failed for span in spans), text
+
+
+def test_push(fleet: Fleet) -> None:
+    forget(fleet)
+    fleet.traced.complete(prompts()[1], NEW)  # a card is held, the engines have met
+    moved = received_bytes(fleet.decode), sent_bytes(fleet.prefill)
+    trace, client_span = ask(fleet.traced, 0)
+    spans = fleet.collector.wait(trace, HANDED_OVER)
+    assert_tree(spans, client_span)
+    assert one(spans, "choose").attributes["kvconnect.mode"] == "push"
+    assert one(spans, "kvconnect.prefill", "prefill").events == ("step",) * CHUNKS
+    assert_quiet(fleet.prefill, fleet.decode)
+    assert received_bytes(fleet.decode) - moved[0] == NBYTES
+    assert sent_bytes(fleet.prefill) - moved[1] == NBYTES
+
+
+def test_chunks_leave_while_the_prompt_is_computed(fleet: Fleet) -> None:
+    forget(fleet)
+    offer = card(fleet.prefill)
+    for number in range(8):  # until the decode engine was the first to ask
+        prompt, transfer = prompts()[number], secrets.token_hex(16)
+        told = {"kv_transfer_params": push_params(transfer, offer)}
+        both = traced(fleet.prefill, fleet.decode)
+        with ThreadPoolExecutor(1) as pool, both as (trace, _):
+            answer = pool.submit(fleet.decode.complete, prompt, NEW, **told)
+            time.sleep(0.5)
+            prefill(fleet.prefill, prompt, transfer)
+            assert answer.result().tokens == expected("llama").fresh[number]
+        spans = fleet.collector.wait(trace, has("llm_request", "llm_request", "kvconnect.hold"))
+        chunks = [span for span in spans if span.name == "kvconnect.send.chunk"]
+        if len(chunks) == CHUNKS:
+            break
+    computing = one(spans, "kvconnect.prefill", "prefill")
+    assert [chunk.attributes["kvconnect.first_block"] for chunk in chunks] == [0, STEP_BLOCKS]
+    assert computing.began < chunks[0].began < computing.ended
+    assert chunks[0].began < chunks[1].began
+
+
+def test_pull(fleet: Fleet) -> None:
+    forget(fleet)
+    trace, client_span = ask(fleet.pulling, 2)
+    spans = fleet.collector.wait(trace, HANDED_OVER)
+    assert_tree(spans, client_span)
+    assert one(spans, "choose").attributes["kvconnect.mode"] == "pull"
+    first, second = (one(spans, leg, "kvconnect-router") for leg in OUR_ENGINES)
+    send = one(spans, "kvconnect.send")
+    assert first.ended <= second.began <= send.began
+
+
+def test_loads_from_host_and_disk(fleet: Fleet) -> None:
+    forget(fleet)
+    d, p = fleet.decode, fleet.prefill
+    ask(fleet.pulling, 3)
+    assert_quiet(p, d)
+    d.post("/reset_prefix_cache")  # the device's, not ours
+    trace, _ = ask(d, 3)
+    spans = fleet.collector.wait(trace, has("llm_request", "kvconnect.load"))
+    lookup, load = one(spans, "kvconnect.lookup"), one(spans, "kvconnect.load")
+    assert lookup.attributes["kvconnect.found_tokens"] == FULL
+    assert lookup.ended <= load.began and load.ended <= one(spans, "kvconnect.prefill").began
+    assert "kvconnect.fetch" not in [span.name for span in spans]
+
+    for number in range(8):  # with more than the host tier holds after it, the first is on disk
+        ask(p, number)
+        p.settle()
+    deadline = time.monotonic() + 30
+    while p.metric("vllm:kvconnect_below_jobs_in_flight") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    p.post("/reset_prefix_cache")
+    trace, _ = ask(p, 0)
+    spans = fleet.collector.wait(trace, has("llm_request", "kvconnect.load"))
+    fetch, load = one(spans, "kvconnect.fetch"), one(spans, "kvconnect.load")
+    assert fetch.attributes["kvconnect.disk_tokens"] == FULL
+    assert one(spans, "kvconnect.queue").holds(fetch) and fetch.ended <= load.began
+
+
+def test_a_refused_hand_off_shows(fleet: Fleet) -> None:
+    """Negative control of the tree: a receive that fails has no wire, and says why."""
+    forget(fleet)
+    unknown = push_params(secrets.token_hex(16), card(fleet.prefill) + "x")
+    with traced(fleet.decode) as (trace, span), one_clean_error():
+        fleet.decode.complete(prompts()[4], NEW, kv_transfer_params=unknown)
+    spans = fleet.collector.wait(trace, has("kvconnect.receive"))
+    assert one(spans, "kvconnect.receive").failed
+    assert not {"kvconnect.wire", "kvconnect.wait"} & {span.name for span in spans}
+    with pytest.raises(AssertionError):
+        assert_tree(spans, span)
+    assert_quiet(fleet.prefill, fleet.decode)
+
+
+def test_what_is_not_sampled_or_not_traced_leaves_no_span(fleet: Fleet) -> None:
+    forget(fleet)
+    unsampled, _ = ask(fleet.traced, 5, sampled=False)
+    passed_on, client_span = ask(fleet.silent, 6)
+    # The silent router passes the client's headers on, so the engines' spans are the client's.
+    found = fleet.collector.wait(passed_on, has("llm_request", "llm_request", "kvconnect.receive"))
+    assert {span.service for span in found} == set(OUR_ENGINES)
+    assert {span.parent for span in found if span.name == "llm_request"} == {client_span}
+    assert_quiet(fleet.prefill, fleet.decode)
+    time.sleep(0.5)  # longer than an exporter waits
+    assert not [s for s in fleet.collector.spans(unsampled) if s.name.startswith("kvconnect.")]
