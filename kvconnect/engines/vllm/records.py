@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from kvconnect.engines.model_files import model_name
 from kvconnect.engines.vllm import translate
 from kvconnect.errors import Incompatible
-from kvconnect.format import RecordFormat
+from kvconnect.format import RecordFormat, parts
 from kvconnect.geometry import Geometry
-from kvconnect.slices import Unit, unit_heads, units
+from kvconnect.slices import Rows, Unit, unit_heads, units
+
+_ROWS = {"FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION"}
+_PLANES = {"CPU_ATTN:vec", "CPU_ATTN:vec16"}
+"""Attention kernels whose rows have K and then V; and those that keep K in planes."""
+
+
+class _PlainRows(NamedTuple):
+    """A cache of nothing but K and V as the model computed them: numbers and rows of the layers,
+    the values' type, and the bytes of K and of V in a row."""
+
+    layers: tuple[int, ...]
+    rows: Sequence[Rows]
+    dtype: str
+    row: tuple[int, int]
 
 
 def records_for_all(
@@ -38,7 +54,7 @@ def records_for_all(
     ):
         if there:
             raise Incompatible(what)
-    plain = translate.plain_rows(config, cache, kv_caches)
+    plain = _plain_rows(config, cache, kv_caches)
     parallel = config.parallel_config
     total = model.get_total_num_kv_heads()
     own = plain.rows[0][0].heads
@@ -54,3 +70,35 @@ def records_for_all(
         row=plain.row,
     )
     return form, units(geometry.groups[0], plain.rows, (first, first + own), total)
+
+
+def _plain_rows(
+    config: VllmConfig, cache: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
+) -> _PlainRows:
+    """Return where a cache has K and V, if it is one of full attention only.
+
+    Raises:
+        Incompatible: it is another one. The message says why.
+    """
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    if [type(spec) for spec in specs] != [FullAttentionSpec]:
+        raise Incompatible(f"a cache of {', '.join(type(spec).__name__ for spec in specs)}")
+    spec, computed = specs[0], config.model_config.dtype
+    if {view.dtype for view in kv_caches.values()} != {computed} or not computed.is_floating_point:
+        raise Incompatible(f"K and V are kept in another type than {computed}")
+    kernels = translate.packings(config)
+    in_planes = kernels <= _PLANES
+    if not kernels <= _ROWS and not in_planes:
+        raise Incompatible(f"the attention kernel {'+'.join(sorted(kernels))} packs pages")
+    (pages,) = translate.handoff_pages(cache, kv_caches)
+    if len(pages) != len(kv_caches):
+        raise Incompatible("layers that share K and V")
+    numbered = sorted((extract_layer_index(page.name), page) for page in pages)
+    item = computed.itemsize
+    row = (spec.head_size * item, spec.head_size_v * item)
+    if sum(row) != pages[0].row_bytes:
+        raise Incompatible(f"rows of {pages[0].row_bytes} bytes for K and V of {row}")
+    planes = [*[item] * spec.head_size, row[1]]
+    rows = [parts(page, planes, in_planes=True) if in_planes else (page,) for _, page in numbered]
+    layers = tuple(number for number, _ in numbered)
+    return _PlainRows(layers, rows, str(computed).removeprefix("torch."), row)

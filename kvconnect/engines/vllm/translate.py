@@ -9,13 +9,12 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
 from vllm.config import CUDAGraphMode, ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
@@ -31,11 +30,9 @@ from vllm.v1.request import RequestStatus
 
 from kvconnect import versions
 from kvconnect.errors import ConfigError, Incompatible, Refused
-from kvconnect.format import parts
 from kvconnect.geometry import Geometry, GroupGeometry, Segment, view_segments
 from kvconnect.pages import LayerPages, layer_pages
 from kvconnect.plan.groups import CacheGroup
-from kvconnect.slices import Rows
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -280,7 +277,7 @@ def handoff_format(
         "architecture": _architecture(model.hf_config.to_dict()),
         "dtype": str(first.dtype).removeprefix("torch."),
         "cache_dtype": str(config.cache_config.cache_dtype),
-        "packing": "+".join(sorted({_packing(config, backend) for backend in _backends(config)})),
+        "packing": "+".join(sorted(packings(config))),
         "tokens_ahead": max(
             getattr(group.kv_cache_spec, "extra_retained_tokens", 0)
             for group in cache.kv_cache_groups
@@ -298,6 +295,11 @@ def _architecture(fields: Mapping[str, object]) -> str:
 def _backends(config: VllmConfig) -> list[Any]:
     found: list[Any] = get_current_attn_backends(config)
     return found
+
+
+def packings(config: VllmConfig) -> set[str]:
+    """Return the names of how the model's attention kernels arrange bytes inside a page."""
+    return {_packing(config, backend) for backend in _backends(config)}
 
 
 def _packing(config: VllmConfig, backend: Any) -> str:
@@ -352,53 +354,6 @@ def handoff_pages(
             raise Incompatible(f"layers of one KV-cache group differ in (heads, ...): {shapes}")
         groups.append(tuple(pages.values()))
     return tuple(groups)
-
-
-class PlainRows(NamedTuple):
-    """A cache of nothing but K and V as the model computed them: numbers and rows of the layers,
-    the values' type, and the bytes of K and of V in a row."""
-
-    layers: tuple[int, ...]
-    rows: Sequence[Rows]
-    dtype: str
-    row: tuple[int, int]
-
-
-_ROWS = {"FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION"}
-_PLANES = {"CPU_ATTN:vec", "CPU_ATTN:vec16"}
-"""Attention kernels whose rows have K and then V; and those that keep K in planes."""
-
-
-def plain_rows(
-    config: VllmConfig, cache: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
-) -> PlainRows:
-    """Return where a cache has K and V, if it is one of full attention only.
-
-    Raises:
-        Incompatible: it is another one. The message says why.
-    """
-    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
-    if [type(spec) for spec in specs] != [FullAttentionSpec]:
-        raise Incompatible(f"a cache of {', '.join(type(spec).__name__ for spec in specs)}")
-    spec, computed = specs[0], config.model_config.dtype
-    if {view.dtype for view in kv_caches.values()} != {computed} or not computed.is_floating_point:
-        raise Incompatible(f"K and V are kept in another type than {computed}")
-    kernels = {_packing(config, backend) for backend in _backends(config)}
-    in_planes = kernels <= _PLANES
-    if not kernels <= _ROWS and not in_planes:
-        raise Incompatible(f"the attention kernel {'+'.join(sorted(kernels))} packs pages")
-    (pages,) = handoff_pages(cache, kv_caches)
-    if len(pages) != len(kv_caches):
-        raise Incompatible("layers that share K and V")
-    numbered = sorted((extract_layer_index(page.name), page) for page in pages)
-    item = computed.itemsize
-    row = (spec.head_size * item, spec.head_size_v * item)
-    if sum(row) != pages[0].row_bytes:
-        raise Incompatible(f"rows of {pages[0].row_bytes} bytes for K and V of {row}")
-    planes = [*[item] * spec.head_size, row[1]]
-    rows = [parts(page, planes, in_planes=True) if in_planes else (page,) for _, page in numbered]
-    layers = tuple(number for number, _ in numbered)
-    return PlainRows(layers, rows, str(computed).removeprefix("torch."), row)
 
 
 def total_kv_heads(config: VllmConfig, spec: KVCacheSpec) -> int:
