@@ -93,7 +93,8 @@ CATALOG: tuple[Metric, ...] = (
            "Latency of one request's load.", "the last rank reports a load done",
            label=_TIER, buckets=TIME_BUCKETS, part=Part.BUCKETS),
     Metric("load_exposed_seconds", "histogram", "seconds",
-           "Exposed time of one request's load; of all loads of a step, if they ran inside it.",
+           "Exposed time of one request's load; of all loads of a step, if they ran inside it "
+           "(what a GPU waits for by itself is not counted).",
            "a request that waited for a load can run",
            label=_TIER, buckets=TIME_BUCKETS, part=Part.BUCKETS),
     Metric("lookups", "counter", "requests",

@@ -78,8 +78,8 @@ class SyncLoad:
     def _wait_for(self, what: Callable[[], bool]) -> None:
         with self._news:
             if not self._news.wait_for(what, _STUCK_S):
-                what_failed = f"synchronous load {self._job} did not end within {_STUCK_S:.0f} s"
-                raise TransferFailed(what_failed)
+                error = f"synchronous load {self._job} did not end within {_STUCK_S:.0f} s"
+                raise TransferFailed(error)
 
 
 class SyncLoads:
@@ -111,6 +111,8 @@ class SyncLoads:
 
         ``hooks``: it is called in this step.
         """
+        if not self._loads:
+            return
         left = self._hooked if hooks else set()
         needed: dict[int, int] = {}
         for name, (group, runs) in self.layers.items():
