@@ -35,7 +35,7 @@ class Admin:
     async def workers(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """List all engines, with their state and load."""
         now = time.monotonic()
-        return web.json_response([_described(upstream, now) for upstream in self._fleet.all()])
+        return web.json_response([self._described(upstream, now) for upstream in self._fleet.all()])
 
     async def add(self, request: web.Request) -> web.Response:
         """Add one."""
@@ -46,7 +46,7 @@ class Admin:
             return _refused(400, str(error))
         except Refused as error:
             return _refused(409, str(error))
-        return web.json_response(_described(upstream, time.monotonic()), status=201)
+        return web.json_response(self._described(upstream, time.monotonic()), status=201)
 
     async def drain(self, request: web.Request) -> web.Response:
         """Send no more requests to one."""
@@ -62,7 +62,25 @@ class Admin:
         if upstream is None:
             return _refused(404, f"there is no {role.value} engine {url}")
         end(upstream)
-        return web.json_response(_described(upstream, time.monotonic()))
+        return web.json_response(self._described(upstream, time.monotonic()))
+
+    def _described(self, upstream: Upstream, now: float) -> dict[str, Any]:
+        ranks = upstream.loads.at(now)
+        return {
+            "role": upstream.role.value,
+            "number": upstream.index,
+            "url": upstream.url,
+            "engine": upstream.worker.engine.value,
+            "version": upstream.worker.version or upstream.said.version,
+            "models": list(upstream.said.models),
+            "up": upstream.up,
+            "draining": upstream.draining,
+            "trusted": upstream.breaker.trusted(now),
+            "proven": self._fleet.proofs.proven((upstream.role, upstream.index)),
+            "broken": self._fleet.broken(upstream),
+            "requests": upstream.open,
+            "ranks": [{"own": load.own, "foreign": load.foreign} for load in ranks],
+        }
 
 
 def make_admin(fleet: Fleet, membership: Membership, token: str) -> web.Application:
@@ -102,22 +120,6 @@ async def _asked(request: web.Request, key: str) -> tuple[Role, str]:
     if not isinstance(text, str):
         raise Refused("body", f"{key} is no text")
     return role, text
-
-
-def _described(upstream: Upstream, now: float) -> dict[str, Any]:
-    return {
-        "role": upstream.role.value,
-        "number": upstream.index,
-        "url": upstream.url,
-        "engine": upstream.worker.engine.value,
-        "version": upstream.worker.version or upstream.said.version,
-        "models": list(upstream.said.models),
-        "up": upstream.up,
-        "draining": upstream.draining,
-        "trusted": upstream.breaker.trusted(now),
-        "requests": upstream.open,
-        "ranks": [{"own": load.own, "foreign": load.foreign} for load in upstream.loads.at(now)],
-    }
 
 
 def _refused(status: int, message: str) -> web.Response:

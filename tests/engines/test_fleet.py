@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +44,8 @@ def fleet() -> Iterator[Fleet]:
         engines = [Server("llama", text, BLOCKS, MAX_LEN) for text in connectors]
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(stack.enter_context, engines))
-        yield Fleet(engines, stack.enter_context(Router(engines[:2], engines[2:])))
+        router = Router(engines[:2], engines[2:], ("--probe-interval", "0"))  # requests are counted
+        yield Fleet(engines, stack.enter_context(router))
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +93,25 @@ def test_clients_that_leave_are_forgotten_everywhere(fleet: Fleet) -> None:
     for number, prompt in enumerate(prompts()[:12]):
         fleet.router.abort(prompt, after_chunks=number % 3)
     assert_quiet(*fleet.engines)
+
+
+def test_requests_go_where_a_probe_has_seen_kv_move(fleet: Fleet) -> None:
+    (p, other), (d, _) = fleet.engines[:2], fleet.engines[2:]
+    # A prefill engine in the place of a decode engine is healthy and answers, but receives nothing.
+    with Router([p], [d, other], ("--probe-interval", "1")) as router:
+        await_probes(router, ok=1, computed=1)
+        for start in range(6):
+            router.complete(prompt_tokens(200, start=start), NEW)
+        served = "kvconnect_router_leg_requests_total"
+        assert router.metric(served, leg="decode", upstream=d.url, outcome="ok") == 6
+
+
+def await_probes(router: Router, **outcomes: int) -> None:
+    deadline = time.monotonic() + 60
+    probes = "kvconnect_router_probes_total"
+    while any(router.metric(probes, outcome=name) < n for name, n in outcomes.items()):
+        assert time.monotonic() < deadline, router.scrape()
+        time.sleep(0.1)
 
 
 def test_a_dead_prefill_engine_is_gone_around(fleet: Fleet, want: list[tuple[int, ...]]) -> None:
