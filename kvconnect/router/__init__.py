@@ -7,7 +7,7 @@ each engine is asked), ``reports`` (what engines say of themselves).
 
 On the event loop: ``http1`` (requests to engines), ``upstreams`` (the engines as last seen),
 ``watch``, ``subscribe`` and ``probe`` (what is always done for them), ``membership`` (which there
-are), ``client`` (one leg), ``reply`` (what the client is answered), ``exchange`` (one request, with
-its retries and deadline), ``admission``, ``caches``, ``admin``, ``app`` (routes). ``options`` and
-``flags`` are what a user chooses.
+are), ``roles`` (changing them), ``client`` (one leg), ``reply`` (what the client is answered),
+``exchange`` (one request, with its retries and deadline), ``admission``, ``caches``, ``admin``,
+``app`` (routes). ``options`` and ``flags`` are what a user chooses.
 """

@@ -31,6 +31,8 @@ FILE_EVERY_S = 1.0
 DNS_EVERY_S = 5.0
 DRAIN_LOOK_S = 0.05
 
+FLAGS, ADMIN = "flags", "admin"  # sources; the others name themselves
+
 Named = dict[Role, tuple[Worker, ...]]
 
 
@@ -59,7 +61,7 @@ class Membership:
     async def start(self) -> None:
         """Probe the engines of the command line, then look after all of them in the background."""
         for upstream in self._fleet.all():
-            self._adopt(upstream, "flags")
+            self._adopt(upstream, FLAGS)
         await asyncio.gather(*(watcher.probe() for watcher in self._watchers.values()))
         for watcher in self._watchers.values():
             watcher.start(self._options.intervals.load_s)
@@ -83,6 +85,10 @@ class Membership:
     def find(self, role: Role, url: str) -> Upstream | None:
         """Return the engine of a role at a URL."""
         return next((u for u in self._fleet.all(role) if u.url == url), None)
+
+    def source_of(self, upstream: Upstream) -> str:
+        """Return who named an engine; nobody, if it is being removed."""
+        return self._source.get(upstream, "")
 
     def add(self, role: Role, worker: Worker, source: str) -> Upstream:
         """Add an engine.
