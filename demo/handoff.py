@@ -114,7 +114,8 @@ def compare() -> int:
     with ExitStack() as stack:
         p = stack.enter_context(engine(prefill_config(digest="full")))
         d = stack.enter_context(engine(decode_config(digest="full")))
-        router = stack.enter_context(Router([p], [d]))
+        # What single requests move is shown, so nothing else may.
+        router = stack.enter_context(Router([p], [d], ("--probe-interval", "0")))
         router.complete([1, 2, 3], 1)  # connects
         served = [serve(router, d, prompt) for prompt in prompts()]
         print_rows(served, plain)

@@ -2,7 +2,8 @@
 those who have the token.
 
 ``GET /workers`` lists them. ``POST /workers`` adds one: ``{"role": "prefill", "worker": "URL"}``.
-``POST /workers/drain`` and ``DELETE /workers`` name one by ``role`` and ``url``.
+``POST /workers/drain``, ``POST /workers/switch`` (to the other role) and ``DELETE /workers`` name
+one by ``role`` and ``url``.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Any
 
 from aiohttp import web
 
-from kvconnect.errors import ConfigError, Refused
-from kvconnect.router.membership import Membership
+from kvconnect.errors import ConfigError, KVConnectError, Refused
+from kvconnect.router.membership import ADMIN, Membership
 from kvconnect.router.options import worker_of
+from kvconnect.router.roles import switch
 from kvconnect.router.upstreams import Fleet, Upstream
 from kvconnect.router.view import Role
 
@@ -28,25 +30,26 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Admin:
     """The handlers of the API. Runs on the event loop."""
 
-    def __init__(self, fleet: Fleet, membership: Membership) -> None:
+    def __init__(self, fleet: Fleet, membership: Membership, drain_s: float) -> None:
         self._fleet = fleet
         self._membership = membership
+        self._drain_s = drain_s
 
     async def workers(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """List all engines, with their state and load."""
         now = time.monotonic()
-        return web.json_response([_described(upstream, now) for upstream in self._fleet.all()])
+        return web.json_response([self._described(upstream, now) for upstream in self._fleet.all()])
 
     async def add(self, request: web.Request) -> web.Response:
         """Add one."""
         role, text = await _asked(request, "worker")
         try:
-            upstream = self._membership.add(role, worker_of("worker", text), "admin")
+            upstream = self._membership.add(role, worker_of("worker", text), ADMIN)
         except ConfigError as error:
             return _refused(400, str(error))
         except Refused as error:
             return _refused(409, str(error))
-        return web.json_response(_described(upstream, time.monotonic()), status=201)
+        return web.json_response(self._described(upstream, time.monotonic()), status=201)
 
     async def drain(self, request: web.Request) -> web.Response:
         """Send no more requests to one."""
@@ -56,17 +59,59 @@ class Admin:
         """Drain one and forget it."""
         return await self._end(request, self._membership.remove)
 
+    async def switch(self, request: web.Request) -> web.Response:
+        """Have one change its role; answered when it has, or goes on as before."""
+        upstream = await self._named(request)
+        try:
+            new = await switch(self._membership, self._fleet, upstream, self._drain_s)
+        except Refused as error:
+            return _refused(409, str(error))
+        return web.json_response(self._described(new, time.monotonic()))
+
     async def _end(self, request: web.Request, end: Callable[[Upstream], None]) -> web.Response:
+        upstream = await self._named(request)
+        end(upstream)
+        return web.json_response(self._described(upstream, time.monotonic()))
+
+    async def _named(self, request: web.Request) -> Upstream:
+        """Return the engine that a body names.
+
+        Raises:
+            _Unknown: there is none.
+            Refused: it names none.
+        """
         role, url = await _asked(request, "url")
         upstream = self._membership.find(role, url.rstrip("/"))
         if upstream is None:
-            return _refused(404, f"there is no {role.value} engine {url}")
-        end(upstream)
-        return web.json_response(_described(upstream, time.monotonic()))
+            raise _Unknown(f"there is no {role.value} engine {url}")
+        return upstream
+
+    def _described(self, upstream: Upstream, now: float) -> dict[str, Any]:
+        ranks = upstream.loads.at(now)
+        return {
+            "role": upstream.role.value,
+            "number": upstream.index,
+            "url": upstream.url,
+            "engine": upstream.worker.engine.value,
+            "version": upstream.worker.version or upstream.said.version,
+            "models": list(upstream.said.models),
+            "up": upstream.up,
+            "draining": upstream.draining,
+            "trusted": upstream.breaker.trusted(now),
+            "proven": self._fleet.proofs.proven((upstream.role, upstream.index)),
+            "broken": self._fleet.broken(upstream),
+            "requests": upstream.open,
+            "ranks": [{"own": load.own, "foreign": load.foreign} for load in ranks],
+        }
 
 
-def make_admin(fleet: Fleet, membership: Membership, token: str) -> web.Application:
-    """Return the application; every request needs ``Authorization: Bearer <token>``."""
+class _Unknown(KVConnectError):
+    """No such engine."""
+
+
+def make_admin(fleet: Fleet, membership: Membership, token: str, drain_s: float) -> web.Application:
+    """Return the application; every request needs ``Authorization: Bearer <token>``. An engine
+    that changes its role is drained within ``drain_s`` seconds."""
     want = f"Bearer {token}".encode()
 
     @web.middleware
@@ -76,15 +121,18 @@ def make_admin(fleet: Fleet, membership: Membership, token: str) -> web.Applicat
             return _refused(401, "send Authorization: Bearer and the token")
         try:
             return await handler(request)
+        except _Unknown as error:
+            return _refused(404, str(error))
         except Refused as error:
             return _refused(400, str(error))
 
-    admin = Admin(fleet, membership)
+    admin = Admin(fleet, membership, drain_s)
     app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[authorised])
     app.router.add_get("/workers", admin.workers)
     app.router.add_post("/workers", admin.add)
     app.router.add_delete("/workers", admin.remove)
     app.router.add_post("/workers/drain", admin.drain)
+    app.router.add_post("/workers/switch", admin.switch)
     return app
 
 
@@ -102,22 +150,6 @@ async def _asked(request: web.Request, key: str) -> tuple[Role, str]:
     if not isinstance(text, str):
         raise Refused("body", f"{key} is no text")
     return role, text
-
-
-def _described(upstream: Upstream, now: float) -> dict[str, Any]:
-    return {
-        "role": upstream.role.value,
-        "number": upstream.index,
-        "url": upstream.url,
-        "engine": upstream.worker.engine.value,
-        "version": upstream.worker.version or upstream.said.version,
-        "models": list(upstream.said.models),
-        "up": upstream.up,
-        "draining": upstream.draining,
-        "trusted": upstream.breaker.trusted(now),
-        "requests": upstream.open,
-        "ranks": [{"own": load.own, "foreign": load.foreign} for load in upstream.loads.at(now)],
-    }
 
 
 def _refused(status: int, message: str) -> web.Response:

@@ -85,7 +85,8 @@ class Edge:
     async def administer(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
         """Serve the administrators' API while the application runs."""
         admin = self._options.admin
-        runner = web.AppRunner(make_admin(self._fleet, self._membership, admin.token))
+        drain_s = self._options.limits.drain_s
+        runner = web.AppRunner(make_admin(self._fleet, self._membership, admin.token, drain_s))
         await runner.setup()
         await web.TCPSite(runner, admin.host, admin.port).start()
         logger.info("admin API on %s", runner.addresses[0])

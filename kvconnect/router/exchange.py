@@ -139,6 +139,7 @@ class Exchange:
                     return await self._relay(leg, first, choice.mode)
             except LegFailed as error:
                 logger.warning("attempt to %s failed: %s", choice.mode.value, error)
+                self._services.fleet.doubt(choice)
                 if not tried.note(choice, error.role, error.cause):
                     raise
                 failure = error
@@ -164,13 +165,13 @@ class Exchange:
         async with AsyncExitStack() as ends:
             if choice.prefill is not None:
                 first_leg = self._services.fleet.get(Role.PREFILL, choice.prefill.target.worker)
-                asked, body = _bodies(choice, choice.prefill, first_leg, body)
+                asked, body = bodies(choice, choice.prefill, first_leg, body)
                 computed = self._prefill(first_leg, choice.prefill, asked, overhead)
                 if choice.mode is Mode.PULL:
                     ticket = await computed
                     overhead.answered()
                     rank = choice.prefill.target.rank
-                    pulled = _pulled(body, ticket or _mooncake_ticket(first_leg, rank, asked))
+                    pulled = _pulled(body, ticket or mooncake_ticket(first_leg, rank, asked))
                     if pulled is body:
                         plain = choice._replace(mode=Mode.PLAIN, reason=Reason.NO_TICKET)
                         self._reply.choice = plain
@@ -239,7 +240,7 @@ class Exchange:
         return Leg(self._services.client, self._services.metrics, upstream, place, span)
 
 
-def _bodies(
+def bodies(
     choice: Choice, place: Place, prefill: Upstream, body: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return what prefill is asked, and decode, as far as that is known by now."""
@@ -257,7 +258,7 @@ def _bodies(
     return asked, body
 
 
-def _mooncake_ticket(
+def mooncake_ticket(
     prefill: Upstream, rank: int | None, asked: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """Return what an engine with vLLM's MooncakeConnector offers, which does not say so itself."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from kvconnect.errors import ConfigError
 from kvconnect.router.options import (
     AdminAccess,
+    Intervals,
     Limits,
     Listening,
     Options,
@@ -58,7 +59,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
         prefill_policy=Policy(arguments.prefill_policy),
         decode_policy=Policy(arguments.decode_policy),
         dp_minimum_tokens=arguments.dp_minimum_tokens_scheduler,
-        load_interval_s=arguments.worker_load_check_interval,
+        intervals=Intervals(arguments.worker_load_check_interval, arguments.probe_interval),
     )
     later = bool(sources.file or options.admin.token)
     for role in ("prefill", "decode"):
@@ -146,13 +147,12 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="under round_robin and random, take the rank with the fewest tokens",
     )
-    add(
-        "--worker-load-check-interval",
-        type=float,
-        default=default.load_interval_s,
-        metavar="S",
-        help="seconds between looks at an engine's load, 0: never (default: %(default)s)",
-    )
+    for flag, seconds, what in (
+        ("worker-load-check-interval", default.intervals.load_s, "looks at an engine's load"),
+        ("probe-interval", default.intervals.probe_s, "probes of an engine's hand-off"),
+    ):
+        text = f"seconds between {what}, 0: never (default: %(default)s)"
+        add(f"--{flag}", type=float, default=seconds, metavar="S", help=text)
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:

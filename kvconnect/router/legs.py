@@ -173,6 +173,14 @@ def card_body(model: str) -> dict[str, Any]:
     return {"model": model, "prompt": [1], "max_tokens": 1, _PARAMS: params}
 
 
+def ids_body(model: str, ids: list[int], *, native: bool) -> dict[str, Any]:
+    """Return the request for one token after a prompt; ``native``: in SGLang's own form, which its
+    servers without a tokenizer know too."""
+    if native:
+        return {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}}
+    return {"model": model, "prompt": ids, "max_tokens": 1}
+
+
 def ticket_of(answer: bytes) -> dict[str, Any] | None:
     """Return the hand-off that a prefill engine's answer offers, None if it offers none.
 

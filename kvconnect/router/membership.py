@@ -19,6 +19,7 @@ from kvconnect.router.http1 import Client
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.options import Options, Worker, worker_of, workers
 from kvconnect.router.prefixes import PrefixIndex
+from kvconnect.router.probe import Prober
 from kvconnect.router.subscribe import subscribe
 from kvconnect.router.upstreams import Fleet, Upstream
 from kvconnect.router.view import Role
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 FILE_EVERY_S = 1.0
 DNS_EVERY_S = 5.0
 DRAIN_LOOK_S = 0.05
+
+FLAGS, ADMIN = "flags", "admin"  # sources; the others name themselves
 
 Named = dict[Role, tuple[Worker, ...]]
 
@@ -52,15 +55,18 @@ class Membership:
         self._source: dict[Upstream, str] = {}
         self._indexes = indexes
         self._readers: dict[Upstream, asyncio.Task[None]] = {}
+        self.prober = Prober(fleet, client, metrics)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Probe the engines of the command line, then look after all of them in the background."""
         for upstream in self._fleet.all():
-            self._adopt(upstream, "flags")
+            self._adopt(upstream, FLAGS)
         await asyncio.gather(*(watcher.probe() for watcher in self._watchers.values()))
         for watcher in self._watchers.values():
-            watcher.start(self._options.load_interval_s)
+            watcher.start(self._options.intervals.load_s)
+        if self._options.intervals.probe_s:
+            self._background(self.prober.run())
         sources = self._options.sources
         if sources.file:
             self._background(self._follow_file(Path(sources.file)))
@@ -80,6 +86,10 @@ class Membership:
         """Return the engine of a role at a URL."""
         return next((u for u in self._fleet.all(role) if u.url == url), None)
 
+    def source_of(self, upstream: Upstream) -> str:
+        """Return who named an engine; nobody, if it is being removed."""
+        return self._source.get(upstream, "")
+
     def add(self, role: Role, worker: Worker, source: str) -> Upstream:
         """Add an engine.
 
@@ -90,7 +100,7 @@ class Membership:
         if known is not None and not known.draining:
             raise Refused("worker", f"{role.value} engine {worker.url} is there already")
         upstream = self._fleet.add(role, worker)
-        self._adopt(upstream, source).start(self._options.load_interval_s)
+        self._adopt(upstream, source).start(self._options.intervals.load_s)
         upstream.suspect()  # probed at once
         logger.info("%s engine %s was added by %s", role.value, worker.url, source)
         return upstream

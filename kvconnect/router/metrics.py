@@ -37,6 +37,17 @@ class LegOutcome(str, Enum):
     CANCELLED = "cancelled"  # by the client, the deadline, or the other leg's failure
 
 
+class ProbeOutcome(str, Enum):
+    """How a probe of a pair of engines ended."""
+
+    OK = "ok"
+    COMPUTED = "computed"  # the decode engine computed the prompt itself
+    FAILED = "failed"  # an engine failed it, or was lost
+    LATE = "late"
+    REFUSED = "refused"  # 4xx, which says nothing about KV: taken for ok
+    VOID = "void"  # the router could not try
+
+
 class Row(NamedTuple):
     """One metric: its name after ``kvconnect_router_``, what it counts, its labels."""
 
@@ -55,6 +66,7 @@ ROWS = (
     Row("leg_requests", Counter, "Requests to engines.", ("leg", "upstream", "outcome")),
     Row("picks", Counter, "Engines picked for a leg, by why.", ("leg", "why")),
     Row("retries", Counter, "Attempts after a failed one.", ("leg", "cause")),
+    Row("probes", Counter, "Probes that had KV move between two engines.", ("outcome",)),
     Row("hit_tokens", Counter, "Prompt tokens expected and found in prefill engines' caches, of "
         "requests whose answer tells.", ("which",)),
     Row("kv_events", Counter, "Messages about caches.", ("leg", "upstream", "outcome")),
@@ -214,6 +226,8 @@ def _create(families: Mapping[str, Any]) -> None:
     for chosen in Mode:
         families["added_latency_seconds"].labels(chosen.value)
         families["ttft_seconds"].labels(chosen.value)
+    for probed in ProbeOutcome:
+        families["probes"].labels(probed.value)
     for which in ("expected", "found"):
         families["hit_tokens"].labels(which)
     for role in Role:

@@ -108,6 +108,28 @@ class Sources:
 
 
 @dataclass(frozen=True)
+class Intervals:
+    """How often engines are looked at; checked when made.
+
+    Attributes:
+        load_s: seconds between two looks at an engine's load; 0: do not look.
+        probe_s: seconds between two probes of an engine's hand-off; 0: do not probe.
+
+    Raises:
+        ConfigError: names the flag, its value and the fix.
+    """
+
+    load_s: float = 1.0
+    probe_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        seconds = {"worker-load-check-interval": self.load_s, "probe-interval": self.probe_s}
+        for flag, value in seconds.items():
+            if not 0 <= value <= 3600:
+                raise ConfigError(flag, value, "use seconds, 0 (never) to 3600")
+
+
+@dataclass(frozen=True)
 class Listening:
     """Where clients are served, and which.
 
@@ -149,7 +171,7 @@ class Options:
         prefill_policy, decode_policy: how an engine and rank are picked.
         dp_minimum_tokens: under policies that do not look at loads, take the rank with the fewest
             tokens of the engine they picked.
-        load_interval_s: seconds between two looks at an engine's load; 0: do not look.
+        intervals: how often engines are looked at.
 
     Raises:
         ConfigError: names the flag, its value and the fix.
@@ -166,14 +188,11 @@ class Options:
     prefill_policy: Policy = Policy.LEAST_TOKENS
     decode_policy: Policy = Policy.LEAST_TOKENS
     dp_minimum_tokens: bool = False
-    load_interval_s: float = 1.0
+    intervals: Intervals = Intervals()
 
     def __post_init__(self) -> None:
         if self.push_min_tokens < 0:
             raise ConfigError("push-min-tokens", self.push_min_tokens, "use 0 or more")
-        if not 0 <= self.load_interval_s <= 3600:
-            fix = "use seconds, 0 (never) to 3600"
-            raise ConfigError("worker-load-check-interval", self.load_interval_s, fix)
 
 
 def workers(flag: str, texts: Sequence[str]) -> tuple[Worker, ...]:

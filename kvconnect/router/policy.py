@@ -136,7 +136,7 @@ def choose(view: View, wish: Wish, tried: Tried, options: Options) -> Choice | N
     if alone:
         place = _place(options.decode_policy, alone, wish, Role.DECODE, options)
         return Choice(Mode.PLAIN, Reason.MULTI, None, place)
-    group = _group(_left(view.prefill, tried.prefill, wish), decode, wish.turn)
+    group = _best_group(view, _left(view.prefill, tried.prefill, wish), decode, wish.turn)
     if group is None:
         return None
     kept = [worker for worker in group.decode if worker.index == wish.keep]
@@ -175,17 +175,38 @@ def _left(workers: Sequence[WorkerView], tried: Collection[int], wish: Wish) -> 
     return [w for w in found if w.trusted] or found
 
 
-def _group(prefill: list[WorkerView], decode: list[WorkerView], turn: int) -> _Group | None:
+def _best_group(
+    view: View, prefill: list[WorkerView], decode: list[WorkerView], turn: int
+) -> _Group | None:
+    """Return engines that pair: if there are any, of those that probes have proven."""
+    proven = [w for w in prefill if w.proven], [w for w in decode if w.proven]
+    return (
+        _group(*proven, view.broken, turn)
+        or _group(prefill, decode, view.broken, turn)
+        or _group(prefill, decode, (), turn)
+    )
+
+
+def _group(
+    prefill: list[WorkerView],
+    decode: list[WorkerView],
+    broken: Collection[tuple[int, int]],
+    turn: int,
+) -> _Group | None:
     """Return engines that pair. While a fleet is upgraded, requests are shared between old and
     new ones in proportion to the smaller side of each."""
     if not prefill or not decode:
         return None
     first = prefill[0]
-    if all(_alike(first, worker) for worker in (*prefill, *decode)):
+    if not broken and all(_alike(first, worker) for worker in (*prefill, *decode)):
         return _Group(prefill, decode, turn)
     groups: dict[tuple[int, ...], _Group] = {}
     for worker in prefill:
-        partners = [other for other in decode if worker.pairs_with(other)]
+        partners = [
+            other
+            for other in decode
+            if worker.pairs_with(other) and (worker.index, other.index) not in broken
+        ]
         if partners:
             key = tuple(other.index for other in partners)
             groups.setdefault(key, _Group([], partners, 0)).prefill.append(worker)

@@ -15,6 +15,7 @@ from kvconnect.errors import Refused
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)\{(.*)\}\s+(\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _VLLM_USAGE = "vllm:kv_cache_usage_perc"
+_VLLM_TOKENS = "vllm:prompt_tokens_by_source_total"
 _VLLM_CACHE = "vllm:cache_config_info"
 _SGLANG_TOKENS = "sglang:num_used_tokens"
 
@@ -93,6 +94,17 @@ def vllm_tokens(text: str) -> dict[int, float]:
             blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
             room[int(rank)] = _number(blocks) * _number(size)
     return {rank: share * room[rank] for rank, share in used.items() if room.get(rank, 0) > 0}
+
+
+def vllm_received(text: str) -> float | None:
+    """Return how many tokens' KV an engine has been given by others, from vLLM's ``/metrics``;
+    None if it does not tell."""
+    found = [
+        value
+        for _, labels, value in _samples(text, (_VLLM_TOKENS,))
+        if labels.get("source") == "external_kv_transfer"
+    ]
+    return sum(found) if found else None
 
 
 def sglang_tokens(answer: bytes) -> dict[int, float]:

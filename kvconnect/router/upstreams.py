@@ -14,8 +14,9 @@ from kvconnect.router.http1 import Base
 from kvconnect.router.legs import Card
 from kvconnect.router.loads import Loads
 from kvconnect.router.options import Options, Worker
-from kvconnect.router.policy import Place
-from kvconnect.router.view import Role, View, WorkerView
+from kvconnect.router.policy import Choice, Place
+from kvconnect.router.proofs import Pair, Proofs
+from kvconnect.router.view import Engine, Role, View, WorkerView
 
 logger = logging.getLogger(__name__)
 
@@ -78,11 +79,16 @@ class Upstream:
         return self.worker.url
 
     @property
+    def native(self) -> bool:
+        """Whether it is SGLang."""
+        return self.worker.engine is Engine.SGLANG
+
+    @property
     def up(self) -> bool:
         """Whether it answers."""
         return self.signals.up.is_set()
 
-    def view(self, now: float) -> WorkerView:
+    def view(self, now: float, *, proven: bool) -> WorkerView:
         """Return it as policies see it."""
         ranks = self.loads.at(now)
         return WorkerView(
@@ -95,6 +101,7 @@ class Upstream:
             self.worker.version or self.said.version,
             self.url,
             self.breaker.trusted(now),
+            proven,
         )
 
     def mark(self, *, up: bool) -> None:
@@ -155,8 +162,9 @@ class Fleet:
     """All engines of one router, by role and number."""
 
     def __init__(self, options: Options, notice: Notice) -> None:
-        self._stale_s = max(_LEAST_STALE_S, STALE_REPORTS * options.load_interval_s)
+        self._stale_s = max(_LEAST_STALE_S, STALE_REPORTS * options.intervals.load_s)
         self._notice = notice
+        self.proofs = Proofs(options.intervals.probe_s)
         self._numbers = dict.fromkeys(Role, 0)
         self._by_role: dict[Role, dict[int, Upstream]] = {role: {} for role in Role}
         for role, workers in ((Role.PREFILL, options.prefill), (Role.DECODE, options.decode)):
@@ -167,7 +175,7 @@ class Fleet:
         """One more engine; its number is its own for ever."""
         index = self._numbers[role]
         self._numbers[role] += 1
-        upstream = Upstream(role, index, worker, Loads(self._stale_s), self._notice.up)
+        upstream = Upstream(role, index, worker, Loads(self._stale_s), self._changed)
         self._by_role[role][index] = upstream
         self._notice.add_upstream(role, worker.url)
         return upstream
@@ -175,6 +183,7 @@ class Fleet:
     def remove(self, upstream: Upstream) -> None:
         """It is no longer one of them."""
         del self._by_role[upstream.role][upstream.index]
+        self.proofs.forget((upstream.role, upstream.index))
         self._notice.remove_upstream(upstream.role, upstream.url)
 
     def get(self, role: Role, index: int) -> Upstream:
@@ -190,6 +199,31 @@ class Fleet:
         """Return all of them as policies see them."""
         now = time.monotonic()
         prefill, decode = (
-            tuple(upstream.view(now) for upstream in self._by_role[role].values()) for role in Role
+            tuple(
+                upstream.view(now, proven=self.proofs.proven((role, index)))
+                for index, upstream in self._by_role[role].items()
+            )
+            for role in Role
         )
-        return View(prefill, decode)
+        return View(prefill, decode, self.proofs.broken)
+
+    def broken(self, upstream: Upstream) -> dict[str, str]:
+        """Return to or from which engines, by URL, its KV does not get, and why."""
+        role, index = upstream.role, upstream.index
+        other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+        return {
+            self.get(other, dict(pair.engines)[other]).url: why
+            for pair, why in self.proofs.broken.items()
+            if (role, index) in pair.engines
+        }
+
+    def doubt(self, choice: Choice) -> None:
+        """A request failed on its engines: their hand-off is worth a probe."""
+        if choice.prefill is not None:
+            pair = Pair(choice.prefill.target.worker, choice.decode.target.worker)
+            self.proofs.doubt(pair)
+
+    def _changed(self, upstream: Upstream) -> None:
+        if not upstream.up:
+            self.proofs.forget((upstream.role, upstream.index))
+        self._notice.up(upstream)

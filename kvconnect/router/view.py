@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -59,6 +60,7 @@ class WorkerView:
         version: of the engine; only equal ones hand over to each other. Empty: unknown.
         name: stable over restarts and over routers: its URL.
         trusted: it has not just failed several requests; if none of a role has not, all serve.
+        proven: KV has been seen to get from or to it; as with ``trusted``.
     """
 
     index: int
@@ -70,6 +72,7 @@ class WorkerView:
     version: str = ""
     name: str = ""
     trusted: bool = True
+    proven: bool = False
 
     def targets(self) -> list[tuple[Target, Load]]:
         """Return where on it a leg can run, with the load there."""
@@ -101,10 +104,11 @@ def _agree(one: str, other: str) -> bool:
 
 @dataclass(frozen=True)
 class View:
-    """All engines at one moment."""
+    """All engines at one moment. ``broken``: pairs, by number, between which KV did not get."""
 
     prefill: tuple[WorkerView, ...]
     decode: tuple[WorkerView, ...]
+    broken: Collection[tuple[int, int]] = ()
 
     def missing(self) -> list[Role]:
         """Return the roles of which no engine is up."""

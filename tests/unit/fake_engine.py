@@ -15,7 +15,7 @@ import aiohttp
 from aiohttp import web
 
 from kvconnect.router.app import make_app
-from kvconnect.router.options import Limits, Options, workers
+from kvconnect.router.options import Intervals, Limits, Options, workers
 
 Handler = Callable[["FakeEngine", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
@@ -227,6 +227,7 @@ async def bench(
         for engine in (*prefill, *decode):
             await engine.start()
             ends.push_async_callback(engine.stop)
+        options = {"intervals": Intervals(probe_s=0), **options}
         limits = Limits(**{k: options.pop(k) for k in LIMITS if k in options})
         named = (workers("test", [e.named for e in engines]) for engines in (prefill, decode))
         app = make_app(Options(*named, limits=limits, **options))

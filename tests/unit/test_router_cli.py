@@ -16,7 +16,15 @@ from typing import Any
 import pytest
 
 from kvconnect import cli
-from kvconnect.router.options import AdminAccess, Limits, Listening, Options, Sources, Worker
+from kvconnect.router.options import (
+    AdminAccess,
+    Intervals,
+    Limits,
+    Listening,
+    Options,
+    Sources,
+    Worker,
+)
 from kvconnect.router.pick import Policy
 from kvconnect.router.view import Engine
 
@@ -57,7 +65,16 @@ def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         *("--host", "10.0.0.1", "--port", "81", "--pull"),
         *("--push-min-tokens", "256", "--timeout", "30", "--dp-minimum-tokens-scheduler"),
         *("--prefill-policy", "cache_aware", "--decode-policy", "random"),
-        *("--worker-load-check-interval", "5", "--silence-timeout", "40", "--max-concurrent", "7"),
+        *(
+            "--worker-load-check-interval",
+            "5",
+            "--probe-interval",
+            "6",
+            "--silence-timeout",
+            "40",
+            "--max-concurrent",
+            "7",
+        ),
         *("--queue", "8", "--queue-timeout", "9", "--drain-timeout", "11"),
         *("--workers-file", "/w", "--prefill-dns", "http://p:1", "--decode-dns", "http://d:2"),
         *("--shared-port", "--tls-cert", "/c", "--tls-key", "/k", "--api-key-file", str(keys)),
@@ -76,7 +93,7 @@ def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         prefill_policy=Policy.CACHE_AWARE,
         decode_policy=Policy.RANDOM,
         dp_minimum_tokens=True,
-        load_interval_s=5.0,
+        intervals=Intervals(5.0, 6.0),
     )
     assert served(monkeypatch, argv) == options
 

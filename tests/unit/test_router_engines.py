@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from kvconnect.router import watch
+from kvconnect.router.options import Intervals
 from kvconnect.router.pick import Policy
 from tests.unit.fake_engine import (
     DONE,
@@ -253,7 +254,7 @@ async def test_a_model_that_nobody_serves_is_named() -> None:
 @on_loop
 async def test_loads_are_read_and_own_requests_are_not_counted_twice() -> None:
     p, d = vllm(hangs, [0.25]), vllm(decodes, [0.5])
-    async with bench([p], [d], load_interval_s=0.02, pull=True, timeout_s=3.0) as router:
+    async with bench([p], [d], intervals=Intervals(0.02, 0), pull=True, timeout_s=3.0) as router:
         await loads_are_known(router)
         labels = {"leg": "prefill", "upstream": p.url, "rank": "0"}
         assert await router.metric("foreign_tokens", **labels) == 400
@@ -279,7 +280,7 @@ async def test_loads_are_read_and_own_requests_are_not_counted_twice() -> None:
 async def test_a_load_that_is_not_told_is_unknown(answer: Handler) -> None:
     p, d = sglang(decodes, [0]), sglang(decodes, [0])
     p.extra["/v1/loads"] = answer
-    async with bench([p], [d], load_interval_s=0.02) as router:
+    async with bench([p], [d], intervals=Intervals(0.02, 0)) as router:
 
         async def heard() -> bool:
             outcomes = ("discarded", "failed")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigError, Refused
 from kvconnect.router import legs, reports
-from kvconnect.router.options import Limits, Options, Worker, check_dns, workers
+from kvconnect.router.options import Intervals, Limits, Options, Worker, check_dns, workers
 from kvconnect.router.pick import Why
 from kvconnect.router.policy import MODES, Choice, Mode, Place, Reason, Tried, Wish, choose
 from kvconnect.router.view import Engine, Load, Role, Target, View, WorkerView
@@ -470,12 +470,17 @@ def test_a_dns_name_has_a_port() -> None:
 @pytest.mark.parametrize(
     ("field", "settings"),
     [
-        ("push-min-tokens", {"push_min_tokens": -1}),
-        ("worker-load-check-interval", {"load_interval_s": -1.0}),
-        ("worker-load-check-interval", {"load_interval_s": float("nan")}),
+        ("worker-load-check-interval", {"load_s": -1.0}),
+        ("worker-load-check-interval", {"load_s": float("nan")}),
+        ("probe-interval", {"probe_s": 3601.0}),
     ],
 )
-def test_settings_out_of_range_are_refused(field: str, settings: dict[str, Any]) -> None:
+def test_intervals_out_of_range_are_refused(field: str, settings: dict[str, float]) -> None:
     with pytest.raises(ConfigError) as caught:
-        Options((), (), **settings)
+        Intervals(**settings)
     assert caught.value.field == field
+
+
+def test_a_negative_push_threshold_is_refused() -> None:
+    with pytest.raises(ConfigError, match="push-min-tokens"):
+        Options((), (), push_min_tokens=-1)

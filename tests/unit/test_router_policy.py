@@ -553,6 +553,7 @@ def test_decisions_do_no_io() -> None:
         "legs",
         "reports",
         "breaker",
+        "proofs",
         "kvevents",
         "history",
     ):
