@@ -1,4 +1,4 @@
-"""What is in ``deploy/`` is valid, and says what KVConnect, Prometheus and Kubernetes understand."""
+"""What is in ``deploy/`` is valid, and in words that KVConnect and Kubernetes understand."""
 
 from __future__ import annotations
 
