@@ -22,15 +22,6 @@ FOLDER = Path(dashboards.__file__).parent
 ALERTS = FOLDER / "alerts.yaml"
 SCRAPE_S = 1
 PATIENCE_S = 60.0
-ALL = {
-    "${engine:regex}": "(vllm|sglang)",
-    "$__rate_interval": "1m",
-    "$__range": "30m",
-    "$model": ".*",
-    "$role": ".*",
-    "$instance": ".*",
-}
-"""What Grafana puts in where all is chosen, for a time range of half an hour."""
 
 
 class Shown(NamedTuple):
@@ -44,6 +35,24 @@ class Shown(NamedTuple):
 def boards() -> dict[str, dict[str, Any]]:
     """Return the JSON of every board, by its name."""
     return {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
+
+
+def engines() -> dict[str, str]:
+    """Return the choices of the variable ``engine``, as Grafana reads them."""
+    variables = boards()["kvconnect-overview"]["templating"]["list"]
+    (query,) = (variable["query"] for variable in variables if variable["name"] == "engine")
+    return dict(option.strip().split(" : ") for option in query.split(","))
+
+
+ALL = {
+    "${engine:pipe}": "|".join(engines().values()),
+    "$__rate_interval": "1m",
+    "$__range": "30m",
+    "$model": ".*",
+    "$role": ".*",
+    "$instance": ".*",
+}
+"""What Grafana puts in where all is chosen, for a time range of half an hour."""
 
 
 def of_board(name: str, board: dict[str, Any]) -> list[Shown]:

@@ -87,12 +87,14 @@ _SGLANG = """\
 The same rows are on SGLang's own `/metrics` when it runs with `--enable-metrics`, under names that
 start with `sglang:kvconnect_`. Their labels are those of SGLang's scheduler metrics: `model_name`,
 `engine_type`, `tp_rank`, `pp_rank`, `moe_ep_rank`, with data parallelism `dp_rank`, and what
-`--extra-metric-labels` adds. Two things differ:
+`--extra-metric-labels` adds. Three things differ:
 
 - Every rank is a process that publishes its own numbers, so what the table says of all ranks
   together is a sum over `tp_rank` and `pp_rank`. As with SGLang's own metrics, of the ranks that
   share attention only the first publishes, unless `--enable-metrics-for-all-schedulers` is set.
 - Not there, because SGLang has nothing like it: {absent}.
+- Prometheus may store `sglang:` as `sglang_`, as it and SGLang's client library agree
+  ([why](https://github.com/prometheus/client_python/issues/1177)).
 
 `sglang:kvcache_transfer_latency` is the wire time of one request in seconds: the active times of
 all its chunks added up, observed once and on success only. It means the same for every transport,

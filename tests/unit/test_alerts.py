@@ -16,7 +16,7 @@ import pytest
 from tests.boards import ALERTS, rules
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "alerts.md"
-ENGINES = ("vllm", "sglang")
+ENGINES = ("vllm:", "sglang_")
 
 needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool")
 
@@ -44,10 +44,7 @@ class Case:
 BUSY = "0+100x300"
 BURST = "0x10 10+10x5 60x100"  # between minutes 10 and 16
 HALF_FAIL = "0x10 50+50x20 1050x200"  # of BUSY, between minutes 10 and 31
-RUNNING = {
-    "vllm": "vllm:num_requests_running",
-    "sglang": "sglang:num_running_reqs",
-}
+RUNNING = {"vllm:": "vllm:num_requests_running", "sglang_": "sglang_num_running_reqs"}
 
 CASES = (
     Case(
@@ -187,8 +184,8 @@ CASES = (
 
 def series(name: str, engine: str) -> str:
     """A series' name with the labels that every scrape adds."""
-    if not name.startswith("kvconnect_router") and ":" not in name:
-        name = f"{engine}:kvconnect_{name}"
+    if not name.startswith("kvconnect_router") and "num_" not in name:
+        name = f"{engine}kvconnect_{name}"
     stem, _, labels = name.removesuffix("}").partition("{")
     if "job=" not in labels:
         labels = ",".join(filter(None, (labels, 'job="d",instance="i"')))

@@ -20,7 +20,17 @@ from kvconnect.metrics.boards.__main__ import BOARDS
 from kvconnect.metrics.boards.grafana import to_json
 from kvconnect.metrics.catalog import SGLANG, VLLM, families
 from kvconnect.router.metrics import RouterMetrics
-from tests.boards import FOLDER, Shown, boards, filled, names, of_alerts, of_panels, selectors
+from tests.boards import (
+    FOLDER,
+    Shown,
+    boards,
+    engines,
+    filled,
+    names,
+    of_alerts,
+    of_panels,
+    selectors,
+)
 
 PARTS = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 
@@ -86,6 +96,10 @@ def test_panels_lie_on_the_grid_and_not_on_one_another() -> None:
         assert len(set(ids)) == len(ids)
 
 
+def test_the_engines_are_read_as_they_are_meant() -> None:
+    assert engines() == promql.PREFIXES
+
+
 # Metrics that exist -------------------------------------------------------------------------------
 
 
@@ -133,7 +147,7 @@ def test_every_metric_is_shown_and_what_is_shown_exists() -> None:
 
 def test_control_an_unknown_and_an_unused_metric_are_seen() -> None:
     panels = of_panels()
-    for bad in ('{__name__=~"${engine:regex}:kvconnect_lookup_total"}', "kvconnect_router_quue{}"):
+    for bad in ('{__name__=~"(${engine:pipe})kvconnect_lookup_total"}', "kvconnect_router_quue{}"):
         assert unknown([Shown("b", "t", f"sum(rate({bad}[5m]))")]) == {("b", "t")}
     without = [one for one in panels if "kvconnect_host_blocks_pinned" not in one.expr]
     assert unused([*without, *of_alerts()]) == {"kvconnect_host_blocks_pinned"}

@@ -16,7 +16,7 @@ from grafana_foundation_sdk.models import common, dashboard
 
 from kvconnect.metrics.boards import helps
 from kvconnect.metrics.boards.board import Board, Panel
-from kvconnect.metrics.boards.promql import ENGINE
+from kvconnect.metrics.boards.promql import ENGINE, PREFIXES
 
 Builder = Any  # the SDK has no base class that panels, or variables, share
 
@@ -71,12 +71,12 @@ def _variables(board: Board) -> Iterator[Builder]:
         return
     engine = builders.CustomVariable("engine")
     engine.label("Engine")
-    engine.values("vllm,sglang")
+    engine.values(", ".join(f"{name} : {value}" for name, value in PREFIXES.items()))
     engine.multi(True)
     engine.include_all(True)
     engine.current(_ALL)
     yield engine
-    name = f'__name__=~"{ENGINE}:kvconnect_lookups_total"'
+    name = f'__name__=~"{ENGINE}kvconnect_lookups_total"'
     yield _query("model", "Model", f"label_values({{{name}}}, model_name)")
     name += ', model_name=~"$model"'
     yield _query("role", "Role (job)", f"label_values({{{name}}}, job)")

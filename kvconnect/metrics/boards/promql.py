@@ -1,6 +1,8 @@
 """Expressions of the boards. A metric is named as in its catalogue; an unknown one is an error.
 
 One board serves both engines: the name is matched, with the variable ``engine`` as its prefix.
+SGLang's names reach Prometheus with ``sglang:`` or with ``sglang_``, as its client library and
+Prometheus agree (https://github.com/prometheus/client_python/issues/1177).
 """
 
 from __future__ import annotations
@@ -8,8 +10,11 @@ from __future__ import annotations
 from kvconnect.metrics.boards import helps
 from kvconnect.metrics.catalog import CATALOG
 
-ENGINE = "${engine:regex}"
-"""What the metric names of the chosen engines start with."""
+PREFIXES = {"vLLM": "vllm:", "SGLang": "sglang:|sglang_"}
+"""What the metric names of an engine start with."""
+
+ENGINE = "(${engine:pipe})"
+"""The prefixes of the chosen engines."""
 
 _PICKED = 'model_name=~"$model", job=~"$role", instance=~"$instance"'
 _EXPOSED = {row.name: row.name for row in CATALOG if row.kind == "gauge"}
@@ -27,13 +32,13 @@ def series(name: str, *more: str) -> str:
     """Return the selector of a row of the engines' catalogue. A histogram's name needs its part
     (``_sum``, ``_count``, ``_bucket``); ``more`` are further matchers."""
     assert name in _EXPOSED, f"{name} is not in the catalogue"
-    return f'{{__name__=~"{ENGINE}:kvconnect_{_EXPOSED[name]}", {", ".join((_PICKED, *more))}}}'
+    return f'{{__name__=~"{ENGINE}kvconnect_{_EXPOSED[name]}", {", ".join((_PICKED, *more))}}}'
 
 
 def own(*names: str, more: tuple[str, ...] = ()) -> str:
     """Return the selector of a fact that the engines publish themselves, under these names."""
-    any_of = "|".join(names)
-    matchers = (f'__name__=~"{ENGINE}:.+"', f'__name__=~"{any_of}"', _PICKED, *more)
+    any_of = "|".join(names).replace("sglang:", "sglang[:_]")
+    matchers = (f'__name__=~"{ENGINE}.+"', f'__name__=~"{any_of}"', _PICKED, *more)
     return f"{{{', '.join(matchers)}}}"
 
 

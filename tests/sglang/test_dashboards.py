@@ -1,0 +1,71 @@
+"""The engines' dashboards over real SGLang servers: one board serves both engines."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.boards import ALL, Prometheus, Shown, engines, filled, of_panels
+from tests.sglang.pd import ask_all
+from tests.sglang.scenario import CROWD, NEW, Fleet, page_bytes, pages
+from tests.sglang.scenario import prompts as handed_off
+from tests.sglang.server import SglangServer
+from tests.sglang.test_linker_engine import ROOM, linker_args
+from tests.sglang.test_linker_engine import prompts as kept
+from tests.sglang.test_metrics import GOT, SENT, added, sums
+
+NOT_IN_SGLANG = {
+    ("kvconnect-handoff", "Leases"),
+    ("kvconnect-tiers", "Computed after all"),
+    ("kvconnect-tiers", "Requests and jobs that wait for tiers below"),
+    ("kvconnect-tiers", "What became of hits below host memory"),
+}
+NO_DISK = {
+    ("kvconnect-tiers", "Tiers in use"),
+    ("kvconnect-tiers", "Bytes in use"),
+}
+NOTHING_FAILED = {
+    ("kvconnect-handoff", "Turned away, by what did not fit"),
+    ("kvconnect-handoff", "Failures that SGLang counts"),  # not there before the first one
+}
+EMPTY = NOT_IN_SGLANG | NO_DISK | NOTHING_FAILED
+"""Panels all or part of which have no numbers here, and why."""
+
+pytestmark = pytest.mark.skipif(not shutil.which("prometheus"), reason="no Prometheus")
+
+
+def of_engines() -> list[Shown]:
+    """What boards show of engines, with SGLang chosen."""
+    chosen = {**ALL, "${engine:pipe}": engines()["SGLang"]}
+    panels = [one for one in of_panels() if one.board != "kvconnect-router"]
+    return [one._replace(expr=filled(one.expr, chosen)) for one in panels]
+
+
+def test_boards_serve_sglang(fleet: Fleet, tmp_path: Path) -> None:
+    p, d, asked = fleet.layers, fleet.tcp, handed_off(9)
+    linker = SglangServer(
+        tokens=ROOM,
+        args=linker_args(host_bytes="64MiB"),
+        env={"KVCONNECT_FAULTY_LINKER": str(tmp_path / "no fault")},
+    )
+    with linker:
+        servers = {"prefill": p, "decode": d, "unified": linker}
+        for server in servers.values():
+            server.forget()
+        targets = {job: [f"{server.host}:{server.port}"] for job, server in servers.items()}
+        with Prometheus(targets, tmp_path) as prometheus:
+            prometheus.await_scrapes()
+            since = time.time()
+            before = sums(p, SENT), sums(d, GOT)
+            ask_all(p, d, asked, NEW, CROWD)
+            for prompt in kept(9) * 2:  # more than the device holds: the host tier has the rest
+                linker.complete(prompt, NEW)
+            linker.complete(kept(9)[-1], NEW)  # which the device has
+            sent, got = added(p, SENT, before[0], len(asked)), added(d, GOT, before[1], len(asked))
+            assert sent["bytes"] == got["bytes"] >= pages(asked) * page_bytes()
+            prometheus.await_scrapes()
+            empty = prometheus.empty(of_engines(), since)
+            assert {(board, title) for board, title, _ in empty} == EMPTY
