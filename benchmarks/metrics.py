@@ -1,4 +1,4 @@
-"""What metrics and tracing cost a real engine per request and per transfer; how long a scrape takes.
+"""What metrics and tracing cost a real engine per request and transfer; how long a scrape takes.
 
     python -m benchmarks.metrics
 
