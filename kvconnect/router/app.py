@@ -149,7 +149,7 @@ def serve(options: Options) -> None:
         OSError: the address cannot be listened on, or the certificate cannot be used.
         ConfigError: a variable of tracing cannot be used.
     """
-    disable_created_metrics()  # type: ignore[no-untyped-call]  # a third of all series, which nobody asks for
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # a third of all series
     at, context = options.listening, None
     if at.cert:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

@@ -46,9 +46,9 @@ class Tracer:
         return _W3C.extract(headers)
 
     def start(
-        self, name: str, parent: Context, kind: SpanKind, began: int, attributes: Attributes
+        self, name: str, parent: Context, kind: SpanKind, began: int | None, attributes: Attributes
     ) -> Span:
-        """Return a span that its caller ends."""
+        """Return a span that its caller ends; None: it begins now."""
         return self._tracer.start_span(name, parent, kind, attributes, start_time=began)
 
     def record(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvconnect import versions
-from kvconnect.engines.sglang import new_weights
+from kvconnect.engines.sglang import new_weights, spans
 from kvconnect.engines.sglang.flags import (
     LAYERWISE,
     NAME,
@@ -64,6 +64,7 @@ def _register() -> None:
     _add_member(TransferBackend, NAME)
     HookRegistry.register(_PICK, _pick, HookType.AROUND)
     new_weights.watch()
+    spans.watch()
     if is_layerwise():
         from kvconnect.engines.sglang import layerwise as hooks
 

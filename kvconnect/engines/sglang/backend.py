@@ -37,6 +37,7 @@ from kvconnect.engines.sglang import layerwise, surroundings, translate
 from kvconnect.engines.sglang.addresses import Addresses
 from kvconnect.engines.sglang.reporting import publish_regularly
 from kvconnect.engines.sglang.rooms import Inbox, Outbox, Wanted, is_room
+from kvconnect.engines.sglang.spans import make_spans
 from kvconnect.errors import ConfigError, Refused
 from kvconnect.transport.base import Fence
 from kvconnect.types import Endpoint, Span
@@ -74,7 +75,9 @@ class KVConnectManager(CommonKVManager):
         address = _address(config, args) if self._sends else None
         cache = translate.describe(args, model, config.deadline_s)
         patience = surroundings.patience_s()
-        self.agent = start_agent(config, cache, address, patience, alone=True)
+        self.spans = make_spans()
+        traced = self.spans is not None
+        self.agent = start_agent(config, cache, address, patience, alone=True, traced=traced)
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.server_socket.close(linger=0)  # SGLang's own frames have no authentication
         kinds = [(group.block_tokens, group.kv_heads) for group in cache.hello.groups]
@@ -100,6 +103,8 @@ class KVConnectManager(CommonKVManager):
         if not self.agent.has_news:
             return
         finished, notices = self.agent.poll(idle=False)
+        if self.spans is not None:
+            self.spans.take(finished, notices)
         if self._sends:
             self.outbox.take(notices)
         else:
@@ -201,16 +206,23 @@ class KVConnectSender(CommonKVSender):
         if moved is not None:
             self._transfer_metric.transfer_total_bytes = moved.nbytes
             self._transfer_metric.transfer_latency_s = moved.seconds
-        self.kv_mgr.outbox.close(self.bootstrap_room)
+        self._close()
         super().clear()
 
     def abort(self) -> None:
         super().abort()
+        self._close()
+
+    def _close(self) -> None:
         self.kv_mgr.outbox.close(self.bootstrap_room)
+        if self.kv_mgr.spans is not None:
+            self.kv_mgr.spans.end(self.bootstrap_room)
 
 
 class KVConnectReceiver(CommonKVReceiver):
     """One request on the decode side. For the scheduler's thread."""
+
+    parent: Any = None  # the request's own span, where there is one
 
     def __init__(
         self, mgr: KVConnectManager, bootstrap_addr: str, bootstrap_room: int | None = None
@@ -245,6 +257,9 @@ class KVConnectReceiver(CommonKVReceiver):
                 pp=int(info.pp_size),
             )
             self.kv_mgr.inbox.ask(self.bootstrap_room, wanted)
+            if self.kv_mgr.spans is not None:
+                name, blocks = "kvconnect.receive", len(wanted.ids)
+                self.kv_mgr.spans.begin(name, self.bootstrap_room, self.parent, blocks)
         except (KeyError, TypeError, ValueError, Refused) as error:
             why = f"the bootstrap server's answer cannot be used ({type(error).__name__}: {error})"
             self.kv_mgr.fail(self.bootstrap_room, why)

@@ -16,8 +16,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports
 from kvconnect.engines.vllm.scheduler import SchedulerHalf
-from kvconnect.plan.instructions import Load, Moved, Notice, NoticeKind, Receive, Report
-from kvconnect.tracing.otel import INTERNAL, Attributes, Context, Span, Tracer, fail, within
+from kvconnect.plan.instructions import Load, Notice, NoticeKind, Receive, Report
+from kvconnect.tracing.handoff import end_job, record_send
+from kvconnect.tracing.otel import INTERNAL, Attributes, Context, Span, Tracer, fail
 from kvconnect.types import JobId, Tier, TransferId
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class _Request:
 
     def start(self, name: str, attributes: Attributes) -> Span:
         """Return a span that begins now."""
-        return self._tracer.start(name, self._parent, INTERNAL, time.time_ns(), attributes)
+        return self._tracer.start(name, self._parent, INTERNAL, None, attributes)
 
     def looked_up(self, began: int, waits: bool) -> None:
         """It was looked up, and is to be looked up again if it ``waits``."""
@@ -183,9 +184,9 @@ class TracedScheduler(SchedulerHalf):
     def build_step(self, output: SchedulerOutput) -> StepInstructions:
         step = super().build_step(output)
         for load in step.work.loads:
-            self._begin(load, "kvconnect.load", self._end_load)
+            self._begin(load, "kvconnect.load")
         for receive in step.work.receives:
-            self._begin(receive, "kvconnect.receive", self._end_receive)
+            self._begin(receive, "kvconnect.receive")
         for offer in step.work.offers:
             hold = self._holds.get(offer.transfer)
             if hold is not None and offer.spans:
@@ -219,15 +220,13 @@ class TracedScheduler(SchedulerHalf):
             traced.finish()
         return answer
 
-    def _begin(
-        self, job: Load | Receive, name: str, end: Callable[[Span, Sequence[Report]], None]
-    ) -> None:
+    def _begin(self, job: Load | Receive, name: str) -> None:
         traced = self._traced.get(job.req_id)
         if traced is not None:
             blocks = job.parts if isinstance(job, Load) else job.spans
             count = sum(len(part.block_ids) for part in blocks)
             span = traced.start(name, {"kvconnect.blocks": count})
-            self._jobs[job.job] = _Job(partial(end, span))
+            self._jobs[job.job] = _Job(partial(end_job, self._tracer, span))
 
     def _on_report(self, report: Report) -> None:
         job = self._jobs.get(report.job)
@@ -236,21 +235,6 @@ class TracedScheduler(SchedulerHalf):
             if len(job.reports) == self._limits.workers:
                 del self._jobs[report.job]
                 job.end(job.reports)
-
-    def _end_load(self, span: Span, reports: Sequence[Report]) -> None:
-        failures = [failure for report in reports for failure in report.failures]
-        if failures:
-            fail(span, failures[0].cause.value)
-        span.end()
-
-    def _end_receive(self, span: Span, reports: Sequence[Report]) -> None:
-        for moved in (moved for report in reports for moved in report.moved):
-            self._under(span, "kvconnect.wait", (moved.asked, moved.first), moved, {})
-            about = _moved(moved) | {"kvconnect.transport": moved.path}
-            self._under(span, "kvconnect.wire", (moved.first, moved.ended), moved, about)
-            if moved.ready:
-                self._under(span, "kvconnect.exposed", (moved.ready, moved.ended), moved, {})
-        self._end_load(span, reports)
 
     def _on_notice(self, notice: Notice) -> None:
         hold = self._holds.get(notice.transfer)
@@ -266,43 +250,9 @@ class TracedScheduler(SchedulerHalf):
         elif notice.kind is NoticeKind.DONE and hold.span is not None:
             hold.served = True
             if notice.moved is not None:
-                self._sent(hold.span, notice.moved)
-
-    def _sent(self, hold: Span, moved: Moved) -> None:
-        """A reader has everything."""
-        began = min((chunk.began for chunk in moved.chunks), default=moved.first)
-        send = self._under(hold, "kvconnect.send", (began, moved.ended), moved, _moved(moved))
-        for chunk in moved.chunks:
-            about = {
-                "kvconnect.worker": moved.worker,
-                "kvconnect.first_block": chunk.first,
-                "kvconnect.blocks": chunk.blocks,
-                "kvconnect.bytes": chunk.nbytes,
-            }
-            times = _ns(chunk.began), _ns(chunk.ended)
-            self._tracer.record("kvconnect.send.chunk", send, times, about)
-
-    def _under(
-        self,
-        span: Span,
-        name: str,
-        times: tuple[float, float],
-        moved: Moved,
-        attributes: Attributes,
-    ) -> Context:
-        about = {"kvconnect.worker": moved.worker, **attributes}
-        began, ended = times
-        return self._tracer.record(name, within(span), (_ns(began), _ns(ended)), about)
+                record_send(self._tracer, hold.span, notice.moved)
 
 
 def _end_store(requests: Sequence[_Request], reports: Sequence[Report]) -> None:  # noqa: ARG001
     for request in requests:
         request.stored()
-
-
-def _moved(moved: Moved) -> dict[str, str | int | float | bool]:
-    return {"kvconnect.bytes": moved.nbytes, "kvconnect.wire_seconds": moved.seconds}
-
-
-def _ns(seconds: float) -> int:
-    return int(seconds * 1e9)
