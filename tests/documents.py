@@ -21,6 +21,7 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 NOT_SHELL = {
     "kvconnect/": "text",  # the map in CONTRIBUTING
     "# Share of the tokens asked for that was found": "promql",
+    "root    = blake2b(": "text",
     "ok    tcp ": "text",
 }
 """How blocks of pages that name no language begin -> their language."""
