@@ -4,6 +4,7 @@
 # make demo-sglang    prefill on one SGLang server, decode on another
 # make bench          every benchmark, one after the other
 # make bench-sglang   the one with SGLang
+# make docs           the documentation as a site, in build/site
 # make fuzz           a million broken inputs against everything that reads what others wrote
 # make setup          only the environment (.venv) for all but SGLang; setup-sglang: its own
 #
@@ -25,7 +26,7 @@ BENCHMARKS := $(filter-out common copy_cuda fake_engines link nixl movers sglang
 export PYTHONPATH := $(CURDIR)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup setup-sglang test test-sglang demo demo-sglang bench bench-sglang fuzz clean
+.PHONY: setup setup-sglang test test-sglang demo demo-sglang bench bench-sglang docs fuzz clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -66,6 +67,9 @@ bench: $(READY)
 # Not in a namespace of its own: it makes two, and a link between them.
 bench-sglang: $(SGLANG_READY)
 	@$(SGLANG_BIN)/python -m benchmarks.sglang_handoff
+
+docs: $(READY)
+	@mkdocs build --strict --site-dir build/site
 
 fuzz: $(READY)
 	@python -m tests.fuzz.fuzz_codec --runs 1000000 $(FUZZ_ARGS)
