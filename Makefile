@@ -6,6 +6,7 @@
 # make bench-sglang   the one with SGLang
 # make gpu            tests and benchmark of the copies, on a machine with an NVIDIA GPU; CUDA=12
 #                     for a driver that is older than CUDA 13
+# make docs           the documentation as a site, in build/site
 # make fuzz           a million broken inputs against everything that reads what others wrote
 # make setup          only the environment (.venv) for all but SGLang; setup-sglang: its own
 #
@@ -29,7 +30,7 @@ BENCHMARKS := $(filter-out common copy_cuda fake_engines link nixl movers sglang
 export PYTHONPATH := $(CURDIR)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup setup-sglang test test-sglang demo demo-sglang bench bench-sglang gpu fuzz clean
+.PHONY: setup setup-sglang test test-sglang demo demo-sglang bench bench-sglang docs gpu fuzz clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -80,6 +81,9 @@ gpu:
 	@set -o pipefail; \
 	{ $(GPU_PYTHON) -m pytest tests/gpu -v && \
 	  $(GPU_PYTHON) -m benchmarks.copy --device cuda; } 2>&1 | tee benchmarks/results/gpu.log
+
+docs: $(READY)
+	@mkdocs build --strict --site-dir build/site
 
 fuzz: $(READY)
 	@python -m tests.fuzz.fuzz_codec --runs 1000000 $(FUZZ_ARGS)

@@ -23,6 +23,7 @@ NOT_SHELL = {
     "# Share of the tokens asked for that was found": "promql",
     "root    = blake2b(": "text",
     "ok    tcp ": "text",
+    "    0.0  297.9  POST ": "text",
 }
 """How blocks of pages that name no language begin -> their language."""
 
@@ -100,7 +101,8 @@ def _commands_of_words(words: list[str], place: str) -> Iterator[Command]:
     """Yield one command, or those of a pipe; what it is redirected to is left out."""
     part: list[str] = []
     for word in [*words, ";"]:
-        if word not in (";", "|", "&&", "||", "&"):
+        grouping = not part and word in ("{", "}")
+        if not grouping and word not in (";", "|", "&&", "||", "&"):
             part.append(word)
             continue
         if ">" in part:

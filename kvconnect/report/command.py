@@ -30,7 +30,8 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     try:
         page = importlib.import_module("kvconnect.report.page")
     except ImportError as error:
-        parser.error(f"{error.name} is missing: pip install 'kvconnect[report]'")
+        package = str(error.name).partition(".")[0]
+        parser.error(f"{package} is missing: pip install 'kvconnect[report]'")
     paths = [path for path in (arguments.first, arguments.second) if path is not None]
     try:
         text = page.html([runs.read(path) for path in paths])

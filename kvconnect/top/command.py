@@ -48,7 +48,8 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     try:
         app = importlib.import_module("kvconnect.top.app")
     except ImportError as error:
-        parser.error(f"{error.name} is missing: pip install 'kvconnect[top]'")
+        package = str(error.name).partition(".")[0]
+        parser.error(f"{package} is missing: pip install 'kvconnect[top]'")
     try:
         return 0 if app.run(app.options_of(arguments), sys.stdout) else 1
     except ConfigError as error:

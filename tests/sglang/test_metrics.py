@@ -12,6 +12,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from kvconnect.metrics import rates
+from kvconnect.top import fetch
 from tests.engines.models import model_dir
 from tests.sglang.one_scheduler import PUBLISHED
 from tests.sglang.pd import ask_all
@@ -114,6 +116,12 @@ def test_requests_add_up_to_what_the_transport_measured(fleet: Fleet, sends: str
     assert sent["their requests"] == len(asked) and got["their requests"] == 0
     assert sent["their seconds"] == pytest.approx(sent["request seconds"])
     assert sent["their bytes"] == pytest.approx(sent["bytes"])
+    for server, side in ((p, SENT), (d, GOT)):
+        seen = rates.endpoint(None, fetch.scrape(f"{server.url}/metrics"))  # kvconnect top
+        kind = side["transfer_type"]
+        totals = {row.transfer_type: row.bytes_total for row in seen.transfers}
+        assert seen.kind == "sglang"
+        assert totals[kind] == sums(server, side)["bytes"] > 0
     # Control: one request more is seen in all of them.
     ask_all(p, d, prompts(10)[:1], NEW, 1)
     more = added(p, SENT, before[0], len(asked) + 1)

@@ -44,10 +44,9 @@ REMOTE = {"valkey": ValkeyOptions, "object": ObjectOptions, "mooncake": Mooncake
 
 def check_kvconnect(command: Command) -> None:
     words = [word.strip("[]") for word in command.words[1:]]
-    # A word that stands for flags of a table.
-    parser = cli.make_parser()
-    arguments = parser.parse_args([word for word in words if word != "FILTERS"])
-    if arguments.command == "router":
+    # FILTERS are flags of a table, dots what was there before.
+    arguments = cli.make_parser().parse_args([w for w in words if w not in ("FILTERS", "...")])
+    if arguments.command == "router" and "..." not in words:
         options_of(arguments)
 
 
@@ -121,11 +120,33 @@ def run_it(command: Command, folder: Path) -> None:
     subprocess.run(command.words, cwd=folder, check=True, capture_output=True, timeout=60)
 
 
+def check_cluster(command: Command) -> None:
+    """Needs a daemon or a cluster: the words are known, and what it reads is there."""
+    program, verb = command.words[:2]
+    assert verb in CLUSTER[program]
+    for word in command.words[2:]:
+        assert not word.startswith("deploy/") or (ROOT / word).exists(), word
+
+
+def check_folder(command: Command) -> None:
+    assert (ROOT / command.words[1]).is_dir()
+
+
+def check_program(command: Command) -> None:
+    """Text tools: that their block is right shell is tested apart."""
+    assert shutil.which(command.words[0])
+
+
 def check_elsewhere(command: Command) -> None:
     """Run by ``tests/engines/test_operator.py``."""
     assert any("://" in word for word in command.words)
 
 
+CLUSTER = {
+    "docker": ("build", "compose"),
+    "kubectl": ("apply", "create", "label"),
+    "kustomize": ("edit",),
+}
 CHECKS: dict[str, Callable[..., None]] = {
     "kvconnect": check_kvconnect,
     "vllm": check_vllm,
@@ -137,6 +158,12 @@ CHECKS: dict[str, Callable[..., None]] = {
     "grep": check_grep,
     "openssl": run_it,
     "chmod": run_it,
+    "cd": check_folder,
+    "docker": check_cluster,
+    "kubectl": check_cluster,
+    "kustomize": check_cluster,
+    "printf": check_program,
+    "sed": check_program,
     "curl": check_elsewhere,
 }
 """First word of a command -> what checks it."""
@@ -156,6 +183,13 @@ def check(command: Command, folder: Path) -> None:
 def test_a_command_works(command: Command, tmp_path: Path) -> None:
     (tmp_path / "kvconnect.key").touch()
     check(command, tmp_path)
+
+
+def test_blocks_are_right_shell() -> None:
+    texts = [block.text for block in blocks() if block.language in SHELL]
+    subprocess.run(["bash", "-n"], input="\n".join(texts), text=True, check=True, timeout=60)
+    with pytest.raises(subprocess.CalledProcessError):
+        subprocess.run(["bash", "-n"], input="{ a", text=True, check=True, capture_output=True)
 
 
 def test_other_blocks_are_what_they_say() -> None:
@@ -196,6 +230,9 @@ def test_other_blocks_are_what_they_say() -> None:
         "openssl rnad -hex 32",
         "export KVCONNECT_CONFIG='{\"listn\": 1}'",
         "rm -rf /",
+        "cd no-such-folder",
+        "docker biuld .",
+        "docker build -f deploy/no-such-file .",
     ],
 )
 def test_a_wrong_command_is_found(text: str, tmp_path: Path) -> None:
@@ -207,7 +244,7 @@ def test_a_wrong_command_is_found(text: str, tmp_path: Path) -> None:
 
 
 def test_commands_are_read_as_a_shell_reads_them() -> None:
-    text = "A=1 x 'two\nlines' # don't\ny \\\n  -z > out | grep a\nexport B='b c'\n"
+    text = "A=1 x 'two\nlines' # don't\n{ y \\\n  -z > out; } | grep a\nexport B='b c'\n"
     read = [(found.words, found.variables) for found in commands_of(text, "")]
     assert read == [
         (("x", "two\nlines"), {"A": "1"}),

@@ -12,6 +12,7 @@ import kvconnect
 from kvconnect import errors, versions
 
 HEAVY = ["torch", "vllm", "sglang", "cupy", "nixl", "aiohttp", "prometheus_client", "xxhash"]
+HEAVY += ["rich", "matplotlib", "jinja2"]
 
 
 def loaded_after(code: str) -> set[str]:

@@ -8,6 +8,8 @@ import json
 import re
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -315,6 +317,22 @@ def test_wrong_flags_are_one_error(flags: list[str], capsys: pytest.CaptureFixtu
         cli.main(["top", *flags])
     assert stop.value.code == 2
     assert "kvconnect top: error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "package"), [("top", "rich"), ("top", "prometheus_client"), ("report", "jinja2")]
+)
+def test_without_its_packages_a_command_says_what_to_install(command: str, package: str) -> None:
+    hidden = f"import sys; sys.modules[{package!r}] = None; from kvconnect import cli; cli.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", hidden, command, "127.0.0.1:1"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    (error,) = [line for line in done.stderr.splitlines() if "error:" in line]
+    assert f"{package} is missing: pip install 'kvconnect[{command}]'" in error
 
 
 def test_an_endpoint_that_is_down_is_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
