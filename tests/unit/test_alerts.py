@@ -27,7 +27,7 @@ class Case:
 
     ``series`` are of an engine, without the ``vllm:kvconnect_`` in front, or of the router;
     ``running`` is how many requests run. Their values are one a minute, in promtool's notation. At
-    minute ``fires`` the alert fires, and those in ``also`` with it; at ``starts`` and ``ends`` none.
+    minute ``fires`` the alert fires, with those in ``also``; at ``starts`` and ``ends`` none does.
     """
 
     alert: str
