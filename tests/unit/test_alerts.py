@@ -102,9 +102,7 @@ CASES = (
     Case("KVConnectQuarantine", {'quarantined_blocks_total{cause="digest"}': BURST}, 12, 90),
     Case("KVConnectTransportBelowFloor", {'handoff_refused_total{field="rate"}': BURST}, 12, 40),
     Case("KVConnectHandoffsRefused", {'handoff_refused_total{field="auth"}': BURST}, 20, 40),
-    Case(
-        "KVConnectPeerUnreachable", {'handoff_peers{state="connecting"}': "0x9 1x20 0x20"}, 20, 35
-    ),
+    Case("KVConnectPeerFails", {'handoff_peer_failures_total{peer="a:1"}': BURST}, 20, 40),
     Case("KVConnectTierDown", {'below_available{tier="disk"}': "1x9 0x20 1x20"}, 20, 35),
     Case("KVConnectTierFails", {'store_failed_blocks_total{outcome="corrupt"}': BURST}, 20, 40),
     Case(
