@@ -145,6 +145,16 @@ def test_every_metric_is_shown_and_what_is_shown_exists() -> None:
     assert unused(everything) == set()
 
 
+def test_every_alert_is_for_both_engines() -> None:
+    """In either way in which SGLang's names are stored."""
+    known = set().union(*catalogue().values())
+    known |= {name.replace("sglang:", "sglang_") for name in known}
+    for one in of_alerts():
+        for some in matched(one.expr, known):
+            prefixes = {name.partition("kvconnect_")[0] for name in some}
+            assert prefixes in ({"vllm:", "sglang:", "sglang_"}, {""}), one
+
+
 def test_control_an_unknown_and_an_unused_metric_are_seen() -> None:
     panels = of_panels()
     for bad in ('{__name__=~"(${engine:pipe})kvconnect_lookup_total"}', "kvconnect_router_quue{}"):
