@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +24,7 @@ from kvconnect.engines.vllm.stats import KVConnectStats
 from kvconnect.errors import Incompatible
 from kvconnect.plan.groups import CacheGroup, keeps_prefix
 from kvconnect.plan.index import HostIndex
+from kvconnect.plan.instructions import Instructions
 from kvconnect.plan.offload import Limits, LoadRequest, OffloadPlan, count_lookup, gauges
 from kvconnect.plan.policy import make_policy
 from kvconnect.types import Tier, TransferId
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NOTHING = Instructions()
 _STORE_SHARE = 0.25  # of the device's blocks may be held by stores; the rest is the engine's
 
 
@@ -43,6 +45,35 @@ class _Promise(NamedTuple):
     local_tokens: int
     sync: bool = False  # load inside the step
     handoff: bool = False  # brought by another engine
+
+
+class _Gauges:
+    """The gauges that were published last, and whether they may have moved since. An engine that
+    waits for a copy steps thousands of times a second, and nothing moves but the oldest hold's age.
+    """
+
+    def __init__(self) -> None:
+        self.moved = True
+        self._values: dict[tuple[str, str | None], float] = {}
+        self._looked = 0.0  # when
+
+    def due(self, now: float) -> bool:
+        """Whether to look at them again."""
+        return self.moved or now - self._looked >= 1.0
+
+    def news(
+        self, read: Iterable[tuple[str, float, str | None]], now: float
+    ) -> Mapping[tuple[str, str | None], float]:
+        """Return all of them if one has moved: some series are quotients of two."""
+        self.moved, self._looked = False, now
+        found: dict[tuple[str, str | None], float] = {}
+        for name, value, label in read:
+            # Only the age comes from several books; in whole seconds, it moves once in a while.
+            found[name, label] = max(int(value), found.get((name, label), 0))
+        if found == self._values:
+            return {}
+        self._values = found
+        return found
 
 
 class SchedulerHalf:
@@ -70,7 +101,7 @@ class SchedulerHalf:
         # Of requests asked about and not admitted yet; None for one that reads no cache.
         self._promised: dict[str, _Promise | None] = {}
         self._slot_bytes = 0
-        self._gauges: dict[tuple[str, str | None], float] = {}
+        self._gauges = _Gauges()
         self.events = EventLog(vllm_config, groups)
         self.handoff = HandoffHalf(vllm_config, config, groups, KVConnectStats())
         self.plan = self._make_plan(groups, num_slots=0)
@@ -181,12 +212,15 @@ class SchedulerHalf:
             for part in store.parts:
                 translate.hold_blocks(self.pool, part.block_ids)
         self.events.removed(self.plan.take_removed())
+        if output.num_scheduled_tokens or work != _NOTHING:
+            self._gauges.moved = True
         idle = not output.num_scheduled_tokens and self.busy and not self.plan.busy
         return StepInstructions(work, self.handoff.epoch, idle)
 
     def on_reports(self, reports: StepReports | None) -> None:
         """Take the workers' answers of a step."""
         now = time.monotonic()
+        self._gauges.moved = self._gauges.moved or reports is not None
         reports = reports or StepReports()
         self._release(self.handoff.on_reports(reports.arrivals, reports.notices, now))
         for report in reports.reports:
@@ -208,6 +242,7 @@ class SchedulerHalf:
     def finish_request(self, request: Request) -> dict[str, Any] | None:
         """The request is over; blocks still being stored or handed off stay held until that is
         done. Return what the answer says in ``kv_transfer_params``."""
+        self._gauges.moved = True
         self._requests.pop(request.request_id, None)
         self._promised.pop(request.request_id, None)
         self.plan.finish_request(request.request_id, self._hashes(request))
@@ -219,6 +254,7 @@ class SchedulerHalf:
 
     def reset(self) -> None:
         """Forget the whole host tier, as the engine forgets its prefix cache."""
+        self._gauges.moved = True
         self._release(self.plan.reset())
         if self.below is not None:
             self.below.reset()
@@ -228,17 +264,10 @@ class SchedulerHalf:
     def take_stats(self) -> KVConnectStats | None:
         """Return what was counted since the last call, with the gauges if one moved."""
         now = time.monotonic()
-        found: dict[tuple[str, str | None], float] = {}
-        below = self.below.gauges() if self.below else ()
-        for name, value, label in chain(
-            gauges(self.plan, now, self._slot_bytes), self.handoff.gauges(now), below
-        ):
-            # Only the age of the oldest hold comes from several books. In whole seconds: else
-            # every step of a busy engine would publish all gauges anew.
-            found[name, label] = max(int(value), found.get((name, label), 0))
-        if found != self._gauges:  # all of them: some series are quotients of two
-            self._gauges = found
-            for (name, label), value in found.items():
+        if self._gauges.due(now):
+            below = self.below.gauges() if self.below else ()
+            read = chain(gauges(self.plan, now, self._slot_bytes), self.handoff.gauges(now), below)
+            for (name, label), value in self._gauges.news(read, now).items():
                 self.plan.stats.gauge(name, value, label)
         taken = self.plan.stats.take()
         assert taken is None or isinstance(taken, KVConnectStats)

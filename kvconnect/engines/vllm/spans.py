@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports
 from kvconnect.engines.vllm.scheduler import SchedulerHalf
 from kvconnect.plan.instructions import Load, Notice, NoticeKind, Receive, Report
@@ -68,15 +69,12 @@ class _Request:
         self._fetch = [0, 0]
         self._record("kvconnect.lookup", self._looked, {"kvconnect.found_tokens": found})
 
-    def computes(self, tokens: int) -> bool:
-        """A step computes tokens of it; return whether they are still of its prompt."""
-        if self.has_output:
-            return False
+    def computes(self, tokens: int) -> None:
+        """A step computes tokens of its prompt."""
         if self._prefill is None:
             prompt = self._request.num_prompt_tokens
             self._prefill = self.start("kvconnect.prefill", {"kvconnect.prompt_tokens": prompt})
         self._prefill.add_event("step", {"kvconnect.tokens": tokens})
-        return True
 
     @property
     def has_output(self) -> bool:
@@ -86,7 +84,7 @@ class _Request:
     def computed(self) -> None:
         """Its first token is there, or there will be none."""
         if self._prefill is not None:
-            if not self.has_output:
+            if not (self.has_output or translate.ended_well(self._request)):
                 fail(self._prefill, self._request.status.name)
             self._prefill.end()
             self._prefill = None
@@ -198,7 +196,7 @@ class TracedScheduler(SchedulerHalf):
         self._new_blocks.clear()
         for req_id, traced in self._prefilling.items():
             tokens = output.num_scheduled_tokens.get(req_id)
-            if tokens:
+            if tokens and not traced.has_output:
                 traced.computes(tokens)
         return step
 
