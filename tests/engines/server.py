@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +46,24 @@ class Answer:
 
 class ServerDied(RuntimeError):
     """The server ended before it was healthy; the message holds the end of its log."""
+
+
+class StreamBroken(RuntimeError):
+    """A streamed answer ended with this error."""
+
+
+def events(reply: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the chunks of a streamed completion.
+
+    Raises:
+        StreamBroken: it ends with an error.
+    """
+    for line in reply:
+        if line.startswith(b"data: {"):
+            chunk = json.loads(line[len(b"data: ") :])
+            if "error" in chunk:
+                raise StreamBroken(chunk["error"]["message"])
+            yield chunk
 
 
 def kv_transfer(
@@ -85,24 +103,25 @@ class Client:
             return list(pool.map(lambda prompt: self.complete(prompt, max_tokens), prompts))
 
     def stream(self, prompt: list[int], max_tokens: int = 16, **extra: Any) -> tuple[float, Answer]:
-        """Return (seconds to the first token, the greedy continuation) of a streamed request."""
+        """Return (seconds to the first token, the greedy continuation) of a streamed request.
+
+        Raises:
+            StreamBroken: the answer ends with an error.
+        """
         options = {"stream": True, "stream_options": {"include_usage": True}}
         body = self.body(prompt, max_tokens, **options, **extra)
         tokens: list[int] = []
         cached = first = 0.0
         started = time.perf_counter()
         with self.open("/v1/completions", body) as reply:
-            for line in reply:
-                if not line.startswith(b"data: {"):
-                    continue
-                chunk = json.loads(line[len(b"data: ") :])
+            for chunk in events(reply):
                 for choice in chunk["choices"]:
                     first = first or time.perf_counter() - started
                     tokens += choice["token_ids"] or []
                 if chunk.get("usage"):
                     details = chunk["usage"].get("prompt_tokens_details") or {}
                     cached = details.get("cached_tokens") or 0
-        return first, Answer(tuple(tokens), int(cached))
+        return first, Answer(tuple(tokens), int(cached), reply.headers)
 
     def abort(
         self, prompt: list[int], after_chunks: int, max_tokens: int = 256, **extra: Any
@@ -254,6 +273,11 @@ class Process(Client, ABC):
             except ProcessLookupError:
                 continue
         self.process.wait(STOP_TIMEOUT_S)
+
+    def restart(self) -> None:
+        """Start again on the same port."""
+        self.__exit__(None, None, None)
+        self.__enter__()
 
     def tail(self, chars: int = 6000) -> str:
         """Return the end of the server's log."""

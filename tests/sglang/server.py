@@ -72,10 +72,10 @@ class SglangServer(GenerateClient, Process):
 
     ``role`` is the half of a hand-off it is, ``"null"`` for a server of its own; ``backend`` moves
     the pages and ``settings`` are KVConnect's. ``tokens`` is the size of the KV cache, ``chunk``
-    how many tokens one step prefills, ``tp`` the number of ranks and ``dp`` of schedulers. ``prefix`` is what the command
-    starts with, ``host`` where clients reach the API and ``address`` where other servers reach
-    this one, for servers in network namespaces. A server that was killed starts again on the same
-    ports with :meth:`restart`.
+    how many tokens one step prefills, ``tp`` the number of ranks and ``dp`` how many times there
+    are so many. ``prefix`` is what the command starts with, ``host`` where clients reach the API
+    and ``address`` where other servers reach this one, for servers in network namespaces. A server
+    that was killed starts again on the same ports with :meth:`restart`.
     """
 
     model: str = "llama"
@@ -123,11 +123,6 @@ class SglangServer(GenerateClient, Process):
     def worker(self) -> str:
         meeting = f",bootstrap={self.bootstrap_port}" if self.role == "prefill" else ""
         return f"{self.url},engine=sglang{meeting}"
-
-    def restart(self) -> None:
-        """Start again what was killed."""
-        self.__exit__(None, None, None)
-        self.__enter__()
 
     def forget(self) -> None:
         """Wait until the scheduler has no request in any of its queues, then empty its cache."""
