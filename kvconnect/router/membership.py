@@ -83,22 +83,26 @@ class Membership:
             await watcher.stop()
 
     def find(self, role: Role, url: str) -> Upstream | None:
-        """Return the engine of a role at a URL."""
-        return next((u for u in self._fleet.all(role) if u.url == url), None)
+        """Return the engine of a role at a URL; one that is being drained only if it is the last
+        that was there."""
+        found = [upstream for upstream in self._fleet.all(role) if upstream.url == url]
+        return found[-1] if found else None
 
     def source_of(self, upstream: Upstream) -> str:
         """Return who named an engine; nobody, if it is being removed."""
         return self._source.get(upstream, "")
 
     def add(self, role: Role, worker: Worker, source: str) -> Upstream:
-        """Add an engine.
+        """Add an engine; one at the same URL that is drained already is forgotten.
 
         Raises:
             Refused: it is there already.
         """
         known = self.find(role, worker.url)
-        if known is not None and not known.draining:
-            raise Refused("worker", f"{role.value} engine {worker.url} is there already")
+        if known is not None:
+            if not known.draining:
+                raise Refused("worker", f"{role.value} engine {worker.url} is there already")
+            self.remove(known)
         upstream = self._fleet.add(role, worker)
         self._adopt(upstream, source).start(self._options.intervals.load_s)
         upstream.suspect()  # probed at once

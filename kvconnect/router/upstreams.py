@@ -182,9 +182,11 @@ class Fleet:
 
     def remove(self, upstream: Upstream) -> None:
         """It is no longer one of them."""
-        del self._by_role[upstream.role][upstream.index]
+        left = self._by_role[upstream.role]
+        del left[upstream.index]
         self.proofs.forget((upstream.role, upstream.index))
-        self._notice.remove_upstream(upstream.role, upstream.url)
+        if all(other.url != upstream.url for other in left.values()):
+            self._notice.remove_upstream(upstream.role, upstream.url)
 
     def get(self, role: Role, index: int) -> Upstream:
         """Return one by its number."""

@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,14 +36,34 @@ _PORTS = range(20_000, 32_768)
 
 @dataclass(frozen=True)
 class Answer:
-    """Greedy tokens of one request, and how many prompt tokens some cache had."""
+    """Greedy tokens of one request, how many prompt tokens some cache had, and the headers of a
+    whole answer."""
 
     tokens: tuple[int, ...]
     cached: int
+    headers: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
 
 class ServerDied(RuntimeError):
     """The server ended before it was healthy; the message holds the end of its log."""
+
+
+class StreamBroken(RuntimeError):
+    """A streamed answer ended with this error."""
+
+
+def events(reply: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the chunks of a streamed completion.
+
+    Raises:
+        StreamBroken: it ends with an error.
+    """
+    for line in reply:
+        if line.startswith(b"data: {"):
+            chunk = json.loads(line[len(b"data: ") :])
+            if "error" in chunk:
+                raise StreamBroken(chunk["error"]["message"])
+            yield chunk
 
 
 def kv_transfer(
@@ -72,10 +92,11 @@ class Client:
     def complete(self, prompt: list[int], max_tokens: int = 16, **extra: Any) -> Answer:
         """Return the greedy continuation of a prompt of token ids."""
         body = self.body(prompt, max_tokens, **extra)
-        reply = json.loads(self.post("/v1/completions", body))
+        with self.open("/v1/completions", body) as answer:
+            reply = json.load(answer)
         details = reply["usage"].get("prompt_tokens_details") or {}
         cached = details.get("cached_tokens") or 0
-        return Answer(tuple(reply["choices"][0]["token_ids"]), cached)
+        return Answer(tuple(reply["choices"][0]["token_ids"]), cached, answer.headers)
 
     def complete_all(self, prompts: Iterable[list[int]], max_tokens: int = 16) -> list[Answer]:
         """Ask for all prompts at the same time."""
@@ -84,24 +105,25 @@ class Client:
             return list(pool.map(lambda prompt: self.complete(prompt, max_tokens), prompts))
 
     def stream(self, prompt: list[int], max_tokens: int = 16, **extra: Any) -> tuple[float, Answer]:
-        """Return (seconds to the first token, the greedy continuation) of a streamed request."""
+        """Return (seconds to the first token, the greedy continuation) of a streamed request.
+
+        Raises:
+            StreamBroken: the answer ends with an error.
+        """
         options = {"stream": True, "stream_options": {"include_usage": True}}
         body = self.body(prompt, max_tokens, **options, **extra)
         tokens: list[int] = []
         cached = first = 0.0
         started = time.perf_counter()
-        with self._open("/v1/completions", body) as reply:
-            for line in reply:
-                if not line.startswith(b"data: {"):
-                    continue
-                chunk = json.loads(line[len(b"data: ") :])
+        with self.open("/v1/completions", body) as reply:
+            for chunk in events(reply):
                 for choice in chunk["choices"]:
                     first = first or time.perf_counter() - started
                     tokens += choice["token_ids"] or []
                 if chunk.get("usage"):
                     details = chunk["usage"].get("prompt_tokens_details") or {}
                     cached = details.get("cached_tokens") or 0
-        return first, Answer(tuple(tokens), int(cached))
+        return first, Answer(tuple(tokens), int(cached), reply.headers)
 
     def abort(
         self, prompt: list[int], after_chunks: int, max_tokens: int = 256, **extra: Any
@@ -119,7 +141,7 @@ class Client:
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> str:
         """Send a POST request and return the reply's text; HTTP errors raise."""
-        with self._open(path, body or {}) as reply:
+        with self.open(path, body or {}) as reply:
             text: str = reply.read().decode()
             return text
 
@@ -149,11 +171,12 @@ class Client:
             raise KeyError(f"{name}{labels} is not in the scrape")
         return sum(found)
 
-    def _open(self, path: str, body: dict[str, Any]) -> Any:
+    def open(self, path: str, body: dict[str, Any], **headers: str) -> Any:
+        """Send a POST request; return the reply as it comes. HTTP errors raise."""
         request = urllib.request.Request(
             f"{self.url}{path}",
             data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json", **self.headers},
+            headers={"Content-Type": "application/json", **self.headers, **headers},
         )
         return urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S)
 
@@ -181,6 +204,11 @@ class Process(Client, ABC):
     @abstractmethod
     def command(self) -> list[str]:
         """Return the program and its arguments."""
+
+    @property
+    def worker(self) -> str:
+        """How a router is told of it."""
+        return self.url
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables to start it with."""
@@ -250,6 +278,11 @@ class Process(Client, ABC):
             except ProcessLookupError:
                 continue
         self.process.wait(STOP_TIMEOUT_S)
+
+    def restart(self) -> None:
+        """Start again on the same port."""
+        self.__exit__(None, None, None)
+        self.__enter__()
 
     def tail(self, chars: int = 6000) -> str:
         """Return the end of the server's log."""
@@ -327,8 +360,8 @@ class Server(Process):
 class Router(Process):
     """``kvconnect router`` in front of prefill and decode engines."""
 
-    prefill: list[Server]
-    decode: list[Server]
+    prefill: Sequence[Process]
+    decode: Sequence[Process]
     args: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
 
@@ -338,8 +371,8 @@ class Router(Process):
     def command(self) -> list[str]:
         return [
             *(sys.executable, "-m", "kvconnect.cli", "router", "--port", str(self.port)),
-            *("--prefill", *(server.url for server in self.prefill)),
-            *("--decode", *(server.url for server in self.decode)),
+            *("--prefill", *(server.worker for server in self.prefill)),
+            *("--decode", *(server.worker for server in self.decode)),
             *self.args,
         ]
 

@@ -7,6 +7,7 @@ import random
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -15,14 +16,17 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.engines.load import CLIENTS, Admin, Load
 from tests.engines.models import prompt_tokens
 from tests.engines.pd import decode_config, prefill_config
-from tests.engines.server import Router, Server, free_port, kv_transfer
+from tests.engines.server import Router, Server, StreamBroken, events, free_port, kv_transfer
 from tests.engines.test_handoff import assert_quiet
 
 REQUESTS = 200
 LONGEST = 4000
 NEW = 8
+SHORT = 600
+LONG_NEW = 400
 MAX_LEN = 4096
 TOKEN = "0123456789abcdef"
 BLOCKS = 320  # tokens for two and a half of the longest prompts: some requests have to wait
@@ -38,17 +42,29 @@ def prompts() -> list[list[int]]:
 class Fleet(NamedTuple):
     engines: list[Server]
     router: Router
+    admin: Admin
+
+    def engine(self, role: str, number: int) -> Server:
+        """Return the one that the router gave a number."""
+        known = (one for one in self.admin.workers() if not one["draining"])
+        url = next(one["url"] for one in known if (one["role"], one["number"]) == (role, number))
+        return next(engine for engine in self.engines if engine.url == url)
 
 
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    token = tmp_path_factory.mktemp("admin") / "token"
+    token.write_text("a token for these tests")
+    admin = Admin(free_port(), token.read_text())
+    flags = ("--admin-token-file", str(token), "--admin-port", str(admin.port))
+    flags += ("--probe-interval", "0")  # requests are counted
     with ExitStack() as stack:
         connectors = [prefill_config(digest="full")] * 2 + [decode_config(digest="full")] * 2
         engines = [Server("llama", text, BLOCKS, MAX_LEN) for text in connectors]
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(stack.enter_context, engines))
-        router = Router(engines[:2], engines[2:], ("--probe-interval", "0"))  # requests are counted
-        yield Fleet(engines, stack.enter_context(router))
+        router = stack.enter_context(Router(engines[:2], engines[2:], flags))
+        yield Fleet(engines, router, admin)
 
 
 @pytest.fixture(scope="module")
@@ -147,13 +163,91 @@ def await_probes(router: Router, **outcomes: int) -> None:
         time.sleep(0.1)
 
 
-def test_a_dead_prefill_engine_is_gone_around(fleet: Fleet, want: list[tuple[int, ...]]) -> None:
-    victim = fleet.engines[0]
-    victim.kill()
-    found = [fleet.router.complete(prompt, NEW).tokens for prompt in prompts()[:6]]
-    assert found == want[:6]
-    with urllib.request.urlopen(f"http://127.0.0.1:{fleet.router.port}/health") as answer:
-        assert answer.status == 200
-    with victim:
-        assert fleet.router.complete(prompts()[7], NEW).tokens == want[7]
-        assert_quiet(*fleet.engines)
+# A fleet that changes under load ----------------------------------------------------------------
+
+
+@pytest.fixture
+def load(fleet: Fleet, want: list[tuple[int, ...]]) -> Load:
+    """Requests of prompts that are soon computed."""
+    short = [number for number, prompt in enumerate(prompts()) if len(prompt) < SHORT]
+    return Load(fleet.router, [prompts()[n] for n in short], [want[n] for n in short])
+
+
+def assert_all_done(fleet: Fleet) -> None:
+    """No request is open, neither at the router nor at an engine, and no engine holds a block."""
+    for what in ("in_flight", "tokens_in_flight", "queue"):
+        assert fleet.router.metric(f"kvconnect_router_{what}") == 0
+    assert_quiet(*fleet.engines)
+
+
+def test_a_request_that_fails_is_counted(fleet: Fleet, load: Load) -> None:
+    """Negative control of the tests below: for a while there is no prefill engine, and later one
+    answer is not what is expected."""
+    prefill = fleet.engines[:2]
+    with load:
+        load.advance(6)
+        for engine in prefill:
+            fleet.admin.drain("prefill", engine.url)
+        load.advance(6)
+        for engine in prefill:
+            fleet.admin.add("prefill", engine.url)
+        load.advance(6)
+    assert load.failed and not load.broken
+    assert all("503" in what and "no prefill engine is up" in what for what in load.failed)
+    with Load(fleet.router, load.prompts, [(-1,) * NEW]) as wrong:
+        wrong.advance(6)
+    assert not wrong.right and all("wrong tokens" in what for what in wrong.failed)
+    assert_all_done(fleet)
+
+
+def test_killed_engines_fail_nothing_but_what_streams_from_them(fleet: Fleet, load: Load) -> None:
+    prefill = fleet.engines[0]
+    with load:
+        load.advance(6)
+        prefill.kill()
+        load.advance(12)
+        with urllib.request.urlopen(f"{fleet.router.url}/health") as answer:
+            assert json.load(answer)["prefill"][prefill.url] is False
+        prefill.restart()
+        assert not load.failed + load.broken
+        body = fleet.router.body(prompts()[0], LONG_NEW, stream=True)
+        streams = [fleet.router.open("/v1/completions", body) for _ in range(2)]
+        number = streams[0].headers["X-KVConnect-Decode"]
+        decode = fleet.engine("decode", int(number))
+        decode.kill()
+        load.advance(12)
+        for stream in streams:
+            with stream:
+                if stream.headers["X-KVConnect-Decode"] == number:
+                    with pytest.raises(StreamBroken, match=f"decode engine {number} was lost"):
+                        list(events(stream))
+                else:
+                    assert list(events(stream))
+        decode.restart()
+        load.advance(12)
+    assert not load.failed
+    assert set(load.broken) <= {f"decode engine {number} was lost"}
+    assert len(load.broken) <= CLIENTS
+    assert_all_done(fleet)
+
+
+def test_a_rolling_upgrade_fails_nothing(fleet: Fleet, load: Load) -> None:
+    """One engine after the other is drained and removed, stops, starts again and is added as one
+    of the next version; those of one version hand over to each other only."""
+    version = dict.fromkeys(((w["role"], w["number"]) for w in fleet.admin.workers()), "old")
+    with load:
+        load.advance(6)
+        for place in (1, 3, 0, 2):  # prefill and decode in turn
+            role, engine = ("prefill" if place < 2 else "decode"), fleet.engines[place]
+            fleet.admin.drain(role, engine.url)
+            fleet.admin.remove(role, engine.url)
+            engine.restart()
+            number = fleet.admin.add(role, f"{engine.url},version=next")
+            version[role, number] = "next"
+            load.advance(12)
+    assert not load.failed + load.broken
+    served = Counter[tuple[str, str]]()
+    for (prefill, decode), requests in load.right.items():
+        served[version["prefill", prefill], version["decode", decode]] += requests
+    assert set(served) == {("old", "old"), ("next", "next")}
+    assert_all_done(fleet)

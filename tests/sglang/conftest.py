@@ -29,6 +29,7 @@ MODULES = (
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
+    "tests.sglang.patient",
 )
 
 

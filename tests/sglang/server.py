@@ -10,9 +10,10 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
@@ -32,14 +33,14 @@ class GenerateClient(Client):
 
     def complete(self, prompt: list[int], max_tokens: int = 16, **extra: Any) -> Answer:
         """Return the greedy continuation of a prompt of token ids."""
-        reply = json.loads(self.post("/generate", self.body(prompt, max_tokens, **extra)))
-        return _answer(reply)
+        with self.open("/generate", self.body(prompt, max_tokens, **extra)) as answer:
+            return _answer(json.load(answer), answer.headers)
 
     def stream(self, prompt: list[int], max_tokens: int = 16, **extra: Any) -> tuple[float, Answer]:
         """Return (seconds to the first token, the greedy continuation) of a streamed request."""
         first, reply = 0.0, b""
         started = time.perf_counter()
-        with self._open("/generate", self.body(prompt, max_tokens, stream=True, **extra)) as lines:
+        with self.open("/generate", self.body(prompt, max_tokens, stream=True, **extra)) as lines:
             for line in lines:
                 if line.startswith(b"data: {"):
                     first = first or time.perf_counter() - started
@@ -71,10 +72,10 @@ class SglangServer(GenerateClient, Process):
 
     ``role`` is the half of a hand-off it is, ``"null"`` for a server of its own; ``backend`` moves
     the pages and ``settings`` are KVConnect's. ``tokens`` is the size of the KV cache, ``chunk``
-    how many tokens one step prefills, ``tp`` the number of ranks. ``prefix`` is what the command
-    starts with, ``host`` where clients reach the API and ``address`` where other servers reach
-    this one, for servers in network namespaces. A server that was killed starts again on the same
-    ports with :meth:`restart`.
+    how many tokens one step prefills, ``tp`` the number of ranks and ``dp`` how many times there
+    are so many. ``prefix`` is what the command starts with, ``host`` where clients reach the API
+    and ``address`` where other servers reach this one, for servers in network namespaces. A server
+    that was killed starts again on the same ports with :meth:`restart`.
     """
 
     model: str = "llama"
@@ -82,6 +83,7 @@ class SglangServer(GenerateClient, Process):
     backend: str = "kvconnect"
     settings: dict[str, Any] = field(default_factory=dict)
     tp: int = 1
+    dp: int = 1
     tokens: int = 8192
     chunk: int = CHUNK
     args: tuple[str, ...] = ()
@@ -117,10 +119,10 @@ class SglangServer(GenerateClient, Process):
         super().__exit__(kind, error, trace)
         shutil.rmtree(self.scratch, ignore_errors=True)
 
-    def restart(self) -> None:
-        """Start again what was killed."""
-        self.__exit__(None, None, None)
-        self.__enter__()
+    @property
+    def worker(self) -> str:
+        meeting = f",bootstrap={self.bootstrap_port}" if self.role == "prefill" else ""
+        return f"{self.url},engine=sglang{meeting}"
 
     def forget(self) -> None:
         """Wait until the scheduler has no request in any of its queues, then empty its cache."""
@@ -138,7 +140,8 @@ class SglangServer(GenerateClient, Process):
             *("--model-path", str(model_dir(self.model)), "--skip-tokenizer-init"),
             *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"),
             *("--page-size", str(PAGE), "--max-total-tokens", str(self.tokens)),
-            *("--chunked-prefill-size", str(self.chunk), "--tp-size", str(self.tp)),
+            *("--chunked-prefill-size", str(self.chunk)),
+            *("--tp-size", str(self.tp), "--dp-size", str(self.dp)),
             *("--skip-server-warmup", "--sleep-on-idle"),
             *("--enable-metrics", "--enable-metrics-for-all-schedulers"),
             *("--host", listen, "--port", str(self.port)),
@@ -165,15 +168,17 @@ class SglangServer(GenerateClient, Process):
             "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "30",
             "KVCONNECT_CONFIG": json.dumps(self.settings),
         }
-        if self.tp > 1:  # a core per rank, else SGLang counts NUMA nodes
+        ranks = self.tp * self.dp
+        if ranks > 1:  # a core per rank, else SGLang counts NUMA nodes
             cores = sorted(os.sched_getaffinity(0))
-            bind = "|".join(str(cores[rank % len(cores)]) for rank in range(self.tp))
+            bind = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = bind
         return {**environment, **self.env}
 
 
-def _answer(reply: dict[str, Any]) -> Answer:
-    return Answer(tuple(reply["output_ids"]), reply["meta_info"].get("cached_tokens") or 0)
+def _answer(reply: dict[str, Any], headers: Mapping[str, str] = MappingProxyType({})) -> Answer:
+    cached = reply["meta_info"].get("cached_tokens") or 0
+    return Answer(tuple(reply["output_ids"]), cached, headers)
 
 
 def plugin_path(folder: Path) -> dict[str, str]:

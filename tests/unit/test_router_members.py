@@ -285,6 +285,48 @@ async def test_engines_are_added_drained_and_removed_while_requests_run() -> Non
         assert (await ask("POST", named))[0] == 401
 
 
+@on_loop
+async def test_an_engine_comes_back_where_one_is_drained() -> None:
+    p, d, port = FakeEngine(prefills), FakeEngine(hangs), free_port()
+    admin, auth = f"http://127.0.0.1:{port}/workers", {"Authorization": f"Bearer {TOKEN}"}
+    async with bench([p], [d], admin=AdminAccess(port=port, token=TOKEN)) as router:
+
+        async def ask(method: str, body: object, path: str = "") -> tuple[int, Any]:
+            async with router.client.request(
+                method, admin + path, json=body, headers=auth
+            ) as answer:
+                return answer.status, json.loads(await answer.read())
+
+        def in_flight() -> Any:
+            return router.metric("in_flight", leg="decode", upstream=d.url)
+
+        held = [asyncio.create_task(router.post(ASK))]
+        await until(lambda: _requests(ask, d.url, 1))
+        named = {"role": "decode", "url": d.url}
+        await ask("POST", named, "/drain")
+        _, said = await ask("POST", {"role": "decode", "worker": d.url})
+        assert said["number"] == 1
+        await until(lambda: _up(ask, d.url, 1))
+        held.append(asyncio.create_task(router.post(ASK)))
+        await until(lambda: _at(in_flight, 2))
+        held[0].cancel()
+        # The old one is forgotten, and nothing of the new one with it.
+        await until(lambda: _requests(ask, d.url, 1))
+        assert await in_flight() == 1
+        held[1].cancel()
+        await until(lambda: _at(in_flight, 0))
+        _, said = await ask("POST", named, "/drain")
+        assert (said["number"], said["draining"]) == (1, True)
+
+
+async def _up(ask: Any, url: str, number: int) -> bool:
+    return any(each["up"] and each["number"] == number for each in await _described(ask, url))
+
+
+async def _at(read: Any, value: float) -> bool:
+    return bool(await read() == value)
+
+
 async def _described(ask: Any, url: str) -> list[dict[str, Any]]:
     _, listed = await ask("GET", None)
     return [each for each in listed if each["url"] == url]

@@ -1,0 +1,59 @@
+"""Engines with two data-parallel ranks behind a router, which picks the ranks of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from tests.engines.models import prompt_tokens
+from tests.engines.pd import pair
+from tests.engines.ranks import (
+    NEW,
+    Ranked,
+    check_minimum_tokens,
+    check_that_picked_ranks_run,
+    prompts,
+    routed,
+)
+from tests.engines.server import Router, Server
+from tests.engines.test_handoff import assert_quiet
+
+MAX_LEN = 8192
+BLOCKS = 320
+LONG = 2000
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Ranked]:
+    two = ("--data-parallel-size", "2")
+    with (
+        pair(blocks=BLOCKS, max_len=MAX_LEN, args=two) as (p, d),
+        routed(Router, p, d, "vllm", "engine") as found,
+    ):
+        yield found
+
+
+def test_the_picked_ranks_are_those_that_run(fleet: Ranked) -> None:
+    with Server("llama", blocks=BLOCKS, max_len=MAX_LEN) as single:
+        want = [single.complete(prompt, NEW).tokens for prompt in prompts()]
+    check_that_picked_ranks_run(fleet, want)
+    assert_quiet(fleet.prefill, fleet.decode)
+
+
+def test_requests_go_to_the_rank_with_the_fewest_tokens(fleet: Ranked) -> None:
+    check_minimum_tokens(fleet, long_requests(fleet))
+    assert_quiet(fleet.prefill, fleet.decode)
+
+
+@contextmanager
+def long_requests(fleet: Ranked) -> Iterator[None]:
+    """Have both servers generate on rank 0 until the block is left."""
+    with ExitStack() as streams:
+        for server in (fleet.prefill, fleet.decode):
+            prompt = prompt_tokens(LONG, start=30_000)
+            body = server.body(prompt, MAX_LEN - LONG, stream=True)
+            rank = {"X-data-parallel-rank": "0"}
+            streams.enter_context(server.open("/v1/completions", body, **rank))
+        yield
