@@ -130,7 +130,7 @@ BROKEN = says(500, {"error": {"message": "out of order"}})
 async def test_requests_go_around_an_engine_that_fails_its_probe(
     bad: Any, outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(probe, "TIMEOUT_S", 1.0)
     ps, ds = [FakeEngine(prefills)], [FakeEngine(told(127)) for _ in range(2)]
 
     async def fails_probes(

@@ -133,6 +133,12 @@ _MEMBERS = Row(
             (Query(now(router("in_flight"), "leg, upstream"), "{{leg}} {{upstream}}"),),
         ),
         Panel(
+            "Probes of hand-offs",
+            "ops",
+            (Query(rate(router("probes_total"), "outcome"), "{{outcome}}"),),
+            about="Other than ok: an engine that is up does not hand KV over, and gets no requests.",
+        ),
+        Panel(
             "Messages about caches",
             "ops",
             (Query(rate(router("kv_events_total"), "leg, outcome"), "{{leg}}: {{outcome}}"),),
@@ -141,7 +147,6 @@ _MEMBERS = Row(
             "Loads asked for",
             "ops",
             (Query(rate(router("load_reports_total"), "leg, outcome"), "{{leg}}: {{outcome}}"),),
-            width=12,
         ),
         Panel(
             "Cards asked for",
@@ -152,7 +157,6 @@ _MEMBERS = Row(
                     "{{upstream}}: {{outcome}}",
                 ),
             ),
-            width=12,
         ),
     ),
 )
