@@ -136,7 +136,7 @@ _MEMBERS = Row(
             "Probes of hand-offs",
             "ops",
             (Query(rate(router("probes_total"), "outcome"), "{{outcome}}"),),
-            about="Other than ok: an engine that is up does not hand KV over, and gets no requests.",
+            about="Other than ok: an engine that is up hands no KV over, and gets no requests.",
         ),
         Panel(
             "Messages about caches",
