@@ -65,7 +65,8 @@ def lines(title: str, runs: Sequence[Points]) -> str:
             axes.plot(times, values, color=color, linewidth=1.4, marker=alone)
         axes.set_xlabel("seconds")
         axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        if axes.get_ylim()[1] >= 1000:
+            axes.yaxis.set_major_formatter(EngFormatter(sep=""))
         return _svg(figure, axes, title)
 
 

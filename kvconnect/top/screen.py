@@ -25,7 +25,8 @@ def draw(frame: Frame) -> RenderableType:
     down = sum(not endpoint.up for endpoint in frame.endpoints)
     state = f"{len(frame.endpoints)} endpoints, {down} down" if down else "all up"
     head = Text(f"kvconnect top  {when}  {state}", style="bold")
-    return Group(head, *(_endpoint(each) for each in frame.endpoints))
+    # What is down comes first: a terminal may be too short for all.
+    return Group(head, *map(_endpoint, sorted(frame.endpoints, key=lambda each: each.up)))
 
 
 def _endpoint(one: Endpoint) -> Panel:

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import select
 import signal
 import struct
@@ -19,11 +20,12 @@ from typing import Any, NamedTuple
 import msgspec
 import pyte
 import pytest
+from vllm import envs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvconnect.metrics.frame import Endpoint, Frame
-from tests.documents import Command, commands, commands_of
+from tests.documents import PAGES, Command, commands, commands_of
 from tests.engines.models import BLOCK_SIZE
 from tests.engines.pd import decode_config, prefill_config, side_by_side
 from tests.engines.scenario import COUNT, NEW, PROMPT, block_bytes, prompts
@@ -231,6 +233,14 @@ def test_vllm_takes_its_flags() -> None:
         if (arguments := parse_as_vllm(command)).kv_transfer_config
     }
     assert connectors >= {"KVConnect", "NixlConnector", "OffloadingConnector", "MooncakeConnector"}
+
+
+def test_vllm_has_the_variables_that_are_named() -> None:
+    named = {
+        name for page in PAGES for name in re.findall(r"\bVLLM_[A-Z0-9_]+\b", page.read_text())
+    }
+    assert len(named) > 4
+    assert named - set(envs.environment_variables) == set()
 
 
 @pytest.mark.parametrize(

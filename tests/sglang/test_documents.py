@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 
 import pytest
+from sglang.srt.environ import envs
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 from sglang_router.launch_router import parse_router_args
+from sglang_router.router_args import RouterArgs
 
 from kvconnect.engines.sglang.linker import KVConnectLinker
 from kvconnect.engines.sglang.settings import own_config
 from kvconnect.engines.sglang.storage import KVConnectStorage
-from tests.documents import Command, commands, commands_of
+from tests.documents import PAGES, ROOT, Command, commands, commands_of
 
 OTHER = ("backend_name", "module_path", "class_name", "interface_v1")
 """Keys of a storage backend's JSON that are SGLang's."""
@@ -52,6 +55,23 @@ def test_there_are_commands() -> None:
     modules = [command.words[2] for command in HERE]
     assert modules.count("sglang.launch_server") > 8
     assert "sglang_router.launch_router" in modules
+
+
+def test_flags_and_variables_in_the_text_exist() -> None:
+    pages = [page.read_text() for page in PAGES if "sglang" in page.name]
+    pages.append((ROOT / "docs/migration.md").read_text().partition("## SGLang")[2])
+    text = "\n".join(pages)
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    RouterArgs.add_cli_args(parser, use_router_prefix=True, exclude_host_port=True)
+    theirs = {word.replace("--router-", "--") for word in parser._option_string_actions}
+    theirs |= set(parser._option_string_actions)
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+[a-z]", text))
+    assert len(flags) > 20
+    assert flags - theirs - {"--help"} == set()
+    variables = set(re.findall(r"\bSGLANG_[A-Z_]+[A-Z]\b", text))
+    assert len(variables) > 2
+    assert [name for name in variables if not hasattr(envs, name)] == []
 
 
 @pytest.mark.parametrize(
