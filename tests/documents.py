@@ -19,8 +19,6 @@ SHELL = ("", "sh", "bash", "shell", "console")
 _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.M | re.S)
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 NOT_SHELL = {
-    "kvconnect/": "text",  # the map in CONTRIBUTING
-    "# Share of the tokens asked for that was found": "promql",
     "root    = blake2b(": "text",
     "ok    tcp ": "text",
     "    0.0  297.9  POST ": "text",

@@ -98,9 +98,10 @@ class OffloadPlan:
     def add_request(self, req_id: str) -> None:
         """Start to remember a request; again when its blocks are computed anew."""
         known = self._requests.get(req_id)
+        first = min(group.block_tokens for group in self.groups)
         self._requests[req_id] = _Request(
             next_block=[0] * len(self.groups),
-            due_tokens=min(group.block_tokens for group in self.groups),
+            due_tokens=first if len(self.index.slots) else _NEVER,  # there may be no host tier
             load_failed=known is not None and known.load_failed,
         )
 
