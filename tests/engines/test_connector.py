@@ -60,6 +60,7 @@ def engine_config(**changes: Any) -> Any:
         model_config=model,
         max_concurrent_batches=1,
         kv_events_config=None,
+        observability_config=SimpleNamespace(otlp_traces_endpoint=None),
     )
 
 
