@@ -61,6 +61,7 @@ def engine_config(**changes: Any) -> Any:
         max_concurrent_batches=1,
         kv_events_config=None,
         speculative_config=None,
+        observability_config=SimpleNamespace(otlp_traces_endpoint=None),
     )
 
 

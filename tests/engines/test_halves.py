@@ -169,6 +169,34 @@ def test_gauges_come_together_so_that_quotients_are_right() -> None:
     assert moved.data["gauges"]["host_blocks_used"] == {"": 2}
 
 
+def test_a_step_that_only_waits_publishes_nothing_but_an_age(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    half = make_scheduler()
+    request = make_request(65)
+    half.add_request(request)
+    half.match(request, 0)
+    half.after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1, 2],)), 0)
+    (job,) = half.build_step(output(64, ([1, 2],))).work.stores
+    begun = half.take_stats()
+    assert begun is not None and begun.data["gauges"]["jobs_in_flight"]["GPU_to_CPU"] == 1
+    waiting = output(64, ([1, 2],))
+    waiting.num_scheduled_tokens, waiting.scheduled_new_reqs = {}, []
+    for _ in range(3):
+        half.build_step(waiting)
+        half.on_reports(None)
+        assert half.take_stats() is None
+    later = time.monotonic() + 5
+    monkeypatch.setattr(
+        "kvconnect.engines.vllm.scheduler.time", SimpleNamespace(monotonic=lambda: later)
+    )
+    aged = half.take_stats()
+    assert aged is not None and aged.data["gauges"]["ledger_oldest_hold_seconds"][""] >= 4
+    half.on_reports(StepReports([Report(job.job)]))
+    ended = half.take_stats()
+    assert ended is not None and ended.data["gauges"]["jobs_in_flight"]["GPU_to_CPU"] == 0
+
+
 def test_a_preempted_request_is_stored_from_its_new_blocks() -> None:
     half = make_scheduler()
     request = stored(half)

@@ -94,6 +94,5 @@ def _after_receiver(made: Any, *_: Any, **__: Any) -> None:
 
 
 def _context_of(req: Any) -> Context | None:
-    """Return SGLang's own span of a request, if it has one; None too where SGLang makes its spans
-    in another process (SGLANG_TRACE_ASYNC)."""
+    """Return SGLang's own span of a request, if it has one."""
     return getattr(req.time_stats.trace_ctx, "root_span_context", None)

@@ -116,6 +116,7 @@ class SchedulerHalf:
         """
         if len(hellos) != self._limits.workers:
             raise Incompatible(f"{len(hellos)} of {self._limits.workers} workers came up")
+        self._gauges.moved = True
         num_slots = min(hello.num_slots for hello in hellos.values())
         self._slot_bytes = sum(hello.slot_bytes for hello in hellos.values())
         self.plan = self._make_plan(self.plan.groups, num_slots)
