@@ -73,7 +73,10 @@ class Cluster:
             "addressType": "IPv4",
             "ports": [],
             "endpoints": [
-                {"addresses": [address], "conditions": {} if ready is None else {"ready": ready}}
+                {
+                    "addresses": [address, "10.9.9.9"],
+                    "conditions": {} if ready is None else {"ready": ready},
+                }
                 for address, ready in endpoints
             ],
         }

@@ -102,11 +102,12 @@ def _watch(name: str, namespace: str) -> Iterator[set[str]]:
 
 
 def _ready(slices: Iterable[Any]) -> set[str]:
-    """Return the addresses of endpoints that are ready; one that does not say is."""
+    """Return an address of each endpoint that is ready; one that does not say is. Further addresses
+    of an endpoint lead to the same engine."""
     return {
         address
         for each in slices
         for endpoint in each.endpoints or ()
         if endpoint.conditions is None or endpoint.conditions.ready is not False
-        for address in endpoint.addresses
+        for address in endpoint.addresses[:1]
     }
