@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from pathlib import Path
 
 from kvconnect.errors import ConfigError
@@ -13,10 +14,12 @@ from kvconnect.router.options import (
     Listening,
     Options,
     Sources,
-    check_dns,
+    check_etcd,
+    check_hosts,
     workers,
 )
 from kvconnect.router.pick import Policy
+from kvconnect.router.view import Role
 
 _WORKER = "URL[,engine=vllm|nixl|mooncake|sglang][,bootstrap=PORT][,version=TEXT]"
 
@@ -35,11 +38,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
     Raises:
         ConfigError: names the flag, its value and the fix.
     """
-    sources = Sources(
-        arguments.workers_file,
-        check_dns("prefill-dns", arguments.prefill_dns),
-        check_dns("decode-dns", arguments.decode_dns),
-    )
+    sources = _sources_of(arguments)
     options = Options(
         workers("prefill", arguments.prefill),
         workers("decode", arguments.decode),
@@ -61,11 +60,33 @@ def options_of(arguments: argparse.Namespace) -> Options:
         dp_minimum_tokens=arguments.dp_minimum_tokens_scheduler,
         intervals=Intervals(arguments.worker_load_check_interval, arguments.probe_interval),
     )
-    later = bool(sources.file or options.admin.token)
-    for role in ("prefill", "decode"):
-        if not (later or getattr(options, role) or getattr(sources, f"{role}_dns")):
-            raise ConfigError(role, "", "name an engine, or a file, a DNS name or an admin token")
+    later = bool(sources.file or sources.etcd or options.admin.token)
+    for role, named in ((Role.PREFILL, options.prefill), (Role.DECODE, options.decode)):
+        if not (later or named or role in sources.dns or role in sources.services):
+            fix = "name an engine, or where to find some, or an admin token"
+            raise ConfigError(role.value, "", fix)
     return options
+
+
+def _sources_of(arguments: argparse.Namespace) -> Sources:
+    hosts: dict[str, dict[Role, tuple[str, ...]]] = {"dns": {}, "kubernetes": {}}
+    for kind, by_role in hosts.items():
+        for role in Role:
+            flag, named = f"{role.value}-{kind}", getattr(arguments, f"{role.value}_{kind}")
+            if named:
+                by_role[role] = check_hosts(flag, named)
+            if named and kind == "kubernetes":
+                _need(flag, named[0], "kubernetes", "kubernetes")
+    if arguments.etcd:
+        _need("etcd", arguments.etcd, "etcd3gw", "etcd")
+    etcd = check_etcd(arguments.etcd)
+    return Sources(arguments.workers_file, hosts["dns"], hosts["kubernetes"], etcd)
+
+
+def _need(flag: str, value: str, package: str, extra: str) -> None:
+    """Refuse a flag whose package is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(flag, value, f"{package} is missing: pip install 'kvconnect[{extra}]'")
 
 
 def _admin_of(arguments: argparse.Namespace) -> AdminAccess:
@@ -109,6 +130,9 @@ def _add_workers(parser: argparse.ArgumentParser) -> None:
     for role in ("prefill", "decode"):
         what = f"{role} engines: a worker at every address of the URL's host, looked up again"
         add(f"--{role}-dns", nargs="+", default=[], metavar="W", help=what)
+        what = f"{role} engines: the ready endpoints of the Kubernetes service in the URL's host"
+        add(f"--{role}-kubernetes", nargs="+", default=[], metavar="W", help=what)
+    add("--etcd", default="", metavar="URL", help="etcd, and the prefix of keys that name engines")
     access = AdminAccess()
     add("--admin-token-file", default="", metavar="PATH", help="token for the admin API, else off")
     add("--admin-host", default=access.host, help="where it listens (default: %(default)s)")

@@ -1,5 +1,5 @@
-"""Which engines a router has: those of the command line, of a file, of DNS and of its
-administrators. Everything here runs on the event loop.
+"""Which engines a router has: those of the command line, of its sources and of its administrators.
+Everything here runs on the event loop.
 
 Each source owns the engines that it named. One that it names no longer is drained: it gets no
 requests, and is forgotten when its last one has ended.
@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Coroutine, Mapping
-from pathlib import Path
+from contextlib import aclosing
 from typing import Any
 
-from kvconnect.errors import ConfigError, Refused
+from kvconnect.errors import Refused
+from kvconnect.router import sources
 from kvconnect.router.http1 import Client
 from kvconnect.router.metrics import RouterMetrics
-from kvconnect.router.options import Options, Worker, worker_of, workers
+from kvconnect.router.options import Options, Worker
 from kvconnect.router.prefixes import PrefixIndex
 from kvconnect.router.probe import Prober
+from kvconnect.router.sources import Named, Source
 from kvconnect.router.subscribe import subscribe
 from kvconnect.router.upstreams import Fleet, Upstream
 from kvconnect.router.view import Role
@@ -27,13 +28,9 @@ from kvconnect.router.watch import Watcher
 
 logger = logging.getLogger(__name__)
 
-FILE_EVERY_S = 1.0
-DNS_EVERY_S = 5.0
 DRAIN_LOOK_S = 0.05
 
 FLAGS, ADMIN = "flags", "admin"  # sources; the others name themselves
-
-Named = dict[Role, tuple[Worker, ...]]
 
 
 class Membership:
@@ -67,12 +64,8 @@ class Membership:
             watcher.start(self._options.intervals.load_s)
         if self._options.intervals.probe_s:
             self._background(self.prober.run())
-        sources = self._options.sources
-        if sources.file:
-            self._background(self._follow_file(Path(sources.file)))
-        for role, names in ((Role.PREFILL, sources.prefill_dns), (Role.DECODE, sources.decode_dns)):
-            for name in names:
-                self._background(self._follow_dns(role, name))
+        for name, source in sources.opened(self._options.sources):
+            self._background(self._follow(name, source))
 
     async def stop(self) -> None:
         """End the background work."""
@@ -159,64 +152,7 @@ class Membership:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _follow_file(self, path: Path) -> None:
-        """Read it whenever its text changes; what is wrong with it leaves all as it was."""
-        last: str | None = None
-        while True:
-            try:
-                text = await asyncio.to_thread(path.read_text)
-                if text != last:
-                    last = text
-                    self.update("file", parse_file(text))
-            except (OSError, UnicodeDecodeError, ConfigError) as error:
-                logger.warning("%s: %s", path, error)
-            await asyncio.sleep(FILE_EVERY_S)
-
-    async def _follow_dns(self, role: Role, name: str) -> None:
-        """Look a name up again and again; a failure leaves all as it was."""
-        while True:
-            try:
-                found = await resolve(name)
-            except OSError as error:
-                logger.warning("%s: %s", name, error)
-            else:
-                self.update(f"DNS {name}", {role: found})
-            await asyncio.sleep(DNS_EVERY_S)
-
-
-def parse_file(text: str) -> Named:
-    """Return what a file of engines names: a line each, ``prefill`` or ``decode`` and a worker as
-    on the command line; empty lines and those that begin with ``#`` do not count.
-
-    Raises:
-        ConfigError: a line is wrong; the field is its number.
-    """
-    lines: dict[Role, list[str]] = {role: [] for role in Role}
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        role, _, worker = line.strip().partition(" ")
-        if role not in [each.value for each in Role]:
-            raise ConfigError(f"line {number}", line, "begin with prefill or decode")
-        worker_of(f"line {number}", worker)
-        lines[Role(role)].append(worker.strip())
-    return {role: workers("file", named) for role, named in lines.items()}
-
-
-async def resolve(name: str) -> tuple[Worker, ...]:
-    """Return a worker per address of the host in ``name``, a worker as on the command line.
-
-    Raises:
-        OSError: it cannot be looked up.
-    """
-    model = worker_of("dns", name)
-    scheme, _, rest = model.url.partition("://")
-    place, _, path = rest.partition("/")
-    host, _, port = place.rpartition(":")
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host or place, None, type=socket.SOCK_STREAM)
-    urls = []
-    for family, _, _, _, address in found:
-        shown = f"[{address[0]}]" if family == socket.AF_INET6 else str(address[0])
-        urls.append(f"{scheme}://{shown}:{port}" + (f"/{path}" if path else ""))
-    return tuple(model.at(url) for url in dict.fromkeys(urls))
+    async def _follow(self, name: str, source: Source) -> None:
+        async with aclosing(source):
+            async for named in source:
+                self.update(name, named)

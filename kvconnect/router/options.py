@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
 from kvconnect.errors import ConfigError
 from kvconnect.router.pick import Policy
-from kvconnect.router.view import Engine
+from kvconnect.router.view import Engine, Role
 
 BOOTSTRAP_PORT = 8998  # of SGLang and of vLLM's MooncakeConnector, if nothing else is said
 _EXAMPLE = "http://10.0.0.1:8000"
@@ -35,19 +35,25 @@ class Worker:
     replay: int = 0
 
     @property
+    def hostname(self) -> str:
+        """Its host name or address."""
+        return urlsplit(self.url).hostname or ""
+
+    @property
     def host(self) -> str:
-        """Its host name or address; IPv6 in brackets."""
-        name = urlsplit(self.url).hostname or ""
-        return f"[{name}]" if ":" in name else name
+        """The same; IPv6 in brackets."""
+        return _bracketed(self.hostname)
 
     @property
     def port(self) -> int | None:
         """The port that its URL names."""
         return urlsplit(self.url).port
 
-    def at(self, url: str) -> Worker:
-        """Return the same at another URL."""
-        return replace(self, url=url)
+    def on_host(self, address: str) -> Worker:
+        """Return the same at another address."""
+        parts = urlsplit(self.url)
+        place = f"{_bracketed(address)}:{parts.port}"
+        return replace(self, url=parts._replace(netloc=place).geturl())
 
     @property
     def meeting(self) -> str:
@@ -99,12 +105,15 @@ class Sources:
 
     Attributes:
         file: path of a file that names them, empty: none.
-        prefill_dns, decode_dns: URLs whose host stands for all its addresses.
+        dns: URLs by role, whose host stands for all its addresses.
+        services: URLs by role, whose host is a Kubernetes service.
+        etcd: URL of a server, and as its path the prefix of the keys that name them; empty: none.
     """
 
     file: str = ""
-    prefill_dns: tuple[str, ...] = ()
-    decode_dns: tuple[str, ...] = ()
+    dns: Mapping[Role, tuple[str, ...]] = field(default_factory=dict)
+    services: Mapping[Role, tuple[str, ...]] = field(default_factory=dict)
+    etcd: str = ""
 
 
 @dataclass(frozen=True)
@@ -210,8 +219,8 @@ def workers(flag: str, texts: Sequence[str]) -> tuple[Worker, ...]:
     return tuple(found.values())
 
 
-def check_dns(flag: str, texts: Sequence[str]) -> tuple[str, ...]:
-    """Return workers whose host stands for all its addresses, as they came.
+def check_hosts(flag: str, texts: Sequence[str]) -> tuple[str, ...]:
+    """Return workers whose host stands for all its addresses, or for a service, as they came.
 
     Raises:
         ConfigError: one is no worker, or has no port.
@@ -253,6 +262,21 @@ def _value(flag: str, key: str, value: str) -> Engine | int | str:
         return int(value)
     fix = "use engine, bootstrap, version, events or replay after the URL"
     raise ConfigError(flag, key, fix)
+
+
+def check_etcd(url: str) -> str:
+    """Return the URL of an etcd server with a prefix as its path.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if url and not (_is_base(url) and urlsplit(url).path.strip("/")):
+        raise ConfigError("etcd", url, "use a URL with a prefix, as in http://etcd:2379/kvconnect")
+    return url
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _is_base(url: str) -> bool:

@@ -59,7 +59,8 @@ class Prober:
             while True:
                 for pair in self._due():
                     self._fleet.proofs.began(pair)
-                    task = asyncio.create_task(self._judge(pair))
+                    engines = [self._fleet.get(*engine) for engine in pair.engines]
+                    task = asyncio.create_task(self._judge(pair, *engines))
                     running.add(task)
                     task.add_done_callback(running.discard)
                 await asyncio.sleep(LOOK_S)
@@ -100,24 +101,21 @@ class Prober:
         pairs = [Pair(p.index, d.index) for p in prefill for d in decode if p.pairs_with(d)]
         return proofs.due(pairs, now)
 
-    async def _judge(self, pair: Pair) -> None:
+    async def _judge(self, pair: Pair, prefill: Upstream, decode: Upstream) -> None:
         """Probe a pair and note what it shows."""
         proofs = self._fleet.proofs
-        prefill = self._fleet.get(Role.PREFILL, pair.prefill)
-        decode = self._fleet.get(Role.DECODE, pair.decode)
         try:
             await self.probe(prefill, decode)
-        except ProbeFailed as error:
-            if error.outcome is ProbeOutcome.VOID:
-                proofs.void(pair, time.monotonic())
-                return
-            if pair not in proofs.broken:
-                logger.warning("no KV from %s to %s: %s", prefill.url, decode.url, error)
-            proofs.failed(pair, str(error), time.monotonic())
-        else:
             if pair in proofs.broken:
                 logger.info("KV gets from %s to %s again", prefill.url, decode.url)
             proofs.passed(pair, time.monotonic())
+        except ProbeFailed as error:
+            if error.outcome is not ProbeOutcome.VOID:
+                if pair not in proofs.broken:
+                    logger.warning("no KV from %s to %s: %s", prefill.url, decode.url, error)
+                proofs.failed(pair, str(error), time.monotonic())
+        finally:
+            proofs.void(pair, time.monotonic())  # unless there was a verdict
 
     async def _probe(self, prefill: Upstream, decode: Upstream) -> ProbeOutcome:
         before = await self._received(decode)
@@ -136,8 +134,10 @@ class Prober:
         p, d = self._place(prefill), self._place(decode)
         mode = Mode.BOOTSTRAP if prefill.native else Mode.PULL
         choice = Choice(mode, Reason.DEFAULT, p, d)
-        model = next(name for name in prefill.said.models if name in decode.said.models)
-        body = legs.ids_body(model, random.choices(_IDS, k=TOKENS), native=prefill.native)
+        shared = [name for name in prefill.said.models if name in decode.said.models]
+        if not shared:
+            raise Refused("answer", "they serve no model in common")
+        body = legs.ids_body(shared[0], random.choices(_IDS, k=TOKENS), native=prefill.native)
         asked, rest = bodies(choice, p, prefill, body)
         if mode is Mode.BOOTSTRAP:
             return (await _both(self._ask(prefill, p, asked), self._ask(decode, d, rest)))[1]

@@ -118,7 +118,7 @@ class Proofs:
             self._next.update(dict.fromkeys(pair.engines, soon))
 
     def void(self, pair: Pair, now: float) -> None:
-        """It could not be made."""
+        """It could not be made; changes nothing after a verdict."""
         if self._end(pair):
             self._next.update(dict.fromkeys(pair.engines, now + RETRY_S))
 

@@ -124,14 +124,18 @@ def test_requests_go_where_probes_have_seen_kv_move(
     admin = ("--admin-token-file", str(token), "--admin-port", str(port))
     # A prefill engine in the place of a decode engine is healthy and answers, but receives nothing.
     with both, Router([p, both], [d, other], ("--probe-interval", "1", *admin)) as router:
-        await_probes(router, ok=2, computed=1)
+        await_probes(router, ok=1, computed=1)
         assert [router.complete(prompt, NEW).tokens for prompt in prompts()[:6]] == want[:6]
         assert served(router, d) == 6
         status, said = switch(port, "prefill", p)
         assert status == 409 and "decode computed the prompt itself" in said["error"]
         status, said = switch(port, "prefill", both)
         assert (status, said) == (200, said | {"role": "decode", "draining": False})
-        assert [router.complete(prompt, NEW).tokens for prompt in prompts()[6:12]] == want[6:12]
+        with ThreadPoolExecutor(6) as pool:  # so many that one decode engine is not enough
+            found = list(
+                pool.map(lambda prompt: router.complete(prompt, NEW).tokens, prompts()[:12])
+            )
+        assert found == want[:12]
         assert served(router, both) > 0
 
 

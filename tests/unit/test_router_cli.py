@@ -26,7 +26,7 @@ from kvconnect.router.options import (
     Worker,
 )
 from kvconnect.router.pick import Policy
-from kvconnect.router.view import Engine
+from kvconnect.router.view import Engine, Role
 
 NEEDED = ["router", "--prefill", "http://a:1", "--decode", "http://b:2"]
 
@@ -77,6 +77,7 @@ def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         ),
         *("--queue", "8", "--queue-timeout", "9", "--drain-timeout", "11"),
         *("--workers-file", "/w", "--prefill-dns", "http://p:1", "--decode-dns", "http://d:2"),
+        *("--prefill-kubernetes", "http://s.n:3", "--etcd", "http://e:2379/kv"),
         *("--shared-port", "--tls-cert", "/c", "--tls-key", "/k", "--api-key-file", str(keys)),
         *("--admin-token-file", str(token), "--admin-host", "::1", "--admin-port", "82"),
     ]
@@ -87,7 +88,12 @@ def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         pull=True,
         push_min_tokens=256,
         limits=Limits(30.0, 40.0, 7, 8, 9.0, 11.0),
-        sources=Sources("/w", ("http://p:1",), ("http://d:2",)),
+        sources=Sources(
+            "/w",
+            {Role.PREFILL: ("http://p:1",), Role.DECODE: ("http://d:2",)},
+            {Role.PREFILL: ("http://s.n:3",)},
+            "http://e:2379/kv",
+        ),
         admin=AdminAccess("::1", 82, "0123456789abcdef"),
         listening=Listening("10.0.0.1", 81, True, "/c", "/k", ("one", "two")),
         prefill_policy=Policy.CACHE_AWARE,
@@ -104,6 +110,11 @@ def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         (["router"], "--prefill : name an engine"),
         (["router", "--prefill", "http://a:1"], "--decode : name an engine"),
         ([*NEEDED, "--prefill-dns", "http://a"], "--prefill-dns http://a: name the port"),
+        (
+            [*NEEDED, "--decode-kubernetes", "http://a"],
+            "--decode-kubernetes http://a: name the port",
+        ),
+        ([*NEEDED, "--etcd", "http://a:2379"], "--etcd http://a:2379: use a URL with a prefix"),
         ([*NEEDED, "--admin-token-file", "/none"], "--admin-token-file /none: name a file"),
         ([*NEEDED, "--api-key-file", "/dev/null"], "put a key"),
         ([*NEEDED, "--tls-cert", "/c"], "--tls-cert /c: name --tls-cert and --tls-key"),
@@ -124,6 +135,23 @@ def test_a_wrong_command_line_is_refused(
         cli.main(argv)
     assert stop.value.code == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "extra"),
+    [("--prefill-kubernetes", "http://a:1", "kubernetes"), ("--etcd", "http://a/kv", "etcd")],
+)
+def test_a_source_without_its_package_says_what_to_install(
+    flag: str,
+    value: str,
+    extra: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        cli.main([*NEEDED, flag, value])
+    assert f"pip install 'kvconnect[{extra}]'" in capsys.readouterr().err
 
 
 def test_without_its_packages_it_says_what_to_install(

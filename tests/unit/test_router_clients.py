@@ -111,7 +111,9 @@ async def running(
         await until(lambda: "router on" in log.read_text())
         found = re.search(r"router on (\S+)", log.read_text())
         assert found is not None
-        client = await ends.enter_async_context(aiohttp.ClientSession())
+        # A router in a hurry may close a connection just when it would be used again.
+        connector = aiohttp.TCPConnector(force_close=before == HURRY)
+        client = await ends.enter_async_context(aiohttp.ClientSession(connector=connector))
         yield Running(process.pid, found[1], client, p, d)
 
 

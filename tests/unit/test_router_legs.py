@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigError, Refused
 from kvconnect.router import legs, reports
-from kvconnect.router.options import Intervals, Limits, Options, Worker, check_dns, workers
+from kvconnect.router.options import Intervals, Limits, Options, Worker, check_hosts, workers
 from kvconnect.router.pick import Why
 from kvconnect.router.policy import MODES, Choice, Mode, Place, Reason, Tried, Wish, choose
 from kvconnect.router.view import Engine, Load, Role, Target, View, WorkerView
@@ -462,9 +462,9 @@ def test_limits_out_of_range_are_refused(field: str, settings: dict[str, Any]) -
 
 
 def test_a_dns_name_has_a_port() -> None:
-    assert check_dns("prefill-dns", ["http://a:1,engine=sglang"]) == ("http://a:1,engine=sglang",)
+    assert check_hosts("prefill-dns", ["http://a:1,engine=sglang"]) == ("http://a:1,engine=sglang",)
     with pytest.raises(ConfigError, match="name the port too"):
-        check_dns("prefill-dns", ["http://a"])
+        check_hosts("prefill-dns", ["http://a"])
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,11 @@ from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigError
 from kvconnect.router import breaker as breakers
-from kvconnect.router import membership, watch
+from kvconnect.router import watch
 from kvconnect.router.admission import Admission, Busy
 from kvconnect.router.breaker import Breaker
 from kvconnect.router.options import AdminAccess, Limits, Sources, Worker
+from kvconnect.router.sources import dns, file
 from kvconnect.router.view import Engine, Role
 from tests.unit.fake_engine import (
     FakeEngine,
@@ -51,8 +52,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "PROBE_FIRST_S", 0.02)
     monkeypatch.setattr(watch, "CARD_RETRY_S", 0.02)
     monkeypatch.setattr(watch, "PROBE_TIMEOUT_S", 30.0)
-    monkeypatch.setattr(membership, "FILE_EVERY_S", 0.02)
-    monkeypatch.setattr(membership, "DNS_EVERY_S", 0.02)
+    monkeypatch.setattr(file, "EVERY_S", 0.02)
+    monkeypatch.setattr(dns, "EVERY_S", 0.02)
 
 
 # Breaker ----------------------------------------------------------------------------------------
@@ -367,13 +368,13 @@ async def _series_gone(router: Any, url: str) -> bool:
 
 def test_what_a_file_names() -> None:
     text = "prefill http://a:1,engine=sglang\n# no\n  decode   http://b:2  \n"
-    assert membership.parse_file(text) == {
+    assert file.parse(text) == {
         Role.PREFILL: (Worker("http://a:1", Engine.SGLANG),),
         Role.DECODE: (Worker("http://b:2"),),
     }
     for wrong, line in (("both http://a:1", 1), ("\nprefill a", 2), ("decode", 1)):
         with pytest.raises(ConfigError, match=f"line {line}"):
-            membership.parse_file(wrong)
+            file.parse(wrong)
 
 
 @on_loop
@@ -385,7 +386,7 @@ async def test_dns_stands_for_every_address(monkeypatch: pytest.MonkeyPatch) -> 
         return [(family, 1, 6, "", address) for family, address in addresses]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found, raising=False)
-    one, two = await membership.resolve("http://pods:8000/base,engine=sglang")
+    one, two = await dns.resolve("http://pods:8000/base,engine=sglang")
     assert (one.url, two.url) == ("http://10.0.0.1:8000/base", "http://[fd00::1]:8000/base")
     assert one.engine is two.engine is Engine.SGLANG
 
@@ -395,7 +396,9 @@ async def test_dns_adds_engines_and_a_failed_lookup_removes_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with engine(prefills) as p, engine(decodes) as d:
-        sources = Sources("", (f"http://localhost:{p.port}",), (f"http://localhost:{d.port}",))
+        local = "http://localhost:"
+        names = {Role.PREFILL: (f"{local}{p.port}",), Role.DECODE: (f"{local}{d.port}",)}
+        sources = Sources(dns=names)
         fails = False
 
         async def found(name: str) -> tuple[Worker, ...]:
@@ -403,7 +406,7 @@ async def test_dns_adds_engines_and_a_failed_lookup_removes_none(
                 raise OSError("no answer")
             return (Worker(name.replace("localhost", "127.0.0.1")),)
 
-        monkeypatch.setattr(membership, "resolve", found)
+        monkeypatch.setattr(dns, "resolve", found)
         async with bench([], [], sources=sources) as router:
 
             async def serves() -> bool:

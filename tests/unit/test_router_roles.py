@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvconnect.router import membership, watch
+from kvconnect.router import watch
 from kvconnect.router.options import AdminAccess, Sources
+from kvconnect.router.sources import file
 from tests.unit.fake_engine import (
     Bench,
     FakeEngine,
@@ -36,7 +37,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "PROBE_EVERY_S", 0.05)
     monkeypatch.setattr(watch, "PROBE_FIRST_S", 0.02)
     monkeypatch.setattr(watch, "CARD_RETRY_S", 0.02)
-    monkeypatch.setattr(membership, "FILE_EVERY_S", 0.02)
+    monkeypatch.setattr(file, "EVERY_S", 0.02)
 
 
 async def both(

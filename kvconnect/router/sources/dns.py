@@ -1,0 +1,40 @@
+"""Engines at all addresses of a name."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+from kvconnect.router.options import Worker, worker_of
+from kvconnect.router.sources import Source
+from kvconnect.router.view import Role
+
+logger = logging.getLogger(__name__)
+
+EVERY_S = 5.0
+
+
+async def follow(role: Role, name: str) -> Source:
+    """Look a name up again and again."""
+    while True:
+        try:
+            found = await resolve(name)
+        except OSError as error:
+            logger.warning("%s: %s", name, error)
+        else:
+            yield {role: found}
+        await asyncio.sleep(EVERY_S)
+
+
+async def resolve(name: str) -> tuple[Worker, ...]:
+    """Return a worker per address of the host in ``name``, a worker as on the command line.
+
+    Raises:
+        OSError: it cannot be looked up.
+    """
+    model = worker_of("dns", name)
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(model.hostname, None, type=socket.SOCK_STREAM)
+    addresses = dict.fromkeys(str(address[0]) for *_, address in found)
+    return tuple(map(model.on_host, addresses))
