@@ -50,7 +50,7 @@ class Fleet(NamedTuple):
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     token = tmp_path_factory.mktemp("admin") / "token"
-    token.write_text("a token for these tests")
+    token.write_text("a-token-for-these-tests")
     admin = Admin(free_port(), token.read_text())
     flags = ("--admin-token-file", str(token), "--admin-port", str(admin.port))
     with ExitStack() as stack:
@@ -140,7 +140,7 @@ def test_a_request_that_fails_is_counted(fleet: Fleet, load: Load) -> None:
         load.advance(6)
     assert load.failed and not load.broken
     assert all("503" in what and "no prefill engine is up" in what for what in load.failed)
-    with Load(fleet.router, load.prompts, [(-1,) * NEW]) as wrong:
+    with Load(fleet.router, load.prompts, [(-1,) * NEW] * len(load.prompts)) as wrong:
         wrong.advance(6)
     assert not wrong.right and all("wrong tokens" in what for what in wrong.failed)
     assert_all_done(fleet)
