@@ -20,6 +20,7 @@ _PARAMS = "kv_transfer_params"
 _TICKET = "kvconnect_ticket"
 _CARD = "kvconnect_card"
 _CARD_EXPIRY = "kvconnect_card_expires_in"
+_RANK = "kvconnect_card_rank"
 _MOONCAKE = "remote_bootstrap_addr"
 _EXTRA = "vllm_xargs"  # vLLM merges these into the place where its connector looks
 CHARS_PER_TOKEN = 4
@@ -167,9 +168,12 @@ def transfer_of(asked: Body) -> str:
     return str(asked[_PARAMS]["transfer_id"])
 
 
-def card_body(model: str) -> dict[str, Any]:
-    """Return the request for a prefill engine's card."""
-    params = {"do_remote_decode": True, "kvconnect_card": True}
+def card_body(model: str, rank: int | None) -> dict[str, Any]:
+    """Return the request for a prefill engine's card; ``rank`` is named if all of its requests
+    name one."""
+    params: dict[str, Any] = {"do_remote_decode": True, _CARD: True}
+    if rank is not None:
+        params[_RANK] = rank
     return {"model": model, "prompt": [1], "max_tokens": 1, _PARAMS: params}
 
 

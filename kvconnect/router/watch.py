@@ -175,7 +175,7 @@ class Watcher:
         asked = time.monotonic()
         base = self._upstream.base
         model = next(iter(reports.models_of(await self.get("/v1/models"))))
-        body = json.dumps(legs.card_body(model)).encode()
+        body = json.dumps(legs.card_body(model, rank if ranks > 1 else None)).encode()
         headers = {legs.RANK_HEADER: str(rank)} if ranks > 1 else {}
         head = head_of(base, "POST", "/v1/completions", headers, len(body))
         answer = await self._client.whole(base, head, body, ASK_TIMEOUT_S)

@@ -33,6 +33,7 @@ CLOCK_SKEW_S = 30.0
 
 TICKET_KEY = "kvconnect_ticket"
 CARD_KEY = "kvconnect_card"
+RANK_KEY = "kvconnect_card_rank"
 
 _VERSION = 1
 _INT64_MAX = (1 << 63) - 1
@@ -183,21 +184,23 @@ class Asked(NamedTuple):
     """What a request's ``kv_transfer_params`` ask for.
 
     ``role``: "send" (compute, then hand off), "recv" (take over) or "none". ``ticket`` is
-    whatever stands in its place; only :func:`verify` may look at it.
+    whatever stands in its place; only :func:`verify` may look at it. ``rank``: the data-parallel
+    rank whose card is wanted, by someone who names it with every request; -1: any.
     """
 
     role: Literal["send", "recv", "none"] = "none"
     transfer_id: TransferId | None = None
     ticket: object = None
     wants_card: bool = False
+    rank: int = -1
 
 
 def parse_request(params: Mapping[str, Any]) -> Asked:
     """Return what a request asks for; keys of other connectors are ignored.
 
     Raises:
-        Refused: field ``params``: both roles at once, a role that is not true or false, or a
-            ``transfer_id`` that is not 32 hexadecimal digits.
+        Refused: field ``params``: both roles at once, a role that is not true or false, a
+            ``transfer_id`` that is not 32 hexadecimal digits, or a rank that is no number.
     """
     sends, receives = (_flag(params, k) for k in ("do_remote_decode", "do_remote_prefill"))
     if sends and receives:
@@ -209,6 +212,7 @@ def parse_request(params: Mapping[str, Any]) -> Asked:
         transfer_id=_transfer_id(params.get("transfer_id")),
         ticket=params.get(TICKET_KEY),
         wants_card=_flag(params, CARD_KEY) if sends else False,
+        rank=_rank(params.get(RANK_KEY)),
     )
 
 
@@ -217,6 +221,14 @@ def _flag(params: Mapping[str, Any], key: str) -> bool:
     if value is None or isinstance(value, bool):
         return bool(value)
     raise Refused("params", f"{key} must be true or false, not a {type(value).__name__}")
+
+
+def _rank(value: object) -> int:
+    if value is None:
+        return -1
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise Refused("params", f"{RANK_KEY} must be a data-parallel rank: 0 or more")
+    return value
 
 
 def _transfer_id(value: object) -> TransferId | None:

@@ -56,6 +56,7 @@ class Load:
         deadline = time.monotonic() + REQUEST_TIMEOUT_S
         while self.ended < enough:
             assert time.monotonic() < deadline, "requests do not end"
+            assert not any(client.done() for client in self._clients), "a client has stopped"
             time.sleep(0.05)
 
     @property

@@ -86,25 +86,32 @@ def foreign(router: Router, leg: str, rank: int) -> float:
         return -1.0
 
 
-def until(true: Callable[[], bool]) -> None:
+def until(true: Callable[[], bool], what: str = "it") -> None:
     deadline = time.monotonic() + WAIT_S
     while not true():
-        assert time.monotonic() < deadline, "it does not come true"
+        assert time.monotonic() < deadline, f"not true: {what}"
         time.sleep(0.05)
 
 
-def check_that_picked_ranks_run(fleet: Ranked, want: Tokens) -> None:
-    """Answers are those of a single engine; each rank did the hand-offs that it was picked for."""
+def check_that_picked_ranks_run(
+    fleet: Ranked, want: Tokens, publish: Callable[[], None] = lambda: None
+) -> None:
+    """Answers are those of a single engine; each rank did the hand-offs that it was picked for.
+    ``publish`` has idle servers tell of what they did last."""
     assert len(set(want)) == COUNT  # else equality would prove little
     before = fleet.handed_off()
     with ThreadPoolExecutor(CROWD) as crowd:
         answers = list(crowd.map(lambda prompt: fleet.least.complete(prompt, NEW), prompts()))
     assert [answer.tokens for answer in answers] == want
+    publish()
     ranks = list(zip(*map(picked, answers), strict=True))
     for leg, of_leg in zip(LEGS, ranks, strict=True):
         expected = [was + of_leg.count(rank) for rank, was in zip(RANKS, before[leg], strict=True)]
         assert expected > before[leg] and set(of_leg) == set(RANKS)
-        until(lambda leg=leg, expected=expected: fleet.handed_off()[leg] == expected)
+        until(
+            lambda leg=leg, expected=expected: fleet.handed_off()[leg] == expected,
+            f"{leg} ranks did the hand-offs {expected}",
+        )
 
 
 def check_minimum_tokens(fleet: Ranked, long_requests: AbstractContextManager[None]) -> None:

@@ -10,19 +10,23 @@ import pytest
 from tests.engines.models import prompt_tokens
 from tests.engines.pd import pair
 from tests.engines.ranks import (
+    COUNT,
     NEW,
+    RANKS,
     Ranked,
     check_minimum_tokens,
     check_that_picked_ranks_run,
     prompts,
     routed,
+    until,
 )
-from tests.engines.server import Router, Server
+from tests.engines.server import Process, Router, Server
 from tests.engines.test_handoff import assert_quiet
 
 MAX_LEN = 8192
 BLOCKS = 320
 LONG = 2000
+CARDS = "kvconnect_router_card_fetches_total"
 
 
 @pytest.fixture(scope="module")
@@ -32,19 +36,30 @@ def fleet() -> Iterator[Ranked]:
         pair(blocks=BLOCKS, max_len=MAX_LEN, args=two) as (p, d),
         routed(Router, p, d, "vllm", "engine") as found,
     ):
+        for router in found.routers:
+            until(lambda r=router: r.metric(CARDS, outcome="ok") >= len(RANKS))
         yield found
 
 
 def test_the_picked_ranks_are_those_that_run(fleet: Ranked) -> None:
     with Server("llama", blocks=BLOCKS, max_len=MAX_LEN) as single:
         want = [single.complete(prompt, NEW).tokens for prompt in prompts()]
-    check_that_picked_ranks_run(fleet, want)
+    check_that_picked_ranks_run(fleet, want, lambda: ask_every_rank(fleet.prefill))
+    pushed = "kvconnect_router_requests_total"
+    assert fleet.least.metric(pushed, mode="push", outcome="ok") == COUNT
     assert_quiet(fleet.prefill, fleet.decode)
 
 
 def test_requests_go_to_the_rank_with_the_fewest_tokens(fleet: Ranked) -> None:
     check_minimum_tokens(fleet, long_requests(fleet))
     assert_quiet(fleet.prefill, fleet.decode)
+
+
+def ask_every_rank(server: Process) -> None:
+    """An idle engine publishes nothing: what it did after its last step is told with the next."""
+    for rank in RANKS:
+        body = server.body([1, 2, 3], 1)
+        server.open("/v1/completions", body, **{"X-data-parallel-rank": str(rank)}).close()
 
 
 @contextmanager

@@ -180,7 +180,8 @@ class TestDataParallelPrefill:
         assert all(p.metric(name, **SEND, engine=engine) > 0 for engine in "01")
 
     def test_there_is_no_card(self, replicas: Pair) -> None:
-        """It would name one of the engines, and a push may reach the other."""
+        """It would name one of the engines, and a push may reach the other. Whoever names the
+        engine gets it (see ``test_data_parallel.py``)."""
         p, d = replicas
         before = refused(p, "params")
         wanted = {"do_remote_decode": True, "kvconnect_card": True}

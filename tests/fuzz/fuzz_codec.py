@@ -196,7 +196,7 @@ def fuzz_ticket(rng: random.Random) -> None:
 
 def fuzz_params(rng: random.Random) -> None:
     keys = ["do_remote_decode", "do_remote_prefill", "transfer_id", "kvconnect_ticket"]
-    keys += ["kvconnect_card", "remote_block_ids", "tp_size"]
+    keys += ["kvconnect_card", "kvconnect_card_rank", "remote_block_ids", "tp_size"]
     values = (*VALUES, True, False, "0" * 32)
     asked = tickets.parse_request({key: rng.choice(values) for key in keys if rng.random() < 0.6})
     if asked.role == "recv":

@@ -19,6 +19,7 @@ from kvconnect.wire.tickets import (
     CARD_KEY,
     CLOCK_SKEW_S,
     MAX_TICKET,
+    RANK_KEY,
     TICKET_KEY,
     Asked,
     Ticket,
@@ -210,6 +211,8 @@ def test_what_belongs_to_a_role_is_read() -> None:
     assert parse_request(
         {"do_remote_decode": True, "transfer_id": hexed.upper(), CARD_KEY: True}
     ) == Asked("send", TRANSFER, wants_card=True)
+    ranked = {"do_remote_decode": True, CARD_KEY: True, RANK_KEY: 3}
+    assert parse_request(ranked) == Asked("send", wants_card=True, rank=3)
     assert parse_request(
         {"do_remote_prefill": True, "transfer_id": hexed, TICKET_KEY: "text"}
     ) == Asked("recv", TRANSFER, "text")
@@ -236,6 +239,9 @@ def test_what_a_client_claims_beside_the_ticket_is_ignored() -> None:
         ({"do_remote_decode": 1}, "true or false"),
         ({"do_remote_prefill": "yes"}, "true or false"),
         ({"do_remote_decode": True, CARD_KEY: "please"}, "true or false"),
+        ({"do_remote_decode": True, CARD_KEY: True, RANK_KEY: "1"}, "data-parallel rank"),
+        ({"do_remote_decode": True, CARD_KEY: True, RANK_KEY: True}, "data-parallel rank"),
+        ({"do_remote_decode": True, CARD_KEY: True, RANK_KEY: -1}, "data-parallel rank"),
         ({"do_remote_decode": True, "transfer_id": 5}, "hexadecimal"),
         ({"do_remote_decode": True, "transfer_id": ""}, "hexadecimal"),
         ({"do_remote_decode": True, "transfer_id": "ab" * 15}, "hexadecimal"),

@@ -57,11 +57,10 @@ class HandoffHalf:
         self._sends: bool = transfer.is_kv_producer and config.listen != "off"
         self._receives: bool = transfer.is_kv_consumer
         # A card names the workers of one engine, and vLLM may send the request to another one.
-        alone = translate.engines_beside(parallel) == 1
-        gives_cards = alone or parallel.data_parallel_external_lb
+        alone = translate.engines_beside(parallel) == 1 or parallel.data_parallel_external_lb
         self._desk = TicketDesk(
             read_key(config),
-            gives_cards,
+            -1 if alone else parallel.data_parallel_index,
             config.lease_s,
             Source(
                 engine_id=transfer.engine_id,
@@ -185,7 +184,7 @@ class HandoffHalf:
         if not self._sends:
             raise Refused("params", "this engine does not send: kv_role kv_producer or kv_both")
         if asked.wants_card:
-            self._desk.want_card(request.request_id)
+            self._desk.want_card(request.request_id, asked.rank)
             return None
         content = translate.prompt_content(request)
         transfer = self._desk.name_transfer(request.request_id, asked, content)

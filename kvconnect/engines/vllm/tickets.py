@@ -23,24 +23,27 @@ def _bind(raw: bytes, content: bytes) -> TransferId:
 
 
 class TicketDesk:
-    """Issues tickets in the name of ``source``, this engine, and checks those of others."""
+    """Issues tickets in the name of ``source``, this engine, and checks those of others.
 
-    def __init__(self, key: bytes, gives_cards: bool, lease_s: float, source: Source) -> None:
+    ``rank`` is that of this engine if vLLM chooses among several for whoever names none; else -1.
+    """
+
+    def __init__(self, key: bytes, rank: int, lease_s: float, source: Source) -> None:
         self.source = source
         self._key = key
-        self._gives_cards = gives_cards
+        self._rank = rank
         self._lease_s = lease_s
         self._cards: set[str] = set()  # requests that asked for a card instead of a hand-off
         self._raw: dict[str, bytes] = {}  # by request: the transfer id as the dispatcher knows it
 
-    def want_card(self, req_id: str) -> None:
-        """A request asks for a card.
+    def want_card(self, req_id: str, rank: int) -> None:
+        """A request asks for a card, of an engine by its rank or of any (-1).
 
         Raises:
-            Refused: this engine gives none.
+            Refused: it has to name this engine's rank.
         """
-        if not self._gives_cards:
-            fix = "a data-parallel engine behind one address can only be pulled from"
+        if self._rank not in (-1, rank):
+            fix = "of several data-parallel engines behind one address, name the one you ask"
             raise Refused("params", f"no card: {fix}")
         self._cards.add(req_id)
 
