@@ -34,7 +34,7 @@ from tests.engines.server import Router, Server, kv_transfer
 from tests.engines.test_handoff import BLOCKS_EACH, assert_quiet
 from tests.engines.test_tiers import disk, settle
 
-LIMITS = {"lease_s": 4.0, "deadline_s": 4.0, "digest": "full"}
+LIMITS = {"lease_s": 4.0, "deadline_s": 10.0, "digest": "full"}
 HOST = "4MiB"  # a block is 64 KiB: less than the prompts need, so that disk is read as well
 
 EMPTY = {
