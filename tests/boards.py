@@ -25,11 +25,13 @@ PATIENCE_S = 60.0
 
 
 class Shown(NamedTuple):
-    """One expression, and where it stands: a board's panel, or the name of an alert."""
+    """One expression, and where it stands: a board's panel, or the name of an alert. ``legend``
+    says what its series are called."""
 
     board: str
     title: str
     expr: str
+    legend: str = ""
 
 
 def boards() -> dict[str, dict[str, Any]]:
@@ -58,7 +60,7 @@ ALL = {
 def of_board(name: str, board: dict[str, Any]) -> list[Shown]:
     """Return the expressions of a board's panels."""
     return [
-        Shown(name, panel["title"], target["expr"])
+        Shown(name, panel["title"], target["expr"], target["legendFormat"])
         for panel in board["panels"]
         for target in panel.get("targets", ())
     ]
@@ -143,16 +145,27 @@ class Prometheus(Process):
 
     def numbers(self, expr: str, since: float) -> int:
         """Return how many numbers an expression had since then; NaN is none."""
-        asked = {"query": filled(expr), "start": since, "end": time.time(), "step": SCRAPE_S}
         return sum(
-            value != "NaN"
-            for line in self.ask("query_range", **asked)["result"]
-            for _, value in line["values"]
+            value != "NaN" for line in self._over_time(expr, since) for _, value in line["values"]
         )
 
-    def empty(self, shown: Iterable[Shown], since: float) -> set[tuple[str, str, str]]:
-        """Return those that had no number since then, each as board, title and expression."""
-        return {tuple(one) for one in shown if not self.numbers(one.expr, since)}
+    def empty(self, shown: Iterable[Shown], since: float) -> set[tuple[str, str]]:
+        """Return the board and title of those that had no number since then."""
+        return {(one.board, one.title) for one in shown if not self.numbers(one.expr, since)}
+
+    def nameless(self, shown: Iterable[Shown], since: float) -> set[tuple[str, str]]:
+        """Return the board and title of those whose legend has labels that their series lack."""
+        return {
+            (one.board, one.title)
+            for one in shown
+            for line in self._over_time(one.expr, since)
+            if not set(re.findall(r"{{(\w+)}}", one.legend)) <= line["metric"].keys()
+        }
+
+    def _over_time(self, expr: str, since: float) -> list[dict[str, Any]]:
+        asked = {"query": filled(expr), "start": since, "end": time.time(), "step": SCRAPE_S}
+        lines: list[dict[str, Any]] = self.ask("query_range", **asked)["result"]
+        return lines
 
     def await_scrapes(self) -> None:
         """Wait until every target was asked for its present state; one that is down has none."""

@@ -100,6 +100,17 @@ def test_the_engines_are_read_as_they_are_meant() -> None:
     assert engines() == promql.PREFIXES
 
 
+def test_legends_name_what_tells_series_apart() -> None:
+    for one in of_panels():
+        told = set(re.findall(r"{{(\w+)}}", one.legend))
+        apart = {
+            label.strip()
+            for labels in re.findall(r"\bby \(([^)]*)\)", one.expr)
+            for label in labels.split(",")
+        }
+        assert told == apart - {"le"}, one
+
+
 # Metrics that exist -------------------------------------------------------------------------------
 
 

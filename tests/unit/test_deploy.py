@@ -62,7 +62,7 @@ def test_compose_mounts_what_there_is_and_listens_on_loopback() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("docker"), reason="no Docker")
-def test_compose_reads_its_file(tmp_path: Path) -> None:
+def test_compose_reads_its_file() -> None:
     if subprocess.run(["docker", "compose", "version"], capture_output=True).returncode:
         pytest.skip("Docker without Compose")
     command = ["docker", "compose", "-f", COMPOSE / "compose.yaml", "config", "--quiet"]
