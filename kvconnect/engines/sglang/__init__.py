@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvconnect import versions
-from kvconnect.engines.sglang import new_weights, spans
+from kvconnect.engines.sglang import new_weights
 from kvconnect.engines.sglang.flags import (
     LAYERWISE,
     NAME,
@@ -54,6 +54,8 @@ def _register() -> None:
     )
     from sglang.srt.disaggregation.utils import TransferBackend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from kvconnect.engines.sglang import spans  # brings torch
 
     found = versions.installed("sglang")
     if found != TESTED:
