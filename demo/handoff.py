@@ -115,7 +115,7 @@ def compare() -> int:
         p = stack.enter_context(engine(prefill_config(digest="full")))
         d = stack.enter_context(engine(decode_config(digest="full")))
         # What single requests move is shown, so nothing else may.
-        router = stack.enter_context(Router([p], [d], ("--probe-interval", "0")))
+        router = stack.enter_context(Router([p], [d]))
         router.complete([1, 2, 3], 1)  # connects
         served = [serve(router, d, prompt) for prompt in prompts()]
         print_rows(served, plain)

@@ -64,10 +64,7 @@ def routed(
     turns = ("--prefill-policy", "round_robin", "--decode-policy", "round_robin")
     flags = ((), turns, (*turns, "--dp-minimum-tokens-scheduler"))
     with ExitStack() as stack:
-        quiet = ("--probe-interval", "0")  # hand-offs are counted
-        started = [
-            stack.enter_context(router([prefill], [decode], (*args, *quiet))) for args in flags
-        ]
+        started = [stack.enter_context(router([prefill], [decode], args)) for args in flags]
         fleet = Ranked(prefill, decode, *started, kind, label)
         for each in started:  # how many ranks there are is learned from the first report
             for leg in LEGS:

@@ -358,7 +358,8 @@ class Server(Process):
 
 @dataclass
 class Router(Process):
-    """``kvconnect router`` in front of prefill and decode engines."""
+    """``kvconnect router`` in front of prefill and decode engines; without probes, unless ``args``
+    ask for them: tests count what moves."""
 
     prefill: Sequence[Process]
     decode: Sequence[Process]
@@ -373,6 +374,7 @@ class Router(Process):
             *(sys.executable, "-m", "kvconnect.cli", "router", "--port", str(self.port)),
             *("--prefill", *(server.worker for server in self.prefill)),
             *("--decode", *(server.worker for server in self.decode)),
+            *("--probe-interval", "0"),
             *self.args,
         ]
 

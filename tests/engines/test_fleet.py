@@ -57,7 +57,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     token.write_text("a-token-for-these-tests")
     admin = Admin(free_port(), token.read_text())
     flags = ("--admin-token-file", str(token), "--admin-port", str(admin.port))
-    flags += ("--probe-interval", "0")  # requests are counted
     with ExitStack() as stack:
         connectors = [prefill_config(digest="full")] * 2 + [decode_config(digest="full")] * 2
         engines = [Server("llama", text, BLOCKS, MAX_LEN) for text in connectors]
