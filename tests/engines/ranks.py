@@ -103,15 +103,16 @@ def check_that_picked_ranks_run(
     with ThreadPoolExecutor(CROWD) as crowd:
         answers = list(crowd.map(lambda prompt: fleet.least.complete(prompt, NEW), prompts()))
     assert [answer.tokens for answer in answers] == want
-    publish()
     ranks = list(zip(*map(picked, answers), strict=True))
     for leg, of_leg in zip(LEGS, ranks, strict=True):
         expected = [was + of_leg.count(rank) for rank, was in zip(RANKS, before[leg], strict=True)]
         assert expected > before[leg] and set(of_leg) == set(RANKS)
-        until(
-            lambda leg=leg, expected=expected: fleet.handed_off()[leg] == expected,
-            f"{leg} ranks did the hand-offs {expected}",
-        )
+
+        def told(leg: str = leg, expected: list[float] = expected) -> bool:
+            publish()
+            return fleet.handed_off()[leg] == expected
+
+        until(told, f"{leg} ranks did the hand-offs {expected}")
 
 
 def check_minimum_tokens(fleet: Ranked, long_requests: AbstractContextManager[None]) -> None:

@@ -149,7 +149,7 @@ def assert_tree(spans: list[Seen], client_span: str) -> None:
     assert wait.parent == wire.parent == receive.id
     assert receive.holds(wait) and receive.holds(wire) and wait.ended == wire.began, text
     for exposed in (span for span in spans if span.name == "kvconnect.exposed"):
-        assert wire.holds(exposed) and exposed.ended == wire.ended, text
+        assert receive.holds(exposed) and exposed.ended == wire.ended, text
     hold = one(spans, "kvconnect.hold", "prefill")
     send = one(spans, "kvconnect.send", "prefill")
     assert send.parent == hold.id and hold.holds(send) and hold.attributes["kvconnect.served"]
