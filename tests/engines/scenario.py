@@ -113,7 +113,7 @@ def assert_a_crowd_is_served(server: Server, want: Expected) -> None:
     Its prompts must be new to the server.
     """
     preempted, hit = server.metric("vllm:num_preemptions_total"), hit_tokens(server)
-    assert tokens(server.complete_all(crowd(), CROWD_NEW)) == want.crowd
+    assert server.complete_all(crowd(), CROWD_NEW) == want.crowd
     assert server.metric("vllm:num_preemptions_total") > preempted
     # No two of the prompts share a block: only a request that was preempted can find anything.
     assert hit_tokens(server) > hit
