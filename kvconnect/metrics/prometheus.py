@@ -52,12 +52,15 @@ class PromMetrics:
                 taken is left to its owner, with one log line.
         """
         self._engines = frozenset(per_engine_labelvalues)
-        self._feeds: list[_Feed] = []
+        # By what they are recorded as, because a payload has few of the catalogue's names.
+        self._feeds: dict[tuple[str, str], list[_Feed]] = {}
         seen = _Seen()
         for family in families(prefix):
             built = _register(family, metric_types, labelnames)
             if built is not None:
-                self._feeds.append(_Feed(family, built, per_engine_labelvalues, seen))
+                feed = _Feed(family, built, per_engine_labelvalues, seen)
+                row = family.metric
+                self._feeds.setdefault((row.section, row.recorded_as), []).append(feed)
         # Names and labels of payloads that need no (further) remark.
         self._known = {
             (family.metric.section, family.metric.recorded_as, value)
@@ -78,8 +81,10 @@ class PromMetrics:
             raise Misuse(f"no metrics for engine {engine_idx}, only for {sorted(self._engines)}")
         payload = OffloadingConnectorStats(data).data
         self._remark_unknown(payload)
-        for feed in self._feeds:
-            feed.observe(payload, engine_idx)
+        for section, names in payload.items():
+            for name in names:
+                for feed in self._feeds.get((section, name), ()):
+                    feed.observe(payload, engine_idx)
 
     def _remark_unknown(self, payload: dict[str, Any]) -> None:
         sent = {
@@ -141,7 +146,7 @@ class _Feed:
 
     def observe(self, payload: dict[str, Any], engine_idx: int) -> None:
         row = self.family.metric
-        for label, value in payload[row.section].get(row.recorded_as, {}).items():
+        for label, value in payload[row.section][row.recorded_as].items():
             shown = self._seen.shown(self.family, engine_idx, label)
             if shown is not None:
                 self._add(self._child(engine_idx, shown), value, payload)
