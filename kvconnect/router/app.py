@@ -24,6 +24,7 @@ from kvconnect.router.admission import Admission
 from kvconnect.router.caches import Caches
 from kvconnect.router.exchange import Exchange, Services
 from kvconnect.router.http1 import Client
+from kvconnect.router.leftovers import Leftovers
 from kvconnect.router.membership import Membership
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.options import Options
@@ -71,7 +72,14 @@ class Edge:
         )
         admission = Admission(options.limits, self._metrics.queued)
         self._services = Services(
-            options, self._fleet, self._metrics, self._client, admission, caches, Spans()
+            options,
+            self._fleet,
+            self._metrics,
+            self._client,
+            admission,
+            caches,
+            Spans(),
+            Leftovers(),
         )
 
     async def run(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
@@ -79,6 +87,7 @@ class Edge:
         await self._membership.start()
         yield
         await self._membership.stop()
+        await self._services.leftovers.close()
         self._client.close()
         await asyncio.to_thread(self._services.spans.close)
 

@@ -24,6 +24,7 @@ from kvconnect.router.admission import Admission, Busy
 from kvconnect.router.caches import Caches
 from kvconnect.router.client import Answer, Ask, Leg, LegFailed, Overhead, Rejected
 from kvconnect.router.http1 import Client, within
+from kvconnect.router.leftovers import Leftovers
 from kvconnect.router.metrics import Outcome, RouterMetrics
 from kvconnect.router.options import Options
 from kvconnect.router.policy import Choice, Mode, Place, Reason, Tried, Wish, choose, unpaired
@@ -50,6 +51,7 @@ class Services(NamedTuple):
     admission: Admission
     caches: Caches
     spans: Spans
+    leftovers: Leftovers
 
 
 class Exchange:
@@ -157,7 +159,10 @@ class Exchange:
     async def _attempt(
         self, choice: Choice, body: Mapping[str, Any]
     ) -> AsyncIterator[tuple[Leg, bytes]]:
-        """Yield the decode leg and the first bytes of its answer. Leaving ends both legs."""
+        """Yield the decode leg and the first bytes of its answer.
+
+        Leaving ends both legs, but lets prefill finish if the answer is complete.
+        """
         overhead = Overhead()
         # Held from here on: an engine may be removed while it is asked.
         decode = self._services.fleet.get(Role.DECODE, choice.decode.target.worker)
@@ -177,12 +182,20 @@ class Exchange:
                         self._reply.choice = plain
                     body = pulled
                 else:
-                    prefill = await ends.enter_async_context(_beside(computed))
+                    prefill = asyncio.create_task(computed)
+                    ends.push_async_callback(self._leave, prefill)
             leg = await ends.enter_async_context(self._leg(decode, choice.decode))
             beginning = self._begin(leg, body, overhead)
             first = await (beginning if prefill is None else _beginning(prefill, beginning))
             self._services.metrics.added(choice.mode, overhead.seconds)
             yield leg, first
+
+    async def _leave(self, prefill: asyncio.Task[Any]) -> None:
+        if self._outcome is Outcome.OK:
+            self._services.leftovers.add(prefill)
+        else:
+            prefill.cancel()
+            await asyncio.gather(prefill, return_exceptions=True)
 
     async def _prefill(
         self, upstream: Upstream, place: Place, body: Mapping[str, Any], overhead: Overhead

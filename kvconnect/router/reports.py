@@ -81,19 +81,25 @@ def engine_ids_of(answer: bytes) -> dict[int, str]:
 
 
 def vllm_tokens(text: str) -> dict[int, float]:
-    """Return the tokens that lie in each rank's KV cache, from vLLM's ``/metrics``."""
+    """Return the tokens that lie in each rank's KV cache, from vLLM's ``/metrics``.
+
+    vLLM gives every rank's blocks as the sum over the ranks of its server. Those may be numbered
+    from another number than 0 there, but not where a request asks for one.
+    """
     used: dict[int, float] = {}
     room: dict[int, float] = {}
     for name, labels, value in _samples(text, (_VLLM_USAGE, _VLLM_CACHE)):
-        rank = _number(labels.get("engine", ""))
-        if rank < 0:
-            continue
+        rank = int(_number(labels.get("engine", "")))
         if name == _VLLM_USAGE:
-            used[int(rank)] = value
+            used[rank] = value
         else:
             blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
-            room[int(rank)] = _number(blocks) * _number(size)
-    return {rank: share * room[rank] for rank, share in used.items() if room.get(rank, 0) > 0}
+            room[rank] = _number(blocks) * _number(size)
+    if used.keys() != room.keys() or min(room.values(), default=0) <= 0:
+        return {}
+    return {
+        place: used[rank] * room[rank] / len(room) for place, rank in enumerate(sorted(room))
+    }
 
 
 def vllm_received(text: str) -> float | None:

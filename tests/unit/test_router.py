@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvconnect.router import watch
+from kvconnect.router import leftovers, watch
 from kvconnect.router.app import MAX_BODY_BYTES
 from kvconnect.router.options import Listening
 from tests.unit.fake_engine import (
@@ -490,6 +490,43 @@ async def test_a_client_that_leaves_cancels_both_legs(stream: bool) -> None:
         await until(lambda: p.dropped == d.dropped == 1)
         await idle(router)
         assert await ended(router, "push", "default", "cancelled") == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@on_loop
+async def test_a_prefill_engine_may_end_after_the_answer(stream: bool) -> None:
+    may_end, ended_itself = asyncio.Event(), asyncio.Event()
+
+    async def late(
+        engine: FakeEngine, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        await may_end.wait()
+        ended_itself.set()
+        return await prefills(engine, request, body)
+
+    p, d = FakeEngine(late), FakeEngine(decodes)
+    async with bench([p], [d]) as router:
+        status, _, _ = await router.post(ASK | {"stream": stream})
+        assert status == 200
+        assert await router.metric("in_flight", leg="prefill", upstream=p.url) == 1
+        may_end.set()
+        await idle(router)
+        assert ended_itself.is_set() and p.dropped == 0
+        done = {"leg": "prefill", "upstream": p.url, "outcome": "ok"}
+        assert await router.metric("leg_requests_total", **done) == 1
+
+
+@on_loop
+async def test_a_prefill_engine_that_never_ends_is_hung_up_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leftovers, "END_S", 0.2)
+    p, d = FakeEngine(hangs), FakeEngine(decodes)
+    async with bench([p], [d]) as router:
+        status, _, _ = await router.post(ASK)
+        assert status == 200
+        await until(lambda: p.dropped == 1)
+        await idle(router)
 
 
 async def endless(

@@ -58,7 +58,7 @@ def vllm(answer: Handler, shares: list[float], settings: str = "") -> FakeEngine
     lines = []
     for rank, share in enumerate(shares):
         lines.append(f'vllm:kv_cache_usage_perc{{engine="{rank}"}} {share}')
-        cache = f'block_size="16",engine="{rank}",num_gpu_blocks="100"'
+        cache = f'block_size="16",engine="{rank}",num_gpu_blocks="{100 * len(shares)}"'
         lines.append(f"vllm:cache_config_info{{{cache}}} 1.0")
 
     async def metrics(

@@ -355,10 +355,15 @@ sglang:num_used_tokens{dp_rank="1",tp_rank="0"} 9.0
 
 
 def test_tokens_in_metrics() -> None:
-    assert reports.vllm_tokens(METRICS) == {0: 1280.0, 1: 2560.0}
+    """Both ranks together have 320 blocks: vLLM gives the sum with each of them."""
+    assert reports.vllm_tokens(METRICS) == {0: 640.0, 1: 1280.0}
+    of_another_node = METRICS.replace('engine="0"', 'engine="4"').replace('engine="1"', 'engine="5"')
+    assert reports.vllm_tokens(of_another_node) == {0: 640.0, 1: 1280.0}
     assert reports.sglang_metric_tokens(METRICS) == {0: 7.0, 1: 9.0}
     unknown = METRICS.replace('num_gpu_blocks="320"', 'num_gpu_blocks="None"')
     assert reports.vllm_tokens(unknown) == {}
+    half = METRICS.replace('cache_config_info{block_size="16",engine="1"', "other{")
+    assert reports.vllm_tokens(half) == {}
     assert reports.vllm_tokens("vllm:kv_cache_usage_perc{ odd\n<html>") == {}
 
 
