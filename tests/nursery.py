@@ -2,9 +2,11 @@
 
 An engine of a test is three processes, and each spends seven seconds on imports and less than one
 on a small model. A nursery pays for the imports once; whatever it forks is then the same program
-as from the command line, but for one thing: its own processes are forked too, not spawned. What
+as from the command line, but for two things. Its own processes are forked too, not spawned: what
 spawning alone would show (settings that cannot be pickled) is left to the demos and benchmarks,
-which start servers as users do.
+which start servers as users do. And where it would poll without a pause, as vLLM's processes of one
+rank wait for each other, it sleeps between two looks: with Linux 6.18, some that call
+``sched_yield`` in a loop have kept everything else off a machine's two cores for 25 seconds.
 
 Run as ``python -m tests.nursery MODULE...``: imports the modules, then forks a process for every
 line of JSON on its standard input and answers with its PID.
@@ -32,6 +34,7 @@ from typing import Any, NoReturn
 import setproctitle  # a dependency of either engine
 
 _POLL_S = 0.02
+_YIELD_S = 50e-6
 
 
 class Child:
@@ -107,6 +110,7 @@ def main(modules: list[str]) -> None:
     fork = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda method=None: fork  # type: ignore[assignment, misc]
     multiprocessing.set_start_method = lambda method, force=False: None  # type: ignore[assignment]
+    os.sched_yield = lambda: time.sleep(_YIELD_S)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks for their status
     gc.freeze()  # a collection in a child would copy every page
     for line in sys.stdin:

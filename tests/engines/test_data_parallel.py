@@ -47,6 +47,8 @@ def test_the_picked_ranks_are_those_that_run(fleet: Ranked) -> None:
     check_that_picked_ranks_run(fleet, want, lambda: ask_every_rank(fleet.prefill))
     pushed = "kvconnect_router_requests_total"
     assert fleet.least.metric(pushed, mode="push", outcome="ok") == COUNT
+    # What the router takes a rank's share of.
+    assert f'num_gpu_blocks="{len(RANKS) * BLOCKS}"' in fleet.prefill.scrape()
     assert_quiet(fleet.prefill, fleet.decode)
 
 
