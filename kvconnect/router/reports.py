@@ -97,9 +97,7 @@ def vllm_tokens(text: str) -> dict[int, float]:
             room[rank] = _number(blocks) * _number(size)
     if used.keys() != room.keys() or min(room.values(), default=0) <= 0:
         return {}
-    return {
-        place: used[rank] * room[rank] / len(room) for place, rank in enumerate(sorted(room))
-    }
+    return {place: used[rank] * room[rank] / len(room) for place, rank in enumerate(sorted(room))}
 
 
 def vllm_received(text: str) -> float | None:

@@ -357,8 +357,8 @@ sglang:num_used_tokens{dp_rank="1",tp_rank="0"} 9.0
 def test_tokens_in_metrics() -> None:
     """Both ranks together have 320 blocks: vLLM gives the sum with each of them."""
     assert reports.vllm_tokens(METRICS) == {0: 640.0, 1: 1280.0}
-    of_another_node = METRICS.replace('engine="0"', 'engine="4"').replace('engine="1"', 'engine="5"')
-    assert reports.vllm_tokens(of_another_node) == {0: 640.0, 1: 1280.0}
+    other_node = METRICS.replace('engine="0"', 'engine="4"').replace('engine="1"', 'engine="5"')
+    assert reports.vllm_tokens(other_node) == {0: 640.0, 1: 1280.0}
     assert reports.sglang_metric_tokens(METRICS) == {0: 7.0, 1: 9.0}
     unknown = METRICS.replace('num_gpu_blocks="320"', 'num_gpu_blocks="None"')
     assert reports.vllm_tokens(unknown) == {}
