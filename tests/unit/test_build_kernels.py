@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,62 @@ def test_an_nvcc_for_none_of_the_targets_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(build_kernels, "known_architectures", lambda nvcc: ())
     with pytest.raises(build_kernels.BuildFailed, match="compiles for none of"):
         build_kernels.build(Path("."), "old-nvcc")
+
+
+# The switch of setup.py ---------------------------------------------------------------------------
+
+LISTS = '#!/bin/sh\n[ "$1" = --list-gpu-arch ] && echo compute_90 && exit\n'
+WORKS = LISTS + 'for last; do :; done\necho compiled > "$last"\n'
+BROKEN = LISTS + "echo no GPU here >&2; exit 1\n"
+
+
+@pytest.mark.parametrize(
+    ("switch", "nvcc", "packed", "said"),
+    [
+        ("", "", False, ""),
+        ("", WORKS, True, ""),
+        ("", BROKEN, False, "no kernels ahead of time"),
+        ("1", WORKS, True, ""),
+        ("1", "", None, "there is no nvcc"),
+        ("1", BROKEN, None, "no GPU here"),
+        ("0", WORKS, False, ""),
+        ("yes", WORKS, None, "leave it unset, or set it to 0 or 1"),
+    ],
+)
+def test_the_switch_of_setup(
+    tmp_path: Path, switch: str, nvcc: str, packed: bool | None, said: str
+) -> None:
+    """``packed``: whether a wheel would have fat binaries; None if the build is to fail. What is
+    left from an earlier build is not packed when it was switched off."""
+    root, tree = build_kernels.SOURCES.parents[1], tmp_path / "tree"
+    shutil.copytree(root / "scripts", tree / "scripts")
+    shutil.copytree(root / "kvconnect/kernels", tree / "kvconnect/kernels")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "kvconnect/__init__.py"):
+        shutil.copy(root / name, tree / name)
+    for left in (tree / "kvconnect/kernels").glob("*.fatbin"):
+        left.unlink()
+    if switch == "0":
+        (tree / "kvconnect/kernels/old.fatbin").write_text("stale")
+    tools = tmp_path / "cuda/bin"
+    tools.mkdir(parents=True)
+    if nvcc:
+        (tools / "nvcc").write_text(nvcc)
+        (tools / "nvcc").chmod(0o755)
+    environment = {
+        "PATH": str(tmp_path),
+        "CUDA_HOME": str(tools.parent),
+        "KVCONNECT_BUILD_NATIVE": "0",
+        "KVCONNECT_BUILD_KERNELS": switch,
+    }
+    ran = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_py", "--build-lib", "out"],
+        cwd=tree,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert (ran.returncode != 0) == (packed is None), ran.stderr
+    assert said in ran.stderr
+    if packed is not None:
+        families = {path.name.split("-")[0] for path in tree.glob("out/**/*.fatbin")}
+        assert families == (set(kernels.SOURCES) if packed else set())
