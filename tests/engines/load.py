@@ -114,6 +114,10 @@ class Admin:
         self._until(lambda one: one["number"] == number and one["role"] == role and one["up"])
         return int(number)
 
+    def until_all_are_up(self) -> None:
+        """Wait for what has been restarted: the router looks for a lost engine less and less."""
+        self._until(lambda one: not one["up"], there=False)
+
     def drain(self, role: str, url: str) -> None:
         """Return when its last request has ended."""
         self._ask("POST", "/workers/drain", role=role, url=url)

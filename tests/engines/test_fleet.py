@@ -238,6 +238,7 @@ def test_killed_engines_fail_nothing_but_what_streams_from_them(
 def test_a_rolling_upgrade_fails_nothing(fleet: Fleet, load: Load) -> None:
     """One engine after the other is drained and removed, stops, starts again and is added as one
     of the next version; those of one version hand over to each other only."""
+    fleet.admin.until_all_are_up()
     version = dict.fromkeys(((w["role"], w["number"]) for w in fleet.admin.workers()), "old")
     with load:
         load.advance(6)
