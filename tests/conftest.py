@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,9 @@ for name, value in {
     "TOKENIZERS_PARALLELISM": "false",
 }.items():
     os.environ.setdefault(name, value)
+
+# In the background of a shell it is ignored, by everything that a test starts, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples on every run and no deadline: a shared machine must not decide a verdict.
 settings.register_profile("kvconnect", derandomize=True, deadline=None, print_blob=True)
