@@ -51,6 +51,7 @@ class Engine:
     """One vLLM engine in processes of its own, with a connector and its configuration or none."""
 
     def __init__(self, name: str, connector: str | None, extra: dict[str, Any]) -> None:
+        from prometheus_client import REGISTRY
         from vllm import LLM
 
         progress(f"starting engine {name!r}")
@@ -70,6 +71,8 @@ class Engine:
                 "disable_log_stats": False,
             }
         )
+        # The next engine of this process takes its series out of the registry.
+        self._collectors = list(REGISTRY._collector_to_names)
 
     def generate(
         self, prompts: list[list[int]], tokens: int, cached: int
@@ -91,18 +94,16 @@ class Engine:
     def ttft(self, prompt: list[int], cached: int) -> float:
         return self.generate([prompt], 1, cached)[0]
 
-    def counter(self, name: str) -> int:
-        """Return the sum of a KVConnect counter over its labels."""
-        metrics = self.llm.get_metrics()
-        return sum(int(m.value) for m in metrics if m.name == f"vllm:kvconnect_{name}")
-
-    def wire_seconds(self, kind: str) -> float:
-        """Return the wire time so far of a transfer type."""
-        name, found = "vllm:kvconnect_transfer_seconds", 0.0
-        for metric in self.llm.get_metrics():
-            if metric.name == name and metric.labels["transfer_type"] == kind:
-                found += metric.value
-        return found
+    def counter(self, name: str, **labels: str) -> float:
+        """Return the sum of a KVConnect counter over its other labels."""
+        return sum(
+            sample.value
+            for collector in self._collectors
+            for family in collector.collect()
+            for sample in family.samples
+            if sample.name == f"vllm:kvconnect_{name}_total"
+            and labels.items() <= sample.labels.items()
+        )
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()

@@ -91,7 +91,10 @@ def measure_hits(engines: dict[str, Engine], new: NewPrompts, rounds: int) -> di
     shares = {}
     for name, kind in (("disk", "DISK_to_CPU"), ("remote", "REMOTE_to_CPU")):
         if name in tiers:
-            copied, fetched = map(tiers[name].wire_seconds, ("CPU_to_GPU", kind))
+            copied, fetched = (
+                tiers[name].counter("transfer_seconds", transfer_type=one)
+                for one in ("CPU_to_GPU", kind)
+            )
             shares[f"copy_share_{name}"] = copied / (copied + fetched)
     return {
         **shares,

@@ -26,18 +26,25 @@ def model_folder(model: str, revision: str | None) -> Path | None:
         return None
 
 
-def model_name(model: str, revision: str | None, overrides: Mapping[str, object]) -> str:
+def model_name(
+    model: str,
+    revision: str | None,
+    overrides: Mapping[str, object],
+    configuration: str = "config.json",
+) -> str:
     """Return what tells a model from others whichever engine has loaded it: a digest of its
     weights' bytes, of its configuration and of what the engine was told to change in that.
 
     Raises:
         Incompatible: no files of it are here.
+        OSError: they cannot be read.
     """
     folder = model_folder(model, revision)
     weights = weights_digest(folder) if folder else ""
     if not folder or not weights:
         raise Incompatible(f"no weight files of {model} are here")
-    known = (folder / "config.json").read_bytes() if (folder / "config.json").is_file() else b""
+    path = folder / configuration
+    known = path.read_bytes() if path.is_file() else b""
     changes = json.dumps(overrides, sort_keys=True, default=str).encode()
     digest = blake2b(changes, digest_size=16, person=b"kvconnect.model1")
     digest.update(b"\0" + known)

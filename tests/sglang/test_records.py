@@ -14,9 +14,11 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.utils import get_hash_str
 
-from kvconnect.engines.sglang import records
+from kvconnect.config import Config
+from kvconnect.engines.sglang import lower_tiers, records
 from kvconnect.errors import Incompatible
 from kvconnect.format import page_names
+from kvconnect.store.memory import MemoryStore
 from tests.engines.models import model_dir
 from tests.sglang.linker_bench import PAGE
 from tests.sglang.storage_bench import RANKS, host_pool, serving
@@ -35,7 +37,8 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model's files, and what SGLang reads of them."""
     shutil.copy(model_dir("llama") / "config.json", tmp_path)
     (tmp_path / "model.safetensors").write_bytes(bytes(9000))
-    known = SimpleNamespace(dtype=torch.float32, get_total_num_kv_heads=lambda: 4)
+    read = SimpleNamespace(to_json_string=(tmp_path / "config.json").read_text)
+    known = SimpleNamespace(dtype=torch.float32, get_total_num_kv_heads=lambda: 4, hf_config=read)
     args = SimpleNamespace(from_server_args=lambda _: known)
     monkeypatch.setattr(records, "ModelConfig", args)
     return tmp_path
@@ -54,7 +57,7 @@ def test_every_layout_and_rank_has_the_same_bytes(
         monkeypatch.setattr(records.ModelConfig.from_server_args(None), "dtype", pool.dtype)
         ranks = dataclasses.replace(RANKS, tp_rank=1, tp_size=2)
         with serving(str(model)):
-            form, found = records.records_for_all({PoolName.KV: pool}, ranks)
+            form, found, _ = records.records_for_all({PoolName.KV: pool}, ranks)
         width = pool.head_dim * pool.dtype.itemsize
         assert (form.heads, form.tokens, form.row) == (2 * nh, PAGE, (width, width))
         assert [unit.number * form.unit for unit in found] == list(range(nh, 2 * nh, form.unit))
@@ -84,6 +87,7 @@ def canonical(page: torch.Tensor, pool: Any) -> torch.Tensor:
         ({"load_format": "dummy"}, "weights without files"),
         ({"quantization": "fp8"}, "quantized weights"),
         ({"speculative_algorithm": "NGRAM"}, "a draft model"),
+        ({"enable_lora": True}, "adapters"),
     ],
 )
 def test_what_only_sglang_can_use(
@@ -94,9 +98,42 @@ def test_what_only_sglang_can_use(
         records.records_for_all(pools, RANKS)
     with serving(str(model)), pytest.raises(Incompatible, match="several pools"):
         records.records_for_all({**pools, PoolName.MAMBA: object()}, RANKS)
+    config = json.loads((model / "config.json").read_text())
+    rope = {"rope_scaling": {"rope_type": "longrope"}}
+    (model / "config.json").write_text(json.dumps(config | rope))
+    with serving(str(model)), pytest.raises(Incompatible, match="LongRoPE"):
+        records.records_for_all(pools, RANKS)
     (model / "model.safetensors").unlink()
     with serving(str(model)), pytest.raises(Incompatible, match="no weight files"):
         records.records_for_all(pools, RANKS)
+
+
+def test_a_page_on_disk_lies_as_in_its_pool(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So other layouts do not find it; a record on a server is the same for all."""
+    names: dict[str, list[bytes]] = {"disk": [], "memory": []}
+
+    def make(kind: str, settings: Any, fingerprint: bytes) -> MemoryStore:
+        names[kind].append(fingerprint)
+        return MemoryStore(1 << 20)
+
+    monkeypatch.setattr(lower_tiers, "make_store", make)
+    monkeypatch.setattr(
+        lower_tiers, "make_remote", lambda settings, name: make("memory", settings, name)
+    )
+    config = Config(disk={"path": "/nowhere"}, remote={"store": "memory"})
+    for layout in (*LAYOUTS, LAYOUTS[0]):
+        pool = host_pool(monkeypatch, layout)
+        monkeypatch.setattr(
+            records.ModelConfig.from_server_args(None),
+            "get_total_num_kv_heads",
+            lambda n=pool.head_num: n,
+        )
+        monkeypatch.setattr(records.ModelConfig.from_server_args(None), "dtype", pool.dtype)
+        with serving(str(model)):
+            found = records.records_for_all({PoolName.KV: pool}, RANKS)
+            lower_tiers.make_stores(config, RANKS, found)
+    assert len(set(names["memory"])) == 1
+    assert len(set(names["disk"])) == len(LAYOUTS) and names["disk"][0] == names["disk"][-1]
 
 
 def test_another_model_has_another_format(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +145,7 @@ def test_another_model_has_another_format(model: Path, monkeypatch: pytest.Monke
 
     def form(**settings: Any) -> bytes:
         with serving(str(model), **settings):
-            return records.records_for_all(pools, RANKS)[0].fingerprint
+            return records.records_for_all(pools, RANKS).form.fingerprint
 
     first = form()
     assert form() == first

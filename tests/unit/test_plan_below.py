@@ -371,13 +371,28 @@ def test_spills_are_bounded_and_evicted_blocks_are_left_out() -> None:
     assert list(spill.keys) == keys(hashes[5:6])
 
 
+def test_a_block_of_another_group_is_not_written_in_place_of_one_that_left() -> None:
+    """Blocks of groups with one block size have the same hashes."""
+    bench = Bench(groups=(CacheGroup(4), CacheGroup(4)), slots=2, share=1)
+    first, late = prompt("a", 1), prompt("b", 1)
+    bench.store(first)
+    (spill,) = bench.take().spills
+    bench.store(late)  # waits
+    (slot,) = bench.index.ready_slots(0, late)
+    bench.index.discard(slot)
+    assert bench.index.reserve(1, late[0]) == slot
+    bench.index.commit([slot])
+    bench.plan.on_answer(Answer(spill.job, bytes([1])), 0.0)
+    assert bench.take().spills == []
+
+
 def test_only_blocks_that_were_used_are_spilled_where_that_is_set() -> None:
     bench, hashes = Bench(reused=True), prompt("a", 2)
     bench.store(hashes)
     assert bench.step().spills == []
     (slot,) = bench.index.ready_slots(0, hashes[:1])
     for _ in range(2):
-        bench.plan.spills.used(slot, block_key(SHARED, 0, hashes[0]))
+        bench.plan.spills.used(0, slot, block_key(SHARED, 0, hashes[0]))
     (spill,) = bench.step().spills
     assert list(spill.keys) == keys(hashes[:1])
 

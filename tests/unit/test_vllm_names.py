@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ ZEROS = bytes(16)
 
 def request(tokens: list[int], **fields: Any) -> Any:
     known = {"request_id": "r", "cache_salt": None, "lora_request": None, "mm_features": []}
-    prompt = {"prompt_token_ids": tokens, "all_token_ids": tokens}
+    prompt = {"prompt_token_ids": tokens, "prompt_embeds": None, "all_token_ids": tokens}
     return SimpleNamespace(**{**known, **prompt, **fields})
 
 
@@ -52,6 +53,7 @@ def test_images_and_several_kinds_of_attention_go_by_vllms_hashes() -> None:
     plain = [block_key(ZEROS, 0, block_hash) for block_hash in hashes_of(tokens)]
     assert keys(Names(FULL), request(tokens, mm_features=["an image"])) == plain
     assert keys(Names(FULL), request(tokens, prompt_token_ids=None)) == plain
+    assert keys(Names(FULL), request(tokens, prompt_embeds="between the tokens")) == plain
     several = (CacheGroup(SIZE), CacheGroup(SIZE, window=8))
     assert not named_by_tokens(several) and not named_by_tokens(several[1:])
     wanted = Names(several).wanted(request(tokens), [hashes_of(tokens)] * 2, (0, 8))
@@ -61,7 +63,7 @@ def test_images_and_several_kinds_of_attention_go_by_vllms_hashes() -> None:
 def test_salts_adapters_and_generations_share_nothing() -> None:
     tokens = list(range(8))
     names = Names(FULL)
-    lora = SimpleNamespace(lora_name="l", lora_path="/nowhere")
+    lora = SimpleNamespace(lora_name="l", lora_int_id=1, lora_path="/nowhere")
     asked = [
         request(tokens),
         request(tokens, request_id="a", cache_salt="a"),
@@ -76,3 +78,28 @@ def test_salts_adapters_and_generations_share_nothing() -> None:
     assert len({row[0][17:] for row in found[:3]}) == 3
     assert seed_of("") == b"" and len(seed_of("a")) == 32
     assert seed_of("\ud800")
+
+
+def test_an_adapter_is_its_files(tmp_path: Path) -> None:
+    """Whatever it is called; what is loaded again is read again."""
+    tokens = list(range(8))
+    (tmp_path / "adapter_model.safetensors").write_bytes(bytes(100))
+    (tmp_path / "adapter_config.json").write_text('{"lora_alpha": 1}')
+    names = Names(FULL)
+
+    def found(names: Names, number: int) -> list[bytes]:
+        lora = SimpleNamespace(lora_name=f"l{number}", lora_int_id=number, lora_path=str(tmp_path))
+        asked = request(tokens, request_id=str(number), lora_request=lora)
+        return keys(names, asked)
+
+    first = found(names, 1)
+    assert found(Names(FULL), 2) == first
+    (tmp_path / "adapter_config.json").write_text('{"lora_alpha": 2}')
+    assert found(names, 1) == first, "it is still the one that was loaded"
+    second = found(names, 2)
+    assert second != first
+    (tmp_path / "adapter_model.safetensors").write_bytes(bytes([1] * 100))
+    third = found(names, 3)
+    assert third not in (first, second) and found(Names(FULL), 3) == third
+    (tmp_path / "adapter_model.safetensors").unlink()
+    assert found(Names(FULL), 4) != found(Names(FULL), 4), "for each engine alone"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -14,14 +14,12 @@ from sglang.srt.runtime_context import get_lora, get_model, get_parallel, get_sp
 from kvconnect import versions
 from kvconnect.config import Config
 from kvconnect.engines.model_files import model_folder, weights_name
+from kvconnect.engines.sglang.records import Records
 from kvconnect.errors import ConfigError
-from kvconnect.format import RecordFormat, fingerprint
+from kvconnect.format import fingerprint
 from kvconnect.plan.keys import group_of
-from kvconnect.slices import Unit
 from kvconnect.store import Store, make_remote, make_store, make_tiers
 from kvconnect.types import Tier
-
-Records = tuple[RecordFormat, Sequence[Unit]]
 
 _SETTINGS = ("dtype", "kv_cache_dtype", "quantization", "json_model_override_args")
 """Of SGLang, that change what the same weights make of the same tokens."""
@@ -43,7 +41,7 @@ def make_stores(
         raise ConfigError("spill", config.spill, fix)
     fields = stored_format(ranks)
     if records:  # the names of pages do not say it then
-        fields["page"] = records[0].fingerprint.hex()
+        fields["page"] = f"{records.form.fingerprint.hex()} {records.layout}"
         fields["share"] = f"{ranks.tp_rank} of {ranks.tp_size}"
     name = fingerprint(fields)
     makers: dict[Tier, Callable[[], Store]] = {}
@@ -59,8 +57,8 @@ def _make_remote(settings: Mapping[str, Any], name: bytes, records: Records | No
 
     if records is None:
         return make_remote(settings, name)
-    form, layout = records
-    return SlicedStore(make_remote(settings, form.fingerprint), [layout], group_of)
+    remote = make_remote(settings, records.form.fingerprint)
+    return SlicedStore(remote, [records.units], group_of)
 
 
 def stored_format(ranks: HiCacheStorageConfig) -> dict[str, Any]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
-from sglang.srt.runtime_context import get_model, get_server_args, get_spec
+from sglang.srt.runtime_context import get_lora, get_model, get_server_args, get_spec
 
 from kvconnect.engines.model_files import model_name
 from kvconnect.errors import Incompatible
@@ -18,14 +18,22 @@ from kvconnect.geometry import GroupGeometry, Segment
 from kvconnect.pages import LayerPages
 from kvconnect.slices import Rows, Unit, unit_heads, units
 
+
+class Records(NamedTuple):
+    """How this rank's pages become records: what all engines know them by, and where their parts
+    are in a page of its host pool's ``layout``."""
+
+    form: RecordFormat
+    units: Sequence[Unit]
+    layout: str
+
+
 _AXES = {"layer_first": "LNH", "page_first_direct": "LNH", "page_first": "NLH", "page_head": "HNL"}
 """Layers, tokens and heads of a page's K, and then of its V, outermost first, by layout."""
 
 
-def records_for_all(
-    pools: Mapping[PoolName, Any], ranks: HiCacheStorageConfig
-) -> tuple[RecordFormat, Sequence[Unit]]:
-    """Return the format of this rank's pages as vLLM has it too, and their units.
+def records_for_all(pools: Mapping[PoolName, Any], ranks: HiCacheStorageConfig) -> Records:
+    """Return this rank's pages as vLLM has them too.
 
     Raises:
         Incompatible: only servers like this one can use them. The message says why.
@@ -37,6 +45,7 @@ def records_for_all(
         (f"layout {pool.layout}", pool.layout not in _AXES),
         ("quantized weights", model.quantization),
         ("a draft model", get_spec().speculative_algorithm),
+        ("adapters, whose pages go by their names", get_lora().enable_lora),
         ("weights without files", model.load_format == "dummy"),
         ("context parallelism", ranks.attn_cp_size > 1 or ranks.dcp_size > 1),
     ):
@@ -45,6 +54,8 @@ def records_for_all(
     overrides = json.loads(model.json_model_override_args or "{}")
     name = model_name(str(model.model_path), model.revision, overrides)
     config = ModelConfig.from_server_args(get_server_args())
+    if "longrope" in config.hf_config.to_json_string():
+        raise Incompatible("LongRoPE, which rotates the same tokens in two ways")
     if pool.dtype != config.dtype:
         raise Incompatible(f"K and V are kept as {pool.dtype}, computed as {config.dtype}")
     total = config.get_total_num_kv_heads()
@@ -62,7 +73,8 @@ def records_for_all(
     nbytes = pool.get_data_page(0, flat=True).nbytes
     first = ranks.tp_rank * total // ranks.tp_size
     group = GroupGeometry((Segment(0, nbytes, nbytes),), 1)
-    return form, units(group, rows, (first, first + pool.head_num), total)
+    found = units(group, rows, (first, first + pool.head_num), total)
+    return Records(form, found, str(pool.layout))
 
 
 def _rows(pool: Any, width: int) -> list[Rows]:

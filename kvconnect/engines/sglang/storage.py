@@ -29,9 +29,9 @@ from kvconnect.config import check_fits
 from kvconnect.engines.sglang import new_weights
 from kvconnect.engines.sglang.hits import window_ends
 from kvconnect.engines.sglang.host_pages import HostPages
-from kvconnect.engines.sglang.lower_tiers import Records, make_stores
+from kvconnect.engines.sglang.lower_tiers import make_stores
 from kvconnect.engines.sglang.page_store import PageStore
-from kvconnect.engines.sglang.records import records_for_all
+from kvconnect.engines.sglang.records import Records, records_for_all
 from kvconnect.engines.sglang.reporting import publish_regularly
 from kvconnect.engines.sglang.settings import own_config, worker_share
 from kvconnect.errors import ConfigError, Incompatible, Misuse

@@ -86,7 +86,8 @@ class BelowHalf:
             wanted = self._names.wanted(request, hashes, tokens)
             for number, row in wanted.rows(self._groups):
                 for slot in self._index.ready_slots(number, row):
-                    self.plan.spills.used(slot, wanted.key(number, self._index.hash_of(slot)))
+                    key = wanted.key(number, self._index.hash_of(slot))
+                    self.plan.spills.used(number, slot, key)
         return self.plan.planned(request.request_id)
 
     def name(

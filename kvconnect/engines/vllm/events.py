@@ -69,8 +69,10 @@ class EventLog:
         """Blocks of a request, as (group, hash), came to the tier from below."""
         if self._enabled:
             places = [{name: place for place, name in enumerate(row)} for row in hashes]
-            self.planned(request, hashes, ((group, places[group][name]) for group, name in blocks))
-            self.stored(blocks)
+            # Another request may have come with the id of one that was given up.
+            known = [(group, name) for group, name in blocks if name in places[group]]
+            self.planned(request, hashes, ((group, places[group][name]) for group, name in known))
+            self.stored(known)
 
     def stored(self, blocks: Iterable[tuple[int, bytes]]) -> None:
         """Blocks, as (group, hash), can be loaded from now on."""

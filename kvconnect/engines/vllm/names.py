@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from kvconnect.engines.model_files import model_name
+from kvconnect.engines.vllm.translate import is_of_tokens
+from kvconnect.errors import Incompatible
 from kvconnect.format import page_names
 from kvconnect.plan.below import Wanted
 from kvconnect.plan.groups import CacheGroup
 from kvconnect.plan.keys import scope_of, seed_of, tenant_of
-from kvconnect.weights import weights_digest
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
 
 _NONE: Mapping[bytes, bytes] = MappingProxyType({})
 
 
 def named_by_tokens(groups: Sequence[CacheGroup]) -> bool:
     """Whether blocks go by their tokens: where there is one size of them. Others, and prompts with
-    images, go by vLLM's hashes."""
+    images or embeddings, go by vLLM's hashes."""
     return len(groups) == 1 and groups[0].is_full
 
 
@@ -32,7 +38,8 @@ class Names:
         self._tokens = groups[0].block_tokens if named_by_tokens(groups) else 0
         self._prefixes: dict[str, bytes] = {}
         self._names: dict[str, dict[bytes, bytes]] = {}
-        self._adapters: dict[str, bytes] = {}  # what tells them apart, by path
+        # What tells them apart, by name, number and path: vLLM numbers what it loads anew.
+        self._adapters: dict[tuple[str, int, str], bytes] = {}
         self._generation = b""
 
     def wanted(
@@ -56,22 +63,28 @@ class Names:
         known = self._prefixes.get(request.request_id)
         if known is None:
             lora = request.lora_request
-            adapter = self._adapter(lora.lora_name, lora.lora_path) if lora else b""
+            adapter = self._adapter(lora) if lora else b""
             known = tenant_of(request.cache_salt or "") + scope_of(adapter, self._generation)
             self._prefixes[request.request_id] = known
         return known
 
-    def _adapter(self, name: str, path: str) -> bytes:
-        """Return what tells an adapter from others: its weights, where they are files here."""
-        known = self._adapters.get(path)
+    def _adapter(self, lora: LoRARequest) -> bytes:
+        """Return what tells an adapter from others: its files. Without any that can be read, it is
+        told from all that other engines have."""
+        loaded = lora.lora_name, lora.lora_int_id, lora.lora_path
+        known = self._adapters.get(loaded)
         if known is None:
-            known = (weights_digest(Path(path)) or f"{name} {path}").encode()
-            self._adapters[path] = known
+            try:
+                known = model_name(lora.lora_path, None, {}, "adapter_config.json").encode()
+            except (Incompatible, OSError) as error:
+                logger.warning("blocks of adapter %s are for this engine alone: %s", loaded, error)
+                known = os.urandom(16)
+            self._adapters[loaded] = known
         return known
 
     def _chain(self, request: Request, hashes: Sequence[bytes]) -> Mapping[bytes, bytes]:
         """Return the names of a request's full blocks, by vLLM's hash."""
-        if not self._tokens or request.mm_features or request.prompt_token_ids is None:
+        if not self._tokens or request.mm_features or not is_of_tokens(request):
             return _NONE
         known = self._names.setdefault(request.request_id, {})
         done = len(known)

@@ -50,6 +50,7 @@ def records_for_all(
         ("a draft model", config.speculative_config),
         ("overrides made by a function", callable(overrides)),
         ("a configuration from elsewhere", model.hf_config_path),
+        ("LongRoPE, which rotates the same tokens in two ways", translate.long_ropes(model)),
         ("weights without files", config.load_config.load_format == "dummy"),
     ):
         if there:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
-from vllm.config import CUDAGraphMode, ParallelConfig, VllmConfig
+from vllm.config import CUDAGraphMode, ModelConfig, ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -139,13 +139,19 @@ def group_hashes(
     )
 
 
+def is_of_tokens(request: Request) -> bool:
+    """Whether a prompt is made of tokens alone. Where one has embeddings among them, its tokens
+    there are all 0."""
+    return request.prompt_token_ids is not None and request.prompt_embeds is None
+
+
 def prompt_content(request: Request) -> bytes:
     """Return a digest of all that a prompt's KV depends on, beside the model.
 
     Raises:
         Refused: a prompt that is not made of tokens.
     """
-    if request.prompt_token_ids is None:
+    if not is_of_tokens(request):
         raise Refused("params", "prompts given as embeddings are not handed off")
     lora = request.lora_request
     parts = (
@@ -278,6 +284,7 @@ def handoff_format(
         "dtype": str(first.dtype).removeprefix("torch."),
         "cache_dtype": str(config.cache_config.cache_dtype),
         "packing": "+".join(sorted(packings(config))),
+        "long_rope": int(any(model.max_model_len > most for most in long_ropes(model))),
         "tokens_ahead": max(
             getattr(group.kv_cache_spec, "extra_retained_tokens", 0)
             for group in cache.kv_cache_groups
@@ -290,6 +297,18 @@ def _architecture(fields: Mapping[str, object]) -> str:
     kept = {k: v for k, v in fields.items() if not k.startswith("_") and "version" not in k}
     text = json.dumps(kept, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def long_ropes(model: ModelConfig) -> list[int]:
+    """Return after how many tokens each kind of LongRoPE that a model has rotates otherwise: vLLM
+    does so for all tokens, if there may be more than that."""
+    rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    return [
+        int(kind["original_max_position_embeddings"])
+        for kind in kinds
+        if kind.get("rope_type") == "longrope"
+    ]
 
 
 def _backends(config: VllmConfig) -> list[Any]:
@@ -357,10 +376,22 @@ def handoff_pages(
 
 
 def total_kv_heads(config: VllmConfig, spec: KVCacheSpec) -> int:
-    """Return the KV heads of a layer over all ranks; 1 where every rank has the same."""
+    """Return the KV heads of a layer over all ranks; 1 where every rank has the same.
+
+    Raises:
+        Incompatible: layers differ in them, and a rank's share does not say which these are.
+    """
     if isinstance(spec, UniformTypeKVCacheSpecs):
         spec = next(iter(spec.kv_cache_specs.values()))
     if isinstance(spec, MLAAttentionSpec):
         return 1
-    total: int = config.model_config.get_total_num_kv_heads()
-    return total
+    model, ranks = config.model_config, config.parallel_config.tensor_parallel_size
+    fields = model.hf_text_config.to_dict().items()
+    named = {n for name, n in fields if name.endswith("key_value_heads") and isinstance(n, int)}
+    totals = {int(model.get_total_num_kv_heads())} | named
+    if len(totals) > 1:
+        own = getattr(spec, "num_kv_heads", 0)
+        totals = {total for total in totals if max(1, total // ranks) == own}
+    if len(totals) != 1:
+        raise Incompatible("layers differ in their KV heads")
+    return totals.pop()

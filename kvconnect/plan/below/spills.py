@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from kvconnect.plan.index import HostIndex
-from kvconnect.plan.slots import READY
 from kvconnect.stats import OffloadingConnectorStats
 
 _JOB_BLOCKS = 256  # of one job: its end lets their slots be evicted
@@ -16,6 +15,7 @@ _JOB_BLOCKS = 256  # of one job: its end lets their slots be evicted
 
 class _Due(NamedTuple):
     slot: int
+    group: int
     block_hash: bytes
     key: bytes
 
@@ -51,12 +51,12 @@ class Spills:
             return
         self._below[slot] = False
         if not self.reused:
-            self._add(_Due(slot, block_hash, key))
+            self._add(_Due(slot, group, block_hash, key))
 
-    def used(self, slot: int, key: bytes) -> None:
+    def used(self, group: int, slot: int, key: bytes) -> None:
         """A block of the host tier is loaded."""
         if self.reused and not self._below[slot]:
-            self._add(_Due(slot, self._index.hash_of(slot), key))
+            self._add(_Due(slot, group, self._index.hash_of(slot), key))
 
     def brought(self, slots: Iterable[int]) -> None:
         """Blocks came to the host tier from below."""
@@ -95,6 +95,6 @@ class Spills:
         self._queue.append(due)
 
     def _holds(self, due: _Due) -> bool:
-        """Whether a slot still has the block that was queued."""
-        there = self._index.slots.state(due.slot) == READY
-        return there and self._index.hash_of(due.slot) == due.block_hash
+        """Whether a slot still has the block that was queued: blocks of other groups, for other
+        layers, have the same hashes."""
+        return self._index.slot_of(due.group, due.block_hash) == due.slot

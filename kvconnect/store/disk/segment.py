@@ -136,7 +136,10 @@ def create(stem: str, head: SegmentHead, nbytes: int, spare: Segment | None) -> 
         file = spare.file
     try:
         if spare is not None:
-            spare.drop_index()
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # one of another format was never looked at
+                os.unlink(spare.stem + INDEX)
         file.write_page(pack_segment(head), 0)
         if spare is not None:
             os.rename(spare.stem + SEGMENT, stem + SEGMENT)

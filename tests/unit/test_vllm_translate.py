@@ -1,0 +1,71 @@
+"""What is read from vLLM's configurations."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from kvconnect.engines.vllm.events import EventLog
+from kvconnect.engines.vllm.translate import long_ropes, total_kv_heads
+from kvconnect.errors import Incompatible
+from kvconnect.plan.groups import CacheGroup
+
+
+def config(tp: int, total: int, **fields: int) -> Any:
+    text = SimpleNamespace(to_dict=lambda: fields)
+    model = SimpleNamespace(hf_text_config=text, get_total_num_kv_heads=lambda: total)
+    parallel = SimpleNamespace(tensor_parallel_size=tp)
+    return SimpleNamespace(model_config=model, parallel_config=parallel)
+
+
+def spec(heads: int) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=16, num_kv_heads=heads, head_size=64, dtype=torch.float32)
+
+
+def test_heads_of_layers_that_differ_in_them() -> None:
+    """As in MiMo-V2, whose windowed layers have 8 and whose others have 4."""
+    two = {"num_key_value_heads": 4, "swa_num_key_value_heads": 8}
+    assert total_kv_heads(config(2, 4, **two), spec(4)) == 8
+    assert total_kv_heads(config(2, 4, **two), spec(2)) == 4
+    with pytest.raises(Incompatible, match="layers differ"):
+        total_kv_heads(config(8, 4, **two), spec(1))  # of either
+    assert total_kv_heads(config(8, 4, num_key_value_heads=4), spec(1)) == 4
+    assert total_kv_heads(config(8, 4, num_attention_heads=32), spec(1)) == 4
+
+
+@pytest.mark.parametrize(
+    ("rope", "most"),
+    [
+        (None, []),
+        ({"rope_type": "default", "rope_theta": 1.0}, []),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 4096}, [4096]),
+        (
+            {
+                "full_attention": {
+                    "rope_type": "longrope",
+                    "original_max_position_embeddings": 8192,
+                },
+                "sliding_attention": {"rope_type": "default"},
+            },
+            [8192],
+        ),
+    ],
+)
+def test_where_rotations_change(rope: Any, most: list[int]) -> None:
+    model: Any = SimpleNamespace(hf_text_config=SimpleNamespace(rope_parameters=rope))
+    assert long_ropes(model) == most
+
+
+def test_events_of_blocks_that_another_request_asked_for() -> None:
+    """A request may come with the id of one that was given up."""
+    events = SimpleNamespace(enable_kv_cache_events=True)
+    log = EventLog(SimpleNamespace(kv_events_config=events), (CacheGroup(2),))  # type: ignore[arg-type]
+    asked: Any = SimpleNamespace(all_token_ids=[1, 2, 3, 4], lora_request=None)
+    hashes = [[b"a" * 32, b"b" * 32]]
+    log.brought(asked, hashes, [(0, b"of the other one"), (0, hashes[0][1])])
+    (event,) = log.take()
+    assert event.token_ids == [3, 4]  # type: ignore[attr-defined]
