@@ -177,18 +177,22 @@ class Leg:
         return body
 
     async def first_event(self) -> bytes:
-        """Return the beginning of a stream: its first event, and what came with it.
+        """Return the beginning of a stream: its first event that tells anything, and what came
+        before and with it.
 
         An engine that fails a request before its first token says so in that event.
         """
-        begin = b""
+        begin = rest = b""
         with self._failures():
-            while _EVENT_END not in begin:
-                chunk = await self._opened.readany()
-                if not chunk:
+            while True:
+                event, end, after = rest.partition(_EVENT_END)
+                if end and legs.only_opens(event):
+                    rest = after
+                elif end or not (chunk := await self._opened.readany()):
                     break
-                begin += chunk
-        error = legs.error_in(begin.partition(_EVENT_END)[0])
+                else:
+                    begin, rest = begin + chunk, rest + chunk
+        error = legs.error_in(event)
         if error is not None:
             status, body = error
             raise self._error(Answer(status, "application/json", body))

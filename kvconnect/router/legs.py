@@ -222,18 +222,20 @@ def card_of(answer: bytes) -> Card:
 
 def error_in(event: bytes) -> tuple[int, bytes] | None:
     """Return (HTTP status, JSON) if a server-sent event is an engine's failure, else None."""
-    line = event.strip()
-    if not line.startswith(b"data:"):
-        return None
-    text = line.removeprefix(b"data:").strip()
-    try:
-        said = json.loads(text)
-    except ValueError:  # [DONE]
-        return None
-    match said:
+    text = _data_of(event)
+    match _said(text):
         case {"error": {"code": int(code)}} if 500 <= code < 600:
             return code, text
     return None
+
+
+def only_opens(event: bytes) -> bool:
+    """Whether a server-sent event begins a chat's answer and has nothing of it: engines name the
+    role first, also when what comes next is an error."""
+    match _said(_data_of(event)):
+        case {"choices": [_, *_] as choices}:
+            return all(map(_only_names_role, choices))
+    return False
 
 
 def error_body(status: int, message: str) -> bytes:
@@ -241,6 +243,27 @@ def error_body(status: int, message: str) -> bytes:
     kind = "invalid_request_error" if status < 500 else "server_error"
     error = {"message": message, "type": kind, "param": None, "code": status}
     return json.dumps({"error": error}).encode()
+
+
+def _data_of(event: bytes) -> bytes:
+    line = event.strip()
+    return line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
+
+
+def _said(text: bytes) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # [DONE]
+        return None
+
+
+def _only_names_role(choice: object) -> bool:
+    match choice:
+        case {"finish_reason": str()}:
+            return False
+        case {"delta": {"role": str(), **rest}}:
+            return not any(rest.values())
+    return False
 
 
 def _count(prompt: object) -> int:

@@ -246,6 +246,35 @@ def test_an_engines_failure_in_a_stream(event: bytes, status: int | None) -> Non
         assert json.loads(found[1])["error"]["message"] == "m"
 
 
+ROLE = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+
+
+@pytest.mark.parametrize(
+    ("said", "opens"),
+    [
+        ({"choices": [ROLE]}, True),
+        ({"choices": [ROLE | {"logprobs": None}, ROLE | {"index": 1}], "usage": {}}, True),
+        ({"choices": [ROLE | {"delta": {"role": "assistant", "tool_calls": None}}]}, True),
+        ({"choices": [ROLE | {"delta": {"role": "assistant", "content": "a"}}]}, False),
+        ({"choices": [ROLE, ROLE | {"delta": {"content": "a"}}]}, False),
+        ({"choices": [ROLE | {"delta": {"content": ""}}]}, False),  # a token without text
+        ({"choices": [ROLE | {"finish_reason": "stop"}]}, False),
+        ({"choices": [{"text": ""}]}, False),
+        ({"choices": [1]}, False),
+        ({"choices": []}, False),  # usage
+        ({"error": {"code": 500}}, False),
+        (7, False),
+    ],
+)
+def test_the_event_of_a_chat_that_only_names_the_role(said: object, opens: bool) -> None:
+    assert legs.only_opens(b"data: " + json.dumps(said).encode()) == opens
+
+
+def test_what_is_no_chunk_opens_nothing() -> None:
+    for event in (b"", b": comment", b"data: [DONE]", b"data: " + b"[" * 99_999):
+        assert not legs.only_opens(event)
+
+
 # Choice -----------------------------------------------------------------------------------------
 
 ONE = legs.Prompt(single=True, tokens=100)
