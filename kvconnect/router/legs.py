@@ -226,6 +226,10 @@ def error_in(event: bytes) -> tuple[int, bytes] | None:
     match _said(text):
         case {"error": {"code": int(code)}} if 500 <= code < 600:
             return code, text
+        case {
+            "meta_info": {"finish_reason": {"type": "abort", "status_code": int(code), **more}}
+        } if 500 <= code < 600:
+            return code, error_body(code, str(more.get("message")))
     return None
 
 

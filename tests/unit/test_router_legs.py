@@ -227,12 +227,23 @@ def test_card_of_an_answer() -> None:
             legs.card_of(answer)
 
 
+ABORTED = (
+    b'data: {"text": "", "meta_info": {"finish_reason": '
+    b'{"type": "%s", "message": "m", "status_code": %s, "err_type": null}}}'
+)
+
+
 @pytest.mark.parametrize(
     ("event", "status"),
     [
         (b'data: {"error": {"message": "m", "code": 500}}', 500),
         (b'data:{"error": {"message": "m", "code": 503}}\n', 503),
         (b'data: {"error": {"message": "m", "code": 400}}', None),
+        (ABORTED % (b"abort", b"500"), 500),
+        (ABORTED % (b"abort", b"400"), None),
+        (ABORTED % (b"abort", b"null"), None),  # by its client
+        (ABORTED % (b"stop", b"500"), None),
+        (b'data: {"text": "a", "meta_info": {"finish_reason": null}}', None),
         (b'data: {"choices": [{"text": "error"}]}', None),
         (b"data: [DONE]", None),
         (b": comment", None),
