@@ -407,6 +407,14 @@ def test_tokens_in_metrics() -> None:
     assert reports.vllm_tokens("vllm:kv_cache_usage_perc{ odd\n<html>") == {}
 
 
+@pytest.mark.parametrize(("told", "tokens"), [("4000", 1000.0), ("None", 640.0)])
+def test_tokens_of_a_cache_whose_blocks_do_not_tell_them(told: str, tokens: float) -> None:
+    """A hybrid model's groups share the blocks; each rank's tokens are its own, not the sum."""
+    blocks = 'num_gpu_blocks="320"'
+    said = METRICS.replace(blocks, f'kv_cache_size_tokens="{told}",{blocks}')
+    assert reports.vllm_tokens(said) == {0: tokens, 1: 2 * tokens}
+
+
 def test_tokens_in_sglangs_loads() -> None:
     def tokens(*loads: dict[str, object]) -> dict[int, float]:
         return reports.sglang_tokens(json.dumps({"loads": loads}).encode())
