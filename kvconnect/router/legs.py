@@ -50,12 +50,14 @@ class Prompt(NamedTuple):
         tokens: length of the prompt; estimated where it is text.
         model: its name, empty if the body has none.
         session: what the body says about which requests belong together; may be empty.
+        sampled: several answers to a prompt (``n``); SGLang's servers have but one room for them.
     """
 
     single: bool
     tokens: int
     model: str = ""
     session: str = ""
+    sampled: bool = False
 
 
 class Meeting(NamedTuple):
@@ -97,16 +99,15 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 def look_at(body: Body) -> Prompt:
     """Say what routing needs to know of a body. Never fails: an engine judges the rest."""
-    sampling = body.get("sampling_params")
-    both = (body, sampling if isinstance(sampling, dict) else {})
-    one_answer = all(of.get(key) in (None, 1) for of in both for key in ("n", "best_of"))
+    sampled = any(settings.get("n") not in (None, 1) for settings in (body, *_sampling(body)))
     prompts = sum(_count(body.get(key)) for key in _PROMPTS)
     one_prompt = "messages" in body or prompts == 1
+    one_answer = not sampled and body.get("best_of") in (None, 1)
     single = one_answer and one_prompt and not body.get("use_beam_search")
     tokens = sum(_token_ids(body.get(key)) for key in _IDS) + _text_tokens(body)
     model, session = body.get("model"), next(filter(None, map(body.get, _SESSION)), "")
     named = model if isinstance(model, str) else ""
-    return Prompt(single, tokens, named, session if isinstance(session, str) else "")
+    return Prompt(single, tokens, named, session if isinstance(session, str) else "", sampled)
 
 
 def ids_of(body: Body) -> list[int]:
@@ -268,6 +269,12 @@ def _only_names_role(choice: object) -> bool:
         case {"delta": {"role": str(), **rest}}:
             return not any(rest.values())
     return False
+
+
+def _sampling(body: Body) -> list[dict[str, Any]]:
+    """Return SGLang's sampling parameters: of all prompts, or of each."""
+    given = body.get("sampling_params")
+    return [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, dict)]
 
 
 def _count(prompt: object) -> int:

@@ -115,13 +115,27 @@ async def _no_tokens_in_flight(router: Bench) -> bool:
 
 
 @on_loop
-async def test_streams_and_several_answers_of_sglang() -> None:
+async def test_streams_and_several_prompts_of_sglang() -> None:
     p, d = sglang(decodes, [0]), sglang(decodes, [0])
     async with bench([p], [d]) as router:
-        status, body, _ = await router.post(ASK | {"stream": True, "n": 2})
+        status, body, _ = await router.post(ASK | {"stream": True, "prompt": ["a", "b"]})
         assert (status, body) == (200, b"".join((*EVENTS, DONE)))
         assert "routed_dp_rank" not in p.asked[0], "it has but one rank"
         assert p.asked[0]["bootstrap_room"] == d.asked[0]["bootstrap_room"]
+
+
+@on_loop
+async def test_several_answers_of_sglang_are_refused() -> None:
+    p, d = sglang(decodes, [0]), sglang(decodes, [0])
+    async with bench([p], [d]) as router:
+        for body, path in (
+            (ASK | {"n": 2}, "/v1/completions"),
+            ({"text": "a", "sampling_params": {"n": 2}}, "/generate"),
+        ):
+            status, answer, _ = await router.post(body, path)
+            assert status == 400
+            assert "without n" in json.loads(answer)["error"]["message"]
+        assert p.asked == d.asked == []
 
 
 @on_loop

@@ -128,14 +128,33 @@ def test_a_body_that_is_none_is_refused(raw: bytes, says: str) -> None:
     ],
 )
 def test_what_routing_needs_to_know(body: dict[str, Any], single: bool, tokens: int) -> None:
-    assert legs.look_at(body) == legs.Prompt(single, tokens)
+    assert legs.look_at(body)[:2] == (single, tokens)
+
+
+@pytest.mark.parametrize(
+    ("body", "sampled"),
+    [
+        ({"prompt": "a"}, False),
+        ({"prompt": "a", "n": 1}, False),
+        ({"prompt": ["a", "b"], "n": None}, False),
+        ({"prompt": "a", "n": 2}, True),
+        ({"prompt": "a", "n": "2"}, True),
+        ({"text": "a", "sampling_params": {"n": 2}}, True),
+        ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {}, 7]}, False),
+        ({"text": ["a", "b"], "sampling_params": [{"n": 2}, {"n": 2}]}, True),
+    ],
+)
+def test_several_answers_are_told_from_several_prompts(body: dict[str, Any], sampled: bool) -> None:
+    found = legs.look_at(body)
+    assert found.sampled == sampled
+    assert not (found.single and sampled)
 
 
 def test_model_and_session_of_a_body() -> None:
-    assert legs.look_at({"prompt": "a", "model": "m", "user": "u"}) == (True, 0, "m", "u")
+    assert legs.look_at({"prompt": "a", "model": "m", "user": "u"})[:4] == (True, 0, "m", "u")
     both = {"prompt": "a", "prompt_cache_key": "k", "user": "u"}
     assert legs.look_at(both).session == "k"
-    assert legs.look_at({"prompt": "a", "model": 7, "user": {}}) == (True, 0, "", "")
+    assert legs.look_at({"prompt": "a", "model": 7, "user": {}})[:4] == (True, 0, "", "")
 
 
 @pytest.mark.parametrize(
