@@ -113,12 +113,14 @@ class Leg:
         self._metrics = metrics
         self.place = place
         self._span = span
+        self._began = 0.0
         self._connection: Connection | None = None
         self._outcome = LegOutcome.CANCELLED  # until something else is known
 
     async def __aenter__(self) -> Leg:
         self._metrics.leg_began(self.upstream.role, self.upstream.url)
-        self.upstream.began(self.place, time.monotonic())
+        self._began = time.monotonic()
+        self.upstream.began(self.place, self._began)
         return self
 
     async def __aexit__(
@@ -133,7 +135,7 @@ class Leg:
         if self._outcome in (LegOutcome.OK, LegOutcome.REJECTED):
             self.upstream.breaker.succeeded()
         elif self._outcome is not LegOutcome.CANCELLED:
-            self.upstream.breaker.failed(time.monotonic())
+            self.upstream.breaker.failed(self._began, time.monotonic())
         self._metrics.leg_ended(self.upstream.role, self.upstream.url, self._outcome)
         self._span.end(self._outcome)
 

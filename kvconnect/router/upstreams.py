@@ -110,6 +110,7 @@ class Upstream:
             return
         logger.info("%s engine %s is %s", self.role.value, self.url, "up" if up else "down")
         if up:
+            self.breaker = Breaker(time.monotonic())  # it may be another incarnation
             self.signals.down.clear()
             self.signals.up.set()
         else:

@@ -27,8 +27,10 @@ from kvconnect.router import breaker as breakers
 from kvconnect.router import watch
 from kvconnect.router.admission import Admission, Busy
 from kvconnect.router.breaker import Breaker
+from kvconnect.router.loads import Loads
 from kvconnect.router.options import AdminAccess, Limits, Sources, Worker
 from kvconnect.router.sources import dns, file
+from kvconnect.router.upstreams import Upstream
 from kvconnect.router.view import Engine, Role
 from tests.unit.fake_engine import (
     FakeEngine,
@@ -63,7 +65,7 @@ def test_three_failures_in_a_row_and_trials_that_get_rarer() -> None:
     breaker = Breaker()
     for failures in range(3):
         assert breaker.trusted(0.0), failures
-        breaker.failed(0.0)
+        breaker.failed(0.0, 0.0)
     pauses, now = [], 0.0
     for _ in range(8):
         start = now
@@ -72,10 +74,31 @@ def test_three_failures_in_a_row_and_trials_that_get_rarer() -> None:
         pauses.append(now - start)
         breaker.began(now)
         assert not breaker.trusted(now), "one trial at a time"
-        breaker.failed(now)
+        breaker.failed(now, now)
     assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
     breaker.succeeded()
-    assert breaker.trusted(now) and breaker == Breaker(0, breaker._closed_at)
+    assert breaker.trusted(now) and breaker == Breaker(now, 0, breaker._closed_at)
+
+
+def test_a_burst_of_failures_is_one_and_a_restart_forgets_them() -> None:
+    breaker = Breaker()
+    for _ in range(16):
+        breaker.failed(0.0, 5.0)
+    assert not breaker.trusted(5.9) and breaker.trusted(6.0), "the pause is the first one"
+    breaker.began(6.0)
+    breaker.began(7.5)  # another trial: the first takes longer than the pause
+    breaker.failed(7.5, 8.0)
+    breaker.failed(6.0, 8.5)
+    assert not breaker.trusted(9.9) and breaker.trusted(10.0)
+    upstream = Upstream(Role.DECODE, 0, Worker("http://a:1"), Loads(1.0), lambda _: None)
+    for _ in range(breakers.FAILURES):
+        upstream.breaker.failed(0.0, time.monotonic())
+    assert not upstream.breaker.trusted(time.monotonic())
+    upstream.mark(up=True)
+    assert upstream.breaker.trusted(time.monotonic())
+    for _ in range(breakers.FAILURES):
+        upstream.breaker.failed(0.0, time.monotonic())
+    assert upstream.breaker.trusted(time.monotonic()), "these were asked of the one before"
 
 
 @given(st.lists(st.sampled_from(["began", "failed", "succeeded"])), st.floats(0, 100))
@@ -84,8 +107,10 @@ def test_nothing_is_given_up_for_good(events: list[str], now: float) -> None:
     for event in events:
         if event == "succeeded":
             breaker.succeeded()
+        elif event == "failed":
+            breaker.failed(now, now)
         else:
-            getattr(breaker, event)(now)
+            breaker.began(now)
     assert breaker.trusted(now + breakers.PAUSE_MOST_S)
 
 
