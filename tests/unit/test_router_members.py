@@ -345,6 +345,35 @@ async def test_an_engine_comes_back_where_one_is_drained() -> None:
         assert (said["number"], said["draining"]) == (1, True)
 
 
+@on_loop
+async def test_an_engine_that_a_prefill_is_for_is_not_idle() -> None:
+    may_answer = asyncio.Event()
+
+    async def slowly(*arguments: Any) -> Any:
+        await may_answer.wait()
+        return await prefills(*arguments)
+
+    p, d, port = FakeEngine(slowly), FakeEngine(decodes), free_port()
+    admin, auth = f"http://127.0.0.1:{port}/workers", {"Authorization": f"Bearer {TOKEN}"}
+    async with bench([p], [d], pull=True, admin=AdminAccess(port=port, token=TOKEN)) as router:
+
+        async def ask(method: str, body: object, path: str = "") -> tuple[int, Any]:
+            async with router.client.request(
+                method, admin + path, json=body, headers=auth
+            ) as answer:
+                return answer.status, json.loads(await answer.read())
+
+        asking = asyncio.create_task(router.post(ASK))
+        await until(lambda: bool(p.asked))
+        _, said = await ask("DELETE", {"role": "decode", "url": d.url})
+        assert said["requests"] == 1
+        await asyncio.sleep(0.2)
+        assert await _requests(ask, d.url, 1), "it is kept until its request has come and gone"
+        may_answer.set()
+        assert (await asking)[0] == 200
+        await until(lambda: _gone(ask, d.url))
+
+
 async def _up(ask: Any, url: str, number: int) -> bool:
     return any(each["up"] and each["number"] == number for each in await _described(ask, url))
 
