@@ -145,6 +145,8 @@ class Exchange:
                 if not tried.note(choice, error.role, error.cause):
                     raise
                 failure = error
+                # SGLang takes an id once, and may not have noticed yet that its request was ended.
+                body.pop(legs.OWN_ID, None)
                 keep = choice.decode.target.worker if error.role is Role.PREFILL else None
                 wish = wish._replace(turn=wish.turn + 1, keep=keep)
 

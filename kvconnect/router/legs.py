@@ -37,6 +37,7 @@ _TEXTS = ("prompt", "text")
 _PROMPTS = ("prompt", "prompt_embeds", "text", "input_ids", "input_embeds")
 _SESSION = ("prompt_cache_key", "session_id", "user")
 NATIVE = "/generate"  # SGLang's own form of a completion
+OWN_ID = "rid"  # what a client of SGLang calls its request
 RANK_HEADER = "X-data-parallel-rank"
 ROOMS = 2**63 - 2**20
 """Rooms are below this: SGLang counts on from one, for further prompts of a request."""

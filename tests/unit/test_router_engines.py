@@ -161,6 +161,25 @@ async def test_a_failed_prefill_of_sglang_is_retried_with_the_same_decode_server
         assert ds[0].asked == []
 
 
+@on_loop
+async def test_a_retry_goes_without_the_clients_id() -> None:
+    ps = [sglang(says(500, {}), [0]), sglang(decodes, [10])]
+
+    async def once(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> Any:
+        """SGLang, which knows an id until it has seen that the request was ended."""
+        if [asked.get("rid") for asked in engine.asked].count(body.get("rid")) > 1:
+            return web.json_response({"message": "Duplicate request ID"}, status=400)
+        return await (hangs if len(engine.asked) == 1 else decodes)(engine, request, body)
+
+    d = sglang(once, [0])
+    async with bench(ps, [d]) as router:
+        await loads_are_known(router)
+        status, _, headers = await router.post(ASK | {"rid": "mine"})
+        assert (status, headers["x-kvconnect-prefill"]) == (200, "1")
+        assert [asked.get("rid") for asked in d.asked] == ["mine", None]
+        assert [asked.get("rid") for asked in ps[0].asked + ps[1].asked] == ["mine", None]
+
+
 # vLLM -------------------------------------------------------------------------------------------
 
 
