@@ -135,12 +135,8 @@ def _plain(event: Mapping[str, Any]) -> bool:
 
 
 def _stored(event: Mapping[str, Any]) -> Stored:
-    hashes, tokens, size = (
-        event.get("block_hashes"),
-        event.get("token_ids"),
-        event.get("block_size"),
-    )
-    parent = event.get("parent_block_hash")
+    hashes, tokens = event.get("block_hashes"), _tokens(event.get("token_ids"))
+    size, parent = event.get("block_size"), event.get("parent_block_hash")
     good = (
         _all(hashes, int, bytes)
         and _all(tokens, int)
@@ -151,6 +147,14 @@ def _stored(event: Mapping[str, Any]) -> Stored:
         raise Refused("events", "a BlockStored that is none")
     assert isinstance(hashes, list) and isinstance(tokens, list) and isinstance(size, int)
     return Stored(hashes, parent, tokens, size, _tier(event))
+
+
+def _tokens(told: object) -> object:
+    """Return the tokens of blocks. SGLang with EAGLE tells each with the next one, as its cache is
+    keyed by both."""
+    if not isinstance(told, list):
+        return told
+    return [token[0] if isinstance(token, list) and token else token for token in told]
 
 
 def _removed(event: Mapping[str, Any]) -> tuple[list[Hash], Tier]:

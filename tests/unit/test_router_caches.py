@@ -70,6 +70,15 @@ def test_events_of_both_engines_and_of_older_ones() -> None:
     assert told({"type": "Unheard"}, 7, stored(TOKENS)).match(TOKENS) == {A: Hit(16, 16.0)}
 
 
+def test_tokens_that_come_in_pairs() -> None:
+    pairs = [list(pair) for pair in zip(TOKENS, [*TOKENS[1:], 7], strict=True)]
+    assert told(stored(TOKENS, token_ids=pairs)).match(TOKENS) == {A: Hit(16, 16.0)}
+    index = PrefixIndex()
+    with pytest.raises(Refused):
+        Feed(A, index).message(0, batch(stored(TOKENS, token_ids=[[]] * 16)))
+    assert index.match(TOKENS) == {}
+
+
 @pytest.mark.parametrize(
     "special",
     [
