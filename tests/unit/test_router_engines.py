@@ -270,6 +270,22 @@ async def _models(router: Bench) -> bool:
 
 
 @on_loop
+async def test_an_adapter_that_is_loaded_while_engines_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "LEARN_EVERY_S", 0.05)
+    p, d = FakeEngine(prefills), FakeEngine(decodes)
+    async with bench([p], [d]) as router:
+        await until(lambda: _models(router))
+        adapter = ASK | {"model": "adapter"}
+        assert (await router.post(adapter))[0] == 503
+        p.models = d.models = ("tiny", "adapter")
+
+        async def served() -> bool:
+            return (await router.post(adapter))[0] == 200
+
+        await until(served)
+
+
+@on_loop
 async def test_a_model_that_nobody_serves_is_named() -> None:
     async with bench([FakeEngine(prefills)], [FakeEngine(decodes)]) as router:
         await until(lambda: _models(router))

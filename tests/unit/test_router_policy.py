@@ -417,6 +417,22 @@ def test_models_decide_who_may_serve() -> None:
     assert "serves the model 'c'" in unpaired(view, missing)
 
 
+@pytest.mark.parametrize(
+    ("engine", "model", "serves"),
+    [
+        (Engine.SGLANG, "a:adapter", True),
+        (Engine.SGLANG, "s3://m:adapter", True),
+        (Engine.SGLANG, "b:adapter", False),
+        (Engine.SGLANG, "ab", False),
+        (Engine.VLLM, "a:adapter", False),
+    ],
+)
+def test_sglang_takes_an_adapters_name_behind_the_models(
+    engine: Engine, model: str, serves: bool
+) -> None:
+    assert worker(0, engine=engine, models=frozenset({"a", "s3://m"})).serves(model) == serves
+
+
 def test_sglangs_own_requests_go_to_sglang() -> None:
     view = View(
         (worker(0), worker(1, engine=Engine.SGLANG)), (worker(0), worker(1, engine=Engine.SGLANG))
