@@ -277,11 +277,15 @@ class Client:
             if len(idle) > _IDLE_MOST:
                 idle.pop(0).close()
 
+    def forget(self, base: Base) -> None:
+        """Close what is kept of an engine."""
+        for connection in self._idle.pop(base, ()):
+            connection.close()
+
     def close(self) -> None:
         """Close what is kept."""
-        for idle in self._idle.values():
-            while idle:
-                idle.pop().close()
+        for base in list(self._idle):
+            self.forget(base)
 
     async def get(self, base: Base, path: str, timeout_s: float) -> tuple[int, bytes]:
         """Return status and body of a GET.
@@ -299,7 +303,6 @@ class Client:
         Raises:
             Unreachable, Lost, asyncio.TimeoutError: no answer.
         """
-
         return await within(self._whole(base, head, body), timeout_s)
 
     async def _whole(self, base: Base, head: bytes, body: bytes) -> tuple[int, bytes]:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvconnect.router.http1 import Base, Client, Lost, head_of, read
-from tests.unit.fake_engine import on_loop
+from tests.unit.fake_engine import on_loop, until
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 SILENCE = b"silence"
@@ -21,7 +21,7 @@ class Engine:
     not whole."""
 
     def __init__(self, answers: Sequence[bytes]) -> None:
-        self.asked = self.connections = 0
+        self.asked = self.connections = self.closed = 0
         self._answers = answers
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -34,9 +34,10 @@ class Engine:
                 self.asked += 1
                 if answer != SILENCE:
                     writer.write(answer)
-        except asyncio.IncompleteReadError:  # the client hung up
+        except (asyncio.IncompleteReadError, ConnectionError):  # the client hung up
             pass
         finally:
+            self.closed += 1
             writer.close()
 
 
@@ -66,6 +67,20 @@ async def test_a_request_on_a_kept_connection_that_was_closed_is_repeated() -> N
     async with asked(engine) as (client, base):
         assert [await ask(client, base) for _ in range(2)] == [b"ok", b"ok"]
     assert (engine.asked, engine.connections) == (3, 2)
+
+
+@on_loop
+async def test_connections_to_an_engine_that_is_forgotten_are_closed() -> None:
+    engine, other = Engine([OK] * 2), Engine([OK] * 2)
+    async with asked(engine) as (client, base), asked(other) as (_, elsewhere):
+        await ask(client, base)
+        await ask(client, elsewhere)
+        client.forget(base)
+        await until(lambda: engine.closed == 1)
+        assert await ask(client, elsewhere) == await ask(client, base) == b"ok"
+        assert (engine.connections, other.connections, other.closed) == (2, 1, 0)
+        client.close()
+        await until(lambda: engine.closed == 2 and other.closed == 1)
 
 
 @pytest.mark.parametrize("answer", [SILENCE, OK[:9], b"no HTTP"])

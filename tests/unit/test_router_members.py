@@ -27,6 +27,7 @@ from kvconnect.router import breaker as breakers
 from kvconnect.router import watch
 from kvconnect.router.admission import Admission, Busy
 from kvconnect.router.breaker import Breaker
+from kvconnect.router.http1 import Base, Client
 from kvconnect.router.loads import Loads
 from kvconnect.router.options import AdminAccess, Limits, Sources, Worker
 from kvconnect.router.sources import dns, file
@@ -372,6 +373,21 @@ async def test_an_engine_that_a_prefill_is_for_is_not_idle() -> None:
         may_answer.set()
         assert (await asking)[0] == 200
         await until(lambda: _gone(ask, d.url))
+
+
+@on_loop
+async def test_no_connection_to_an_engine_that_was_removed_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forgotten: list[Base] = []
+    monkeypatch.setattr(Client, "forget", lambda _, base: forgotten.append(base))
+    p, d, port = FakeEngine(prefills), FakeEngine(decodes), free_port()
+    admin, auth = f"http://127.0.0.1:{port}/workers", {"Authorization": f"Bearer {TOKEN}"}
+    async with bench([p], [d], admin=AdminAccess(port=port, token=TOKEN)) as router:
+        body = {"role": "decode", "url": d.url}
+        async with router.client.delete(admin, json=body, headers=auth) as answer:
+            assert answer.status == 200
+        await until(lambda: forgotten == [Base.of(d.url)])
 
 
 async def _up(ask: Any, url: str, number: int) -> bool:
