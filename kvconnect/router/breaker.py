@@ -16,9 +16,16 @@ PAUSE_MOST_S = 30.0
 
 @dataclass
 class Breaker:
-    """Of one engine. Not thread-safe."""
+    """Of one engine. Not thread-safe.
 
-    failures: int = 0  # in a row
+    Attributes:
+        since: when what is known of the engine last changed. Requests that began before and fail
+            now, as all do that are open when it crashes, tell nothing new.
+        failures: of later requests, in a row.
+    """
+
+    since: float = 0.0
+    failures: int = 0
     _closed_at: float = 0.0  # when it may be tried again
     _pause: float = PAUSE_FIRST_S
 
@@ -36,11 +43,12 @@ class Breaker:
         """A request was served, or turned away for its own fault."""
         self.failures, self._pause = 0, PAUSE_FIRST_S
 
-    def failed(self, now: float) -> None:
-        """A request failed, for what is the engine's fault."""
+    def failed(self, began: float, now: float) -> None:
+        """A request that began at ``began`` failed, for what is the engine's fault."""
+        if began < self.since:
+            return
         self.failures += 1
-        if self.failures == FAILURES:
-            self._closed_at = now + self._pause
-        elif self.failures > FAILURES:
+        if self.failures > FAILURES:
             self._pause = min(2 * self._pause, PAUSE_MOST_S)
-            self._closed_at = now + self._pause
+        if self.failures >= FAILURES:
+            self.since, self._closed_at = now, now + self._pause

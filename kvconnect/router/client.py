@@ -113,12 +113,14 @@ class Leg:
         self._metrics = metrics
         self.place = place
         self._span = span
+        self._began = 0.0
         self._connection: Connection | None = None
         self._outcome = LegOutcome.CANCELLED  # until something else is known
 
     async def __aenter__(self) -> Leg:
         self._metrics.leg_began(self.upstream.role, self.upstream.url)
-        self.upstream.began(self.place, time.monotonic())
+        self._began = time.monotonic()
+        self.upstream.began(self.place, self._began)
         return self
 
     async def __aexit__(
@@ -133,7 +135,7 @@ class Leg:
         if self._outcome in (LegOutcome.OK, LegOutcome.REJECTED):
             self.upstream.breaker.succeeded()
         elif self._outcome is not LegOutcome.CANCELLED:
-            self.upstream.breaker.failed(time.monotonic())
+            self.upstream.breaker.failed(self._began, time.monotonic())
         self._metrics.leg_ended(self.upstream.role, self.upstream.url, self._outcome)
         self._span.end(self._outcome)
 
@@ -177,18 +179,22 @@ class Leg:
         return body
 
     async def first_event(self) -> bytes:
-        """Return the beginning of a stream: its first event, and what came with it.
+        """Return the beginning of a stream: its first event that tells anything, and what came
+        before and with it.
 
         An engine that fails a request before its first token says so in that event.
         """
-        begin = b""
+        begin = rest = b""
         with self._failures():
-            while _EVENT_END not in begin:
-                chunk = await self._opened.readany()
-                if not chunk:
+            while True:
+                event, end, after = rest.partition(_EVENT_END)
+                if end and legs.only_opens(event):
+                    rest = after
+                elif end or not (chunk := await self._opened.readany()):
                     break
-                begin += chunk
-        error = legs.error_in(begin.partition(_EVENT_END)[0])
+                else:
+                    begin, rest = begin + chunk, rest + chunk
+        error = legs.error_in(event)
         if error is not None:
             status, body = error
             raise self._error(Answer(status, "application/json", body))

@@ -145,6 +145,8 @@ class Exchange:
                 if not tried.note(choice, error.role, error.cause):
                     raise
                 failure = error
+                # SGLang takes an id once, and may not have noticed yet that its request was ended.
+                body.pop(legs.OWN_ID, None)
                 keep = choice.decode.target.worker if error.role is Role.PREFILL else None
                 wish = wish._replace(turn=wish.turn + 1, keep=keep)
 
@@ -164,7 +166,6 @@ class Exchange:
         Leaving ends both legs, but lets prefill finish if the answer is complete.
         """
         overhead = Overhead()
-        # Held from here on: an engine may be removed while it is asked.
         decode = self._services.fleet.get(Role.DECODE, choice.decode.target.worker)
         prefill: asyncio.Task[Any] | None = None
         async with AsyncExitStack() as ends:
@@ -173,7 +174,8 @@ class Exchange:
                 asked, body = bodies(choice, choice.prefill, first_leg, body)
                 computed = self._prefill(first_leg, choice.prefill, asked, overhead)
                 if choice.mode is Mode.PULL:
-                    ticket = await computed
+                    with decode.awaited():
+                        ticket = await computed
                     overhead.answered()
                     rank = choice.prefill.target.rank
                     pulled = _pulled(body, ticket or mooncake_ticket(first_leg, rank, asked))

@@ -11,7 +11,7 @@ import errno
 import ssl
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NamedTuple, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -38,6 +38,10 @@ class Lost(KVConnectError):
     """A connection broke, or what came over it is no HTTP."""
 
 
+class Closed(Lost):
+    """The peer closed a connection before any of an answer came."""
+
+
 class Base(NamedTuple):
     """A base URL taken apart."""
 
@@ -60,6 +64,7 @@ class Arriving:
     """An answer as far as it has come. The parser calls it."""
 
     def __init__(self) -> None:
+        self.came = False  # any byte of it
         self.status = 0
         self.headers: dict[str, str] = {}  # names in lower case
         self.began = False  # the head is whole
@@ -101,7 +106,7 @@ class Connection(asyncio.Protocol):
         self.answer = Arriving()  # to the last request
         self.answer.ended = True  # there was none
         self._waiting: asyncio.Future[None] | None = None
-        self._broken: str | None = None
+        self._broken: Lost | None = None
         self._paused = False
         self._heard = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -118,6 +123,7 @@ class Connection(asyncio.Protocol):
         if answer.ended:
             self._break("spoke without being asked")
             return
+        answer.came = True
         try:
             answer.parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -131,7 +137,8 @@ class Connection(asyncio.Protocol):
         """asyncio: it is gone."""
         if error is None:
             self.answer.cut_off()
-        self._broken = self._broken or str(error or "closed the connection")
+        kind = Lost if self.answer.came else Closed
+        self._broken = self._broken or kind(str(error or "closed the connection"))
         self._wake()
 
     # the user's side
@@ -212,12 +219,12 @@ class Connection(asyncio.Protocol):
             self._timer = None
 
     def _break(self, why: str) -> None:
-        self._broken = self._broken or why
+        self._broken = self._broken or Lost(why)
         self._transport.abort()
 
     async def _news(self) -> None:
         if self._broken is not None:
-            raise Lost(self._broken)
+            raise self._broken
         self._waiting = asyncio.get_running_loop().create_future()
         try:
             await self._waiting
@@ -246,8 +253,8 @@ class Client:
     ) -> Connection:
         """Send a request; return its connection with the head of the answer.
 
-        A kept connection may have been closed by the engine just now: if it breaks before an
-        answer begins, the request goes out once more, on a new one.
+        A kept connection may have been closed by the engine just now: if none of an answer comes
+        before that, the request goes out once more, on a new one.
 
         Raises:
             Unreachable: no connection within ``CONNECT_S``.
@@ -257,7 +264,7 @@ class Client:
         if kept is not None:
             try:
                 return await self._ask(kept, head, body, written)
-            except Lost:
+            except Closed:
                 pass
         return await self._ask(await self._connect(base), head, body, written)
 
@@ -270,11 +277,15 @@ class Client:
             if len(idle) > _IDLE_MOST:
                 idle.pop(0).close()
 
+    def forget(self, base: Base) -> None:
+        """Close what is kept of an engine."""
+        for connection in self._idle.pop(base, ()):
+            connection.close()
+
     def close(self) -> None:
         """Close what is kept."""
-        for idle in self._idle.values():
-            while idle:
-                idle.pop().close()
+        for base in list(self._idle):
+            self.forget(base)
 
     async def get(self, base: Base, path: str, timeout_s: float) -> tuple[int, bytes]:
         """Return status and body of a GET.
@@ -292,7 +303,6 @@ class Client:
         Raises:
             Unreachable, Lost, asyncio.TimeoutError: no answer.
         """
-
         return await within(self._whole(base, head, body), timeout_s)
 
     async def _whole(self, base: Base, head: bytes, body: bytes) -> tuple[int, bytes]:
@@ -370,17 +380,10 @@ async def read(connection: Connection) -> bytes:
     Raises:
         Lost: it breaks off.
     """
-    return b"".join([chunk async for chunk in chunks(connection)])
-
-
-async def chunks(connection: Connection) -> AsyncIterator[bytes]:
-    """Yield the rest of an answer as it comes.
-
-    Raises:
-        Lost: it breaks off.
-    """
+    chunks = []
     while chunk := await connection.readany():
-        yield chunk
+        chunks.append(chunk)
+    return b"".join(chunks)
 
 
 def head_of(

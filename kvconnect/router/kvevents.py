@@ -20,7 +20,7 @@ _FIELDS = {
         *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
         *("lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind"),
     ),
-    "BlockRemoved": ("block_hashes", "medium"),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
     "AllBlocksCleared": (),
 }
 """Order of the fields in an event that is an array."""
@@ -40,6 +40,7 @@ class Feed:
         self._target = target
         self._index = index
         self._live = -1  # number of the last one that came live
+        self._partial: set[int] = set()  # groups of layers that keep less than the whole prefix
 
     def message(self, number: int, payload: bytes) -> bool:
         """A message came; return False if others were lost before it: then ask for those from
@@ -50,6 +51,7 @@ class Feed:
         """
         if number <= self._live:  # another incarnation, that counts from 0 again
             self._index.cleared(self._target)
+            self._partial.clear()
             self.wanted = 0
         self._live = number
         if number > self.wanted:
@@ -85,11 +87,23 @@ class Feed:
         for kind, event in _events(payload):
             if kind == "AllBlocksCleared":
                 self._index.cleared(self._target)
+            elif self._is_partial(event):
+                continue
             elif kind == "BlockRemoved":
                 gone, tier = _removed(event)
                 self._index.removed(self._target, gone, tier)
             elif kind == "BlockStored" and _plain(event):
                 self._index.stored(self._target, _stored(event))
+
+    def _is_partial(self, event: Mapping[str, Any]) -> bool:
+        """Whether blocks are of a group without full attention. Its blocks have the same hashes as
+        those of the others and go earlier, and only what is stored tells the group's kind."""
+        group = event.get("group_idx")
+        if not isinstance(group, int):
+            return event.get("kv_cache_spec_kind") not in _FULL_ATTENTION
+        if event.get("kv_cache_spec_kind") not in _FULL_ATTENTION:
+            self._partial.add(group)
+        return group in self._partial
 
 
 _NONE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, IndexError, KeyError)
@@ -110,24 +124,19 @@ def _events(payload: bytes) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _plain(event: Mapping[str, Any]) -> bool:
-    """Whether the blocks follow from their tokens alone, and are kept as long as their prefix."""
+    """Whether the blocks follow from their tokens alone."""
     extra = event.get("extra_keys")
     return (
         event.get("lora_id") is None
         and event.get("lora_name") is None
         and event.get("cache_salt") is None
         and not (isinstance(extra, list) and any(extra))
-        and event.get("kv_cache_spec_kind") in _FULL_ATTENTION
     )
 
 
 def _stored(event: Mapping[str, Any]) -> Stored:
-    hashes, tokens, size = (
-        event.get("block_hashes"),
-        event.get("token_ids"),
-        event.get("block_size"),
-    )
-    parent = event.get("parent_block_hash")
+    hashes, tokens = event.get("block_hashes"), _tokens(event.get("token_ids"))
+    size, parent = event.get("block_size"), event.get("parent_block_hash")
     good = (
         _all(hashes, int, bytes)
         and _all(tokens, int)
@@ -138,6 +147,14 @@ def _stored(event: Mapping[str, Any]) -> Stored:
         raise Refused("events", "a BlockStored that is none")
     assert isinstance(hashes, list) and isinstance(tokens, list) and isinstance(size, int)
     return Stored(hashes, parent, tokens, size, _tier(event))
+
+
+def _tokens(told: object) -> object:
+    """Return the tokens of blocks. SGLang with EAGLE tells each with the next one, as its cache is
+    keyed by both."""
+    if not isinstance(told, list):
+        return told
+    return [token[0] if isinstance(token, list) and token else token for token in told]
 
 
 def _removed(event: Mapping[str, Any]) -> tuple[list[Hash], Tier]:

@@ -37,6 +37,7 @@ _TEXTS = ("prompt", "text")
 _PROMPTS = ("prompt", "prompt_embeds", "text", "input_ids", "input_embeds")
 _SESSION = ("prompt_cache_key", "session_id", "user")
 NATIVE = "/generate"  # SGLang's own form of a completion
+OWN_ID = "rid"  # what a client of SGLang calls its request
 RANK_HEADER = "X-data-parallel-rank"
 ROOMS = 2**63 - 2**20
 """Rooms are below this: SGLang counts on from one, for further prompts of a request."""
@@ -50,12 +51,14 @@ class Prompt(NamedTuple):
         tokens: length of the prompt; estimated where it is text.
         model: its name, empty if the body has none.
         session: what the body says about which requests belong together; may be empty.
+        sampled: several answers to a prompt (``n``); SGLang's servers have but one room for them.
     """
 
     single: bool
     tokens: int
     model: str = ""
     session: str = ""
+    sampled: bool = False
 
 
 class Meeting(NamedTuple):
@@ -97,16 +100,15 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 def look_at(body: Body) -> Prompt:
     """Say what routing needs to know of a body. Never fails: an engine judges the rest."""
-    sampling = body.get("sampling_params")
-    both = (body, sampling if isinstance(sampling, dict) else {})
-    one_answer = all(of.get(key) in (None, 1) for of in both for key in ("n", "best_of"))
+    sampled = any(settings.get("n") not in (None, 1) for settings in (body, *_sampling(body)))
     prompts = sum(_count(body.get(key)) for key in _PROMPTS)
     one_prompt = "messages" in body or prompts == 1
+    one_answer = not sampled and body.get("best_of") in (None, 1)
     single = one_answer and one_prompt and not body.get("use_beam_search")
     tokens = sum(_token_ids(body.get(key)) for key in _IDS) + _text_tokens(body)
     model, session = body.get("model"), next(filter(None, map(body.get, _SESSION)), "")
     named = model if isinstance(model, str) else ""
-    return Prompt(single, tokens, named, session if isinstance(session, str) else "")
+    return Prompt(single, tokens, named, session if isinstance(session, str) else "", sampled)
 
 
 def ids_of(body: Body) -> list[int]:
@@ -222,18 +224,24 @@ def card_of(answer: bytes) -> Card:
 
 def error_in(event: bytes) -> tuple[int, bytes] | None:
     """Return (HTTP status, JSON) if a server-sent event is an engine's failure, else None."""
-    line = event.strip()
-    if not line.startswith(b"data:"):
-        return None
-    text = line.removeprefix(b"data:").strip()
-    try:
-        said = json.loads(text)
-    except ValueError:  # [DONE]
-        return None
-    match said:
+    text = _data_of(event)
+    match _said(text):
         case {"error": {"code": int(code)}} if 500 <= code < 600:
             return code, text
+        case {
+            "meta_info": {"finish_reason": {"type": "abort", "status_code": int(code), **more}}
+        } if 500 <= code < 600:
+            return code, error_body(code, str(more.get("message")))
     return None
+
+
+def only_opens(event: bytes) -> bool:
+    """Whether a server-sent event begins a chat's answer and has nothing of it: engines name the
+    role first, also when what comes next is an error."""
+    match _said(_data_of(event)):
+        case {"choices": [_, *_] as choices}:
+            return all(map(_only_names_role, choices))
+    return False
 
 
 def error_body(status: int, message: str) -> bytes:
@@ -241,6 +249,33 @@ def error_body(status: int, message: str) -> bytes:
     kind = "invalid_request_error" if status < 500 else "server_error"
     error = {"message": message, "type": kind, "param": None, "code": status}
     return json.dumps({"error": error}).encode()
+
+
+def _data_of(event: bytes) -> bytes:
+    line = event.strip()
+    return line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
+
+
+def _said(text: bytes) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # [DONE]
+        return None
+
+
+def _only_names_role(choice: object) -> bool:
+    match choice:
+        case {"finish_reason": str()}:
+            return False
+        case {"delta": {"role": str(), **rest}}:
+            return not any(rest.values())
+    return False
+
+
+def _sampling(body: Body) -> list[dict[str, Any]]:
+    """Return SGLang's sampling parameters: of all prompts, or of each."""
+    given = body.get("sampling_params")
+    return [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, dict)]
 
 
 def _count(prompt: object) -> int:

@@ -144,6 +144,7 @@ class Membership:
         if upstream in self._readers:
             self._readers.pop(upstream).cancel()
         self._fleet.remove(upstream)
+        self._client.forget(upstream.base)
         logger.info("%s engine %s was removed", upstream.role.value, upstream.url)
 
     def _background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -12,6 +12,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from kvconnect.errors import Refused
 from kvconnect.router.legs import Prompt
 from kvconnect.router.options import Options
 from kvconnect.router.pick import Candidate, Job, Pick, Policy, Why, pick
@@ -136,6 +137,8 @@ def choose(view: View, wish: Wish, tried: Tried, options: Options) -> Choice | N
     if alone:
         place = _place(options.decode_policy, alone, wish, Role.DECODE, options)
         return Choice(Mode.PLAIN, Reason.MULTI, None, place)
+    if wish.prompt.sampled:
+        return None
     group = _best_group(view, _left(view.prefill, tried.prefill, wish), decode, wish.turn)
     if group is None:
         return None
@@ -150,13 +153,22 @@ def choose(view: View, wish: Wish, tried: Tried, options: Options) -> Choice | N
 
 
 def unpaired(view: View, wish: Wish) -> str:
-    """Say why :func:`choose` found nothing at first."""
+    """Say why :func:`choose` found nothing at first.
+
+    Raises:
+        Refused: no engine that serves it could take it, up or not.
+    """
     missing = view.missing()
     if missing:
         return f"no {' and no '.join(role.value for role in missing)} engine is up"
     if not (_left(view.prefill, (), wish) and _left(view.decode, (), wish)):
         what = "requests to /generate" if wish.native else f"the model {wish.prompt.model!r}"
         return f"no pair of engines that is up serves {what}"
+    if wish.prompt.sampled:
+        if all(worker.engine is Engine.SGLANG for worker in _able(view.decode, wish)):
+            fix = "send the request without n, once for each answer"
+            raise Refused("n", f"SGLang hands over one answer to a prompt: {fix}")
+        return "no decode engine of vLLM is up, and n needs one"
     return "no prefill and decode engine that are up can hand over: engine or version differ"
 
 
@@ -169,10 +181,14 @@ class _Group(NamedTuple):
 
 
 def _left(workers: Sequence[WorkerView], tried: Collection[int], wish: Wish) -> list[WorkerView]:
-    found = [w for w in workers if w.up and w.index not in tried and w.serves(wish.prompt.model)]
-    if wish.native:
-        found = [w for w in found if w.engine is Engine.SGLANG]
+    found = [w for w in _able(workers, wish) if w.up and w.index not in tried]
     return [w for w in found if w.trusted] or found
+
+
+def _able(workers: Sequence[WorkerView], wish: Wish) -> list[WorkerView]:
+    """Return those that serve what is asked for, up or not."""
+    found = [w for w in workers if w.serves(wish.prompt.model)]
+    return [w for w in found if w.engine is Engine.SGLANG] if wish.native else found
 
 
 def _best_group(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvconnect.errors import Refused
@@ -83,21 +83,33 @@ def engine_ids_of(answer: bytes) -> dict[int, str]:
 def vllm_tokens(text: str) -> dict[int, float]:
     """Return the tokens that lie in each rank's KV cache, from vLLM's ``/metrics``.
 
-    vLLM gives every rank's blocks as the sum over the ranks of its server. Those may be numbered
-    from another number than 0 there, but not where a request asks for one.
+    Ranks may be numbered from another number than 0 there, but not where a request asks for one.
     """
     used: dict[int, float] = {}
-    room: dict[int, float] = {}
+    caches: dict[int, dict[str, str]] = {}
     for name, labels, value in _samples(text, (_VLLM_USAGE, _VLLM_CACHE)):
         rank = int(_number(labels.get("engine", "")))
         if name == _VLLM_USAGE:
             used[rank] = value
         else:
-            blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
-            room[rank] = _number(blocks) * _number(size)
+            caches[rank] = labels
+    room = {rank: _room(labels, len(caches)) for rank, labels in caches.items()}
     if used.keys() != room.keys() or min(room.values(), default=0) <= 0:
         return {}
-    return {place: used[rank] * room[rank] / len(room) for place, rank in enumerate(sorted(room))}
+    return {place: used[rank] * room[rank] for place, rank in enumerate(sorted(room))}
+
+
+def _room(cache: Mapping[str, str], ranks: int) -> float:
+    """Return how many tokens a rank's KV cache holds, of the ``ranks`` of its vLLM server.
+
+    Blocks do not tell it where layers share them in groups, or ranks in a context; older vLLMs tell
+    nothing else, and for every rank the sum over all.
+    """
+    tokens = _number(cache.get("kv_cache_size_tokens", ""))
+    if tokens > 0:
+        return tokens
+    blocks, size = cache.get("num_gpu_blocks", ""), cache.get("block_size", "")
+    return _number(blocks) * _number(size) / ranks
 
 
 def vllm_received(text: str) -> float | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -67,7 +68,7 @@ class Upstream:
         self.loads = loads
         self.said = Said()
         self.draining = False
-        self.open = 0  # requests under way
+        self.open = 0  # requests under way, or on their way by another engine
         self.breaker = Breaker()
         self.signals = Signals()
         self._cards: dict[int, tuple[str, float]] = {}  # rank -> text, when it ends
@@ -110,6 +111,7 @@ class Upstream:
             return
         logger.info("%s engine %s is %s", self.role.value, self.url, "up" if up else "down")
         if up:
+            self.breaker = Breaker(time.monotonic())  # it may be another incarnation
             self.signals.down.clear()
             self.signals.up.set()
         else:
@@ -134,6 +136,16 @@ class Upstream:
         """It is over."""
         self.open -= 1
         self.loads.end(place.target.rank, place.tokens)
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """A request will go there: it counts as open already, so that its engine is not taken for
+        idle meanwhile."""
+        self.open += 1
+        try:
+            yield
+        finally:
+            self.open -= 1
 
     def hold_card(self, rank: int, card: Card, asked: float) -> None:
         """It gave out a card, asked for at ``asked``."""

@@ -86,8 +86,12 @@ class WorkerView:
         return self.cards[place] if place < len(self.cards) else None
 
     def serves(self, model: str) -> bool:
-        """Whether it may serve ``model``; an engine that has not said what it serves may."""
-        return not model or not self.models or model in self.models
+        """Whether it may serve ``model``; an engine that has not said what it serves may. SGLang
+        takes an adapter's name behind the model's."""
+        if not model or not self.models or model in self.models:
+            return True
+        bases = self.models if self.engine is Engine.SGLANG else ()
+        return any(model.startswith(f"{name}:") for name in bases)
 
     def pairs_with(self, other: WorkerView) -> bool:
         """Whether KV of one can be used by the other: same engine, connector, model, version."""

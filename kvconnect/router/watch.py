@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 PROBE_EVERY_S = 2.0
 PROBE_FIRST_S = 0.5  # after an engine went down; doubles
 PROBE_SELDOM_S = 8.0  # and stays there: an engine is never given up
+LEARN_EVERY_S = 30.0  # adapters are loaded and unloaded while an engine runs
 CARD_RETRY_S = 5.0
 PROBE_TIMEOUT_S = 5.0
 ASK_TIMEOUT_S = 30.0  # a card queues behind real prefills
@@ -94,7 +95,7 @@ class Watcher:
             await self.probe()
 
     async def _learn_for_ever(self) -> None:
-        """Ask what it serves whenever it has come up."""
+        """Ask what it serves when it has come up, and now and then."""
         upstream = self._upstream
         while True:
             await upstream.signals.up.wait()
@@ -104,7 +105,7 @@ class Watcher:
                 logger.warning("%s does not say what it is: %s", upstream.url, error or "late")
                 await wait(upstream.signals.down, CARD_RETRY_S)
             else:
-                await upstream.signals.down.wait()
+                await wait(upstream.signals.down, LEARN_EVERY_S)
 
     async def _learn(self) -> Said:
         worker = self._upstream.worker

@@ -37,6 +37,7 @@ class FakeEngine:
         self.cards = 0  # given out; 0 lifetime: none
         self.card_of_rank: dict[str, str] = {}
         self.card_lifetime_s = 100.0
+        self.models: tuple[str, ...] = ("tiny",)
         self.well = True
         self.silent = False  # to probes
         self.port = 0
@@ -77,7 +78,7 @@ class FakeEngine:
         return web.Response(status=200 if self.well else 503)
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "tiny"}]})
+        return web.json_response({"data": [{"id": name} for name in self.models]})
 
     async def _other(self, request: web.Request) -> web.StreamResponse:
         answer = self.extra.get(request.path)

@@ -413,11 +413,17 @@ async def _open(router: Bench, leg: str, url: str) -> bool:
     return await router.metric("in_flight", leg=leg, upstream=url) == 0
 
 
-def fails_in_stream(code: int) -> Any:
+ROLE = b'data: {"choices":[{"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
+
+
+def fails_in_stream(code: int, *begin: bytes) -> Any:
     async def answer(
         engine: FakeEngine, request: web.Request, body: dict[str, Any]
     ) -> web.StreamResponse:
         stream = await begin_stream(request)
+        for piece in begin:
+            await stream.write(piece)
+            await asyncio.sleep(0.01)
         error = {"error": {"message": "load failed", "code": code}}
         await stream.write(b"data: " + json.dumps(error).encode() + b"\n\n")
         await stream.write(DONE)
@@ -426,7 +432,11 @@ def fails_in_stream(code: int) -> Any:
     return answer
 
 
-@pytest.mark.parametrize("bad", [BROKEN, fails_in_stream(500)], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    "bad",
+    [BROKEN, fails_in_stream(500), fails_in_stream(500, ROLE[:9], ROLE[9:])],
+    ids=["whole", "stream", "chat"],
+)
 @on_loop
 async def test_a_failed_handoff_is_retried_once_on_another_prefill_engine(bad: Any) -> None:
     ps, d = [FakeEngine(prefills) for _ in range(3)], FakeEngine(bad)
@@ -446,6 +456,21 @@ async def test_a_failed_handoff_is_retried_once_on_another_prefill_engine(bad: A
         d.answer = fails_once
         status, body, _ = await router.post(STREAM)
         assert (status, body) == (200, b"".join((*EVENTS, DONE)))
+
+
+@on_loop
+async def test_a_chat_begins_with_its_role() -> None:
+    async def chats(
+        engine: FakeEngine, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        stream = await begin_stream(request)
+        for event in (ROLE, ROLE, *EVENTS, DONE):
+            await stream.write(event)
+        return stream
+
+    async with bench([FakeEngine(prefills)], [FakeEngine(chats)]) as router:
+        status, body, _ = await router.post(STREAM, "/v1/chat/completions")
+        assert (status, body) == (200, b"".join((ROLE, ROLE, *EVENTS, DONE)))
 
 
 @on_loop

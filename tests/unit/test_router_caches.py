@@ -40,8 +40,8 @@ def stored(tokens: list[int], first: int = 1, parent: int | None = None, **more:
     return event | {"token_ids": tokens, "block_size": 4, "lora_id": None, "medium": "GPU"} | more
 
 
-def removed(*hashes: int, medium: str = "GPU") -> Any:
-    return {"type": "BlockRemoved", "block_hashes": list(hashes), "medium": medium}
+def removed(*hashes: int, medium: str = "GPU", **more: Any) -> Any:
+    return {"type": "BlockRemoved", "block_hashes": list(hashes), "medium": medium} | more
 
 
 def batch(*events: Any) -> bytes:
@@ -70,6 +70,15 @@ def test_events_of_both_engines_and_of_older_ones() -> None:
     assert told({"type": "Unheard"}, 7, stored(TOKENS)).match(TOKENS) == {A: Hit(16, 16.0)}
 
 
+def test_tokens_that_come_in_pairs() -> None:
+    pairs = [list(pair) for pair in zip(TOKENS, [*TOKENS[1:], 7], strict=True)]
+    assert told(stored(TOKENS, token_ids=pairs)).match(TOKENS) == {A: Hit(16, 16.0)}
+    index = PrefixIndex()
+    with pytest.raises(Refused):
+        Feed(A, index).message(0, batch(stored(TOKENS, token_ids=[[]] * 16)))
+    assert index.match(TOKENS) == {}
+
+
 @pytest.mark.parametrize(
     "special",
     [
@@ -83,6 +92,22 @@ def test_events_of_both_engines_and_of_older_ones() -> None:
 def test_blocks_that_do_not_follow_from_tokens_alone_are_left_out(special: dict[str, Any]) -> None:
     assert told(stored(TOKENS, **special)).match(TOKENS) == {}
     assert told(stored(TOKENS, extra_keys=[None] * 4)).match(TOKENS) != {}
+
+
+def test_a_sliding_window_takes_no_prefix_with_it() -> None:
+    """Groups of layers share the hashes of their blocks; those of a window are dropped early."""
+    whole = stored(TOKENS, group_idx=0, kv_cache_spec_kind="full_attention")
+    window = stored(TOKENS, group_idx=1, kv_cache_spec_kind="sliding_window")
+    old = ["BlockRemoved", [1], "GPU", 1]
+    index = PrefixIndex()
+    feed = Feed(A, index)
+    assert feed.message(0, batch(whole, window, removed(1, 2, group_idx=1), old))
+    assert index.match(TOKENS) == {A: Hit(16, 16.0)}
+    untold = stored([], block_hashes=[4], medium="CPU", group_idx=1)
+    assert feed.message(1, batch(untold, removed(4, group_idx=0)))
+    assert index.match(TOKENS) == {A: Hit(12, 12.0)}
+    assert feed.message(0, batch(stored(TOKENS, group_idx=1), removed(3, group_idx=1)))
+    assert index.match(TOKENS) == {A: Hit(8, 8.0)}, "another incarnation numbers anew"
 
 
 @pytest.mark.parametrize(

@@ -115,13 +115,27 @@ async def _no_tokens_in_flight(router: Bench) -> bool:
 
 
 @on_loop
-async def test_streams_and_several_answers_of_sglang() -> None:
+async def test_streams_and_several_prompts_of_sglang() -> None:
     p, d = sglang(decodes, [0]), sglang(decodes, [0])
     async with bench([p], [d]) as router:
-        status, body, _ = await router.post(ASK | {"stream": True, "n": 2})
+        status, body, _ = await router.post(ASK | {"stream": True, "prompt": ["a", "b"]})
         assert (status, body) == (200, b"".join((*EVENTS, DONE)))
         assert "routed_dp_rank" not in p.asked[0], "it has but one rank"
         assert p.asked[0]["bootstrap_room"] == d.asked[0]["bootstrap_room"]
+
+
+@on_loop
+async def test_several_answers_of_sglang_are_refused() -> None:
+    p, d = sglang(decodes, [0]), sglang(decodes, [0])
+    async with bench([p], [d]) as router:
+        for body, path in (
+            (ASK | {"n": 2}, "/v1/completions"),
+            ({"text": "a", "sampling_params": {"n": 2}}, "/generate"),
+        ):
+            status, answer, _ = await router.post(body, path)
+            assert status == 400
+            assert "without n" in json.loads(answer)["error"]["message"]
+        assert p.asked == d.asked == []
 
 
 @on_loop
@@ -145,6 +159,25 @@ async def test_a_failed_prefill_of_sglang_is_retried_with_the_same_decode_server
         rooms = [body["bootstrap_room"] for body in ds[1].asked]
         assert len(set(rooms)) == 2, "a room is used once"
         assert ds[0].asked == []
+
+
+@on_loop
+async def test_a_retry_goes_without_the_clients_id() -> None:
+    ps = [sglang(says(500, {}), [0]), sglang(decodes, [10])]
+
+    async def once(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> Any:
+        """SGLang, which knows an id until it has seen that the request was ended."""
+        if [asked.get("rid") for asked in engine.asked].count(body.get("rid")) > 1:
+            return web.json_response({"message": "Duplicate request ID"}, status=400)
+        return await (hangs if len(engine.asked) == 1 else decodes)(engine, request, body)
+
+    d = sglang(once, [0])
+    async with bench(ps, [d]) as router:
+        await loads_are_known(router)
+        status, _, headers = await router.post(ASK | {"rid": "mine"})
+        assert (status, headers["x-kvconnect-prefill"]) == (200, "1")
+        assert [asked.get("rid") for asked in d.asked] == ["mine", None]
+        assert [asked.get("rid") for asked in ps[0].asked + ps[1].asked] == ["mine", None]
 
 
 # vLLM -------------------------------------------------------------------------------------------
@@ -234,6 +267,22 @@ async def test_versions_that_engines_tell_keep_them_apart() -> None:
 
 async def _models(router: Bench) -> bool:
     return (await router.get("/v1/models"))[0] == 200
+
+
+@on_loop
+async def test_an_adapter_that_is_loaded_while_engines_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "LEARN_EVERY_S", 0.05)
+    p, d = FakeEngine(prefills), FakeEngine(decodes)
+    async with bench([p], [d]) as router:
+        await until(lambda: _models(router))
+        adapter = ASK | {"model": "adapter"}
+        assert (await router.post(adapter))[0] == 503
+        p.models = d.models = ("tiny", "adapter")
+
+        async def served() -> bool:
+            return (await router.post(adapter))[0] == 200
+
+        await until(served)
 
 
 @on_loop

@@ -128,14 +128,33 @@ def test_a_body_that_is_none_is_refused(raw: bytes, says: str) -> None:
     ],
 )
 def test_what_routing_needs_to_know(body: dict[str, Any], single: bool, tokens: int) -> None:
-    assert legs.look_at(body) == legs.Prompt(single, tokens)
+    assert legs.look_at(body)[:2] == (single, tokens)
+
+
+@pytest.mark.parametrize(
+    ("body", "sampled"),
+    [
+        ({"prompt": "a"}, False),
+        ({"prompt": "a", "n": 1}, False),
+        ({"prompt": ["a", "b"], "n": None}, False),
+        ({"prompt": "a", "n": 2}, True),
+        ({"prompt": "a", "n": "2"}, True),
+        ({"text": "a", "sampling_params": {"n": 2}}, True),
+        ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {}, 7]}, False),
+        ({"text": ["a", "b"], "sampling_params": [{"n": 2}, {"n": 2}]}, True),
+    ],
+)
+def test_several_answers_are_told_from_several_prompts(body: dict[str, Any], sampled: bool) -> None:
+    found = legs.look_at(body)
+    assert found.sampled == sampled
+    assert not (found.single and sampled)
 
 
 def test_model_and_session_of_a_body() -> None:
-    assert legs.look_at({"prompt": "a", "model": "m", "user": "u"}) == (True, 0, "m", "u")
+    assert legs.look_at({"prompt": "a", "model": "m", "user": "u"})[:4] == (True, 0, "m", "u")
     both = {"prompt": "a", "prompt_cache_key": "k", "user": "u"}
     assert legs.look_at(both).session == "k"
-    assert legs.look_at({"prompt": "a", "model": 7, "user": {}}) == (True, 0, "", "")
+    assert legs.look_at({"prompt": "a", "model": 7, "user": {}})[:4] == (True, 0, "", "")
 
 
 @pytest.mark.parametrize(
@@ -227,12 +246,23 @@ def test_card_of_an_answer() -> None:
             legs.card_of(answer)
 
 
+ABORTED = (
+    b'data: {"text": "", "meta_info": {"finish_reason": '
+    b'{"type": "%s", "message": "m", "status_code": %s, "err_type": null}}}'
+)
+
+
 @pytest.mark.parametrize(
     ("event", "status"),
     [
         (b'data: {"error": {"message": "m", "code": 500}}', 500),
         (b'data:{"error": {"message": "m", "code": 503}}\n', 503),
         (b'data: {"error": {"message": "m", "code": 400}}', None),
+        (ABORTED % (b"abort", b"500"), 500),
+        (ABORTED % (b"abort", b"400"), None),
+        (ABORTED % (b"abort", b"null"), None),  # by its client
+        (ABORTED % (b"stop", b"500"), None),
+        (b'data: {"text": "a", "meta_info": {"finish_reason": null}}', None),
         (b'data: {"choices": [{"text": "error"}]}', None),
         (b"data: [DONE]", None),
         (b": comment", None),
@@ -244,6 +274,35 @@ def test_an_engines_failure_in_a_stream(event: bytes, status: int | None) -> Non
     assert (found and found[0]) == status
     if found:
         assert json.loads(found[1])["error"]["message"] == "m"
+
+
+ROLE = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+
+
+@pytest.mark.parametrize(
+    ("said", "opens"),
+    [
+        ({"choices": [ROLE]}, True),
+        ({"choices": [ROLE | {"logprobs": None}, ROLE | {"index": 1}], "usage": {}}, True),
+        ({"choices": [ROLE | {"delta": {"role": "assistant", "tool_calls": None}}]}, True),
+        ({"choices": [ROLE | {"delta": {"role": "assistant", "content": "a"}}]}, False),
+        ({"choices": [ROLE, ROLE | {"delta": {"content": "a"}}]}, False),
+        ({"choices": [ROLE | {"delta": {"content": ""}}]}, False),  # a token without text
+        ({"choices": [ROLE | {"finish_reason": "stop"}]}, False),
+        ({"choices": [{"text": ""}]}, False),
+        ({"choices": [1]}, False),
+        ({"choices": []}, False),  # usage
+        ({"error": {"code": 500}}, False),
+        (7, False),
+    ],
+)
+def test_the_event_of_a_chat_that_only_names_the_role(said: object, opens: bool) -> None:
+    assert legs.only_opens(b"data: " + json.dumps(said).encode()) == opens
+
+
+def test_what_is_no_chunk_opens_nothing() -> None:
+    for event in (b"", b": comment", b"data: [DONE]", b"data: " + b"[" * 99_999):
+        assert not legs.only_opens(event)
 
 
 # Choice -----------------------------------------------------------------------------------------
@@ -365,6 +424,14 @@ def test_tokens_in_metrics() -> None:
     half = METRICS.replace('cache_config_info{block_size="16",engine="1"', "other{")
     assert reports.vllm_tokens(half) == {}
     assert reports.vllm_tokens("vllm:kv_cache_usage_perc{ odd\n<html>") == {}
+
+
+@pytest.mark.parametrize(("told", "tokens"), [("4000", 1000.0), ("None", 640.0)])
+def test_tokens_of_a_cache_whose_blocks_do_not_tell_them(told: str, tokens: float) -> None:
+    """A hybrid model's groups share the blocks; each rank's tokens are its own, not the sum."""
+    blocks = 'num_gpu_blocks="320"'
+    said = METRICS.replace(blocks, f'kv_cache_size_tokens="{told}",{blocks}')
+    assert reports.vllm_tokens(said) == {0: tokens, 1: 2 * tokens}
 
 
 def test_tokens_in_sglangs_loads() -> None:

@@ -27,8 +27,11 @@ from kvconnect.router import breaker as breakers
 from kvconnect.router import watch
 from kvconnect.router.admission import Admission, Busy
 from kvconnect.router.breaker import Breaker
+from kvconnect.router.http1 import Base, Client
+from kvconnect.router.loads import Loads
 from kvconnect.router.options import AdminAccess, Limits, Sources, Worker
 from kvconnect.router.sources import dns, file
+from kvconnect.router.upstreams import Upstream
 from kvconnect.router.view import Engine, Role
 from tests.unit.fake_engine import (
     FakeEngine,
@@ -63,7 +66,7 @@ def test_three_failures_in_a_row_and_trials_that_get_rarer() -> None:
     breaker = Breaker()
     for failures in range(3):
         assert breaker.trusted(0.0), failures
-        breaker.failed(0.0)
+        breaker.failed(0.0, 0.0)
     pauses, now = [], 0.0
     for _ in range(8):
         start = now
@@ -72,10 +75,31 @@ def test_three_failures_in_a_row_and_trials_that_get_rarer() -> None:
         pauses.append(now - start)
         breaker.began(now)
         assert not breaker.trusted(now), "one trial at a time"
-        breaker.failed(now)
+        breaker.failed(now, now)
     assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
     breaker.succeeded()
-    assert breaker.trusted(now) and breaker == Breaker(0, breaker._closed_at)
+    assert breaker.trusted(now) and breaker == Breaker(now, 0, breaker._closed_at)
+
+
+def test_a_burst_of_failures_is_one_and_a_restart_forgets_them() -> None:
+    breaker = Breaker()
+    for _ in range(16):
+        breaker.failed(0.0, 5.0)
+    assert not breaker.trusted(5.9) and breaker.trusted(6.0), "the pause is the first one"
+    breaker.began(6.0)
+    breaker.began(7.5)  # another trial: the first takes longer than the pause
+    breaker.failed(7.5, 8.0)
+    breaker.failed(6.0, 8.5)
+    assert not breaker.trusted(9.9) and breaker.trusted(10.0)
+    upstream = Upstream(Role.DECODE, 0, Worker("http://a:1"), Loads(1.0), lambda _: None)
+    for _ in range(breakers.FAILURES):
+        upstream.breaker.failed(0.0, time.monotonic())
+    assert not upstream.breaker.trusted(time.monotonic())
+    upstream.mark(up=True)
+    assert upstream.breaker.trusted(time.monotonic())
+    for _ in range(breakers.FAILURES):
+        upstream.breaker.failed(0.0, time.monotonic())
+    assert upstream.breaker.trusted(time.monotonic()), "these were asked of the one before"
 
 
 @given(st.lists(st.sampled_from(["began", "failed", "succeeded"])), st.floats(0, 100))
@@ -84,8 +108,10 @@ def test_nothing_is_given_up_for_good(events: list[str], now: float) -> None:
     for event in events:
         if event == "succeeded":
             breaker.succeeded()
+        elif event == "failed":
+            breaker.failed(now, now)
         else:
-            getattr(breaker, event)(now)
+            breaker.began(now)
     assert breaker.trusted(now + breakers.PAUSE_MOST_S)
 
 
@@ -318,6 +344,50 @@ async def test_an_engine_comes_back_where_one_is_drained() -> None:
         await until(lambda: _at(in_flight, 0))
         _, said = await ask("POST", named, "/drain")
         assert (said["number"], said["draining"]) == (1, True)
+
+
+@on_loop
+async def test_an_engine_that_a_prefill_is_for_is_not_idle() -> None:
+    may_answer = asyncio.Event()
+
+    async def slowly(*arguments: Any) -> Any:
+        await may_answer.wait()
+        return await prefills(*arguments)
+
+    p, d, port = FakeEngine(slowly), FakeEngine(decodes), free_port()
+    admin, auth = f"http://127.0.0.1:{port}/workers", {"Authorization": f"Bearer {TOKEN}"}
+    async with bench([p], [d], pull=True, admin=AdminAccess(port=port, token=TOKEN)) as router:
+
+        async def ask(method: str, body: object, path: str = "") -> tuple[int, Any]:
+            async with router.client.request(
+                method, admin + path, json=body, headers=auth
+            ) as answer:
+                return answer.status, json.loads(await answer.read())
+
+        asking = asyncio.create_task(router.post(ASK))
+        await until(lambda: bool(p.asked))
+        _, said = await ask("DELETE", {"role": "decode", "url": d.url})
+        assert said["requests"] == 1
+        await asyncio.sleep(0.2)
+        assert await _requests(ask, d.url, 1), "it is kept until its request has come and gone"
+        may_answer.set()
+        assert (await asking)[0] == 200
+        await until(lambda: _gone(ask, d.url))
+
+
+@on_loop
+async def test_no_connection_to_an_engine_that_was_removed_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forgotten: list[Base] = []
+    monkeypatch.setattr(Client, "forget", lambda _, base: forgotten.append(base))
+    p, d, port = FakeEngine(prefills), FakeEngine(decodes), free_port()
+    admin, auth = f"http://127.0.0.1:{port}/workers", {"Authorization": f"Bearer {TOKEN}"}
+    async with bench([p], [d], admin=AdminAccess(port=port, token=TOKEN)) as router:
+        body = {"role": "decode", "url": d.url}
+        async with router.client.delete(admin, json=body, headers=auth) as answer:
+            assert answer.status == 200
+        await until(lambda: forgotten == [Base.of(d.url)])
 
 
 async def _up(ask: Any, url: str, number: int) -> bool:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvconnect.errors import Refused
 from kvconnect.router import loads as loads_module
 from kvconnect.router.legs import Prompt
 from kvconnect.router.loads import Asked, Loads
@@ -416,6 +417,22 @@ def test_models_decide_who_may_serve() -> None:
     assert "serves the model 'c'" in unpaired(view, missing)
 
 
+@pytest.mark.parametrize(
+    ("engine", "model", "serves"),
+    [
+        (Engine.SGLANG, "a:adapter", True),
+        (Engine.SGLANG, "s3://m:adapter", True),
+        (Engine.SGLANG, "b:adapter", False),
+        (Engine.SGLANG, "ab", False),
+        (Engine.VLLM, "a:adapter", False),
+    ],
+)
+def test_sglang_takes_an_adapters_name_behind_the_models(
+    engine: Engine, model: str, serves: bool
+) -> None:
+    assert worker(0, engine=engine, models=frozenset({"a", "s3://m"})).serves(model) == serves
+
+
 def test_sglangs_own_requests_go_to_sglang() -> None:
     view = View(
         (worker(0), worker(1, engine=Engine.SGLANG)), (worker(0), worker(1, engine=Engine.SGLANG))
@@ -423,6 +440,22 @@ def test_sglangs_own_requests_go_to_sglang() -> None:
     assert {chosen(view, native=True, turn=turn).prefill.target.worker for turn in range(4)} == {1}
     several = chosen(view, native=True, prompt=Prompt(False, 5))
     assert (several.mode, several.reason) == (Mode.BOOTSTRAP, Reason.DEFAULT)
+
+
+def test_sglang_takes_several_prompts_but_not_several_answers() -> None:
+    view = View((worker(0, engine=Engine.SGLANG),), (worker(0, engine=Engine.SGLANG),))
+    assert chosen(view, prompt=Prompt(False, 5)).mode is Mode.BOOTSTRAP
+    several = Prompt(False, 5, sampled=True)
+    assert chosen(view, prompt=several) is None
+    with pytest.raises(Refused, match="without n, once for each answer"):
+        unpaired(view, Wish(several, 0))
+    mixed = View(view.prefill, (*view.decode, worker(1)))
+    assert chosen(mixed, prompt=several).decode.target == Target(1)
+    with pytest.raises(Refused):  # vLLM knows no /generate
+        unpaired(mixed, Wish(several, 0, native=True))
+    down = View(view.prefill, (*view.decode, worker(1, up=False)))
+    assert chosen(down, prompt=several) is None
+    assert "no decode engine of vLLM is up" in unpaired(down, Wish(several, 0))
 
 
 def test_the_decode_engine_of_an_earlier_attempt_is_kept_if_it_can_be() -> None:

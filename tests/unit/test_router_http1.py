@@ -1,0 +1,94 @@
+"""Requests to engines over connections that are kept, without a router."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvconnect.router.http1 import Base, Client, Lost, head_of, read
+from tests.unit.fake_engine import on_loop, until
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+SILENCE = b"silence"
+SILENCE_S = 0.3
+
+
+class Engine:
+    """Answers each request with the next of ``answers``; closes the connection after one that is
+    not whole."""
+
+    def __init__(self, answers: Sequence[bytes]) -> None:
+        self.asked = self.connections = self.closed = 0
+        self._answers = answers
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        answer = OK
+        try:
+            while answer in (OK, SILENCE):
+                await reader.readuntil(b"\r\n\r\n")
+                answer = self._answers[self.asked]
+                self.asked += 1
+                if answer != SILENCE:
+                    writer.write(answer)
+        except (asyncio.IncompleteReadError, ConnectionError):  # the client hung up
+            pass
+        finally:
+            self.closed += 1
+            writer.close()
+
+
+@asynccontextmanager
+async def asked(engine: Engine) -> AsyncIterator[tuple[Client, Base]]:
+    server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
+    base = Base.of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    client = Client(SILENCE_S)
+    try:
+        yield client, base
+    finally:
+        client.close()
+        server.close()
+
+
+async def ask(client: Client, base: Base) -> bytes:
+    connection = await client.open(base, head_of(base, "GET", "/", {}))
+    try:
+        return await read(connection)
+    finally:
+        client.release(base, connection)
+
+
+@on_loop
+async def test_a_request_on_a_kept_connection_that_was_closed_is_repeated() -> None:
+    engine = Engine([OK, b"", OK])
+    async with asked(engine) as (client, base):
+        assert [await ask(client, base) for _ in range(2)] == [b"ok", b"ok"]
+    assert (engine.asked, engine.connections) == (3, 2)
+
+
+@on_loop
+async def test_connections_to_an_engine_that_is_forgotten_are_closed() -> None:
+    engine, other = Engine([OK] * 2), Engine([OK] * 2)
+    async with asked(engine) as (client, base), asked(other) as (_, elsewhere):
+        await ask(client, base)
+        await ask(client, elsewhere)
+        client.forget(base)
+        await until(lambda: engine.closed == 1)
+        assert await ask(client, elsewhere) == await ask(client, base) == b"ok"
+        assert (engine.connections, other.connections, other.closed) == (2, 1, 0)
+        client.close()
+        await until(lambda: engine.closed == 2 and other.closed == 1)
+
+
+@pytest.mark.parametrize("answer", [SILENCE, OK[:9], b"no HTTP"])
+@on_loop
+async def test_a_request_that_an_engine_has_taken_is_not_repeated(answer: bytes) -> None:
+    engine = Engine([OK, answer, OK])
+    async with asked(engine) as (client, base):
+        assert await ask(client, base) == b"ok"
+        with pytest.raises(Lost):
+            await ask(client, base)
+    assert (engine.asked, engine.connections) == (2, 1)
