@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from tests.engines.models import prompt_tokens
+from tests.engines.models import BLOCK_SIZE, prompt_tokens
 from tests.engines.pd import pair
 from tests.engines.ranks import (
     COUNT,
@@ -47,8 +47,8 @@ def test_the_picked_ranks_are_those_that_run(fleet: Ranked) -> None:
     check_that_picked_ranks_run(fleet, want, lambda: ask_every_rank(fleet.prefill))
     pushed = "kvconnect_router_requests_total"
     assert fleet.least.metric(pushed, mode="push", outcome="ok") == COUNT
-    # What the router takes a rank's share of.
-    assert f'num_gpu_blocks="{len(RANKS) * BLOCKS}"' in fleet.prefill.scrape()
+    # What the router takes a rank's use for a share of.
+    assert f'kv_cache_size_tokens="{BLOCKS * BLOCK_SIZE}"' in fleet.prefill.scrape()
     assert_quiet(fleet.prefill, fleet.decode)
 
 
