@@ -76,9 +76,10 @@ bytes over seconds is the mean speed of one rank. An engine that does not step p
 new: its gauges keep the values of its last step. What workers know of their connections is shown
 for the first of them.
 
-`peer` is the `host:port` at which another engine's first worker listens. The first 32 that the
-serving process sees have their own series until it ends; later ones are added up as `other`, so
-that engines which come and go cannot fill the scrape.
+`peer` is another engine's host and the beginning of its id, as in `10.1.2.3/7565b9d2`; `host:port`
+if a connection ends before it has said its id. The first 32 that the serving process sees have
+their own series until it ends; later ones are added up as `other`, so that engines which come and
+go cannot fill the scrape.
 """
 
 _SGLANG = """\
