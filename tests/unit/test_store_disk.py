@@ -105,6 +105,20 @@ def test_a_restart_reads_indexes_and_not_records(
     assert get(store, keys).count(OK) == found
 
 
+def test_a_file_that_is_used_again_leaves_no_index(opened: Open, tmp_path: Path) -> None:
+    """Also if it was of a format that this store does not read."""
+    old = opened(b"of another model")
+    put(old, names("old", 2500))
+    old.close()
+    stems = {index.with_suffix("") for index in segments(tmp_path, ".idx")}
+    assert len(stems) >= 3
+    store = opened()
+    put(store, names("new", 2500))
+    left = {segment.with_suffix("") for segment in segments(tmp_path)}
+    assert stems - left, "no file was used again"
+    assert {index.with_suffix("") for index in segments(tmp_path, ".idx")} <= left
+
+
 @pytest.mark.parametrize("damage", ["removed", "flipped", "cut", "huge"])
 def test_an_index_that_is_bad_is_made_anew(opened: Open, tmp_path: Path, damage: str) -> None:
     keys = names("k", 1500)

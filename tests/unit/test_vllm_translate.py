@@ -9,7 +9,9 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.events import EventLog
+from kvconnect.engines.vllm.records import records_for_all
 from kvconnect.engines.vllm.translate import long_ropes, total_kv_heads
 from kvconnect.errors import Incompatible
 from kvconnect.plan.groups import CacheGroup
@@ -58,6 +60,47 @@ def test_heads_of_layers_that_differ_in_them() -> None:
 def test_where_rotations_change(rope: Any, most: list[int]) -> None:
     model: Any = SimpleNamespace(hf_text_config=SimpleNamespace(rope_parameters=rope))
     assert long_ropes(model) == most
+
+
+def long_rope_model(max_model_len: int) -> Any:
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+    return SimpleNamespace(
+        model="phi",
+        max_model_len=max_model_len,
+        hf_config=SimpleNamespace(to_dict=dict),
+        hf_text_config=SimpleNamespace(rope_parameters=rope),
+        quantization=None,
+        hf_overrides={},
+        hf_config_path=None,
+    )
+
+
+def test_what_engines_of_other_lengths_rotate_is_another_format(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only where the lengths are on two sides of what the model was first made for."""
+    monkeypatch.setattr(translate, "packings", lambda config: {"rows"})
+    cache: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec(4))])
+
+    def told(max_model_len: int) -> dict[str, str | int]:
+        settings: Any = SimpleNamespace(
+            model_config=long_rope_model(max_model_len),
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+        )
+        return translate.handoff_format(settings, cache, {"0": torch.zeros(1)})
+
+    assert told(2048) == told(4096) != told(4097) == told(131072)
+
+
+def test_other_engines_do_not_use_what_is_rotated_in_two_ways() -> None:
+    settings: Any = SimpleNamespace(
+        model_config=long_rope_model(4096),
+        speculative_config=None,
+        load_config=SimpleNamespace(load_format="auto"),
+    )
+    nothing: Any = None
+    with pytest.raises(Incompatible, match="LongRoPE"):
+        records_for_all(settings, nothing, {}, nothing)
 
 
 def test_events_of_blocks_that_another_request_asked_for() -> None:

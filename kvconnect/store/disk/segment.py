@@ -136,9 +136,8 @@ def create(stem: str, head: SegmentHead, nbytes: int, spare: Segment | None) -> 
         file = spare.file
     try:
         if spare is not None:
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # one of another format was never looked at
+            # Whether one of another format has an index was not looked at.
+            with contextlib.suppress(FileNotFoundError):
                 os.unlink(spare.stem + INDEX)
         file.write_page(pack_segment(head), 0)
         if spare is not None:
