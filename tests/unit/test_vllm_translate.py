@@ -13,7 +13,7 @@ from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.events import EventLog
 from kvconnect.engines.vllm.records import records_for_all
 from kvconnect.engines.vllm.translate import long_ropes, total_kv_heads
-from kvconnect.errors import Incompatible
+from kvconnect.errors import Incompatible, Refused
 from kvconnect.plan.groups import CacheGroup
 
 
@@ -101,6 +101,15 @@ def test_other_engines_do_not_use_what_is_rotated_in_two_ways() -> None:
     nothing: Any = None
     with pytest.raises(Incompatible, match="LongRoPE"):
         records_for_all(settings, nothing, {}, nothing)
+
+
+def test_prompts_with_embeddings_are_not_handed_off() -> None:
+    fields = {"lora_request": None, "cache_salt": None, "mm_features": []}
+    asked: Any = SimpleNamespace(prompt_token_ids=[0, 0], prompt_embeds=None, **fields)
+    assert len(translate.prompt_content(asked)) == 32
+    asked.prompt_embeds = "between the tokens"
+    with pytest.raises(Refused, match="embeddings"):
+        translate.prompt_content(asked)
 
 
 def test_events_of_blocks_that_another_request_asked_for() -> None:
