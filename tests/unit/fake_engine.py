@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import ssl
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import wraps
@@ -33,6 +34,7 @@ class FakeEngine:
         self.asked: list[dict[str, Any]] = []  # bodies of completions, without those for cards
         self.headers: list[dict[str, str]] = []
         self.paths: list[str] = []
+        self.got: Counter[str] = Counter()  # paths of questions that only some tests answer
         self.dropped = 0  # requests whose connection was closed before their end
         self.cards = 0  # given out; 0 lifetime: none
         self.card_of_rank: dict[str, str] = {}
@@ -81,6 +83,7 @@ class FakeEngine:
         return web.json_response({"data": [{"id": name} for name in self.models]})
 
     async def _other(self, request: web.Request) -> web.StreamResponse:
+        self.got[request.path] += 1
         answer = self.extra.get(request.path)
         if answer is None:
             return web.Response(status=404)
@@ -209,10 +212,11 @@ class Bench:
         """Wait until the router can push to every prefill engine that gives out cards."""
         for engine in self.prefill:
             if engine.card_lifetime_s:
-                await until(lambda url=engine.url: self._fetched(url))
+                await until(lambda url=engine.url: self.fetched(url, "ok"))
 
-    async def _fetched(self, url: str) -> bool:
-        return await self.metric("card_fetches_total", upstream=url, outcome="ok") > 0
+    async def fetched(self, url: str, outcome: str) -> bool:
+        """Whether a card was asked for with that outcome."""
+        return await self.metric("card_fetches_total", upstream=url, outcome=outcome) > 0
 
 
 def lower(headers: Mapping[str, str]) -> dict[str, str]:

@@ -37,6 +37,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "PROBE_FIRST_S", 0.02)
     monkeypatch.setattr(watch, "CARD_RETRY_S", 0.02)
     monkeypatch.setattr(watch, "PROBE_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(watch, "LEARN_EVERY_S", 0.05)
 
 
 def sglang(answer: Handler, tokens: list[int]) -> FakeEngine:
@@ -70,15 +71,17 @@ def vllm(answer: Handler, shares: list[float], settings: str = "") -> FakeEngine
     return engine
 
 
-async def loads_are_known(router: Bench) -> None:
-    """Wait until every engine's load has been heard of."""
+async def engines_are_known(router: Bench) -> None:
+    """Wait until the router knows what every engine is and how busy."""
     for leg, engines in (("prefill", router.prefill), ("decode", router.decode)):
         for engine in engines:
-            await until(lambda e=engine, n=leg: _known(router, n, e.url))
+            await until(lambda e=engine, n=leg: _known(router, n, e))
 
 
-async def _known(router: Bench, leg: str, url: str) -> bool:
-    return await router.metric("foreign_tokens", leg=leg, upstream=url, rank="0") >= 0
+async def _known(router: Bench, leg: str, engine: FakeEngine) -> bool:
+    if engine.got["/version"] + engine.got["/server_info"] < 2:
+        return False  # it is asked again only once its first answers are taken
+    return await router.metric("foreign_tokens", leg=leg, upstream=engine.url, rank="0") >= 0
 
 
 # SGLang -----------------------------------------------------------------------------------------
@@ -91,7 +94,7 @@ async def test_sglangs_servers_meet_on_the_ranks_with_the_fewest_tokens(path: st
     ds = [sglang(decodes, [90]), sglang(decodes, [7, 5, 3])]
     evil = {"bootstrap_host": "10.6.6.6", "routed_dp_rank": 9}
     async with bench(ps, ds) as router:
-        await loads_are_known(router)
+        await engines_are_known(router)
         status, _, headers = await router.post(ASK | evil, path)
         assert (status, headers["x-kvconnect-mode"]) == (200, "bootstrap")
         (p,), (d,) = ps[0].asked, ds[1].asked
@@ -152,7 +155,7 @@ async def test_a_failed_prefill_of_sglang_is_retried_with_the_same_decode_server
 
     ds[1].answer = after_the_first
     async with bench(ps, ds) as router:
-        await loads_are_known(router)
+        await engines_are_known(router)
         status, _, headers = await router.post(ASK)
         assert (status, headers["x-kvconnect-prefill"]) == (200, "1")
         assert headers["x-kvconnect-decode"] == "1"
@@ -173,7 +176,7 @@ async def test_a_retry_goes_without_the_clients_id() -> None:
 
     d = sglang(once, [0])
     async with bench(ps, [d]) as router:
-        await loads_are_known(router)
+        await engines_are_known(router)
         status, _, headers = await router.post(ASK | {"rid": "mine"})
         assert (status, headers["x-kvconnect-prefill"]) == (200, "1")
         assert [asked.get("rid") for asked in d.asked] == ["mine", None]
@@ -187,7 +190,7 @@ async def test_a_retry_goes_without_the_clients_id() -> None:
 async def test_ranks_of_vllm_are_named_in_a_header_and_have_cards_of_their_own() -> None:
     p, d = vllm(prefills, [0.5, 0.1]), vllm(decodes, [0.0, 0.0, 0.2])
     async with bench([p], [d]) as router:
-        await loads_are_known(router)
+        await engines_are_known(router)
         await until(lambda: p.cards >= 2)
         ranks = []
         for _ in range(2):
@@ -221,7 +224,7 @@ async def test_mooncakes_decode_engine_is_told_what_its_prefill_engine_does_not_
     p.settings = f",engine=mooncake,bootstrap={p.port}"
     await p.stop()
     async with bench([p], [d]) as router:
-        await loads_are_known(router)
+        await engines_are_known(router)
         for _ in range(2):
             status, _, headers = await router.post(ASK)
             assert (status, headers["x-kvconnect-mode"]) == (200, "pull")
@@ -240,7 +243,7 @@ async def test_a_mixed_fleet_is_paired() -> None:
     ps = [vllm(prefills, [0.0]), sglang(decodes, [0])]
     ds = [sglang(decodes, [0]), vllm(decodes, [0.0])]
     async with bench(ps, ds) as router:
-        await loads_are_known(router)
+        await engines_are_known(router)
         modes = set()
         for _ in range(4):
             _, _, headers = await router.post(ASK)
@@ -256,8 +259,7 @@ async def test_versions_that_engines_tell_keep_them_apart() -> None:
     for n, engine in enumerate([*ps, *reversed(ds)]):
         engine.extra["/version"] = says(200, {"version": f"0.{n % 2}"})
     async with bench(ps, ds) as router:
-        await loads_are_known(router)
-        await until(lambda: _models(router))
+        await engines_are_known(router)
         pairs = set()
         for _ in range(4):
             _, _, headers = await router.post(ASK)
@@ -270,8 +272,7 @@ async def _models(router: Bench) -> bool:
 
 
 @on_loop
-async def test_an_adapter_that_is_loaded_while_engines_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "LEARN_EVERY_S", 0.05)
+async def test_an_adapter_that_is_loaded_while_engines_run() -> None:
     p, d = FakeEngine(prefills), FakeEngine(decodes)
     async with bench([p], [d]) as router:
         await until(lambda: _models(router))
@@ -304,7 +305,7 @@ async def test_a_model_that_nobody_serves_is_named() -> None:
 async def test_loads_are_read_and_own_requests_are_not_counted_twice() -> None:
     p, d = vllm(hangs, [0.25]), vllm(decodes, [0.5])
     async with bench([p], [d], intervals=Intervals(0.02, 0), pull=True, timeout_s=3.0) as router:
-        await loads_are_known(router)
+        await engines_are_known(router)
         labels = {"leg": "prefill", "upstream": p.url, "rank": "0"}
         assert await router.metric("foreign_tokens", **labels) == 400
         prompt = [1] * 300
