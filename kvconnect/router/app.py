@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hmac
 import itertools
 import logging
@@ -23,11 +24,11 @@ from kvconnect.router.admin import make_admin
 from kvconnect.router.admission import Admission
 from kvconnect.router.caches import Caches
 from kvconnect.router.exchange import Exchange, Services
-from kvconnect.router.http1 import Client
 from kvconnect.router.leftovers import Leftovers
 from kvconnect.router.membership import Membership
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.options import Options
+from kvconnect.router.pool import Client
 from kvconnect.router.spans import Spans
 from kvconnect.router.upstreams import Fleet, Upstream
 from kvconnect.router.view import Role
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 2**20
 _OPEN = ("/health", "/metrics")
+_GARBAGE = 10_000  # new objects between two looks for unreachable ones
 _BACKLOG = 1024  # connections that wait to be accepted
 IDLE_S = 75.0  # a connection may wait so long for a request, until the end of its head
 UNREAD_S = 60.0  # a client may take nothing of what waits for it so long
@@ -175,6 +177,10 @@ def serve(options: Options) -> None:
         host = f"[{at.host}]" if ":" in at.host else at.host
         scheme = "http" if context is None else "https"
         logger.info("router on %s://%s:%d", scheme, host, listener.getsockname()[1])
+        # To look through all that start-up made holds up every request for milliseconds.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(_GARBAGE)
         web.run_app(
             make_app(options),
             sock=listener,

@@ -13,7 +13,6 @@ from kvconnect.errors import KVConnectError
 from kvconnect.router import legs
 from kvconnect.router.admission import Busy
 from kvconnect.router.http1 import (
-    Client,
     Connection,
     Exhausted,
     Lost,
@@ -23,6 +22,7 @@ from kvconnect.router.http1 import (
 )
 from kvconnect.router.metrics import LegOutcome, RouterMetrics
 from kvconnect.router.policy import Cause, Place
+from kvconnect.router.pool import Client
 from kvconnect.router.upstreams import Upstream
 from kvconnect.router.view import Role
 
@@ -200,10 +200,10 @@ class Leg:
             raise self._error(Answer(status, "application/json", body))
         return begin
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """Yield the rest of a stream as it comes."""
+    async def chunks(self, forward: Callable[[bytes], bool]) -> AsyncIterator[bytes]:
+        """Yield of the rest of a stream, as it comes, what ``forward`` does not take."""
         with self._failures():
-            while chunk := await self._opened.readany():
+            while chunk := await self._opened.readany(forward):
                 yield chunk
         self._outcome = LegOutcome.OK
 

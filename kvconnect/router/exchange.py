@@ -23,11 +23,11 @@ from kvconnect.router import legs
 from kvconnect.router.admission import Admission, Busy
 from kvconnect.router.caches import Caches
 from kvconnect.router.client import Answer, Ask, Leg, LegFailed, Overhead, Rejected
-from kvconnect.router.http1 import Client, within
 from kvconnect.router.leftovers import Leftovers
 from kvconnect.router.metrics import Outcome, RouterMetrics
 from kvconnect.router.options import Options
 from kvconnect.router.policy import Choice, Mode, Place, Reason, Tried, Wish, choose, unpaired
+from kvconnect.router.pool import Client, within
 from kvconnect.router.reply import Reply
 from kvconnect.router.spans import Spans
 from kvconnect.router.upstreams import Fleet, Upstream
@@ -232,7 +232,7 @@ class Exchange:
         stream = await self._reply.begin(leg.content_type)
         try:
             await self._reply.write(first)
-            async for chunk in leg.chunks():
+            async for chunk in leg.chunks(self._reply.forward):
                 await self._reply.write(chunk)
             await stream.write_eof()
             self._outcome = Outcome.OK

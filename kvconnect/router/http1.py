@@ -1,4 +1,4 @@
-"""HTTP/1.1 to engines: requests on connections that are kept. Everything runs on the event loop.
+"""HTTP/1.1 to engines: one request at a time on a connection. Everything runs on the event loop.
 
 A router sends two requests for each that it gets and passes on every token; with a general client
 that is most of its time. This one does what engines need: JSON out, an answer or a stream in.
@@ -7,23 +7,17 @@ that is most of its time. This one does what engines need: JSON out, an answer o
 from __future__ import annotations
 
 import asyncio
-import errno
-import ssl
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
 import httptools
 
 from kvconnect.errors import KVConnectError
 
-CONNECT_S = 5.0
-IDLE_S = 2.0  # a connection is used again this long; engines (uvicorn) close theirs after 5
-_T = TypeVar("_T")
 _HIGH = 256 * 1024  # bytes of an answer that wait here before the engine has to
-_IDLE_MOST = 256  # connections kept per engine
 
 
 class Unreachable(KVConnectError):
@@ -78,6 +72,10 @@ class Arriving:
         framed = "content-length" in self.headers or "transfer-encoding" in self.headers
         self.ended = self.ended or (self.began and not framed)
 
+    def body(self) -> bytes:
+        """Return what waits of the body."""
+        return self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
+
     def on_header(self, name: bytes, value: bytes) -> None:
         """httptools: a header came."""
         self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
@@ -106,6 +104,7 @@ class Connection(asyncio.Protocol):
         self.answer = Arriving()  # to the last request
         self.answer.ended = True  # there was none
         self._waiting: asyncio.Future[None] | None = None
+        self._forward: Callable[[bytes], bool] | None = None
         self._broken: Lost | None = None
         self._paused = False
         self._heard = 0.0
@@ -128,6 +127,10 @@ class Connection(asyncio.Protocol):
             answer.parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._break(f"sent what is no HTTP answer: {error}")
+        if self._forward is not None and answer.chunks and self._forward(answer.body()):
+            answer.chunks.clear()
+            if not answer.ended:
+                return
         if not self._paused and sum(map(len, answer.chunks)) > _HIGH:
             self._paused = True
             self._transport.pause_reading()
@@ -169,8 +172,12 @@ class Connection(asyncio.Protocol):
         while not self.answer.began:
             await self._news()
 
-    async def readany(self) -> bytes:
+    async def readany(self, forward: Callable[[bytes], bool] | None = None) -> bytes:
         """Return what is there of the body, at least a byte; nothing: it is whole.
+
+        While nothing is there, ``forward`` gets what comes; what it returns False for is returned
+        here. It is called at once where the bytes arrive: waking a task for each costs more than
+        all the rest of passing a token on.
 
         Raises:
             Lost: it breaks off.
@@ -179,8 +186,12 @@ class Connection(asyncio.Protocol):
         while not answer.chunks:
             if answer.ended:
                 return b""
-            await self._news()
-        data = answer.chunks[0] if len(answer.chunks) == 1 else b"".join(answer.chunks)
+            self._forward = forward
+            try:
+                await self._news()
+            finally:
+                self._forward = None
+        data = answer.body()
         answer.chunks.clear()
         if self._paused:
             self._paused = False
@@ -234,144 +245,6 @@ class Connection(asyncio.Protocol):
     def _wake(self) -> None:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
-
-
-class Client:
-    """Connections to all engines of a router."""
-
-    def __init__(self, silence_s: float, tls: ssl.SSLContext | None = None) -> None:
-        self._silence_s = silence_s
-        self._idle: dict[Base, list[Connection]] = {}
-        self._tls = tls  # made when first needed: reading the authorities takes a while
-
-    async def open(
-        self,
-        base: Base,
-        head: bytes,
-        body: bytes = b"",
-        written: Callable[[], None] | None = None,
-    ) -> Connection:
-        """Send a request; return its connection with the head of the answer.
-
-        A kept connection may have been closed by the engine just now: if none of an answer comes
-        before that, the request goes out once more, on a new one.
-
-        Raises:
-            Unreachable: no connection within ``CONNECT_S``.
-            Lost: the answer does not begin.
-        """
-        kept = self._take(base)
-        if kept is not None:
-            try:
-                return await self._ask(kept, head, body, written)
-            except Closed:
-                pass
-        return await self._ask(await self._connect(base), head, body, written)
-
-    def release(self, base: Base, connection: Connection) -> None:
-        """Give a connection back; closed unless the answer is whole."""
-        idle = self._idle.setdefault(base, [])
-        if connection.done():
-            connection.used_at = time.monotonic()
-            idle.append(connection)
-            if len(idle) > _IDLE_MOST:
-                idle.pop(0).close()
-
-    def forget(self, base: Base) -> None:
-        """Close what is kept of an engine."""
-        for connection in self._idle.pop(base, ()):
-            connection.close()
-
-    def close(self) -> None:
-        """Close what is kept."""
-        for base in list(self._idle):
-            self.forget(base)
-
-    async def get(self, base: Base, path: str, timeout_s: float) -> tuple[int, bytes]:
-        """Return status and body of a GET.
-
-        Raises:
-            Unreachable, Lost, asyncio.TimeoutError: no answer.
-        """
-        return await self.whole(base, head_of(base, "GET", path, {}), b"", timeout_s)
-
-    async def whole(
-        self, base: Base, head: bytes, body: bytes, timeout_s: float
-    ) -> tuple[int, bytes]:
-        """Return status and body of a whole answer.
-
-        Raises:
-            Unreachable, Lost, asyncio.TimeoutError: no answer.
-        """
-        return await within(self._whole(base, head, body), timeout_s)
-
-    async def _whole(self, base: Base, head: bytes, body: bytes) -> tuple[int, bytes]:
-        """On a connection of its own: what looks after engines must not see old ones break."""
-        connection = await self._ask(await self._connect(base), head, body, None)
-        try:
-            return connection.answer.status, await read(connection)
-        finally:
-            connection.close()
-
-    async def _ask(
-        self,
-        connection: Connection,
-        head: bytes,
-        body: bytes,
-        written: Callable[[], None] | None,
-    ) -> Connection:
-        begun = False
-        try:
-            connection.send(head, body, self._silence_s)
-            if written is not None:
-                written()
-            await connection.begun()
-            begun = True
-        finally:
-            if not begun:
-                connection.close()
-        return connection
-
-    async def _connect(self, base: Base) -> Connection:
-        loop = asyncio.get_running_loop()
-        if base.tls:
-            self._tls = self._tls or ssl.create_default_context()
-        tls = self._tls if base.tls else None
-        connecting = loop.create_connection(Connection, base.host, base.port, ssl=tls)
-        try:
-            return (await within(connecting, CONNECT_S))[1]
-        except (OSError, asyncio.TimeoutError) as error:
-            full = getattr(error, "errno", 0) in (errno.EMFILE, errno.ENFILE)
-            kind = Exhausted if full else Unreachable
-            raise kind(f"{base.name}: {error or 'no connection in time'}") from error
-
-    def _take(self, base: Base) -> Connection | None:
-        idle = self._idle.get(base)
-        now = time.monotonic()
-        while idle:
-            connection = idle.pop()
-            if connection.usable and now - connection.used_at < IDLE_S:
-                return connection
-            connection.close()
-        return None
-
-
-async def within(work: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
-    """Return what ``work`` returns. Unlike ``asyncio.wait_for`` of Python 3.11 and before, it
-    never swallows a cancellation that comes with the result.
-
-    Raises:
-        asyncio.TimeoutError: not within ``timeout_s`` seconds.
-    """
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait({task}, timeout=timeout_s)
-        if task.done():
-            return task.result()
-    finally:
-        if task.cancel():
-            await asyncio.wait({task})
-    raise asyncio.TimeoutError
 
 
 async def read(connection: Connection) -> bytes:

@@ -15,9 +15,9 @@ from typing import Any
 
 from kvconnect.errors import Refused
 from kvconnect.router import sources
-from kvconnect.router.http1 import Client
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.options import Options, Worker
+from kvconnect.router.pool import Client
 from kvconnect.router.prefixes import PrefixIndex
 from kvconnect.router.probe import Prober
 from kvconnect.router.sources import Named, Source

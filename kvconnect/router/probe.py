@@ -17,10 +17,11 @@ from typing import Any
 from kvconnect.errors import KVConnectError, Refused
 from kvconnect.router import legs, reports
 from kvconnect.router.exchange import bodies, mooncake_ticket
-from kvconnect.router.http1 import Client, Exhausted, Lost, Unreachable, head_of, within
+from kvconnect.router.http1 import Exhausted, Lost, Unreachable, head_of
 from kvconnect.router.metrics import ProbeOutcome, RouterMetrics
 from kvconnect.router.pick import Why
 from kvconnect.router.policy import Choice, Mode, Place, Reason
+from kvconnect.router.pool import Client, within
 from kvconnect.router.proofs import Pair
 from kvconnect.router.upstreams import Fleet, Upstream
 from kvconnect.router.view import Role, Target

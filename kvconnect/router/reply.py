@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from kvconnect.router import legs
 from kvconnect.router.client import Answer
@@ -47,6 +47,10 @@ class Reply:
             ConnectionError: the client is gone; so do :meth:`write` and the stream's end.
         """
         stream = web.StreamResponse(headers=self._headers(content_type))
+        if self._request.version >= HttpVersion11:
+            stream.enable_chunked_encoding()
+        else:
+            stream.force_close()  # only that ends it, and aiohttp would keep the connection
         await stream.prepare(self._request)
         self.stream, self.status = stream, stream.status
         return stream
@@ -56,6 +60,18 @@ class Reply:
         assert self.stream is not None, "begin() comes first"
         self._tail = (self._tail + chunk)[-len(_EVENT_END) :]
         await self.stream.write(chunk)
+
+    def forward(self, chunk: bytes) -> bool:
+        """Send a piece after the first, if that can be done at once; return whether it was."""
+        transport = self._request.transport
+        if transport is None or transport.is_closing() or transport.get_write_buffer_size():
+            return False
+        assert self.stream is not None, "write() comes first"
+        if not self.stream.chunked:  # HTTP/1.0
+            return False
+        self._tail = (self._tail + chunk)[-len(_EVENT_END) :]
+        transport.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+        return True
 
     async def break_off(self, message: str) -> None:
         """End the stream with an error event, as engines do."""

@@ -14,8 +14,9 @@ from typing import Any
 
 from kvconnect.errors import Refused
 from kvconnect.router import legs, reports
-from kvconnect.router.http1 import Base, Client, Exhausted, Lost, Unreachable, head_of
+from kvconnect.router.http1 import Base, Exhausted, Lost, Unreachable, head_of
 from kvconnect.router.metrics import RouterMetrics
+from kvconnect.router.pool import Client
 from kvconnect.router.upstreams import Said, Upstream
 from kvconnect.router.view import Engine, Role
 

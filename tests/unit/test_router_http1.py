@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvconnect.router.http1 import Base, Client, Lost, head_of, read
+from kvconnect.router.http1 import Base, Lost, head_of, read
+from kvconnect.router.pool import Client
 from tests.unit.fake_engine import on_loop, until
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"

@@ -27,9 +27,10 @@ from kvconnect.router import breaker as breakers
 from kvconnect.router import watch
 from kvconnect.router.admission import Admission, Busy
 from kvconnect.router.breaker import Breaker
-from kvconnect.router.http1 import Base, Client
+from kvconnect.router.http1 import Base
 from kvconnect.router.loads import Loads
 from kvconnect.router.options import AdminAccess, Limits, Sources, Worker
+from kvconnect.router.pool import Client
 from kvconnect.router.sources import dns, file
 from kvconnect.router.upstreams import Upstream
 from kvconnect.router.view import Engine, Role
