@@ -3,7 +3,7 @@
     python -m benchmarks.tiers [--rounds N]
 
 Engines with the same model (float32) live side by side and work in turn, never at the same time:
-one without a connector, one whose prompts come from host memory, one from disk, one from a Valkey
+two without a connector, one whose prompts come from host memory, one from disk, one from a Valkey
 or Redis server on this machine, and one with the cost rule over a disk. Host memory of the last
 three holds four prompts and more are asked for in turn, so that none is found there; all load
 whatever there is but the last.
@@ -13,8 +13,10 @@ engine without a connector on a new one. ``copy_share_disk``, ``_remote``: of th
 there, how much was the copy from host memory to the device, which overlapping the two could save.
 ``cost_rule_worst``: prompts of which a share is stored, from none to all; the rule's engine over
 the one that computes everything, median over rounds, the worst share. ``always_worst`` is the same
-for the engine that always loads from disk, and ``cost_rule_at_0`` what looking for blocks that
-are nowhere costs. All answers must be the same tokens; hits are checked by KVConnect's counters.
+for the engine that always loads from disk, and ``cost_rule_at_0`` what looking for blocks that are
+nowhere costs. ``control_worst``, ``control_at_0``: the same for a second engine without a
+connector, which tells how far two engines differ by themselves. All answers must be the same
+tokens; hits are checked by KVConnect's counters.
 """
 
 from __future__ import annotations
@@ -106,13 +108,13 @@ def measure_hits(engines: dict[str, Engine], new: NewPrompts, rounds: int) -> di
 
 def measure_rule(engines: dict[str, Engine], new: NewPrompts, rounds: int) -> dict[str, Any]:
     """Prompts of which a share is on disk: with the rule, always loading, and computing."""
-    plain, rule, always = (engines[name] for name in ("plain", "rule", "disk"))
+    plain, rule, always, control = (engines[name] for name in ("plain", "rule", "disk", "control"))
     stored = [new.take() for _ in range(STORED_PROMPTS)]
     store([rule, always], plain, stored)
     for number in range(WARM_UP):
         rule.llm.generate([{"prompt_token_ids": stored[number % STORED_PROMPTS]}], use_tqdm=False)
     ratios: dict[str, dict[float, list[float]]] = {
-        name: {share: [] for share in SHARES} for name in ("rule", "disk")
+        name: {share: [] for share in SHARES} for name in ("rule", "disk", "control")
     }
     turn = 0
     for number in range(rounds):
@@ -121,7 +123,7 @@ def measure_rule(engines: dict[str, Engine], new: NewPrompts, rounds: int) -> di
             head = stored[turn % STORED_PROMPTS][: int(share * PROMPT_BLOCKS) * BLOCK_SIZE]
             prompt = head + new.take(len(stored[0]) - len(head))
             seconds = {}
-            for engine in (plain, rule, always)[:: -1 if number % 2 else 1]:
+            for engine in (plain, rule, always, control)[:: -1 if number % 2 else 1]:
                 seconds[engine.name] = first_token(engine, prompt)
             for name, values in ratios.items():
                 values[share].append(seconds[name] / seconds["plain"])
@@ -134,6 +136,8 @@ def measure_rule(engines: dict[str, Engine], new: NewPrompts, rounds: int) -> di
         "cost_rule_worst": max(by_share["rule"].values()),
         "cost_rule_at_0": by_share["rule"][0.0],
         "cost_rule_at_100": by_share["rule"][1.0],
+        "control_worst": max(by_share["control"].values()),
+        "control_at_0": by_share["control"][0.0],
         "always_worst": max(by_share["disk"].values()),
         "always_at_100": by_share["disk"][1.0],
     }
@@ -162,6 +166,7 @@ def main() -> None:
         server = start_server(stack, folder)
         wanted: dict[str, dict[str, Any] | None] = {
             "plain": None,
+            "control": None,
             "host": {"host_bytes": LARGE},
             "disk": {"host_bytes": SMALL, "load_when": "always", "disk": disks[0]},
             "rule": {"host_bytes": SMALL, "disk": disks[1]},

@@ -1,11 +1,12 @@
-"""How many requests a router works on at a time, and how many may wait. On the event loop."""
+"""How many requests a router works on at a time, how many may wait, and what memory they may take.
+On the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from kvconnect.errors import KVConnectError
 from kvconnect.router.options import Limits
@@ -77,3 +78,31 @@ class Admission:
             self._waiting(len(self._queue))
         else:
             self._inside -= 1
+
+
+class Bodies:
+    """Memory for the bodies of all open requests together: ``most`` bytes."""
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+
+    @contextmanager
+    def room(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function that takes room for so many bytes more; the block's end gives it back.
+
+        Raises:
+            Busy: (the function) there is no room for them now.
+        """
+        taken = 0
+
+        def take(size: int) -> None:
+            nonlocal taken
+            taken += size
+            self._left -= size
+            if self._left < 0:
+                raise Busy("the bodies of open requests take all the memory they may", 1)
+
+        try:
+            yield take
+        finally:
+            self._left += taken

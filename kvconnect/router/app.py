@@ -19,9 +19,10 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, disable_created_metrics, generate_latest
 
+from kvconnect import memory
 from kvconnect.router import legs
 from kvconnect.router.admin import make_admin
-from kvconnect.router.admission import Admission
+from kvconnect.router.admission import Admission, Bodies
 from kvconnect.router.caches import Caches
 from kvconnect.router.exchange import Exchange, Services
 from kvconnect.router.leftovers import Leftovers
@@ -79,6 +80,7 @@ class Edge:
             self._metrics,
             self._client,
             admission,
+            Bodies(_room_for_bodies()),
             caches,
             Spans(),
             Leftovers(),
@@ -209,6 +211,11 @@ def _known_clients(keys: Sequence[str]) -> Middleware:
         return error_response(401, "send Authorization: Bearer and an API key")
 
     return known
+
+
+def _room_for_bodies() -> int:
+    """An eighth of free memory: parsed, token ids take up to seven times their bytes."""
+    return (memory.available_bytes() or 2**33) // 8
 
 
 def _models(upstreams: Iterable[Upstream]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,7 +20,7 @@ from aiohttp import web
 
 from kvconnect.errors import Refused
 from kvconnect.router import legs
-from kvconnect.router.admission import Admission, Busy
+from kvconnect.router.admission import Admission, Bodies, Busy
 from kvconnect.router.caches import Caches
 from kvconnect.router.client import Answer, Ask, Leg, LegFailed, Overhead, Rejected
 from kvconnect.router.leftovers import Leftovers
@@ -49,6 +49,7 @@ class Services(NamedTuple):
     metrics: RouterMetrics
     client: Client
     admission: Admission
+    bodies: Bodies
     caches: Caches
     spans: Spans
     leftovers: Leftovers
@@ -78,7 +79,7 @@ class Exchange:
                 return self._reply.error(504, message)
             await self._reply.break_off(message)
             return self._reply.stream
-        except web.HTTPException:  # the body is too large
+        except web.HTTPException:  # the body is too large, or too slow
             self._outcome = Outcome.REJECTED
             raise
         finally:
@@ -89,15 +90,10 @@ class Exchange:
 
     async def _answer(self) -> web.StreamResponse:
         try:
-            reading, whole = self._request.read(), self._request.content.is_eof()
-            raw = await (reading if whole else within(reading, BODY_S))
-        except asyncio.TimeoutError:
-            self._outcome = Outcome.REJECTED
-            return self._reply.error(408, f"the body was not there within {BODY_S:g} seconds")
-        try:
-            body = legs.parse_body(raw)
-            async with self._spans.turn(self._services.admission.enter()):
-                return await self._attempts(body)
+            with self._services.bodies.room() as take:
+                body = legs.parse_body(await self._body(take))
+                async with self._spans.turn(self._services.admission.enter()):
+                    return await self._attempts(body)
         except Busy as error:
             self._outcome = Outcome.REJECTED
             return self._reply.error(429, str(error), {"Retry-After": str(error.retry_s)})
@@ -112,6 +108,29 @@ class Exchange:
             if error.role is Role.DECODE and error.answer is not None:
                 return self._reply.whole(error.answer)
             return self._reply.error(502, str(error))
+
+    async def _body(self, take: Callable[[int], None]) -> bytearray:
+        """Read the request's body.
+
+        Raises:
+            Busy: the router holds too many already.
+            web.HTTPException: it is too large, or too slow.
+        """
+        reading, whole = self._read(take), self._request.content.is_eof()
+        try:
+            return await (reading if whole else within(reading, BODY_S))
+        except asyncio.TimeoutError:
+            late = f"the body was not there within {BODY_S:g} seconds"
+            raise web.HTTPRequestTimeout(reason=late) from None
+
+    async def _read(self, take: Callable[[int], None]) -> bytearray:
+        body, most = bytearray(), self._request.client_max_size
+        while piece := await self._request.content.readany():
+            take(len(piece))
+            body += piece
+            if len(body) > most:
+                raise web.HTTPRequestEntityTooLarge(most, len(body))
+        return body
 
     async def _attempts(self, body: dict[str, Any]) -> web.StreamResponse:
         """Try pairs of engines until one answers.

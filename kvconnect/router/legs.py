@@ -78,7 +78,7 @@ class Card(NamedTuple):
     lifetime_s: float
 
 
-def parse_body(raw: bytes) -> dict[str, Any]:
+def parse_body(raw: bytes | bytearray) -> dict[str, Any]:
     """Return the JSON object in ``raw`` without what only the router may say.
 
     Raises:

@@ -42,6 +42,7 @@ class Watcher:
         self._upstream = upstream
         self._client = client
         self._metrics = metrics
+        self._late = 0  # probes in a row that were not answered in time
         self._polled = asyncio.Event()  # how many ranks it has is known, if it says so
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -62,13 +63,18 @@ class Watcher:
 
     async def probe(self) -> None:
         """Ask it whether it is well, and mark it."""
-        upstream = self._upstream
+        upstream, late = self._upstream, self._late
+        self._late = 0
         try:
             status, _ = await self._client.get(upstream.base, "/health", PROBE_TIMEOUT_S)
             up = status == 200
         except Exhausted as error:  # which says nothing about the engine
             logger.warning("probe of %s: %s", upstream.url, error)
             return
+        except asyncio.TimeoutError:  # once, it may just be busy
+            self._late = late + 1
+            logger.debug("probe of %s: late", upstream.url)
+            up = upstream.up and not late
         except FAILED as error:
             logger.debug("probe of %s: %r", upstream.url, error)
             up = False

@@ -41,7 +41,7 @@ class FakeEngine:
         self.card_lifetime_s = 100.0
         self.models: tuple[str, ...] = ("tiny",)
         self.well = True
-        self.silent = False  # to probes
+        self.silent = 0  # to so many probes
         self.port = 0
         self.settings = ""  # after the URL, as on the command line
         self.extra: dict[str, Handler] = {}  # answers to other paths
@@ -75,8 +75,10 @@ class FakeEngine:
             self._runner = None
 
     async def _health(self, request: web.Request) -> web.Response:
-        while self.silent:
-            await asyncio.sleep(0.01)
+        self.got["/health"] += 1
+        if self.silent:
+            self.silent -= 1
+            await asyncio.Event().wait()
         return web.Response(status=200 if self.well else 503)
 
     async def _models(self, request: web.Request) -> web.Response:

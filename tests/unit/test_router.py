@@ -768,15 +768,20 @@ async def test_cards_are_renewed_before_they_expire() -> None:
 
 
 @on_loop
-async def test_an_engine_that_is_silent_to_probes_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "PROBE_TIMEOUT_S", 0.2)
+async def test_an_engine_silent_to_two_probes_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "PROBE_TIMEOUT_S", 0.5)
     p, d = pair()
     async with bench([p], [d]) as router:
         await until(lambda: up(router, p, True))
-        p.silent = True
+        probed, cards = p.got["/health"], p.cards
+        p.silent = 1
+        await until(lambda: p.got["/health"] > probed + 3)
+        assert p.cards == cards, "new ones are fetched from an engine that comes back"
+        p.silent = 10**6
         await until(lambda: up(router, p, False))
-        p.silent = False
+        p.silent = 0
         await until(lambda: up(router, p, True))
+        await until(lambda: p.cards > cards)
 
 
 @on_loop

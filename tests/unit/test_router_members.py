@@ -22,6 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvconnect import memory
 from kvconnect.errors import ConfigError
 from kvconnect.router import breaker as breakers
 from kvconnect.router import watch
@@ -172,6 +173,40 @@ async def test_who_waits_gets_in_in_order_and_too_many_are_turned_away() -> None
     assert order == [0, 2] and said[-1] == 0
     async with door.enter():
         pass
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@on_loop
+async def test_bodies_of_all_open_requests_together_have_a_bound(
+    monkeypatch: pytest.MonkeyPatch, chunked: bool
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 8 * 100_000)
+    raw = json.dumps(ASK | {"prompt": "a" * 60_000}).encode()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for at in range(0, len(raw), 7_000):
+            yield raw[at : at + 7_000]
+
+    p, d = FakeEngine(prefills), FakeEngine(hangs)
+    async with bench([p], [d]) as router:
+
+        async def send() -> tuple[int, str | None]:
+            data = pieces() if chunked else raw
+            async with router.client.post(router.url + "/v1/completions", data=data) as answer:
+                return answer.status, answer.headers.get("Retry-After")
+
+        for _ in range(2):
+            first = asyncio.create_task(send())
+            await until(lambda: d.asked)
+            for _ in range(3):
+                assert await send() == (429, "1")
+            d.asked.clear()
+            first.cancel()
+            await until(lambda: d.dropped)
+            d.dropped = 0
+        d.answer = decodes
+        for _ in range(5):
+            assert await send() == (200, None)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 3))
