@@ -158,20 +158,49 @@ def test_source_blocks_are_held_until_the_copy_is_done_or_void() -> None:
     assert half.pool.reset_prefix_cache()
 
 
-def test_gauges_come_together_so_that_quotients_are_right() -> None:
+class Clock:
+    """Stands for the module ``time`` of the scheduler's half."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = time.monotonic()
+        monkeypatch.setattr("kvconnect.engines.vllm.scheduler.time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_gauges_come_together_so_that_quotients_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
     half = make_scheduler()
     first = half.take_stats()
     assert first is not None and half.take_stats() is None  # nothing moved since
     stored(half)
+    clock.now += 0.2
     moved = half.take_stats()
     assert moved is not None
     assert set(moved.data["gauges"]) == set(first.data["gauges"])
     assert moved.data["gauges"]["host_blocks_used"] == {"": 2}
 
 
+def test_gauges_are_not_read_in_every_step_but_when_the_engine_comes_to_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    half = make_scheduler()
+    half.take_stats()
+    request = stored(half)
+    clock.now += 0.05
+    working = half.take_stats()
+    assert working is None or not working.data["gauges"]
+    half.finish_request(request)
+    rest = half.take_stats()
+    assert rest is not None and rest.data["gauges"]["host_blocks_used"] == {"": 2}
+
+
 def test_a_step_that_only_waits_publishes_nothing_but_an_age(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    clock = Clock(monkeypatch)
     half = make_scheduler()
     request = make_request(65)
     half.add_request(request)
@@ -183,16 +212,15 @@ def test_a_step_that_only_waits_publishes_nothing_but_an_age(
     waiting = output(64, ([1, 2],))
     waiting.num_scheduled_tokens, waiting.scheduled_new_reqs = {}, []
     for _ in range(3):
+        clock.now += 0.2
         half.build_step(waiting)
         half.on_reports(None)
         assert half.take_stats() is None
-    later = time.monotonic() + 5
-    monkeypatch.setattr(
-        "kvconnect.engines.vllm.scheduler.time", SimpleNamespace(monotonic=lambda: later)
-    )
+    clock.now += 5
     aged = half.take_stats()
     assert aged is not None and aged.data["gauges"]["ledger_oldest_hold_seconds"][""] >= 4
     half.on_reports(StepReports([Report(job.job)]))
+    clock.now += 0.2
     ended = half.take_stats()
     assert ended is not None and ended.data["gauges"]["jobs_in_flight"]["GPU_to_CPU"] == 0
 

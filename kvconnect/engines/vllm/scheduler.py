@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NOTHING = Instructions()
+_GAUGES_S = 0.1  # between two looks at the gauges while the engine works
 _STORE_SHARE = 0.25  # of the device's blocks may be held by stores; the rest is the engine's
 
 
@@ -48,8 +49,10 @@ class _Promise(NamedTuple):
 
 
 class _Gauges:
-    """The gauges that were published last, and whether they may have moved since. An engine that
-    waits for a copy steps thousands of times a second, and nothing moves but the oldest hold's age.
+    """The gauges that were published last, and whether they may have moved since.
+
+    Reading them takes a tenth of a millisecond: too much for every step, and nobody looks that
+    often. But what an engine comes to rest with stays on display.
     """
 
     def __init__(self) -> None:
@@ -57,9 +60,9 @@ class _Gauges:
         self._values: dict[tuple[str, str | None], float] = {}
         self._looked = 0.0  # when
 
-    def due(self, now: float) -> bool:
-        """Whether to look at them again."""
-        return self.moved or now - self._looked >= 1.0
+    def due(self, now: float, at_rest: bool) -> bool:
+        """Whether to look at them again. The oldest hold's age moves by itself."""
+        return now - self._looked >= (_GAUGES_S if self.moved else 1.0) or (self.moved and at_rest)
 
     def news(
         self, read: Iterable[tuple[str, float, str | None]], now: float
@@ -265,7 +268,7 @@ class SchedulerHalf:
     def take_stats(self) -> KVConnectStats | None:
         """Return what was counted since the last call, with the gauges if one moved."""
         now = time.monotonic()
-        if self._gauges.due(now):
+        if self._gauges.due(now, at_rest=not self._requests and not self.busy):
             below = self.below.gauges() if self.below else ()
             read = chain(gauges(self.plan, now, self._slot_bytes), self.handoff.gauges(now), below)
             for (name, label), value in self._gauges.news(read, now).items():
