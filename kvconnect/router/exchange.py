@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from aiohttp import web
 
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 _FORWARDED = ("X-Request-Id", "Authorization", "traceparent", "tracestate")
 _SESSION = "X-Session-Id"
 BODY_S = 60.0  # for a request's body: who sends slower holds memory
-_T = TypeVar("_T")
 
 
 class Services(NamedTuple):
@@ -308,20 +307,13 @@ def _pulled(body: Mapping[str, Any], ticket: Mapping[str, Any] | None) -> Mappin
 
 async def _beginning(prefill: asyncio.Task[Any], decoding: Coroutine[Any, Any, bytes]) -> bytes:
     """Return the first bytes of an answer that needs ``prefill``, whose failure ends the wait."""
-    async with _beside(decoding) as decode:
+    decode = asyncio.create_task(decoding)
+    try:
         await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
         arrived = decode.done() and decode.exception() is None
         if prefill.done() and not arrived:
             prefill.result()
         return await decode
-
-
-@asynccontextmanager
-async def _beside(work: Coroutine[Any, Any, _T]) -> AsyncIterator[asyncio.Task[_T]]:
-    """Run ``work`` beside the block; leaving cancels what is left of it."""
-    task = asyncio.create_task(work)
-    try:
-        yield task
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        if decode.cancel():
+            await asyncio.gather(decode, return_exceptions=True)

@@ -17,8 +17,10 @@ from tests.engines.models import BLOCK_SIZE
 from tests.engines.pd import (
     card,
     decode_config,
+    pair,
     prefill,
     prefill_config,
+    pull,
     push_params,
     received_bytes,
     sent_bytes,
@@ -262,3 +264,28 @@ def test_what_is_not_sampled_or_not_traced_leaves_no_span(fleet: Fleet) -> None:
     assert_quiet(fleet.prefill, fleet.decode)
     time.sleep(0.5)  # longer than an exporter waits
     assert not [s for s in fleet.collector.spans(unsampled) if s.name.startswith("kvconnect.")]
+
+
+def test_each_worker_of_a_tensor_parallel_engine_tells_its_part() -> None:
+    with collecting() as collector:
+        args = ("--otlp-traces-endpoint", collector.endpoint)
+        engines = {
+            name: {
+                "tp": 2,
+                "args": args,
+                "env": collector.environment | {"OTEL_SERVICE_NAME": name},
+            }
+            for name in OUR_ENGINES
+        }
+        with pair(**engines) as (p, d), traced(p, d) as (trace, _):
+            assert pull(p, d, prompts()[0], NEW).tokens == expected("llama").fresh[0]
+            sent = has(*["kvconnect.wire"] * 2, *["kvconnect.send"] * 2, "kvconnect.hold")
+            spans = collector.wait(trace, sent)
+            assert_quiet(p, d)
+    receive, hold = one(spans, "kvconnect.receive"), one(spans, "kvconnect.hold")
+    for name, parent in (("wait", receive), ("wire", receive), ("send", hold)):
+        parts = [span for span in spans if span.name == f"kvconnect.{name}"]
+        assert {part.attributes["kvconnect.worker"] for part in parts} == {0, 1}
+        assert all(part.parent == parent.id and parent.holds(part) for part in parts)
+        if name != "wait":
+            assert [part.attributes["kvconnect.bytes"] for part in parts] == [NBYTES // 2] * 2
