@@ -138,6 +138,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """asyncio: it is gone."""
+        if self._timer is not None:
+            self._timer.cancel()
         if error is None:
             self.answer.cut_off()
         kind = Lost if self.answer.came else Closed
@@ -156,7 +158,8 @@ class Connection(asyncio.Protocol):
         awaited, the connection is lost."""
         self.answer = Arriving()
         self._heard = time.monotonic()
-        self._listen(silence_s)
+        if self._timer is None:
+            self._listen(silence_s)
         if len(body) < _HIGH:
             self._transport.write(head + body)
         else:
@@ -201,21 +204,20 @@ class Connection(asyncio.Protocol):
     def done(self) -> bool:
         """The user is done; return whether it can be kept. Else it is closed, upon which the
         engine drops the request."""
-        self._unwatch()
         keep = self.usable and self.answer.keep and not self.answer.chunks
         if not keep:
-            self._transport.abort()
+            self.close()
         return keep
 
     def close(self) -> None:
         """Close it at once."""
-        self._unwatch()
         self._transport.abort()
 
     def _listen(self, silence_s: float) -> None:
-        """Look again when the engine could have been silent for so long."""
+        """Look again when the engine could have been silent for so long. The timer outlives
+        requests, since most are over long before it fires."""
         now = time.monotonic()
-        if self._paused:  # it is we who do not read
+        if self._paused or self.answer.ended:  # it is we who do not read, or do not ask
             self._heard = now
         left = self._heard + silence_s - now
         if left <= 0:
@@ -223,11 +225,6 @@ class Connection(asyncio.Protocol):
             return
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(left, self._listen, silence_s)
-
-    def _unwatch(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
     def _break(self, why: str) -> None:
         self._broken = self._broken or Lost(why)

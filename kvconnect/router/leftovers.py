@@ -21,6 +21,9 @@ class Leftovers:
 
     def add(self, prefill: asyncio.Task[Any]) -> None:
         """Let a task end; its outcome is of no interest."""
+        if prefill.done():
+            _look_at(prefill)
+            return
         self._timers[prefill] = asyncio.get_running_loop().call_later(END_S, prefill.cancel)
         prefill.add_done_callback(self._ended)
 
@@ -33,5 +36,9 @@ class Leftovers:
 
     def _ended(self, prefill: asyncio.Task[Any]) -> None:
         self._timers.pop(prefill).cancel()
-        if not prefill.cancelled():
-            prefill.exception()  # or the loop complains that nobody has looked
+        _look_at(prefill)
+
+
+def _look_at(prefill: asyncio.Task[Any]) -> None:
+    if not prefill.cancelled():
+        prefill.exception()  # or the loop complains that nobody has looked

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from kvconnect.router import pool
 from kvconnect.router.http1 import Base, Lost, head_of, read
 from kvconnect.router.pool import Client
 from tests.unit.fake_engine import on_loop, until
@@ -68,6 +69,17 @@ async def test_a_request_on_a_kept_connection_that_was_closed_is_repeated() -> N
     async with asked(engine) as (client, base):
         assert [await ask(client, base) for _ in range(2)] == [b"ok", b"ok"]
     assert (engine.asked, engine.connections) == (3, 2)
+
+
+@on_loop
+async def test_an_idle_connection_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "IDLE_S", 60.0)
+    engine = Engine([OK] * 3)
+    async with asked(engine) as (client, base):
+        for _ in range(3):
+            assert await ask(client, base) == b"ok"
+            await asyncio.sleep(1.5 * SILENCE_S)
+    assert (engine.asked, engine.connections) == (3, 1)
 
 
 @on_loop
