@@ -178,9 +178,9 @@ class Connection(asyncio.Protocol):
     async def readany(self, forward: Callable[[bytes], bool] | None = None) -> bytes:
         """Return what is there of the body, at least a byte; nothing: it is whole.
 
-        While nothing is there, ``forward`` gets what comes; what it returns False for is returned
-        here. It is called at once where the bytes arrive: waking a task for each costs more than
-        all the rest of passing a token on.
+        While nothing is there, ``forward`` gets what comes, at once where it arrives; what it
+        returns False for is returned here. To wake a task for each token took a fifth of a
+        stream's CPU time.
 
         Raises:
             Lost: it breaks off.
