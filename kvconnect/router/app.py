@@ -215,7 +215,7 @@ def _known_clients(keys: Sequence[str]) -> Middleware:
 
 def _room_for_bodies() -> int:
     """An eighth of free memory: parsed, token ids take up to seven times their bytes."""
-    return (memory.available_bytes() or 2**33) // 8
+    return max(MAX_BODY_BYTES, (memory.available_bytes() or 2**33) // 8)
 
 
 def _models(upstreams: Iterable[Upstream]) -> dict[str, Any]:

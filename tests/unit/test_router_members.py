@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 
 from kvconnect import memory
 from kvconnect.errors import ConfigError
+from kvconnect.router import app, watch
 from kvconnect.router import breaker as breakers
-from kvconnect.router import watch
 from kvconnect.router.admission import Admission, Busy
 from kvconnect.router.breaker import Breaker
 from kvconnect.router.http1 import Base
@@ -180,7 +180,8 @@ async def test_who_waits_gets_in_in_order_and_too_many_are_turned_away() -> None
 async def test_bodies_of_all_open_requests_together_have_a_bound(
     monkeypatch: pytest.MonkeyPatch, chunked: bool
 ) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda: 8 * 100_000)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1)
+    monkeypatch.setattr(app, "MAX_BODY_BYTES", 100_000)  # room for one there must be
     raw = json.dumps(ASK | {"prompt": "a" * 60_000}).encode()
 
     async def pieces() -> AsyncIterator[bytes]:
