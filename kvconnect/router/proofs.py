@@ -105,6 +105,13 @@ class Proofs:
             self._proven.update(pair.engines)
             self._next.update(dict.fromkeys(pair.engines, now + self._interval_s))
 
+    def vouched(self, pair: Pair) -> None:
+        """A probe passed that was made for another reason. Where there are no others, it proves
+        nothing: engines that are proven get the requests of those that are not."""
+        if self._interval_s:
+            self.broken.pop(pair, None)
+            self._proven.update(pair.engines)
+
     def failed(self, pair: Pair, why: str, now: float) -> None:
         """It did not."""
         if self._end(pair):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from kvconnect.errors import Refused
 from kvconnect.router.membership import ADMIN, FLAGS, Membership
 from kvconnect.router.probe import ProbeFailed
+from kvconnect.router.proofs import Pair
 from kvconnect.router.upstreams import Fleet, Upstream
 from kvconnect.router.view import Role
 
@@ -75,6 +76,7 @@ async def _proven(membership: Membership, fleet: Fleet, old: Upstream, role: Rol
             await membership.prober.probe(*pair)
         except ProbeFailed as error:
             raise Refused("url", f"no KV from {pair[0].url} to {pair[1].url}: {error}") from error
+        fleet.proofs.vouched(Pair(*(each.index for each in pair)))
         proven = True
         return new
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -19,6 +18,7 @@ import pytest
 from tests.engines.load import CLIENTS, Admin, Load
 from tests.engines.models import prompt_tokens
 from tests.engines.pd import decode_config, prefill_config
+from tests.engines.ranks import until
 from tests.engines.server import Router, Server, StreamBroken, events, free_port, kv_transfer
 from tests.engines.test_handoff import assert_quiet
 
@@ -127,7 +127,7 @@ def test_requests_go_where_probes_have_seen_kv_move(
         assert [router.complete(prompt, NEW).tokens for prompt in prompts()[:6]] == want[:6]
         assert served(router, d) == 6
         status, said = switch(port, "prefill", p)
-        assert status == 409 and "decode computed the prompt itself" in said["error"]
+        assert status == 409 and "decode computed the prompt itself" in said["error"], said
         status, said = switch(port, "prefill", both)
         assert (status, said) == (200, said | {"role": "decode", "draining": False})
         with ThreadPoolExecutor(6) as pool:  # so many that one decode engine is not enough
@@ -159,11 +159,11 @@ def switch(port: int, role: str, server: Server) -> tuple[int, dict[str, Any]]:
 
 
 def await_probes(router: Router, **outcomes: int) -> None:
-    deadline = time.monotonic() + 60
     probes = "kvconnect_router_probes_total"
-    while any(router.metric(probes, outcome=name) < n for name, n in outcomes.items()):
-        assert time.monotonic() < deadline, router.scrape()
-        time.sleep(0.1)
+    until(
+        lambda: all(router.metric(probes, outcome=name) >= n for name, n in outcomes.items()),
+        f"probes {outcomes}",
+    )
 
 
 # A fleet that changes under load ----------------------------------------------------------------

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvconnect.router import watch
-from kvconnect.router.options import AdminAccess, Sources
+from kvconnect.router import probe, watch
+from kvconnect.router.options import AdminAccess, Intervals, Sources
 from kvconnect.router.sources import file
 from tests.unit.fake_engine import (
     Bench,
@@ -111,6 +111,22 @@ async def test_an_engine_switches_there_and_back_under_load() -> None:
         running = False
         await asyncio.gather(*clients)
         assert failed == []
+
+
+@pytest.mark.parametrize("probe_s", [0.0, 60.0])
+@on_loop
+async def test_who_passed_its_probe_is_proven_where_there_are_probes(
+    monkeypatch: pytest.MonkeyPatch, probe_s: float
+) -> None:
+    monkeypatch.setattr(probe, "LOOK_S", 60.0)  # so that no other probe is made
+    ps, d = [FakeEngine(prefills), FakeEngine(both)], FakeEngine(decodes)
+    async with administered(ps, [d], intervals=Intervals(probe_s=probe_s)) as admin:
+        _, said = await admin.switch("prefill", ps[1])
+        assert (said["role"], said["proven"]) == ("decode", probe_s > 0)
+        for _ in range(4):
+            assert (await admin.router.post(ASK))[0] == 200
+        told = {"kv_transfer_params"}
+        assert bool([body for body in d.asked if told <= body.keys()]) == (probe_s == 0)
 
 
 @pytest.mark.parametrize(
