@@ -268,16 +268,8 @@ def test_what_is_not_sampled_or_not_traced_leaves_no_span(fleet: Fleet) -> None:
 
 def test_each_worker_of_a_tensor_parallel_engine_tells_its_part() -> None:
     with collecting() as collector:
-        args = ("--otlp-traces-endpoint", collector.endpoint)
-        engines = {
-            name: {
-                "tp": 2,
-                "args": args,
-                "env": collector.environment | {"OTEL_SERVICE_NAME": name},
-            }
-            for name in OUR_ENGINES
-        }
-        with pair(**engines) as (p, d), traced(p, d) as (trace, _):
+        args, env = ("--otlp-traces-endpoint", collector.endpoint), collector.environment
+        with pair(tp=2, args=args, env=env) as (p, d), traced(p, d) as (trace, _):
             assert pull(p, d, prompts()[0], NEW).tokens == expected("llama").fresh[0]
             sent = has(*["kvconnect.wire"] * 2, *["kvconnect.send"] * 2, "kvconnect.hold")
             spans = collector.wait(trace, sent)
