@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401
+
 HERE = Path(__file__).parent
 
 # Read by vLLM when it is imported and by the processes it starts: a small KV cache, no core pinning
