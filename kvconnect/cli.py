@@ -8,6 +8,7 @@ import importlib
 import ipaddress
 import json
 import logging
+import os
 import re
 import socket
 import sys
@@ -39,13 +40,19 @@ _TENANTS = 10  # that are shown, those with most first; there may be one per use
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the ``kvconnect`` command; returns the exit code."""
-    parser = make_parser()
-    arguments = parser.parse_args(argv)
     try:
-        code: int = arguments.run(arguments)
-        return code
+        try:
+            arguments = make_parser().parse_args(argv)
+            code: int = arguments.run(arguments)
+            return code
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return 130  # as a shell says it; what was started has been ended
+    except BrokenPipeError:
+        # The reader left, as `head` does. The interpreter flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as a shell says it of SIGPIPE
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,24 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--version"])
     assert stop.value.code == 0
     assert capsys.readouterr().out == f"kvconnect {kvconnect.__version__}\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_leaves_ends_the_command_quietly(unbuffered: str) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvconnect.cli", "doctor"],
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            stdout=theirs,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    finally:
+        os.close(theirs)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:

@@ -77,7 +77,8 @@ def check_pip(command: Command) -> None:
         "optional-dependencies"
     ]
     for word in command.words[2:]:
-        wanted = Requirement(word)
+        here = word == "." or word.startswith(".[")  # the checkout
+        wanted = Requirement(word.replace(".", "kvconnect", 1) if here else word)
         if wanted.name == "kvconnect":
             assert wanted.extras <= set(extras)
 
@@ -223,6 +224,7 @@ def test_other_blocks_are_what_they_say() -> None:
           "kv_connector_extra_config": {"disk": {"path": "/x", "capacty": 1}}}'""",
         "vllm serve M --kv-transfer-config '{'",
         "pip install kvconnect[vlm]",
+        "pip install .[vlm]",
         "make tset",
         "python -m benchmarks.no_such",
         "mooncake_master -rpc_adress 10.1.2.3",

@@ -22,7 +22,11 @@ TESTS = {
 @pytest.mark.parametrize("name", TESTS)
 @pytest.mark.parametrize(
     ("reason", "ci", "passes"),
-    [("etcd is missing", "true", False), (MAY_SKIP[0], "true", True), ("etcd is missing", "", True)],
+    [
+        ("etcd is missing", "true", False),
+        (MAY_SKIP[0], "true", True),
+        ("etcd is missing", "", True),
+    ],
 )
 def test_a_skip_in_ci(tmp_path: Path, name: str, reason: str, ci: str, passes: bool) -> None:
     (tmp_path / name).write_text(TESTS[name].format(reason=reason))
