@@ -211,7 +211,7 @@ def config_from_environment(environ: Mapping[str, str]) -> Config:
         extra = msgspec.json.decode(text, type=dict[str, Any])
     except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         fix = f'use a JSON object such as {{"transport": "tcp"}}, or @FILE: {error}'
-        raise ConfigError("KVCONNECT_CONFIG", text, fix) from error
+        raise ConfigError("KVCONNECT_CONFIG", "...", fix) from error  # secrets may stand in it
     return parse_config(extra)
 
 

@@ -7,18 +7,29 @@ called and keep their cause.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
+_SECRET = re.compile(
+    r"(?i)(^|[_-])(pass|passwd|password|secret|token|credentials?|key)($|[_-](?!file))"
+)
+_IN_URL = re.compile(r"(?<=:)[^:/@\s]+(?=@)")
+
 
 class KVConnectError(Exception):
     """Base of every error raised on purpose."""
 
 
 class ConfigError(KVConnectError, ValueError):
-    """A setting is wrong. The message names the field, the value and the fix."""
+    """A setting is wrong. The message names the field, the value and the fix.
+
+    A value that may be a secret is not shown: engines log the message.
+    """
 
     def __init__(self, field: str, value: object, fix: str) -> None:
-        super().__init__(f"kvconnect: {field}={value!r} is not usable: {fix}")
+        self.value = _shown(str(field), value)
+        super().__init__(f"kvconnect: {field}={self.value!r} is not usable: {fix}")
         self.field = field
-        self.value = value
         self.fix = fix
 
 
@@ -51,3 +62,14 @@ class Refused(KVConnectError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
         self.field = field
+
+
+def _shown(field: str, value: object) -> object:
+    """Return a setting's value without what its name, or its place in a URL, says is a secret."""
+    if isinstance(value, Mapping):
+        return {key: _shown(str(key), each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_shown(field, each) for each in value]
+    if value and _SECRET.search(field):
+        return "***"
+    return _IN_URL.sub("***", value) if isinstance(value, str) else value

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+import ssl
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,9 @@ import msgspec
 import valkey
 from valkey.backoff import NoBackoff
 from valkey.cluster import ClusterNode, ValkeyCluster
+from valkey.connection import Connection, ConnectionPool
 from valkey.exceptions import ConnectionError as Disconnected
-from valkey.exceptions import OutOfMemoryError, ValkeyError
+from valkey.exceptions import OutOfMemoryError, ValkeyClusterException, ValkeyError
 from valkey.retry import Retry
 
 from kvconnect.errors import ConfigError, TransferFailed
@@ -33,6 +37,8 @@ class ValkeyOptions(msgspec.Struct, frozen=True, kw_only=True):
         password_file: file with the password.
         tls_dir: folder with ``ca.crt``, and ``tls.crt`` and ``tls.key`` if the server asks who we
             are. Without it there is no TLS.
+        tls_name: name that the server's certificate must have, if it is not that of the address:
+            nodes of a cluster may know one another by numbers that no certificate names.
         prefix: what all names on the server start with.
         timeout_s: seconds after which a server that says nothing has failed.
         ttl_s: seconds that the server keeps a block; 0: as long as its memory policy lets it.
@@ -43,6 +49,7 @@ class ValkeyOptions(msgspec.Struct, frozen=True, kw_only=True):
     user: str = ""
     password_file: str = ""
     tls_dir: str = ""
+    tls_name: str = ""
     prefix: str = "kvconnect"
     timeout_s: float = 2.0
     ttl_s: int = 0
@@ -54,13 +61,16 @@ class ValkeyOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("timeout_s", self.timeout_s, "use seconds, at most 60")
         if not 0 <= self.ttl_s < 2**31:
             raise ConfigError("ttl_s", self.ttl_s, "use whole seconds, 0 for no limit")
+        if self.tls_name and not self.tls_dir:
+            raise ConfigError("tls_name", self.tls_name, "set tls_dir, too: there is no TLS now")
 
     def nodes(self) -> list[tuple[str, int]]:
         """Return (host, port) of every node; raise :class:`ConfigError` if it is none."""
         found = []
         for address in self.address.split(","):
             host, _, port = address.strip().rpartition(":")
-            if not host or not port.isdecimal() or int(port) >= 2**16:
+            bad = not host or not {"/", "@"}.isdisjoint(host)
+            if bad or not port.isdecimal() or int(port) >= 2**16:
                 raise ConfigError("address", self.address, "use HOST:PORT such as cache-1:6379")
             found.append((host.strip("[]"), int(port)))
         if len(found) > 1 and not self.cluster:
@@ -133,17 +143,38 @@ class ValkeyServer(Server):
             with self._client.pipeline(**kind) as pipeline:
                 add(pipeline)
                 return list(pipeline.execute(raise_on_error=False))
-        except (ValkeyError, OSError) as error:
+        except (ValkeyError, ValkeyClusterException, OSError) as error:
             raise TransferFailed(f"{self!r}: {error}") from error
 
     def _connect(self) -> Any:
+        (host, port), *_ = self._nodes
         if self._options.cluster:
-            nodes = [ClusterNode(host, port) for host, port in self._nodes]
-            return ValkeyCluster(startup_nodes=nodes, **self._arguments)
+            nodes = [ClusterNode(*node) for node in self._nodes[1:]]
+            # As a URL, its nodes' pools take another class of connections.
+            url = f"valkey://{f'[{host}]' if ':' in host else host}:{port}"
+            return ValkeyCluster(url=url, startup_nodes=nodes, **self._arguments)
         # A connection that the server closed while it was idle is worth a second attempt.
         retry = Retry(NoBackoff(), 1, supported_errors=(Disconnected,))
-        (host, port) = self._nodes[0]
-        return valkey.Valkey(host, port, retry=retry, **self._arguments)
+        pool = ConnectionPool(host=host, port=port, retry=retry, **self._arguments)
+        return valkey.Valkey.from_pool(pool)
+
+
+class _TlsConnection(Connection):  # type: ignore[misc]
+    """A connection to who has a certificate of our authority, of no other, for its name. The
+    client's own class trusts all authorities of the system too, and in a cluster any name."""
+
+    def __init__(self, context: ssl.SSLContext, name: str, **arguments: Any) -> None:
+        self._context = context
+        self._name = name
+        super().__init__(**arguments)
+
+    def _connect(self) -> socket.socket:
+        plain: socket.socket = super()._connect()
+        try:
+            return self._context.wrap_socket(plain, server_hostname=self._name or self.host)
+        except OSError:
+            plain.close()
+            raise
 
 
 def _stored(answer: object) -> Outcome:
@@ -167,15 +198,23 @@ def _arguments(options: ValkeyOptions) -> dict[str, Any]:
             fix = f"name a file with the password: {error}"
             raise ConfigError("password_file", options.password_file, fix) from error
     if options.tls_dir:
-        found |= _tls(options.tls_dir)
+        context = _tls(options.tls_dir)
+        found["connection_class"] = partial(_TlsConnection, context, options.tls_name)
     return found
 
 
-def _tls(folder: str) -> dict[str, Any]:
+def _tls(folder: str) -> ssl.SSLContext:
+    """Return what says who the server must be, and who we are if there is a certificate."""
     ca, own, key = (os.path.join(folder, name) for name in ("ca.crt", "tls.crt", "tls.key"))
     if not os.path.isfile(ca):
         raise ConfigError("tls_dir", folder, "put the file ca.crt there")
-    found: dict[str, Any] = {"ssl": True, "ssl_ca_certs": ca}
-    if os.path.isfile(own) or os.path.isfile(key):
-        found |= {"ssl_certfile": own, "ssl_keyfile": key}
-    return found
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # names are checked
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_verify_locations(ca)
+        if os.path.isfile(own) or os.path.isfile(key):
+            context.load_cert_chain(own, key)
+    except OSError as error:  # and what the library for certificates raises
+        fix = f"put certificates there that can be read: {error}"
+        raise ConfigError("tls_dir", folder, fix) from error
+    return context

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import queue
 import shutil
 import socket
+import ssl
 import subprocess
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,18 +115,23 @@ def test_valkey(valkey: Valkey, tmp_path: Path) -> None:
     check_store(make, folder, persistent=True, spoil=spoil)
 
 
-def test_a_valkey_cluster(valkey: Valkey, tmp_path: Path) -> None:
+def as_cluster(valkey: Valkey, **options: Any) -> None:
+    """Have a server with cluster mode serve all names, and wait until it does."""
     import valkey as client
 
-    valkey.kill()
-    valkey.start("--cluster-enabled", "yes")
-    direct = client.Valkey("127.0.0.1", valkey.port, password=PASSWORD)
+    direct = client.Valkey("127.0.0.1", valkey.port, password=PASSWORD, **options)
     direct.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
     deadline = time.monotonic() + 30
     while direct.execute_command("CLUSTER INFO")["cluster_state"] != "ok":
         assert time.monotonic() < deadline, "the cluster does not come up"
         time.sleep(0.05)
     direct.close()
+
+
+def test_a_valkey_cluster(valkey: Valkey, tmp_path: Path) -> None:
+    valkey.kill()
+    valkey.start("--cluster-enabled", "yes")
+    as_cluster(valkey)
     folder = tmp_path / "checks"
     folder.mkdir()
     check_store(
@@ -136,11 +144,16 @@ def test_a_valkey_cluster(valkey: Valkey, tmp_path: Path) -> None:
     )
 
 
-def test_valkey_over_tls(valkey: Valkey, tmp_path: Path) -> None:
-    make_certificates(tmp_path, "127.0.0.1")
+def with_tls(valkey: Valkey, folder: Path, *options: str, alternative: str) -> None:
+    """Start the server again, with a certificate for one name."""
+    make_certificates(folder, "cache", alternative=alternative)
     valkey.kill()
     files = ("--tls-cert-file", "tls.crt", "--tls-key-file", "tls.key", "--tls-ca-cert-file")
-    valkey.start("--port", "0", "--tls-port", str(valkey.port), *files, "ca.crt")
+    valkey.start("--port", "0", "--tls-port", str(valkey.port), *files, "ca.crt", *options)
+
+
+def test_valkey_over_tls(valkey: Valkey, tmp_path: Path) -> None:
+    with_tls(valkey, tmp_path, alternative="IP:127.0.0.1")
     store = make_store("valkey", valkey.settings(tls_dir=str(tmp_path)), b"f")
     assert put(store, [b"a", b"b"]) == [OK, OK]
     assert get(store, [b"a", b"b"]) == [OK, OK]
@@ -153,6 +166,59 @@ def test_valkey_over_tls(valkey: Valkey, tmp_path: Path) -> None:
     stranger = make_store("valkey", valkey.settings(tls_dir=str(tmp_path / "other")), b"f")
     assert get(stranger, [b"a"]) == [Outcome.FAILED]
     stranger.close()
+
+
+@pytest.mark.parametrize("cluster", [False, True])
+def test_the_password_goes_to_nobody_with_a_certificate_for_another_name(
+    valkey: Valkey, tmp_path: Path, cluster: bool
+) -> None:
+    options = ("--cluster-enabled", "yes", "--tls-cluster", "yes") if cluster else ()
+    with_tls(valkey, tmp_path, *options, alternative="DNS:cache-1.example")
+    if cluster:
+        names = {"ssl_ca_certs": "ca.crt", "ssl_certfile": "tls.crt", "ssl_keyfile": "tls.key"}
+        as_cluster(valkey, ssl=True, **{key: str(tmp_path / n) for key, n in names.items()})
+    logins: dict[str, object] = valkey.settings(tls_dir=str(tmp_path), cluster=cluster)
+    for name, outcome in (("", Outcome.FAILED), ("cache-2.example", Outcome.FAILED)):
+        store = make_store("valkey", logins | {"tls_name": name}, b"f")
+        assert put(store, [b"a"]) == [outcome]
+        store.close()
+    store = make_store("valkey", logins | {"tls_name": "cache-1.example"}, b"f")
+    assert put(store, [b"a"]) == [OK]
+    assert get(store, [b"a"]) == [OK]
+    store.close()
+
+
+def test_an_impostor_hears_nothing_but_a_handshake(tmp_path: Path) -> None:
+    pytest.importorskip("valkey")
+    files = make_certificates(tmp_path, "pod", alternative="DNS:some-other-pod.example")
+    (tmp_path / "password").write_text(PASSWORD)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files.tls_cert, files.tls_key)
+    heard: queue.Queue[bytes] = queue.Queue()
+
+    def listen(server: socket.socket) -> None:
+        for _ in range(2):
+            try:
+                with context.wrap_socket(server.accept()[0], server_side=True) as taken:
+                    heard.put(taken.recv(4096))
+            except OSError:
+                heard.put(b"")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=listen, args=(server,), daemon=True)
+        thread.start()
+        port = server.getsockname()[1]
+        secrets: dict[str, object] = {
+            "tls_dir": str(tmp_path),
+            "password_file": str(tmp_path / "password"),
+        }
+        for name in ("", "some-other-pod.example"):  # the control: its own name
+            address = {"address": f"localhost:{port}", "tls_name": name, "timeout_s": 5}
+            store = make_store("valkey", secrets | address, b"f")
+            assert store.exists([b"a"]) == [0]
+            said = heard.get(timeout=30)
+            store.close()
+            assert (PASSWORD.encode() in said) == bool(name)
 
 
 def test_objects_in_files(tmp_path: Path) -> None:
@@ -238,9 +304,10 @@ def test_a_server_that_is_killed_and_comes_back(valkey: Valkey) -> None:
     store.close()
 
 
-def test_a_server_that_is_not_there_at_the_start(valkey: Valkey) -> None:
+@pytest.mark.parametrize("cluster", [False, True])
+def test_a_server_that_is_not_there_at_the_start(valkey: Valkey, cluster: bool) -> None:
     valkey.kill()
-    store = make_store("valkey", valkey.settings(timeout_s=1), b"f")
+    store = make_store("valkey", valkey.settings(timeout_s=1, cluster=cluster), b"f")
     assert put(store, [b"a"]) == [Outcome.FAILED]
     stats = store.take_stats()
     assert stats is not None
@@ -396,6 +463,8 @@ def test_a_value_that_is_none_of_ours(value: bytes, outcome: Outcome) -> None:
     [
         ("valkey", {"address": "nowhere"}, "address='nowhere'.*HOST:PORT"),
         ("valkey", {"address": "a:1,b:2"}, "set cluster to true"),
+        ("valkey", {"address": "a:1", "password": "x"}, r"password='\*\*\*'.*'password_file'"),
+        ("valkey", {"address": "redis://:x@a:1"}, r"redis://:\*\*\*@a:1'.*HOST:PORT"),
         ("valkey", {"address": "a:1", "password_file": "/none"}, "password_file='/none'"),
         ("valkey", {"address": "a:1", "tls_dir": "/none"}, "tls_dir='/none'.*ca.crt"),
         ("valkey", {"address": "a:1", "prefix": "a b"}, "prefix='a b'"),

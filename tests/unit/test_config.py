@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvconnect.config import (
     Config,
     check_fits,
+    config_from_environment,
     parse_bytes,
     parse_config,
     share_of_host_bytes,
@@ -210,3 +211,30 @@ def test_a_tier_larger_than_the_memory_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"there are only 1\.5 GiB here; use less") as caught:
         check_fits(2 << 30, memory_bytes=3 << 29, what="here")
     assert (caught.value.field, caught.value.value) == ("host_bytes", 2 << 30)
+
+
+@pytest.mark.parametrize(
+    ("extra", "shown"),
+    [
+        ({"password": "hunter2"}, r"password='\*\*\*'"),
+        ({"remote": {"address": "a:1", "password": "hunter2"}}, r"'password': '\*\*\*'"),
+        ({"disk": {"path": "/p", "nested": {"api_key": "hunter2"}}, "host_bytes": "off"}, "/p"),
+        ({"secret_access_key": "hunter2"}, r"\*\*\*"),
+        ({"adress": "redis://user:hunter2@cache:1"}, r"redis://user:\*\*\*@cache:1"),
+    ],
+)
+def test_a_misplaced_secret_is_not_shown(extra: dict[str, Any], shown: str) -> None:
+    with pytest.raises(ConfigError, match=shown) as caught:
+        parse_config(extra)
+    assert "hunter2" not in str(caught.value) + repr(caught.value.value)
+
+
+@pytest.mark.parametrize("field", ["key_file", "password_file", "tls_dir", "listen", "store"])
+def test_the_control_other_values_are_shown(field: str) -> None:
+    assert "='/etc/x'" in str(ConfigError(field, "/etc/x", "fix"))
+
+
+def test_settings_that_are_no_json_are_not_shown() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_from_environment({"KVCONNECT_CONFIG": '{"password": "hunter2"'})
+    assert "hunter2" not in str(caught.value)
