@@ -8,7 +8,6 @@ called and keep their cause.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 _SECRET = re.compile(
     r"(?i)(^|[_-])(pass|passwd|password|secret|token|credentials?|key)($|[_-](?!file))"
@@ -66,7 +65,7 @@ class Refused(KVConnectError):
 
 def _shown(field: str, value: object) -> object:
     """Return a setting's value without what its name, or its place in a URL, says is a secret."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {key: _shown(str(key), each) for key, each in value.items()}
     if isinstance(value, list):
         return [_shown(field, each) for each in value]
