@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 LAYERS = (
-    {"types", "errors", "states", "config", "stats", "memory", "versions", "weights"},
+    {"types", "errors", "states", "config", "stats", "memory", "versions", "weights", "cuda"},
     {"wire", "plan", "geometry", "pages", "slices", "format", "kernels", "_native"},
     {"transport", "copy", "store", "tracing"},
     {"worker", "metrics", "router"},

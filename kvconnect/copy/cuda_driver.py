@@ -23,6 +23,8 @@ import torch
 
 from kvconnect import kernels
 from kvconnect.copy.driver import Driver
+from kvconnect.copy.own_stream import own_stream
+from kvconnect.cuda import CudaContext, check
 from kvconnect.errors import Incompatible, TransferFailed
 
 logger = logging.getLogger(__name__)
@@ -60,11 +62,11 @@ class CudaDriver(Driver):
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
         self._functions = _load_kernels(index)
-        self._cuda = _load_libcuda()
-        self._context = _primary_context(self._cuda, index)
+        self._context = CudaContext(index)
+        self._cuda = _typed(self._context.library)
         self._batch, self._has_index = _find_batch(self._cuda)
         properties = torch.cuda.get_device_properties(device)
-        self._name = f"{platform.node()} {properties.name} {_driver_version(self._cuda)}"
+        self._name = f"{platform.node()} {properties.name} {self._context.version}"
 
     @property
     def name(self) -> str:
@@ -79,24 +81,24 @@ class CudaDriver(Driver):
         values = (ctypes.c_int64 * count)(*arguments)
         start = ctypes.addressof(values)
         pointers = (ctypes.c_void_p * count)(*range(start, start + 8 * count, 8))
-        self._enter()
+        self._context.enter()  # libcuda, unlike torch, needs one
         status = self._cuda.cuLaunchKernel(
             self._functions[kernel].kernel.ptr,
             *(grid, 1, 1, threads, 1, 1),
             *(0, self._stream(), pointers, None),
         )
-        _check(status, kernel)
+        check(status, kernel)
 
     def copy_batch(
         self, targets: array[int], sources: array[int], sizes: array[int], early: bool
     ) -> None:
         handle = self._stream()
         stream = ctypes.c_void_p(handle)
-        self._enter()
+        self._context.enter()  # libcuda, unlike torch, needs one
         if self._batch is None or not handle:  # the default stream takes no batches
             copy = self._cuda.cuMemcpyAsync
             for target, source, size in zip(targets, sources, sizes, strict=True):
-                _check(copy(target, source, size, stream), "cuMemcpyAsync")
+                check(copy(target, source, size, stream), "cuMemcpyAsync")
             return
         order = _ORDER_ANY if early else _ORDER_STREAM
         hint = (ctypes.c_int * 2)(_NO_HINT, 0)
@@ -108,7 +110,7 @@ class CudaDriver(Driver):
             *((ctypes.byref(index),) if self._has_index else ()),
             stream,
         ]
-        _check(self._batch(*arguments), "cuMemcpyBatchAsync")
+        check(self._batch(*arguments), "cuMemcpyBatchAsync")
 
     def upload(self, numbers: array[int]) -> torch.Tensor:
         with _translated("upload of a table"):
@@ -132,17 +134,13 @@ class CudaDriver(Driver):
             done.synchronize()
 
     def seconds(self, work: Callable[[], None]) -> float:
-        with _translated("measurement"), torch.cuda.stream(torch.cuda.Stream(self._device)):
+        with _translated("measurement"), torch.cuda.stream(own_stream(self._device)):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             work()
             end.record()
             end.synchronize()
             return float(start.elapsed_time(end)) / 1e3
-
-    def _enter(self) -> None:
-        """libcuda, unlike torch, needs a context, and a thread may not have one yet."""
-        _check(self._cuda.cuCtxSetCurrent(self._context), "cuCtxSetCurrent")
 
     def _stream(self) -> int:
         return int(torch.cuda.current_stream(self._device).cuda_stream)
@@ -208,11 +206,8 @@ def _folder() -> Path:
     return Path(kernels.__file__).parent
 
 
-def _load_libcuda() -> ctypes.CDLL:
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise Incompatible(f"the CUDA driver does not load: {error}") from error
+def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Say what the calls take whose numbers are handed over as they are."""
     address, size, number = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint
     library.cuMemcpyAsync.argtypes = (address, address, size, ctypes.c_void_p)
     library.cuLaunchKernel.argtypes = (
@@ -235,23 +230,3 @@ def _find_batch(library: ctypes.CDLL) -> tuple[Callable[..., int] | None, bool]:
             function.argtypes = head + (ctypes.c_void_p,) * more
             return function, more == 2
     return None, False
-
-
-def _primary_context(library: ctypes.CDLL, index: int) -> ctypes.c_void_p:
-    """Return the context that torch uses on a device, kept until this process ends."""
-    device, context = ctypes.c_int(0), ctypes.c_void_p()
-    _check(library.cuDeviceGet(ctypes.byref(device), index), "cuDeviceGet")
-    status = library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
-    _check(status, "cuDevicePrimaryCtxRetain")
-    return context
-
-
-def _driver_version(library: ctypes.CDLL) -> int:
-    version = ctypes.c_int(0)
-    _check(library.cuDriverGetVersion(ctypes.byref(version)), "cuDriverGetVersion")
-    return version.value
-
-
-def _check(status: int, what: str) -> None:
-    if status:
-        raise TransferFailed(f"{what} failed with CUDA error {status}")

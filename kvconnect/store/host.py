@@ -9,7 +9,8 @@ import time
 from typing import TYPE_CHECKING
 
 from kvconnect.config import DigestMode
-from kvconnect.errors import Misuse
+from kvconnect.cuda import CudaContext
+from kvconnect.errors import Misuse, TransferFailed
 from kvconnect.store.digest import SlotDigests
 from kvconnect.store.numa import prefer_node
 
@@ -65,6 +66,7 @@ class HostStore:
         self.digests = SlotDigests(num_slots, digest_mode)
         self._map: mmap.mmap | None = _map_private(self.nbytes)
         self._pinned: list[int] = []  # addresses of the page-locked pieces
+        self._context: CudaContext | None = None
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         if node is not None:
             prefer_node(self.address, self.nbytes, node)
@@ -114,17 +116,18 @@ class HostStore:
 
         if self._pinned:
             return True
-        cudart = torch.cuda.cudart()
+        self._context = CudaContext(torch.cuda.current_device())
         # Drivers refuse very large registrations. A copy must not span two, so cut between slots.
         piece = max(_PIN_PIECE_BYTES // self.slot_bytes, 1) * self.slot_bytes
         for start in range(0, self.nbytes, piece):
             address = self.address + start
-            status = cudart.cudaHostRegister(address, min(piece, self.nbytes - start), 0)
-            if int(status) != 0:
+            try:
+                self._context.lock(address, min(piece, self.nbytes - start))
+            except TransferFailed as error:
                 logger.warning(
                     "host tier: cannot page-lock the arena (%s), copies are slower; "
                     "is the memlock limit (ulimit -l) too low?",
-                    status,
+                    error,
                 )
                 self._unpin()
                 return False
@@ -141,10 +144,12 @@ class HostStore:
         self._map = None
 
     def _unpin(self) -> None:
-        while self._pinned:
-            import torch
-
-            torch.cuda.cudart().cudaHostUnregister(self._pinned.pop())
+        while self._pinned and self._context is not None:
+            address = self._pinned.pop()
+            try:
+                self._context.unlock(address)
+            except TransferFailed as error:  # a lost device has let go of it
+                logger.debug("host tier: %s", error)
 
     def _mapping(self) -> mmap.mmap:
         if self._map is None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvconnect.copy import make_block_copier
+from kvconnect.copy.own_stream import own_stream
 from kvconnect.errors import TransferFailed
 from kvconnect.transport.base import Area, Memory, Piece, Unit
 from kvconnect.worker.streams import draining, use_device
@@ -135,7 +136,7 @@ class _Ring:
     def __init__(self, device: torch.device, share_bytes: int, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._pinned = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._pinned else None
+        self._stream = own_stream(device) if self._pinned else None
         self._free = [self._make(share_bytes) for _ in range(SHARES)]
         self._room = threading.Condition()
 

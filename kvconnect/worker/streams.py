@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from kvconnect.copy.own_stream import own_stream
 from kvconnect.errors import TransferFailed
 from kvconnect.types import TransferType
 
@@ -196,10 +197,9 @@ class CudaStreams(Streams):
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
-        least, greatest = torch.cuda.Stream.priority_range()
         self._streams = {
-            TransferType.CPU_TO_GPU: torch.cuda.Stream(device, priority=greatest),
-            TransferType.GPU_TO_CPU: torch.cuda.Stream(device, priority=least),
+            TransferType.CPU_TO_GPU: own_stream(self._device, urgent=True),
+            TransferType.GPU_TO_CPU: own_stream(self._device),
         }
         self._pool = EventPool()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-import threading
 from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,12 +24,13 @@ from kvconnect.copy.calibrate import PAGES, Choice  # noqa: E402
 from kvconnect.copy.cuda import CudaCopier  # noqa: E402
 from kvconnect.copy.cuda_driver import CudaDriver, kernel_source  # noqa: E402
 from kvconnect.copy.reference import ReferenceCopier  # noqa: E402
+from kvconnect.cuda import CudaContext  # noqa: E402
 from kvconnect.errors import Incompatible, Misuse, TransferFailed  # noqa: E402
 from kvconnect.geometry import Geometry, GroupGeometry, Segment  # noqa: E402
 from kvconnect.kernels import PIECE_BYTES  # noqa: E402
 from scripts import build_kernels  # noqa: E402
 from tests.fake_driver import FakeDriver  # noqa: E402
-from tests.kernels import host_library  # noqa: E402
+from tests.stub_driver import BATCHES, StubDriver  # noqa: E402
 
 BLOCKS, SLOTS = 7, 9
 SEGMENTS = (Segment(3, 700, 700), Segment(5000, 401, 400), Segment(8000, 16, 16))
@@ -389,15 +389,6 @@ def test_a_fat_binary_of_other_sources_is_not_found(
     assert len(names) == 2 * len(kernels.SOURCES)
 
 
-def test_a_missing_cuda_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_library(name: str) -> None:
-        raise OSError("no such file")
-
-    monkeypatch.setattr(ctypes, "CDLL", no_library)
-    with pytest.raises(Incompatible, match="the CUDA driver does not load: no such file"):
-        cuda_driver._load_libcuda()
-
-
 class Library:
     """libcuda with some of its functions."""
 
@@ -429,83 +420,11 @@ def test_attributes_are_laid_out_as_the_driver_wants_them() -> None:
 
 
 NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
-
-
-class HostCuda:
-    """libcuda over host memory: arguments are taken apart as the driver would. ``status`` is what
-    every copy and launch answers, in threads that have a context."""
-
-    def __init__(self, batch: str | None) -> None:
-        self.status = 0
-        self.local = threading.local()
-        self.calls: list[tuple[str, int]] = []
-        for name in ("cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"):
-            if name == batch:
-                function = HostFunction(partial(self.batch, name.endswith("v2")))
-                setattr(self, name, function)
-        self.cuMemcpyAsync = HostFunction(self.copy)
-        self.cuLaunchKernel = HostFunction(self.launch)
-
-    def cuDriverGetVersion(self, version: Any) -> int:
-        version._obj.value = 13000
-        return 0
-
-    def cuDeviceGet(self, device: Any, index: int) -> int:
-        device._obj.value = index
-        return 0
-
-    def cuDevicePrimaryCtxRetain(self, context: Any, device: ctypes.c_int) -> int:
-        context._obj.value = 1000 + device.value
-        return 0
-
-    def cuCtxSetCurrent(self, context: ctypes.c_void_p) -> int:
-        self.local.context = context.value
-        return 0
-
-    @property
-    def answer(self) -> int:
-        return self.status if getattr(self.local, "context", None) == 1000 else NO_CONTEXT
-
-    def copy(self, target: int, source: int, nbytes: int, stream: ctypes.c_void_p) -> int:
-        self.calls.append(("copy", stream.value or 0))
-        ctypes.memmove(target, source, nbytes)
-        return self.answer
-
-    def batch(self, second: bool, *arguments: Any) -> int:
-        targets, sources, sizes, count, attributes, first, entries, *rest = arguments
-        assert len(rest) == (1 if second else 2)
-        assert (first._obj.value, entries) == (0, 1)
-        self.calls.append((f"batch {attributes._obj.order}", rest[-1].value))
-        arrays = [(ctypes.c_int64 * count).from_address(at) for at in (targets, sources, sizes)]
-        for target, source, nbytes in zip(*arrays, strict=True):
-            ctypes.memmove(target, source, nbytes)
-        return self.answer
-
-    def launch(self, kernel: str, *arguments: Any) -> int:
-        grid, _, _, threads, _, _, shared, stream, pointers, extra = arguments
-        assert (shared, extra) == (0, None)
-        self.calls.append((kernel, stream))
-        assert (
-            host_library().run(kernel.encode(), min(grid, 2), min(threads, 128), 0, pointers) == 0
-        )
-        return self.answer
-
-
-class HostFunction:
-    """A function that takes ``argtypes``, as those of ctypes do."""
-
-    def __init__(self, body: Callable[..., int]) -> None:
-        self.body = body
-        self.argtypes: tuple[type, ...] = ()
-
-    def __call__(self, *arguments: Any) -> int:
-        if self.argtypes:
-            assert len(arguments) == len(self.argtypes)
-        return self.body(*arguments)
+LOST = 719  # CUDA_ERROR_LAUNCH_FAILED, which every call answers from then on
 
 
 class HostCudaDriver(CudaDriver):
-    """The real driver, but for memory, which is the host's."""
+    """The real driver, but for what torch does, which is done in the host's memory."""
 
     def upload(self, numbers: array[int]) -> torch.Tensor:
         return torch.tensor(numbers)
@@ -513,91 +432,136 @@ class HostCudaDriver(CudaDriver):
     def synchronize(self) -> None: ...
 
 
-STREAM = 77
+class OnStub:
+    """The real driver and a copier over the stub, with memory that the stub knows."""
 
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[CudaDriver, HostCuda]]:
-    def make(batch: str | None, stream: int = STREAM) -> tuple[CudaDriver, HostCuda]:
-        library = HostCuda(batch)
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, batch: str | None, choice: Choice, null: bool = False
+    ) -> None:
+        self.stub = StubDriver(monkeypatch, batch)
+        self.stub.run_kernels(list(kernels.KERNELS))
         loaded = {
-            name: SimpleNamespace(kernel=SimpleNamespace(ptr=name)) for name in kernels.KERNELS
+            name: SimpleNamespace(kernel=SimpleNamespace(ptr=handle))
+            for name, handle in self.stub.kernels.items()
         }
         properties = SimpleNamespace(name="H100")
-        monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
         monkeypatch.setattr(cuda_driver, "_load_kernels", lambda index: loaded)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        current = SimpleNamespace(cuda_stream=stream)
+        self.stream = 0 if null else CudaContext(0).stream()
+        current = SimpleNamespace(cuda_stream=self.stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
-        return HostCudaDriver(torch.device("cuda")), library
+        self.driver = HostCudaDriver(torch.device("cuda"))
+        self.area, self.arena = memories()
+        self.stub.add_device_memory(self.area.data_ptr(), self.area.nbytes)
+        CudaContext(0).lock(self.arena.data_ptr(), self.arena.nbytes)
+        self.copier = CudaCopier(self.area, self.arena, GEOMETRY, self.driver, choice)
 
-    host_library()  # before libraries cannot be loaded any more
-    return make
+    def copies(self) -> dict[str, int]:
+        names = "cuMemcpyAsync", "cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2", "cuLaunchKernel"
+        return {name: self.stub.calls(name) for name in names if self.stub.calls(name)}
 
 
 @ways
-@pytest.mark.parametrize("batch", [None, "cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"])
-def test_the_real_driver_passes_what_it_was_given(
-    cuda: Callable[..., tuple[CudaDriver, HostCuda]], choice: Choice, batch: str | None
+@pytest.mark.parametrize("batch", BATCHES)
+def test_the_real_driver_is_taken_at_its_word(
+    monkeypatch: pytest.MonkeyPatch, choice: Choice, batch: str | None
 ) -> None:
-    driver, library = cuda(batch)
-    assert driver.has_batch is (batch is not None)
-    assert driver.name.endswith(" H100 13000")
-    (area, arena), (wanted_area, wanted_arena) = memories(), memories()
-    copier = CudaCopier(area, arena, GEOMETRY, driver, choice)
+    real = OnStub(monkeypatch, batch, choice)
+    assert real.driver.has_batch is (batch is not None)
+    assert real.driver.name.endswith(" H100 13000")
+    wanted_area, wanted_arena = memories()
     reference = ReferenceCopier(wanted_area, wanted_arena, GEOMETRY)
-    for each in (copier, reference):
+    orders = []
+    for each in (real.copier, reference):
         each.store(0, [5, 2], [0, 3])
+        orders.append(real.stub.library.stub_last_order())
         each.load(0, [1, 2], [0, 3])
-    assert torch.equal(area, wanted_area) and torch.equal(arena, wanted_arena)
-    assert {stream for _, stream in library.calls} == {STREAM}
-    names = [name for name, _ in library.calls]
+    assert torch.equal(real.area, wanted_area) and torch.equal(real.arena, wanted_arena)
+    assert not torch.equal(real.area, memories()[0])  # negative control: something moved
     if choice is KERNEL:
-        assert names == ["gather_pages", "scatter_pages"]
-    else:  # stores read in stream order, loads early
-        assert names == (["batch 1", "batch 3"] if batch else ["copy"] * 12)
+        assert real.stub.launches == ["gather_pages", "scatter_pages"]
+    else:
+        assert real.copies() == ({batch: 2} if batch else {"cuMemcpyAsync": 12})
+    if choice is DMA and batch:  # stores read in stream order, loads early
+        assert (orders[0], real.stub.library.stub_last_order()) == (1, 3)
 
 
-def test_the_default_stream_takes_no_batches(
-    cuda: Callable[..., tuple[CudaDriver, HostCuda]],
-) -> None:
-    driver, library = cuda("cuMemcpyBatchAsync_v2", stream=0)
-    area, arena = memories()
-    CudaCopier(area, arena, GEOMETRY, driver, DMA).store(0, [5], [0])
-    assert library.calls == [("copy", 0)] * 3
+def test_the_default_stream_takes_no_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = OnStub(monkeypatch, "cuMemcpyBatchAsync_v2", DMA, null=True)
+    real.copier.store(0, [5], [0])
+    assert real.copies() == {"cuMemcpyAsync": 3}
 
 
 @ways
 @pytest.mark.parametrize("batch", [None, "cuMemcpyBatchAsync_v2"])
 def test_what_the_driver_answers_is_an_error(
-    cuda: Callable[..., tuple[CudaDriver, HostCuda]], choice: Choice, batch: str | None
+    monkeypatch: pytest.MonkeyPatch, choice: Choice, batch: str | None
 ) -> None:
-    driver, library = cuda(batch)
-    area, arena = memories()
-    copier = CudaCopier(area, arena, GEOMETRY, driver, choice)
-    library.status = 719
-    with pytest.raises(TransferFailed, match="CUDA error 719"):
-        copier.store(0, [1], [1])
-    library.status = 0
-    copier.store(0, [1], [1])
+    real = OnStub(monkeypatch, batch, choice)
+    real.stub.lose_device(LOST)
+    for _ in range(2):  # a lost device stays lost
+        with pytest.raises(TransferFailed, match=f"CUDA error {LOST}"):
+            real.copier.store(0, [1], [1])
+    real.stub.lose_device(0)
+    real.copier.store(0, [1], [1])
+
+
+def test_memory_that_the_device_cannot_reach_is_a_failed_transfer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = OnStub(monkeypatch, "cuMemcpyBatchAsync_v2", DMA)
+    CudaContext(0).unlock(real.arena.data_ptr())
+    with pytest.raises(TransferFailed, match="CUDA error 1"):
+        real.copier.store(0, [1], [1])
 
 
 @ways
 @pytest.mark.parametrize("batch", [None, "cuMemcpyBatchAsync_v2"])
 def test_a_thread_without_a_context_is_given_one(
-    cuda: Callable[..., tuple[CudaDriver, HostCuda]], choice: Choice, batch: str | None
+    monkeypatch: pytest.MonkeyPatch, choice: Choice, batch: str | None
 ) -> None:
-    driver, _ = cuda(batch)
-    copier = CudaCopier(*memories(), GEOMETRY, driver, choice)
+    real = OnStub(monkeypatch, batch, choice)
     with ThreadPoolExecutor(1) as fresh:
-        fresh.submit(copier.store, 0, [1], [1]).result()
-    driver._enter = lambda: None  # type: ignore[method-assign]
+        fresh.submit(real.copier.store, 0, [1], [1]).result()
+    monkeypatch.setattr(CudaContext, "enter", lambda self: None)
     with ThreadPoolExecutor(1) as fresh, pytest.raises(TransferFailed, match=str(NO_CONTEXT)):
-        fresh.submit(copier.store, 0, [1], [1]).result()  # negative control
+        fresh.submit(real.copier.store, 0, [1], [1]).result()  # negative control
 
 
-def test_a_status_is_an_error() -> None:
-    cuda_driver._check(0, "cuMemcpyAsync")
-    with pytest.raises(TransferFailed, match="cuMemcpyAsync failed with CUDA error 700"):
-        cuda_driver._check(700, "cuMemcpyAsync")
+GOOD: dict[str, Any] = {"order": 1, "first": 0, "number": 1, "copies": 1, "flags": 1, "index": True}
+
+
+@pytest.mark.parametrize("batch", ["cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {},
+        *({"order": 0}, {"order": 4}, {"first": 1}, {"number": 2}),
+        *({"number": 0}, {"copies": 0}, {"flags": 2}, {"index": False}),
+    ],
+    ids=str,
+)
+def test_the_stub_refuses_what_the_driver_refuses(
+    monkeypatch: pytest.MonkeyPatch, batch: str, bad: dict[str, Any]
+) -> None:
+    """Negative control of the tests above: a batch with one thing wrong is not taken."""
+    real = OnStub(monkeypatch, batch, DMA)
+    given = {**GOOD, **bad}
+    function, has_index = cuda_driver._find_batch(real.stub.library)
+    assert function is not None
+    targets, sources, sizes = (array("q", [n]) for n in (real.area.data_ptr(), 0, 8))
+    sources[0] = real.arena.data_ptr()
+    hint = (ctypes.c_int * 2)(0, 0)
+    attributes = (cuda_driver._CopyAttributes * 2)(
+        cuda_driver._CopyAttributes(given["order"], hint, hint, given["flags"])
+    )
+    firsts, index = (ctypes.c_size_t * 2)(given["first"], 1), ctypes.c_size_t(0)
+    more = [ctypes.byref(index) if given["index"] else None] if has_index else []
+    CudaContext(0).enter()
+    status = function(
+        *(numbers.buffer_info()[0] for numbers in (targets, sources, sizes)),
+        *(given["copies"], attributes, firsts, given["number"], *more, real.stream),
+    )
+    # The second form takes no index.
+    assert (status != 0) is bool(bad and (has_index or "index" not in bad))

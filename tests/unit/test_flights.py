@@ -347,18 +347,14 @@ class FakeEvent:
 
 
 class FakeStream:
-    def __init__(self, device: object, priority: int) -> None:
+    def __init__(self, device: object, urgent: bool = False) -> None:
         self.device = device
-        self.priority = priority
+        self.urgent = urgent
         self.waited: list[object] = []
         self.drained = 0
 
     def synchronize(self) -> None:
         self.drained += 1
-
-    @staticmethod
-    def priority_range() -> tuple[int, int]:
-        return 0, -5
 
     def wait_event(self, event: object) -> None:
         self.waited.append(event)
@@ -376,7 +372,7 @@ OWN_DEVICE: ContextVar[torch.device | None] = ContextVar("device", default=None)
 def cuda(monkeypatch: pytest.MonkeyPatch) -> CudaStreams:
     monkeypatch.setattr(FakeEvent, "made", 0)
     monkeypatch.setattr(streams_module.torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(streams_module.torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(streams_module, "own_stream", FakeStream)
     monkeypatch.setattr(streams_module.torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(streams_module.torch.cuda, "set_device", OWN_DEVICE.set)
     streams = make_streams(torch.device("cuda:3"))
@@ -388,8 +384,8 @@ LOAD, STORE = TransferType.CPU_TO_GPU, TransferType.GPU_TO_CPU
 
 
 def test_loads_go_before_the_model_and_stores_behind_it(cuda: CudaStreams) -> None:
-    assert cuda._streams[LOAD].priority == -5  # the greatest there is
-    assert cuda._streams[STORE].priority == 0
+    assert cuda._streams[LOAD].urgent  # type: ignore[attr-defined]
+    assert not cuda._streams[STORE].urgent  # type: ignore[attr-defined]
 
 
 def test_a_copy_waits_for_its_fence_on_its_own_stream(cuda: CudaStreams) -> None:

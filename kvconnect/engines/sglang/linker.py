@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import DevicePoolEn
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from kvconnect.config import Config
+from kvconnect.copy.own_stream import own_stream
 from kvconnect.engines.sglang.hits import window_ends
 from kvconnect.engines.sglang.layers import Arrivals, LayerCounter
 from kvconnect.engines.sglang.pool_tier import PoolTier, Space, Want, worst
@@ -94,7 +95,7 @@ class KVConnectLinker(UnifiedCacheLinker):
         self._batches: dict[int, Sequence[_Request]] = {}
         self._offloads: deque[_Offload] = deque()
         device = next(iter(self.tiers.values())).pool.area.device
-        self._join = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._join = own_stream(device) if device.type == "cuda" else None
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """Return the prefix lengths, in pages, that this rank can restore; ascending."""

@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from kvconnect.errors import ConfigError, TransferFailed
+from kvconnect.cuda import has_context
+from kvconnect.errors import ConfigError, Misuse, TransferFailed
 from kvconnect.transport.base import Area
 from kvconnect.transport.nixl.runs import Ints
 from kvconnect.wire.rails import Offer
@@ -38,14 +39,17 @@ _INFINIBAND = Path("/sys/class/infiniband")
 
 
 class Agent:
-    """All methods are for one thread. ``offer`` says what the other side has to know. ``local``:
-    no other machine can reach it.
+    """All methods are for one thread, which must have a CUDA context if an area is on a device.
+    ``offer`` says what the other side has to know. ``local``: no other machine can reach it.
 
     Raises:
         ConfigError: NIXL, its backend or this memory cannot be used; the message says why.
+        Misuse: the calling thread has no context.
     """
 
     def __init__(self, backend: str, areas: Sequence[Area], *, local: bool) -> None:
+        if any(area.device >= 0 for area in areas) and not has_context():
+            raise Misuse("NIXL is started in a thread that has no CUDA context")
         package = find_package(sys.modules.get("torch"), any(a.device >= 0 for a in areas))
         _prepare_environment(local=local)
         self._nixl = nixl = _load(package)

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
-from kvconnect.errors import KVConnectError
+from kvconnect.cuda import CudaContext
+from kvconnect.errors import ConfigError, KVConnectError
 from kvconnect.transport.base import Area
 from kvconnect.transport.nixl.agent import Agent
 from kvconnect.wire.rails import Offer
@@ -34,7 +35,7 @@ Half = Literal["launches", "landings"]
 
 
 def _nothing() -> None:
-    """Follow no step."""
+    """Do nothing."""
 
 
 class Mover:
@@ -49,6 +50,8 @@ class Mover:
 
     def __init__(self, backend: str, areas: Sequence[Area], *, local: bool) -> None:
         self._start = partial(Agent, backend, areas, local=local)
+        self._enter = _context_of(areas)
+        self._enter()
         self._agent = self._start()
         self.offer: Offer | None = self._agent.offer
         self._changed = threading.Condition()
@@ -148,6 +151,7 @@ class Mover:
 
     def _run(self, turn: Callable[[], None]) -> None:
         try:
+            self._enter()
             turn()
         finally:
             with self._changed:
@@ -202,6 +206,21 @@ class Mover:
                     return
                 work = queue.popleft()
             work()
+
+
+def _context_of(areas: Sequence[Area]) -> Callable[[], None]:
+    """Return what gives the calling thread a context of the device that memory is on.
+
+    Without one, UCX takes the machine for one without CUDA and moves pages through the host.
+    """
+    device = max((area.device for area in areas), default=-1)
+    if device < 0:
+        return _nothing
+    try:
+        return CudaContext(device).enter
+    except KVConnectError as error:
+        fix = f"this thread can have no CUDA context: {error}"
+        raise ConfigError("transport", "nixl", fix) from error
 
 
 def _guarded(work: Callable[[], None], failed: Callable[[str], None]) -> None:

@@ -1,0 +1,454 @@
+/* Stands for the CUDA driver where there is none: copies and launches happen at once, in host
+   memory, and every call is checked as the driver checks it. What a driver answers only after the
+   fact (a sticky error), or only to some (a thread without a context), is answered here too.
+
+   Numbers are those of cuda.h. "stub_" functions are for tests. The few functions of the runtime
+   (libcudart) are here because both share one thing: the runtime's last error. */
+
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef int Status;
+typedef uint64_t Address;
+
+enum {
+    SUCCESS = 0,
+    INVALID_VALUE = 1,
+    OUT_OF_MEMORY = 2,
+    NOT_INITIALIZED = 3,
+    INVALID_DEVICE = 101,
+    INVALID_CONTEXT = 201,
+    INVALID_HANDLE = 400,
+    ALREADY_REGISTERED = 712,
+    NOT_REGISTERED = 713,
+};
+
+enum { DEVICES = 2, STREAMS = 256, RANGES = 256, DEPTH = 8, NAMES = 64 };
+enum { LEAST = 0, GREATEST = -5 };
+enum { PER_THREAD = 2, LEGACY = 1 }; /* handles that stand for null streams */
+
+typedef struct {
+    Address start;
+    size_t bytes;
+    int locked; /* page-locked host memory; 0: memory of the device */
+} Range;
+
+typedef struct {
+    int device;
+    int priority;
+    unsigned flags;
+} Stream;
+
+typedef struct {
+    int order;
+    int source_hint[2];
+    int target_hint[2];
+    unsigned flags;
+} Attributes;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static int initialized;
+static int contexts[DEVICES]; /* a context is the address of its entry; the value counts retains */
+static Stream streams[STREAMS];
+static int num_streams;
+static Range ranges[RANGES];
+static int num_ranges;
+static size_t lockable = SIZE_MAX; /* bytes that may be page-locked */
+static Status sticky;              /* what a lost device answers to everything */
+static const char *refused = "";   /* the call that is refused next */
+static Status refusal;
+static int calls_of[NAMES];
+static const char *names[NAMES];
+static Status (*launched)(void *function, unsigned grid, unsigned threads, void **arguments);
+
+static __thread void *stack[DEPTH]; /* the top is the thread's current context */
+static __thread int depth;
+static __thread Status last_error; /* of the runtime */
+static int last_order;             /* of the last batch that was taken */
+
+static void count(const char *name)
+{
+    for (int i = 0; i < NAMES; i++) {
+        if (names[i] == NULL)
+            names[i] = name;
+        if (strcmp(names[i], name) == 0) {
+            calls_of[i]++;
+            return;
+        }
+    }
+}
+
+/* What every call begins with; the lock is held from here on. */
+static Status enter(const char *name, int needs_context)
+{
+    pthread_mutex_lock(&lock);
+    count(name);
+    if (strcmp(refused, name) == 0) {
+        refused = "";
+        return refusal;
+    }
+    if (!initialized)
+        return NOT_INITIALIZED;
+    if (sticky)
+        return sticky;
+    if (needs_context && (depth == 0 || stack[depth - 1] == NULL))
+        return INVALID_CONTEXT;
+    return SUCCESS;
+}
+
+static Status leave(Status status)
+{
+    pthread_mutex_unlock(&lock);
+    return status;
+}
+
+static int is_context(void *context)
+{
+    int *entry = context;
+    return entry == NULL || (entry >= contexts && entry < contexts + DEVICES && *entry > 0);
+}
+
+static int current_device(void)
+{
+    return (int)((int *)stack[depth - 1] - contexts);
+}
+
+/* A stream that was made here, in the current context; null streams are left to the caller. */
+static Status check_stream(void *handle)
+{
+    uintptr_t number = (uintptr_t)handle;
+    if (number <= PER_THREAD)
+        return SUCCESS;
+    Stream *stream = handle;
+    if (stream < streams || stream >= streams + num_streams)
+        return INVALID_HANDLE;
+    return stream->device == current_device() ? SUCCESS : INVALID_HANDLE;
+}
+
+static int covered(Address start, size_t bytes)
+{
+    for (int i = 0; i < num_ranges; i++)
+        if (start >= ranges[i].start && start - ranges[i].start + bytes <= ranges[i].bytes)
+            return 1;
+    return 0;
+}
+
+/* Tests --------------------------------------------------------------------------------------- */
+
+void stub_reset(void)
+{
+    pthread_mutex_lock(&lock);
+    initialized = num_streams = num_ranges = 0;
+    memset(contexts, 0, sizeof contexts);
+    memset(calls_of, 0, sizeof calls_of);
+    memset(names, 0, sizeof names);
+    lockable = SIZE_MAX;
+    sticky = SUCCESS;
+    refused = "";
+    launched = NULL;
+    depth = 0;
+    last_error = SUCCESS;
+    pthread_mutex_unlock(&lock);
+}
+
+void stub_device_memory(Address start, size_t bytes)
+{
+    ranges[num_ranges++] = (Range){start, bytes, 0};
+}
+
+void stub_limit_locked(size_t bytes) { lockable = bytes; }
+void stub_lose_device(Status status) { sticky = status; }
+void stub_launched(Status (*function)(void *, unsigned, unsigned, void **)) { launched = function; }
+
+/* Answer the next call of this name so; the name must stay where it is. */
+void stub_refuse(const char *name, Status status)
+{
+    refused = name;
+    refusal = status;
+}
+
+int stub_calls(const char *name)
+{
+    for (int i = 0; i < NAMES && names[i]; i++)
+        if (strcmp(names[i], name) == 0)
+            return calls_of[i];
+    return 0;
+}
+
+int stub_priority(void *stream) { return ((Stream *)stream)->priority; }
+unsigned stub_flags(void *stream) { return ((Stream *)stream)->flags; }
+int stub_last_order(void) { return last_order; }
+int stub_retained(int device) { return contexts[device]; }
+
+size_t stub_locked(void)
+{
+    size_t bytes = 0;
+    for (int i = 0; i < num_ranges; i++)
+        bytes += ranges[i].locked ? ranges[i].bytes : 0;
+    return bytes;
+}
+
+/* The driver ---------------------------------------------------------------------------------- */
+
+Status cuInit(unsigned flags)
+{
+    pthread_mutex_lock(&lock);
+    initialized = 1;
+    return leave(flags ? INVALID_VALUE : SUCCESS);
+}
+
+Status cuDriverGetVersion(int *version)
+{
+    *version = 13000;
+    return SUCCESS;
+}
+
+Status cuDeviceGet(int *device, int ordinal)
+{
+    Status status = enter("cuDeviceGet", 0);
+    if (!status && (ordinal < 0 || ordinal >= DEVICES))
+        status = INVALID_DEVICE;
+    if (!status)
+        *device = ordinal;
+    return leave(status);
+}
+
+Status cuDevicePrimaryCtxRetain(void **context, int device)
+{
+    Status status = enter("cuDevicePrimaryCtxRetain", 0);
+    if (!status && (device < 0 || device >= DEVICES))
+        status = INVALID_DEVICE;
+    if (!status) {
+        contexts[device]++;
+        *context = &contexts[device];
+    }
+    return leave(status);
+}
+
+Status cuCtxSetCurrent(void *context)
+{
+    Status status = enter("cuCtxSetCurrent", 0);
+    if (!status && !is_context(context))
+        status = INVALID_CONTEXT;
+    if (!status) {
+        depth = depth ? depth : 1;
+        stack[depth - 1] = context;
+    }
+    return leave(status);
+}
+
+Status cuCtxGetCurrent(void **context)
+{
+    Status status = enter("cuCtxGetCurrent", 0);
+    if (!status)
+        *context = depth ? stack[depth - 1] : NULL;
+    return leave(status);
+}
+
+Status cuCtxPushCurrent_v2(void *context)
+{
+    Status status = enter("cuCtxPushCurrent", 0);
+    if (!status && (context == NULL || !is_context(context) || depth == DEPTH))
+        status = INVALID_CONTEXT;
+    if (!status)
+        stack[depth++] = context;
+    return leave(status);
+}
+
+Status cuCtxPopCurrent_v2(void **context)
+{
+    Status status = enter("cuCtxPopCurrent", 1);
+    if (!status)
+        *context = stack[--depth];
+    return leave(status);
+}
+
+Status cuCtxGetStreamPriorityRange(int *least, int *greatest)
+{
+    Status status = enter("cuCtxGetStreamPriorityRange", 1);
+    if (!status) {
+        *least = LEAST;
+        *greatest = GREATEST;
+    }
+    return leave(status);
+}
+
+Status cuStreamCreateWithPriority(void **stream, unsigned flags, int priority)
+{
+    Status status = enter("cuStreamCreateWithPriority", 1);
+    if (!status && flags > 1)
+        status = INVALID_VALUE;
+    if (!status && num_streams == STREAMS)
+        status = OUT_OF_MEMORY;
+    if (!status) {
+        priority = priority > LEAST ? LEAST : priority < GREATEST ? GREATEST : priority;
+        streams[num_streams] = (Stream){current_device(), priority, flags};
+        *stream = &streams[num_streams++];
+    }
+    return leave(status);
+}
+
+static Status register_range(Address start, size_t bytes)
+{
+    size_t locked = 0;
+    for (int i = 0; i < num_ranges; i++) {
+        if (!ranges[i].locked)
+            continue;
+        locked += ranges[i].bytes;
+        if (start < ranges[i].start + ranges[i].bytes && ranges[i].start < start + bytes)
+            return ALREADY_REGISTERED;
+    }
+    if (bytes > lockable || locked > lockable - bytes || num_ranges == RANGES)
+        return OUT_OF_MEMORY;
+    ranges[num_ranges++] = (Range){start, bytes, 1};
+    return SUCCESS;
+}
+
+Status cuMemHostRegister_v2(void *start, size_t bytes, unsigned flags)
+{
+    Status status = enter("cuMemHostRegister", 1);
+    if (!status && (start == NULL || bytes == 0 || flags > 15))
+        status = INVALID_VALUE;
+    if (!status)
+        status = register_range((Address)start, bytes);
+    return leave(status);
+}
+
+Status cuMemHostUnregister(void *start)
+{
+    Status status = enter("cuMemHostUnregister", 1);
+    if (!status) {
+        int at = 0;
+        while (at < num_ranges && !(ranges[at].locked && ranges[at].start == (Address)start))
+            at++;
+        if (at == num_ranges)
+            status = NOT_REGISTERED;
+        else
+            ranges[at] = ranges[--num_ranges];
+    }
+    return leave(status);
+}
+
+static Status move(Address target, Address source, size_t bytes)
+{
+    /* Pageable memory would be copied as well, but before the call returns; nothing here may. */
+    if (!covered(target, bytes) || !covered(source, bytes))
+        return INVALID_VALUE;
+    memcpy((void *)target, (void *)source, bytes);
+    return SUCCESS;
+}
+
+Status cuMemcpyAsync(Address target, Address source, size_t bytes, void *stream)
+{
+    Status status = enter("cuMemcpyAsync", 1);
+    if (!status)
+        status = check_stream(stream);
+    if (!status)
+        status = move(target, source, bytes);
+    return leave(status);
+}
+
+#ifndef WITHOUT_BATCH
+static Status check_attributes(const Attributes *all, const size_t *firsts, size_t number,
+                               size_t copies)
+{
+    if (number == 0 || number > copies || firsts[0] != 0)
+        return INVALID_VALUE;
+    for (size_t i = 0; i < number; i++) {
+        if (firsts[i] >= copies || (i && firsts[i] <= firsts[i - 1]))
+            return INVALID_VALUE;
+        if (all[i].order < 1 || all[i].order > 3 || all[i].flags > 1)
+            return INVALID_VALUE;
+        if (all[i].source_hint[0] < 0 || all[i].source_hint[0] > 4 || all[i].target_hint[0] < 0 ||
+            all[i].target_hint[0] > 4)
+            return INVALID_VALUE;
+    }
+    return SUCCESS;
+}
+
+static Status batch(const char *name, const Address *targets, const Address *sources,
+                    const size_t *sizes, size_t copies, const Attributes *attributes,
+                    const size_t *firsts, size_t number, size_t *failed, void *stream)
+{
+    Status status = enter(name, 1);
+    if (!status && (uintptr_t)stream <= PER_THREAD)
+        status = INVALID_VALUE; /* no null stream takes a batch */
+    if (!status)
+        status = check_stream(stream);
+    if (!status && (copies == 0 || !targets || !sources || !sizes || !attributes || !firsts))
+        status = INVALID_VALUE;
+    if (!status)
+        status = check_attributes(attributes, firsts, number, copies);
+    for (size_t i = 0; !status && i < copies; i++) {
+        status = sizes[i] ? move(targets[i], sources[i], sizes[i]) : INVALID_VALUE;
+        if (status && failed)
+            *failed = i;
+    }
+    if (!status)
+        last_order = attributes[0].order;
+    return leave(status);
+}
+
+Status cuMemcpyBatchAsync(const Address *targets, const Address *sources, const size_t *sizes,
+                          size_t copies, const Attributes *attributes, const size_t *firsts,
+                          size_t number, size_t *failed, void *stream)
+{
+    return failed == NULL ? INVALID_VALUE
+                          : batch("cuMemcpyBatchAsync", targets, sources, sizes, copies,
+                                  attributes, firsts, number, failed, stream);
+}
+#endif
+
+#ifdef WITH_SECOND_BATCH
+Status cuMemcpyBatchAsync_v2(const Address *targets, const Address *sources, const size_t *sizes,
+                             size_t copies, const Attributes *attributes, const size_t *firsts,
+                             size_t number, void *stream)
+{
+    return batch("cuMemcpyBatchAsync_v2", targets, sources, sizes, copies, attributes, firsts,
+                 number, NULL, stream);
+}
+#endif
+
+Status cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned threads_x,
+                      unsigned threads_y, unsigned threads_z, unsigned shared, void *stream,
+                      void **arguments, void **extra)
+{
+    Status status = enter("cuLaunchKernel", 1);
+    if (!status)
+        status = check_stream(stream);
+    uint64_t threads = (uint64_t)threads_x * threads_y * threads_z;
+    if (!status && (!function || !x || !y || !z || !threads || threads > 1024 || shared > 49152))
+        status = INVALID_VALUE;
+    if (!status && (!arguments == !extra))
+        status = INVALID_VALUE;
+    if (!status && launched)
+        status = launched(function, x, threads_x, arguments);
+    return leave(status);
+}
+
+/* The runtime: a call that fails leaves its error behind, and a checked launch takes it for its
+   own. */
+
+Status cudaHostRegister(void *start, size_t bytes, unsigned flags)
+{
+    Status status = cuMemHostRegister_v2(start, bytes, flags);
+    last_error = status ? status : last_error;
+    return status;
+}
+
+Status cudaHostUnregister(void *start)
+{
+    Status status = cuMemHostUnregister(start);
+    last_error = status ? status : last_error;
+    return status;
+}
+
+Status cudaGetLastError(void)
+{
+    Status status = last_error;
+    last_error = SUCCESS;
+    return status;
+}
