@@ -7,7 +7,9 @@
 # make gpu            tests and benchmark of the copies, on a machine with an NVIDIA GPU; CUDA=12
 #                     for a driver that is older than CUDA 13
 # make docs           the documentation as a site, in build/site
-# make fuzz           a million broken inputs against everything that reads what others wrote
+# make fuzz           a million broken inputs against everything that reads what others wrote, and a
+#                     million more to each reader, guided by coverage
+# make sanitize       tests of the C extension under the address, undefined and thread sanitizers
 # make setup          only the environment (.venv) for all but SGLang; setup-sglang: its own
 #
 # PYTHON=python3.12 chooses the interpreter; PYTEST_ARGS="-k ledger" narrows `make test` (which then
@@ -30,7 +32,7 @@ BENCHMARKS := $(filter-out common copy_cuda fake_engines link nixl movers sglang
 export PYTHONPATH := $(CURDIR)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup setup-sglang test test-sglang demo demo-sglang bench bench-sglang docs gpu fuzz clean
+.PHONY: setup setup-sglang test test-sglang demo demo-sglang bench bench-sglang docs gpu fuzz sanitize clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -48,6 +50,7 @@ test: $(READY)
 	@echo "== mypy" && mypy
 	@echo "== pytest" && pytest $(PYTEST_ARGS)
 ifeq ($(PYTEST_ARGS),)
+	@echo "== sanitizers" && $(MAKE) --no-print-directory sanitize
 	@$(MAKE) --no-print-directory test-sglang
 endif
 
@@ -87,6 +90,11 @@ docs: $(READY)
 
 fuzz: $(READY)
 	@python -m tests.fuzz.fuzz_codec --runs 1000000 $(FUZZ_ARGS)
+	@python -m tests.fuzz.guided --runs 1000000 --keep
+
+sanitize: $(READY)
+	@scripts/sanitize address
+	@scripts/sanitize thread
 
 clean:
 	rm -rf .venv .venv-sglang .venv-gpu build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,144 @@
+"""What reads bytes that others wrote, one function each: the targets of `tests.fuzz.guided`.
+
+Each takes an input and raises nothing, or what is no error of the caller's contract: a fault.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import hmac
+from collections.abc import Callable
+
+import xxhash
+
+from kvconnect.errors import ConfigError, KVConnectError, Misuse, Refused
+from kvconnect.router import http1, reports
+from kvconnect.router.kvevents import Feed
+from kvconnect.router.prefixes import PrefixIndex
+from kvconnect.router.sources import etcd, file
+from kvconnect.router.view import Target as Engine
+from kvconnect.store.disk import record
+from kvconnect.wire import codec, messages, rails, tickets
+
+KEY, NOW = b"fuzz", 1_000_000.0
+Reader = Callable[[bytes], object]
+
+
+def expecting(*errors: type[Exception]) -> Callable[[Reader], Reader]:
+    def wrap(read: Reader) -> Reader:
+        @functools.wraps(read)
+        def target(data: bytes) -> None:
+            try:
+                read(data)
+            except Misuse:
+                raise
+            except errors:
+                pass
+
+        return target
+
+    return wrap
+
+
+@expecting(KVConnectError)
+def notes(data: bytes) -> None:
+    reader = codec.NoteReader()
+    for piece in (data[: len(data) // 2], data[len(data) // 2 :]):
+        for note in reader.feed(piece):
+            assert len(note) <= codec.MAX_NOTE
+
+
+@expecting(KVConnectError)
+def message(data: bytes) -> None:
+    decoded = messages.decode(data)
+    assert messages.decode(messages.encode(decoded)) == decoded
+
+
+@expecting(KVConnectError)
+def rail(data: bytes) -> None:
+    decoded = rails.decode(data)
+    assert rails.decode(rails.encode(decoded)) == decoded
+
+
+@expecting(KVConnectError)
+def ticket(data: bytes) -> None:
+    mac = hmac.digest(KEY, b"kvconnect ticket\0" + data, hashlib.sha256)
+    text = base64.urlsafe_b64encode(data + mac).decode().rstrip("=")
+    tickets.verify(text, KEY, NOW)
+
+
+def disk_index(data: bytes) -> None:
+    """The index of a segment, sealed with a digest that fits."""
+    sealed = data + xxhash.xxh3_64_intdigest(data).to_bytes(8, "little")
+    found = record.unpack_index(sealed, b"i" * 16)
+    if found is not None:
+        columns, _ = found
+        assert len({len(column) for column in columns}) == 1
+
+
+def disk_heads(data: bytes) -> None:
+    """The first page of a segment, and that of a record, likewise."""
+    for nbytes in (record._SEGMENT.size, record._RECORD.size):
+        head = data[:nbytes].ljust(nbytes, b"\0")
+        page = head + xxhash.xxh3_64_intdigest(head).to_bytes(8, "little")
+        record.unpack_segment(page.ljust(record.PAGE, b"\0"))
+        record.unpack_record(page.ljust(record.PAGE, b"\0"), b"i" * 16)
+
+
+@expecting(Refused)
+def events(data: bytes) -> None:
+    index = PrefixIndex()
+    Feed(Engine(0, 0), index).message(0, data)
+
+
+def loads(data: bytes) -> None:
+    """What engines answer about themselves."""
+    asked = (reports.models_of, reports.version_of, reports.engine_ids_of)
+    for read in (*asked, reports.sglang_tokens):
+        expecting(Refused)(read)(data)
+    text = data.decode("utf-8", "replace")
+    reports.vllm_tokens(text)
+    reports.vllm_received(text)
+    reports.sglang_metric_tokens(text)
+
+
+def answer(data: bytes) -> None:
+    """An engine's HTTP answer, in two pieces, cut off at the end."""
+
+    class Transport:
+        def abort(self) -> None:
+            """The connection's own end."""
+
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *_: None
+
+    connection = http1.Connection()
+    connection.connection_made(Transport())  # type: ignore[arg-type]
+    connection.answer = http1.Arriving()
+    for piece in (data[: len(data) // 3], data[len(data) // 3 :]):
+        connection.data_received(piece)
+    connection.connection_lost(None)
+
+
+@expecting(ConfigError)
+def members(data: bytes) -> None:
+    """A file of engines, and a value in etcd."""
+    etcd._named("kv", [(b"kv/prefill/a", data), (data, b"http://a:1")])
+    file.parse(data.decode("utf-8", "replace"))
+
+
+def planted(data: bytes) -> None:
+    """The control: a fault behind three bytes, which guidance finds and luck does not."""
+    if data[:1] == b"K" and data[1:2] == b"V" and data[2:3] == b"C":
+        raise KeyError("planted")
+
+
+CONTROL: dict[str, Reader] = {"planted": planted}
+TARGETS: dict[str, Reader] = {
+    each.__name__: each
+    for each in (
+        *(notes, message, rail, ticket, disk_index, disk_heads, events, loads, answer, members),
+    )
+}
