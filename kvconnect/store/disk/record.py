@@ -149,12 +149,17 @@ def unpack_index(data: bytes, identity: bytes) -> tuple[Columns, int] | None:
     if (magic, version, found) != (_INDEX_MAGIC, VERSION, identity):
         return None
     at = _INDEX.size
+    rows = 12 * count + (0 if width else count)
+    if len(data) != at + rows + blob_bytes + _DIGEST.size:
+        return None
     columns = []
     for _ in range(3):
         columns.append(array("I", data[at : at + 4 * count]))
         at += 4 * count
     ends = b"" if width else data[at : at + count]
     at += len(ends)
+    if blob_bytes != (count * width if width else sum(ends)):
+        return None
     return Columns(_split(data[at : at + blob_bytes], width, ends), *columns), used
 
 
