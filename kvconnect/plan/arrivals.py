@@ -8,7 +8,6 @@ is tried once; what fails is computed here.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -54,7 +53,7 @@ class _Arrival:
     transfer: TransferId
     source: Source | None  # None: refused
     early: bool
-    renew_at: float
+    kept: bool  # whether the workers renew its lease, or need not
     state: Handoff = HANDOFF.start
     job: JobId | None = None
 
@@ -96,27 +95,33 @@ class Arrivals:
 
     @property
     def busy(self) -> bool:
-        """Whether a request waits or a receive is unanswered, so the engine must keep stepping."""
-        waits = any(arrival.state is Handoff.WANTED for arrival in self._requests.values())
-        return bool(waits or self._jobs or self._keeps)
+        """Whether a receive is unanswered or workers must be told something, so the engine must
+        keep stepping. A request that waits for its turn is no reason to: workers renew its lease
+        by themselves, however long the engine stands still."""
+        untold = any(_is_untold(arrival) for arrival in self._requests.values())
+        return bool(untold or self._jobs or self._keeps)
 
     def owns(self, job: JobId) -> bool:
         """Whether a report's job was numbered here."""
         return job > _JOBS
 
-    def open(
-        self, req_id: str, transfer: TransferId, source: Source, early: bool, now: float
-    ) -> None:
-        """A request came whose blocks another engine has, or (``early``) will have."""
-        renew_at = now + self._limits.lease_s / _RENEWALS
-        self._requests[req_id] = _Arrival(req_id, transfer, source, early, renew_at)
+    def open(self, req_id: str, transfer: TransferId, source: Source, early: bool) -> bool:
+        """A request came whose blocks another engine has, or (``early``) will have.
+
+        Return False if another one brings the same blocks: this is an ordinary one. A transfer is
+        sent once, and a client that wants several answers gets a request for each.
+        """
+        if any(arrival.transfer == transfer for arrival in self._requests.values()):
+            return False
+        self._requests[req_id] = _Arrival(req_id, transfer, source, early, kept=False)
+        return True
 
     def refuse(self, req_id: str, field: str) -> None:
         """A request came whose hand-off cannot be tried; ``field`` as in
         :class:`~kvconnect.errors.Refused`. What it plans, every worker reports as failed."""
         self._stats.count("handoff_refused", label=field)
         nothing = TransferId(bytes(16))
-        self._requests[req_id] = _Arrival(req_id, nothing, None, early=False, renew_at=math.inf)
+        self._requests[req_id] = _Arrival(req_id, nothing, None, early=False, kept=True)
 
     def pending(self, req_id: str) -> bool:
         """Whether a hand-off is wanted and not yet planned."""
@@ -162,7 +167,7 @@ class Arrivals:
         arrival = self._requests[req_id]
         arrival.state = HANDOFF.after(arrival.state, Event.ABORT)
         if arrival.source is not None:
-            self._keeps.append(Keep(arrival.transfer, arrival.source, wanted=False))
+            self._keeps.append(Keep(arrival.transfer, arrival.source))
 
     def finish(self, req_id: str) -> None:
         """The request is over, whatever became of its hand-off."""
@@ -203,13 +208,14 @@ class Arrivals:
         return settled
 
     def tick(self, now: float) -> None:
-        """Renew the leases of pending requests; count receives that nobody answers. Their blocks
-        stay held: only workers can say that no page lands any more, and they have a deadline."""
+        """Have the leases of pending requests renewed; count receives that nobody answers. Their
+        blocks stay held: only workers can say that no page lands any more, and they have a
+        deadline."""
         for arrival in self._requests.values():
-            due = arrival.state is Handoff.WANTED and arrival.renew_at <= now
-            if due and arrival.source is not None:
-                self._keeps.append(Keep(arrival.transfer, arrival.source))
-                arrival.renew_at = now + self._limits.lease_s / _RENEWALS
+            if _is_untold(arrival) and arrival.source is not None:
+                every_s = self._limits.lease_s / _RENEWALS
+                self._keeps.append(Keep(arrival.transfer, arrival.source, every_s))
+                arrival.kept = True
         for hold in self.ledger.expired(now):
             flight = self._jobs[hold.job]
             if not flight.overdue:
@@ -239,6 +245,10 @@ class Arrivals:
         blocks = sum(len(span.block_ids) for span in spans)
         if blocks != self.ledger.held:
             raise Misuse(f"{blocks} blocks are received into, {self.ledger.held} are held")
+
+
+def _is_untold(arrival: _Arrival) -> bool:
+    return arrival.state is Handoff.WANTED and not arrival.kept
 
 
 def _needed(group: CacheGroup, span: Span, total_tokens: int) -> tuple[int, int]:

@@ -100,6 +100,12 @@ class _Lease:
         if self.readers.get(reader) is not NoticeKind.DONE:
             self.readers[reader] = kind
 
+    def close(self, limits: LeaseLimits, now: float) -> None:
+        """Everything was offered: readers have a deadline from now on."""
+        if self.state in (Lease.GROWING, Lease.STREAMING):  # else it was preempted since
+            self.state = LEASE.after(self.state, Event.COMPUTED)
+        self.extend(limits, now)
+
     def extend(self, limits: LeaseLimits, now: float) -> None:
         """Somebody gave a sign of life."""
         self.overdue = False
@@ -128,13 +134,16 @@ class Leases:
         self._withdrawals: list[Withdraw] = []
         self._released: list[int] = []
 
-    def __repr__(self) -> str:
-        return f"<Leases {len(self._leases)} live, {self.granted - self.returned} blocks held>"
+    def __len__(self) -> int:
+        """How many leases are live."""
+        return len(self._leases)
 
     @property
     def busy(self) -> bool:
-        """Whether a lease is live, so that the engine must keep stepping."""
-        return bool(self._leases)
+        """Whether blocks are held or an answer is awaited, so that the engine must keep stepping.
+        A request that waits for its turn is no reason to: a paused engine gives it none."""
+        leases = self._leases.values()
+        return any(lease.blocks or lease.state is Lease.WITHDRAWN for lease in leases)
 
     def open(self, req_id: str, transfer: TransferId, tokens: int, now: float) -> bool:
         """Start a lease of the prompt's first ``tokens`` and announce it to the workers.
@@ -180,18 +189,29 @@ class Leases:
             self.granted += len(held)
         return held
 
-    def preempted(self, req_id: str, now: float) -> None:
-        """The engine took the request's blocks to compute it again later: end its lease, whose
-        blocks it may be short of. The request goes on as an ordinary one."""
-        lease = self._requests.pop(req_id, None)
-        if lease is not None and not lease.ended:
-            self._withdraw(lease, Event.ABORT, now)
+    def preempted(self, req_id: str | None, now: float) -> None:
+        """The engine took the request's blocks to compute it again later, and may be short of
+        them. A lease that has them all needs no more of the request: it stays, but no longer than
+        that of a request that is over. Any other one ends, and the request is an ordinary one.
+
+        None: the engine stands still and waits for the blocks of all, to forget what they hold.
+        """
+        for name in list(self._requests) if req_id is None else [req_id]:
+            lease = self._requests.get(name)
+            if lease is None or lease.ended or lease.deadline < math.inf:
+                continue
+            if lease.computed:
+                lease.close(self._limits, now)
+            elif lease.blocks or req_id is not None:
+                del self._requests[name]
+                self._withdraw(lease, Event.ABORT, now)
 
     def withdraw_all(self, now: float) -> None:
-        """The engine forgets what it has computed, perhaps with other weights: end every lease,
-        those of live requests too."""
+        """The engine forgets what it has computed, perhaps with other weights: end every lease of
+        it, those of live requests too."""
         for lease in self._leases.values():
-            self._withdraw(lease, Event.ABORT, now)
+            if lease.blocks:
+                self._withdraw(lease, Event.ABORT, now)
 
     def finish(self, req_id: str, completed: bool, now: float) -> TransferId | None:
         """The request is over; return the transfer if its blocks stay available.
@@ -204,8 +224,7 @@ class Leases:
         if not (completed and lease.computed):
             self._withdraw(lease, Event.ABORT, now)
             return None
-        lease.state = LEASE.after(lease.state, Event.COMPUTED)
-        lease.extend(self._limits, now)
+        lease.close(self._limits, now)
         return lease.transfer
 
     def on_notice(self, notice: Notice, now: float) -> None:

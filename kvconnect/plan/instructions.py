@@ -156,12 +156,12 @@ class Drop:
 
 @dataclass(frozen=True)
 class Keep:
-    """Decode side: renew the lease of a transfer that waits for its turn, or (``wanted`` False)
-    give it up."""
+    """Decode side: renew the lease of a transfer that waits for its turn, every so many seconds
+    until it is received or, with 0, given up."""
 
     transfer: TransferId
     source: Source
-    wanted: bool = True
+    every_s: float = 0.0
 
 
 class NoticeKind(str, Enum):

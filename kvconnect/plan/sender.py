@@ -84,14 +84,15 @@ class _Book:
             self.readers.pop((reader.ask.peer, reader.ask.want), None)
         return [Tell(Notice(transfer, NoticeKind.WITHDRAWN))]
 
-    def beat(self) -> list[Action]:
-        """Tell readers that their pages are to come, and the scheduler that pages move."""
+    def beat(self, stands: bool) -> list[Action]:
+        """Tell readers that their pages are to come, and the scheduler that pages move. While the
+        engine ``stands`` still, it computes none: who waits for one gives up in time."""
         wants: dict[int, list[int]] = {}
         actions: list[Action] = []
         for transfer, known in self.known.items():
             moving = known.moving()
             for reader in moving:
-                if reader.left or reader.in_flight:
+                if reader.in_flight or (reader.left and not stands):
                     wants.setdefault(reader.ask.peer, []).append(reader.ask.want)
             # What is in flight moves, or the transport ends it: the lease must not run out.
             if any(reader.moved or reader.in_flight for reader in moving):
@@ -112,6 +113,7 @@ class Sender:
         """``layers``: per group, how many layers this worker has. A want for an unknown transfer
         is refused after ``deadline_s``, a decline of one forgotten; readers hear from us every
         ``heartbeat_s``."""
+        self.stands = False  # the engine makes no steps
         self._layers = tuple(layers)
         self._deadline_s = deadline_s
         self._heartbeat_s = heartbeat_s
@@ -266,4 +268,4 @@ class Sender:
         if now < self._beat_at:
             return actions
         self._beat_at = now + self._heartbeat_s
-        return actions + self._book.beat()
+        return actions + self._book.beat(self.stands)

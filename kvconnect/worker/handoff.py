@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -72,6 +73,7 @@ class HandoffAgent:
         self.end_step()  # a pipeline stage may end a step without saying so
         with self._lock:
             self._links.hello.epoch = epoch
+            self._sending.stepped_at = math.inf
             self._written.catch_up()
             self._sending.begin_step(work)
             fence = self._mark() if work.receives else None
@@ -106,9 +108,12 @@ class HandoffAgent:
         told = self._sending.has_notices or self._receiving.has_finished
         return told or self._news.is_set() or not self._thread.is_alive()
 
-    def poll(self, idle: bool) -> tuple[list[tuple[Report, Receive]], list[Notice]]:
+    def poll(
+        self, idle: bool, ends_step: bool = False
+    ) -> tuple[list[tuple[Report, Receive]], list[Notice]]:
         """Return receives that ended, and notices, since the last call. An ``idle`` engine, which
         has nothing to compute until one comes, waits a moment for it instead of spinning.
+        ``ends_step``: until the next one begins, the engine computes nothing.
 
         Raises:
             TransferFailed: the agent's thread has died of a bug. What waits for it would wait
@@ -120,6 +125,8 @@ class HandoffAgent:
             self._news.wait(_IDLE_S)
         with self._lock:
             self._news.clear()
+            if ends_step:
+                self._sending.stepped_at = time.monotonic()
             return self._receiving.take_finished(), self._sending.take_notices()
 
     @contextmanager

@@ -13,7 +13,7 @@ from kvconnect.plan import receiver
 from kvconnect.plan.instructions import Instructions, Keep, Moved, Receive, Report
 from kvconnect.plan.receiver import Action, Origin, Receiver
 from kvconnect.transport.base import Fence, Incoming, PeerId, Quiet, Received
-from kvconnect.types import Endpoint, FailureCause, JobId, TransferType
+from kvconnect.types import Endpoint, FailureCause, JobId, TransferId, TransferType
 from kvconnect.wire.messages import Alive, Cancel, Decline, Done, Fail, Message, Ready, Renew, Want
 from kvconnect.wire.topology import sources_for
 from kvconnect.worker.links import Link, Links
@@ -33,6 +33,7 @@ class ReceiveSide:
             [group.block_tokens for group in groups], [len(group.layers) for group in groups]
         )
         self._keeps: dict[Origin, list[Keep]] = {}  # until the connection is there
+        self._renewals: dict[TransferId, tuple[Keep, float]] = {}  # and when the next is due
         self._finished: list[tuple[Report, Receive]] = []
         self._moved: dict[JobId, list[Moved]] = {}  # of receives that are not over
         self._fence: Fence | None = None  # of the last step that received something
@@ -43,15 +44,25 @@ class ReceiveSide:
         if work.receives:
             self._fence = fence
         for job in work.receives:
+            self._renewals.pop(job.transfer, None)
             self._run(self._machine.receive(job, self._endpoints(job), now))
         for drop in work.drops:
             self._run(self._machine.drop(drop.job))
         for keep in work.keeps if self._links.is_first else ():
-            self._keep(keep)
+            if keep.every_s:
+                self._renewals[keep.transfer] = keep, now + keep.every_s
+            else:
+                self._renewals.pop(keep.transfer, None)
+                self._keep(keep)
 
     def tick(self, now: float) -> None:
-        """Time has passed; a few times per second."""
+        """Time has passed; a few times per second. Requests wait for their turn longer than a lease
+        lasts, and a paused engine says nothing meanwhile."""
         self._run(self._machine.tick(now))
+        for transfer, (keep, due) in self._renewals.items():
+            if due <= now:
+                self._renewals[transfer] = keep, now + keep.every_s
+                self._keep(keep)
 
     @property
     def has_finished(self) -> bool:
@@ -175,5 +186,5 @@ class ReceiveSide:
 
     def _tell_keep(self, link: Link, keep: Keep) -> None:
         transfer = keep.transfer
-        message = Renew(transfers=[transfer]) if keep.wanted else Decline(transfer=transfer)
+        message = Renew(transfers=[transfer]) if keep.every_s else Decline(transfer=transfer)
         self._links.tell(link.peer, message)

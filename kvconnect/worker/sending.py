@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -41,6 +42,8 @@ class SendSide:
         self._notices: dict[Notice, None] = {}  # in order; a repeated one says nothing new
         layers = [len(group.layers) for group in links.hello.groups]
         self._machine = Sender(layers, deadline_s, HEARTBEAT_S)
+        self._deadline_s = deadline_s
+        self.stepped_at = math.inf  # when the engine's last step ended; inf: in one, or not known
 
     def begin_step(self, work: Instructions) -> None:
         """Take a step's offers and withdrawals, before its forward."""
@@ -60,6 +63,7 @@ class SendSide:
 
     def tick(self, now: float) -> None:
         """Time has passed; a few times per second."""
+        self._machine.stands = now - self.stepped_at > self._deadline_s
         self._run(self._machine.tick(now))
 
     @property

@@ -52,6 +52,7 @@ def engine_config(**changes: Any) -> Any:
         "pipeline_parallel_size": 1,
         "world_size": 1,
         "rank": 0,
+        "use_ubatching": False,
     }
     return SimpleNamespace(
         kv_transfer_config=transfer,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -156,6 +156,23 @@ def test_source_blocks_are_held_until_the_copy_is_done_or_void() -> None:
     half.reset()
     assert half.pool.get_num_free_blocks() == free
     assert half.pool.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_layers_of_a_batch_that_is_cut_in_two_are_handed_off_at_the_end_of_the_step(
+    halves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each half calls a layer's hook, and the first call comes before the second half is there."""
+    calls: list[str] = []
+    agent = SimpleNamespace(layer_written=calls.append, end_step=lambda: calls.append("end"))
+    worker = WorkerHalf(
+        engine_config(use_ubatching=halves), cache_config(FULL), Config(host_bytes=0)
+    )
+    worker._agent = cast(Any, agent)
+    for _ in ("first half", "second half"):
+        worker.layer_written("layer0")
+    worker.end_step()
+    assert calls == (["end"] if halves else ["layer0", "layer0", "end"])
 
 
 class Clock:

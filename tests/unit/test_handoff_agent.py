@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from kvconnect.errors import TransferFailed  # noqa: E402
 from kvconnect.pages import layer_pages  # noqa: E402
 from kvconnect.plan.instructions import (  # noqa: E402
     Instructions,
+    Keep,
     Notice,
     NoticeKind,
     Offer,
@@ -302,6 +304,51 @@ def test_who_asked_too_early_is_news_once_the_transfer_is_known(engines: ExitSta
     assert agent.has_news
     assert [notice.kind for notice in agent.poll(idle=False)[1]] == [NoticeKind.JOINED]
     assert not agent.has_news
+
+
+def reads(d: Engine) -> list[str]:
+    """Which transfers' leases the decode engine goes on to renew."""
+    return [transfer.hex() for transfer in d.agents[0]._receiving._renewals]
+
+
+def test_a_decode_engine_that_makes_no_steps_renews_leases(engines: ExitStack) -> None:
+    """A paused one, with requests that wait for their turn."""
+    p = engines.enter_context(Engine(sends=True))
+    d = engines.enter_context(Engine())
+    p.step(offers=[Offer(TRANSFER)])
+    d.step(keeps=[Keep(TRANSFER, p.source(), every_s=0.01)])
+    for _ in range(3):
+        assert [notice.transfer for notice in notices(p, NoticeKind.RENEWED, 1)] == [TRANSFER]
+    assert reads(d) == [TRANSFER.hex()]
+    d.step(keeps=[Keep(TRANSFER, p.source())])
+    assert reads(d) == []
+    assert notices(p, NoticeKind.DECLINED, 1)
+    d.step(keeps=[Keep(TRANSFER, p.source(), every_s=0.01)])
+    d.step(receives=[receive(p.source(), array("q", [1, 2]), 32)])
+    assert reads(d) == []
+
+
+def test_readers_do_not_wait_for_an_engine_that_makes_no_steps(engines: ExitStack) -> None:
+    p = engines.enter_context(Engine(sends=True))
+    agent = p.agents[0]
+    machine = agent._sending._machine
+    agent._sending._deadline_s = 0.0
+
+    def stands(wanted: bool) -> bool:
+        deadline = time.monotonic() + WAIT_S
+        while machine.stands is not wanted and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return machine.stands
+
+    p.step(offers=[Offer(TRANSFER)])
+    agent.poll(idle=False, ends_step=True)
+    assert stands(True)
+    agent.run(Instructions())  # what comes beside steps says nothing of them
+    assert stands(True)
+    p.step()
+    assert not stands(False)
+    agent.poll(idle=False)
+    assert agent._sending.stepped_at == math.inf
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -75,7 +75,7 @@ def test_blocks_are_offered_as_they_fill_and_the_last_one_with_the_prompt() -> N
         "jobs_in_flight": 1,
         "ledger_oldest_hold_seconds": 3.0,
     }
-    assert repr(book) == "<Leases 1 live, 3 blocks held>"
+    assert len(book) == 1
     book.check()
 
 
@@ -247,6 +247,55 @@ def test_a_preempted_request_gets_its_blocks_back_and_is_an_ordinary_one() -> No
     book.check()
 
 
+def test_a_preempted_request_whose_blocks_are_all_held_is_handed_off_all_the_same() -> None:
+    # Steps overlap: a request that has computed its prompt waits for its output, and is preempted.
+    book = leases()
+    book.open("r", T, 10, 0.0)
+    book.offer("r", 10, [[5, 6, 7]])
+    book.preempted("r", 1.0)
+    assert book.take() == ([Offer(T), Offer(T, (Span(0, 0, array("q", [5, 6, 7])),))], [])
+    assert book.offer("r", 10, [[8, 9, 1]]) == []  # what it computes again
+    book.check()
+    assert book.finish("r", True, 3.0) == T
+    assert withdrawn_at(book, [12.9, 12.95]) is None  # 10 seconds from its end
+    assert withdrawn_at(book, [13.0, 13.0]) == 13.0
+
+
+@pytest.mark.parametrize("req_id", ["r", None])
+def test_a_held_prefill_is_not_held_for_ever_though_its_request_never_comes_back(
+    req_id: str | None,
+) -> None:
+    book = leases()
+    book.open("r", T, 10, 0.0)
+    book.offer("r", 10, [[5, 6, 7]])
+    for now in (1.0, 5.0, 10.9):  # a paused engine says so at every step
+        book.preempted(req_id, now)
+    assert withdrawn_at(book, [11.0, 11.0]) == 11.0
+    assert book.finish("r", True, 12.0) is None
+    book.on_notice(Notice(T, NoticeKind.WITHDRAWN), 12.0)
+    assert book.take_released() == [5, 6, 7] and not book.busy
+
+
+def test_what_waits_for_a_paused_engine_does_not_keep_it_awake() -> None:
+    book = leases()
+    book.open("queued", T, 10, 0.0)
+    assert len(book) == 1 and not book.busy
+    half, other = "half done", TransferId(b"o" * 16)
+    book.open(half, other, 10, 0.0)
+    book.offer(half, 4, [[5]])
+    assert book.busy
+    book.take()
+    book.preempted(None, 1.0)
+    assert book.take() == ([], [Withdraw(other, FailureCause.GONE)]) and book.busy
+    book.on_notice(Notice(other, NoticeKind.WITHDRAWN), 1.0)
+    assert book.take_released() == [5] and not book.busy
+    book.withdraw_all(2.0)  # nothing of the queued one is computed: it is as good as before
+    assert book.take() == ([], [])
+    assert book.offer("queued", 10, [[6, 7, 8]]) == [6, 7, 8]
+    assert book.finish("queued", True, 3.0) == T
+    book.check()
+
+
 def test_a_reset_ends_every_lease_once() -> None:
     book = served(leases())
     other = TransferId(b"o" * 16)
@@ -309,7 +358,7 @@ def arrivals(*groups: CacheGroup, workers: int = 1) -> Arrivals:
 
 
 def planned(book: Arrivals, first: int = 1) -> Receive:
-    book.open("r", T, SOURCE, False, 0.0)
+    book.open("r", T, SOURCE, False)
     span = Span(0, first, array("q", range(5, 9 - first)))
     receive = book.plan("r", [span], first * 4, 14, 1.0)
     assert book.take() == ([receive], [], [])
@@ -342,7 +391,7 @@ def test_a_receive_holds_its_blocks_until_every_worker_has_reported() -> None:
 
 def test_needed_tokens_are_those_that_the_next_one_sees() -> None:
     book = arrivals(CacheGroup(8), CacheGroup(8, window=5), CacheGroup(8, chunk=4))
-    book.open("r", T, SOURCE, True, 0.0)
+    book.open("r", T, SOURCE, True)
     whole = [Span(n, 0, array("q", [10 * n + 1, 10 * n + 2])) for n in range(3)]
     receive = book.plan("r", whole, 0, 14, 0.0)
     assert receive.tokens == ((0, 14), (10, 14), (12, 14))
@@ -384,28 +433,47 @@ def test_a_refused_hand_off_has_no_source_and_fails() -> None:
     assert book.take()[2] == []  # nobody to tell
 
 
-def test_pending_requests_renew_their_lease() -> None:
+def test_workers_are_told_once_to_renew_the_lease_of_a_pending_request() -> None:
     book = arrivals()
-    book.open("r", T, SOURCE, False, 0.0)
-    for now in (9.0, 10.0, 11.0, 20.0):
+    book.open("r", T, SOURCE, False)
+    assert book.busy  # until they know
+    for now in (1.0, 1e6):
         book.tick(now)
-    assert book.take()[2] == [Keep(T, SOURCE)] * 2
-    book.plan("r", [], 0, 8, 20.0)
-    book.tick(100.0)
+    assert book.take()[2] == [Keep(T, SOURCE, every_s=10.0)]
+    assert book.pending("r") and not book.busy  # it waits for the engine, which may be paused
+    book.plan("r", [], 0, 8, 2e6)
+    book.tick(2e6)
     assert book.take()[2] == []
+
+
+def test_of_requests_for_one_transfer_the_first_receives_it() -> None:
+    # A client asked for several answers, and the proxy passed one ticket on.
+    book = arrivals()
+    assert book.open("0_r", T, SOURCE, False)
+    assert not book.open("1_r", T, SOURCE, False)
+    assert book.pending("0_r") and not book.pending("1_r")
+    book.finish("1_r")
+    assert book.pending("0_r") and book.take() == ([], [], [])
+    receive = book.plan("0_r", [Span(0, 0, array("q", [5]))], 0, 4, 0.0)
+    assert not book.open("2_r", T, SOURCE, False)
+    book.on_report(Report(receive.job), 1.0)
+    assert not book.open("3_r", T, SOURCE, False)
+    book.finish("0_r")
+    assert book.open("later", T, SOURCE, False)
+    book.check()
 
 
 def test_a_request_that_is_over_says_so_once() -> None:
     book = arrivals()
-    book.open("r", T, SOURCE, False, 0.0)
+    book.open("r", T, SOURCE, False)
     book.finish("r")
     book.finish("r")
-    assert book.take() == ([], [], [Keep(T, SOURCE, wanted=False)])
-    book.open("full hit", T, SOURCE, False, 0.0)
+    assert book.take() == ([], [], [Keep(T, SOURCE)])
+    book.open("full hit", T, SOURCE, False)
     book.decline("full hit")
     assert not book.pending("full hit")
     book.finish("full hit")
-    assert book.take()[2] == [Keep(T, SOURCE, wanted=False)]
+    assert book.take()[2] == [Keep(T, SOURCE)]
     assert counters(book._stats) == {"handoff_received_requests": {"aborted": 1}}
     with pytest.raises(KeyError):
         book.plan("r", [], 0, 8, 0.0)

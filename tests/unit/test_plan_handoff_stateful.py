@@ -31,7 +31,7 @@ from kvconnect.plan import sender as prefill
 from kvconnect.plan.arrivals import ArrivalLimits, Arrivals
 from kvconnect.plan.groups import CacheGroup
 from kvconnect.plan.handoff import LeaseLimits, Leases
-from kvconnect.plan.instructions import Notice, NoticeKind, Receive, Report, Source
+from kvconnect.plan.instructions import Keep, Notice, NoticeKind, Receive, Report, Source
 from kvconnect.plan.receiver import Origin, Receiver
 from kvconnect.plan.sender import Ask, Sender, View
 from kvconnect.states import Transfer
@@ -51,7 +51,7 @@ SHAPES = {  # (tp, pp) of the prefill engine, and of the decode engine
 BLOCKS = {"same": (2, 2), "larger": (2, 4), "smaller": (4, 2)}  # tokens per block: prefill, decode
 KINDS = {"full": (None,), "full+window": (None, 3)}
 EVENTS = ["work"] * 12 + ["ask"] * 2 + ["step"] * 3 + ["time_passes", "abort", "preempt"]
-EVENTS += ["decode_ends", "cut", "restart", "forget"]
+EVENTS += ["pause", "decode_ends", "cut", "restart", "forget"]
 
 Memory = dict[tuple[int, int, int, int], tuple[Any, ...]]  # (group, token slot, layer, head)
 
@@ -131,6 +131,7 @@ class DecodeWorker(Worker):
     connecting: list[Origin] = field(default_factory=list)
     open: dict[int, Receive] = field(default_factory=dict)  # until the scheduler knows the end
     writable: dict[int, set[tuple[int, int]]] = field(default_factory=dict)  # until reported
+    renewals: dict[TransferId, Keep] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -236,7 +237,7 @@ class World:
             self.prefills[name].local = local
 
     def send_to_decode(self, request: Request) -> None:
-        self.arrivals.open(request.name, request.transfer, self.source, request.early, self.now)
+        self.arrivals.open(request.name, request.transfer, self.source, request.early)
         self.decodes[request.name] = request
 
     def step_prefill(self, chunks: Callable[[], int]) -> None:
@@ -389,6 +390,7 @@ class World:
     def run_decode_step(self, worker: DecodeWorker) -> None:
         receives, drops, keeps = worker.queue.pop(0)
         for receive in receives:
+            worker.renewals.pop(receive.transfer, None)
             worker.open[receive.job] = receive
             worker.writable[receive.job] = {
                 (span.group, block) for span in receive.spans for block in span.block_ids
@@ -399,9 +401,16 @@ class World:
         for drop in drops:
             self.act(worker, worker.machine.drop(drop.job))
         for keep in keeps:
-            for link in self.links:
-                if link.reader is worker and link.reader_up:
-                    link.to_source.append(("renew" if keep.wanted else "decline", keep.transfer))
+            if keep.every_s:
+                worker.renewals[keep.transfer] = keep
+            else:
+                worker.renewals.pop(keep.transfer, None)
+                self.tell_sources(worker, ("decline", keep.transfer))
+
+    def tell_sources(self, worker: DecodeWorker, message: tuple[Any, ...]) -> None:
+        for link in self.links:
+            if link.reader is worker and link.reader_up:
+                link.to_source.append(message)
 
     def needed(self, worker: DecodeWorker, receive: Receive) -> list[Endpoint]:
         return [
@@ -632,6 +641,8 @@ class World:
             self.do(source, source.machine.tick(self.now))
         for reader in self.readers:
             self.act(reader, reader.machine.tick(self.now))
+            for transfer in reader.renewals:
+                self.tell_sources(reader, ("renew", transfer))
 
     def check(self) -> None:
         self.leases.check()
@@ -723,6 +734,11 @@ class Handoffs(RuleBasedStateMachine):
         requests = list(self.world.prefills.values())
         if requests:
             self.world.preempt(requests[choose.below(len(requests))])
+
+    def pause(self, choose: Choose) -> None:
+        """Nothing is scheduled for a while; what is half done may be forgotten after it."""
+        self.world.leases.preempted(None, self.world.now)
+        self.world.step_prefill(lambda: 0)
 
     def decode_ends(self, choose: Choose) -> None:
         requests = [r for r in self.world.decodes.values() if r.state != "leaving"]

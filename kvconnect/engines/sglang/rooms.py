@@ -326,6 +326,5 @@ class Inbox:
         idle = [e for e in source.endpoints if (e.pp_rank, e.tp_rank) not in needed]
         transfer = transfer_of(room)
         return [
-            Keep(transfer, Source("", 0, (endpoint,), source.tp, source.pp), wanted=False)
-            for endpoint in idle
+            Keep(transfer, Source("", 0, (endpoint,), source.tp, source.pp)) for endpoint in idle
         ]

@@ -203,6 +203,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Whether jobs are open: the engine steps on until they are answered."""
+        self.scheduler.handoff.stands = True  # vLLM asks when it may schedule nothing
         return self.scheduler.busy
 
     def reset_cache(self) -> bool:

@@ -54,6 +54,7 @@ class HandoffHalf:
         parallel = vllm_config.parallel_config
         self._groups = groups
         self.stats = stats
+        self.stands = False  # the engine was paused after its last step
         self._sends: bool = transfer.is_kv_producer and config.listen != "off"
         self._receives: bool = transfer.is_kv_consumer
         # A card names the workers of one engine, and vLLM may send the request to another one.
@@ -109,7 +110,7 @@ class HandoffHalf:
             if asked.role == "send":
                 return self._open_lease(request, asked, now)
             if asked.role == "recv":
-                self._open_arrival(request, asked, now)
+                self._open_arrival(request, asked)
         except Refused as error:
             if request.num_prompt_tokens < 2:
                 return None  # vLLM's word that it turned a request down, which was refused before
@@ -150,11 +151,20 @@ class HandoffHalf:
         )
         self.arrivals.plan(request.request_id, spans, local_tokens, total, time.monotonic())
 
-    def offer(self, req_id: str, computed: int, output: SchedulerOutput) -> list[int]:
-        """Offer what this step computes of a request; return blocks to hold from now on."""
-        state = output.kv_connector_block_state
+    def offer(self, output: SchedulerOutput, now: float) -> list[int]:
+        """Offer what this step computes; return blocks to hold from now on."""
+        stands, self.stands = self.stands and not output.num_scheduled_tokens, False
+        if not self.leases:
+            return []
+        if stands:
+            self.leases.preempted(None, now)
+        for req_id in output.preempted_req_ids or ():
+            self.leases.preempted(req_id, now)
+        state, held = output.kv_connector_block_state, []
         assert state is not None
-        return self.leases.offer(req_id, computed, state.resolve_block_ids(req_id))
+        for req_id, computed in translate.computed_tokens(output):
+            held += self.leases.offer(req_id, computed, state.resolve_block_ids(req_id))
+        return held
 
     def take(self, work: Instructions, now: float) -> None:
         """Add what the workers have to do to a step's work."""
@@ -193,13 +203,13 @@ class HandoffHalf:
             raise Refused("params", "a request with this transfer_id and prompt is there already")
         return transfer if tokens else None
 
-    def _open_arrival(self, request: Request, asked: Asked, now: float) -> None:
+    def _open_arrival(self, request: Request, asked: Asked) -> None:
         if not self._receives:
             raise Refused("params", "this engine does not receive: kv_role kv_consumer or kv_both")
         tokens, content = request.num_prompt_tokens - 1, translate.prompt_content(request)
         transfer, source, early = self._desk.admit(asked, tokens, content)
-        self.arrivals.open(request.request_id, transfer, source, early, now)
-        if not tokens:  # so short, or rejected by the engine's front end
+        opened = self.arrivals.open(request.request_id, transfer, source, early)
+        if opened and not tokens:  # so short, or rejected by the engine's front end
             self.decline(request.request_id)
 
 

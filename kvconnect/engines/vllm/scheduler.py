@@ -166,7 +166,7 @@ class SchedulerHalf:
         found = self.plan.match(req_id, hashes, local_tokens, limit)
         # Pages on offer leave while the step runs, when it is not known yet that a load failed.
         most = self._config.sync_load_bytes
-        sync = _is_small(self.plan, found, self._slot_bytes, most) and not self.handoff.leases.busy
+        sync = _is_small(self.plan, found, self._slot_bytes, most) and not self.handoff.leases
         if sync and local_tokens + found >= request.num_tokens:
             found = self.plan.match(req_id, hashes, local_tokens, request.num_tokens - 1)
         self._promised[req_id] = _Promise(local_tokens, sync)
@@ -203,11 +203,7 @@ class SchedulerHalf:
         self._release(self.plan.jobs.expire(now))
         for req_id, computed in self.plan.due(translate.computed_tokens(output)):
             self.store(req_id, computed, output)
-        if self.handoff.leases.busy:
-            for req_id in output.preempted_req_ids or ():
-                self.handoff.leases.preempted(req_id, now)
-            for req_id, computed in translate.computed_tokens(output):
-                translate.hold_blocks(self.pool, self.handoff.offer(req_id, computed, output))
+        translate.hold_blocks(self.pool, self.handoff.offer(output, now))
         work = self.plan.take(now)
         self.handoff.take(work, now)
         if self.below is not None:

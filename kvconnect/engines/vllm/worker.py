@@ -112,8 +112,9 @@ class WorkerHalf:
         self._idle = step.idle
 
     def layer_written(self, layer_name: str) -> None:
-        """A layer's attention has been launched, so its KV can be handed off."""
-        if self._agent is not None:
+        """A layer's attention has been launched, so its KV can be handed off; not where a step's
+        batch is cut in two, which calls each layer twice: then the step's end hands it off."""
+        if self._agent is not None and not self._vllm_config.parallel_config.use_ubatching:
             self._agent.layer_written(layer_name)
 
     def start_forward(self, hooks: bool) -> None:
@@ -158,7 +159,7 @@ class WorkerHalf:
                 self._below.wait(_IDLE_WAIT_S)
             self._reports.answers += self._below.poll()
         if self._agent is not None:
-            arrived, notices = self._agent.poll(self._idle)
+            arrived, notices = self._agent.poll(self._idle, ends_step=True)
             self._reports.notices += notices
             for report, job in arrived:
                 self._reports.arrivals.append(report)
