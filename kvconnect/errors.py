@@ -7,7 +7,12 @@ called and keep their cause.
 
 from __future__ import annotations
 
+import contextlib
 import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _SECRET = re.compile(
     r"(?i)(^|[_-])(pass|passwd|password|secret|token|credentials?|key)($|[_-](?!file))"
@@ -33,7 +38,23 @@ class ConfigError(KVConnectError, ValueError):
 
 
 class Incompatible(KVConnectError):
-    """Two sides, or this library and an engine, do not fit. Message names what differs."""
+    """Two sides, or this library and an engine, do not fit. The message names what differs;
+    ``fix`` says what to do about it, where there is something better than to do without."""
+
+    def __init__(self, message: str, fix: str = "") -> None:
+        super().__init__(message)
+        self.fix = fix
+
+
+@contextlib.contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """End an engine's start with one line where :class:`Incompatible` is raised inside: prefix,
+    ``what`` does not fit (a model, for instance), the cause and the fix."""
+    try:
+        yield
+    except Incompatible as error:
+        fix = error.fix or "run it without KVConnect"
+        raise Incompatible(f"kvconnect: {what} is not usable: {error}: {fix}", fix) from None
 
 
 class Corrupt(KVConnectError):

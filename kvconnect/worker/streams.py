@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from kvconnect.copy.own_stream import own_stream
-from kvconnect.errors import TransferFailed
+from kvconnect.errors import Incompatible, TransferFailed
 from kvconnect.types import TransferType
 
 Fence = object
@@ -231,6 +231,23 @@ class CudaStreams(Streams):
         return CudaFlight(pair, self._pool)
 
 
+def check_device(kind: str) -> None:
+    """Refuse a kind of device that nothing here was written for.
+
+    Raises:
+        Incompatible: neither CPUs nor NVIDIA's GPUs. Its copies would not be ordered against what
+            it computes.
+    """
+    name = "rocm" if kind == "cuda" and torch.version.hip else kind
+    if name not in ("cpu", "cuda"):
+        raise Incompatible(f"device {name!r}", "use a CPU or an NVIDIA GPU")
+
+
 def make_streams(device: torch.device) -> Streams:
-    """Return the streams for a KV cache on ``device``."""
+    """Return the streams for a KV cache on ``device``.
+
+    Raises:
+        Incompatible: see :func:`check_device`.
+    """
+    check_device(device.type)
     return CudaStreams(device) if device.type == "cuda" else HostStreams()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import pickle
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvconnect.engines.vllm import register, translate
+from kvconnect.engines.vllm.checks import check_engine, why_idle
 from kvconnect.engines.vllm.connector import KVConnect
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports
 from kvconnect.engines.vllm.stats import KVConnectStats
@@ -41,7 +43,14 @@ WINDOW = SlidingWindowSpec(
 def engine_config(**changes: Any) -> Any:
     """The parts of vLLM's configuration that the connector reads."""
     transfer = KVTransferConfig(kv_connector="KVConnect", kv_role=changes.pop("kv_role", "kv_both"))
-    model = SimpleNamespace(enable_sleep_mode=changes.pop("enable_sleep_mode", False))
+    model = SimpleNamespace(
+        enable_sleep_mode=changes.pop("enable_sleep_mode", False),
+        model="llama",
+        runner_type=changes.pop("runner_type", "generate"),
+        is_prefix_caching_supported=changes.pop("is_prefix_caching_supported", True),
+    )
+    device = SimpleNamespace(device_type=changes.pop("device_type", "cpu"))
+    caching = changes.pop("enable_prefix_caching", True)
     parallel = {
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
@@ -57,8 +66,9 @@ def engine_config(**changes: Any) -> Any:
     return SimpleNamespace(
         kv_transfer_config=transfer,
         parallel_config=SimpleNamespace(**{**parallel, **changes}),
-        cache_config=SimpleNamespace(block_size=32),
+        cache_config=SimpleNamespace(block_size=32, enable_prefix_caching=caching),
         model_config=model,
+        device_config=device,
         max_concurrent_batches=1,
         kv_events_config=None,
         speculative_config=None,
@@ -105,10 +115,10 @@ def test_class_level_answers() -> None:
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0"])
 def test_another_vllm_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    translate.check_engine(engine_config(), "off")
+    check_engine(engine_config(), "off")
     monkeypatch.setattr(vllm, "__version__", version)
-    with pytest.raises(Incompatible, match=rf"vLLM {version} is not supported; install 0.32"):
-        translate.check_engine(engine_config(), "off")
+    with pytest.raises(Incompatible, match=rf"vLLM {version} is not supported"):
+        check_engine(engine_config(), "off")
 
 
 @pytest.mark.parametrize(
@@ -122,8 +132,81 @@ def test_another_vllm_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_what_is_not_served_is_refused(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        translate.check_engine(engine_config(**changes), "off")
+        check_engine(engine_config(**changes), "off")
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize("device", ["xpu", "tpu", "hpu", "rocm"])
+def test_a_device_that_was_never_tried_is_refused(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "rocm":  # torch calls it cuda
+        monkeypatch.setattr(torch.version, "hip", "6.4")
+    config = engine_config(device_type="cuda" if device == "rocm" else device)
+    with pytest.raises(Incompatible) as refused:
+        KVConnect(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
+    assert str(refused.value) == (
+        f"kvconnect: model llama is not usable: device '{device}': use a CPU or an NVIDIA GPU"
+    )
+
+
+def test_cuda_is_not_refused() -> None:
+    check_engine(engine_config(device_type="cuda"), "off")
+
+
+def test_what_does_not_fit_is_said_in_one_line_with_prefix_model_cause_and_fix(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.31.2")
+    with pytest.raises(Incompatible) as refused:
+        KVConnect(engine_config(), KVConnectorRole.SCHEDULER, cache_config(FULL))
+    line = str(refused.value)
+    assert line.startswith("kvconnect: model llama is not usable: vLLM 0.31.2 is not supported: ")
+    assert "install 0.32" in line
+    assert refused.value.__suppress_context__  # the engine shows it once, not twice
+    monkeypatch.undo()
+    worker = KVConnect(engine_config(), KVConnectorRole.WORKER, cache_config(FULL))
+    two = {"a": torch.zeros(4, 2, 32, 16), "b": torch.zeros(4, 2, 32, 16)}
+    with pytest.raises(Incompatible, match=r"^kvconnect: model llama .*2 allocations.*without"):
+        worker.register_kv_caches(two)
+
+
+MEAN = {"runner_type": "pooling", "is_prefix_caching_supported": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "groups", "why"),
+    [
+        ({}, [FULL], ""),
+        ({}, [], "no KV cache"),
+        (MEAN, [FULL], "pools what all its tokens yield"),
+        ({**MEAN, "enable_prefix_caching": True}, [FULL], "pools"),  # the user insists
+        ({"runner_type": "pooling"}, [FULL], ""),  # only the last token's output is pooled
+        ({"enable_prefix_caching": False}, [FULL], ""),  # that is the device's own
+    ],
+)
+def test_where_kv_must_not_be_used_again(
+    changes: dict[str, Any], groups: list[Any], why: str
+) -> None:
+    found = why_idle(engine_config(**changes), cache_config(*groups))
+    assert why in found and bool(why) == bool(found)
+
+
+def test_batch_invariance_goes_with_vllm_s_own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM turns that off for kernels which compute a part of a prompt otherwise than all of it."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert "BATCH_INVARIANT" in why_idle(
+        engine_config(enable_prefix_caching=False), cache_config(FULL)
+    )
+    assert not why_idle(engine_config(), cache_config(FULL))
+
+
+def test_kv_that_depends_on_later_tokens_is_refused() -> None:
+    """As in prefix language models, whose attention looks ahead inside the prompt."""
+    ahead = dataclasses.replace(FULL, non_causal=True)
+    with pytest.raises(ConfigError, match="non-causal"):
+        translate.cache_groups(cache_config(FULL, ahead))
+    assert translate.cache_groups(cache_config(FULL)) == (CacheGroup(32),)
 
 
 def test_only_a_decode_engine_keeps_its_failure_policy() -> None:

@@ -10,10 +10,13 @@ from typing import Any, cast
 import pytest
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.request import RequestStatus
 
 from kvconnect.config import Config
 from kvconnect.engines.vllm import translate
+from kvconnect.engines.vllm.connector import KVConnect
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.scheduler import SchedulerHalf
 from kvconnect.engines.vllm.worker import WorkerHalf
@@ -102,6 +105,7 @@ def make_request(tokens: int = 64) -> Any:
         request_id="r1",
         block_hashes=[b"a", b"b"],
         num_tokens=tokens,
+        num_prompt_tokens=tokens,
         skip_reading_prefix_cache=False,
         lora_request=None,
         kv_transfer_params=None,
@@ -141,6 +145,54 @@ def test_loads_run_inside_a_step_only_where_steps_do_not_overlap(
     again.request_id = "r2"
     half.add_request(again)
     assert half.match(again, 0) == (64, is_async)
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_pooling_of_all_tokens_is_never_given_a_part_of_them(pooled: bool) -> None:
+    """Nor by a client that says it has blocks elsewhere. Control: other models are."""
+    engine = engine_config(runner_type="pooling", is_prefix_caching_supported=not pooled)
+    cache = cache_config(FULL, blocks=BLOCKS)
+    connector = KVConnect(engine, KVConnectorRole.SCHEDULER, cache)
+    connector.bind_gpu_block_pool(BlockPool(BLOCKS, enable_caching=True, hash_block_size=32))
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): WorkerHello(4, SLOT)})
+    half = connector.scheduler
+    request = make_request(65)
+    request.kv_transfer_params = {"do_remote_prefill": True} if pooled else None
+    request.status = RequestStatus.FINISHED_STOPPED
+    half.add_request(request)
+    half.match(request, 0)
+    half.after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1, 2],)), 0)
+    stores = half.build_step(output(64, ([1, 2],))).work.stores
+    assert bool(stores) == (not pooled)
+    half.on_reports(StepReports([Report(job.job) for job in stores]))
+    assert half.finish_request(request) is None
+    again = make_request(65)
+    again.request_id = "r2"
+    half.add_request(again)
+    assert half.match(again, 0) == ((0, False) if pooled else (64, True))
+
+
+def test_a_model_without_kv_cache_has_an_idle_connector() -> None:
+    engine = engine_config()
+    engine.kv_transfer_config.kv_connector_extra_config = {"disk": {"path": "/nowhere"}}
+    worker = KVConnect(engine, KVConnectorRole.WORKER, cache_config()).worker
+    worker.register({})
+    assert worker.hello() == WorkerHello(0, 0)
+    half = KVConnect(engine, KVConnectorRole.SCHEDULER, cache_config()).scheduler
+    half.greet({(0, 0): worker.hello()})
+    request = make_request()
+    half.add_request(request)
+    assert half.match(request, 0) == (0, False)
+    half.after_alloc(request, SimpleNamespace(get_block_ids=lambda: ()), 0)
+    scheduled = half.build_step(output(64, ()))
+    assert scheduled.work == Instructions() and not half.busy
+    worker.begin_step(scheduled)
+    worker.end_step()
+    assert worker.collect() == (set(), set()) and worker.take_reports() is None
+    assert half.finish_request(request) is None
+    half.reset()
+    assert half.take_stats() is not None
+    worker.close()
 
 
 def test_source_blocks_are_held_until_the_copy_is_done_or_void() -> None:

@@ -6,6 +6,7 @@ class methods are also called in the API server. Nothing is decided here.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -33,16 +34,20 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvconnect.config import parse_config
 from kvconnect.engines.vllm import translate
+from kvconnect.engines.vllm.checks import check_engine, why_idle
+from kvconnect.engines.vllm.idle import IdleScheduler, IdleWorker
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.scheduler import SchedulerHalf
 from kvconnect.engines.vllm.stats import KVConnectPromMetrics, KVConnectStats
 from kvconnect.engines.vllm.worker import WorkerHalf
-from kvconnect.errors import Misuse
+from kvconnect.errors import Misuse, refusing
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
 
 
 class KVConnect(KVConnectorBase_V1, SupportsHMA):
@@ -59,14 +64,19 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
-        translate.check_engine(vllm_config, self._config.listen)
-        _ = self.scheduler if role is KVConnectorRole.SCHEDULER else self.worker
+        with refusing(f"model {vllm_config.model_config.model}"):
+            check_engine(vllm_config, self._config.listen)
+            _ = self.scheduler if role is KVConnectorRole.SCHEDULER else self.worker
 
     @cached_property
     def scheduler(self) -> SchedulerHalf:
         """The half in the engine core."""
         self._expect(KVConnectorRole.SCHEDULER)
         made = self._vllm_config, self._kv_cache_config, self._config
+        idle = why_idle(self._vllm_config, self._kv_cache_config)
+        if idle:
+            logger.warning("KVConnect stores and loads nothing: %s", idle)
+            return IdleScheduler(*made)
         if translate.is_traced(self._vllm_config):
             from kvconnect.engines.vllm.spans import TracedScheduler
 
@@ -77,7 +87,9 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def worker(self) -> WorkerHalf:
         """The half in a worker process."""
         self._expect(KVConnectorRole.WORKER)
-        return WorkerHalf(self._vllm_config, self._kv_cache_config, self._config)
+        idle = why_idle(self._vllm_config, self._kv_cache_config)
+        half = IdleWorker if idle else WorkerHalf
+        return half(self._vllm_config, self._kv_cache_config, self._config)
 
     def _expect(self, role: KVConnectorRole) -> None:
         if self.role is not role:
@@ -110,7 +122,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """See :meth:`WorkerHalf.register`."""
-        self.worker.register(kv_caches)
+        with refusing(f"model {self._vllm_config.model_config.model}"):
+            self.worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
         """See :meth:`WorkerHalf.hello`."""

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import vllm
 from vllm.config import CUDAGraphMode, ModelConfig, ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.v1.core.block_pool import BlockPool
@@ -28,7 +27,6 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import RequestStatus
 
-from kvconnect import versions
 from kvconnect.errors import ConfigError, Incompatible, Refused
 from kvconnect.geometry import Geometry, GroupGeometry, Segment, view_segments
 from kvconnect.pages import LayerPages, layer_pages
@@ -36,29 +34,6 @@ from kvconnect.plan.groups import CacheGroup
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-
-def check_engine(config: VllmConfig, listen: str) -> None:
-    """Refuse what cannot work, before anything is allocated. ``listen`` is the setting.
-
-    Raises:
-        Incompatible: a vLLM version this file was not written for.
-        ConfigError: a kind of parallelism or a mode that is not served, or a prefill engine that
-            nobody can read from.
-    """
-    if not versions.vllm_is_supported(vllm.__version__):
-        supported = versions.supported_vllm_text()
-        raise Incompatible(f"vLLM {vllm.__version__} is not supported; install {supported}")
-    if config.model_config.enable_sleep_mode:  # vLLM 0.32 does not ask supports_sleep_mode
-        fix = "weights may change in sleep, and stored KV would be stale: turn it off"
-        raise ConfigError("enable_sleep_mode", True, fix)
-    parallel = config.parallel_config
-    for field in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, field, 1) > 1:
-            raise ConfigError(field, getattr(parallel, field), "context parallelism: use 1")
-    if config.kv_transfer_config.kv_role == "kv_producer" and listen == "off":
-        fix = "a kv_producer hands KV blocks out: name an address and a port"
-        raise ConfigError("listen", listen, fix)
 
 
 def is_traced(config: VllmConfig) -> bool:
@@ -109,6 +84,9 @@ def _cache_group(spec: KVCacheSpec) -> CacheGroup:
 
 
 def _attention(spec: KVCacheSpec) -> CacheGroup:
+    if getattr(spec, "non_causal", False):
+        fix = "non-causal attention, whose KV no other prompt can use: run without KVConnect"
+        raise ConfigError("model", type(spec).__name__, fix)
     # Exact types: subclasses of these reuse the fields but not the meaning of a block.
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
         return CacheGroup(spec.block_size)

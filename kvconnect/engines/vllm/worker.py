@@ -59,6 +59,7 @@ class WorkerHalf:
 
         Raises:
             ConfigError: a setting does not fit this machine.
+            Incompatible: a KV cache that is not made as this library knows them.
         """
         area = translate.backing_area(kv_caches)
         if self._share:
