@@ -330,6 +330,20 @@ def test_blocks_get_too_old(opened: Open, clock: Clock, tmp_path: Path) -> None:
     assert store.exists(names("new", 50)) == [0] * 50
 
 
+def test_a_clock_that_is_set_right_leaves_nothing_from_the_future(
+    opened: Open, clock: Clock
+) -> None:
+    store = opened(ttl_s=100)
+    put(store, names("now", 3))
+    for wrong in (-5.0, 0.0, 2.0**31 + 1e9, 2.0**32 + 5):
+        clock.now = wrong
+        assert put(store, names(f"{wrong}", 3)) == [OK] * 3
+    clock.now = Clock().now + 50
+    assert get(store, names("now", 3)) == [OK] * 3
+    for wrong in (-5.0, 0.0, 2.0**31 + 1e9, 2.0**32 + 5):
+        assert store.exists(names(f"{wrong}", 3)) == [0] * 3
+
+
 def test_writes_keep_to_the_budget(opened: Open, clock: Clock) -> None:
     store = opened(daily_write_bytes=24 * 100_000)
     outcomes = [put(store, [key], 10_000)[0] for key in names("k", 20)]
@@ -592,10 +606,10 @@ def buffered(monkeypatch: pytest.MonkeyPatch, at: str) -> None:
     """Make file systems refuse O_DIRECT, when a file is opened or when it is used."""
     real_open, real_write = os.open, os.pwritev
 
-    def no_open(path: str, flags: int, *mode: int) -> int:
+    def no_open(path: str, flags: int, *mode: int, dir_fd: int | None = None) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
-        return real_open(path, flags, *mode)
+        return real_open(path, flags, *mode, dir_fd=dir_fd)
 
     def no_write(fd: int, views: Sequence[memoryview], offset: int) -> int:
         import fcntl

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import struct
 from array import array
 
 import pytest
+import xxhash
 
 from kvconnect.store.disk.record import (
     PAGE,
@@ -73,9 +75,9 @@ def test_an_empty_page_is_nothing() -> None:
 def test_an_index_comes_back(keys: list[bytes]) -> None:
     columns = Columns.empty()
     for number, key in enumerate(keys):
-        columns.add(number * 3, RecordHead(key, b"f", number + 1, number + 5, 0))
-    data = pack_index(IDENTITY, columns, 77)
-    assert unpack_index(data, IDENTITY) == (columns, 77)
+        columns.add(1 + number * 3, RecordHead(key, b"f", number + 1, number + 5, 0))
+    data = pack_index(IDENTITY, columns, 3000)
+    assert unpack_index(data, IDENTITY) == (columns, 3000)
     assert len(data) <= index_bytes(keys)
     assert unpack_index(data, bytes(16)) is None
     for cut in (0, 10, len(data) - 1):
@@ -84,6 +86,40 @@ def test_an_index_comes_back(keys: list[bytes]) -> None:
         changed = bytearray(data)
         changed[at] ^= 0x10
         assert unpack_index(bytes(changed), IDENTITY) is None
+
+
+def sealed(data: bytes) -> bytes:
+    """Return an index with its digest made anew, as whoever can write the folder can make it."""
+    return data[:-8] + struct.pack("<Q", xxhash.xxh3_64_intdigest(data[:-8]))
+
+
+@pytest.mark.parametrize("keys", [[b"k1", b"k2", b"k3"], [b"a", b"bc", b"def"]])
+def test_an_index_that_contradicts_itself_is_none(keys: list[bytes]) -> None:
+    columns = Columns.empty()
+    for number, key in enumerate(keys):
+        columns.add(1 + number * 2, RecordHead(key, b"f", PAGE, 5, 0))
+    data = pack_index(IDENTITY, columns, 7)
+    assert unpack_index(sealed(data), IDENTITY) == (columns, 7)  # the control
+    used, count, blob, width = 28, 32, 36, 40
+    for at, numbers in (
+        (used, (0, 1, 6)),
+        (count, (0, 1, 2, 4, 2**31, 2**32 - 1)),
+        (blob, (0, 1, 5, 7, 2**32 - 1)),
+        (42, (0, 6, 7, 2**32 - 1)),  # the first page
+        (54, (0, PAGE * 6, 2**32 - 1)),  # the first length
+    ):
+        for number in numbers:
+            changed = bytearray(data)
+            struct.pack_into("<I", changed, at, number)
+            assert unpack_index(sealed(changed), IDENTITY) is None, (at, number)
+    for number in range(2**16):
+        changed = bytearray(data)
+        struct.pack_into("<H", changed, width, number)
+        found = unpack_index(sealed(changed), IDENTITY)
+        assert (found is None) == (changed != data)
+    for cut in range(1, len(data) - 50):
+        assert unpack_index(sealed(data[:50] + data[50 + cut :]), IDENTITY) is None
+        assert unpack_index(sealed(data + bytes(cut)), IDENTITY) is None
 
 
 def test_rows_can_be_picked() -> None:

@@ -18,6 +18,7 @@ from kvconnect.plan.keys import block_key, tenant_of
 from kvconnect.store import Outcome, make_store
 from kvconnect.store.disk import DiskOptions, DiskStore, about, files
 from kvconnect.store.disk.about import recall
+from kvconnect.store.disk.files import Directory
 from kvconnect.store.disk.segment import Segment
 from kvconnect.store.disk.shares import Shares, record_bytes
 from kvconnect.testing.blocks import payload_of
@@ -94,9 +95,10 @@ def counted(store: DiskStore) -> dict[bytes, int]:
 def found(store: DiskStore) -> dict[bytes, int]:
     """What tenants hold, block by block."""
     held: dict[bytes, int] = {}
-    keys = list(store._table._index)
-    for key, length in zip(keys, store._table.lengths(keys, 0.0), strict=True):
-        held[key[:8]] = held.get(key[:8], 0) + record_bytes(length)
+    for segment in store._table.segments.values():
+        for row in store._table.live(segment):
+            key, length = segment.rows.keys[row], segment.rows.lengths[row]
+            held[key[:8]] = held.get(key[:8], 0) + record_bytes(length)
     return held
 
 
@@ -411,13 +413,13 @@ def test_a_store_writes_down_what_its_fingerprint_means(opened: Open, tmp_path: 
     store = opened(b"\x0a", about={"model": "org/model", "dtype": "bfloat16"})
     store.close()
     folder = tmp_path / "0"
-    assert recall(str(folder), b"\x0a") == {"model": "org/model", "dtype": "bfloat16"}
+    assert recall(Directory(str(folder)), b"\x0a") == {"model": "org/model", "dtype": "bfloat16"}
     assert [path.name for path in (folder / "formats").iterdir()] == ["0a.json"]
-    assert recall(str(folder), b"\x0b") == {}
+    assert recall(Directory(str(folder)), b"\x0b") == {}
     opened(b"\x0a").close()  # says nothing, and takes nothing back
-    assert recall(str(folder), b"\x0a")["model"] == "org/model"
+    assert recall(Directory(str(folder)), b"\x0a")["model"] == "org/model"
     opened(b"\x0a", about={"model": "renamed"}).close()
-    assert recall(str(folder), b"\x0a") == {"model": "renamed"}
+    assert recall(Directory(str(folder)), b"\x0a") == {"model": "renamed"}
 
 
 @pytest.mark.parametrize(
@@ -435,9 +437,9 @@ def test_a_store_writes_down_what_its_fingerprint_means(opened: Open, tmp_path: 
 def test_what_is_written_there_is_not_trusted(opened: Open, tmp_path: Path, text: bytes) -> None:
     opened(b"\x0a", about={"model": "m"}).close()
     path = tmp_path / "0" / "formats" / "0a.json"
-    assert recall(str(tmp_path / "0"), b"\x0a") == {"model": "m"}
+    assert recall(Directory(str(tmp_path / "0")), b"\x0a") == {"model": "m"}
     path.write_bytes(text)
-    assert recall(str(tmp_path / "0"), b"\x0a") == {}
+    assert recall(Directory(str(tmp_path / "0")), b"\x0a") == {}
     assert put(opened(b"\x0a"), [b"k"]) == [OK]  # blocks have nothing to do with it
 
 
@@ -446,7 +448,7 @@ def test_a_store_opens_where_that_cannot_be_written(opened: Open, tmp_path: Path
     (tmp_path / "0" / "formats").write_bytes(b"in the way")
     store = opened(b"\x0a", about={"model": "m"})
     assert put(store, [b"k"]) == [OK]
-    assert recall(str(tmp_path / "0"), b"\x0a") == {}
+    assert recall(Directory(str(tmp_path / "0")), b"\x0a") == {}
 
 
 def test_the_file_is_replaced_in_one_piece(
@@ -460,7 +462,7 @@ def test_the_file_is_replaced_in_one_piece(
 
     monkeypatch.setattr(files.os, "write", torn)
     opened(b"\x0a", about={"model": "new"}).close()
-    assert recall(str(tmp_path / "0"), b"\x0a") == {"model": "old"}
+    assert recall(Directory(str(tmp_path / "0")), b"\x0a") == {"model": "old"}
 
 
 @pytest.mark.parametrize(

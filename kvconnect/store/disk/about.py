@@ -5,14 +5,14 @@ People and filters go by it, nothing else: whoever can write the folder can writ
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-import os
 from collections.abc import Mapping
 
 import msgspec
 
-from kvconnect.store.disk.files import put_file
+from kvconnect.store.disk.files import Directory
 
 logger = logging.getLogger(__name__)
 
@@ -30,36 +30,35 @@ def pack_about(about: Mapping[str, str]) -> bytes:
     return json.dumps(dict(about), indent=1).encode() + b"\n"
 
 
-def remember(folder: str, fingerprint: bytes, about: Mapping[str, str]) -> None:
+def remember(folder: Directory, fingerprint: bytes, about: Mapping[str, str]) -> None:
     """Write down what a fingerprint means, in place of what was said before.
 
     Nothing depends on it, so a disk that is full is only logged.
     """
     if not about:
         return  # what is known stays known
-    path = _path(folder, fingerprint)
     try:
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        put_file(path, pack_about(about))
+        with contextlib.closing(folder.folder(_FOLDER, make=True)) as formats:
+            formats.put(_name(fingerprint), pack_about(about))
     except OSError as error:
-        logger.warning("disk tier: %s cannot be written: %s", path, error)
+        logger.warning("disk tier: %s of %s cannot be written: %s", _FOLDER, folder.path, error)
 
 
-def recall(folder: str, fingerprint: bytes) -> dict[str, str]:
+def recall(folder: Directory, fingerprint: bytes) -> dict[str, str]:
     """Return what a fingerprint means; nothing if that is not known, or not readable."""
-    path = _path(folder, fingerprint)
     try:
-        with open(path, "rb") as file:
-            data = file.read(MOST_ABOUT + 1)
-        if len(data) <= MOST_ABOUT:
+        with contextlib.closing(folder.folder(_FOLDER)) as formats:
+            data = formats.read(_name(fingerprint), MOST_ABOUT)
+        if data is not None:
             return msgspec.json.decode(data, type=dict[str, str])
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:  # what msgspec raises is a ValueError
-        logger.debug("disk tier: %s: %s", path, error)
-    logger.warning("disk tier: %s is damaged and is not used", path)
+        logger.debug("disk tier: %s: %s", _name(fingerprint), error)
+    name = _name(fingerprint)
+    logger.warning("disk tier: %s in %s is damaged and is not used", name, folder.path)
     return {}
 
 
-def _path(folder: str, fingerprint: bytes) -> str:
-    return os.path.join(folder, _FOLDER, f"{fingerprint.hex()}.json")
+def _name(fingerprint: bytes) -> str:
+    return f"{fingerprint.hex()}.json"

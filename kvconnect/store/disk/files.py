@@ -1,15 +1,92 @@
-"""One open file of whole pages, past the page cache where the file system allows it."""
+"""An open folder, and open files of whole pages in it, past the page cache where that can be."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import mmap
 import os
+import stat
 from collections.abc import Callable, Sequence
 
 from kvconnect.store.disk.record import PAGE
+
+
+class Directory:
+    """An open folder. Its files are reached by its descriptor, so nobody can put another folder in
+    its place; symbolic links are not followed. All calls raise :class:`OSError`. Threads: any.
+
+    ``within``: the folder that it is looked for in, again without following links.
+    """
+
+    def __init__(self, path: str, within: Directory | None = None) -> None:
+        self.path = path
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        if within is None:
+            self.fd = os.open(path, flags)
+        else:
+            self.fd = os.open(os.path.basename(path), flags | os.O_NOFOLLOW, dir_fd=within.fd)
+        self.user = os.fstat(self.fd).st_uid
+
+    def folder(self, name: str, make: bool = False) -> Directory:
+        """Open a folder in this one, made for its owner alone if there is none."""
+        if make:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=self.fd)
+        return Directory(os.path.join(self.path, name), self)
+
+    def open(self, name: str, flags: int) -> int:
+        """Open a plain file that belongs to the folder's user, under no other name as well.
+
+        Anything else is EPERM: whoever could put it here must not choose what is read or written.
+        """
+        # One that waits for a writer, as pipes do, must not hold anybody up.
+        flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        handle = os.open(name, flags, 0o600, dir_fd=self.fd)
+        found = os.fstat(handle)
+        if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1 and found.st_uid == self.user:
+            return handle
+        os.close(handle)
+        raise OSError(errno.EPERM, f"{name} is no file of the folder's owner alone")
+
+    def read(self, name: str, most: int) -> bytes | None:
+        """Return what a file holds, None if that is more than ``most`` bytes."""
+        with open(self.open(name, os.O_RDONLY), "rb") as file:
+            data = file.read(most + 1)
+        return data if len(data) <= most else None
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file in one piece: after a crash it is there as a whole or not at all."""
+        spare = f"{name}.new"
+        with contextlib.suppress(FileNotFoundError):
+            self.unlink(spare)
+        handle = self.open(spare, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            if os.write(handle, data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(handle)
+        self.rename(spare, name)
+
+    def names(self) -> list[str]:
+        """Return what is in it."""
+        return os.listdir(self.fd)
+
+    def unlink(self, name: str) -> None:
+        """Remove a file, or a link and not what it leads to."""
+        os.unlink(name, dir_fd=self.fd)
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a file another name, in place of who has it."""
+        os.rename(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+
+    def close(self) -> None:
+        """Close it. Idempotent; open files stay open."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 class PageFile:
@@ -19,16 +96,15 @@ class PageFile:
     early is ENOSPC for a write and EIO for a read.
     """
 
-    def __init__(self, path: str, flags: int) -> None:
-        flags |= os.O_CLOEXEC | os.O_NOFOLLOW
+    def __init__(self, folder: Directory, name: str, flags: int) -> None:
         try:
-            self.fd = os.open(path, flags | os.O_DIRECT, 0o600)
+            self.fd = folder.open(name, flags | os.O_DIRECT)
             self.direct = True
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             # Some kernels refuse the flag after they have made the file.
-            self.fd = os.open(path, flags & ~os.O_EXCL, 0o600)
+            self.fd = folder.open(name, flags & ~os.O_EXCL)
             self.direct = False
 
     def read(self, views: Sequence[memoryview], offset: int) -> None:
@@ -100,18 +176,3 @@ def starts_at_page(view: memoryview) -> bool:
     if view.readonly:
         return False  # Python gives no address of those
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) % PAGE == 0
-
-
-def put_file(path: str, data: bytes) -> None:
-    """Write a small file in one piece: after a crash it is there as a whole or not at all.
-
-    Raises :class:`OSError`.
-    """
-    spare = f"{path}.new"
-    handle = os.open(spare, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        if os.write(handle, data) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    finally:
-        os.close(handle)
-    os.rename(spare, path)

@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import re
+import stat
 import time
 
 from kvconnect.errors import ConfigError
-from kvconnect.store.disk.segment import INDEX, SEGMENT
+from kvconnect.store.disk.files import Directory
+from kvconnect.store.disk.segment import INDEX, SEGMENT, Stem
+
+logger = logging.getLogger(__name__)
 
 LOCK = "LOCK"
 _PATIENCE_S = 1.0
@@ -21,76 +26,123 @@ class Folder:
     """``path/owner``, made if needed and locked for this process until ``close``.
 
     Raises:
-        ConfigError: another process has it, it holds other files, or it cannot be written.
+        ConfigError: another process has it, it holds other files, it cannot be written, or others
+            than its user can write there: they would decide what this process reads and writes.
     """
 
     def __init__(self, path: str, owner: str) -> None:
         self.path = os.path.join(path, owner)
-        try:
-            os.makedirs(self.path, mode=0o700, exist_ok=True)
-            others = set(os.listdir(self.path)) - {LOCK}
-            if others and not os.path.exists(os.path.join(self.path, LOCK)):
-                fix = f"{self.path} holds other files: name an empty folder or a new one"
-                raise ConfigError("path", path, fix)
-            self._handle = _lock_soon(self.path)
-            if self._handle < 0:
-                user = holder(self.path)
-                fix = f"it is in use by {user}: end that, or give every worker its own owner"
-                raise ConfigError("owner", owner, fix)
-            os.ftruncate(self._handle, 0)
-            os.pwrite(self._handle, b"%d\n" % os.getpid(), 0)
-            sweep(self.path)
-            self._next = 1 + max(numbers_in(self.path), default=0)
-        except OSError as error:
-            fix = f"{error.strerror}: name a folder that can be written to"
-            raise ConfigError("path", path, fix) from error
+        self._handle = -1
+        with contextlib.ExitStack() as undo:
+            try:
+                os.makedirs(path, mode=0o700, exist_ok=True)
+                with contextlib.closing(Directory(path)) as top:
+                    self.files = top.folder(owner, make=True)
+                undo.callback(self.close)
+                self._check(path)
+                self._handle = _lock_soon(self.files)
+                if self._handle < 0:
+                    user = holder(self.files)
+                    fix = f"it is in use by {user}: end that, or give every worker its own owner"
+                    raise ConfigError("owner", owner, fix)
+                _locked.add(self)
+                os.ftruncate(self._handle, 0)
+                os.pwrite(self._handle, b"%d\n" % os.getpid(), 0)
+                sweep(self.files)
+                self._next = 1 + max(numbers_in(self.files), default=0)
+            except OSError as error:
+                fix = f"{error.strerror}: name a folder that can be written to"
+                raise ConfigError("path", path, fix) from error
+            undo.pop_all()
 
-    def stem(self, number: int) -> str:
-        """Return a segment's path without the ending."""
-        return os.path.join(self.path, f"{number:08d}")
+    def _check(self, path: str) -> None:
+        """Raise :class:`ConfigError` if the folder is not this user's alone, or not the tier's."""
+        mode, user = os.fstat(self.files.fd).st_mode, os.geteuid()
+        if self.files.user != user:
+            fix = f"{self.path} belongs to user {self.files.user}: name a folder of user {user}"
+            raise ConfigError("path", path, fix)
+        if mode & stat.S_IWOTH:
+            fix = f"anybody can write to {self.path}: name a new folder, or run chmod o-w"
+            raise ConfigError("path", path, fix)
+        if mode & stat.S_IWGRP:  # as Kubernetes sets it for the volume's group
+            logger.warning("disk tier: %s is not open to its group any more", self.path)
+            os.fchmod(self.files.fd, stat.S_IMODE(mode) & ~stat.S_IWGRP)
+        others = set(self.files.names()) - {LOCK}
+        if others and LOCK not in self.files.names():
+            fix = f"{self.path} holds other files: name an empty folder or a new one"
+            raise ConfigError("path", path, fix)
 
-    def new_stem(self) -> str:
-        """Return the path of a segment that never was."""
+    def stem(self, number: int) -> Stem:
+        """Return where a segment is."""
+        return stem_of(self.files, number)
+
+    def new_stem(self) -> Stem:
+        """Return the place of a segment that never was."""
         self._next += 1
         return self.stem(self._next - 1)
 
     def free_bytes(self) -> int:
         """Return what the file system has left; raise :class:`OSError`."""
-        found = os.statvfs(self.path)
+        found = os.fstatvfs(self.files.fd)
         return found.f_bavail * found.f_frsize
 
     def close(self) -> None:
-        """Let others have the folder. Idempotent."""
+        """Let others have the folder, also while a child of this process lives. Idempotent."""
+        if self._handle >= 0:
+            fcntl.flock(self._handle, fcntl.LOCK_UN)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Close what is open, and leave the lock to the process that has it. Idempotent."""
+        _locked.discard(self)
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
+        self.files.close()
 
 
-def numbers_in(path: str) -> list[int]:
+_locked: set[Folder] = set()
+
+
+def _forked() -> None:
+    """In a child that was forked: it would keep the lock for as long as it lives."""
+    for folder in list(_locked):
+        folder.let_go()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def stem_of(folder: Directory, number: int) -> Stem:
+    """Return where a segment is."""
+    return Stem(folder, f"{number:08d}")
+
+
+def numbers_in(folder: Directory) -> list[int]:
     """Return the numbers of the segments in a folder, oldest first; raise :class:`OSError`."""
-    found = map(_FILE.fullmatch, os.listdir(path))
+    found = map(_FILE.fullmatch, folder.names())
     return sorted(int(match[1]) for match in found if match and match[0].endswith(SEGMENT))
 
 
-def sweep(path: str) -> None:
+def sweep(folder: Directory) -> None:
     """Remove what a process left that was killed: indexes without a segment, or half written.
 
     Raises :class:`OSError`.
     """
-    whole = set(numbers_in(path))
-    for name in os.listdir(path):
+    whole = set(numbers_in(folder))
+    for name in folder.names():
         match = _FILE.fullmatch(name)
         if match and (int(match[1]) not in whole or name.endswith(".new")):
             with contextlib.suppress(OSError):
-                os.unlink(os.path.join(path, name))
+                folder.unlink(name)
 
 
-def lock(path: str) -> int:
+def lock(folder: Directory, make: bool = False) -> int:
     """Lock a worker's folder; return the open handle, -1 if another has it.
 
     Raises :class:`OSError` if there is no way to know.
     """
-    handle = os.open(os.path.join(path, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    handle = folder.open(LOCK, os.O_RDWR | (os.O_CREAT if make else 0))
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -101,20 +153,20 @@ def lock(path: str) -> int:
     return handle
 
 
-def _lock_soon(path: str) -> int:
+def _lock_soon(folder: Directory) -> int:
     """As :func:`lock`, but not put off by who only looks, or is about to end."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
-        handle = lock(path)
+        handle = lock(folder, make=True)
         if handle >= 0 or time.monotonic() >= deadline:
             return handle
         time.sleep(_PATIENCE_S / 20)
 
 
-def holder(path: str) -> str:
+def holder(folder: Directory) -> str:
     """Return who has a folder, in words."""
     try:
-        with open(os.path.join(path, LOCK), encoding="ascii", errors="replace") as file:
-            return f"process {int(file.read(32))}"
+        found = folder.read(LOCK, 32)
+        return f"process {int(found or b'')}"
     except (OSError, ValueError):
         return "another process"

@@ -6,16 +6,17 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 from kvconnect.errors import ConfigError
 from kvconnect.plan.keys import TENANT_BYTES
 from kvconnect.store.disk.about import MODEL, recall
-from kvconnect.store.disk.files import PageFile
-from kvconnect.store.disk.folder import LOCK, Folder, holder, lock, numbers_in
+from kvconnect.store.disk.files import Directory, PageFile
+from kvconnect.store.disk.folder import LOCK, Folder, holder, lock, numbers_in, stem_of
 from kvconnect.store.disk.recovery import intact, look, read_head
-from kvconnect.store.disk.segment import SEGMENT, Segment, delete
+from kvconnect.store.disk.segment import Segment, Stem, delete
 from kvconnect.store.pool import PagePool
 
 logger = logging.getLogger(__name__)
@@ -130,6 +131,19 @@ def owners(path: str) -> list[str]:
     return sorted(found)
 
 
+@contextmanager
+def _opened(path: str, owner: str) -> Iterator[Directory]:
+    """Open a worker's folder; raise :class:`ConfigError` if that cannot be."""
+    try:
+        with closing(Directory(path)) as top:
+            folder = top.folder(owner)
+    except OSError as error:
+        fix = f"{owner} in it cannot be opened: {error.strerror}"
+        raise ConfigError("path", path, fix) from error
+    with closing(folder):
+        yield folder
+
+
 def stats(path: str, model: str | None = None) -> list[Part]:
     """Return what each worker holds in each format, see :class:`Wanted`.
 
@@ -138,10 +152,11 @@ def stats(path: str, model: str | None = None) -> list[Part]:
     parts: list[Part] = []
     for owner in owners(path):
         by_format: dict[str, Part] = {}
-        user = _user(os.path.join(path, owner))
-        for segment, called in _of(os.path.join(path, owner), Wanted(model=model)):
-            name = segment.head.fingerprint.hex()
-            by_format.setdefault(name, Part(owner, name, user, called)).take_in(segment)
+        with _opened(path, owner) as folder:
+            user = _user(folder)
+            for segment, called in _of(folder, Wanted(model=model)):
+                name = segment.head.fingerprint.hex()
+                by_format.setdefault(name, Part(owner, name, user, called)).take_in(segment)
         parts += by_format.values()
         if not by_format and model is None:
             parts.append(Part(owner, "", user))
@@ -151,11 +166,12 @@ def stats(path: str, model: str | None = None) -> list[Part]:
 def ls(path: str, wanted: Wanted) -> Iterator[Entry]:
     """Yield blocks, worker by worker, oldest segment first. Raises :class:`ConfigError`."""
     for owner in owners(path):
-        for segment, model in _of(os.path.join(path, owner), wanted):
-            name, (keys, _, lengths, seconds) = segment.head.fingerprint.hex(), segment.rows
-            for row in wanted.rows(segment):
-                tenant, key = keys[row][:TENANT_BYTES].hex(), keys[row].hex()
-                yield Entry(owner, name, model, tenant, key, lengths[row], seconds[row])
+        with _opened(path, owner) as folder:
+            for segment, model in _of(folder, wanted):
+                name, (keys, _, lengths, seconds) = segment.head.fingerprint.hex(), segment.rows
+                for row in wanted.rows(segment):
+                    tenant, key = keys[row][:TENANT_BYTES].hex(), keys[row].hex()
+                    yield Entry(owner, name, model, tenant, key, lengths[row], seconds[row])
 
 
 def verify(path: str, progress: Progress) -> Verdict:
@@ -168,25 +184,25 @@ def verify(path: str, progress: Progress) -> Verdict:
     total = sum(part.block_bytes for part in stats(path))
     pool = PagePool()
     for owner in owners(path):
-        folder = os.path.join(path, owner)
-        handle = _try_lock(folder)
-        try:
-            for segment in segments(folder, os.O_RDONLY if handle < 0 else os.O_RDWR):
-                bad = []
-                for row, nbytes in enumerate(segment.rows.lengths):
-                    if not _good(segment, row, pool):
-                        bad.append(row)
-                    verdict.nbytes += nbytes
-                    progress(verdict.nbytes, total)
-                if bad and _reused(segment, pool):
-                    continue  # its file has become another segment's meanwhile
-                verdict.blocks += len(segment.rows.keys)
-                verdict.bad += len(bad)
-                if bad and handle >= 0:
-                    verdict.removed += _remove(segment, bad)
-        finally:
-            if handle >= 0:
-                os.close(handle)
+        with _opened(path, owner) as folder:
+            handle = _try_lock(folder)
+            try:
+                for segment in segments(folder, os.O_RDONLY if handle < 0 else os.O_RDWR):
+                    bad = []
+                    for row, nbytes in enumerate(segment.rows.lengths):
+                        if not _good(segment, row, pool):
+                            bad.append(row)
+                        verdict.nbytes += nbytes
+                        progress(verdict.nbytes, total)
+                    if bad and _reused(segment, pool):
+                        continue  # its file has become another segment's meanwhile
+                    verdict.blocks += len(segment.rows.keys)
+                    verdict.bad += len(bad)
+                    if bad and handle >= 0:
+                        verdict.removed += _remove(segment, bad)
+            finally:
+                if handle >= 0:
+                    os.close(handle)
     return verdict
 
 
@@ -202,7 +218,7 @@ def clear(path: str, wanted: Wanted) -> int:
         for owner in owners(path):
             folders.append(Folder(path, owner))
         for folder in folders:
-            for segment, _ in _of(folder.path, wanted, os.O_RDWR):
+            for segment, _ in _of(folder.files, wanted, os.O_RDWR):
                 rows = wanted.rows(segment)
                 if rows or not segment.rows.keys:
                     removed += _remove(segment, rows)
@@ -212,16 +228,16 @@ def clear(path: str, wanted: Wanted) -> int:
     return removed
 
 
-def segments(folder: str, mode: int = os.O_RDONLY) -> Iterator[Segment]:
+def segments(folder: Directory, mode: int = os.O_RDONLY) -> Iterator[Segment]:
     """Yield the segments of a worker's folder, open until the next one is asked for.
 
     What is being written or removed meanwhile may be among them or not.
     """
     pool = PagePool()
     for number in numbers_in(folder):
-        stem = os.path.join(folder, f"{number:08d}")
+        stem = stem_of(folder, number)
         try:
-            file = PageFile(stem + SEGMENT, mode)
+            file = PageFile(folder, stem.segment_file, mode)
         except OSError as error:  # removed since, or not ours to read
             logger.debug("disk tier: %s: %s", stem, error)
             continue
@@ -233,7 +249,9 @@ def segments(folder: str, mode: int = os.O_RDONLY) -> Iterator[Segment]:
             file.close()
 
 
-def _of(folder: str, wanted: Wanted, mode: int = os.O_RDONLY) -> Iterator[tuple[Segment, str]]:
+def _of(
+    folder: Directory, wanted: Wanted, mode: int = os.O_RDONLY
+) -> Iterator[tuple[Segment, str]]:
     """Yield the :func:`segments` of the wanted formats, each with its model's name."""
     models: dict[bytes, str] = {}
     for segment in segments(folder, mode):
@@ -245,7 +263,7 @@ def _of(folder: str, wanted: Wanted, mode: int = os.O_RDONLY) -> Iterator[tuple[
             yield segment, model
 
 
-def _look(stem: str, file: PageFile, pool: PagePool) -> Segment | None:
+def _look(stem: Stem, file: PageFile, pool: PagePool) -> Segment | None:
     try:
         head = read_head(file, pool)
         if head is None:
@@ -285,7 +303,7 @@ def _remove(segment: Segment, rows: list[int]) -> int:
     return len(rows)
 
 
-def _user(folder: str) -> str:
+def _user(folder: Directory) -> str:
     """Return which process uses a worker's folder, "" for none."""
     handle = _try_lock(folder)
     if handle < 0:
@@ -294,10 +312,10 @@ def _user(folder: str) -> str:
     return ""
 
 
-def _try_lock(folder: str) -> int:
+def _try_lock(folder: Directory) -> int:
     """Lock a folder; return the handle, -1 if it is in use or cannot be written."""
     try:
         return lock(folder)
     except OSError as error:
-        logger.debug("disk tier: %s cannot be locked: %s", folder, error)
+        logger.debug("disk tier: %s cannot be locked: %s", folder.path, error)
         return -1

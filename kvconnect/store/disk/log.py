@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvconnect.store.disk.folder import Folder, numbers_in
 from kvconnect.store.disk.options import DiskOptions
-from kvconnect.store.disk.record import RecordHead, SegmentHead
+from kvconnect.store.disk.record import LAST_SECOND, RecordHead, SegmentHead
 from kvconnect.store.disk.recovery import open_segment
 from kvconnect.store.disk.segment import Segment, create
 from kvconnect.store.disk.table import SLOTS, Run, Table
@@ -114,7 +114,8 @@ class Log:
                 self._seal(seen)
             self.expire()
             spare = self._make_room()
-            head = SegmentHead(secrets.token_bytes(16), int(self._clock()), self._fingerprint)
+            created = min(max(int(self._clock()), 0), LAST_SECOND)
+            head = SegmentHead(secrets.token_bytes(16), created, self._fingerprint)
             nbytes = self._options.segment_bytes
             segment = create(self._folder.new_stem(), head, nbytes, spare)
             self._table.add(segment, ours=True)
@@ -178,7 +179,7 @@ class Log:
         """Take in what an earlier process left, and write on where it stopped."""
         pool = PagePool()
         last = None
-        for number in numbers_in(self._folder.path)[-SLOTS:]:
+        for number in numbers_in(self._folder.files)[-SLOTS:]:
             segment = open_segment(self._folder.stem(number), self._fingerprint, pool)
             if segment is not None:
                 ours = segment.head.fingerprint == self._fingerprint

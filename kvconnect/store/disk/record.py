@@ -21,6 +21,7 @@ import xxhash
 
 PAGE = 4096
 VERSION = 1
+LAST_SECOND = 2**32 - 1
 ID_BYTES = 16
 _SEGMENT = struct.Struct(f"<8sII{ID_BYTES}sI65p")
 _RECORD = struct.Struct(f"<8s{ID_BYTES}sIIQB65p256p")
@@ -148,22 +149,24 @@ def unpack_index(data: bytes, identity: bytes) -> tuple[Columns, int] | None:
     magic, version, found, used, count, blob_bytes, width = _INDEX.unpack_from(data)
     if (magic, version, found) != (_INDEX_MAGIC, VERSION, identity):
         return None
-    at = _INDEX.size
-    rows = 12 * count + (0 if width else count)
-    if len(data) != at + rows + blob_bytes + _DIGEST.size:
+    sizes = [4 * count] * 3 + [0 if width else count, blob_bytes]
+    if len(data) != _INDEX.size + sum(sizes) + _DIGEST.size:
         return None
-    columns = []
-    for _ in range(3):
-        columns.append(array("I", data[at : at + 4 * count]))
-        at += 4 * count
-    ends = b"" if width else data[at : at + count]
-    at += len(ends)
-    if blob_bytes != (count * width if width else sum(ends)):
+    parts, at = [], _INDEX.size
+    for size in sizes:
+        parts.append(data[at : at + size])
+        at += size
+    pages, lengths, seconds = (array("I", part) for part in parts[:3])
+    keys = _split(parts[4], width, count, parts[3])
+    if keys is None or not _lie_within(pages, lengths, used):
         return None
-    return Columns(_split(data[at : at + blob_bytes], width, ends), *columns), used
+    return Columns(keys, pages, lengths, seconds), used
 
 
-def _split(blob: bytes, width: int, lengths: bytes) -> list[bytes]:
+def _split(blob: bytes, width: int, count: int, lengths: bytes) -> list[bytes] | None:
+    """Return ``count`` keys, of one width or of these lengths; None if they are not as long."""
+    if (width * count if width else sum(lengths)) != len(blob) or 0 in lengths:
+        return None
     if width:
         return [key for (key,) in struct.iter_unpack(f"{width}s", blob)]
     keys, at = [], 0
@@ -171,6 +174,14 @@ def _split(blob: bytes, width: int, lengths: bytes) -> list[bytes]:
         keys.append(blob[at : at + length])
         at += length
     return keys
+
+
+def _lie_within(pages: array[int], lengths: array[int], used: int) -> bool:
+    """Whether all records are behind the head and end with the segment's ``used`` pages."""
+    if not pages:
+        return True
+    ends = max(page + -(-length // PAGE) for page, length in zip(pages, lengths, strict=True))
+    return min(pages) > 0 and min(lengths) > 0 and ends < used
 
 
 def _sealed(packed: bytes) -> bytes:

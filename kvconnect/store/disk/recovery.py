@@ -18,7 +18,7 @@ from kvconnect.store.disk.record import (
     unpack_record,
     unpack_segment,
 )
-from kvconnect.store.disk.segment import INDEX, SEGMENT, Segment, delete
+from kvconnect.store.disk.segment import Segment, Stem, delete
 from kvconnect.store.pool import PagePool
 
 logger = logging.getLogger(__name__)
@@ -29,14 +29,14 @@ _TAIL_BYTES = 64 << 20
 """Records this near the end of a scanned segment may have been under way when the process died."""
 
 
-def open_segment(stem: str, fingerprint: bytes, pool: PagePool) -> Segment | None:
+def open_segment(stem: Stem, fingerprint: bytes, pool: PagePool) -> Segment | None:
     """Open a segment of an earlier process, with its records if they are of this format.
 
     One that cannot be read is removed, and None returned.
     """
     file = None
     try:
-        file = PageFile(stem + SEGMENT, os.O_RDWR)
+        file = PageFile(stem.folder, stem.segment_file, os.O_RDWR)
         head = read_head(file, pool)
         if head is not None:
             segment = Segment(stem, head, file)
@@ -165,13 +165,11 @@ def intact(segment: Segment, row: int, pool: PagePool) -> bool:
 def _read_index(segment: Segment) -> tuple[Columns, int] | None:
     """Return a segment's columns and pages, None if there is no index that is intact."""
     try:
-        with open(segment.stem + INDEX, "rb") as index:
-            # A bad index costs a scan; a huge one must not cost memory.
-            if os.fstat(index.fileno()).st_size > segment.nbytes:
-                return None
-            found = unpack_index(index.read(), segment.head.identity)
+        # A bad index costs a scan; a huge one must not cost memory.
+        data = segment.stem.folder.read(segment.stem.index_file, segment.nbytes)
     except FileNotFoundError:
         return None
+    found = None if data is None else unpack_index(data, segment.head.identity)
     if found is None or found[1] * PAGE > segment.file.size():
         logger.warning("disk tier: the index of %s is damaged, reading it anew", segment.stem)
         return None

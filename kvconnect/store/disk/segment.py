@@ -6,8 +6,9 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from kvconnect.store.disk.files import PageFile, put_file
+from kvconnect.store.disk.files import Directory, PageFile
 from kvconnect.store.disk.record import (
     PAGE,
     Columns,
@@ -25,6 +26,24 @@ logger = logging.getLogger(__name__)
 SEGMENT, INDEX = ".seg", ".idx"
 
 
+class Stem(NamedTuple):
+    """Where a segment's two files are. ``name`` has no ending."""
+
+    folder: Directory
+    name: str
+
+    def __str__(self) -> str:
+        return os.path.join(self.folder.path, self.name)
+
+    @property
+    def index_file(self) -> str:
+        return self.name + INDEX
+
+    @property
+    def segment_file(self) -> str:
+        return self.name + SEGMENT
+
+
 class Segment:
     """A segment that is open for reading, and for writing until it is full.
 
@@ -33,8 +52,8 @@ class Segment:
     everything but ``file``, and whoever kills or seals does so alone.
     """
 
-    def __init__(self, stem: str, head: SegmentHead, file: PageFile) -> None:
-        self.stem = stem  # path without the ending
+    def __init__(self, stem: Stem, head: SegmentHead, file: PageFile) -> None:
+        self.stem = stem
         self.head = head
         self.file = file
         self.slot = -1
@@ -49,8 +68,9 @@ class Segment:
 
     def __repr__(self) -> str:
         state = "full" if self.full else "open"
-        name = os.path.basename(self.stem)
-        return f"Segment({name}, {len(self.rows.keys)} records, {self.used} bytes, {state})"
+        return (
+            f"Segment({self.stem.name}, {len(self.rows.keys)} records, {self.used} bytes, {state})"
+        )
 
     def reserve(self, keys: Sequence[bytes], lengths: Sequence[int], limit: int) -> int:
         """Give out room for records, side by side from ``used`` on; return for how many.
@@ -95,7 +115,7 @@ class Segment:
     def drop_index(self) -> None:
         """Remove the index from the disk, before it is wrong."""
         if self.indexed:
-            os.unlink(self.stem + INDEX)
+            self.stem.folder.unlink(self.stem.index_file)
             self.indexed = False
 
     def seal(self, live: Sequence[int]) -> None:
@@ -106,7 +126,7 @@ class Segment:
         self.full = self.sealed = True
         self.file.finish(self.used)
         packed = pack_index(self.head.identity, self.rows.pick(live), self.used // PAGE)
-        put_file(self.stem + INDEX, packed)
+        self.stem.folder.put(self.stem.index_file, packed)
         self.indexed = True
         self.nbytes = self.used + len(packed)
 
@@ -124,39 +144,39 @@ class Segment:
         delete(self.stem)
 
 
-def create(stem: str, head: SegmentHead, nbytes: int, spare: Segment | None) -> Segment:
+def create(stem: Stem, head: SegmentHead, nbytes: int, spare: Segment | None) -> Segment:
     """Make a new segment with room for ``nbytes``, out of the file of a ``spare`` one if there is.
 
     What has been written before is written faster than what is new to the file system. Records of
     the old segment are none of the new one's. Raises :class:`OSError` if that fails.
     """
     if spare is None:
-        file = PageFile(stem + SEGMENT, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        file = PageFile(stem.folder, stem.segment_file, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     else:
         file = spare.file
     try:
         if spare is not None:
             # Whether one of another format has an index was not looked at.
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(spare.stem + INDEX)
+                spare.stem.folder.unlink(spare.stem.index_file)
         file.write_page(pack_segment(head), 0)
         if spare is not None:
-            os.rename(spare.stem + SEGMENT, stem + SEGMENT)
+            stem.folder.rename(spare.stem.segment_file, stem.segment_file)
         file.allocate(nbytes)
         return Segment(stem, head, file)
     except OSError:
         file.close()
-        for name in (stem, spare.stem if spare else stem):
-            delete(name)
+        for made in (stem, spare.stem if spare else stem):
+            delete(made)
         raise
 
 
-def delete(stem: str) -> None:
+def delete(stem: Stem) -> None:
     """Remove a segment's files, the index first: alone it says nothing."""
-    for ending in (INDEX, SEGMENT):
+    for name in (stem.index_file, stem.segment_file):
         try:
-            os.unlink(stem + ending)
+            stem.folder.unlink(name)
         except FileNotFoundError:
             pass
         except OSError as error:
-            logger.warning("disk tier: cannot remove %s%s: %s", stem, ending, error)
+            logger.warning("disk tier: cannot remove %s of %s: %s", name, stem, error)

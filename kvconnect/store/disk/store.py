@@ -80,7 +80,7 @@ class DiskStore(Store):
             self._log = Log(
                 self._folder, self._table, options, fingerprint, clock, self._meter.evicted
             )
-            remember(self._folder.path, fingerprint, options.about)
+            remember(self._folder.files, fingerprint, options.about)
             undo.pop_all()
         self._pool = PagePool()
         self._gate = Gate()

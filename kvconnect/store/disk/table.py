@@ -216,7 +216,8 @@ class Table:
             return None
         segment, row = _record(self.segments, at)
         rows = segment.rows
-        if self._ttl_s and rows.seconds[row] + self._ttl_s <= now:
+        # Put by a clock that was ahead, a block would stay until that time has come.
+        if self._ttl_s and abs(now - rows.seconds[row]) >= self._ttl_s:
             return None
         return Place(segment, row, rows.pages[row], rows.lengths[row])
 

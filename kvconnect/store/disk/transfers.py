@@ -11,7 +11,7 @@ import xxhash
 from kvconnect.store.base import Outcome
 from kvconnect.store.disk.frames import MOST_BYTES, MOST_RECORDS, Frames
 from kvconnect.store.disk.log import Log
-from kvconnect.store.disk.record import PAGE, RecordHead, pages_of
+from kvconnect.store.disk.record import LAST_SECOND, PAGE, RecordHead, pages_of
 from kvconnect.store.disk.segment import Segment
 from kvconnect.store.disk.table import Place, Table
 from kvconnect.store.pool import PagePool
@@ -31,7 +31,7 @@ class Writing:
         self._log = log
         self._pool = pool
         self._fingerprint = fingerprint
-        self._now = int(now)
+        self._now = min(max(int(now), 0), LAST_SECOND)  # of a clock that is wrong, too
         self.seconds = 0.0
         self.error: OSError | None = None
 
