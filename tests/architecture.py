@@ -12,7 +12,10 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 LAYERS = (
-    {"types", "errors", "states", "config", "stats", "memory", "versions", "weights", "cuda"},
+    {
+        *("types", "errors", "states", "config", "stats", "memory", "versions", "weights"),
+        *("cuda", "threads"),
+    },
     {"wire", "plan", "geometry", "pages", "slices", "format", "kernels", "_native"},
     {"transport", "copy", "store", "tracing"},
     {"worker", "metrics", "router"},
@@ -61,7 +64,7 @@ NOT_IN_PURE = {
 """L1 decides and never does: time and randomness come in as arguments (replay needs that)."""
 
 FILE_LINES, CLASS_LINES, CLASS_METHODS, CLASS_ATTRIBUTES = 400, 250, 15, 12
-FUNCTION_LINES, COMPLEXITY, PARAMETERS, BROAD_EXCEPTS = 60, 10, 6, 3
+FUNCTION_LINES, COMPLEXITY, PARAMETERS, BROAD_EXCEPTS = 60, 10, 6, 5
 
 
 @dataclass(frozen=True)
@@ -294,6 +297,15 @@ def calls_to_print(path: str, text: str) -> list[str]:
         and isinstance(node.func, ast.Name)
         and node.func.id == "print"
     ]
+
+
+def unwatched_starts(path: str, text: str) -> Iterator[str]:
+    """Threads and tasks that are started without a look at what ends them."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func).rpartition(".")[2]
+            if called in ("Thread", "Timer", "create_task", "ensure_future"):
+                yield f"{path}::{called}"
 
 
 def broad_excepts(path: str, text: str) -> list[tuple[str, bool]]:

@@ -19,6 +19,7 @@ from tests.architecture import (
     imports,
     misplaced_packages,
     over_budget,
+    unwatched_starts,
     upward_imports,
 )
 
@@ -64,6 +65,27 @@ def test_broad_excepts_are_few_and_marked() -> None:
     found = [item for path, text in TEXTS.items() for item in broad_excepts(path, text)]
     assert [place for place, marked in found if not marked] == []
     assert len(found) <= BROAD_EXCEPTS, found
+
+
+UNWATCHED = {
+    "threads.py::Thread",  # supervises threads
+    "router/supervise.py::create_task",  # supervises tasks
+    "router/exchange.py::create_task",  # these wait for the task where they start it
+    "router/pool.py::ensure_future",
+    "router/probe.py::create_task",
+    "router/watch.py::ensure_future",
+}
+"""Where a thread or a task may be started; everybody else uses ``threads`` and ``supervise``."""
+
+
+def test_threads_and_tasks_are_supervised() -> None:
+    started = {
+        place
+        for path, text in TEXTS.items()
+        if not path.startswith("testing/")
+        for place in unwatched_starts(path, text)
+    }
+    assert started == UNWATCHED
 
 
 # Negative controls: each checker must see what it is for ----------------------------------------
@@ -205,3 +227,8 @@ def test_print_is_flagged() -> None:
 def test_a_broad_except_is_flagged(handler: str, broad: bool, marked: bool) -> None:
     found = broad_excepts("a.py", f"try:\n    f()\n{handler}\n    pass")
     assert [mark for _, mark in found] == ([marked] if broad else [])
+
+
+def test_starts_that_nobody_watches_are_found() -> None:
+    code = "t = threading.Thread(target=f)\nasyncio.create_task(g())\nself.submit(h)"
+    assert list(unwatched_starts("a.py", code)) == ["a.py::Thread", "a.py::create_task"]

@@ -9,12 +9,12 @@ from __future__ import annotations
 import secrets
 import socket
 import statistics
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+from kvconnect import threads
 from kvconnect.doctor.exchange import WORD_BYTES
 
 PATIENCE_S = 10.0
@@ -42,7 +42,7 @@ class LinkServer:
         self._nbytes = nbytes
         self._open: list[socket.socket] = []
         self._threads = [
-            threading.Thread(target=self._serve, name="kvconnect-doctor-link", daemon=True)
+            threads.make(threads.ThreadKind.DOCTOR, "kvconnect-doctor-link", self._serve)
             for _ in range(connections)
         ]
         for thread in self._threads:

@@ -24,6 +24,7 @@ from kvconnect.stats import (
     TRANSFER_SIZE,
     TRANSFER_WIRE,
 )
+from kvconnect.threads import ThreadKind
 from kvconnect.types import FailureCause, Tier, TransferType
 
 
@@ -51,6 +52,7 @@ _ACCESS = ("auth", "tls", "address", "ticket", "params", "transport", "rate")
 _FIELD = Label("field", (*_AGREEMENT, *_ACCESS, OTHER))
 _STATE = Label("state", ("up", "connecting"))
 _TRANSPORT = Label("transport", ("tcp", "nixl"))
+_THREAD = Label("thread", _values(ThreadKind))
 _PEER = Label("peer", (OTHER,), limit=MOST_LABELS)
 _LOAD = (TransferType.CPU_TO_GPU.value,)
 _STORE = (TransferType.GPU_TO_CPU.value,)
@@ -248,6 +250,10 @@ CATALOG: tuple[Metric, ...] = (
     Metric("handoff_peer_failures", "counter", "failures",
            "Lost connections and failed hand-offs with one engine, on each rank.",
            "a connection or a hand-off fails", label=_PEER),
+    Metric("thread_failures", "counter", "errors",
+           "Errors that ended the work of a thread, and are in the log; it was begun again, or "
+           "what depended on it has failed.",
+           "an engine step ends after a thread's error", label=_THREAD),
 )
 # fmt: on
 

@@ -41,6 +41,7 @@ FAILURES = {
     "handoff_refused": "field",
     "handoff_expired_leases": "",
     "handoff_digest_failed_blocks": "",
+    "thread_failures": "thread",
 }
 """Counters of what went wrong -> the label that says more."""
 ROUTER = "kvconnect_router_"

@@ -31,6 +31,7 @@ from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.options import Options
 from kvconnect.router.pool import Client
 from kvconnect.router.spans import Spans
+from kvconnect.router.supervise import Supervisor
 from kvconnect.router.upstreams import Fleet, Upstream
 from kvconnect.router.view import Role
 
@@ -83,7 +84,7 @@ class Edge:
             Bodies(_room_for_bodies()),
             caches,
             Spans(),
-            Leftovers(),
+            Leftovers(Supervisor(self._metrics.count)),
         )
 
     async def run(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002

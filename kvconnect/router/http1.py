@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
@@ -244,15 +245,18 @@ class Connection(asyncio.Protocol):
             self._waiting.set_result(None)
 
 
-async def read(connection: Connection) -> bytes:
-    """Return the rest of an answer.
+async def read(connection: Connection, most: float = inf) -> bytes:
+    """Return the rest of an answer, of at most so many bytes.
 
     Raises:
-        Lost: it breaks off.
+        Lost: it breaks off, or is longer.
     """
     chunks = []
     while chunk := await connection.readany():
         chunks.append(chunk)
+        most -= len(chunk)
+        if most < 0:
+            raise Lost("sent a longer answer than could be meant")
     return b"".join(chunks)
 
 

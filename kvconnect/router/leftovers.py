@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from kvconnect.errors import KVConnectError
+from kvconnect.router.supervise import Supervisor, TaskKind
+
 END_S = 10.0
 
 
@@ -16,13 +19,14 @@ class Leftovers:
     So they may end by themselves, within ``END_S`` seconds. On the event loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tasks: Supervisor) -> None:
+        self._tasks = tasks
         self._timers: dict[asyncio.Task[Any], asyncio.TimerHandle] = {}
 
     def add(self, prefill: asyncio.Task[Any]) -> None:
-        """Let a task end; its outcome is of no interest."""
+        """Let a task end. That an engine fails it is of no interest, only a bug is."""
         if prefill.done():
-            _look_at(prefill)
+            self._look_at(prefill)
             return
         self._timers[prefill] = asyncio.get_running_loop().call_later(END_S, prefill.cancel)
         prefill.add_done_callback(self._ended)
@@ -36,9 +40,9 @@ class Leftovers:
 
     def _ended(self, prefill: asyncio.Task[Any]) -> None:
         self._timers.pop(prefill).cancel()
-        _look_at(prefill)
+        self._look_at(prefill)
 
-
-def _look_at(prefill: asyncio.Task[Any]) -> None:
-    if not prefill.cancelled():
-        prefill.exception()  # or the loop complains that nobody has looked
+    def _look_at(self, prefill: asyncio.Task[Any]) -> None:
+        error = None if prefill.cancelled() else prefill.exception()
+        if not isinstance(error, KVConnectError):
+            self._tasks.look(TaskKind.PREFILL, "a client's request", prefill)

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 
 from kvconnect.router.view import Load
 
+MOST_RANKS = 1024
+"""Data-parallel ranks of one engine. What names more is a broken report, and each costs memory."""
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -55,11 +58,11 @@ class Loads:
         """The engine reported its tokens by rank; return whether the report is used.
 
         It is not if a later one has been, or if it is not a number of 0 or more for every rank
-        from 0 on: half a truth would make a rank look idle.
+        from 0 on, at most ``MOST_RANKS``: half a truth would make a rank look idle.
         """
         ranks = len(totals)
-        good = ranks > 0 and all(0 <= totals.get(rank, -1) < 2**53 for rank in range(ranks))
-        if not good or asked.at <= self._reported:
+        good = all(0 <= totals.get(rank, -1) < 2**53 for rank in range(ranks))
+        if not 0 < ranks <= MOST_RANKS or not good or asked.at <= self._reported:
             return False
         self._reported, self._ranks = asked.at, ranks
         # Never shortened: requests may be under way on ranks that an engine lost in a restart.

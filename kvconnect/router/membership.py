@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from kvconnect.errors import Refused
 from kvconnect.router import sources
-from kvconnect.router.metrics import RouterMetrics
+from kvconnect.router.metrics import RouterMetrics, What
 from kvconnect.router.options import Options, Worker
 from kvconnect.router.pool import Client
 from kvconnect.router.prefixes import PrefixIndex
 from kvconnect.router.probe import Prober
-from kvconnect.router.sources import Named, Source
+from kvconnect.router.sources import Named, Refusal, Source
 from kvconnect.router.subscribe import subscribe
+from kvconnect.router.supervise import Supervisor, TaskKind
 from kvconnect.router.upstreams import Fleet, Upstream
 from kvconnect.router.view import Role
 from kvconnect.router.watch import Watcher
@@ -59,13 +61,15 @@ class Membership:
         """Probe the engines of the command line, then look after all of them in the background."""
         for upstream in self._fleet.all():
             self._adopt(upstream, FLAGS)
-        await asyncio.gather(*(watcher.probe() for watcher in self._watchers.values()))
+        once = Supervisor(self._metrics.count).once
+        probes = [once(TaskKind.PROBE, u.url, w.probe()) for u, w in self._watchers.items()]
+        await asyncio.gather(*probes, return_exceptions=True)
         for watcher in self._watchers.values():
             watcher.start(self._options.intervals.load_s)
         if self._options.intervals.probe_s:
-            self._background(self.prober.run())
-        for name, source in sources.opened(self._options.sources):
-            self._background(self._follow(name, source))
+            self._background(TaskKind.HANDOFFS, "the fleet", self.prober.run)
+        for name, follow in sources.wanted(self._options.sources):
+            self._background(TaskKind.SOURCE, name, partial(self._follow, name, follow))
 
     async def stop(self) -> None:
         """End the background work."""
@@ -111,7 +115,7 @@ class Membership:
         if not upstream.draining or upstream in self._source:
             self.drain(upstream)
             self._source.pop(upstream, None)
-            self._background(self._forget(upstream))
+            self._background(TaskKind.REMOVE, upstream.url, partial(self._forget, upstream))
 
     def update(self, source: str, named: Named) -> None:
         """A source names these engines now."""
@@ -133,27 +137,37 @@ class Membership:
         self._watchers[upstream], self._source[upstream] = watcher, source
         index = self._indexes.get(upstream.role)
         if index is not None and upstream.worker.events:
-            reading = subscribe(upstream, index, self._metrics.count)
-            self._readers[upstream] = self._background(reading)
+            reading = partial(subscribe, upstream, index, self._metrics.count)
+            reader = self._background(TaskKind.EVENTS, upstream.url, reading)
+            self._readers[upstream] = reader
         return watcher
 
     async def _forget(self, upstream: Upstream) -> None:
         while upstream.open:
             await asyncio.sleep(DRAIN_LOOK_S)
-        await self._watchers.pop(upstream).stop()
-        if upstream in self._readers:
-            self._readers.pop(upstream).cancel()
+        await self._watchers[upstream].stop()
+        reader = self._readers.pop(upstream, None)
+        if reader is not None:  # what it still told would be kept for ever
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+        self._watchers.pop(upstream, None)
         self._fleet.remove(upstream)
         self._client.forget(upstream.base)
         logger.info("%s engine %s was removed", upstream.role.value, upstream.url)
 
-    def _background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
+    def _background(
+        self, kind: TaskKind, of: str, work: Callable[[], Coroutine[Any, Any, None]]
+    ) -> asyncio.Task[None]:
+        task = Supervisor(self._metrics.count).keep(kind, of, work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _follow(self, name: str, source: Source) -> None:
-        async with aclosing(source):
+    async def _follow(self, name: str, follow: Callable[[Refusal], Source]) -> None:
+        async with aclosing(follow(self._refuse)) as source:
             async for named in source:
                 self.update(name, named)
+
+    def _refuse(self, what: What, text: str) -> None:
+        self._metrics.count("refused_answers", what.value)
+        logger.warning("%s", text)

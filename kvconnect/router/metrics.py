@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvconnect.router.pick import Why
 from kvconnect.router.policy import MODES, Cause, Choice, Mode, Place, Reason
+from kvconnect.router.supervise import TaskKind
 from kvconnect.router.upstreams import Upstream
 from kvconnect.router.view import Load, Role
 
@@ -48,6 +49,20 @@ class ProbeOutcome(str, Enum):
     VOID = "void"  # the router could not try
 
 
+class What(str, Enum):
+    """What an answer or an entry that could not be used was about."""
+
+    MODELS = "models"
+    VERSION = "version"
+    REGISTRY = "registry"  # of MooncakeConnector
+    LOAD = "load"
+    CARD = "card"
+    FILE = "file"
+    DNS = "dns"
+    KUBERNETES = "kubernetes"
+    ETCD = "etcd"
+
+
 class Row(NamedTuple):
     """One metric: its name after ``kvconnect_router_``, what it counts, its labels."""
 
@@ -72,6 +87,9 @@ ROWS = (
     Row("kv_events", Counter, "Messages about caches.", ("leg", "upstream", "outcome")),
     Row("card_fetches", Counter, "Cards asked for.", ("upstream", "outcome")),
     Row("load_reports", Counter, "Loads asked for.", ("leg", "upstream", "outcome")),
+    Row("refused_answers", Counter, "Answers of engines, and entries of sources of engines, that "
+        "could not be used.", ("what",)),
+    Row("task_failures", Counter, "Errors of background tasks.", ("task",)),
     Row("queue", Gauge, "Requests that wait for their turn."),
     Row("in_flight", Gauge, "Open requests to engines.", ("leg", "upstream")),
     Row("upstream_up", Gauge, "1 while an engine answers.", ("leg", "upstream")),
@@ -108,6 +126,8 @@ class _Ranks:
             for gauge in (self._own, self._foreign):
                 gauge.remove(leg, url, str(rank))
         self._known[leg, url] = len(ranks)
+        if not ranks:
+            del self._known[leg, url]
 
 
 class RouterMetrics:
@@ -226,10 +246,16 @@ def _create(families: Mapping[str, Any]) -> None:
     for chosen in Mode:
         families["added_latency_seconds"].labels(chosen.value)
         families["ttft_seconds"].labels(chosen.value)
-    for probed in ProbeOutcome:
-        families["probes"].labels(probed.value)
     for which in ("expected", "found"):
         families["hit_tokens"].labels(which)
+    closed: dict[str, type[Enum]] = {
+        "probes": ProbeOutcome,
+        "refused_answers": What,
+        "task_failures": TaskKind,
+    }
+    for name, values in closed.items():
+        for value in values:
+            families[name].labels(value.value)
     for role in Role:
         families["imbalance"].labels(role.value).set(1)
         for why in Why:

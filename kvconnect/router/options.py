@@ -257,7 +257,8 @@ def _value(flag: str, key: str, value: str) -> Engine | int | str:
             raise ConfigError(flag, f"engine={value}", f"use one of {', '.join(names)}")
         return Engine(value)
     if key in ("bootstrap", "events", "replay"):
-        if not value.isascii() or not value.isdecimal() or not 0 < int(value) < 2**16:
+        good = value.isascii() and value.isdecimal() and len(value) <= len("65535")
+        if not good or not 0 < int(value) < 2**16:
             raise ConfigError(flag, f"{key}={value}", "use a port")
         return int(value)
     fix = "use engine, bootstrap, version, events or replay after the URL"
@@ -284,6 +285,8 @@ def _is_base(url: str) -> bool:
         parts = urlsplit(url)
         port = parts.port  # raises if it is no number
     except ValueError:
+        return False
+    if not url.isascii() or not url.isprintable() or " " in url:  # it becomes part of requests
         return False
     known = parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0
     return known and not (parts.username or parts.query or parts.fragment)

@@ -20,6 +20,7 @@ from kvconnect.router.http1 import (
 )
 
 CONNECT_S = 5.0
+ANSWER_BYTES = 64 * 2**20  # of an answer that is read as a whole
 IDLE_S = 2.0  # a connection is used again this long; engines (uvicorn) close theirs after 5
 _IDLE_MOST = 256  # connections kept per engine
 _T = TypeVar("_T")
@@ -98,7 +99,7 @@ class Client:
         """On a connection of its own: what looks after engines must not see old ones break."""
         connection = await self._ask(await self._connect(base), head, body, None)
         try:
-            return connection.answer.status, await read(connection)
+            return connection.answer.status, await read(connection, ANSWER_BYTES)
         finally:
             connection.close()
 

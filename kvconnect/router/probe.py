@@ -23,6 +23,7 @@ from kvconnect.router.pick import Why
 from kvconnect.router.policy import Choice, Mode, Place, Reason
 from kvconnect.router.pool import Client, within
 from kvconnect.router.proofs import Pair
+from kvconnect.router.supervise import Supervisor, TaskKind
 from kvconnect.router.upstreams import Fleet, Upstream
 from kvconnect.router.view import Role, Target
 
@@ -51,6 +52,7 @@ class Prober:
         self._fleet = fleet
         self._client = client
         self._metrics = metrics
+        self._tasks = Supervisor(metrics.count)
         self._turn = 0  # counts probes, so that every rank has its turn
 
     async def run(self) -> None:
@@ -61,7 +63,9 @@ class Prober:
                 for pair in self._due():
                     self._fleet.proofs.began(pair)
                     engines = [self._fleet.get(*engine) for engine in pair.engines]
-                    task = asyncio.create_task(self._judge(pair, *engines))
+                    task = self._tasks.once(
+                        TaskKind.HANDOFF, engines[0].url, self._judge(pair, *engines)
+                    )
                     running.add(task)
                     task.add_done_callback(running.discard)
                 await asyncio.sleep(LOOK_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import zmq
 import zmq.asyncio
@@ -12,6 +13,7 @@ import zmq.asyncio
 from kvconnect.errors import Refused
 from kvconnect.router.kvevents import Feed
 from kvconnect.router.prefixes import PrefixIndex
+from kvconnect.router.supervise import Supervisor, TaskKind
 from kvconnect.router.upstreams import Upstream
 from kvconnect.router.view import Target
 
@@ -19,10 +21,11 @@ logger = logging.getLogger(__name__)
 
 REPLAY_S = 5.0  # for a whole replay
 LOOK_S = 1.0  # between two looks at how many ranks there are
-_END = -1  # number of the message that ends a replay
+_END = (-1).to_bytes(8, "big", signed=True)  # number of the message that ends a replay
+_MOST_BYTES = 64 * 2**20  # of a message: one step's events are a few MB at most
 
-Note = Callable[[str, str, str, str], None]
-"""Counts in a metric: its name, role, URL and what became of a message."""
+Note = Callable[..., None]
+"""Counts in a metric: its name and labels, such as role, URL and what became of a message."""
 
 
 class Subscriber:
@@ -32,6 +35,7 @@ class Subscriber:
         self._upstream = upstream
         self._index = index
         self._note = note
+        self._tasks = Supervisor(note)
         self._context = zmq.asyncio.Context.instance()
 
     async def run(self) -> None:
@@ -44,7 +48,8 @@ class Subscriber:
                     await self._end(rank, tasks.pop(rank))
                 for rank in ranks:
                     if rank not in tasks:
-                        tasks[rank] = asyncio.create_task(self._follow(rank))
+                        url, work = self._upstream.url, partial(self._follow, rank)
+                        tasks[rank] = self._tasks.keep(TaskKind.EVENTS, url, work)
                 await asyncio.sleep(LOOK_S)
         finally:
             for rank, task in tasks.items():
@@ -64,13 +69,14 @@ class Subscriber:
         feed = Feed(Target(self._upstream.index, rank), self._index)
         with self._context.socket(zmq.SUB) as socket:
             socket.linger = 0
+            socket.maxmsgsize = _MOST_BYTES
             socket.subscribe(b"")
             socket.connect(f"tcp://{worker.host}:{worker.events + (rank or 0)}")
             while True:
                 frames = await socket.recv_multipart()
                 try:
                     _, number, payload = frames
-                    await self._message(feed, rank, int.from_bytes(number, "big"), payload)
+                    await self._message(feed, rank, _number(number), payload)
                 except (Refused, ValueError) as error:
                     logger.warning("KV events of %s: %s", self._upstream.url, error)
                     self._say("refused")
@@ -91,19 +97,26 @@ class Subscriber:
         # Not REQ, which takes but one reply to a request.
         with self._context.socket(zmq.DEALER) as socket:
             socket.linger = 0
+            socket.maxmsgsize = _MOST_BYTES
             socket.connect(f"tcp://{worker.host}:{worker.replay + (rank or 0)}")
             await socket.send_multipart([b"", feed.wanted.to_bytes(8, "big")])
             end = loop.time() + REPLAY_S
             while (left := end - loop.time()) > 0 and await socket.poll(int(1000 * left)):
                 *_, number, payload = await socket.recv_multipart()
-                if int.from_bytes(number, "big", signed=True) == _END:
+                if number == _END:
                     return whole
-                whole = feed.settle(int.from_bytes(number, "big"), payload) and whole
+                whole = feed.settle(_number(number), payload) and whole
         logger.warning("no whole replay from %s in time", self._upstream.url)
         return False
 
     def _say(self, outcome: str) -> None:
         self._note("kv_events", self._upstream.role.value, self._upstream.url, outcome)
+
+
+def _number(frame: bytes) -> int:
+    if len(frame) != len(_END) or frame[0] >= 128:
+        raise Refused("events", "a message without a number")
+    return int.from_bytes(frame, "big")
 
 
 async def subscribe(upstream: Upstream, index: PrefixIndex, note: Note) -> None:

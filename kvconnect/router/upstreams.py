@@ -195,7 +195,7 @@ class Fleet:
     def remove(self, upstream: Upstream) -> None:
         """It is no longer one of them."""
         left = self._by_role[upstream.role]
-        del left[upstream.index]
+        left.pop(upstream.index, None)
         self.proofs.forget((upstream.role, upstream.index))
         if all(other.url != upstream.url for other in left.values()):
             self._notice.remove_upstream(upstream.role, upstream.url)
@@ -235,7 +235,8 @@ class Fleet:
         """A request failed on its engines: their hand-off is worth a probe."""
         if choice.prefill is not None:
             pair = Pair(choice.prefill.target.worker, choice.decode.target.worker)
-            self.proofs.doubt(pair)
+            if all(number in self._by_role[role] for role, number in pair.engines):
+                self.proofs.doubt(pair)
 
     def _changed(self, upstream: Upstream) -> None:
         if not upstream.up:

@@ -8,16 +8,17 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Coroutine
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, TypeVar
 
 from kvconnect.errors import Refused
 from kvconnect.router import legs, reports
 from kvconnect.router.http1 import Base, Exhausted, Lost, Unreachable, head_of
-from kvconnect.router.metrics import RouterMetrics
+from kvconnect.router.metrics import RouterMetrics, What
 from kvconnect.router.pool import Client
-from kvconnect.router.upstreams import Said, Upstream
+from kvconnect.router.supervise import Supervisor, TaskKind
+from kvconnect.router.upstreams import Upstream
 from kvconnect.router.view import Engine, Role
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ _CARD_AGE = 0.5  # share of its lifetime after which a card is renewed
 FAILED = (Unreachable, Lost, asyncio.TimeoutError, Refused)
 """What any question to an engine may raise."""
 
+_T = TypeVar("_T")
+
 
 class Watcher:
     """Looks after one engine."""
@@ -49,11 +52,15 @@ class Watcher:
     def start(self, load_interval_s: float) -> None:
         """Go on in the background."""
         upstream = self._upstream
-        work: list[Coroutine[Any, Any, None]] = [self._probe_for_ever(), self._learn_for_ever()]
-        work.append(self._poll_for_ever(load_interval_s))
+        work: dict[TaskKind, Callable[[], Coroutine[Any, Any, None]]] = {
+            TaskKind.PROBE: self._probe_for_ever,
+            TaskKind.LEARN: self._learn_for_ever,
+            TaskKind.LOAD: partial(self._poll_for_ever, load_interval_s),
+        }
         if upstream.role is Role.PREFILL and upstream.worker.engine is Engine.VLLM:
-            work.append(self._keep_cards())
-        self._tasks = [asyncio.create_task(each) for each in work]
+            work[TaskKind.CARDS] = self._keep_cards
+        keep = Supervisor(self._metrics.count).keep
+        self._tasks = [keep(kind, upstream.url, each) for kind, each in work.items()]
 
     async def stop(self) -> None:
         """End the background work."""
@@ -106,24 +113,52 @@ class Watcher:
         upstream = self._upstream
         while True:
             await upstream.signals.up.wait()
+            learned = False
             try:
-                upstream.said = await self._learn()
+                learned = await self._learn()
             except FAILED as error:
                 logger.warning("%s does not say what it is: %s", upstream.url, error or "late")
-                await wait(upstream.signals.down, CARD_RETRY_S)
-            else:
-                await wait(upstream.signals.down, LEARN_EVERY_S)
+            await wait(upstream.signals.down, LEARN_EVERY_S if learned else CARD_RETRY_S)
 
-    async def _learn(self) -> Said:
-        worker = self._upstream.worker
-        said = Said(reports.models_of(await self.get("/v1/models")))
+    async def _learn(self) -> bool:
+        """Ask for each thing by itself: what is not told, or makes no sense, is as it was. Return
+        whether all that is needed is known."""
+        worker, said = self._upstream.worker, self._upstream.said
+        models = await self._told(What.MODELS, reports.models_of, "/v1/models")
+        said.models = models or said.models
         path = "/server_info" if worker.engine is Engine.SGLANG else "/version"
-        with suppress(Refused):  # it may not say; then it pairs with any
-            said.version = reports.version_of(await self.get(path))
-        if worker.engine is Engine.MOONCAKE and self._upstream.role is Role.PREFILL:
-            registered = await self.get("/query", Base.of(worker.meeting))
-            said.engine_ids = reports.engine_ids_of(registered)
-        return said
+        # It may not say; then it pairs with any.
+        said.version = await self._told(What.VERSION, reports.version_of, path) or said.version
+        if worker.engine is not Engine.MOONCAKE or self._upstream.role is Role.DECODE:
+            return models is not None
+        at = Base.of(worker.meeting)
+        ids = await self._told(What.REGISTRY, reports.engine_ids_of, "/query", at)
+        said.engine_ids = ids or said.engine_ids
+        return models is not None and ids is not None
+
+    async def _told(
+        self, what: What, read: Callable[[bytes], _T], path: str, base: Base | None = None
+    ) -> _T | None:
+        """Return what an answer says, None if nothing of use.
+
+        Raises:
+            Unreachable, Lost, asyncio.TimeoutError: no answer.
+        """
+        at = base or self._upstream.base
+        status, answer = await self._client.get(at, path, ASK_TIMEOUT_S)
+        try:
+            return self._read(what, read, _good(path, (status, answer)))
+        except Refused as error:
+            level = logging.DEBUG if status == 404 else logging.WARNING
+            logger.log(level, "%s does not say what it is: %s", self._upstream.url, error)
+            return None
+
+    def _read(self, what: What, read: Callable[[bytes], _T], answer: bytes) -> _T:
+        try:
+            return read(answer)
+        except Refused:
+            self._metrics.count("refused_answers", what.value)
+            raise
 
     async def _poll_for_ever(self, interval_s: float) -> None:
         """Ask for its load; with no interval once, which also tells how many ranks it has."""
@@ -152,14 +187,15 @@ class Watcher:
 
     async def _tokens(self) -> dict[int, float]:
         if self._upstream.worker.engine is not Engine.SGLANG:
-            return reports.vllm_tokens((await self.get("/metrics")).decode("utf-8", "replace"))
+            return self._read(What.LOAD, _text_of(reports.vllm_tokens), await self.get("/metrics"))
         status, answer = await self._client.get(
             self._upstream.base, "/v1/loads?include=core", ASK_TIMEOUT_S
         )
         if status == 404:  # before 0.5.6
-            text = (await self.get("/metrics")).decode("utf-8", "replace")
-            return reports.sglang_metric_tokens(text)
-        return reports.sglang_tokens(_good("/v1/loads", (status, answer)))
+            read, answer = _text_of(reports.sglang_metric_tokens), await self.get("/metrics")
+            return self._read(What.LOAD, read, answer)
+        good = _good("/v1/loads", (status, answer))
+        return self._read(What.LOAD, reports.sglang_tokens, good)
 
     async def _keep_cards(self) -> None:
         """Hold fresh cards: renewed early, and at once when the engine comes back."""
@@ -187,10 +223,14 @@ class Watcher:
         headers = {legs.RANK_HEADER: str(rank)} if ranks > 1 else {}
         head = head_of(base, "POST", "/v1/completions", headers, len(body))
         answer = await self._client.whole(base, head, body, ASK_TIMEOUT_S)
-        card = legs.card_of(_good("/v1/completions", answer))
+        card = self._read(What.CARD, legs.card_of, _good("/v1/completions", answer))
         self._metrics.count("card_fetches", self._upstream.url, "ok")
         self._upstream.hold_card(rank, card, asked)
         return card.lifetime_s * _CARD_AGE
+
+
+def _text_of(read: Callable[[str], _T]) -> Callable[[bytes], _T]:
+    return lambda answer: read(answer.decode("utf-8", "replace"))
 
 
 def _good(path: str, answer: tuple[int, bytes]) -> bytes:

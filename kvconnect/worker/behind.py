@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from kvconnect import threads
 from kvconnect.errors import TransferFailed
 from kvconnect.transport.base import Fence
 
@@ -27,7 +28,8 @@ class Behind:
         self._take = take
         self._layers: deque[tuple[str | None, Fence | None]] = deque()
         self._wake: SimpleQueue[bool] = SimpleQueue()  # False: end
-        self._thread = threading.Thread(target=self._loop, name="kvconnect-layers", daemon=True)
+        kind = threads.ThreadKind.LAYERS
+        self._thread = threads.make(kind, "kvconnect-layers", self._loop)
         self._thread.start()
 
     def put(self, name: str | None, fence: Fence | None) -> None:

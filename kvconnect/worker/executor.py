@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from kvconnect import threads
 from kvconnect.copy.base import Copier
 from kvconnect.errors import TransferFailed
 from kvconnect.geometry import Geometry
@@ -97,7 +98,10 @@ class CopyExecutor:
         self._flying: list[tuple[_Task, Move]] = []
         self._done: deque[Done] = deque()
         self._closed = False
-        self._thread = threading.Thread(target=self._loop, name="kvconnect-copy", daemon=True)
+        kind = threads.ThreadKind.COPY
+        self._thread = threads.make(
+            kind, "kvconnect-copy", self._loop, again=True, stopped=lambda: self._closed
+        )
         self._thread.start()
 
     def __repr__(self) -> str:

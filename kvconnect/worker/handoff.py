@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from kvconnect import threads
 from kvconnect.errors import KVConnectError, ProtocolError, Refused, TransferFailed
 from kvconnect.plan.instructions import Instructions, Notice, Receive, Report
 from kvconnect.stats import OffloadingConnectorStats
@@ -65,7 +66,8 @@ class HandoffAgent:
         self._written = Behind(self._lock, self._sending.written)
         self._news = threading.Event()  # something for the engine to take
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="kvconnect-handoff", daemon=True)
+        kind = threads.ThreadKind.HANDOFF
+        self._thread = threads.make(kind, "kvconnect-handoff", self._loop)
         self._thread.start()
 
     def begin_step(self, work: Instructions, epoch: int) -> None:

@@ -204,7 +204,7 @@ LABEL_ENUMS = {
 # A plain variable of a label's name takes any of its words that the sources contain.
 WORDS = {
     name: {v for row in CATALOG if row.label and row.label.name == name for v in row.label.values}
-    for name in ("outcome", "role")
+    for name in ("outcome", "role", "thread")
 }
 # A row with the value ``other`` is given words that a call site cannot know: one call makes all.
 OPEN = {

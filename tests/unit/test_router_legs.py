@@ -444,9 +444,9 @@ def test_tokens_in_sglangs_loads() -> None:
         {"dp_rank": 2, "num_used_tokens": -1},
     ) == {0: 9, 1: 8, 2: -1}
     for odd in ({"dp_rank": 0}, {"num_used_tokens": 0}, {"dp_rank": 0, "num_used_tokens": "1"}):
-        with pytest.raises(Refused, match="num_used_tokens"):
+        with pytest.raises(Refused, match=r"num_used_tokens|dp_rank"):
             tokens(odd)
-    with pytest.raises(Refused, match="no loads"):
+    with pytest.raises(Refused, match="`loads`"):
         reports.sglang_tokens(b"{}")
 
 
@@ -457,14 +457,14 @@ def test_models_version_and_engine_ids() -> None:
         with pytest.raises(Refused):
             reports.models_of(answer)
     assert reports.version_of(b'{"version": "0.33.0"}') == "0.33.0"
-    with pytest.raises(Refused, match="no version"):
+    with pytest.raises(Refused, match=r"\$.version"):
         reports.version_of(b'{"version": 1}')
     assert reports.engine_ids_of(b'{"0": {"engine_id": "e0"}, "1": {"engine_id": "e1"}}') == {
         0: "e0",
         1: "e1",
     }
     with pytest.raises(Refused, match="no engine"):
-        reports.engine_ids_of(b'{"x": 1}')
+        reports.engine_ids_of(b'{"x": 1, "0": {"engine_id": 1}}')
 
 
 # Settings ---------------------------------------------------------------------------------------

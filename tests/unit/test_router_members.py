@@ -23,16 +23,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect import memory
-from kvconnect.errors import ConfigError
 from kvconnect.router import app, watch
 from kvconnect.router import breaker as breakers
 from kvconnect.router.admission import Admission, Busy
 from kvconnect.router.breaker import Breaker
 from kvconnect.router.http1 import Base
 from kvconnect.router.loads import Loads
+from kvconnect.router.metrics import What
 from kvconnect.router.options import AdminAccess, Limits, Sources, Worker
 from kvconnect.router.pool import Client
-from kvconnect.router.sources import dns, file
+from kvconnect.router.sources import Refusal, dns, file
 from kvconnect.router.upstreams import Upstream
 from kvconnect.router.view import Engine, Role
 from tests.unit.fake_engine import (
@@ -474,14 +474,26 @@ async def _series_gone(router: Any, url: str) -> bool:
 
 
 def test_what_a_file_names() -> None:
+    said: list[str] = []
+
+    def refuse(what: What, text: str) -> None:
+        said.append(f"{what.value}: {text}")
+
     text = "prefill http://a:1,engine=sglang\n# no\n  decode   http://b:2  \n"
-    assert file.parse(text) == {
+    named = {
         Role.PREFILL: (Worker("http://a:1", Engine.SGLANG),),
         Role.DECODE: (Worker("http://b:2"),),
     }
-    for wrong, line in (("both http://a:1", 1), ("\nprefill a", 2), ("decode", 1)):
-        with pytest.raises(ConfigError, match=f"line {line}"):
-            file.parse(wrong)
+    assert file.parse(text, {}, refuse) == named
+    assert not said
+    long = f"decode http://b:2,events={'9' * 5000}"  # more digits than Python converts
+    wrongs = (("both http://a:1", 1), ("\nprefill a", 2), ("decode", 1), (long, 1))
+    for wrong, line in wrongs:
+        assert file.parse(wrong, named, refuse) == named, "while a line is wrong, none is removed"
+        assert said.pop().startswith(f"file: kvconnect: line {line}=")
+    more = file.parse("decode nonsense\ndecode http://c:3\ndecode http://c:3", named, refuse)
+    assert more[Role.DECODE] == (Worker("http://c:3"), Worker("http://b:2")), "but others are added"
+    assert len(said) == 2
 
 
 @on_loop
@@ -490,10 +502,14 @@ async def test_dns_stands_for_every_address(monkeypatch: pytest.MonkeyPatch) -> 
         assert args[0] == "pods"
         v4, v6 = socket.AF_INET, socket.AF_INET6
         addresses = [(v4, ("10.0.0.1", 0)), (v4, ("10.0.0.1", 0)), (v6, ("fd00::1", 0, 0, 0))]
+        addresses.append((v4, ("not an address", 0)))
         return [(family, 1, 6, "", address) for family, address in addresses]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found, raising=False)
-    one, two = await dns.resolve("http://pods:8000/base,engine=sglang")
+    said: list[str] = []
+    model = "http://pods:8000/base,engine=sglang"
+    one, two = await dns.resolve(model, lambda what, text: said.append(what.value))
+    assert said == ["dns"], "an address that is none is refused by itself"
     assert (one.url, two.url) == ("http://10.0.0.1:8000/base", "http://[fd00::1]:8000/base")
     assert one.engine is two.engine is Engine.SGLANG
 
@@ -508,7 +524,7 @@ async def test_dns_adds_engines_and_a_failed_lookup_removes_none(
         sources = Sources(dns=names)
         fails = False
 
-        async def found(name: str) -> tuple[Worker, ...]:
+        async def found(name: str, refuse: Refusal) -> tuple[Worker, ...]:
             if fails:
                 raise OSError("no answer")
             return (Worker(name.replace("localhost", "127.0.0.1")),)

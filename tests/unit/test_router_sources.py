@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import shutil
 import subprocess
 import time
@@ -16,13 +17,19 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from kvconnect.router.metrics import What
 from kvconnect.router.options import Sources, Worker
-from kvconnect.router.sources import Named, Source, etcd, kubernetes, opened
+from kvconnect.router.sources import Named, Source, etcd, kubernetes, wanted
 from kvconnect.router.view import Engine, Role
 from tests.unit.fake_engine import FakeEngine, bench, decodes, on_loop, prefills, until
 from tests.unit.test_router_members import free_port
 
 ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
+
+
+def refused(what: What, text: str) -> None:
+    """What a source calls for an entry that makes no sense."""
+    logging.getLogger(__name__).warning("%s: %s", what.value, text)
 
 
 class Latest:
@@ -155,7 +162,7 @@ async def test_ready_endpoints_come_and_go(tmp_path: Path, monkeypatch: pytest.M
     async with cluster(tmp_path, monkeypatch) as served:
         served.slices["a"] = served.slice("a", ("10.0.0.1", True), ("10.0.0.2", False))
         name = "http://decode.serving.svc:8000/base,engine=sglang"
-        async with Latest(kubernetes.follow(Role.DECODE, name)) as latest:
+        async with Latest(kubernetes.follow(Role.DECODE, name, refused)) as latest:
 
             async def shows(*addresses: str) -> None:
                 want = [f"http://{address}:8000/base" for address in addresses]
@@ -187,7 +194,9 @@ async def test_a_cluster_that_fails_changes_nothing(
 ) -> None:
     async with cluster(tmp_path, monkeypatch) as served:
         served.slices["a"] = served.slice("a", ("10.0.0.1", True))
-        async with Latest(kubernetes.follow(Role.PREFILL, "http://p.serving:8000")) as latest:
+        async with Latest(
+            kubernetes.follow(Role.PREFILL, "http://p.serving:8000", refused)
+        ) as latest:
             await until(lambda: bool(served.watches))
             served.fails, count = True, len(served.asked)
             served.ended.set()
@@ -239,7 +248,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Etcd]:
 @on_loop
 async def test_engines_register_in_etcd_and_a_wrong_one_harms_itself_alone(server: Etcd) -> None:
     client = etcd.Etcd3Client(port=server.port, timeout=5.0)
-    async with Latest(etcd.follow(f"http://127.0.0.1:{server.port}/kv/one")) as latest:
+    async with Latest(etcd.follow(f"http://127.0.0.1:{server.port}/kv/one", refused)) as latest:
         await until(lambda: latest.times == 1)
         assert latest.named == {Role.PREFILL: (), Role.DECODE: ()}
 
@@ -303,10 +312,10 @@ def test_each_source_is_opened_once_under_its_name() -> None:
     sources = Sources(
         "/f", {Role.DECODE: ("http://d:1",)}, {Role.PREFILL: ("http://p:1",)}, "http://e/x"
     )
-    assert [name for name, _ in opened(sources)] == [
+    assert [name for name, _ in wanted(sources)] == [
         "file",
         "Kubernetes service http://p:1",
         "DNS http://d:1",
         "etcd",
     ]
-    assert list(opened(Sources())) == []
+    assert list(wanted(Sources())) == []

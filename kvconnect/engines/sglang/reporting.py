@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from kvconnect import threads
 from kvconnect.engines.sglang.metrics import publisher
 from kvconnect.stats import OffloadingConnectorStats
 
@@ -20,10 +21,23 @@ def publish_regularly(take: Callable[[], OffloadingConnectorStats | None]) -> th
     stop = threading.Event()
     ours = publisher()
 
+    def publish() -> None:
+        ours.publish(take())
+        ours.publish(_failures())
+
     def loop() -> None:
         while not stop.wait(_INTERVAL_S):
-            ours.publish(take())
-        ours.publish(take())
+            publish()
+        publish()
 
-    threading.Thread(target=loop, name="kvconnect-metrics", daemon=True).start()
+    kind = threads.ThreadKind.METRICS
+    threads.make(kind, "kvconnect-metrics", loop, again=True, stopped=stop.is_set).start()
     return stop
+
+
+def _failures() -> OffloadingConnectorStats:
+    """Return what threads of this process died of since the last call."""
+    stats = OffloadingConnectorStats()
+    for thread, number in threads.take_failures().items():
+        stats.count("thread_failures", number, label=thread)
+    return stats

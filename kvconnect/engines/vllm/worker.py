@@ -8,7 +8,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvconnect import memory
+from kvconnect import memory, threads
 from kvconnect.config import Config, check_fits, share_of_host_bytes
 from kvconnect.copy import make_copier
 from kvconnect.engines.vllm import translate
@@ -187,6 +187,8 @@ class WorkerHalf:
             theirs = part.take_stats() if part else None
             if theirs is not None:
                 self._stats.aggregate(theirs)
+        for thread, number in threads.take_failures().items():
+            self._stats.count("thread_failures", number, label=thread)
         return self._stats.take()
 
     def close(self) -> None:

@@ -161,6 +161,12 @@ _WRONG = Row(
             (Query(rate(series("expired_jobs"), "transfer_type"), "{{transfer_type}}"),),
         ),
         Panel(
+            "Errors of threads",
+            "ops",
+            (Query(rate(series("thread_failures"), "thread"), "{{thread}}"),),
+            about="Each is a bug or a broken machine, and in the log.",
+        ),
+        Panel(
             "Device blocks held",
             "short",
             (Query(now(series("ledger_held_blocks"), "owner"), "{{owner}}"),),

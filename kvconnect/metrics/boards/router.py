@@ -149,6 +149,18 @@ _MEMBERS = Row(
             (Query(rate(router("load_reports_total"), "leg, outcome"), "{{leg}}: {{outcome}}"),),
         ),
         Panel(
+            "Answers of no use",
+            "ops",
+            (Query(rate(router("refused_answers_total"), "what"), "{{what}}"),),
+            about="Of engines and of sources of engines; the log says whose.",
+        ),
+        Panel(
+            "Errors of background tasks",
+            "ops",
+            (Query(rate(router("task_failures_total"), "task"), "{{task}}"),),
+            about="Each is a bug, and in the log; the task begins again.",
+        ),
+        Panel(
             "Cards asked for",
             "ops",
             (

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import socket
 
+from kvconnect.router.metrics import What
 from kvconnect.router.options import Worker, worker_of
-from kvconnect.router.sources import Source
+from kvconnect.router.sources import Refusal, Source, at
 from kvconnect.router.view import Role
 
 logger = logging.getLogger(__name__)
@@ -15,26 +16,27 @@ logger = logging.getLogger(__name__)
 EVERY_S = 5.0
 
 
-async def follow(role: Role, name: str) -> Source:
+async def follow(role: Role, name: str, refuse: Refusal) -> Source:
     """Look a name up again and again."""
     while True:
         try:
-            found = await resolve(name)
-        except OSError as error:
+            found = await resolve(name, refuse)
+        except (OSError, UnicodeError) as error:
             logger.warning("%s: %s", name, error)
         else:
-            yield {role: found}
+            if found:
+                yield {role: found}
         await asyncio.sleep(EVERY_S)
 
 
-async def resolve(name: str) -> tuple[Worker, ...]:
+async def resolve(name: str, refuse: Refusal) -> tuple[Worker, ...]:
     """Return a worker per address of the host in ``name``, a worker as on the command line.
 
     Raises:
-        OSError: it cannot be looked up.
+        OSError, UnicodeError: it cannot be looked up.
     """
     model = worker_of("dns", name)
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(model.hostname, None, type=socket.SOCK_STREAM)
     addresses = dict.fromkeys(str(address[0]) for *_, address in found)
-    return tuple(map(model.on_host, addresses))
+    return at(model, addresses, What.DNS, refuse)

@@ -7,8 +7,9 @@ import logging
 from pathlib import Path
 
 from kvconnect.errors import ConfigError
-from kvconnect.router.options import worker_of, workers
-from kvconnect.router.sources import Named, Source
+from kvconnect.router.metrics import What
+from kvconnect.router.options import Worker, worker_of
+from kvconnect.router.sources import Named, Refusal, Source
 from kvconnect.router.view import Role
 
 logger = logging.getLogger(__name__)
@@ -16,34 +17,51 @@ logger = logging.getLogger(__name__)
 EVERY_S = 1.0
 
 
-async def follow(path: str) -> Source:
+async def follow(path: str, refuse: Refusal) -> Source:
     """Read it whenever its text changes."""
     last: str | None = None
+    named: Named = {}
     while True:
         try:
             text = await asyncio.to_thread(Path(path).read_text)
+        except (OSError, ValueError) as error:  # not there, or no text
+            logger.warning("%s: %s", path, error)
+        else:
             if text != last:
                 last = text
-                yield parse(text)
-        except (OSError, UnicodeDecodeError, ConfigError) as error:
-            logger.warning("%s: %s", path, error)
+                named = parse(text, named, refuse)
+                yield named
         await asyncio.sleep(EVERY_S)
 
 
-def parse(text: str) -> Named:
+def parse(text: str, before: Named, refuse: Refusal) -> Named:
     """Return what a file of engines names: a line each, ``prefill`` or ``decode`` and a worker as
     on the command line; empty lines and those that begin with ``#`` do not count.
 
-    Raises:
-        ConfigError: a line is wrong; the field is its number.
+    ``refuse`` is told of each line that is wrong. Whose it was cannot be known, so while there is
+    one, all engines stay that were named ``before``.
     """
-    lines: dict[Role, list[str]] = {role: [] for role in Role}
+    named: dict[Role, dict[str, Worker]] = {role: {} for role in Role}
+    wrong = False
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        role, _, worker = line.strip().partition(" ")
-        if role not in [each.value for each in Role]:
-            raise ConfigError(f"line {number}", line, "begin with prefill or decode")
-        worker_of(f"line {number}", worker)
-        lines[Role(role)].append(worker.strip())
-    return {role: workers("file", named) for role, named in lines.items()}
+        try:
+            role, worker = _read(f"line {number}", line.strip())
+            if worker.url in named[role]:
+                raise ConfigError(f"line {number}", line, "name each engine once")
+            named[role][worker.url] = worker
+        except ConfigError as error:
+            refuse(What.FILE, str(error))
+            wrong = True
+    for role, workers in before.items() if wrong else ():
+        for worker in workers:
+            named[role].setdefault(worker.url, worker)
+    return {role: tuple(workers.values()) for role, workers in named.items()}
+
+
+def _read(field: str, line: str) -> tuple[Role, Worker]:
+    role, _, worker = line.partition(" ")
+    if role not in [each.value for each in Role]:
+        raise ConfigError(field, line, "begin with prefill or decode")
+    return Role(role), worker_of(field, worker)

@@ -9,16 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+import msgspec
 import urllib3
 from kubernetes import client, config, watch
 
-from kvconnect.router.options import Worker, worker_of
-from kvconnect.router.sources import Source
+from kvconnect.router.metrics import What
+from kvconnect.router.options import worker_of
+from kvconnect.router.sources import Refusal, Source, at
 from kvconnect.router.view import Role
+from kvconnect.threads import ThreadKind, make
 
 logger = logging.getLogger(__name__)
 
@@ -33,22 +37,23 @@ _FAILED = (
 )
 
 
-async def follow(role: Role, name: str) -> Source:
+async def follow(role: Role, name: str, refuse: Refusal) -> Source:
     """Follow the service in ``name``, a worker as on the command line."""
     model, loop = worker_of("kubernetes", name), asyncio.get_running_loop()
-    found: asyncio.Queue[tuple[Worker, ...]] = asyncio.Queue()
+    found: asyncio.Queue[set[str]] = asyncio.Queue()
     closed = threading.Event()
 
-    def tell(addresses: Iterable[str]) -> None:
-        workers = tuple(map(model.on_host, sorted(addresses)))
+    def on_loop(function: Callable[..., None], *args: object) -> None:
         if not closed.is_set():
-            loop.call_soon_threadsafe(found.put_nowait, workers)
+            with suppress(RuntimeError):  # the loop was closed just now
+                loop.call_soon_threadsafe(function, *args)
 
     def work() -> None:
+        slices = Slices(lambda text: on_loop(refuse, What.KUBERNETES, f"{name}: {text}"))
         while not closed.is_set():
             try:
-                for addresses in _watch(*_service(model.hostname)):
-                    tell(addresses)
+                for addresses in _watch(*_service(model.hostname), slices):
+                    on_loop(found.put_nowait, addresses)
                     if closed.is_set():
                         return
             except _FAILED as error:
@@ -57,10 +62,13 @@ async def follow(role: Role, name: str) -> Source:
             closed.wait(PAUSE_S)
 
     # The process does not wait for it: it may be in the middle of a watch.
-    threading.Thread(target=work, name="kvconnect-kubernetes", daemon=True).start()
+    make(
+        *(ThreadKind.SOURCE, "kvconnect-kubernetes", work), again=True, stopped=closed.is_set
+    ).start()
     try:
         while True:
-            yield {role: await found.get()}
+            addresses = sorted(await found.get())
+            yield {role: at(model, addresses, What.KUBERNETES, refuse)}
     finally:
         closed.set()
 
@@ -74,7 +82,70 @@ def _service(host: str) -> tuple[str, str]:
     return name, namespace or "default"
 
 
-def _watch(name: str, namespace: str) -> Iterator[set[str]]:
+class _Conditions(msgspec.Struct):
+    ready: bool | None = None
+
+
+class _Endpoint(msgspec.Struct):
+    addresses: Annotated[list[str], msgspec.Meta(min_length=1)]
+    conditions: _Conditions | None = None
+
+
+class _Metadata(msgspec.Struct):
+    name: str
+
+
+class _Slice(msgspec.Struct):
+    metadata: _Metadata
+    endpoints: list[_Endpoint] | None = None
+
+
+class Slices:
+    """A service's EndpointSlices. One that makes no sense is as it was before; ``refuse`` is told
+    why."""
+
+    def __init__(self, refuse: Callable[[str], None]) -> None:
+        self._refuse = refuse
+        self._known: dict[str, _Slice] = {}
+
+    def listed(self, slices: Iterable[object]) -> None:
+        """These are all."""
+        before, self._known = self._known, {}
+        for each in slices:
+            self.changed(each)
+            name = _name(each)
+            if name in before:
+                self._known.setdefault(name, before[name])
+
+    def changed(self, told: object) -> None:
+        """One is there, or is another one now."""
+        try:
+            said = msgspec.convert(told, _Slice, from_attributes=True)
+        except msgspec.ValidationError as error:
+            self._refuse(f"an EndpointSlice that makes no sense: {error}")
+        else:
+            self._known[said.metadata.name] = said
+
+    def deleted(self, told: object) -> None:
+        """One is gone."""
+        self._known.pop(_name(told), None)
+
+    def ready(self) -> set[str]:
+        """Return an address of each endpoint that is ready; one that does not say is. Further
+        addresses of an endpoint lead to the same engine."""
+        return {
+            endpoint.addresses[0]
+            for each in self._known.values()
+            for endpoint in each.endpoints or ()
+            if endpoint.conditions is None or endpoint.conditions.ready is not False
+        }
+
+
+def _name(told: object) -> str:
+    return str(getattr(getattr(told, "metadata", None), "name", ""))
+
+
+def _watch(name: str, namespace: str, slices: Slices) -> Iterator[set[str]]:
     """Yield the addresses of a service's ready endpoints, now and whenever they change, until the
     watch ends."""
     try:
@@ -84,8 +155,8 @@ def _watch(name: str, namespace: str) -> Iterator[set[str]]:
     api = client.DiscoveryV1Api()
     which = {"namespace": namespace, "label_selector": f"kubernetes.io/service-name={name}"}
     listed = api.list_namespaced_endpoint_slice(**which, _request_timeout=_ANSWER_S)
-    slices: dict[str, Any] = {each.metadata.name: each for each in listed.items}
-    yield _ready(slices.values())
+    slices.listed(listed.items)
+    yield slices.ready()
     events = watch.Watch().stream(
         api.list_namespaced_endpoint_slice,
         **which,
@@ -95,19 +166,7 @@ def _watch(name: str, namespace: str) -> Iterator[set[str]]:
     )
     for event in events:
         if event["type"] == "DELETED":
-            slices.pop(event["object"].metadata.name, None)
+            slices.deleted(event["object"])
         else:
-            slices[event["object"].metadata.name] = event["object"]
-        yield _ready(slices.values())
-
-
-def _ready(slices: Iterable[Any]) -> set[str]:
-    """Return an address of each endpoint that is ready; one that does not say is. Further addresses
-    of an endpoint lead to the same engine."""
-    return {
-        address
-        for each in slices
-        for endpoint in each.endpoints or ()
-        if endpoint.conditions is None or endpoint.conditions.ready is not False
-        for address in endpoint.addresses[:1]
-    }
+            slices.changed(event["object"])
+        yield slices.ready()

@@ -17,6 +17,7 @@ from typing import Literal
 
 from kvconnect.cuda import CudaContext
 from kvconnect.errors import ConfigError, KVConnectError
+from kvconnect.threads import ThreadKind, make
 from kvconnect.transport.base import Area
 from kvconnect.transport.nixl.agent import Agent
 from kvconnect.wire.rails import Offer
@@ -66,9 +67,7 @@ class Mover:
         turns: dict[str, Callable[[], None]] = {"moves": self._move}
         turns |= {half: partial(self._prepare, half) for half in self._work}
         self._threads = [
-            threading.Thread(
-                target=self._run, args=(turn,), name=f"kvconnect-nixl-{name}", daemon=True
-            )
+            make(ThreadKind.NIXL, f"kvconnect-nixl-{name}", partial(self._run, turn))
             for name, turn in turns.items()
         ]
         for thread in self._threads:

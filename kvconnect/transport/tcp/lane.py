@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 
+from kvconnect import threads
 from kvconnect.errors import Incompatible, KVConnectError, ProtocolError
 from kvconnect.transport import pump
 from kvconnect.transport.base import PeerId, Received
@@ -75,7 +75,7 @@ class Lane:
 
     def _start(self, work: Callable[[], None], verb: str) -> None:
         name = f"kvconnect-tcp-{verb}-{self._peer}"
-        threading.Thread(target=self._run, args=(work,), name=name, daemon=True).start()
+        threads.make(threads.ThreadKind.LANE, name, partial(self._run, work)).start()
 
     def _run(self, work: Callable[[], None]) -> None:
         reason, lost = "a thread that moved its pages died", False

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import selectors
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+
+from kvconnect import threads
 
 Handler = Callable[[int], None]
 """Called with the mask of what its socket is ready for; must not wait."""
@@ -40,7 +41,7 @@ class Loop:
         self._waker.setblocking(False)
         self._woken.setblocking(False)
         self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="kvconnect-tcp", daemon=True)
+        self._thread = threads.make(threads.ThreadKind.TCP, "kvconnect-tcp", self._run)
 
     def start(self) -> None:
         """Start the thread."""
