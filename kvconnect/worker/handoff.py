@@ -75,7 +75,7 @@ class HandoffAgent:
         self.end_step()  # a pipeline stage may end a step without saying so
         with self._lock:
             self._links.hello.epoch = epoch
-            self._sending.stepped_at = math.inf
+            self._sending.stepped_at = self._receiving.stepped_at = math.inf
             self._written.catch_up()
             self._sending.begin_step(work)
             fence = self._mark() if work.receives else None
@@ -128,7 +128,7 @@ class HandoffAgent:
         with self._lock:
             self._news.clear()
             if ends_step:
-                self._sending.stepped_at = time.monotonic()
+                self._sending.stepped_at = self._receiving.stepped_at = time.monotonic()
             return self._receiving.take_finished(), self._sending.take_notices()
 
     @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from array import array
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from kvconnect.worker.links import Link, Links
 
 logger = logging.getLogger(__name__)
 
+_PATIENCE = 3  # renewals for an engine that stands still: as long as a lease lasts
+
 _CAUSES = {cause.value: cause for cause in FailureCause}
 
 
@@ -34,6 +37,7 @@ class ReceiveSide:
         )
         self._keeps: dict[Origin, list[Keep]] = {}  # until the connection is there
         self._renewals: dict[TransferId, tuple[Keep, float]] = {}  # and when the next is due
+        self.stepped_at = math.inf  # when the engine's last step ended; inf: in one, or not known
         self._finished: list[tuple[Report, Receive]] = []
         self._moved: dict[JobId, list[Moved]] = {}  # of receives that are not over
         self._fence: Fence | None = None  # of the last step that received something
@@ -56,11 +60,12 @@ class ReceiveSide:
                 self._keep(keep)
 
     def tick(self, now: float) -> None:
-        """Time has passed; a few times per second. Requests wait for their turn longer than a lease
-        lasts, and a paused engine says nothing meanwhile."""
+        """Time has passed; a few times per second. Leases of requests that wait for their turn are
+        renewed, also for an engine that stands still, but not for long: the other side may stand
+        still as well, and wait for them."""
         self._run(self._machine.tick(now))
         for transfer, (keep, due) in self._renewals.items():
-            if due <= now:
+            if due <= now <= self.stepped_at + _PATIENCE * keep.every_s:
                 self._renewals[transfer] = keep, now + keep.every_s
                 self._keep(keep)
 

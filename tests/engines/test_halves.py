@@ -210,6 +210,23 @@ def test_source_blocks_are_held_until_the_copy_is_done_or_void() -> None:
     assert half.pool.reset_prefix_cache()
 
 
+def test_no_peer_is_met_before_graphs_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM captures them after it registered the caches, and asks for addresses when it is done."""
+    agent = SimpleNamespace(address=("127.0.0.1", 5), close=lambda: None)
+    made: list[tuple[Any, ...]] = []
+
+    def make(*args: Any) -> Any:
+        made.append(args)
+        return agent
+
+    monkeypatch.setattr("kvconnect.engines.vllm.worker.make_handoffs", make)
+    worker = make_worker()
+    assert not made
+    assert worker.hello().address == ("127.0.0.1", 5)
+    assert worker.hello().receives and len(made) == 1  # vLLM may ask again
+    worker.close()
+
+
 @pytest.mark.parametrize("halves", [False, True])
 def test_layers_of_a_batch_that_is_cut_in_two_are_handed_off_at_the_end_of_the_step(
     halves: bool, monkeypatch: pytest.MonkeyPatch

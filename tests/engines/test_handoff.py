@@ -232,6 +232,53 @@ class TestLlama:
         self.alive(llama)
 
     @of_one_transport
+    def test_several_answers_to_one_prompt(self, llama: Pair) -> None:
+        """Each is a request of its own in the engines; a proxy passes the ticket on as it is."""
+        p, d = llama
+        d.post("/reset_prefix_cache")
+        prompt, before = prompts()[0], received_bytes(d)
+        twice = {"n": 2, "temperature": 1.0, "top_k": 1}
+        wanted = {"do_remote_decode": True}
+        params = raw(p, prompt, 1, kv_transfer_params=wanted, **twice)["kv_transfer_params"]
+        answer = raw(d, prompt, NEW, kv_transfer_params=params, **twice)
+        found = [tuple(choice["token_ids"]) for choice in answer["choices"]]
+        assert found == [expected("llama").fresh[0]] * 2
+        assert received_bytes(d) - before == BLOCKS_EACH * block_bytes("llama")
+        self.alive(llama)
+
+    @of_one_transport
+    @pytest.mark.parametrize("mode", ["keep", "wait"])
+    def test_a_pause_ends_though_hand_offs_wait_for_the_engine(
+        self, llama: Pair, mode: str
+    ) -> None:
+        p, d = llama
+        for server in llama:
+            server.post("/reset_prefix_cache")
+        offer, ticket = card(p), prefill(p, prompts()[0])
+        transfer = secrets.token_hex(16)
+        d.post(f"/pause?mode={mode}")
+        with ThreadPoolExecutor(3) as pool:
+            pulled = pool.submit(d.complete, prompts()[0], NEW, kv_transfer_params=ticket)
+            params = push_params(transfer, offer)
+            pushed = pool.submit(d.complete, prompts()[1], NEW, kv_transfer_params=params)
+            deadline = time.monotonic() + 60
+            while d.metric("vllm:num_requests_waiting") < 2:  # by the step that each of them costs
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            d.post(f"/pause?mode={mode}")
+            p.post(f"/pause?mode={mode}")  # waits for the lease, which is not renewed for ever
+            leg = pool.submit(prefill, p, prompts()[1], transfer)
+            for _ in range(20):  # the request comes meanwhile
+                p.post(f"/pause?mode={mode}")
+            for server in llama:
+                server.post("/resume")
+            assert pushed.result().tokens == expected("llama").fresh[1]
+            with one_clean_error():
+                pulled.result()
+            leg.result()
+        self.alive(llama)
+
+    @of_one_transport
     def test_prompt_logprobs_are_computed_here(self, llama: Pair) -> None:
         """They need the whole prompt's output, so the hand-off is declined."""
         p, d = llama

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -9,15 +10,17 @@ import pytest
 pytest.importorskip("torch")
 
 from kvconnect.errors import Refused
+from kvconnect.plan.instructions import Instructions, Keep, Source
 from kvconnect.plan.receiver import Origin
 from kvconnect.states import Session
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport.base import Event, Hangup, Note, PeerDown, PeerId, PeerUp
 from kvconnect.transport.inproc import InprocTransport
-from kvconnect.types import Endpoint, Rank
+from kvconnect.types import Endpoint, Rank, TransferId
 from kvconnect.wire import messages
-from kvconnect.wire.messages import GroupHello, Hello, Turned
+from kvconnect.wire.messages import GroupHello, Hello, Renew, Turned
 from kvconnect.worker.links import Choice, Link, Links
+from kvconnect.worker.receiving import ReceiveSide
 
 GROUP = GroupHello(
     block_tokens=16,
@@ -125,3 +128,26 @@ def test_a_path_that_is_asked_for_and_missing_is_refused_with_the_reason() -> No
 def test_the_errors_that_a_path_can_raise_are_metric_labels() -> None:
     for field in ("transport", "rate"):
         assert Refused(field, "x").field in messages.REFUSAL_FIELDS
+
+
+def test_leases_are_renewed_for_an_engine_that_stands_still_but_not_for_long() -> None:
+    """Two paused engines would else wait for each other."""
+    links, seam = make_links()
+    connected(links).meter.path = "tcp"
+    side = ReceiveSide(links)
+    transfer = TransferId(b"t" * 16)
+    source = Source("there", 1, (ORIGIN.endpoint,), 1, 1)
+    side.begin_step(Instructions(keeps=[Keep(transfer, source, every_s=10.0)]), 0.0, None)
+
+    def renewed(now: float) -> bool:
+        seam.orders.clear()
+        side.tick(now)
+        notes = [messages.decode(order.payload) for order in seam.orders if type(order) is Note]
+        assert notes in ([], [Renew([transfer])])
+        return bool(notes)
+
+    assert [renewed(now) for now in (9.0, 10.0, 19.0, 20.0)] == [False, True, False, True]
+    side.stepped_at = 12.0
+    assert [renewed(now) for now in (30.0, 40.0, 42.1, 50.0)] == [True, True, False, False]
+    side.stepped_at = math.inf  # it goes on
+    assert renewed(60.0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from vllm.config import VllmConfig
@@ -44,7 +46,7 @@ class WorkerHalf:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._config = config
-        self._share = _worker_share(vllm_config, config)
+        _worker_share(vllm_config, config)  # asks for more than there is: known before a model is
         self._keeps_prefix = keeps_prefix(translate.cache_groups(kv_cache_config))
         self._stats = KVConnectStats()
         self._reports = StepReports()
@@ -53,19 +55,21 @@ class WorkerHalf:
         self._tier: HostTier | None = None
         self._below: LowerTiers | None = None
         self._agent: HandoffAgent | None = None
+        self._make_agent: Callable[[], HandoffAgent | None] = lambda: None
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Allocate the host tier, start to listen, and get ready to copy.
+        """Allocate the host tier and get ready to copy.
 
         Raises:
             ConfigError: a setting does not fit this machine.
             Incompatible: a KV cache that is not made as this library knows them.
         """
         area = translate.backing_area(kv_caches)
-        if self._share:
+        share = _worker_share(self._vllm_config, self._config)
+        if share:
             geometry = translate.cache_geometry(self._kv_cache_config, kv_caches)
             self._tier = HostTier(
-                self._share,
+                share,
                 self._config.digest,
                 geometry,
                 area,
@@ -81,9 +85,8 @@ class WorkerHalf:
                 kv_caches,
                 (self._tier.store, geometry),
             )
-        self._agent = make_handoffs(
-            self._vllm_config, self._kv_cache_config, self._config, kv_caches, area
-        )
+        args = self._vllm_config, self._kv_cache_config, self._config, kv_caches, area
+        self._make_agent = partial(make_handoffs, *args)
 
     @property
     def tier(self) -> HostTier:
@@ -93,7 +96,12 @@ class WorkerHalf:
         return self._tier
 
     def hello(self) -> WorkerHello:
-        """Return what the scheduler's half must know."""
+        """Start to listen, and return what the scheduler's half must know.
+
+        vLLM captures its graphs between :meth:`register` and this. A peer that measures its link
+        has this side use the device, which would spoil a capture.
+        """
+        self._agent = self._agent or self._make_agent()
         agent, store = self._agent, self._tier.store if self._tier else None
         return WorkerHello(
             num_slots=store.num_slots if store else 0,
