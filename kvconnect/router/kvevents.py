@@ -6,26 +6,78 @@ rank]``; an event is a map with ``type``, or, from older versions, an array that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta, Raw
 
 from kvconnect.errors import Refused
 from kvconnect.router.prefixes import MEDIA, Hash, PrefixIndex, Stored, Tier
 from kvconnect.router.view import Target
 
-_FIELDS = {
-    "BlockStored": (
-        *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
-        *("lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind"),
-    ),
-    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
-    "AllBlocksCleared": (),
-}
-"""Order of the fields in an event that is an array."""
-
 _FULL_ATTENTION = (None, "full_attention", "mla_attention")
+_Token = int | Annotated[list[int], Meta(min_length=1)]
+"""SGLang with EAGLE tells each token with the next one, as its cache is keyed by both."""
+
+
+class _Batch(msgspec.Struct, array_like=True):
+    time: Raw
+    events: list[Raw]
+
+
+class _Kind(msgspec.Struct):
+    type: str
+
+
+class _KindFirst(msgspec.Struct, array_like=True):
+    type: str
+
+
+class _BlockStored(msgspec.Struct):
+    """A map's fields; those that have no place in an array come last."""
+
+    block_hashes: list[Hash]
+    parent_block_hash: Hash | None
+    token_ids: list[_Token]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    cache_salt: str | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the blocks follow from their tokens alone."""
+        named = (self.lora_id, self.lora_name, self.cache_salt)
+        return all(name is None for name in named) and not any(self.extra_keys or ())
+
+
+class _BlockRemoved(msgspec.Struct):
+    block_hashes: list[Hash]
+    medium: str | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+
+
+class _StoredInOrder(_BlockStored, array_like=True, tag="BlockStored"):
+    """The same, from older versions."""
+
+
+class _RemovedInOrder(_BlockRemoved, array_like=True, tag="BlockRemoved"):
+    """The same, from older versions."""
+
+
+_Event = _BlockStored | _BlockRemoved
+_KINDS: dict[str, tuple[type[_Event], type[_Event]]] = {
+    "BlockStored": (_BlockStored, _StoredInOrder),
+    "BlockRemoved": (_BlockRemoved, _RemovedInOrder),
+}
+_CLEARED = "AllBlocksCleared"
+_MOST_GROUPS = 64  # of layers
 
 
 class Feed:
@@ -84,92 +136,61 @@ class Feed:
             raise
 
     def _apply(self, payload: bytes) -> None:
-        for kind, event in _events(payload):
-            if kind == "AllBlocksCleared":
+        for event in _events(payload):
+            if event is None:
                 self._index.cleared(self._target)
             elif self._is_partial(event):
                 continue
-            elif kind == "BlockRemoved":
-                gone, tier = _removed(event)
-                self._index.removed(self._target, gone, tier)
-            elif kind == "BlockStored" and _plain(event):
+            elif isinstance(event, _BlockRemoved):
+                self._index.removed(self._target, event.block_hashes, _tier(event))
+            elif event.plain:
                 self._index.stored(self._target, _stored(event))
 
-    def _is_partial(self, event: Mapping[str, Any]) -> bool:
+    def _is_partial(self, event: _Event) -> bool:
         """Whether blocks are of a group without full attention. Its blocks have the same hashes as
         those of the others and go earlier, and only what is stored tells the group's kind."""
-        group = event.get("group_idx")
-        if not isinstance(group, int):
-            return event.get("kv_cache_spec_kind") not in _FULL_ATTENTION
-        if event.get("kv_cache_spec_kind") not in _FULL_ATTENTION:
+        group, partial = event.group_idx, event.kv_cache_spec_kind not in _FULL_ATTENTION
+        if group is None:
+            return partial
+        if partial and len(self._partial) < _MOST_GROUPS:
             self._partial.add(group)
-        return group in self._partial
+        return partial or group in self._partial
 
 
-_NONE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, IndexError, KeyError)
+_NONE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What bytes that are no batch of events may raise."""
 
 
-def _events(payload: bytes) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _events(payload: bytes) -> Iterator[_Event | None]:
+    """Yield the events that are known; None: all blocks are gone."""
     try:
-        batch = msgspec.msgpack.decode(payload)
-        events = list(batch[1])
+        for event in msgspec.msgpack.decode(payload, type=_Batch).events:
+            kind, place = _kind_of(event)
+            if kind == _CLEARED:
+                yield None
+            elif kind in _KINDS:
+                yield msgspec.msgpack.decode(event, type=_KINDS[kind][place])
     except _NONE as error:
         raise Refused("events", f"a message that is none: {error!r}") from error
-    for event in events:
-        if isinstance(event, dict) and isinstance(event.get("type"), str):
-            yield event["type"], event
-        elif isinstance(event, list) and event and isinstance(event[0], str):
-            yield event[0], dict(zip(_FIELDS.get(event[0], ()), event[1:], strict=False))
 
 
-def _plain(event: Mapping[str, Any]) -> bool:
-    """Whether the blocks follow from their tokens alone."""
-    extra = event.get("extra_keys")
-    return (
-        event.get("lora_id") is None
-        and event.get("lora_name") is None
-        and event.get("cache_salt") is None
-        and not (isinstance(extra, list) and any(extra))
-    )
+def _kind_of(event: Raw) -> tuple[str, int]:
+    """Return an event's kind, empty if it is none, and whether it is an array."""
+    forms: tuple[type[_Kind | _KindFirst], ...] = (_Kind, _KindFirst)
+    for place, form in enumerate(forms):
+        try:
+            return msgspec.msgpack.decode(event, type=form).type, place
+        except _NONE:
+            continue
+    return "", 0
 
 
-def _stored(event: Mapping[str, Any]) -> Stored:
-    hashes, tokens = event.get("block_hashes"), _tokens(event.get("token_ids"))
-    size, parent = event.get("block_size"), event.get("parent_block_hash")
-    good = (
-        _all(hashes, int, bytes)
-        and _all(tokens, int)
-        and type(size) is int
-        and isinstance(parent, int | bytes | None)
-    )
-    if not good:
-        raise Refused("events", "a BlockStored that is none")
-    assert isinstance(hashes, list) and isinstance(tokens, list) and isinstance(size, int)
-    return Stored(hashes, parent, tokens, size, _tier(event))
+def _stored(event: _BlockStored) -> Stored:
+    tokens = [token[0] if isinstance(token, list) else token for token in event.token_ids]
+    hashes, parent = event.block_hashes, event.parent_block_hash
+    return Stored(hashes, parent, tokens, event.block_size, _tier(event))
 
 
-def _tokens(told: object) -> object:
-    """Return the tokens of blocks. SGLang with EAGLE tells each with the next one, as its cache is
-    keyed by both."""
-    if not isinstance(told, list):
-        return told
-    return [token[0] if isinstance(token, list) and token else token for token in told]
-
-
-def _removed(event: Mapping[str, Any]) -> tuple[list[Hash], Tier]:
-    hashes = event.get("block_hashes")
-    if not _all(hashes, int, bytes):
-        raise Refused("events", "a BlockRemoved that is none")
-    assert isinstance(hashes, list)
-    return hashes, _tier(event)
-
-
-def _tier(event: Mapping[str, Any]) -> Tier:
+def _tier(event: _Event) -> Tier:
     """Return where blocks are; a tier of an unknown name is taken for the farthest."""
-    medium = event.get("medium")
-    return MEDIA.get(medium if isinstance(medium, str) else None, Tier.REMOTE)
-
-
-def _all(values: object, *kinds: type) -> bool:
-    return isinstance(values, list) and all(isinstance(value, kinds) for value in values)
+    return MEDIA.get(event.medium, Tier.REMOTE)

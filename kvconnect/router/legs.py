@@ -217,9 +217,9 @@ def card_of(answer: bytes) -> Card:
     if not isinstance(params, dict):
         raise Refused("answer", "it offers no hand-off: is KVConnect its KV connector?")
     text, lifetime = params.get(_CARD), params.get(_CARD_EXPIRY)
-    if not isinstance(text, str) or not isinstance(lifetime, int | float) or lifetime <= 0:
-        raise Refused("answer", f"it has no usable {_CARD}")
-    return Card(text, float(lifetime))
+    if isinstance(text, str) and isinstance(lifetime, int | float) and 0 < lifetime < 2**31:
+        return Card(text, float(lifetime))
+    raise Refused("answer", f"it has no usable {_CARD}")
 
 
 def error_in(event: bytes) -> tuple[int, bytes] | None:

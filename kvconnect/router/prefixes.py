@@ -39,6 +39,9 @@ MEDIA: Mapping[str | None, Tier] = {
 }
 """What vLLM and SGLang call tiers in events."""
 
+MOST_BLOCKS = 1_000_000  # of one target: some 400 MB
+MOST_SIZES = 4  # of blocks of one target
+
 Name = int
 Hash = int | bytes
 
@@ -53,10 +56,11 @@ class Hit(NamedTuple):
 @dataclass
 class Held:
     """Blocks of one target: the engine's hash to the name, and the tiers that hold it (a bit
-    for each)."""
+    for each); and the sizes of blocks that it ever told of."""
 
     names: dict[Hash, Name] = field(default_factory=dict)
     tiers: dict[Hash, int] = field(default_factory=dict)
+    sizes: set[int] = field(default_factory=set)
 
 
 class Stored(NamedTuple):
@@ -74,12 +78,17 @@ class Stored(NamedTuple):
 
 
 class PrefixIndex:
-    """All targets' cached blocks. Not thread-safe."""
+    """All targets' cached blocks. Not thread-safe.
 
-    def __init__(self) -> None:
+    Of one target it keeps at most ``most`` blocks, of ``MOST_SIZES`` sizes: further ones are left
+    out, until others are gone. An engine that tells of more costs no more.
+    """
+
+    def __init__(self, most: int = MOST_BLOCKS) -> None:
+        self._most = most
         self._held: dict[Target, Held] = {}
         self._where: dict[Name, dict[Target, int]] = {}
-        self._sizes: set[int] = set()  # tokens of a block, of all engines
+        self._sizes: dict[int, int] = {}  # tokens of a block -> targets that have such
 
     def __len__(self) -> int:
         return len(self._where)
@@ -98,17 +107,21 @@ class PrefixIndex:
         size = event.block_size
         if size <= 0 or len(event.tokens) != size * len(event.hashes):
             return
+        if size not in held.sizes and len(held.sizes) >= MOST_SIZES:
+            return
         if event.parent is None:
             before = size  # so that equal tokens in blocks of other sizes have other names
         elif event.parent in held.names:
             before = held.names[event.parent]
         else:
             return
-        self._sizes.add(size)
+        if size not in held.sizes:
+            held.sizes.add(size)
+            self._sizes[size] = self._sizes.get(size, 0) + 1
         for place, block in enumerate(event.hashes):
             before = _name(before, event.tokens[place * size : (place + 1) * size])
-            held.names[block] = before
-            self._add(target, held, block, event.tier)
+            if self._rename(target, held, block, before):
+                self._add(target, held, block, event.tier)
 
     def removed(self, target: Target, hashes: Iterable[Hash], tier: Tier) -> None:
         """``tier`` of ``target`` lost blocks."""
@@ -127,8 +140,14 @@ class PrefixIndex:
     def cleared(self, target: Target) -> None:
         """``target`` has nothing any more, or what it has is not known."""
         held = self._held.pop(target, None)
-        for name in held.names.values() if held else ():
+        if held is None:
+            return
+        for name in held.names.values():
             self._note(name, target, 0)
+        for size in held.sizes:
+            self._sizes[size] -= 1
+            if not self._sizes[size]:
+                del self._sizes[size]
 
     def match(self, tokens: Sequence[int]) -> dict[Target, Hit]:
         """Return what each target has of a prompt's beginning, if anything.
@@ -163,6 +182,17 @@ class PrefixIndex:
         for target, worth in (going or {}).items():
             ended[target] = Hit(start, worth)
         return ended
+
+    def _rename(self, target: Target, held: Held, block: Hash, name: Name) -> bool:
+        """The engine calls ``name`` by ``block``; return False if that is one block too many."""
+        old = held.names.get(block)
+        if old is None and len(held.names) >= self._most:
+            return False
+        if old is not None and old != name:  # it lied, or uses a hash again
+            self._note(old, target, 0)
+            held.tiers.pop(block, None)
+        held.names[block] = name
+        return True
 
     def _add(self, target: Target, held: Held, block: Hash, tier: Tier) -> None:
         name = held.names.get(block)

@@ -20,7 +20,7 @@ from kvconnect.router import watch
 from kvconnect.router.history import History, units_of
 from kvconnect.router.kvevents import Feed
 from kvconnect.router.pick import Policy
-from kvconnect.router.prefixes import Hit, PrefixIndex
+from kvconnect.router.prefixes import MOST_SIZES, Hit, PrefixIndex
 from kvconnect.router.view import Target
 from tests.unit.fake_engine import FakeEngine, bench, decodes, on_loop, prefills, until
 
@@ -68,6 +68,37 @@ def test_events_of_both_engines_and_of_older_ones() -> None:
     pinned = stored([], block_hashes=[1, 2], medium="CPU_PINNED")
     assert told(stored(TOKENS), pinned, removed(1, 2, 3, 4)).match(TOKENS) == {A: Hit(8, 7.2)}
     assert told({"type": "Unheard"}, 7, stored(TOKENS)).match(TOKENS) == {A: Hit(16, 16.0)}
+
+
+def test_an_index_keeps_so_many_blocks_and_sizes_of_a_target() -> None:
+    index = PrefixIndex(most=3)
+    feed = Feed(A, index)
+    feed.message(0, batch(stored(TOKENS)))
+    assert index.match(TOKENS) == {A: Hit(12, 12.0)}, "the fourth was left out"
+    feed.message(1, batch(removed(1, 2, 3)))
+    assert len(index) == 0
+    feed.message(2, batch(stored(TOKENS[:8], first=11)))
+    assert index.match(TOKENS) == {A: Hit(8, 8.0)}, "there is room again"
+
+    index = PrefixIndex()
+    feed = Feed(A, index)
+    for size in range(1, 100):
+        block = stored(TOKENS[:size] * (size <= 16), block_hashes=[size], block_size=size)
+        feed.message(size - 1, batch(block))
+    assert len(index._sizes) == MOST_SIZES, "each costs every request a look"
+    feed.message(99, batch({"type": "AllBlocksCleared"}))
+    assert not index._sizes and not len(index)
+
+
+def test_a_hash_that_names_another_block_leaves_nothing_behind() -> None:
+    """An engine that names block after block alike must not fill the index."""
+    index = PrefixIndex()
+    feed = Feed(A, index)
+    for number in range(100):
+        tokens = [number] * 4
+        feed.message(number, batch(stored(tokens)))
+        assert index.match(tokens) == {A: Hit(4, 4.0)}
+        assert len(index) == 1
 
 
 def test_tokens_that_come_in_pairs() -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvconnect.router import reports, supervise, watch
+from kvconnect.router import kvevents, reports, supervise, watch
 from kvconnect.router.options import Intervals
 from kvconnect.router.supervise import Supervisor, TaskKind
+from tests.hostile import engines
 from tests.unit.fake_engine import (
     FakeEngine,
     bench,
@@ -168,3 +169,23 @@ async def test_each_thing_that_an_engine_says_is_kept_by_itself() -> None:
         decode.models = ()
         await until(lambda: refused("models"))
         assert await serves("tiny", "other")
+
+
+@on_loop
+async def test_what_engines_and_sources_may_say_harms_nobody_else() -> None:
+    outcome = await engines.run(limit=1500)
+    assert outcome.cases == 1500
+    assert outcome.crashes == outcome.hangs == outcome.wrong == 0, outcome.notes[:5]
+
+
+@on_loop
+async def test_the_corpus_finds_readers_that_do_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    def careless(answer: bytes) -> dict[int, float]:
+        return {each["dp_rank"]: each["num_used_tokens"] for each in json.loads(answer)["loads"]}
+
+    monkeypatch.setattr(kvevents, "_NONE", (KeyError,))
+    monkeypatch.setattr(engines, "_JSON", (("loads", {"loads": [{"dp_rank": 0}]}, careless),))
+    outcome = await engines.run()
+    assert outcome.crashes > 50
+    assert any(note.startswith("loads") for note in outcome.notes)
+    assert any(note.startswith("event") for note in outcome.notes)
