@@ -12,7 +12,7 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _SECRET = re.compile(
     r"(?i)(^|[_-])(pass|passwd|password|secret|token|credentials?|key)($|[_-](?!file))"
@@ -93,3 +93,13 @@ def _shown(field: str, value: object) -> object:
     if value and _SECRET.search(field):
         return "***"
     return _IN_URL.sub("***", value) if isinstance(value, str) else value
+
+
+@contextlib.contextmanager
+def contained(ended: Callable[[Exception], None]) -> Iterator[None]:
+    """Do what one peer is the cause of, on a thread that works for others too. Whatever it raises
+    goes to ``ended``, which ends that peer's connection and nothing else."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 # boundary: one peer's words end no other's work
+        ended(error)

@@ -254,6 +254,10 @@ CATALOG: tuple[Metric, ...] = (
            "Errors that ended the work of a thread, and are in the log; it was begun again, or "
            "what depended on it has failed.",
            "an engine step ends after a thread's error", label=_THREAD),
+    Metric("handoff_peer_errors", "counter", "errors",
+           "Connections that were ended because what the other side said raised an error that "
+           "nobody foresaw: a bug, with its traceback in the log.",
+           "a peer finds a bug"),
 )
 # fmt: on
 

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
-from kvconnect.errors import Misuse, ProtocolError
+from kvconnect.errors import Misuse, ProtocolError, contained
 from kvconnect.plan.instructions import Notice, NoticeKind
 from kvconnect.states import TRANSFER, Event, Transfer
 from kvconnect.types import FailureCause, Rank, Span, TransferId
@@ -104,7 +105,24 @@ class Served(NamedTuple):
     notice: Notice
 
 
-Action = SendPages | Stop | Refuse | StillThere | AllReady | Tell | Served
+class Break(NamedTuple):
+    """End a peer's connection: what it asked for raised an error that nobody foresaw."""
+
+    peer: int
+    error: Exception
+
+
+Action = SendPages | Stop | Refuse | StillThere | AllReady | Tell | Served | Break
+
+
+def guarded(peer: int, work: Callable[[], list[Action]]) -> list[Action]:
+    """Work for one peer, on a thread that works for others too: the engine's, for instance. An
+    error ends that peer's connection, and nothing else."""
+    actions: list[Action] = []
+    with contained(lambda error: actions.append(Break(peer, error))):
+        actions += work()
+    return actions
+
 
 # Who is served what -------------------------------------------------------------------------
 
@@ -203,7 +221,7 @@ class Known:
     """A transfer that was announced here."""
 
     ready: dict[int, tuple[Span, Any]] = field(default_factory=dict)  # by group, with the fence
-    readers: list[Reader] = field(default_factory=list)
+    readers: dict[tuple[int, int], Reader] = field(default_factory=dict)  # by peer and want
     cause: FailureCause | None = None  # why it is withdrawn
 
     def add(self, span: Span, fence: Any) -> None:
@@ -221,17 +239,17 @@ class Known:
     def serves(self, rank: Rank) -> bool:
         """Whether that reader is being served, or was."""
         kept = (Transfer.MOVING, Transfer.COMPLETE)
-        return any(r.ask.reader == rank and r.state in kept for r in self.readers)
+        return any(r.ask.reader == rank and r.state in kept for r in self.readers.values())
 
     def moving(self) -> list[Reader]:
         """Return the readers that are being served."""
-        return [reader for reader in self.readers if reader.state is Transfer.MOVING]
+        return [reader for reader in self.readers.values() if reader.state is Transfer.MOVING]
 
     def withdraw(self, cause: FailureCause) -> list[Action]:
         """Stop every reader."""
         self.cause = cause
         actions: list[Action] = []
-        for reader in self.readers:
+        for reader in self.readers.values():
             if reader.state is Transfer.MOVING:
                 detail = "the prefill side gives the blocks up"
                 actions.append(Refuse(reader.ask.peer, reader.ask.want, cause, detail))
@@ -255,7 +273,7 @@ class Step:
             for known, span in self.pending
             if span.group == group
             for reader in known.moving()
-            for action in reader.send_layer(span, layer, fence)
+            for action in guarded(reader.ask.peer, partial(reader.send_layer, span, layer, fence))
         ]
 
     def catch_up(self, known: Known, reader: Reader) -> list[Action]:
@@ -276,12 +294,16 @@ class Step:
             rest = [n for n in range(layers[span.group]) if (span.group, n) not in self.written]
             for reader in known.moving():
                 if len(rest) == layers[span.group]:
-                    actions += reader.send_all(span, fence)
-                    continue
-                for layer in rest:
-                    actions += reader.send_layer(span, layer, fence)
+                    work = partial(reader.send_all, span, fence)
+                else:
+                    work = partial(_send_layers, reader, span, rest, fence)
+                actions += guarded(reader.ask.peer, work)
             known.add(span, fence)
         return actions
+
+
+def _send_layers(reader: Reader, span: Span, layers: Sequence[int], fence: Any) -> list[Action]:
+    return [action for layer in layers for action in reader.send_layer(span, layer, fence)]
 
 
 def check(ask: Ask, last_want: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from kvconnect.errors import Misuse
@@ -17,6 +18,7 @@ from kvconnect.plan.readers import (
     Action,
     AllReady,
     Ask,
+    Break,
     Known,
     Reader,
     Refuse,
@@ -28,15 +30,18 @@ from kvconnect.plan.readers import (
     Tell,
     View,
     check,
+    guarded,
 )
 from kvconnect.states import TRANSFER, Event, Transfer
 from kvconnect.types import FailureCause, TransferId
 
 __all__ = [
     "MAX_PARKED",
+    "MAX_WANTS",
     "Action",
     "AllReady",
     "Ask",
+    "Break",
     "Refuse",
     "SendPages",
     "Sender",
@@ -47,17 +52,26 @@ __all__ = [
     "View",
 ]
 
-MAX_PARKED = 1024
-"""Wants that may wait for transfers this side does not know yet; more are refused. As many
+MAX_PARKED = 2048
+"""Wants that may wait for transfers this side does not know yet; more are refused. No peer may have
+more of them than there is room left, so that one alone cannot keep the others out. As many
 declines may wait; more are ignored."""
+
+MAX_WANTS = 4096
+"""Wants of one peer that are not over; more are refused."""
 
 
 class _Book:
-    """Transfers and their readers, who are also known by (peer, want)."""
+    """Transfers and their readers, who are also known by peer and want. Readers that are over are
+    forgotten, but for those who have everything: no reader is served a transfer twice."""
 
     def __init__(self) -> None:
         self.known: dict[TransferId, Known] = {}
-        self.readers: dict[tuple[int, int], Reader] = {}
+        self.readers: dict[int, dict[int, Reader]] = {}
+
+    def get(self, peer: int, want: int) -> Reader | None:
+        """Return who asked for it, if that is not over."""
+        return self.readers.get(peer, {}).get(want)
 
     def join(self, ask: Ask, step: Step) -> list[Action]:
         """Begin to serve a reader with what is there."""
@@ -67,22 +81,44 @@ class _Book:
         if known.serves(ask.reader):
             detail = "this reader was served already"
             return [Refuse(ask.peer, ask.want, FailureCause.REFUSED, detail)]
-        reader = self.readers[ask.peer, ask.want] = Reader(ask)
-        known.readers.append(reader)
+        if len(self.readers.get(ask.peer, ())) >= MAX_WANTS:
+            detail = f"{MAX_WANTS} wants of this peer are not over"
+            return [Refuse(ask.peer, ask.want, FailureCause.REFUSED, detail)]
+        reader = Reader(ask)
+        self.readers.setdefault(ask.peer, {})[ask.want] = reader
+        known.readers[ask.peer, ask.want] = reader
         actions: list[Action] = [reader.start()]
         for span, fence in known.ready.values():
             actions += reader.send_all(span, fence)
         return actions + step.catch_up(known, reader)
 
-    def settle(self, transfer: TransferId) -> list[Action]:
+    def settle(self, reader: Reader) -> list[Action]:
+        """Forget a reader that is over, and its transfer where that is due."""
+        if reader.state is Transfer.OVER:
+            known = self.known.get(reader.ask.transfer)
+            if known is not None:
+                known.readers.pop((reader.ask.peer, reader.ask.want), None)
+            self._forget(reader)
+        return self.settle_transfer(reader.ask.transfer)
+
+    def settle_transfer(self, transfer: TransferId) -> list[Action]:
         """Forget a withdrawn transfer once nothing of it is in flight."""
         known = self.known.get(transfer)
-        if known is None or known.cause is None or any(r.in_flight for r in known.readers):
+        if known is None or known.cause is None:
+            return []
+        if any(reader.in_flight for reader in known.readers.values()):
             return []
         del self.known[transfer]
-        for reader in known.readers:
-            self.readers.pop((reader.ask.peer, reader.ask.want), None)
+        for reader in known.readers.values():
+            self._forget(reader)
         return [Tell(Notice(transfer, NoticeKind.WITHDRAWN))]
+
+    def _forget(self, reader: Reader) -> None:
+        peer, want = reader.ask.peer, reader.ask.want
+        of_peer = self.readers.get(peer, {})
+        of_peer.pop(want, None)
+        if not of_peer:
+            self.readers.pop(peer, None)
 
     def beat(self, stands: bool) -> list[Action]:
         """Tell readers that their pages are to come, and the scheduler that pages move. While the
@@ -126,7 +162,8 @@ class Sender:
 
     def __repr__(self) -> str:
         book = self._book
-        return f"<Sender {len(book.known)} transfers, {len(book.readers)} wants>"
+        wants = sum(map(len, book.readers.values()))
+        return f"<Sender {len(book.known)} transfers, {wants} wants>"
 
     def offer(self, offer: Offer) -> list[Action]:
         """These blocks are written in the current step; an empty offer announces a transfer.
@@ -144,7 +181,8 @@ class Sender:
                 actions += self.decline(offer.transfer)
             parked = [key for key, (ask, _) in self._parked.items() if ask[2] == offer.transfer]
             for key in parked:
-                actions += self._book.join(self._parked.pop(key)[0], self._step)
+                ask, _ = self._parked.pop(key)
+                actions += guarded(ask.peer, partial(self._book.join, ask, self._step))
         self._step.pending += [(known, span) for span in offer.spans]
         return actions
 
@@ -182,8 +220,9 @@ class Sender:
             return self._book.join(ask, self._step)
         if not ask.early:
             return [Refuse(ask.peer, ask.want, FailureCause.GONE, "the blocks are not kept here")]
-        if len(self._parked) >= MAX_PARKED:
-            detail = f"{MAX_PARKED} requests wait for their prefill already"
+        own = sum(peer == ask.peer for peer, _ in self._parked)
+        if own >= MAX_PARKED - len(self._parked):
+            detail = f"{len(self._parked)} requests wait for their prefill already"
             return [Refuse(ask.peer, ask.want, FailureCause.REFUSED, detail)]
         self._parked[ask.peer, ask.want] = ask, now + self._deadline_s
         self._declined.pop(ask.transfer, None)  # this request came after the one that is over
@@ -192,14 +231,15 @@ class Sender:
     def cancel(self, peer: int, want: int) -> list[Action]:
         """A reader gave up."""
         self._parked.pop((peer, want), None)
-        reader = self._book.readers.get((peer, want))
+        reader = self._book.get(peer, want)
         if reader is None or reader.state is not Transfer.MOVING:
             return []
-        return [*reader.stop(), reader.tell(NoticeKind.LEFT)]
+        actions = [*reader.stop(), reader.tell(NoticeKind.LEFT)]
+        return actions + self._book.settle(reader)
 
     def done(self, peer: int, want: int) -> list[Action]:
         """A reader has everything, from every worker."""
-        reader = self._book.readers.get((peer, want))
+        reader = self._book.get(peer, want)
         if reader is None or reader.state is not Transfer.MOVING:
             return []
         reader.state = TRANSFER.after(reader.state, Event.COMPLETED)
@@ -207,40 +247,40 @@ class Sender:
 
     def sent(self, peer: int, want: int) -> list[Action]:
         """One ``SendPages`` has left this machine's memory."""
-        reader = self._book.readers.get((peer, want))
+        reader = self._book.get(peer, want)
         if reader is None or not reader.in_flight:
             return []
         reader.sent(reader.in_flight - 1)
-        return reader.served() + self._book.settle(reader.ask.transfer)
+        return reader.served() + self._book.settle(reader)
 
     def quiet(self, peer: int, want: int) -> list[Action]:
         """The transport answered a ``Stop``."""
-        reader = self._book.readers.get((peer, want))
+        reader = self._book.get(peer, want)
         if reader is None:
             return []
         reader.sent(0)
-        return self._book.settle(reader.ask.transfer)
+        return self._book.settle(reader)
 
     def peer_lost(self, peer: int) -> list[Action]:
         """The connection is gone; nothing of the peer is in flight any more."""
         self._last_want.pop(peer, None)
         self._parked = {key: parked for key, parked in self._parked.items() if key[0] != peer}
         actions: list[Action] = []
-        for reader in [reader for key, reader in self._book.readers.items() if key[0] == peer]:
+        for reader in list(self._book.readers.get(peer, {}).values()):
             if reader.state is Transfer.MOVING:
                 actions.append(reader.tell(NoticeKind.LEFT))
             elif reader.in_flight:
                 reader.in_flight = 0
                 actions += reader.served()
             reader.state, reader.in_flight = TRANSFER.after(reader.state, Event.PEER_LOST), 0
-            actions += self._book.settle(reader.ask.transfer)
+            actions += self._book.settle(reader)
         return actions
 
     def withdraw(self, order: Withdraw) -> list[Action]:
         """Stop a transfer; WITHDRAWN is told, once, when nothing reads its blocks."""
         known = self._book.known.setdefault(order.transfer, Known())
         self._step.pending = [item for item in self._step.pending if item[0] is not known]
-        return known.withdraw(order.cause) + self._book.settle(order.transfer)
+        return known.withdraw(order.cause) + self._book.settle_transfer(order.transfer)
 
     def renew(self, transfer: TransferId) -> list[Action]:
         """A decode engine says that it still wants a transfer."""

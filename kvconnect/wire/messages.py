@@ -58,7 +58,7 @@ _Block = Annotated[int, Meta(ge=0, lt=1 << 40)]
 _Blocks = Annotated[int, Meta(ge=1, lt=1 << 24)]
 _FormatValue = Annotated[str, Meta(max_length=1024)] | Annotated[int, Meta(ge=0, le=_INT64_MAX)]
 
-_MOST_WORKERS = 1024
+_MOST_WORKERS = 1024  # of one engine
 
 
 class GroupHello(msgspec.Struct, kw_only=True):
@@ -223,7 +223,8 @@ def decode(data: bytes) -> Message:
 def _check_hello(hello: Hello) -> None:
     """Check what concerns more than one field."""
     tp_rank, tp, pp_rank, pp = hello.rank
-    if not (0 <= tp_rank < tp <= _MOST_WORKERS and 0 <= pp_rank < pp <= _MOST_WORKERS):
+    # Of the product: who reads from whom is worked out for every worker of the other engine.
+    if not (0 <= tp_rank < tp and 0 <= pp_rank < pp and tp * pp <= _MOST_WORKERS):
         raise ProtocolError(f"there is no {hello.rank}")
     if hello.protocol[0] > hello.protocol[1]:
         raise ProtocolError(f"protocol range {hello.protocol} runs backwards")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from kvconnect import threads
-from kvconnect.errors import KVConnectError, ProtocolError, Refused, TransferFailed
+from kvconnect.errors import ProtocolError, TransferFailed
 from kvconnect.plan.instructions import Instructions, Notice, Receive, Report
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport.base import (
@@ -27,6 +27,7 @@ from kvconnect.wire import messages
 from kvconnect.wire.messages import PROBE_WANT, Hello, Message, Probe, Turned
 from kvconnect.worker import probe
 from kvconnect.worker.behind import Behind
+from kvconnect.worker.boundary import guard
 from kvconnect.worker.links import Link, Links
 from kvconnect.worker.receiving import ReceiveSide
 from kvconnect.worker.sending import SendSide
@@ -170,21 +171,18 @@ class HandoffAgent:
             self._links.transport.close()  # or the others would believe that all is well
 
     def _on_event(self, event: Event) -> None:
-        try:
+        with guard(self._links, event.peer):
             if isinstance(event, PeerUp):
                 self._links.on_up(event)
             elif isinstance(event, PeerDown):
                 self._on_down(event)
             elif (link := self._links.get(event.peer)) is not None:
                 self._on_link_event(link, event)
-        except Refused as error:
-            self._links.refuse(event.peer, error)
-        except KVConnectError as error:  # the peer's fault, or a bug that only its pages show
-            self._links.hang_up(event.peer, f"{type(error).__name__}: {error}")
 
     def _on_down(self, event: PeerDown) -> None:
         origin, cause = self._links.on_down(event)
-        self._sending.on_lost(event.peer)
+        with guard(self._links, event.peer):  # the other half has to know in any case
+            self._sending.on_lost(event.peer)
         self._receiving.on_lost(event.peer, origin, cause)
 
     def _on_link_event(self, link: Link, event: Noted | Sent | Received | Quiet) -> None:

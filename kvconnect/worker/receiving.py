@@ -12,11 +12,12 @@ from dataclasses import replace
 from kvconnect.errors import ProtocolError, Refused
 from kvconnect.plan import receiver
 from kvconnect.plan.instructions import Instructions, Keep, Moved, Receive, Report
-from kvconnect.plan.receiver import Action, Origin, Receiver
+from kvconnect.plan.receiver import Action, AskPages, CancelWant, Origin, Receiver, Thank
 from kvconnect.transport.base import Fence, Incoming, PeerId, Quiet, Received
 from kvconnect.types import Endpoint, FailureCause, JobId, TransferId, TransferType
 from kvconnect.wire.messages import Alive, Cancel, Decline, Done, Fail, Message, Ready, Renew, Want
 from kvconnect.wire.topology import sources_for
+from kvconnect.worker.boundary import guard
 from kvconnect.worker.links import Link, Links
 
 logger = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ class ReceiveSide:
         """There is an agreement with a worker that was needed."""
         self._run(self._machine.connected(origin, link.peer, link.views))
         for keep in self._keeps.pop(origin, ()):
-            self._tell_keep(link, keep)
+            _tell_keep(self._links, link, keep)
 
     def on_lost(self, peer: PeerId, origin: Origin | None, cause: FailureCause) -> None:
         """A connection is gone, or could not be made; ``origin``: what it was made for."""
@@ -152,22 +153,25 @@ class ReceiveSide:
                 link = self._links.need(action.origin)
                 if link is not None:
                     self.on_connected(action.origin, link)
-            elif (link := self._links.get(PeerId(action.peer))) is None:
-                continue
-            elif isinstance(action, receiver.AskPages):
-                self._ask(link, action)
-            elif isinstance(action, receiver.CancelWant):
-                link.meter.forget(action.want)
-                self._links.tell(link.peer, Cancel(want=action.want))
-                self._links.transport.cancel(link.peer, action.want)
-            else:
-                *_, moved = link.meter.finish(self._links.stats, action.want, "recv")
-                if moved is not None:
-                    self._moved.setdefault(action.job, []).append(moved)
-                self._links.tell(link.peer, Done(want=action.want))
-                self._links.transport.cancel(link.peer, action.want)
+            elif (link := self._links.get(PeerId(action.peer))) is not None:
+                with guard(self._links, link.peer):  # the engine's thread comes by here too
+                    self._do(link, action)
 
-    def _ask(self, link: Link, ask: receiver.AskPages) -> None:
+    def _do(self, link: Link, action: AskPages | CancelWant | Thank) -> None:
+        if isinstance(action, AskPages):
+            self._ask(link, action)
+        elif isinstance(action, CancelWant):
+            link.meter.forget(action.want)
+            self._links.tell(link.peer, Cancel(want=action.want))
+            self._links.transport.cancel(link.peer, action.want)
+        else:
+            *_, moved = link.meter.finish(self._links.stats, action.want, "recv")
+            if moved is not None:
+                self._moved.setdefault(action.job, []).append(moved)
+            self._links.tell(link.peer, Done(want=action.want))
+            self._links.transport.cancel(link.peer, action.want)
+
+    def _ask(self, link: Link, ask: AskPages) -> None:
         spans = {span.group: (span.first, span.block_ids) for span in ask.spans}
         nothing = (0, array("q"))
         by_unit = [spans.get(group, nothing) for group in link.unit_group]
@@ -187,9 +191,10 @@ class ReceiveSide:
         if link is None:
             self._keeps.setdefault(origin, []).append(keep)
         else:
-            self._tell_keep(link, keep)
+            _tell_keep(self._links, link, keep)
 
-    def _tell_keep(self, link: Link, keep: Keep) -> None:
-        transfer = keep.transfer
-        message = Renew(transfers=[transfer]) if keep.every_s else Decline(transfer=transfer)
-        self._links.tell(link.peer, message)
+
+def _tell_keep(links: Links, link: Link, keep: Keep) -> None:
+    transfer = keep.transfer
+    message = Renew(transfers=[transfer]) if keep.every_s else Decline(transfer=transfer)
+    links.tell(link.peer, message)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from kvconnect.errors import ProtocolError
 from kvconnect.plan import sender
-from kvconnect.plan.instructions import Instructions, Notice
+from kvconnect.plan.instructions import Instructions, Notice, NoticeKind
 from kvconnect.plan.sender import Action, Ask, Sender
 from kvconnect.transport.base import Fence, Outgoing, PeerId, Quiet, Sent
-from kvconnect.types import TransferId, TransferType
+from kvconnect.types import Rank, TransferId, TransferType
 from kvconnect.wire.messages import (
     Alive,
     Cancel,
@@ -23,6 +23,8 @@ from kvconnect.wire.messages import (
     Renew,
     Want,
 )
+from kvconnect.worker import boundary
+from kvconnect.worker.boundary import guard
 from kvconnect.worker.links import Link, Links
 
 HEARTBEAT_S = 1.0
@@ -39,7 +41,7 @@ class SendSide:
             for number, group in enumerate(links.hello.groups)
             for layer, name in enumerate(group.layers)
         }
-        self._notices: dict[Notice, None] = {}  # in order; a repeated one says nothing new
+        self._notices: dict[tuple[TransferId, NoticeKind, Rank | None], Notice] = {}  # in order
         layers = [len(group.layers) for group in links.hello.groups]
         self._machine = Sender(layers, deadline_s, HEARTBEAT_S)
         self._deadline_s = deadline_s
@@ -73,7 +75,7 @@ class SendSide:
 
     def take_notices(self) -> list[Notice]:
         """Return what readers did since the last call."""
-        notices, self._notices = list(self._notices), {}
+        notices, self._notices = list(self._notices.values()), {}
         return notices
 
     def on_message(self, link: Link, message: Message) -> None:
@@ -117,29 +119,43 @@ class SendSide:
     def _run(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, sender.Tell):
-                self._notices[action.notice] = None
+                self._note(action.notice)
                 continue
             link = self._links.get(PeerId(action.peer))
             if link is None:
                 if isinstance(action, sender.Served):  # lost before we knew that all had left
-                    self._notices[action.notice] = None
+                    self._note(action.notice)
                 continue
-            if isinstance(action, sender.SendPages):
-                self._send(link, action)
-            elif isinstance(action, sender.Served):
-                nbytes, seconds, moved = link.meter.finish(self._links.stats, action.want, "send")
-                said = action.notice._replace(nbytes=nbytes, seconds=seconds, moved=moved)
-                self._notices[said] = None
-            elif isinstance(action, sender.Stop):
-                self._links.transport.cancel(link.peer, action.want)
-            elif isinstance(action, sender.Refuse):
-                link.meter.forget(action.want)
-                fail = Fail(want=action.want, cause=action.cause.value, detail=action.detail)
-                self._links.tell(link.peer, fail)
-            elif isinstance(action, sender.AllReady):
-                self._links.tell(link.peer, Ready(want=action.want))
-            else:
-                self._links.tell(link.peer, Alive(wants=list(action.wants)))
+            with guard(self._links, link.peer):  # the engine's thread comes by here too
+                self._do(link, action)
+
+    def _do(self, link: Link, action: Action) -> None:
+        if isinstance(action, sender.SendPages):
+            self._send(link, action)
+        elif isinstance(action, sender.Served):
+            nbytes, seconds, moved = link.meter.finish(self._links.stats, action.want, "send")
+            self._note(action.notice._replace(nbytes=nbytes, seconds=seconds, moved=moved))
+        elif isinstance(action, sender.Stop):
+            link.meter.forget(action.want)
+            self._links.transport.cancel(link.peer, action.want)
+        elif isinstance(action, sender.Refuse):
+            link.meter.forget(action.want)
+            fail = Fail(want=action.want, cause=action.cause.value, detail=action.detail)
+            self._links.tell(link.peer, fail)
+        elif isinstance(action, sender.AllReady):
+            self._links.tell(link.peer, Ready(want=action.want))
+        elif isinstance(action, sender.StillThere):
+            self._links.tell(link.peer, Alive(wants=list(action.wants)))
+        else:
+            assert isinstance(action, sender.Break)
+            boundary.end(self._links, link.peer, action.error)
+
+    def _note(self, notice: Notice) -> None:
+        """Keep the last notice of its kind of each reader, behind those before it: a reader may
+        ask, leave and ask again before the scheduler looks."""
+        key = notice.transfer, notice.kind, notice.reader
+        self._notices.pop(key, None)
+        self._notices[key] = notice
 
     def _send(self, link: Link, pages: sender.SendPages) -> None:
         unit = link.units[pages.number]

@@ -129,6 +129,7 @@ GROUP = ("groups", 0)
         (HELLO, ("rank",), [-1, 2, 0, 1]),
         (HELLO, ("rank",), [0, 0, 0, 1]),
         (HELLO, ("rank",), [0, 1 << 20, 0, 1]),
+        (HELLO, ("rank",), [1023, 1024, 1, 2]),
         (HELLO, ("rank",), [0, 1, 0]),
         (HELLO, ("format",), {"model": 1.5}),
         (HELLO, ("format",), {"model": -1}),

@@ -193,6 +193,10 @@ _ENDS = Row(
                     rate(series("handoff_peer_failures"), "instance, peer"),
                     "{{instance}}, {{peer}}",
                 ),
+                Query(
+                    rate(series("handoff_peer_errors"), "instance") + " > 0",
+                    "{{instance}}, bugs",
+                ),
             ),
         ),
         Panel(

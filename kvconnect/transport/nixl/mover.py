@@ -16,7 +16,7 @@ from functools import partial
 from typing import Literal
 
 from kvconnect.cuda import CudaContext
-from kvconnect.errors import ConfigError, KVConnectError
+from kvconnect.errors import ConfigError, KVConnectError, contained
 from kvconnect.threads import ThreadKind, make
 from kvconnect.transport.base import Area
 from kvconnect.transport.nixl.agent import Agent
@@ -223,9 +223,10 @@ def _context_of(areas: Sequence[Area]) -> Callable[[], None]:
 
 
 def _guarded(work: Callable[[], None], failed: Callable[[str], None]) -> None:
-    try:
-        work()
-    except Exception as error:  # boundary: pages of one peer must not end the path of all
+    def end(error: Exception) -> None:
         if not isinstance(error, KVConnectError):
-            logger.exception("pages over NIXL")
+            logger.error("pages over NIXL", exc_info=error)
         failed(f"{type(error).__name__}: {error}")
+
+    with contained(end):
+        work()

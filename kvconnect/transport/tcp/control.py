@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable
 
-from kvconnect.errors import KVConnectError, ProtocolError
+from kvconnect.errors import KVConnectError, ProtocolError, contained
 from kvconnect.transport.tcp.handshake import READ, WRITE
 from kvconnect.transport.tcp.loop import Loop
 from kvconnect.transport.tcp.sockets import read_some, shut, write_some
 from kvconnect.wire.codec import NoteReader, pack_note
+
+logger = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = 8 << 20
 """Notes that wait for a peer that does not read them; more, and it counts as down."""
@@ -76,23 +79,27 @@ class Control:
     def feed(self, data: bytes) -> None:
         """Take bytes that the other side sent."""
         self.heard_at = self._loop.now()
-        try:
+        with contained(self._fail):
             for note in self._reader.feed(data):
                 if not self._closed:
                     self._on_note(note)
-        except ProtocolError as error:
-            self._on_end(f"broke the protocol: {error}")
-        except KVConnectError as error:  # only this peer's notes show it
-            self._on_end(f"{type(error).__name__}: {error}")
 
     def _on_ready(self, mask: int) -> None:
-        try:
+        with contained(self._fail):
             if mask & WRITE:
                 self._write()
             if mask & READ and not self._closed:
                 self._read()
-        except OSError as error:
+
+    def _fail(self, error: Exception) -> None:
+        if isinstance(error, OSError):
             self._on_end(f"connection lost: {error}")
+        elif isinstance(error, ProtocolError):
+            self._on_end(f"broke the protocol: {error}")
+        else:
+            if not isinstance(error, KVConnectError):  # a bug here that this peer found
+                logger.error("an error of KVConnect's own; a connection ends", exc_info=error)
+            self._on_end(f"{type(error).__name__}: {error}")
 
     def _write(self) -> None:
         count = 1

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvconnect.errors import ProtocolError, Refused
+from kvconnect.errors import ProtocolError, Refused, contained
 from kvconnect.transport.base import LinkOptions
+from kvconnect.transport.tcp.complaints import Complaints
 from kvconnect.transport.tcp.guard import Guard
 from kvconnect.transport.tcp.handshake import READ, Handshake
 from kvconnect.transport.tcp.loop import Loop
@@ -22,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 MAX_IN_AUTH = 256  # connections that have not proven themselves yet
 _ACCEPTS = 16  # at a time
-_MAX_REMEMBERED = 1024
 UNTRUSTED = "its address is neither loopback nor in peers, and no key is set"
 
 
@@ -33,6 +35,7 @@ class Guest:
     handshake: Handshake
     address: str
     begun: float
+    source: str = ""  # of one that came in
     peer: Peer | None = None
     opening: Opening | None = None
 
@@ -60,7 +63,7 @@ class Door:
         self._on_refused = on_refused
         self._listener: socket.socket | None = None
         self._guests: dict[Guest, None] = {}  # oldest first
-        self._complained: set[str] = set()
+        self._complaints = Complaints()
 
     def open(self, listener: socket.socket) -> None:
         """Accept connections from a listening socket, which it owns from now on."""
@@ -85,7 +88,7 @@ class Door:
             raise
         auth = ClientAuth(self._guard.key, opening, os.urandom(NONCE_BYTES))
         handshake = Handshake(sock, auth, self._guard.client_tls)
-        self._let_in(Guest(handshake, peer.address, self._loop.now(), peer, opening))
+        self._let_in(Guest(handshake, peer.address, self._loop.now(), "", peer, opening))
 
     def tick(self, now: float) -> None:
         """Turn away who takes too long; a peer that is dialled has a deadline of its own."""
@@ -127,12 +130,13 @@ class Door:
         except BlockingIOError:
             pass
         except OSError as error:  # too many open files, for instance: not again before a tick
-            self._complain("somebody", f"cannot accept a connection: {error}")
+            text = f"cannot accept a connection: {error}"
+            self._complaints.say("somebody", text, self._loop.now())
             self._loop.unwatch(self._listener.fileno())
 
     def _receive(self, sock: socket.socket, host: str, port: int) -> None:
         if not self._guard.admits(host):
-            self._complain(host, UNTRUSTED)
+            self._complaints.say(host, UNTRUSTED, self._loop.now())
             sock.close()
             return
         try:
@@ -144,16 +148,18 @@ class Door:
         handshake = Handshake(sock, auth, self._guard.server_tls)
         strangers = self._strangers()
         if len(strangers) >= MAX_IN_AUTH:  # idle ones must not keep others out
-            self._turn_away(strangers[0], "too many newer connections before it proved itself")
-        self._let_in(Guest(handshake, f"{host}:{port}", self._loop.now()))
+            crowding = "too many newer connections before it proved itself"
+            self._turn_away(first_to_go(strangers), crowding)
+        guest = Guest(handshake, f"{host}:{port}", self._loop.now(), source_of(host))
+        self._let_in(guest)
 
     def _let_in(self, guest: Guest) -> None:
         self._guests[guest] = None
         self._advance(guest, 0)
 
     def _advance(self, guest: Guest, _: int) -> None:
-        handshake = guest.handshake
-        try:
+        with contained(partial(self._fail, guest)):
+            handshake = guest.handshake
             mask = handshake.advance()
             if mask:
                 self._loop.watch(handshake.fd, mask, partial(self._advance, guest))
@@ -164,12 +170,17 @@ class Door:
                 opening = handshake.auth.opening
             assert opening
             self._on_proven(guest, opening)
-        except Refused as error:
+
+    def _fail(self, guest: Guest, error: Exception) -> None:
+        if isinstance(error, Refused):
             self._turn_away(guest, str(error), error.field)
-        except ProtocolError as error:
+        elif isinstance(error, ProtocolError):
             self._turn_away(guest, f"broke the protocol: {error}")
-        except (EOFError, OSError) as error:
+        elif isinstance(error, EOFError | OSError):
             self._turn_away(guest, f"cannot connect: {error}")
+        else:  # a bug here that this stranger found
+            logger.error("an error of KVConnect's own; a connection ends", exc_info=error)
+            self._turn_away(guest, f"{type(error).__name__}: {error}")
 
     def _leave(self, guest: Guest) -> None:
         self._guests.pop(guest, None)
@@ -181,13 +192,24 @@ class Door:
         if guest.peer:
             guest.peer.fail(reason, refused)
         else:
-            self._complain(guest.address.rpartition(":")[0], reason)
+            host = guest.address.rpartition(":")[0]
+            self._complaints.say(host, reason, self._loop.now())
             if refused:
                 self._on_refused(reason, refused)
 
-    def _complain(self, host: str, text: str) -> None:
-        """Log once for each address and kind of trouble, so that nobody can fill the log."""
-        kind = f"{host}: {text.partition(':')[0]}"
-        if kind not in self._complained and len(self._complained) < _MAX_REMEMBERED:
-            self._complained.add(kind)
-            logger.warning("%s: turned away: %s", host, text)
+
+def source_of(host: str) -> str:
+    """Return what connections count together for: an address, of IPv6 the network of one site."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address) and not address.ipv4_mapped:
+        return str(ipaddress.ip_network((address, 64), strict=False))
+    return str(address)
+
+
+def first_to_go(strangers: Sequence[Guest]) -> Guest:
+    """Return whom to give up for somebody newer: of the source that has most connections the
+    oldest that has said nothing, or the oldest. So a flood turns itself away."""
+    sources = Counter(guest.source for guest in strangers)
+    most = max(sources, key=lambda source: sources[source])
+    crowd = [guest for guest in strangers if guest.source == most]
+    return next((guest for guest in crowd if not guest.handshake.heard), crowd[0])

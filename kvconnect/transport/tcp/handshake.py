@@ -19,7 +19,8 @@ _READ_BYTES = 4096  # more than any handshake message
 class Handshake:
     """Connects (if it is the client), sets TLS up (if there is a context) and authenticates.
 
-    ``sock`` is another object once TLS is set up, with the same file descriptor ``fd``.
+    ``sock`` is another object once TLS is set up, with the same file descriptor ``fd``. ``heard``:
+    the other side has said something that may be the start of a proof.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class Handshake:
         self.sock = sock
         self.fd = sock.fileno()
         self.auth = auth
+        self.heard = False
         self._tls = tls
         self._steps = self._proceed()
 
@@ -65,6 +67,7 @@ class Handshake:
                 return
             except ssl.SSLWantReadError:
                 yield READ
+                self.heard = True
             except ssl.SSLWantWriteError:
                 yield WRITE
             except ssl.SSLError as error:
@@ -89,3 +92,4 @@ class Handshake:
                 raise EOFError("closed by the other side before it was authenticated")
             else:
                 out += auth.feed(bytes(view[:got]))
+                self.heard = True
