@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,6 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+import kvconnect
 from kvconnect.config import parse_config
 from kvconnect.router.flags import add_flags, options_of
 from tests.boards import ALERTS, FOLDER
@@ -92,12 +94,74 @@ def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
 
 def test_manifests_are_of_kubernetes_schema() -> None:
     checked = [doc for doc in manifests() if doc["kind"] not in CRDS]
-    assert len(checked) == 2 * len(PLACES)
+    assert len(checked) == 2 * len(PLACES) + 2
     for doc in checked:
         kubernetes_validate.validate(doc, "1.32", strict=True)
     doc["spec"]["prts"] = []  # control
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(doc, "1.32", strict=True)
+
+
+def unprivileged(template: dict[str, Any]) -> bool:
+    """Whether nothing in a pod can be root or become it, or speak for it to Kubernetes."""
+    spec = template["spec"]
+    of_pod = spec.get("securityContext", {})
+    return (
+        spec.get("automountServiceAccountToken") is False
+        and of_pod.get("runAsNonRoot") is True
+        and of_pod.get("runAsUser", 0) > 0
+        and of_pod.get("seccompProfile") == {"type": "RuntimeDefault"}
+        and all(
+            each["securityContext"]["allowPrivilegeEscalation"] is False
+            and each["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            for each in spec["containers"]
+        )
+    )
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_pods_are_unprivileged(name: str) -> None:
+    template = pod(name)
+    assert unprivileged(template)
+    for key in ("runAsNonRoot", "runAsUser", "seccompProfile"):
+        less = {k: v for k, v in template["spec"]["securityContext"].items() if k != key}
+        assert not unprivileged({"spec": template["spec"] | {"securityContext": less}})
+
+
+def test_images_are_of_one_version() -> None:
+    (kustomization,) = manifests("kustomization")
+    images = [f"{image['name']}:{image['newTag']}" for image in kustomization["images"]]
+    images += [service["image"] for service in compose()["services"].values()]
+    docker = (ROOT / "deploy" / "Dockerfile").read_text().splitlines()
+    images += [line.split()[1] for line in docker if line.startswith("FROM ")]
+    assert len(images) == 4
+    for image in images:
+        assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+", image), image
+    assert kustomization["images"] == [{"name": "kvconnect", "newTag": kvconnect.__version__}]
+
+
+def admitted(policy: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Which peers a policy lets in, by port."""
+    return {
+        str(rule["ports"][0]["port"]): list(rule["from"])
+        for rule in policy["spec"]["ingress"]
+    }
+
+
+def test_policies_admit_who_needs_to_and_nobody_else() -> None:
+    engines, router = manifests("network")
+    names = [pod(name)["metadata"]["labels"] for name in ("prefill", "decode")]
+    (expression,) = engines["spec"]["podSelector"]["matchExpressions"]
+    assert expression["values"] == [label["app.kubernetes.io/component"] for label in names]
+    into = admitted(engines)
+    assert set(into) == {"http", "14580"}
+    assert into["http"][0]["podSelector"]["matchLabels"] == pod("router")["metadata"]["labels"]
+    assert into["14580"] == [{"podSelector": engines["spec"]["podSelector"]}]
+    assert router["spec"]["podSelector"]["matchLabels"] == pod("router")["metadata"]["labels"]
+    for policy in (engines, router):
+        assert policy["spec"]["policyTypes"] == ["Ingress"]
+        for peers in admitted(policy).values():
+            assert peers and all(peers), "an empty peer is everybody"
 
 
 @pytest.mark.parametrize("name", PLACES)
@@ -129,12 +193,16 @@ def test_engines_get_settings_that_exist(name: str, role: str) -> None:
     assert str(Path(config.key_file).parent) in mounts
 
 
-def test_the_router_is_given_the_services_of_the_engines() -> None:
+def test_the_router_is_given_keys_and_the_services_of_the_engines(tmp_path: Path) -> None:
     (container,) = pod("router")["spec"]["containers"]
     parser = argparse.ArgumentParser()
     add_flags(parser)
-    arguments = parser.parse_args(container["args"])
-    options_of(arguments)
+    keys = tmp_path / "keys"
+    keys.write_text("0123456789abcdef")
+    (mount,) = container["volumeMounts"]
+    args = [each.replace(mount["mountPath"], str(tmp_path)) for each in container["args"]]
+    arguments = parser.parse_args(args)
+    assert options_of(arguments).listening.api_keys
     for name, given in (("prefill", arguments.prefill_dns), ("decode", arguments.decode_dns)):
         (service,) = (doc for doc in manifests(name) if doc["kind"] == "Service")
         port = service["spec"]["ports"][0]["port"]
