@@ -10,6 +10,8 @@
 # make fuzz           a million broken inputs against everything that reads what others wrote, and a
 #                     million more to each reader, guided by coverage
 # make sanitize       tests of the C extension under the address, undefined and thread sanitizers
+# make release        sdist, wheel and SBOM in dist/, checked
+# make lock           requirements/*.lock from the environments as they are
 # make setup          only the environment (.venv) for all but SGLang; setup-sglang: its own
 #
 # PYTHON=python3.12 chooses the interpreter; PYTEST_ARGS="-k ledger" narrows `make test` (which then
@@ -25,14 +27,14 @@ SGLANG_BIN := .venv-sglang/bin
 SGLANG_READY := .venv-sglang/.ready
 GPU_PYTHON := .venv-gpu/bin/python
 # What changes the installed package also makes an environment stale.
-SOURCES := scripts/setup pyproject.toml $(wildcard setup.py kvconnect/*.[ch] kvconnect/kernels/*.cu*)
+SOURCES := scripts/setup pyproject.toml $(wildcard requirements/*.lock setup.py kvconnect/*.[ch] kvconnect/kernels/*.cu*)
 BENCHMARKS := $(filter-out common copy_cuda fake_engines link nixl movers sglang_% __init__,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
 # The folders tests, demo and benchmarks import one another by their path from here.
 export PYTHONPATH := $(CURDIR)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup setup-sglang test test-sglang demo demo-sglang bench bench-sglang docs gpu fuzz sanitize clean
+.PHONY: setup setup-sglang test test-sglang demo demo-sglang bench bench-sglang docs gpu fuzz sanitize release lock clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -91,6 +93,12 @@ docs: $(READY)
 fuzz: $(READY)
 	@python -m tests.fuzz.fuzz_codec --runs 1000000 $(FUZZ_ARGS)
 	@python -m tests.fuzz.guided --runs 1000000 --keep
+
+release: $(READY)
+	@scripts/release
+
+lock: $(READY) $(SGLANG_READY)
+	@scripts/lock
 
 sanitize: $(READY)
 	@scripts/sanitize address
