@@ -10,9 +10,10 @@ import json
 import re
 import sys
 import tarfile
-import tomllib
 import zipfile
 from pathlib import Path
+
+import tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 WHEEL_HAS = (
@@ -46,7 +47,10 @@ def check_files(dist: Path) -> list[str]:
 def check_sbom(dist: Path) -> list[str]:
     """Return which of the packages that a wheel with the router installs the SBOM lacks."""
     (file,) = dist.glob("*.cdx.json")
-    named = {each["name"].lower() for each in json.loads(file.read_text())["components"]}
+    named = {
+        each["name"].lower().replace("_", "-")
+        for each in json.loads(file.read_text())["components"]
+    }
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = [*project["dependencies"], *project["optional-dependencies"]["router"]]
     names = [re.match(r"[\w-]+", each) for each in needed]

@@ -142,10 +142,7 @@ def test_images_are_of_one_version() -> None:
 
 def admitted(policy: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Which peers a policy lets in, by port."""
-    return {
-        str(rule["ports"][0]["port"]): list(rule["from"])
-        for rule in policy["spec"]["ingress"]
-    }
+    return {str(rule["ports"][0]["port"]): list(rule["from"]) for rule in policy["spec"]["ingress"]}
 
 
 def test_policies_admit_who_needs_to_and_nobody_else() -> None:
