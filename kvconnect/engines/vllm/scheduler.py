@@ -203,7 +203,9 @@ class SchedulerHalf:
         self._release(self.plan.jobs.expire(now))
         for req_id, computed in self.plan.due(translate.computed_tokens(output)):
             self.store(req_id, computed, output)
-        translate.hold_blocks(self.pool, self.handoff.offer(output, now))
+        offered = self.handoff.offer(output, now)
+        if offered:
+            translate.hold_blocks(self.pool, offered)
         work = self.plan.take(now)
         self.handoff.take(work, now)
         if self.below is not None:
