@@ -6,6 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from kvconnect.engines.vllm import names as naming
 from kvconnect.engines.vllm.names import Names, named_by_tokens
 from kvconnect.format import page_names
 from kvconnect.plan.groups import CacheGroup
@@ -103,3 +106,29 @@ def test_an_adapter_is_its_files(tmp_path: Path) -> None:
     assert third not in (first, second) and found(Names(FULL), 3) == third
     (tmp_path / "adapter_model.safetensors").unlink()
     assert found(Names(FULL), 4) != found(Names(FULL), 4), "for each engine alone"
+
+
+def test_adapters_come_and_go_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was forgotten may have other files by now than those that the engine has loaded."""
+    monkeypatch.setattr(naming, "MOST_ADAPTERS", 8)
+    (tmp_path / "adapter_model.safetensors").write_bytes(bytes(100))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    names = Names(FULL)
+
+    def found(number: int) -> bytes:
+        lora = SimpleNamespace(lora_name=f"l{number}", lora_int_id=number, lora_path=str(tmp_path))
+        names.forget("r")
+        return keys(names, request(list(range(8)), lora_request=lora))[0]
+
+    first = found(1)
+    assert found(2) == first, "the same files"
+    for number in range(3, 100):
+        found(1)
+        assert found(number) == first
+        assert len(names._adapters) <= 8
+    assert found(1) == first, "it was used all the time"
+    again = found(2)
+    assert again != first
+    assert found(2) == again

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MOST_ADAPTERS = 4096  # remembered; far more than an engine has loaded
 _NONE: Mapping[bytes, bytes] = MappingProxyType({})
 
 
@@ -39,7 +41,10 @@ class Names:
         self._prefixes: dict[str, bytes] = {}
         self._names: dict[str, dict[bytes, bytes]] = {}
         # What tells them apart, by name, number and path: vLLM numbers what it loads anew.
-        self._adapters: dict[tuple[str, int, str], bytes] = {}
+        # Only those used last. The files of one that was forgotten may be others by now than those
+        # that were loaded, so from then on its blocks are for this engine alone.
+        self._forgotten = 0  # the highest number of one
+        self._adapters: OrderedDict[tuple[str, int, str], bytes] = OrderedDict()
         self._generation = b""
 
     def wanted(
@@ -75,11 +80,17 @@ class Names:
         known = self._adapters.get(loaded)
         if known is None:
             try:
+                if lora.lora_int_id <= self._forgotten:
+                    raise Incompatible("it was not used for long")
                 known = model_name(lora.lora_path, None, {}, "adapter_config.json").encode()
             except (Incompatible, OSError) as error:
                 logger.warning("blocks of adapter %s are for this engine alone: %s", loaded, error)
                 known = os.urandom(16)
             self._adapters[loaded] = known
+            if len(self._adapters) > MOST_ADAPTERS:
+                (_, number, _), _ = self._adapters.popitem(last=False)
+                self._forgotten = max(self._forgotten, number)
+        self._adapters.move_to_end(loaded)
         return known
 
     def _chain(self, request: Request, hashes: Sequence[bytes]) -> Mapping[bytes, bytes]:
