@@ -80,29 +80,121 @@ class Admission:
             self._inside -= 1
 
 
-class Bodies:
-    """Memory for the bodies of all open requests together: ``most`` bytes."""
+class InFlight:
+    """How many requests each client has open; ``most`` 0: any number."""
 
     def __init__(self, most: int) -> None:
-        self._left = most
+        self._most = most
+        self._open: dict[str, int] = {}
 
     @contextmanager
-    def room(self) -> Iterator[Callable[[int], None]]:
-        """Yield a function that takes room for so many bytes more; the block's end gives it back.
+    def enter(self, client: str) -> Iterator[None]:
+        """The block is a request of ``client``.
 
         Raises:
-            Busy: (the function) there is no room for them now.
+            Busy: it has too many open.
         """
-        taken = 0
+        now = self._open.get(client, 0)
+        if self._most and now >= self._most:
+            raise Busy(f"this client has {now} requests open, as many as it may", 1)
+        self._open[client] = now + 1
+        try:
+            yield
+        finally:
+            left = self._open.pop(client) - 1
+            if left:
+                self._open[client] = left
 
-        def take(size: int) -> None:
-            nonlocal taken
-            taken += size
-            self._left -= size
-            if self._left < 0:
+
+class Room:
+    """What one request's body takes of the memory for bodies."""
+
+    def __init__(self, bodies: Bodies, client: str) -> None:
+        self.client = client
+        self.taken = 0
+        self.lost = False  # others needed it
+        self._bodies = bodies
+        self._stop: Callable[[], object] | None = None
+
+    def take(self, size: int) -> None:
+        """Take room for so many bytes more.
+
+        Raises:
+            Busy: there is none now.
+        """
+        self.taken += size
+        self._bodies.taken(self, size)
+
+    @contextmanager
+    def coming(self, stop: Callable[[], object]) -> Iterator[None]:
+        """While in the block, the body is not whole: ``stop`` is called when it loses its room."""
+        self._stop = stop
+        self._bodies.coming[self] = None
+        try:
+            yield
+        finally:
+            self._bodies.coming.pop(self, None)
+
+    def lose(self) -> None:
+        """Give all back to another request."""
+        assert self._stop is not None, "only what is coming loses its room"
+        self.lost = True
+        self._bodies.coming.pop(self, None)
+        self.leave()
+        self._stop()
+
+    def leave(self) -> None:
+        """Give all back."""
+        size, self.taken = self.taken, 0
+        self._bodies.taken(self, -size)
+
+
+class Bodies:
+    """Memory for the bodies of all open requests together, ``most`` bytes, of which one client has
+    ``share`` at most.
+
+    A body that is not whole yet holds its room only as long as no other needs it: of those, the one
+    that has been coming longest loses it first.
+    """
+
+    def __init__(self, most: int, share: int) -> None:
+        self.coming: dict[Room, None] = {}  # oldest first
+        self._left, self._share = most, share
+        self._of: dict[str, int] = {}
+
+    @contextmanager
+    def room(self, client: str) -> Iterator[Room]:
+        """Yield the room of a request, empty; the block's end gives it back."""
+        room = Room(self, client)
+        try:
+            yield room
+        finally:
+            room.leave()
+
+    def taken(self, room: Room, size: int) -> None:
+        """A request takes ``size`` bytes more, or gives back if it is negative.
+
+        Raises:
+            Busy: there is no room for them now.
+        """
+        self._left -= size
+        now = self._of.get(room.client, 0) + size
+        self._of[room.client] = now
+        if not now:
+            del self._of[room.client]
+        if size <= 0:
+            return
+        while self._of[room.client] > self._share:
+            if not self._free(room, room.client):
+                raise Busy("the bodies of this client's requests take all the memory they may", 1)
+        while self._left < 0:
+            if not self._free(room, ""):
                 raise Busy("the bodies of open requests take all the memory they may", 1)
 
-        try:
-            yield take
-        finally:
-            self._left += taken
+    def _free(self, room: Room, client: str) -> bool:
+        """Have the oldest body that is still coming lose its room; of ``client`` if it is named."""
+        others = (other for other in self.coming if other is not room)
+        oldest = next((other for other in others if client in ("", other.client)), None)
+        if oldest is not None:
+            oldest.lose()
+        return oldest is not None

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import hmac
 import itertools
 import logging
 import resource
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 import uvloop
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, disable_created_metrics, generate_latest
 
 from kvconnect import memory
 from kvconnect.router import legs
 from kvconnect.router.admin import make_admin
-from kvconnect.router.admission import Admission, Bodies
+from kvconnect.router.admission import Admission, Bodies, InFlight
+from kvconnect.router.apis import APIS, Api
 from kvconnect.router.caches import Caches
 from kvconnect.router.exchange import Exchange, Services
+from kvconnect.router.intake import Intake
 from kvconnect.router.leftovers import Leftovers
 from kvconnect.router.membership import Membership
 from kvconnect.router.metrics import RouterMetrics
@@ -32,17 +34,23 @@ from kvconnect.router.options import Options
 from kvconnect.router.pool import Client
 from kvconnect.router.spans import Spans
 from kvconnect.router.supervise import Supervisor
+from kvconnect.router.tenants import Tenant, Tenants
 from kvconnect.router.upstreams import Fleet, Upstream
 from kvconnect.router.view import Role
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 64 * 2**20
 _OPEN = ("/health", "/metrics")
 _GARBAGE = 10_000  # new objects between two looks for unreachable ones
 _BACKLOG = 1024  # connections that wait to be accepted
 IDLE_S = 75.0  # a connection may wait so long for a request, until the end of its head
+_SHOWN = 200  # characters of what a client sent
 UNREAD_S = 60.0  # a client may take nothing of what waits for it so long
+
+SERVER: dict[str, Any] = {"auto_decompress": False, "handler_cancellation": True}
+"""How to serve the application: no body grows, and a client that leaves cancels what it caused."""
+
+_TENANT = "kvconnect.tenant"
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -74,14 +82,18 @@ class Edge:
         self._membership = Membership(
             options, self._fleet, self._client, self._metrics, caches.indexes
         )
-        admission = Admission(options.limits, self._metrics.queued)
+        limits = options.limits
+        room = _room_for_bodies(limits.body_bytes)
+        self.tenants = Tenants(options.listening.api_keys, isolate=options.listening.isolate)
         self._services = Services(
             options,
             self._fleet,
             self._metrics,
             self._client,
-            admission,
-            Bodies(_room_for_bodies()),
+            Admission(limits, self._metrics.queued),
+            InFlight(limits.client_concurrent),
+            Bodies(room, max(room // 2, limits.body_bytes)),
+            Intake(limits.body_bytes, pieces=bool(caches.indexes)),
             caches,
             Spans(),
             Leftovers(Supervisor(self._metrics.count)),
@@ -93,6 +105,7 @@ class Edge:
         yield
         await self._membership.stop()
         await self._services.leftovers.close()
+        self._services.intake.close()
         self._client.close()
         await asyncio.to_thread(self._services.spans.close)
 
@@ -107,9 +120,14 @@ class Edge:
         yield
         await runner.cleanup()
 
-    async def complete(self, request: web.Request) -> web.StreamResponse:
-        """Completions, chat completions and SGLang's ``/generate``."""
-        return await Exchange(self._services, request, next(self._turns)).serve()
+    def serving(self, api: Api) -> _Handler:
+        """Return the handler of what engines serve."""
+
+        async def serve(request: web.Request) -> web.StreamResponse:
+            tenant: Tenant = request[_TENANT]
+            return await Exchange(self._services, request, api, tenant, next(self._turns)).serve()
+
+        return serve
 
     async def models(self, request: web.Request) -> web.StreamResponse:  # noqa: ARG002
         """``/v1/models``: what prefill and decode engines that are up both serve."""
@@ -138,18 +156,14 @@ class Edge:
 
 
 def make_app(options: Options) -> web.Application:
-    """Return the application. Serve it with ``handler_cancellation=True``: a client that
-    disconnects must cancel what runs for it."""
+    """Return the application. Serve it with :data:`SERVER`."""
     edge = Edge(options)
-    keys = options.listening.api_keys
-    middlewares = [*([_known_clients(keys)] if keys else []), _openai_errors]
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
+    app = web.Application(middlewares=[_known_clients(edge.tenants), _openai_errors])
     app.cleanup_ctx.append(edge.run)
     if options.admin.token:
         app.cleanup_ctx.append(edge.administer)
-    app.router.add_post("/v1/completions", edge.complete)
-    app.router.add_post("/v1/chat/completions", edge.complete)
-    app.router.add_post("/generate", edge.complete)
+    for api in APIS:
+        app.router.add_route(api.method, api.path, edge.serving(api))
     app.router.add_get("/v1/models", edge.models)
     app.router.add_get("/health", edge.health)
     app.router.add_get("/metrics", edge.metrics)
@@ -181,6 +195,7 @@ def serve(options: Options) -> None:
         scheme = "http" if context is None else "https"
         logger.info("router on %s://%s:%d", scheme, host, listener.getsockname()[1])
         # To look through all that start-up made holds up every request for milliseconds.
+        logging.getLogger("aiohttp.server").addFilter(_OneLine())
         gc.collect()
         gc.freeze()
         gc.set_threshold(_GARBAGE)
@@ -188,35 +203,50 @@ def serve(options: Options) -> None:
             make_app(options),
             sock=listener,
             ssl_context=context,
-            handler_cancellation=True,
             shutdown_timeout=options.limits.drain_s,
             keepalive_timeout=IDLE_S,
             backlog=_BACKLOG,
             access_log=None,
             print=None,
             loop=uvloop.new_event_loop(),
+            **SERVER,
         )
 
 
-def _known_clients(keys: Sequence[str]) -> Middleware:
-    """Turn away who names no key; health and metrics are for all."""
-    wanted = [f"Bearer {key}".encode() for key in keys]
+def _known_clients(tenants: Tenants) -> Middleware:
+    """Turn away who names no key, where there are keys; health and metrics are for all."""
 
     @web.middleware
     async def known(request: web.Request, handler: _Handler) -> web.StreamResponse:
-        came = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        # All are compared, so that the time does not tell which is near.
-        found = sum([hmac.compare_digest(came, want) for want in wanted])
-        if found or request.path in _OPEN:
-            return await handler(request)
-        return error_response(401, "send Authorization: Bearer and an API key")
+        named = request.headers.get("Authorization", "")
+        tenant = tenants.find(named, request.remote or "")
+        if tenant is None and request.path not in _OPEN:
+            return error_response(401, "send Authorization: Bearer and an API key")
+        request[_TENANT] = tenant
+        return await handler(request)
 
     return known
 
 
-def _room_for_bodies() -> int:
-    """An eighth of free memory: parsed, token ids take up to seven times their bytes."""
-    return max(MAX_BODY_BYTES, (memory.available_bytes() or 2**33) // 8)
+class _OneLine(logging.Filter):
+    """Has a request that is no HTTP, which anybody can send, leave one line and no traceback."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """logging: whether to write a record."""
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            record.exc_info = record.exc_text = None
+            record.levelno, record.levelname = logging.DEBUG, "DEBUG"
+            text = " ".join(str(error.message).split())[:_SHOWN]
+            record.msg, record.args = "not an HTTP request: %s", (text,)
+            return logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
+        return True
+
+
+def _room_for_bodies(one: int) -> int:
+    """An eighth of free memory, and room for one: with what goes to the two engines, and what is
+    read of it, a body takes up to four times its bytes."""
+    return max(one, (memory.available_bytes() or 2**33) // 8)
 
 
 def _models(upstreams: Iterable[Upstream]) -> dict[str, Any]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from kvconnect.router import legs
-from kvconnect.router.history import History, units_of
+from kvconnect.router.body import Pieces
+from kvconnect.router.history import History
 from kvconnect.router.options import Options
 from kvconnect.router.pick import Policy
 from kvconnect.router.policy import Choice, Hits, Place
@@ -23,26 +20,32 @@ class Caches:
         self.indexes = {role: PrefixIndex() for role in roles}
         self._histories = {role: History() for role in roles}
 
-    def hits(self, body: Mapping[str, Any]) -> Hits:
-        """Return what is known of a request: of token ids what engines' events tell, of the rest
-        what was sent where."""
-        if not self.indexes:
+    def hits(self, pieces: Pieces | None, *, base: bool) -> Hits:
+        """Return what is known of a prompt: of token ids what engines' events tell, of the rest
+        what was sent where. ``base``: its model is no adapter.
+
+        Engines' events name blocks by their tokens alone, so of a prompt with a salt, or of an
+        adapter, they tell nothing.
+        """
+        if pieces is None:
             return {}
-        ids, units = legs.ids_of(body), units_of(body)
+        ids = pieces.ids if base and pieces.plain else []
         found: dict[Role, dict[Target, Hit]] = {}
         for role, index in self.indexes.items():
             told = index.targets() if ids else frozenset()
-            guessed = self._histories[role].match(units)
+            guessed = self._histories[role].match(pieces.units)
             found[role] = {target: hit for target, hit in guessed.items() if target not in told}
             found[role] |= index.match(ids)
         return found
 
-    def sent(self, choice: Choice, body: Mapping[str, Any]) -> None:
-        """A request goes to the engines of ``choice``."""
+    def sent(self, choice: Choice, pieces: Pieces | None) -> None:
+        """A prompt goes to the engines of ``choice``."""
+        if pieces is None:
+            return
         for role, history in self._histories.items():
             place = choice.prefill if role is Role.PREFILL else choice.decode
             if isinstance(place, Place):
-                history.sent(place.target, units_of(body))
+                history.sent(place.target, pieces.units)
 
     def forget(self, role: Role, worker: int, ranks: int) -> None:
         """An engine was lost: what it had been sent is no longer there."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _EVENT_STREAM = "text/event-stream"
 _EVENT_END = b"\n\n"
+_MOST_BEGINNING = 1 << 20  # bytes of a stream that are looked at before they are passed on
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Ask:
-    """What to send: a path, headers, a JSON body."""
+    """What to send: method, path, headers, and a JSON body unless it is None."""
 
+    method: str
     path: str
     headers: Mapping[str, str]
-    body: bytes
+    body: bytes | None
 
 
 class LegFailed(KVConnectError):
@@ -159,9 +161,10 @@ class Leg:
         """
         base = self.upstream.base
         headers = {**ask.headers, **self._span.headers()}
-        head = head_of(base, "POST", ask.path, headers, len(ask.body))
+        length = None if ask.body is None else len(ask.body)
+        head = head_of(base, ask.method, ask.path, headers, length)
         with self._failures():
-            self._connection = await self._client.open(base, head, ask.body, on_written)
+            self._connection = await self._client.open(base, head, ask.body or b"", on_written)
             status = self._connection.answer.status
             if status == 200:
                 return
@@ -190,7 +193,11 @@ class Leg:
                 event, end, after = rest.partition(_EVENT_END)
                 if end and legs.only_opens(event):
                     rest = after
-                elif end or not (chunk := await self._opened.readany()):
+                elif (
+                    end
+                    or len(begin) > _MOST_BEGINNING
+                    or not (chunk := await self._opened.readany())
+                ):
                     break
                 else:
                     begin, rest = begin + chunk, rest + chunk
@@ -224,7 +231,9 @@ class Leg:
     def _error(self, answer: Answer) -> LegFailed:
         self._outcome = LegOutcome.ERROR
         message = f"{self._name} answered {answer.status}"
-        return LegFailed(self.upstream.role, "error", message, answer)
+        # What is neither an answer nor an error is the router's to explain.
+        said = answer if 500 <= answer.status < 600 else None
+        return LegFailed(self.upstream.role, "error", message, said)
 
     @contextmanager
     def _failures(self) -> Iterator[None]:

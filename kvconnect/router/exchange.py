@@ -7,12 +7,11 @@ pair is tried. After it nothing is: the stream ends with an error event.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -20,16 +19,29 @@ from aiohttp import web
 
 from kvconnect.errors import Refused
 from kvconnect.router import legs
-from kvconnect.router.admission import Admission, Bodies, Busy
+from kvconnect.router.admission import Admission, Bodies, Busy, InFlight
+from kvconnect.router.apis import Api
 from kvconnect.router.caches import Caches
 from kvconnect.router.client import Answer, Ask, Leg, LegFailed, Overhead, Rejected
+from kvconnect.router.intake import Asked, Intake
 from kvconnect.router.leftovers import Leftovers
 from kvconnect.router.metrics import Outcome, RouterMetrics
 from kvconnect.router.options import Options
-from kvconnect.router.policy import Choice, Mode, Place, Reason, Tried, Wish, choose, unpaired
-from kvconnect.router.pool import Client, within
+from kvconnect.router.policy import (
+    Choice,
+    Mode,
+    Place,
+    Reason,
+    Tried,
+    Unserved,
+    Wish,
+    choose,
+    unpaired,
+)
+from kvconnect.router.pool import Client
 from kvconnect.router.reply import Reply
 from kvconnect.router.spans import Spans
+from kvconnect.router.tenants import Tenant
 from kvconnect.router.upstreams import Fleet, Upstream
 from kvconnect.router.view import Engine, Role
 
@@ -37,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 _FORWARDED = ("X-Request-Id", "Authorization", "traceparent", "tracestate")
 _SESSION = "X-Session-Id"
-BODY_S = 60.0  # for a request's body: who sends slower holds memory
+_NO_PATH = (404, 405)  # of an engine
 
 
 class Services(NamedTuple):
@@ -48,7 +60,9 @@ class Services(NamedTuple):
     metrics: RouterMetrics
     client: Client
     admission: Admission
+    in_flight: InFlight
     bodies: Bodies
+    intake: Intake
     caches: Caches
     spans: Spans
     leftovers: Leftovers
@@ -57,10 +71,15 @@ class Services(NamedTuple):
 class Exchange:
     """Serves one request; on the event loop, in the request's own task."""
 
-    def __init__(self, services: Services, request: web.Request, turn: int) -> None:
+    def __init__(
+        self, services: Services, request: web.Request, api: Api, tenant: Tenant, turn: int
+    ) -> None:
         self._services = services
         self._request = request
-        self._reply = Reply(request)
+        self._api = api
+        self._tenant = tenant
+        hits = services.options.listening.hit_headers
+        self._reply = Reply(request, named=api.named, hits=hits)
         self._spans = services.spans.of(request)
         self._turn = turn  # counts requests, and attempts of this one
         self._came = time.monotonic()
@@ -89,16 +108,20 @@ class Exchange:
 
     async def _answer(self) -> web.StreamResponse:
         try:
-            with self._services.bodies.room() as take:
-                body = legs.parse_body(await self._body(take))
-                async with self._spans.turn(self._services.admission.enter()):
-                    return await self._attempts(body)
+            client, services = self._tenant.name, self._services
+            with services.in_flight.enter(client), services.bodies.room(client) as room:
+                asked = await services.intake.read(self._request, self._api, self._tenant, room)
+                async with self._spans.turn(services.admission.enter()):
+                    return await self._attempts(asked)
         except Busy as error:
             self._outcome = Outcome.REJECTED
             return self._reply.error(429, str(error), {"Retry-After": str(error.retry_s)})
         except Refused as error:
             self._outcome = Outcome.REJECTED
             return self._reply.error(400, str(error))
+        except Unserved as error:
+            self._outcome = Outcome.REJECTED
+            return self._reply.error(404, str(error))
         except Rejected as error:
             self._outcome = Outcome.REJECTED
             return self._reply.whole(error.answer)
@@ -108,38 +131,15 @@ class Exchange:
                 return self._reply.whole(error.answer)
             return self._reply.error(502, str(error))
 
-    async def _body(self, take: Callable[[int], None]) -> bytearray:
-        """Read the request's body.
-
-        Raises:
-            Busy: the router holds too many already.
-            web.HTTPException: it is too large, or too slow.
-        """
-        reading, whole = self._read(take), self._request.content.is_eof()
-        try:
-            return await (reading if whole else within(reading, BODY_S))
-        except asyncio.TimeoutError:
-            late = f"the body was not there within {BODY_S:g} seconds"
-            raise web.HTTPRequestTimeout(reason=late) from None
-
-    async def _read(self, take: Callable[[int], None]) -> bytearray:
-        body, most = bytearray(), self._request.client_max_size
-        while piece := await self._request.content.readany():
-            take(len(piece))
-            body += piece
-            if len(body) > most:
-                raise web.HTTPRequestEntityTooLarge(most, len(body))
-        return body
-
-    async def _attempts(self, body: dict[str, Any]) -> web.StreamResponse:
+    async def _attempts(self, asked: Asked) -> web.StreamResponse:
         """Try pairs of engines until one answers.
 
         Raises:
             LegFailed: the last attempt's failure, when there is nothing left to try.
             Rejected: an engine finds the request wrong.
         """
-        wish, tried = self._wish(body), Tried()
-        failure: LegFailed | None = None
+        wish, tried, body = self._wish(asked), Tried(), asked.body
+        failure: LegFailed | Rejected | None = None
         while True:
             view = self._services.fleet.view()
             choice = choose(view, wish, tried, self._services.options)
@@ -149,14 +149,19 @@ class Exchange:
                     raise failure
                 self._outcome = Outcome.FAILED
                 return self._reply.error(503, unpaired(view, wish))
-            if failure is not None:
+            if isinstance(failure, LegFailed):
                 self._services.metrics.retry(failure.role, failure.cause)
             self._reply.choice = choice
             self._services.metrics.chosen(choice)
-            self._services.caches.sent(choice, body)
+            self._services.caches.sent(choice, asked.pieces)
             try:
                 async with self._attempt(choice, body) as (leg, first):
                     return await self._relay(leg, first, choice.mode)
+            except Rejected as error:
+                elsewhere = self._api.alone and error.answer.status in _NO_PATH
+                if not (elsewhere and tried.unserved(view, choice)):
+                    raise
+                failure = error
             except LegFailed as error:
                 logger.warning("attempt to %s failed: %s", choice.mode.value, error)
                 self._services.fleet.doubt(choice)
@@ -168,12 +173,12 @@ class Exchange:
                 keep = choice.decode.target.worker if error.role is Role.PREFILL else None
                 wish = wish._replace(turn=wish.turn + 1, keep=keep)
 
-    def _wish(self, body: Mapping[str, Any]) -> Wish:
-        prompt = legs.look_at(body)
-        native = self._request.path == legs.NATIVE
+    def _wish(self, asked: Asked) -> Wish:
+        services, prompt = self._services, asked.prompt
         session = self._request.headers.get(_SESSION, "") or prompt.session
-        hits = self._services.caches.hits(body)
-        return Wish(prompt, self._turn, random.random(), session, native, hits)
+        base = asked.pieces is not None and services.fleet.is_base(prompt.model)
+        hits = services.caches.hits(asked.pieces, base=base)
+        return Wish(prompt, self._turn, random.random(), session, self._api, hits)
 
     @asynccontextmanager
     async def _attempt(
@@ -189,7 +194,8 @@ class Exchange:
         async with AsyncExitStack() as ends:
             if choice.prefill is not None:
                 first_leg = self._services.fleet.get(Role.PREFILL, choice.prefill.target.worker)
-                asked, body = bodies(choice, choice.prefill, first_leg, body)
+                one_token = self._api.one_token
+                asked, body = bodies(choice, choice.prefill, first_leg, body, one_token)
                 computed = self._prefill(first_leg, choice.prefill, asked, overhead)
                 if choice.mode is Mode.PULL:
                     with decode.awaited():
@@ -266,7 +272,8 @@ class Exchange:
         headers = {name: came[name] for name in _FORWARDED if name in came}
         if place.target.rank is not None:
             headers[legs.RANK_HEADER] = str(place.target.rank)
-        return Ask(self._request.path, headers, json.dumps(body).encode())
+        raw = legs.encoded(body) if self._api.method == "POST" else None
+        return Ask(self._api.method, self._api.path, headers, raw)
 
     def _leg(self, upstream: Upstream, place: Place) -> Leg:
         span = self._spans.leg(upstream, place)
@@ -274,7 +281,11 @@ class Exchange:
 
 
 def bodies(
-    choice: Choice, place: Place, prefill: Upstream, body: Mapping[str, Any]
+    choice: Choice,
+    place: Place,
+    prefill: Upstream,
+    body: Mapping[str, Any],
+    one_token: Mapping[str, Any] = legs.ONE_TOKEN,
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return what prefill is asked, and decode, as far as that is known by now."""
     if choice.mode is Mode.BOOTSTRAP:
@@ -285,7 +296,7 @@ def bodies(
             legs.room_body(body, meeting, choice.decode.target.rank),
         )
     transfer = secrets.token_hex(16)
-    asked = legs.prefill_body(body, transfer)
+    asked = legs.prefill_body(body, transfer, one_token)
     if choice.mode is Mode.PUSH:
         return asked, legs.push_body(body, transfer, choice.card)
     return asked, body

@@ -51,6 +51,8 @@ def options_of(arguments: argparse.Namespace) -> Options:
             arguments.queue,
             arguments.queue_timeout,
             arguments.drain_timeout,
+            arguments.client_concurrent,
+            arguments.max_body,
         ),
         sources=sources,
         admin=_admin_of(arguments),
@@ -106,7 +108,9 @@ def _listening_of(arguments: argparse.Namespace) -> Listening:
     keys = tuple(_secret("api-key-file", path).split()) if path else ()
     if path and not keys:
         raise ConfigError("api-key-file", path, "put a key in it, or several, one a line")
-    return Listening(arguments.host, arguments.port, arguments.shared_port, cert, key, keys)
+    at = arguments.host, arguments.port, arguments.shared_port
+    tenants = not arguments.shared_cache, arguments.hit_headers
+    return Listening(*at, cert, key, keys, *tenants)
 
 
 def _secret(flag: str, path: str) -> str:
@@ -147,6 +151,10 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
     add("--tls-cert", default="", metavar="PATH", help="certificate chain, to serve HTTPS")
     add("--tls-key", default="", metavar="PATH", help="its key")
     add("--api-key-file", default="", metavar="PATH", help="keys that clients need, one a line")
+    what = "clients with different keys may use each other's cached KV"
+    add("--shared-cache", action="store_true", help=what)
+    what = "tell clients how much of a prompt engines are expected to have cached"
+    add("--hit-headers", action="store_true", help=what)
 
 
 def _add_choices(parser: argparse.ArgumentParser) -> None:
@@ -192,9 +200,18 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     for flag, number, text in (
         ("max-concurrent", default.concurrent, "requests worked on at a time, 0: any number"),
         ("queue", default.queue, "requests that may wait for their turn, else 429"),
+        (
+            "client-concurrent",
+            default.client_concurrent,
+            "open requests of a client, 0: any number",
+        ),
     ):
         text = f"{text} (default: %(default)s)"
         parser.add_argument(f"--{flag}", type=int, default=number, metavar="N", help=text)
+    text = "MiB that a request's body may have (default: %(default)s)"
+    parser.add_argument(
+        "--max-body", type=float, default=default.body_mib, metavar="MIB", help=text
+    )
 
 
 def port(text: str) -> int:

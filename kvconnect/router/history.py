@@ -8,16 +8,13 @@ until so much was sent since that it is forgotten.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
-from zlib import crc32
 
-from kvconnect.router import legs
+from kvconnect.router.body import UNIT
 from kvconnect.router.prefixes import Hit, PrefixIndex, Stored, Tier
 from kvconnect.router.view import Target
 
-UNIT = 16  # tokens
-_CHARS = UNIT * legs.CHARS_PER_TOKEN
 _MOST = 500_000  # units remembered, of all targets: some 200 MB
 
 
@@ -50,14 +47,3 @@ class History:
     def forget(self, target: Target) -> None:
         """``target`` is another incarnation, or gone."""
         self._index.cleared(target)
-
-
-def units_of(body: Mapping[str, object]) -> list[int]:
-    """Cut a body's prompt into units: numbers that are equal for equal pieces."""
-    ids = legs.ids_of(body)
-    if ids:
-        whole = len(ids) // UNIT * UNIT
-        return [hash(tuple(ids[at : at + UNIT])) for at in range(0, whole, UNIT)]
-    text = "\0".join(legs.texts_of(body)).encode("utf-8", "surrogatepass")
-    whole = len(text) // _CHARS * _CHARS
-    return [crc32(text[at : at + _CHARS]) for at in range(0, whole, _CHARS)]

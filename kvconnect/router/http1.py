@@ -19,6 +19,7 @@ import httptools
 from kvconnect.errors import KVConnectError
 
 _HIGH = 256 * 1024  # bytes of an answer that wait here before the engine has to
+_MOST_HEAD = 64 * 1024  # bytes of an answer's headers
 
 
 class Unreachable(KVConnectError):
@@ -66,6 +67,8 @@ class Arriving:
         self.ended = False  # all of it is there
         self.chunks: deque[bytes] = deque()
         self.keep = False  # the connection can be used again
+        self.surplus = False  # more came than was asked for
+        self._head = 0  # bytes of headers
         self.parser = httptools.HttpResponseParser(self)
 
     def cut_off(self) -> None:
@@ -77,23 +80,38 @@ class Arriving:
         """Return what waits of the body."""
         return self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
 
+    def on_message_begin(self) -> None:
+        """httptools: an answer begins: the first, the one after an interim one, or one too many."""
+        self.surplus = self.ended
+        if not self.ended:
+            self.headers.clear()
+
     def on_header(self, name: bytes, value: bytes) -> None:
         """httptools: a header came."""
+        self._head += len(name) + len(value)
+        if self._head > _MOST_HEAD:
+            raise ValueError(f"a head of more than {_MOST_HEAD} bytes")
+        if self.ended:
+            return
         self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         """httptools: the head is whole."""
+        if self.ended:
+            return
         self.status = self.parser.get_status_code()
         self.began = self.status >= 200  # else the real one follows
 
     def on_body(self, body: bytes) -> None:
         """httptools: a piece of the body."""
-        self.chunks.append(body)
+        if self.began and not self.ended:
+            self.chunks.append(body)
 
     def on_message_complete(self) -> None:
         """httptools: the answer is whole."""
-        self.ended = self.began
-        self.keep = self.ended and bool(self.parser.should_keep_alive())
+        if not self.ended:
+            self.ended = self.began
+            self.keep = self.ended and bool(self.parser.should_keep_alive())
 
 
 class Connection(asyncio.Protocol):
@@ -128,6 +146,8 @@ class Connection(asyncio.Protocol):
             answer.parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._break(f"sent what is no HTTP answer: {error}")
+        if answer.surplus:
+            self._break("sent more than one answer")
         if self._forward is not None and answer.chunks and self._forward(answer.body()):
             answer.chunks.clear()
             if not answer.ended:
@@ -141,7 +161,7 @@ class Connection(asyncio.Protocol):
         """asyncio: it is gone."""
         if self._timer is not None:
             self._timer.cancel()
-        if error is None:
+        if error is None and self._broken is None:  # it was the engine that closed it
             self.answer.cut_off()
         kind = Lost if self.answer.came else Closed
         self._broken = self._broken or kind(str(error or "closed the connection"))

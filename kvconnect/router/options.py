@@ -72,6 +72,8 @@ class Limits:
         queue: requests that may wait for their turn.
         queue_s: seconds that one may wait for its turn.
         drain_s: seconds that open requests have to end when the router is told to stop.
+        client_concurrent: requests that one client may have open; 0: any number.
+        body_mib: of a request's body.
 
     Raises:
         ConfigError: names the flag, its value and the fix.
@@ -83,6 +85,13 @@ class Limits:
     queue: int = 1024
     queue_s: float = 10.0
     drain_s: float = 30.0
+    client_concurrent: int = 0
+    body_mib: float = 16.0
+
+    @property
+    def body_bytes(self) -> int:
+        """How large a request's body may be."""
+        return int(self.body_mib * 2**20)
 
     def __post_init__(self) -> None:
         seconds = {
@@ -94,9 +103,16 @@ class Limits:
         for flag, value in seconds.items():
             if not 0 < value <= 86_400:
                 raise ConfigError(flag, value, "use seconds, more than 0, at most a day")
-        for flag, number in {"max-concurrent": self.concurrent, "queue": self.queue}.items():
+        numbers = {
+            "max-concurrent": self.concurrent,
+            "queue": self.queue,
+            "client-concurrent": self.client_concurrent,
+        }
+        for flag, number in numbers.items():
             if number < 0:
                 raise ConfigError(flag, number, "use 0 or more")
+        if not 1 / 64 <= self.body_mib <= 1024:
+            raise ConfigError("max-body", self.body_mib, "use MiB, 1/64 to 1024")
 
 
 @dataclass(frozen=True)
@@ -146,6 +162,8 @@ class Listening:
         shared: other processes may listen at the same port; the system spreads connections.
         cert, key: paths of a certificate chain and its key, for TLS; empty: plain HTTP.
         api_keys: clients name one of them; none: anybody is served.
+        isolate: clients with different keys share no cached KV.
+        hit_headers: tell clients what engines are expected to have cached.
     """
 
     host: str = "127.0.0.1"
@@ -154,6 +172,8 @@ class Listening:
     cert: str = ""
     key: str = ""
     api_keys: tuple[str, ...] = ()
+    isolate: bool = True
+    hit_headers: bool = False
 
 
 @dataclass(frozen=True)
@@ -237,6 +257,7 @@ def worker_of(flag: str, text: str) -> Worker:
     Raises:
         ConfigError: not an http(s) URL of a host, an unknown key, or a value that it cannot have.
     """
+    _refuse_credentials(flag, text)
     url, *settings = text.strip().split(",")
     base = url.rstrip("/")
     if not _is_base(base):
@@ -271,9 +292,19 @@ def check_etcd(url: str) -> str:
     Raises:
         ConfigError: it is none.
     """
+    _refuse_credentials("etcd", url)
     if url and not (_is_base(url) and urlsplit(url).path.strip("/")):
         raise ConfigError("etcd", url, "use a URL with a prefix, as in http://etcd:2379/kvconnect")
     return url
+
+
+def _refuse_credentials(flag: str, url: str) -> None:
+    """Refuse a URL with a user or password; they would stand in logs, answers and metrics."""
+    before, at, place = url.rpartition("@")
+    if at:
+        scheme = before.partition("://")[0] if "://" in before else ""
+        hidden = f"{scheme}://...@{place}" if scheme else f"...@{place}"
+        raise ConfigError(flag, hidden, "leave user and password out")
 
 
 def _bracketed(host: str) -> str:
@@ -289,4 +320,4 @@ def _is_base(url: str) -> bool:
     if not url.isascii() or not url.isprintable() or " " in url:  # it becomes part of requests
         return False
     known = parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0
-    return known and not (parts.username or parts.query or parts.fragment)
+    return known and not (parts.query or parts.fragment)

@@ -12,8 +12,9 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from kvconnect.errors import Refused
-from kvconnect.router.legs import Prompt
+from kvconnect.errors import KVConnectError, Refused
+from kvconnect.router.apis import COMPLETIONS, Api
+from kvconnect.router.body import Prompt
 from kvconnect.router.options import Options
 from kvconnect.router.pick import Candidate, Job, Pick, Policy, Why, pick
 from kvconnect.router.prefixes import Hit
@@ -21,6 +22,7 @@ from kvconnect.router.view import Engine, Role, Target, View, WorkerView
 
 Cause = Literal["unreachable", "error"]
 """Why a leg failed: no connection, or one that broke; or the engine answered with an error."""
+_SHOWN = 200  # characters of what a client sent
 
 
 class Mode(str, Enum):
@@ -42,6 +44,7 @@ class Reason(str, Enum):
     CONNECTOR = "connector"  # the engines' connector knows no other
     MULTI = "multi"  # several prompts or answers: one transfer id names one prompt
     NO_TICKET = "no_ticket"  # the prefill engine offered nothing
+    API = "api"  # nothing to hand over: it is not a completion
 
 
 MODES: tuple[tuple[Mode, Reason], ...] = (
@@ -53,6 +56,7 @@ MODES: tuple[tuple[Mode, Reason], ...] = (
     (Mode.BOOTSTRAP, Reason.DEFAULT),
     (Mode.PLAIN, Reason.MULTI),
     (Mode.PLAIN, Reason.NO_TICKET),
+    (Mode.PLAIN, Reason.API),
 )
 """All that happens."""
 
@@ -93,6 +97,14 @@ class Tried:
     decode: set[int] = field(default_factory=set)
     handoff_failed: bool = False
 
+    def unserved(self, view: View, choice: Choice) -> bool:
+        """An engine has no such path; return whether it may be another's. Those with the same
+        models have the same paths."""
+        models = {w.index: w.models for w in view.decode}
+        mine = models.get(choice.decode.target.worker)
+        self.decode.update(index for index, theirs in models.items() if theirs == mine)
+        return bool(models.keys() - self.decode)
+
     def note(self, choice: Choice, role: Role, cause: Cause) -> bool:
         """An attempt failed; return whether another may fare better.
 
@@ -117,7 +129,7 @@ class Wish(NamedTuple):
         turn: counts requests, and attempts of one request.
         draw: a random number of at least 0 and less than 1.
         session: what the client calls a run of requests; empty if nothing.
-        native: it is in SGLang's own form.
+        api: what it asks for.
         keep: the decode engine of an earlier attempt, to be taken again if it can be.
     """
 
@@ -125,7 +137,7 @@ class Wish(NamedTuple):
     turn: int
     draw: float = 0.0
     session: str = ""
-    native: bool = False
+    api: Api = COMPLETIONS
     hits: Hits = MappingProxyType({})
     keep: int | None = None
 
@@ -133,11 +145,14 @@ class Wish(NamedTuple):
 def choose(view: View, wish: Wish, tried: Tried, options: Options) -> Choice | None:
     """Return where the request goes; None if no engine is left of a role that it needs."""
     decode = _left(view.decode, tried.decode, wish)
+    if wish.api.alone and decode:
+        place = _place(options.decode_policy, decode, wish, Role.DECODE, options)
+        return Choice(Mode.PLAIN, Reason.API, None, place)
     alone = [] if wish.prompt.single else [w for w in decode if w.engine is not Engine.SGLANG]
     if alone:
         place = _place(options.decode_policy, alone, wish, Role.DECODE, options)
         return Choice(Mode.PLAIN, Reason.MULTI, None, place)
-    if wish.prompt.sampled:
+    if wish.prompt.sampled or wish.api.alone:
         return None
     group = _best_group(view, _left(view.prefill, tried.prefill, wish), decode, wish.turn)
     if group is None:
@@ -152,18 +167,32 @@ def choose(view: View, wish: Wish, tried: Tried, options: Options) -> Choice | N
     return Choice(mode, reason, p, d, (card or "") if mode is Mode.PUSH else "")
 
 
+class Unserved(KVConnectError):
+    """Every engine has said what it serves, and none serves this."""
+
+
 def unpaired(view: View, wish: Wish) -> str:
     """Say why :func:`choose` found nothing at first.
 
     Raises:
+        Unserved: no engine serves it, up or not.
         Refused: no engine that serves it could take it, up or not.
     """
-    missing = view.missing()
+    sides = {Role.PREFILL: view.prefill, Role.DECODE: view.decode}
+    if wish.api.alone:
+        del sides[Role.PREFILL]
+    if any(workers and not _able(workers, wish) for workers in sides.values()):
+        model = wish.prompt.model[:_SHOWN]
+        named = any(w.engine in wish.api.engines for workers in sides.values() for w in workers)
+        what = (
+            f"The model `{model}` does not exist." if named else "No engine here serves this path."
+        )
+        raise Unserved(what)
+    missing = [role.value for role in view.missing() if role in sides]
     if missing:
-        return f"no {' and no '.join(role.value for role in missing)} engine is up"
-    if not (_left(view.prefill, (), wish) and _left(view.decode, (), wish)):
-        what = "requests to /generate" if wish.native else f"the model {wish.prompt.model!r}"
-        return f"no pair of engines that is up serves {what}"
+        return f"no {' and no '.join(missing)} engine is up"
+    if not all(_left(workers, (), wish) for workers in sides.values()):
+        return f"no engine that is up serves the model {wish.prompt.model[:_SHOWN]!r}"
     if wish.prompt.sampled:
         if all(worker.engine is Engine.SGLANG for worker in _able(view.decode, wish)):
             fix = "send the request without n, once for each answer"
@@ -188,7 +217,7 @@ def _left(workers: Sequence[WorkerView], tried: Collection[int], wish: Wish) -> 
 def _able(workers: Sequence[WorkerView], wish: Wish) -> list[WorkerView]:
     """Return those that serve what is asked for, up or not."""
     found = [w for w in workers if w.serves(wish.prompt.model)]
-    return [w for w in found if w.engine is Engine.SGLANG] if wish.native else found
+    return [w for w in found if w.engine in wish.api.engines]
 
 
 def _best_group(

@@ -146,7 +146,7 @@ class Client:
         return None
 
 
-async def within(work: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
+async def within(work: Coroutine[Any, Any, _T] | asyncio.Future[_T], timeout_s: float) -> _T:
     """Return what ``work`` returns. Unlike ``asyncio.wait_for`` of Python 3.11 and before, it
     never swallows a cancellation that comes with the result.
 

@@ -7,7 +7,6 @@ the other has to get their KV. Everything here runs on the event loop.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import random
 import time
@@ -159,7 +158,7 @@ class Prober:
         return Place(Target(upstream.index, self._turn % ranks if ranks > 1 else None), Why.TURN)
 
     async def _ask(self, upstream: Upstream, place: Place, body: Mapping[str, Any]) -> bytes:
-        raw = json.dumps(body).encode()
+        raw = legs.encoded(body)
         rank = place.target.rank
         headers = {} if rank is None else {legs.RANK_HEADER: str(rank)}
         path = legs.NATIVE if upstream.native else "/v1/completions"

@@ -9,6 +9,7 @@ from aiohttp import HttpVersion11, web
 
 from kvconnect.router import legs
 from kvconnect.router.client import Answer
+from kvconnect.router.pick import Why
 from kvconnect.router.policy import Choice, Place
 
 _EVENT_END = b"\n\n"
@@ -18,7 +19,9 @@ _LAST_WORDS_S = 1.0  # for a client that does not read
 class Reply:
     """The answer to one request. On the event loop, in the request's own task."""
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, request: web.Request, *, named: bool, hits: bool) -> None:
+        """``named``: the events of its stream have names. ``hits``: tell what caches may have."""
+        self._named, self._hits = named, hits
         self.choice: Choice | None = None  # named in the answer's headers
         self.stream: web.StreamResponse | None = None  # once the client has its first byte
         self.status = 0  # of the answer, once there is one
@@ -77,9 +80,8 @@ class Reply:
         """End the stream with an error event, as engines do."""
         assert self.stream is not None, "begin() comes first"
         begin = b"" if self._tail == _EVENT_END else _EVENT_END  # it may have stopped mid-event
-        error = b"data: " + legs.error_body(502, message) + _EVENT_END
+        last = begin + legs.error_event(message, named=self._named)
         try:
-            last = begin + error + b"data: [DONE]" + _EVENT_END
             await asyncio.wait_for(self.stream.write(last), _LAST_WORDS_S)
         except (asyncio.TimeoutError, ConnectionError):  # it does not read, or is gone
             if self._request.transport is not None:
@@ -89,17 +91,20 @@ class Reply:
         headers = {"Content-Type": content_type}
         if self.choice is not None:
             headers["X-KVConnect-Mode"] = self.choice.mode.value
-            _name(headers, "Decode", self.choice.decode)
+            self._name(headers, "Decode", self.choice.decode)
             if self.choice.prefill is not None:
-                _name(headers, "Prefill", self.choice.prefill)
+                self._name(headers, "Prefill", self.choice.prefill)
         return headers
 
+    def _name(self, headers: dict[str, str], leg: str, place: Place) -> None:
+        """Say where a leg ran and why: its engine's number, its rank, the reason, the expected hit.
 
-def _name(headers: dict[str, str], leg: str, place: Place) -> None:
-    """Say where a leg ran and why: its engine's number, its rank, the reason, the expected hit."""
-    headers[f"X-KVConnect-{leg}"] = str(place.target.worker)
-    headers[f"X-KVConnect-{leg}-Reason"] = place.why.value
-    if place.target.rank is not None:
-        headers[f"X-KVConnect-{leg}-Rank"] = str(place.target.rank)
-    if place.hit:
-        headers[f"X-KVConnect-{leg}-Hit"] = str(place.hit)
+        What a cache has tells what others sent, so it is the operator's to ask for.
+        """
+        headers[f"X-KVConnect-{leg}"] = str(place.target.worker)
+        if place.target.rank is not None:
+            headers[f"X-KVConnect-{leg}-Rank"] = str(place.target.rank)
+        if self._hits or place.why not in (Why.HIT, Why.NO_HIT):
+            headers[f"X-KVConnect-{leg}-Reason"] = place.why.value
+        if self._hits and place.hit:
+            headers[f"X-KVConnect-{leg}-Hit"] = str(place.hit)

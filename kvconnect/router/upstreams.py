@@ -209,6 +209,11 @@ class Fleet:
         roles = list(Role) if role is None else [role]
         return [upstream for role in roles for upstream in self._by_role[role].values()]
 
+    def is_base(self, model: str) -> bool:
+        """Whether an engine says that it serves a model and not as an adapter; none named is."""
+        said = (upstream.said.models.get(model) for upstream in self.all())
+        return not model or any(isinstance(m, dict) and not m.get("parent") for m in said)
+
     def view(self) -> View:
         """Return all of them as policies see them."""
         now = time.monotonic()

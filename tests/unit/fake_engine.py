@@ -9,18 +9,19 @@ import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import fields
 from functools import wraps
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
-from kvconnect.router.app import make_app
+from kvconnect.router.app import SERVER, make_app
 from kvconnect.router.options import Intervals, Limits, Options, workers
 
 Handler = Callable[["FakeEngine", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
-LIMITS = ("timeout_s", "silence_s", "concurrent", "queue", "queue_s", "drain_s")
+LIMITS = tuple(each.name for each in fields(Limits))
 EVENTS = (b'data: {"choices":[{"text":"a"}]}\n\n', b'data: {"choices":[{"text":"b"}]}\n\n')
 DONE = b"data: [DONE]\n\n"
 
@@ -63,8 +64,10 @@ class FakeEngine:
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_post("/generate", self._complete)
-        app.router.add_get("/{path:.*}", self._other)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        app.router.add_post("/v1/responses", self._complete)
+        app.router.add_post("/v1/messages", self._complete)
+        app.router.add_route("*", "/{path:.*}", self._other)
+        self._runner = web.AppRunner(app, **SERVER, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=self.tls).start()
         self.port = self._runner.addresses[0][1]
@@ -89,7 +92,8 @@ class FakeEngine:
         answer = self.extra.get(request.path)
         if answer is None:
             return web.Response(status=404)
-        return await answer(self, request, {})
+        body = await request.json() if request.method == "POST" else {}
+        return await answer(self, request, body)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -165,11 +169,11 @@ def says(status: int, body: dict[str, Any]) -> Handler:
 
 
 def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run an asynchronous test, within a minute."""
+    """Run an asynchronous test, within minutes."""
 
     @wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 180))
 
     return run
 
@@ -238,7 +242,7 @@ async def bench(
         limits = Limits(**{k: options.pop(k) for k in LIMITS if k in options})
         named = (workers("test", [e.named for e in engines]) for engines in (prefill, decode))
         app = make_app(Options(*named, limits=limits, **options))
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        runner = web.AppRunner(app, **SERVER, shutdown_timeout=0.1)
         await runner.setup()
         ends.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -251,7 +255,7 @@ async def bench(
 
 async def until(true: Callable[[], bool | Awaitable[bool]]) -> None:
     """Wait for a condition that must come true."""
-    for _ in range(500):
+    for _ in range(5000):
         found = true()
         if await found if isinstance(found, Awaitable) else found:
             return

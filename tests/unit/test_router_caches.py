@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from kvconnect.errors import Refused
 from kvconnect.router import subscribe as subscribing
 from kvconnect.router import watch
-from kvconnect.router.history import History, units_of
+from kvconnect.router.body import pieces_of, read_body
+from kvconnect.router.history import History
 from kvconnect.router.kvevents import Feed
+from kvconnect.router.options import Listening
 from kvconnect.router.pick import Policy
 from kvconnect.router.prefixes import MOST_SIZES, Hit, PrefixIndex
 from kvconnect.router.view import Target
@@ -26,6 +28,7 @@ from tests.unit.fake_engine import FakeEngine, bench, decodes, on_loop, prefills
 
 TOKENS = list(range(100, 116))
 A = Target(0)
+TOLD = Listening(hit_headers=True)
 
 
 @pytest.fixture(autouse=True)
@@ -296,7 +299,7 @@ async def test_prompts_go_where_events_say_they_are_cached() -> None:
     ps[1].answer = found
     async with publisher() as events:
         ps[1].settings = f",events={events.port},replay={events.replay}"
-        aware = {"prefill_policy": Policy.CACHE_AWARE, "pull": True}
+        aware = {"prefill_policy": Policy.CACHE_AWARE, "pull": True, "listening": TOLD}
         async with bench(ps, [d], **aware) as router:
 
             async def outcome(name: str) -> float:
@@ -330,7 +333,7 @@ async def test_prompts_go_where_events_say_they_are_cached() -> None:
 @on_loop
 async def test_text_goes_where_it_was_sent_before() -> None:
     ps, d = [FakeEngine(prefills) for _ in range(3)], FakeEngine(decodes)
-    async with bench(ps, [d], prefill_policy=Policy.CACHE_AWARE) as router:
+    async with bench(ps, [d], prefill_policy=Policy.CACHE_AWARE, listening=TOLD) as router:
         places = {}
         for turn in range(12):
             talk = f"talk {turn % 3} " * 100
@@ -344,6 +347,10 @@ async def test_text_goes_where_it_was_sent_before() -> None:
 
 
 # History ----------------------------------------------------------------------------------------
+
+
+def units_of(body: dict[str, Any]) -> list[int]:
+    return pieces_of(read_body(msgspec.json.encode(body))).units
 
 
 def test_units_are_equal_for_equal_pieces() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import io
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvconnect.router.app import MAX_BODY_BYTES
+from kvconnect.router.options import Limits
 from tests.links import make_certificates
 from tests.unit.fake_engine import FakeEngine, decodes, on_loop, prefills, until
 
@@ -31,8 +32,8 @@ IDLE = 10_000
 PER_IDLE_BYTES = 16 * 1024
 PATIENCE_S = 0.5
 HURRY = (
-    "from kvconnect.router import app, exchange; "
-    f"app.IDLE_S = exchange.BODY_S = app.UNREAD_S = {PATIENCE_S}; "
+    "from kvconnect.router import app, intake; "
+    f"app.IDLE_S = intake.BODY_S = app.UNREAD_S = {PATIENCE_S}; "
 )
 RUN = "import sys; from kvconnect import cli; sys.exit(cli.main(sys.argv[1:]))"
 
@@ -51,10 +52,10 @@ class Running:
     def address(self) -> tuple[str, int]:
         return "127.0.0.1", int(self.url.rpartition(":")[2])
 
-    async def post(self, **options: Any) -> int:
+    async def post(self, path: str = "/v1/completions", **options: Any) -> int:
         """Ask for a completion; return the status."""
         options = {"data": json.dumps(ASK).encode(), **options}
-        async with self.client.post(self.url + "/v1/completions", **options) as answer:
+        async with self.client.post(self.url + path, **options) as answer:
             await answer.read()
             return answer.status
 
@@ -190,12 +191,21 @@ async def test_malformed_and_oversized_requests_are_refused(tmp_path: Path) -> N
         for name, sent in MALFORMED.items():
             answer = await router.raw(sent)
             assert re.match(rb"HTTP/1\.[01] 4\d\d |$", answer), (name, answer)
-        bomb = gzip.compress(bytes(MAX_BODY_BYTES + 1))
+        bomb = gzip.compress(bytes(64 * 2**20))
         before = router.memory()
-        assert await router.post(data=bomb, headers={"Content-Encoding": "gzip"}) == 413
-        assert router.memory() - before < 3 * MAX_BODY_BYTES
+        for path in ("/v1/completions", "/health", "/nowhere"):
+            want = 415 if path.startswith("/v1") else 405 if path == "/health" else 404
+            encoded = {"Content-Encoding": "gzip"}
+            assert await router.post(path, data=bomb, headers=encoded) == want
+        assert await router.post(headers={"Content-Encoding": "Identity"}) == 200
+        assert router.memory() - before < 8 * 2**20
+        assert await router.post(data=io.BytesIO(bytes(Limits().body_bytes + 1))) == 413
+        router.p.asked.clear()
+        router.d.asked.clear()
         assert router.p.asked == router.d.asked == []
         assert await router.post() == 200
+    log = (tmp_path / "log").read_text()
+    assert "Traceback" not in log and "Error handling" not in log
 
 
 @pytest.fixture

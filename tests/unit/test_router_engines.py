@@ -277,7 +277,7 @@ async def test_an_adapter_that_is_loaded_while_engines_run() -> None:
     async with bench([p], [d]) as router:
         await until(lambda: _models(router))
         adapter = ASK | {"model": "adapter"}
-        assert (await router.post(adapter))[0] == 503
+        assert (await router.post(adapter))[0] == 404
         p.models = d.models = ("tiny", "adapter")
 
         async def served() -> bool:
@@ -293,7 +293,8 @@ async def test_a_model_that_nobody_serves_is_named() -> None:
 
         async def told() -> bool:
             status, body, _ = await router.post(ASK | {"model": "huge"})
-            return status == 503 and "serves the model 'huge'" in str(json.loads(body))
+            error = json.loads(body)["error"]
+            return status == 404 and "`huge` does not exist" in error["message"]
 
         await until(told)
 

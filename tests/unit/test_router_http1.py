@@ -96,6 +96,55 @@ async def test_connections_to_an_engine_that_is_forgotten_are_closed() -> None:
         await until(lambda: engine.closed == 2 and other.closed == 1)
 
 
+UNFRAMED = b"HTTP/1.0 200 OK\r\n\r\nhalf of it"
+
+
+class Staying(Engine):
+    """Keeps the connection open after an answer that only its end would frame."""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(self._answers[0])
+        await reader.read()
+        writer.close()
+
+
+@on_loop
+async def test_an_unframed_answer_is_whole_only_when_the_engine_ends_it() -> None:
+    async with asked(Engine([UNFRAMED])) as (client, base):
+        assert await ask(client, base) == b"half of it"
+    async with asked(Staying([UNFRAMED])) as (client, base):
+        with pytest.raises(Lost, match="sent nothing for"):
+            await ask(client, base)
+
+
+@pytest.mark.parametrize("more", [OK.replace(b"ok", b"no"), OK[:20], b"garbage"])
+@on_loop
+async def test_what_comes_after_an_answer_is_nobodys(more: bytes) -> None:
+    engine = Engine([OK + more, OK])
+    async with asked(engine) as (client, base):
+        assert [await ask(client, base) for _ in range(2)] == [b"ok", b"ok"]
+    assert engine.connections == 2, "the connection is not used again"
+
+
+@on_loop
+async def test_interim_answers_have_no_part_in_the_real_one() -> None:
+    interim = b"HTTP/1.1 103 Early\r\nContent-Type: text/evil\r\n\r\n"
+    async with asked(Engine([interim * 100 + OK])) as (client, base):
+        connection = await client.open(base, head_of(base, "GET", "/", {}))
+        assert await read(connection) == b"ok"
+        assert connection.answer.headers == {"content-length": "2"}
+        client.release(base, connection)
+
+
+@on_loop
+async def test_a_head_has_a_bound() -> None:
+    endless = b"HTTP/1.1 200 OK\r\n" + b"X: %b\r\n" % bytes(1000).replace(b"\0", b"a") * 100
+    async with asked(Engine([endless])) as (client, base):
+        with pytest.raises(Lost, match="no HTTP"):
+            await ask(client, base)
+
+
 @pytest.mark.parametrize("answer", [SILENCE, OK[:9], b"no HTTP"])
 @on_loop
 async def test_a_request_that_an_engine_has_taken_is_not_repeated(answer: bytes) -> None:

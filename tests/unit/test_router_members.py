@@ -23,8 +23,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect import memory
-from kvconnect.router import app, watch
 from kvconnect.router import breaker as breakers
+from kvconnect.router import watch
 from kvconnect.router.admission import Admission, Busy
 from kvconnect.router.breaker import Breaker
 from kvconnect.router.http1 import Base
@@ -181,7 +181,6 @@ async def test_bodies_of_all_open_requests_together_have_a_bound(
     monkeypatch: pytest.MonkeyPatch, chunked: bool
 ) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 1)
-    monkeypatch.setattr(app, "MAX_BODY_BYTES", 100_000)  # room for one there must be
     raw = json.dumps(ASK | {"prompt": "a" * 60_000}).encode()
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -189,7 +188,8 @@ async def test_bodies_of_all_open_requests_together_have_a_bound(
             yield raw[at : at + 7_000]
 
     p, d = FakeEngine(prefills), FakeEngine(hangs)
-    async with bench([p], [d]) as router:
+    # Room for one body there must be.
+    async with bench([p], [d], body_mib=100_000 / 2**20) as router:
 
         async def send() -> tuple[int, str | None]:
             data = pieces() if chunked else raw

@@ -14,11 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvconnect.errors import Refused
 from kvconnect.router import loads as loads_module
-from kvconnect.router.legs import Prompt
+from kvconnect.router.apis import APIS
+from kvconnect.router.body import Prompt
 from kvconnect.router.loads import Asked, Loads
 from kvconnect.router.options import Options
 from kvconnect.router.pick import Candidate, Job, Policy, Why, pick, tokens_at
-from kvconnect.router.policy import Mode, Reason, Tried, Wish, choose, unpaired
+from kvconnect.router.policy import Mode, Reason, Tried, Unserved, Wish, choose, unpaired
 from kvconnect.router.prefixes import Hit, PrefixIndex, Stored, Tier
 from kvconnect.router.view import Engine, Load, Role, Target, View, WorkerView
 from tests.architecture import NOT_IN_PURE, imports
@@ -293,6 +294,7 @@ def test_requests_end_after_an_engine_came_back_with_fewer_ranks() -> None:
 # Pairs ------------------------------------------------------------------------------------------
 
 ASK = Prompt(single=True, tokens=100)
+GENERATE = next(api for api in APIS if api.path == "/generate")
 OPTIONS = Options((), ())
 
 
@@ -396,7 +398,12 @@ def test_any_choice_is_a_pair_that_can_hand_over(
     ]
     if found is None:
         assert not pairs
-        assert unpaired(view, Wish(prompt, turn))
+        try:
+            assert unpaired(view, Wish(prompt, turn))
+        except Unserved:
+            assert not all(
+                any(w.serves(model) for w in side) for side in (view.prefill, view.decode)
+            )
     elif found.prefill is None:
         assert not single and view.decode[found.decode.target.worker].up
     else:
@@ -414,7 +421,11 @@ def test_models_decide_who_may_serve() -> None:
         assert (found.prefill.target.worker, found.decode.target.worker) == (1, 0)
     missing = Wish(ASK._replace(model="c"), 0)
     assert choose(view, missing, Tried(), OPTIONS) is None
-    assert "serves the model 'c'" in unpaired(view, missing)
+    with pytest.raises(Unserved, match="The model `c` does not exist"):
+        unpaired(view, missing)
+    unknown = View((*view.prefill, worker(2, up=False)), (*view.decode, worker(2, up=False)))
+    assert "serves the model 'c'" in unpaired(unknown, missing)
+    assert "no prefill engine is up" in unpaired(View((), view.decode), Wish(ASK, 0))
 
 
 @pytest.mark.parametrize(
@@ -437,8 +448,8 @@ def test_sglangs_own_requests_go_to_sglang() -> None:
     view = View(
         (worker(0), worker(1, engine=Engine.SGLANG)), (worker(0), worker(1, engine=Engine.SGLANG))
     )
-    assert {chosen(view, native=True, turn=turn).prefill.target.worker for turn in range(4)} == {1}
-    several = chosen(view, native=True, prompt=Prompt(False, 5))
+    assert {chosen(view, api=GENERATE, turn=turn).prefill.target.worker for turn in range(4)} == {1}
+    several = chosen(view, api=GENERATE, prompt=Prompt(False, 5))
     assert (several.mode, several.reason) == (Mode.BOOTSTRAP, Reason.DEFAULT)
 
 
@@ -452,7 +463,7 @@ def test_sglang_takes_several_prompts_but_not_several_answers() -> None:
     mixed = View(view.prefill, (*view.decode, worker(1)))
     assert chosen(mixed, prompt=several).decode.target == Target(1)
     with pytest.raises(Refused):  # vLLM knows no /generate
-        unpaired(mixed, Wish(several, 0, native=True))
+        unpaired(mixed, Wish(several, 0, api=GENERATE))
     down = View(view.prefill, (*view.decode, worker(1, up=False)))
     assert chosen(down, prompt=several) is None
     assert "no decode engine of vLLM is up" in unpaired(down, Wish(several, 0))

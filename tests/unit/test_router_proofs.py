@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.router.legs import Prompt
+from kvconnect.router.body import Prompt
 from kvconnect.router.options import Options
 from kvconnect.router.policy import Tried, Wish, choose
 from kvconnect.router.proofs import RETRY_S, Pair, Proofs

@@ -1,0 +1,320 @@
+"""A client's request body. Pure functions.
+
+Only the fields that the router reads are built; all others stay the bytes that came, so that memory
+and time follow from a body's length, whatever it holds. Nesting and numbers are the engine's to
+judge.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Raw
+
+from kvconnect.errors import Refused
+
+Body = Mapping[str, Any]
+"""A JSON object: name -> its value as it came (``msgspec.Raw``), or what the router says."""
+
+CHARS_PER_TOKEN = 4
+"""Of English text: an estimate, for decisions that need none better."""
+UNIT = 16
+"""Tokens of a piece of a prompt that is remembered."""
+
+MOST_FIELDS = 1024
+_SMALL = 16 * 1024  # bytes: fewer fields fit in than memory could matter
+_PIECE = 1 << 20  # bytes whose encoding is checked at a time
+_MOST_OBJECTS = 1 << 16  # messages and parts that are built; a longer list counts by its bytes
+_MOST_IDS = 1 << 21  # bytes of token ids that are looked at
+_MOST_UNITS = 8192
+
+_PARAMS = ("kv_transfer_params", "ec_transfer_params")
+_EXTRA = "vllm_xargs"  # vLLM merges these into the place where its connector looks
+_ROUTERS_OWN = (
+    *_PARAMS,
+    *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
+    *("routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank"),
+)
+SALT = "cache_salt"
+_SCOPE = (SALT, "extra_key", "lora_path")  # equal prompts are equal blocks only where these are
+_IDS = ("prompt", "input_ids")
+_TEXTS = ("system", "instructions", "prompt", "text", "input", "messages")
+_PROMPTS = ("prompt", "prompt_embeds", "text", "input_ids", "input_embeds")
+_SESSION = ("prompt_cache_key", "session_id", "user")
+_TURNS = ("previous_response_id", "background")  # of Responses: other requests, or later ones
+_FALSE = (b"", b"null", b"false", b"[]", b"{}", b'""', b"0")
+
+
+class Prompt(NamedTuple):
+    """What routing needs to know of a body.
+
+    Attributes:
+        single: one prompt with one answer, so that one transfer id can name it.
+        tokens: length of the prompt, of all together if there are several; estimated where it is
+            text.
+        model: its name, empty if the body has none.
+        session: what the body says about which requests belong together; may be empty.
+        sampled: several answers to a prompt (``n``); SGLang's servers have but one room for them.
+    """
+
+    single: bool = True
+    tokens: int = 0
+    model: str = ""
+    session: str = ""
+    sampled: bool = False
+
+
+class Pieces(NamedTuple):
+    """What caches can be searched for.
+
+    Attributes:
+        ids: token ids of the only prompt; none if it is text.
+        units: numbers that are equal for equal pieces of equal prompts of the same model, salt and
+            adapter.
+        plain: neither salt nor adapter is named, so the ids alone name blocks.
+    """
+
+    ids: list[int]
+    units: list[int]
+    plain: bool
+
+
+class _Part(msgspec.Struct):
+    text: Raw = Raw(b"")
+
+
+class _Message(msgspec.Struct):
+    content: Raw = Raw(b"")
+
+
+class _Sampling(msgspec.Struct):
+    n: Raw = Raw(b"")
+
+
+class _Tool(msgspec.Struct):
+    type: str = ""
+
+
+class _Field(str):
+    """A field's name, counted when it was read."""
+
+    __slots__ = ()
+
+
+_FIELDS = msgspec.json.Decoder(dict[str, Raw])
+_BROKEN = (msgspec.DecodeError, ValueError, RecursionError)
+"""What bytes that are no JSON of a type may raise."""
+
+
+def read_body(raw: bytes | bytearray) -> dict[str, Any]:
+    """Return the JSON object in ``raw`` without what only the router may say.
+
+    Raises:
+        Refused: not a JSON object in UTF-8, or of too many fields; the message says where.
+    """
+    try:
+        _check_encoding(raw)
+        body = _fields(raw)
+        if _EXTRA in body:
+            body[_EXTRA] = _without_transfers(body[_EXTRA])
+    except _BROKEN as error:
+        raise Refused("body", f"the request body is not a JSON object: {error}") from error
+    for name in _ROUTERS_OWN:
+        body.pop(name, None)
+    return body
+
+
+def look_at(body: Body) -> Prompt:
+    """Say what routing needs to know of a body. Never fails: an engine judges the rest."""
+    sampled = not _one(body.get("n")) or not all(map(_one, _sampling(body)))
+    prompts = sum(_count(_bytes(body, key)) for key in _PROMPTS if key in body)
+    responses = not prompts and "input" in body
+    one_prompt = prompts == 1 or "messages" in body or (responses and _one_turn(body))
+    one_answer = not sampled and _one(body.get("best_of")) and not _true(body, "use_beam_search")
+    tokens = sum(_ids_in(_bytes(body, key)) for key in _IDS if key in body)
+    chars = sum(_chars_in(_bytes(body, key)) for key in _TEXTS if key in body)
+    session = next(filter(None, (_text(body, key) for key in _SESSION)), "")
+    tokens += chars // CHARS_PER_TOKEN
+    return Prompt(one_prompt and one_answer, tokens, _text(body, "model"), session, sampled)
+
+
+def pieces_of(body: Body) -> Pieces:
+    """Cut a body's prompt into pieces. The time is bounded: a long prompt's end is left out."""
+    ids = ids_of(body)
+    scope = hash((_bytes(body, "model"), *(_bytes(body, name) for name in _SCOPE)))
+    if ids:
+        cut: list[Any] = [tuple(ids[at : at + UNIT]) for at in range(0, len(ids), UNIT)]
+        whole = len(ids) // UNIT
+    else:
+        text = b"\0".join(filter(None, (_words(_bytes(body, key)) for key in _TEXTS)))
+        size = UNIT * CHARS_PER_TOKEN
+        whole = len(text) // size
+        cut = [text[at * size : (at + 1) * size] for at in range(min(whole, _MOST_UNITS))]
+    units = [hash((scope, piece)) for piece in cut[: min(whole, _MOST_UNITS)]]
+    return Pieces(ids, units, plain=not any(_true(body, name) for name in _SCOPE))
+
+
+def ids_of(body: Body) -> list[int]:
+    """Return the token ids of a body's only prompt, the first of very many; none if it is text."""
+    for key in _IDS:
+        text = _bytes(body, key)
+        if len(text) > _MOST_IDS:
+            text = text[: text.rfind(b",", 0, _MOST_IDS)] + b"]"
+        try:
+            if text[1:].lstrip()[:1] == b"[":
+                return msgspec.json.decode(text, type=tuple[list[int]])[0]
+            return msgspec.json.decode(text, type=list[int])
+        except _BROKEN:
+            continue
+    return []
+
+
+def _check_encoding(raw: bytes | bytearray) -> None:
+    if raw.isascii():
+        return
+    decoder, view = codecs.getincrementaldecoder("utf-8")(), memoryview(raw)
+    for at in range(0, len(raw), _PIECE):
+        decoder.decode(view[at : at + _PIECE])
+    decoder.decode(b"", final=True)
+
+
+def _fields(raw: bytes | bytearray | Raw) -> dict[str, Any]:
+    """Return the fields of an object, unless they are too many."""
+    if len(memoryview(raw)) <= _SMALL:
+        fields: dict[str, Any] = _FIELDS.decode(raw)
+    else:
+        fields = {**msgspec.json.decode(raw, type=dict[_Field, Raw], dec_hook=_Count())}
+    if len(fields) > MOST_FIELDS:
+        raise ValueError(f"more than {MOST_FIELDS} fields")
+    return fields
+
+
+class _Count:
+    """Makes names of fields until they are too many."""
+
+    def __init__(self) -> None:
+        self._made = 0
+
+    def __call__(self, kind: type, name: str) -> _Field:  # noqa: ARG002
+        self._made += 1
+        if self._made > MOST_FIELDS:
+            raise ValueError(f"more than {MOST_FIELDS} fields")
+        return _Field(name)
+
+
+def _without_transfers(extra: Raw) -> object:
+    if bytes(memoryview(extra)[:1]) != b"{":  # an engine judges it
+        return extra
+    return {name: value for name, value in _fields(extra).items() if name not in _PARAMS}
+
+
+def _bytes(body: Body, key: str) -> bytes:
+    """Return a field's JSON; nothing if it has none."""
+    value = body.get(key, b"")
+    if isinstance(value, str):  # which the router says
+        return msgspec.json.encode(value)
+    return bytes(value)
+
+
+def _text(body: Body, key: str) -> str:
+    """Return a field that is a text, else nothing."""
+    value = body.get(key)
+    try:
+        return "" if value is None else msgspec.json.decode(value, type=str)
+    except _BROKEN:
+        return ""
+
+
+def _true(body: Body, key: str) -> bool:
+    return _bytes(body, key) not in _FALSE
+
+
+def _one(count: Raw | None) -> bool:
+    return count is None or bytes(count) in (b"", b"null", b"1")
+
+
+def _sampling(body: Body) -> list[Raw]:
+    """Return the ``n`` of SGLang's sampling parameters: of all prompts, or of each."""
+    text = _bytes(body, "sampling_params")
+    if not text:
+        return []
+    if text.count(b"{") > _MOST_OBJECTS:
+        return [Raw(b"many")]
+    try:
+        if text[:1] == b"[":
+            return [each.n for each in msgspec.json.decode(text, type=list[_Sampling])]
+        return [msgspec.json.decode(text, type=_Sampling).n]
+    except _BROKEN:
+        return []
+
+
+def _count(text: bytes) -> int:
+    """Return how many prompts a value holds, 2 for more: a text, token ids, a list of either."""
+    if text[:1] != b"[":
+        return int(text not in (b"", b"null"))
+    first = text[1:].lstrip()[:1]
+    if first in b'"[{n' and first:
+        try:
+            msgspec.json.decode(text, type=tuple[Raw])
+        except _BROKEN:
+            return 2
+    return int(first != b"]")
+
+
+def _ids_in(text: bytes) -> int:
+    """Return how many token ids a value holds."""
+    inner = text[1:65].lstrip(b" \t\r\n[") if text[:1] == b"[" else b""
+    return text.count(b",") + 1 if inner[:1].isdigit() else 0
+
+
+def _chars_in(text: bytes) -> int:
+    """Return about how many characters of text a value holds: a text, a list, or messages."""
+    if text[:1] == b'"':
+        return len(text) - 2 - text.count(b"\\")
+    if text[:1] != b"[":
+        return 0
+    first = text[1:].lstrip()[:1]
+    if first == b'"':
+        quotes = text.count(b'"') - text.count(b'\\"')
+        return max(0, len(text) - 2 * quotes - text.count(b"\\"))
+    return _chars_of_messages(text) if first == b"{" else 0
+
+
+def _chars_of_messages(text: bytes) -> int:
+    if text.count(b"{") > _MOST_OBJECTS:
+        return len(text)
+    chars = 0
+    try:
+        for message in msgspec.json.decode(text, type=list[_Message]):
+            content = bytes(message.content)
+            if content[:1] == b"[":
+                parts = msgspec.json.decode(content, type=list[_Part])
+                chars += sum(_chars_in(bytes(part.text)) for part in parts)
+            else:
+                chars += _chars_in(content)
+    except _BROKEN:
+        return chars
+    return chars
+
+
+def _words(text: bytes) -> bytes:
+    """Return what of a prompt's JSON is compared."""
+    return text[1:-1] if text[:1] == b'"' else text
+
+
+def _one_turn(body: Body) -> bool:
+    """Whether an engine computes one prompt for a request to Responses, and needs no other request.
+
+    An engine that calls a tool itself goes on after it with a further prompt.
+    """
+    tools = _bytes(body, "tools")
+    if any(_true(body, key) for key in _TURNS) or tools.count(b"{") > _MOST_OBJECTS:
+        return False
+    try:
+        found = [] if tools in _FALSE else msgspec.json.decode(tools, type=list[_Tool])
+    except _BROKEN:
+        return False
+    return all(tool.type == "function" for tool in found)
