@@ -51,7 +51,8 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
         listen: ``HOST:PORT`` where workers hand out KV blocks; rank r adds r to the port, port 0
             picks free ones; ``off`` for none. Must be the address peers reach.
         peers: networks (``10.0.0.0/8``) to talk to without key or TLS, beside loopback.
-        key_file: file with the key that all engines share and prove to have.
+        key_file: file with the key that all engines share and prove to have; read again when it
+            changes. ``FILE.also`` holds another one to accept.
         tls_dir: folder with ``tls.crt``, ``tls.key`` and ``ca.crt`` for mutual TLS, beside a key.
         transport: what pages go over: ``tcp``, ``nixl``, or ``auto`` for the faster one of those
             that both sides have, measured with real bytes at connect.

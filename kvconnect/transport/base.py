@@ -199,7 +199,8 @@ class Security:
     """Who may connect, and how that is proven.
 
     Without a key and without TLS only loopback addresses and ``allowed`` networks (CIDR) are
-    accepted and connected to. Keys and certificates come from files, never from settings.
+    accepted and connected to. Keys and certificates come from files, never from settings; with
+    ``key_file`` the key is the one in it, and read again when that changes, as certificates are.
     """
 
     key: bytes = field(default=b"", repr=False)
@@ -207,6 +208,7 @@ class Security:
     tls_cert: str = ""
     tls_key: str = ""
     tls_ca: str = ""
+    key_file: str = ""
 
 
 @dataclass(frozen=True)

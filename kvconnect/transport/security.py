@@ -3,16 +3,91 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
+import stat
 import tempfile
+import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvconnect.config import NetworkConfig
 from kvconnect.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
+ALSO = ".also"
+"""What the name of a key file ends in that holds another key to accept, while keys are changed."""
+
+LOOK_S = 1.0
+"""How often files are looked at to see whether they changed."""
+
 _SHORTEST_KEY = 16  # bytes
+_FEWEST_VALUES = 5  # of bytes in a key; 16 random hexadecimal digits have about ten
 _TLS_FILES = ("tls.crt", "tls.key", "ca.crt")  # as Kubernetes mounts them
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+class Changes:
+    """Says whether files have changed since it last said so. For one thread at a time."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = tuple(paths)
+        self._looked = time.monotonic()
+        self._seen = [_stamp(path) for path in self._paths]
+
+    def found(self) -> bool:
+        """Look, at most once per ``LOOK_S``."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_S:
+            return False
+        self._looked = now
+        before, self._seen = self._seen, [_stamp(path) for path in self._paths]
+        return self._seen != before
+
+
+def _stamp(path: str) -> tuple[int, ...]:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return ()
+    return found.st_mtime_ns, found.st_ino, found.st_dev, found.st_size, found.st_mode
+
+
+class Keys:
+    """The key that this engine shows, and others that it accepts. Thread-safe.
+
+    Those of a key file are read again when it changes. A file that cannot be used then changes
+    nothing: the keys stay as they were, and the log says why.
+
+    Raises:
+        ConfigError: as :func:`read_key_file`.
+    """
+
+    def __init__(self, key: bytes = b"", path: str = "") -> None:
+        self._lock = threading.Lock()
+        self._path = path
+        self._keys: tuple[bytes, tuple[bytes, ...]] = (key, ())
+        self._changes = Changes([path, path + ALSO] if path else [])
+        if path:
+            self._keys = self._read()
+
+    def current(self) -> tuple[bytes, tuple[bytes, ...]]:
+        """Return the key to show, and the others to accept."""
+        with self._lock:
+            if self._changes.found():
+                try:
+                    self._keys = self._read()
+                    logger.info("the keys in %s were read again", self._path)
+                except ConfigError as error:
+                    logger.error("the keys stay as they were: %s", error)
+            return self._keys
+
+    def _read(self) -> tuple[bytes, tuple[bytes, ...]]:
+        also = self._path + ALSO
+        return read_key_file(self._path), (read_key_file(also),) if os.path.exists(also) else ()
 
 
 def read_key(config: NetworkConfig) -> bytes:
@@ -20,8 +95,8 @@ def read_key(config: NetworkConfig) -> bytes:
     machine. Where networks are let in without a key, there is none.
 
     Raises:
-        ConfigError: the file cannot be read or holds too little, or is missing beside ``tls_dir``:
-            certificates do not sign tickets.
+        ConfigError: the file cannot be read, holds too little or is not safe from others, or is
+            missing beside ``tls_dir``: certificates do not sign tickets.
     """
     if config.tls_dir and not config.key_file:
         raise ConfigError("key_file", "", "set it beside tls_dir: tickets are signed with it")
@@ -37,6 +112,9 @@ def _local_key() -> bytes:
     path = folder / "handoff.key"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mode = folder.stat().st_mode
+        if mode & _OTHERS_WRITE:
+            folder.chmod(stat.S_IMODE(mode) & ~_OTHERS_WRITE)
         if not path.exists():
             handle, fresh = tempfile.mkstemp(dir=folder)  # readable by its owner alone
             with os.fdopen(handle, "wb") as file:
@@ -44,33 +122,56 @@ def _local_key() -> bytes:
             with contextlib.suppress(FileExistsError):  # another worker was first
                 os.link(fresh, path)
             os.unlink(fresh)
-        return path.read_bytes()
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            key = file.read()
     except OSError as error:
         fix = f"set it: this user's own key cannot be kept in {path} ({error})"
         raise ConfigError("key_file", "", fix) from error
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077 or _is_weak(key):
+        fix = "remove it, and a new one is made: it is no key that this user alone can read"
+        raise ConfigError("key_file", str(path), fix)
+    return key
 
 
 def read_key_file(path: str) -> bytes:
     """Return the key in a file, without white space around it.
 
     Raises:
-        ConfigError: it cannot be read, or holds too little.
+        ConfigError: it cannot be read, holds no key that is hard to guess, or others may write it.
     """
     try:
-        key = Path(path).read_bytes().strip()
+        with Path(path).open("rb") as file:
+            found = os.fstat(file.fileno())
+            key = file.read().strip()
     except OSError as error:
         raise ConfigError("key_file", path, f"make it readable ({error})") from error
-    if len(key) < _SHORTEST_KEY:
+    _check_owner("key_file", path, found)
+    if _is_weak(key):
         fix = f"put at least {_SHORTEST_KEY} random bytes in it: openssl rand -hex 32"
         raise ConfigError("key_file", path, fix)
+    if found.st_mode & stat.S_IROTH:
+        logger.warning("%s: everyone on this machine can read this key: chmod o-r", path)
     return key
+
+
+def _is_weak(key: bytes) -> bool:
+    return len(key) < _SHORTEST_KEY or len(set(key)) < _FEWEST_VALUES
+
+
+def _check_owner(field: str, path: str, found: os.stat_result) -> None:
+    """Check that nobody but this user and root can put something else into a file."""
+    if found.st_mode & _OTHERS_WRITE:
+        raise ConfigError(field, path, "others may write it: chmod go-w")
+    if found.st_uid not in (0, os.geteuid()):
+        raise ConfigError(field, path, "it belongs to another user: chown it")
 
 
 def tls_files(folder: str) -> tuple[str, str, str]:
     """Return the paths of the certificate, its key and the authority; all "" without a folder.
 
     Raises:
-        ConfigError: one is missing.
+        ConfigError: one is missing, or others may write the key.
     """
     if not folder:
         return "", "", ""
@@ -79,4 +180,5 @@ def tls_files(folder: str) -> tuple[str, str, str]:
         if not path.is_file():
             raise ConfigError("tls_dir", folder, f"{path.name} is missing in it")
     certificate, key, authority = map(str, paths)
+    _check_owner("tls_dir", key, os.stat(key))
     return certificate, key, authority

@@ -24,6 +24,7 @@ import hashlib
 import hmac
 import struct
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from kvconnect.errors import Misuse, ProtocolError, Refused
@@ -107,7 +108,7 @@ class _Handshake(ABC):
         self._expected = _NOTHING
 
     def _proof(self, side: bytes) -> bytes:
-        return hmac.digest(self._key, b"kvconnect " + side + b"\0" + self._said, hashlib.sha256)
+        return _proof(self._key, side, self._said)
 
     def _check_proof(self, side: bytes, mac: bytes, reason: str) -> None:
         if not hmac.compare_digest(self._proof(side), mac):
@@ -152,15 +153,17 @@ class ClientAuth(_Handshake):
 
 
 class ServerAuth(_Handshake):
-    """The side that listens. ``nonce``: ``NONCE_BYTES`` fresh random bytes.
+    """The side that listens. ``nonce``: ``NONCE_BYTES`` fresh random bytes. ``also``: other keys
+    that are good too, while keys are changed; what a client shows is what it is shown.
 
     ``opening``: what the connection is for; valid, and proven, once ``done``.
     """
 
     opening: Opening
 
-    def __init__(self, key: bytes, nonce: bytes) -> None:
+    def __init__(self, key: bytes, nonce: bytes, also: Sequence[bytes] = ()) -> None:
         super().__init__(key, nonce)
+        self._accepted = (key, *also)
         self._expected = (_OPENING_MAGIC, _OPENING.size)
 
     def _on_message(self, message: bytes) -> bytes:
@@ -169,12 +172,16 @@ class ServerAuth(_Handshake):
         _, mac = _MAC.unpack(message)
         try:
             reason = "a peer with another key: give both the same key_file"
+            self._key = next((key for key in self._accepted if self._fits(key, mac)), self._key)
             self._check_proof(b"client", mac, reason)
         except Refused:
             self.farewell = _MAC.pack(_VERDICT_MAGIC, _TURNED_AWAY)
             raise
         self._finish()
         return _MAC.pack(_VERDICT_MAGIC, self._proof(b"server"))
+
+    def _fits(self, key: bytes, mac: bytes) -> bool:
+        return hmac.compare_digest(_proof(key, b"client", self._said), mac)
 
     def _on_opening(self, message: bytes) -> bytes:
         _, low, high, channel, number, connections, session, _ = _OPENING.unpack(message)
@@ -193,6 +200,10 @@ class ServerAuth(_Handshake):
         self._said = message + challenge
         self._expected = (_PROOF_MAGIC, _MAC.size)
         return challenge
+
+
+def _proof(key: bytes, side: bytes, said: bytes) -> bytes:
+    return hmac.digest(key, b"kvconnect " + side + b"\0" + said, hashlib.sha256)
 
 
 def _what_is_wrong(opening: Opening) -> str:

@@ -15,7 +15,7 @@ import hashlib
 import hmac
 import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -85,18 +85,21 @@ def issue(ticket: Ticket, key: bytes) -> str:
     return text
 
 
-def verify(text: object, key: bytes, now: float, reader: str = "") -> Ticket:
+def verify(
+    text: object, key: bytes, now: float, reader: str = "", also: Sequence[bytes] = ()
+) -> Ticket:
     """Return the ticket that a text holds.
 
     Args:
         text: as a client sent it; of any type.
         now: unix time in seconds.
         reader: engine id of who wants to use it.
+        also: other keys that it may be signed with, while keys are changed.
 
     Raises:
         Refused: field ``ticket``; the message says what is wrong with it.
     """
-    ticket = _open(text, key)
+    ticket = _open(text, (key, *also))
     if ticket.version != _VERSION:
         raise _refused(f"is of version {ticket.version}, version {_VERSION} is known here")
     if ticket.expires + CLOCK_SKEW_S < now:
@@ -109,7 +112,7 @@ def verify(text: object, key: bytes, now: float, reader: str = "") -> Ticket:
     return ticket
 
 
-def _open(text: object, key: bytes) -> Ticket:
+def _open(text: object, keys: Sequence[bytes]) -> Ticket:
     if not isinstance(text, str):
         raise _refused(f"is missing or no text (a {type(text).__name__})")
     if len(text) > MAX_TICKET:
@@ -121,7 +124,7 @@ def _open(text: object, key: bytes) -> Ticket:
     if _text(raw) != text:  # bits beyond the last byte, or the other base64 alphabet
         raise _refused("is not base64url")
     body, mac = raw[:-_MAC_BYTES], raw[-_MAC_BYTES:]
-    if not hmac.compare_digest(_mac(body, key), mac):
+    if not any(hmac.compare_digest(_mac(body, key), mac) for key in keys):
         raise _refused("was cut, changed, or issued with another key: check key_file on both sides")
     try:
         return decode_struct(_DECODER, body)

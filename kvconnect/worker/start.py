@@ -50,7 +50,8 @@ def start_agent(
     Raises:
         ConfigError: an address, key, certificate or transport that cannot be used.
     """
-    security = Security(read_key(config), config.peers, *tls_files(config.tls_dir))
+    tls = tls_files(config.tls_dir)
+    security = Security(read_key(config), config.peers, *tls, key_file=config.key_file)
     options = LinkOptions(
         connections=config.connections,
         digest=config.digest,

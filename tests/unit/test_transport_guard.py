@@ -63,7 +63,7 @@ def test_a_wrong_network_is_refused() -> None:
 
 def test_both_tls_sides_demand_a_certificate(tmp_path: Path) -> None:
     guard = Guard(make_certificates(tmp_path))
-    for context in (guard.server_tls, guard.client_tls):
+    for context in (guard.tls(server=True), guard.tls(server=False)):
         assert context is not None
         assert context.verify_mode == ssl.CERT_REQUIRED
         assert context.minimum_version == ssl.TLSVersion.TLSv1_3

@@ -21,7 +21,7 @@ from kvconnect.plan.handoff import LeaseLimits, Leases
 from kvconnect.plan.instructions import Instructions, Notice, Report, Source
 from kvconnect.plan.jobs import NULL_BLOCK
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.transport.security import read_key
+from kvconnect.transport.security import Keys, read_key
 from kvconnect.types import Endpoint, Span, TransferId
 from kvconnect.wire.tickets import Asked, parse_request
 
@@ -60,7 +60,7 @@ class HandoffHalf:
         # A card names the workers of one engine, and vLLM may send the request to another one.
         alone = translate.engines_beside(parallel) == 1 or parallel.data_parallel_external_lb
         self._desk = TicketDesk(
-            read_key(config),
+            Keys(read_key(config), config.key_file),
             -1 if alone else parallel.data_parallel_index,
             config.lease_s,
             Source(

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvconnect.errors import Refused
 from kvconnect.plan.instructions import Source
+from kvconnect.transport.security import Keys
 from kvconnect.types import TransferId
 from kvconnect.wire.tickets import CARD_KEY, TICKET_KEY, Asked, Ticket, issue, verify
 
@@ -28,9 +29,9 @@ class TicketDesk:
     ``rank`` is that of this engine if vLLM chooses among several for whoever names none; else -1.
     """
 
-    def __init__(self, key: bytes, rank: int, lease_s: float, source: Source) -> None:
+    def __init__(self, keys: Keys, rank: int, lease_s: float, source: Source) -> None:
         self.source = source
-        self._key = key
+        self._keys = keys
         self._rank = rank
         self._lease_s = lease_s
         self._cards: set[str] = set()  # requests that asked for a card instead of a hand-off
@@ -90,7 +91,8 @@ class TicketDesk:
         Raises:
             Refused: the ticket is not valid, or not for this prompt.
         """
-        ticket = verify(asked.ticket, self._key, time.time(), self.source.engine_id)
+        key, also = self._keys.current()
+        ticket = verify(asked.ticket, key, time.time(), self.source.engine_id, also)
         if not asked.transfer_id:
             raise Refused("params", "transfer_id is missing: pass on what came with the ticket")
         transfer = _bind(asked.transfer_id, content)
@@ -111,4 +113,4 @@ class TicketDesk:
             tokens=tokens,
             expires=time.time() + lifetime_s,
         )
-        return issue(ticket, self._key)
+        return issue(ticket, self._keys.current()[0])

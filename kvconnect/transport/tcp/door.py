@@ -86,8 +86,9 @@ class Door:
         except OSError:
             sock.close()
             raise
-        auth = ClientAuth(self._guard.key, opening, os.urandom(NONCE_BYTES))
-        handshake = Handshake(sock, auth, self._guard.client_tls)
+        key, _ = self._guard.keys.current()
+        auth = ClientAuth(key, opening, os.urandom(NONCE_BYTES))
+        handshake = Handshake(sock, auth, self._guard.tls(server=False), host)
         self._let_in(Guest(handshake, peer.address, self._loop.now(), "", peer, opening))
 
     def tick(self, now: float) -> None:
@@ -144,8 +145,9 @@ class Door:
         except OSError:  # gone again
             sock.close()
             return
-        auth = ServerAuth(self._guard.key, os.urandom(NONCE_BYTES))
-        handshake = Handshake(sock, auth, self._guard.server_tls)
+        key, also = self._guard.keys.current()
+        auth = ServerAuth(key, os.urandom(NONCE_BYTES), also)
+        handshake = Handshake(sock, auth, self._guard.tls(server=True))
         strangers = self._strangers()
         if len(strangers) >= MAX_IN_AUTH:  # idle ones must not keep others out
             crowding = "too many newer connections before it proved itself"

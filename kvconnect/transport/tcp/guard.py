@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import ssl
 
 from kvconnect.errors import ConfigError
 from kvconnect.transport.base import Security
+from kvconnect.transport.security import Changes, Keys
 from kvconnect.transport.tcp.sockets import TlsSocket
 from kvconnect.wire.tickets import parse_host
+
+logger = logging.getLogger(__name__)
 
 _FIX = (
     "no one would have to prove anything there: set key_file (or tls_dir), "
@@ -24,14 +28,24 @@ class Guard:
     """
 
     def __init__(self, security: Security) -> None:
-        self.key = security.key
-        self.server_tls: ssl.SSLContext | None = None
-        self.client_tls: ssl.SSLContext | None = None
-        if security.tls_cert or security.tls_key or security.tls_ca:
-            self.server_tls = _context(ssl.PROTOCOL_TLS_SERVER, security)
-            self.client_tls = _context(ssl.PROTOCOL_TLS_CLIENT, security)
+        self.keys = Keys(security.key, security.key_file)
+        self._security = security
+        files = [security.tls_cert, security.tls_key, security.tls_ca]
+        self._changes = Changes(files if any(files) else [])
+        self._contexts = _contexts(security) if any(files) else (None, None)
         self._networks = [_network(text) for text in security.allowed]
-        self._proven = bool(security.key) or self.server_tls is not None
+        self._proven = bool(self.keys.current()[0]) or any(files)
+
+    def tls(self, server: bool) -> ssl.SSLContext | None:
+        """Return the context of a new connection, None without TLS. Files that changed are read
+        again; where they cannot be used, those before are. For one thread at a time."""
+        if self._changes.found():
+            try:
+                self._contexts = _contexts(self._security)
+                logger.info("the certificates in %s were read again", self._security.tls_cert)
+            except ConfigError as error:
+                logger.error("the certificates stay as they were: %s", error)
+        return self._contexts[0 if server else 1]
 
     def admits(self, host: str) -> bool:
         """Say whether to talk to the IP address ``host`` at all; False for anything else."""
@@ -70,11 +84,17 @@ def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
         raise ConfigError("peers", text, fix) from error
 
 
+def _contexts(security: Security) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Return the contexts of the side that listens and of the one that connects."""
+    server = _context(ssl.PROTOCOL_TLS_SERVER, security)
+    return server, _context(ssl.PROTOCOL_TLS_CLIENT, security)
+
+
 def _context(protocol: int, security: Security) -> ssl.SSLContext:
     """A context of one side that shows our certificate and demands one of the same authority.
 
-    Host names are not checked: peers are found by address, and whoever holds a certificate of
-    this authority is one.
+    Names are not checked here, as peers are found by address: whoever holds a certificate of this
+    authority is one. Addresses in a certificate are, by :class:`Handshake`.
     """
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import selectors
 import socket
@@ -20,17 +21,23 @@ class Handshake:
     """Connects (if it is the client), sets TLS up (if there is a context) and authenticates.
 
     ``sock`` is another object once TLS is set up, with the same file descriptor ``fd``. ``heard``:
-    the other side has said something that may be the start of a proof.
+    the other side has said something that may be the start of a proof. ``host`` is where a client
+    connects to: a certificate that names addresses must name it.
     """
 
     def __init__(
-        self, sock: socket.socket, auth: ClientAuth | ServerAuth, tls: ssl.SSLContext | None
+        self,
+        sock: socket.socket,
+        auth: ClientAuth | ServerAuth,
+        tls: ssl.SSLContext | None,
+        host: str = "",
     ) -> None:
         self.sock = sock
         self.fd = sock.fileno()
         self.auth = auth
         self.heard = False
         self._tls = tls
+        self._host = host
         self._steps = self._proceed()
 
     def advance(self) -> int:
@@ -64,6 +71,7 @@ class Handshake:
         while True:
             try:
                 wrapped.do_handshake()
+                _check_address(wrapped, self._host)
                 return
             except ssl.SSLWantReadError:
                 yield READ
@@ -93,3 +101,14 @@ class Handshake:
             else:
                 out += auth.feed(bytes(view[:got]))
                 self.heard = True
+
+
+def _check_address(sock: ssl.SSLSocket, host: str) -> None:
+    """Check that a certificate which names addresses names ``host``: one that was stolen from
+    another machine is of no use here. Those that name none are for any."""
+    names = (sock.getpeercert() or {}).get("subjectAltName", ())
+    named = [str(pair[1]).strip() for pair in names if pair[0] == "IP Address"]
+    if host and named and ipaddress.ip_address(host) not in map(ipaddress.ip_address, named):
+        raise Refused(
+            "tls", f"the certificate at {host} is for {', '.join(named)}: another engine's"
+        )

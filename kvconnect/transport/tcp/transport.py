@@ -47,7 +47,7 @@ class TcpTransport(Transport):
         if options.digest not in DIGEST_PERIOD:
             raise ConfigError("digest", options.digest, f"use one of {', '.join(DIGEST_PERIOD)}")
         self._guard = Guard(security)
-        pump.check_digests(options.digest, tls=self._guard.client_tls is not None)
+        pump.check_digests(options.digest, tls=self._guard.tls(server=False) is not None)
         self._hub = Hub(self._guard, options)
         self._shared = self._hub.shared
         self._closed = False
