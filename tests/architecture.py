@@ -64,7 +64,7 @@ NOT_IN_PURE = {
 """L1 decides and never does: time and randomness come in as arguments (replay needs that)."""
 
 FILE_LINES, CLASS_LINES, CLASS_METHODS, CLASS_ATTRIBUTES = 400, 250, 15, 12
-FUNCTION_LINES, COMPLEXITY, PARAMETERS, BROAD_EXCEPTS = 60, 10, 6, 5
+FUNCTION_LINES, COMPLEXITY, PARAMETERS, BROAD_EXCEPTS = 60, 10, 6, 6
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ class HostIndex:
         self._ready: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
         self._pending: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
         self._storing: dict[int, bytes] = {}  # hash of PENDING slots
+        self._disowned: set[int] = set()  # PENDING slots that stand for no block any more
         self._group = bytearray(num_slots)
         # One more than there are slots: where a lookup's hints start.
         self._readable: list[bytes] = [b""] * (num_slots + 1)  # hash of READY slots only
@@ -113,14 +114,24 @@ class HostIndex:
             self._next[slot] = following
         self.policy.insert(own, [hash(self._readable[slot]) for slot in own])
 
-    def abandon(self, slots: Iterable[int]) -> list[tuple[int, bytes]]:
-        """Give pending slots back: their block, returned as (group, hash), was not stored."""
+    def abandon(self, slots: Iterable[int], held: bool = False) -> list[tuple[int, bytes]]:
+        """Give pending slots back: their block, returned as (group, hash), was not stored.
+
+        ``held``: what was to bring them hangs, and may write to them yet. The blocks may be stored
+        elsewhere, but the slots stay taken until they are abandoned again.
+        """
         dropped = []
         for slot in slots:
-            self.slots.give_back(slot)
-            group, block_hash = self._group[slot], self._storing.pop(slot)
-            del self._pending[group][block_hash]
-            dropped.append((group, block_hash))
+            group, block_hash = self._group[slot], self._storing[slot]
+            if slot not in self._disowned:
+                del self._pending[group][block_hash]
+                dropped.append((group, block_hash))
+            if held:
+                self._disowned.add(slot)
+            else:
+                self._disowned.discard(slot)
+                del self._storing[slot]
+                self.slots.give_back(slot)
         return dropped
 
     def pin(self, slots: Iterable[int]) -> None:
@@ -168,7 +179,8 @@ class HostIndex:
             raise Misuse("two blocks share a slot")
         for slot in range(len(self.slots)):
             state = self.slots.state(slot)
-            if linked.get(slot) != (state if state in (PENDING, READY) else None):
+            named = state in (PENDING, READY) and slot not in self._disowned
+            if linked.get(slot) != (state if named else None):
                 raise Misuse(f"slot {slot} in state {state} is wrongly in or out of the map")
             if (slot in self._storing) != (state == PENDING):
                 raise Misuse(f"slot {slot} in state {state} is wrongly being stored or not")

@@ -30,6 +30,7 @@ class Outcome(str, Enum):
     FULL = "full"  # put: no room, not even after eviction
     LIMITED = "limited"  # put: a bound on what may be written is used up for now
     FAILED = "failed"  # tried, and the disk or the server said no
+    LATE = "late"  # of no store: its call takes longer than a request waits, and is not waited for
     UNAVAILABLE = "unavailable"  # not tried: closed, or failed so often that it is left alone
 
 

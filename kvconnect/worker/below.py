@@ -1,18 +1,15 @@
 """A worker's tiers below host memory: blocks between host slots, a disk and a remote store.
 
-The engine's thread submits jobs and polls for answers; it never waits for a disk or a server.
-Stores block the thread that calls them, so jobs run on threads of their own, cut into batches;
-what requests wait for has threads that what is written down cannot take.
+The engine's thread submits jobs and polls for answers; it never waits for a disk or a server. Jobs
+are cut into batches, each of which goes through the tiers by itself (:class:`Stack`).
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -24,9 +21,7 @@ from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.store import Store
 from kvconnect.store.host import HostStore
 from kvconnect.types import Tier
-from kvconnect.worker.stack import BATCH_BYTES, READERS, WRITERS, Stack
-
-logger = logging.getLogger(__name__)
+from kvconnect.worker.stack import BATCH_BYTES, Blocks, Stack
 
 Task = Seek | Fetch | Spill
 
@@ -34,7 +29,6 @@ Task = Seek | Fetch | Spill
 @dataclass(eq=False)
 class _Running:
     task: Task
-    expires: float
     found: bytearray
     batches: int  # that have not ended
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -42,8 +36,9 @@ class _Running:
 
 class LowerTiers:
     """Owned by the worker's main thread. ``stores`` are asked in order, the fastest first; they
-    are closed with this object. A call that raises finds nothing; the worker lives. The worker of
-    an engine that ``speaks`` says for all how its tiers are.
+    are closed with this object. A call that raises finds nothing; the worker lives. A lookup is
+    answered after ``wait_s``, which is how long a request waits for it, and a tier whose call takes
+    so long is left alone. The worker of an engine that ``speaks`` says for all how its tiers are.
     """
 
     def __init__(
@@ -52,18 +47,17 @@ class LowerTiers:
         host: HostStore,
         geometry: Geometry,
         speaks: bool = True,
+        wait_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stack = Stack(stores, host, speaks)
+        self._stack = Stack(stores, host, wait_s, speaks, clock)
         self._geometry = geometry
         largest = max(group.block_bytes for group in geometry.groups)
         self._batch = max(1, BATCH_BYTES // largest)  # blocks
+        self._wait_s = wait_s
         self._clock = clock
-        self._readers = ThreadPoolExecutor(READERS, "kvconnect-fetch")
-        self._writers = ThreadPoolExecutor(WRITERS, "kvconnect-spill")
         self._answers: deque[Answer] = deque()
         self._ended = threading.Event()
-        self._closed = False
 
     def __repr__(self) -> str:
         return f"<LowerTiers {self._stack}>"
@@ -71,17 +65,23 @@ class LowerTiers:
     def submit(self, tasks: Iterable[Task]) -> None:
         """Queue jobs; does not block."""
         for task in tasks:
-            pool = self._writers if isinstance(task, Spill) else self._readers
             batches = list(_batches(task, self._batch))
-            deadline = 0.0 if isinstance(task, Seek) else task.deadline_s
-            expires = self._clock() + deadline
-            running = _Running(task, expires, bytearray(len(task.keys)), len(batches))
-            for batch in batches:
-                future = pool.submit(self._do, running, batch)
-                future.add_done_callback(partial(self._end, running, batch))
+            deadline_s = self._wait_s if isinstance(task, Seek) else task.deadline_s
+            expires = self._clock() + deadline_s
+            running = _Running(task, bytearray(len(task.keys)), len(batches))
+            for start, end in batches:
+                keys = task.keys[start:end]
+                sizes = [self._block_bytes(key) for key in keys]
+                done = partial(self._end, running, start)
+                if isinstance(task, Seek):
+                    self._stack.seek(Blocks(keys, sizes, expires, done))
+                    continue
+                work = self._stack.fetch if isinstance(task, Fetch) else self._stack.spill
+                work(Blocks(keys, sizes, expires, done, task.slots[start:end]))
 
     def poll(self) -> list[Answer]:
         """Return answers since the last call; each exactly once."""
+        self._stack.sweep()
         answers = []
         while self._answers:
             answers.append(self._answers.popleft())
@@ -98,39 +98,19 @@ class LowerTiers:
         return self._stack.take_stats()
 
     def close(self) -> None:
-        """Drop what is queued, wait for the calls under way, close the stores. Idempotent."""
-        self._closed = True
-        for pool in (self._readers, self._writers):
-            pool.shutdown(wait=True, cancel_futures=True)
+        """Drop what is queued, wait for the calls under way unless they are late, close the
+        stores. Idempotent."""
         self._stack.close()
 
-    def _end(self, running: _Running, batch: tuple[int, int], future: Future[bytes]) -> None:
+    def _end(self, running: _Running, start: int, found: bytes) -> None:
         """A batch of a job ended; answer if it was the last."""
-        if future.cancelled():
-            return
-        start, end = batch
-        error = future.exception()
-        if error is not None:  # whatever a store raises is a miss
-            what = "a tier below host memory failed; its blocks are recomputed"
-            logger.error(what, exc_info=error)
         with running.lock:
-            running.found[start:end] = bytes(end - start) if error else future.result()
+            running.found[start : start + len(found)] = found
             running.batches -= 1
             last = not running.batches
         if last:
             self._answers.append(Answer(running.task.job, bytes(running.found)))
             self._ended.set()
-
-    def _do(self, running: _Running, batch: tuple[int, int]) -> bytes:
-        start, end = batch
-        task, keys = running.task, running.task.keys[start:end]
-        sizes = [self._block_bytes(key) for key in keys]
-        if isinstance(task, Seek):
-            return self._stack.seek(keys, sizes)
-        if self._closed or self._clock() >= running.expires:
-            return bytes(len(keys))
-        work = self._stack.fetch if isinstance(task, Fetch) else self._stack.spill
-        return work(keys, task.slots[start:end], sizes)
 
     def _block_bytes(self, key: bytes) -> int:
         return self._geometry.groups[group_of(key)].block_bytes

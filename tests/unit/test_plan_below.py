@@ -245,8 +245,74 @@ def test_an_answer_that_never_comes_keeps_no_engine_awake_and_frees_no_slot() ->
     bench.take(20.0)
     assert not bench.plan.busy
     assert bench.index.slots.used == 2  # the write may still land
+    assert bench.counted("failed_blocks") == {"deadline": 2}
+    bench.store(hashes[:1])  # others may bring it now: as here, who computes it
+    assert bench.index.slots.used == 3
+    bench.index.check()
     bench.plan.on_answer(Answer(fetch.job, bytes([1, 1])), 99.0)
-    assert bench.ready(hashes) == 2
+    assert (bench.ready(hashes), bench.index.slots.used) == (1, 1)
+    bench.index.check()
+
+
+def test_nobody_follows_a_fetch_for_longer_than_a_request_waits() -> None:
+    bench, hashes = Bench(), prompt("a", 2)
+    bench.below = dict.fromkeys(keys(hashes), 1)
+    assert bench.plan.ask("r1", bench.wants(hashes), 0.0)
+    bench.step(0.0)
+    bench.take(0.0)  # it hangs
+    assert bench.plan.ask("r2", bench.wants(hashes), WAIT_S - 0.1)  # the control
+    assert not bench.plan.ask("r3", bench.wants(hashes), WAIT_S)
+    longer = [*hashes, b"a2"]
+    assert bench.plan.ask("r4", bench.wants(longer), WAIT_S)  # what nobody brings is looked for
+    (seek,) = bench.take(WAIT_S).seeks
+    assert list(seek.keys) == keys(longer)[2:]
+
+
+def test_lookups_that_no_worker_answers_are_not_kept() -> None:
+    bench = Bench()
+    for number in range(100):
+        assert bench.plan.ask(f"r{number}", bench.wants(prompt(f"{number}", 2)), 0.0)
+    seeks = bench.take(0.0).seeks
+    assert len(bench.plan._answers) == len(seeks) == 100
+    bench.take(20.0)
+    assert len(bench.plan._answers) == 0
+    bench.plan.on_answer(Answer(seeks[0].job, b"\1\1"), 21.0)  # is nobody's any more
+
+
+def test_a_fetch_that_hangs_leaves_room_for_others() -> None:
+    bench, first, second = Bench(share=2), prompt("a", 2), prompt("b", 2)
+    bench.below = dict.fromkeys(keys([*first, *second]), 1)
+    assert bench.plan.ask("r1", bench.wants(first), 0.0)
+    bench.step(0.0)
+    (hung,) = bench.take(0.0).fetches
+    assert bench.plan.ask("r2", bench.wants(second), 0.0)
+    bench.step(0.0)
+    assert not bench.take(0.0).fetches  # the control: all room is taken
+    bench.take(20.0)
+    assert bench.plan.ask("r3", bench.wants(second), 20.0)
+    bench.step(20.0)
+    bench.step(20.0)
+    assert bench.ready(second) == 2
+    bench.plan.on_answer(Answer(hung.job, b"\1\1"), 30.0)
+    assert (bench.ready(first), bench.index.slots.used) == (0, 2)
+    bench.index.check()
+
+
+def test_a_spill_that_hangs_leaves_room_for_others() -> None:
+    bench = Bench(share=2)
+    bench.store(prompt("a", 2))
+    (hung,) = bench.take(0.0).spills
+    bench.store(prompt("b", 2))
+    assert not bench.take(0.0).spills  # the control
+    (spill,) = bench.take(20.0).spills
+    assert list(spill.keys) == keys(prompt("b", 2))
+    assert bench.index.slots.busy == 4
+    bench.plan.on_answer(Answer(hung.job, b"\0\0"), 30.0)
+    assert bench.index.slots.busy == 2
+    bench.store(prompt("c", 2))
+    assert not bench.take(30.0).spills  # what hung was counted once
+    bench.plan.on_answer(Answer(spill.job, b"\1\1"), 30.0)
+    assert len(bench.take(30.0).spills) == 1
 
 
 def test_a_second_request_for_the_same_prefix_waits_for_the_first_ones_fetch() -> None:

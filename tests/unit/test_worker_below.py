@@ -36,6 +36,10 @@ class Fragile(MemoryStore):
         super().__init__(1 << 24)
         self.gate = threading.Event()
         self.gate.set()
+        self.readable = threading.Event()
+        self.readable.set()
+        self.reads = 0
+        self.count = threading.Lock()
         self.broken = False
 
     def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
@@ -45,6 +49,9 @@ class Fragile(MemoryStore):
         return super().put(keys, payloads)
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+        with self.count:
+            self.reads += 1
+        self.readable.wait(WAIT_S)
         if self.broken:
             raise OSError("told to")
         return super().get(keys, buffers)
@@ -55,6 +62,7 @@ class Bench:
         self.host = HostStore(SLOTS, GEOMETRY.slot_bytes, "full")
         self.disk, self.remote = Fragile(), Fragile()
         self.now = 0.0
+        self.later: list[Answer] = []
         stores: dict[Tier, Store] = {Tier.DISK: self.disk, Tier.REMOTE: self.remote}
         self.tiers = LowerTiers(stores, self.host, GEOMETRY, clock=lambda: self.now)
 
@@ -67,6 +75,23 @@ class Bench:
     def do(self, task: Seek | Fetch | Spill) -> bytes:
         self.tiers.submit([task])
         return self.answer().found
+
+    def reading(self, calls: int) -> None:
+        """Wait until the disk has been read so often, and notice what is late by then."""
+        deadline = time.monotonic() + WAIT_S
+        while self.disk.reads < calls:
+            assert time.monotonic() < deadline, "no call"
+            time.sleep(0.001)
+
+    def next_answer(self) -> Answer:
+        """Return the answers one by one."""
+        if not self.later:
+            deadline = time.monotonic() + WAIT_S
+            while not self.later:
+                assert time.monotonic() < deadline, "no answer"
+                self.tiers.wait(0.01)
+                self.later += self.tiers.poll()
+        return self.later.pop(0)
 
     def answer(self) -> Answer:
         deadline = time.monotonic() + WAIT_S
@@ -82,6 +107,7 @@ def bench() -> Iterator[Bench]:
     bench = Bench()
     yield bench
     bench.disk.gate.set()
+    bench.disk.readable.set()
     bench.tiers.close()
 
 
@@ -144,20 +170,23 @@ def test_a_record_of_another_length_is_not_there(bench: Bench) -> None:
 def test_a_store_that_raises_finds_nothing_and_the_next_job_is_done(bench: Bench) -> None:
     bench.fill(0)
     bench.disk.broken = True
-    assert bench.do(spill([0])) == b"\0"
+    assert bench.do(spill([0])) == b"\2"  # the other tier has taken it
+    assert bench.do(Seek(JOB, (key(0),))) == b"\2"
     bench.disk.broken = False
     assert bench.do(spill([0])) == b"\1"
     bench.disk.broken = True
+    assert bench.do(fetch([0], [1])) == b"\2"
+    bench.remote.broken = True
     assert bench.do(fetch([0], [1])) == b"\0"
 
 
 def test_past_its_deadline_a_job_moves_nothing(bench: Bench) -> None:
     for slot in range(3):
         bench.fill(slot)
-    bench.disk.gate.clear()
-    bench.tiers.submit([spill([0]), spill([1]), spill([2])])  # the third waits for a thread
+    bench.disk.gate.clear(), bench.remote.gate.clear()
+    bench.tiers.submit([spill([0]), spill([1]), spill([2])])  # the third waits for threads
     bench.now = 11.0
-    bench.disk.gate.set()
+    bench.disk.gate.set(), bench.remote.gate.set()
     found: list[Answer] = []
     deadline = time.monotonic() + WAIT_S
     while len(found) < 3:
@@ -209,3 +238,108 @@ def test_closing_drops_what_waits_and_ends_what_runs(bench: Bench) -> None:
     assert len(bench.tiers.poll()) == 2  # as many threads write
     assert bench.disk.usage() == (0, 0, 1 << 24, False)
     bench.tiers.close()
+
+
+# A tier that hangs ------------------------------------------------------------------------------
+
+
+def hung(bench: Bench) -> None:
+    """Both tiers have blocks 0 to 7; four reads of the disk hang, and are late."""
+    for slot in range(8):
+        bench.fill(slot)
+    assert bench.do(spill(range(8))) == bytes([1] * 8)
+    bench.disk.readable.clear()
+    bench.tiers.submit(Fetch(JobId(10 + n), (key(n),), array("q", [n]), 30.0) for n in range(4))
+    bench.reading(4)
+    assert bench.tiers.poll() == []
+    bench.now += 5.0
+
+
+def test_when_the_disk_hangs_the_remote_tier_goes_on_serving(bench: Bench) -> None:
+    hung(bench)
+    for number in range(4, 8):
+        assert bench.do(Seek(JOB, (key(number),))) == b"\2"
+        assert bench.do(fetch([number], [number])) == b"\2"
+    bench.fill(4, seed=3)
+    assert bench.do(spill([4])) == b"\1"  # what is written has threads of its own
+    stats = bench.tiers.take_stats()
+    assert stats is not None
+    assert stats.data["gauges"]["below_available"] == {"disk": False, "remote": True}
+    assert stats.data["counters"]["store_failed_blocks"] == {"late": 4}
+    assert bench.disk.reads == 4
+
+
+def test_the_control_a_disk_that_does_not_hang_is_asked(bench: Bench) -> None:
+    hung(bench)
+    bench.now -= 0.1
+    bench.tiers.submit([Seek(JOB, (key(5),))])
+    assert bench.tiers.poll() == []  # it waits for a thread of the disk
+    bench.disk.readable.set()
+    found = [bench.next_answer() for _ in range(5)]
+    assert sorted(answer.found for answer in found) == [b"\1"] * 5
+    assert bench.do(fetch([5], [5])) == b"\1"
+
+
+def test_what_waited_for_a_disk_that_hangs_goes_to_the_next_tier(bench: Bench) -> None:
+    for slot in range(6):
+        bench.fill(slot)
+    bench.do(spill(range(6)))
+    bench.disk.readable.clear()
+    bench.tiers.submit(Fetch(JobId(10 + n), (key(n),), array("q", [n]), 30.0) for n in range(4))
+    bench.reading(4)
+    bench.tiers.submit([fetch([4], [4]), Seek(JobId(2), (key(5), key(7)))])
+    bench.now = 4.9
+    assert bench.tiers.poll() == []
+    bench.now = 5.0
+    assert {bench.next_answer() for _ in range(2)} == {
+        Answer(JOB, b"\2"),
+        Answer(JobId(2), b"\0\0"),
+    }
+
+
+def test_a_disk_that_comes_back_is_probed_and_used(bench: Bench) -> None:
+    hung(bench)
+    assert bench.do(fetch([5], [5])) == b"\2"
+    bench.disk.readable.set()
+    found = {bench.next_answer() for _ in range(4)}
+    assert found == {Answer(JobId(10 + n), b"\1") for n in range(4)}
+    assert bench.do(fetch([5], [5])) == b"\2"  # it hung until just now
+    bench.now += 1.0
+    assert bench.do(fetch([5], [5])) == b"\1"
+    assert bench.do(fetch([6], [6])) == b"\1"
+
+
+def test_lookups_of_a_disk_that_hangs_do_not_pile_up(bench: Bench) -> None:
+    hung(bench)
+    bench.now -= 5.0
+    bench.tiers.submit(Seek(JobId(100 + n), (key(n % 8),)) for n in range(5000))
+    lane = bench.tiers._stack.readers[Tier.DISK]
+    assert len(lane._queue) == 4096
+    bench.now += 5.0
+    answers = []
+    deadline = time.monotonic() + WAIT_S
+    while len(answers) < 5000:
+        assert time.monotonic() < deadline
+        answers += bench.tiers.poll()
+        bench.tiers.wait(0.1)
+    assert {answer.job for answer in answers} == {100 + n for n in range(5000)}
+    assert not lane._queue
+
+
+def test_closing_does_not_wait_for_a_call_that_hangs(bench: Bench) -> None:
+    hung(bench)
+    bench.tiers.close()
+    assert bench.disk.usage().available  # it was not closed, as it is in use
+    assert not bench.remote.usage().available
+    bench.disk.readable.set()
+
+
+def test_all_threads_of_a_tier_end_with_it(bench: Bench) -> None:
+    bench.fill(0)
+    bench.do(spill([0]))
+    mine = [t for t in threading.enumerate() if t.name.startswith("kvconnect-spill")]
+    assert mine
+    bench.tiers.close()
+    for thread in mine:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()

@@ -41,7 +41,8 @@ class PageStore:
         self.index = HostIndex(num_slots, 1, make_policy(config.policy, num_slots))
         self.memory = HostStore(num_slots, slot_bytes, config.digest)
         self._pages = Pages(self.index, self.memory)
-        self.below = Below(stores, self._pages) if stores else None
+        limits = (config.wait_s, config.deadline_s)
+        self.below = Below(stores, self._pages, limits) if stores else None
         self._wait_s = config.wait_s
         self._evictions_counted = 0
 
@@ -101,6 +102,8 @@ class PageStore:
                     self.index.commit([slot])
                     if self.below:
                         self.below.stored(key)
+        if self.below:
+            self.below.launch()
         return True
 
     @contextmanager

@@ -61,7 +61,8 @@ def make_lower_tiers(
     if config.remote:
         makers[Tier.REMOTE] = partial(_make_remote, cache, fields, config.remote)
     stores = make_tiers(makers)
-    return LowerTiers(stores, store, geometry, speaks=vllm_config.parallel_config.rank == 0)
+    speaks = vllm_config.parallel_config.rank == 0
+    return LowerTiers(stores, store, geometry, speaks, config.wait_s)
 
 
 def stored_format(

@@ -35,18 +35,20 @@ class _Open:
     asked: float
     waiting: int  # workers that have not answered
     found: bytes | None = None  # what all workers that answered have
-    void: bool = False  # a reset made the result worthless
+    void: bool = False  # the result is worthless
     given_up: bool = False  # nobody waits for it any more
 
 
 class Answered(NamedTuple):
     """A question that all workers have answered. ``found`` as in :class:`Answer`, where a block
-    counts as there if all workers have it, in a tier as slow as the slowest. ``void``: blocks
-    have other names since then. ``seconds`` between question and last answer."""
+    counts as there if all workers have it, in a tier as slow as the slowest. ``void``: what was
+    found is worthless, since blocks have other names now. ``given_up``: it came too late, see
+    :meth:`Answers.expire`. ``seconds`` between question and last answer."""
 
     question: Question
     found: bytes
     void: bool
+    given_up: bool
     seconds: float
 
 
@@ -72,8 +74,9 @@ class Answers:
 
     @property
     def fetching(self) -> int:
-        """Slots that are being read into."""
-        return sum(len(job.question.slots) for job in self._open.values() if job.question.req_id)
+        """Slots that are being read into by what is waited for."""
+        jobs = (job for job in self._open.values() if not job.given_up and job.question.req_id)
+        return sum(len(job.question.slots) for job in jobs)
 
     def open(self, question: Question, now: float) -> JobId:
         """Number a question."""
@@ -97,14 +100,22 @@ class Answers:
         if job.waiting:
             return None
         del self._open[answer.job]
-        return Answered(job.question, job.found, job.void, now - job.asked)
+        return Answered(job.question, job.found, job.void, job.given_up, now - job.asked)
 
-    def expire(self, now: float) -> None:
-        """Wait no longer for what has not been answered in time. Its slots stay taken: only the
-        worker can say that it does not read or write them any more."""
-        for job in self._open.values():
-            if now >= job.asked + self.deadline_s * _ANSWER_FACTOR:
-                job.given_up = True
+    def expire(self, now: float) -> list[Question]:
+        """Wait no longer for what has not been answered in time, and return it. Slots stay taken:
+        only the worker can say that it does not read or write them any more. Lookups have none,
+        so they are over."""
+        late = [
+            (number, job)
+            for number, job in self._open.items()
+            if not job.given_up and now >= job.asked + self.deadline_s * _ANSWER_FACTOR
+        ]
+        for number, job in late:
+            job.given_up = True
+            if not job.question.slots:
+                del self._open[number]
+        return [job.question for _, job in late]
 
     def void(self) -> None:
         """Blocks have other names from now on."""

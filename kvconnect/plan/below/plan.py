@@ -16,13 +16,13 @@ from itertools import islice
 from typing import NamedTuple
 
 from kvconnect.plan.below.answers import Answered, Answers, Block, Question
-from kvconnect.plan.below.search import Absent, Choose, Wanted, missing, worth_fetching
+from kvconnect.plan.below.search import Absent, Choose, Coming, Wanted, missing, worth_fetching
 from kvconnect.plan.below.spills import Spills
 from kvconnect.plan.groups import CacheGroup, leading_group
 from kvconnect.plan.index import HostIndex
 from kvconnect.plan.instructions import BELOW, Answer, Fetch, Instructions, Seek, Spill
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.types import Tier
+from kvconnect.types import FailureCause, Tier
 
 _MOST_KEYS = 1 << 14  # of one lookup
 
@@ -98,7 +98,7 @@ class BelowPlan:
         self._choose = choose
         self._fetched = fetched
         self._waiting: dict[str, _Waiting] = {}
-        self._coming: set[Block] = set()  # blocks that a fetch brings
+        self._coming = Coming()
         self._planned = Instructions()
         self._answers = Answers(limits.workers, limits.deadline_s)
         self._absent = Absent()
@@ -121,7 +121,9 @@ class BelowPlan:
         if waiting is None:
             waiting = _Waiting(wanted, now, now + self._limits.wait_s)
             self._waiting[req_id] = waiting
-        if not waiting.decided and not waiting.working and not self._follows(wanted):
+        since = now - self._limits.wait_s
+        follows = self._coming.for_other(wanted.rows(self._groups), since)
+        if not waiting.decided and not waiting.working and not follows:
             waiting.working = self._seek(req_id, wanted, now)
             waiting.decided = not waiting.working
         return not waiting.decided
@@ -144,7 +146,8 @@ class BelowPlan:
 
     def take(self, work: Instructions, now: float) -> None:
         """Add what the workers have to do to a step's work."""
-        self._answers.expire(now)
+        for question in self._answers.expire(now):
+            self._give_up(question)
         self._absent.expire(now)
         for waiting in self._waiting.values():
             if now >= waiting.deadline and (waiting.pinned or not waiting.decided):
@@ -168,7 +171,7 @@ class BelowPlan:
         if answered is None:
             return None
         if answered.question.req_id is None:
-            self.spills.ended(answered.question.slots)
+            self.spills.ended(answered.question.slots, answered.given_up)
         elif len(answered.question.slots):
             return self._end_fetch(answered.question.req_id, answered, now)
         else:
@@ -191,12 +194,16 @@ class BelowPlan:
         yield "below_waiting_requests", waiting, None
         yield "below_jobs_in_flight", len(self._answers), None
 
-    def _follows(self, wanted: Wanted) -> bool:
-        """Whether blocks of a prefix are on their way for another request."""
-        if not self._coming:
-            return False
-        rows = wanted.rows(self._groups)
-        return any((number, block) in self._coming for number, row in rows for block in row)
+    def _give_up(self, question: Question) -> None:
+        """A job takes too long: what it is about may be stored, fetched and written by others. Its
+        slots are taken until it has ended."""
+        if question.req_id is None:
+            self.spills.given_up(question.slots)
+        elif question.slots:
+            self._index.abandon(question.slots, held=True)
+            self._coming.drop(question.blocks)
+            cause = FailureCause.DEADLINE.value
+            self._stats.count("failed_blocks", len(question.slots), label=cause)
 
     def _seek(self, req_id: str, wanted: Wanted, now: float) -> bool:
         """Have blocks looked up; return False if nothing can be below."""
@@ -244,7 +251,7 @@ class BelowPlan:
         if not found:
             self._stats.count("below_decisions", label="no_space")
             return False
-        self._coming.update(found)
+        self._coming.add(found, now)
         keys = tuple(waiting.wanted.key(*block) for block in found)
         number = self._answers.open(Question(keys, slots, req_id, tuple(found)), now)
         self._planned.fetches.append(Fetch(number, keys, slots, self._limits.deadline_s))
@@ -252,12 +259,14 @@ class BelowPlan:
 
     def _end_fetch(self, req_id: str, answered: Answered, now: float) -> Came:
         _, slots, _, blocks = answered.question
-        found = bytes(len(blocks)) if answered.void else answered.found
+        worthless = answered.void or answered.given_up
+        found = bytes(len(blocks)) if worthless else answered.found
         good = [slot for slot, tier in zip(slots, found, strict=True) if tier]
         self._index.abandon([slot for slot, tier in zip(slots, found, strict=True) if not tier])
         self._index.commit(good)
         self.spills.brought(good)
-        self._coming.difference_update(blocks)
+        if not answered.given_up:  # else others may bring them by now
+            self._coming.drop(blocks)
         tiers = [BELOW[tier] for tier in found if tier]
         slowest = BELOW[max(found)]
         if slowest is not None:

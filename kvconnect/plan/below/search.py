@@ -91,6 +91,27 @@ class Absent:
         self._until.clear()
 
 
+class Coming:
+    """Blocks that fetches bring, and when they were asked for."""
+
+    def __init__(self) -> None:
+        self._asked: dict[Block, float] = {}
+
+    def add(self, blocks: Iterable[Block], now: float) -> None:
+        self._asked.update(dict.fromkeys(blocks, now))
+
+    def drop(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            self._asked.pop(block, None)
+
+    def for_other(self, rows: Iterable[tuple[int, Sequence[bytes]]], since: float) -> bool:
+        """Whether any of these blocks was asked for after ``since``: longer nobody waits."""
+        asked = self._asked
+        if not asked:
+            return False
+        return any(asked.get((group, it), since) > since for group, row in rows for it in row)
+
+
 class _View:
     """The host tier and what was found below it, as :func:`longest_prefix` reads an index."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvconnect.plan.index import HostIndex
@@ -78,10 +78,15 @@ class Spills:
                 self._writing += len(slots)
                 yield tuple(keys), slots
 
-    def ended(self, slots: Iterable[int]) -> None:
+    def ended(self, slots: Sequence[int], given_up: bool = False) -> None:
         """A job ended, well or not: what was not written is not tried again."""
         self._index.unpin(slots)
-        self._writing -= len(tuple(slots))
+        if not given_up:
+            self._writing -= len(slots)
+
+    def given_up(self, slots: Sequence[int]) -> None:
+        """A job takes too long: others may begin. Its slots stay pinned until it has ended."""
+        self._writing -= len(slots)
 
     def clear(self) -> None:
         """Blocks have other names from now on."""
