@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvconnect.store.breaker import Breaker
+from kvconnect.threads import ThreadKind, failed, make
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +74,7 @@ class Lane:
                 self._changed.notify()
                 return True
             self._to_start -= 1
-        name = f"kvconnect-{self._name}"
-        threading.Thread(target=self._work, name=name, daemon=True).start()
+        make(ThreadKind.TIER, f"kvconnect-{self._name}", self._work).start()
         return True
 
     def sweep(self) -> None:
@@ -140,9 +140,8 @@ class Lane:
             try:
                 if due:
                     call.run()
-            except Exception:  # boundary: whatever a store raises is a miss, and the thread lives
-                text = "%s failed; its blocks are recomputed"
-                logger.exception(text, self._name)
+            except Exception as error:  # boundary: whatever a store raises is a miss
+                failed(ThreadKind.TIER, self._name, error)
             if due:
                 self._note(call)
             call.ended()
