@@ -26,12 +26,19 @@ from kvconnect.types import FailureCause, Rank, Span, TransferId, TransferType
 logger = logging.getLogger(__name__)
 
 _ANSWER_FACTOR = 2.0  # a withdrawal unanswered for so many deadlines is worth a line in the log
+_MOST_READERS = 1024  # workers of one decode engine
 _OVER = (NoticeKind.DONE, NoticeKind.LEFT)
+
+
+LONGEST_LIFE_S = 600.0
+"""Seconds after the end of its prefill for which a lease lives at most, whatever peers say: as long
+as a reader goes on receiving. A longer ``lease_s`` counts instead."""
 
 
 class LeaseLimits(NamedTuple):
     """``workers`` must answer each withdrawal. Blocks of a finished prefill are kept ``lease_s``
-    seconds for a reader, and ``deadline_s`` seconds after a reader's last sign of life."""
+    seconds for a reader, and ``deadline_s`` seconds after a reader's last sign of life; but no
+    longer than ``LONGEST_LIFE_S``."""
 
     workers: int
     lease_s: float
@@ -39,10 +46,16 @@ class LeaseLimits(NamedTuple):
 
 
 @dataclass
+class _Life:
+    since: float
+    end: float = math.inf  # no sign of life extends a deadline beyond it
+
+
+@dataclass
 class _Lease:
     transfer: TransferId
     tokens: int
-    since: float
+    life: _Life
     next_block: list[int]  # per group: the first block not offered yet
     end_block: list[int]  # per group: the first block beyond ``tokens``
     state: Lease = LEASE.start
@@ -97,22 +110,27 @@ class _Lease:
         self.state = LEASE.after(self.state, Event.JOINED)
         # Notices of different workers overtake each other, but a reader that has thanked one of
         # them has everything from all of them.
-        if self.readers.get(reader) is not NoticeKind.DONE:
+        if self.readers.get(reader) is NoticeKind.DONE:
+            return
+        if reader in self.readers or len(self.readers) < _MOST_READERS:
             self.readers[reader] = kind
 
     def close(self, limits: LeaseLimits, now: float) -> None:
         """Everything was offered: readers have a deadline from now on."""
         if self.state in (Lease.GROWING, Lease.STREAMING):  # else it was preempted since
             self.state = LEASE.after(self.state, Event.COMPUTED)
+        self.life.end = min(self.life.end, now + max(LONGEST_LIFE_S, limits.lease_s))
         self.extend(limits, now)
 
     def extend(self, limits: LeaseLimits, now: float) -> None:
         """Somebody gave a sign of life."""
+        if now >= self.life.end:
+            return
         self.overdue = False
         if self.state is Lease.WAITING:
-            self.deadline = now + limits.lease_s
+            self.deadline = min(self.life.end, now + limits.lease_s)
         elif self.state is Lease.READING:
-            self.deadline = now + limits.deadline_s
+            self.deadline = min(self.life.end, now + limits.deadline_s)
 
 
 class Leases:
@@ -154,7 +172,7 @@ class Leases:
             return False
         first = [group.first_block(tokens) for group in self._groups]
         end = [-(-tokens // group.block_tokens) for group in self._groups]
-        lease = _Lease(transfer, tokens, now, first, end)
+        lease = _Lease(transfer, tokens, _Life(now), first, end)
         self._leases[transfer] = self._requests[req_id] = lease
         self._offers.append(Offer(transfer))
         return True
@@ -281,7 +299,7 @@ class Leases:
         yield "ledger_held_blocks", self.granted - self.returned, Owner.SEND.value
         yield "handoff_leases", len(self._leases), None
         yield "jobs_in_flight", len(self._leases), TransferType.SEND.value
-        oldest = max((now - lease.since for lease in self._leases.values()), default=0.0)
+        oldest = max((now - lease.life.since for lease in self._leases.values()), default=0.0)
         yield "ledger_oldest_hold_seconds", oldest, None
 
     def check(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 from kvconnect.errors import Misuse
 from kvconnect.plan.arrivals import ArrivalLimits, Arrivals, SettledArrival
 from kvconnect.plan.groups import CacheGroup
-from kvconnect.plan.handoff import LeaseLimits, Leases
+from kvconnect.plan.handoff import LONGEST_LIFE_S, LeaseLimits, Leases
 from kvconnect.plan.instructions import (
     Drop,
     Failure,
@@ -53,6 +53,40 @@ def served(book: Leases, tokens: int = 10) -> Leases:
     assert book.finish("r", True, 1.0) == T
     book.take()
     return book
+
+
+# What peers cannot do ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [NoticeKind.RENEWED, NoticeKind.JOINED])
+def test_no_sign_of_life_keeps_a_lease_for_ever(kind: NoticeKind) -> None:
+    book = served(leases())
+    now = 1.0
+    while now < 2 * LONGEST_LIFE_S:
+        reader = None if kind is NoticeKind.RENEWED else ONE
+        book.on_notice(Notice(T, kind, reader), now)
+        book.tick(now)
+        _, withdrawals = book.take()
+        if withdrawals:
+            break
+        now += 5.0
+    assert withdrawals == [Withdraw(T, FailureCause.DEADLINE)]
+    assert LONGEST_LIFE_S <= now - 1.0 <= LONGEST_LIFE_S + 10.0
+
+
+def test_a_lease_that_is_to_live_longer_does() -> None:
+    limits = LeaseLimits(1, lease_s=5 * LONGEST_LIFE_S, deadline_s=20.0)
+    book = served(Leases((CacheGroup(4),), OffloadingConnectorStats(), limits))
+    for now in (4 * LONGEST_LIFE_S, 4 * LONGEST_LIFE_S + 1):
+        book.tick(now)
+        assert book.take()[1] == []
+
+
+def test_readers_of_one_lease_are_bounded() -> None:
+    book = served(leases())
+    for number in range(3000):
+        book.on_notice(Notice(T, NoticeKind.JOINED, Rank(number, 5000, 0, 1)), 2.0)
+    assert len(book._leases[T].readers) == 1024
 
 
 # Leases -----------------------------------------------------------------------------------------
