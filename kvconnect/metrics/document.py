@@ -71,6 +71,10 @@ rate(vllm:kvconnect_handoff_failures_total[5m])
     sum without (outcome) (rate(vllm:kvconnect_handoff_received_requests_total[5m]))
 ```
 
+vLLM's own `vllm:prompt_tokens_cached_by_source_total` says the same as `hit_tokens_total`, for
+requests that were not preempted: `source` is `host`, `disk` or, for `remote`,
+`external_unspecified`; tokens of hand-offs are `p2p`.
+
 Ranks add up: with tensor parallelism, bytes, seconds and operations are those of all ranks, so
 bytes over seconds is the mean speed of one rank. An engine that does not step publishes nothing
 new: its gauges keep the values of its last step. What workers know of their connections is shown

@@ -37,6 +37,8 @@ class PromMetrics:
         labelnames: list[str],
         per_engine_labelvalues: Mapping[int, list[object]],
         prefix: str = "vllm:",
+        *,
+        aliases: bool = True,
     ) -> None:
         """Register every family and create every series, so that it reads 0 before its event.
 
@@ -46,6 +48,8 @@ class PromMetrics:
             labelnames: the engine's own labels, which come first.
             per_engine_labelvalues: their values for each engine index.
             prefix: of every metric name; with its colon.
+            aliases: whether to register names of the engine's own now, or in
+                :meth:`add_aliases`, when others have had their chance to.
 
         Raises:
             ValueError: one of KVConnect's own names is registered already. An alias that is
@@ -54,19 +58,34 @@ class PromMetrics:
         self._engines = frozenset(per_engine_labelvalues)
         # By what they are recorded as, because a payload has few of the catalogue's names.
         self._feeds: dict[tuple[str, str], list[_Feed]] = {}
-        seen = _Seen()
+        self._classes = metric_types, labelnames
+        self._labelvalues, self._seen = per_engine_labelvalues, _Seen()
+        self._aliases: list[Family] = []
         for family in families(prefix):
-            built = _register(family, metric_types, labelnames)
-            if built is not None:
-                feed = _Feed(family, built, per_engine_labelvalues, seen)
-                row = family.metric
-                self._feeds.setdefault((row.section, row.recorded_as), []).append(feed)
+            if family.alias is None:
+                self._add(family)
+            else:
+                self._aliases.append(family)
+        if aliases:
+            self.add_aliases()
         # Names and labels of payloads that need no (further) remark.
         self._known = {
             (family.metric.section, family.metric.recorded_as, value)
             for family in families(prefix)
             for value in family.values
         }
+
+    def add_aliases(self) -> None:
+        """Register what was left for later. Calling again changes nothing."""
+        while self._aliases:
+            self._add(self._aliases.pop(0))
+
+    def _add(self, family: Family) -> None:
+        built = _register(family, *self._classes)
+        if built is not None:
+            feed = _Feed(family, built, self._labelvalues, self._seen)
+            row = family.metric
+            self._feeds.setdefault((row.section, row.recorded_as), []).append(feed)
 
     def observe(self, data: Mapping[str, Any], engine_idx: int = 0) -> None:
         """Add one payload, ``OffloadingConnectorStats.data``, to engine ``engine_idx``'s series.

@@ -280,20 +280,25 @@ def gauges(
     yield from plan.jobs.gauges(now)
 
 
+def hits_by_tier(hit_tokens: int, below: Mapping[Tier, int]) -> dict[Tier, int]:
+    """Return where the tokens that an admitted request hit came from: of those that host memory
+    had, some were brought there for this request, from a tier ``below``."""
+    hits, host = {}, hit_tokens
+    for tier, tokens in below.items():
+        hits[tier] = min(tokens, host)  # it may have been evicted since
+        host -= hits[tier]
+    return {**hits, Tier.HOST: host}
+
+
 def count_lookup(
-    stats: OffloadingConnectorStats, asked_tokens: int, hit_tokens: int, below: Mapping[Tier, int]
+    stats: OffloadingConnectorStats, asked_tokens: int, hits: Mapping[Tier, int]
 ) -> None:
-    """Count one admitted request: tokens the device lacked, how many of them the host tier had,
-    and which of those had come there for this request, from a tier ``below``."""
+    """Count one admitted request: tokens the device lacked, and where those hit came from."""
     stats.count("lookups")
     stats.count("query_tokens", asked_tokens)
-    host = hit_tokens
-    for tier, tokens in below.items():
-        brought = min(tokens, host)  # it may have been evicted since
-        stats.count("hit_tokens", brought, label=tier.value)
-        host -= brought
-    stats.count("hit_tokens", host, label=Tier.HOST.value)
-    stats.count("miss_tokens", asked_tokens - hit_tokens)
+    for tier, tokens in hits.items():
+        stats.count("hit_tokens", tokens, label=tier.value)
+    stats.count("miss_tokens", asked_tokens - sum(hits.values()))
 
 
 def _load_part(index: HostIndex, number: int, group: CacheGroup, wanted: LoadRequest) -> Part:

@@ -79,6 +79,14 @@ def hit_tokens(server: Server) -> float:
     return server.metric("vllm:kvconnect_hit_tokens_total", tier="host")
 
 
+def cached_by_source(server: Server) -> dict[str, float]:
+    """Prompt tokens that were not computed, by where vLLM says that they came from."""
+    sources = ("device", "host", "p2p", "disk", "external_unspecified")
+    name = "vllm:prompt_tokens_cached_by_source_total"
+    found = {source: server.metric(name, source=source) for source in sources}
+    return {source: tokens for source, tokens in found.items() if tokens}
+
+
 def block_bytes(model: str) -> int:
     """Bytes of one block, all layers and ranks together, of a model with one KV group."""
     config = MODELS[model].config

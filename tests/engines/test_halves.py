@@ -11,18 +11,22 @@ import pytest
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvconnect.config import Config
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.connector import KVConnect
+from kvconnect.engines.vllm.device_blocks import DeviceBlocks
+from kvconnect.engines.vllm.live import MOST_RELOADED, LiveRequests
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.scheduler import SchedulerHalf
 from kvconnect.engines.vllm.worker import WorkerHalf
-from kvconnect.errors import ConfigError
-from kvconnect.plan.instructions import Instructions, Part, Report, Store
-from kvconnect.types import JobId
+from kvconnect.errors import ConfigError, Incompatible
+from kvconnect.plan.instructions import Failure, Instructions, Part, Report, Store
+from kvconnect.types import FailureCause, JobId, Tier
 from tests.engines.test_connector import FULL, cache_config, engine_config
 
 BLOCKS = 8
@@ -95,7 +99,7 @@ def make_scheduler(steps_in_flight: int = 1, **config: Any) -> SchedulerHalf:
     engine = engine_config()
     engine.max_concurrent_batches = steps_in_flight
     half = SchedulerHalf(engine, cache_config(FULL, blocks=BLOCKS), Config(**config))
-    half.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=32)
+    half.device = DeviceBlocks(BlockPool(BLOCKS, enable_caching=True, hash_block_size=32))
     half.greet({(0, 0): WorkerHello(num_slots=4, slot_bytes=SLOT)})
     return half
 
@@ -179,6 +183,7 @@ def test_a_model_without_kv_cache_has_an_idle_connector() -> None:
     worker.register({})
     assert worker.hello() == WorkerHello(0, 0)
     half = KVConnect(engine, KVConnectorRole.SCHEDULER, cache_config()).scheduler
+    half.device = DeviceBlocks(BlockPool(1, enable_caching=False, hash_block_size=32))
     half.greet({(0, 0): worker.hello()})
     request = make_request()
     half.add_request(request)
@@ -195,19 +200,107 @@ def test_a_model_without_kv_cache_has_an_idle_connector() -> None:
     worker.close()
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_workers_say_who_they_are_where_vllm_does_not_ask(
+    monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    """MultiConnector hands over what the workers of one child say, to all of them."""
+    cache = cache_config(FULL, blocks=BLOCKS)
+    transfer = engine_config()
+    transfer.kv_transfer_config.kv_connector_extra_config = {"host_bytes": 4 * SLOT}
+    worker = KVConnect(transfer, KVConnectorRole.WORKER, cache)
+    worker.register_kv_caches({"layer0": torch.zeros(BLOCKS, 2, 32, 32)})
+    group = worker if alone else object()
+    monkeypatch.setattr("kvconnect.engines.vllm.connector.get_kv_transfer_group", lambda: group)
+    handed: Any = worker.get_handshake_metadata()
+    assert (handed is None) == (not alone)
+    scheduler = KVConnect(transfer, KVConnectorRole.SCHEDULER, cache)
+    scheduler.bind_gpu_block_pool(BlockPool(BLOCKS, enable_caching=True, hash_block_size=32))
+    # Another child's, if this one has said nothing.
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): handed or SimpleNamespace()})
+    assert scheduler.has_pending_push_work() == (not alone)  # so the engine steps
+    early = make_request(65)
+    scheduler.on_new_request(early)  # before it is known what there is
+    nothing = output(0, ())
+    nothing.num_scheduled_tokens, nothing.scheduled_new_reqs = {}, []
+    worker.bind_connector_metadata(scheduler.build_connector_meta(nothing))
+    reports = worker.build_connector_worker_meta()
+    assert (reports is None) == alone
+    told: Any = SimpleNamespace(kv_connector_worker_meta=reports, invalid_block_ids=set())
+    scheduler.update_connector_output(told)
+    assert not scheduler.has_pending_push_work()
+    plan = scheduler.scheduler.plan
+    scheduler.update_connector_output(told)  # of a step that overlapped with the first
+    assert scheduler.scheduler.plan is plan
+    assert len(scheduler.scheduler.plan.index.slots) == 4
+    assert worker.build_connector_worker_meta() is None  # once
+    scheduler.get_num_new_matched_tokens(early, 0)
+    scheduler.update_state_after_alloc(early, SimpleNamespace(get_block_ids=lambda: ([1, 2],)), 0)
+    early.status = RequestStatus.FINISHED_STOPPED
+    scheduler.request_finished_all_groups(early, ([1, 2],))
+    worker.shutdown()
+
+
+def test_hellos_of_several_workers_add_up() -> None:
+    first, second = WorkerHello(4, SLOT), WorkerHello(3, SLOT)
+    told = StepReports(hellos={(0, 0): first}).aggregate(StepReports(hellos={(0, 1): second}))
+    assert told.hellos == {(0, 0): first, (0, 1): second}
+    half = SchedulerHalf(engine_config(world_size=2), cache_config(FULL), Config())
+    with pytest.raises(Incompatible, match="1 of 2 workers"):
+        half.greet({(0, 0): first})
+    half.device = DeviceBlocks(BlockPool(BLOCKS, enable_caching=True, hash_block_size=32))
+    half.on_reports(told)
+    assert len(half.plan.index.slots) == 3
+
+
+def test_an_adapter_that_is_loaded_again_in_place_is_not_served_from_the_tier() -> None:
+    """Its name and path are those of the weights before, and so are its blocks' hashes."""
+    half = make_scheduler()
+
+    def ask(name: str, **adapter: Any) -> tuple[Any, list[Store]]:
+        request = make_request(65)
+        request.request_id = name
+        if adapter:
+            request.lora_request = LoRARequest("poet", 1, "/adapters/poet", **adapter)
+        half.add_request(request)
+        found = half.match(request, 0)
+        half.after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1, 2],)), found[0] or 0)
+        step = output(64, ([1, 2],))
+        step.num_scheduled_tokens = {name: 64}
+        step.scheduled_new_reqs = [SimpleNamespace(req_id=name, num_computed_tokens=0)]
+        work = half.build_step(step).work
+        half.on_reports(StepReports([Report(job.job) for job in (*work.stores, *work.loads)]))
+        half.finish_request(request)
+        return found[0], work.stores
+
+    found, stores = ask("r1", load_inplace=False)
+    assert not found and stores
+    assert ask("r2", load_inplace=False) == (64, [])  # control: it is there
+    assert ask("r3", load_inplace=True) == (0, [])
+    assert ask("r4", load_inplace=False) == (0, [])  # loaded anew from the same path
+    assert ask("r5") == (64, [])  # others are as before (this fake's hashes are all the same)
+    live = LiveRequests()
+    for number in range(MOST_RELOADED):
+        again = LoRARequest(f"poet{number}", 1, "/adapters/poet", load_inplace=True)
+        live.may_reuse(SimpleNamespace(lora_request=again))  # type: ignore[arg-type]
+    other: Any = SimpleNamespace(lora_request=LoRARequest("painter", 2, "/adapters/painter"))
+    assert not live.may_reuse(other) and live.may_reuse(make_request())
+    assert LiveRequests().may_reuse(other)
+
+
 def test_source_blocks_are_held_until_the_copy_is_done_or_void() -> None:
     half = make_scheduler()
     request = make_request(65)
     half.add_request(request)
     half.match(request, 0)
     half.after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1, 2],)), 0)
-    free = half.pool.get_num_free_blocks()
+    free = half.device._pool.get_num_free_blocks()
     half.build_step(output(64, ([1, 2],)))
-    assert half.pool.get_num_free_blocks() == free - 2
-    assert not half.pool.reset_prefix_cache()
+    assert half.device._pool.get_num_free_blocks() == free - 2
+    assert not half.device._pool.reset_prefix_cache()
     half.reset()
-    assert half.pool.get_num_free_blocks() == free
-    assert half.pool.reset_prefix_cache()
+    assert half.device._pool.get_num_free_blocks() == free
+    assert half.device._pool.reset_prefix_cache()
 
 
 def test_no_peer_is_met_before_graphs_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +335,111 @@ def test_layers_of_a_batch_that_is_cut_in_two_are_handed_off_at_the_end_of_the_s
         worker.layer_written("layer0")
     worker.end_step()
     assert calls == (["end"] if halves else ["layer0", "layer0", "end"])
+
+
+def running(half: SchedulerHalf) -> tuple[Any, Store]:
+    """Return a request that is computed in this step, and the job that stores its two blocks."""
+    request = make_request(65)
+    half.add_request(request)
+    half.match(request, 0)
+    half.after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1, 2],)), 0)
+    (job,) = half.build_step(output(64, ([1, 2],))).work.stores
+    return request, job
+
+
+def test_a_device_where_nothing_is_computed_can_be_reset() -> None:
+    """Also where nobody steps the engine without a request, as in the caller's own process."""
+    half = make_scheduler()
+    pool = half.device._pool
+    free = pool.get_num_free_blocks()
+    request, job = running(half)
+    assert pool.get_num_free_blocks() == free - 2  # another request may be given them
+    half.finish_request(request)
+    assert pool.get_num_free_blocks() == free
+    assert pool.reset_prefix_cache()
+    later = make_request(65)
+    later.request_id = "r2"
+    half.add_request(later)
+    assert pool.get_num_free_blocks() == free - 2  # the copy may still read them
+    half.on_reports(StepReports([Report(job.job)]))
+    assert pool.get_num_free_blocks() == free
+    assert half.match(later, 0) == (64, True)  # and nothing of it was lost
+    half.finish_request(later)
+    half.finish_request(later)  # once is enough
+    assert pool.get_num_free_blocks() == free
+    assert not half.busy
+
+
+def test_a_reset_with_the_tier_takes_back_what_is_in_flight() -> None:
+    half = make_scheduler()
+    request, job = running(half)
+    half.finish_request(request)
+    half.reset()
+    half.add_request(request)
+    half.on_reports(StepReports([Report(job.job)]))
+    assert half.match(request, 0) == (0, False)
+    assert half.device._pool.get_num_free_blocks() == BLOCKS - 1
+
+
+@pytest.mark.parametrize("failed", [{1}, set()])
+def test_what_was_computed_from_another_connector_s_failed_load_is_not_stored(
+    failed: set[int],
+) -> None:
+    """A sibling under MultiConnector loads inside the step, which hears of the failure too late.
+    Control: without a failure, it is."""
+    half = make_scheduler()
+    request, job = running(half)
+    half.on_reports(StepReports([Report(job.job)]), failed)
+    assert half.device._pool.get_num_free_blocks() == BLOCKS - 1
+    again = make_request(65)
+    again.request_id = "r2"
+    half.add_request(again)
+    assert half.match(again, 0) == ((0, False) if failed else (64, True))
+    half.finish_request(again)
+    half.finish_request(request)
+
+
+def test_an_own_failed_load_takes_back_nothing_but_itself() -> None:
+    half = make_scheduler()
+    _, job = running(half)
+    failure = Failure(0, 5, 3, FailureCause.COPY)
+    half.on_reports(StepReports(arrivals=[Report(JobId(99), (failure,))]), {5})
+    half.on_reports(StepReports([Report(job.job)]))
+    again = make_request(65)
+    again.request_id = "r2"
+    half.add_request(again)
+    assert half.match(again, 0) == (64, True)
+
+
+@pytest.mark.parametrize(
+    ("hits", "sources"),
+    [
+        ({Tier.HOST: 64}, {CacheHitSource.HOST: 64}),
+        (
+            {Tier.DISK: 32, Tier.REMOTE: 16, Tier.HOST: 16},
+            {
+                CacheHitSource.DISK: 32,
+                CacheHitSource.EXTERNAL_UNSPECIFIED: 16,
+                CacheHitSource.HOST: 16,
+            },
+        ),
+        ({Tier.DISK: 64, Tier.HOST: 0}, {CacheHitSource.DISK: 64}),
+        ({}, {CacheHitSource.P2P: 64}),  # a hand-off
+    ],
+)
+def test_vllm_is_told_where_tokens_come_from(
+    monkeypatch: pytest.MonkeyPatch, hits: Any, sources: Any
+) -> None:
+    connector = KVConnect(engine_config(), KVConnectorRole.SCHEDULER, cache_config(FULL))
+    monkeypatch.setattr(connector.scheduler, "after_alloc", lambda *_: hits)
+    request, blocks = make_request(), SimpleNamespace(get_block_ids=lambda: ([1, 2],))
+    connector.update_state_after_alloc(request, blocks, 64)
+    assert connector.get_external_cache_hit_sources(request, 64) == sources
+    monkeypatch.undo()
+    connector.bind_gpu_block_pool(BlockPool(BLOCKS, enable_caching=True, hash_block_size=32))
+    connector.on_new_request(request)
+    connector.update_state_after_alloc(request, blocks, 0)
+    assert connector.get_external_cache_hit_sources(request, 0) == {}
 
 
 class Clock:

@@ -31,6 +31,7 @@ from tests.engines.scenario import (
     assert_aborts_leave_nothing_behind,
     assert_moved,
     assert_nothing_leaks,
+    cached_by_source,
     expected,
     hit_tokens,
     prompts,
@@ -92,6 +93,7 @@ class TestLlama:
         assert asked == COUNT * FULL + llama.metric("vllm:kvconnect_miss_tokens_total")
         assert llama.metric("vllm:kvconnect_lookups_total") == 2 * COUNT
         assert llama.metric("vllm:external_prefix_cache_hits_total") == COUNT * FULL
+        assert cached_by_source(llama) == {"host": COUNT * FULL}
 
     def test_a_whole_prompt_can_be_loaded(self, llama: Server) -> None:
         ask(llama)  # the prompt whose beginning it is has left the device again

@@ -19,6 +19,7 @@ from tests.engines.scenario import (
     PROMPT,
     ask,
     assert_nothing_leaks,
+    cached_by_source,
     expected,
     prompts,
     tokens,
@@ -83,6 +84,7 @@ def test_disk_outlives_kill_9_and_flipped_bytes(tmp_path: Path) -> None:
         assert {tuple(prompt[:BLOCK_SIZE]) for prompt in prompts()} <= told  # they are here now
         assert len(told) >= COUNT * FULL // BLOCK_SIZE
         assert hits(second, "disk") == COUNT * FULL
+        assert cached_by_source(second) == {"disk": COUNT * FULL}
         assert moved(second, "DISK_to_CPU") == moved(second, "CPU_to_GPU") > 0
         salted = second.complete(prompts()[0], NEW, cache_salt="a")
         assert (salted.tokens, salted.cached) == (expected("llama").fresh[0], 0)

@@ -10,7 +10,14 @@ from kvconnect.plan.groups import CacheGroup
 from kvconnect.plan.index import HostIndex, Removed
 from kvconnect.plan.instructions import Failure, Load, Report, Store
 from kvconnect.plan.ledger import Owner
-from kvconnect.plan.offload import Limits, LoadRequest, OffloadPlan, count_lookup, gauges
+from kvconnect.plan.offload import (
+    Limits,
+    LoadRequest,
+    OffloadPlan,
+    count_lookup,
+    gauges,
+    hits_by_tier,
+)
 from kvconnect.plan.policy import make_policy
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause, Tier
@@ -391,8 +398,8 @@ def test_gauges_count_blocks_and_bytes() -> None:
 
 def test_a_lookup_is_counted_in_tokens() -> None:
     stats = OffloadingConnectorStats()
-    count_lookup(stats, 100, 64, {Tier.DISK: 16, Tier.REMOTE: 20})
-    count_lookup(stats, 10, 0, {Tier.DISK: 16})
+    count_lookup(stats, 100, hits_by_tier(64, {Tier.DISK: 16, Tier.REMOTE: 20}))
+    count_lookup(stats, 10, hits_by_tier(0, {Tier.DISK: 16}))
     assert stats.data["counters"] == {
         "lookups": {"": 2},
         "query_tokens": {"": 110},

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.lora.request import LoRARequest
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.events import EventLog
@@ -15,6 +16,7 @@ from kvconnect.engines.vllm.records import records_for_all
 from kvconnect.engines.vllm.translate import long_ropes, total_kv_heads
 from kvconnect.errors import Incompatible, Refused
 from kvconnect.plan.groups import CacheGroup
+from kvconnect.plan.index import Removed
 
 
 def config(tp: int, total: int, **fields: int) -> Any:
@@ -112,12 +114,54 @@ def test_prompts_with_embeddings_are_not_handed_off() -> None:
         translate.prompt_content(asked)
 
 
+def event_log(*specs: Any) -> EventLog:
+    events = SimpleNamespace(enable_kv_cache_events=True)
+    groups: Any = SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    )
+    sizes = tuple(CacheGroup(spec.block_size) for spec in specs)
+    return EventLog(SimpleNamespace(kv_events_config=events), sizes, groups)  # type: ignore[arg-type]
+
+
+def asked(**changes: Any) -> Any:
+    plain = {"lora_request": None, "mm_features": [], "cache_salt": None, "prompt_embeds": None}
+    return SimpleNamespace(**{"all_token_ids": list(range(32)), **plain, **changes})
+
+
 def test_events_of_blocks_that_another_request_asked_for() -> None:
     """A request may come with the id of one that was given up."""
-    events = SimpleNamespace(enable_kv_cache_events=True)
-    log = EventLog(SimpleNamespace(kv_events_config=events), (CacheGroup(2),))  # type: ignore[arg-type]
-    asked: Any = SimpleNamespace(all_token_ids=[1, 2, 3, 4], lora_request=None)
+    log = event_log(spec(4))
     hashes = [[b"a" * 32, b"b" * 32]]
-    log.brought(asked, hashes, [(0, b"of the other one"), (0, hashes[0][1])])
+    log.brought(asked(), hashes, [(0, b"of the other one"), (0, hashes[0][1])])
     (event,) = log.take()
-    assert event.token_ids == [3, 4]  # type: ignore[attr-defined]
+    assert event.token_ids == list(range(16, 32))  # type: ignore[attr-defined]
+
+
+def test_events_say_all_that_a_block_s_hash_is_made_of() -> None:
+    """Else an index that computes keys takes salted blocks for plain ones."""
+    lora = LoRARequest("poet", 1, "/adapters/poet")
+    image = SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=20, length=4))
+    window = SlidingWindowSpec(
+        block_size=16, num_kv_heads=4, head_size=64, dtype=torch.float32, sliding_window=128
+    )
+    log = event_log(spec(4), window)
+    hashes = [[b"a" * 32, b"b" * 32]] * 2
+    request = asked(lora_request=lora, mm_features=[image], cache_salt="tenant")
+    blocks = [(0, 0), (1, 1)]
+    log.planned(request, hashes, blocks)
+    log.planned(asked(), [[b"c" * 32]], [(0, 0)])  # control: nothing but tokens
+    log.stored([(0, b"a" * 32), (1, b"b" * 32), (0, b"c" * 32)])
+    log.removed([Removed(0, b"a" * 32)])
+    events: list[Any] = list(log.take())
+    assert [event.extra_keys for event in events[:3]] == [
+        [("poet", "tenant")],
+        [("poet", ("cat", 4))],
+        [None],
+    ]
+    assert [event.kv_cache_spec_kind for event in events[:3]] == [
+        "full_attention",
+        "sliding_window",
+        "full_attention",
+    ]
+    assert [event.kv_cache_spec_sliding_window for event in events[:2]] == [None, 128]
+    assert {event.locality for event in events} == {"LOCAL"} and len(events) == 4

@@ -12,7 +12,7 @@ from kvconnect.config import Config
 from kvconnect.engines.sglang.page_below import GROUP, Below, Pages
 from kvconnect.errors import Corrupt
 from kvconnect.plan.index import HostIndex
-from kvconnect.plan.offload import count_lookup
+from kvconnect.plan.offload import count_lookup, hits_by_tier
 from kvconnect.plan.policy import make_policy
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.store import Store
@@ -74,7 +74,8 @@ class PageStore:
             if tier is not None and tier is not Tier.HOST:
                 below[tier] = below.get(tier, 0) + tokens
         with self._pages.lock:
-            count_lookup(self._pages.stats, asked * tokens, len(found) * tokens, below)
+            hits = hits_by_tier(len(found) * tokens, below)
+            count_lookup(self._pages.stats, asked * tokens, hits)
 
     def put(self, key: bytes, page: torch.Tensor) -> bool:
         """Store a page; return whether it is there now, or will be: another thread stores it."""

@@ -35,7 +35,8 @@ class Readings:
         self._known[rid] = None
         if len(self._known) > _KNOWN_REQUESTS:
             del self._known[next(iter(self._known))]
-        count_lookup(self.stats, asked * self._page_tokens, found * self._page_tokens, {})
+        hits = {Tier.HOST: found * self._page_tokens}
+        count_lookup(self.stats, asked * self._page_tokens, hits)
 
     def loaded(self, seconds: float) -> None:
         """A request's load is there, so long after it was asked for."""

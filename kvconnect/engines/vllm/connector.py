@@ -7,13 +7,14 @@ class methods are also called in the API server. Nothing is decided here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -35,12 +36,14 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvconnect.config import parse_config
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.checks import check_engine, why_idle
+from kvconnect.engines.vllm.device_blocks import DeviceBlocks
 from kvconnect.engines.vllm.idle import IdleScheduler, IdleWorker
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.scheduler import SchedulerHalf
 from kvconnect.engines.vllm.stats import KVConnectPromMetrics, KVConnectStats
 from kvconnect.engines.vllm.worker import WorkerHalf
 from kvconnect.errors import Misuse, refusing
+from kvconnect.types import Tier
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -49,12 +52,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_SOURCES = {
+    Tier.HOST: CacheHitSource.HOST,
+    Tier.DISK: CacheHitSource.DISK,
+    Tier.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED,  # vLLM's word for a remote store
+}
+
 
 class KVConnect(KVConnectorBase_V1, SupportsHMA):
     """vLLM KV connector that keeps evicted KV blocks in host memory and the tiers below it, and
     hands blocks from prefill to decode engines."""
 
-    _cache_hit_source = CacheHitSource.HOST
+    _cache_hit_source = CacheHitSource.P2P  # what no tier has comes from another engine
     # A store that is dropped is a later miss, and blocks of a hand-off are held on their own: what
     # a preempted request has computed is not lost.
     requires_kv_delivery = False
@@ -64,6 +73,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
+        self._hits: Mapping[Tier, int] = {}  # of the request that was admitted last
         with refusing(f"model {vllm_config.model_config.model}"):
             check_engine(vllm_config, self._config.listen)
             _ = self.scheduler if role is KVConnectorRole.SCHEDULER else self.worker
@@ -125,9 +135,10 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         with refusing(f"model {self._vllm_config.model_config.model}"):
             self.worker.register(kv_caches)
 
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
-        """See :meth:`WorkerHalf.hello`."""
-        return self.worker.hello()
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """See :meth:`WorkerHalf.hello`. MultiConnector hands over that of one child, to all of
+        them: it is left to a sibling, which may have no other way."""
+        return self.worker.hello() if get_kv_transfer_group() is self else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Start loads here, since ``start_load_kv`` usually comes after the forward."""
@@ -170,13 +181,15 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Keep the pool through which stores hold their source blocks."""
-        self.scheduler.pool = gpu_block_pool
+        self.scheduler.device = DeviceBlocks(gpu_block_pool)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """See :meth:`SchedulerHalf.greet`."""
-        self.scheduler.greet({k: v for k, v in metadata.items() if isinstance(v, WorkerHello)})
+        """See :meth:`SchedulerHalf.greet`. What another connector's workers say is not for it."""
+        hellos = {k: v for k, v in metadata.items() if isinstance(v, WorkerHello)}
+        if hellos:
+            self.scheduler.greet(hellos)
 
     def on_new_request(self, request: Request) -> None:
         """See :meth:`SchedulerHalf.add_request`."""
@@ -192,7 +205,14 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """See :meth:`SchedulerHalf.after_alloc`."""
-        self.scheduler.after_alloc(request, blocks, num_external_tokens)
+        self._hits = self.scheduler.after_alloc(request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """Say where the tokens of the request that was admitted last come from."""
+        found = {_SOURCES[tier]: tokens for tier, tokens in self._hits.items() if tokens}
+        return found or super().get_external_cache_hit_sources(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """See :meth:`SchedulerHalf.build_step`."""
@@ -202,7 +222,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """See :meth:`SchedulerHalf.on_reports`."""
         reports = connector_output.kv_connector_worker_meta
         assert reports is None or isinstance(reports, StepReports)
-        self.scheduler.on_reports(reports)
+        self.scheduler.on_reports(reports, connector_output.invalid_block_ids)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

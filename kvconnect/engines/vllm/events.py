@@ -12,13 +12,25 @@ from vllm.distributed.kv_events import (
     BlockStored,
     KVCacheEvent,
 )
-from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
+)
 
 from kvconnect.plan.groups import CacheGroup
 from kvconnect.plan.index import Removed
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+_LOCAL = "LOCAL"  # to the engine that says it
 
 
 class EventLog:
@@ -28,10 +40,17 @@ class EventLog:
     published when the block can be loaded.
     """
 
-    def __init__(self, config: VllmConfig, groups: Sequence[CacheGroup]) -> None:
+    def __init__(
+        self, config: VllmConfig, groups: Sequence[CacheGroup], cache: KVCacheConfig
+    ) -> None:
         events = config.kv_events_config
         self._enabled = events is not None and events.enable_kv_cache_events
         self._groups = groups
+        specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+        self._kinds = [
+            (get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec))
+            for spec in specs
+        ]
         self._planned: dict[tuple[int, bytes], BlockStored] = {}
         self._ready: list[KVCacheEvent] = []
 
@@ -46,18 +65,25 @@ class EventLog:
             return
         for group, block in blocks:
             size = self._groups[group].block_tokens
-            tokens = request.all_token_ids[block * size : (block + 1) * size]
+            start, end = block * size, (block + 1) * size
+            # What beside the tokens is in the hash: adapter, images, salt, embeddings.
+            extra, _ = generate_block_hash_extra_keys(request, start, end, 0)
+            kind, window = self._kinds[group]
             lora = request.lora_request
             parent = hashes[group][block - 1] if block else None
             self._planned[group, hashes[group][block]] = BlockStored(
                 block_hashes=[_external(hashes[group][block])],
                 parent_block_hash=None if parent is None else _external(parent),
-                token_ids=list(tokens),
+                token_ids=list(request.all_token_ids[start:end]),
                 block_size=size,
                 lora_id=lora.adapter_id if lora else None,
                 medium=MEDIUM_CPU,
                 lora_name=lora.name if lora else None,
+                extra_keys=to_event_extra_keys([extra]),
                 group_idx=group,
+                kv_cache_spec_kind=kind,
+                kv_cache_spec_sliding_window=window,
+                locality=_LOCAL,
             )
 
     def brought(
@@ -94,6 +120,7 @@ class EventLog:
                     block_hashes=[_external(block.block_hash)],
                     medium=MEDIUM_CPU,
                     group_idx=block.group,
+                    locality=_LOCAL,
                 )
                 for block in blocks
             )

@@ -57,6 +57,7 @@ class HandoffHalf:
         self.stands = False  # the engine was paused after its last step
         self._sends: bool = transfer.is_kv_producer and config.listen != "off"
         self._receives: bool = transfer.is_kv_consumer
+        self.greeted = False
         # A card names the workers of one engine, and vLLM may send the request to another one.
         alone = translate.engines_beside(parallel) == 1 or parallel.data_parallel_external_lb
         self._desk = TicketDesk(
@@ -82,8 +83,9 @@ class HandoffHalf:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine must keep stepping for a hand-off's sake."""
-        return self.leases.busy or self.arrivals.busy
+        """Whether the engine must keep stepping for a hand-off's sake, or until its workers have
+        said who they are."""
+        return self.leases.busy or self.arrivals.busy or not self.greeted
 
     def gauges(self, now: float) -> Iterator[tuple[str, float, str | None]]:
         """Yield (name, value, label) of what is held and under way now."""
@@ -92,6 +94,7 @@ class HandoffHalf:
 
     def greet(self, hellos: Mapping[tuple[int, int], WorkerHello]) -> None:
         """Learn where the workers listen."""
+        self.greeted = True
         endpoints = tuple(
             Endpoint(tp_rank, pp_rank, *hello.address)
             for (pp_rank, tp_rank), hello in sorted(hellos.items())

@@ -21,6 +21,7 @@ class IdleScheduler(SchedulerHalf):
 
     def greet(self, hellos: Mapping[tuple[int, int], WorkerHello]) -> None:
         """There is no tier to learn of."""
+        self.handoff.greet(hellos)
 
     def add_request(self, request: Request) -> TransferId | None:  # noqa: ARG002
         """Nobody may ask for it, and what it asks for is computed here."""

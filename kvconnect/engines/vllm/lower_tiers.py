@@ -16,7 +16,7 @@ from kvconnect.engines.model_files import weights_name
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.names import named_by_tokens
 from kvconnect.engines.vllm.records import records_for_all
-from kvconnect.errors import ConfigError, Incompatible
+from kvconnect.errors import ConfigError, Incompatible, Refused
 from kvconnect.format import fingerprint
 from kvconnect.geometry import Geometry
 from kvconnect.plan.keys import group_of
@@ -24,6 +24,7 @@ from kvconnect.slices import Unit, unit_heads, units
 from kvconnect.store import Store, make_remote, make_store, make_tiers
 from kvconnect.store.host import HostStore
 from kvconnect.types import Tier
+from kvconnect.wire.topology import head_range
 from kvconnect.worker.below import LowerTiers
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ def _make_remote(cache: _Cache, fields: Mapping[str, Any], settings: Mapping[str
         logger.info("SGLang cannot use what is stored here: %s", error)
     try:
         layouts, format_of_units = _units(cache)
-    except Incompatible as error:
+    except (Incompatible, Refused) as error:
         logger.info("only engines with the same ranks share blocks: %s", error)
         own = {**fields, "rank": _rank(cache.vllm_config), "layout": _layout(cache)}
         return make_remote(settings, fingerprint(own))
@@ -145,8 +146,7 @@ def _units(cache: _Cache) -> tuple[list[Sequence[Unit]], list[list[Any]]]:
     groups = cache.kv_cache_config.kv_cache_groups
     for group, layers, geometry in zip(groups, pages, cache.geometry.groups, strict=True):
         total = translate.total_kv_heads(cache.vllm_config, group.kv_cache_spec)
-        first = parallel.rank % tp * total // tp  # also where ranks share a head
-        heads = (first, first + layers[0].heads)
+        heads = head_range(parallel.rank % tp, tp, total)  # also where ranks share a head
         layouts.append(units(geometry, [(layer,) for layer in layers], heads, total, apart))
         unit = unit_heads(total, layers[0].heads)
         page = 1 if apart else layers[0].tokens

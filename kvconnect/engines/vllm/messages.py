@@ -27,11 +27,13 @@ class WorkerHello(KVConnectorHandshakeMetadata):
 @dataclass
 class StepInstructions(KVConnectorMetadata):
     """One step's work, scheduler to every worker; ``epoch`` numbers the engine's incarnation.
-    ``idle``: the step computes nothing, it is made for the sake of transfers."""
+    ``idle``: the step computes nothing, it is made for the sake of transfers. ``greet``: workers
+    are to say who they are; vLLM hands that over for one connector only."""
 
     work: Instructions = field(default_factory=Instructions)
     epoch: int = 0
     idle: bool = False
+    greet: bool = False
 
 
 @dataclass
@@ -40,13 +42,14 @@ class StepReports(KVConnectorWorkerMetadata):
 
     ``reports`` are those of the host tier, ``arrivals`` those of hand-offs received, ``answers``
     those of the tiers below host memory; ``notices`` say what the other side did with a hand-off
-    sent.
+    sent. ``hellos`` are those of workers that were asked, by (pipeline rank, tensor rank).
     """
 
     reports: list[Report] = field(default_factory=list)
     arrivals: list[Report] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
+    hellos: dict[tuple[int, int], WorkerHello] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReports:
         """Return this step's reports of both."""
@@ -56,4 +59,5 @@ class StepReports(KVConnectorWorkerMetadata):
             self.arrivals + other.arrivals,
             self.notices + other.notices,
             self.answers + other.answers,
+            self.hellos | other.hellos,
         )

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from vllm.config import VllmConfig
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvconnect.config import Config
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.below import BelowHalf
+from kvconnect.engines.vllm.device_blocks import DeviceBlocks
 from kvconnect.engines.vllm.events import EventLog
 from kvconnect.engines.vllm.handoff import HandoffHalf
+from kvconnect.engines.vllm.live import LiveRequests
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.stats import KVConnectStats
 from kvconnect.errors import Incompatible
 from kvconnect.plan.groups import CacheGroup, keeps_prefix
 from kvconnect.plan.index import HostIndex
 from kvconnect.plan.instructions import Instructions
-from kvconnect.plan.offload import Limits, LoadRequest, OffloadPlan, count_lookup, gauges
+from kvconnect.plan.offload import (
+    Limits,
+    LoadRequest,
+    OffloadPlan,
+    count_lookup,
+    gauges,
+    hits_by_tier,
+)
 from kvconnect.plan.policy import make_policy
 from kvconnect.types import Tier, TransferId
 
@@ -82,7 +90,7 @@ class _Gauges:
 class SchedulerHalf:
     """Owned by the scheduler's thread. Idle until the workers said how many slots they have."""
 
-    pool: BlockPool  # the device's blocks; vLLM hands it over right after construction
+    device: DeviceBlocks  # vLLM hands its pool over right after construction
 
     def __init__(
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config
@@ -100,12 +108,12 @@ class SchedulerHalf:
             deadline_s=config.deadline_s,
             held_blocks=max(1, int(kv_cache_config.num_blocks * _STORE_SHARE)),
         )
-        self._requests: dict[str, Request] = {}
+        self._requests = LiveRequests()
         # Of requests asked about and not admitted yet; None for one that reads no cache.
         self._promised: dict[str, _Promise | None] = {}
         self._slot_bytes = 0
         self._gauges = _Gauges()
-        self.events = EventLog(vllm_config, groups)
+        self.events = EventLog(vllm_config, groups, kv_cache_config)
         self.handoff = HandoffHalf(vllm_config, config, groups, KVConnectStats())
         self.plan = self._make_plan(groups, num_slots=0)
         self.below: BelowHalf | None = None
@@ -137,8 +145,10 @@ class SchedulerHalf:
 
     def add_request(self, request: Request) -> TransferId | None:
         """A request arrived; return the transfer that other engines may ask for, if any."""
+        self.device.wake()
         self._requests[request.request_id] = request
-        self.plan.add_request(request.request_id)
+        if self._requests.may_reuse(request):
+            self.plan.add_request(request.request_id)
         if not request.kv_transfer_params:
             return None
         return self.handoff.add_request(request, time.monotonic())
@@ -155,6 +165,9 @@ class SchedulerHalf:
         if arriving:
             self._promised[req_id] = _Promise(local_tokens, handoff=True)
             return arriving, True
+        if not self._requests.may_reuse(request):
+            self._promised[req_id] = None
+            return 0, False
         # The engine samples from the last token's output, so a windowed group's load must leave
         # that token (and with it the window before it) to compute.
         whole = all(group.is_full for group in self.plan.groups)
@@ -176,11 +189,12 @@ class SchedulerHalf:
         self, request: Request, blocks: KVCacheBlocks, num_external: int
     ) -> Mapping[Tier, int]:
         """The engine admitted the request and allocated its blocks; plan the load, if any. Return
-        how many of its tokens came from tiers below host memory, by tier."""
+        how many of its tokens come from each tier; none of them if another engine brings them."""
         if request.request_id not in self._promised:
             return {}  # called again for a request whose load is done
-        self.plan.add_request(request.request_id)  # after a preemption its blocks are new
         promised = self._promised.pop(request.request_id)
+        if self._requests.may_reuse(request):
+            self.plan.add_request(request.request_id)  # after a preemption its blocks are new
         if promised is None:
             return {}  # it reads no cache
         local_tokens, sync, handoff = promised
@@ -194,42 +208,47 @@ class SchedulerHalf:
             wanted = LoadRequest(local_tokens, total, hashes, blocks.get_block_ids(), sync)
             self.plan.plan_load(request.request_id, wanted, time.monotonic())
         below = self.below.admitted(request, hashes, (local_tokens, total)) if self.below else {}
-        count_lookup(self.plan.stats, request.num_tokens - local_tokens, num_external, below)
-        return below
+        hits = hits_by_tier(num_external, below)
+        count_lookup(self.plan.stats, request.num_tokens - local_tokens, hits)
+        return hits
 
     def build_step(self, output: SchedulerOutput) -> StepInstructions:
         """Plan the stores of this step and hand out its instructions."""
         now = time.monotonic()
-        self._release(self.plan.jobs.expire(now))
+        self.device.release_stored(self.plan.jobs.expire(now))
         for req_id, computed in self.plan.due(translate.computed_tokens(output)):
             self.store(req_id, computed, output)
         offered = self.handoff.offer(output, now)
         if offered:
-            translate.hold_blocks(self.pool, offered)
+            self.device.hold(offered)
         work = self.plan.take(now)
         self.handoff.take(work, now)
         if self.below is not None:
             self.below.take(work, output, now)
         for store in work.stores:
             for part in store.parts:
-                translate.hold_blocks(self.pool, part.block_ids)
+                self.device.hold_stored(part.block_ids)
         self.events.removed(self.plan.take_removed())
         if output.num_scheduled_tokens or work != _NOTHING:
             self._gauges.moved = True
         idle = not output.num_scheduled_tokens and self.busy and not self.plan.busy
-        return StepInstructions(work, self.handoff.epoch, idle)
+        return StepInstructions(work, self.handoff.epoch, idle, not self.handoff.greeted)
 
-    def on_reports(self, reports: StepReports | None) -> None:
-        """Take the workers' answers of a step."""
+    def on_reports(self, reports: StepReports | None, failed: Collection[int] = ()) -> None:
+        """Take the workers' answers of a step, and the device blocks that a load failed to fill."""
         now = time.monotonic()
         self._gauges.moved = self._gauges.moved or reports is not None
         reports = reports or StepReports()
-        self._release(self.handoff.on_reports(reports.arrivals, reports.notices, now))
+        if reports.hellos and not self.handoff.greeted:  # steps overlap: they may come twice
+            self.greet(reports.hellos)
+        if failed:
+            self._on_failed(reports, failed, now)
+        self.device.release(self.handoff.on_reports(reports.arrivals, reports.notices, now))
         for report in reports.reports:
             settled = self.plan.on_report(report, now)
             if settled is None:
                 continue
-            self._release(settled.released)
+            self.device.release_stored(settled.released)
             if self.below is not None:
                 self.below.settled(settled)
             self.events.stored(settled.stored)
@@ -248,6 +267,8 @@ class SchedulerHalf:
         self._requests.pop(request.request_id, None)
         self._promised.pop(request.request_id, None)
         self.plan.finish_request(request.request_id, self._hashes(request))
+        if not self._requests:
+            self.device.rest()
         if self.below is not None:
             self.below.forget(request.request_id)
         if not request.kv_transfer_params:
@@ -257,7 +278,7 @@ class SchedulerHalf:
     def reset(self) -> None:
         """Forget the whole host tier, as the engine forgets its prefix cache."""
         self._gauges.moved = True
-        self._release(self.plan.reset())
+        self.device.release_stored(self.plan.reset())
         if self.below is not None:
             self.below.reset()
         self.handoff.leases.withdraw_all(time.monotonic())
@@ -301,9 +322,13 @@ class SchedulerHalf:
         self.events.planned(request, hashes, new)
         return len(new)
 
-    def _release(self, block_ids: Sequence[int]) -> None:
-        if block_ids:
-            translate.release_blocks(self.pool, block_ids)
+    def _on_failed(self, reports: StepReports, failed: Collection[int], now: float) -> None:
+        """Blocks were computed from what another connector failed to load inside the step: nothing
+        that copies in flight hold may be used. This one's own loads say so in their reports."""
+        own = {f.block_id for r in chain(reports.reports, reports.arrivals) for f in r.failures}
+        if not own.issuperset(failed):
+            self.device.release_stored(self.plan.jobs.void_stores())
+            self.handoff.leases.withdraw_all(now)
 
 
 def _is_small(plan: OffloadPlan, tokens: int, slot_bytes: int, most_bytes: int) -> bool:

@@ -7,7 +7,7 @@ of the span that the request's headers name.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -56,7 +56,7 @@ class _Request:
 
     def admitted(self, found: int, brought: Mapping[Tier, int], handoff: bool) -> None:
         """It has device blocks: ``found`` tokens are loaded into them, or handed off; ``brought``
-        of them came from below host memory."""
+        says from which tiers they come."""
         if not self._admitted:
             came = int(self._request.arrival_time * 1e9)
             self._record("kvconnect.queue", (came, time.time_ns()), {})
@@ -64,7 +64,8 @@ class _Request:
         if handoff:
             return
         if self._fetch[1]:
-            tokens = {f"kvconnect.{tier.value}_tokens": n for tier, n in brought.items()}
+            below = {tier: n for tier, n in brought.items() if tier is not Tier.HOST}
+            tokens = {f"kvconnect.{tier.value}_tokens": n for tier, n in below.items()}
             self._record("kvconnect.fetch", (self._fetch[0], self._fetch[1]), tokens)
         self._fetch = [0, 0]
         self._record("kvconnect.lookup", self._looked, {"kvconnect.found_tokens": found})
@@ -200,8 +201,8 @@ class TracedScheduler(SchedulerHalf):
                 traced.computes(tokens)
         return step
 
-    def on_reports(self, reports: StepReports | None) -> None:
-        super().on_reports(reports)
+    def on_reports(self, reports: StepReports | None, failed: Collection[int] = ()) -> None:
+        super().on_reports(reports, failed)
         if reports is not None:
             for report in (*reports.reports, *reports.arrivals):
                 self._on_report(report)

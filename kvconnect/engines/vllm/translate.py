@@ -8,13 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CUDAGraphMode, ModelConfig, ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -50,6 +49,12 @@ def engines_beside(parallel: ParallelConfig) -> int:
     started: int = getattr(parallel, "elastic_ep_max_dp_size", None) or 1
     known: int = parallel.data_parallel_size
     return max(known, started)
+
+
+def place(parallel: ParallelConfig) -> tuple[int, int]:
+    """Return a worker's (pipeline rank, tensor rank)."""
+    tensor = parallel.tensor_parallel_size
+    return parallel.rank // tensor % parallel.pipeline_parallel_size, parallel.rank % tensor
 
 
 def recompute_failed_loads(config: VllmConfig) -> None:
@@ -168,16 +173,6 @@ def ended_well(request: Request) -> bool:
         RequestStatus.FINISHED_REPETITION,
     )
     return request.status in ends
-
-
-def hold_blocks(pool: BlockPool, block_ids: Iterable[int]) -> None:
-    """Keep blocks from reuse until :func:`release_blocks`, whatever becomes of their request."""
-    pool.touch([pool.blocks[block_id] for block_id in block_ids])
-
-
-def release_blocks(pool: BlockPool, block_ids: Sequence[int]) -> None:
-    """Undo :func:`hold_blocks`. The last blocks of a prefix are reused first."""
-    pool.free_blocks(pool.blocks[block_id] for block_id in reversed(block_ids))
 
 
 def backing_area(kv_caches: Mapping[str, torch.Tensor]) -> torch.Tensor:

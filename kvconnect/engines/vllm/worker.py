@@ -112,6 +112,9 @@ class WorkerHalf:
 
     def begin_step(self, step: StepInstructions) -> None:
         """Start the step's loads and receives, ahead of the forward; note what follows it."""
+        if step.greet:
+            place = translate.place(self._vllm_config.parallel_config)
+            self._reports.hellos[place] = self.hello()
         if self._tier is not None:
             self._tier.begin(step.work.loads, step.work.stores)
         if self._below is not None:
@@ -184,7 +187,7 @@ class WorkerHalf:
     def take_reports(self) -> StepReports | None:
         """Return the answers to jobs that ended, and what readers did."""
         taken = self._reports
-        if not (taken.reports or taken.arrivals or taken.notices or taken.answers):
+        if taken == StepReports():
             return None
         self._reports = StepReports()
         return taken
