@@ -30,6 +30,7 @@ class ThreadKind(str, Enum):
     TIER = "tier"  # calls to a tier below host memory
     METRICS = "metrics"  # hands numbers on
     SOURCE = "source"  # of engines of a router
+    NAMES = "names"  # looks names of other engines up
     DOCTOR = "doctor"  # answers a test of a link
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +16,13 @@ import torch
 from kvconnect.config import Config
 from kvconnect.engines.sglang import translate
 from kvconnect.engines.sglang.addresses import Addresses
+from kvconnect.engines.sglang.duplicates import kept
+from kvconnect.engines.sglang.inbox import Inbox, Wanted
 from kvconnect.engines.sglang.layerwise import LayerPush
-from kvconnect.engines.sglang.rooms import Inbox, Outbox, Wanted, is_room, room_of, transfer_of
+from kvconnect.engines.sglang.rooms import Outbox, is_room, room_of, transfer_of
 from kvconnect.errors import Incompatible
 from kvconnect.plan.instructions import Instructions, Offer
+from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Endpoint, Rank, Span
 from kvconnect.wire.topology import head_range
 from kvconnect.worker.start import start_agent
@@ -318,6 +322,47 @@ def test_a_room_given_to_two_requests_is_over_when_both_are(closing: ExitStack) 
     until([source, reader], lambda: reader.inbox.is_over(ROOM))
 
 
+def test_a_second_reader_does_not_move_what_the_first_one_has(closing: ExitStack) -> None:
+    """Of another rank, and from another block on: SGLang counts pages from the first one's."""
+    (source,), (reader,) = engines(closing, (1, 1), 4)
+    second = Decode(Rank(1, 2, 0, 1), 4)
+    closing.callback(second.agent.close)
+    here, there = [3, 9, 4, 11, 5], [7, 2, 13, 1, 20]
+    source.outbox.open(ROOM)
+    reader.ask(there, [source])
+    until([source, reader], lambda: bool(source.ready))
+    source.outbox.send(ROOM, source.outbox.prefix(ROOM), array("q", here[:2]), [], None)
+    second.ask(there, [source], prefix=3)
+    stats = OffloadingConnectorStats()
+
+    def turned_away() -> bool:
+        stats.aggregate(source.agent.take_stats() or OffloadingConnectorStats())
+        return bool(stats.data.get("counters", {}).get("handoff_refused"))
+
+    until([source, reader, second], turned_away)
+    assert source.outbox.prefix(ROOM) == 0
+    rest = [Span(translate.AUX, 0, array("q", [2]))]
+    source.outbox.send(ROOM, 2, array("q", here[2:]), rest, None)
+    source.outbox.complete(ROOM)
+    until([source, reader, second], lambda: bool(reader.done and source.done))
+    assert not source.failed
+    for ours, page in zip(there, here, strict=True):
+        assert torch.equal(reader.page(0, ours), expected(reader, 0, page))
+
+
+def test_a_reader_that_has_more_than_the_prompt_fails_at_once(closing: ExitStack) -> None:
+    """SGLang would send nothing, and wait for ever."""
+    (source,), (reader,) = engines(closing, (1, 1), 4)
+    source.outbox.open(ROOM)
+    room = source.outbox.find(ROOM)
+    assert room is not None
+    room.most = 2
+    reader.ask([7, 2, 13, 1], [source], prefix=3)
+    until([source, reader], lambda: bool(source.failed and reader.failed))
+    assert "3 blocks of a prompt of 2" in source.failed[0]
+    assert not source.ready
+
+
 def test_a_request_that_prefill_gives_up_fails_on_decode(closing: ExitStack) -> None:
     (source,), (reader,) = engines(closing, (1, 1), 4)
     source.outbox.open(ROOM)
@@ -355,15 +400,53 @@ def test_a_prefill_rank_that_dies_fails_what_waits_for_it(closing: ExitStack) ->
     assert "peer" in reader.failed[0]
 
 
+class Allocator:
+    """SGLang's, as far as layer-wise push and prefix caches call it. ``freed``: pages, in order."""
+
+    page_size = TOKENS
+
+    def __init__(self) -> None:
+        self.freed: list[int] = []
+
+    def translate_kv_indices_for_transfer(self, slots: torch.Tensor) -> torch.Tensor:
+        return slots
+
+    def free_segment(self, slots: torch.Tensor, *, start_pos: int) -> None:
+        assert start_pos == 0
+        self.freed += [slot // TOKENS for slot in slots[::TOKENS].tolist()]
+
+
+def slots_of(pages: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([page * TOKENS + token for page in pages for token in range(TOKENS)])
+
+
 class Scheduler:
-    """What layer-wise push reads of SGLang's scheduler."""
+    """What layer-wise push reads of SGLang's scheduler, with one request's row."""
 
     def __init__(self, pages: Sequence[int]) -> None:
-        slots = [page * TOKENS + token for page in pages for token in range(TOKENS)]
-        self.req_to_token_pool = SimpleNamespace(req_to_token=torch.tensor([slots]))
-        self.token_to_kv_pool_allocator = SimpleNamespace(
-            page_size=TOKENS, translate_kv_indices_for_transfer=lambda slots: slots
-        )
+        self.req_to_token_pool = SimpleNamespace(req_to_token=slots_of(pages).unsqueeze(0))
+        self.token_to_kv_pool_allocator = Allocator()
+
+    def checkpoint(self, dup: int, tree: Sequence[int]) -> None:
+        """Enter the request: its first ``dup`` pages are freed, its row points at the tree's."""
+        row = self.req_to_token_pool.req_to_token[0]
+        self.token_to_kv_pool_allocator.free_segment(row[: dup * TOKENS], start_pos=0)
+        row[: len(tree) * TOKENS] = slots_of(tree)
+
+
+def request_of(tokens: int, end: int) -> Any:
+    return SimpleNamespace(
+        pending_bootstrap=False,
+        kv=SimpleNamespace(req_pool_idx=0, cache_protected_len=0),
+        disagg_kv_sender=object(),
+        bootstrap_room=ROOM,
+        extend_end=end,
+        origin_input_ids=range(tokens),
+    )
+
+
+def batch_of(*requests: Any) -> Any:
+    return SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: True), reqs=requests)
 
 
 def test_layers_go_while_the_chunk_computes(closing: ExitStack) -> None:
@@ -373,16 +456,8 @@ def test_layers_go_while_the_chunk_computes(closing: ExitStack) -> None:
     source.outbox.open(ROOM)
     reader.ask(there, [source])
     until([source, reader], lambda: bool(source.ready))
-    request = SimpleNamespace(
-        pending_bootstrap=False,
-        kv=SimpleNamespace(req_pool_idx=0),
-        disagg_kv_sender=object(),
-        bootstrap_room=ROOM,
-        extend_end=TOKENS * 2 + 1,  # the third page is begun, not full
-        origin_input_ids=range(TOKENS * 3),
-    )
-    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: True), reqs=[request])
-    push.begin(Scheduler(here), batch)
+    request = request_of(TOKENS * 3, TOKENS * 2 + 1)  # the third page is begun, not full
+    push.begin(Scheduler(here), batch_of(request))
     push.layer(0)
     first = [tensor[2 * TOKENS : 3 * TOKENS] for tensor in reader.kv]
     until([source, reader], lambda: bool(first[0].any() and first[LAYERS].any()))
@@ -411,21 +486,141 @@ def test_a_silent_forward_is_handed_off_at_its_end(
     source.outbox.open(ROOM)
     reader.ask([7], [source])
     until([source, reader], lambda: bool(source.ready))
-    request = SimpleNamespace(
-        pending_bootstrap=False,
-        kv=SimpleNamespace(req_pool_idx=0),
-        disagg_kv_sender=object(),
-        bootstrap_room=ROOM,
-        extend_end=TOKENS,
-        origin_input_ids=range(TOKENS),
-    )
-    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: True), reqs=[request])
-    push.begin(Scheduler([3]), batch)
+    push.begin(Scheduler([3]), batch_of(request_of(TOKENS, TOKENS)))
     push.end()
     until([source, reader], lambda: bool(reader.page(2, 7).any()))
     assert "could not be followed" in caplog.text
     source.send_all([3])
     until([source, reader], lambda: bool(reader.done and source.done))
+
+
+class Held:
+    """A link that is busy with other pages: what is submitted goes when it is let go."""
+
+    def __init__(self, source: Prefill) -> None:
+        self.transport = source.agent._links.transport
+        self.queued: list[Any] = []
+        self.submit = self.transport.submit
+        self.transport.submit = self.queued.append  # type: ignore[method-assign]
+
+    def let_go(self) -> None:
+        self.transport.submit = self.submit  # type: ignore[method-assign]
+        for job in self.queued:
+            self.submit(job)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "freed"])
+def test_pages_that_the_tree_frees_while_they_are_sent(closing: ExitStack, kept: bool) -> None:
+    """Another prompt with the same beginning was entered first: SGLang frees this one's own pages,
+    and the next batch writes to those that are free. Without the hook that is seen, and fails."""
+    (source,), (reader,) = engines(closing, (1, 1), 4)
+    own, tree, there = [3, 9, 4], [15, 16, 4], [7, 2, 13]
+    for one, other in zip(own[:2], tree[:2], strict=True):  # the same was computed twice
+        for layer in range(len(source.kv)):
+            source.page(layer, other).copy_(source.page(layer, one))
+    push = LayerPush(source.agent, source.outbox, translate.layer_names(source.cache))
+    source.outbox.open(ROOM)
+    reader.ask(there, [source])
+    until([source, reader], lambda: bool(source.ready))
+    link = Held(source)
+    scheduler, request = Scheduler(own), request_of(TOKENS * 3, TOKENS * 3)
+    push.begin(scheduler, batch_of(request))
+    for layer in range(LAYERS):
+        push.layer(layer)
+    push.end()
+    until([source, reader], lambda: len(link.queued) >= LAYERS)
+    with push.entering(scheduler, request) if kept else nullcontext():
+        scheduler.checkpoint(2, tree)
+    allocator = scheduler.token_to_kv_pool_allocator
+    assert allocator.freed == ([] if kept else own[:2])
+    for page in allocator.freed:
+        for layer in range(len(source.kv)):
+            source.page(layer, page).fill_(-1.0)
+    source.send_all(tree, chunks=1)  # what SGLang sends: the row as it is now
+    link.let_go()
+    until([source, reader], lambda: bool(reader.done or reader.failed))
+    if kept:
+        until([source], lambda: bool(source.done))
+        for layer in range(len(reader.kv)):
+            for ours, page in zip(there, own, strict=True):
+                assert torch.equal(reader.page(layer, ours), expected(reader, layer, page))
+    else:
+        assert reader.failed and not reader.done
+        assert "moved to another page" in source.failed[0]
+    source.outbox.close(ROOM)
+    assert allocator.freed == own[:2]  # once
+
+
+def test_a_room_that_keeps_pages_offers_no_more_of_its_own_ahead(closing: ExitStack) -> None:
+    (source,), (reader,) = engines(closing, (1, 1), 4)
+    own, tree, there = [3, 9, 4], [15, 9, 4], [7, 2, 13]
+    for layer in range(len(source.kv)):
+        source.page(layer, 15).copy_(source.page(layer, 3))
+    push = LayerPush(source.agent, source.outbox, translate.layer_names(source.cache))
+    source.outbox.open(ROOM)
+    reader.ask(there, [source])
+    until([source, reader], lambda: bool(source.ready))
+    scheduler, request = Scheduler(own), request_of(TOKENS * 3, TOKENS)
+    push.begin(scheduler, batch_of(request))
+    push.end()
+    with push.entering(scheduler, request):
+        scheduler.checkpoint(1, tree)
+    room = source.outbox.find(ROOM)
+    assert room is not None and room.kept == {3}
+    request.kv.cache_protected_len = TOKENS
+    request.extend_end = 3 * TOKENS
+    push.begin(scheduler, batch_of(request))
+    push.end()
+    assert room.next == 1
+    source.send_all(tree, chunks=1)
+    until([source, reader], lambda: bool(reader.done and source.done))
+    for layer in range(len(reader.kv)):
+        for ours, page in zip(there, own, strict=True):
+            assert torch.equal(reader.page(layer, ours), expected(reader, layer, page))
+
+
+def test_an_allocator_is_as_it_was_when_nothing_was_ahead() -> None:
+    allocator = Allocator()
+    with kept(allocator) as found:
+        allocator.free_segment(slots_of([3, 4]), start_pos=0)
+        assert not allocator.freed
+    assert found.pages(TOKENS) == {3, 4}
+    allocator.free_segment(slots_of([5]), start_pos=0)
+    assert allocator.freed == [5]
+    for free in found.frees:
+        free()
+    assert allocator.freed == [5, 3, 4]
+
+
+@pytest.mark.parametrize("once", [True, False], ids=["once", "halves"])
+def test_layers_of_two_halves_are_not_followed(
+    closing: ExitStack, once: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With two-batch overlap a layer is called for half of the batch first: the other half's pages
+    are not written yet. The control follows it, and sends what is not there."""
+    (source,), (reader,) = engines(closing, (1, 1), 4)
+    names = translate.layer_names(source.cache)
+    push = LayerPush(source.agent, source.outbox, names, once)
+    source.outbox.open(ROOM)
+    reader.ask([7, 2], [source])
+    until([source, reader], lambda: bool(source.ready))
+    for layer in range(len(source.kv)):
+        source.page(layer, 9).fill_(-1.0)
+    push.begin(Scheduler([3, 9]), batch_of(request_of(TOKENS * 2, TOKENS * 2)))
+    for layer in range(LAYERS):
+        push.layer(layer)  # the first half: page 3
+    if once:  # what was called has left
+        until([source, reader], lambda: bool(reader.page(LAYERS - 1, 2).any()))
+    for layer in range(len(source.kv)):
+        source.page(layer, 9).copy_(expected(reader, layer, 9))
+        if layer < LAYERS:
+            push.layer(layer)  # the second: page 9
+    push.end()
+    source.send_all([3, 9], chunks=1)
+    until([source, reader], lambda: bool(reader.done and source.done))
+    right = torch.equal(reader.page(0, 2), expected(reader, 0, 9))
+    assert right is not once
+    assert ("could not be followed" in caplog.text) is not once
 
 
 def test_shifted_pages_would_be_seen(closing: ExitStack) -> None:
@@ -486,9 +681,45 @@ def test_a_cache_of_another_kind_is_refused(closing: ExitStack) -> None:
 def test_only_known_bootstrap_servers_are_asked(
     peers: tuple[str, ...], address: str, allowed: bool
 ) -> None:
-    objection = Addresses(Config(peers=peers), "192.0.2.9").objection(address)
+    addresses = Addresses(Config(peers=peers), "192.0.2.9")
+    deadline = time.monotonic() + PATIENCE_S
+    while not (addresses.allows(address) or addresses.objection(address)):
+        assert time.monotonic() < deadline
+    objection = addresses.objection(address)
     assert (not objection) is allowed
     assert allowed or repr(address) in objection
+
+
+def test_a_name_that_hangs_holds_nobody_up() -> None:
+    """Names come from clients: the scheduler's thread waits for no answer."""
+    asked, answers = [], threading.Event()
+
+    def resolve(host: str) -> str:
+        asked.append(host)
+        assert answers.wait(PATIENCE_S)
+        return "127.0.0.1"
+
+    addresses = Addresses(Config(), "192.0.2.9", resolve)
+    for number in range(100):  # it would wait for ever if it waited
+        assert not addresses.allows(f"name{number}:1")
+        assert not addresses.objection(f"name{number}:1")
+    assert addresses.allows("127.0.0.1:1")
+    assert len(asked) < 100  # not a thread for each
+    answers.set()
+    deadline = time.monotonic() + PATIENCE_S
+    while not addresses.allows("name0:1"):
+        assert time.monotonic() < deadline
+
+
+def test_what_is_remembered_of_servers_is_bounded() -> None:
+    addresses = Addresses(Config(), "192.0.2.9", lambda _: "127.0.0.1")
+    for number in range(5000):
+        addresses.refuse(f"10.0.0.{number}:1", "no")
+        addresses.allows(f"name{number}:1")
+    deadline = time.monotonic() + PATIENCE_S
+    while addresses._asking:
+        assert time.monotonic() < deadline
+    assert len(addresses._refused) <= 1024 and len(addresses._names) <= 1024
 
 
 def test_a_prefill_engine_that_does_not_fit_says_why() -> None:

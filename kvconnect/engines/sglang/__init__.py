@@ -55,7 +55,7 @@ def _register() -> None:
     from sglang.srt.disaggregation.utils import TransferBackend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from kvconnect.engines.sglang import spans  # brings torch
+    from kvconnect.engines.sglang import requests  # brings torch
 
     found = versions.installed("sglang")
     if found != TESTED:
@@ -66,11 +66,12 @@ def _register() -> None:
     _add_member(TransferBackend, NAME)
     HookRegistry.register(_PICK, _pick, HookType.AROUND)
     new_weights.watch()
-    spans.watch()
+    requests.watch()
     if is_layerwise():
         from kvconnect.engines.sglang import layerwise as hooks
 
         HookRegistry.register(hooks.RUN_BATCH, hooks.around_run_batch, HookType.AROUND)
+        HookRegistry.register(hooks.CHECKPOINT, hooks.around_checkpoint, HookType.AROUND)
         HookRegistry.register(hooks.ATTENTION, hooks.around_attention, HookType.AROUND)
     logger.info(
         "kvconnect %s: transfer backend %r is available, layer-wise push is %s",

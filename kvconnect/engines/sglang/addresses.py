@@ -4,34 +4,62 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import threading
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
+from kvconnect import threads
 from kvconnect.config import Config
 
-_REMEMBERED_S = 60.0  # how long a name's address is believed
+_REMEMBERED_S = 60.0  # then a name is looked up again
 _REFUSED_S = 3.0  # then one that did not fit is asked again: it may have been restarted
 _MOST_NAMES = 1024
+_MOST_LOOKUPS = 16  # at a time: names come from clients, and each may take a thread for a while
+T = TypeVar("T")
+
+
+def _resolve(host: str) -> str:
+    return str(socket.getaddrinfo(host, None)[0][4][0])
 
 
 class Addresses:
-    """Not synchronised: for the scheduler's thread. ``own`` is this machine's address."""
+    """Not synchronised: for the scheduler's thread, which never waits here; names are looked up by
+    threads of their own. ``own`` is this machine's address; ``resolve`` returns a name's address
+    or raises ``OSError`` or ``ValueError``."""
 
-    def __init__(self, config: Config, own: str) -> None:
+    def __init__(self, config: Config, own: str, resolve: Callable[[str], str] = _resolve) -> None:
         self._networks = [ipaddress.ip_network(peer) for peer in config.peers]
         self._own = own
-        self._names: dict[str, tuple[str, float]] = {}  # address and when that was found out
+        self._resolve = resolve
+        self._names: dict[str, tuple[str | Exception, float]] = {}  # what was found out, and when
+        self._asking: set[str] = set()
+        self._lock = threading.Lock()  # of those who look up, against one another
         self._refused: dict[str, tuple[str, float]] = {}
 
+    def allows(self, bootstrap: str) -> bool:
+        """Return whether a server ``HOST:PORT`` is asked now; False also while its name is being
+        looked up."""
+        return self._judge(bootstrap) == ""
+
     def objection(self, bootstrap: str) -> str:
-        """Return why a server ``HOST:PORT`` is not asked, "" if it may be."""
+        """Return why a server ``HOST:PORT`` is not asked, "" if it may be or is not known yet."""
+        return self._judge(bootstrap) or ""
+
+    def refuse(self, bootstrap: str, why: str) -> None:
+        """A server that may be asked does not fit this engine."""
+        _remember(self._refused, bootstrap, (why, time.monotonic()))
+
+    def _judge(self, bootstrap: str) -> str | None:
         why, since = self._refused.get(bootstrap, ("", 0.0))
         if why and time.monotonic() - since < _REFUSED_S:
             return f"prefill engine {bootstrap} does not fit this one: {why}"
-        host = bootstrap.rpartition(":")[0].strip("[]")
-        try:
-            address = ipaddress.ip_address(self._address(host))
-        except (OSError, ValueError) as error:
-            return f"bootstrap address {bootstrap!r} cannot be used: {error}"
+        found = self._address(bootstrap.rpartition(":")[0].strip("[]"))
+        if found is None:
+            return None
+        if isinstance(found, Exception):
+            return f"bootstrap address {bootstrap!r} cannot be used: {found}"
+        address = ipaddress.ip_address(found)
         if (
             address.is_loopback
             or str(address) == self._own
@@ -43,26 +71,43 @@ class Addresses:
             f"of `peers` are asked; add {address} to it in KVCONNECT_CONFIG"
         )
 
-    def refuse(self, bootstrap: str, why: str) -> None:
-        """A server that may be asked does not fit this engine."""
-        self._refused[bootstrap] = why, time.monotonic()
-
-    def _address(self, host: str) -> str:
-        """Return a host's address; asking for it may take a while, so it is remembered.
-
-        Raises:
-            OSError: there is none.
-        """
+    def _address(self, host: str) -> str | Exception | None:
+        """Return a host's address, or why it has none; None while that is being found out."""
         try:
-            ipaddress.ip_address(host)
+            return str(ipaddress.ip_address(host))
         except ValueError:
             pass
-        else:
-            return host
-        found, since = self._names.get(host, ("", 0.0))
-        if not found or time.monotonic() - since > _REMEMBERED_S:
-            found = str(socket.getaddrinfo(host, None)[0][4][0])
-            self._names[host] = found, time.monotonic()
-            if len(self._names) > _MOST_NAMES:
-                del self._names[next(iter(self._names))]
-        return found
+        found, since = self._names.get(host, (None, 0.0))
+        good_s = _REFUSED_S if isinstance(found, Exception) else _REMEMBERED_S
+        if found is None or time.monotonic() - since > good_s:
+            self._look_up(host)
+        return found  # the old answer holds until there is a new one
+
+    def _look_up(self, host: str) -> None:
+        if host in self._asking or len(self._asking) >= _MOST_LOOKUPS:
+            return
+        self._asking.add(host)
+
+        def work() -> None:
+            try:
+                found = self._find(host)
+                with self._lock:
+                    _remember(self._names, host, (found, time.monotonic()))
+            finally:
+                self._asking.discard(host)
+
+        threads.make(threads.ThreadKind.NAMES, "kvconnect-names", work).start()
+
+    def _find(self, host: str) -> str | Exception:
+        try:
+            return str(ipaddress.ip_address(self._resolve(host)))
+        except (OSError, ValueError) as error:  # the latter also of what is no name
+            return error
+
+
+def _remember(known: dict[str, T], key: str, value: T) -> None:
+    """Forget the oldest where there are too many."""
+    known.pop(key, None)
+    known[key] = value
+    while len(known) > _MOST_NAMES:
+        del known[next(iter(known))]

@@ -35,8 +35,10 @@ from sglang.srt.server_args import ServerArgs
 from kvconnect.config import Config, config_from_environment, listen_address
 from kvconnect.engines.sglang import layerwise, surroundings, translate
 from kvconnect.engines.sglang.addresses import Addresses
+from kvconnect.engines.sglang.forward import BothStreams
+from kvconnect.engines.sglang.inbox import Inbox, Wanted
 from kvconnect.engines.sglang.reporting import publish_regularly
-from kvconnect.engines.sglang.rooms import Inbox, Outbox, Wanted, is_room
+from kvconnect.engines.sglang.rooms import Outbox, is_room, within
 from kvconnect.engines.sglang.spans import make_spans
 from kvconnect.errors import ConfigError, Refused
 from kvconnect.transport.base import Fence
@@ -46,7 +48,11 @@ from kvconnect.worker.streams import DeviceFence
 
 logger = logging.getLogger(__name__)
 
-_SPARE_S = 5.0
+# What SGLang raises of a server that does not fit, or says what nobody expects.
+_UNFIT = (
+    *(RuntimeError, AssertionError, TypeError, ValueError, LookupError),
+    *(AttributeError, ArithmeticError),
+)
 
 
 class KVConnectManager(CommonKVManager):
@@ -57,6 +63,7 @@ class KVConnectManager(CommonKVManager):
     """
 
     supports_deferred_decode_kv_release = True
+    overlaps = True  # SGLang makes the next batch while one runs; known from the first request on
 
     def __init__(
         self,
@@ -66,10 +73,14 @@ class KVConnectManager(CommonKVManager):
         is_mla_backend: bool | None = False,
     ) -> None:
         config = config_from_environment(os.environ)
-        # SGLang gives the pages of a dropped transfer away after a while: be sure to be done.
-        limit = surroundings.quiet_s() - _SPARE_S
-        config = msgspec.structs.replace(config, deadline_s=min(config.deadline_s, limit))
         surroundings.check(server_args)
+        # SGLang gives the pages of a dropped transfer away after a while: be sure to be done.
+        limit = surroundings.quiet_s() - surroundings.SPARE_S
+        config = msgspec.structs.replace(
+            config,
+            deadline_s=min(config.deadline_s, limit),
+            transport=surroundings.transport(config.transport, server_args),
+        )
         model = surroundings.model(args, server_args, bool(is_mla_backend))
         self._sends = disaggregation_mode == DisaggregationMode.PREFILL
         address = _address(config, args) if self._sends else None
@@ -78,6 +89,7 @@ class KVConnectManager(CommonKVManager):
         self.spans = make_spans()
         traced = self.spans is not None
         self.agent = start_agent(config, cache, address, patience, alone=True, traced=traced)
+        self.streams = BothStreams(cache.device)
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.server_socket.close(linger=0)  # SGLang's own frames have no authentication
         kinds = [(group.block_tokens, group.kv_heads) for group in cache.hello.groups]
@@ -85,7 +97,8 @@ class KVConnectManager(CommonKVManager):
         if self._sends:
             heads = [kv_heads for _, kv_heads in kinds]
             self.outbox = Outbox(self.agent, model.rank, heads, self._on_ready, *ended)
-            layerwise.serve(self.agent, self.outbox, translate.layer_names(cache))
+            names, once = translate.layer_names(cache), surroundings.calls_layers_once(server_args)
+            layerwise.serve(self.agent, self.outbox, names, once)
         else:
             self.addresses = Addresses(config, self.local_ip)
             self.inbox = Inbox(self.agent, model.rank, kinds, patience, *ended)
@@ -118,7 +131,11 @@ class KVConnectManager(CommonKVManager):
         is_last_chunk: bool,
         **more: Any,
     ) -> None:
-        """Offer a chunk: pages ``kv_indices`` (int32 [pages]) and, with the last, the rest."""
+        """Offer a chunk: pages ``kv_indices`` (int32 [pages]) and, with the last, the rest.
+
+        The forward that writes them is over, or SGLang gives the event that it ends with; but for
+        chunks before the last of a pipeline stage, which has several on their way.
+        """
         if more.get("indices_event") is not None:
             more["indices_event"].synchronize()  # they are still being copied from the device
         ids = _ids(kv_indices)
@@ -127,6 +144,8 @@ class KVConnectManager(CommonKVManager):
             rest = _rest(more.get("aux_index"), more.get("state_indices"))
         event = more.get("wait_event")
         fence: Fence | None = DeviceFence(event) if event is not None else None
+        if fence is None and not (is_last_chunk or self.overlaps):
+            fence = self.streams.mark()
         first = self.outbox.prefix(bootstrap_room) + index_slice.start
         self.outbox.send(bootstrap_room, first, ids, rest, fence)
         if is_last_chunk:
@@ -135,12 +154,12 @@ class KVConnectManager(CommonKVManager):
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Fetch what a prefill engine says of itself, from an address that may be asked at all.
         One that does not fit fails its requests, not this engine."""
-        if self.addresses.objection(bootstrap_addr):
+        if not self.addresses.allows(bootstrap_addr):
             return False
         try:
             found: bool = super().try_ensure_parallel_info(bootstrap_addr)
-        except (RuntimeError, AssertionError) as error:
-            self.addresses.refuse(bootstrap_addr, str(error))
+        except _UNFIT as error:
+            self.addresses.refuse(bootstrap_addr, repr(error))
             return False
         return found
 
@@ -230,6 +249,7 @@ class KVConnectReceiver(CommonKVReceiver):
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         if not is_room(bootstrap_room):
             mgr.fail(bootstrap_room, f"bootstrap_room={bootstrap_room!r} is no 64-bit number")
+        mgr.addresses.allows(bootstrap_addr)  # if it is a name, begin to look it up
 
     def send_metadata(
         self,
@@ -246,24 +266,35 @@ class KVConnectReceiver(CommonKVReceiver):
             raise NotImplementedError(f"kvconnect receives into device pools, not {destination}")
         if self.bootstrap_infos is None:
             return  # it has failed already
-        info, pages = self.prefill_info, self.kv_mgr.kv_args.page_size
+        with within(self.kv_mgr.agent, self.bootstrap_room, self.kv_mgr.fail):
+            self._ask(kv_indices, aux_index, state_indices, decode_prefix_len or 0)
+        self.init_time = time.time()  # SGLang's own limit for an answer runs from now
+
+    def _ask(
+        self,
+        kv_indices: Any,
+        aux_index: int | None,
+        state_indices: Sequence[Any] | None,
+        prefix_tokens: int,
+    ) -> None:
+        info = self.prefill_info
         try:
             wanted = Wanted(
-                first=(decode_prefix_len or 0) // pages,
+                first=prefix_tokens // self.kv_mgr.kv_args.page_size,
                 ids=_ids(kv_indices),
                 rest=tuple(_rest(aux_index, state_indices)),
                 workers=tuple(_endpoint(found) for found in self.bootstrap_infos),
                 tp=int(info.attn_tp_size),
                 pp=int(info.pp_size),
             )
-            self.kv_mgr.inbox.ask(self.bootstrap_room, wanted)
+            with self.kv_mgr.streams.joined():
+                self.kv_mgr.inbox.ask(self.bootstrap_room, wanted)
             if self.kv_mgr.spans is not None:
                 name, blocks = "kvconnect.receive", len(wanted.ids)
                 self.kv_mgr.spans.begin(name, self.bootstrap_room, self.parent, blocks)
         except (KeyError, TypeError, ValueError, Refused) as error:
             why = f"the bootstrap server's answer cannot be used ({type(error).__name__}: {error})"
             self.kv_mgr.fail(self.bootstrap_room, why)
-        self.init_time = time.time()  # SGLang's own limit for an answer runs from now
 
     def poll(self) -> int:
         self.kv_mgr.pump()

@@ -23,11 +23,20 @@ class LayerCounter(LayerWiseLoadCounter):
     def __init__(self, num_layers: int) -> None:
         super().__init__(num_layers)
         self._waited: dict[int, float] = {}
+        self._passed: dict[int, int] = {}  # by batch, how many layers are decided
 
     def wait_until(self, threshold: int) -> None:
-        """Block until a layer of the forward's batch is decided; SGLang asks at each layer."""
-        if self.consumer_index in self.futures:
-            self._wait(self.consumer_index, threshold)
+        """Block until all layers of the forward's batch up to this one are decided, in every pool.
+
+        SGLang asks at each layer, or, with a graph of the whole prefill, once for the last: pools
+        load side by side, so a later layer may be there before an earlier one.
+        """
+        index = self.consumer_index
+        if index not in self.futures:
+            return
+        for layer in range(self._passed.get(index, 0), threshold + 1):
+            self._wait(index, layer)
+        self._passed[index] = max(self._passed.get(index, 0), threshold + 1)
 
     def finish(self, index: int) -> bool:
         """Block until every layer of batch ``index`` is decided; return whether all are there.
@@ -37,6 +46,7 @@ class LayerCounter(LayerWiseLoadCounter):
         """
         for layer in range(self.num_layers if index in self.futures else 0):
             self._wait(index, layer)
+        self._passed.pop(index, None)
         return bool(super().finish(index))
 
     def take_waited(self, index: int) -> float:
@@ -46,6 +56,7 @@ class LayerCounter(LayerWiseLoadCounter):
     def reset(self) -> None:
         super().reset()
         self._waited.clear()
+        self._passed.clear()
 
     def _wait(self, index: int, layer: int) -> None:
         """Raises :class:`TransferFailed` if the copy thread is stuck. Its bytes may still land, so

@@ -1,10 +1,14 @@
 """Layer-wise push: each layer's KV leaves as soon as its attention has been launched.
 
 SGLang hands a chunk to its backend when the chunk's forward is over. With ``KVCONNECT_LAYERWISE=1``
-two hooks are set in its scheduler processes: around ``Scheduler.run_batch``, where the whole pages
+hooks are set in its scheduler processes: around ``Scheduler.run_batch``, where the whole pages
 that a batch will fill are put on offer, and around ``AttentionBackend.forward``, after which one
 layer of them can be sent. What SGLang sends later is only what has not gone. A forward in which
 the second hook stays silent (full CUDA graphs, torch.compile) is handed off as a whole at its end.
+
+Pages on offer must stay what they are until they have been sent, so a third hook is set around
+``Scheduler.checkpoint_disagg_prefill``: see ``duplicates.py``. Two-batch overlap calls each layer
+once per half of a batch; chunks are then handed off at the end of their forward.
 
 The idea of following the attention layers, with an event for each, is that of SGLang's open pull
 request 19931, which does so inside its Mooncake backend.
@@ -15,8 +19,10 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+from kvconnect.engines.sglang.duplicates import kept
 from kvconnect.engines.sglang.rooms import Outbox, transfer_of
 from kvconnect.plan.instructions import Instructions, Offer
 from kvconnect.types import Span
@@ -25,19 +31,24 @@ from kvconnect.worker.handoff import HandoffAgent
 logger = logging.getLogger(__name__)
 
 RUN_BATCH = "sglang.srt.managers.scheduler.Scheduler.run_batch"
+CHECKPOINT = "sglang.srt.managers.scheduler.Scheduler.checkpoint_disagg_prefill"
 ATTENTION = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward"
 
 
 class LayerPush:
     """The pages that the current batch fills, offered before it runs. For the scheduler's thread.
 
-    ``names``: by layer id, the name of what that layer writes.
+    ``names``: by layer id, the name of what that layer writes. ``once``: a forward calls each
+    layer's attention for all of the batch at a time; otherwise layers are not followed.
     """
 
-    def __init__(self, agent: HandoffAgent, outbox: Outbox, names: Mapping[int, str]) -> None:
+    def __init__(
+        self, agent: HandoffAgent, outbox: Outbox, names: Mapping[int, str], once: bool = True
+    ) -> None:
         self._agent = agent
         self._outbox = outbox
         self._names = names
+        self._once = once
         self._open = False  # pages of the batch that runs are on offer
         self._heard = False  # of one of its layers
         self._told = False
@@ -51,7 +62,7 @@ class LayerPush:
 
     def layer(self, layer_id: int) -> None:
         """A layer's attention has been launched."""
-        if self._open:
+        if self._open and self._once:
             self._heard = True
             self._agent.layer_written(self._names.get(layer_id, ""))
 
@@ -65,19 +76,38 @@ class LayerPush:
             self._told = True
             logger.warning(
                 "kvconnect: the attention layers of a prefill could not be followed (a full CUDA "
-                "graph or torch.compile): such chunks are handed off at the end of their forward"
+                "graph, torch.compile or two-batch overlap): such chunks are handed off at the end "
+                "of their forward"
             )
+
+    @contextmanager
+    def entering(self, scheduler: Any, req: Any) -> Iterator[None]:
+        """SGLang enters a request into its prefix cache."""
+        room = self._outbox.find(req.bootstrap_room)
+        if room is None or not room.ahead:
+            yield
+            return
+        allocator = scheduler.token_to_kv_pool_allocator
+        with kept(allocator) as found:
+            yield
+        if found.frees:
+            room.keep(found.pages(allocator.page_size), found.frees)
 
     def _offers(self, scheduler: Any, batch: Any) -> Iterator[Offer]:
         size = scheduler.token_to_kv_pool_allocator.page_size
         for req in batch.reqs:
             if req.pending_bootstrap or getattr(req, "disagg_kv_sender", None) is None:
                 continue
+            room = self._outbox.find(req.bootstrap_room)
+            if room is None:
+                continue
             end = min(req.extend_end, len(req.origin_input_ids)) // size
-            blocks = self._outbox.ahead(req.bootstrap_room, end)
+            if room.frees:  # it keeps pages already: a long prompt must not take its room twice
+                end = min(end, req.kv.cache_protected_len // size)
+            blocks = room.ahead_to(end)
             if blocks:
                 ids = _page_ids(scheduler, req, blocks, size)
-                self._outbox.note_ahead(req.bootstrap_room, blocks)
+                room.note_ahead(blocks.start, ids)
                 span = Span(0, blocks.start, ids)
                 yield Offer(transfer_of(req.bootstrap_room), (span,))
 
@@ -93,10 +123,11 @@ def _page_ids(scheduler: Any, req: Any, blocks: range, size: int) -> array[int]:
 _push: LayerPush | None = None  # of this process; there is one prefill rank in it
 
 
-def serve(agent: HandoffAgent, outbox: Outbox, names: Mapping[int, str]) -> None:
-    """From now on, follow the layers of this process's prefills, if the hooks are set."""
+def serve(agent: HandoffAgent, outbox: Outbox, names: Mapping[int, str], once: bool) -> None:
+    """From now on, follow the layers of this process's prefills, if the hooks are set. ``once``
+    as for :class:`LayerPush`."""
     global _push
-    _push = LayerPush(agent, outbox, names)
+    _push = LayerPush(agent, outbox, names, once)
 
 
 def around_run_batch(
@@ -115,6 +146,16 @@ def around_run_batch(
                 push.end()
         else:
             push.end()
+
+
+def around_checkpoint(
+    original: Callable[..., Any], scheduler: Any, req: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Hook around ``Scheduler.checkpoint_disagg_prefill``."""
+    if _push is None:
+        return original(scheduler, req, *args, **kwargs)
+    with _push.entering(scheduler, req):
+        return original(scheduler, req, *args, **kwargs)
 
 
 def around_attention(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

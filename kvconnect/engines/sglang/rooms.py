@@ -1,38 +1,34 @@
 """What becomes of the requests of one SGLang rank, by *bootstrap room*: SGLang's number for one
 hand-off, which the router gives to both sides.
 
-``Outbox`` is the prefill side, ``Inbox`` the decode side. Both turn calls of SGLang's scheduler
-into instructions for the agent, and the agent's answers into outcomes. Neither knows SGLang.
+``Outbox`` is the prefill side, ``Inbox`` (``inbox.py``) the decode side. Both turn calls of
+SGLang's scheduler into instructions for the agent, and the agent's answers into outcomes. Neither
+knows SGLang.
 """
 
 from __future__ import annotations
 
-import time
+import functools
+import logging
 from array import array
-from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvconnect.plan.instructions import (
-    Drop,
-    Instructions,
-    Keep,
-    Notice,
-    NoticeKind,
-    Offer,
-    Receive,
-    Report,
-    Source,
-    Withdraw,
-)
+from kvconnect.errors import Refused, contained
+from kvconnect.plan.instructions import Instructions, Notice, NoticeKind, Offer, Withdraw
+from kvconnect.stats import OTHER
 from kvconnect.transport.base import Fence
-from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span, TransferId
-from kvconnect.wire.topology import readers_for, sources_for
+from kvconnect.types import FailureCause, Rank, Span, TransferId
+from kvconnect.wire.topology import readers_for
 from kvconnect.worker.handoff import HandoffAgent
+
+logger = logging.getLogger(__name__)
 
 _PREFIX = b"sgl-room"
 _MOST_GIVEN_UP = 1024
+_MOST_READERS = 512  # workers of one engine; a peer may say any number
 
 
 def is_room(value: object) -> bool:
@@ -50,6 +46,24 @@ def room_of(transfer: TransferId) -> int:
     return int.from_bytes(transfer[len(_PREFIX) :], "big")
 
 
+def within(
+    agent: HandoffAgent, room: int, failed: Callable[[int, str], None]
+) -> AbstractContextManager[None]:
+    """End one room, and nothing else, with whatever is raised inside; counted and logged.
+
+    SGLang ends its server when its scheduler's thread raises, and it is in that thread that we
+    work on what peers said. So all that is done for a room is done in here.
+    """
+
+    def ended(error: Exception) -> None:
+        logger.error("kvconnect: the hand-off of room %s is given up", room, exc_info=error)
+        with agent.stats() as stats:
+            stats.count("handoff_refused", label=OTHER)
+        failed(room, f"{type(error).__name__}: {error}")
+
+    return contained(ended)
+
+
 class Moved(NamedTuple):
     """What readers were sent of one room, and how long these bytes were on their way."""
 
@@ -57,12 +71,20 @@ class Moved(NamedTuple):
     seconds: float = 0.0
 
 
+_readers = functools.lru_cache(maxsize=64)(readers_for)  # some milliseconds for many workers
+
+
 @dataclass(eq=False)
-class _Outgoing:
+class Outgoing:
     """A room of the prefill side. Blocks are counted from the start of the prompt."""
 
-    prefix: int = 0  # blocks that decode has already
+    prefix: int = 0  # blocks that decode has already; fixed when the first reader joins
+    most: int | None = None  # blocks of the prompt, where that is known
     offered: int | None = None  # up to which block, once something was
+    ahead: dict[int, int] = field(default_factory=dict)  # block -> page, until SGLang sends it
+    kept: set[int] = field(default_factory=set)  # pages that are freed when the room is closed
+    frees: list[Callable[[], object]] = field(default_factory=list)  # which does that
+    lost: bool = False  # given up by this side
     waiting: frozenset[Rank] | None = None  # readers still to finish; None: none is known
     joined: set[Rank] = field(default_factory=set)
     complete: bool = False  # the last chunk was offered
@@ -72,6 +94,37 @@ class _Outgoing:
     def served(self) -> bool:
         """Whether everyone who needs something has everything."""
         return self.complete and self.waiting is not None and not self.waiting
+
+    @property
+    def next(self) -> int:
+        """The first block that was not offered."""
+        return self.prefix if self.offered is None else self.offered
+
+    def ahead_to(self, end: int) -> range:
+        """Return the blocks up to ``end`` that were not offered yet, to be offered in a step."""
+        return range(0) if self.waiting is None else range(self.next, end)
+
+    def note_ahead(self, first: int, ids: array[int]) -> None:
+        """The blocks ``first ...`` are offered in the step that now begins, from pages ``ids``."""
+        self.offered = first + len(ids)
+        self.ahead.update(enumerate(ids, first))
+
+    def keep(self, pages: set[int], frees: Sequence[Callable[[], object]]) -> None:
+        """These pages are not the request's any more, but may be on their way: ``frees``, which
+        give them back, are called when the room is closed, at the same point on every rank."""
+        self.kept |= pages
+        self.frees += frees
+
+    def check(self, first: int, ids: array[int]) -> str:
+        """Return why the blocks ``first ...`` cannot be sent from pages ``ids``, "" if they can."""
+        if ids and first > self.next:
+            return f"blocks from {first} on were to be sent when {self.next} was the next one"
+        if self.ahead:
+            for block, page in enumerate(ids, first):
+                before = self.ahead.pop(block, page)
+                if before != page and before not in self.kept:
+                    return f"block {block} was moved to another page while it was being sent"
+        return ""
 
 
 class Outbox:
@@ -94,70 +147,87 @@ class Outbox:
         self._rank = rank
         self._kv_heads = tuple(kv_heads)
         self._ready, self._served, self._failed = ready, served, failed
-        self._rooms: dict[int, _Outgoing] = {}
+        self._rooms: dict[int, Outgoing] = {}
         self._given_up: dict[int, None] = {}  # before anybody asked; oldest first
 
     def open(self, room: int) -> None:
         """A request was given to this rank: readers may ask for its blocks."""
-        if self._given_up.pop(room, None) is not None:
-            self._withdraw(room)
-        if room not in self._rooms:
-            self._rooms[room] = _Outgoing()
-            self._agent.run(Instructions(offers=[Offer(transfer_of(room))]))
+        with within(self._agent, room, self.give_up):
+            if self._given_up.pop(room, None) is not None:
+                self._withdraw(room)
+            if room not in self._rooms:
+                self._rooms[room] = Outgoing()
+                self._agent.run(Instructions(offers=[Offer(transfer_of(room))]))
+
+    def find(self, room: int) -> Outgoing | None:
+        """Return a room that is open."""
+        return self._rooms.get(room)
 
     def prefix(self, room: int) -> int:
         """Return how many blocks decode has already."""
         found = self._rooms.get(room)
         return found.prefix if found else 0
 
-    def ahead(self, room: int, end: int) -> range:
-        """Return the blocks up to ``end`` that were not offered yet, to be offered in a step."""
-        found = self._rooms.get(room)
-        if found is None or found.waiting is None:
-            return range(0)
-        return range(found.prefix if found.offered is None else found.offered, end)
-
-    def note_ahead(self, room: int, blocks: range) -> None:
-        """These blocks are offered in the step that now begins."""
-        self._rooms[room].offered = blocks.stop
-
     def send(
         self, room: int, first: int, ids: array[int], rest: Sequence[Span], fence: Fence | None
     ) -> None:
         """Offer the KV blocks ``first ...``, those left out that a step has offered, and, with
-        the last of them, one span per other group. They are there once ``fence`` passed."""
+        the last of them, one span per other group. They are there once ``fence`` passed.
+
+        A block that a step has offered from another page, which is not kept, ends the room: what
+        was sent may be of that page's next owner. Decode has not got the last span yet, so it has
+        not used any of it.
+        """
         found = self._rooms.get(room)
-        if found is None:
+        if found is None or found.lost:
             return
-        skip = max(0, (found.offered or first) - first)
-        spans = [Span(0, first + skip, ids[skip:])] if len(ids) > skip else []
-        found.offered = max(found.offered or 0, first + len(ids))
-        if spans or rest:
-            offer = Offer(transfer_of(room), (*spans, *rest))
-            self._agent.run(Instructions(offers=[offer]), fence)
+        with within(self._agent, room, self.give_up):
+            why = found.check(first, ids)
+            if why:
+                logger.error("kvconnect: the hand-off of room %s is given up: %s", room, why)
+                self.give_up(room, why)
+                return
+            new = ids[found.next - first :]
+            spans = [Span(0, found.next, new)] if new else []
+            found.offered = found.next + len(new)
+            if spans or rest:
+                offer = Offer(transfer_of(room), (*spans, *rest))
+                self._agent.run(Instructions(offers=[offer]), fence)
+
+    def give_up(self, room: int, why: str) -> None:
+        """Tell a room's readers, and SGLang, that this side cannot go on with it."""
+        found = self._rooms.get(room)
+        if found is not None and not found.lost:
+            found.lost = True
+            self._failed(room, why)
+            self._withdraw(room)
 
     def complete(self, room: int) -> None:
         """The last chunk was offered."""
         found = self._rooms.get(room)
-        if found is not None:
+        if found is not None and not found.lost:
             found.complete = True
-            self._settle(room, found)
+            with within(self._agent, room, self.give_up):
+                self._settle(room, found)
 
     def close(self, room: int) -> None:
         """The request is over, however it ended."""
         found = self._rooms.pop(room, None)
         if found is None:
             return
-        if found.joined or found.served:
-            self._withdraw(room)
-        else:  # whoever asks later is told at once, instead of waiting for a request that is over
-            self._given_up[room] = None
-            if len(self._given_up) > _MOST_GIVEN_UP:
-                oldest = next(iter(self._given_up))
-                del self._given_up[oldest]
-                self._withdraw(oldest)
-        with self._agent.stats() as stats:
-            stats.count("handoff_sent_requests", label="done" if found.served else "aborted")
+        with within(self._agent, room, self._failed):
+            if found.joined or found.served or found.lost:
+                self._withdraw(room)
+            else:  # whoever asks later is told at once, and does not wait for what is over
+                self._given_up[room] = None
+                if len(self._given_up) > _MOST_GIVEN_UP:
+                    oldest = next(iter(self._given_up))
+                    del self._given_up[oldest]
+                    self._withdraw(oldest)
+            with self._agent.stats() as stats:
+                stats.count("handoff_sent_requests", label="done" if found.served else "aborted")
+        for free in found.frees:
+            free()
 
     def moved(self, room: int) -> Moved | None:
         """Return what readers were sent; None of a room that is closed."""
@@ -168,163 +238,69 @@ class Outbox:
         """Take what the agent saw of readers."""
         for notice in notices:
             room = room_of(notice.transfer)
-            if room in self._given_up and notice.kind is NoticeKind.JOINED:
-                del self._given_up[room]
-                self._withdraw(room)
-            found = self._rooms.get(room)
-            if found is None or notice.kind in (NoticeKind.RENEWED, NoticeKind.WITHDRAWN):
-                continue
-            if notice.kind is NoticeKind.LEFT:
-                self._failed(room, "the decode engine gave up, or was lost")
-            elif notice.kind is NoticeKind.DECLINED:
-                found.waiting = frozenset()  # decode takes this rank's share from another one
-                self._ready(room)
-            elif notice.reader is not None and notice.kind is NoticeKind.JOINED:
-                self._join(room, found, notice)
-            elif notice.reader is not None and found.waiting is not None:
-                found.waiting -= {notice.reader}
-                nbytes, seconds = found.moved
-                found.moved = Moved(nbytes + notice.nbytes, seconds + notice.seconds)
-            self._settle(room, found)
+            with within(self._agent, room, self.give_up):
+                self._take(room, notice)
+
+    def _take(self, room: int, notice: Notice) -> None:
+        if room in self._given_up and notice.kind is NoticeKind.JOINED:
+            del self._given_up[room]
+            self._withdraw(room)
+        found = self._rooms.get(room)
+        if found is None or notice.kind in (NoticeKind.RENEWED, NoticeKind.WITHDRAWN):
+            return
+        if notice.kind is NoticeKind.DECLINED:
+            if found.joined:
+                return  # somebody else does want it
+            found.waiting = frozenset()  # decode takes this rank's share from another one
+            self._ready(room)
+        elif notice.reader is not None and notice.kind is NoticeKind.JOINED:
+            self._join(room, found, notice)
+        elif notice.reader not in found.joined:
+            return  # it was never let in
+        elif notice.kind is NoticeKind.LEFT:
+            self._failed(room, "the decode engine gave up, or was lost")
+        elif notice.reader is not None and found.waiting is not None:
+            found.waiting -= {notice.reader}
+            nbytes, seconds = found.moved
+            found.moved = Moved(nbytes + notice.nbytes, seconds + notice.seconds)
+        self._settle(room, found)
 
     def _withdraw(self, room: int) -> None:
         order = Withdraw(transfer_of(room), FailureCause.GONE)
         self._agent.run(Instructions(withdrawals=[order]))
 
-    def _join(self, room: int, found: _Outgoing, notice: Notice) -> None:
+    def _join(self, room: int, found: Outgoing, notice: Notice) -> None:
         reader = notice.reader
         assert reader is not None
+        needed = self._needed(found, reader, notice.first)
+        if needed is None:
+            with self._agent.stats() as stats:
+                stats.count("handoff_refused", label="params")
+            return  # it waits in vain, until its own deadline
+        if found.most is not None and notice.first > found.most:
+            why = f"decode has {notice.first} blocks of a prompt of {found.most}"
+            self.give_up(room, f"the decode engine asks for what there is not: {why}")
+            return
+        if not found.joined:
+            found.prefix = notice.first
+            found.waiting = None  # also where another one has declined
         found.joined.add(reader)
-        found.prefix = notice.first
-        needed = readers_for(self._rank, reader.tp, reader.pp, self._kv_heads)
         if found.waiting is None and found.joined >= needed:
             found.waiting = needed | found.joined
             self._ready(room)
 
-    def _settle(self, room: int, found: _Outgoing) -> None:
-        if found.served:
+    def _needed(self, found: Outgoing, reader: Rank, first: int) -> frozenset[Rank] | None:
+        """Return all readers that a room waits for if this one is let in; None if it is not."""
+        known = found.joined or found.waiting is not None
+        if known and first != found.prefix:
+            return None  # what was sent, and SGLang's own count of it, go by the first word
+        if reader.tp * reader.pp > _MOST_READERS:
+            return None
+        try:
+            return _readers(self._rank, reader.tp, reader.pp, self._kv_heads)
+        except Refused:
+            return None
+
+    def _settle(self, room: int, found: Outgoing) -> None:
+        if found.served and not found.lost:
             self._served(room)
-
-
-class Wanted(NamedTuple):
-    """What a decode rank asks for: the KV blocks ``first ...`` into ``ids``, and other groups'
-    spans. ``workers`` are the prefill ranks that SGLang pairs it with, ``tp`` and ``pp`` how many
-    that engine has."""
-
-    first: int
-    ids: array[int]
-    rest: tuple[Span, ...]
-    workers: tuple[Endpoint, ...]
-    tp: int
-    pp: int
-
-
-class Inbox:
-    """The decode side. For the scheduler's thread.
-
-    ``arrived(room)`` and ``failed(room, why)`` are called from :meth:`take`. A room is ``over``
-    when no page of it can land any more.
-    """
-
-    def __init__(
-        self,
-        agent: HandoffAgent,
-        rank: Rank,
-        groups: Sequence[tuple[int, int]],
-        deadline_s: float,
-        arrived: Callable[[int], None],
-        failed: Callable[[int, str], None],
-    ) -> None:
-        """``groups``: tokens per block and KV heads over all ranks, by group."""
-        self._agent = agent
-        self._rank = rank
-        self._groups = tuple(groups)
-        self._deadline_s = deadline_s
-        self._arrived, self._failed = arrived, failed
-        self._asked: dict[JobId, float] = {}  # when, in monotonic seconds; of jobs not over
-        self._jobs: dict[int, set[JobId]] = {}  # by room, which clients may give to two requests
-        self._last = 0
-
-    def ask(self, room: int, wanted: Wanted) -> None:
-        """Ask for a room's blocks.
-
-        Raises:
-            Refused: this rank and that engine cannot share the heads evenly.
-        """
-        source = Source("", 0, wanted.workers, wanted.tp, wanted.pp)
-        refusals = self._refusals(room, source)
-        self._last += 1
-        job = JobId(self._last)
-        self._asked[job] = time.monotonic()
-        self._jobs.setdefault(room, set()).add(job)
-        spans = (Span(0, wanted.first, wanted.ids), *wanted.rest)
-        spans = tuple(span for span in spans if span.block_ids)
-        receive = Receive(
-            job=job,
-            req_id=str(room),
-            transfer=transfer_of(room),
-            source=source,
-            spans=spans,
-            tokens=tuple(self._tokens(span) for span in spans),
-            early=True,
-            deadline_s=self._deadline_s,
-        )
-        self._agent.run(Instructions(receives=[receive], keeps=refusals))
-
-    def drop(self, room: int) -> None:
-        """The room is not wanted any more; it is over some time later."""
-        drops = [Drop(job) for job in self._jobs.get(room, ())]
-        if drops:
-            self._agent.run(Instructions(drops=drops))
-
-    def is_over(self, room: int) -> bool:
-        """Whether no page of a room can land any more."""
-        return room not in self._jobs
-
-    def take(self, finished: Sequence[tuple[Report, Receive]]) -> None:
-        """Take receives that ended."""
-        for report, job in finished:
-            room = int(job.req_id)
-            self._jobs[room].discard(job.job)
-            if not self._jobs[room]:
-                del self._jobs[room]
-            self._count(time.monotonic() - self._asked.pop(job.job), report)
-            if report.failures:
-                self._failed(room, self._why(report, job))
-            else:
-                self._arrived(room)
-
-    def _count(self, seconds: float, report: Report) -> None:
-        with self._agent.stats() as stats:
-            if not report.failures:
-                stats.observe("handoff_latency_seconds", seconds)
-                stats.count("handoff_received_requests", label="done")
-            elif report.failures[0].cause is FailureCause.SKIPPED:  # nobody wanted it any more
-                stats.count("handoff_received_requests", label="aborted")
-            else:
-                stats.count("handoff_received_requests", label="failed")
-                stats.count("handoff_failures", label=report.failures[0].cause.value)
-
-    def _why(self, report: Report, job: Receive) -> str:
-        """Return in words what a report says."""
-        causes = Counter(failure.cause for failure in report.failures)
-        found = ", ".join(f"{count} x {cause.value}" for cause, count in causes.items())
-        for endpoint in job.source.endpoints if job.source else ():
-            if FailureCause.REFUSED in causes and endpoint in self._agent.refusals:
-                return f"blocks did not arrive ({found}): {self._agent.refusals[endpoint]}"
-        return f"blocks did not arrive ({found})"
-
-    def _tokens(self, span: Span) -> tuple[int, int]:
-        size, _ = self._groups[span.group]
-        return span.first * size, (span.first + len(span.block_ids)) * size
-
-    def _refusals(self, room: int, source: Source) -> list[Keep]:
-        """Return word to workers that SGLang pairs this one with but that it needs nothing of, so
-        that they do not wait for it."""
-        heads = [kv_heads for _, kv_heads in self._groups]
-        needed = set(sources_for(self._rank, source.tp, source.pp, heads))
-        idle = [e for e in source.endpoints if (e.pp_rank, e.tp_rank) not in needed]
-        transfer = transfer_of(room)
-        return [
-            Keep(transfer, Source("", 0, (endpoint,), source.tp, source.pp)) for endpoint in idle
-        ]

@@ -1,12 +1,7 @@
-"""Spans of hand-offs in SGLang's scheduler processes, below SGLang's own span of the request.
-
-SGLang tells its backend of a request only the room, so two hooks look at the requests for which it
-makes senders and receivers.
-"""
+"""Spans of hand-offs in SGLang's scheduler processes, below SGLang's own span of the request."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,20 +11,6 @@ from kvconnect.plan.instructions import Notice, NoticeKind, Receive, Report
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Span
-
-_SCHEDULER = "sglang.srt.managers.scheduler"
-_SEND = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender"
-_RECEIVE = "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
-
-
-def watch() -> None:
-    """Register the hooks, if this is a scheduler's process; part of loading the plugin."""
-    if _SCHEDULER not in sys.modules:
-        return  # no others have senders and receivers
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(_SEND, _after_sender, HookType.AFTER)
-    HookRegistry.register(_RECEIVE, _after_receiver, HookType.AFTER)
 
 
 def make_spans() -> RoomSpans | None:
@@ -83,16 +64,6 @@ class RoomSpans:
         self._served.discard(room)
 
 
-def _after_sender(_result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
-    spans = getattr(queue.kv_manager, "spans", None)
-    if spans is not None and getattr(req, "disagg_kv_sender", None) is not None:
-        spans.begin("kvconnect.hold", req.bootstrap_room, _context_of(req), None)
-
-
-def _after_receiver(made: Any, *_: Any, **__: Any) -> None:
-    made.kv_receiver.parent = _context_of(made.req)
-
-
-def _context_of(req: Any) -> Context | None:
+def context_of(req: Any) -> Context | None:
     """Return SGLang's own span of a request, if it has one."""
     return getattr(req.time_stats.trace_ctx, "root_span_context", None)

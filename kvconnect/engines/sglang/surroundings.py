@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
@@ -10,10 +12,16 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs
 
+from kvconnect.engines.sglang.flags import LAYERWISE, is_layerwise
 from kvconnect.engines.sglang.flags import check as check_flags
 from kvconnect.engines.sglang.translate import Model
 from kvconnect.errors import ConfigError, Incompatible
 from kvconnect.types import Rank
+
+logger = logging.getLogger(__name__)
+
+SPARE_S = 5.0
+"""A dropped transfer has ended so long before SGLang gives its pages away."""
 
 
 def check(server_args: ServerArgs) -> None:
@@ -33,7 +41,44 @@ def check(server_args: ServerArgs) -> None:
     if envs.SGLANG_DISAGG_STAGING_BUFFER.get():
         fix = "unset it: heads are sliced on the way by this backend itself"
         raise ConfigError("SGLANG_DISAGG_STAGING_BUFFER", "1", fix)
+    _check_release()
+    if is_layerwise() and server_args.enable_unified_memory:
+        fix = "unset it: with --enable-unified-memory SGLang moves pages while they are sent"
+        raise ConfigError(LAYERWISE, "1", fix)
     check_flags(server_args)
+
+
+def _check_release() -> None:
+    """Refuse to have pages given away while another engine may still write to them."""
+    held = envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE
+    if not held.get():
+        fix = "unset it: an aborted request's pages would be used again while some still land"
+        raise ConfigError(held.name, "0", fix)
+    limit = envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT
+    if not SPARE_S < limit.get() < math.inf:
+        fix = f"use more than {SPARE_S:.0f} seconds: a transfer has to end before that (30 is good)"
+        raise ConfigError(limit.name, limit.get(), fix)
+
+
+def transport(name: str, server_args: ServerArgs) -> str:
+    """Return the transport to use, given the one that was set.
+
+    Raises:
+        ConfigError: NIXL, with memory that SGLang gives up and takes again: network cards would
+            go on using the old one.
+    """
+    if not server_args.enable_memory_saver or name == "tcp":
+        return name
+    if name == "nixl":
+        fix = 'use "tcp" with --enable-memory-saver: registered memory must stay where it is'
+        raise ConfigError("transport", name, fix)
+    logger.info("kvconnect: pages go over tcp: --enable-memory-saver takes memory away from NIXL")
+    return "tcp"
+
+
+def calls_layers_once(server_args: ServerArgs) -> bool:
+    """Whether a forward calls each attention layer once, for all of the batch."""
+    return not server_args.enable_two_batch_overlap
 
 
 def model(args: Any, server_args: ServerArgs, is_mla: bool) -> Model:
@@ -62,12 +107,9 @@ def model(args: Any, server_args: ServerArgs, is_mla: bool) -> Model:
 def rank_number(args: Any) -> int:
     """Return a number for this rank that no other rank of its engine on this machine has."""
     parallel = get_parallel()
-    ranks = parallel.attn_tp_size * parallel.pp_size
-    return int(
-        (args.system_dp_rank or 0) * ranks
-        + args.pp_rank * parallel.attn_tp_size
-        + parallel.attn_tp_rank
-    )
+    ranks = parallel.tp_size * parallel.pp_size
+    own = args.pp_rank * parallel.tp_size + parallel.tp_rank  # also of ranks of attention DP
+    return int((args.system_dp_rank or 0) * ranks + own)
 
 
 def patience_s() -> float:

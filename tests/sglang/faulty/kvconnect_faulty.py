@@ -1,26 +1,51 @@
-"""An SGLang plugin that breaks hand-off on purpose: with this folder on PYTHONPATH, a server sends
-the page before the one that was asked for, while the file named by KVCONNECT_FAULTY exists."""
+"""An SGLang plugin that breaks hand-off on purpose, with this folder on PYTHONPATH: a server sends
+the page before the one that was asked for while the file named by KVCONNECT_FAULTY exists, and no
+pages at all while that named by KVCONNECT_HELD does, as over a link that is very slow."""
 
 from __future__ import annotations
 
 import os
 from array import array
 from pathlib import Path
+from typing import Any
 
 from kvconnect.plan import readers
 from kvconnect.types import Span
+from kvconnect.worker.sending import SendSide
 
 KV = 0  # the group of pages; shifted rows of metadata would be noticed by SGLang itself
 
 _wire_ids = readers.wire_ids
+_send, _tick = SendSide._send, SendSide.tick
+_waiting: list[tuple[Any, ...]] = []
 
 
 def register() -> None:
     readers.wire_ids = _shifted
+    SendSide._send, SendSide.tick = _held, _let_go
+
+
+def _is_there(variable: str) -> bool:
+    return variable in os.environ and Path(os.environ[variable]).exists()
 
 
 def _shifted(span: Span, ratio: int, first: int, stop: int) -> array[int]:
     ids = _wire_ids(span, ratio, first, stop)
-    if span.group != KV or not Path(os.environ["KVCONNECT_FAULTY"]).exists():
+    if span.group != KV or not _is_there("KVCONNECT_FAULTY"):
         return ids
     return array("q", [max(page - 1, 0) for page in ids])
+
+
+def _held(*order: Any) -> None:
+    _waiting.append(order)
+    _flush()
+
+
+def _let_go(side: SendSide, now: float) -> None:
+    _flush()
+    _tick(side, now)
+
+
+def _flush() -> None:
+    while _waiting and not _is_there("KVCONNECT_HELD"):
+        _send(*_waiting.pop(0))

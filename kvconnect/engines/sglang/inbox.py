@@ -1,0 +1,140 @@
+"""The decode side of the requests of one SGLang rank, by bootstrap room; see ``rooms.py``."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvconnect.engines.sglang.rooms import transfer_of, within
+from kvconnect.plan.instructions import Drop, Instructions, Keep, Receive, Report, Source
+from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span
+from kvconnect.wire.topology import sources_for
+from kvconnect.worker.handoff import HandoffAgent
+
+
+class Wanted(NamedTuple):
+    """What a decode rank asks for: the KV blocks ``first ...`` into ``ids``, and other groups'
+    spans. ``workers`` are the prefill ranks that SGLang pairs it with, ``tp`` and ``pp`` how many
+    that engine has."""
+
+    first: int
+    ids: array[int]
+    rest: tuple[Span, ...]
+    workers: tuple[Endpoint, ...]
+    tp: int
+    pp: int
+
+
+class Inbox:
+    """The decode side. For the scheduler's thread.
+
+    ``arrived(room)`` and ``failed(room, why)`` are called from :meth:`take`. A room is ``over``
+    when no page of it can land any more.
+    """
+
+    def __init__(
+        self,
+        agent: HandoffAgent,
+        rank: Rank,
+        groups: Sequence[tuple[int, int]],
+        deadline_s: float,
+        arrived: Callable[[int], None],
+        failed: Callable[[int, str], None],
+    ) -> None:
+        """``groups``: tokens per block and KV heads over all ranks, by group."""
+        self._agent = agent
+        self._rank = rank
+        self._groups = tuple(groups)
+        self._deadline_s = deadline_s
+        self._arrived, self._failed = arrived, failed
+        self._asked: dict[JobId, float] = {}  # when, in monotonic seconds; of jobs not over
+        self._jobs: dict[int, set[JobId]] = {}  # by room, which clients may give to two requests
+        self._last = 0
+
+    def ask(self, room: int, wanted: Wanted) -> None:
+        """Ask for a room's blocks.
+
+        Raises:
+            Refused: this rank and that engine cannot share the heads evenly.
+        """
+        source = Source("", 0, wanted.workers, wanted.tp, wanted.pp)
+        refusals = self._refusals(room, source)
+        self._last += 1
+        job = JobId(self._last)
+        self._asked[job] = time.monotonic()
+        self._jobs.setdefault(room, set()).add(job)
+        spans = (Span(0, wanted.first, wanted.ids), *wanted.rest)
+        spans = tuple(span for span in spans if span.block_ids)
+        receive = Receive(
+            job=job,
+            req_id=str(room),
+            transfer=transfer_of(room),
+            source=source,
+            spans=spans,
+            tokens=tuple(self._tokens(span) for span in spans),
+            early=True,
+            deadline_s=self._deadline_s,
+        )
+        self._agent.run(Instructions(receives=[receive], keeps=refusals))
+
+    def drop(self, room: int) -> None:
+        """The room is not wanted any more; it is over some time later."""
+        drops = [Drop(job) for job in self._jobs.get(room, ())]
+        if drops:
+            self._agent.run(Instructions(drops=drops))
+
+    def is_over(self, room: int) -> bool:
+        """Whether no page of a room can land any more."""
+        return room not in self._jobs
+
+    def take(self, finished: Sequence[tuple[Report, Receive]]) -> None:
+        """Take receives that ended."""
+        for report, job in finished:
+            room = int(job.req_id)
+            with within(self._agent, room, self._failed):
+                self._jobs[room].discard(job.job)
+                if not self._jobs[room]:
+                    del self._jobs[room]
+                self._count(time.monotonic() - self._asked.pop(job.job), report)
+                if report.failures:
+                    self._failed(room, self._why(report, job))
+                else:
+                    self._arrived(room)
+
+    def _count(self, seconds: float, report: Report) -> None:
+        with self._agent.stats() as stats:
+            if not report.failures:
+                stats.observe("handoff_latency_seconds", seconds)
+                stats.count("handoff_received_requests", label="done")
+            elif report.failures[0].cause is FailureCause.SKIPPED:  # nobody wanted it any more
+                stats.count("handoff_received_requests", label="aborted")
+            else:
+                stats.count("handoff_received_requests", label="failed")
+                stats.count("handoff_failures", label=report.failures[0].cause.value)
+
+    def _why(self, report: Report, job: Receive) -> str:
+        """Return in words what a report says."""
+        causes = Counter(failure.cause for failure in report.failures)
+        found = ", ".join(f"{count} x {cause.value}" for cause, count in causes.items())
+        for endpoint in job.source.endpoints if job.source else ():
+            if FailureCause.REFUSED in causes and endpoint in self._agent.refusals:
+                return f"blocks did not arrive ({found}): {self._agent.refusals[endpoint]}"
+        return f"blocks did not arrive ({found})"
+
+    def _tokens(self, span: Span) -> tuple[int, int]:
+        size, _ = self._groups[span.group]
+        return span.first * size, (span.first + len(span.block_ids)) * size
+
+    def _refusals(self, room: int, source: Source) -> list[Keep]:
+        """Return word to workers that SGLang pairs this one with but that it needs nothing of, so
+        that they do not wait for it."""
+        heads = [kv_heads for _, kv_heads in self._groups]
+        needed = set(sources_for(self._rank, source.tp, source.pp, heads))
+        idle = [e for e in source.endpoints if (e.pp_rank, e.tp_rank) not in needed]
+        transfer = transfer_of(room)
+        return [
+            Keep(transfer, Source("", 0, (endpoint,), source.tp, source.pp)) for endpoint in idle
+        ]

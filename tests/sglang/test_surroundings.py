@@ -1,0 +1,161 @@
+"""What of SGLang's own settings is refused, and what its ranks are told to share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter
+from sglang.srt.runtime_context import SpawnRanks, reset_context
+from sglang.srt.server_args import ServerArgs
+from sglang.test.parallel_groups import publish
+
+from kvconnect import memory
+from kvconnect.config import Config
+from kvconnect.engines.sglang import surroundings
+from kvconnect.engines.sglang.layers import Arrivals, LayerCounter
+from kvconnect.engines.sglang.settings import worker_share
+from kvconnect.errors import ConfigError
+
+GIB = 1 << 30
+RELEASE = envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE
+RELEASE_TIMEOUT = envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT
+
+
+def published(ranks: SpawnRanks | None = None, **flags: Any) -> ServerArgs:
+    reset_context()
+    args = ServerArgs(model_path="dummy", device="cpu", **flags)
+    publish(args, role="test", ranks=ranks)
+    return args
+
+
+@pytest.fixture(autouse=True)
+def context() -> Iterator[None]:
+    yield
+    reset_context()
+
+
+@pytest.fixture
+def setting() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_settings_as_they_come_are_taken() -> None:
+    surroundings.check(published())
+    assert surroundings.quiet_s() > surroundings.SPARE_S
+
+
+def test_pages_that_are_given_away_at_once(setting: ExitStack) -> None:
+    """SGLang would use an aborted request's pages again while some still land in them."""
+    setting.enter_context(RELEASE.override(False))
+    with pytest.raises(ConfigError, match=f"{RELEASE.name}='0'.*unset it"):
+        surroundings.check(published())
+
+
+@pytest.mark.parametrize("seconds", [-1, 0, 4.5, 5, float("inf"), float("nan")])
+def test_pages_that_are_given_away_too_early_or_never(setting: ExitStack, seconds: float) -> None:
+    setting.enter_context(RELEASE_TIMEOUT.override(seconds))
+    with pytest.raises(ConfigError, match=f"{RELEASE_TIMEOUT.name}={seconds}.*more than 5 s"):
+        surroundings.check(published())
+
+
+def test_pages_that_move_while_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = published(enable_unified_memory=True)
+    surroundings.check(args)
+    monkeypatch.setenv("KVCONNECT_LAYERWISE", "1")
+    with pytest.raises(ConfigError, match=r"KVCONNECT_LAYERWISE='1'.*--enable-unified-memory"):
+        surroundings.check(args)
+
+
+@pytest.mark.parametrize(("name", "used"), [("auto", "tcp"), ("tcp", "tcp"), ("nixl", None)])
+def test_memory_that_is_given_up_and_taken_again(name: str, used: str | None) -> None:
+    assert surroundings.transport(name, published()) == name
+    args = published(enable_memory_saver=True)
+    if used is None:
+        with pytest.raises(ConfigError, match=r"transport='nixl'.*--enable-memory-saver"):
+            surroundings.transport(name, args)
+    else:
+        assert surroundings.transport(name, args) == used
+
+
+def test_two_batch_overlap_calls_layers_twice() -> None:
+    assert surroundings.calls_layers_once(published())
+    args = SimpleNamespace(enable_two_batch_overlap=True)
+    assert not surroundings.calls_layers_once(args)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("flags", "workers"),
+    [
+        ({}, 1),
+        ({"tp_size": 2}, 2),
+        ({"dp_size": 2}, 2),  # two engines
+        ({"tp_size": 2, "attn_dp_size": 2}, 2),  # one, of two ranks
+        ({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, 2),  # as it was once spelt
+    ],
+    ids=str,
+)
+def test_host_memory_is_divided_once(
+    monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], workers: int
+) -> None:
+    monkeypatch.setattr(memory, "total_bytes", lambda: 64 * GIB)
+    published()
+    whole = worker_share(Config())
+    published(**flags)
+    assert worker_share(Config()) == whole // workers
+
+
+def test_an_explicit_size_is_of_each_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "total_bytes", lambda: 64 * GIB)
+    published(tp_size=2, attn_dp_size=2)
+    assert worker_share(Config(host_bytes=40 * GIB)) == 20 * GIB
+    published(dp_size=2)
+    with pytest.raises(ConfigError, match="2 engines"):
+        worker_share(Config(host_bytes=40 * GIB))
+
+
+def test_every_rank_has_a_port_of_its_own() -> None:
+    """Also where ranks of one tensor-parallel group attend to requests of their own."""
+    numbers = set()
+    for rank in range(4):
+        published(ranks=SpawnRanks(world_rank=rank), tp_size=4, attn_dp_size=2)
+        numbers.add(surroundings.rank_number(SimpleNamespace(system_dp_rank=None, pp_rank=0)))
+    assert numbers == set(range(4))
+
+
+class Stock(LayerCounter):
+    """The control: SGLang's counter waits for one layer."""
+
+    wait_until = LayerWiseLoadCounter.wait_until
+
+
+@pytest.mark.parametrize("kind", [LayerCounter, Stock])
+def test_who_waits_for_a_layer_waits_for_those_before_it(kind: type[LayerCounter]) -> None:
+    """A graph of the whole prefill asks once, for the last layer; pools load side by side."""
+    counter = kind(4)
+    stages = {"full": [[0], [2]], "window": [[1], [3]]}
+    arrivals = Arrivals(counter, stages)
+    counter.set_consumer(arrivals.index)
+    waited: list[int] = []
+    futures = counter.futures[arrivals.index]
+    late = [("full", 0), ("full", 1)]
+
+    def lands(self: LayerCounter, index: int, layer: int) -> None:
+        waited.append(layer)
+        while not futures[layer].done():
+            arrivals.landed(*late.pop(0), True)
+
+    arrivals.landed("window", 0, True)
+    arrivals.landed("window", 1, True)  # its last layer, before the first of the other pool
+    counter._wait = lands.__get__(counter)  # type: ignore[method-assign]
+    counter.wait_until(3)
+    assert all(future.done() for future in futures) is (kind is LayerCounter)
+    if kind is LayerCounter:
+        assert waited == [0, 1, 2, 3]
+        counter.wait_until(3)  # costs nothing more
+        assert waited == [0, 1, 2, 3]
