@@ -6,10 +6,14 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
 
 from kvconnect.errors import ConfigError
 from kvconnect.store.base import Outcome, Store, Usage
 from kvconnect.types import Tier
+
+if TYPE_CHECKING:
+    from kvconnect.store.seal import Keys
 
 __all__ = ["ENTRY_POINTS", "Outcome", "Store", "Usage", "make_remote", "make_store", "make_tiers"]
 
@@ -22,7 +26,9 @@ ENTRY_POINTS = "kvconnect.stores"
 (a mapping) and the fingerprint, and return a :class:`Store` or raise :class:`ConfigError`."""
 
 
-def make_store(kind: str, settings: Mapping[str, object], fingerprint: bytes) -> Store:
+def make_store(
+    kind: str, settings: Mapping[str, object], fingerprint: bytes, keys: Keys | None = None
+) -> Store:
     """Return a new store of a kind; nothing of the others is loaded.
 
     Args:
@@ -30,13 +36,14 @@ def make_store(kind: str, settings: Mapping[str, object], fingerprint: bytes) ->
             another package's entry point.
         settings: those of the kind; see its class.
         fingerprint: names the format of the blocks. Blocks of other formats are not found.
+        keys: what records on shared servers are sealed with. Stores of other packages do not.
 
     Raises:
         ConfigError: no store is called that, or it cannot be used with these settings.
     """
     if kind in ("disk", "valkey", "object", "mooncake"):
         try:
-            return _make_large(kind, settings, fingerprint)
+            return _make_large(kind, settings, fingerprint, keys)
         except ImportError as error:
             raise ConfigError("store", kind, f"install {error.name}") from error
     if kind == "memory":
@@ -50,14 +57,16 @@ def make_store(kind: str, settings: Mapping[str, object], fingerprint: bytes) ->
     return _from_elsewhere(kind, settings, fingerprint)
 
 
-def make_remote(settings: Mapping[str, object], fingerprint: bytes) -> Store:
+def make_remote(
+    settings: Mapping[str, object], fingerprint: bytes, keys: Keys | None = None
+) -> Store:
     """Return a store as a user describes it, with its ``kind`` among the settings.
 
     Raises:
         ConfigError: as of :func:`make_store`.
     """
     rest = {name: value for name, value in settings.items() if name != "kind"}
-    return make_store(str(settings["kind"]), rest, fingerprint)
+    return make_store(str(settings["kind"]), rest, fingerprint, keys)
 
 
 def make_tiers(makers: Mapping[Tier, Callable[[], Store]]) -> dict[Tier, Store]:
@@ -72,7 +81,9 @@ def make_tiers(makers: Mapping[Tier, Callable[[], Store]]) -> dict[Tier, Store]:
     return stores
 
 
-def _make_large(kind: str, settings: Mapping[str, object], fingerprint: bytes) -> Store:
+def _make_large(
+    kind: str, settings: Mapping[str, object], fingerprint: bytes, keys: Keys | None
+) -> Store:
     """Return a store that needs packages which may be missing; raise :class:`ImportError`."""
     if kind == "disk":
         from kvconnect.store.disk import DiskStore
@@ -81,14 +92,14 @@ def _make_large(kind: str, settings: Mapping[str, object], fingerprint: bytes) -
     if kind == "valkey":
         from kvconnect.store.valkey import make_valkey_store
 
-        return make_valkey_store(settings, fingerprint)
+        return make_valkey_store(settings, fingerprint, keys)
     if kind == "mooncake":
         from kvconnect.store.mooncake import make_mooncake_store
 
-        return make_mooncake_store(settings, fingerprint)
+        return make_mooncake_store(settings, fingerprint, keys)
     from kvconnect.store.object import make_object_store
 
-    return make_object_store(settings, fingerprint)
+    return make_object_store(settings, fingerprint, keys)
 
 
 def _from_elsewhere(kind: str, settings: Mapping[str, object], fingerprint: bytes) -> Store:

@@ -17,6 +17,7 @@ import msgspec
 from kvconnect.errors import ConfigError, TransferFailed
 from kvconnect.store.base import Outcome, parse_settings
 from kvconnect.store.remote import RemoteStore, Server
+from kvconnect.store.seal import Keys
 
 T = TypeVar("T")
 
@@ -63,14 +64,16 @@ class MooncakeOptions(msgspec.Struct, frozen=True, kw_only=True):
         return host, int(port)
 
 
-def make_mooncake_store(settings: Mapping[str, object], fingerprint: bytes) -> RemoteStore:
+def make_mooncake_store(
+    settings: Mapping[str, object], fingerprint: bytes, keys: Keys | None = None
+) -> RemoteStore:
     """Return a store with the settings of :class:`MooncakeOptions`.
 
     A master that cannot be reached now may be there later, so that is no error.
     Raises :class:`ConfigError` for settings that cannot be used, or without the client library.
     """
     options = parse_settings(MooncakeOptions, settings, ("buffer",))
-    return RemoteStore(MooncakeServer(options, _library()), options.prefix, fingerprint)
+    return RemoteStore(MooncakeServer(options, _library()), options.prefix, fingerprint, keys=keys)
 
 
 def _library() -> Callable[[], Any]:

@@ -17,6 +17,7 @@ from obstore.store import LocalStore, from_url
 from kvconnect.errors import ConfigError, TransferFailed
 from kvconnect.store.base import Outcome, parse_settings
 from kvconnect.store.remote import RemoteStore, Server
+from kvconnect.store.seal import Keys
 
 T = TypeVar("T")
 
@@ -53,14 +54,16 @@ class ObjectOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("connections", self.connections, "use 1 to 64")
 
 
-def make_object_store(settings: Mapping[str, object], fingerprint: bytes) -> RemoteStore:
+def make_object_store(
+    settings: Mapping[str, object], fingerprint: bytes, keys: Keys | None = None
+) -> RemoteStore:
     """Return a store with the settings of :class:`ObjectOptions`.
 
     Raises :class:`ConfigError` for settings that cannot be used; a server that cannot be reached
     now is no error.
     """
     options = parse_settings(ObjectOptions, settings, ())
-    return RemoteStore(ObjectServer(options), options.prefix, fingerprint)
+    return RemoteStore(ObjectServer(options), options.prefix, fingerprint, keys=keys)
 
 
 class ObjectServer(Server):

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import struct
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
-
-import xxhash
 
 from kvconnect.errors import TransferFailed
 from kvconnect.stats import OffloadingConnectorStats
@@ -25,14 +22,13 @@ from kvconnect.store.breaker import Breaker
 from kvconnect.store.gate import Gate
 from kvconnect.store.meter import Meter
 from kvconnect.store.pool import PagePool
+from kvconnect.store.seal import Digest, Keys, Mac, Seal
 from kvconnect.types import TransferType
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_HEAD = struct.Struct("<8sIQ")
-_MAGIC = b"KVC-val\n"
 _MOST_BYTES = 8 << 20  # of values in one exchange with the server: bounds what a call copies
 _MOST_VALUES = 256
 _CLOSE_S = 30.0
@@ -67,7 +63,9 @@ class Server(ABC):
 
 
 class RemoteStore(Store):
-    """Blocks as values of a server, each with its length and digest in front of it.
+    """Blocks as values of a server, each with its length and digest in front of it; with ``keys``,
+    a MAC. What was put with keys is not there for who has none, and the other way round; what is
+    not sealed by one of them is CORRUPT, and removed.
 
     What is too much for the server, and how long it keeps a value, is the server's to decide. A
     server that fails is left alone and probed with back-off; nothing is waited for longer than
@@ -80,9 +78,11 @@ class RemoteStore(Store):
         prefix: str,
         fingerprint: bytes,
         clock: Callable[[], float] = time.monotonic,
+        keys: Keys | None = None,
     ) -> None:
         self._server = server
-        self._prefix = f"{prefix}/{check_fingerprint(fingerprint).hex()}/"
+        self._seal: Seal = Mac(keys) if keys else Digest()
+        self._prefix = f"{prefix}/{self._seal.scope}{check_fingerprint(fingerprint).hex()}/"
         self._clock = clock
         self._meter = Meter()
         self._breaker = Breaker(1)
@@ -116,7 +116,7 @@ class RemoteStore(Store):
         sizes = self._call(lambda: self._server.sizes(self._names(keys)))
         if isinstance(sizes, Outcome):
             return [0] * len(keys)
-        return [max(0, size - _HEAD.size) for size in sizes]
+        return [max(0, size - self._seal.nbytes) for size in sizes]
 
     def remove(self, keys: Sequence[bytes]) -> list[Outcome]:
         check_keys(keys)
@@ -164,25 +164,37 @@ class RemoteStore(Store):
 
     def _put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
         last = dict(zip(keys, payloads, strict=True))  # servers may be sent values in any order
-        sizes = [_HEAD.size + payload.nbytes for payload in last.values()]
+        names = self._names(list(last))
+        sizes = [self._seal.nbytes + payload.nbytes for payload in last.values()]
         with self._pool.lent(sum(sizes)) as memory:
             values, at = [], 0
-            for (key, payload), size in zip(last.items(), sizes, strict=True):
+            for name, (key, payload), size in zip(names, last.items(), sizes, strict=True):
                 value = memory[at : at + size]
-                _HEAD.pack_into(value, 0, _MAGIC, payload.nbytes, _digest(key, payload))
-                value[_HEAD.size :] = payload
+                value[self._seal.nbytes :] = payload
+                own = value[self._seal.nbytes :]  # what goes out is what was signed
+                value[: self._seal.nbytes] = self._seal.head(name, key, own)
                 values.append(value)
                 at += size
-            outcomes = self._server.store(self._names(list(last)), values)
+            outcomes = self._server.store(names, values)
         by_key = dict(zip(last, outcomes, strict=True))
         return [by_key[key] for key in keys]
 
     def _get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
-        values = self._server.fetch(self._names(keys))
-        outcomes = [_unpack(*each) for each in zip(keys, values, buffers, strict=True)]
-        bad = [key for key, o in zip(keys, outcomes, strict=True) if o is Outcome.CORRUPT]
+        names = self._names(keys)
+        values = self._server.fetch(names)
+        outcomes = [
+            Outcome.ABSENT if value is None else self._seal.open(name, key, value, buffer)
+            for name, key, value, buffer in zip(names, keys, values, buffers, strict=True)
+        ]
+        bad = [name for name, o in zip(names, outcomes, strict=True) if o is Outcome.CORRUPT]
         if bad:
-            self._server.delete(self._names(bad))
+            logger.warning(
+                "shared tier: %d records of %s are damaged or not sealed by a key of ours, "
+                "and are removed",
+                len(bad),
+                self._prefix,
+            )
+            self._server.delete(bad)
         return outcomes
 
     def _names(self, keys: Sequence[bytes]) -> list[str]:
@@ -198,26 +210,6 @@ class RemoteStore(Store):
         self._meter.ended(outcomes)
         moved = (b.nbytes for b, o in zip(buffers, outcomes, strict=True) if o is Outcome.OK)
         self._meter.moved(kind, sum(moved), time.perf_counter() - started)
-
-
-def _digest(key: bytes, payload: memoryview) -> int:
-    """Return the digest of a payload under a key: another key's block is not taken for it."""
-    return int(xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(key)))
-
-
-def _unpack(key: bytes, value: memoryview | None, buffer: memoryview) -> Outcome:
-    """Put a value's payload into a buffer."""
-    if value is None:
-        return Outcome.ABSENT
-    if value.nbytes < _HEAD.size:
-        return Outcome.CORRUPT
-    magic, length, digest = _HEAD.unpack_from(value)
-    if magic != _MAGIC or length != value.nbytes - _HEAD.size:
-        return Outcome.CORRUPT
-    if length != buffer.nbytes:
-        return Outcome.SIZE
-    buffer[:] = value[_HEAD.size :]
-    return Outcome.OK if _digest(key, buffer) == digest else Outcome.CORRUPT
 
 
 def _parts(lengths: Sequence[int]) -> Iterator[slice]:

@@ -23,6 +23,7 @@ from valkey.retry import Retry
 from kvconnect.errors import ConfigError, TransferFailed
 from kvconnect.store.base import Outcome, parse_settings
 from kvconnect.store.remote import RemoteStore, Server
+from kvconnect.store.seal import Keys
 
 _PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
@@ -78,14 +79,16 @@ class ValkeyOptions(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-def make_valkey_store(settings: Mapping[str, object], fingerprint: bytes) -> RemoteStore:
+def make_valkey_store(
+    settings: Mapping[str, object], fingerprint: bytes, keys: Keys | None = None
+) -> RemoteStore:
     """Return a store with the settings of :class:`ValkeyOptions`.
 
     A server that cannot be reached now may be there later, so that is no error.
     Raises :class:`ConfigError` for settings that cannot be used.
     """
     options = parse_settings(ValkeyOptions, settings, ())
-    return RemoteStore(ValkeyServer(options), options.prefix, fingerprint)
+    return RemoteStore(ValkeyServer(options), options.prefix, fingerprint, keys=keys)
 
 
 class ValkeyServer(Server):
