@@ -10,7 +10,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvconnect.config import NetworkConfig
@@ -103,6 +103,16 @@ def read_key(config: NetworkConfig) -> bytes:
     if not config.key_file:
         return b"" if config.peers else _local_key()
     return read_key_file(config.key_file)
+
+
+def record_keys(config: NetworkConfig) -> Callable[[], tuple[bytes, tuple[bytes, ...]]] | None:
+    """Return what gives the keys for records on shared servers, see :meth:`Keys.current`: those of
+    ``key_file``, None without one, as other machines do not have this user's own key.
+
+    Raises:
+        ConfigError: as :func:`read_key_file`.
+    """
+    return Keys(path=config.key_file).current if config.key_file else None
 
 
 def _local_key() -> bytes:

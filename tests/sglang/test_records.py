@@ -118,7 +118,7 @@ def test_a_page_on_disk_lies_as_in_its_pool(model: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(lower_tiers, "make_store", make)
     monkeypatch.setattr(
-        lower_tiers, "make_remote", lambda settings, name: make("memory", settings, name)
+        lower_tiers, "make_remote", lambda settings, name, keys: make("memory", settings, name)
     )
     config = Config(disk={"path": "/nowhere"}, remote={"store": "memory"})
     for layout in (*LAYOUTS, LAYOUTS[0]):

@@ -19,6 +19,7 @@ from kvconnect.errors import ConfigError
 from kvconnect.format import fingerprint
 from kvconnect.plan.keys import group_of
 from kvconnect.store import Store, make_remote, make_store, make_tiers
+from kvconnect.transport.security import record_keys
 from kvconnect.types import Tier
 
 _SETTINGS = ("dtype", "kv_cache_dtype", "quantization", "json_model_override_args")
@@ -48,16 +49,17 @@ def make_stores(
     if config.disk:
         makers[Tier.DISK] = partial(make_store, "disk", _disk_settings(config.disk, fields), name)
     if config.remote:
-        makers[Tier.REMOTE] = partial(_make_remote, config.remote, name, records)
+        makers[Tier.REMOTE] = partial(_make_remote, config, name, records)
     return make_tiers(makers)
 
 
-def _make_remote(settings: Mapping[str, Any], name: bytes, records: Records | None) -> Store:
+def _make_remote(config: Config, name: bytes, records: Records | None) -> Store:
     from kvconnect.store.sliced import SlicedStore
 
+    make = partial(make_remote, config.remote, keys=record_keys(config))
     if records is None:
-        return make_remote(settings, name)
-    remote = make_remote(settings, records.form.fingerprint)
+        return make(name)
+    remote = make(records.form.fingerprint)
     return SlicedStore(remote, [records.units], group_of)
 
 

@@ -23,6 +23,7 @@ from kvconnect.plan.keys import group_of
 from kvconnect.slices import Unit, unit_heads, units
 from kvconnect.store import Store, make_remote, make_store, make_tiers
 from kvconnect.store.host import HostStore
+from kvconnect.transport.security import record_keys
 from kvconnect.types import Tier
 from kvconnect.wire.topology import head_range
 from kvconnect.worker.below import LowerTiers
@@ -60,7 +61,7 @@ def make_lower_tiers(
     if config.disk:
         makers[Tier.DISK] = partial(_make_disk, cache, fields, config.disk)
     if config.remote:
-        makers[Tier.REMOTE] = partial(_make_remote, cache, fields, config.remote)
+        makers[Tier.REMOTE] = partial(_make_remote, cache, fields, config)
     stores = make_tiers(makers)
     speaks = vllm_config.parallel_config.rank == 0
     return LowerTiers(stores, store, geometry, speaks, config.wait_s)
@@ -113,16 +114,17 @@ def _make_disk(cache: _Cache, fields: Mapping[str, Any], settings: Mapping[str, 
     return make_store("disk", {**settings, "owner": owner, "about": about}, fingerprint(own))
 
 
-def _make_remote(cache: _Cache, fields: Mapping[str, Any], settings: Mapping[str, Any]) -> Store:
+def _make_remote(cache: _Cache, fields: Mapping[str, Any], config: Config) -> Store:
     """Records that ranks of other tensor parallelism read, if the cache can be cut into them; and
     SGLang, if there is nothing in it but K and V."""
     from kvconnect.store.sliced import SlicedStore
 
+    make = partial(make_remote, config.remote, keys=record_keys(config))
     try:
         form, layout = records_for_all(
             cache.vllm_config, cache.kv_cache_config, cache.kv_caches, cache.geometry
         )
-        return SlicedStore(make_remote(settings, form.fingerprint), [layout], group_of)
+        return SlicedStore(make(form.fingerprint), [layout], group_of)
     except Incompatible as error:
         logger.info("SGLang cannot use what is stored here: %s", error)
     try:
@@ -130,9 +132,9 @@ def _make_remote(cache: _Cache, fields: Mapping[str, Any], settings: Mapping[str
     except (Incompatible, Refused) as error:
         logger.info("only engines with the same ranks share blocks: %s", error)
         own = {**fields, "rank": _rank(cache.vllm_config), "layout": _layout(cache)}
-        return make_remote(settings, fingerprint(own))
+        return make(fingerprint(own))
     shared = {**fields, "stage": _stage(cache.vllm_config), "units": format_of_units}
-    return SlicedStore(make_remote(settings, fingerprint(shared)), layouts, group_of)
+    return SlicedStore(make(fingerprint(shared)), layouts, group_of)
 
 
 def _units(cache: _Cache) -> tuple[list[Sequence[Unit]], list[list[Any]]]:
