@@ -144,7 +144,7 @@ class Connection(asyncio.Protocol):
         answer.came = True
         try:
             answer.parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._break(f"sent what is no HTTP answer: {error}")
         if answer.surplus:
             self._break("sent more than one answer")

@@ -145,7 +145,10 @@ async def test_a_head_has_a_bound() -> None:
             await ask(client, base)
 
 
-@pytest.mark.parametrize("answer", [SILENCE, OK[:9], b"no HTTP"])
+UPGRADE = b"HTTP/1.1 101 Switching\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n"
+
+
+@pytest.mark.parametrize("answer", [SILENCE, OK[:9], b"no HTTP", UPGRADE + OK])
 @on_loop
 async def test_a_request_that_an_engine_has_taken_is_not_repeated(answer: bytes) -> None:
     engine = Engine([OK, answer, OK])
