@@ -179,6 +179,10 @@ class Agent:
         except self._errors as error:
             logger.debug("releasing a transfer: %s", error)
 
+    def expect_marks(self, session: bytes) -> None:
+        """Keep the marks of a session from now on; those of others are nobody's."""
+        self._marks.setdefault(session, set())
+
     def take_mark(self, session: bytes, mark: bytes) -> bool:
         """Say, once, whether a mark has arrived: the pages it stands for have, then. It begins
         with its session.
@@ -192,8 +196,8 @@ class Agent:
             except self._errors as error:
                 raise TransferFailed(f"NIXL cannot look for notifications: {error}") from error
             for each in (mark for marks in arrived.values() for mark in marks):
-                waiting = self._marks.setdefault(each[: len(session)], set())
-                if len(waiting) < _MAX_MARKS:
+                waiting = self._marks.get(each[: len(session)])
+                if waiting is not None and len(waiting) < _MAX_MARKS:
                     waiting.add(each)
         found = mark in self._marks.get(session, ())
         if found:

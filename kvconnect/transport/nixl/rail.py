@@ -50,6 +50,7 @@ class NixlRail:
         if not self.lacking:
             self._launches.settle(rails.decode_offer(theirs), period)
             self._landings.settle(period)
+            self._mover.call(lambda agent: agent.expect_marks(self._line.session))
         with self._lock:  # kept, so that a cancel comes before or after an order
             self._usable = not self.lacking
             early, self._early = self._early, []
