@@ -6,8 +6,8 @@ import asyncio
 import errno
 import ssl
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from kvconnect.router.http1 import (
     Base,
@@ -127,13 +127,21 @@ class Client:
         if base.tls:
             self._tls = self._tls or ssl.create_default_context()
         tls = self._tls if base.tls else None
-        connecting = loop.create_connection(Connection, base.host, base.port, ssl=tls)
+        connecting = asyncio.ensure_future(
+            loop.create_connection(Connection, base.host, base.port, ssl=tls)
+        )
+        taken = False
         try:
-            return (await within(connecting, CONNECT_S))[1]
+            _, connection = await within(connecting, CONNECT_S)
+            taken = True
+            return connection
         except (OSError, asyncio.TimeoutError) as error:
             full = getattr(error, "errno", 0) in (errno.EMFILE, errno.ENFILE)
             kind = Exhausted if full else Unreachable
             raise kind(f"{base.name}: {error or 'no connection in time'}") from error
+        finally:
+            if not taken:  # it may be there all the same, and nobody's
+                connecting.add_done_callback(_abandon)
 
     def _take(self, base: Base) -> Connection | None:
         idle = self._idle.get(base)
@@ -146,7 +154,12 @@ class Client:
         return None
 
 
-async def within(work: Coroutine[Any, Any, _T] | asyncio.Future[_T], timeout_s: float) -> _T:
+def _abandon(connecting: asyncio.Future[tuple[asyncio.Transport, Connection]]) -> None:
+    if not connecting.cancelled() and connecting.exception() is None:
+        connecting.result()[0].abort()
+
+
+async def within(work: Awaitable[_T], timeout_s: float) -> _T:
     """Return what ``work`` returns. Unlike ``asyncio.wait_for`` of Python 3.11 and before, it
     never swallows a cancellation that comes with the result.
 

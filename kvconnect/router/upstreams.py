@@ -194,6 +194,7 @@ class Fleet:
 
     def remove(self, upstream: Upstream) -> None:
         """It is no longer one of them."""
+        upstream.mark(up=False)  # for those who remember what it was sent
         left = self._by_role[upstream.role]
         left.pop(upstream.index, None)
         self.proofs.forget((upstream.role, upstream.index))

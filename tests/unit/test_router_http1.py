@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -157,3 +158,32 @@ async def test_a_request_that_an_engine_has_taken_is_not_repeated(answer: bytes)
         with pytest.raises(Lost):
             await ask(client, base)
     assert (engine.asked, engine.connections) == (2, 1)
+
+
+@on_loop
+async def test_a_connection_that_is_made_when_its_request_is_cancelled_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert not await reader.read(), "nobody asks anything"
+        ended.set()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    connect = loop.create_connection
+
+    async def connect_and_hang_up(*args: Any, **more: Any) -> Any:
+        made = await connect(*args, **more)
+        asking.cancel()
+        return made
+
+    monkeypatch.setattr(loop, "create_connection", connect_and_hang_up, raising=False)
+    client = Client(SILENCE_S)
+    base = Base.of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    asking = asyncio.create_task(client.open(base, head_of(base, "GET", "/", {})))
+    await asyncio.wait({asking})
+    assert asking.cancelled()
+    await ended.wait()
+    server.close()
