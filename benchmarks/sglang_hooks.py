@@ -21,7 +21,8 @@ import torch
 from benchmarks.common import timed
 from kvconnect.config import Config
 from kvconnect.engines.sglang import layerwise, translate
-from kvconnect.engines.sglang.rooms import Inbox, Outbox, Wanted
+from kvconnect.engines.sglang.inbox import Inbox, Wanted
+from kvconnect.engines.sglang.rooms import Outbox
 from kvconnect.types import Endpoint, Rank
 from kvconnect.worker.handoff import HandoffAgent
 from kvconnect.worker.start import start_agent
@@ -83,7 +84,7 @@ def _measure(source: Side, target: Side, rounds: int) -> float:
     assert source.agent.address is not None
     peer = (Endpoint(0, 0, *source.agent.address),)
     pages = array("q", range(PAGES))
-    layerwise.serve(source.agent, outbox, translate.layer_names(source.cache))
+    layerwise.serve(source.agent, outbox, translate.layer_names(source.cache), once=True)
     hooked, plain = [], []
     for room in range(1, rounds + 1):
         outbox.open(room)

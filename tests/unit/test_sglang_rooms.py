@@ -1,262 +1,22 @@
-"""Rooms of a prefill engine, and peers that hold the key and say whatever they like.
-
-What peers say is worked on in SGLang's scheduler thread, and SGLang ends its server when that
-raises. So nothing may be raised there, and nobody else's room may suffer.
-"""
+"""Rooms of a prefill engine: nothing that peers say is raised in SGLang's scheduler thread."""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from kvconnect.engines.sglang import rooms as rooms_module
-from kvconnect.engines.sglang.rooms import Outbox, transfer_of
-from kvconnect.errors import Misuse, ProtocolError
-from kvconnect.plan.instructions import Instructions, Notice, Offer
-from kvconnect.plan.sender import Ask, Sender, SendPages, Served, Stop, Tell, View
-from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.types import Rank, Span
-
-BLOCKS, LAYERS = 6, 2
-KV, AUX = 0, 1
-ROOMS = (3, 4)  # that peers know of
-HONEST = 9
-VIEWS = {KV: View(1, LAYERS, tuple(range(LAYERS))), AUX: View(1, LAYERS + 2, (LAYERS + 1,))}
-Parts = list[tuple[int, int, int]]
-RANKS = [Rank(0, 1, 0, 1), Rank(0, 2, 0, 1), Rank(1, 2, 0, 1), Rank(3, 4, 0, 2), Rank(0, 3, 0, 1)]
-RANKS += [Rank(1023, 1024, 0, 1), Rank(1023, 1024, 1023, 1024)]
-
-
-class Agent:
-    """The real sending machine, and a link on which events happen when a test says so."""
-
-    def __init__(self) -> None:
-        self.sender = Sender([LAYERS, 1], 5.0, 1.0)
-        self.counted = OffloadingConnectorStats()
-        self.notices: dict[Notice, None] = {}
-        self.in_flight: list[tuple[int, int]] = []
-        self.stopped: list[tuple[int, int]] = []
-
-    def run(self, work: Instructions, fence: object = None) -> None:
-        for offer in work.offers:
-            self.do(self.sender.offer(offer))
-        for order in work.withdrawals:
-            self.do(self.sender.withdraw(order))
-        self.do(self.sender.step_written(fence))
-
-    def step(self, offer: Offer) -> None:
-        """Offer blocks before a step, of which the first layer goes ahead."""
-        self.do(self.sender.offer(offer))
-        self.do(self.sender.layer_written(KV, 0, None))
-        self.do(self.sender.step_written(None))
-
-    def do(self, actions: Any) -> None:
-        for action in actions:
-            if isinstance(action, Tell | Served):
-                self.notices[action.notice] = None
-            elif isinstance(action, SendPages):
-                self.in_flight.append((action.peer, action.want))
-            elif isinstance(action, Stop):
-                self.in_flight = [w for w in self.in_flight if w != (action.peer, action.want)]
-                self.stopped.append((action.peer, action.want))
-
-    def take(self) -> list[Notice]:
-        found, self.notices = list(self.notices), {}
-        return found
-
-    def everything_leaves(self) -> None:
-        for link in self.in_flight:
-            self.do(self.sender.sent(*link))
-        self.in_flight = []
-
-    @contextmanager
-    def stats(self) -> Iterator[OffloadingConnectorStats]:
-        yield self.counted
-
-
-class Request:
-    """What SGLang does with one room: it reads the prefix once, and sends chunk after chunk."""
-
-    def __init__(self, box: Outbox, agent: Agent, room: int) -> None:
-        self.box, self.agent, self.room = box, agent, room
-        self.pages = array("q", range(10 * room, 10 * room + BLOCKS))
-        self.next: int | None = None
-        self.prefix = 0
-        box.open(room)
-        found = box.find(room)
-        assert found is not None
-        found.most = BLOCKS
-
-    def begin(self) -> None:
-        self.next = self.prefix = self.box.prefix(self.room)
-        assert 0 <= self.next <= BLOCKS
-
-    def push(self, count: int) -> None:
-        found = self.box.find(self.room)
-        if self.next is None or found is None:
-            return
-        blocks = found.ahead_to(min(BLOCKS, self.next + count))
-        if blocks:
-            ids = self.pages[blocks.start : blocks.stop]
-            found.note_ahead(blocks.start, ids)
-            self.agent.step(Offer(transfer_of(self.room), (Span(KV, blocks.start, ids),)))
-
-    def send(self, count: int) -> None:
-        if self.next is None or self.next > BLOCKS:
-            return
-        end = min(BLOCKS, self.next + count)
-        rest = [Span(AUX, 0, array("q", [self.room]))] if end == BLOCKS else []
-        self.box.send(self.room, self.next, self.pages[self.next : end], rest, None)
-        self.next = end
-        if end == BLOCKS:
-            self.box.complete(self.room)
-            self.next = BLOCKS + 1
-
-
-class Peers(RuleBasedStateMachine):
-    def __init__(self) -> None:
-        super().__init__()
-        self.agent = Agent()
-        self.ready: set[int] = set()
-        self.served: list[int] = []
-        self.failed: list[tuple[int, str]] = []
-        self.box = Outbox(
-            self.agent,  # type: ignore[arg-type]
-            Rank(0, 1, 0, 1),
-            [4, 1],
-            self.ready.add,
-            self.served.append,
-            lambda room, why: self.failed.append((room, why)),
-        )
-        self.requests: dict[int, Request] = {}
-        self.wants = 0
-
-    # What peers do ---------------------------------------------------------------------------
-
-    @rule(
-        peer=st.integers(1, 3),
-        room=st.sampled_from(ROOMS),
-        early=st.booleans(),
-        rank=st.sampled_from(RANKS),
-        parts=st.tuples(
-            st.just(KV),
-            st.sampled_from([0, 0, 0, 1, 2, 5, 6, 7, 100, (1 << 40) - 1]),
-            st.sampled_from([1, 4, 6, (1 << 24) - 1]),
-        ).flatmap(lambda part: st.sampled_from([[part], [part, (AUX, 0, 1)], [(AUX, 0, 1)]])),
-    )
-    def want(self, peer: int, room: int, early: bool, rank: Rank, parts: Parts) -> None:
-        self.wants += 1
-        ask = Ask(peer, self.wants, transfer_of(room), early, rank, VIEWS, parts)
-        try:
-            self.agent.do(self.agent.sender.want(ask, 0.0))
-        except ProtocolError:
-            self.lost(peer)
-
-    @rule(peer=st.integers(1, 3), back=st.integers(0, 5), what=st.sampled_from(["cancel", "done"]))
-    def says(self, peer: int, back: int, what: str) -> None:
-        self.agent.do(getattr(self.agent.sender, what)(peer, self.wants - back))
-
-    @rule(room=st.sampled_from(ROOMS), what=st.sampled_from(["decline", "renew"]))
-    def says_of_a_room(self, room: int, what: str) -> None:
-        self.agent.do(getattr(self.agent.sender, what)(transfer_of(room)))
-
-    @rule(peer=st.integers(1, 3))
-    def lost(self, peer: int) -> None:
-        self.agent.in_flight = [w for w in self.agent.in_flight if w[0] != peer]
-        self.agent.stopped = [w for w in self.agent.stopped if w[0] != peer]
-        self.agent.do(self.agent.sender.peer_lost(peer))
-
-    @rule()
-    def pages_leave(self) -> None:
-        self.agent.everything_leaves()
-        for link in self.agent.stopped:
-            self.agent.do(self.agent.sender.quiet(*link))
-        self.agent.stopped = []
-
-    @rule(now=st.floats(0.0, 100.0))
-    def time_passes(self, now: float) -> None:
-        self.agent.do(self.agent.sender.tick(now))
-
-    @invariant()
-    def what_sglang_was_told_holds(self) -> None:
-        for room, request in self.requests.items():
-            if request.next is not None:
-                assert self.box.prefix(room) == request.prefix
-
-    # What SGLang does ------------------------------------------------------------------------
-
-    @rule(room=st.sampled_from(ROOMS))
-    def opens(self, room: int) -> None:
-        if room not in self.requests:
-            self.ready.discard(room)
-            self.requests[room] = Request(self.box, self.agent, room)
-
-    @rule(room=st.sampled_from(ROOMS), count=st.integers(1, BLOCKS), push=st.booleans())
-    def computes(self, room: int, count: int, push: bool) -> None:
-        self.box.take(self.agent.take())
-        request = self.requests.get(room)
-        if request is None or room not in self.ready:
-            return
-        if request.next is None:
-            request.begin()
-        if push:
-            request.push(count)
-        request.send(count)
-
-    @rule()
-    def pumps(self) -> None:
-        self.box.take(self.agent.take())
-
-    @rule(room=st.sampled_from(ROOMS))
-    def closes(self, room: int) -> None:
-        if self.requests.pop(room, None) is not None:
-            self.box.close(room)
-
-    def teardown(self) -> None:
-        """Another room goes on as if nothing had been."""
-        self.box.take(self.agent.take())
-        request = Request(self.box, self.agent, HONEST)
-        self.wants += 1
-        parts = [(KV, 0, BLOCKS), (AUX, 0, 1)]
-        ask = Ask(8, self.wants, transfer_of(HONEST), True, RANKS[0], VIEWS, parts)
-        self.agent.do(self.agent.sender.want(ask, 0.0))
-        self.box.take(self.agent.take())
-        assert HONEST in self.ready
-        request.begin()
-        request.push(2)
-        request.send(BLOCKS)
-        self.agent.everything_leaves()
-        self.agent.do(self.agent.sender.done(8, self.wants))
-        self.box.take(self.agent.take())
-        assert self.served.count(HONEST) == 1
-        assert not [why for room, why in self.failed if room == HONEST]
-        # The boundary is for what nobody has thought of: nothing known comes that far.
-        counters = (self.agent.counted.take() or OffloadingConnectorStats()).data.get("counters")
-        assert "other" not in (counters or {}).get("handoff_refused", {})
-
-
-def play(examples: int) -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        Peers,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=40,
-            deadline=None,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+from kvconnect.engines.sglang.rooms import Outbox
+from kvconnect.errors import Misuse
+from kvconnect.plan.instructions import Notice
+from tests.hostile import rooms as hostile
 
 
 def test_nothing_that_peers_say_is_raised_in_the_schedulers_thread() -> None:
-    play(80)
+    outcome = hostile.run(80)
+    assert outcome.cases == 80
+    assert not outcome.crashes, outcome.notes
 
 
 def test_the_play_finds_a_prefix_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,24 +29,23 @@ def test_the_play_finds_a_prefix_that_moves(monkeypatch: pytest.MonkeyPatch) -> 
         self._ready(room)
 
     monkeypatch.setattr(Outbox, "_join", joins)
-    with pytest.raises(AssertionError):
-        play(80)
+    assert hostile.run(80).crashes
 
 
 def test_an_error_of_one_room_ends_that_room(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever it is: it is counted and logged, and the scheduler's thread goes on."""
-    agent, failed = Agent(), []
+    agent, failed = hostile.Agent(), []
     box = Outbox(
         agent,  # type: ignore[arg-type]
-        RANKS[0],
+        hostile.RANKS[0],
         [4, 1],
         lambda _: None,
         lambda _: None,
         lambda room, why: failed.append((room, why)),
     )
-    requests = [Request(box, agent, room) for room in ROOMS]
+    requests = [hostile.Request(box, agent, room) for room in hostile.ROOMS]
 
     def breaks(*_: Any) -> None:
         raise Misuse("nobody has thought of this")
@@ -295,7 +54,7 @@ def test_an_error_of_one_room_ends_that_room(
         patched.setattr(rooms_module, "Offer", breaks)
         requests[0].begin()
         requests[0].send(1)
-    assert failed == [(ROOMS[0], "Misuse: nobody has thought of this")]
+    assert failed == [(hostile.ROOMS[0], "Misuse: nobody has thought of this")]
     assert "nobody has thought of this" in caplog.text
     assert agent.counted.data["counters"]["handoff_refused"] == {"other": 1}
     requests[1].begin()
