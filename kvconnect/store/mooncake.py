@@ -122,7 +122,7 @@ class MooncakeServer(Server):
 
         return self._run(names, put)
 
-    def fetch(self, names: Sequence[str]) -> list[memoryview | None]:
+    def fetch(self, names: Sequence[str], most: int) -> list[memoryview | None]:
         def get(client: Any) -> dict[str, memoryview]:
             found: dict[str, memoryview] = {}
             for _ in range(_ATTEMPTS):
@@ -131,7 +131,7 @@ class MooncakeServer(Server):
                     return found
                 handles = client.batch_get_buffer(there)
                 read = [(n, h) for n, h in zip(there, handles, strict=True) if h is not None]
-                found |= {name: memoryview(handle).cast("B") for name, handle in read}
+                found |= {name: memoryview(handle).cast("B")[:most] for name, handle in read}
             if len(read) < len(there):
                 raise TransferFailed(f"{self!r}: a value is there but cannot be read")
             return found

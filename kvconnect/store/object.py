@@ -86,10 +86,15 @@ class ObjectServer(Server):
 
         return self._each(put, list(zip(names, values, strict=True)))
 
-    def fetch(self, names: Sequence[str]) -> list[memoryview | None]:
+    def fetch(self, names: Sequence[str], most: int) -> list[memoryview | None]:
         def get(name: str) -> memoryview | None:
             try:
-                return memoryview(obstore.get(self._client, _path(name)).bytes())
+                found = obstore.get(self._client, _path(name))  # no more than the head, as yet
+                if found.meta["size"] <= most:
+                    return memoryview(found.bytes())
+                return memoryview(
+                    obstore.get_range(self._client, _path(name), start=0, length=most)
+                )
             except FileNotFoundError:
                 return None
 

@@ -46,8 +46,9 @@ class Server(ABC):
         """Keep values, which are the caller's again afterwards; OK, FULL or FAILED for each."""
 
     @abstractmethod
-    def fetch(self, names: Sequence[str]) -> list[memoryview | None]:
-        """Return values, None for those that are not there."""
+    def fetch(self, names: Sequence[str], most: int) -> list[memoryview | None]:
+        """Return values, None for those that are not there. Of one that is longer than ``most``
+        bytes, only so many: others may have put anything there."""
 
     @abstractmethod
     def sizes(self, names: Sequence[str]) -> list[int]:
@@ -181,7 +182,8 @@ class RemoteStore(Store):
 
     def _get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
         names = self._names(keys)
-        values = self._server.fetch(names)
+        most = self._seal.nbytes + max(buffer.nbytes for buffer in buffers) + 1
+        values = self._server.fetch(names, most)
         outcomes = [
             Outcome.ABSENT if value is None else self._seal.open(name, key, value, buffer)
             for name, key, value, buffer in zip(names, keys, values, buffers, strict=True)

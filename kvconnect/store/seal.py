@@ -54,10 +54,12 @@ class Seal(ABC):
             return Outcome.CORRUPT
         head = bytes(value[: self.nbytes])
         magic, length = _FRONT.unpack_from(head)
-        if magic != self._magic or length != value.nbytes - self.nbytes:
+        there = value.nbytes - self.nbytes
+        if there != buffer.nbytes and magic == self._magic:
+            # Put with another length. A longer value may have been cut on its way.
+            return Outcome.SIZE if length == there or there > buffer.nbytes else Outcome.CORRUPT
+        if magic != self._magic or length != there:
             return Outcome.CORRUPT
-        if length != buffer.nbytes:
-            return Outcome.SIZE
         buffer[:] = value[self.nbytes :]  # first: others may be able to write to the value
         what = _What(head[: _FRONT.size], name, key)
         good = self._is_proven(head[_FRONT.size :], what, buffer)

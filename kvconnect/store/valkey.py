@@ -17,7 +17,12 @@ from valkey.backoff import NoBackoff
 from valkey.cluster import ClusterNode, ValkeyCluster
 from valkey.connection import Connection, ConnectionPool
 from valkey.exceptions import ConnectionError as Disconnected
-from valkey.exceptions import OutOfMemoryError, ValkeyClusterException, ValkeyError
+from valkey.exceptions import (
+    OutOfMemoryError,
+    ResponseError,
+    ValkeyClusterException,
+    ValkeyError,
+)
 from valkey.retry import Retry
 
 from kvconnect.errors import ConfigError, TransferFailed
@@ -110,12 +115,13 @@ class ValkeyServer(Server):
 
         return [_stored(answer) for answer in self._run(add)]
 
-    def fetch(self, names: Sequence[str]) -> list[memoryview | None]:
-        values = self._all(names, lambda pipeline, name: pipeline.get(name))
-        return [None if value is None else memoryview(value) for value in values]
+    def fetch(self, names: Sequence[str], most: int) -> list[memoryview | None]:
+        values = self._all(names, lambda p, name: p.getrange(name, 0, most - 1))
+        # An empty value is none; what is no string is one, which nobody can use.
+        return [memoryview(value or b"") if value != b"" else None for value in values]
 
     def sizes(self, names: Sequence[str]) -> list[int]:
-        return [int(size) for size in self._all(names, lambda p, name: p.strlen(name))]
+        return [int(size or 0) for size in self._all(names, lambda p, name: p.strlen(name))]
 
     def delete(self, names: Sequence[str]) -> list[bool]:
         return [bool(count) for count in self._all(names, lambda p, name: p.delete(name))]
@@ -125,15 +131,18 @@ class ValkeyServer(Server):
             self._client.close()
 
     def _all(self, names: Sequence[str], add: Callable[[Any, str], object]) -> list[Any]:
-        """Send one command per name; return the answers, none of which may be an error."""
+        """Send one command per name; return the answers: None where something else than a string
+        has that name. No other answer may be an error."""
 
         def add_all(pipeline: Any) -> None:
             for name in names:
                 add(pipeline, name)
 
         answers = self._run(add_all)
-        for answer in answers:
-            if isinstance(answer, Exception):
+        for place, answer in enumerate(answers):
+            if isinstance(answer, ResponseError) and str(answer).startswith("WRONGTYPE"):
+                answers[place] = None
+            elif isinstance(answer, Exception):
                 raise TransferFailed(f"{self!r}: {answer}") from answer
         return answers
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import queue
-import shutil
 import socket
 import ssl
-import subprocess
 import threading
 import time
 import urllib.request
@@ -23,51 +21,9 @@ from kvconnect.store.remote import RemoteStore, Server
 from kvconnect.testing.blocks import payload_of
 from kvconnect.testing.store import check_store
 from tests.links import make_certificates
+from tests.servers import PASSWORD, Valkey
 
 OK, ABSENT = Outcome.OK, Outcome.ABSENT
-PASSWORD = "s3cret"
-
-
-class Valkey:
-    """A server process on a port of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
-        self.port = 0
-        while not 0 < self.port < 55_000:  # a cluster's nodes also need the one 10,000 above
-            with socket.socket() as found:
-                found.bind(("127.0.0.1", 0))
-                self.port = found.getsockname()[1]
-        (folder / "password").write_text(PASSWORD + "\n")
-
-    def start(self, *options: str) -> None:
-        program = shutil.which("valkey-server") or shutil.which("redis-server")
-        if program is None:
-            pytest.skip("neither valkey-server nor redis-server is installed")
-        plain = ["--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self._folder)]
-        secret = ["--requirepass", PASSWORD, "--save", "", "--appendonly", "no"]
-        self._process = subprocess.Popen(
-            [program, *plain, *secret, *options], stdout=subprocess.DEVNULL
-        )
-        deadline = time.monotonic() + 30
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
-                return
-            except OSError:
-                assert time.monotonic() < deadline, "the server does not start"
-                time.sleep(0.02)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    def settings(self, **more: object) -> dict[str, object]:
-        address = f"127.0.0.1:{self.port}"
-        return {"address": address, "password_file": str(self._folder / "password")} | more
 
 
 @pytest.fixture
@@ -96,7 +52,7 @@ def spoil(store: Store, key: bytes) -> None:
     """Change a byte of a value on the server."""
     assert isinstance(store, RemoteStore)
     [name] = store._names([key])
-    [value] = store._server.fetch([name])
+    [value] = store._server.fetch([name], 1 << 20)
     assert value is not None
     changed = bytearray(value)
     changed[-1] ^= 1
@@ -390,10 +346,10 @@ class Counting(Server):
         self.values.update(zip(names, map(bytes, values), strict=True))
         return [OK] * len(names)
 
-    def fetch(self, names: Sequence[str]) -> list[memoryview | None]:
+    def fetch(self, names: Sequence[str], most: int) -> list[memoryview | None]:
         self._exchange(len(names))
         found = [self.values.get(name) for name in names]
-        return [None if value is None else memoryview(value) for value in found]
+        return [None if value is None else memoryview(value)[:most] for value in found]
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         return [len(self.values.get(name, b"")) for name in names]

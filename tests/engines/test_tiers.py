@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.contract.test_remote_stores import Valkey
 from tests.engines.models import BLOCK_SIZE
 from tests.engines.scenario import (
     COUNT,
@@ -26,6 +25,7 @@ from tests.engines.scenario import (
 )
 from tests.engines.server import Server, ServerDied, kv_transfer
 from tests.engines.test_offload import Subscriber
+from tests.servers import Valkey
 
 HOST = "32MiB"  # a quarter of it holds a prompt of any model: no spill is skipped
 PATIENCE_S = 60.0

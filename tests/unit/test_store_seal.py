@@ -30,8 +30,9 @@ class Shared(Server):
         self.values.update(zip(names, map(bytes, values), strict=True))
         return [OK] * len(names)
 
-    def fetch(self, names: Sequence[str]) -> list[memoryview | None]:
-        return [memoryview(self.values[n]) if n in self.values else None for n in names]
+    def fetch(self, names: Sequence[str], most: int) -> list[memoryview | None]:
+        found = [self.values.get(name) for name in names]
+        return [None if value is None else memoryview(value)[:most] for value in found]
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         return [len(self.values.get(name, b"")) for name in names]
