@@ -1,0 +1,144 @@
+"""What SGLang's scheduler calls of the transfer backend, without a server around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from sglang.srt.disaggregation.common.conn import CommonKVManager
+
+from kvconnect.config import Config
+from kvconnect.engines.sglang import requests
+from kvconnect.engines.sglang.addresses import Addresses
+from kvconnect.engines.sglang.backend import KVConnectManager, KVConnectReceiver
+from kvconnect.engines.sglang.rooms import Outgoing
+from kvconnect.stats import OffloadingConnectorStats
+
+ROOM, PAGE = 5, 16
+
+
+class Streams:
+    """Stands in for SGLang's two; ``inside``: what is done comes after both."""
+
+    def __init__(self) -> None:
+        self.inside = False
+        self.forward: Any = None
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        self.inside = True
+        yield
+        self.inside = False
+
+    def mark(self) -> str:
+        return "after both"
+
+
+class Agent:
+    def __init__(self) -> None:
+        self.counted = OffloadingConnectorStats()
+
+    @contextmanager
+    def stats(self) -> Iterator[OffloadingConnectorStats]:
+        yield self.counted
+
+
+def manager(**parts: Any) -> Any:
+    made = object.__new__(KVConnectManager)
+    made.streams, made.agent, made.spans = Streams(), Agent(), None  # type: ignore[assignment]
+    made.kv_args = SimpleNamespace(page_size=PAGE)
+    for name, part in parts.items():
+        setattr(made, name, part)
+    return made
+
+
+def receiver(ask: Any, infos: list[dict[str, Any]]) -> tuple[Any, list[str]]:
+    failed: list[str] = []
+    made = object.__new__(KVConnectReceiver)
+    made.kv_mgr = manager(
+        inbox=SimpleNamespace(ask=ask), fail=lambda _room, why: failed.append(why)
+    )
+    made.bootstrap_room, made.bootstrap_infos = ROOM, infos
+    made.prefill_info = SimpleNamespace(attn_tp_size=1, pp_size=1)
+    return made, failed
+
+
+GOOD = {"tp_rank": 0, "pp_rank": 0, "rank_ip": "127.0.0.1", "rank_port": 1}
+
+
+def test_pages_are_asked_for_after_the_forward_that_may_still_write_them() -> None:
+    seen: list[tuple[bool, Any]] = []
+    made, failed = receiver(
+        lambda _room, wanted: seen.append((made.kv_mgr.streams.inside, wanted)), [GOOD]
+    )
+    made.send_metadata(np.array([3, 4], np.int32), aux_index=1, decode_prefix_len=2 * PAGE)
+    ((inside, wanted),) = seen
+    assert inside and not failed
+    assert (wanted.first, list(wanted.ids)) == (2, [3, 4])
+
+
+@pytest.mark.parametrize("info", [{}, {**GOOD, "rank_port": "x"}, {**GOOD, "tp_rank": None}])
+def test_what_a_bootstrap_server_says_fails_one_request(info: dict[str, Any]) -> None:
+    made, failed = receiver(lambda *_: None, [info])
+    made.send_metadata([3])
+    assert len(failed) == 1 and "cannot be used" in failed[0]
+
+
+def test_an_error_that_nobody_expects_fails_one_request() -> None:
+    def breaks(*_: Any) -> None:
+        raise ZeroDivisionError("who would have thought")
+
+    made, failed = receiver(breaks, [GOOD])
+    made.send_metadata([3])
+    assert failed == ["ZeroDivisionError: who would have thought"]
+    assert made.kv_mgr.agent.counted.data["counters"]["handoff_refused"] == {"other": 1}
+
+
+@pytest.mark.parametrize(
+    ("overlaps", "last", "fence"),
+    [(True, False, None), (True, True, None), (False, True, None), (False, False, "after both")],
+)
+def test_a_chunk_of_a_pipeline_stage_waits_for_its_forward(
+    overlaps: bool, last: bool, fence: str | None
+) -> None:
+    """Stages have several batches on their way, and send a chunk when the next one is made."""
+    sent: list[Any] = []
+    outbox = SimpleNamespace(
+        prefix=lambda _: 1, send=lambda *args: sent.append(args), complete=lambda _: None
+    )
+    made = manager(outbox=outbox, overlaps=overlaps)
+    made.add_transfer_request(ROOM, [7, 8], slice(2, 4), last, aux_index=0)
+    ((room, first, ids, _rest, found),) = sent
+    assert (room, first, list(ids), found) == (ROOM, 3, [7, 8], fence)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, KeyError, ZeroDivisionError])
+def test_a_server_that_says_what_nobody_expects_is_not_asked_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def answers(*_: Any) -> bool:
+        raise error("attn_tp_size")
+
+    monkeypatch.setattr(CommonKVManager, "try_ensure_parallel_info", answers)
+    made = manager(addresses=Addresses(Config(), "192.0.2.9"))
+    assert not made.try_ensure_parallel_info("127.0.0.1:1")
+    assert "attn_tp_size" in made.addresses.objection("127.0.0.1:1")
+
+
+def test_what_is_known_of_a_request_from_its_queue() -> None:
+    room = Outgoing()
+    outbox = SimpleNamespace(find=lambda number: room if number == ROOM else None)
+    scheduler = SimpleNamespace(forward_stream="forward", enable_overlap=False)
+    queue = SimpleNamespace(kv_manager=manager(outbox=outbox), scheduler=scheduler)
+    req = SimpleNamespace(
+        bootstrap_room=ROOM, disagg_kv_sender=object(), origin_input_ids=range(3 * PAGE + 1)
+    )
+    requests._after_sender(True, queue, req, 4)
+    assert room.most == 3
+    assert (queue.kv_manager.streams.forward, queue.kv_manager.overlaps) == ("forward", False)
+    stock = SimpleNamespace(kv_manager=SimpleNamespace(), scheduler=scheduler)
+    requests._after_sender(True, stock, req, 4)  # SGLang's own backends are left alone
