@@ -27,7 +27,7 @@ UNIT = 16
 MOST_FIELDS = 1024
 _SMALL = 16 * 1024  # bytes: fewer fields fit in than memory could matter
 _PIECE = 1 << 20  # bytes whose encoding is checked at a time
-_MOST_OBJECTS = 1 << 16  # messages and parts that are built; a longer list counts by its bytes
+_MOST_OBJECTS = 4096  # messages and parts that are built; a longer list counts by its bytes
 _MOST_IDS = 1 << 21  # bytes of token ids that are looked at
 _MOST_UNITS = 8192
 

@@ -12,7 +12,7 @@ import gzip
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -77,20 +77,26 @@ class _Watch:
     """Asks ``/health`` again and again; how long it did not answer."""
 
     def __init__(self, port: int) -> None:
-        self._session = Session(port)
+        self._port = port
         self.longest_s = 0.0
 
-    async def look(self) -> None:
+    async def during(self, wave: Awaitable[object]) -> None:
+        """Look until ``wave`` has passed.
+
+        Raises:
+            asyncio.TimeoutError: no answer comes at all.
+        """
+        session, passing = Session(self._port), asyncio.ensure_future(wave)
+        await session.get("/health")
         last = time.monotonic()
-        while True:
-            await self._session.get("/health")
+        while not passing.done():
+            await session.get("/health")
             now = time.monotonic()
             self.longest_s = max(self.longest_s, now - last)
             last = now
             await asyncio.sleep(_EVERY_S)
-
-    def close(self) -> None:
-        self._session.close()
+        session.close()
+        await passing
 
 
 def _memory(pid: int, what: str) -> float:
@@ -100,7 +106,7 @@ def _memory(pid: int, what: str) -> float:
     return int(found[1]) / 1024
 
 
-async def _wave(router: Routed, bomb: Bomb, outcome: Outcome) -> float:
+async def _wave(router: Routed, bomb: Bomb, watch: _Watch, outcome: Outcome) -> float:
     """Send ten at a time; return how much memory the router gained at most. Unit: MiB."""
     with contextlib.suppress(OSError):  # not allowed everywhere: then the most since the start
         Path(f"/proc/{router.pid}/clear_refs").write_text("5")
@@ -121,7 +127,11 @@ async def _wave(router: Routed, bomb: Bomb, outcome: Outcome) -> float:
             outcome.wrong += 1
             outcome.notes.append(f"{bomb.name}: {status} {said!r:.100}")
 
-    await asyncio.gather(*(send() for _ in range(_AT_ONCE)))
+    try:
+        await watch.during(asyncio.gather(*(send() for _ in range(_AT_ONCE))))
+    except asyncio.TimeoutError:
+        outcome.hangs += 1
+        outcome.notes.append(f"{bomb.name}: /health does not answer")
     return _memory(router.pid, "VmHWM") - before
 
 
@@ -134,14 +144,7 @@ async def run(limit: int | None = None) -> Outcome:
     async with routed("--prefill-policy", "cache_aware") as router:
         router.decode.hold_s = _HELD_S
         watch = _Watch(router.port)
-        looking = asyncio.create_task(watch.look())
-        gained = [await _wave(router, bomb, outcome) for bomb in cases]
-        looking.cancel()
-        ended = await asyncio.gather(looking, return_exceptions=True)
-        if not isinstance(ended[0], asyncio.CancelledError):
-            outcome.hangs += 1
-            outcome.notes.append(f"/health: {ended[0]!r}")
-        watch.close()
+        gained = [await _wave(router, bomb, watch, outcome) for bomb in cases]
         crashes = router.crashes()
         outcome.crashes += len(crashes)
         outcome.notes += crashes

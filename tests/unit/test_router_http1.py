@@ -153,11 +153,14 @@ UPGRADE = b"HTTP/1.1 101 Switching\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n"
 @on_loop
 async def test_a_request_that_an_engine_has_taken_is_not_repeated(answer: bytes) -> None:
     engine = Engine([OK, answer, OK])
+    escaped: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: escaped.append(what))
     async with asked(engine) as (client, base):
         assert await ask(client, base) == b"ok"
         with pytest.raises(Lost):
             await ask(client, base)
     assert (engine.asked, engine.connections) == (2, 1)
+    assert escaped == []
 
 
 @on_loop
