@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = b"sgl-room"
 _MOST_GIVEN_UP = 1024
-_MOST_READERS = 512  # workers of one engine; a peer may say any number
 
 
 def is_room(value: object) -> bool:
@@ -294,8 +293,6 @@ class Outbox:
         known = found.joined or found.waiting is not None
         if known and first != found.prefix:
             return None  # what was sent, and SGLang's own count of it, go by the first word
-        if reader.tp * reader.pp > _MOST_READERS:
-            return None
         try:
             return _readers(self._rank, reader.tp, reader.pp, self._kv_heads)
         except Refused:
