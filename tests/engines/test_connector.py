@@ -46,6 +46,7 @@ def engine_config(**changes: Any) -> Any:
     model = SimpleNamespace(
         enable_sleep_mode=changes.pop("enable_sleep_mode", False),
         model="llama",
+        is_hybrid=changes.pop("is_hybrid", False),
         runner_type=changes.pop("runner_type", "generate"),
         is_prefix_caching_supported=changes.pop("is_prefix_caching_supported", True),
     )
@@ -125,6 +126,7 @@ def test_another_vllm_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) 
     ("changes", "field"),
     [
         ({"enable_sleep_mode": True}, "enable_sleep_mode"),
+        ({"is_hybrid": True}, "model"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
         ({"kv_role": "kv_producer"}, "listen"),
@@ -134,6 +136,28 @@ def test_what_is_not_served_is_refused(changes: dict[str, Any], field: str) -> N
     with pytest.raises(ConfigError) as refused:
         check_engine(engine_config(**changes), "off")
     assert refused.value.field == field
+
+
+def test_what_is_refused_is_refused_as_soon_as_vllm_asks_for_anything() -> None:
+    """Settings before weights are loaded; the rest in the engine's own process, before its workers
+    make a cache."""
+    with pytest.raises(ConfigError, match="did you mean 'host_bytes'"):
+        KVConnect.requires_piecewise_for_cudagraph({"host_byte": 1})
+    assert not KVConnect.requires_piecewise_for_cudagraph({"host_bytes": "1GiB"})
+    config = engine_config()
+    assert KVConnect.get_required_kvcache_layout(config) is None
+    config.kv_transfer_config.kv_connector_extra_config = {"policy": "mru"}
+    with pytest.raises(ConfigError, match="policy='mru'"):
+        KVConnect.get_required_kvcache_layout(config)
+    for changes, fix in (
+        ({"is_hybrid": True}, "state is not made of token blocks: run without KVConnect"),
+        ({"device_type": "xpu"}, "use a CPU or an NVIDIA GPU"),
+        ({"enable_sleep_mode": True}, "turn it off"),
+    ):
+        with pytest.raises((ConfigError, Incompatible)) as refused:
+            KVConnect.get_required_kvcache_layout(engine_config(**changes))
+        line = str(refused.value)
+        assert line.startswith("kvconnect: ") and line.endswith(fix) and "\n" not in line
 
 
 @pytest.mark.parametrize("device", ["xpu", "tpu", "hpu", "rocm"])

@@ -8,8 +8,22 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvconnect import versions
-from kvconnect.errors import ConfigError, Incompatible
+from kvconnect.config import Config, parse_config
+from kvconnect.errors import ConfigError, Incompatible, refusing
 from kvconnect.worker.streams import check_device
+
+
+def checked_settings(config: VllmConfig) -> Config:
+    """Return KVConnect's settings, if this engine and its model can be served with them.
+
+    Raises:
+        ConfigError: a setting of either that cannot be used.
+        Incompatible: the model, or the engine. The message is the one line that users see.
+    """
+    settings = parse_config(config.kv_transfer_config.kv_connector_extra_config)
+    with refusing(f"model {config.model_config.model}"):
+        check_engine(config, settings.listen)
+    return settings
 
 
 def check_engine(config: VllmConfig, listen: str) -> None:
@@ -27,6 +41,9 @@ def check_engine(config: VllmConfig, listen: str) -> None:
     if config.model_config.enable_sleep_mode:  # vLLM 0.32 does not ask supports_sleep_mode
         fix = "weights may change in sleep, and stored KV would be stale: turn it off"
         raise ConfigError("enable_sleep_mode", True, fix)
+    if config.model_config.is_hybrid:  # its KV cache says so, too, but only when it is made
+        fix = "Mamba or linear attention, whose state is not made of token blocks"
+        raise ConfigError("model", config.model_config.model, f"{fix}: run without KVConnect")
     parallel = config.parallel_config
     for field in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, field, 1) > 1:

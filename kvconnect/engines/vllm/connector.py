@@ -35,7 +35,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvconnect.config import parse_config
 from kvconnect.engines.vllm import translate
-from kvconnect.engines.vllm.checks import check_engine, why_idle
+from kvconnect.engines.vllm.checks import checked_settings, why_idle
 from kvconnect.engines.vllm.device_blocks import DeviceBlocks
 from kvconnect.engines.vllm.idle import IdleScheduler, IdleWorker
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
@@ -72,10 +72,9 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
+        self._config = checked_settings(vllm_config)
         self._hits: Mapping[Tier, int] = {}  # of the request that was admitted last
         with refusing(f"model {vllm_config.model_config.model}"):
-            check_engine(vllm_config, self._config.listen)
             _ = self.scheduler if role is KVConnectorRole.SCHEDULER else self.worker
 
     @cached_property
@@ -111,6 +110,20 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
         """No: weights may change while asleep, and the host tier would not know."""
         return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No. vLLM asks before it loads anything, so a start with settings that cannot be used
+        ends here, where graphs are on."""
+        parse_config(extra_config)
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """None. vLLM asks before it makes the cache, and outside its workers, so a start that is
+        refused ends here: with one traceback, and before memory is measured."""
+        checked_settings(vllm_config)
+        return None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
