@@ -454,7 +454,7 @@ def test_settings_that_cannot_be_used(extra: dict[str, Any], words: str) -> None
 def test_a_cache_that_cannot_be_kept_is_refused() -> None:
     kvcache = mha_pool()
     kvcache.kv_cache_layout = "hnd"
-    with pytest.raises(Incompatible, match=r"MHATokenToKVPool \(FULL\).*'hnd'"):
+    with pytest.raises(Incompatible, match=r"^kvconnect: this.*MHATokenToKVPool \(FULL\).*'hnd'"):
         Bench(kvcache)
 
 

@@ -203,6 +203,9 @@ def test_what_cannot_be_used_is_said_at_the_start(
         make(pool, host_byte=1)
     with pytest.raises(ConfigError, match=f"a page takes {PAGE_BYTES}"):
         make(pool, host_bytes=4096)
-    with pytest.raises(Incompatible, match="latent attention on 2 ranks"):
+    with pytest.raises(
+        Incompatible,
+        match=r"^kvconnect: this server .*latent attention on 2 ranks.*: run it without",
+    ):
         make(pool, replace(RANKS, is_mla_model=True, tp_size=2))
     assert make(pool, replace(RANKS, is_mla_model=True)).batch_exists(KEYS) == 0

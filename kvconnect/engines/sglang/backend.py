@@ -40,7 +40,7 @@ from kvconnect.engines.sglang.inbox import Inbox, Wanted
 from kvconnect.engines.sglang.reporting import publish_regularly
 from kvconnect.engines.sglang.rooms import Outbox, is_room, within
 from kvconnect.engines.sglang.spans import make_spans
-from kvconnect.errors import ConfigError, Refused
+from kvconnect.errors import ConfigError, Refused, refusing
 from kvconnect.transport.base import Fence
 from kvconnect.types import Endpoint, Span
 from kvconnect.worker.start import start_agent
@@ -65,6 +65,7 @@ class KVConnectManager(CommonKVManager):
     supports_deferred_decode_kv_release = True
     overlaps = True  # SGLang makes the next batch while one runs; known from the first request on
 
+    @refusing("this server")
     def __init__(
         self,
         args: KVArgs,

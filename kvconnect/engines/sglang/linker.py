@@ -33,7 +33,7 @@ from kvconnect.engines.sglang.pool_tier import PoolTier, Space, Want, worst
 from kvconnect.engines.sglang.pools import device_pools, map_pool
 from kvconnect.engines.sglang.readings import Readings
 from kvconnect.engines.sglang.settings import own_config, worker_share
-from kvconnect.errors import ConfigError, Misuse, TransferFailed
+from kvconnect.errors import ConfigError, Misuse, TransferFailed, refusing
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause
 from kvconnect.worker.streams import Fence
@@ -70,6 +70,7 @@ class KVConnectLinker(UnifiedCacheLinker):
     model whose cache cannot be kept, before memory is taken.
     """
 
+    @refusing("this server")
     def __init__(
         self,
         server_args: Any,  # noqa: ARG002

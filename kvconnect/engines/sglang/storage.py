@@ -34,7 +34,7 @@ from kvconnect.engines.sglang.page_store import PageStore
 from kvconnect.engines.sglang.records import Records, records_for_all
 from kvconnect.engines.sglang.reporting import publish_regularly
 from kvconnect.engines.sglang.settings import own_config, worker_share
-from kvconnect.errors import ConfigError, Incompatible, Misuse
+from kvconnect.errors import ConfigError, Incompatible, Misuse, refusing
 from kvconnect.geometry import SLOT_ALIGNMENT
 
 logger = logging.getLogger(__name__)
@@ -115,6 +115,7 @@ class KVConnectStorage(_Copying):
     read its memory or its disk.
     """
 
+    @refusing("this server")
     def __init__(
         self,
         storage_config: HiCacheStorageConfig,
@@ -133,6 +134,7 @@ class KVConnectStorage(_Copying):
         self.registered_pools: dict[PoolName, Any] = {}
         self._stop = threading.Event()
 
+    @refusing("this server")
     def on_host_pools_registered(self) -> None:
         """Allocate the store, now that HiCache has said what pools there are.
 
