@@ -37,7 +37,8 @@ _JOBS = ("GPU_to_CPU", "CPU_to_GPU", "SEND", "RECV")  # the plan's; tiers below 
 _JOB = Label("transfer_type", _JOBS)
 _TIER = Label("tier", _values(Tier))
 _HOST = Label("tier", (Tier.HOST.value,))
-_BELOW = Label("tier", (Tier.DISK.value, Tier.REMOTE.value))
+_LOWER = (Tier.DISK.value, Tier.REMOTE.value)
+_BELOW = Label("tier", _LOWER)
 _DECISION = Label("reason", (*_values(Reason), "late", "no_space"))
 _CAUSE = Label("cause", _values(FailureCause))
 _QUARANTINE = Label("cause", tuple(cause.value for cause in QUARANTINED))
@@ -59,6 +60,9 @@ _PEER = Label("peer", (OTHER,), limit=MOST_LABELS)
 _LOAD = (TransferType.CPU_TO_GPU.value,)
 _STORE = (TransferType.GPU_TO_CPU.value,)
 _OFFLOAD = _STORE + _LOAD
+_RECV = (TransferType.RECV.value,)
+_UP = (TransferType.DISK_TO_CPU.value, TransferType.REMOTE_TO_CPU.value)
+_DOWN = (TransferType.CPU_TO_DISK.value, TransferType.CPU_TO_REMOTE.value)
 _STEP = "an engine step ends"
 _PEERS = "the first worker gains or loses a peer"
 
@@ -73,14 +77,18 @@ CATALOG: tuple[Metric, ...] = (
            label=_TYPE, source=TRANSFER_SIZE, part=Part.SUM,
            aliases=(Alias("vllm:kv_offload_load_bytes", only=_LOAD),
                     Alias("vllm:kv_offload_store_bytes", only=_STORE),
-                    Alias("vllm:kv_offload_total_bytes", only=_OFFLOAD))),
+                    Alias("vllm:kv_offload_total_bytes", only=_OFFLOAD),
+                    Alias("vllm:kv_offload_tiering_read_bytes", only=_UP),
+                    Alias("vllm:kv_offload_tiering_write_bytes", only=_DOWN))),
     Metric("transfer_seconds", "counter", "seconds",
            "Wire time of the operations whose bytes were counted, all ranks together.",
            "an operation finishes, by its wire time",
            label=_TYPE, source=TRANSFER_WIRE, part=Part.SUM,
            aliases=(Alias("vllm:kv_offload_load_time", only=_LOAD),
                     Alias("vllm:kv_offload_store_time", only=_STORE),
-                    Alias("vllm:kv_offload_total_time", only=_OFFLOAD))),
+                    Alias("vllm:kv_offload_total_time", only=_OFFLOAD),
+                    Alias("vllm:kv_offload_tiering_read_time", only=_UP),
+                    Alias("vllm:kv_offload_tiering_write_time", only=_DOWN))),
     Metric("transfer_operations", "counter", "operations",
            "Operations finished, all ranks together.", "an operation finishes",
            label=_TYPE, source=TRANSFER_SIZE, part=Part.COUNT),
@@ -89,7 +97,8 @@ CATALOG: tuple[Metric, ...] = (
            label=_TYPE, buckets=SIZE_BUCKETS, part=Part.BUCKETS,
            aliases=(Alias("vllm:kv_offload_load_size", only=_LOAD),
                     Alias("vllm:kv_offload_store_size", only=_STORE),
-                    Alias("vllm:kv_offload_size", only=_OFFLOAD))),
+                    Alias("vllm:kv_offload_size", only=_OFFLOAD),
+                    Alias("vllm:nixl_bytes_transferred", only=_RECV))),
     Metric("transfer_wire_seconds", "histogram", "seconds",
            "Wire time of one operation on one rank.", "an operation finishes",
            label=_TYPE, buckets=TIME_BUCKETS, part=Part.BUCKETS),
@@ -100,7 +109,8 @@ CATALOG: tuple[Metric, ...] = (
            "Exposed time of one request's load; of all loads of a step, if they ran inside it "
            "(what a GPU waits for by itself is not counted).",
            "a request that waited for a load can run",
-           label=_TIER, buckets=TIME_BUCKETS, part=Part.BUCKETS),
+           label=_TIER, buckets=TIME_BUCKETS, part=Part.BUCKETS,
+           aliases=(Alias("vllm:kv_offload_lookup_async_delay_seconds", only=_LOWER),)),
     Metric("lookups", "counter", "requests",
            "Requests looked up at admission; a preempted one is admitted, and looked up, again.",
            "a request's lookup is decided"),
@@ -147,13 +157,16 @@ CATALOG: tuple[Metric, ...] = (
            "blocks to learn what a tier does, `probe` and `unknown`), or computed because that is "
            "faster (`recompute`), or host memory was busy (`no_space`) or the wait too long "
            "(`late`).",
-           "a lookup is decided", label=_DECISION, absent=(SGLANG,)),
+           "a lookup is decided", label=_DECISION, absent=(SGLANG,),
+           aliases=(Alias("vllm:kv_offload_tiering_promotion_allocation_failures",
+                          only=("no_space",)),)),
     Metric("below_spilled_blocks", "counter", "blocks",
            "Blocks of the host tier given to the tiers below it.",
            "a job is handed to the workers"),
     Metric("below_skipped_blocks", "counter", "blocks",
            "Blocks not given to the tiers below, because these are behind.",
-           "a block is stored in the host tier"),
+           "a block is stored in the host tier",
+           aliases=(Alias("vllm:kv_offload_tiering_backpressure_blocks_dropped"),)),
     Metric("below_waiting_requests", "gauge", "requests",
            "Requests that wait for tiers below host memory.", _STEP, absent=(SGLANG,)),
     Metric("below_jobs_in_flight", "gauge", "jobs",
@@ -190,13 +203,15 @@ CATALOG: tuple[Metric, ...] = (
            "a lease ends", label=_SENT),
     Metric("handoff_received_requests", "counter", "requests",
            "Requests asked for at prefill engines, by how that ended.",
-           "the last rank reports a hand-off", label=_RECEIVED),
+           "the last rank reports a hand-off", label=_RECEIVED,
+           aliases=(Alias("vllm:nixl_num_failed_transfers", only=("failed",)),)),
     Metric("handoff_failures", "counter", "requests",
            "Received requests with outcome `failed`, by the first cause found.",
            "the last rank reports a failed hand-off", label=_CAUSE),
     Metric("handoff_expired_leases", "counter", "leases",
            "Leases that ran out before a decode engine had everything.",
-           "a lease's deadline passes", absent=(SGLANG,)),
+           "a lease's deadline passes", absent=(SGLANG,),
+           aliases=(Alias("vllm:nixl_num_kv_expired_reqs"),)),
     Metric("handoff_refused", "counter", "refusals",
            "Peers, tickets and requests turned away, by what did not fit.",
            "this side turns one away", label=_FIELD),
@@ -215,7 +230,8 @@ CATALOG: tuple[Metric, ...] = (
            "of it.",
            "a rank has sent or received a request", label=_ROLE,
            buckets=TIME_BUCKETS, part=Part.BUCKETS,
-           aliases=(Alias("sglang:kvcache_transfer_latency"),)),
+           aliases=(Alias("sglang:kvcache_transfer_latency"),
+                    Alias("vllm:nixl_xfer_time_seconds", only=("recv",)))),
     Metric("handoff_latency_seconds", "histogram", "seconds",
            "Latency of one request's hand-off, from asked to usable; successful ones only.",
            "the last rank reports a hand-off done", buckets=TIME_BUCKETS, part=Part.BUCKETS),

@@ -116,13 +116,21 @@ increase(sglang:kvcache_transfer_latency_sum{{role="send"}}[5m])
 _ALIASES = """\
 ## vLLM's names for the same facts
 
-Boards made for vLLM's own offloading keep working. A name that another connector in the same
-process has already registered is left to that connector, and a log line says so.
+Boards made for vLLM's own offloading, its tiers and NIXL's connector keep working. A name that
+another connector in the same process has registered is left to that connector, and a log line says
+so.
 
 `vllm:kv_offload_cpu_cache_usage_perc` means what it means in vLLM: the share, 0 to 1, of host
 slots that transfers under way pin, not the share that is filled.
 `vllm:kv_offload_allocation_failure_total` counts attempts; KVConnect tries block by block, so an
-attempt is a block.
+attempt is a block. `vllm:kv_offload_tiering_*` have the label `transfer_type` where vLLM's have
+`tier`. `vllm:nixl_xfer_time_seconds` and `vllm:nixl_bytes_transferred` are of one request (of one
+operation) on one decode rank, as NIXL's.
+
+Not there, because nothing here is the same fact: `vllm:nixl_post_time_seconds`,
+`vllm:nixl_num_descriptors`, `vllm:nixl_num_failed_notifications`,
+`vllm:nixl_num_notifications_after_expiry`; `vllm:kv_offload_lookup_sync_delay_seconds` (no lookup
+waits for a tier); and of the tiers, what they count by chunk and by job.
 """
 
 

@@ -72,14 +72,18 @@ def test_only_what_the_payload_bounds_has_an_open_label() -> None:
         assert row.section == COUNTERS and row.label and OTHER in row.label.values
 
 
-def test_vllms_offload_names_show_offload_only() -> None:
-    shown = {
-        value
-        for family in families("vllm:")
-        if family.alias and family.metric.label and family.metric.label.name == "transfer_type"
-        for value in family.values
+def test_vllms_names_show_what_they_are_about() -> None:
+    shown: dict[str, set[str]] = {}
+    for family in families("vllm:"):
+        if family.alias and family.metric.label and family.metric.label.name == "transfer_type":
+            about = re.sub("_(load|store|total|bytes|time|size).*", "", family.name)
+            shown.setdefault(about, set()).update(family.values)
+    assert shown == {
+        "vllm:kv_offload": {"GPU_to_CPU", "CPU_to_GPU"},
+        "vllm:kv_offload_tiering_read": {"DISK_to_CPU", "REMOTE_to_CPU"},
+        "vllm:kv_offload_tiering_write": {"CPU_to_DISK", "CPU_to_REMOTE"},
+        "vllm:nixl": {"RECV"},
     }
-    assert shown == {"GPU_to_CPU", "CPU_to_GPU"}
     # Control: the rows behind them have more.
     assert {"SEND", "RECV"} <= set(next(families("vllm:")).values)
 
