@@ -11,7 +11,7 @@ import pytest
 from kvconnect.router import kvevents, reports, supervise, watch
 from kvconnect.router.options import Intervals
 from kvconnect.router.supervise import Supervisor, TaskKind
-from tests.hostile import engines
+from tests.hostile import engines, watched
 from tests.unit.fake_engine import (
     FakeEngine,
     bench,
@@ -189,3 +189,18 @@ async def test_the_corpus_finds_readers_that_do_not_look(monkeypatch: pytest.Mon
     assert outcome.crashes > 50
     assert any(note.startswith("loads") for note in outcome.notes)
     assert any(note.startswith("event") for note in outcome.notes)
+
+
+@on_loop
+async def test_no_answer_and_no_frame_ends_a_task() -> None:
+    outcome = await watched.run(limit=10)
+    assert outcome.cases == 20
+    assert outcome.crashes == outcome.hangs == outcome.wrong == 0, outcome.notes[:5]
+
+
+@on_loop
+async def test_the_corpus_finds_tasks_that_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "_NONE", (KeyError,))
+    outcome = await watched.run(limit=6)
+    assert outcome.crashes > 0
+    assert not outcome.hangs, "they begin again"
