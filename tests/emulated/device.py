@@ -87,6 +87,8 @@ class EmulatedStream:
             self._waits[id(gate)] = mark
 
     def wait_stream(self, other: EmulatedStream) -> None:
+        if self._emulator.is_off("wait_stream"):
+            return
         gate, mark = self.record(), other.record()
         self._waits[id(gate)] = mark
 
@@ -189,8 +191,8 @@ class Emulator:
         monkeypatch.setattr(torch.cuda, "current_stream", self.current_stream)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-        for module in ("kvconnect.worker.streams", "kvconnect.worker.staging"):
-            monkeypatch.setattr(f"{module}.own_stream", self.stream)
+        for module in ("worker.streams", "worker.staging", "engines.sglang.forward"):
+            monkeypatch.setattr(f"kvconnect.{module}.own_stream", self.stream)
 
 
 def _callers() -> list[str]:

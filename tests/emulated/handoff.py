@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from kvconnect.copy.blocks import BlockCopier
+from kvconnect.engines.sglang.forward import BothStreams
 from kvconnect.pages import layer_pages
 from kvconnect.plan import receiver
 from kvconnect.plan.instructions import (
@@ -29,7 +30,7 @@ from kvconnect.plan.instructions import (
 )
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport import inproc, mailbox
-from kvconnect.transport.base import Event
+from kvconnect.transport.base import Event, Fence
 from kvconnect.transport.inproc import InprocTransport, Network
 from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span, TransferId
 from kvconnect.wire.messages import GroupHello, Hello
@@ -109,6 +110,8 @@ class Side:
         self.area = torch.zeros(LAYERS * BLOCKS * RUN, dtype=torch.uint8)
         self.scheduling = emulator.stream()
         self.forward = emulator.stream() if style.two_streams else self.scheduling
+        self.both = BothStreams(CUDA)
+        self.both.forward = self.forward if style.joined else None
         self.free = list(range(BLOCKS))
         self.launched: deque[EmulatedEvent] = deque()
         self.ahead = self.random.choice((1, 2, 4))
@@ -164,10 +167,12 @@ class Side:
         return self.area[(layer * BLOCKS + block) * RUN :][:RUN]
 
     def take(self) -> int:
-        """Take a free block, which the engine clears on its scheduler's stream where it has only
-        that; with two, a forward that runs may still use it."""
+        """Take a free block, which the engine may clear first. A scheduler with a stream of its own
+        has that wait for the model's then."""
         block = self.free.pop(self.random.randrange(len(self.free)))
-        if not self.style.two_streams:
+        if self.random.random() < (0.1 if self.style.two_streams else 0.5):
+            if self.style.two_streams:
+                self.scheduling.wait_stream(self.forward)
             self.emulator.launch(lambda: [self.view(block, n).zero_() for n in range(LAYERS)])
         return block
 
@@ -240,7 +245,9 @@ class Prefill(Side):
         if self.style.two_streams and not self.style.layerwise:
             self.agent.run(Instructions(withdrawals=withdrawals))
             self._forward(chunks)
-            fence = DeviceFence(self.end_of_forward())  # type: ignore[arg-type]
+            fence: Fence | None = DeviceFence(self.end_of_forward())  # type: ignore[arg-type]
+            if self.random.random() < 0.5:  # the engine does not say where the forward ends
+                fence = self.both.mark()
             self.agent.run(Instructions(offers=offers), fence)
             return True
         self.agent.begin_step(Instructions(offers=offers, withdrawals=withdrawals), EPOCH)
@@ -362,13 +369,7 @@ class Decode(Side):
 
     def _tell(self, work: Instructions) -> None:
         """As SGLang's scheduler asks: outside of a step."""
-        if not self.style.joined:
-            self.agent.run(work)
-            return
-        joined = self.emulator.stream()
-        joined.wait_stream(self.scheduling)
-        joined.wait_stream(self.forward)
-        with self.emulator.on(joined):
+        with self.both.joined():
             self.agent.run(work)
 
     def _admit(self) -> list[Receive]:

@@ -30,7 +30,7 @@ MODELS: dict[str, Play] = {
 }
 PACKAGE = Path(kvconnect.__file__).parent
 SEEDS = st.integers(0, 1 << 32)
-RUNS = 100  # of a model without a wait; most are noticed within five
+RUNS = 200  # of a model without a wait; most are noticed within five
 TIMING = "pair[0].record()"  # nothing waits for the start of a copy: it is there to tell the time
 ELSEWHERE = ("CudaCopier.__init__", "BlockCopier._made")
 """Tables are waited for because any stream may read them. In these models what reads them comes
@@ -73,16 +73,18 @@ def test_every_wait_is_needed(model: str) -> None:
 
 def is_exempt(site: Site) -> bool:
     ((file, line),) = lines_of([site])
-    return getline(str(PACKAGE / file), line).strip() == TIMING or (
-        "worker/" in "".join(site) and any(name in site[1] for name in ELSEWHERE)
-    )
+    text, callers = getline(str(PACKAGE / file), line).strip(), "".join(site[2:])
+    if "BothStreams.mark" in callers and "current_stream" in text:
+        return True  # a forward comes after what its scheduler launched before
+    return text == TIMING or ("worker/" in callers and any(n in site[1] for n in ELSEWHERE))
 
 
 def test_the_models_pass_every_wait_there_is() -> None:
     sites = [site for play in MODELS.values() for site in sites_of(play, 40)]
     files = ("worker/streams.py", "worker/staging.py", "copy/cuda.py", "copy/blocks.py")
+    files += ("engines/sglang/forward.py",)
     there = {line for file in files for line in waits_in(file)}
-    assert len(there) >= 14
+    assert len(there) >= 17
     assert there - lines_of(sites) == set()
 
 
