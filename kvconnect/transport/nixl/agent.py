@@ -59,6 +59,8 @@ class Agent:
         # Unique for each start: a name that was used before is refused, or worse, remembered.
         name = f"kvconnect-{os.getpid()}-{secrets.token_hex(8)}"
         config = nixl.nixlAgentConfig()
+        # NIXL gives this thread no CUDA context (its issue 2102), which is for NIXL to mend:
+        # without the thread nothing moves on a side that has nothing to ask for.
         config.useProgThread = True
         config.pthrDelay = POLL_US
         config.captureTelemetry = True
