@@ -202,7 +202,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """See :meth:`SchedulerHalf.greet`. What another connector's workers say is not for it."""
         hellos = {k: v for k, v in metadata.items() if isinstance(v, WorkerHello)}
         if hellos:
-            self.scheduler.greet(hellos)
+            with refusing(f"model {self._vllm_config.model_config.model}"):
+                self.scheduler.greet(hellos)
 
     def on_new_request(self, request: Request) -> None:
         """See :meth:`SchedulerHalf.add_request`."""

@@ -126,7 +126,8 @@ class SchedulerHalf:
             Incompatible: not every worker answered.
         """
         if len(hellos) != self._limits.workers:
-            raise Incompatible(f"{len(hellos)} of {self._limits.workers} workers came up")
+            fix = "see the log for why others did not, and start again"
+            raise Incompatible(f"{len(hellos)} of {self._limits.workers} workers came up", fix)
         self._gauges.moved = True
         num_slots = min(hello.num_slots for hello in hellos.values())
         self._slot_bytes = sum(hello.slot_bytes for hello in hellos.values())
