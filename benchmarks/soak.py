@@ -60,8 +60,8 @@ from kvconnect.store import make_store
 from kvconnect.types import FailureCause, JobId, TransferId
 from tests.unit.test_handoff_agent import Engine as HandoffEngine
 
-WARM_UP, WARM_ROUNDS = 0.4, 15  # of the time; and at least
-SETTLED = 5  # rounds at either end that are compared, so that one odd round says nothing
+WARM_UP, WARM_ROUNDS = 0.4, 10  # of the time; and at least
+SETTLED = 8  # rounds in each half at least: what goes up and down by chance must not look grown
 PATIENCE_S = 60.0
 _CONTAINERS = (dict, list, set, deque, tuple, frozenset)
 _WALKED = ("kvconnect.", "benchmarks.", "tests.")
@@ -139,9 +139,9 @@ def sample(roots: Iterable[object]) -> Sample:
 
 
 def growth(samples: Sequence[Sample], key: Callable[[Sample], int]) -> int:
-    """Return by how much the least of the last rounds is above the most of the first ones."""
-    several = max(1, min(SETTLED, len(samples) // 2))
-    last, first = map(key, samples[-several:]), map(key, samples[:several])
+    """Return by how much the least of the later half of rounds is above the most of the first."""
+    half = len(samples) // 2
+    last, first = map(key, samples[half:]), map(key, samples[:half])
     return max(0, min(last) - max(first))
 
 

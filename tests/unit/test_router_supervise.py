@@ -173,8 +173,8 @@ async def test_each_thing_that_an_engine_says_is_kept_by_itself() -> None:
 
 @on_loop
 async def test_what_engines_and_sources_may_say_harms_nobody_else() -> None:
-    outcome = await engines.run(limit=1500)
-    assert outcome.cases == 1500
+    outcome = await engines.run(limit=800)
+    assert outcome.cases == 800
     assert outcome.crashes == outcome.hangs == outcome.wrong == 0, outcome.notes[:5]
 
 
@@ -193,14 +193,14 @@ async def test_the_corpus_finds_readers_that_do_not_look(monkeypatch: pytest.Mon
 
 @on_loop
 async def test_no_answer_and_no_frame_ends_a_task() -> None:
-    outcome = await watched.run(limit=10)
-    assert outcome.cases == 20
+    outcome = await watched.run(limit=5)
+    assert outcome.cases == 10
     assert outcome.crashes == outcome.hangs == outcome.wrong == 0, outcome.notes[:5]
 
 
 @on_loop
 async def test_the_corpus_finds_tasks_that_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reports, "_NONE", (KeyError,))
-    outcome = await watched.run(limit=6)
+    outcome = await watched.run(limit=5)
     assert outcome.crashes > 0
     assert not outcome.hangs, "they begin again"
