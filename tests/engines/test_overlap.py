@@ -1,0 +1,211 @@
+"""Steps that overlap, as on GPUs: no order of events breaks a promise.
+
+A CPU engine runs one step at a time, so what asynchronous scheduling, several batches in flight and
+draft tokens do to the connector is tried here (``overlap.py``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvconnect.engines.vllm import handoff, scheduler
+from kvconnect.engines.vllm.device_blocks import DeviceBlocks
+from kvconnect.errors import Misuse
+from kvconnect.plan.handoff import Leases
+from tests.engines.overlap import Clock, Engine, Mode
+
+MODES = {
+    "one step": Mode(1),
+    "one step, drafts": Mode(1, drafts=2),
+    "two steps": Mode(2),
+    "three steps": Mode(3),
+    "two steps, prefill": Mode(2, role="kv_producer"),
+    "two steps, decode": Mode(2, role="kv_consumer"),
+}
+PROMPTS = [
+    tuple(start + number % 3 for number in range(length))
+    for start in (1, 2)
+    for length in (5, 12, 17, 30)
+]
+EVENTS = ["arrive"] * 3 + ["schedule", "execute", "update"] * 5 + ["work"] * 4 + ["read", "answer"]
+EVENTS += ["abort", "forget", "forget", "reset", "pause", "time_passes", "rest", "rest"]
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    for module in (handoff, scheduler):
+        monkeypatch.setattr(module, "time", CLOCK)
+    yield CLOCK
+
+
+def sends(mode: Mode) -> bool:
+    return mode.role != "kv_consumer"
+
+
+def receives(mode: Mode) -> bool:
+    return mode.role != "kv_producer"
+
+
+class Overlap(RuleBasedStateMachine):
+    """Events at every point of steps that overlap."""
+
+    mode: ClassVar[Mode]
+    seen: ClassVar[Counter[str]]
+
+    @initialize()
+    def start(self) -> None:
+        self.engine = Engine(self.mode, CLOCK, seen=self.seen)
+        self.sound = True
+
+    @rule(event=st.sampled_from(EVENTS), data=st.data())
+    def happens(self, event: str, data: st.DataObject) -> None:
+        self.sound = False
+        getattr(self, event)(data)
+        self.sound = True
+
+    def arrive(self, data: st.DataObject) -> None:
+        engine = self.engine
+        if len(engine.alive) > 5:
+            return
+        prompt = data.draw(st.sampled_from(PROMPTS))
+        kinds = ["plain", "plain"] + ["send"] * 2 * sends(engine.mode)
+        kind = data.draw(st.sampled_from(kinds + ["receive", "n=2"] * receives(engine.mode)))
+        params: dict[str, Any] | None = None
+        if kind == "send":
+            params = {"do_remote_decode": True, "do_remote_prefill": False}
+        elif kind != "plain":
+            params = engine.ticket(prompt)
+        engine.add(prompt, params)
+        if kind == "n=2":
+            engine.add(prompt, dict(params or {}))
+
+    def schedule(self, data: st.DataObject) -> None:
+        self.engine.schedule()
+
+    def execute(self, data: st.DataObject) -> None:
+        self.engine.accepted = data.draw(st.integers(0, self.engine.mode.drafts))
+        self.engine.execute()
+
+    def update(self, data: st.DataObject) -> None:
+        self.engine.update()
+
+    def work(self, data: st.DataObject) -> None:
+        device = self.engine.device
+        for _ in range(data.draw(st.integers(1, 3))):
+            if device.jobs:
+                number = data.draw(st.integers(0, len(device.jobs) - 1))
+                device.run(number, fails=data.draw(st.integers(0, 3)) == 3)
+
+    def read(self, data: st.DataObject) -> None:
+        if known := sorted(self.engine.device.offered):
+            self.engine.device.serve(data.draw(st.sampled_from(known)))
+
+    def answer(self, data: st.DataObject) -> None:
+        if withdrawn := self.engine.device.withdrawn:
+            self.engine.device.answer(data.draw(st.integers(0, len(withdrawn) - 1)))
+
+    def abort(self, data: st.DataObject) -> None:
+        if alive := self.engine.alive:
+            self.engine.abort(data.draw(st.sampled_from(alive)))
+
+    def reset(self, data: st.DataObject) -> None:
+        self.engine.scheduler.reset_prefix_cache(reset_connector=True)
+
+    def forget(self, data: st.DataObject) -> None:
+        """Let all end; the host tier remembers what the device forgets."""
+        for _ in range(8):
+            self.rest(data)
+            self.work(data)
+        self.engine.scheduler.reset_prefix_cache()
+
+    def pause(self, data: st.DataObject) -> None:
+        mode = data.draw(st.sampled_from(["keep", "wait", "abort"]))
+        forget, reads = not data.draw(st.integers(0, 3)), data.draw(st.booleans())
+        self.engine.pause(mode, forget, reads)
+        for _ in range(data.draw(st.integers(0, 2))):
+            self.arrive(data)
+            self.engine.settle("a pause with new requests")
+        self.engine.resume()
+
+    def time_passes(self, data: st.DataObject) -> None:
+        CLOCK.now += data.draw(st.sampled_from([1.0, 20.0, 100.0]))
+
+    def rest(self, data: st.DataObject) -> None:
+        for _ in range(data.draw(st.integers(1, 4))):
+            self.engine.schedule()
+            self.engine.execute()
+            self.engine.update()
+
+    @invariant()
+    def books_balance(self) -> None:
+        if getattr(self, "sound", False):
+            self.engine.check()
+
+    def teardown(self) -> None:
+        if getattr(self, "sound", False):  # else it has failed already
+            self.engine.end()
+
+
+def run(mode: Mode, examples: int = 60) -> Counter[str]:
+    """Play so many stories; return what happened in them."""
+
+    class One(Overlap):
+        seen: ClassVar[Counter[str]] = Counter()
+
+    One.mode = mode
+    run_state_machine_as_test(
+        One,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,  # the negative controls have to find something
+            phases=[Phase.generate],
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    return One.seen
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_any_order_of_events(name: str) -> None:
+    mode = MODES[name]
+    seen = run(mode)
+    wanted = {"Store done", "Load done", "new weights", *(["accepted"] if mode.drafts else [])}
+    wanted |= {"handed off"} if sends(mode) else set()
+    wanted |= {"Receive done"} if receives(mode) else set()
+    assert {what for what in wanted if not seen[what]} == set(), seen
+
+
+CONTROLS = {
+    "blocks that are stored or handed off are not held": (
+        [(DeviceBlocks, "hold"), (DeviceBlocks, "release")],
+        "is nobody's any more|wrong KV|free",
+    ),
+    "a lease keeps a paused engine awake": ([(Leases, "busy")], "never ends"),
+}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_negative_control(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    places, error = CONTROLS[name]
+    for where, what in places:
+        always = property(bool) if what == "busy" else lambda *_: None
+        monkeypatch.setattr(where, what, always)
+    with pytest.raises((AssertionError, Misuse), match=error):
+        run(MODES["two steps"], 200)
