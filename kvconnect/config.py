@@ -41,6 +41,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _LONGEST_S = 86_400  # no wait is endless
 _MOST_CONNECTIONS = 16
 OFF = -1  # of host_bytes: no host tier
+AUTO = -1  # of sync_load_bytes: as measured
 AUTO_HOST_SHARE = 0.25  # leaves room for weights being loaded, page cache and the engine itself
 
 
@@ -107,7 +108,9 @@ class Config(BelowConfig, frozen=True, kw_only=True):
         deadline_s: seconds after which what is left of a transfer counts as failed; for a
             hand-off, seconds without progress.
         sync_load_bytes: loads up to this many bytes (all ranks' slots counted once) run inside
-            the step that needs them instead of parking the request. 0 turns that off.
+            the step that needs them instead of parking the request; 0: none; ``"auto"``: those that
+            hold up the other requests no longer than the parked one would wait for a step, as both
+            are measured.
         store_rate: bytes per second at most that one worker stores; 0: no bound. For machines
             whose host memory or PCIe switch also carries the network of a hand-off or the loading
             of weights: those would wait, while nobody waits for a store.
@@ -119,7 +122,7 @@ class Config(BelowConfig, frozen=True, kw_only=True):
     policy: PolicyName = "lru"
     digest: DigestMode = "sampled"
     deadline_s: float = 30.0
-    sync_load_bytes: int = 0
+    sync_load_bytes: int = AUTO
     store_rate: int = 0
     lease_s: float = 30.0
 
@@ -158,15 +161,7 @@ def parse_config(extra: Mapping[str, Any]) -> Config:
             fix = f"unknown setting, did you mean {near[0]!r}? Known: {', '.join(known)}"
             raise ConfigError(key, extra[key], fix)
     values = dict(extra)
-    if values.get("host_bytes") in ("auto", "off"):
-        values["host_bytes"] = 0 if values["host_bytes"] == "auto" else OFF
-    elif "host_bytes" in values:
-        values["host_bytes"] = parse_bytes("host_bytes", values["host_bytes"])
-        if values["host_bytes"] == 0:
-            raise ConfigError("host_bytes", extra["host_bytes"], 'use a size, "auto" or "off"')
-    for field in ("sync_load_bytes", "min_rate", "store_rate"):
-        if field in values:
-            values[field] = parse_bytes(field, values[field])
+    _parse_sizes(values)
     _check_choice(values, "policy", get_args(PolicyName))
     _check_choice(values, "digest", get_args(DigestMode))
     _check_choice(values, "transport", get_args(TransportName))
@@ -180,6 +175,22 @@ def parse_config(extra: Mapping[str, Any]) -> Config:
             raise ConfigError(field, seconds, fix)
     _check_handoff(values)
     return msgspec.convert(values, Config)
+
+
+_WORDS = {"host_bytes": {"auto": 0, "off": OFF}, "sync_load_bytes": {"auto": AUTO}}
+"""What sizes may be instead of a size, and how they are kept."""
+
+
+def _parse_sizes(values: dict[str, Any]) -> None:
+    """Replace sizes, and words for them, by bytes."""
+    for field in ("host_bytes", "sync_load_bytes", "min_rate", "store_rate"):
+        if field not in values:
+            continue
+        given, words = values[field], _WORDS.get(field, {})
+        word = isinstance(given, str) and given in words
+        values[field] = words[given] if word else parse_bytes(field, given)
+        if field == "host_bytes" and values[field] == 0 and given != "auto":
+            raise ConfigError(field, given, 'use a size, "auto" or "off"')
 
 
 def _check_below(values: Mapping[str, Any]) -> None:

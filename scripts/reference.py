@@ -65,7 +65,7 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
     if field.required:
         return ""
     value = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
-    if field.name == "host_bytes":
+    if field.name in ("host_bytes", "sync_load_bytes"):
         value = "auto"
     elif field.name in _SIZES and value:
         value = f"{value >> 30}GiB" if value >= 1 << 30 else f"{value >> 20}MiB"

@@ -41,7 +41,8 @@ class Settled(NamedTuple):
 
     ``released`` device blocks are no longer held by a store and go back to the engine's pool;
     ``stored`` and ``dropped`` name the (group, hash) of blocks that became readable, or did not;
-    ``failed_req_id`` is the request whose load failed.
+    ``failed_req_id`` is the request whose load failed. ``loaded`` blocks came in ``seconds``, the
+    slowest worker's.
     """
 
     owner: Owner
@@ -49,6 +50,8 @@ class Settled(NamedTuple):
     stored: tuple[tuple[int, bytes], ...] = ()
     dropped: tuple[tuple[int, bytes], ...] = ()
     failed_req_id: str | None = None
+    loaded: int = 0
+    seconds: float = 0.0
 
 
 @dataclass
@@ -60,6 +63,7 @@ class _Job:
     req_id: str | None = None
     tokens: int = 0
     sync: bool = False
+    seconds: float = 0.0  # that copies took, of the slowest worker so far
     failures: dict[tuple[int, int, int], Failure] = field(default_factory=dict)
     overdue: bool = False  # past its deadline when the engine last looked
     given_up: bool = False  # a reset or expiry made the result worthless: nobody waits for it
@@ -112,6 +116,7 @@ class JobBook:
             known = job.failures.get(failure[:3])
             if known is None or known.cause is FailureCause.SKIPPED:  # the others name a reason
                 job.failures[failure[:3]] = failure
+        job.seconds = max(job.seconds, report.seconds)
         job.waiting -= 1
         if job.waiting:
             return None
@@ -196,7 +201,8 @@ class JobBook:
             self._stats.observe("load_exposed_seconds", latency, label=Tier.HOST.value)
         if not job.failures:
             self._stats.observe("load_latency_seconds", latency, label=Tier.HOST.value)
-            return Settled(job.owner)
+            loaded = sum(len(part.slots) for part in job.parts)
+            return Settled(job.owner, loaded=loaded, seconds=job.seconds)
         # A step that reads its loads went on without the blocks, and its stores may hold the
         # result.
         released = tuple(self.void_stores()) if job.sync else ()

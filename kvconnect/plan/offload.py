@@ -19,6 +19,7 @@ from kvconnect.plan.index import HostIndex, Removed
 from kvconnect.plan.instructions import Instructions, Load, Part, Report
 from kvconnect.plan.jobs import NULL_BLOCK, JobBook, JobLimits, Settled
 from kvconnect.plan.ledger import Owner
+from kvconnect.plan.load_mode import LoadMode
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Tier
 
@@ -80,6 +81,7 @@ class OffloadPlan:
         self.stats = stats
         job_limits = JobLimits(limits.workers, limits.deadline_s, keeps_prefix(self.groups))
         self.jobs = JobBook(index, stats, job_limits)
+        self.load_mode = LoadMode()
         self._held_limit = limits.held_blocks
         self._requests: dict[str, _Request] = {}
         self._loads: list[Load] = []
@@ -190,6 +192,8 @@ class OffloadPlan:
     def on_report(self, report: Report, now: float) -> Settled | None:
         """Take one worker's answer; return what changed once the last one has answered."""
         settled = self.jobs.on_report(report, now)
+        if settled is not None:
+            self.load_mode.loaded(settled.loaded, settled.seconds)
         if settled is not None and settled.failed_req_id in self._requests:
             self._requests[settled.failed_req_id].load_failed = True
             self.add_request(settled.failed_req_id)  # what it computes again is stored again

@@ -232,7 +232,7 @@ class CopyExecutor:
             task.queued = False
         if task.queued or task.flying:
             return
-        report = Report(task.job.job, tuple(task.failures))
+        report = Report(task.job.job, tuple(task.failures), seconds=task.seconds)
         done = Done(task.job, report, task.kind, task.nbytes, task.seconds)
         self._done.append(done)
         if task.sync is not None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.config import (
+    AUTO,
     Config,
     check_fits,
     config_from_environment,
@@ -23,7 +24,7 @@ from kvconnect.errors import ConfigError, KVConnectError
 
 def test_defaults() -> None:
     assert parse_config({}) == Config(
-        host_bytes=0, policy="lru", digest="sampled", deadline_s=30.0, sync_load_bytes=0
+        host_bytes=0, policy="lru", digest="sampled", deadline_s=30.0, sync_load_bytes=AUTO
     )
 
 
@@ -46,7 +47,8 @@ def test_everything_can_be_set() -> None:
     )
     assert extra["host_bytes"] == "2GiB"  # what was passed in stays as it is
     assert parse_config({"host_bytes": "auto"}) == Config()
-    assert parse_config({"sync_load_bytes": 0}) == Config()
+    assert parse_config({"sync_load_bytes": "auto"}) == Config()
+    assert parse_config({"sync_load_bytes": 0}) == Config(sync_load_bytes=0)
 
 
 def test_tiers_below_host_memory() -> None:
@@ -88,7 +90,7 @@ def test_a_parsed_config_does_not_change() -> None:
         ("host_bytes", "4gib", "did you mean 'GiB'?"),
         ("host_bytes", "4XYZ", "unknown unit 'XYZ', did you mean"),
         ("sync_load_bytes", -1, "use a size of 0 bytes or more"),
-        ("sync_load_bytes", "auto", "write a size such as"),
+        ("sync_load_bytes", "aut", "write a size such as"),
         ("sync_load_bytes", False, "write a size such as"),
         ("policy", "LRU", "use one of lru, s3fifo"),
         ("policy", None, "use one of lru, s3fifo"),

@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvconnect.config import Config
+from kvconnect.config import AUTO, Config
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.below import BelowHalf
 from kvconnect.engines.vllm.device_blocks import DeviceBlocks
@@ -98,7 +98,8 @@ class SchedulerHalf:
         translate.recompute_failed_loads(vllm_config)
         if config.sync_load_bytes and vllm_config.max_concurrent_batches > 1:
             # A step that overlaps the one whose load failed would sample from bad blocks.
-            logger.warning("sync_load_bytes is ignored: steps overlap (async scheduling)")
+            if config.sync_load_bytes != AUTO:
+                logger.warning("sync_load_bytes is ignored: steps overlap (async scheduling)")
             config = msgspec.structs.replace(config, sync_load_bytes=0)
         self._config = config
         groups = translate.cache_groups(kv_cache_config)
@@ -179,8 +180,9 @@ class SchedulerHalf:
             return None, False
         found = self.plan.match(req_id, hashes, local_tokens, limit)
         # Pages on offer leave while the step runs, when it is not known yet that a load failed.
-        most = self._config.sync_load_bytes
-        sync = _is_small(self.plan, found, self._slot_bytes, most) and not self.handoff.leases
+        most, others = self._config.sync_load_bytes, len(self._requests) - 1
+        sync = _inside_step(self.plan, found, self._slot_bytes, most, others)
+        sync = sync and not self.handoff.leases
         if sync and local_tokens + found >= request.num_tokens:
             found = self.plan.match(req_id, hashes, local_tokens, request.num_tokens - 1)
         self._promised[req_id] = _Promise(local_tokens, sync)
@@ -223,6 +225,8 @@ class SchedulerHalf:
         if offered:
             self.device.hold(offered)
         work = self.plan.take(now)
+        computes = bool(output.num_scheduled_tokens)
+        self.plan.load_mode.began(now, computes and not any(load.sync for load in work.loads))
         self.handoff.take(work, now)
         if self.below is not None:
             self.below.take(work, output, now)
@@ -238,6 +242,7 @@ class SchedulerHalf:
     def on_reports(self, reports: StepReports | None, failed: Collection[int] = ()) -> None:
         """Take the workers' answers of a step, and the device blocks that a load failed to fill."""
         now = time.monotonic()
+        self.plan.load_mode.ended(now)
         self._gauges.moved = self._gauges.moved or reports is not None
         reports = reports or StepReports()
         if reports.hellos and not self.handoff.greeted:  # steps overlap: they may come twice
@@ -332,9 +337,10 @@ class SchedulerHalf:
             self.handoff.leases.withdraw_all(now)
 
 
-def _is_small(plan: OffloadPlan, tokens: int, slot_bytes: int, most_bytes: int) -> bool:
-    """Whether a load is worth doing inside the step. Not where a request must start over when its
-    load fails, which the engine does to parked requests only."""
+def _inside_step(plan: OffloadPlan, tokens: int, slot_bytes: int, most: int, others: int) -> bool:
+    """Whether a load runs inside the step. Not where a request must start over when its load fails,
+    which the engine does to parked requests only."""
     if not tokens or not keeps_prefix(plan.groups):
         return False
-    return tokens // plan.groups[0].block_tokens * slot_bytes <= most_bytes
+    blocks = tokens // plan.groups[0].block_tokens
+    return plan.load_mode.inside(blocks, others) if most == AUTO else blocks * slot_bytes <= most
