@@ -22,6 +22,10 @@ of short prompts with decoding are both measured, and the worse of the two is th
 processes of the same program differ by a few percent for as long as they live, so KVConnect's is
 compared with two engines without it, and ``overhead_control_...`` is one of these over the other:
 overheads below its distance from 1 cannot be told from none.
+
+``overhead_step_...`` tell more: the CPU seconds of the one thread that computes, over the same
+thread's of an engine without. They leave out the time for which the system let others run there,
+and have what KVConnect does in that thread and what its copies cost it in memory bandwidth.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ import random
 import statistics
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from benchmarks.common import emit, progress
@@ -55,6 +60,7 @@ class Engine:
         from vllm import LLM
 
         progress(f"starting engine {name!r}")
+        others = set(workers())
         self.name = name
         transfer = {
             "kv_connector": connector,
@@ -71,6 +77,7 @@ class Engine:
                 "disable_log_stats": False,
             }
         )
+        (self._worker,) = set(workers()) - others
         # The next engine of this process takes its series out of the registry.
         self._collectors = list(REGISTRY._collector_to_names)
 
@@ -105,8 +112,25 @@ class Engine:
             and labels.items() <= sample.labels.items()
         )
 
+    def step_seconds(self) -> float:
+        """Return the CPU seconds that the thread which computes has had so far."""
+        spent = Path(f"/proc/{self._worker}/task/{self._worker}/schedstat").read_text().split()[0]
+        return int(spent) / 1e9
+
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
+
+
+def workers() -> list[int]:
+    """Return the ids of the processes in which engines compute."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdecimal() and b"VLLM::Worker" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue  # it has ended
+    return found
 
 
 class NewPrompts:
@@ -173,6 +197,8 @@ def measure_overhead(engines: dict[str, Engine], new: NewPrompts, rounds: int) -
     ours, order = engines["kvconnect"], list(engines.values())
     overhead: dict[str, list[float]] = {"ttft": [], "batch": []}
     control: dict[str, list[float]] = {"ttft": [], "batch": []}
+    step: dict[str, list[float]] = {"ttft": [], "batch": []}
+    step_control: dict[str, list[float]] = {"ttft": [], "batch": []}
     hits = ours.counter("hit_tokens")
     for number in range(rounds + 1):
         work = {
@@ -181,7 +207,9 @@ def measure_overhead(engines: dict[str, Engine], new: NewPrompts, rounds: int) -
         }
         order = order[1:] + order[:1]
         for name, (prompts, tokens) in work.items():
+            before = {engine.name: engine.step_seconds() for engine in order}
             runs = {engine.name: engine.generate(prompts, tokens, 0) for engine in order}
+            cpu = {engine.name: engine.step_seconds() - before[engine.name] for engine in order}
             if any(answer != runs["plain"][1] for _, answer in runs.values()):
                 raise SystemExit("KVConnect changed the tokens of a request without a hit")
             if number:  # the first round does not count
@@ -189,6 +217,8 @@ def measure_overhead(engines: dict[str, Engine], new: NewPrompts, rounds: int) -
                     runs["kvconnect"][0] / runs[without][0] for without in ("plain", "control")
                 ]
                 control[name].append(runs["control"][0] / runs["plain"][0])
+                step[name] += [cpu["kvconnect"] / cpu[without] for without in ("plain", "control")]
+                step_control[name].append(cpu["control"] / cpu["plain"])
         last = ", ".join(
             f"{name} {values[-2]:.3f} {values[-1]:.3f}"
             for name, values in overhead.items()
@@ -201,6 +231,11 @@ def measure_overhead(engines: dict[str, Engine], new: NewPrompts, rounds: int) -
         "overhead_no_hit": max(statistics.median(values) for values in overhead.values()),
         **{f"overhead_no_hit_{name}": statistics.median(v) for name, v in overhead.items()},
         **{f"overhead_control_{name}": statistics.median(v) for name, v in control.items()},
+        **{f"overhead_step_{name}": statistics.median(v) for name, v in step.items()},
+        **{
+            f"overhead_step_control_{name}": statistics.median(v)
+            for name, v in step_control.items()
+        },
         "overhead_evicted_blocks": ours.counter("evicted_blocks"),
         "overhead_skipped_blocks": ours.counter("skipped_store_blocks"),
     }
