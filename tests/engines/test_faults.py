@@ -55,7 +55,7 @@ def test_negative_control_without_digests_the_flipped_byte_changes_tokens() -> N
 
 @pytest.mark.parametrize("in_step", [False, True], ids=["async", "sync"])
 def test_a_load_that_raises_is_recomputed_once(in_step: bool) -> None:
-    extra = {"sync_load_bytes": HOST} if in_step else {}
+    extra = {"sync_load_bytes": HOST if in_step else 0}
     args = ONE_STEP_AT_A_TIME if in_step else ()
     connector = kv_transfer("LoadRaises", FAULTY, host_bytes=HOST, **extra)
     with Server("llama", connector, args=args) as server:
