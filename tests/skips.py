@@ -13,6 +13,8 @@ import pytest
 
 MAY_SKIP = (
     "no CUDA device",
+    "No module named 'cupy'",  # which is of no use without one
+    "no compute-sanitizer",
     "no Docker",
     "Docker without Compose",
     "no nvcc",
