@@ -45,6 +45,10 @@ def room_of(transfer: TransferId) -> int:
     return int.from_bytes(transfer[len(_PREFIX) :], "big")
 
 
+def _announced(room: int) -> Instructions:
+    return Instructions(offers=[Offer(transfer_of(room))])
+
+
 def within(
     agent: HandoffAgent, room: int, failed: Callable[[int, str], None]
 ) -> AbstractContextManager[None]:
@@ -148,15 +152,17 @@ class Outbox:
         self._ready, self._served, self._failed = ready, served, failed
         self._rooms: dict[int, Outgoing] = {}
         self._given_up: dict[int, None] = {}  # before anybody asked; oldest first
+        self._leaving: set[int] = set()  # withdrawn, and not known to be over
 
     def open(self, room: int) -> None:
-        """A request was given to this rank: readers may ask for its blocks."""
+        """A request was given to this rank: readers may ask for its blocks, from when nothing of
+        an earlier request with this room is on its way any more."""
         with within(self._agent, room, self.give_up):
-            if self._given_up.pop(room, None) is not None:
-                self._withdraw(room)
+            self._given_up.pop(room, None)
             if room not in self._rooms:
                 self._rooms[room] = Outgoing()
-                self._agent.run(Instructions(offers=[Offer(transfer_of(room))]))
+                if room not in self._leaving:
+                    self._agent.run(_announced(room))
 
     def find(self, room: int) -> Outgoing | None:
         """Return a room that is open."""
@@ -215,9 +221,10 @@ class Outbox:
         if found is None:
             return
         with within(self._agent, room, self._failed):
-            if found.joined or found.served or found.lost:
+            # What was offered is not kept: the next request of this room must not begin with it.
+            if found.joined or found.served or found.lost or found.offered is not None:
                 self._withdraw(room)
-            else:  # whoever asks later is told at once, and does not wait for what is over
+            elif room not in self._leaving:  # whoever asks later is told at once, and need not wait
                 self._given_up[room] = None
                 if len(self._given_up) > _MOST_GIVEN_UP:
                     oldest = next(iter(self._given_up))
@@ -238,7 +245,13 @@ class Outbox:
         for notice in notices:
             room = room_of(notice.transfer)
             with within(self._agent, room, self.give_up):
-                self._take(room, notice)
+                if room not in self._leaving:
+                    self._take(room, notice)
+                elif notice.kind is NoticeKind.WITHDRAWN:  # the last one of what was withdrawn
+                    self._leaving.remove(room)
+                    found = self._rooms.get(room)
+                    if found is not None and not found.lost:
+                        self._agent.run(_announced(room))
 
     def _take(self, room: int, notice: Notice) -> None:
         if room in self._given_up and notice.kind is NoticeKind.JOINED:
@@ -265,8 +278,10 @@ class Outbox:
         self._settle(room, found)
 
     def _withdraw(self, room: int) -> None:
-        order = Withdraw(transfer_of(room), FailureCause.GONE)
-        self._agent.run(Instructions(withdrawals=[order]))
+        if room not in self._leaving:
+            order = Withdraw(transfer_of(room), FailureCause.GONE)
+            self._agent.run(Instructions(withdrawals=[order]))
+            self._leaving.add(room)
 
     def _join(self, room: int, found: Outgoing, notice: Notice) -> None:
         reader = notice.reader
