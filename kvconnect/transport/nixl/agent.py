@@ -25,6 +25,7 @@ from kvconnect.cuda import has_context
 from kvconnect.errors import ConfigError, Misuse, TransferFailed
 from kvconnect.transport.base import Area
 from kvconnect.transport.nixl.runs import Ints
+from kvconnect.wire.nixl_metadata import flaw
 from kvconnect.wire.rails import Offer
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,8 @@ class Agent:
             )
         except self._errors as error:
             raise ConfigError("transport", package, f"NIXL does not start: {error}") from error
+        # Where our own has another form, that of a later NIXL, so has the other side's.
+        self._form_is_known = not flaw(self.offer.metadata, name, backend)
         settings = ", ".join(f"{key}={os.environ.get(key, 'unset')}" for key in _SETTINGS)
         logger.info("%s %s, backend %s, %s", package, self.offer.version, backend, settings)
 
@@ -107,12 +110,17 @@ class Agent:
         Raises:
             TransferFailed: NIXL cannot read it.
         """
+        refusal = "NIXL cannot read the other side's metadata"
+        if self._form_is_known:
+            why = flaw(offer.metadata, offer.agent, offer.backend)
+            if why:
+                raise TransferFailed(f"{refusal}: {why}")
         try:
             name: bytes = self._agent.loadRemoteMD(offer.metadata)
         except self._errors as error:
-            raise TransferFailed(f"NIXL cannot read the other side's metadata: {error}") from error
+            raise TransferFailed(f"{refusal}: {error}") from error
         if name.decode(errors="replace") != offer.agent:
-            raise TransferFailed("NIXL cannot read the other side's metadata: it is another's")
+            raise TransferFailed(f"{refusal}: it is another's")
         self._met[offer.agent] += 1
         return offer.agent
 
