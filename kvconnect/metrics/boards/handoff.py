@@ -193,10 +193,7 @@ _ENDS = Row(
                     rate(series("handoff_peer_failures"), "instance, peer"),
                     "{{instance}}, {{peer}}",
                 ),
-                Query(
-                    rate(series("handoff_peer_errors"), "instance") + " > 0",
-                    "{{instance}}, bugs",
-                ),
+                Query(rate(series("handoff_peer_errors"), "instance"), "{{instance}}, bugs"),
             ),
         ),
         Panel(
