@@ -19,6 +19,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 TEXT = Path(__file__).resolve().parents[2] / "demo" / "text.txt"
 VOCAB_SIZE = 2048
 # Tokens per block: the least that the CPU attention takes. On a CPU without AMX, vLLM lowers it to
@@ -41,6 +43,9 @@ _COMMON: dict[str, Any] = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": False,
 }
+
+
+_HAS_AMX = torch.cpu._is_amx_tile_supported()  # as vLLM asks, before it chooses its attention
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,8 @@ MODELS: dict[str, Model] = {
             "topk_group": 1,
         },
         gain=1.0,  # narrower: bfloat16's rounding must not be amplified into other tokens
-        dtype="bfloat16",  # the only type that the AMX latent attention takes
+        # The only type that the AMX latent attention takes; the other one is less exact in it.
+        dtype="bfloat16" if _HAS_AMX else "float32",
     ),
     # Big enough that recomputing a long prompt costs more than copying it.
     "bench": Model(
@@ -160,6 +166,13 @@ def model_dir(name: str) -> Path:
             if not target.exists():  # else another process was faster, with the same bytes
                 raise
     return target
+
+
+def engine_blocks(name: str, blocks: int) -> int:
+    """How many of the engine's blocks hold as much as ``blocks`` of ``BLOCK_SIZE`` tokens. On a CPU
+    without AMX, vLLM's latent attention takes blocks of 16 tokens, whatever it is told."""
+    small = "kv_lora_rank" in MODELS[name].config and not _HAS_AMX
+    return blocks * BLOCK_SIZE // 16 if small else blocks
 
 
 def engine_args(name: str) -> dict[str, Any]:

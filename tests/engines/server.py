@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import Self
 
-from tests.engines.models import engine_args
+from tests.engines.models import engine_args, engine_blocks
 from tests.nursery import Child, Nursery
 
 START_TIMEOUT_S = 480.0  # seconds on a free machine; several servers may start at once
@@ -341,7 +341,7 @@ class Server(Process):
             *("--model", engine["model"], "--served-model-name", "model"),
             *("--dtype", engine["dtype"], "--block-size", str(engine["block_size"])),
             *("--max-model-len", str(self.max_len), "--enforce-eager"),
-            *("--num-gpu-blocks-override", str(self.blocks)),
+            *("--num-gpu-blocks-override", str(engine_blocks(self.model, self.blocks))),
             *("--max-num-batched-tokens", "256", "--enable-prompt-tokens-details"),
             *("--tensor-parallel-size", str(self.tp)),
             *("--host", self.host, "--port", str(self.port)),
