@@ -95,7 +95,11 @@ def make_config(mode: Mode) -> Any:
     transfer = KVTransferConfig(
         kv_connector="KVConnect",
         kv_role=mode.role,
-        kv_connector_extra_config={"listen": "127.0.0.1:0", "host_bytes": "1MiB"},
+        kv_connector_extra_config={
+            "listen": "127.0.0.1:0",
+            "host_bytes": "1MiB",
+            "sync_load_bytes": 0,  # its device has no loads inside a step
+        },
     )
     speculative = SimpleNamespace(
         num_speculative_tokens=mode.drafts,
@@ -180,7 +184,7 @@ class Device:
     def begin_step(self, step: StepInstructions) -> None:
         self.step = step
         for load in step.work.loads:
-            assert not load.sync, "steps overlap, so no load is part of one"
+            assert not load.sync, "no load is to be part of a step"
         self.jobs += [*step.work.loads, *step.work.receives]
         for offer in step.work.offers:
             self.offered.setdefault(offer.transfer, [])

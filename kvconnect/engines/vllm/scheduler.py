@@ -182,9 +182,9 @@ class SchedulerHalf:
         # Pages on offer leave while the step runs, when it is not known yet that a load failed.
         most, others = self._config.sync_load_bytes, len(self._requests) - 1
         sync = _inside_step(self.plan, found, self._slot_bytes, most, others)
-        sync = sync and not self.handoff.leases
-        if sync and local_tokens + found >= request.num_tokens:
-            found = self.plan.match(req_id, hashes, local_tokens, request.num_tokens - 1)
+        # Inside a step, the last block of a prompt that is there as a whole would be computed.
+        whole_prompt = local_tokens + found >= request.num_tokens
+        sync = sync and not self.handoff.leases and not whole_prompt
         self._promised[req_id] = _Promise(local_tokens, sync)
         return found, found > 0 and not sync
 
