@@ -75,6 +75,9 @@ class HandoffHalf:
         limits = (parallel.world_size, config.lease_s, config.deadline_s)
         self.leases = Leases(groups, stats, LeaseLimits(*limits))
         self.arrivals = Arrivals(groups, stats, ArrivalLimits(*limits))
+        # Live requests whose hand-off failed. To one that loads once more, vLLM (0.32) gives blocks
+        # if there are as many beside them as the failed load gave back; till then all others wait.
+        self.failed: set[str] = set()
 
     @property
     def epoch(self) -> int:
@@ -181,7 +184,9 @@ class HandoffHalf:
     ) -> list[int]:
         """Take the workers' answers; return blocks that are not held any more."""
         for report in reports:
-            self.arrivals.on_report(report, now)
+            settled = self.arrivals.on_report(report, now)
+            if settled is not None and settled.cause is not None and not settled.dropped:
+                self.failed.add(settled.req_id)
         for notice in notices:
             self.leases.on_notice(notice, now)
         return self.leases.take_released()
@@ -190,6 +195,7 @@ class HandoffHalf:
         """The request is over; return what its answer says in ``kv_transfer_params``."""
         req_id = request.request_id
         self.arrivals.finish(req_id)
+        self.failed.discard(req_id)
         transfer = self.leases.finish(req_id, translate.ended_well(request), now)
         return self._desk.answer(req_id, transfer, request.num_prompt_tokens - 1)
 

@@ -179,6 +179,8 @@ class SchedulerHalf:
         if self.below and self.below.ask(request, hashes, usable, time.monotonic()):
             return None, False
         found = self.plan.match(req_id, hashes, local_tokens, limit)
+        if req_id in self.handoff.failed and req_id in self._promised:
+            found = 0  # vLLM (0.32) did not admit this load and may never do, see `failed`
         # Pages on offer leave while the step runs, when it is not known yet that a load failed.
         most, others = self._config.sync_load_bytes, len(self._requests) - 1
         sync = _inside_step(self.plan, found, self._slot_bytes, most, others)
