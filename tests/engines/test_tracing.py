@@ -60,7 +60,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         # The host tier holds less than all prompts, so that some are on disk alone.
         sending = prefill_config(host_bytes="4MiB", disk=disk, load_when="always", **LIMITS)
         p = Server("llama", sending, args=args, env={**env, "OTEL_SERVICE_NAME": "prefill"})
-        receiving = decode_config(host_bytes="64MiB", **LIMITS)
+        receiving = decode_config(host_bytes="64MiB", sync_load_bytes=0, **LIMITS)
         d = Server("llama", receiving, args=args, env={**env, "OTEL_SERVICE_NAME": "decode"})
         stack.enter_context(side_by_side(p, d))
         routers = [
