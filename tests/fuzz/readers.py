@@ -6,6 +6,7 @@ Each takes an input and raises nothing, or what is no error of the caller's cont
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import hashlib
 import hmac
@@ -13,7 +14,7 @@ from collections.abc import Callable
 
 import xxhash
 
-from kvconnect.errors import ConfigError, KVConnectError, Misuse, Refused
+from kvconnect.errors import KVConnectError, Misuse, Refused
 from kvconnect.router import http1, reports
 from kvconnect.router.kvevents import Feed
 from kvconnect.router.prefixes import PrefixIndex
@@ -99,9 +100,9 @@ def loads(data: bytes) -> None:
     for read in (*asked, reports.sglang_tokens):
         expecting(Refused)(read)(data)
     text = data.decode("utf-8", "replace")
-    reports.vllm_tokens(text)
-    reports.vllm_received(text)
-    reports.sglang_metric_tokens(text)
+    for read_text in (reports.vllm_tokens, reports.vllm_received, reports.sglang_metric_tokens):
+        with contextlib.suppress(Refused):
+            read_text(text)
 
 
 def answer(data: bytes) -> None:
@@ -122,11 +123,14 @@ def answer(data: bytes) -> None:
     connection.connection_lost(None)
 
 
-@expecting(ConfigError)
 def members(data: bytes) -> None:
-    """A file of engines, and a value in etcd."""
-    etcd._named("kv", [(b"kv/prefill/a", data), (data, b"http://a:1")])
-    file.parse(data.decode("utf-8", "replace"))
+    """A file of engines, and keys and values in etcd."""
+
+    def refuse(what: object, why: str) -> None:
+        assert why
+
+    etcd.Entries("kv", refuse).named([(b"kv/prefill/a", data), (data, b"http://a:1")])
+    file.parse(data.decode("utf-8", "replace"), {}, refuse)
 
 
 def planted(data: bytes) -> None:
