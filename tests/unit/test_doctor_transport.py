@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import secrets
 import subprocess
 import sys
 import threading
@@ -45,6 +46,8 @@ SMALL = Sizes(
     area_bytes=4 << 20, page_bytes=64 << 10, round_bytes=1 << 20, rounds=2, trips=10, patience_s=10
 )
 LOOP = "127.0.0.1"
+
+KEY = secrets.token_hex(16).encode()
 
 
 def task(port: int = 0, sizes: Sizes = SMALL, **rest: object) -> Task:
@@ -118,8 +121,8 @@ def test_two_halves_of_our_own_move_real_pages() -> None:
 
 def test_somebody_elses_half_serves_one_reader_after_the_other(tmp_path: Path) -> None:
     key = tmp_path / "key"
-    key.write_text("k" * 32)
-    with served(Security(b"k" * 32)) as source:
+    key.write_bytes(KEY)
+    with served(Security(KEY)) as source:
         for _ in range(2):
             report = transport.examine(task(source.port, key_file=str(key)))
             assert report.ok, report.text()
@@ -201,7 +204,7 @@ def test_a_peer_that_is_not_there() -> None:
 
 def test_a_peer_with_another_key(tmp_path: Path) -> None:
     key = tmp_path / "key"
-    key.write_text("k" * 32)
+    key.write_text(secrets.token_hex(16))
     with served(Security(b"other" * 8)) as source:
         report = transport.examine(task(source.port, key_file=str(key)))
     finding = one(report, "peer")
