@@ -122,6 +122,7 @@ class HostIndex:
         """
         dropped = []
         for slot in slots:
+            self.slots.expect(slot, PENDING)
             group, block_hash = self._group[slot], self._storing[slot]
             if slot not in self._disowned:
                 del self._pending[group][block_hash]

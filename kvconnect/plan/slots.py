@@ -54,19 +54,19 @@ class Slots:
 
     def publish(self, slot: int) -> None:
         """PENDING -> READY."""
-        self._expect(slot, PENDING)
+        self.expect(slot, PENDING)
         self._state[slot] = READY
         self.busy -= 1
 
     def give_back(self, slot: int) -> None:
         """PENDING -> FREE."""
-        self._expect(slot, PENDING)
+        self.expect(slot, PENDING)
         self.busy -= 1
         self._release(slot)
 
     def drop(self, slot: int) -> None:
         """READY -> FREE, or CONDEMNED while it is pinned."""
-        self._expect(slot, READY)
+        self.expect(slot, READY)
         if self.pins[slot]:
             self._state[slot] = CONDEMNED
         else:
@@ -74,7 +74,7 @@ class Slots:
 
     def pin(self, slot: int) -> None:
         """Add a reader to a READY slot."""
-        self._expect(slot, READY)
+        self.expect(slot, READY)
         self.busy += not self.pins[slot]
         self.pins[slot] += 1
 
@@ -87,6 +87,11 @@ class Slots:
             self.busy -= 1
             if self._state[slot] == CONDEMNED:
                 self._release(slot)
+
+    def expect(self, slot: int, state: int) -> None:
+        """Raise :class:`Misuse` if a slot is in another state."""
+        if self._state[slot] != state:
+            raise Misuse(f"slot {slot} is in state {self._state[slot]}, not {state}")
 
     def check(self) -> None:
         """Prove that free list, states and pins agree.
@@ -112,7 +117,3 @@ class Slots:
     def _release(self, slot: int) -> None:
         self._state[slot] = FREE
         self._free.append(slot)
-
-    def _expect(self, slot: int, state: int) -> None:
-        if self._state[slot] != state:
-            raise Misuse(f"slot {slot} is in state {self._state[slot]}, not {state}")

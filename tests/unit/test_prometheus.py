@@ -113,7 +113,7 @@ def full_load(rows: Iterable[Metric] = CATALOG) -> dict[str, Any]:
 def test_every_metric_at_once_is_bounded_and_all_of_it_is_shown() -> None:
     handoff = [row for row in CATALOG if row.name.startswith("handoff_")]
     offload = [row for row in CATALOG if row not in handoff]
-    assert len(msgspec.msgpack.encode(full_load(offload))) <= 5 * 1024
+    assert len(msgspec.msgpack.encode(full_load(offload))) <= 5.25 * 1024
     # The host tier alone, which all engines have.
     host = full_load([row for row in offload if not row.name.startswith("below_")])
     for section in host.values():
