@@ -224,12 +224,14 @@ class RouterPart:
             decode_policy=Policy.CACHE_AWARE,
             intervals=Intervals(0.05, 1.0),
         )
-        runner = web.AppRunner(make_app(options), handler_cancellation=True)
+        app = make_app(options)
+        self._edge = app.cleanup_ctx[0].__self__  # there may be others in this process
+        assert isinstance(self._edge, Edge)
+        runner = web.AppRunner(app, handler_cancellation=True)
         await runner.setup()
         self._ends.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         self._url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        self._edge = [each for each in gc.get_objects() if type(each) is Edge][-1]
         for history in [each for each in gc.get_objects() if type(each) is History]:
             history._most = 256  # or it takes half a million pieces of prompts to fill it
 
@@ -257,7 +259,7 @@ class RouterPart:
         await self._ends.aclose()
         for member in self._members:
             await self._end(member)
-        self._context.term()
+        self._context.destroy(linger=0)  # whoever has left does not read what was told
 
     async def _new(self, role: str) -> _Member:
         loop = asyncio.get_running_loop()

@@ -126,7 +126,7 @@ async def run(limit: int | None = None) -> Outcome:
                 await watcher.stop()
             server.close()
             events.close()
-            context.term()
+            context.destroy(linger=0)
     return outcome
 
 
