@@ -9,6 +9,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from kvconnect.config import Config
 from kvconnect.engines.vllm import lower_tiers, translate
 from kvconnect.errors import Incompatible
 from kvconnect.geometry import Geometry, GroupGeometry, view_segments
@@ -54,6 +55,6 @@ def test_k_and_v_as_heads_of_their_own_are_for_engines_with_the_same_ranks(
 
     monkeypatch.setattr(lower_tiers, "records_for_all", nobody)
     monkeypatch.setattr(translate, "can_split_pages", lambda *_: False)
-    monkeypatch.setattr(lower_tiers, "make_remote", lambda *_: MemoryStore(1 << 20))
-    store = lower_tiers._make_remote(cache(slots, tp, rank), {}, {"kind": "valkey"})
+    monkeypatch.setattr(lower_tiers, "make_remote", lambda *_, **__: MemoryStore(1 << 20))
+    store = lower_tiers._make_remote(cache(slots, tp, rank), {}, Config(remote={"kind": "valkey"}))
     assert isinstance(store, SlicedStore) == shared
