@@ -47,7 +47,7 @@ def test_the_play_finds_a_prefix_that_moves(monkeypatch: pytest.MonkeyPatch) -> 
         self._ready(room)
 
     monkeypatch.setattr(Outbox, "_join", joins)
-    assert hostile.run(80).crashes
+    assert hostile.run(2000).crashes
 
 
 def test_a_room_that_decode_declined_begins_anew_when_it_is_used_again() -> None:
