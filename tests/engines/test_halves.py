@@ -275,6 +275,26 @@ def test_workers_say_who_they_are_where_vllm_does_not_ask(
     worker.shutdown()
 
 
+@pytest.mark.parametrize("groups", ["one", "all"])
+def test_a_request_is_forgotten_however_vllm_says_that_it_ended(groups: str) -> None:
+    """MultiConnector asks for one group's blocks where a sibling knows no more."""
+    connector = KVConnect(
+        engine_config(), KVConnectorRole.SCHEDULER, cache_config(FULL, blocks=BLOCKS)
+    )
+    connector.bind_gpu_block_pool(BlockPool(BLOCKS, enable_caching=True, hash_block_size=32))
+    request = make_request()
+    connector.on_new_request(request)
+    assert request.request_id in connector.scheduler._requests
+    request.status = RequestStatus.FINISHED_STOPPED
+    ended = (
+        connector.request_finished(request, [1, 2])
+        if groups == "one"
+        else connector.request_finished_all_groups(request, ([1, 2],))
+    )
+    assert ended == (False, None)
+    assert not connector.scheduler._requests
+
+
 def test_hellos_of_several_workers_add_up() -> None:
     first, second = WorkerHello(4, SLOT), WorkerHello(3, SLOT)
     told = StepReports(hellos={(0, 0): first}).aggregate(StepReports(hellos={(0, 1): second}))

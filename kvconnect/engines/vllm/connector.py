@@ -244,6 +244,13 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """Never delays the free: stores and hand-offs hold their blocks themselves."""
         return False, self.scheduler.finish_request(request)
 
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See :meth:`request_finished_all_groups`. MultiConnector calls this one where a sibling
+        knows one cache group only."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
     def take_events(self) -> Iterable[KVCacheEvent]:
         """See :meth:`EventLog.take`."""
         return self.scheduler.events.take()
