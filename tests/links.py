@@ -59,6 +59,15 @@ def threads() -> set[str]:
     return {thread.name for thread in threading.enumerate() if "kvconnect" in thread.name}
 
 
+def threads_after_close() -> set[str]:
+    """Return the threads that do not end. A thread's last act, such as to log why it died, comes
+    after it has told its owner."""
+    for thread in threading.enumerate():
+        if "kvconnect" in thread.name:
+            thread.join(20)
+    return threads()
+
+
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 

@@ -42,7 +42,7 @@ from kvconnect.transport.nixl.agent import Agent, find_package
 from kvconnect.transport.nixl.mover import Mover
 from kvconnect.transport.nixl.rail import NixlRail
 from kvconnect.wire import rails
-from tests.links import NIXL_QUICK, OPEN, tcp, threads
+from tests.links import NIXL_QUICK, OPEN, tcp, threads, threads_after_close
 from tests.nixl_source import BLOCK
 
 UNIT = plain_unit(4096)
@@ -82,7 +82,7 @@ def test_pages_move_and_threads_end() -> None:
         moves(link)
         names = {f"kvconnect-nixl-{name}" for name in ("moves", "launches", "landings")}
         assert names <= threads()
-    assert threads() == set()
+    assert threads_after_close() == set()
 
 
 def test_both_paths_serve_one_peer() -> None:

@@ -35,7 +35,7 @@ from kvconnect.wire.codec import (
     pack_header,
     pack_note,
 )
-from tests.links import outcome, side, threads, through_proxy
+from tests.links import outcome, side, threads_after_close, through_proxy
 
 UNIT = plain_unit(64 << 10)
 PAGES = 64  # 4 MiB
@@ -546,7 +546,7 @@ def test_a_thread_that_dies_in_the_memory_ends_the_peer(
         pair.until(lambda: reader.of(PeerDown), "the reader's PeerDown")
         (down,) = reader.of(PeerDown)
         assert "died" in down.reason
-    assert threads() == set()
+    assert threads_after_close() == set()
 
 
 def test_the_proxy_alone_changes_nothing() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-import time
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +30,15 @@ from kvconnect.transport.base import (
 )
 from kvconnect.transport.tcp.guard import Guard
 from kvconnect.transport.tcp.loop import Loop
-from tests.links import OPEN, make_certificates, open_files, outcome, side, tcp, threads
+from tests.links import (
+    OPEN,
+    make_certificates,
+    open_files,
+    outcome,
+    side,
+    tcp,
+    threads_after_close,
+)
 
 KEY = Security(key=b"k" * 32)
 
@@ -192,12 +199,12 @@ def test_nothing_is_left_after_close() -> None:
 
     use()
     gc.collect()
-    before, running = open_files(), threads()
-    assert running == set()
+    assert threads_after_close() == set()
+    before = open_files()
     for _ in range(5):
         use()
     gc.collect()
-    assert threads() == set()
+    assert threads_after_close() == set()
     assert open_files() <= before
 
 
@@ -211,7 +218,7 @@ def test_closing_while_connecting_leaves_nothing() -> None:
             reader.connect(*address)
             reader.close()
     gc.collect()
-    assert threads() == set()
+    assert threads_after_close() == set()
     assert open_files() <= before
 
 
@@ -307,7 +314,7 @@ def test_a_thread_that_cannot_start_ends_its_peer_and_no_other(
         downs = reader.of(PeerDown) + source.of(PeerDown)
         assert any("can't start new thread" in event.reason for event in downs)
         pair.check_works(2)
-    assert threads() == set()
+    assert threads_after_close() == set()
 
 
 # Digests ------------------------------------------------------------------------------------------
@@ -463,11 +470,8 @@ def test_a_dead_loop_leaves_its_peers_nothing_to_wait_for() -> None:
         assert "thread died" in mail[-1].reason
         assert outcome(reader, pair.address).reason  # nobody listens any more
         reader.transport.close()
-        for _ in range(500):  # a receiving thread ends by itself, once its socket is closed
-            if not threads():
-                break
-            time.sleep(0.02)
-        assert threads() == set()
+        # A receiving thread ends by itself, once its socket is closed.
+        assert threads_after_close() == set()
         assert open_files() <= before
 
 
