@@ -27,7 +27,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "kvconnect"
 
 EXCEPTIONS: dict[tuple[str, str], int] = {
     # vLLM's connector interface asks for this many hooks in one class; each forwards to a half.
-    ("class methods", "engines/vllm/connector.py::KVConnect"): 33,
+    ("class methods", "engines/vllm/connector.py::KVConnect"): 34,
 }
 """(budget, place) -> the size it has now. Growing fails; so does a number left too high."""
 
