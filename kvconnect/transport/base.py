@@ -100,7 +100,8 @@ class Note(NamedTuple):
 class Incoming(NamedTuple):
     """Expect pages under ``want``. ``units[u]`` says where unit number u lies here and
     ``spans[u]`` the (first wire block, ids) its wire blocks are taken from. None of them is
-    written before ``fence`` passed. ``path`` is one of those in the peer's ``PeerUp``."""
+    written before ``fence`` passed. ``path`` is one of those in the peer's ``PeerUp``;
+    to a side that was connected to, pages go over ``tcp`` alone."""
 
     peer: PeerId
     want: int

@@ -10,7 +10,8 @@ These messages travel on the control connection, beside the notes of the layer a
       Stop(7) ------------------------------> |   nothing more, please
       | <-------------------------- Stopped(7) |   no write of want 7 can land any more
 
-An :class:`Offer` comes with each side's greeting. Sizes are bytes. Nothing here does I/O.
+An :class:`Offer` comes with each side's greeting. The reader is the side that connected. Sizes are
+bytes. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ _Count = Annotated[int, Meta(ge=1, lt=1 << 31)]
 
 
 class Offer(msgspec.Struct, kw_only=True):
-    """What one side has. ``metadata`` is only looked at when the rest fits: NIXL may crash on
-    that of another version."""
+    """What one side has. ``metadata`` lets the other side reach its memory, so only the reader
+    has any; it is only looked at when the rest fits: NIXL may crash on that of another version."""
 
     backend: _Name
     version: Annotated[str, Meta(max_length=32, pattern=NO_CONTROLS)]
     agent: _Name
-    metadata: Annotated[bytes, Meta(min_length=1, max_length=MAX_METADATA)]
+    metadata: Annotated[bytes, Meta(max_length=MAX_METADATA)]
 
 
 class UnitPlace(msgspec.Struct, kw_only=True):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import types
 from array import array
 from collections.abc import Callable, Iterator
@@ -20,8 +21,9 @@ if not importlib.util.find_spec("nixl_cu12"):
     pytest.skip("nixl-cu12 is not installed", allow_module_level=True)
 
 import msgspec
+import numpy as np
 
-from kvconnect.errors import ConfigError
+from kvconnect.errors import ConfigError, TransferFailed
 from kvconnect.testing.pages import Pages, plain_unit, split_unit
 from kvconnect.testing.transport import Pair, Side, kinds
 from kvconnect.transport import Security, make_transport
@@ -221,6 +223,70 @@ def test_a_step_that_raises_ends_the_path_but_no_wait() -> None:
         assert mover.offer is None
 
 
+# What a peer can reach ---------------------------------------------------------------------------
+
+
+def overwrite(offer: rails.Offer, address: int) -> None:
+    """Write one page of zeros to an address, with what an offer says and no leave."""
+    own = Pages(4096)
+    agent = Agent("UCX", own.areas(), local=True)
+    ours, theirs, lengths = (np.array([n]) for n in (own.address, address, 4096))
+    handle = agent.write(agent.meet(offer), (ours, theirs, lengths), (-1, -1), b"")
+    deadline = time.monotonic() + 60
+    while agent.seconds(handle) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    agent.release(handle)
+    agent.close()
+
+
+def test_who_reads_is_told_nothing_that_opens_the_sources_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settle, greetings = NixlRail.settle, {}
+
+    def settled(rail: NixlRail, theirs: bytes, period: int) -> None:
+        greetings[rail._line.inbound] = rails.decode_offer(theirs)
+        settle(rail, theirs, period)
+
+    monkeypatch.setattr(NixlRail, "settle", settled)
+    with pair() as link:
+        moves(link)
+        memory = link.source.memory
+        before = bytes(memory.data)
+        with pytest.raises(TransferFailed, match="cannot read the other side's metadata"):
+            overwrite(greetings[False], memory.address)
+        assert memory.data == before
+        # With what the source's agent says of itself it could; its reader has to say it.
+        overwrite(link.source.transport._mover.offer, memory.address)  # type: ignore[attr-defined]
+        assert memory.data[:4096] == bytes(4096)
+        overwrite(greetings[True], link.reader.memory.address)
+        assert link.reader.memory.data[:4096] == bytes(4096)
+
+
+def test_pages_for_who_was_asked_to_connect_go_over_tcp_alone() -> None:
+    with pair() as link:
+        order = Incoming(link.of_source, 1, [UNIT], [(0, array("q", [0]))], None, "nixl")
+        link.source.transport.submit(order)
+        link.until_down()
+        assert "nixl is no path to this peer: it connected" in link.source.of(PeerDown)[0].reason
+
+
+def test_metadata_of_registered_memory_opens_all_memory() -> None:
+    """So it is where UCX has no RDMA device that checks keys: to register less, such as a ring,
+    would keep nobody out. docs/security.md says so."""
+    registered, other = Pages(1 << 16), Pages(1 << 16, seed=1)
+    agent = Agent("UCX", registered.areas(), local=True)
+    with pytest.raises(TransferFailed, match="NIXL refuses"):
+        overwrite(agent.offer, other.address)  # the one who writes is who refuses
+    places = [page.address.to_bytes(8, "little") for page in (registered, other)]
+    assert agent.offer.metadata.count(places[0]) == 1
+    forged = agent.offer.metadata.replace(*places)
+    overwrite(msgspec.structs.replace(agent.offer, metadata=forged), other.address)
+    assert other.data[:4096] == bytes(4096)
+    agent.close()
+
+
 # The other side is gone --------------------------------------------------------------------------
 
 
@@ -337,7 +403,9 @@ def test_an_engine_that_reads_from_itself_does_so_over_tcp() -> None:
         assert "the same nixl agent" in both.of(PeerUp)[0].lacking
 
 
-@pytest.mark.parametrize("metadata", [b"\x00", b"nixlSerDes" + bytes(100), bytes(range(256)) * 9])
+@pytest.mark.parametrize(
+    "metadata", [b"", b"\x00", b"nixlSerDes" + bytes(100), bytes(range(256)) * 9]
+)
 def test_metadata_that_nixl_cannot_read_ends_the_peer_alone(
     metadata: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

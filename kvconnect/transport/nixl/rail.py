@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from kvconnect.errors import ProtocolError
 from kvconnect.transport.base import Incoming, Outgoing
 from kvconnect.transport.nixl.agent import Agent
@@ -37,8 +39,12 @@ class NixlRail:
         self._offer = mover.join(self._lost)  # last: it may be lost at once
 
     def offer(self) -> bytes:
-        """Return what goes with the greeting; nothing if there is no agent now."""
-        return rails.encode(self._offer) if self._offer else b""
+        """Return what goes with the greeting; nothing if there is no agent now. A reader is told
+        nothing that lets it reach memory here: this side writes, it does not."""
+        if self._offer is None:
+            return b""
+        told = replace(self._offer, metadata=b"") if self._line.inbound else self._offer
+        return rails.encode(told)
 
     def settle(self, theirs: bytes, period: int) -> None:
         """Take the other side's offer and the agreed digest period.
@@ -66,11 +72,11 @@ class NixlRail:
         self._route(order)
 
     def _route(self, order: Order) -> None:
-        if not self._usable:
-            if isinstance(order, Incoming) and order.path != "tcp":
-                self._line.fail(f"{order.path} is no path to this peer: {self.lacking}")
-            else:
-                self._line.plain(order)
+        lacking = self.lacking or ("it connected, so it reads" if self._line.inbound else "")
+        if lacking and isinstance(order, Incoming) and order.path != "tcp":
+            self._line.fail(f"{order.path} is no path to this peer: {lacking}")
+        elif not self._usable:
+            self._line.plain(order)
         elif isinstance(order, Incoming):
             self._landings.expect(order)
         else:

@@ -48,6 +48,7 @@ class Line:
 
     Attributes:
         session: of the connection, the same on both sides.
+        inbound: whether the other side asked for the connection.
         say: sends a message to the other side, behind those before it.
         fail: ends the connection for a reason.
         plain, cancel_plain: give an order to the data connections, or take it back.
@@ -57,6 +58,7 @@ class Line:
     peer: PeerId
     name: str
     session: bytes
+    inbound: bool
     events: Mailbox
     pages: Callable[[], Memory]
     watch: Watch

@@ -91,7 +91,7 @@ class Peer:
         self._lanes: dict[int, Lane] = {}
         deadline = now() + _patience_s(options, inbound)
         self._life = _Life(inbound, deadline, DIGEST_PERIOD[options.digest])
-        self.rail = shared.make_rail(_line(self, shared)) if shared.make_rail else None
+        self.rail = shared.make_rail(_line(self, shared, inbound)) if shared.make_rail else None
         self._life.threads += self.rail is not None
 
     def __repr__(self) -> str:
@@ -266,7 +266,7 @@ class Peer:
             self.fail(reason)
 
 
-def _line(peer: Peer, shared: Shared) -> Line:
+def _line(peer: Peer, shared: Shared, inbound: bool) -> Line:
     """Return what a rail gets of a peer."""
 
     def say(message: rails.RailMessage) -> None:
@@ -281,6 +281,7 @@ def _line(peer: Peer, shared: Shared) -> Line:
         peer=peer.number,
         name=peer.address,
         session=peer.session,
+        inbound=inbound,
         events=shared.events,
         pages=shared.pages,
         watch=peer.traffic.watch,
