@@ -71,7 +71,6 @@ UNWATCHED = {
     "threads.py::Thread",  # supervises threads
     "router/supervise.py::create_task",  # supervises tasks
     "router/exchange.py::create_task",  # these wait for the task where they start it
-    "router/intake.py::ensure_future",
     "router/pool.py::ensure_future",
     "router/probe.py::create_task",
     "router/watch.py::ensure_future",

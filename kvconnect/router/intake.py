@@ -69,31 +69,33 @@ class Intake:
         return Asked(body, bodies.look_at(body), pieces)
 
     async def _whole(self, request: web.Request, room: Room) -> bytearray:
+        reading = self._read(request, room)
         if request.content.is_eof():
-            return await self._read(request, room)
-        reading = asyncio.ensure_future(self._read(request, room))
-        with room.coming(reading.cancel):
-            try:
-                return await within(reading, BODY_S)
-            except asyncio.TimeoutError:
-                late = f"the body was not there within {BODY_S:g} seconds"
-                raise web.HTTPRequestTimeout(reason=late) from None
-            except asyncio.CancelledError:
-                if not room.lost:
-                    raise
-                raise Busy("the body came slowly, and others needed its memory", 1) from None
+            return await reading
+        try:
+            return await within(reading, BODY_S)
+        except asyncio.TimeoutError:
+            late = f"the body was not there within {BODY_S:g} seconds"
+            raise web.HTTPRequestTimeout(reason=late) from None
+        except asyncio.CancelledError:
+            if not room.lost:
+                raise
+            raise Busy("the body came slowly, and others needed its memory", 1) from None
 
     async def _read(self, request: web.Request, room: Room) -> bytearray:
-        body = bytearray()
-        while piece := await request.content.readany():
-            room.take(len(piece))
-            body += piece
-            if len(body) > self._most:
-                raise web.HTTPRequestEntityTooLarge(self._most, len(body))
+        body, task = bytearray(), asyncio.current_task()
+        assert task is not None
+        with room.coming(task.cancel):
+            while piece := await request.content.readany():
+                room.take(len(piece))
+                body += piece
+                if len(body) > self._most:
+                    raise web.HTTPRequestEntityTooLarge(self._most, len(body))
         return body
 
 
 def _refuse_encoded(request: web.Request) -> None:
     """Refuse what could be a thousand times as long as it came."""
-    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+    named = request.headers.getall("Content-Encoding", ())
+    if any(each.lower() != "identity" for each in named):
         raise web.HTTPUnsupportedMediaType(reason="send the body without Content-Encoding")

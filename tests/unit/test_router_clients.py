@@ -21,10 +21,13 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import http_parser
+from multidict import CIMultiDict
 
+from kvconnect.router.app import SERVER
 from kvconnect.router.options import Limits
 from tests.links import make_certificates
-from tests.unit.fake_engine import FakeEngine, decodes, on_loop, prefills, until
+from tests.unit.fake_engine import FakeEngine, bench, decodes, on_loop, prefills, until
 
 ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
@@ -206,6 +209,32 @@ async def test_malformed_and_oversized_requests_are_refused(tmp_path: Path) -> N
         assert await router.post() == 200
     log = (tmp_path / "log").read_text()
     assert "Traceback" not in log and "Error handling" not in log
+
+
+@pytest.mark.parametrize("decompressed", [False, True])
+@on_loop
+async def test_encoded_bodies_are_refused_before_they_are_looked_at(
+    decompressed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_parser, "HAS_BROTLI", False)
+    monkeypatch.setitem(SERVER, "auto_decompress", decompressed)
+    p, d = FakeEngine(prefills), FakeEngine(decodes)
+    async with bench([p], [d]) as router:
+
+        async def post(*encodings: str) -> tuple[int, str]:
+            body = gzip.compress(json.dumps(ASK).encode())
+            headers = CIMultiDict(("Content-Encoding", each) for each in encodings)
+            url = router.url + "/v1/completions"
+            async with router.client.post(url, data=body, headers=headers) as answer:
+                return answer.status, await answer.text()
+
+        for encodings in (("gzip",), ("identity", "gzip")):
+            status, said = await post(*encodings)
+            assert status == 415
+            assert "without Content-Encoding" in json.loads(said)["error"]["message"]
+        # The control: aiohttp fails to decompress it.
+        assert (await post("br"))[0] == (400 if decompressed else 415)
+        assert p.asked == d.asked == []
 
 
 @pytest.fixture

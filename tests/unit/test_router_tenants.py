@@ -7,6 +7,7 @@ import itertools
 import json
 import threading
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from kvconnect import memory
 from kvconnect.router.admission import Bodies, Busy, InFlight
 from kvconnect.router.body import pieces_of, read_body
 from kvconnect.router.caches import Caches
+from kvconnect.router.intake import Intake
 from kvconnect.router.options import Listening, Options
 from kvconnect.router.pick import Policy
 from kvconnect.router.prefixes import Stored, Tier
@@ -223,6 +225,34 @@ def test_what_is_still_coming_gives_its_room_to_what_needs_it() -> None:
                     more.take(60)
         assert not bodies.coming
     assert (bodies._left, bodies._of) == (100, {})
+
+
+@on_loop
+async def test_a_body_keeps_its_room_from_its_last_byte_on() -> None:
+    bodies, refused = Bodies(100, 100), list[Busy]()
+    with bodies.room("a") as whole, bodies.room("b") as other:
+
+        def needs_it() -> None:
+            try:
+                other.take(60)
+            except Busy as error:
+                refused.append(error)
+
+        class Content:
+            left = (b"a" * 60,)
+
+            def is_eof(self) -> bool:
+                return False
+
+            async def readany(self) -> bytes:
+                piece, self.left = b"".join(self.left), ()
+                if not piece:  # before whoever waits for the body is told that it is there
+                    asyncio.get_running_loop().call_soon(needs_it)
+                return piece
+
+        request: Any = SimpleNamespace(content=Content())
+        assert await Intake(1000, pieces=False)._whole(request, whole) == b"a" * 60
+        assert (whole.taken, whole.lost, len(refused)) == (60, False, 1)
 
 
 @on_loop
