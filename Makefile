@@ -34,7 +34,7 @@ BENCHMARKS := $(filter-out common copy_cuda fake_engines link nixl movers sglang
 export PYTHONPATH := $(CURDIR)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup setup-sglang test test-sglang demo demo-sglang bench bench-sglang docs gpu fuzz sanitize release lock clean
+.PHONY: setup setup-sglang test test-vllm test-sglang demo demo-sglang bench bench-sglang docs gpu fuzz sanitize release lock clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -50,11 +50,16 @@ test: $(READY)
 	@echo "== ruff check" && ruff check .
 	@echo "== ruff format" && ruff format --check .
 	@echo "== mypy" && mypy
-	@echo "== pytest" && pytest $(PYTEST_ARGS)
 ifeq ($(PYTEST_ARGS),)
-	@echo "== sanitizers" && $(MAKE) --no-print-directory sanitize
-	@$(MAKE) --no-print-directory test-sglang
+	@$(MAKE) --no-print-directory --jobs=2 test-vllm setup-sglang
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target sanitize test-sglang
+else
+	@echo "== pytest" && pytest $(PYTEST_ARGS)
 endif
+
+# One process has the tests with engines, the other has the rest (tests/conftest.py).
+test-vllm: $(READY)
+	@echo "== pytest" && pytest --numprocesses=2 --dist=loadgroup --durations=20
 
 test-sglang: $(SGLANG_READY)
 	@echo "== pytest tests/sglang" && \
@@ -101,8 +106,7 @@ lock: $(READY) $(SGLANG_READY)
 	@scripts/lock
 
 sanitize: $(READY)
-	@scripts/sanitize address
-	@scripts/sanitize thread
+	@echo "== sanitizers" && scripts/sanitize address && scripts/sanitize thread
 
 clean:
 	rm -rf .venv .venv-sglang .venv-gpu build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -19,7 +19,6 @@ import heapq
 import itertools
 import json
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -37,6 +36,7 @@ from kvconnect.router.loads import Loads
 from kvconnect.router.pick import Candidate, Job, Policy, pick
 from kvconnect.router.prefixes import Hit, PrefixIndex, Stored, Tier
 from kvconnect.router.view import Target
+from tests.servers import free_port
 
 RANKS = 8
 RATE = 20_000.0  # tokens per second that a rank computes
@@ -371,11 +371,6 @@ def real(requests: int) -> dict[str, float]:
         gain = 1 - figures[f"real_ttft_s_{name}"] / figures["real_ttft_s_modulo"]
         figures[f"real_ttft_gain_{name}"] = gain
     return figures
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 @contextmanager

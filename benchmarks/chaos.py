@@ -31,7 +31,8 @@ from pathlib import Path
 from benchmarks.common import emit, progress
 from tests.engines.models import prompt_tokens
 from tests.engines.pd import decode_config, prefill_config
-from tests.engines.server import Process, Router, Server, free_port
+from tests.engines.server import Process, Router, Server
+from tests.servers import free_port
 
 MODEL = "llama"
 PROMPTS = 24

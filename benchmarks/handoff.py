@@ -59,7 +59,8 @@ from benchmarks.offload_engine import NewPrompts
 from tests.engines import pd
 from tests.engines.models import BLOCK_SIZE, model_dir
 from tests.engines.scenario import block_bytes
-from tests.engines.server import Server, free_port
+from tests.engines.server import Server
+from tests.servers import free_port
 
 MODEL = "handoff"
 LENGTHS = {"256": 256, "1k": 1024, "4k": 4096}

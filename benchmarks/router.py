@@ -33,9 +33,10 @@ from typing import NamedTuple
 
 import uvloop
 
-from benchmarks.balance import free_port, process
+from benchmarks.balance import process
 from benchmarks.common import emit, progress
 from benchmarks.fake_engines import MODEL
+from tests.servers import free_port
 
 RATE = 200.0  # requests per second
 TOKENS = 50

@@ -43,7 +43,7 @@ from benchmarks.offload_engine import (
     check_answers,
 )
 from tests.engines.models import BLOCK_SIZE
-from tests.engines.server import free_port
+from tests.servers import free_port
 
 SMALL = "136MiB"  # four prompts: fewer than are asked for in turn, and a quarter is one of them
 LARGE = "400MiB"

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from demo.handoff import LENGTHS, REPLY, Served, print_rows, prompts
-from tests.engines.server import Answer, Process, ServerDied, free_port
+from tests.engines.server import Answer, Process, ServerDied
+from tests.servers import free_port
 from tests.sglang.pd import LAYERWISE, decode_server, prefill_server, side_by_side
 from tests.sglang.scenario import settled
 from tests.sglang.server import GenerateClient, SglangServer

@@ -13,6 +13,7 @@ from hypothesis import settings
 from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401
 
 HERE = Path(__file__).parent
+_GROUPS = {"engines": "engines"}
 
 # Read by vLLM when it is imported and by the processes it starts: a small KV cache, no core pinning
 # (test machines share cores), and no word to the network.
@@ -39,11 +40,19 @@ settings.load_profile("kvconnect")
 collect_ignore = [] if importlib.util.find_spec("vllm") else ["engines"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by folder and skip those whose device this machine lacks."""
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests by folder and skip those whose device this machine lacks.
+
+    Where several processes share the tests, one of them has all that start engines, since two
+    engines would need more than two cores; the others have the rest, file by file.
+    """
     no_gpu = pytest.mark.skip(reason="no CUDA device")
+    shared = config.pluginmanager.hasplugin("xdist")
     for item in items:
         parts = item.path.relative_to(HERE).parts
+        if shared:
+            item.add_marker(pytest.mark.xdist_group(_GROUPS.get(parts[0], "/".join(parts))))
         if parts[0] == "engines":
             item.add_marker("engine")
         elif parts[0] == "gpu":

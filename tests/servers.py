@@ -1,7 +1,9 @@
-"""Servers of shared tiers, as processes of their own."""
+"""Servers of shared tiers, as processes of their own, and ports for servers."""
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import shutil
 import socket
 import subprocess
@@ -11,6 +13,16 @@ from pathlib import Path
 import pytest
 
 PASSWORD = "s3cret"
+_PORTS = range(20_000, 32_768)  # which Linux gives to nobody who asks for any
+
+
+def free_port(ports: range = _PORTS) -> int:
+    """Return a loopback port nobody listens on now; a server may bind it seconds later."""
+    while True:
+        port = secrets.choice(ports)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Valkey:
@@ -19,11 +31,7 @@ class Valkey:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
-        self.port = 0
-        while not 0 < self.port < 55_000:  # a cluster's nodes also need the one 10,000 above
-            with socket.socket() as found:
-                found.bind(("127.0.0.1", 0))
-                self.port = found.getsockname()[1]
+        self.port = free_port(_PORTS[:2_768])  # a cluster's nodes also need the one 10,000 above
         (folder / "password").write_text(PASSWORD + "\n")
 
     def start(self, *options: str) -> None:

@@ -23,6 +23,7 @@ from kvconnect.store.mooncake import MooncakeOptions, MooncakeServer
 from kvconnect.store.remote import RemoteStore
 from kvconnect.testing.store import check_store
 from tests.contract.test_remote_stores import get, put, spoil
+from tests.servers import free_port
 
 OK, ABSENT = Outcome.OK, Outcome.ABSENT
 
@@ -33,7 +34,7 @@ class Mooncake:
     def __init__(self) -> None:
         package = pytest.importorskip("mooncake.store", exc_type=ImportError)
         self._programs = Path(package.__file__).parent
-        self.ports = free_ports(3)
+        self.ports = [free_port() for _ in range(3)]
         self._master: subprocess.Popen[bytes] | None = None
         self._lender: subprocess.Popen[bytes] | None = None
 
@@ -82,12 +83,6 @@ def kill(process: subprocess.Popen[bytes] | None) -> None:
     if process is not None:
         process.kill()
         process.wait()
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        found = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in found]
 
 
 def answers(port: int) -> bool:
@@ -212,7 +207,7 @@ def test_a_mooncake_that_is_killed_and_comes_back(mooncake: Mooncake) -> None:
 
 def test_a_mooncake_that_is_not_there() -> None:
     pytest.importorskip("mooncake.store", exc_type=ImportError)
-    settings = {"address": f"127.0.0.1:{free_ports(1)[0]}", "timeout_s": 1}
+    settings = {"address": f"127.0.0.1:{free_port()}", "timeout_s": 1}
     store = make_store("mooncake", settings, b"f")
     assert put(store, [b"a"]) == [Outcome.FAILED]
     store.close()

@@ -6,9 +6,7 @@ import contextlib
 import http.client
 import json
 import os
-import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,11 +24,11 @@ from typing_extensions import Self
 
 from tests.engines.models import engine_args, engine_blocks
 from tests.nursery import Child, Nursery
+from tests.servers import free_port
 
 START_TIMEOUT_S = 480.0  # seconds on a free machine; several servers may start at once
 STOP_TIMEOUT_S = 30.0
 REQUEST_TIMEOUT_S = 240.0
-_PORTS = range(20_000, 32_768)
 
 
 @dataclass(frozen=True)
@@ -382,16 +380,6 @@ class Router(Process):
             *("--probe-interval", "0"),
             *self.args,
         ]
-
-
-def free_port() -> int:
-    """Return a loopback port nobody listens on now, and that the system gives to nobody who asks
-    for any: a server binds it seconds later."""
-    while True:
-        port = secrets.choice(_PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def _children(pid: int) -> list[int]:

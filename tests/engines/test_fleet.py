@@ -19,8 +19,9 @@ from tests.engines.load import CLIENTS, Admin, Load
 from tests.engines.models import prompt_tokens
 from tests.engines.pd import decode_config, prefill_config
 from tests.engines.ranks import until
-from tests.engines.server import Router, Server, StreamBroken, events, free_port, kv_transfer
+from tests.engines.server import Router, Server, StreamBroken, events, kv_transfer
 from tests.engines.test_handoff import assert_quiet
+from tests.servers import free_port
 
 REQUESTS = 200
 LONGEST = 4000

@@ -26,7 +26,8 @@ from tests.engines.scenario import (
     prompts,
     tokens,
 )
-from tests.engines.server import Server, free_port
+from tests.engines.server import Server
+from tests.servers import free_port
 
 OURS: dict[str, Any] = {
     "kv_connector": "KVConnect",

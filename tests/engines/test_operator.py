@@ -29,7 +29,8 @@ from tests.documents import PAGES, Command, commands, commands_of
 from tests.engines.models import BLOCK_SIZE
 from tests.engines.pd import decode_config, prefill_config, side_by_side
 from tests.engines.scenario import COUNT, NEW, PROMPT, block_bytes, prompts
-from tests.engines.server import Router, Server, free_port
+from tests.engines.server import Router, Server
+from tests.servers import free_port
 
 MODEL = "Qwen/Qwen3-8B"  # the documentation's
 TOKEN = "a token of the admin API"

@@ -19,7 +19,8 @@ from typing import Any, ClassVar, Literal
 from typing_extensions import Self
 
 from tests.engines.models import model_dir
-from tests.engines.server import REQUEST_TIMEOUT_S, Answer, Client, Process, free_port
+from tests.engines.server import REQUEST_TIMEOUT_S, Answer, Client, Process
+from tests.servers import free_port
 
 PAGE = 16  # tokens per page
 CHUNK = 64  # tokens of prefill per step

@@ -35,6 +35,7 @@ from kvconnect.router.pool import Client
 from kvconnect.router.sources import Refusal, dns, file
 from kvconnect.router.upstreams import Upstream
 from kvconnect.router.view import Engine, Role
+from tests.servers import free_port
 from tests.unit.fake_engine import (
     FakeEngine,
     Handler,
@@ -270,11 +271,6 @@ async def test_a_silent_engine_is_gone_around() -> None:
 # Membership -------------------------------------------------------------------------------------
 
 TOKEN = "0123456789abcdef"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 @contextlib.asynccontextmanager

@@ -13,6 +13,7 @@ from aiohttp import web
 from kvconnect.router import probe, proofs, watch
 from kvconnect.router.options import AdminAccess, Intervals
 from kvconnect.router.reports import vllm_received
+from tests.servers import free_port
 from tests.unit.fake_engine import (
     Bench,
     FakeEngine,
@@ -178,8 +179,6 @@ async def test_a_failed_request_has_its_pair_probed() -> None:
 @on_loop
 async def test_administrators_see_what_probes_showed() -> None:
     p, d, token = FakeEngine(prefills), FakeEngine(decodes), "0123456789abcdef"
-    from tests.unit.test_router_members import free_port
-
     port = free_port()
     async with bench([p], [d], **OFTEN, admin=AdminAccess(port=port, token=token)) as router:
 

@@ -15,6 +15,7 @@ from aiohttp import web
 from kvconnect.router import probe, watch
 from kvconnect.router.options import AdminAccess, Intervals, Sources
 from kvconnect.router.sources import file
+from tests.servers import free_port
 from tests.unit.fake_engine import (
     Bench,
     FakeEngine,
@@ -26,7 +27,7 @@ from tests.unit.fake_engine import (
     says,
     until,
 )
-from tests.unit.test_router_members import TOKEN, free_port
+from tests.unit.test_router_members import TOKEN
 
 ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
 COMPUTED = {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 0}}}

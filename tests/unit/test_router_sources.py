@@ -21,8 +21,8 @@ from kvconnect.router.metrics import What
 from kvconnect.router.options import Sources, Worker
 from kvconnect.router.sources import Named, Source, etcd, kubernetes, wanted
 from kvconnect.router.view import Engine, Role
+from tests.servers import free_port
 from tests.unit.fake_engine import FakeEngine, bench, decodes, on_loop, prefills, until
-from tests.unit.test_router_members import free_port
 
 ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
 
