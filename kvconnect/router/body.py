@@ -8,6 +8,7 @@ judge.
 from __future__ import annotations
 
 import codecs
+import hashlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ _PIECE = 1 << 20  # bytes whose encoding is checked at a time
 _MOST_OBJECTS = 4096  # messages and parts that are built; a longer list counts by its bytes
 _MOST_IDS = 1 << 21  # bytes of token ids that are looked at
 _MOST_UNITS = 8192
+_MOST_NAME = 4096  # bytes of a model's or a session's name; a longer one is kept as its digest
 
 _PARAMS = ("kv_transfer_params", "ec_transfer_params")
 _EXTRA = "vllm_xargs"  # vLLM merges these into the place where its connector looks
@@ -221,9 +223,13 @@ def _bytes(body: Body, key: str) -> bytes:
 
 def _text(body: Body, key: str) -> str:
     """Return a field that is a text, else nothing."""
-    value = body.get(key)
+    value = _bytes(body, key)
+    if value[:1] != b'"':
+        return ""
+    if len(value) > _MOST_NAME:  # as text it may take four times its bytes, and it is kept
+        return hashlib.blake2b(value, digest_size=16).hexdigest()
     try:
-        return "" if value is None else msgspec.json.decode(value, type=str)
+        return msgspec.json.decode(value, type=str)
     except _BROKEN:
         return ""
 

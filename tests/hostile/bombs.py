@@ -36,12 +36,12 @@ class Bomb(NamedTuple):
     statuses: tuple[int, ...]
 
 
-def _filled(begin: bytes, item: bytes, end: bytes, size: int) -> bytes:
+def filled(begin: bytes, item: bytes, end: bytes, size: int) -> bytes:
     return begin + item * ((size - len(begin) - len(end)) // len(item)) + end
 
 
 def _encoded(encode: Callable[[bytes], bytes], begin: bytes, item: bytes, end: bytes) -> bytes:
-    return encode(_filled(begin, item, end, _GROWN))
+    return encode(filled(begin, item, end, _GROWN))
 
 
 def bombs() -> Iterator[Bomb]:
@@ -63,7 +63,7 @@ def bombs() -> Iterator[Bomb]:
         b"deflate": lambda raw: zlib.compress(raw, 9),
     }
     for name, parts in kinds.items():
-        yield Bomb(f"{name}, plain", partial(_filled, *parts, _SENT), b"", (200, 400, 503))
+        yield Bomb(f"{name}, plain", partial(filled, *parts, _SENT), b"", (200, 400, 503))
         for encoding, encode in encoders.items():
             body = partial(_encoded, encode, *parts)
             yield Bomb(f"{name}, {encoding.decode()}", body, encoding, (415,))
@@ -99,7 +99,7 @@ class _Watch:
         await passing
 
 
-def _memory(pid: int, what: str) -> float:
+def memory_of(pid: int, what: str) -> float:
     """Return a process's resident memory, or its most. Unit: MiB."""
     found = re.search(rf"{what}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
@@ -110,7 +110,7 @@ async def _wave(router: Routed, bomb: Bomb, watch: _Watch, outcome: Outcome) -> 
     """Send ten at a time; return how much memory the router gained at most. Unit: MiB."""
     with contextlib.suppress(OSError):  # not allowed everywhere: then the most since the start
         Path(f"/proc/{router.pid}/clear_refs").write_text("5")
-    before, body = _memory(router.pid, "VmRSS"), bomb.body()
+    before, body = memory_of(router.pid, "VmRSS"), bomb.body()
     header = (b"Content-Encoding: " + bomb.encoding,) if bomb.encoding else ()
 
     async def send() -> None:
@@ -132,7 +132,7 @@ async def _wave(router: Routed, bomb: Bomb, watch: _Watch, outcome: Outcome) -> 
     except asyncio.TimeoutError:
         outcome.hangs += 1
         outcome.notes.append(f"{bomb.name}: /health does not answer")
-    return _memory(router.pid, "VmHWM") - before
+    return memory_of(router.pid, "VmHWM") - before
 
 
 async def run(limit: int | None = None) -> Outcome:

@@ -19,11 +19,11 @@ HASTE_S = 1.0
 UP_S = 120.0
 BEFORE = ""
 """Python that the router's process runs first: what takes a protection away, as a control."""
-_RUN = (
+_HASTE = (
     "from kvconnect.router import app, intake; "
-    f"app.IDLE_S = intake.BODY_S = app.UNREAD_S = {HASTE_S}; "
-    "import sys; from kvconnect import cli; sys.exit(cli.main(sys.argv[1:]))"
+    f"app.IDLE_S = intake.BODY_S = app.UNREAD_S = {HASTE_S}\n"
 )
+_RUN = "import sys; from kvconnect import cli; sys.exit(cli.main(sys.argv[1:]))"
 _TICKET = {"do_remote_prefill": True, "kvconnect_ticket": "t" * 20}
 _CARD = {"kvconnect_card": "c" * 20, "kvconnect_card_expires_in": 3600}
 _GETS = {
@@ -59,7 +59,9 @@ class Recorder:
         self.odd: list[bytes] = []  # heads that an engine could take for something else
         self.reply = reply
         self.hold_s = 0.0  # before it answers
+        self.together = 1  # requests that must have come before it answers any
         self.port = 0
+        self._came = asyncio.Condition()
 
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator[Recorder]:
@@ -97,7 +99,10 @@ class Recorder:
             return answer_of(b"")
         if b'"kvconnect_card"' in body:
             return answer_of(json.dumps({"choices": [], "kv_transfer_params": _CARD}).encode())
-        self.seen.append((head, body))
+        async with self._came:
+            self.seen.append((head, body))
+            self._came.notify_all()
+            await self._came.wait_for(lambda: len(self.seen) >= self.together)
         await asyncio.sleep(self.hold_s)
         return self.reply(head, body)
 
@@ -150,10 +155,10 @@ class Routed:
 
 
 class Session:
-    """A connection that is kept, for many requests one after the other."""
+    """A connection that is kept, for many requests one after the other, from ``address``."""
 
-    def __init__(self, port: int) -> None:
-        self._port = port
+    def __init__(self, port: int, address: str = "127.0.0.1") -> None:
+        self._port, self._address = port, address
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def post(
@@ -182,8 +187,9 @@ class Session:
     async def _ask(self, request: bytes) -> tuple[int, bytes]:
         for _ in range(2):
             if self._streams is None:
-                opened = await asyncio.open_connection("127.0.0.1", self._port, limit=2**26)
-                self._streams = opened
+                self._streams = await asyncio.open_connection(
+                    "127.0.0.1", self._port, limit=2**26, local_addr=(self._address, 0)
+                )
             try:
                 self._streams[1].write(request)
                 return await self._answer(self._streams[0])
@@ -208,9 +214,9 @@ class Session:
 
 @contextlib.asynccontextmanager
 async def routed(
-    *flags: str, prefill: Reply = completed, decode: Reply = completed
+    *flags: str, prefill: Reply = completed, decode: Reply = completed, hurry: bool = True
 ) -> AsyncIterator[Routed]:
-    """Run a router in a hurry between two engines; wait until it knows both."""
+    """Run a router between two engines, in a ``hurry`` with clients; wait until it knows both."""
     async with contextlib.AsyncExitStack() as ends:
         engines = [
             await ends.enter_async_context(Recorder(reply).listening())
@@ -225,7 +231,7 @@ async def routed(
                 *(
                     sys.executable,
                     "-c",
-                    BEFORE + "\n" + _RUN,
+                    "\n".join((BEFORE, _HASTE * hurry, _RUN)),
                     "router",
                     "--port",
                     "0",

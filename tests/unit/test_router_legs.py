@@ -191,6 +191,14 @@ def test_model_and_session_of_a_body() -> None:
     assert look_at(came({"prompt": "a", "model": 7, "user": {}}))[:4] == (True, 0, "", "")
 
 
+def test_a_session_of_any_length_is_a_short_one() -> None:
+    """As text, one character beyond Unicode's first plane makes each take four bytes."""
+    one, other = ("s" * 2**20 + end for end in ("\U0001f600", "\U0001f601"))
+    names = [look_at(came({"prompt": "a", "user": name})).session for name in (one, one, other)]
+    assert names[0] == names[1] != names[2]
+    assert all(0 < len(name) <= 32 for name in names)
+
+
 @pytest.mark.parametrize(
     ("body", "ids"),
     [
