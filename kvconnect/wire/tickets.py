@@ -208,6 +208,8 @@ def parse_request(params: Mapping[str, Any]) -> Asked:
     sends, receives = (_flag(params, k) for k in ("do_remote_decode", "do_remote_prefill"))
     if sends and receives:
         raise Refused("params", "do_remote_decode and do_remote_prefill are both true: set one")
+    # An engine with several connectors answers with the ticket alone.
+    receives = receives or (TICKET_KEY in params and not sends)
     if not (sends or receives):
         return Asked()
     return Asked(

@@ -54,19 +54,23 @@ from kvconnect.plan.instructions import (
 from kvconnect.types import Endpoint, FailureCause, Rank, TransferId
 from kvconnect.wire.tickets import parse_request
 from tests.engines.models import engine_args
+from tests.engines.siblings import Sibling
 
 BLOCK, BLOCKS, SLOTS, BUDGET, NEW = 4, 20, 24, 12, 6
 WRONG = -1  # a token's KV that nobody meant to be there
 READER = Rank(0, 1, 0, 1)
+_SIBLING = {"kv_connector_module_path": "tests.engines.siblings"}
 PEER = Source("peer", 1, (Endpoint(0, 0, "127.0.0.1", 1),), 1, 1)
 
 
 class Mode(NamedTuple):
-    """How steps overlap, how many tokens are drafted, and what the engine is to others."""
+    """How steps overlap, how many tokens are drafted, what the engine is to others, and where
+    KVConnect stands beside another connector."""
 
     in_flight: int = 2
     drafts: int = 0
     role: str = "kv_both"
+    place: int | None = None  # among two connectors; None: it is the only one
 
 
 class Clock:
@@ -92,15 +96,25 @@ def make_config(mode: Mode) -> Any:
     turned on behind its back."""
     base = _config()
     overlaps = mode.in_flight > 1
-    transfer = KVTransferConfig(
-        kv_connector="KVConnect",
-        kv_role=mode.role,
-        kv_connector_extra_config={
+    ours: dict[str, Any] = {
+        "kv_connector": "KVConnect",
+        "kv_role": mode.role,
+        "kv_connector_extra_config": {
             "listen": "127.0.0.1:0",
             "host_bytes": "1MiB",
             "sync_load_bytes": 0,  # its device has no loads inside a step
         },
-    )
+    }
+    transfer = KVTransferConfig(**ours)
+    if mode.place is not None:
+        children = [{"kv_connector": "Sibling", "kv_role": "kv_both", **_SIBLING}]
+        children.insert(mode.place, ours)
+        transfer = KVTransferConfig(
+            kv_connector="MultiConnector",
+            kv_role=mode.role,
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"connectors": children},
+        )
     speculative = SimpleNamespace(
         num_speculative_tokens=mode.drafts,
         max_num_new_slots_for_drafting=0,
@@ -124,6 +138,7 @@ def make_config(mode: Mode) -> Any:
             max_num_batched_tokens=BUDGET,
             max_num_seqs=4,
             enable_chunked_prefill=True,
+            disable_hybrid_kv_cache_manager=mode.place is not None,
         ),
         "cache_config": _changed(base.cache_config, block_size=BLOCK, num_gpu_blocks=BLOCKS),
         "parallel_config": _changed(
@@ -183,6 +198,8 @@ class Device:
 
     def begin_step(self, step: StepInstructions) -> None:
         self.step = step
+        if step.greet:
+            self.reports.hellos[0, 0] = self.hello()
         for load in step.work.loads:
             assert not load.sync, "no load is to be part of a step"
         self.jobs += [*step.work.loads, *step.work.receives]
@@ -311,11 +328,14 @@ class Engine:
     clock: Clock
     steps: deque[Step] = field(default_factory=deque)
     prompts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    requests: dict[str, Request] = field(default_factory=dict)  # also those that are over
     transfers: dict[TransferId, tuple[int, ...]] = field(default_factory=dict)
+    answers: dict[str, dict[str, Any]] = field(default_factory=dict)  # their kv_transfer_params
     running: dict[str, Running] = field(default_factory=dict)
     epoch: int = 0  # of the weights
     accepted: int = 0  # tokens of each draft that are right
     seen: Counter[str] = field(default_factory=Counter)  # what happened
+    spoiled: set[int] = field(default_factory=set)  # blocks that a load inside the step spoiled
 
     def __post_init__(self) -> None:
         config = make_config(self.mode)
@@ -330,14 +350,16 @@ class Engine:
             block_size=BLOCK,
             hash_block_size=BLOCK,
         )
-        self.half = self.scheduler.connector.scheduler
-        worker = KVConnect(config, KVConnectorRole.WORKER, cache_config)
+        connector = self.scheduler.connector
+        worker = type(connector)(config, KVConnectorRole.WORKER, cache_config)
+        self.half = _ours(connector).scheduler
         self.device = Device(self)
-        worker.__dict__["worker"] = self.device
+        _ours(worker).__dict__["worker"] = self.device
+        Sibling.engine, Sibling.has, Sibling.fails = self, 0, False
         kv_transfer_state._KV_CONNECTOR_AGENT = worker
         self.runner = ActiveKVConnector(config, {})
-        metadata = {(0, 0): worker.get_handshake_metadata()}
-        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(metadata)
+        if metadata := worker.get_handshake_metadata():
+            connector.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
         self.desk = TicketDesk(self.half.handoff._desk._keys, -1, 1e6, PEER)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
         self.pool = self.scheduler.kv_cache_manager.block_pool
@@ -350,6 +372,23 @@ class Engine:
         assert block, "the null block was used"
         assert self.pool.blocks[block].ref_cnt > 0, f"block {block} is nobody's any more"
 
+    # -- what another connector does ----------------------------------------------------------
+
+    def load_inside(self, prompt: tuple[int, ...], first: int, blocks: list[int]) -> None:
+        """Fill blocks with the KV of a prompt's tokens from ``first`` on."""
+        self.seen["loaded inside"] += len(blocks)
+        for number, block in enumerate(blocks):
+            self.expect_held(block)
+            start = first + number * BLOCK
+            places = range(start, start + BLOCK)
+            self.device.kv[block] = [self.print(prompt[: place + 1]) for place in places]
+
+    def spoil(self, block: int) -> None:
+        """Such a block is not what it should be, which the engine hears of after the step."""
+        self.device.kv[block] = [WRONG] * BLOCK
+        self.spoiled.add(block)
+        self.seen["spoiled"] += 1
+
     # -- requests -----------------------------------------------------------------------------
 
     def add(self, prompt: tuple[int, ...], params: dict[str, Any] | None = None) -> str:
@@ -361,10 +400,19 @@ class Engine:
         sampling.extra_args = {"kv_transfer_params": params} if params else None
         request = Request(name, list(prompt), sampling, None, block_hasher=self.hasher)
         self.scheduler.add_request(request)
+        self.requests[name] = request
         lease = self.half.handoff.leases._requests.get(name)
         if lease is not None:
             self.transfers[lease.transfer] = prompt
         return name
+
+    def expect_right(self, name: str) -> None:
+        """A request that is over has the tokens that follow its prompt."""
+        tokens = list(self.prompts[name])
+        for token in self.requests[name].output_token_ids:
+            assert token == token_after(tuple(tokens)), f"{name} has a wrong token"
+            tokens.append(token)
+        assert len(tokens) == len(self.prompts[name]) + self.requests[name].max_tokens
 
     def ticket(self, prompt: tuple[int, ...]) -> dict[str, Any]:
         """Return what a prefill engine gives out for a prompt."""
@@ -416,7 +464,10 @@ class Engine:
         if not self.steps or self.steps[0].output is None:
             return
         step = self.steps.popleft()
-        self.scheduler.update_from_output(step.scheduled, step.output)
+        told = self.scheduler.update_from_output(step.scheduled, step.output)
+        for answer in (each for client in told.values() for each in client.outputs):
+            if answer.kv_transfer_params:
+                self.answers[answer.request_id] = answer.kv_transfer_params
         if self.mode.drafts and self.mode.in_flight == 1:
             names = [name for name in step.scheduled.num_scheduled_tokens if name in self.alive]
             drafts = [[0] * self.mode.drafts for _ in names]
@@ -442,6 +493,9 @@ class Engine:
         req = self.running[name]
         drafts = len(out.scheduled_spec_decode_tokens.get(name, ()))
         end = req.computed + out.num_scheduled_tokens[name] - drafts
+        if self.spoiled:
+            assert self.mode.in_flight == 1 and len(out.num_scheduled_tokens) == 1
+            return self._forward_in_vain(req, end)
         for place in range(req.computed):
             found = self.device.kv[req.table[place // BLOCK]][place % BLOCK]
             assert found == self.print(tuple(req.tokens[: place + 1])), f"{name} reads wrong KV"
@@ -459,6 +513,15 @@ class Engine:
         req.tokens += sampled
         req.computed = end + max(0, len(sampled) - 1)
         return sampled
+
+    def _forward_in_vain(self, req: Running, end: int) -> list[int]:
+        """Compute from a spoiled block. vLLM takes none of it, and goes back to that block."""
+        table = req.table
+        for place in range(req.computed, end):
+            self.device.kv[table[place // BLOCK]][place % BLOCK] = WRONG
+        req.computed = min(map(table.index, self.spoiled)) * BLOCK
+        self.spoiled.clear()
+        return [0] if end == len(req.tokens) else []
 
     # -- the whole ----------------------------------------------------------------------------
 
@@ -534,6 +597,12 @@ class Engine:
         assert self.half.plan.jobs.ledger.held == 0 and len(self.half.handoff.leases) == 0
         assert self.half.plan.index.slots.busy == 0
         assert self.scheduler.reset_prefix_cache(reset_connector=True)
+
+
+def _ours(connector: Any) -> Any:
+    """Return KVConnect, alone or among others."""
+    children = getattr(connector, "sub_connectors", [connector])
+    return next(child for child in children if isinstance(child, KVConnect))
 
 
 def _dtype() -> Any:

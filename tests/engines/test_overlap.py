@@ -23,9 +23,12 @@ from hypothesis.stateful import (
 
 from kvconnect.engines.vllm import handoff, scheduler
 from kvconnect.engines.vllm.device_blocks import DeviceBlocks
+from kvconnect.engines.vllm.scheduler import SchedulerHalf
 from kvconnect.errors import Misuse
 from kvconnect.plan.handoff import Leases
+from kvconnect.wire.tickets import TICKET_KEY
 from tests.engines.overlap import Clock, Engine, Mode
+from tests.engines.siblings import CLAIMS, Sibling
 
 MODES = {
     "one step": Mode(1),
@@ -248,6 +251,75 @@ def _fail_hand_off(engine: Engine, prompt: tuple[int, ...]) -> Engine:
     engine.update()
     engine.device.run(0, fails=True)
     return engine
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_another_connector_s_failed_load_spoils_nothing_here(place: int) -> None:
+    """It loads inside the step, whose stores are under way when vLLM hears that the load failed."""
+    _load_in_vain(place)
+
+
+def test_control_of_another_connector_s_failed_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SchedulerHalf, "_on_failed", lambda *_: None)
+    with pytest.raises(AssertionError, match="reads wrong KV"):
+        _load_in_vain(0)
+
+
+def _load_in_vain(place: int) -> None:
+    engine, prompt = Engine(Mode(1, place=place), CLOCK), tuple(range(30))
+    engine.settle("the first step")
+    Sibling.has, Sibling.fails, Sibling.ended = 16, True, 0
+    first = engine.add(prompt)
+    engine.schedule()
+    assert engine.seen["spoiled"] == 1
+    while engine.device.jobs:
+        engine.device.run(0, fails=False)
+    engine.update()
+    engine.settle("the request whose load failed")
+    Sibling.has, Sibling.fails = 0, False
+    assert engine.scheduler.reset_prefix_cache()
+    second = engine.add(prompt)
+    engine.settle("a request that computes all")
+    assert engine.scheduler.reset_prefix_cache()
+    third = engine.add(prompt)
+    engine.settle("a request that loads what was stored")
+    assert engine.seen["Load done"] >= 1
+    for name in (first, second, third):
+        engine.expect_right(name)
+    assert Sibling.ended == 3
+    assert not engine.half._requests and not engine.half.plan._requests
+    engine.end()
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_two_connectors_that_hand_off(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both answer, and what one of them is asked for is not taken by the other."""
+    engine, prompt = Engine(Mode(1, place=place), CLOCK), tuple(range(30))
+    engine.settle("the first step")
+    asked = {"do_remote_decode": True, "transfer_id": "ab" * 16}
+    sent = engine.add(prompt, dict(asked))
+    engine.settle("a prefill for both")
+    assert engine.answers[sent].items() >= {**CLAIMS, "transfer_id": "ab" * 16}.items()
+    assert TICKET_KEY in engine.answers[sent]
+    for theirs in (CLAIMS, {**CLAIMS, "transfer_id": "their own kind of name"}):
+        assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+        Sibling.has = 16
+        received = engine.add(prompt, dict(theirs))
+        engine.settle("what the other one brings")
+        Sibling.has = 0
+        assert engine.seen.pop("loaded inside") == 4  # blocks
+        engine.expect_right(received)
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    ticket = {key: engine.ticket(prompt)[key] for key in ("transfer_id", TICKET_KEY)}
+    received = engine.add(prompt, ticket)
+    engine.settle("what KVConnect brings")
+    assert engine.seen["Receive done"] == 1
+    engine.expect_right(received)
+    engine.end()
+    monkeypatch.setattr(engine.half.handoff, "alone", True)  # control
+    engine.add(prompt, dict(asked))
+    with pytest.raises(RuntimeError, match="Key clash"):
+        engine.settle("a prefill for both")
 
 
 def test_stores_given_up_end_without_anybody_waiting() -> None:

@@ -216,6 +216,9 @@ def test_what_belongs_to_a_role_is_read() -> None:
     assert parse_request(
         {"do_remote_prefill": True, "transfer_id": hexed, TICKET_KEY: "text"}
     ) == Asked("recv", TRANSFER, "text")
+    alone = {"transfer_id": hexed, TICKET_KEY: "text"}
+    assert parse_request(alone) == Asked("recv", TRANSFER, "text")
+    assert parse_request({"do_remote_decode": True, **alone}).role == "send"
 
 
 def test_what_a_client_claims_beside_the_ticket_is_ignored() -> None:

@@ -23,7 +23,7 @@ from kvconnect.plan.jobs import NULL_BLOCK
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport.security import Keys, read_key
 from kvconnect.types import Endpoint, Span, TransferId
-from kvconnect.wire.tickets import Asked, parse_request
+from kvconnect.wire.tickets import CARD_KEY, TICKET_KEY, Asked, parse_request
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -58,6 +58,7 @@ class HandoffHalf:
         self._sends: bool = transfer.is_kv_producer and config.listen != "off"
         self._receives: bool = transfer.is_kv_consumer
         self.greeted = False
+        self.alone = False  # known with the addresses: no other connector of this engine hands off
         # A card names the workers of one engine, and vLLM may send the request to another one.
         alone = translate.engines_beside(parallel) == 1 or parallel.data_parallel_external_lb
         self._desk = TicketDesk(
@@ -95,9 +96,9 @@ class HandoffHalf:
         yield from self.leases.gauges(now)
         yield from self.arrivals.gauges(now)
 
-    def greet(self, hellos: Mapping[tuple[int, int], WorkerHello]) -> None:
+    def greet(self, hellos: Mapping[tuple[int, int], WorkerHello], alone: bool) -> None:
         """Learn where the workers listen."""
-        self.greeted = True
+        self.greeted, self.alone = True, alone
         endpoints = tuple(
             Endpoint(tp_rank, pp_rank, *hello.address)
             for (pp_rank, tp_rank), hello in sorted(hellos.items())
@@ -111,17 +112,21 @@ class HandoffHalf:
         """Look at what a new request's ``kv_transfer_params`` ask for; return the transfer that
         other engines may ask for from now on, if any."""
         params = request.kv_transfer_params or {}
+        # Without a word that only KVConnect uses, another connector may be meant.
+        ours = self.alone or TICKET_KEY in params or CARD_KEY in params
         try:
             asked = parse_request(params)
             if asked.role == "send":
                 return self._open_lease(request, asked, now)
-            if asked.role == "recv":
+            if asked.role == "recv" and ours:
                 self._open_arrival(request, asked)
         except Refused as error:
+            if not ours:
+                return None
             if request.num_prompt_tokens < 2:
                 return None  # vLLM's word that it turned a request down, which was refused before
             logger.warning("request %s: hand-off refused: %s", request.request_id, error)
-            if params.get("do_remote_prefill") and self._receives:
+            if self._receives and (params.get("do_remote_prefill") or TICKET_KEY in params):
                 self.arrivals.refuse(request.request_id, error.field)
             else:  # an ordinary request
                 self.stats.count("handoff_refused", label=error.field)
@@ -197,7 +202,7 @@ class HandoffHalf:
         self.arrivals.finish(req_id)
         self.failed.discard(req_id)
         transfer = self.leases.finish(req_id, translate.ended_well(request), now)
-        return self._desk.answer(req_id, transfer, request.num_prompt_tokens - 1)
+        return self._desk.answer(req_id, transfer, request.num_prompt_tokens - 1, self.alone)
 
     def _open_lease(self, request: Request, asked: Asked, now: float) -> TransferId | None:
         if not self._sends:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class IdleScheduler(SchedulerHalf):
     """Knows of no request, so it plans nothing."""
 
-    def greet(self, hellos: Mapping[tuple[int, int], WorkerHello]) -> None:
+    def greet(self, hellos: Mapping[tuple[int, int], WorkerHello], alone: bool = True) -> None:
         """There is no tier to learn of."""
-        self.handoff.greet(hellos)
+        self.handoff.greet(hellos, alone)
 
     def add_request(self, request: Request) -> TransferId | None:  # noqa: ARG002
         """Nobody may ask for it, and what it asks for is computed here."""

@@ -119,9 +119,9 @@ class SchedulerHalf:
         self.plan = self._make_plan(groups, num_slots=0)
         self.below: BelowHalf | None = None
 
-    def greet(self, hellos: Mapping[tuple[int, int], WorkerHello]) -> None:
+    def greet(self, hellos: Mapping[tuple[int, int], WorkerHello], alone: bool = True) -> None:
         """Learn the workers' host tiers and addresses; the smallest tier counts, since all use the
-        same slots.
+        same slots. ``alone``: this is the engine's only connector.
 
         Raises:
             Incompatible: not every worker answered.
@@ -137,7 +137,7 @@ class SchedulerHalf:
             sizes = len(hellos), self._slot_bytes
             args = (self._config, self.plan.groups, self.plan.index, self.handoff.stats)
             self.below = BelowHalf(*args, sizes)
-        self.handoff.greet(hellos)
+        self.handoff.greet(hellos, alone)
         logger.info(
             "KVConnect host tier: %d blocks, %.2f GiB over %d workers",
             num_slots,
@@ -248,7 +248,7 @@ class SchedulerHalf:
         self._gauges.moved = self._gauges.moved or reports is not None
         reports = reports or StepReports()
         if reports.hellos and not self.handoff.greeted:  # steps overlap: they may come twice
-            self.greet(reports.hellos)
+            self.greet(reports.hellos, alone=False)
         if failed:
             self._on_failed(reports, failed, now)
         self.device.release(self.handoff.on_reports(reports.arrivals, reports.notices, now))

@@ -54,10 +54,12 @@ class TicketDesk:
         return _bind(raw, content)
 
     def answer(
-        self, req_id: str, transfer: TransferId | None, tokens: int
+        self, req_id: str, transfer: TransferId | None, tokens: int, alone: bool = True
     ) -> dict[str, Any] | None:
         """Return what the answer to a request that is over carries: a card, a ticket for the
-        ``transfer`` if its blocks stay available, or nothing."""
+        ``transfer`` if its blocks stay available, or nothing. Of two connectors that use the same
+        word in one answer, MultiConnector makes an error that ends the engine, so one that is not
+        ``alone`` leaves out what others say."""
         raw = self._raw.pop(req_id, b"")
         if req_id in self._cards:
             self._cards.remove(req_id)
@@ -67,6 +69,12 @@ class TicketDesk:
             }
         if transfer is None:
             return None
+        ticket = {
+            "transfer_id": raw.hex(),
+            TICKET_KEY: self._issue(transfer, tokens, self._lease_s),
+        }
+        if not alone:
+            return ticket
         first = self.source.endpoints[0]
         return {  # what proxies know from vLLM's own connectors, and the ticket, which alone counts
             "do_remote_prefill": True,
@@ -77,8 +85,7 @@ class TicketDesk:
             "remote_host": first.host,
             "remote_port": first.port,
             "tp_size": self.source.tp,
-            "transfer_id": raw.hex(),
-            TICKET_KEY: self._issue(transfer, tokens, self._lease_s),
+            **ticket,
         }
 
     def admit(self, asked: Asked, tokens: int, content: bytes) -> tuple[TransferId, Source, bool]:
