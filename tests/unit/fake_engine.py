@@ -14,13 +14,16 @@ from functools import wraps
 from typing import Any
 
 import aiohttp
+import pytest
 from aiohttp import web
 
+from kvconnect.router import watch
 from kvconnect.router.app import SERVER, make_app
 from kvconnect.router.options import Intervals, Limits, Options, workers
 
 Handler = Callable[["FakeEngine", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
+ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
 LIMITS = tuple(each.name for each in fields(Limits))
 EVENTS = (b'data: {"choices":[{"text":"a"}]}\n\n', b'data: {"choices":[{"text":"b"}]}\n\n')
 DONE = b"data: [DONE]\n\n"
@@ -251,6 +254,15 @@ async def bench(
         place = Bench(url, client, (prefill, decode))
         await place.cards_are_held()
         yield place
+
+
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have routers look after engines more often than one would in earnest."""
+    monkeypatch.setattr(watch, "PROBE_EVERY_S", 0.05)
+    monkeypatch.setattr(watch, "PROBE_FIRST_S", 0.02)
+    monkeypatch.setattr(watch, "CARD_RETRY_S", 0.02)
+    # A busy machine must not decide a verdict.
+    monkeypatch.setattr(watch, "PROBE_TIMEOUT_S", 30.0)
 
 
 async def until(true: Callable[[], bool | Awaitable[bool]]) -> None:

@@ -16,6 +16,7 @@ from aiohttp import HttpVersion, HttpVersion10, HttpVersion11, web
 from kvconnect.router import leftovers, watch
 from kvconnect.router.options import Limits, Listening
 from tests.unit.fake_engine import (
+    ASK,
     DONE,
     EVENTS,
     Bench,
@@ -24,25 +25,20 @@ from tests.unit.fake_engine import (
     bench,
     decodes,
     hangs,
+    hurry,
     on_loop,
     prefills,
     says,
     until,
 )
 
-ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
 STREAM = ASK | {"stream": True}
 BROKEN = says(500, {"error": {"message": "load failed", "type": "InternalServerError"}})
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look after engines more often than one would in earnest."""
-    monkeypatch.setattr(watch, "PROBE_EVERY_S", 0.05)
-    monkeypatch.setattr(watch, "PROBE_FIRST_S", 0.02)
-    monkeypatch.setattr(watch, "CARD_RETRY_S", 0.02)
-    # A busy machine must not decide a verdict.
-    monkeypatch.setattr(watch, "PROBE_TIMEOUT_S", 30.0)
+    hurry(monkeypatch)
 
 
 def pair() -> tuple[FakeEngine, FakeEngine]:
@@ -786,9 +782,13 @@ async def test_an_engine_silent_to_two_probes_is_down(monkeypatch: pytest.Monkey
 @on_loop
 async def test_every_metric_is_documented() -> None:
     text = (Path(__file__).parents[2] / "docs" / "router.md").read_text()
-    documented = set(re.findall(r"`(kvconnect_router_\w+)`", text))
+    rows = dict(re.findall(r"^\| `(kvconnect_router_\w+)` \|(.*)", text, re.MULTILINE))
     async with bench(*([engine] for engine in pair())) as router:
-        found = {name.partition("{")[0] for name in await series(router)}
-    for suffix in ("_bucket", "_sum", "_count"):
-        found = {name.removesuffix(suffix) for name in found}
-    assert documented == {name for name in found if not name.endswith("_created")}
+        every = {name.partition("{")[::2] for name in await series(router)}
+    found = {re.sub("_(bucket|sum|count)$", "", name) for name, _ in every}
+    assert rows.keys() == {name for name in found if not name.endswith("_created")}
+    for name, labels in every:
+        if name.endswith("_total"):
+            known = rows[name] + "`prefill`, `decode`"
+            for label, value in re.findall(r'(\w+)="([^"]*)"', labels):
+                assert label == "upstream" or f"`{value}`" in known, (name, label, value)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvconnect.router import watch
 from kvconnect.router.apis import APIS
 from tests.unit.fake_engine import (
     FakeEngine,
     begin_stream,
     bench,
     decodes,
+    hurry,
     on_loop,
     prefills,
     says,
@@ -30,9 +30,7 @@ FAILED = b'event: error\ndata: {"type": "error", "error": {"message": "load fail
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "PROBE_EVERY_S", 0.05)
-    monkeypatch.setattr(watch, "PROBE_FIRST_S", 0.02)
-    monkeypatch.setattr(watch, "PROBE_TIMEOUT_S", 30.0)
+    hurry(monkeypatch)
 
 
 async def echoes(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.Response:

@@ -27,9 +27,8 @@ from multidict import CIMultiDict
 from kvconnect.router.app import SERVER
 from kvconnect.router.options import Limits
 from tests.links import make_certificates
-from tests.unit.fake_engine import FakeEngine, bench, decodes, on_loop, prefills, until
+from tests.unit.fake_engine import ASK, FakeEngine, bench, decodes, on_loop, prefills, until
 
-ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
 IDLE = 10_000
 PER_IDLE_BYTES = 16 * 1024

@@ -13,6 +13,7 @@ from kvconnect.router import watch
 from kvconnect.router.options import Intervals
 from kvconnect.router.pick import Policy
 from tests.unit.fake_engine import (
+    ASK,
     DONE,
     EVENTS,
     Bench,
@@ -21,22 +22,19 @@ from tests.unit.fake_engine import (
     bench,
     decodes,
     hangs,
+    hurry,
     on_loop,
     prefills,
     says,
     until,
 )
 
-ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
 PARAMS = "kv_transfer_params"
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "PROBE_EVERY_S", 0.05)
-    monkeypatch.setattr(watch, "PROBE_FIRST_S", 0.02)
-    monkeypatch.setattr(watch, "CARD_RETRY_S", 0.02)
-    monkeypatch.setattr(watch, "PROBE_TIMEOUT_S", 30.0)
+    hurry(monkeypatch)
     monkeypatch.setattr(watch, "LEARN_EVERY_S", 0.05)
 
 

@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 
 from kvconnect import memory
 from kvconnect.router import breaker as breakers
-from kvconnect.router import watch
 from kvconnect.router.admission import Admission, Busy
 from kvconnect.router.breaker import Breaker
 from kvconnect.router.http1 import Base
@@ -37,27 +36,25 @@ from kvconnect.router.upstreams import Upstream
 from kvconnect.router.view import Engine, Role
 from tests.servers import free_port
 from tests.unit.fake_engine import (
+    ASK,
     FakeEngine,
     Handler,
     bench,
     decodes,
     hangs,
+    hurry,
     on_loop,
     prefills,
     says,
     until,
 )
 
-ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
 BROKEN = says(500, {"error": {"message": "out of order"}})
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "PROBE_EVERY_S", 0.05)
-    monkeypatch.setattr(watch, "PROBE_FIRST_S", 0.02)
-    monkeypatch.setattr(watch, "CARD_RETRY_S", 0.02)
-    monkeypatch.setattr(watch, "PROBE_TIMEOUT_S", 30.0)
+    hurry(monkeypatch)
     monkeypatch.setattr(file, "EVERY_S", 0.02)
     monkeypatch.setattr(dns, "EVERY_S", 0.02)
 

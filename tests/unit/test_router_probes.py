@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 from typing import Any
@@ -10,32 +9,30 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvconnect.router import probe, proofs, watch
+from kvconnect.router import probe, proofs
 from kvconnect.router.options import AdminAccess, Intervals
 from kvconnect.router.reports import vllm_received
 from tests.servers import free_port
 from tests.unit.fake_engine import (
+    ASK,
     Bench,
     FakeEngine,
     bench,
     decodes,
     hangs,
+    hurry,
     on_loop,
     prefills,
     says,
     until,
 )
 
-ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
-
 # With engines -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "PROBE_EVERY_S", 0.05)
-    monkeypatch.setattr(watch, "PROBE_FIRST_S", 0.02)
-    monkeypatch.setattr(watch, "CARD_RETRY_S", 0.02)
+    hurry(monkeypatch)
     monkeypatch.setattr(probe, "LOOK_S", 0.01)
     monkeypatch.setattr(proofs, "RETRY_S", 0.05)
 
@@ -168,9 +165,11 @@ async def test_what_says_nothing_about_kv_blames_nobody() -> None:
 async def test_a_failed_request_has_its_pair_probed() -> None:
     p, d = FakeEngine(prefills), FakeEngine(decodes)
     async with bench([p], [d], intervals=Intervals(probe_s=3600.0), pull=True) as router:
-        await until(lambda: bool(d.asked))
-        await asyncio.sleep(0.1)
-        assert await probes(router, "ok") == 1
+
+        async def probed() -> bool:
+            return await probes(router, "ok") == 1
+
+        await until(probed)
         d.answer = BROKEN
         assert (await router.post(ASK))[0] == 500
         await received(router, "failed", 1)

@@ -12,16 +12,18 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvconnect.router import probe, watch
+from kvconnect.router import probe
 from kvconnect.router.options import AdminAccess, Intervals, Sources
 from kvconnect.router.sources import file
 from tests.servers import free_port
 from tests.unit.fake_engine import (
+    ASK,
     Bench,
     FakeEngine,
     bench,
     decodes,
     hangs,
+    hurry,
     on_loop,
     prefills,
     says,
@@ -29,15 +31,12 @@ from tests.unit.fake_engine import (
 )
 from tests.unit.test_router_members import TOKEN
 
-ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
 COMPUTED = {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 0}}}
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "PROBE_EVERY_S", 0.05)
-    monkeypatch.setattr(watch, "PROBE_FIRST_S", 0.02)
-    monkeypatch.setattr(watch, "CARD_RETRY_S", 0.02)
+    hurry(monkeypatch)
     monkeypatch.setattr(file, "EVERY_S", 0.02)
 
 

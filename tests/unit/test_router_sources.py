@@ -22,9 +22,7 @@ from kvconnect.router.options import Sources, Worker
 from kvconnect.router.sources import Named, Source, etcd, kubernetes, wanted
 from kvconnect.router.view import Engine, Role
 from tests.servers import free_port
-from tests.unit.fake_engine import FakeEngine, bench, decodes, on_loop, prefills, until
-
-ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
+from tests.unit.fake_engine import ASK, FakeEngine, bench, decodes, on_loop, prefills, until
 
 
 def refused(what: What, text: str) -> None:

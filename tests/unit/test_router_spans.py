@@ -16,9 +16,8 @@ import pytest
 from kvconnect import tracing
 from kvconnect.errors import ConfigError
 from tests.collector import Collector, Seen, collecting
-from tests.unit.fake_engine import FakeEngine, bench, decodes, on_loop, prefills, says
+from tests.unit.fake_engine import ASK, FakeEngine, bench, decodes, on_loop, prefills, says
 
-ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
 ROUTE = "POST /v1/completions"
 
 

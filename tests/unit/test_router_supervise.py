@@ -12,26 +12,14 @@ from kvconnect.router import kvevents, reports, supervise, watch
 from kvconnect.router.options import Intervals
 from kvconnect.router.supervise import Supervisor, TaskKind
 from tests.hostile import engines, watched
-from tests.unit.fake_engine import (
-    FakeEngine,
-    bench,
-    decodes,
-    on_loop,
-    prefills,
-    says,
-    until,
-)
-
-ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
+from tests.unit.fake_engine import FakeEngine, bench, decodes, hurry, on_loop, prefills, says, until
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
     monkeypatch.setattr(supervise, "PAUSE_FIRST_S", 0.001)
-    monkeypatch.setattr(watch, "PROBE_EVERY_S", 0.05)
     monkeypatch.setattr(watch, "LEARN_EVERY_S", 0.05)
-    monkeypatch.setattr(watch, "CARD_RETRY_S", 0.05)
-    monkeypatch.setattr(watch, "PROBE_TIMEOUT_S", 30.0)
 
 
 @on_loop
