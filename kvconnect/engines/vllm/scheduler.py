@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +18,7 @@ from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.below import BelowHalf
 from kvconnect.engines.vllm.device_blocks import DeviceBlocks
 from kvconnect.engines.vllm.events import EventLog
+from kvconnect.engines.vllm.gauges import Gauges
 from kvconnect.engines.vllm.handoff import HandoffHalf
 from kvconnect.engines.vllm.live import LiveRequests
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NOTHING = Instructions()
-_GAUGES_S = 0.1  # between two looks at the gauges while the engine works
 _STORE_SHARE = 0.25  # of the device's blocks may be held by stores; the rest is the engine's
 
 
@@ -56,37 +56,6 @@ class _Promise(NamedTuple):
     handoff: bool = False  # brought by another engine
 
 
-class _Gauges:
-    """The gauges that were published last, and whether they may have moved since.
-
-    Reading them takes a tenth of a millisecond: too much for every step, and nobody looks that
-    often. But what an engine comes to rest with stays on display.
-    """
-
-    def __init__(self) -> None:
-        self.moved = True
-        self._values: dict[tuple[str, str | None], float] = {}
-        self._looked = 0.0  # when
-
-    def due(self, now: float, at_rest: bool) -> bool:
-        """Whether to look at them again. The oldest hold's age moves by itself."""
-        return now - self._looked >= (_GAUGES_S if self.moved else 1.0) or (self.moved and at_rest)
-
-    def news(
-        self, read: Iterable[tuple[str, float, str | None]], now: float
-    ) -> Mapping[tuple[str, str | None], float]:
-        """Return all of them if one has moved: some series are quotients of two."""
-        self.moved, self._looked = False, now
-        found: dict[tuple[str, str | None], float] = {}
-        for name, value, label in read:
-            # Only the age comes from several books; in whole seconds, it moves once in a while.
-            found[name, label] = max(int(value), found.get((name, label), 0))
-        if found == self._values:
-            return {}
-        self._values = found
-        return found
-
-
 class SchedulerHalf:
     """Owned by the scheduler's thread. Idle until the workers said how many slots they have."""
 
@@ -96,12 +65,7 @@ class SchedulerHalf:
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config
     ) -> None:
         translate.recompute_failed_loads(vllm_config)
-        if config.sync_load_bytes and vllm_config.max_concurrent_batches > 1:
-            # A step that overlaps the one whose load failed would sample from bad blocks.
-            if config.sync_load_bytes != AUTO:
-                logger.warning("sync_load_bytes is ignored: steps overlap (async scheduling)")
-            config = msgspec.structs.replace(config, sync_load_bytes=0)
-        self._config = config
+        self._config = config = _settings_for(vllm_config, config)
         groups = translate.cache_groups(kv_cache_config)
         self._hash_tokens = translate.hash_block_tokens(vllm_config, kv_cache_config)
         self._limits = Limits(
@@ -113,7 +77,7 @@ class SchedulerHalf:
         # Of requests asked about and not admitted yet; None for one that reads no cache.
         self._promised: dict[str, _Promise | None] = {}
         self._slot_bytes = 0
-        self._gauges = _Gauges()
+        self._gauges = Gauges()
         self.events = EventLog(vllm_config, groups, kv_cache_config)
         self.handoff = HandoffHalf(vllm_config, config, groups, KVConnectStats())
         self.plan = self._make_plan(groups, num_slots=0)
@@ -337,6 +301,15 @@ class SchedulerHalf:
         if not own.issuperset(failed):
             self.device.release_stored(self.plan.jobs.void_stores())
             self.handoff.leases.withdraw_all(now)
+
+
+def _settings_for(vllm_config: VllmConfig, config: Config) -> Config:
+    """A step that overlaps the one whose load failed would sample from bad blocks."""
+    if not config.sync_load_bytes or vllm_config.max_concurrent_batches == 1:
+        return config
+    if config.sync_load_bytes != AUTO:
+        logger.warning("sync_load_bytes is ignored: steps overlap (async scheduling)")
+    return msgspec.structs.replace(config, sync_load_bytes=0)
 
 
 def _inside_step(plan: OffloadPlan, tokens: int, slot_bytes: int, most: int, others: int) -> bool:
