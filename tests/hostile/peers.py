@@ -57,9 +57,29 @@ class Wire:
 
     def __init__(self, control: socket.socket, lanes: list[socket.socket]) -> None:
         self.control, self.lanes = control, lanes
+        self._notes = codec.NoteReader()
+        self._frames = 0
 
     def say(self, payload: bytes) -> None:
         self.control.sendall(codec.pack_note(payload))
+
+    def hear(self) -> list[messages.Message]:
+        """Wait for something, and return the messages in it."""
+        data = self.control.recv(1 << 16)
+        if not data:
+            raise EOFError
+        found = []
+        for note in self._notes.feed(data):
+            with suppress(ProtocolError):  # the greeting, and heartbeats
+                found.append(messages.decode(note))
+        return found
+
+    def send(self, want: int, unit: int, blocks: range, payload: bytes) -> None:
+        """Send pages, with digests that are wrong."""
+        first, count, nbytes = blocks.start, len(blocks), len(payload)
+        header = codec.FrameHeader(self._frames, want, unit, first, count, nbytes, 1)
+        self._frames += 1
+        self.lanes[0].sendall(codec.pack_header(header) + payload + bytes(8 * count))
 
     def close(self) -> None:
         for each in (self.control, *self.lanes):
@@ -95,17 +115,36 @@ def _connect(address: tuple[str, int], rng: random.Random, greeting: bytes) -> W
     return wire
 
 
-def _hello(rng: random.Random, **other: object) -> bytes:
+def _accept(listener: socket.socket, rng: random.Random, greeting: bytes) -> Wire:
+    socks: dict[tuple[str, int], socket.socket] = {}
+    total = 1
+    while len(socks) <= total:
+        sock, _ = listener.accept()
+        sock.settimeout(DEADLINE_S)
+        auth = ServerAuth(KEY, rng.randbytes(NONCE_BYTES))
+        _prove(sock, auth)
+        total = auth.opening.connections
+        socks[auth.opening.channel, auth.opening.number] = sock
+    wire = Wire(socks.pop(("control", 0)), list(socks.values()))
+    wire.say(greeting)
+    return wire
+
+
+def _hello(rng: random.Random, plain: bool = False, **other: object) -> bytes:
+    """Return what says who a peer is; ``plain``: that it is like an honest one."""
     group = {"block_tokens": 16, "page_tokens": 16, "layers": ["layer0", "layer1", "layer2"]}
     group |= {"kv_heads": 4, "heads": 4, "row_bytes": 32, "order": "HNC", "splittable": True}
     group |= rng.choice(
-        [
+        [{}]
+        if plain
+        else [
             *({}, {}, {}, {}, {"page_tokens": 1}, {"page_tokens": 8}, {"layers": []}),
             *({"layers": ["layer1"]}, {"order": "NHC"}, {"splittable": False}),
             {"block_tokens": 1 << 30, "page_tokens": 1 << 30},
         ]
     )
-    rank = rng.choice([Rank(0, 1, 0, 1)] * 4 + [Rank(1, 2, 0, 1), Rank(3, 4, 0, 2)])
+    ranks = [Rank(0, 1, 0, 1)] * 4 + [Rank(1, 2, 0, 1), Rank(3, 4, 0, 2)]
+    rank = rng.choice(ranks[:1] if plain else ranks)
     group["heads"] = max(1, 4 // rank.tp)
     said = {"engine_id": f"evil{rng.randrange(10**6)}", "epoch": 0, **other}
     hello = Hello(
@@ -132,43 +171,54 @@ def _spoiled(rng: random.Random, payload: bytes) -> bytes:
 
 
 class Speaker:
-    """Says valid messages in any order, with numbers that often fit, and invalid ones."""
+    """Says what a reader, or a ``source``, may say, in any order, with numbers that often fit; now
+    and then what it may not, which ends its connection."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, source: bool = False, last: int = 0) -> None:
         self._rng = rng
-        self._last = 0
+        self._source = source
+        self._last = last
 
     def next(self) -> bytes:
-        message = messages.encode(self._message())
-        return _spoiled(self._rng, message) if self._rng.random() < 0.05 else message
+        if self._rng.random() < 0.02:
+            return _spoiled(self._rng, messages.encode(self._message(self._source)))
+        return messages.encode(self._message(self._source ^ (self._rng.random() < 0.02)))
 
-    def _message(self) -> messages.Message:
+    def _message(self, source: bool) -> messages.Message:
         rng = self._rng
         number = min(
             rng.choice([self._last, self._last, rng.randrange(20), rng.choice(_NUMBERS)]),
             PROBE_WANT - 1,
         )
         transfer = rng.choice([TRANSFER, TRANSFER, bytes(16), rng.randbytes(16)])
-        if rng.random() < 0.4:
+        if source:
+            kinds = [
+                *[lambda: messages.Alive([number] * rng.choice([0, 1, 1000]))] * 4,
+                *[lambda: messages.Ready(number)] * 4,
+                lambda: messages.Fail(number, rng.choice(["gone", "x\u200b"]), "\x1b[31m" * 500),
+            ]
+        elif rng.random() < 0.4:
             return self._want(transfer, number)
-        return rng.choice(
-            [
+        else:
+            kinds = [
                 lambda: messages.Cancel(number),
                 lambda: messages.Cancel(self._last),
                 lambda: messages.Done(number),
                 lambda: messages.Renew([transfer] * rng.choice([1, 4096])),
                 lambda: messages.Decline(rng.randbytes(16)),
-                lambda: messages.Probe(PROBE_WANT + rng.randrange(16)),
-                lambda: messages.Alive([number] * rng.choice([0, 1, 1000])),
-                lambda: messages.Ready(number),
-                lambda: messages.Fail(number, rng.choice(["gone", "x\u200b"]), "\x1b[31m" * 500),
+            ]
+        if rng.random() < 0.01:
+            kinds = [
+                lambda: messages.Probe(PROBE_WANT + rng.randrange(3)),
                 lambda: messages.Turned(rng.choice(["auth", "y"]), "z" * 5000),
             ]
-        )()
+        return rng.choice(kinds)()
 
     def _want(self, transfer: bytes, number: int) -> messages.Want:
         rng = self._rng
-        self._last = number = self._last + 1 if rng.random() < 0.9 else number
+        self._last = number = self._last + 1 if rng.random() < 0.98 else number
+        if rng.random() < 0.9:
+            return messages.Want(number, transfer, rng.random() < 0.5, [(0, 0, rng.choice([1, 9]))])
         places = [0, 0, 0, 1, 63], [0, 1, 3, 9, (1 << 40) - 1], [1, 2, 9, 10, 10, (1 << 24) - 1]
         count = rng.choice([1, 1, 1, 1, 2, 1024])
         parts = [tuple(rng.choice(each) for each in places) for _ in range(count)]
@@ -237,7 +287,10 @@ def _play_sources(outcome: Outcome, rng: random.Random, count: int) -> None:
                 source = Source("evil", 0, (Endpoint(0, 0, host, port),), 1, 1)
                 d.step(receives=[receive(source, table(TOKENS, 16), TOKENS)])
                 try:
-                    finished(d)
+                    (report,) = finished(d)
+                    if not report.failures:
+                        outcome.wrong += 1
+                        outcome.notes.append("pages of a hostile source were taken for right ones")
                 except AssertionError:
                     outcome.hangs += 1
                     outcome.notes.append("a receive from a hostile source does not end")
@@ -247,30 +300,45 @@ def _play_sources(outcome: Outcome, rng: random.Random, count: int) -> None:
 
 
 def _be_source(listener: socket.socket, rng: random.Random, count: int) -> None:
-    socks: list[socket.socket] = []
     with suppress(OSError, EOFError):
-        control, lanes, total = None, [], 1
-        while control is None or len(lanes) < total:
-            sock, _ = listener.accept()
-            sock.settimeout(DEADLINE_S)
-            socks.append(sock)
-            auth = ServerAuth(KEY, rng.randbytes(NONCE_BYTES))
-            _prove(sock, auth)
-            total = auth.opening.connections
-            if auth.opening.channel == "control":
-                control = sock
-            else:
-                lanes.append(sock)
-        wire = Wire(control, lanes)
-        wire.say(codec.pack_greeting(rng.choice([0, 1, 16])))
-        wire.say(_hello(rng, engine_id="evil" if rng.random() < 0.9 else "other"))
-        speaker = Speaker(rng)
-        for _ in range(count):
-            if rng.random() < 0.05:
-                wire.lanes[0].sendall(_frame(rng))
-            wire.say(speaker.next())
-    for sock in socks:
-        sock.close()
+        wire = _accept(listener, rng, codec.pack_greeting(rng.choice([0, 1, 16])))
+        try:
+            name = "evil" if rng.random() < 0.9 else "other"
+            wire.say(_hello(rng, plain=rng.random() < 0.8, engine_id=name))
+            want = _answer_probes(wire)
+            speaker = Speaker(rng, source=True, last=want)
+            pages = [(unit, block) for unit in (1, 2, 3) for block in range(10)]
+            rng.shuffle(pages)
+            while pages and rng.random() < 0.96:  # all of them, sometimes
+                _send_pages(wire, rng, want, *pages.pop())
+            for _ in range(count):
+                chance = rng.random()
+                if chance < 0.01:
+                    wire.lanes[0].sendall(_frame(rng))
+                elif chance < 0.03:
+                    _send_pages(wire, rng, want, *rng.choice([(0, 0), (0, 9), (1, 0), (3, 2)]))
+                elif chance < 0.7 and pages:
+                    _send_pages(wire, rng, want, *pages.pop())
+                wire.say(speaker.next())
+        finally:
+            wire.close()
+
+
+def _answer_probes(wire: Wire) -> int:
+    """Send what a reader measures the path with; return the number of what it wants then."""
+    while True:
+        for message in wire.hear():
+            if isinstance(message, messages.Want):
+                return message.want
+            if isinstance(message, messages.Probe):
+                blocks = range([16, 128][message.want - PROBE_WANT])
+                for first in blocks[::16]:
+                    wire.send(message.want, 0, blocks[first : first + 16], bytes(16 << 16))
+
+
+def _send_pages(wire: Wire, rng: random.Random, want: int, unit: int, block: int) -> None:
+    """Send a block that was asked for, in one layer or, as the first unit, in all."""
+    wire.send(want, unit, range(block, block + 1), rng.randbytes(2048 if unit else 3 * 2048))
 
 
 def _frame(rng: random.Random) -> bytes:
@@ -306,7 +374,7 @@ def _play_rails(outcome: Outcome, rng: random.Random, count: int) -> None:
             offer = rails.encode(theirs.offer)
             greeting = codec.pack_greeting(1, offer if rng.random() < 0.9 else rng.randbytes(50))
             with suppress(OSError, EOFError):
-                wire = _connect(address, rng, greeting)
+                wire = _meet(victim, address, rng, greeting)
                 _expect_pages(victim)
                 try:
                     for _ in range(share):
@@ -321,17 +389,29 @@ def _play_rails(outcome: Outcome, rng: random.Random, count: int) -> None:
         _until(outcome, lambda: _works(victim, address), "an honest peer over NIXL")
 
 
+def _meet(victim: Transport, address: tuple[str, int], rng: random.Random, greeting: bytes) -> Wire:
+    """Be a reader of the victim, or its source."""
+    if rng.random() < 0.5:
+        return _connect(address, rng, greeting)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(DEADLINE_S)
+        victim.connect(*listener.getsockname())
+        return _accept(listener, rng, greeting)
+
+
 def _expect_pages(victim: Transport) -> None:
-    """Take and give pages of whoever came up."""
+    """Give pages to who reads, and expect some of who is to give them."""
     unit, ids = plain_unit(4096), array("q", range(10))
     deadline = time.monotonic() + 0.5  # a greeting that is no offer never comes up
     while time.monotonic() < deadline:
         for event in victim.poll(0.05):
             if isinstance(event, PeerUp) and "nixl" in event.paths:
-                for want in range(3):
-                    victim.submit(Outgoing(event.peer, want, 0, unit, 0, ids))
-                    spans = [(0, ids)]
-                    victim.submit(Incoming(event.peer, want + 3, [unit], spans, None, "nixl"))
+                for want in range(6):
+                    if event.inbound:
+                        victim.submit(Outgoing(event.peer, want, 0, unit, 0, ids))
+                    else:
+                        spans = [(0, ids)]
+                        victim.submit(Incoming(event.peer, want, [unit], spans, None, "nixl"))
                 return
 
 
