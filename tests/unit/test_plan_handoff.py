@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from typing import Any
 
 import pytest
 
 from kvconnect.errors import Misuse
+from kvconnect.plan import handoff
 from kvconnect.plan.arrivals import ArrivalLimits, Arrivals, SettledArrival
 from kvconnect.plan.groups import CacheGroup
 from kvconnect.plan.handoff import LONGEST_LIFE_S, LeaseLimits, Leases
@@ -58,8 +60,8 @@ def served(book: Leases, tokens: int = 10) -> Leases:
 # What peers cannot do ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [NoticeKind.RENEWED, NoticeKind.JOINED])
-def test_no_sign_of_life_keeps_a_lease_for_ever(kind: NoticeKind) -> None:
+def lives(kind: NoticeKind) -> float:
+    """Return for how long a lease lives that somebody keeps, twice the limit at most."""
     book = served(leases())
     now = 1.0
     while now < 2 * LONGEST_LIFE_S:
@@ -68,10 +70,25 @@ def test_no_sign_of_life_keeps_a_lease_for_ever(kind: NoticeKind) -> None:
         book.tick(now)
         _, withdrawals = book.take()
         if withdrawals:
+            assert withdrawals == [Withdraw(T, FailureCause.DEADLINE)]
             break
         now += 5.0
-    assert withdrawals == [Withdraw(T, FailureCause.DEADLINE)]
-    assert LONGEST_LIFE_S <= now - 1.0 <= LONGEST_LIFE_S + 10.0
+    return now - 1.0
+
+
+KEEPING = pytest.mark.parametrize("kind", [NoticeKind.RENEWED, NoticeKind.JOINED])
+
+
+@KEEPING
+def test_no_sign_of_life_keeps_a_lease_for_ever(kind: NoticeKind) -> None:
+    assert LONGEST_LIFE_S <= lives(kind) <= LONGEST_LIFE_S + 10.0
+
+
+@KEEPING
+def test_without_the_limit_it_would(kind: NoticeKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    monkeypatch.setattr(handoff, "LONGEST_LIFE_S", math.inf)
+    assert lives(kind) >= 2 * LONGEST_LIFE_S - 5.0
 
 
 def test_a_lease_that_is_to_live_longer_does() -> None:
