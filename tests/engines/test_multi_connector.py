@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from kvconnect.wire.tickets import TICKET_KEY
 from tests.engines.models import engine_args
+from tests.engines.pd import raw
 from tests.engines.scenario import (
     BLOCKS,
     COUNT,
@@ -77,6 +79,11 @@ def test_beside_another_connector(name: str, first: bool, tmp_path: Path) -> Non
         assert server.metric("vllm:kvconnect_host_blocks_capacity") > 0
         assert server.metric("vllm:kv_offload_load_bytes_total") >= 0  # whosever it is
         assert_nothing_leaks(server)
+        if name == "NixlConnector":  # both are asked; it keeps blocks for longer than this test
+            wanted = {"do_remote_decode": True, "do_remote_prefill": False}
+            answer = raw(server, prompts()[0], 1, kv_transfer_params=wanted)
+            assert answer["kv_transfer_params"].keys() >= {TICKET_KEY, "remote_block_ids"}
+            assert ask(server)[0].tokens == expected("llama").fresh[0]
 
 
 def test_an_engine_in_the_caller_s_process_can_be_reset() -> None:
