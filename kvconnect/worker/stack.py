@@ -6,6 +6,7 @@ and for what is written down: a tier that hangs holds up no other, and nobody wa
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -130,11 +131,12 @@ class Stack:
         self._closed = True
         for lane in (*self.readers.values(), *self.writers.values()):
             lane.close()
-        for tier, store in self.stores.items():
-            if all([self.readers[tier].join(), self.writers[tier].join()]):
-                store.close()
-            else:  # it holds what it has until this process ends
-                logger.warning("tier %s: a call does not end; it is not closed", tier.value)
+        with contextlib.ExitStack() as closing:  # one that raises keeps no other open
+            for tier, store in self.stores.items():
+                if all([self.readers[tier].join(), self.writers[tier].join()]):
+                    closing.callback(store.close)
+                else:  # it holds what it has until this process ends
+                    logger.warning("tier %s: a call does not end; it is not closed", tier.value)
 
 
 class _Search(Call):

@@ -240,6 +240,21 @@ def test_closing_drops_what_waits_and_ends_what_runs(bench: Bench) -> None:
     bench.tiers.close()
 
 
+def test_a_store_that_cannot_be_closed_keeps_no_other_open(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.fill(0)
+    bench.do(spill([0]))
+
+    def close() -> None:
+        raise OSError("told to")
+
+    monkeypatch.setattr(bench.disk, "close", close)
+    with pytest.raises(OSError, match="told to"):
+        bench.tiers.close()
+    assert not bench.remote.usage().available
+
+
 # A tier that hangs ------------------------------------------------------------------------------
 
 

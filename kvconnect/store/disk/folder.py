@@ -12,7 +12,7 @@ import stat
 import time
 
 from kvconnect.errors import ConfigError
-from kvconnect.store.disk.files import Directory
+from kvconnect.store.disk.files import Directory, close_handle
 from kvconnect.store.disk.segment import INDEX, SEGMENT, Stem
 
 logger = logging.getLogger(__name__)
@@ -89,14 +89,15 @@ class Folder:
     def close(self) -> None:
         """Let others have the folder, also while a child of this process lives. Idempotent."""
         if self._handle >= 0:
-            fcntl.flock(self._handle, fcntl.LOCK_UN)
+            with contextlib.suppress(OSError):  # of a disk that is gone, closing unlocks as well
+                fcntl.flock(self._handle, fcntl.LOCK_UN)
         self.let_go()
 
     def let_go(self) -> None:
         """Close what is open, and leave the lock to the process that has it. Idempotent."""
         _locked.discard(self)
         if self._handle >= 0:
-            os.close(self._handle)
+            close_handle(self._handle)
             self._handle = -1
         self.files.close()
 

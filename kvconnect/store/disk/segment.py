@@ -139,8 +139,7 @@ class Segment:
 
     def delete(self) -> None:
         """Close the file and remove it. Idempotent on the disk; errors are logged."""
-        with contextlib.suppress(OSError):
-            self.file.close()
+        self.file.close()
         delete(self.stem)
 
 
