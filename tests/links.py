@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ from kvconnect.testing.pages import Pages
 from kvconnect.testing.proxy import FaultProxy
 from kvconnect.testing.transport import Pair, Side
 from kvconnect.transport import LinkOptions, Security, make_transport
-from kvconnect.transport.base import PeerDown, Transport
+from kvconnect.transport.base import PeerDown, PeerUp, Transport
 
 QUICK = LinkOptions(heartbeat_s=0.1, dead_after_s=2.0, silent_s=2.0, stall_s=1.0, digest="full")
 NIXL_QUICK = replace(QUICK, local=True, stall_s=5.0)
@@ -44,15 +45,23 @@ def through_proxy(nbytes: int = 4 << 20, **options: object) -> Iterator[tuple[Pa
             yield Pair(reader, source), proxy
 
 
-def outcome(reader: Side, address: tuple[str, int]) -> PeerDown:
-    """Connect, and return how that failed."""
+def result(reader: Side, address: tuple[str, int]) -> PeerUp | PeerDown:
+    """Connect, and return what came of it."""
     number = reader.transport.connect(*address)
-    for _ in range(1000):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
         reader.poll()
-        for event in reader.of(PeerDown):
+        for event in (*reader.of(PeerUp), *reader.of(PeerDown)):
             if event.peer == number:
                 return event
-    raise AssertionError("the connection did not fail")
+    raise AssertionError("neither up nor down")
+
+
+def outcome(reader: Side, address: tuple[str, int]) -> PeerDown:
+    """Connect, and return how that failed."""
+    found = result(reader, address)
+    assert isinstance(found, PeerDown), found
+    return found
 
 
 def threads() -> set[str]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -174,6 +173,18 @@ def finished(engine: Engine) -> list[Report]:
     return reports
 
 
+def hand_off(p: Engine, d: Engine, transfer: TransferId = TRANSFER) -> None:
+    """Move a prompt's blocks, and compare them."""
+    there, here = table(150, p.block), table(150, d.block)
+    p.fill(there, seed=1)
+    for cache in d.caches:
+        cache.zero_()
+    p.step(offers=[Offer(transfer, (Span(0, 0, there),))])
+    d.step(receives=[replace(receive(p.source(), here, 150), transfer=transfer)])
+    assert [report.failures for report in finished(d)] == [()]
+    assert torch.equal(d.content(here, 150), p.content(there, 150))
+
+
 def notices(engine: Engine, kind: NoticeKind, count: int) -> list[Notice]:
     found: list[Notice] = []
     deadline = time.monotonic() + WAIT_S
@@ -182,12 +193,6 @@ def notices(engine: Engine, kind: NoticeKind, count: int) -> list[Notice]:
             found += [notice for notice in agent.poll(idle=False)[1] if notice.kind is kind]
         time.sleep(0.005)
     return found
-
-
-@pytest.fixture
-def engines() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 CASES = {
@@ -205,11 +210,11 @@ CASES = {
 
 @pytest.mark.parametrize("when", ["pull", "push", "half"])
 @pytest.mark.parametrize("case", CASES)
-def test_pages_arrive(case: str, when: str, engines: ExitStack) -> None:
+def test_pages_arrive(case: str, when: str, stack: ExitStack) -> None:
     """Asked after, before, and in the middle of prefill."""
     made, wanted = CASES[case]
-    p = engines.enter_context(Engine(**{**settings(made), "sends": True}))
-    d = engines.enter_context(Engine(**settings(wanted)))
+    p = stack.enter_context(Engine(**{**settings(made), "sends": True}))
+    d = stack.enter_context(Engine(**settings(wanted)))
     tokens = 150
     there, here = table(tokens, p.block), table(tokens, d.block)
     half = len(there) // 2
@@ -246,10 +251,10 @@ def settings(engine: Engine) -> dict[str, object]:
     [({"model": "other"}, "model"), ({"key": b"x" * 32}, "auth"), ({"block": 24}, "block_tokens")],
 )
 def test_what_does_not_fit_is_refused(
-    other: dict[str, object], field: str, engines: ExitStack
+    other: dict[str, object], field: str, stack: ExitStack
 ) -> None:
-    p = engines.enter_context(Engine(sends=True))
-    d = engines.enter_context(Engine(**other))  # type: ignore[arg-type]
+    p = stack.enter_context(Engine(sends=True))
+    d = stack.enter_context(Engine(**other))  # type: ignore[arg-type]
     p.step(offers=[Offer(TRANSFER)])
     d.step(receives=[receive(p.source(), array("q", [1, 2]), 2 * d.block)])
     (report,) = finished(d)
@@ -259,27 +264,27 @@ def test_what_does_not_fit_is_refused(
     assert stats.data["counters"]["handoff_refused"] == {field: 1}
 
 
-def test_an_old_incarnation_s_ticket_is_refused(engines: ExitStack) -> None:
-    p = engines.enter_context(Engine(sends=True))
-    d = engines.enter_context(Engine())
+def test_an_old_incarnation_s_ticket_is_refused(stack: ExitStack) -> None:
+    p = stack.enter_context(Engine(sends=True))
+    d = stack.enter_context(Engine())
     p.step(offers=[Offer(TRANSFER)])
     d.step(receives=[receive(p.source(epoch=EPOCH + 1), array("q", [1, 2]), 32)])
     (report,) = finished(d)
     assert {failure.cause for failure in report.failures} == {FailureCause.REFUSED}
 
 
-def test_a_transfer_that_is_not_there_is_gone(engines: ExitStack) -> None:
-    p = engines.enter_context(Engine(sends=True))
-    d = engines.enter_context(Engine())
+def test_a_transfer_that_is_not_there_is_gone(stack: ExitStack) -> None:
+    p = stack.enter_context(Engine(sends=True))
+    d = stack.enter_context(Engine())
     p.step()
     d.step(receives=[receive(p.source(), array("q", [1, 2]), 32)])
     (report,) = finished(d)
     assert {failure.cause for failure in report.failures} == {FailureCause.GONE}
 
 
-def test_a_peer_that_dies_fails_what_waits_for_it(engines: ExitStack) -> None:
-    p = engines.enter_context(Engine(sends=True))
-    d = engines.enter_context(Engine())
+def test_a_peer_that_dies_fails_what_waits_for_it(stack: ExitStack) -> None:
+    p = stack.enter_context(Engine(sends=True))
+    d = stack.enter_context(Engine())
     p.step(offers=[Offer(TRANSFER)])
     d.step(receives=[receive(p.source(), array("q", [1, 2]), 32, early=True)])
     assert notices(p, NoticeKind.JOINED, 1)
@@ -288,10 +293,10 @@ def test_a_peer_that_dies_fails_what_waits_for_it(engines: ExitStack) -> None:
     assert {failure.cause for failure in report.failures} == {FailureCause.PEER}
 
 
-def test_who_asked_too_early_is_news_once_the_transfer_is_known(engines: ExitStack) -> None:
+def test_who_asked_too_early_is_news_once_the_transfer_is_known(stack: ExitStack) -> None:
     """Without anything else from outside that would wake whoever looks at news only."""
-    p = engines.enter_context(Engine(sends=True))
-    d = engines.enter_context(Engine())
+    p = stack.enter_context(Engine(sends=True))
+    d = stack.enter_context(Engine())
     agent = p.agents[0]
     p.step()
     d.step(receives=[receive(p.source(), array("q", [1, 2]), 32, early=True)])
@@ -311,10 +316,10 @@ def reads(d: Engine) -> list[str]:
     return [transfer.hex() for transfer in d.agents[0]._receiving._renewals]
 
 
-def test_a_decode_engine_that_makes_no_steps_renews_leases(engines: ExitStack) -> None:
+def test_a_decode_engine_that_makes_no_steps_renews_leases(stack: ExitStack) -> None:
     """A paused one, with requests that wait for their turn."""
-    p = engines.enter_context(Engine(sends=True))
-    d = engines.enter_context(Engine())
+    p = stack.enter_context(Engine(sends=True))
+    d = stack.enter_context(Engine())
     p.step(offers=[Offer(TRANSFER)])
     d.step(keeps=[Keep(TRANSFER, p.source(), every_s=0.01)])
     for _ in range(3):
@@ -328,8 +333,8 @@ def test_a_decode_engine_that_makes_no_steps_renews_leases(engines: ExitStack) -
     assert reads(d) == []
 
 
-def test_readers_do_not_wait_for_an_engine_that_makes_no_steps(engines: ExitStack) -> None:
-    p = engines.enter_context(Engine(sends=True))
+def test_readers_do_not_wait_for_an_engine_that_makes_no_steps(stack: ExitStack) -> None:
+    p = stack.enter_context(Engine(sends=True))
     agent = p.agents[0]
     machine = agent._sending._machine
     agent._sending._deadline_s = 0.0
@@ -353,11 +358,11 @@ def test_readers_do_not_wait_for_an_engine_that_makes_no_steps(engines: ExitStac
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_bug_in_the_thread_of_layers_is_not_silence(
-    engines: ExitStack, monkeypatch: pytest.MonkeyPatch
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine hears of it, and so does the other side, as of an agent that died."""
-    p = engines.enter_context(Engine(sends=True))
-    d = engines.enter_context(Engine())
+    p = stack.enter_context(Engine(sends=True))
+    d = stack.enter_context(Engine())
     agent = p.agents[0]
     p.step(offers=[Offer(TRANSFER)])
     d.step(receives=[receive(p.source(), array("q", [1, 2]), 32, early=True)])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 
 import pytest
 
@@ -13,12 +11,13 @@ torch = pytest.importorskip("torch")
 
 from kvconnect.errors import Refused  # noqa: E402
 from kvconnect.plan.instructions import NoticeKind, Offer  # noqa: E402
-from kvconnect.types import Endpoint, JobId, Span, TransferId  # noqa: E402
+from kvconnect.types import Endpoint, TransferId  # noqa: E402
 from kvconnect.wire.tickets import Ticket, issue, verify  # noqa: E402
 from tests.unit.test_handoff_agent import (  # noqa: E402
     TRANSFER,
     Engine,
     finished,
+    hand_off,
     notices,
     receive,
     table,
@@ -30,28 +29,10 @@ KEY = b"k" * 32
 _monotonic, _time = time.monotonic, time.time
 
 
-@pytest.fixture
-def engines() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-def hand_off(p: Engine, d: Engine, transfer: TransferId) -> None:
-    """Move a prompt's blocks, and compare them."""
-    there, here = table(150, p.block), table(150, d.block)
-    p.fill(there, seed=1)
-    for cache in d.caches:
-        cache.zero_()
-    p.step(offers=[Offer(transfer, (Span(0, 0, there),))])
-    d.step(receives=[replace(receive(p.source(), here, 150), transfer=transfer, job=JobId(2))])
-    assert [report.failures for report in finished(d)] == [()]
-    assert torch.equal(d.content(here, 150), p.content(there, 150))
-
-
-def a_connection_outlives_an_hour(engines: ExitStack, monkeypatch: pytest.MonkeyPatch) -> bool:
+def a_connection_outlives_an_hour(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether peers that were stopped together still have their connection."""
-    p = engines.enter_context(Engine(sends=True))
-    d = engines.enter_context(Engine())
+    p = stack.enter_context(Engine(sends=True))
+    d = stack.enter_context(Engine())
     hand_off(p, d, TRANSFER)
     (before,) = d.agents[0]._links._links
     monkeypatch.setattr(time, "monotonic", lambda: _monotonic() + HOUR_S)
@@ -65,17 +46,17 @@ def a_connection_outlives_an_hour(engines: ExitStack, monkeypatch: pytest.Monkey
 
 
 def test_an_hour_in_which_the_process_was_stopped_is_nobody_s_silence(
-    engines: ExitStack, monkeypatch: pytest.MonkeyPatch
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert a_connection_outlives_an_hour(engines, monkeypatch)
+    assert a_connection_outlives_an_hour(stack, monkeypatch)
 
 
 def test_what_waits_through_an_hour_ends_and_the_next_one_works(
-    engines: ExitStack, monkeypatch: pytest.MonkeyPatch
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Deadlines have passed: each side says so once, keeps nothing, and goes on."""
-    p = engines.enter_context(Engine(sends=True))
-    d = engines.enter_context(Engine())
+    p = stack.enter_context(Engine(sends=True))
+    d = stack.enter_context(Engine())
     p.step(offers=[Offer(TRANSFER)])
     d.step(receives=[receive(p.source(), table(150, 16), 150, early=True)])
     assert notices(p, NoticeKind.JOINED, 1)
@@ -89,10 +70,10 @@ def test_what_waits_through_an_hour_ends_and_the_next_one_works(
 
 @pytest.mark.parametrize("step", [-86_400.0, 86_400.0])
 def test_a_wall_clock_that_is_set_changes_nothing_under_way(
-    step: float, engines: ExitStack, monkeypatch: pytest.MonkeyPatch
+    step: float, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    p = engines.enter_context(Engine(sends=True))
-    d = engines.enter_context(Engine())
+    p = stack.enter_context(Engine(sends=True))
+    d = stack.enter_context(Engine())
     hand_off(p, d, TRANSFER)
     monkeypatch.setattr(time, "time", lambda: _time() + step)
     hand_off(p, d, LATER)

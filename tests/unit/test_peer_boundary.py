@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
@@ -25,6 +25,7 @@ from tests.unit.test_handoff_agent import (  # noqa: E402
     TRANSFER,
     Engine,
     finished,
+    hand_off,
     notices,
     receive,
     table,
@@ -34,26 +35,11 @@ from tests.unit.test_plan_sender import T, ask, refusals, sender, span, written 
 WAIT_S = 60.0
 
 
-@pytest.fixture
-def engines() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
 def until(fact: Callable[[], object]) -> None:
     deadline = time.monotonic() + WAIT_S
     while not fact():
         assert time.monotonic() < deadline
         time.sleep(0.005)
-
-
-def serves_an_honest_reader(p: Engine, d: Engine) -> None:
-    there, here = table(150, p.block), table(150, d.block)
-    p.fill(there, seed=1)
-    p.step(offers=[Offer(TRANSFER, (Span(0, 0, there),))])
-    d.step(receives=[receive(p.source(), here, 150)])
-    assert [report.failures for report in finished(d)] == [()]
-    assert torch.equal(d.content(here, 150), p.content(there, 150))
 
 
 def errors_counted(engine: Engine) -> float:
@@ -64,12 +50,12 @@ def errors_counted(engine: Engine) -> float:
 
 @pytest.mark.parametrize("where", ["hello", "message", "up"])
 def test_an_error_that_a_peer_raises_ends_its_connection_alone(
-    where: str, engines: ExitStack, monkeypatch: pytest.MonkeyPatch
+    where: str, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the agent's own thread, wherever the peer's words are applied."""
-    p = engines.enter_context(Engine(sends=True))
-    bad = engines.enter_context(Engine())
-    good = engines.enter_context(Engine())
+    p = stack.enter_context(Engine(sends=True))
+    bad = stack.enter_context(Engine())
+    good = stack.enter_context(Engine())
     p.step(offers=[Offer(TRANSFER)])
     with monkeypatch.context() as patch:
         owner, name = {
@@ -90,14 +76,14 @@ def test_an_error_that_a_peer_raises_ends_its_connection_alone(
         (report,) = finished(bad)
     assert {failure.cause for failure in report.failures} == {FailureCause.PEER}
     assert errors_counted(p) >= 1
-    serves_an_honest_reader(p, good)
+    hand_off(p, good)
 
 
 def test_an_error_for_a_reader_in_the_engine_s_step_ends_its_connection_alone(
-    engines: ExitStack, monkeypatch: pytest.MonkeyPatch
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    p = engines.enter_context(Engine(sends=True))
-    d = engines.enter_context(Engine())
+    p = stack.enter_context(Engine(sends=True))
+    d = stack.enter_context(Engine())
     p.step()
     d.step(receives=[receive(p.source(), array("q", [1, 2]), 32, early=True)])
     agent = p.agents[0]
@@ -109,14 +95,14 @@ def test_an_error_for_a_reader_in_the_engine_s_step_ends_its_connection_alone(
     assert {failure.cause for failure in report.failures} == {FailureCause.PEER}
     assert errors_counted(p) == 1
     until(lambda: not len(agent._links))
-    serves_an_honest_reader(p, d)
+    hand_off(p, d)
 
 
 def test_carrying_out_an_action_ends_one_connection_alone(
-    engines: ExitStack, monkeypatch: pytest.MonkeyPatch
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    p = engines.enter_context(Engine(sends=True))
-    d = engines.enter_context(Engine())
+    p = stack.enter_context(Engine(sends=True))
+    d = stack.enter_context(Engine())
     p.step(offers=[Offer(TRANSFER)])
     d.step(receives=[receive(p.source(), table(150, 16), 150, early=True)])
     assert notices(p, NoticeKind.JOINED, 1)
@@ -132,17 +118,17 @@ def test_carrying_out_an_action_ends_one_connection_alone(
     ("owner", "name"), [(Peer, "_on_note"), (Peer, "join"), (NoteReader, "feed")]
 )
 def test_an_error_in_the_transport_s_thread_ends_one_connection_alone(
-    owner: type, name: str, engines: ExitStack, monkeypatch: pytest.MonkeyPatch
+    owner: type, name: str, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    p = engines.enter_context(Engine(sends=True))
-    d = engines.enter_context(Engine())
+    p = stack.enter_context(Engine(sends=True))
+    d = stack.enter_context(Engine())
     p.step(offers=[Offer(TRANSFER)])
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, lambda *_: 1 / 0)
         d.step(receives=[receive(p.source(), array("q", [1, 2]), 32, early=True)])
         (report,) = finished(d)
     assert {failure.cause for failure in report.failures} == {FailureCause.PEER}
-    serves_an_honest_reader(p, d)
+    hand_off(p, d)
 
 
 # What the machine keeps -------------------------------------------------------------------------
@@ -210,9 +196,9 @@ def test_an_error_in_the_step_names_the_peer(monkeypatch: pytest.MonkeyPatch) ->
         assert not isinstance(only, Refuse)
 
 
-def test_the_last_word_of_a_reader_is_the_last_notice(engines: ExitStack) -> None:
+def test_the_last_word_of_a_reader_is_the_last_notice(stack: ExitStack) -> None:
     """It asks, leaves and asks again before the scheduler looks: it is still there."""
-    p = engines.enter_context(Engine(sends=True))
+    p = stack.enter_context(Engine(sends=True))
     side = p.agents[0]._sending
     p.step(offers=[Offer(TRANSFER)])
     for want in range(3):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -18,12 +17,6 @@ from tests.links import side
 
 KEY = b"k" * 32
 OPENING = Opening("control", b"s" * SESSION_BYTES, 0, 1)
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as held:
-        yield held
 
 
 class Slow:

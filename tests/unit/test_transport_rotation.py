@@ -6,7 +6,6 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from kvconnect.transport.security import ALSO, Changes, Keys, read_key, read_key
 from kvconnect.transport.tcp import handshake
 from kvconnect.types import Endpoint
 from kvconnect.wire.tickets import Ticket, issue, verify
-from tests.links import make_certificates, side
+from tests.links import make_certificates, result, side
 
 OLD, NEW, OTHER = (os.urandom(32).hex() for _ in range(3))
 
@@ -32,12 +31,6 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(security, "LOOK_S", 0.0)
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as held:
-        yield held
-
-
 def put(path: Path, text: str, mode: int = 0o600) -> str:
     """Write a file in the way that secrets are mounted: a new one in the place of the old."""
     fresh = path.with_name(path.name + ".fresh")
@@ -45,18 +38,6 @@ def put(path: Path, text: str, mode: int = 0o600) -> str:
     fresh.chmod(mode)
     os.replace(fresh, path)
     return str(path)
-
-
-def result(reader: Side, address: tuple[str, int]) -> PeerUp | PeerDown:
-    """Connect, and return what came of it."""
-    number = reader.transport.connect(*address)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        reader.poll()
-        for event in (*reader.of(PeerUp), *reader.of(PeerDown)):
-            if event.peer == number:
-                return event
-    raise AssertionError("neither up nor down")
 
 
 def refusal(reader: Side, address: tuple[str, int]) -> str:
