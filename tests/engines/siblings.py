@@ -37,19 +37,24 @@ class Sibling(KVConnectorBase_V1):
         super().__init__(config, role, kv_cache_config)
         self._orders = Orders()
         self._failed: set[int] = set()
+        self._size = config.cache_config.block_size
+
+    def _whole(self, request: Any) -> int:
+        """Return how many blocks of a request it has; one token is always computed."""
+        return min(self.has, request.num_tokens - 1) // self._size
 
     # -- scheduler ----------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
-        return max(0, min(self.has, request.num_tokens - 1) - computed), False
+        return max(0, self._whole(request) * self._size - computed), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, tokens: int) -> None:
         if tokens:
-            size = self._vllm_config.cache_config.block_size
-            table = blocks.get_block_ids()[0]
-            first = self.has - tokens
-            order = tuple(request.prompt_token_ids), first, table[first // size : self.has // size]
-            self._orders.loads.append(order)
+            end = self._whole(request)
+            first = end - tokens // self._size
+            table = blocks.get_block_ids()[0][first:end]
+            prompt = tuple(request.all_token_ids)
+            self._orders.loads.append((prompt, first * self._size, table))
 
     def build_connector_meta(self, output: Any) -> KVConnectorMetadata:
         taken, self._orders = self._orders, Orders()
