@@ -112,6 +112,18 @@ def test_a_file_of_another_user_is_not_opened(tmp_path: Path) -> None:
         opened.open("file", os.O_RDONLY)
 
 
+def test_what_root_puts_into_a_users_folder_is_the_users(tmp_path: Path) -> None:
+    """Such as an index, after it removed damaged blocks; else neither could open it."""
+    if os.geteuid() == 0:
+        os.chown(tmp_path, 12345, -1)
+    held = Directory(str(tmp_path))
+    held.put("index", b"whole")
+    assert held.read("index", 99) == b"whole"
+    assert os.listdir(tmp_path) == ["index"]
+    assert (tmp_path / "index").stat().st_uid == held.user
+    held.close()
+
+
 def test_a_workers_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "kv").mkdir()

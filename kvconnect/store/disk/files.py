@@ -45,10 +45,14 @@ class Directory:
         # One that waits for a writer, as pipes do, must not hold anybody up.
         flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         handle = os.open(name, flags, 0o600, dir_fd=self.fd)
-        found = os.fstat(handle)
-        if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1 and found.st_uid == self.user:
-            return handle
-        os.close(handle)
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, handle)
+            if flags & os.O_EXCL and os.geteuid() == 0:  # root repairs another user's folder
+                os.fchown(handle, self.user, -1)
+            found = os.fstat(handle)
+            if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1 and found.st_uid == self.user:
+                undo.pop_all()
+                return handle
         raise OSError(errno.EPERM, f"{name} is no file of the folder's owner alone")
 
     def read(self, name: str, most: int) -> bytes | None:
