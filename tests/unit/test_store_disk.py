@@ -15,22 +15,14 @@ import pytest
 
 from kvconnect.errors import ConfigError
 from kvconnect.store import Outcome, make_store
-from kvconnect.store.disk import DiskOptions, DiskStore, files
+from kvconnect.store.disk import DiskStore, files
 from kvconnect.store.disk.files import PageFile
 from kvconnect.testing.blocks import payload_of, spoil_files
 from tests.fuzz.crash_disk import crash_loop
+from tests.unit.disk_stores import Clock, Open, get, opening, put
 
 MIB = 1 << 20
 OK, ABSENT, CORRUPT = Outcome.OK, Outcome.ABSENT, Outcome.CORRUPT
-Open = Callable[..., DiskStore]
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1_700_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -40,31 +32,8 @@ def clock() -> Clock:
 
 @pytest.fixture
 def opened(tmp_path: Path, clock: Clock) -> Iterator[Open]:
-    """Opens stores of 16 MiB, with segments of 4 MiB, that are closed at the end."""
-    stores = []
-
-    def make(fingerprint: bytes = b"format", **options: object) -> DiskStore:
-        settings = {"path": str(tmp_path), "capacity": 16 * MIB, "min_free": 0} | options
-        store = DiskStore(DiskOptions(**settings), fingerprint, clock, clock)  # type: ignore[arg-type]
-        stores.append(store)
-        return store
-
-    yield make
-    for store in stores:
-        store.close()
-
-
-def put(store: DiskStore, keys: Sequence[bytes], nbytes: int = 5000) -> list[Outcome]:
-    return store.put(keys, [memoryview(payload_of(key, nbytes)) for key in keys])
-
-
-def get(store: DiskStore, keys: Sequence[bytes], nbytes: int = 5000) -> list[Outcome]:
-    """Get blocks; OK is given only for the right bytes."""
-    buffers = [memoryview(bytearray(nbytes)) for _ in keys]
-    outcomes = store.get(keys, buffers)
-    for key, buffer, outcome in zip(keys, buffers, outcomes, strict=True):
-        assert outcome is not OK or buffer == payload_of(key, nbytes), "other bytes"
-    return outcomes
+    with opening(tmp_path, clock) as make:
+        yield make
 
 
 def names(prefix: str, count: int) -> list[bytes]:

@@ -124,6 +124,12 @@ def test_what_root_puts_into_a_users_folder_is_the_users(tmp_path: Path) -> None
     held.close()
 
 
+def test_what_a_crash_left_of_a_small_file_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "file.new").write_bytes(b"half")
+    Directory(str(tmp_path)).put("file", b"whole")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"whole"]
+
+
 def test_a_workers_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "kv").mkdir()

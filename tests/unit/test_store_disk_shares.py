@@ -21,20 +21,12 @@ from kvconnect.store.disk.about import recall
 from kvconnect.store.disk.files import Directory
 from kvconnect.store.disk.segment import Segment
 from kvconnect.store.disk.shares import Shares, record_bytes
-from kvconnect.testing.blocks import payload_of
+from tests.unit import disk_stores
+from tests.unit.disk_stores import Clock, Open, opening
 
 MIB = 1 << 20
 OK, ABSENT, LIMITED = Outcome.OK, Outcome.ABSENT, Outcome.LIMITED
 BLOCK = 100_000
-Open = Callable[..., DiskStore]
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1_700_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -44,18 +36,8 @@ def clock() -> Clock:
 
 @pytest.fixture
 def opened(tmp_path: Path, clock: Clock) -> Iterator[Open]:
-    """Opens stores of 16 MiB, with segments of 4 MiB, that are closed at the end."""
-    stores = []
-
-    def make(fingerprint: bytes = b"format", **options: object) -> DiskStore:
-        values = {"path": str(tmp_path), "capacity": 16 * MIB, "min_free": 0} | options
-        store = DiskStore(DiskOptions(**values), fingerprint, clock, clock)  # type: ignore[arg-type]
-        stores.append(store)
-        return store
-
-    yield make
-    for store in stores:
-        store.close()
+    with opening(tmp_path, clock) as make:
+        yield make
 
 
 def keys_of(salt: str, count: int, first: int = 0) -> list[bytes]:
@@ -64,16 +46,11 @@ def keys_of(salt: str, count: int, first: int = 0) -> list[bytes]:
 
 
 def put(store: DiskStore, keys: Sequence[bytes], nbytes: int = BLOCK) -> list[Outcome]:
-    return store.put(keys, [memoryview(payload_of(key, nbytes)) for key in keys])
+    return disk_stores.put(store, keys, nbytes)
 
 
 def get(store: DiskStore, keys: Sequence[bytes], nbytes: int = BLOCK) -> list[Outcome]:
-    """Get blocks; OK is given only for the right bytes."""
-    buffers = [memoryview(bytearray(nbytes)) for _ in keys]
-    outcomes = store.get(keys, buffers)
-    for key, buffer, outcome in zip(keys, buffers, outcomes, strict=True):
-        assert outcome is not OK or buffer == payload_of(key, nbytes), "other bytes"
-    return outcomes
+    return disk_stores.get(store, keys, nbytes)
 
 
 def abandon(store: DiskStore) -> None:
