@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 
 from kvconnect.errors import ProtocolError, Refused, TransferFailed
@@ -63,13 +63,17 @@ class Wire:
     def say(self, payload: bytes) -> None:
         self.control.sendall(codec.pack_note(payload))
 
-    def hear(self) -> list[messages.Message]:
-        """Wait for something, and return the messages in it."""
+    def notes(self) -> list[bytes]:
+        """Wait for something, and return the notes in it."""
         data = self.control.recv(1 << 16)
         if not data:
             raise EOFError
+        return self._notes.feed(data)
+
+    def hear(self) -> list[messages.Message]:
+        """Wait for something, and return the messages in it."""
         found = []
-        for note in self._notes.feed(data):
+        for note in self.notes():
             with suppress(ProtocolError):  # the greeting, and heartbeats
                 found.append(messages.decode(note))
         return found
@@ -82,6 +86,11 @@ class Wire:
         self.lanes[0].sendall(codec.pack_header(header) + payload + bytes(8 * count))
 
     def close(self) -> None:
+        """Close it once the other side has heard everything, or ended it."""
+        with suppress(OSError):
+            self.control.shutdown(socket.SHUT_WR)
+            while self.control.recv(1 << 16):
+                pass
         for each in (self.control, *self.lanes):
             each.close()
 
@@ -367,18 +376,21 @@ def _play_rails(outcome: Outcome, rng: random.Random, count: int) -> None:
         memory = Pages(1 << 20, seed=1)
         victim.register(memory)
         address = victim.listen("127.0.0.1", 0)
-        theirs = Agent("UCX", Pages(1 << 20).areas(), local=True)
+        own = Pages(1 << 20)
+        theirs = Agent("UCX", own.areas(), local=True)
         left = count
         while left > 0:
-            share = min(left, rng.randrange(1, 400))
+            share, reads = min(left, rng.randrange(1, 60)), rng.random() < 0.5
             offer = rails.encode(theirs.offer)
             greeting = codec.pack_greeting(1, offer if rng.random() < 0.9 else rng.randbytes(50))
             with suppress(OSError, EOFError):
-                wire = _meet(victim, address, rng, greeting)
+                wire = _connect(address, rng, greeting) if reads else _called(victim, rng, greeting)
                 _expect_pages(victim)
                 try:
+                    fitting = _fitting_rails(rng, own) if reads else _fitting_landings(rng, wire)
                     for _ in range(share):
-                        note = _rail(rng)
+                        note = next(fitting, b"") if rng.random() < 0.95 else b""
+                        note = note or _rail(rng)
                         if rng.random() < 0.05:
                             note = _spoiled(rng, note)
                         wire.say(codec.RailNote(note))
@@ -389,14 +401,53 @@ def _play_rails(outcome: Outcome, rng: random.Random, count: int) -> None:
         _until(outcome, lambda: _works(victim, address), "an honest peer over NIXL")
 
 
-def _meet(victim: Transport, address: tuple[str, int], rng: random.Random, greeting: bytes) -> Wire:
-    """Be a reader of the victim, or its source."""
-    if rng.random() < 0.5:
-        return _connect(address, rng, greeting)
+def _called(victim: Transport, rng: random.Random, greeting: bytes) -> Wire:
+    """Be a source that the victim connects to."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(DEADLINE_S)
         victim.connect(*listener.getsockname())
         return _accept(listener, rng, greeting)
+
+
+def _fitting_rails(rng: random.Random, own: Pages) -> Iterator[bytes]:
+    """Yield what a reader of six wants of ten blocks may say."""
+    (area,) = own.areas()
+    place = rails.UnitPlace(
+        address=area.address,
+        nbytes=area.nbytes,
+        device=area.device,
+        phases=1,
+        block_bytes=4096,
+        segments=array("q", [0, 4096, 4096]).tobytes(),
+    )
+    yield rails.encode(rails.Units(number=0, first=0, units=[place]))
+    ids = array("q", range(10)).tobytes()
+    for want in rng.sample(range(6), 6):
+        where = rails.Places(want=want, units=0, spans=[(0, 0)], ids=[ids])
+        said: list[rails.RailMessage] = [where, where, rails.Plain(want=want)]
+        yield rails.encode(rng.choice([*said, rails.Stop(want=want)]))
+    for want in rng.sample(range(6), 6):
+        yield rails.encode(rails.Stop(want=want))
+
+
+def _fitting_landings(rng: random.Random, wire: Wire) -> Iterator[bytes]:
+    """Yield what a source of them may say, though it wrote nothing: once they have places."""
+    told = 0
+    while told < 7:  # the unit, and a place for each
+        told += sum(isinstance(note, codec.RailNote) for note in wire.notes())
+    for number, want in enumerate(rng.sample(range(6), 6)):
+        for first in (0, 5):
+            message = rails.Landed(
+                want=want,
+                unit=0,
+                first=first,
+                count=5,
+                nbytes=5 * 4096,
+                number=2 * number + first // 5,
+                seconds=0.1,
+                digests=bytes(5 * 8),
+            )
+            yield rails.encode(message)
 
 
 def _expect_pages(victim: Transport) -> None:
