@@ -62,6 +62,7 @@ from tests.unit.test_handoff_agent import Engine as HandoffEngine
 
 WARM_UP, WARM_ROUNDS = 0.4, 10  # of the time; and at least
 SETTLED = 8  # rounds in each half at least: what goes up and down by chance must not look grown
+KEPT = 64  # samples at most, or they would be what grows
 PATIENCE_S = 60.0
 _CONTAINERS = (dict, list, set, deque, tuple, frozenset)
 _WALKED = ("kvconnect.", "benchmarks.", "tests.")
@@ -431,14 +432,16 @@ class DiskPart:
 
 async def soak(parts: Sequence[Part], seconds: float) -> list[Sample]:
     """Use all parts in turn for so long, and at least twice ``SETTLED`` rounds after the warm-up;
-    return what was there after each round since then."""
-    began, samples = time.monotonic(), []
+    return what was there after rounds since then, at even distances."""
+    began, samples, step = time.monotonic(), [], 1
     for number in count():
         for part in parts:
             await part.turn(number)
         now = sample([root for part in parts for root in part.roots()])
-        if number >= WARM_ROUNDS and now.at - began > seconds * WARM_UP:
+        if number >= WARM_ROUNDS and now.at - began > seconds * WARM_UP and number % step == 0:
             samples.append(now)
+        if len(samples) == KEPT:
+            samples, step = samples[1::2], 2 * step
         if now.at - began > seconds and len(samples) >= 2 * SETTLED:
             return samples
         if number % 20 == 0:
@@ -463,7 +466,7 @@ async def run(seconds: float, seed: int = 1, more: Sequence[Part] = ()) -> dict[
         for part in parts[1:]:
             ends.push_async_callback(part.close)
         samples = await soak(parts, seconds)
-        return {"rounds": len(samples), **judged(samples)}
+        return {"samples": len(samples), **judged(samples)}
 
 
 def main() -> None:

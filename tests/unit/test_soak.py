@@ -17,7 +17,7 @@ from benchmarks import soak
 
 def test_nothing_stays_of_what_comes_and_goes() -> None:
     figures = asyncio.run(soak.run(0.0))
-    assert figures["rounds"] >= 2 * soak.SETTLED
+    assert figures["samples"] >= 2 * soak.SETTLED
     assert (figures["fd_growth"], figures["thread_growth"], figures["container_growth"]) == (
         0,
         0,
