@@ -1,9 +1,9 @@
-"""A real vLLM CPU engine: what a host hit saves, and what KVConnect costs when nothing hits.
+"""A real vLLM CPU engine: what a host hit saves.
 
     python -m benchmarks.offload_engine
 
 Engines with the same model (float32) live side by side and work in turn, never at the same time:
-two without a connector, one with KVConnect as it comes, one with KVConnect loading inside the step
+one without a connector, one with KVConnect as it comes, one with KVConnect loading inside the step
 (``sync_load_bytes``), and one with vLLM's ``ExampleConnector``, which keeps blocks in files (here
 in the page cache). Their device cache holds four prompts of 2k tokens; stored prompts are asked for
 again after enough others that nothing of them is left on the device.
@@ -15,17 +15,6 @@ cached tokens and by KVConnect's own counters, and every engine's answers must b
 hit over that of the engine without connector on a new prompt, of ``ExampleConnector`` on a hit,
 and of KVConnect's engine on a prompt that is still on the device. ``ttft_sync_hit_over_...`` are
 the same for the engine that loads inside the step.
-
-``overhead_no_hit``: new prompts only, the same for every engine, host tier full; time with
-KVConnect over time without, median over rounds. TTFT of a 2k prompt and the total time of a batch
-of short prompts with decoding are both measured, and the worse of the two is the headline. Two
-processes of the same program differ by a few percent for as long as they live, so KVConnect's is
-compared with two engines without it, and ``overhead_control_...`` is one of these over the other:
-overheads below its distance from 1 cannot be told from none.
-
-``overhead_step_...`` tell more: the CPU seconds of the one thread that computes, over the same
-thread's of an engine without. They leave out the time for which the system let others run there,
-and have what KVConnect does in that thread and what its copies cost it in memory bandwidth.
 """
 
 from __future__ import annotations
@@ -47,13 +36,12 @@ PROMPT_TOKENS = PROMPT_BLOCKS * BLOCK_SIZE + 8  # the tail is computed in any ca
 CACHED_TOKENS = PROMPT_BLOCKS * BLOCK_SIZE
 DEVICE_BLOCKS = 4 * PROMPT_BLOCKS + 8  # stores may hold a quarter of them: a whole prompt
 STORED_PROMPTS = 6  # asked for in turn: five others, and more blocks than the device has, between
-HOST_BYTES = "224MiB"  # seven prompts: full, and evicting, throughout the overhead runs
+HOST_BYTES = "224MiB"  # seven prompts
 ANSWER_TOKENS = 16
-BATCH, BATCH_TOKENS, BATCH_OUTPUT = 8, 264, 32
 
 
 class Engine:
-    """One vLLM engine in processes of its own, with a connector and its configuration or none."""
+    """One vLLM engine, with a connector and its configuration or none."""
 
     def __init__(self, name: str, connector: str | None, extra: dict[str, Any]) -> None:
         from prometheus_client import REGISTRY
@@ -77,7 +65,8 @@ class Engine:
                 "disable_log_stats": False,
             }
         )
-        (self._worker,) = set(workers()) - others
+        # Or it computes in this process.
+        self._worker = next(iter(set(workers()) - others), os.getpid())
         # The next engine of this process takes its series out of the registry.
         self._collectors = list(REGISTRY._collector_to_names)
 
@@ -192,59 +181,9 @@ def check_answers(
             raise SystemExit(f"{engine.name}: other tokens, with {cached} cached")
 
 
-def measure_overhead(engines: dict[str, Engine], new: NewPrompts, rounds: int) -> dict[str, Any]:
-    """The same new work for engines without ("plain", "control") and with KVConnect."""
-    ours, order = engines["kvconnect"], list(engines.values())
-    overhead: dict[str, list[float]] = {"ttft": [], "batch": []}
-    control: dict[str, list[float]] = {"ttft": [], "batch": []}
-    step: dict[str, list[float]] = {"ttft": [], "batch": []}
-    step_control: dict[str, list[float]] = {"ttft": [], "batch": []}
-    hits = ours.counter("hit_tokens")
-    for number in range(rounds + 1):
-        work = {
-            "ttft": ([new.take()], 1),
-            "batch": ([new.take(BATCH_TOKENS) for _ in range(BATCH)], BATCH_OUTPUT),
-        }
-        order = order[1:] + order[:1]
-        for name, (prompts, tokens) in work.items():
-            before = {engine.name: engine.step_seconds() for engine in order}
-            runs = {engine.name: engine.generate(prompts, tokens, 0) for engine in order}
-            cpu = {engine.name: engine.step_seconds() - before[engine.name] for engine in order}
-            if any(answer != runs["plain"][1] for _, answer in runs.values()):
-                raise SystemExit("KVConnect changed the tokens of a request without a hit")
-            if number:  # the first round does not count
-                overhead[name] += [
-                    runs["kvconnect"][0] / runs[without][0] for without in ("plain", "control")
-                ]
-                control[name].append(runs["control"][0] / runs["plain"][0])
-                step[name] += [cpu["kvconnect"] / cpu[without] for without in ("plain", "control")]
-                step_control[name].append(cpu["control"] / cpu["plain"])
-        last = ", ".join(
-            f"{name} {values[-2]:.3f} {values[-1]:.3f}"
-            for name, values in overhead.items()
-            if values
-        )
-        progress(f"overhead, round {number}/{rounds}: {last or 'does not count'}")
-    if ours.counter("hit_tokens") != hits:
-        raise SystemExit("a new prompt hit the host tier")
-    return {
-        "overhead_no_hit": max(statistics.median(values) for values in overhead.values()),
-        **{f"overhead_no_hit_{name}": statistics.median(v) for name, v in overhead.items()},
-        **{f"overhead_control_{name}": statistics.median(v) for name, v in control.items()},
-        **{f"overhead_step_{name}": statistics.median(v) for name, v in step.items()},
-        **{
-            f"overhead_step_control_{name}": statistics.median(v)
-            for name, v in step_control.items()
-        },
-        "overhead_evicted_blocks": ours.counter("evicted_blocks"),
-        "overhead_skipped_blocks": ours.counter("skipped_store_blocks"),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
@@ -263,7 +202,6 @@ def main() -> None:
         # The one with KVConnect's counters comes last: vLLM keeps the metrics of one engine.
         setups: list[tuple[str, str | None, dict[str, Any]]] = [
             ("plain", None, {}),
-            ("control", None, {}),
             ("example", "ExampleConnector", {"shared_storage_path": files}),
             ("sync", "KVConnect", {"host_bytes": HOST_BYTES, "sync_load_bytes": HOST_BYTES}),
             ("kvconnect", "KVConnect", {"host_bytes": HOST_BYTES}),
@@ -272,9 +210,6 @@ def main() -> None:
             for name, connector, extra in setups:
                 engines[name] = Engine(name, connector, extra)
             figures = measure_hits(engines, new, options.rounds)
-            for name in ("example", "sync"):
-                engines.pop(name).close()
-            figures |= measure_overhead(engines, new, options.pairs)
         finally:
             for engine in engines.values():
                 engine.close()
