@@ -59,7 +59,7 @@ endif
 
 # One process has the tests with engines, the other has the rest (tests/conftest.py).
 test-vllm: $(READY)
-	@echo "== pytest" && pytest --numprocesses=2 --dist=loadgroup --durations=20
+	@echo "== pytest" && pytest --numprocesses=2 --durations=20
 
 test-sglang: $(SGLANG_READY)
 	@echo "== pytest tests/sglang" && \

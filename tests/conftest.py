@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -15,7 +16,6 @@ from hypothesis import settings
 from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401
 
 HERE = Path(__file__).parent
-_GROUPS = {"engines": "engines"}
 
 # Read by vLLM when it is imported and by the processes it starts: a small KV cache, no core pinning
 # (test machines share cores), and no word to the network.
@@ -42,19 +42,25 @@ settings.load_profile("kvconnect")
 collect_ignore = [] if importlib.util.find_spec("vllm") else ["engines"]
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests by folder and skip those whose device this machine lacks.
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which not every environment has
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Where several processes share the tests, give one of them all that start engines, since two
+    engines would need more than two cores, and the others the rest, file by file."""
+    from xdist.scheduler import LoadScopeScheduling
 
-    Where several processes share the tests, one of them has all that start engines, since two
-    engines would need more than two cores; the others have the rest, file by file.
-    """
+    class EnginesInOneProcess(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            engines = "tests/engines/"
+            return engines if nodeid.startswith(engines) else nodeid.partition("::")[0]
+
+    return EnginesInOneProcess(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by folder and skip those whose device this machine lacks."""
     no_gpu = pytest.mark.skip(reason="no CUDA device")
-    shared = config.pluginmanager.hasplugin("xdist")
     for item in items:
         parts = item.path.relative_to(HERE).parts
-        if shared:
-            item.add_marker(pytest.mark.xdist_group(_GROUPS.get(parts[0], "/".join(parts))))
         if parts[0] == "engines":
             item.add_marker("engine")
         elif parts[0] == "gpu":
