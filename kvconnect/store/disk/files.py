@@ -47,8 +47,8 @@ class Directory:
         handle = os.open(name, flags, 0o600, dir_fd=self.fd)
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, handle)
-            if flags & os.O_EXCL and os.geteuid() == 0:  # root repairs another user's folder
-                os.fchown(handle, self.user, -1)
+            if flags & os.O_EXCL and os.geteuid() == 0 != self.user:
+                os.fchown(handle, self.user, -1)  # root repairs another user's folder
             found = os.fstat(handle)
             if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1 and found.st_uid == self.user:
                 undo.pop_all()
