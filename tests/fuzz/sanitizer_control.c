@@ -20,6 +20,12 @@ int address_fault(int past)
     return 0;
 }
 
+int undefined_fault(int more)
+{
+    volatile int most = 0x7fffffff;
+    return most + 1 + more;
+}
+
 int thread_fault(void)
 {
     pthread_t one, two;
