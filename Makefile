@@ -27,7 +27,7 @@ SGLANG_BIN := .venv-sglang/bin
 SGLANG_READY := .venv-sglang/.ready
 GPU_PYTHON := .venv-gpu/bin/python
 # What changes the installed package also makes an environment stale.
-SOURCES := scripts/setup pyproject.toml $(wildcard requirements/*.lock setup.py kvconnect/*.[ch] kvconnect/kernels/*.cu*)
+SOURCES := scripts/setup pyproject.toml $(wildcard requirements/*.lock setup.py kvconnect/native/*.[ch] kernels/*.cu*)
 BENCHMARKS := $(filter-out common copy_cuda fake_engines link nixl movers sglang_% __init__,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
 # The folders tests, demo and benchmarks import one another by their path from here.

@@ -14,7 +14,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_py import build_py
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # not there when pip builds
@@ -25,8 +25,8 @@ SWITCH = "KVCONNECT_BUILD_NATIVE"
 KERNEL_SWITCH = "KVCONNECT_BUILD_KERNELS"
 NATIVE = Extension(
     "kvconnect._native",
-    sources=["kvconnect/_native.c", "kvconnect/_net.c", "kvconnect/_pages.c"],
-    depends=["kvconnect/_native.h", "kvconnect/_pages.h", "kvconnect/_vendor/xxhash.h"],
+    sources=[f"kvconnect/native/{name}.c" for name in ("native", "net", "pages")],
+    depends=[f"kvconnect/native/{name}.h" for name in ("native", "pages", "vendor/xxhash")],
     extra_compile_args=["-std=c11", "-O3", "-Wall", "-Wextra", "-fvisibility=hidden"],
 )
 
@@ -88,8 +88,10 @@ class BuildWithKernels(build_py):
 
 
 setup(
+    packages=[*find_packages(include=["kvconnect*"]), "kvconnect.kernels"],
+    package_dir={"kvconnect.kernels": "kernels"},
     cmdclass={"build_py": BuildWithKernels},
     ext_modules=extensions(),
     # MANIFEST.in is for the sdist alone.
-    exclude_package_data={"kvconnect": ["*.c", "*.h", "_vendor/*"]},
+    exclude_package_data={"kvconnect": ["native/*", "native/vendor/*"]},
 )

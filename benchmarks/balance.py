@@ -32,10 +32,9 @@ from typing import NamedTuple
 import aiohttp
 
 from benchmarks.common import emit, progress
-from kvconnect.router.loads import Loads
-from kvconnect.router.pick import Candidate, Job, Policy, pick
-from kvconnect.router.prefixes import Hit, PrefixIndex, Stored, Tier
-from kvconnect.router.view import Target
+from kvconnect.router.policy.loads import Loads, Target
+from kvconnect.router.policy.prefixes import Hit, PrefixIndex, Stored, Tier
+from kvconnect.router.policy.ranking import Candidate, Job, Policy, pick
 from tests.servers import free_port
 
 RANKS = 8

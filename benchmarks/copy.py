@@ -25,10 +25,10 @@ import random
 import torch
 
 from benchmarks.common import emit, interleave, medians, progress
+from kvconnect.cache.layout import Geometry, GroupGeometry, Segment
 from kvconnect.copy import make_copier, native_unavailable_reason
 from kvconnect.copy.base import Copier
-from kvconnect.geometry import Geometry, GroupGeometry, Segment
-from kvconnect.store.host import HostStore
+from kvconnect.offload.host_arena import HostStore
 
 MIB = 1 << 20
 AREA_BYTES = 768 * MIB

@@ -21,14 +21,14 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.common import interleave, medians, progress
+from kvconnect.cache.layout import Geometry, GroupGeometry, Segment
 from kvconnect.copy import make_copier, open_driver
 from kvconnect.copy.base import Copier
-from kvconnect.copy.calibrate import Choice
+from kvconnect.copy.calibration import Choice
 from kvconnect.copy.cuda import CudaCopier
-from kvconnect.geometry import Geometry, GroupGeometry, Segment
-from kvconnect.store.host import HostStore
+from kvconnect.offload.host_arena import HostStore
+from kvconnect.offload.streams import Streams, make_streams
 from kvconnect.types import TransferType
-from kvconnect.worker.streams import Streams, make_streams
 
 MIB = 1 << 20
 PAGES = {

@@ -75,12 +75,12 @@ class Timer:
 
 def watch_all() -> tuple[Timer, Timer]:
     """Return the timers of metrics and of tracing."""
-    from kvconnect.engines.vllm import spans
+    from kvconnect.disaggregation.transfer_trace import Journal
+    from kvconnect.engines.vllm import tracing as spans
     from kvconnect.engines.vllm.scheduler import SchedulerHalf
     from kvconnect.engines.vllm.stats import KVConnectPromMetrics, KVConnectStats
     from kvconnect.engines.vllm.worker import WorkerHalf
-    from kvconnect.tracing.otel import Tracer
-    from kvconnect.worker.journal import Journal
+    from kvconnect.observability.tracing.otel import Tracer
 
     metrics, tracing = Timer(), Timer()
     recorded = ("record_transfer", "count", "gauge", "observe", "aggregate", "take", "reduce")
@@ -108,7 +108,7 @@ def sender_seconds() -> float:
 def collector() -> Iterator[str]:
     """Run what takes the spans in a process of its own; yield its address."""
     code = (
-        "import sys; from tests.collector import collecting\n"
+        "import sys; from tests.fakes.trace_collector import collecting\n"
         "with collecting() as c: print(c.endpoint, flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code]
@@ -185,11 +185,11 @@ def measure_requests(rounds: int) -> dict[str, float]:
 
 def measure_transfers() -> dict[str, float]:
     """Return the microseconds that one transfer of a hand-off costs."""
+    from kvconnect.disaggregation.sessions import Meter
+    from kvconnect.disaggregation.transfer_trace import Journal
     from kvconnect.stats import OffloadingConnectorStats
     from kvconnect.transport.base import PeerId, Received
     from kvconnect.types import TransferType
-    from kvconnect.worker.journal import Journal
-    from kvconnect.worker.links import Meter
 
     def moves(journal: Journal | None) -> Callable[[], None]:
         meter, stats = Meter(journal=journal), OffloadingConnectorStats()
@@ -216,10 +216,10 @@ def measure_transfers() -> dict[str, float]:
 def measure_router(endpoint: str) -> dict[str, float]:
     """Return the microseconds that a request's spans cost the router."""
     from kvconnect.router.metrics import LegOutcome, Outcome
-    from kvconnect.router.pick import Why
-    from kvconnect.router.policy import Choice, Mode, Place, Reason
-    from kvconnect.router.spans import Spans
-    from kvconnect.router.view import Role, Target
+    from kvconnect.router.policy.choice import Choice, Mode, Place, Reason
+    from kvconnect.router.policy.loads import Role, Target
+    from kvconnect.router.policy.ranking import Why
+    from kvconnect.router.tracing import Spans
 
     place = Place(Target(0), Why.LEAST)
     choice = Choice(Mode.PUSH, Reason.DEFAULT, place, place)
@@ -293,7 +293,7 @@ def engine_registry() -> Any:
     """Return all series of an engine of 8 ranks, whose workers met 100 peers each."""
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-    from kvconnect.metrics.prometheus import PromMetrics
+    from kvconnect.observability.metrics.prometheus import PromMetrics
     from kvconnect.stats import OffloadingConnectorStats
 
     registry = CollectorRegistry()
@@ -312,7 +312,7 @@ def engine_registry() -> Any:
 def router_registry() -> tuple[Any, Callable[[], None]]:
     """Return all series of a router in front of 100 engines, and what it does before a scrape."""
     from kvconnect.router.metrics import RouterMetrics
-    from kvconnect.router.view import Load, Role
+    from kvconnect.router.policy.loads import Load, Role
 
     metrics, ranks = RouterMetrics(), [Load(own=100, foreign=200)] * RANKS
     roles = [Role.PREFILL, Role.DECODE] * (PEERS // 2)

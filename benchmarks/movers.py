@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
-from kvconnect.testing.pages import Pages, plain_unit
+from kvconnect.testing.memory import Pages, plain_unit
 from kvconnect.transport import make_transport
 from kvconnect.transport.base import (
     Hangup,

@@ -53,15 +53,15 @@ from vllm.v1.request import Request
 
 import kvconnect.engines.vllm
 from benchmarks.common import emit, interleave, medians, progress, timed
+from kvconnect.cache.groups import CacheGroup
 from kvconnect.engines.vllm.connector import KVConnect
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.stats import KVConnectStats
-from kvconnect.metrics.catalog import CATALOG
-from kvconnect.plan.groups import CacheGroup
-from kvconnect.plan.index import HostIndex
-from kvconnect.plan.instructions import Report
-from kvconnect.plan.offload import Limits, OffloadPlan
-from kvconnect.plan.policy import make_policy
+from kvconnect.observability.metrics.catalog import CATALOG
+from kvconnect.offload.eviction import make_policy
+from kvconnect.offload.index import HostIndex
+from kvconnect.offload.messages import Report
+from kvconnect.offload.planner import Limits, OffloadPlan
 from kvconnect.stats import GAUGES, HISTOGRAMS
 from kvconnect.types import TransferType
 from tests.engines.models import model_dir

@@ -20,12 +20,12 @@ import torch
 
 from benchmarks.common import timed
 from kvconnect.config import Config
+from kvconnect.disaggregation.agent import HandoffAgent
+from kvconnect.disaggregation.factory import start_agent
 from kvconnect.engines.sglang import layerwise, translate
 from kvconnect.engines.sglang.inbox import Inbox, Wanted
 from kvconnect.engines.sglang.rooms import Outbox
 from kvconnect.types import Endpoint, Rank
-from kvconnect.worker.handoff import HandoffAgent
-from kvconnect.worker.start import start_agent
 
 LAYERS, HEADS, WIDTH, PAGE = 32, 8, 128, 16  # of a model of 8 billion weights
 CHUNK = 512  # tokens

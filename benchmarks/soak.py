@@ -43,22 +43,22 @@ from aiohttp import web
 from benchmarks.common import emit, progress
 from benchmarks.fake_engines import MODEL
 from benchmarks.fake_engines import Engine as FakeEngine
-from kvconnect.plan.groups import CacheGroup
-from kvconnect.plan.index import HostIndex
-from kvconnect.plan.instructions import Instructions, Offer, Receive, Report, Span, Withdraw
-from kvconnect.plan.keys import scope_of
-from kvconnect.plan.offload import Limits, LoadRequest, OffloadPlan
-from kvconnect.plan.policy import make_policy
-from kvconnect.router import membership, watch
+from kvconnect.cache.groups import CacheGroup
+from kvconnect.cache.keys import scope_of
+from kvconnect.offload.eviction import make_policy
+from kvconnect.offload.index import HostIndex
+from kvconnect.offload.messages import Instructions, Offer, Receive, Report, Span, Withdraw
+from kvconnect.offload.planner import Limits, LoadRequest, OffloadPlan
 from kvconnect.router.app import Edge, make_app
-from kvconnect.router.history import History
+from kvconnect.router.fleet import membership, watch
+from kvconnect.router.fleet.sources import file
 from kvconnect.router.options import Intervals, Options, Sources
-from kvconnect.router.pick import Policy
-from kvconnect.router.sources import file
+from kvconnect.router.policy.caches import History
+from kvconnect.router.policy.ranking import Policy
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.store import make_store
+from kvconnect.tiers.backends import make_store
 from kvconnect.types import FailureCause, JobId, TransferId
-from tests.unit.test_handoff_agent import Engine as HandoffEngine
+from tests.unit.disaggregation.test_agent import Engine as HandoffEngine
 
 WARM_UP, WARM_ROUNDS = 0.4, 10  # of the time; and at least
 SETTLED = 8  # rounds in each half at least: what goes up and down by chance must not look grown

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import emit, interleave, medians, progress, timed
-from kvconnect.store import Outcome, Store, make_store
-from kvconnect.store.disk import DiskOptions, DiskStore
+from kvconnect.tiers.backends import Outcome, Store, make_store
+from kvconnect.tiers.backends.disk import DiskOptions, DiskStore
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SIZES = {"32k": 32 * KIB, "256k": 256 * KIB, "1m": MIB, "4m": 4 * MIB}

@@ -20,16 +20,16 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from kvconnect import versions
+from kvconnect.cache.keys import TENANT_BYTES, tenant_of
 from kvconnect.config import parse_bytes
-from kvconnect.doctor import checks, disk, transport
-from kvconnect.doctor.finding import Finding, Report
-from kvconnect.doctor.half import Task
+from kvconnect.doctor import checks, disk, transfers
+from kvconnect.doctor.findings import Finding, Report
+from kvconnect.doctor.peer_process import Task
 from kvconnect.errors import ConfigError
-from kvconnect.metrics import dashboards
-from kvconnect.plan.keys import TENANT_BYTES, tenant_of
-from kvconnect.report import command as report_command
+from kvconnect.observability.metrics import dashboards
+from kvconnect.observability.report import command as report_command
+from kvconnect.observability.top import command as top_command
 from kvconnect.router import flags as router_flags
-from kvconnect.top import command as top_command
 
 Refuse = Callable[[str], NoReturn]
 """Ends the command with a usage error."""
@@ -104,7 +104,7 @@ def run_transport(refuse: Refuse, arguments: argparse.Namespace) -> int:
         )
         if arguments.listen:
             return _listen(task)
-        return _show(transport.examine(task, min_rate), arguments)
+        return _show(transfers.examine(task, min_rate), arguments)
     except ConfigError as error:
         refuse(f"--{error.field.replace('_', '-')} {error.value}: {error.fix}")
 
@@ -150,7 +150,7 @@ def parse_address(field: str, text: str) -> tuple[str, int]:
 def _listen(task: Task) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     with contextlib.suppress(KeyboardInterrupt):
-        transport.listen(task, partial(print, flush=True), lambda: False)
+        transfers.listen(task, partial(print, flush=True), lambda: False)
     return 0
 
 
@@ -198,7 +198,7 @@ def _add_transport_flags(parser: argparse.ArgumentParser) -> None:
 def run_cache(refuse: Refuse, arguments: argparse.Namespace) -> int:
     """Look into a folder of the disk tier, or clear it; return the exit code."""
     try:
-        inspect = importlib.import_module("kvconnect.store.disk.inspect")
+        inspect = importlib.import_module("kvconnect.tiers.backends.disk.inspect")
     except ImportError as error:
         refuse(f"{error.name} is missing: pip install {error.name}")
     try:

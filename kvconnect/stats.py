@@ -16,7 +16,7 @@ Keys are ``str`` and values are Python numbers at every level, so the payload su
 and msgpack unchanged. Histograms carry one count per fixed bucket, never samples, and a counter
 has at most ``MOST_LABELS`` label values and ``other``: the size depends on how many metrics
 exist, not on how many operations an interval had or how many peers took part.
-The names are the rows of :mod:`kvconnect.metrics.catalog`.
+The names are the rows of :mod:`kvconnect.observability.metrics.catalog`.
 """
 
 from __future__ import annotations

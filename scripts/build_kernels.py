@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SOURCES = Path(__file__).resolve().parents[1] / "kvconnect" / "kernels"
+SOURCES = Path(__file__).resolve().parents[1] / "kernels"
 ARCHITECTURES = (80, 86, 89, 90, 100)
 """Compute capabilities, times ten: A100, A10, L4 and L40, H100 and H200, B200."""
 

@@ -21,10 +21,10 @@ WHEEL_HAS = (
     r"kvconnect/py\.typed",
     r"kvconnect/_native\..*\.so",
     r"kvconnect/kernels/pages\.cu",
-    r"kvconnect/metrics/dashboards/alerts\.yaml",
+    r"kvconnect/observability/metrics/dashboards/alerts\.yaml",
     r"kvconnect-.*/licenses/LICENSE",
 )
-SDIST_HAS = (r"pyproject\.toml", r"setup\.py", r"README\.md", r"LICENSE", r"kvconnect/_native\.c")
+SDIST_HAS = (r"pyproject\.toml", r"setup\.py", r"README\.md", r"LICENSE", r"kvconnect/native/.*\.c")
 NOWHERE = r"(^|/)(tests?|benchmarks|\.venv.*|build|shared)/"  # in a wheel
 
 

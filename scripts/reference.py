@@ -16,10 +16,10 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 import msgspec
 
 from kvconnect.config import BelowConfig, Config, NetworkConfig
-from kvconnect.store.disk.options import DiskOptions
-from kvconnect.store.mooncake import MooncakeOptions
-from kvconnect.store.object import ObjectOptions
-from kvconnect.store.valkey import ValkeyOptions
+from kvconnect.tiers.backends.disk.options import DiskOptions
+from kvconnect.tiers.backends.mooncake import MooncakeOptions
+from kvconnect.tiers.backends.object import ObjectOptions
+from kvconnect.tiers.backends.valkey import ValkeyOptions
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 _BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.S)

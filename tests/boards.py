@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import yaml
 
-from kvconnect.metrics import dashboards
+from kvconnect.observability.metrics import dashboards
 from tests.engines.server import Process
 
 FOLDER = Path(dashboards.__file__).parent

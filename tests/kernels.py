@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect import kernels
+from kvconnect.copy import kernels
 
-HERE = Path(__file__).parent / "unit" / "kernels"
-SOURCES = Path(kernels.__file__).parent
+HERE = Path(__file__).parent / "fakes" / "kernels"
+SOURCES = kernels.folder()
 
 Argument = ctypes.c_void_p | ctypes.c_longlong
 

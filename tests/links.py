@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from kvconnect.testing.pages import Pages
+from kvconnect.testing.memory import Pages
 from kvconnect.testing.proxy import FaultProxy
 from kvconnect.testing.transport import Pair, Side
 from kvconnect.transport import LinkOptions, Security, make_transport

@@ -17,6 +17,7 @@ from tests.architecture import (
     calls_to_print,
     folder_cycles,
     imports,
+    impure_imports,
     misplaced_packages,
     over_budget,
     unwatched_starts,
@@ -48,6 +49,10 @@ def test_packages_are_imported_only_where_they_belong() -> None:
     assert misplaced_packages(IMPORTS) == []
 
 
+def test_pure_modules_import_only_pure_modules() -> None:
+    assert impure_imports(TEXTS) == []
+
+
 def test_no_folder_cycles() -> None:
     assert folder_cycles(TEXTS) == []
 
@@ -69,11 +74,11 @@ def test_broad_excepts_are_few_and_marked() -> None:
 
 UNWATCHED = {
     "threads.py::Thread",  # supervises threads
-    "router/supervise.py::create_task",  # supervises tasks
+    "router/supervisor.py::create_task",  # supervises tasks
     "router/exchange.py::create_task",  # these wait for the task where they start it
-    "router/pool.py::ensure_future",
-    "router/probe.py::create_task",
-    "router/watch.py::ensure_future",
+    "router/http/pool.py::ensure_future",
+    "router/fleet/probe.py::create_task",
+    "router/fleet/watch.py::ensure_future",
 }
 """Where a thread or a task may be started; everybody else uses ``threads`` and ``supervise``."""
 
@@ -99,29 +104,29 @@ def flagged(path: str, code: str) -> list[str]:
 @pytest.mark.parametrize(
     ("path", "code"),
     [
-        ("plan/index.py", "from kvconnect.store.host import HostStore"),
-        ("plan/index.py", "from kvconnect import geometry"),
-        ("plan/index.py", "import kvconnect.engines.vllm"),
-        ("plan/handoff.py", "from kvconnect import tracing"),
-        ("wire/codec.py", "from kvconnect.tracing.otel import Tracer"),
-        ("router/spans.py", "from opentelemetry import trace"),
-        ("plan/index.py", "from kvconnect import Misuse"),
-        ("plan/index.py", "def f():\n    from kvconnect.worker import executor"),
-        ("worker/executor.py", "from kvconnect.metrics.catalog import ROWS"),
-        ("errors.py", "import kvconnect.plan.index"),
-        ("plan/index.py", "import time"),
-        ("plan/index.py", "def f():\n    import threading"),
-        ("plan/index.py", "import torch"),
-        ("geometry.py", "from torch import Tensor"),
-        ("store/host.py", "import vllm"),
+        ("offload/index.py", "from kvconnect.tiers.planner import TierPlan"),
+        ("cache/keys.py", "from kvconnect import offload"),
+        ("offload/index.py", "import kvconnect.engines.vllm"),
+        ("disaggregation/leases.py", "from kvconnect import tracing"),
+        ("protocol/codec.py", "from kvconnect.observability.tracing.otel import Tracer"),
+        ("router/tracing.py", "from opentelemetry import trace"),
+        ("offload/index.py", "from kvconnect import Misuse"),
+        ("offload/index.py", "def f():\n    from kvconnect.disaggregation import agent"),
+        ("offload/copy_executor.py", "from kvconnect.observability.metrics.catalog import ROWS"),
+        ("errors.py", "import kvconnect.offload.index"),
+        ("offload/index.py", "import time"),
+        ("offload/index.py", "def f():\n    import threading"),
+        ("offload/index.py", "import torch"),
+        ("cache/layout.py", "from torch import Tensor"),
+        ("offload/host_arena.py", "import vllm"),
         ("engines/sglang/connector.py", "from vllm.config import VllmConfig"),
         ("engines/vllm/worker.py", "import sglang"),
         ("transport/tcp.py", "import nixl"),
-        ("metrics/catalog.py", "import prometheus_client"),
-        ("worker/executor.py", "import pickle"),
-        ("store/host.py", "import requests"),
-        ("store/__init__.py", "def f():\n    import vllm"),
-        ("plan/a.py", "if TYPE_CHECKING:\n    pass\nelse:\n    import torch"),
+        ("observability/metrics/catalog.py", "import prometheus_client"),
+        ("offload/copy_executor.py", "import pickle"),
+        ("offload/host_arena.py", "import requests"),
+        ("tiers/backends/__init__.py", "def f():\n    import vllm"),
+        ("tiers/planner.py", "if TYPE_CHECKING:\n    pass\nelse:\n    import torch"),
     ],
 )
 def test_a_bad_import_is_flagged(path: str, code: str) -> None:
@@ -131,18 +136,27 @@ def test_a_bad_import_is_flagged(path: str, code: str) -> None:
 @pytest.mark.parametrize(
     ("path", "code"),
     [
-        ("plan/index.py", "from kvconnect.types import JobId"),
-        ("plan/index.py", "from kvconnect.plan.policy import Policy"),
+        ("offload/index.py", "from kvconnect.types import JobId"),
+        ("offload/index.py", "from kvconnect.offload.eviction import Policy"),
         ("config.py", "from kvconnect.errors import ConfigError"),
-        ("plan/index.py", "if TYPE_CHECKING:\n    import torch\n    import kvconnect.cli"),
-        ("store/__init__.py", "def make():\n    from kvconnect.worker.executor import Executor"),
-        ("store/host.py", "import mmap\nimport torch"),
+        ("offload/index.py", "if TYPE_CHECKING:\n    import torch\n    import kvconnect.cli"),
+        (
+            "tiers/backends/__init__.py",
+            "def make():\n    from kvconnect.offload.copy_executor import Executor",
+        ),
+        ("offload/host_arena.py", "import mmap\nimport torch"),
         ("cli.py", "from kvconnect import memory"),
         ("engines/vllm/worker.py", "from vllm.config import VllmConfig\nimport torch"),
     ],
 )
 def test_a_good_import_is_not_flagged(path: str, code: str) -> None:
     assert flagged(path, code) == []
+
+
+def test_a_pure_module_that_imports_an_impure_one_is_flagged() -> None:
+    texts = {"offload/index.py": "from kvconnect.offload.host_arena import HostStore"}
+    assert impure_imports(texts | {"offload/host_arena.py": ""})
+    assert not impure_imports(texts | {"offload/host_arena/planner.py": "", "errors.py": ""})
 
 
 def test_a_part_without_a_layer_is_flagged() -> None:

@@ -11,15 +11,15 @@ import functools
 import logging
 from typing import TYPE_CHECKING
 
+from kvconnect.cache.layout import Geometry
 from kvconnect.copy.base import Copier
 from kvconnect.errors import Incompatible, TransferFailed
-from kvconnect.geometry import Geometry
 
 if TYPE_CHECKING:
     import torch
 
-    from kvconnect.copy.blocks import BlockCopier
     from kvconnect.copy.driver import Driver
+    from kvconnect.copy.wire_blocks import BlockCopier
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def _cuda_copier(
     """Return the copier for CUDA areas, or None and why not."""
     if not arena.is_pinned():
         return None, "the host memory is not page-locked"
-    from kvconnect.copy.calibrate import calibrated
+    from kvconnect.copy.calibration import calibrated
     from kvconnect.copy.cuda import CudaCopier, sample_move
 
     try:
@@ -91,7 +91,7 @@ def make_block_copier(area: torch.Tensor) -> BlockCopier | None:
     """Return what packs wire blocks on the area's device; None, said once, if nothing can."""
     if area.device.type != "cuda":
         return None
-    from kvconnect.copy.blocks import BlockCopier
+    from kvconnect.copy.wire_blocks import BlockCopier
 
     try:
         return BlockCopier(area, open_driver(area.device))

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
 
+from kvconnect.cache.layout import Geometry, GroupGeometry
 from kvconnect.errors import Misuse
-from kvconnect.geometry import Geometry, GroupGeometry
 
 Digests = Callable[[], "array[int]"]
 """Returns XXH3-64 digests; to be called when the device has passed the point they were asked at."""

@@ -13,12 +13,12 @@ from typing import Literal
 
 import torch
 
+from kvconnect.cache.layout import Geometry, GroupGeometry, Segment
 from kvconnect.copy.base import Copier, Digests, Runs, check_request, check_sizes
-from kvconnect.copy.calibrate import PAGES, SAMPLE_BYTES, Choice, Move, scattered
+from kvconnect.copy.calibration import PAGES, SAMPLE_BYTES, Choice, Move, scattered
 from kvconnect.copy.driver import Driver
+from kvconnect.copy.kernels import DIGEST_OVER, PIECE_BYTES, ROW, lanes_for, page_table
 from kvconnect.errors import Misuse
-from kvconnect.geometry import Geometry, GroupGeometry, Segment
-from kvconnect.kernels import DIGEST_OVER, PIECE_BYTES, ROW, lanes_for, page_table
 
 Direction = Literal["store", "load"]
 _Ids = tuple["array[int]", "array[int]"]
@@ -180,7 +180,7 @@ def _numbers(tensor: torch.Tensor) -> array[int]:
 
 
 def sample_move(driver: Driver) -> Move:
-    """Return the copy that :func:`kvconnect.copy.calibrate.calibrated` measures.
+    """Return the copy that :func:`kvconnect.copy.calibration.calibrated` measures.
 
     It owns scratch memory of ``SAMPLE_BYTES`` on either side. Raises :class:`TransferFailed` if
     there is none.

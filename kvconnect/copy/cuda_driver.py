@@ -16,14 +16,12 @@ import platform
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvconnect import kernels
-from kvconnect.copy.driver import Driver
-from kvconnect.copy.own_stream import own_stream
+from kvconnect.copy import kernels
+from kvconnect.copy.driver import Driver, own_stream
 from kvconnect.cuda import CudaContext, check
 from kvconnect.errors import Incompatible, TransferFailed
 
@@ -168,7 +166,7 @@ def _load_kernels(index: int) -> dict[str, Any]:
 
 
 def _load_family(cupy: Any, family: str, names: Sequence[str]) -> dict[str, Any]:
-    binary = _folder() / binary_name(family)
+    binary = kernels.folder() / binary_name(family)
     if binary.exists():
         try:
             return _functions(cupy.RawModule(path=str(binary)), names)
@@ -191,19 +189,15 @@ def _functions(module: Any, names: Sequence[str]) -> dict[str, Any]:
 
 def kernel_source(family: str) -> str:
     """Return the source of a kernel family in one piece, as NVRTC wants it."""
-    header = (_folder() / "runs.cuh").read_text().replace("#pragma once\n", "")
-    return (_folder() / f"{family}.cu").read_text().replace('#include "runs.cuh"\n', header)
+    header = (kernels.folder() / "runs.cuh").read_text().replace("#pragma once\n", "")
+    return (kernels.folder() / f"{family}.cu").read_text().replace('#include "runs.cuh"\n', header)
 
 
 def binary_name(family: str) -> str:
     """Return what the fat binary of these very sources is called; another is never loaded."""
-    sources = (_folder() / "runs.cuh", _folder() / f"{family}.cu")
+    sources = (kernels.folder() / "runs.cuh", kernels.folder() / f"{family}.cu")
     content = b"".join(path.read_bytes() for path in sources)
     return f"{family}-{hashlib.sha256(content).hexdigest()[:12]}.fatbin"
-
-
-def _folder() -> Path:
-    return Path(kernels.__file__).parent
 
 
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:

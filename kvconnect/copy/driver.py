@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from kvconnect.cuda import CudaContext
+
 
 class Driver(ABC):
     """One device. Calls may come from any thread and do not wait for the device unless they say so.
@@ -31,7 +33,7 @@ class Driver(ABC):
 
     @abstractmethod
     def launch(self, kernel: str, grid: int, threads: int, arguments: Sequence[int]) -> None:
-        """Launch a kernel of :mod:`kvconnect.kernels`; every argument is 64 bits wide."""
+        """Launch a kernel of :mod:`kvconnect.copy.kernels`; every argument is 64 bits wide."""
 
     @abstractmethod
     def copy_batch(
@@ -65,3 +67,22 @@ class Driver(ABC):
     @abstractmethod
     def seconds(self, work: Callable[[], None]) -> float:
         """Run ``work`` on a stream of its own, wait for it, and return the device's seconds."""
+
+
+# Streams that nobody else in the process has.
+
+
+def own_stream(device: torch.device, urgent: bool = False) -> torch.cuda.Stream:
+    """Return a new stream of a CUDA device; ``urgent``: work on it goes before the model's.
+
+    torch gives its 32 streams per priority out in turns, so any of them may be the engine's too:
+    a copy would then stand in line with the model. This one lives until the process ends, because
+    torch's allocators remember streams by their handles.
+
+    Raises:
+        Incompatible: there is no CUDA driver.
+        TransferFailed: the driver refuses.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    handle = CudaContext(index).stream(urgent)
+    return torch.cuda.ExternalStream(handle, device=torch.device("cuda", index))

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from kvconnect import _native
+from kvconnect.cache.layout import Geometry
 from kvconnect.copy.base import Copier, Runs, check_request, check_sizes
 from kvconnect.errors import Misuse
-from kvconnect.geometry import Geometry
 
 _Memory = tuple[int, int]  # address, bytes
 _Request = tuple[_Memory, _Memory, int, "array[int]", "array[int]", "array[int]"]

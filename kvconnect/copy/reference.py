@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from kvconnect.cache.layout import Geometry
 from kvconnect.copy.base import Copier, check_request, check_sizes
 from kvconnect.errors import TransferFailed
-from kvconnect.geometry import Geometry
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 

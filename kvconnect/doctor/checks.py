@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 
 from kvconnect import memory, versions
 from kvconnect.copy import native_unavailable_reason
-from kvconnect.doctor.finding import Finding, Report
+from kvconnect.doctor.findings import Finding, Report
 
 _GIB = 2**30
 _PLUGIN_GROUP = "vllm.general_plugins"

@@ -10,15 +10,15 @@ from functools import partial
 
 import torch
 
+from kvconnect.cache.layout import Geometry, GroupGeometry, Segment
 from kvconnect.copy import make_copier, native_unavailable_reason
 from kvconnect.copy.base import Copier
-from kvconnect.doctor.area import pattern
-from kvconnect.doctor.finding import Finding, Report, rate
+from kvconnect.doctor.findings import Finding, Report, rate
+from kvconnect.doctor.test_buffer import pattern
 from kvconnect.errors import KVConnectError
-from kvconnect.geometry import Geometry, GroupGeometry, Segment
-from kvconnect.store.host import HostStore
+from kvconnect.offload.host_arena import HostStore
+from kvconnect.offload.streams import Streams, make_streams
 from kvconnect.types import TransferType
-from kvconnect.worker.streams import Streams, make_streams
 
 PAGES = (64 << 10, 1 << 20)
 SLOW = 0.5

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvconnect.doctor.finding import Finding, Report, rate
+from kvconnect.doctor.findings import Finding, Report, rate
 
 CHUNK_BYTES = 4 << 20
 """Written and read at a time."""

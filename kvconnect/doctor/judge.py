@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvconnect.doctor.finding import Finding, Status, rate
-from kvconnect.doctor.half import Result
+from kvconnect.doctor.findings import Finding, Status, rate
+from kvconnect.doctor.peer_process import Result
 from kvconnect.doctor.reader import Measured
-from kvconnect.doctor.way import Way
+from kvconnect.doctor.route import Way
 
 SLOW = 0.5
 """A path under this share of plain sockets is worth a warning."""

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 from kvconnect import threads
-from kvconnect.doctor.exchange import WORD_BYTES
+from kvconnect.doctor.messages import WORD_BYTES
 
 PATIENCE_S = 10.0
 """How long any call on a socket may take."""

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import msgspec
 
-from kvconnect.doctor.area import GRAIN_BYTES, PageArea, differing, page_unit, pattern
-from kvconnect.doctor.exchange import (
+from kvconnect.doctor.link import measure_link
+from kvconnect.doctor.messages import (
     VERSION,
     Ask,
     Cpu,
@@ -26,7 +26,7 @@ from kvconnect.doctor.exchange import (
     decode,
     encode,
 )
-from kvconnect.doctor.link import measure_link
+from kvconnect.doctor.test_buffer import GRAIN_BYTES, PageArea, differing, page_unit, pattern
 from kvconnect.errors import ProtocolError, Refused, TransferFailed
 from kvconnect.transport.base import (
     Event,

@@ -7,8 +7,8 @@ import time
 from array import array
 from collections.abc import Callable
 
-from kvconnect.doctor.area import PageArea, page_unit, pattern
-from kvconnect.doctor.exchange import (
+from kvconnect.doctor.link import LinkServer
+from kvconnect.doctor.messages import (
     VERSION,
     Ask,
     Cpu,
@@ -21,7 +21,7 @@ from kvconnect.doctor.exchange import (
     decode,
     encode,
 )
-from kvconnect.doctor.link import LinkServer
+from kvconnect.doctor.test_buffer import PageArea, page_unit, pattern
 from kvconnect.errors import ProtocolError
 from kvconnect.transport.base import (
     Event,

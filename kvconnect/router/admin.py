@@ -17,11 +17,10 @@ from typing import Any
 from aiohttp import web
 
 from kvconnect.errors import ConfigError, KVConnectError, Refused
-from kvconnect.router.membership import ADMIN, Membership
+from kvconnect.router.fleet.membership import ADMIN, Membership, switch
+from kvconnect.router.fleet.upstreams import Fleet, Upstream
 from kvconnect.router.options import worker_of
-from kvconnect.router.roles import switch
-from kvconnect.router.upstreams import Fleet, Upstream
-from kvconnect.router.view import Role
+from kvconnect.router.policy.loads import Role
 
 _MAX_BODY_BYTES = 64 * 1024
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kvconnect.router import legs
-from kvconnect.router.view import Engine
+from kvconnect.router.http import upstream_requests
+from kvconnect.router.policy.loads import Engine
 
 _ALL = frozenset(Engine)
 _OF_VLLM = _ALL - {Engine.SGLANG}
@@ -28,7 +28,7 @@ class Api(NamedTuple):
     alone: bool = True
     engines: frozenset[Engine] = _ALL
     salted: bool = False
-    one_token: Mapping[str, Any] = legs.ONE_TOKEN
+    one_token: Mapping[str, Any] = upstream_requests.ONE_TOKEN
     named: bool = False
     method: str = "POST"
 
@@ -52,7 +52,7 @@ APIS: tuple[Api, ...] = (
     _generates("/v1/responses", one_token=_RESPONSES, named=True),
     # SGLang's does not take the room in which its servers meet.
     _generates("/v1/messages", engines=_OF_VLLM, named=True),
-    _generates(legs.NATIVE, engines=frozenset({Engine.SGLANG})),
+    _generates(upstream_requests.NATIVE, engines=frozenset({Engine.SGLANG})),
     *(Api(path, salted=True) for path in _COMPUTING),
     *(Api(path) for path in _OTHERS),
     *(Api(path, method="GET") for path in _GETS),

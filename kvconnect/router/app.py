@@ -20,23 +20,23 @@ from aiohttp.typedefs import Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, disable_created_metrics, generate_latest
 
 from kvconnect import memory
-from kvconnect.router import legs
 from kvconnect.router.admin import make_admin
-from kvconnect.router.admission import Admission, Bodies, InFlight
 from kvconnect.router.apis import APIS, Api
-from kvconnect.router.caches import Caches
 from kvconnect.router.exchange import Exchange, Services
-from kvconnect.router.intake import Intake
-from kvconnect.router.leftovers import Leftovers
-from kvconnect.router.membership import Membership
+from kvconnect.router.fleet.membership import Membership
+from kvconnect.router.fleet.upstreams import Fleet, Upstream
+from kvconnect.router.http import upstream_requests
+from kvconnect.router.http.admission import Admission, Bodies, InFlight
+from kvconnect.router.http.client import Leftovers
+from kvconnect.router.http.pool import Client
+from kvconnect.router.http.requests import Intake
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.options import Options
-from kvconnect.router.pool import Client
-from kvconnect.router.spans import Spans
-from kvconnect.router.supervise import Supervisor
-from kvconnect.router.tenants import Tenant, Tenants
-from kvconnect.router.upstreams import Fleet, Upstream
-from kvconnect.router.view import Role
+from kvconnect.router.policy.caches import Caches
+from kvconnect.router.policy.loads import Role
+from kvconnect.router.policy.tenants import Tenant, Tenants
+from kvconnect.router.supervisor import Supervisor
+from kvconnect.router.tracing import Spans
 
 logger = logging.getLogger(__name__)
 
@@ -256,7 +256,7 @@ def _models(upstreams: Iterable[Upstream]) -> dict[str, Any]:
 
 def error_response(status: int, message: str) -> web.Response:
     """Return an error as OpenAI clients expect it."""
-    body = legs.error_body(status, message)
+    body = upstream_requests.error_body(status, message)
     return web.Response(status=status, body=body, content_type="application/json")
 
 

@@ -18,16 +18,18 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 from kvconnect.errors import Refused
-from kvconnect.router import legs
-from kvconnect.router.admission import Admission, Bodies, Busy, InFlight
 from kvconnect.router.apis import Api
-from kvconnect.router.caches import Caches
-from kvconnect.router.client import Answer, Ask, Leg, LegFailed, Overhead, Rejected
-from kvconnect.router.intake import Asked, Intake
-from kvconnect.router.leftovers import Leftovers
+from kvconnect.router.fleet.upstreams import Fleet, Upstream
+from kvconnect.router.http import upstream_requests
+from kvconnect.router.http.admission import Admission, Bodies, Busy, InFlight
+from kvconnect.router.http.client import Answer, Ask, Leftovers, Leg, LegFailed, Overhead, Rejected
+from kvconnect.router.http.pool import Client
+from kvconnect.router.http.reply import Reply
+from kvconnect.router.http.requests import Asked, Intake
 from kvconnect.router.metrics import Outcome, RouterMetrics
 from kvconnect.router.options import Options
-from kvconnect.router.policy import (
+from kvconnect.router.policy.caches import Caches
+from kvconnect.router.policy.choice import (
     Choice,
     Mode,
     Place,
@@ -38,12 +40,9 @@ from kvconnect.router.policy import (
     choose,
     unpaired,
 )
-from kvconnect.router.pool import Client
-from kvconnect.router.reply import Reply
-from kvconnect.router.spans import Spans
-from kvconnect.router.tenants import Tenant
-from kvconnect.router.upstreams import Fleet, Upstream
-from kvconnect.router.view import Engine, Role
+from kvconnect.router.policy.loads import Engine, Role
+from kvconnect.router.policy.tenants import Tenant
+from kvconnect.router.tracing import Spans
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +168,7 @@ class Exchange:
                     raise
                 failure = error
                 # SGLang takes an id once, and may not have noticed yet that its request was ended.
-                body.pop(legs.OWN_ID, None)
+                body.pop(upstream_requests.OWN_ID, None)
                 keep = choice.decode.target.worker if error.role is Role.PREFILL else None
                 wish = wish._replace(turn=wish.turn + 1, keep=keep)
 
@@ -236,8 +235,8 @@ class Exchange:
             answer = await leg.read()
             try:
                 if self._services.caches.indexes:
-                    self._services.metrics.hit(place.hit, legs.cached_of(answer))
-                return legs.ticket_of(answer)
+                    self._services.metrics.hit(place.hit, upstream_requests.cached_of(answer))
+                return upstream_requests.ticket_of(answer)
             except Refused as error:
                 raise leg.fail(str(error)) from error
 
@@ -271,8 +270,8 @@ class Exchange:
         came = self._request.headers
         headers = {name: came[name] for name in _FORWARDED if name in came}
         if place.target.rank is not None:
-            headers[legs.RANK_HEADER] = str(place.target.rank)
-        raw = legs.encoded(body) if self._api.method == "POST" else None
+            headers[upstream_requests.RANK_HEADER] = str(place.target.rank)
+        raw = upstream_requests.encoded(body) if self._api.method == "POST" else None
         return Ask(self._api.method, self._api.path, headers, raw)
 
     def _leg(self, upstream: Upstream, place: Place) -> Leg:
@@ -285,20 +284,20 @@ def bodies(
     place: Place,
     prefill: Upstream,
     body: Mapping[str, Any],
-    one_token: Mapping[str, Any] = legs.ONE_TOKEN,
+    one_token: Mapping[str, Any] = upstream_requests.ONE_TOKEN,
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return what prefill is asked, and decode, as far as that is known by now."""
     if choice.mode is Mode.BOOTSTRAP:
-        worker, room = prefill.worker, secrets.randbelow(legs.ROOMS)
-        meeting = legs.Meeting(worker.host, worker.bootstrap, room, place.target.rank)
+        worker, room = prefill.worker, secrets.randbelow(upstream_requests.ROOMS)
+        meeting = upstream_requests.Meeting(worker.host, worker.bootstrap, room, place.target.rank)
         return (
-            legs.room_body(body, meeting, place.target.rank),
-            legs.room_body(body, meeting, choice.decode.target.rank),
+            upstream_requests.room_body(body, meeting, place.target.rank),
+            upstream_requests.room_body(body, meeting, choice.decode.target.rank),
         )
     transfer = secrets.token_hex(16)
-    asked = legs.prefill_body(body, transfer, one_token)
+    asked = upstream_requests.prefill_body(body, transfer, one_token)
     if choice.mode is Mode.PUSH:
-        return asked, legs.push_body(body, transfer, choice.card)
+        return asked, upstream_requests.push_body(body, transfer, choice.card)
     return asked, body
 
 
@@ -309,11 +308,13 @@ def mooncake_ticket(
     engine_id = prefill.said.engine_ids.get(rank or 0)
     if prefill.worker.engine is not Engine.MOONCAKE or engine_id is None:
         return None
-    return legs.mooncake_ticket(legs.transfer_of(asked), engine_id, prefill.worker.meeting)
+    return upstream_requests.mooncake_ticket(
+        upstream_requests.transfer_of(asked), engine_id, prefill.worker.meeting
+    )
 
 
 def _pulled(body: Mapping[str, Any], ticket: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    return body if ticket is None else legs.pull_body(body, ticket)
+    return body if ticket is None else upstream_requests.pull_body(body, ticket)
 
 
 async def _beginning(prefill: asyncio.Task[Any], decoding: Coroutine[Any, Any, bytes]) -> bytes:

@@ -18,8 +18,8 @@ from kvconnect.router.options import (
     check_hosts,
     workers,
 )
-from kvconnect.router.pick import Policy
-from kvconnect.router.view import Role
+from kvconnect.router.policy.loads import Role
+from kvconnect.router.policy.ranking import Policy
 
 _WORKER = "URL[,engine=vllm|nixl|mooncake|sglang][,bootstrap=PORT][,version=TEXT]"
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kvconnect.router.pick import Why
-from kvconnect.router.policy import MODES, Cause, Choice, Mode, Place, Reason
-from kvconnect.router.supervise import TaskKind
-from kvconnect.router.upstreams import Upstream
-from kvconnect.router.view import Load, Role
+from kvconnect.router.fleet.upstreams import Upstream
+from kvconnect.router.policy.choice import MODES, Cause, Choice, Mode, Place, Reason
+from kvconnect.router.policy.loads import Load, Role
+from kvconnect.router.policy.ranking import Why
+from kvconnect.router.supervisor import TaskKind
 
 
 class Outcome(str, Enum):

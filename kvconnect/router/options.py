@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
 from kvconnect.errors import ConfigError
-from kvconnect.router.pick import Policy
-from kvconnect.router.view import Engine, Role
+from kvconnect.router.policy.loads import Engine, Role
+from kvconnect.router.policy.ranking import Policy
 
 BOOTSTRAP_PORT = 8998  # of SGLang and of vLLM's MooncakeConnector, if nothing else is said
 _EXAMPLE = "http://10.0.0.1:8000"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvconnect.errors import Misuse
-from kvconnect.store.base import MAX_KEY_BYTES, Outcome, Store
-from kvconnect.testing.blocks import Place, get, payload_of, put, spoil_files
+from kvconnect.testing.memory import Place, get, payload_of, put, spoil_files
+from kvconnect.tiers.backends.base import MAX_KEY_BYTES, Outcome, Store
 
 Make = Callable[[Path], Store]
 """Returns a store that keeps its blocks in a folder (or under a name made of it). It has room for

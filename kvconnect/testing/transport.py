@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
-from kvconnect.testing.pages import Pages, phased_unit, plain_unit, split_unit
+from kvconnect.testing.memory import Pages, phased_unit, plain_unit, split_unit
 from kvconnect.transport.base import (
     Event,
     Fence,

@@ -1,9 +1,9 @@
 """The seam between workers: moves pages between the KV caches of two processes.
 
 A transport knows peers, connections and byte runs. It knows nothing of requests: what may be sent,
-and when, is decided in ``plan/`` and carried out by ``worker/handoff.py``. Whoever receives pages
-says where they go, from tables it made itself; a sender has no say in it. Addresses are told to the
-other side only where its hardware writes (``nixl``), and only the receiver's own.
+and when, is decided and carried out by ``kvconnect.disaggregation``. Whoever receives
+pages says where they go, from tables it made itself; a sender has no say in it. Addresses are told
+to the other side only where its hardware writes (``nixl``), and only the receiver's own.
 
 Terms: a *want* is one receiver's number for what it expects from one peer. A *unit* is a set of
 byte runs that every wire block of a group has (all layers of the group, or one of them); both
@@ -13,8 +13,10 @@ smallest piece of a block table that both sides can address.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from array import array
+from collections import Counter, deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, NewType, Protocol
@@ -267,3 +269,40 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close every connection and end every thread. Idempotent."""
+
+
+# Events on their way from a transport's threads to the one that polls.
+
+
+MAX_UNREAD_BYTES = 16 << 20
+"""Notes of one peer that wait to be read; more, and it should be given up."""
+
+_EVENT_BYTES = 256  # what even an empty note takes
+
+
+class Mailbox:
+    """A queue that is emptied at once. ``put`` is for any thread, ``drain`` for one."""
+
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque()
+        self._filled = threading.Condition()
+        self._unread_bytes: Counter[PeerId] = Counter()
+
+    def put(self, event: Event) -> bool:
+        """Add an event; say False if so many notes of its peer are unread that no more should be
+        taken."""
+        with self._filled:
+            self._events.append(event)
+            if isinstance(event, Noted):
+                self._unread_bytes[event.peer] += max(len(event.payload), _EVENT_BYTES)
+            self._filled.notify()
+            return self._unread_bytes[event.peer] <= MAX_UNREAD_BYTES
+
+    def drain(self, timeout: float) -> list[Event]:
+        """Return all events in order, waiting up to ``timeout`` seconds for the first."""
+        with self._filled:
+            self._filled.wait_for(lambda: self._events, timeout)
+            events = list(self._events)
+            self._events.clear()
+            self._unread_bytes.clear()
+            return events

@@ -21,6 +21,7 @@ from kvconnect.transport.base import (
     Fence,
     Hangup,
     Incoming,
+    Mailbox,
     Memory,
     Note,
     Noted,
@@ -35,7 +36,6 @@ from kvconnect.transport.base import (
     Transport,
     Unit,
 )
-from kvconnect.transport.mailbox import Mailbox
 
 _FIRST_PORT = 49152  # where a real machine's ephemeral ports start
 

@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 
 from kvconnect.errors import ConfigError, TransferFailed
-from kvconnect.store import Outcome, make_store
-from kvconnect.store.mooncake import MooncakeOptions, MooncakeServer
-from kvconnect.store.remote import RemoteStore
 from kvconnect.testing.store import check_store
+from kvconnect.tiers.backends import Outcome, make_store
+from kvconnect.tiers.backends.mooncake import MooncakeOptions, MooncakeServer
+from kvconnect.tiers.backends.remote import RemoteStore
 from tests.contract.test_remote_stores import get, put, spoil
 from tests.servers import free_port
 
@@ -124,7 +124,7 @@ def test_mooncake(mooncake: Mooncake, tmp_path: Path) -> None:
 
 _PUT_ELSEWHERE = """
 import json, sys
-from kvconnect.store import make_store
+from kvconnect.tiers.backends import make_store
 store = make_store("mooncake", json.loads(sys.argv[1]), b"f")
 print([o.value for o in store.put([b"a", b"b"], [memoryview(b"x" * 70_000), memoryview(b"y")])])
 store.close()

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from kvconnect.errors import ConfigError, TransferFailed
-from kvconnect.store import Outcome, Store, make_store
-from kvconnect.store.remote import RemoteStore, Server
-from kvconnect.testing.blocks import payload_of
+from kvconnect.testing.memory import payload_of
 from kvconnect.testing.store import check_store
+from kvconnect.tiers.backends import Outcome, Store, make_store
+from kvconnect.tiers.backends.remote import RemoteStore, Server
 from tests.links import make_certificates
 from tests.servers import PASSWORD, Valkey
 

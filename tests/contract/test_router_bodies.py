@@ -9,10 +9,10 @@ import pytest
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
-from kvconnect.router import legs
 from kvconnect.router.apis import APIS
 from kvconnect.router.body import SALT, read_body
-from kvconnect.router.tenants import Tenants
+from kvconnect.router.http import upstream_requests
+from kvconnect.router.policy.tenants import Tenants
 
 ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "/v1/responses": (ResponsesRequest, {"input": "a", "max_output_tokens": 9, "stream": True}),
@@ -36,8 +36,12 @@ def test_transfers_and_salts_are_fields_of_responses_and_messages(path: str) -> 
     tenant = Tenants(("key",), isolate=True).find("Bearer key", "")
     assert tenant is not None
     body[SALT] = tenant.salt(b"")
-    prefill = kind.model_validate_json(legs.encoded(legs.prefill_body(body, "x", api.one_token)))
-    decode = kind.model_validate_json(legs.encoded(legs.push_body(body, "x", "card")))
+    prefill = kind.model_validate_json(
+        upstream_requests.encoded(upstream_requests.prefill_body(body, "x", api.one_token))
+    )
+    decode = kind.model_validate_json(
+        upstream_requests.encoded(upstream_requests.push_body(body, "x", "card"))
+    )
     bound = next(name for name, value in api.one_token.items() if value == 1)
     assert getattr(prefill, bound) == 1 and not prefill.stream
     assert getattr(decode, bound) == asked[bound] and decode.stream

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect import store as registry
 from kvconnect.errors import ConfigError, Misuse
-from kvconnect.store import Outcome, Store, Usage, make_store
-from kvconnect.store.base import check_fingerprint
-from kvconnect.store.memory import MemoryStore
-from kvconnect.store.null import NullStore
 from kvconnect.testing import store as checks
-from kvconnect.testing.blocks import payload_of, spoil_files
+from kvconnect.testing.memory import payload_of, spoil_files
 from kvconnect.testing.store import Subject, check_store
+from kvconnect.tiers import backends as registry
+from kvconnect.tiers.backends import Outcome, Store, Usage, make_store
+from kvconnect.tiers.backends.base import check_fingerprint
+from kvconnect.tiers.backends.memory import MemoryStore, NullStore
 
 ROOM = 16 << 20
 
@@ -66,7 +65,7 @@ def test_a_store_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(group: str, name: str | None = None) -> list[EntryPoint]:
         assert group == "kvconnect.stores"
         entries = [
-            EntryPoint("theirs", "kvconnect.store.null:NullStore", group),
+            EntryPoint("theirs", "kvconnect.tiers.backends.memory:NullStore", group),
             EntryPoint("lost", "kvconnect.no_such_module:Store", group),
         ]
         return [entry for entry in entries if name in (None, entry.name)]
@@ -77,7 +76,7 @@ def test_a_store_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
     made: list[tuple[object, bytes]] = []
     monkeypatch.setattr(registry, "entry_points", found)
-    monkeypatch.setattr("kvconnect.store.null.NullStore", make)
+    monkeypatch.setattr("kvconnect.tiers.backends.memory.NullStore", make)
     assert isinstance(make_store("theirs", {"a": 1}, b"f"), MemoryStore)
     assert made == [({"a": 1}, b"f")]
     with pytest.raises(ConfigError, match="its package cannot be loaded"):

@@ -10,7 +10,7 @@ import pytest
 from kvconnect.errors import ConfigError
 from kvconnect.testing import transport as checks
 from kvconnect.testing.transport import check_transport
-from kvconnect.transport import LinkOptions, Security, Transport, make_transport, pump
+from kvconnect.transport import LinkOptions, Security, Transport, make_transport, page_io
 from kvconnect.transport.base import (
     Event,
     Hangup,
@@ -46,7 +46,7 @@ def test_tcp(options: LinkOptions) -> None:
 
 
 def test_tcp_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pump, "_native", None)
+    monkeypatch.setattr(page_io, "_native", None)
     check_transport(lambda: make_transport("tcp", Security(), LinkOptions(digest="full")))
 
 

@@ -15,11 +15,23 @@ from random import Random
 import pytest
 import torch
 
-from kvconnect.copy.blocks import BlockCopier
-from kvconnect.engines.sglang.forward import BothStreams
-from kvconnect.pages import layer_pages
-from kvconnect.plan import receiver
-from kvconnect.plan.instructions import (
+from kvconnect.cache.pages import layer_pages
+from kvconnect.copy.wire_blocks import BlockCopier
+from kvconnect.disaggregation import (
+    agent,
+    bandwidth_probe,
+    receive_side,
+    receiver,
+    send_side,
+    sessions,
+    staging,
+)
+from kvconnect.disaggregation.agent import HandoffAgent
+from kvconnect.disaggregation.bandwidth_probe import ProbedMemory
+from kvconnect.disaggregation.sessions import Choice, Links
+from kvconnect.disaggregation.staging import StagedMemory
+from kvconnect.engines.sglang.duplicates import BothStreams
+from kvconnect.offload.messages import (
     Drop,
     Instructions,
     NoticeKind,
@@ -28,18 +40,13 @@ from kvconnect.plan.instructions import (
     Source,
     Withdraw,
 )
+from kvconnect.offload.streams import DeviceFence, make_streams
+from kvconnect.protocol.messages import GroupHello, Hello
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.transport import inproc, mailbox
+from kvconnect.transport import base, inproc
 from kvconnect.transport.base import Event, Fence
 from kvconnect.transport.inproc import InprocTransport, Network
 from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span, TransferId
-from kvconnect.wire.messages import GroupHello, Hello
-from kvconnect.worker import behind, handoff, links, probe, receiving, sending, staging
-from kvconnect.worker.handoff import HandoffAgent
-from kvconnect.worker.links import Choice, Links
-from kvconnect.worker.probe import ProbedMemory
-from kvconnect.worker.staging import StagedMemory
-from kvconnect.worker.streams import DeviceFence, make_streams
 from tests.emulated.device import (
     CUDA,
     EmulatedDriver,
@@ -418,15 +425,15 @@ def play(
 
 
 def _replace_modules(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
-    for module in (inproc, mailbox, behind, handoff, staging):
+    for module in (inproc, base, agent, agent, staging):
         monkeypatch.setattr(module, "threading", world.threading)
-    for module in (handoff, sending, receiving, links):  # type: ignore[assignment]
+    for module in (agent, send_side, receive_side, sessions):  # type: ignore[assignment]
         monkeypatch.setattr(module, "time", world.time)
-    monkeypatch.setattr(behind, "SimpleQueue", world.simple_queue)
-    monkeypatch.setattr(probe, "_ROUNDS", (array("q", [0]), array("q", [0])))
+    monkeypatch.setattr(agent, "SimpleQueue", world.simple_queue)
+    monkeypatch.setattr(bandwidth_probe, "_ROUNDS", (array("q", [0]), array("q", [0])))
     monkeypatch.setattr(receiver, "MAX_WAIT_S", PATIENCE_S)
     for name in ("_GREETING_S", "_PROBES_S"):
-        monkeypatch.setattr(links, name, PATIENCE_S)
+        monkeypatch.setattr(sessions, name, PATIENCE_S)
 
     def room(self: object, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)

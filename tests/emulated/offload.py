@@ -14,13 +14,13 @@ from random import Random
 import pytest
 import torch
 
-from kvconnect.copy.calibrate import Choice
+from kvconnect.cache.layout import Geometry, GroupGeometry, Segment
+from kvconnect.copy.calibration import Choice
 from kvconnect.copy.cuda import CudaCopier
-from kvconnect.geometry import Geometry, GroupGeometry, Segment
-from kvconnect.plan.instructions import Load, Part, Store
+from kvconnect.offload import copy_executor, host_tier, layer_loads
+from kvconnect.offload.host_tier import HostTier
+from kvconnect.offload.messages import Load, Part, Store
 from kvconnect.types import FailureCause, JobId
-from kvconnect.worker import executor, layers, tier
-from kvconnect.worker.tier import HostTier
 from tests.emulated.device import EmulatedDriver, EmulatedEvent, Emulator, OnDevice, Site
 from tests.emulated.world import World
 
@@ -284,11 +284,11 @@ def play(random: Random, disabled: frozenset[Site] = frozenset()) -> Emulator:
     with pytest.MonkeyPatch.context() as monkeypatch:
         emulator = Emulator(world, disabled)
         emulator.install(monkeypatch)
-        monkeypatch.setattr(tier, "device_node", lambda device: None)
-        monkeypatch.setattr(tier.HostStore, "pin", lambda self: True)
-        monkeypatch.setattr(layers, "PIECE_BYTES", 1)  # a piece per layer
-        monkeypatch.setattr(executor, "CHUNK_BYTES", 2 * LAYERS * RUN)
-        for module in (executor, layers):
+        monkeypatch.setattr(host_tier, "device_node", lambda device: None)
+        monkeypatch.setattr(host_tier.HostStore, "pin", lambda self: True)
+        monkeypatch.setattr(layer_loads, "PIECE_BYTES", 1)  # a piece per layer
+        monkeypatch.setattr(copy_executor, "CHUNK_BYTES", 2 * LAYERS * RUN)
+        for module in (copy_executor, layer_loads):
             monkeypatch.setattr(module, "threading", world.threading)
             monkeypatch.setattr(module, "time", world.time)
         world.run(lambda: Worker(emulator).run())

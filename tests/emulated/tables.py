@@ -9,10 +9,10 @@ from random import Random
 import pytest
 import torch
 
-from kvconnect.copy.blocks import BlockCopier
-from kvconnect.copy.calibrate import Choice
+from kvconnect.cache.layout import Geometry, GroupGeometry, Segment
+from kvconnect.copy.calibration import Choice
 from kvconnect.copy.cuda import CudaCopier
-from kvconnect.geometry import Geometry, GroupGeometry, Segment
+from kvconnect.copy.wire_blocks import BlockCopier
 from tests.emulated.device import EmulatedDriver, Emulator, Site
 from tests.emulated.world import World
 

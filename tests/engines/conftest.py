@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.engines.server import Server
-from tests.nursery import Nursery
+from tests.fork_server import Nursery
 
 # Threads and ranks spin while they wait for one another. Where they outnumber the cores, or share
 # them with other work, a step takes a hundred times as long.

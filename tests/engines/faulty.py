@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from kvconnect.copy import make_copier
 from kvconnect.engines.vllm.connector import KVConnect
 from kvconnect.engines.vllm.messages import StepInstructions
-from kvconnect.transport import pump
+from kvconnect.offload import layer_loads
+from kvconnect.transport import page_io
 from kvconnect.transport.base import Outgoing, Unit
-from kvconnect.transport.nixl.launching import Launches
-from kvconnect.transport.tcp.line import Line
-from kvconnect.worker import layers
+from kvconnect.transport.nixl.send import Launches
+from kvconnect.transport.tcp.context import Line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +45,7 @@ class LayersComeLate(KVConnect):
     hook of the layer waits for it."""
 
     def register_kv_caches(self, kv_caches: Any) -> None:
-        layers.PIECE_BYTES = 1
+        layer_loads.PIECE_BYTES = 1
         self.worker.make_copier = _slow_copier
         super().register_kv_caches(kv_caches)
 
@@ -67,13 +67,13 @@ class SwapsPages(KVConnect):
     """
 
     def register_kv_caches(self, kv_caches: Any) -> None:
-        pump.send_pages = _send_swapped
+        page_io.send_pages = _send_swapped
         Launches.send = _launch_swapped  # type: ignore[method-assign]
         Line.digests = _digests_unswapped  # type: ignore[method-assign]
         super().register_kv_caches(kv_caches)
 
 
-_send_pages = pump.send_pages
+_send_pages = page_io.send_pages
 _launch, _digests = Launches.send, Line.digests
 _DIGEST = 8  # bytes
 

@@ -41,7 +41,7 @@ from kvconnect.engines.vllm import register, translate
 from kvconnect.engines.vllm.connector import KVConnect
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.tickets import TicketDesk
-from kvconnect.plan.instructions import (
+from kvconnect.offload.messages import (
     Failure,
     Load,
     Notice,
@@ -51,8 +51,8 @@ from kvconnect.plan.instructions import (
     Source,
     Store,
 )
+from kvconnect.protocol.tickets import parse_request
 from kvconnect.types import Endpoint, FailureCause, Rank, TransferId
-from kvconnect.wire.tickets import parse_request
 from tests.engines.models import engine_args
 from tests.engines.siblings import Sibling
 

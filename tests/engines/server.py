@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from typing_extensions import Self
 
 from tests.engines.models import engine_args, engine_blocks
-from tests.nursery import Child, Nursery
+from tests.fork_server import Child, Nursery
 from tests.servers import free_port
 
 START_TIMEOUT_S = 480.0  # seconds on a free machine; several servers may start at once

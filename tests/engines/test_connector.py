@@ -24,14 +24,14 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from kvconnect.cache.groups import CacheGroup
 from kvconnect.engines.vllm import register, translate
 from kvconnect.engines.vllm.checks import check_engine, why_idle
 from kvconnect.engines.vllm.connector import KVConnect
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports
 from kvconnect.engines.vllm.stats import KVConnectStats
 from kvconnect.errors import ConfigError, Incompatible, Misuse
-from kvconnect.plan.groups import CacheGroup
-from kvconnect.plan.instructions import Failure, Instructions, Report
+from kvconnect.offload.messages import Failure, Instructions, Report
 from kvconnect.types import FailureCause, JobId
 
 FULL = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=16, dtype=torch.float32)

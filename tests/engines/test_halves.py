@@ -18,15 +18,15 @@ from vllm.v1.request import RequestStatus
 
 from kvconnect.config import Config
 from kvconnect.engines.vllm import translate
+from kvconnect.engines.vllm.checks import MOST_RELOADED, LiveRequests
 from kvconnect.engines.vllm.connector import KVConnect
-from kvconnect.engines.vllm.device_blocks import DeviceBlocks
-from kvconnect.engines.vllm.live import MOST_RELOADED, LiveRequests
+from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.scheduler import SchedulerHalf
 from kvconnect.engines.vllm.worker import WorkerHalf
 from kvconnect.errors import ConfigError, Incompatible
-from kvconnect.plan.instructions import Failure, Instructions, Part, Report, Store
-from kvconnect.plan.load_mode import LoadMode
+from kvconnect.offload.messages import Failure, Instructions, Part, Report, Store
+from kvconnect.offload.planner import LoadMode
 from kvconnect.types import FailureCause, JobId, Tier
 from tests.engines.test_connector import FULL, cache_config, engine_config
 

@@ -21,12 +21,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvconnect.engines.vllm import handoff, scheduler
-from kvconnect.engines.vllm.device_blocks import DeviceBlocks
+from kvconnect.disaggregation.leases import Leases
+from kvconnect.engines.vllm import disaggregation, scheduler
+from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
 from kvconnect.engines.vllm.scheduler import SchedulerHalf
 from kvconnect.errors import Misuse
-from kvconnect.plan.handoff import Leases
-from kvconnect.wire.tickets import TICKET_KEY
+from kvconnect.protocol.tickets import TICKET_KEY
 from tests.engines.overlap import Clock, Engine, Mode
 from tests.engines.siblings import CLAIMS, Sibling
 
@@ -52,7 +52,7 @@ CLOCK = Clock()
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    for module in (handoff, scheduler):
+    for module in (disaggregation, scheduler):
         monkeypatch.setattr(module, "time", CLOCK)
     yield CLOCK
 

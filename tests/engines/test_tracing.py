@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.collector import Collector, Seen, collecting, text_of
 from tests.engines.models import BLOCK_SIZE
 from tests.engines.pd import (
     card,
@@ -29,6 +28,7 @@ from tests.engines.pd import (
 from tests.engines.scenario import FULL, NEW, PROMPT, block_bytes, expected, prompts
 from tests.engines.server import Client, Router, Server
 from tests.engines.test_handoff import BLOCKS_EACH, LIMITS, assert_quiet, one_clean_error
+from tests.fakes.trace_collector import Collector, Seen, collecting, text_of
 
 ROOT = "POST /v1/completions"
 STEP = 256  # tokens of a step, as the servers are started

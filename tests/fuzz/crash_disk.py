@@ -18,8 +18,8 @@ import tempfile
 import threading
 from pathlib import Path
 
-from kvconnect.store import Outcome
-from kvconnect.store.disk import DiskOptions, DiskStore
+from kvconnect.tiers.backends import Outcome
+from kvconnect.tiers.backends.disk import DiskOptions, DiskStore
 
 FINGERPRINT = b"crash test"
 CAPACITY = 64 << 20

@@ -24,10 +24,10 @@ from collections.abc import Callable
 import msgspec
 
 from kvconnect.errors import KVConnectError, Misuse
+from kvconnect.protocol import codec, messages, nixl_messages, tickets
+from kvconnect.protocol.auth import ClientAuth, Opening, ServerAuth
+from kvconnect.protocol.negotiation import negotiate
 from kvconnect.types import Endpoint, Rank
-from kvconnect.wire import codec, messages, rails, tickets
-from kvconnect.wire.auth import ClientAuth, Opening, ServerAuth
-from kvconnect.wire.session import negotiate
 
 MOST_BYTES = 8 << 20
 """Memory that one decoder may take at its worst: a few times the longest note."""
@@ -66,19 +66,19 @@ MESSAGES = [
     messages.Decline(TRANSFER),
     messages.Probe(want=messages.PROBE_WANT),
 ]
-OFFER = rails.Offer(backend="UCX", version="1.5.1", agent="a", metadata=b"opaque")
-UNIT = rails.UnitPlace(
+OFFER = nixl_messages.Offer(backend="UCX", version="1.5.1", agent="a", metadata=b"opaque")
+UNIT = nixl_messages.UnitPlace(
     address=4096, nbytes=4096, device=-1, phases=1, block_bytes=8, segments=bytes(24)
 )
-RAIL_MESSAGES: list[rails.RailMessage] = [
-    rails.Units(number=0, first=0, units=[UNIT]),
-    rails.Places(want=1, units=0, spans=[(0, 0)], ids=[bytes(8)]),
-    rails.Plain(want=1),
-    rails.Landed(
+RAIL_MESSAGES: list[nixl_messages.RailMessage] = [
+    nixl_messages.Units(number=0, first=0, units=[UNIT]),
+    nixl_messages.Places(want=1, units=0, spans=[(0, 0)], ids=[bytes(8)]),
+    nixl_messages.Plain(want=1),
+    nixl_messages.Landed(
         want=1, unit=0, first=0, count=1, nbytes=8, number=1, seconds=0.5, digests=bytes(8)
     ),
-    rails.Stop(want=1),
-    rails.Stopped(want=1),
+    nixl_messages.Stop(want=1),
+    nixl_messages.Stopped(want=1),
 ]
 TICKET = tickets.Ticket(
     transfer=TRANSFER,
@@ -166,13 +166,13 @@ def fuzz_message(rng: random.Random) -> None:
 
 
 def fuzz_rail(rng: random.Random) -> None:
-    message = rails.decode(mutant(rng, rails.encode(rng.choice(RAIL_MESSAGES))))
-    assert rails.decode(rails.encode(message)) == message
+    message = nixl_messages.decode(mutant(rng, nixl_messages.encode(rng.choice(RAIL_MESSAGES))))
+    assert nixl_messages.decode(nixl_messages.encode(message)) == message
 
 
 def fuzz_offer(rng: random.Random) -> None:
-    offer = rails.decode_offer(mutant(rng, rails.encode(OFFER)))
-    assert isinstance(rails.misfit(OFFER, offer), str)
+    offer = nixl_messages.decode_offer(mutant(rng, nixl_messages.encode(OFFER)))
+    assert isinstance(nixl_messages.misfit(OFFER, offer), str)
 
 
 def fuzz_session(rng: random.Random) -> None:

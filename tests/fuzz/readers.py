@@ -15,13 +15,14 @@ from collections.abc import Callable
 import xxhash
 
 from kvconnect.errors import KVConnectError, Misuse, Refused
-from kvconnect.router import http1, reports
-from kvconnect.router.kvevents import Feed
-from kvconnect.router.prefixes import PrefixIndex
-from kvconnect.router.sources import etcd, file
-from kvconnect.router.view import Target as Engine
-from kvconnect.store.disk import record
-from kvconnect.wire import codec, messages, rails, tickets
+from kvconnect.protocol import codec, messages, nixl_messages, tickets
+from kvconnect.router.fleet import reports
+from kvconnect.router.fleet.kv_events import Feed
+from kvconnect.router.fleet.sources import etcd, file
+from kvconnect.router.http import http1
+from kvconnect.router.policy.loads import Target as Engine
+from kvconnect.router.policy.prefixes import PrefixIndex
+from kvconnect.tiers.backends.disk import record
 
 KEY, NOW = b"fuzz", 1_000_000.0
 Reader = Callable[[bytes], object]
@@ -59,8 +60,8 @@ def message(data: bytes) -> None:
 
 @expecting(KVConnectError)
 def rail(data: bytes) -> None:
-    decoded = rails.decode(data)
-    assert rails.decode(rails.encode(decoded)) == decoded
+    decoded = nixl_messages.decode(data)
+    assert nixl_messages.decode(nixl_messages.encode(decoded)) == decoded
 
 
 @expecting(KVConnectError)

@@ -13,13 +13,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvconnect.copy.own_stream import own_stream  # noqa: E402
+from kvconnect.copy.driver import own_stream  # noqa: E402
 from kvconnect.cuda import CudaContext, has_context, load_driver  # noqa: E402
 from kvconnect.errors import TransferFailed  # noqa: E402
-from kvconnect.store.host import HostStore  # noqa: E402
+from kvconnect.offload.host_arena import HostStore  # noqa: E402
+from kvconnect.offload.streams import CudaStreams  # noqa: E402
 from kvconnect.transport.base import Area  # noqa: E402
-from kvconnect.transport.nixl import mover as movers  # noqa: E402
-from kvconnect.worker.streams import CudaStreams  # noqa: E402
+from kvconnect.transport.nixl import worker as movers  # noqa: E402
 
 DEVICE = torch.device("cuda")
 BUSY_CYCLES = 1_000_000_000  # about half a second

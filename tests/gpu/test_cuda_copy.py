@@ -16,19 +16,19 @@ torch = pytest.importorskip("torch")
 xxhash = pytest.importorskip("xxhash")
 pytest.importorskip("cupy")
 
+from kvconnect.cache.layout import Geometry, GroupGeometry, Segment  # noqa: E402
 from kvconnect.copy import open_driver  # noqa: E402
-from kvconnect.copy.blocks import BlockCopier  # noqa: E402
-from kvconnect.copy.calibrate import PAGES, Choice, measure  # noqa: E402
+from kvconnect.copy.calibration import PAGES, Choice, measure  # noqa: E402
 from kvconnect.copy.cuda import CudaCopier, sample_move  # noqa: E402
 from kvconnect.copy.reference import ReferenceCopier  # noqa: E402
+from kvconnect.copy.wire_blocks import BlockCopier  # noqa: E402
 from kvconnect.errors import TransferFailed  # noqa: E402
-from kvconnect.geometry import Geometry, GroupGeometry, Segment  # noqa: E402
-from kvconnect.plan.instructions import Load, Part, Store  # noqa: E402
-from kvconnect.store.host import HostStore  # noqa: E402
-from kvconnect.testing.pages import Pages, phased_unit, plain_unit, split_unit  # noqa: E402
+from kvconnect.offload.copy_executor import CopyExecutor  # noqa: E402
+from kvconnect.offload.host_arena import HostStore  # noqa: E402
+from kvconnect.offload.messages import Load, Part, Store  # noqa: E402
+from kvconnect.offload.streams import make_streams  # noqa: E402
+from kvconnect.testing.memory import Pages, phased_unit, plain_unit, split_unit  # noqa: E402
 from kvconnect.types import JobId, TransferType  # noqa: E402
-from kvconnect.worker.executor import CopyExecutor  # noqa: E402
-from kvconnect.worker.streams import make_streams  # noqa: E402
 
 DEVICE = torch.device("cuda")
 POISON = 0xA5

@@ -8,13 +8,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from kvconnect.cache.layout import Geometry, GroupGeometry, Segment  # noqa: E402
 from kvconnect.copy import make_copier  # noqa: E402
-from kvconnect.geometry import Geometry, GroupGeometry, Segment  # noqa: E402
-from kvconnect.plan.instructions import Load, Part, Store  # noqa: E402
-from kvconnect.store.host import HostStore  # noqa: E402
+from kvconnect.offload.copy_executor import CopyExecutor, Done  # noqa: E402
+from kvconnect.offload.host_arena import HostStore  # noqa: E402
+from kvconnect.offload.messages import Load, Part, Store  # noqa: E402
+from kvconnect.offload.streams import make_streams  # noqa: E402
 from kvconnect.types import JobId, TransferType  # noqa: E402
-from kvconnect.worker.executor import CopyExecutor, Done  # noqa: E402
-from kvconnect.worker.streams import make_streams  # noqa: E402
 
 BLOCKS, PAGE = 32, 48 << 10
 
@@ -32,7 +32,7 @@ def wait_for(executor: CopyExecutor, count: int) -> list[Done]:
 def test_the_device_waits_for_each_layer_of_a_synchronous_load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvconnect.worker.layers.PIECE_BYTES", 1)
+    monkeypatch.setattr("kvconnect.offload.layer_loads.PIECE_BYTES", 1)
     device = torch.device("cuda")
     wanted = torch.randint(1, 256, (2 * BLOCKS * PAGE,), dtype=torch.uint8, device=device)
     area = wanted.clone()

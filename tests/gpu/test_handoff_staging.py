@@ -11,19 +11,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvconnect.testing.pages import phased_unit, plain_unit, split_unit  # noqa: E402
+from kvconnect.disaggregation.staging import SHARES, StagedMemory, make_memory  # noqa: E402
+from kvconnect.offload.streams import DeviceFence, make_streams  # noqa: E402
+from kvconnect.testing.memory import phased_unit, plain_unit, split_unit  # noqa: E402
 from kvconnect.transport import LinkOptions, Security, make_transport  # noqa: E402
-from kvconnect.transport.base import (  # noqa: E402
-    Event,
-    Incoming,
-    Outgoing,
-    PeerUp,
-    Received,
-    Transport,
-    Unit,
-)
-from kvconnect.worker.staging import SHARES, StagedMemory, make_memory  # noqa: E402
-from kvconnect.worker.streams import DeviceFence, make_streams  # noqa: E402
+from kvconnect.transport.base import Event, Incoming, Outgoing, PeerUp, Received, Transport, Unit  # noqa: E402
 
 PAGES, RUN, RUNS = 24, 16 << 10, 6
 NBYTES = PAGES * RUN * RUNS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvconnect.geometry import Geometry, GroupGeometry, Segment
-from kvconnect.store.host import HostStore
+from kvconnect.cache.layout import Geometry, GroupGeometry, Segment
+from kvconnect.offload.host_arena import HostStore
 
 torch = pytest.importorskip("torch")
 

@@ -10,8 +10,10 @@ import pytest
 torch = pytest.importorskip("torch")
 cupy = pytest.importorskip("cupy")
 
-from kvconnect import kernels  # noqa: E402
-from kvconnect.copy import cuda_driver  # noqa: E402
+from kvconnect.copy import (  # noqa: E402
+    cuda_driver,
+    kernels,
+)
 from scripts import build_kernels  # noqa: E402
 
 
@@ -26,7 +28,7 @@ def test_every_kernel_loads(
         if nvcc is None:
             pytest.skip("no nvcc")
         build_kernels.build(tmp_path, nvcc)
-    monkeypatch.setattr(kernels, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(kernels, "folder", lambda: tmp_path)
     cuda_driver._load_kernels.cache_clear()
     caplog.set_level("INFO", logger="kvconnect.copy")
     loaded = cuda_driver._load_kernels(torch.cuda.current_device())

@@ -12,11 +12,11 @@ torch = pytest.importorskip("torch")
 if not any(map(importlib.util.find_spec, ("nixl_cu12", "nixl_cu13"))):
     pytest.skip("NIXL is not installed", allow_module_level=True)
 
-from kvconnect.testing.pages import plain_unit, split_unit  # noqa: E402
+from kvconnect.disaggregation.staging import make_memory  # noqa: E402
+from kvconnect.testing.memory import plain_unit, split_unit  # noqa: E402
 from kvconnect.testing.transport import Side  # noqa: E402
 from kvconnect.transport import make_transport  # noqa: E402
 from kvconnect.transport.base import Incoming, Outgoing, PeerUp, Received  # noqa: E402
-from kvconnect.worker.staging import make_memory  # noqa: E402
 from tests.links import NIXL_QUICK, OPEN  # noqa: E402
 
 PAGES, RUN = 64, 32 << 10

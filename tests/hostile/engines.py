@@ -16,16 +16,16 @@ from typing import Any
 import msgspec
 
 from kvconnect.errors import Refused
-from kvconnect.router import legs, reports
-from kvconnect.router.kvevents import Feed
-from kvconnect.router.loads import MOST_RANKS, Loads
+from kvconnect.router.fleet import reports
+from kvconnect.router.fleet.kv_events import Feed
+from kvconnect.router.fleet.sources import at, file
+from kvconnect.router.fleet.sources.etcd import Entries
+from kvconnect.router.fleet.sources.kubernetes import Slices
+from kvconnect.router.http import upstream_requests
 from kvconnect.router.metrics import What
 from kvconnect.router.options import Worker, worker_of
-from kvconnect.router.prefixes import PrefixIndex, Stored, Tier
-from kvconnect.router.sources import at, file
-from kvconnect.router.sources.etcd import Entries
-from kvconnect.router.sources.kubernetes import Slices
-from kvconnect.router.view import Role, Target
+from kvconnect.router.policy.loads import MOST_RANKS, Loads, Role, Target
+from kvconnect.router.policy.prefixes import PrefixIndex, Stored, Tier
 from tests.hostile import Outcome
 
 LATE_S = 5.0  # for one case, which takes milliseconds
@@ -75,7 +75,7 @@ _JSON: tuple[tuple[str, object, Reader], ...] = (
     ("version", {"version": "1", "more": [1]}, reports.version_of),
     ("registry", {"0": {"engine_id": "e"}, "1": {"engine_id": "f"}}, reports.engine_ids_of),
     ("loads", {"loads": [_LOAD, _LOAD | {"dp_rank": 1}]}, reports.sglang_tokens),
-    ("card", {"choices": [], "kv_transfer_params": _PARAMS}, legs.card_of),
+    ("card", {"choices": [], "kv_transfer_params": _PARAMS}, upstream_requests.card_of),
 )
 _TEXT: tuple[tuple[str, str, Callable[[str], Any]], ...] = (
     ("vllm metrics", _VLLM, reports.vllm_tokens),
@@ -145,7 +145,7 @@ def _read(read: Callable[[Any], Any], answer: Any) -> str | None:
         said = read(answer)
     except Refused:
         return None
-    if isinstance(said, legs.Card):
+    if isinstance(said, upstream_requests.Card):
         return None if 0 < said.lifetime_s < 2**31 else f"a card for {said.lifetime_s} seconds"
     if read in (reports.vllm_tokens, reports.sglang_tokens, reports.sglang_metric_tokens):
         loads = Loads(10.0)

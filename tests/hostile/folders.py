@@ -20,8 +20,8 @@ from typing import NamedTuple
 import xxhash
 
 from kvconnect.errors import ConfigError
-from kvconnect.store.base import Outcome as Stored
-from kvconnect.store.disk import DiskOptions, DiskStore, inspect
+from kvconnect.tiers.backends.base import Outcome as Stored
+from kvconnect.tiers.backends.disk import DiskOptions, DiskStore, inspect
 from tests.hostile import Outcome
 
 PAGE = 4096

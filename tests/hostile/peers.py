@@ -17,17 +17,17 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 
 from kvconnect.errors import ProtocolError, Refused, TransferFailed
-from kvconnect.plan.instructions import Offer, Source
-from kvconnect.testing.pages import Pages, plain_unit
+from kvconnect.offload.messages import Offer, Source
+from kvconnect.protocol import codec, messages, nixl_messages, tickets
+from kvconnect.protocol.auth import NONCE_BYTES, SESSION_BYTES, ClientAuth, Opening, ServerAuth
+from kvconnect.protocol.messages import PROBE_WANT, GroupHello, Hello
+from kvconnect.testing.memory import Pages, plain_unit
 from kvconnect.transport import Security, Transport, make_transport
 from kvconnect.transport.base import Incoming, Outgoing, PeerUp, Received
 from kvconnect.transport.nixl.agent import Agent
 from kvconnect.types import Endpoint, Rank, Span
-from kvconnect.wire import codec, messages, rails, tickets
-from kvconnect.wire.auth import NONCE_BYTES, SESSION_BYTES, ClientAuth, Opening, ServerAuth
-from kvconnect.wire.messages import PROBE_WANT, GroupHello, Hello
 from tests.hostile import Outcome
-from tests.unit.test_handoff_agent import TRANSFER, Engine, finished, receive, table
+from tests.unit.disaggregation.test_agent import TRANSFER, Engine, finished, receive, table
 
 KEY = b"the key that all engines share.."
 TOKENS = 150
@@ -367,7 +367,7 @@ def _play_rails(outcome: Outcome, rng: random.Random, count: int) -> None:
         for _ in range(count):
             outcome.cases += 1
             with suppress(ProtocolError):
-                rails.decode(_rail(rng))
+                nixl_messages.decode(_rail(rng))
         return
     from tests.links import NIXL_QUICK
 
@@ -381,7 +381,7 @@ def _play_rails(outcome: Outcome, rng: random.Random, count: int) -> None:
         left = count
         while left > 0:
             share, reads = min(left, rng.randrange(1, 60)), rng.random() < 0.5
-            offer = rails.encode(theirs.offer)
+            offer = nixl_messages.encode(theirs.offer)
             greeting = codec.pack_greeting(1, offer if rng.random() < 0.9 else rng.randbytes(50))
             with suppress(OSError, EOFError):
                 wire = _connect(address, rng, greeting) if reads else _called(victim, rng, greeting)
@@ -412,7 +412,7 @@ def _called(victim: Transport, rng: random.Random, greeting: bytes) -> Wire:
 def _fitting_rails(rng: random.Random, own: Pages) -> Iterator[bytes]:
     """Yield what a reader of six wants of ten blocks may say."""
     (area,) = own.areas()
-    place = rails.UnitPlace(
+    place = nixl_messages.UnitPlace(
         address=area.address,
         nbytes=area.nbytes,
         device=area.device,
@@ -420,14 +420,14 @@ def _fitting_rails(rng: random.Random, own: Pages) -> Iterator[bytes]:
         block_bytes=4096,
         segments=array("q", [0, 4096, 4096]).tobytes(),
     )
-    yield rails.encode(rails.Units(number=0, first=0, units=[place]))
+    yield nixl_messages.encode(nixl_messages.Units(number=0, first=0, units=[place]))
     ids = array("q", range(10)).tobytes()
     for want in rng.sample(range(6), 6):
-        where = rails.Places(want=want, units=0, spans=[(0, 0)], ids=[ids])
-        said: list[rails.RailMessage] = [where, where, rails.Plain(want=want)]
-        yield rails.encode(rng.choice([*said, rails.Stop(want=want)]))
+        where = nixl_messages.Places(want=want, units=0, spans=[(0, 0)], ids=[ids])
+        said: list[nixl_messages.RailMessage] = [where, where, nixl_messages.Plain(want=want)]
+        yield nixl_messages.encode(rng.choice([*said, nixl_messages.Stop(want=want)]))
     for want in rng.sample(range(6), 6):
-        yield rails.encode(rails.Stop(want=want))
+        yield nixl_messages.encode(nixl_messages.Stop(want=want))
 
 
 def _fitting_landings(rng: random.Random, wire: Wire) -> Iterator[bytes]:
@@ -437,7 +437,7 @@ def _fitting_landings(rng: random.Random, wire: Wire) -> Iterator[bytes]:
         told += sum(isinstance(note, codec.RailNote) for note in wire.notes())
     for number, want in enumerate(rng.sample(range(6), 6)):
         for first in (0, 5):
-            message = rails.Landed(
+            message = nixl_messages.Landed(
                 want=want,
                 unit=0,
                 first=first,
@@ -447,7 +447,7 @@ def _fitting_landings(rng: random.Random, wire: Wire) -> Iterator[bytes]:
                 seconds=0.1,
                 digests=bytes(5 * 8),
             )
-            yield rails.encode(message)
+            yield nixl_messages.encode(message)
 
 
 def _expect_pages(victim: Transport) -> None:
@@ -492,7 +492,7 @@ def _works(victim: Transport, address: tuple[str, int]) -> bool:
 def _rail(rng: random.Random) -> bytes:
     want = rng.choice([0, 1, 2, 3, 4, 5, rng.choice(_NUMBERS)])
     triple = array("q", rng.choice([[0, 4096, 4096], [-1, 0, 1], [0, 1 << 60, 4096], [0, 0, 0]]))
-    place = rails.UnitPlace(
+    place = nixl_messages.UnitPlace(
         address=rng.choice([0, 4096, 1 << 46, (1 << 63) - 1]),
         nbytes=rng.choice([1, 1 << 20, (1 << 62) - 1]),
         device=rng.choice([-1, 0, 7]),
@@ -509,15 +509,17 @@ def _rail(rng: random.Random) -> bytes:
         "digests": bytes(8 * rng.choice([0, 1, 10])),
         "seconds": 0.1,
     }
-    return rails.encode(
+    return nixl_messages.encode(
         rng.choice(
             [
-                rails.Units(number=rng.randrange(3), first=rng.choice([0, 0, 1]), units=[place]),
-                rails.Places(want=want, units=rng.randrange(3), spans=spans, ids=[ids]),
-                rails.Plain(want=want),
-                rails.Stop(want=want),
-                rails.Stopped(want=want),
-                rails.Landed(want=want, unit=rng.choice([0, 0, 9]), number=1, **landed),
+                nixl_messages.Units(
+                    number=rng.randrange(3), first=rng.choice([0, 0, 1]), units=[place]
+                ),
+                nixl_messages.Places(want=want, units=rng.randrange(3), spans=spans, ids=[ids]),
+                nixl_messages.Plain(want=want),
+                nixl_messages.Stop(want=want),
+                nixl_messages.Stopped(want=want),
+                nixl_messages.Landed(want=want, unit=rng.choice([0, 0, 9]), number=1, **landed),
             ]
         )
     )

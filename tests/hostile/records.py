@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvconnect.store import Outcome as Stored
-from kvconnect.store.remote import RemoteStore
-from kvconnect.store.valkey import make_valkey_store
+from kvconnect.tiers.backends import Outcome as Stored
+from kvconnect.tiers.backends.remote import RemoteStore
+from kvconnect.tiers.backends.valkey import make_valkey_store
 from tests.hostile import Outcome
 from tests.servers import PASSWORD, Valkey
 

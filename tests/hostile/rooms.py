@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from kvconnect.disaggregation.sender import Ask, Sender, SendPages, Served, Stop, Tell, View
 from kvconnect.engines.sglang.rooms import Outbox, transfer_of
 from kvconnect.errors import ProtocolError
-from kvconnect.plan.instructions import Instructions, Notice, Offer
-from kvconnect.plan.sender import Ask, Sender, SendPages, Served, Stop, Tell, View
+from kvconnect.offload.messages import Instructions, Notice, Offer
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Rank, Span
 from tests.hostile import Outcome

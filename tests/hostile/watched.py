@@ -18,17 +18,17 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvconnect.router import supervise, watch
-from kvconnect.router.loads import Loads
+from kvconnect.router import supervisor
+from kvconnect.router.fleet import watch
+from kvconnect.router.fleet.kv_events import subscribe
+from kvconnect.router.fleet.upstreams import Upstream
+from kvconnect.router.fleet.watch import Watcher
+from kvconnect.router.http.pool import Client
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.options import worker_of
-from kvconnect.router.pool import Client
-from kvconnect.router.prefixes import PrefixIndex
-from kvconnect.router.subscribe import subscribe
-from kvconnect.router.supervise import Supervisor, TaskKind
-from kvconnect.router.upstreams import Upstream
-from kvconnect.router.view import Role, Target
-from kvconnect.router.watch import Watcher
+from kvconnect.router.policy.loads import Loads, Role, Target
+from kvconnect.router.policy.prefixes import PrefixIndex
+from kvconnect.router.supervisor import Supervisor, TaskKind
 from tests.hostile import Outcome
 from tests.hostile.engines import NASTY
 
@@ -110,8 +110,8 @@ async def run(limit: int | None = None) -> Outcome:
         for name, value in _QUICK.items():
             ends.callback(setattr, watch, name, getattr(watch, name))
             setattr(watch, name, value)
-        ends.callback(setattr, supervise, "PAUSE_FIRST_S", supervise.PAUSE_FIRST_S)
-        supervise.PAUSE_FIRST_S = 0.01
+        ends.callback(setattr, supervisor, "PAUSE_FIRST_S", supervisor.PAUSE_FIRST_S)
+        supervisor.PAUSE_FIRST_S = 0.01
         for watcher in watchers:
             await watcher.probe()
             watcher.start(0.01)

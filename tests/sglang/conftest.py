@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.nursery import Nursery
+from tests.fork_server import Nursery
 from tests.sglang.pd import LAYERWISE, decode_server, prefill_server, side_by_side
 from tests.sglang.scenario import Fleet
 from tests.sglang.server import SglangServer, plugin_path

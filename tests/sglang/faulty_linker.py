@@ -17,10 +17,10 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 from sglang.srt.runtime_context import get_parallel
 
+from kvconnect.cache.layout import Geometry
 from kvconnect.copy import Copier, make_copier
 from kvconnect.engines.sglang.linker import KVConnectLinker
 from kvconnect.engines.sglang.pool_tier import PoolTier
-from kvconnect.geometry import Geometry
 
 LONGEST = 32  # pages of the longest prompt
 

@@ -12,9 +12,9 @@ import pytest
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 
 from kvconnect.config import Config
-from kvconnect.engines.sglang import requests
-from kvconnect.engines.sglang.addresses import Addresses
+from kvconnect.engines.sglang import tracing
 from kvconnect.engines.sglang.backend import KVConnectManager, KVConnectReceiver
+from kvconnect.engines.sglang.bootstrap import Addresses
 from kvconnect.engines.sglang.rooms import Outgoing
 from kvconnect.stats import OffloadingConnectorStats
 
@@ -137,8 +137,8 @@ def test_what_is_known_of_a_request_from_its_queue() -> None:
     req = SimpleNamespace(
         bootstrap_room=ROOM, disagg_kv_sender=object(), origin_input_ids=range(3 * PAGE + 1)
     )
-    requests._after_sender(True, queue, req, 4)
+    tracing._after_sender(True, queue, req, 4)
     assert room.most == 3
     assert (queue.kv_manager.streams.forward, queue.kv_manager.overlaps) == ("forward", False)
     stock = SimpleNamespace(kv_manager=SimpleNamespace(), scheduler=scheduler)
-    requests._after_sender(True, stock, req, 4)  # SGLang's own backends are left alone
+    tracing._after_sender(True, stock, req, 4)  # SGLang's own backends are left alone

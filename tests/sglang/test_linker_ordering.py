@@ -26,16 +26,16 @@ from sglang.srt.server_args import ServerArgs
 from sglang.test.parallel_groups import publish
 
 import kvconnect
-from kvconnect.copy.calibrate import Choice
+from kvconnect.cache.layout import Geometry
+from kvconnect.copy.calibration import Choice
 from kvconnect.copy.cuda import CudaCopier
-from kvconnect.engines.sglang import layers as sglang_layers
+from kvconnect.engines.sglang import layer_loads as sglang_layers
 from kvconnect.engines.sglang import linker as linker_module
 from kvconnect.engines.sglang import pool_tier
-from kvconnect.engines.sglang.layers import LayerCounter
+from kvconnect.engines.sglang.layer_loads import LayerCounter
 from kvconnect.engines.sglang.linker import KVConnectLinker
 from kvconnect.engines.sglang.pool_tier import PoolTier
-from kvconnect.geometry import Geometry
-from kvconnect.worker import executor, layers, tier
+from kvconnect.offload import copy_executor, host_tier, layer_loads
 from tests.emulated.device import EmulatedDriver, EmulatedEvent, Emulator, OnDevice, Site
 from tests.emulated.mutants import lines_of, sites_of, unnoticed, waits_in
 from tests.emulated.world import World
@@ -201,12 +201,12 @@ def play(random: Random, disabled: frozenset[Site] = frozenset()) -> Emulator:
         monkeypatch.setattr(linker_module, "own_stream", emulator.stream)
         monkeypatch.setattr(linker_module, "map_pool", on_device)
         monkeypatch.setattr(PoolTier, "make_copier", staticmethod(copier))
-        monkeypatch.setattr(tier, "device_node", lambda device: None)
-        monkeypatch.setattr(tier.HostStore, "pin", lambda self: True)
+        monkeypatch.setattr(host_tier, "device_node", lambda device: None)
+        monkeypatch.setattr(host_tier.HostStore, "pin", lambda self: True)
         runtime = SimpleNamespace(Event=emulator.event)
         monkeypatch.setattr(unified_cache_linker, "device_module", runtime)
         monkeypatch.setattr(unified_cache_linker, "Future", world.future)
-        for module in (executor, layers, pool_tier, sglang_layers):
+        for module in (copy_executor, layer_loads, pool_tier, sglang_layers):
             monkeypatch.setattr(module, "threading", world.threading)
             monkeypatch.setattr(module, "time", world.time)
         world.run(lambda: Scheduler(emulator).run())

@@ -12,8 +12,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from kvconnect.metrics import rates
-from kvconnect.top import fetch
+from kvconnect.observability.metrics import rates
+from kvconnect.observability.top import app
 from tests.engines.models import model_dir
 from tests.sglang.one_scheduler import PUBLISHED
 from tests.sglang.pd import ask_all
@@ -117,7 +117,7 @@ def test_requests_add_up_to_what_the_transport_measured(fleet: Fleet, sends: str
     assert sent["their seconds"] == pytest.approx(sent["request seconds"])
     assert sent["their bytes"] == pytest.approx(sent["bytes"])
     for server, side in ((p, SENT), (d, GOT)):
-        seen = rates.endpoint(None, fetch.scrape(f"{server.url}/metrics"))  # kvconnect top
+        seen = rates.endpoint(None, app.scrape(f"{server.url}/metrics"))  # kvconnect top
         kind = side["transfer_type"]
         totals = {row.transfer_type: row.bytes_total for row in seen.transfers}
         assert seen.kind == "sglang"

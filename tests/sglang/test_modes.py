@@ -1,7 +1,7 @@
 """KVConnect under a built-in name, the decode server's own prefix cache, and several tokenizers.
 
 Latent attention is not run on a server: SGLang's attention for the CPU does not know it. How its
-pages are handed off is in ``tests/unit/test_sglang_handoff.py``.
+pages are handed off is in ``tests/unit/engines/test_sglang_disaggregation.py``.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.utils import get_hash_str
 
+from kvconnect.cache.record_format import page_names
 from kvconnect.config import Config
-from kvconnect.engines.sglang import lower_tiers, records
+from kvconnect.engines.sglang import records, tier_stores
 from kvconnect.errors import Incompatible
-from kvconnect.format import page_names
-from kvconnect.store.memory import MemoryStore
+from kvconnect.tiers.backends.memory import MemoryStore
 from tests.engines.models import model_dir
 from tests.sglang.linker_bench import PAGE
 from tests.sglang.storage_bench import RANKS, host_pool, serving
@@ -116,9 +116,9 @@ def test_a_page_on_disk_lies_as_in_its_pool(model: Path, monkeypatch: pytest.Mon
         names[kind].append(fingerprint)
         return MemoryStore(1 << 20)
 
-    monkeypatch.setattr(lower_tiers, "make_store", make)
+    monkeypatch.setattr(tier_stores, "make_store", make)
     monkeypatch.setattr(
-        lower_tiers, "make_remote", lambda settings, name, keys: make("memory", settings, name)
+        tier_stores, "make_remote", lambda settings, name, keys: make("memory", settings, name)
     )
     config = Config(disk={"path": "/nowhere"}, remote={"store": "memory"})
     for layout in (*LAYOUTS, LAYOUTS[0]):
@@ -131,7 +131,7 @@ def test_a_page_on_disk_lies_as_in_its_pool(model: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(records.ModelConfig.from_server_args(None), "dtype", pool.dtype)
         with serving(str(model)):
             found = records.records_for_all({PoolName.KV: pool}, RANKS)
-            lower_tiers.make_stores(config, RANKS, found)
+            tier_stores.make_stores(config, RANKS, found)
     assert len(set(names["memory"])) == 1
     assert len(set(names["disk"])) == len(LAYOUTS) and names["disk"][0] == names["disk"][-1]
 

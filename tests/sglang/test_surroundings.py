@@ -16,9 +16,9 @@ from sglang.test.parallel_groups import publish
 
 from kvconnect import memory
 from kvconnect.config import Config
-from kvconnect.engines.sglang import surroundings
-from kvconnect.engines.sglang.layers import Arrivals, LayerCounter
-from kvconnect.engines.sglang.settings import worker_share
+from kvconnect.engines.sglang import runtime_context
+from kvconnect.engines.sglang.layer_loads import Arrivals, LayerCounter
+from kvconnect.engines.sglang.plugin import worker_share
 from kvconnect.errors import ConfigError
 
 GIB = 1 << 30
@@ -46,47 +46,47 @@ def setting() -> Iterator[ExitStack]:
 
 
 def test_settings_as_they_come_are_taken() -> None:
-    surroundings.check(published())
-    assert surroundings.quiet_s() > surroundings.SPARE_S
+    runtime_context.check(published())
+    assert runtime_context.quiet_s() > runtime_context.SPARE_S
 
 
 def test_pages_that_are_given_away_at_once(setting: ExitStack) -> None:
     """SGLang would use an aborted request's pages again while some still land in them."""
     setting.enter_context(RELEASE.override(False))
     with pytest.raises(ConfigError, match=f"{RELEASE.name}='0'.*unset it"):
-        surroundings.check(published())
+        runtime_context.check(published())
 
 
 @pytest.mark.parametrize("seconds", [-1, 0, 4.5, 5, float("inf"), float("nan")])
 def test_pages_that_are_given_away_too_early_or_never(setting: ExitStack, seconds: float) -> None:
     setting.enter_context(RELEASE_TIMEOUT.override(seconds))
     with pytest.raises(ConfigError, match=f"{RELEASE_TIMEOUT.name}={seconds}.*more than 5 s"):
-        surroundings.check(published())
+        runtime_context.check(published())
 
 
 def test_pages_that_move_while_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     args = published(enable_unified_memory=True)
-    surroundings.check(args)
+    runtime_context.check(args)
     monkeypatch.setenv("KVCONNECT_LAYERWISE", "1")
     with pytest.raises(ConfigError, match=r"KVCONNECT_LAYERWISE='1'.*--enable-unified-memory"):
-        surroundings.check(args)
+        runtime_context.check(args)
 
 
 @pytest.mark.parametrize(("name", "used"), [("auto", "tcp"), ("tcp", "tcp"), ("nixl", None)])
 def test_memory_that_is_given_up_and_taken_again(name: str, used: str | None) -> None:
-    assert surroundings.transport(name, published()) == name
+    assert runtime_context.transport(name, published()) == name
     args = published(enable_memory_saver=True)
     if used is None:
         with pytest.raises(ConfigError, match=r"transport='nixl'.*--enable-memory-saver"):
-            surroundings.transport(name, args)
+            runtime_context.transport(name, args)
     else:
-        assert surroundings.transport(name, args) == used
+        assert runtime_context.transport(name, args) == used
 
 
 def test_two_batch_overlap_calls_layers_twice() -> None:
-    assert surroundings.calls_layers_once(published())
+    assert runtime_context.calls_layers_once(published())
     args = SimpleNamespace(enable_two_batch_overlap=True)
-    assert not surroundings.calls_layers_once(args)  # type: ignore[arg-type]
+    assert not runtime_context.calls_layers_once(args)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_every_rank_has_a_port_of_its_own() -> None:
     numbers = set()
     for rank in range(4):
         published(ranks=SpawnRanks(world_rank=rank), tp_size=4, attn_dp_size=2)
-        numbers.add(surroundings.rank_number(SimpleNamespace(system_dp_rank=None, pp_rank=0)))
+        numbers.add(runtime_context.rank_number(SimpleNamespace(system_dp_rank=None, pp_rank=0)))
     assert numbers == set(range(4))
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.collector import Collector, Seen, collecting, text_of
+from tests.fakes.trace_collector import Collector, Seen, collecting, text_of
 from tests.sglang.pd import ask, decode_server, prefill_server, side_by_side
 from tests.sglang.scenario import prompts
 from tests.sglang.server import CHUNK, PAGE, SglangServer

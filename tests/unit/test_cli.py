@@ -12,9 +12,9 @@ import pytest
 
 import kvconnect
 from kvconnect import cli
-from kvconnect.doctor import checks, disk, transport
-from kvconnect.doctor.finding import Finding, Report, Status
-from kvconnect.doctor.half import Task
+from kvconnect.doctor import checks, disk, transfers
+from kvconnect.doctor.findings import Finding, Report, Status
+from kvconnect.doctor.peer_process import Task
 
 
 def doctor_says(monkeypatch: pytest.MonkeyPatch, *statuses: Status) -> None:
@@ -142,7 +142,7 @@ def test_flags_of_the_transport_become_a_task(monkeypatch: pytest.MonkeyPatch) -
         asked.append((task, min_rate))
         return report
 
-    monkeypatch.setattr(transport, "examine", examine)
+    monkeypatch.setattr(transfers, "examine", examine)
     assert cli.main(["doctor", "transport"]) == 1
     words = "--peer [::1]:7000 --path nixl --device cuda --min-rate 1GB --key-file K --tls-dir T"
     assert cli.main(["doctor", "transport", *words.split()]) == 1
@@ -159,7 +159,7 @@ def test_an_interrupted_listener_ends_in_peace(monkeypatch: pytest.MonkeyPatch) 
         asked.append(task)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(transport, "listen", listen)
+    monkeypatch.setattr(transfers, "listen", listen)
     monkeypatch.setattr(cli.logging, "basicConfig", lambda **settings: None)
     assert cli.main(["doctor", "transport", "--listen", "127.0.0.1:0"]) == 0
     assert asked == [Task("source", "127.0.0.1", 0)]

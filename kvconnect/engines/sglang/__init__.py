@@ -11,14 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kvconnect import versions
-from kvconnect.engines.sglang import new_weights
-from kvconnect.engines.sglang.flags import (
-    LAYERWISE,
-    NAME,
-    check,
-    is_layerwise,
-    takes_over,
-)
+from kvconnect.engines.sglang import runtime_context
+from kvconnect.engines.sglang.plugin import LAYERWISE, NAME, check, is_layerwise, takes_over
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +49,7 @@ def _register() -> None:
     from sglang.srt.disaggregation.utils import TransferBackend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from kvconnect.engines.sglang import requests  # brings torch
+    from kvconnect.engines.sglang import tracing  # brings torch
 
     found = versions.installed("sglang")
     if found != TESTED:
@@ -65,8 +59,8 @@ def _register() -> None:
         add_disagg_transfer_backend_choices([NAME])
     _add_member(TransferBackend, NAME)
     HookRegistry.register(_PICK, _pick, HookType.AROUND)
-    new_weights.watch()
-    requests.watch()
+    runtime_context.watch()
+    tracing.watch()
     if is_layerwise():
         from kvconnect.engines.sglang import layerwise as hooks
 

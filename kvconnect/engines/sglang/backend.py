@@ -33,18 +33,18 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.server_args import ServerArgs
 
 from kvconnect.config import Config, config_from_environment, listen_address
-from kvconnect.engines.sglang import layerwise, surroundings, translate
-from kvconnect.engines.sglang.addresses import Addresses
-from kvconnect.engines.sglang.forward import BothStreams
+from kvconnect.disaggregation.factory import start_agent
+from kvconnect.engines.sglang import layerwise, runtime_context, translate
+from kvconnect.engines.sglang.bootstrap import Addresses
+from kvconnect.engines.sglang.duplicates import BothStreams
 from kvconnect.engines.sglang.inbox import Inbox, Wanted
-from kvconnect.engines.sglang.reporting import publish_regularly
 from kvconnect.engines.sglang.rooms import Outbox, is_room, within
-from kvconnect.engines.sglang.spans import make_spans
+from kvconnect.engines.sglang.stats import publish_regularly
+from kvconnect.engines.sglang.tracing import make_spans
 from kvconnect.errors import ConfigError, Refused, refusing
+from kvconnect.offload.streams import DeviceFence
 from kvconnect.transport.base import Fence
 from kvconnect.types import Endpoint, Span
-from kvconnect.worker.start import start_agent
-from kvconnect.worker.streams import DeviceFence
 
 logger = logging.getLogger(__name__)
 
@@ -74,19 +74,19 @@ class KVConnectManager(CommonKVManager):
         is_mla_backend: bool | None = False,
     ) -> None:
         config = config_from_environment(os.environ)
-        surroundings.check(server_args)
+        runtime_context.check(server_args)
         # SGLang gives the pages of a dropped transfer away after a while: be sure to be done.
-        limit = surroundings.quiet_s() - surroundings.SPARE_S
+        limit = runtime_context.quiet_s() - runtime_context.SPARE_S
         config = msgspec.structs.replace(
             config,
             deadline_s=min(config.deadline_s, limit),
-            transport=surroundings.transport(config.transport, server_args),
+            transport=runtime_context.transport(config.transport, server_args),
         )
-        model = surroundings.model(args, server_args, bool(is_mla_backend))
+        model = runtime_context.model(args, server_args, bool(is_mla_backend))
         self._sends = disaggregation_mode == DisaggregationMode.PREFILL
         address = _address(config, args) if self._sends else None
         cache = translate.describe(args, model, config.deadline_s)
-        patience = surroundings.patience_s()
+        patience = runtime_context.patience_s()
         self.spans = make_spans()
         traced = self.spans is not None
         self.agent = start_agent(config, cache, address, patience, alone=True, traced=traced)
@@ -98,7 +98,10 @@ class KVConnectManager(CommonKVManager):
         if self._sends:
             heads = [kv_heads for _, kv_heads in kinds]
             self.outbox = Outbox(self.agent, model.rank, heads, self._on_ready, *ended)
-            names, once = translate.layer_names(cache), surroundings.calls_layers_once(server_args)
+            names, once = (
+                translate.layer_names(cache),
+                runtime_context.calls_layers_once(server_args),
+            )
             layerwise.serve(self.agent, self.outbox, names, once)
         else:
             self.addresses = Addresses(config, self.local_ip)
@@ -352,7 +355,7 @@ def _address(config: Config, args: KVArgs) -> tuple[str, int]:
         raise ConfigError("listen", config.listen, "a prefill engine has to listen somewhere")
     host, port = address
     if port:
-        port += surroundings.rank_number(args)
+        port += runtime_context.rank_number(args)
     return host, port
 
 

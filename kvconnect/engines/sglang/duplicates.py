@@ -16,6 +16,10 @@ from typing import Any
 
 import torch
 
+from kvconnect.copy.driver import own_stream
+from kvconnect.offload.streams import DeviceFence
+from kvconnect.transport.base import Fence
+
 _FREES = ("free", "free_full", "free_segment", "free_full_segment")
 """What of SGLang's allocators gives pages of the group that is offered back. Slots of a sliding
 window, which are sent with the last chunk only, have functions of their own."""
@@ -51,3 +55,38 @@ def kept(allocator: Any) -> Iterator[Duplicates]:
     finally:
         for name in names:
             delattr(allocator, name)
+
+
+# Points after what SGLang has launched on both of its streams: its scheduler's and the model's.
+
+
+class BothStreams:
+    """For the scheduler's thread. ``forward`` is SGLang's stream of forwards, set once known."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.forward: Any = None
+        self._join = own_stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Make a stream the current one that comes after both; no other one waits for it.
+
+        A request that has ended can have its forward on its way still, which writes to slots that
+        the next request was given already.
+        """
+        if self._join is None or self.forward is None:
+            yield
+            return
+        self._join.wait_stream(torch.cuda.current_stream(self._join.device))
+        self._join.wait_stream(self.forward)
+        with torch.cuda.stream(self._join):
+            yield
+
+    def mark(self) -> Fence | None:
+        """Return a fence after both; None where there is nothing to wait for."""
+        if self._join is None:
+            return None
+        with self.joined():
+            event = torch.cuda.Event(blocking=True)  # whoever waits must not spin on a core
+            event.record()
+        return DeviceFence(event)

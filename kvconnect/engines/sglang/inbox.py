@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from kvconnect.disaggregation.agent import HandoffAgent
 from kvconnect.engines.sglang.rooms import transfer_of, within
-from kvconnect.plan.instructions import Drop, Instructions, Keep, Receive, Report, Source
+from kvconnect.offload.messages import Drop, Instructions, Keep, Receive, Report, Source
+from kvconnect.protocol.topology import sources_for
 from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span
-from kvconnect.wire.topology import sources_for
-from kvconnect.worker.handoff import HandoffAgent
 
 
 class Wanted(NamedTuple):

@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from kvconnect.disaggregation.agent import HandoffAgent
 from kvconnect.engines.sglang.duplicates import kept
 from kvconnect.engines.sglang.rooms import Outbox, transfer_of
-from kvconnect.plan.instructions import Instructions, Offer
+from kvconnect.offload.messages import Instructions, Offer
 from kvconnect.types import Span
-from kvconnect.worker.handoff import HandoffAgent
 
 logger = logging.getLogger(__name__)
 

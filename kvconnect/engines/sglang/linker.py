@@ -26,17 +26,16 @@ from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import DevicePoolEn
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from kvconnect.config import Config
-from kvconnect.copy.own_stream import own_stream
-from kvconnect.engines.sglang.hits import window_ends
-from kvconnect.engines.sglang.layers import Arrivals, LayerCounter
+from kvconnect.copy.driver import own_stream
+from kvconnect.engines.sglang.layer_loads import Arrivals, LayerCounter
+from kvconnect.engines.sglang.plugin import own_config, worker_share
 from kvconnect.engines.sglang.pool_tier import PoolTier, Space, Want, worst
-from kvconnect.engines.sglang.pools import device_pools, map_pool
-from kvconnect.engines.sglang.readings import Readings
-from kvconnect.engines.sglang.settings import own_config, worker_share
+from kvconnect.engines.sglang.pools import device_pools, map_pool, window_ends
+from kvconnect.engines.sglang.stats import Readings
 from kvconnect.errors import ConfigError, Misuse, TransferFailed, refusing
+from kvconnect.offload.streams import Fence
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause
-from kvconnect.worker.streams import Fence
 
 logger = logging.getLogger(__name__)
 

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 import torch
 
 from kvconnect.config import Config
-from kvconnect.engines.sglang.page_below import GROUP, Below, Pages
+from kvconnect.engines.sglang.page_tiers import GROUP, Below, Pages
 from kvconnect.errors import Corrupt
-from kvconnect.plan.index import HostIndex
-from kvconnect.plan.offload import count_lookup, hits_by_tier
-from kvconnect.plan.policy import make_policy
+from kvconnect.offload.eviction import make_policy
+from kvconnect.offload.host_arena import HostStore
+from kvconnect.offload.index import HostIndex
+from kvconnect.offload.planner import count_lookup, hits_by_tier
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.store import Store
-from kvconnect.store.host import HostStore
+from kvconnect.tiers.backends import Store
 from kvconnect.types import FailureCause, Tier
 
 

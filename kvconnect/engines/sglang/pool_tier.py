@@ -17,16 +17,15 @@ from kvconnect.config import Config
 from kvconnect.copy import make_copier
 from kvconnect.engines.sglang.pools import PoolMap
 from kvconnect.errors import ConfigError, TransferFailed
-from kvconnect.plan.index import HostIndex
-from kvconnect.plan.instructions import Load, Part, Store
-from kvconnect.plan.jobs import QUARANTINED
-from kvconnect.plan.ledger import Hold, Ledger, Owner
-from kvconnect.plan.policy import make_policy
+from kvconnect.offload.copy_executor import Done
+from kvconnect.offload.eviction import make_policy
+from kvconnect.offload.host_tier import HostTier
+from kvconnect.offload.index import HostIndex
+from kvconnect.offload.jobs import QUARANTINED, Hold, Ledger, Owner
+from kvconnect.offload.messages import Load, Part, Store
+from kvconnect.offload.streams import Fence
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause, JobId, Tier, TransferType
-from kvconnect.worker.executor import Done
-from kvconnect.worker.streams import Fence
-from kvconnect.worker.tier import HostTier
 
 _GROUP = 0  # an index of its own: pools never share a slot
 _STUCK_S = 120.0  # past any deadline: the copy thread or the device is dead

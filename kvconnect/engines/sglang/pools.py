@@ -29,9 +29,9 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_parallel
 
+from kvconnect.cache.layout import SLOT_ALIGNMENT, Geometry, GroupGeometry, Segment
+from kvconnect.disaggregation.staging import spanning
 from kvconnect.errors import Incompatible, Misuse
-from kvconnect.geometry import SLOT_ALIGNMENT, Geometry, GroupGeometry, Segment
-from kvconnect.worker.span import spanning
 
 _MOST_STAGES = 16  # each is a job of its own; the first layer waits for a sixteenth, at worst
 _MOST_PADDING = 0.125  # of a page
@@ -227,3 +227,21 @@ def _stages(layers: dict[int, list[Segment]]) -> tuple[tuple[int, ...], ...]:
         if len(starts) * slot <= (1 + _MOST_PADDING) * sum(sizes):
             break
     return tuple(numbers[start : start + together] for start in starts)
+
+
+# Which lengths of a prompt can be restored where a pool has the end of some prefixes only.
+
+
+def window_ends(there: Iterable[bool], window: int) -> set[int]:
+    """Return the lengths, in pages, whose last ``window`` pages (all, if fewer) are there.
+
+    A sliding window, or the one state of Mamba, is needed at the end of a prefix and nowhere else;
+    it is there where some node of the tree ended, so these lengths have gaps.
+    """
+    ends: set[int] = set()
+    run = 0
+    for length, is_there in enumerate(there, start=1):
+        run = run + 1 if is_there else 0
+        if run >= min(window, length):
+            ends.add(length)
+    return ends

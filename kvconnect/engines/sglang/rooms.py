@@ -16,13 +16,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvconnect.disaggregation.agent import HandoffAgent
 from kvconnect.errors import Refused, contained
-from kvconnect.plan.instructions import Instructions, Notice, NoticeKind, Offer, Withdraw
+from kvconnect.offload.messages import Instructions, Notice, NoticeKind, Offer, Withdraw
+from kvconnect.protocol.topology import readers_for
 from kvconnect.stats import OTHER
 from kvconnect.transport.base import Fence
 from kvconnect.types import FailureCause, Rank, Span, TransferId
-from kvconnect.wire.topology import readers_for
-from kvconnect.worker.handoff import HandoffAgent
 
 logger = logging.getLogger(__name__)
 

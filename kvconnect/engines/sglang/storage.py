@@ -25,17 +25,16 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from kvconnect import memory
+from kvconnect.cache.layout import SLOT_ALIGNMENT
 from kvconnect.config import check_fits
-from kvconnect.engines.sglang import new_weights
-from kvconnect.engines.sglang.hits import window_ends
-from kvconnect.engines.sglang.host_pages import HostPages
-from kvconnect.engines.sglang.lower_tiers import make_stores
+from kvconnect.engines.sglang import runtime_context
 from kvconnect.engines.sglang.page_store import PageStore
-from kvconnect.engines.sglang.records import Records, records_for_all
-from kvconnect.engines.sglang.reporting import publish_regularly
-from kvconnect.engines.sglang.settings import own_config, worker_share
+from kvconnect.engines.sglang.plugin import own_config, worker_share
+from kvconnect.engines.sglang.pools import window_ends
+from kvconnect.engines.sglang.records import HostPages, Records, records_for_all
+from kvconnect.engines.sglang.stats import publish_regularly
+from kvconnect.engines.sglang.tier_stores import make_stores
 from kvconnect.errors import ConfigError, Incompatible, Misuse, refusing
-from kvconnect.geometry import SLOT_ALIGNMENT
 
 logger = logging.getLogger(__name__)
 
@@ -251,7 +250,7 @@ class KVConnectStorage(_Copying):
             for tier in tiers.values():
                 undo.callback(tier.close)
             if tiers:
-                new_weights.check_watched()
+                runtime_context.check_watched()
             store = PageStore(slots, slot_bytes, self._config, tiers)
             undo.pop_all()
         return store

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvconnect import versions
+from kvconnect.cache.pages import LayerPages
+from kvconnect.disaggregation.factory import Cache
+from kvconnect.disaggregation.sessions import GroupPages
+from kvconnect.disaggregation.staging import Regions
 from kvconnect.errors import Incompatible
-from kvconnect.pages import LayerPages
+from kvconnect.protocol.messages import GroupHello, Hello
+from kvconnect.protocol.topology import head_range
 from kvconnect.transport.base import Area
 from kvconnect.types import Rank
-from kvconnect.wire.messages import GroupHello, Hello
-from kvconnect.wire.topology import head_range
-from kvconnect.worker.links import GroupPages
-from kvconnect.worker.span import Regions
-from kvconnect.worker.start import Cache
 
 KV, AUX, FIRST_STATE = 0, 1, 2
 """Group numbers: the KV of all layers, the rows, and from there one for each state component."""

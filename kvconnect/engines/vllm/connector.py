@@ -36,14 +36,13 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvconnect.config import parse_config
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.checks import checked_settings, why_idle
-from kvconnect.engines.vllm.device_blocks import DeviceBlocks
-from kvconnect.engines.vllm.idle import IdleScheduler, IdleWorker
+from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.scheduler import SchedulerHalf
 from kvconnect.engines.vllm.stats import KVConnectPromMetrics, KVConnectStats
 from kvconnect.engines.vllm.worker import WorkerHalf
 from kvconnect.errors import Misuse, refusing
-from kvconnect.types import Tier
+from kvconnect.types import Tier, TransferId
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -87,7 +86,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             logger.warning("KVConnect stores and loads nothing: %s", idle)
             return IdleScheduler(*made)
         if translate.is_traced(self._vllm_config):
-            from kvconnect.engines.vllm.spans import TracedScheduler
+            from kvconnect.engines.vllm.tracing import TracedScheduler
 
             return TracedScheduler(*made)
         return SchedulerHalf(*made)
@@ -276,3 +275,29 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """Stop the copy thread and free the host tier."""
         if self.role is KVConnectorRole.WORKER:
             self.worker.close()
+
+
+# The halves of a connector that has nothing to do, since nothing may be used again.
+
+
+class IdleScheduler(SchedulerHalf):
+    """Knows of no request, so it plans nothing."""
+
+    def greet(self, hellos: Mapping[tuple[int, int], WorkerHello], alone: bool = True) -> None:
+        """There is no tier to learn of."""
+        self.handoff.greet(hellos, alone)
+
+    def add_request(self, request: Request) -> TransferId | None:
+        """Nobody may ask for it, and what it asks for is computed here."""
+        return None
+
+    def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+        """Nothing is there."""
+        return 0, False
+
+
+class IdleWorker(WorkerHalf):
+    """Allocates nothing and listens nowhere."""
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """There may be none."""

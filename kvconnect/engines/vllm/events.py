@@ -24,8 +24,8 @@ from vllm.v1.kv_cache_interface import (
     get_kv_cache_spec_sliding_window,
 )
 
-from kvconnect.plan.groups import CacheGroup
-from kvconnect.plan.index import Removed
+from kvconnect.cache.groups import CacheGroup
+from kvconnect.offload.index import Removed
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvconnect.plan.instructions import Answer, Instructions, Notice, Report
+from kvconnect.offload.messages import Answer, Instructions, Notice, Report
 
 
 @dataclass

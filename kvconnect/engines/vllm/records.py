@@ -10,12 +10,12 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
-from kvconnect.engines.model_files import model_name
+from kvconnect.cache.head_shards import Rows, Unit, unit_heads, units
+from kvconnect.cache.layout import Geometry
+from kvconnect.cache.model_identity import model_name
+from kvconnect.cache.record_format import RecordFormat, parts
 from kvconnect.engines.vllm import translate
 from kvconnect.errors import Incompatible
-from kvconnect.format import RecordFormat, parts
-from kvconnect.geometry import Geometry
-from kvconnect.slices import Rows, Unit, unit_heads, units
 
 _ROWS = {"FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION"}
 _PLANES = {"CPU_ATTN:vec", "CPU_ATTN:vec16"}

@@ -13,21 +13,21 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from kvconnect.cache.groups import CacheGroup, keeps_prefix
 from kvconnect.config import AUTO, Config
 from kvconnect.engines.vllm import translate
-from kvconnect.engines.vllm.below import BelowHalf
-from kvconnect.engines.vllm.device_blocks import DeviceBlocks
+from kvconnect.engines.vllm.checks import LiveRequests
+from kvconnect.engines.vllm.disaggregation import HandoffHalf
+from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
 from kvconnect.engines.vllm.events import EventLog
-from kvconnect.engines.vllm.gauges import Gauges
-from kvconnect.engines.vllm.handoff import HandoffHalf
-from kvconnect.engines.vllm.live import LiveRequests
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
-from kvconnect.engines.vllm.stats import KVConnectStats
+from kvconnect.engines.vllm.stats import Gauges, KVConnectStats
+from kvconnect.engines.vllm.tiers import BelowHalf
 from kvconnect.errors import Incompatible
-from kvconnect.plan.groups import CacheGroup, keeps_prefix
-from kvconnect.plan.index import HostIndex
-from kvconnect.plan.instructions import Instructions
-from kvconnect.plan.offload import (
+from kvconnect.offload.eviction import make_policy
+from kvconnect.offload.index import HostIndex
+from kvconnect.offload.messages import Instructions
+from kvconnect.offload.planner import (
     Limits,
     LoadRequest,
     OffloadPlan,
@@ -35,7 +35,6 @@ from kvconnect.plan.offload import (
     gauges,
     hits_by_tier,
 )
-from kvconnect.plan.policy import make_policy
 from kvconnect.types import Tier, TransferId
 
 if TYPE_CHECKING:

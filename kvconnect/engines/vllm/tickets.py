@@ -8,10 +8,10 @@ import time
 from typing import Any
 
 from kvconnect.errors import Refused
-from kvconnect.plan.instructions import Source
+from kvconnect.offload.messages import Source
+from kvconnect.protocol.tickets import CARD_KEY, TICKET_KEY, Asked, Ticket, issue, verify
 from kvconnect.transport.security import Keys
 from kvconnect.types import TransferId
-from kvconnect.wire.tickets import CARD_KEY, TICKET_KEY, Asked, Ticket, issue, verify
 
 CARD_LIFETIME_S = 120.0  # routers fetch a new one in time; a restart makes it worthless at once
 CARD_EXPIRY_KEY = "kvconnect_card_expires_in"

@@ -26,10 +26,10 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import RequestStatus
 
+from kvconnect.cache.groups import CacheGroup
+from kvconnect.cache.layout import Geometry, GroupGeometry, Segment, view_segments
+from kvconnect.cache.pages import LayerPages, layer_pages
 from kvconnect.errors import ConfigError, Incompatible, Refused
-from kvconnect.geometry import Geometry, GroupGeometry, Segment, view_segments
-from kvconnect.pages import LayerPages, layer_pages
-from kvconnect.plan.groups import CacheGroup
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

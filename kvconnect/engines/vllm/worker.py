@@ -11,20 +11,20 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvconnect import memory, threads
+from kvconnect.cache.groups import keeps_prefix
 from kvconnect.config import Config, check_fits, share_of_host_bytes
 from kvconnect.copy import make_copier
+from kvconnect.disaggregation.agent import HandoffAgent
 from kvconnect.engines.vllm import translate
-from kvconnect.engines.vllm.handoff_worker import make_handoffs
-from kvconnect.engines.vllm.lower_tiers import make_lower_tiers
+from kvconnect.engines.vllm.disaggregation_worker import make_handoffs
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.stats import KVConnectStats
+from kvconnect.engines.vllm.tier_stores import make_lower_tiers
 from kvconnect.errors import Misuse
-from kvconnect.plan.groups import keeps_prefix
-from kvconnect.plan.instructions import Load, Report
+from kvconnect.offload.host_tier import HostTier
+from kvconnect.offload.messages import Load, Report
+from kvconnect.tiers.worker import LowerTiers
 from kvconnect.types import Tier
-from kvconnect.worker.below import LowerTiers
-from kvconnect.worker.handoff import HandoffAgent
-from kvconnect.worker.tier import HostTier
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,9 @@ import numpy as np
 
 from kvconnect.cuda import has_context
 from kvconnect.errors import ConfigError, Misuse, TransferFailed
+from kvconnect.protocol.nixl_messages import Offer, flaw
 from kvconnect.transport.base import Area
-from kvconnect.transport.nixl.runs import Ints
-from kvconnect.wire.nixl_metadata import flaw
-from kvconnect.wire.rails import Offer
+from kvconnect.transport.nixl.descriptors import Ints
 
 logger = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvconnect.errors import TransferFailed
+from kvconnect.protocol.nixl_messages import Landed, Offer
 from kvconnect.transport.base import Outgoing
 from kvconnect.transport.nixl.agent import Agent
-from kvconnect.transport.nixl.mover import Mover
-from kvconnect.transport.nixl.runs import Ints
-from kvconnect.transport.tcp.line import Line
-from kvconnect.wire.rails import Landed, Offer
+from kvconnect.transport.nixl.descriptors import Ints
+from kvconnect.transport.nixl.worker import Mover
+from kvconnect.transport.tcp.context import Line
 
 ROOM = 4
 """Writes of one peer under way: enough to keep it busy, few enough to be cancelled soon."""

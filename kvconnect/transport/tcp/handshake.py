@@ -10,8 +10,8 @@ import ssl
 from collections.abc import Iterator
 
 from kvconnect.errors import Refused
+from kvconnect.protocol.auth import ClientAuth, ServerAuth
 from kvconnect.transport.tcp.sockets import read_some, wrap, write_some
-from kvconnect.wire.auth import ClientAuth, ServerAuth
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 _READ_BYTES = 4096  # more than any handshake message
@@ -44,7 +44,7 @@ class Handshake:
         """Go as far as possible without waiting; return the mask to wait for, 0 once done.
 
         Raises:
-            Refused, ProtocolError: see :mod:`kvconnect.wire.auth`; ``tls`` is one more field.
+            Refused, ProtocolError: see :mod:`kvconnect.protocol.auth`; ``tls`` is one more field.
             OSError, EOFError: the connection broke.
         """
         return next(self._steps, 0)

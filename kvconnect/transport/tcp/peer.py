@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvconnect.errors import ProtocolError
+from kvconnect.protocol import nixl_messages
+from kvconnect.protocol.auth import Opening
+from kvconnect.protocol.codec import MAX_NOTE, RailNote, pack_greeting, stricter, unpack_greeting
 from kvconnect.transport.base import (
     Incoming,
     LinkOptions,
@@ -19,15 +22,10 @@ from kvconnect.transport.base import (
     PeerId,
     PeerUp,
 )
-from kvconnect.transport.tcp.control import PARTED, Control
-from kvconnect.transport.tcp.lane import Lane
-from kvconnect.transport.tcp.line import Line
-from kvconnect.transport.tcp.shared import DIGEST_PERIOD, Shared
-from kvconnect.transport.tcp.traffic import Traffic
-from kvconnect.transport.tcp.watch import Watch
-from kvconnect.wire import rails
-from kvconnect.wire.auth import Opening
-from kvconnect.wire.codec import MAX_NOTE, RailNote, pack_greeting, stricter, unpack_greeting
+from kvconnect.transport.tcp.context import DIGEST_PERIOD, Line, Shared
+from kvconnect.transport.tcp.control_connection import PARTED, Control
+from kvconnect.transport.tcp.data_connection import Lane
+from kvconnect.transport.tcp.send_queue import Traffic, Watch
 
 logger = logging.getLogger(__name__)
 
@@ -269,8 +267,8 @@ class Peer:
 def _line(peer: Peer, shared: Shared, inbound: bool) -> Line:
     """Return what a rail gets of a peer."""
 
-    def say(message: rails.RailMessage) -> None:
-        note = RailNote(rails.encode(message))
+    def say(message: nixl_messages.RailMessage) -> None:
+        note = RailNote(nixl_messages.encode(message))
         if len(note) > MAX_NOTE:
             kind = type(message).__name__
             shared.loop.call(partial(peer.fail, f"{kind} of {len(note)} bytes is too long to send"))

@@ -7,7 +7,7 @@ import socket
 from functools import partial
 
 from kvconnect.errors import ConfigError, Misuse, TransferFailed
-from kvconnect.transport import pump
+from kvconnect.transport import page_io
 from kvconnect.transport.base import (
     MAX_NOTE_BYTES,
     Event,
@@ -21,9 +21,9 @@ from kvconnect.transport.base import (
     Security,
     Transport,
 )
-from kvconnect.transport.tcp.guard import Guard
-from kvconnect.transport.tcp.hub import DIED, MAX_CONNECTIONS, Hub
-from kvconnect.transport.tcp.shared import DIGEST_PERIOD
+from kvconnect.transport.security import Guard
+from kvconnect.transport.tcp.connections import DIED, MAX_CONNECTIONS, Hub
+from kvconnect.transport.tcp.context import DIGEST_PERIOD
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class TcpTransport(Transport):
         if options.digest not in DIGEST_PERIOD:
             raise ConfigError("digest", options.digest, f"use one of {', '.join(DIGEST_PERIOD)}")
         self._guard = Guard(security)
-        pump.check_digests(options.digest, tls=self._guard.tls(server=False) is not None)
+        page_io.check_digests(options.digest, tls=self._guard.tls(server=False) is not None)
         self._hub = Hub(self._guard, options)
         self._shared = self._hub.shared
         self._closed = False

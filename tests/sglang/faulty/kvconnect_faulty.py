@@ -9,19 +9,19 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from kvconnect.plan import readers
+from kvconnect.disaggregation import reads
+from kvconnect.disaggregation.send_side import SendSide
 from kvconnect.types import Span
-from kvconnect.worker.sending import SendSide
 
 KV = 0  # the group of pages; shifted rows of metadata would be noticed by SGLang itself
 
-_wire_ids = readers.wire_ids
+_wire_ids = reads.wire_ids
 _send, _tick = SendSide._send, SendSide.tick
 _waiting: list[tuple[Any, ...]] = []
 
 
 def register() -> None:
-    readers.wire_ids = _shifted
+    reads.wire_ids = _shifted
     SendSide._send, SendSide.tick = _held, _let_go
 
 

@@ -1,0 +1,1 @@
+"""Describes KV blocks: where their bytes lie, their keys, and their formats."""

@@ -1,0 +1,260 @@
+"""The thread that runs a worker's hand-offs, and the engine's door to them."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+from kvconnect import threads
+from kvconnect.disaggregation import bandwidth_probe
+from kvconnect.disaggregation.peer_boundary import guard
+from kvconnect.disaggregation.receive_side import ReceiveSide
+from kvconnect.disaggregation.send_side import SendSide
+from kvconnect.disaggregation.sessions import Link, Links
+from kvconnect.errors import ProtocolError, TransferFailed
+from kvconnect.offload.messages import Instructions, Notice, Receive, Report
+from kvconnect.protocol import messages
+from kvconnect.protocol.messages import PROBE_WANT, Hello, Message, Probe, Turned
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.transport.base import Event, Fence, Noted, PeerDown, PeerUp, Quiet, Received, Sent
+from kvconnect.types import Endpoint
+
+_TICK_S = 0.25
+_JOIN_TIMEOUT_S = 10.0
+_IDLE_S = 0.003  # what a request that arrives meanwhile may lose
+
+
+class HandoffAgent:
+    """Hand-offs of one worker, both roles.
+
+    Threads: the public methods are for the engine's thread; they take the lock for microseconds
+    and never wait for a peer. The agent's own thread answers peers while the engine computes or
+    sleeps, and another one submits what a step wrote; they are started here and ended by ``close``.
+
+    ``mark`` returns a fence
+    after all that the engine's thread has launched. ``address`` is where the transport listens,
+    ``refusals`` says why there was no agreement with workers when last met.
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        deadline_s: float,
+        mark: Callable[[], Fence | None],
+        address: tuple[str, int] | None,
+    ) -> None:
+        self.address = address
+        self.refusals: Mapping[Endpoint, str] = links.refusals
+        self._links = links
+        self._sending = SendSide(links, deadline_s)
+        self._receiving = ReceiveSide(links)
+        self._mark = mark
+        self._offering = False  # this step's blocks are on offer, so layer hooks matter
+        self._lock = threading.Lock()
+        self._written = Behind(self._lock, self._sending.written)
+        self._news = threading.Event()  # something for the engine to take
+        self._closed = threading.Event()
+        kind = threads.ThreadKind.HANDOFF
+        self._thread = threads.make(kind, "kvconnect-handoff", self._loop)
+        self._thread.start()
+
+    def begin_step(self, work: Instructions, epoch: int) -> None:
+        """Take a step's instructions, before its forward."""
+        self.end_step()  # a pipeline stage may end a step without saying so
+        with self._lock:
+            self._links.hello.epoch = epoch
+            self._sending.stepped_at = self._receiving.stepped_at = math.inf
+            self._written.catch_up()
+            self._sending.begin_step(work)
+            fence = self._mark() if work.receives else None
+            self._receiving.begin_step(work, time.monotonic(), fence)
+        self._offering = any(offer.spans for offer in work.offers)
+
+    def run(self, work: Instructions, fence: Fence | None = None) -> None:
+        """Take instructions outside of a step. What they offer is there once ``fence`` passed;
+        if it is a step's after all, at its end."""
+        with self._lock:
+            self._written.catch_up()
+            self._sending.begin_step(work)
+            if not self._offering:
+                self._sending.written(None, fence)
+            self._receiving.begin_step(work, time.monotonic(), self._mark())
+
+    def layer_written(self, name: str) -> None:
+        """A layer's work of this step has been launched. Takes no lock."""
+        if self._offering:
+            self._written.put(name, self._mark())
+
+    def end_step(self) -> None:
+        """The whole forward has been launched. Takes no lock."""
+        if self._offering:
+            self._offering = False
+            self._written.put(None, self._mark())
+
+    @property
+    def has_news(self) -> bool:
+        """Whether :meth:`poll` has something to tell; costs no lock. Not all of it comes from a
+        peer's event: who asked too early joins when the engine's own thread makes the offer."""
+        told = self._sending.has_notices or self._receiving.has_finished
+        return told or self._news.is_set() or not self._thread.is_alive()
+
+    def poll(
+        self, idle: bool, ends_step: bool = False
+    ) -> tuple[list[tuple[Report, Receive]], list[Notice]]:
+        """Return receives that ended, and notices, since the last call. An ``idle`` engine, which
+        has nothing to compute until one comes, waits a moment for it instead of spinning.
+        ``ends_step``: until the next one begins, the engine computes nothing.
+
+        Raises:
+            TransferFailed: the agent's thread has died of a bug. What waits for it would wait
+                for ever.
+        """
+        if not self._thread.is_alive() and not self._closed.is_set():
+            raise TransferFailed("the thread of the hand-offs has ended, see its traceback above")
+        if idle:
+            self._news.wait(_IDLE_S)
+        with self._lock:
+            self._news.clear()
+            if ends_step:
+                self._sending.stepped_at = self._receiving.stepped_at = time.monotonic()
+            return self._receiving.take_finished(), self._sending.take_notices()
+
+    @contextmanager
+    def stats(self) -> Iterator[OffloadingConnectorStats]:
+        """Lend what is counted, for the engine's side to add what it alone knows."""
+        with self._lock:
+            yield self._links.stats
+
+    def take_stats(self) -> OffloadingConnectorStats | None:
+        """Return what was counted since the last call."""
+        with self._lock:
+            return self._links.stats.take()
+
+    def close(self) -> None:
+        """Close every connection. Idempotent."""
+        self._closed.set()
+        self._links.transport.close()
+        self._thread.join(_JOIN_TIMEOUT_S)
+        self._written.close(_JOIN_TIMEOUT_S)
+
+    def _loop(self) -> None:
+        ticked = 0.0
+        try:
+            while not self._closed.is_set():
+                for event in self._links.transport.poll(_TICK_S):
+                    with self._lock:  # for each: the engine's thread must not wait for a flood
+                        self._on_event(event)
+                        if self._receiving.has_finished or self._sending.has_notices:
+                            self._news.set()
+                now = time.monotonic()
+                if now - ticked >= _TICK_S:
+                    ticked = now
+                    self._written.check()
+                    with self._lock:
+                        self._links.tick(now)
+                        self._sending.tick(now)
+                        self._receiving.tick(now)
+        finally:
+            self._links.transport.close()  # or the others would believe that all is well
+
+    def _on_event(self, event: Event) -> None:
+        with guard(self._links, event.peer):
+            if isinstance(event, PeerUp):
+                self._links.on_up(event)
+            elif isinstance(event, PeerDown):
+                self._on_down(event)
+            elif (link := self._links.get(event.peer)) is not None:
+                self._on_link_event(link, event)
+
+    def _on_down(self, event: PeerDown) -> None:
+        origin, cause = self._links.on_down(event)
+        with guard(self._links, event.peer):  # the other half has to know in any case
+            self._sending.on_lost(event.peer)
+        self._receiving.on_lost(event.peer, origin, cause)
+
+    def _on_link_event(self, link: Link, event: Noted | Sent | Received | Quiet) -> None:
+        if not isinstance(event, Noted) and event.want >= PROBE_WANT:
+            if bandwidth_probe.on_event(self._links, link, event):
+                self._receiving.on_connected(self._links.origin(link), link)
+        elif isinstance(event, Noted):
+            self._on_message(link, messages.decode(event.payload))
+        elif isinstance(event, Sent):
+            self._sending.on_sent(link, event)
+        elif isinstance(event, Received):
+            self._receiving.on_received(link, event)
+        elif link.inbound:
+            self._sending.on_quiet(event)
+        else:
+            self._receiving.on_quiet(event)
+
+    def _on_message(self, link: Link, message: Message) -> None:
+        if isinstance(message, Turned):
+            self._links.on_turned(link, message)
+        elif isinstance(message, Hello):
+            origin = self._links.on_hello(link, message)
+            if origin is not None:
+                bandwidth_probe.start(self._links, link)
+        elif not link.agreed:
+            raise ProtocolError(f"{type(message).__name__} before an agreement")
+        elif isinstance(message, Probe):
+            bandwidth_probe.answer(self._links, link, message.want)
+        elif link.inbound:
+            self._sending.on_message(link, message)
+        else:
+            self._receiving.on_message(link, message)
+
+
+# What the engine's thread has launched of a step, on its way to a thread that sends it.
+
+
+class Behind:
+    """Calls ``take(name, fence)`` for each layer, and ``take(None, fence)`` for the rest of a step,
+    in order and with ``lock`` held.
+
+    Threads: :meth:`put` is for the engine's; it takes no lock and leaves the work to a thread of
+    its own, started here. :meth:`catch_up` is for whoever holds ``lock``: what it does from then
+    on comes after all that was put.
+    """
+
+    def __init__(
+        self, lock: threading.Lock, take: Callable[[str | None, Fence | None], None]
+    ) -> None:
+        self._lock = lock
+        self._take = take
+        self._layers: deque[tuple[str | None, Fence | None]] = deque()
+        self._wake: SimpleQueue[bool] = SimpleQueue()  # False: end
+        kind = threads.ThreadKind.LAYERS
+        self._thread = threads.make(kind, "kvconnect-layers", self._loop)
+        self._thread.start()
+
+    def put(self, name: str | None, fence: Fence | None) -> None:
+        """A layer, or the rest of the step, can be read once ``fence`` has passed."""
+        self._layers.append((name, fence))
+        self._wake.put(True)
+
+    def catch_up(self) -> None:
+        """Take all that was put. Raises what ``take`` raises."""
+        # Off the queue with the lock held only: a layer in nobody's hands would be taken late,
+        # for one of the next step.
+        while self._layers:
+            self._take(*self._layers.popleft())
+
+    def check(self) -> None:
+        """Raise :class:`TransferFailed` if the thread has died of a bug."""
+        if not self._thread.is_alive():
+            raise TransferFailed("the thread of written layers has ended, see its traceback above")
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread. Idempotent."""
+        self._wake.put(False)
+        self._thread.join(timeout_s)
+
+    def _loop(self) -> None:
+        while self._wake.get():
+            with self._lock:
+                self.catch_up()

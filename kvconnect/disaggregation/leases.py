@@ -1,0 +1,332 @@
+"""The prefill side of hand-offs: which blocks are kept for whom, and until when.
+
+A request that another engine will decode gets a *lease*: its blocks are held from the moment they
+are offered to readers until every worker has said that nothing reads them any more. Several leases
+may hold one block, since requests share prefixes; the engine counts references.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvconnect.cache.groups import CacheGroup
+from kvconnect.disaggregation.states import LEASE, Event, Lease
+from kvconnect.errors import Misuse
+from kvconnect.offload.jobs import NULL_BLOCK, Owner
+from kvconnect.offload.messages import Notice, NoticeKind, Offer, Withdraw
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.types import FailureCause, Rank, Span, TransferId, TransferType
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_FACTOR = 2.0  # a withdrawal unanswered for so many deadlines is worth a line in the log
+_MOST_READERS = 1024  # workers of one decode engine
+_OVER = (NoticeKind.DONE, NoticeKind.LEFT)
+
+
+LONGEST_LIFE_S = 600.0
+"""Seconds after the end of its prefill for which a lease lives at most, whatever peers say: as long
+as a reader goes on receiving. A longer ``lease_s`` counts instead."""
+
+
+class LeaseLimits(NamedTuple):
+    """``workers`` must answer each withdrawal. Blocks of a finished prefill are kept ``lease_s``
+    seconds for a reader, and ``deadline_s`` seconds after a reader's last sign of life; but no
+    longer than ``LONGEST_LIFE_S``."""
+
+    workers: int
+    lease_s: float
+    deadline_s: float
+
+
+@dataclass
+class _Life:
+    since: float
+    end: float = math.inf  # no sign of life extends a deadline beyond it
+
+
+@dataclass
+class _Lease:
+    transfer: TransferId
+    tokens: int
+    life: _Life
+    next_block: list[int]  # per group: the first block not offered yet
+    end_block: list[int]  # per group: the first block beyond ``tokens``
+    state: Lease = LEASE.start
+    blocks: list[int] = field(default_factory=list)  # held by the caller until released
+    readers: dict[Rank, NoticeKind] = field(default_factory=dict)  # the last seen of each
+    deadline: float = math.inf  # the engine decides how long its own request lives
+    overdue: bool = False  # past the deadline when the engine last looked
+    gap: bool = False  # a block that readers need is not there
+    answers: int = 0  # workers that have answered the withdrawal
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is offered any more, though its request may live on."""
+        return self.gap or self.state in (Lease.WITHDRAWN, Lease.RELEASED)
+
+    @property
+    def computed(self) -> bool:
+        """Whether everything was offered."""
+        return self.next_block == self.end_block
+
+    @property
+    def served(self) -> bool:
+        """Whether every worker of the reading engine has everything, or left."""
+        kinds = self.readers.values()
+        return all(kind in _OVER for kind in kinds) and any(
+            len(self.readers) == rank.tp * rank.pp for rank in self.readers
+        )
+
+    def complete(
+        self, number: int, group: CacheGroup, computed_tokens: int, table: Sequence[int]
+    ) -> Span | None:
+        """Take the blocks of a group that are complete and were not offered yet."""
+        first, end = self.next_block[number], self.end_block[number]
+        if computed_tokens < self.tokens:  # else nobody looks at the rest of a partly filled one
+            end = computed_tokens // group.block_tokens
+        if first >= end:
+            return None
+        block_ids = array("q", table[first:end])
+        if not group.is_full and first == group.first_block(self.tokens):
+            # The engine may let go of more than a window needs, but only at its far end.
+            while block_ids and block_ids[0] == NULL_BLOCK:
+                del block_ids[0]
+                first += 1
+        self.gap = self.gap or NULL_BLOCK in block_ids or len(block_ids) != end - first
+        if self.gap or first == end:
+            return None
+        self.next_block[number] = end
+        return Span(number, first, block_ids)
+
+    def note(self, reader: Rank, kind: NoticeKind) -> None:
+        """Remember what a reader did."""
+        self.state = LEASE.after(self.state, Event.JOINED)
+        # Notices of different workers overtake each other, but a reader that has thanked one of
+        # them has everything from all of them.
+        if self.readers.get(reader) is NoticeKind.DONE:
+            return
+        if reader in self.readers or len(self.readers) < _MOST_READERS:
+            self.readers[reader] = kind
+
+    def close(self, limits: LeaseLimits, now: float) -> None:
+        """Everything was offered: readers have a deadline from now on."""
+        if self.state in (Lease.GROWING, Lease.STREAMING):  # else it was preempted since
+            self.state = LEASE.after(self.state, Event.COMPUTED)
+        self.life.end = min(self.life.end, now + max(LONGEST_LIFE_S, limits.lease_s))
+        self.extend(limits, now)
+
+    def extend(self, limits: LeaseLimits, now: float) -> None:
+        """Somebody gave a sign of life."""
+        if now >= self.life.end:
+            return
+        self.overdue = False
+        if self.state is Lease.WAITING:
+            self.deadline = min(self.life.end, now + limits.lease_s)
+        elif self.state is Lease.READING:
+            self.deadline = min(self.life.end, now + limits.deadline_s)
+
+
+class Leases:
+    """Leases of one prefill engine. Owned by the scheduler's thread; ``now`` is in seconds of one
+    monotonic clock. Each step: ``on_notice`` for what workers saw, ``offer`` for scheduled
+    requests, ``tick``, ``take``."""
+
+    def __init__(
+        self, groups: Sequence[CacheGroup], stats: OffloadingConnectorStats, limits: LeaseLimits
+    ) -> None:
+        self.granted = 0  # device blocks, each as often as a lease held it
+        self.returned = 0
+        self._groups = tuple(groups)
+        self._stats = stats
+        self._limits = limits
+        self._leases: dict[TransferId, _Lease] = {}
+        self._requests: dict[str, _Lease] = {}  # whose request is alive
+        self._offers: list[Offer] = []
+        self._withdrawals: list[Withdraw] = []
+        self._released: list[int] = []
+
+    def __len__(self) -> int:
+        """How many leases are live."""
+        return len(self._leases)
+
+    @property
+    def busy(self) -> bool:
+        """Whether blocks are held or an answer is awaited, so that the engine must keep stepping.
+        A request that waits for its turn is no reason to: a paused engine gives it none."""
+        leases = self._leases.values()
+        return any(lease.blocks or lease.state is Lease.WITHDRAWN for lease in leases)
+
+    def open(self, req_id: str, transfer: TransferId, tokens: int, now: float) -> bool:
+        """Start a lease of the prompt's first ``tokens`` and announce it to the workers.
+
+        Return False if the transfer has a lease already: the request is an ordinary one.
+        """
+        if transfer in self._leases:
+            return False
+        first = [group.first_block(tokens) for group in self._groups]
+        end = [-(-tokens // group.block_tokens) for group in self._groups]
+        lease = _Lease(transfer, tokens, _Life(now), first, end)
+        self._leases[transfer] = self._requests[req_id] = lease
+        self._offers.append(Offer(transfer))
+        return True
+
+    def offer(
+        self, req_id: str, computed_tokens: int, block_ids: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """Offer what this step completes; return device blocks that the caller must hold now.
+
+        Without a live lease nothing happens. A table with a null block where readers need a real
+        one ends the lease at the next ``tick``.
+
+        Args:
+            computed_tokens: of the request, this step's included.
+            block_ids: per group, the request's block table.
+        """
+        lease = self._requests.get(req_id)
+        if lease is None or lease.ended or lease.computed:
+            return []
+        spans = []
+        for number, (group, table) in enumerate(zip(self._groups, block_ids, strict=True)):
+            span = lease.complete(number, group, computed_tokens, table)
+            if span is not None:
+                spans.append(span)
+        if lease.gap:
+            logger.warning("request %s: not all of its blocks are there to hand off", req_id)
+            return []
+        held = [block for span in spans for block in span.block_ids]
+        if spans:
+            self._offers.append(Offer(lease.transfer, tuple(spans)))
+            lease.blocks += held
+            self.granted += len(held)
+        return held
+
+    def preempted(self, req_id: str | None, now: float) -> None:
+        """The engine took the request's blocks to compute it again later, and may be short of
+        them. A lease that has them all needs no more of the request: it stays, but no longer than
+        that of a request that is over. Any other one ends, and the request is an ordinary one.
+
+        None: the engine stands still and waits for the blocks of all, to forget what they hold.
+        """
+        for name in list(self._requests) if req_id is None else [req_id]:
+            lease = self._requests.get(name)
+            if lease is None or lease.ended or lease.deadline < math.inf:
+                continue
+            if lease.computed:
+                lease.close(self._limits, now)
+            elif lease.blocks or req_id is not None:
+                del self._requests[name]
+                self._withdraw(lease, Event.ABORT, now)
+
+    def withdraw_all(self, now: float) -> None:
+        """The engine forgets what it has computed, perhaps with other weights: end every lease of
+        it, those of live requests too."""
+        for lease in self._leases.values():
+            if lease.blocks:
+                self._withdraw(lease, Event.ABORT, now)
+
+    def finish(self, req_id: str, completed: bool, now: float) -> TransferId | None:
+        """The request is over; return the transfer if its blocks stay available.
+
+        They do if it was ``completed``, everything was offered and somebody may still want it.
+        """
+        lease = self._requests.pop(req_id, None)
+        if lease is None or lease.ended:
+            return None
+        if not (completed and lease.computed):
+            self._withdraw(lease, Event.ABORT, now)
+            return None
+        lease.close(self._limits, now)
+        return lease.transfer
+
+    def on_notice(self, notice: Notice, now: float) -> None:
+        """Take what a worker saw of a reader, or its answer to a withdrawal."""
+        lease = self._leases.get(notice.transfer)
+        if lease is None:  # an answer to a request that is long over
+            return
+        if notice.kind is NoticeKind.WITHDRAWN:
+            lease.answers += 1
+            if lease.answers == self._limits.workers:
+                lease.state = LEASE.after(lease.state, Event.ANSWERED)
+                del self._leases[lease.transfer]
+                self._released += lease.blocks
+                self.returned += len(lease.blocks)
+        elif notice.kind is NoticeKind.DECLINED:
+            self._withdraw(lease, Event.ABORT, now)
+        elif not lease.ended:
+            if notice.reader is not None:
+                lease.note(notice.reader, notice.kind)
+            if lease.served:
+                self._withdraw(lease, Event.SERVED, now)
+            else:
+                lease.extend(self._limits, now)
+
+    def tick(self, now: float) -> None:
+        """Withdraw leases at the second look past their deadline, so that notices which arrived
+        during a long step are read first. Blocks of a withdrawal that some worker does not answer
+        stay held, since a read may be under way."""
+        for lease in self._leases.values():
+            if lease.gap:
+                self._withdraw(lease, Event.ABORT, now)
+            if lease.deadline > now:
+                continue
+            if lease.state is Lease.WITHDRAWN and not lease.overdue:
+                missing = self._limits.workers - lease.answers
+                logger.warning("%d workers do not answer the end of a hand-off", missing)
+            elif lease.overdue:
+                self._withdraw(lease, Event.EXPIRE, now)
+            lease.overdue = True
+
+    def take(self) -> tuple[list[Offer], list[Withdraw]]:
+        """Return the instructions since the last call; offers are to be run first."""
+        taken = self._offers, self._withdrawals
+        self._offers, self._withdrawals = [], []
+        return taken
+
+    def take_released(self) -> list[int]:
+        """Return device blocks to give back, each as often as it was held."""
+        released, self._released = self._released, []
+        return released
+
+    def gauges(self, now: float) -> Iterator[tuple[str, float, str | None]]:
+        """Yield (name, value, label) of what is held."""
+        yield "ledger_held_blocks", self.granted - self.returned, Owner.SEND.value
+        yield "handoff_leases", len(self._leases), None
+        yield "jobs_in_flight", len(self._leases), TransferType.SEND.value
+        oldest = max((now - lease.life.since for lease in self._leases.values()), default=0.0)
+        yield "ledger_oldest_hold_seconds", oldest, None
+
+    def check(self) -> None:
+        """Prove that granted = returned + held, and that every lease has an end.
+
+        Raises:
+            Misuse: naming what does not add up.
+        """
+        held = sum(len(lease.blocks) for lease in self._leases.values())
+        if self.granted != self.returned + held:
+            raise Misuse(f"granted {self.granted} != returned {self.returned} + held {held}")
+        alive = {lease.transfer for lease in self._requests.values()}
+        for transfer, lease in self._leases.items():
+            if lease.deadline == math.inf and transfer not in alive:
+                raise Misuse(f"lease {transfer.hex()} has neither a deadline nor a live request")
+
+    def _withdraw(self, lease: _Lease, event: Event, now: float) -> None:
+        """End a lease, once; ``event`` says why."""
+        before, lease.state = lease.state, LEASE.after(lease.state, event)
+        if before is Lease.WITHDRAWN:
+            return
+        lease.overdue, lease.deadline = False, now + _ANSWER_FACTOR * self._limits.deadline_s
+        cause = FailureCause.DEADLINE if event is Event.EXPIRE else FailureCause.GONE
+        self._withdrawals.append(Withdraw(lease.transfer, cause))
+        outcome = "aborted"
+        if event is Event.EXPIRE:
+            self._stats.count("handoff_expired_leases")
+            outcome = "expired"
+        elif event is Event.SERVED and NoticeKind.LEFT not in lease.readers.values():
+            outcome = "done"
+        self._stats.count("handoff_sent_requests", label=outcome)

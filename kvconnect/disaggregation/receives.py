@@ -1,0 +1,290 @@
+"""The decode side of hand-offs: which requests wait for blocks of another engine.
+
+A hand-off is opened when its request comes, planned when the engine has allocated blocks for it,
+and settled when every worker has reported: only workers know that no page can land any more. It
+is tried once; what fails is computed here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from kvconnect.cache.groups import CacheGroup, keeps_prefix
+from kvconnect.disaggregation.states import HANDOFF, Event, Handoff
+from kvconnect.errors import Misuse
+from kvconnect.offload.jobs import Hold, Ledger, Owner
+from kvconnect.offload.messages import Drop, Keep, Receive, Report, Source
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.types import FailureCause, JobId, Span, TransferId, TransferType
+
+logger = logging.getLogger(__name__)
+
+_JOBS = 1 << 40  # numbers above are of receives, below of the host tier's jobs
+_ANSWER_FACTOR = 2.0  # a receive unanswered for so many deadlines is counted
+_RENEWALS = 3  # per lease, so that one may be late
+
+
+class ArrivalLimits(NamedTuple):
+    """``workers`` must answer each receive, which ends after ``deadline_s`` seconds without
+    progress. The other side keeps blocks for ``lease_s`` seconds after each renewal."""
+
+    workers: int
+    lease_s: float
+    deadline_s: float
+
+
+class SettledArrival(NamedTuple):
+    """A receive that every worker has answered. ``cause`` says why it failed, if it did, which is
+    ``SKIPPED`` if nothing but the drop ended it; ``dropped``: the request was over before."""
+
+    req_id: str
+    cause: FailureCause | None
+    dropped: bool
+
+
+@dataclass
+class _Arrival:
+    """A request's hand-off, until the request is over."""
+
+    req_id: str
+    transfer: TransferId
+    source: Source | None  # None: refused
+    early: bool
+    kept: bool  # whether the workers renew its lease, or need not
+    state: Handoff = HANDOFF.start
+    job: JobId | None = None
+
+
+@dataclass
+class _Flight:
+    """A receive, until its last answer."""
+
+    arrival: _Arrival
+    receive: Receive
+    planned: float
+    local_tokens: int
+    total_tokens: int
+    answers: int = 0
+    failures: dict[tuple[int, int], FailureCause] = field(default_factory=dict)
+    overdue: bool = False
+
+
+class Arrivals:
+    """Hand-offs to one decode engine. Owned by the scheduler's thread; ``now`` is in seconds of
+    one monotonic clock. Each step: ``on_report``, ``plan``, ``tick``, ``take``."""
+
+    def __init__(
+        self, groups: Sequence[CacheGroup], stats: OffloadingConnectorStats, limits: ArrivalLimits
+    ) -> None:
+        self.ledger = Ledger()
+        self._groups = tuple(groups)
+        self._stats = stats
+        self._limits = limits
+        self._requests: dict[str, _Arrival] = {}
+        self._jobs: dict[JobId, _Flight] = {}
+        self._last = _JOBS
+        self._receives: list[Receive] = []
+        self._drops: list[Drop] = []
+        self._keeps: list[Keep] = []
+
+    def __repr__(self) -> str:
+        return f"<Arrivals {len(self._requests)} requests, {len(self._jobs)} receives in flight>"
+
+    @property
+    def busy(self) -> bool:
+        """Whether a receive is unanswered or workers must be told something, so the engine must
+        keep stepping. A request that waits for its turn is no reason to: workers renew its lease
+        by themselves, however long the engine stands still."""
+        untold = any(_is_untold(arrival) for arrival in self._requests.values())
+        return bool(untold or self._jobs or self._keeps)
+
+    def owns(self, job: JobId) -> bool:
+        """Whether a report's job was numbered here."""
+        return job > _JOBS
+
+    def open(self, req_id: str, transfer: TransferId, source: Source, early: bool) -> bool:
+        """A request came whose blocks another engine has, or (``early``) will have.
+
+        Return False if another one brings the same blocks: this is an ordinary one. A transfer is
+        sent once, and a client that wants several answers gets a request for each.
+        """
+        if any(arrival.transfer == transfer for arrival in self._requests.values()):
+            return False
+        self._requests[req_id] = _Arrival(req_id, transfer, source, early, kept=False)
+        return True
+
+    def refuse(self, req_id: str, field: str) -> None:
+        """A request came whose hand-off cannot be tried; ``field`` as in
+        :class:`~kvconnect.errors.Refused`. What it plans, every worker reports as failed."""
+        self._stats.count("handoff_refused", label=field)
+        nothing = TransferId(bytes(16))
+        self._requests[req_id] = _Arrival(req_id, nothing, None, early=False, kept=True)
+
+    def pending(self, req_id: str) -> bool:
+        """Whether a hand-off is wanted and not yet planned."""
+        arrival = self._requests.get(req_id)
+        return arrival is not None and arrival.state is Handoff.WANTED
+
+    def plan(
+        self, req_id: str, spans: Sequence[Span], local_tokens: int, total_tokens: int, now: float
+    ) -> Receive:
+        """Order the receive of tokens [local, total) for a pending request; return what
+        :meth:`take` will hand out. Its blocks are held from now on.
+
+        Args:
+            spans: the blocks to fill, at most one span per group, without null blocks.
+            total_tokens: as many as the other side offers; what follows is computed here.
+
+        Raises:
+            Misuse: it was planned before, or a block is being received into already.
+        """
+        arrival = self._requests[req_id]
+        arrival.state = HANDOFF.after(arrival.state, Event.PLANNED)
+        self._last += 1
+        arrival.job = JobId(self._last)
+        receive = Receive(
+            arrival.job,
+            req_id,
+            arrival.transfer,
+            arrival.source,
+            tuple(spans),
+            tuple(_needed(self._groups[span.group], span, total_tokens) for span in spans),
+            arrival.early,
+            self._limits.deadline_s,
+        )
+        blocks = tuple(block for span in spans for block in span.block_ids)
+        end = now + _ANSWER_FACTOR * receive.deadline_s
+        self.ledger.grant(Hold(receive.job, Owner.RECV, blocks, now, end))
+        self._jobs[receive.job] = _Flight(arrival, receive, now, local_tokens, total_tokens)
+        self._receives.append(receive)
+        return receive
+
+    def decline(self, req_id: str) -> None:
+        """A pending hand-off is not needed: everything is here already."""
+        arrival = self._requests[req_id]
+        arrival.state = HANDOFF.after(arrival.state, Event.ABORT)
+        if arrival.source is not None:
+            self._keeps.append(Keep(arrival.transfer, arrival.source))
+
+    def finish(self, req_id: str) -> None:
+        """The request is over, whatever became of its hand-off."""
+        arrival = self._requests.get(req_id)
+        if arrival is None:
+            return
+        if arrival.state is Handoff.WANTED:
+            self._stats.count("handoff_received_requests", label="aborted")
+            self.decline(req_id)
+        elif arrival.state is Handoff.RECEIVING and arrival.job is not None:
+            arrival.state = HANDOFF.after(arrival.state, Event.ABORT)
+            self._drops.append(Drop(arrival.job))
+        del self._requests[req_id]
+
+    def on_report(self, report: Report, now: float) -> SettledArrival | None:
+        """Take one worker's answer; return what came of it once the last one has answered."""
+        flight = self._jobs.get(report.job)
+        if flight is None:
+            logger.warning("a worker reported receive %d, which is not open; ignored", report.job)
+            return None
+        for failure in report.failures:
+            place = failure.group, failure.block_id
+            if flight.failures.get(place) in (None, FailureCause.SKIPPED):  # others name a reason
+                flight.failures[place] = failure.cause
+        flight.answers += 1
+        if flight.answers < self._limits.workers:
+            return None
+        del self._jobs[report.job]
+        self.ledger.settle(report.job)
+        arrival = flight.arrival
+        dropped = arrival.state is Handoff.DROPPING
+        arrival.state = HANDOFF.after(arrival.state, Event.ANSWERED)
+        cause = min(flight.failures.values(), key=_is_skipped, default=None)
+        settled = SettledArrival(arrival.req_id, cause, dropped)
+        # A request that is over computes nothing any more.
+        lost = 0 if cause is None or dropped else _lost_tokens(self._groups, flight)
+        _count(self._stats, flight, settled, lost, now)
+        return settled
+
+    def tick(self, now: float) -> None:
+        """Have the leases of pending requests renewed; count receives that nobody answers. Their
+        blocks stay held: only workers can say that no page lands any more, and they have a
+        deadline."""
+        for arrival in self._requests.values():
+            if _is_untold(arrival) and arrival.source is not None:
+                every_s = self._limits.lease_s / _RENEWALS
+                self._keeps.append(Keep(arrival.transfer, arrival.source, every_s))
+                arrival.kept = True
+        for hold in self.ledger.expired(now):
+            flight = self._jobs[hold.job]
+            if not flight.overdue:
+                self._stats.count("expired_jobs", label=TransferType.RECV.value)
+            flight.overdue = True
+
+    def take(self) -> tuple[list[Receive], list[Drop], list[Keep]]:
+        """Return the instructions since the last call, to be run in this order."""
+        taken = self._receives, self._drops, self._keeps
+        self._receives, self._drops, self._keeps = [], [], []
+        return taken
+
+    def gauges(self, now: float) -> Iterator[tuple[str, float, str | None]]:
+        """Yield (name, value, label) of what is held."""
+        yield "ledger_held_blocks", self.ledger.held, Owner.RECV.value
+        yield "jobs_in_flight", len(self._jobs), TransferType.RECV.value
+        yield "ledger_oldest_hold_seconds", self.ledger.oldest_age(now), None
+
+    def check(self) -> None:
+        """Prove the book of blocks that pages may land in.
+
+        Raises:
+            Misuse: naming what does not add up.
+        """
+        self.ledger.check()
+        spans = (span for flight in self._jobs.values() for span in flight.receive.spans)
+        blocks = sum(len(span.block_ids) for span in spans)
+        if blocks != self.ledger.held:
+            raise Misuse(f"{blocks} blocks are received into, {self.ledger.held} are held")
+
+
+def _is_untold(arrival: _Arrival) -> bool:
+    return arrival.state is Handoff.WANTED and not arrival.kept
+
+
+def _needed(group: CacheGroup, span: Span, total_tokens: int) -> tuple[int, int]:
+    """Return the tokens [first, end) of a span's blocks that what follows can still see."""
+    first = span.first * group.block_tokens
+    end = min(first + len(span.block_ids) * group.block_tokens, total_tokens)
+    return max(first, replace(group, block_tokens=1).first_block(total_tokens)), end
+
+
+def _lost_tokens(groups: Sequence[CacheGroup], flight: _Flight) -> int:
+    """Tokens to compute here: from the first bad block on, where those before it are kept."""
+    first = flight.local_tokens
+    if keeps_prefix(groups):
+        span, size = flight.receive.spans[0], groups[0].block_tokens
+        bad = min(span.block_ids.index(block) for _, block in flight.failures)
+        first = max(first, (span.first + bad) * size)
+    return flight.total_tokens - first
+
+
+def _is_skipped(cause: FailureCause) -> bool:
+    return cause is FailureCause.SKIPPED
+
+
+def _count(
+    stats: OffloadingConnectorStats, flight: _Flight, settled: SettledArrival, lost: int, now: float
+) -> None:
+    # An engine that fails requests whose hand-off failed ends them before it passes the reports
+    # on, so a request that is over says nothing of which came first; the cause does.
+    if settled.dropped and settled.cause in (None, FailureCause.SKIPPED):
+        stats.count("handoff_received_requests", label="aborted")
+        return
+    seconds = now - flight.planned
+    if settled.cause is None:
+        stats.observe("handoff_latency_seconds", seconds)
+        stats.count("handoff_received_requests", label="done")
+        return
+    stats.count("handoff_received_requests", label="failed")
+    stats.count("handoff_failures", label=settled.cause.value)
+    stats.count("recomputed_tokens", lost)

@@ -1,0 +1,139 @@
+"""Memory whose every page says which page it is, as the two halves move it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import random
+import struct
+from array import array
+from collections.abc import Generator, Sequence
+from typing import Protocol
+
+from kvconnect.errors import ConfigError
+from kvconnect.transport.base import Area, Memory, Piece, Unit
+
+GRAIN_BYTES = 4 << 10
+"""Each piece of this size begins with its own number, so no two pages are alike."""
+
+MAX_DEVICE = 64
+"""Characters of a device's name."""
+
+_TILE_BYTES = 1 << 20
+_NUMBER = struct.Struct("<Q")
+
+
+def pattern(nbytes: int) -> bytearray:
+    """Return the contents of an area, the same wherever it is computed."""
+    tile = random.Random(0).randbytes(min(nbytes, _TILE_BYTES))
+    content = bytearray(tile * (nbytes // len(tile) + 1))[:nbytes]
+    for number, start in enumerate(range(0, nbytes - _NUMBER.size + 1, GRAIN_BYTES)):
+        _NUMBER.pack_into(content, start, number)
+    return content
+
+
+def page_unit(page_bytes: int) -> Unit:
+    """Return the unit whose wire blocks are pages that lie one after the other."""
+    return Unit(array("q", [0, page_bytes, page_bytes]), 1, page_bytes)
+
+
+def differing(
+    found: bytes, expected: bytearray, page_bytes: int, pages: Sequence[tuple[int, int]]
+) -> int:
+    """Return how many of the pages ``(here, there)`` are not in ``found`` what they should be."""
+    view = memoryview(expected)
+    return sum(
+        found[here * page_bytes : (here + 1) * page_bytes]
+        != bytes(view[there * page_bytes : (there + 1) * page_bytes])
+        for here, there in pages
+    )
+
+
+class PageArea(Protocol):
+    """Memory with pages. ``memory`` is how a transport reaches it, ``device`` its name."""
+
+    device: str
+    nbytes: int
+    memory: Memory
+
+    def fill(self, content: bytes | bytearray) -> None:
+        """Put ``content``, of ``nbytes``, into it."""
+
+    def snapshot(self) -> bytes:
+        """Return what it holds."""
+
+
+class HostArea:
+    """In CPU memory; sent from and received into in place, as an engine's cache on a CPU is."""
+
+    device = "cpu"
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.memory: Memory = self
+
+    def fill(self, content: bytes | bytearray) -> None:
+        self._map[:] = bytes(content)
+
+    def snapshot(self) -> bytes:
+        return self._map[:]
+
+    def areas(self) -> tuple[Area, ...]:
+        return (Area(self._address, self.nbytes),)
+
+    def area_of(self, unit: Unit) -> Area:  # noqa: ARG002
+        return self.areas()[0]
+
+    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
+        yield Piece(self._address, self.nbytes, unit, ids)
+
+    incoming = outgoing
+
+
+class DeviceArea:
+    """On the first CUDA device; reached as an engine's cache there is."""
+
+    def __init__(self, nbytes: int) -> None:
+        import torch
+
+        from kvconnect.disaggregation.staging import make_memory
+
+        self.nbytes = nbytes
+        self.device = str(torch.cuda.get_device_name(0))[:MAX_DEVICE]
+        self._tensor = torch.zeros(nbytes, dtype=torch.uint8, device="cuda:0")
+        self.memory: Memory = make_memory(self._tensor)
+
+    def fill(self, content: bytes | bytearray) -> None:
+        import torch
+
+        self._tensor.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        torch.cuda.synchronize(self._tensor.device)
+
+    def snapshot(self) -> bytes:
+        host = self._tensor.cpu()
+        return ctypes.string_at(host.data_ptr(), self.nbytes)
+
+
+def make_area(device: str, nbytes: int) -> PageArea:
+    """Return zeroed memory on ``cpu`` or ``cuda``.
+
+    Raises:
+        ConfigError: there is no CUDA device that torch can use.
+    """
+    if device == "cpu":
+        return HostArea(nbytes)
+    reason = cuda_unavailable_reason()
+    if reason:
+        raise ConfigError("device", device, f"{reason}; use --device cpu")
+    return DeviceArea(nbytes)
+
+
+def cuda_unavailable_reason() -> str:
+    """Return why torch can use no CUDA device here; empty if it can. Imports torch."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return f"torch does not load ({error})"
+    return "" if torch.cuda.is_available() else "torch sees no CUDA device"

@@ -1,0 +1,258 @@
+"""What a page store has below its slots: pages are written down behind it and brought up for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+
+from kvconnect.cache.keys import block_key
+from kvconnect.offload.host_arena import HostStore
+from kvconnect.offload.index import HostIndex
+from kvconnect.offload.messages import BELOW
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.tiers import SHARED
+from kvconnect.tiers.backends import Store
+from kvconnect.tiers.tiered_store import BATCH_BYTES, Blocks, Stack
+from kvconnect.tiers.writeback import Spills
+from kvconnect.types import FailureCause, Tier
+
+GROUP = 0
+"""The index has one: a page's pool is part of its key."""
+
+_SHARE = 0.25  # of the slots may be kept from eviction for what is written, and by one reader
+
+
+class Pages:
+    """What a page store and its tiers share. The lock is held while anything else but ``memory``
+    is used; bytes are moved without it, in slots that are reserved or pinned."""
+
+    def __init__(self, index: HostIndex, memory: HostStore) -> None:
+        self.index = index
+        self.memory = memory
+        self.sizes = array("q", bytes(8 * memory.num_slots))  # of the page in each slot
+        self.stats = OffloadingConnectorStats()
+        self.lock = threading.Lock()
+
+
+@dataclass(eq=False)
+class _Fetch:
+    """Pages on their way up, into slots that nobody else has, for a caller who waits from ``began``
+    until ``deadline``."""
+
+    keys: Sequence[bytes]
+    slots: Sequence[int]
+    nbytes: int
+    began: float
+    deadline: float
+    awaited: bool = True
+    over: threading.Event = field(default_factory=threading.Event)
+    kept: dict[bytes, int] = field(default_factory=dict)  # what came, pinned for the caller
+
+    def hangs(self, now: float) -> bool:
+        """Whether its pages should not be kept from others any longer."""
+        return not self.over.is_set() and now >= self.deadline + (self.deadline - self.began)
+
+
+@dataclass(eq=False)
+class _Write:
+    """Pages on their way down, until all calls about them have ended."""
+
+    slots: Sequence[int]
+    expires: float
+    waiting: int  # calls that have not ended
+    given_up: bool = False
+
+
+class Below:
+    """Tiers under a page store, asked in their order; they are closed with this object.
+
+    A tier that raises has nothing, nor has one that takes longer than a caller waits, ``limits[0]``
+    seconds at most; what is written may take ``limits[1]``. Threads: any; but :meth:`close` comes
+    when nobody calls any more.
+    """
+
+    def __init__(
+        self, stores: Mapping[Tier, Store], pages: Pages, limits: tuple[float, float] = (5.0, 30.0)
+    ) -> None:
+        wait_s, self._deadline_s = limits
+        self._stack = Stack(stores, pages.memory, wait_s)
+        self._pages = pages
+        self.most = max(1, int(pages.memory.num_slots * _SHARE))
+        self._batch = max(1, BATCH_BYTES // pages.memory.slot_bytes)  # pages
+        self._spills = Spills(pages.index, self.most, reused=False, stats=pages.stats)
+        self._reading = 0  # lookups and fetches that have not ended
+        self._hanging: list[_Fetch] = []  # fetches that nobody waits for any more
+        self._writing: set[_Write] = set()
+        self._writes = threading.Lock()  # whoever has it starts writing
+        self._closed = False
+
+    @property
+    def jobs(self) -> int:
+        """Lookups, fetches and spills that have not ended."""
+        return self._reading + len(self._writing)
+
+    def seek(self, keys: Sequence[bytes], nbytes: int, deadline: float) -> list[Tier | None]:
+        """Return which tier has each page, of so many bytes."""
+        over = threading.Event()
+        answers: list[bytes] = []
+
+        def done(found: bytes) -> None:
+            answers.append(found)
+            self._read_ended()
+            over.set()
+
+        with self._pages.lock:
+            self._pages.stats.count("below_lookups")
+            self._reading += 1
+        self._stack.sweep()
+        self._stack.seek(Blocks(_names(keys), [nbytes] * len(keys), deadline, done))
+        self._wait([over], deadline)
+        return [BELOW[place] for place in answers[0]] if over.is_set() else [None] * len(keys)
+
+    def bring(self, keys: Iterable[bytes], nbytes: int, deadline: float) -> dict[bytes, int]:
+        """Read pages that are in no slot into some; return the slots of those that came, pinned."""
+        self._stack.sweep()
+        fetches = self._reserve(keys, nbytes, deadline) if time.monotonic() < deadline else []
+        for fetch in fetches:
+            names, sizes = _names(fetch.keys), [nbytes] * len(fetch.keys)
+            done = partial(self._settle, fetch)
+            self._stack.fetch(Blocks(names, sizes, deadline, done, fetch.slots))
+        self._wait([fetch.over for fetch in fetches], deadline)
+        found: dict[bytes, int] = {}
+        with self._pages.lock:
+            for fetch in fetches:
+                fetch.awaited = False  # what comes from now on is for the next one who asks
+                if not fetch.over.is_set():
+                    cause = FailureCause.DEADLINE.value
+                    self._pages.stats.count("failed_blocks", len(fetch.keys), label=cause)
+                    self._hanging.append(fetch)
+                found |= fetch.kept
+        return found
+
+    def stored(self, key: bytes) -> None:
+        """A page came to a slot from the engine: have it written down by :meth:`launch`, unless too
+        many wait for that. The caller holds the lock."""
+        self._spills.stored(GROUP, key, block_key(SHARED, GROUP, key))
+
+    def launch(self) -> None:
+        """Start writing what is queued. The caller does not hold the lock."""
+        # One at a time: what ends at once, as no tier takes it, comes here again.
+        while self._writes.acquire(blocking=False):
+            try:
+                while jobs := self._take():
+                    for write, keys in jobs:
+                        self._write(write, keys)
+            finally:
+                self._writes.release()
+            with self._pages.lock:
+                if self._closed or not self._spills.ready:
+                    return
+
+    def take_stats(self) -> OffloadingConnectorStats | None:
+        """Return what the tiers recorded since the last call. One thread at a time may call."""
+        self._stack.sweep()
+        return self._stack.take_stats()
+
+    def close(self) -> None:
+        """Drop what is queued, wait for the calls under way unless they are late, close the tiers.
+        Idempotent."""
+        with self._pages.lock:
+            self._closed = True
+        self._stack.close()
+
+    def _wait(self, overs: Iterable[threading.Event], deadline: float) -> None:
+        for over in overs:
+            over.wait(max(0.0, deadline - time.monotonic()))
+        self._stack.sweep()  # what has not begun is over
+
+    def _read_ended(self) -> None:
+        with self._pages.lock:
+            self._reading -= 1
+
+    def _reserve(self, keys: Iterable[bytes], nbytes: int, deadline: float) -> list[_Fetch]:
+        """Take slots for pages, as far as there are any, and cut the work into calls."""
+        names, slots = [], []
+        now, index = time.monotonic(), self._pages.index
+        with self._pages.lock:
+            for fetch in [fetch for fetch in self._hanging if fetch.hangs(now)]:
+                index.abandon(fetch.slots, held=True)
+                self._hanging.remove(fetch)
+            for key in keys:
+                if index.has(GROUP, key):
+                    continue  # another thread has just stored it, or is about to
+                slot = index.reserve(GROUP, key)
+                if slot is None:
+                    self._pages.stats.count("skipped_store_blocks", label="no_space")
+                    continue
+                names.append(key)
+                slots.append(slot)
+            cuts = list(pairwise([*range(0, len(names), self._batch), len(names)]))
+            self._reading += len(cuts)
+        cut = [(names[start:end], slots[start:end]) for start, end in cuts]
+        return [_Fetch(*part, nbytes, now, deadline) for part in cut]
+
+    def _settle(self, fetch: _Fetch, found: bytes) -> None:
+        """A fetch ended: pages that came can be read, the other slots are free again."""
+        pages = self._pages
+        with pages.lock:
+            held = not fetch.awaited and fetch not in self._hanging  # its pages are others' by now
+            came = zip(fetch.keys, fetch.slots, b"" if held else found, strict=False)
+            kept = {key: slot for key, slot, tier in came if tier}
+            good = list(kept.values())
+            for slot in good:
+                pages.sizes[slot] = fetch.nbytes
+            pages.index.commit(good)
+            pages.index.abandon(set(fetch.slots).difference(good))
+            self._spills.brought(good)
+            if fetch.awaited:
+                pages.index.pin(good)
+                fetch.kept = kept
+            elif not held:
+                self._hanging.remove(fetch)
+            self._reading -= 1
+            fetch.over.set()
+
+    def _take(self) -> list[tuple[_Write, Sequence[bytes]]]:
+        """Return what to write now, in the place of what takes too long as well."""
+        now = time.monotonic()
+        jobs: list[tuple[_Write, Sequence[bytes]]] = []
+        with self._pages.lock:
+            for write in self._writing:
+                if now >= write.expires and not write.given_up:
+                    write.given_up = True
+                    self._spills.given_up(write.slots)
+            for keys, slots in self._spills.take() if not self._closed else ():
+                calls = -(-len(keys) // self._batch)
+                write = _Write(slots, now + self._deadline_s, calls)
+                self._writing.add(write)
+                self._pages.stats.count("below_spilled_blocks", len(keys))
+                jobs.append((write, keys))
+        return jobs
+
+    def _write(self, write: _Write, keys: Sequence[bytes]) -> None:
+        sizes = [self._pages.sizes[slot] for slot in write.slots]  # pinned: they do not change
+        for start in range(0, len(keys), self._batch):
+            part = slice(start, start + self._batch)
+            done = partial(self._wrote, write)
+            self._stack.spill(
+                Blocks(keys[part], sizes[part], write.expires, done, write.slots[part])
+            )
+
+    def _wrote(self, write: _Write, _: bytes) -> None:
+        """A call ended, well or not."""
+        with self._pages.lock:
+            write.waiting -= 1
+            if write.waiting:
+                return
+            self._writing.discard(write)
+            self._spills.ended(write.slots, write.given_up)
+        self.launch()
+
+
+def _names(keys: Iterable[bytes]) -> list[bytes]:
+    return [block_key(SHARED, GROUP, key) for key in keys]

@@ -1,0 +1,186 @@
+"""What SGLang's runtime says of the rank that this process is, and what cannot be served."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+from typing import Any
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.utils import get_pp_indices
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.server_args import ServerArgs
+
+from kvconnect.engines.sglang.plugin import LAYERWISE, is_layerwise
+from kvconnect.engines.sglang.plugin import check as check_flags
+from kvconnect.engines.sglang.translate import Model
+from kvconnect.errors import ConfigError, Incompatible
+from kvconnect.types import Rank
+
+logger = logging.getLogger(__name__)
+
+SPARE_S = 5.0
+"""A dropped transfer has ended so long before SGLang gives its pages away."""
+
+
+def check(server_args: ServerArgs) -> None:
+    """Refuse what this backend does not serve, at start.
+
+    Raises:
+        ConfigError: naming the flag, its value and the fix.
+    """
+    parallel = get_parallel()
+    sizes = {"attention-context-parallel-size": parallel.attn_cp_size}
+    sizes["decode-context-parallel-size"] = parallel.attn_dcp_size
+    for flag, size in sizes.items():
+        if size > 1:
+            raise ConfigError(f"--{flag}", size, "this transfer backend serves 1 only")
+    if parallel.enable_kv_cache_sharding:
+        raise ConfigError("--enable-kv-cache-sharding", True, "leave it out with this backend")
+    if envs.SGLANG_DISAGG_STAGING_BUFFER.get():
+        fix = "unset it: heads are sliced on the way by this backend itself"
+        raise ConfigError("SGLANG_DISAGG_STAGING_BUFFER", "1", fix)
+    _check_release()
+    if is_layerwise() and server_args.enable_unified_memory:
+        fix = "unset it: with --enable-unified-memory SGLang moves pages while they are sent"
+        raise ConfigError(LAYERWISE, "1", fix)
+    check_flags(server_args)
+
+
+def _check_release() -> None:
+    """Refuse to have pages given away while another engine may still write to them."""
+    held = envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE
+    if not held.get():
+        fix = "unset it: an aborted request's pages would be used again while some still land"
+        raise ConfigError(held.name, "0", fix)
+    limit = envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT
+    if not SPARE_S < limit.get() < math.inf:
+        fix = f"use more than {SPARE_S:.0f} seconds: a transfer has to end before that (30 is good)"
+        raise ConfigError(limit.name, limit.get(), fix)
+
+
+def transport(name: str, server_args: ServerArgs) -> str:
+    """Return the transport to use, given the one that was set.
+
+    Raises:
+        ConfigError: NIXL, with memory that SGLang gives up and takes again: network cards would
+            go on using the old one.
+    """
+    if not server_args.enable_memory_saver or name == "tcp":
+        return name
+    if name == "nixl":
+        fix = 'use "tcp" with --enable-memory-saver: registered memory must stay where it is'
+        raise ConfigError("transport", name, fix)
+    logger.info("kvconnect: pages go over tcp: --enable-memory-saver takes memory away from NIXL")
+    return "tcp"
+
+
+def calls_layers_once(server_args: ServerArgs) -> bool:
+    """Whether a forward calls each attention layer once, for all of the batch."""
+    return not server_args.enable_two_batch_overlap
+
+
+def model(args: Any, server_args: ServerArgs, is_mla: bool) -> Model:
+    """Return what SGLang's transfer arguments leave out.
+
+    Raises:
+        Incompatible: a device other than CUDA or the CPU.
+    """
+    if server_args.device not in ("cuda", "cpu"):
+        raise Incompatible(f"device {server_args.device!r}: KV is handed off from cuda and cpu")
+    parallel = get_parallel()
+    config = ModelConfig.from_server_args(server_args)
+    one_head = is_mla or getattr(args, "is_hybrid_mla_backend", False)
+    layers = get_pp_indices(config.num_hidden_layers, args.pp_rank, parallel.pp_size)
+    return Model(
+        name=str(server_args.model_path),
+        dtype=str(config.dtype).removeprefix("torch."),
+        rank=Rank(parallel.attn_tp_rank, parallel.attn_tp_size, args.pp_rank, parallel.pp_size),
+        kv_heads=1 if one_head else config.get_total_num_kv_heads(),
+        layers=(layers[0], layers[1]),
+        is_mla=one_head,
+        device=-1 if server_args.device == "cpu" else args.gpu_id,
+    )
+
+
+def rank_number(args: Any) -> int:
+    """Return a number for this rank that no other rank of its engine on this machine has."""
+    parallel = get_parallel()
+    ranks = parallel.tp_size * parallel.pp_size
+    own = args.pp_rank * parallel.tp_size + parallel.tp_rank  # also of ranks of attention DP
+    return int((args.system_dp_rank or 0) * ranks + own)
+
+
+def patience_s() -> float:
+    """Return for how long SGLang lets one side wait for the other."""
+    return float(
+        max(
+            envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(),
+            envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get(),
+        )
+    )
+
+
+def quiet_s() -> float:
+    """Return within how many seconds a dropped transfer must have ended: SGLang gives its pages
+    away after that."""
+    return float(envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT.get())
+
+
+# Whether this process still has the weights it started with: stored pages are of those.
+#
+# SGLang flushes its own caches when weights are replaced, and tells no storage backend. So its
+# plugin watches the calls in a scheduler process that all such updates come through. Pages that
+# are stored before and after are kept apart by :func:`generation`, which is part of their names.
+
+
+_SCHEDULER = "sglang.srt.managers.scheduler"
+_UPDATER = f"{_SCHEDULER}_components.weight_updater.SchedulerWeightUpdaterManager"
+_UPDATED = (f"{_UPDATER}.flush_cache_after_weight_update", f"{_UPDATER}.end_weight_update")
+_FLUSHED = f"{_SCHEDULER}.Scheduler.flush_cache"
+
+_now = b""
+_watching = False
+
+
+def watch() -> None:
+    """Register the hooks, if this is a scheduler's process; part of loading the plugin."""
+    global _watching
+    if _SCHEDULER not in sys.modules:
+        return  # other processes have no weights, and should not have to import a scheduler
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target in _UPDATED:
+        HookRegistry.register(target, _after_update, HookType.AFTER)
+    HookRegistry.register(_FLUSHED, _after_flush, HookType.AFTER)
+    _watching = True
+
+
+def generation() -> bytes:
+    """Return what the present weights are called: nothing for those of the start, otherwise bytes
+    that only this process knows."""
+    return _now
+
+
+def check_watched() -> None:
+    """Say in the log if nobody would notice new weights."""
+    if not _watching:
+        logger.warning(
+            "SGLang has not loaded KVConnect's plugin (is SGLANG_PLUGINS set?): after an update of "
+            "weights, restart the server, or stored pages are of the wrong ones"
+        )
+
+
+def _after_update(_result: Any, *_: Any, **__: Any) -> None:
+    global _now
+    _now = os.urandom(16)
+
+
+def _after_flush(_result: Any, *_: Any, **__: Any) -> None:
+    """An update's flush may have been refused, and put off until this one: pages of the old weights
+    were written since."""
+    if _now:
+        _after_update(_result)

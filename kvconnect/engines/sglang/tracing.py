@@ -1,0 +1,116 @@
+"""Spans of hand-offs in SGLang's scheduler processes, below SGLang's own span of the request."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvconnect.engines.sglang.rooms import room_of
+from kvconnect.offload.messages import (
+    Notice,
+    NoticeKind,
+    Receive,
+    Report,
+)
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Span
+
+
+def make_spans() -> RoomSpans | None:
+    """Return what makes spans if SGLang does (``--enable-trace``)."""
+    from sglang.srt.runtime_context import get_observability
+
+    return RoomSpans() if get_observability().enable_trace else None
+
+
+class RoomSpans:
+    """Spans of one rank's hand-offs, by room. For the scheduler's thread."""
+
+    def __init__(self) -> None:
+        from kvconnect.observability.tracing import otel, transfers
+
+        self._otel, self._handoff = otel, transfers
+        self._tracer = otel.Tracer()
+        self._open: dict[int, Span] = {}
+        self._served: set[int] = set()
+
+    def begin(self, name: str, room: int, parent: Context | None, blocks: int | None) -> None:
+        """A hand-off begins for a request whose span is in ``parent``; None: it has none."""
+        if parent is not None:
+            about: dict[str, str | int] = {
+                "kvconnect.room": str(room)
+            }  # OpenTelemetry's integers have a sign
+            if blocks is not None:
+                about["kvconnect.blocks"] = blocks
+            self._open[room] = self._tracer.start(name, parent, self._otel.INTERNAL, None, about)
+
+    def take(self, finished: Sequence[tuple[Report, Receive]], notices: Sequence[Notice]) -> None:
+        """Take what the agent has seen."""
+        for report, job in finished:
+            span = self._open.pop(int(job.req_id), None)
+            if span is not None:
+                self._handoff.end_job(self._tracer, span, [report])
+        for notice in notices:
+            room = room_of(notice.transfer)
+            span = self._open.get(room)
+            if span is not None and notice.kind is NoticeKind.DONE:
+                self._served.add(room)
+                if notice.moved is not None:
+                    self._handoff.record_send(self._tracer, span, notice.moved)
+
+    def end(self, room: int) -> None:
+        """A prefill request is over."""
+        span = self._open.pop(room, None)
+        if span is not None:
+            span.set_attribute("kvconnect.served", room in self._served)
+            span.end()
+        self._served.discard(room)
+
+
+def context_of(req: Any) -> Context | None:
+    """Return SGLang's own span of a request, if it has one."""
+    return getattr(req.time_stats.trace_ctx, "root_span_context", None)
+
+
+# What SGLang does not tell its backend of a request, of which it says only the room.
+#
+# Two hooks look at the requests for which SGLang makes senders and receivers.
+
+
+_SCHEDULER = "sglang.srt.managers.scheduler"
+_SEND = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender"
+_RECEIVE = "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
+
+
+def watch() -> None:
+    """Register the hooks, if this is a scheduler's process; part of loading the plugin."""
+    if _SCHEDULER not in sys.modules:
+        return  # no others have senders and receivers
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(_SEND, _after_sender, HookType.AFTER)
+    HookRegistry.register(_RECEIVE, _after_receiver, HookType.AFTER)
+
+
+def _after_sender(_result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
+    manager = queue.kv_manager
+    outbox = getattr(manager, "outbox", None)  # other backends have none
+    if outbox is None or getattr(req, "disagg_kv_sender", None) is None:
+        return
+    manager.streams.forward = queue.scheduler.forward_stream
+    manager.overlaps = queue.scheduler.enable_overlap
+    room = outbox.find(req.bootstrap_room)
+    if room is not None:
+        room.most = len(req.origin_input_ids) // manager.kv_args.page_size
+    if manager.spans is not None:
+        manager.spans.begin("kvconnect.hold", req.bootstrap_room, context_of(req), None)
+
+
+def _after_receiver(made: Any, queue: Any, *_: Any, **__: Any) -> None:
+    manager = queue.kv_manager
+    if getattr(manager, "inbox", None) is not None:
+        manager.streams.forward = queue.scheduler.forward_stream
+        made.kv_receiver.parent = context_of(made.req)

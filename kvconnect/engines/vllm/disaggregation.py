@@ -1,0 +1,238 @@
+"""Hand-off in vLLM's scheduler: tickets out, tickets in, and who holds blocks until when."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from kvconnect.cache.groups import CacheGroup
+from kvconnect.config import Config
+from kvconnect.disaggregation.leases import LeaseLimits, Leases
+from kvconnect.disaggregation.receives import ArrivalLimits, Arrivals
+from kvconnect.engines.vllm import translate
+from kvconnect.engines.vllm.messages import WorkerHello
+from kvconnect.engines.vllm.tickets import TicketDesk
+from kvconnect.errors import Refused
+from kvconnect.offload.jobs import NULL_BLOCK
+from kvconnect.offload.messages import Instructions, Notice, Report, Source
+from kvconnect.protocol.tickets import CARD_KEY, TICKET_KEY, Asked, parse_request
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.transport.security import Keys, read_key
+from kvconnect.types import Endpoint, Span, TransferId
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class HandoffHalf:
+    """Both roles of the scheduler's side; owned by the scheduler's thread.
+
+    Prefill: a request with ``do_remote_decode`` is offered block by block while it computes, and
+    its blocks are held after its end until a decode engine has them or its lease runs out.
+    Decode: a request with ``do_remote_prefill`` and a valid ticket is parked until its blocks
+    have arrived. What a client writes into ``kv_transfer_params`` is never used as an address.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        config: Config,
+        groups: Sequence[CacheGroup],
+        stats: OffloadingConnectorStats,
+    ) -> None:
+        transfer = vllm_config.kv_transfer_config
+        parallel = vllm_config.parallel_config
+        self._groups = groups
+        self.stats = stats
+        self.stands = False  # the engine was paused after its last step
+        self._sends: bool = transfer.is_kv_producer and config.listen != "off"
+        self._receives: bool = transfer.is_kv_consumer
+        self.greeted = False
+        self.alone = False  # known with the addresses: no other connector of this engine hands off
+        # A card names the workers of one engine, and vLLM may send the request to another one.
+        alone = translate.engines_beside(parallel) == 1 or parallel.data_parallel_external_lb
+        self._desk = TicketDesk(
+            Keys(read_key(config), config.key_file),
+            -1 if alone else parallel.data_parallel_index,
+            config.lease_s,
+            Source(
+                engine_id=transfer.engine_id,
+                epoch=secrets.randbits(62),
+                endpoints=(),  # until the workers have said theirs
+                tp=parallel.tensor_parallel_size,
+                pp=parallel.pipeline_parallel_size,
+            ),
+        )
+        limits = (parallel.world_size, config.lease_s, config.deadline_s)
+        self.leases = Leases(groups, stats, LeaseLimits(*limits))
+        self.arrivals = Arrivals(groups, stats, ArrivalLimits(*limits))
+        # Live requests whose hand-off failed. To one that loads once more, vLLM (0.32) gives blocks
+        # if there are as many beside them as the failed load gave back; till then all others wait.
+        self.failed: set[str] = set()
+
+    @property
+    def epoch(self) -> int:
+        """This incarnation's number, which tickets and workers carry."""
+        return self._desk.source.epoch
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine must keep stepping for a hand-off's sake, or until its workers have
+        said who they are."""
+        return self.leases.busy or self.arrivals.busy or not self.greeted
+
+    def gauges(self, now: float) -> Iterator[tuple[str, float, str | None]]:
+        """Yield (name, value, label) of what is held and under way now."""
+        yield from self.leases.gauges(now)
+        yield from self.arrivals.gauges(now)
+
+    def greet(self, hellos: Mapping[tuple[int, int], WorkerHello], alone: bool) -> None:
+        """Learn where the workers listen."""
+        self.greeted, self.alone = True, alone
+        endpoints = tuple(
+            Endpoint(tp_rank, pp_rank, *hello.address)
+            for (pp_rank, tp_rank), hello in sorted(hellos.items())
+            if hello.address is not None
+        )
+        self._desk.source = replace(self._desk.source, endpoints=endpoints)
+        self._sends = self._sends and bool(endpoints)
+        self._receives = self._receives and all(hello.receives for hello in hellos.values())
+
+    def add_request(self, request: Request, now: float) -> TransferId | None:
+        """Look at what a new request's ``kv_transfer_params`` ask for; return the transfer that
+        other engines may ask for from now on, if any."""
+        params = request.kv_transfer_params or {}
+        # Without a word that only KVConnect uses, another connector may be meant.
+        ours = self.alone or TICKET_KEY in params or CARD_KEY in params
+        try:
+            asked = parse_request(params)
+            if asked.role == "send":
+                return self._open_lease(request, asked, now)
+            if asked.role == "recv" and ours:
+                self._open_arrival(request, asked)
+        except Refused as error:
+            if not ours:
+                return None
+            if request.num_prompt_tokens < 2:
+                return None  # vLLM's word that it turned a request down, which was refused before
+            logger.warning("request %s: hand-off refused: %s", request.request_id, error)
+            if self._receives and (params.get("do_remote_prefill") or TICKET_KEY in params):
+                self.arrivals.refuse(request.request_id, error.field)
+            else:  # an ordinary request
+                self.stats.count("handoff_refused", label=error.field)
+        return None
+
+    def match(self, request: Request, local_tokens: int) -> int | None:
+        """Return how many tokens a hand-off brings beyond ``local_tokens``; None if the request
+        has none (any more). The last token is always computed here, to sample from it."""
+        if not self.arrivals.pending(request.request_id):
+            return None
+        tokens: int = request.num_prompt_tokens - 1 - local_tokens
+        if tokens > 0:
+            return tokens
+        self.decline(request.request_id)
+        return None
+
+    def decline(self, req_id: str) -> None:
+        """A request computes its prompt here, or has it already: the other side need not wait."""
+        if self.arrivals.pending(req_id):
+            self.arrivals.decline(req_id)
+
+    def after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, local_tokens: int, num_external: int
+    ) -> None:
+        """The engine has allocated the blocks that the hand-off fills."""
+        total = local_tokens + num_external
+        spans = tuple(
+            span
+            for number, (group, table) in enumerate(
+                zip(self._groups, blocks.get_block_ids(), strict=True)
+            )
+            if (span := _span(number, group, table, local_tokens, total)) is not None
+        )
+        self.arrivals.plan(request.request_id, spans, local_tokens, total, time.monotonic())
+
+    def offer(self, output: SchedulerOutput, now: float) -> list[int]:
+        """Offer what this step computes; return blocks to hold from now on."""
+        stands, self.stands = self.stands and not output.num_scheduled_tokens, False
+        if not self.leases:
+            return []
+        if stands:
+            self.leases.preempted(None, now)
+        for req_id in output.preempted_req_ids or ():
+            self.leases.preempted(req_id, now)
+        state, held = output.kv_connector_block_state, []
+        assert state is not None
+        for req_id, computed in translate.computed_tokens(output):
+            held += self.leases.offer(req_id, computed, state.resolve_block_ids(req_id))
+        return held
+
+    def take(self, work: Instructions, now: float) -> None:
+        """Add what the workers have to do to a step's work."""
+        self.leases.tick(now)
+        self.arrivals.tick(now)
+        work.offers, work.withdrawals = self.leases.take()
+        work.receives, work.drops, work.keeps = self.arrivals.take()
+
+    def on_reports(
+        self, reports: Iterable[Report], notices: Iterable[Notice], now: float
+    ) -> list[int]:
+        """Take the workers' answers; return blocks that are not held any more."""
+        for report in reports:
+            settled = self.arrivals.on_report(report, now)
+            if settled is not None and settled.cause is not None and not settled.dropped:
+                self.failed.add(settled.req_id)
+        for notice in notices:
+            self.leases.on_notice(notice, now)
+        return self.leases.take_released()
+
+    def finish(self, request: Request, now: float) -> dict[str, Any] | None:
+        """The request is over; return what its answer says in ``kv_transfer_params``."""
+        req_id = request.request_id
+        self.arrivals.finish(req_id)
+        self.failed.discard(req_id)
+        transfer = self.leases.finish(req_id, translate.ended_well(request), now)
+        return self._desk.answer(req_id, transfer, request.num_prompt_tokens - 1, self.alone)
+
+    def _open_lease(self, request: Request, asked: Asked, now: float) -> TransferId | None:
+        if not self._sends:
+            raise Refused("params", "this engine does not send: kv_role kv_producer or kv_both")
+        if asked.wants_card:
+            self._desk.want_card(request.request_id, asked.rank)
+            return None
+        content = translate.prompt_content(request)
+        transfer = self._desk.name_transfer(request.request_id, asked, content)
+        tokens = request.num_prompt_tokens - 1  # the last one is computed by the other side
+        if tokens and not self.leases.open(request.request_id, transfer, tokens, now):
+            raise Refused("params", "a request with this transfer_id and prompt is there already")
+        return transfer if tokens else None
+
+    def _open_arrival(self, request: Request, asked: Asked) -> None:
+        if not self._receives:
+            raise Refused("params", "this engine does not receive: kv_role kv_consumer or kv_both")
+        tokens, content = request.num_prompt_tokens - 1, translate.prompt_content(request)
+        transfer, source, early = self._desk.admit(asked, tokens, content)
+        opened = self.arrivals.open(request.request_id, transfer, source, early)
+        if opened and not tokens:  # so short, or rejected by the engine's front end
+            self.decline(request.request_id)
+
+
+def _span(
+    number: int, group: CacheGroup, table: Sequence[int], local_tokens: int, total: int
+) -> Span | None:
+    """Return the blocks of one group that tokens [local, total) need; None if there are none."""
+    first = max(group.first_block(total), local_tokens // group.block_tokens)
+    end = -(-total // group.block_tokens)
+    while first < end and table[first] == NULL_BLOCK:
+        first += 1
+    return Span(number, first, array("q", table[first:end])) if first < end else None

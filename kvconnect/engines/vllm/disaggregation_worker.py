@@ -1,0 +1,157 @@
+"""Hand-off in a vLLM worker: what the cache looks like, and which hooks drive the agent."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvconnect import versions
+from kvconnect.config import Config, listen_address
+from kvconnect.disaggregation.agent import HandoffAgent
+from kvconnect.disaggregation.factory import Cache, start_agent
+from kvconnect.disaggregation.sessions import GroupPages
+from kvconnect.disaggregation.staging import make_memory
+from kvconnect.engines.vllm import translate
+from kvconnect.errors import Incompatible
+from kvconnect.protocol.messages import GroupHello, Hello
+from kvconnect.types import Rank
+
+logger = logging.getLogger(__name__)
+
+
+def make_handoffs(
+    vllm_config: VllmConfig,
+    cache: KVCacheConfig,
+    config: Config,
+    kv_caches: Mapping[str, torch.Tensor],
+    area: torch.Tensor,
+) -> HandoffAgent | None:
+    """Return the agent of a worker's hand-offs, listening if its role sends; None if it does
+    neither send nor receive.
+
+    Raises:
+        ConfigError: an address, key or certificate that cannot be used.
+        Incompatible: a cache whose pages cannot be described, on an engine made for hand-off.
+    """
+    transfer = vllm_config.kv_transfer_config
+    sends = transfer.is_kv_producer and config.listen != "off"
+    if not (sends or transfer.is_kv_consumer):
+        return None
+    try:
+        pages = translate.handoff_pages(cache, kv_caches)
+    except Incompatible as error:
+        if transfer.kv_role != "kv_both":
+            raise
+        logger.warning("this model's KV cache can be offloaded but not handed off: %s", error)
+        return None
+    address = _address(vllm_config, config) if sends else None
+    hello = _hello(vllm_config, cache, kv_caches, pages)
+    memory = make_memory(area, config.deadline_s)
+    found = Cache(hello, pages, memory, area.device)
+    traced = translate.is_traced(vllm_config)
+    return start_agent(config, found, address, config.deadline_s, traced=traced)
+
+
+def _address(vllm_config: VllmConfig, config: Config) -> tuple[str, int]:
+    """Return where to listen: each worker of each engine at a port of its own."""
+    address = listen_address(config.listen)
+    assert address is not None
+    host, port = address
+    if port:
+        parallel = vllm_config.parallel_config
+        port += parallel.data_parallel_index * parallel.world_size + parallel.rank
+    return host, port
+
+
+def _hello(
+    vllm_config: VllmConfig,
+    cache: KVCacheConfig,
+    kv_caches: Mapping[str, torch.Tensor],
+    pages: tuple[GroupPages, ...],
+) -> Hello:
+    """Return what this worker says of itself to others; the epoch comes with the first step."""
+    parallel = vllm_config.parallel_config
+    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    splittable = translate.can_split_pages(vllm_config, kv_caches)
+    groups = []
+    kinds = translate.cache_groups(cache)
+    for kind, group, layers in zip(kinds, cache.kv_cache_groups, pages, strict=True):
+        first = layers[0]
+        groups.append(
+            GroupHello(
+                block_tokens=kind.block_tokens,
+                page_tokens=first.tokens,
+                window=kind.window,
+                chunk=kind.chunk,
+                layers=[page.name for page in layers],
+                kv_heads=translate.total_kv_heads(vllm_config, group.kv_cache_spec),
+                heads=first.heads,
+                row_bytes=first.row_bytes,
+                order="HNC" if first.head_stride >= first.token_stride else "NHC",
+                splittable=splittable,
+            )
+        )
+    return Hello(
+        software=f"kvconnect {versions.installed('kvconnect')}",
+        engine_id=vllm_config.kv_transfer_config.engine_id,
+        epoch=0,
+        rank=Rank(parallel.rank % tp, tp, parallel.rank // tp % pp, pp),
+        format=translate.handoff_format(vllm_config, cache, kv_caches),
+        groups=groups,
+    )
+
+
+# vLLM's pool of device blocks, as those that copy from it hold them.
+
+
+class DeviceBlocks:
+    """Keeps blocks from reuse, whatever becomes of their request. Owned by the scheduler's thread.
+
+    What stores read is held only while requests live: without one nothing is computed, and nobody
+    is given a block. So the pool can be reset as soon as the engine has nothing to do, also where
+    it is stepped for requests alone (in the caller's process) and the last stores go unanswered.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._stores: dict[int, None] = {}  # in the order in which they came
+        self._rests = False
+
+    def hold(self, block_ids: Iterable[int]) -> None:
+        """Keep blocks until :meth:`release`."""
+        self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Undo :meth:`hold`. The last blocks of a prefix are reused first."""
+        if block_ids:
+            self._pool.free_blocks(self._pool.blocks[block_id] for block_id in reversed(block_ids))
+
+    def hold_stored(self, block_ids: Sequence[int]) -> None:
+        """A store reads blocks from now on."""
+        self._stores.update(dict.fromkeys(block_ids))
+        if not self._rests:
+            self.hold(block_ids)
+
+    def release_stored(self, block_ids: Sequence[int]) -> None:
+        """It does not, any more."""
+        for block_id in block_ids:
+            del self._stores[block_id]
+        if not self._rests:
+            self.release(block_ids)
+
+    def rest(self) -> None:
+        """No request is alive."""
+        if not self._rests:
+            self.release(list(self._stores))
+            self._rests = True
+
+    def wake(self) -> None:
+        """A request is there, and the engine has not scheduled it yet."""
+        if self._rests:
+            self.hold(self._stores)
+            self._rests = False

@@ -1,0 +1,169 @@
+"""The tiers below host memory in vLLM's scheduler: its calls turned into events of their plan."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from kvconnect.cache.groups import CacheGroup
+from kvconnect.config import Config
+from kvconnect.engines.vllm import translate
+from kvconnect.engines.vllm.tier_stores import Names
+from kvconnect.offload.index import HostIndex
+from kvconnect.offload.jobs import Settled
+from kvconnect.offload.messages import Answer, Instructions
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.tiers import BelowLimits, BelowPlan, Came, Offer, Verdict
+from kvconnect.tiers.cost_model import CostModel, Reason, Segment
+from kvconnect.types import Tier
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+_SHARE = 0.25  # of the host tier may be kept by spills, and as much by what requests wait for
+_STEPS = 8  # under way at a time, by far
+
+
+class _Step(NamedTuple):
+    """When a step began, the prompt tokens it computes, and the mean of those before each."""
+
+    began: float
+    tokens: int
+    context: float
+
+
+class BelowHalf:
+    """Owned by the scheduler's thread. ``slot_bytes`` are those of a block over all workers."""
+
+    def __init__(
+        self,
+        config: Config,
+        groups: Sequence[CacheGroup],
+        index: HostIndex,
+        stats: OffloadingConnectorStats,
+        sizes: tuple[int, int],
+    ) -> None:
+        workers, self._slot_bytes = sizes
+        limits = BelowLimits(
+            workers=workers,
+            deadline_s=config.deadline_s,
+            wait_s=config.wait_s,
+            slots=max(1, int(len(index.slots) * _SHARE)),
+            reused=config.spill == "reused",
+        )
+        self._stats = stats
+        self._index = index
+        self._groups = tuple(groups)
+        self._cost = CostModel(groups[0].block_tokens) if config.load_when == "faster" else None
+        self._names = Names(groups)
+        self._keys: dict[tuple[int, bytes], bytes] = {}  # of blocks that are being stored
+        self._steps: deque[_Step] = deque(maxlen=_STEPS)
+        self._ended = 0.0  # when the last step did
+        self.plan = BelowPlan(index, groups, stats, limits, self._choose, self._fetched)
+
+    def ask(
+        self,
+        request: Request,
+        hashes: Sequence[Sequence[bytes]],
+        tokens: tuple[int, int],
+        now: float,
+    ) -> bool:
+        """Whether a request that could use tokens [start, end) should ask again later."""
+        wanted = self._names.wanted(request, hashes, tokens)
+        return self.plan.ask(request.request_id, wanted, now)
+
+    def admitted(
+        self, request: Request, hashes: Sequence[Sequence[bytes]], tokens: tuple[int, int]
+    ) -> dict[Tier, int]:
+        """A request was given device blocks, and its load of tokens [start, end) is planned; return
+        how many of them came from below, by tier."""
+        if self.plan.spills.reused:
+            wanted = self._names.wanted(request, hashes, tokens)
+            for number, row in wanted.rows(self._groups):
+                for slot in self._index.ready_slots(number, row):
+                    key = wanted.key(number, self._index.hash_of(slot))
+                    self.plan.spills.used(number, slot, key)
+        return self.plan.planned(request.request_id)
+
+    def name(
+        self, request: Request, hashes: Sequence[Sequence[bytes]], new: Sequence[tuple[int, int]]
+    ) -> None:
+        """Blocks (group, number) of a request are being stored in the host tier."""
+        if new:
+            wanted = self._names.wanted(request, hashes, (0, 0))
+            blocks = [(group, hashes[group][block]) for group, block in new]
+            self._keys.update((block, wanted.key(*block)) for block in blocks)
+
+    def settled(self, settled: Settled) -> None:
+        """A job of the host tier ended."""
+        for block in settled.stored:
+            key = self._keys.pop(block, None)
+            if key is not None:
+                self.plan.spills.stored(*block, key)
+        for block in settled.dropped:
+            self._keys.pop(block, None)
+
+    def forget(self, req_id: str) -> None:
+        """The request is over."""
+        self._names.forget(req_id)
+        self.plan.forget(req_id)
+
+    def take(self, work: Instructions, output: SchedulerOutput, now: float) -> None:
+        """Add what the workers have to do to a step's work."""
+        if self._cost is not None:
+            self._steps.append(_Step(now, *_prompt_tokens(output)))
+        self.plan.take(work, now)
+
+    def on_answers(self, answers: Iterable[Answer], now: float) -> list[Came]:
+        """Take the workers' answers at the end of a step, and learn what it took. Return which
+        blocks the host tier has now."""
+        if self._cost is not None and self._steps:
+            began, tokens, context = self._steps.popleft()
+            self._cost.prefilled(tokens, now - max(began, self._ended), context)
+        self._ended = now
+        found = (self.plan.on_answer(answer, now) for answer in answers)
+        return [came for came in found if came is not None]
+
+    def reset(self) -> None:
+        """Weights may be others from now on: what is stored goes by names nobody else knows."""
+        self._names.reset(os.urandom(16))
+        self._keys.clear()
+        self.plan.reset()
+
+    def gauges(self) -> Iterator[tuple[str, float, str | None]]:
+        """Yield (name, value, label) of what is going on."""
+        return self.plan.gauges()
+
+    def _choose(self, offer: Offer) -> Verdict:
+        """Weigh bringing blocks up against computing them."""
+        if self._cost is None:
+            self._stats.count("below_decisions", label=Reason.LOAD.value)
+            return Verdict(len(offer.tiers))
+        segments = [
+            Segment(tier, count * offer.block_tokens, count * self._slot_bytes)
+            for tier, same in groupby(offer.tiers)
+            if (count := len(list(same)))
+        ]
+        choice = self._cost.choose(offer.tokens, offer.context, segments)
+        self._stats.count("below_decisions", label=choice.reason.value)
+        return Verdict(choice.tokens // offer.block_tokens, choice.give_up_s)
+
+    def _fetched(self, tier: Tier, blocks: int, seconds: float) -> None:
+        if self._cost is not None:
+            self._cost.loaded(tier, blocks * self._slot_bytes, seconds)
+
+
+def _prompt_tokens(output: SchedulerOutput) -> tuple[int, float]:
+    """Return the prompt tokens of a step, and how many tokens are before each on average."""
+    tokens, context = 0, 0.0
+    for req_id, end in translate.computed_tokens(output):
+        count = output.num_scheduled_tokens[req_id]
+        if count > 1:  # others decode
+            tokens += count
+            context += count * (end - count / 2)
+    return tokens, context / tokens if tokens else 0.0

@@ -1,0 +1,257 @@
+"""Spans of traced requests in vLLM's scheduler: made from what passes by its half of the connector.
+
+vLLM makes a request's own span when it has ended, so these are not below it but beside it: children
+of the span that the request's headers name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from kvconnect.engines.vllm import translate
+from kvconnect.engines.vllm.messages import StepInstructions, StepReports
+from kvconnect.engines.vllm.scheduler import SchedulerHalf
+from kvconnect.observability.tracing.otel import INTERNAL, Attributes, Context, Span, Tracer, fail
+from kvconnect.observability.tracing.transfers import end_job, record_send
+from kvconnect.offload.messages import Load, Notice, NoticeKind, Receive, Report
+from kvconnect.types import JobId, Tier, TransferId
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.request import Request
+
+
+class _Request:
+    """Spans of one request. ``parent`` is what its headers name."""
+
+    def __init__(self, tracer: Tracer, parent: Context, request: Request) -> None:
+        self._tracer, self._parent, self._request = tracer, parent, request
+        self._admitted = False
+        self._looked = (0, 0)  # when it was last looked up
+        self._fetch = [0, 0]  # from when to when it waited for a tier below host memory
+        self._prefill: Span | None = None  # while its prompt is computed
+        self._stored_at = 0  # when the first of its blocks was given a slot
+        self._stored_blocks = 0
+        self._storing = 0  # jobs
+        self._over = False
+
+    def start(self, name: str, attributes: Attributes) -> Span:
+        """Return a span that begins now."""
+        return self._tracer.start(name, self._parent, INTERNAL, None, attributes)
+
+    def looked_up(self, began: int, waits: bool) -> None:
+        """It was looked up, and is to be looked up again if it ``waits``."""
+        now = time.time_ns()
+        self._looked = began, now
+        if waits:
+            self._fetch = [self._fetch[0] or began, 0]
+        elif self._fetch[0]:
+            self._fetch[1] = self._fetch[1] or now
+
+    def admitted(self, found: int, brought: Mapping[Tier, int], handoff: bool) -> None:
+        """It has device blocks: ``found`` tokens are loaded into them, or handed off; ``brought``
+        says from which tiers they come."""
+        if not self._admitted:
+            came = int(self._request.arrival_time * 1e9)
+            self._record("kvconnect.queue", (came, time.time_ns()), {})
+        self._admitted = True
+        if handoff:
+            return
+        if self._fetch[1]:
+            below = {tier: n for tier, n in brought.items() if tier is not Tier.HOST}
+            tokens = {f"kvconnect.{tier.value}_tokens": n for tier, n in below.items()}
+            self._record("kvconnect.fetch", (self._fetch[0], self._fetch[1]), tokens)
+        self._fetch = [0, 0]
+        self._record("kvconnect.lookup", self._looked, {"kvconnect.found_tokens": found})
+
+    def computes(self, tokens: int) -> None:
+        """A step computes tokens of its prompt."""
+        if self._prefill is None:
+            prompt = self._request.num_prompt_tokens
+            self._prefill = self.start("kvconnect.prefill", {"kvconnect.prompt_tokens": prompt})
+        self._prefill.add_event("step", {"kvconnect.tokens": tokens})
+
+    @property
+    def has_output(self) -> bool:
+        """Whether its prompt is computed."""
+        return bool(self._request.num_output_tokens)
+
+    def computed(self) -> None:
+        """Its first token is there, or there will be none."""
+        if self._prefill is not None:
+            if not (self.has_output or translate.ended_well(self._request)):
+                fail(self._prefill, self._request.status.name)
+            self._prefill.end()
+            self._prefill = None
+
+    def stores(self, blocks: int) -> None:
+        """A step's job stores blocks of it."""
+        self._stored_at = self._stored_at or time.time_ns()
+        self._stored_blocks += blocks
+        self._storing += 1
+
+    def stored(self) -> None:
+        """The job is done."""
+        self._storing -= 1
+        self._end_store()
+
+    def finish(self) -> None:
+        """It is over; its jobs end on their own."""
+        self.computed()
+        self._over = True
+        self._end_store()
+
+    def _end_store(self) -> None:
+        if self._over and self._stored_blocks and not self._storing:
+            about = {"kvconnect.blocks": self._stored_blocks}
+            self._record("kvconnect.store", (self._stored_at, time.time_ns()), about)
+
+    def _record(self, name: str, times: tuple[int, int], attributes: Attributes) -> None:
+        self._tracer.record(name, self._parent, times, attributes)
+
+
+@dataclass(eq=False)
+class _Job:
+    """A job that not all workers have answered; ``end`` takes what they say."""
+
+    end: Callable[[Sequence[Report]], None]
+    reports: list[Report] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Hold:
+    """Blocks that a request keeps for another engine."""
+
+    traced: _Request
+    span: Span | None = None  # once there are any
+    withdrawn: int = 0  # workers that have answered its end
+    served: bool = False
+
+
+class TracedScheduler(SchedulerHalf):
+    """A half that also makes spans, of requests whose headers carry a sampled trace."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._tracer = Tracer()
+        self._traced: dict[str, _Request] = {}
+        self._prefilling: dict[str, _Request] = {}
+        self._new_blocks: dict[_Request, int] = {}  # that this step stores
+        self._jobs: dict[JobId, _Job] = {}
+        self._holds: dict[TransferId, _Hold] = {}
+
+    def add_request(self, request: Request) -> TransferId | None:
+        transfer = super().add_request(request)
+        parent = self._tracer.parent(request.trace_headers)
+        if parent is not None:
+            traced = _Request(self._tracer, parent, request)
+            self._traced[request.request_id] = self._prefilling[request.request_id] = traced
+            if transfer is not None:
+                self._holds[transfer] = _Hold(traced)
+        return transfer
+
+    def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+        began, answer = time.time_ns(), super().match(request, local_tokens)
+        traced = self._traced.get(request.request_id)
+        if traced is not None:
+            traced.looked_up(began, waits=answer[0] is None)
+        return answer
+
+    def after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external: int
+    ) -> Mapping[Tier, int]:
+        promised = self._promised.get(request.request_id)
+        brought = super().after_alloc(request, blocks, num_external)
+        traced = self._traced.get(request.request_id)
+        if traced is not None and promised is not None:
+            traced.admitted(num_external, brought, promised.handoff)
+        return brought
+
+    def store(self, req_id: str, computed: int, output: SchedulerOutput) -> int:
+        blocks = super().store(req_id, computed, output)
+        traced = self._traced.get(req_id)
+        if traced is not None and blocks:
+            self._new_blocks[traced] = blocks
+        return blocks
+
+    def build_step(self, output: SchedulerOutput) -> StepInstructions:
+        step = super().build_step(output)
+        for load in step.work.loads:
+            self._begin(load, "kvconnect.load")
+        for receive in step.work.receives:
+            self._begin(receive, "kvconnect.receive")
+        for offer in step.work.offers:
+            hold = self._holds.get(offer.transfer)
+            if hold is not None and offer.spans:
+                hold.span = hold.span or hold.traced.start("kvconnect.hold", {})
+        for store in step.work.stores if self._new_blocks else ():
+            for traced, blocks in self._new_blocks.items():
+                traced.stores(blocks)
+            self._jobs[store.job] = _Job(partial(_end_store, tuple(self._new_blocks)))
+        self._new_blocks.clear()
+        for req_id, traced in self._prefilling.items():
+            tokens = output.num_scheduled_tokens.get(req_id)
+            if tokens and not traced.has_output:
+                traced.computes(tokens)
+        return step
+
+    def on_reports(self, reports: StepReports | None, failed: Collection[int] = ()) -> None:
+        super().on_reports(reports, failed)
+        if reports is not None:
+            for report in (*reports.reports, *reports.arrivals):
+                self._on_report(report)
+            for notice in reports.notices if self._holds else ():
+                self._on_notice(notice)
+        for req_id in [r for r, traced in self._prefilling.items() if traced.has_output]:
+            self._prefilling.pop(req_id).computed()
+
+    def finish_request(self, request: Request) -> dict[str, Any] | None:
+        answer = super().finish_request(request)
+        self._prefilling.pop(request.request_id, None)
+        traced = self._traced.pop(request.request_id, None)
+        if traced is not None:
+            traced.finish()
+        return answer
+
+    def _begin(self, job: Load | Receive, name: str) -> None:
+        traced = self._traced.get(job.req_id)
+        if traced is not None:
+            blocks = job.parts if isinstance(job, Load) else job.spans
+            count = sum(len(part.block_ids) for part in blocks)
+            span = traced.start(name, {"kvconnect.blocks": count})
+            self._jobs[job.job] = _Job(partial(end_job, self._tracer, span))
+
+    def _on_report(self, report: Report) -> None:
+        job = self._jobs.get(report.job)
+        if job is not None:
+            job.reports.append(report)
+            if len(job.reports) == self._limits.workers:
+                del self._jobs[report.job]
+                job.end(job.reports)
+
+    def _on_notice(self, notice: Notice) -> None:
+        hold = self._holds.get(notice.transfer)
+        if hold is None:
+            return
+        if notice.kind is NoticeKind.WITHDRAWN:
+            hold.withdrawn += 1
+            if hold.withdrawn == self._limits.workers:
+                del self._holds[notice.transfer]
+                if hold.span is not None:
+                    hold.span.set_attribute("kvconnect.served", hold.served)
+                    hold.span.end()
+        elif notice.kind is NoticeKind.DONE and hold.span is not None:
+            hold.served = True
+            if notice.moved is not None:
+                record_send(self._tracer, hold.span, notice.moved)
+
+
+def _end_store(requests: Sequence[_Request], reports: Sequence[Report]) -> None:  # noqa: ARG001
+    for request in requests:
+        request.stored()

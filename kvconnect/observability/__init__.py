@@ -1,0 +1,1 @@
+"""Metrics, dashboards, traces, ``kvconnect top`` and ``kvconnect report``."""

@@ -1,0 +1,227 @@
+"""The board for the first look: does it help, what does it move, what goes wrong."""
+
+from __future__ import annotations
+
+from kvconnect.observability.metrics.boards.grafana import Board, Panel, Query, Row
+from kvconnect.observability.metrics.boards.promql import (
+    during,
+    now,
+    own,
+    quantile,
+    rate,
+    series,
+    share,
+)
+
+_SAVED = during(series("hit_tokens"))
+_REDONE = during(series("recomputed_tokens"))  # SGLang has none
+_PREFILL_SECONDS = own(
+    "vllm:request_prefill_time_seconds_sum",
+    "sglang:per_stage_req_latency_seconds_sum",
+    more=('stage=~"|prefill_forward"',),
+)
+_PREFILL_TOKENS = own(
+    "vllm:request_prefill_kv_computed_tokens_sum", "sglang:uncached_prompt_tokens_histogram_sum"
+)
+_CACHED = own(
+    "vllm:prefix_cache_hits_total", "sglang:cached_tokens_total", more=('cache_source=~"|device"',)
+)
+_ASKED = own("vllm:prefix_cache_queries_total", "sglang:prompt_tokens_total")
+
+
+def _ttft_saved() -> str:
+    """Seconds that computing the found tokens would have taken, less the wait for their load."""
+    token = f"{during(_PREFILL_SECONDS)} / {during(_PREFILL_TOKENS)}"
+    waited = during(series("load_exposed_seconds_sum"))
+    return f"({_SAVED} * {token} - {waited}) / {during(series('lookups'))}"
+
+
+_HELPING = Row(
+    "Is it helping?",
+    (
+        Panel(
+            "Prompt tokens not computed",
+            "short",
+            (Query(f"{_SAVED} - ({_REDONE} or vector(0))"),),
+            kind="number",
+            width=5,
+        ),
+        Panel(
+            "Share of tokens found",
+            "percentunit",
+            (Query(share(_SAVED, during(series("query_tokens")))),),
+            kind="number",
+            width=5,
+        ),
+        Panel(
+            "TTFT saved per request",
+            "s",
+            (Query(_ttft_saved()),),
+            kind="number",
+            width=5,
+            about="An estimate: the time that the found tokens would have taken at the mean speed "
+            "of prefill, less what requests waited for loads. Below 0 the loads cost more than "
+            "they save.",
+        ),
+        Panel(
+            "Bytes moved", "bytes", (Query(during(series("transfer_bytes"))),), "number", width=5
+        ),
+        Panel(
+            "Failed requests",
+            "short",
+            (Query(f"{during(series('failed_requests'))} + {during(series('handoff_failures'))}"),),
+            kind="number",
+            width=4,
+        ),
+        Panel(
+            "Hit rate by tier",
+            "percentunit",
+            (
+                Query(
+                    share(
+                        rate(series("hit_tokens"), "tier"), rate(series("query_tokens")), by="tier"
+                    ),
+                    "{{tier}}",
+                ),
+                Query(share(rate(_CACHED), rate(_ASKED)), "device, of all prompt tokens"),
+            ),
+            about="Tiers: share of the tokens that the device's prefix cache did not have.",
+        ),
+        Panel(
+            "Time to first token",
+            "s",
+            tuple(
+                Query(
+                    quantile(
+                        q,
+                        own(
+                            "vllm:time_to_first_token_seconds_bucket",
+                            "sglang:time_to_first_token_seconds_bucket",
+                        ),
+                        "job",
+                    ),
+                    f"p{q * 100:.0f} {{{{job}}}}",
+                )
+                for q in (0.5, 0.99)
+            ),
+        ),
+        Panel(
+            "What requests wait for loads, p99",
+            "s",
+            (
+                Query(
+                    quantile(0.99, series("load_exposed_seconds_bucket"), "tier"), "load, {{tier}}"
+                ),
+                Query(quantile(0.99, series("handoff_exposed_seconds_bucket")), "hand-off"),
+            ),
+        ),
+    ),
+)
+
+_MOVED = Row(
+    "What is moved",
+    (
+        Panel(
+            "Bytes per second",
+            "Bps",
+            (Query(rate(series("transfer_bytes"), "transfer_type"), "{{transfer_type}}"),),
+            kind="areas",
+        ),
+        Panel(
+            "Speed of one copy",
+            "Bps",
+            (
+                Query(
+                    share(
+                        rate(series("transfer_bytes"), "transfer_type"),
+                        rate(series("transfer_seconds"), "transfer_type"),
+                    ),
+                    "{{transfer_type}}",
+                ),
+            ),
+            about="Bytes over the wire time of the same operations: the speed while something "
+            "moves, of one rank.",
+        ),
+        Panel(
+            "Operations per second",
+            "ops",
+            (Query(rate(series("transfer_operations"), "transfer_type"), "{{transfer_type}}"),),
+        ),
+    ),
+)
+
+_WRONG = Row(
+    "What goes wrong",
+    (
+        Panel(
+            "Failures by cause",
+            "reqps",
+            (
+                Query(rate(series("failed_requests"), "cause"), "load: {{cause}}"),
+                Query(rate(series("handoff_failures"), "cause"), "hand-off: {{cause}}"),
+            ),
+            about="A failed load is computed again; a failed hand-off is an error, or computed "
+            "again, as `kv_load_failure_policy` says.",
+        ),
+        Panel(
+            "Jobs over their deadline",
+            "ops",
+            (Query(rate(series("expired_jobs"), "transfer_type"), "{{transfer_type}}"),),
+        ),
+        Panel(
+            "Errors of threads",
+            "ops",
+            (Query(rate(series("thread_failures"), "thread"), "{{thread}}"),),
+            about="Each is a bug or a broken machine, and in the log.",
+        ),
+        Panel(
+            "Device blocks held",
+            "short",
+            (Query(now(series("ledger_held_blocks"), "owner"), "{{owner}}"),),
+            kind="areas",
+        ),
+    ),
+)
+
+_ENGINES = Row(
+    "The engines",
+    (
+        Panel(
+            "Requests running",
+            "short",
+            (
+                Query(
+                    now(own("vllm:num_requests_running", "sglang:num_running_reqs"), "instance"),
+                    "{{instance}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Requests waiting",
+            "short",
+            (
+                Query(
+                    now(own("vllm:num_requests_waiting", "sglang:num_queue_reqs"), "instance"),
+                    "{{instance}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Device KV cache in use",
+            "percentunit",
+            (
+                Query(
+                    f"max by (instance) ({own('vllm:kv_cache_usage_perc', 'sglang:token_usage')})",
+                    "{{instance}}",
+                ),
+            ),
+        ),
+    ),
+)
+
+BOARD = Board(
+    "kvconnect-overview",
+    "KVConnect: overview",
+    "Does KVConnect help, what does it move, and what goes wrong.",
+    (_HELPING, _MOVED, _WRONG, _ENGINES),
+)

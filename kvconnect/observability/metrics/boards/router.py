@@ -1,0 +1,190 @@
+"""The board of ``kvconnect router``."""
+
+from __future__ import annotations
+
+from kvconnect.observability.metrics.boards.grafana import Board, Panel, Query, Row
+from kvconnect.observability.metrics.boards.promql import (
+    during,
+    most,
+    now,
+    quantile,
+    rate,
+    router,
+    share,
+)
+
+_REQUESTS = Row(
+    "Requests",
+    (
+        Panel(
+            "Served",
+            "percentunit",
+            (
+                Query(
+                    share(
+                        during(router("requests_total", 'outcome="ok"')),
+                        during(router("requests_total")),
+                    )
+                ),
+            ),
+            kind="number",
+            width=6,
+        ),
+        Panel(
+            "Requests", "short", (Query(during(router("requests_total"))),), kind="number", width=6
+        ),
+        Panel("Waiting for their turn", "short", (Query(now(router("queue"))),), "number", 6),
+        Panel("Engines up", "short", (Query(now(router("upstream_up"))),), "number", 6),
+        Panel(
+            "Requests by outcome",
+            "reqps",
+            (Query(rate(router("requests_total"), "outcome"), "{{outcome}}"),),
+            kind="areas",
+        ),
+        Panel(
+            "Way taken, and why",
+            "reqps",
+            (Query(rate(router("requests_total"), "mode, reason"), "{{mode}}: {{reason}}"),),
+            kind="areas",
+        ),
+        Panel(
+            "Time to first byte",
+            "s",
+            tuple(
+                Query(
+                    quantile(q, router("ttft_seconds_bucket"), "mode"),
+                    f"p{q * 100:.0f} {{{{mode}}}}",
+                )
+                for q in (0.5, 0.99)
+            ),
+        ),
+        Panel(
+            "What the router adds",
+            "s",
+            tuple(
+                Query(
+                    quantile(q, router("added_latency_seconds_bucket"), "mode"),
+                    f"p{q * 100:.0f} {{{{mode}}}}",
+                )
+                for q in (0.5, 0.99)
+            ),
+        ),
+        Panel(
+            "Second attempts by cause",
+            "reqps",
+            (Query(rate(router("retries_total"), "leg, cause"), "{{leg}}: {{cause}}"),),
+        ),
+        Panel(
+            "Requests to engines, by outcome",
+            "reqps",
+            (Query(rate(router("leg_requests_total"), "leg, outcome"), "{{leg}}: {{outcome}}"),),
+        ),
+    ),
+)
+
+_CHOICES = Row(
+    "Choices and balance",
+    (
+        Panel(
+            "Why an engine was picked",
+            "reqps",
+            (Query(rate(router("picks_total"), "leg, why"), "{{leg}}: {{why}}"),),
+        ),
+        Panel(
+            "Imbalance",
+            "short",
+            (Query(most(router("imbalance"), "leg"), "{{leg}}"),),
+            about="1: every rank has as many tokens as the others.",
+        ),
+        Panel(
+            "Prompt tokens expected and found in caches",
+            "short",
+            (Query(rate(router("hit_tokens_total"), "which"), "{{which}}"),),
+            about="Per second. Far apart: the router's picture of the caches is wrong.",
+        ),
+        Panel(
+            "Tokens of each rank",
+            "short",
+            (
+                Query(
+                    now(router("tokens_in_flight"), "leg, upstream, rank"),
+                    "{{leg}} {{upstream}} {{rank}}",
+                ),
+            ),
+            width=12,
+        ),
+        Panel(
+            "Tokens of others on each rank",
+            "short",
+            (
+                Query(
+                    most(router("foreign_tokens"), "leg, upstream, rank") + " >= 0",
+                    "{{leg}} {{upstream}} {{rank}}",
+                ),
+            ),
+            width=12,
+        ),
+    ),
+)
+
+_MEMBERS = Row(
+    "Engines",
+    (
+        Panel(
+            "Up",
+            "short",
+            (Query(f"min by (leg, upstream) ({router('upstream_up')})", "{{leg}} {{upstream}}"),),
+        ),
+        Panel(
+            "Open requests",
+            "short",
+            (Query(now(router("in_flight"), "leg, upstream"), "{{leg}} {{upstream}}"),),
+        ),
+        Panel(
+            "Probes of hand-offs",
+            "ops",
+            (Query(rate(router("probes_total"), "outcome"), "{{outcome}}"),),
+            about="Other than ok: an engine that is up hands no KV over, and gets no requests.",
+        ),
+        Panel(
+            "Messages about caches",
+            "ops",
+            (Query(rate(router("kv_events_total"), "leg, outcome"), "{{leg}}: {{outcome}}"),),
+        ),
+        Panel(
+            "Loads asked for",
+            "ops",
+            (Query(rate(router("load_reports_total"), "leg, outcome"), "{{leg}}: {{outcome}}"),),
+        ),
+        Panel(
+            "Answers of no use",
+            "ops",
+            (Query(rate(router("refused_answers_total"), "what"), "{{what}}"),),
+            about="Of engines and of sources of engines; the log says whose.",
+        ),
+        Panel(
+            "Errors of background tasks",
+            "ops",
+            (Query(rate(router("task_failures_total"), "task"), "{{task}}"),),
+            about="Each is a bug, and in the log; the task begins again.",
+        ),
+        Panel(
+            "Cards asked for",
+            "ops",
+            (
+                Query(
+                    rate(router("card_fetches_total"), "upstream, outcome"),
+                    "{{upstream}}: {{outcome}}",
+                ),
+            ),
+        ),
+    ),
+)
+
+BOARD = Board(
+    "kvconnect-router",
+    "KVConnect: router",
+    "What clients get, which engines are picked and why, and which engines there are.",
+    (_REQUESTS, _CHOICES, _MEMBERS),
+    engines=False,
+)

@@ -1,0 +1,276 @@
+"""From two scrapes of one endpoint to what is going on there. No I/O, no clock.
+
+Series of one metric are added up over ranks and engines, as the catalogue means them. A counter
+that fell belongs to an engine that started again: it has risen by what it shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import inf
+from typing import NamedTuple
+
+from kvconnect.observability.metrics.catalog import CATALOG, SGLANG, VLLM
+from kvconnect.observability.metrics.frame import (
+    Endpoint,
+    Failure,
+    Ledger,
+    Lookups,
+    Peer,
+    Phase,
+    Router,
+    TierUse,
+    Transfer,
+    Upstream,
+)
+from kvconnect.types import Tier, TransferType
+
+Labels = frozenset[tuple[str, str]]
+Samples = Mapping[str, Mapping[Labels, float]]
+"""Sample name, as a scrape has it -> labels -> value."""
+
+FAILURES = {
+    "failed_blocks": "cause",
+    "failed_requests": "cause",
+    "quarantined_blocks": "cause",
+    "skipped_store_blocks": "reason",
+    "expired_jobs": "transfer_type",
+    "store_failed_blocks": "outcome",
+    "below_skipped_blocks": "",
+    "handoff_failures": "cause",
+    "handoff_refused": "field",
+    "handoff_expired_leases": "",
+    "handoff_digest_failed_blocks": "",
+    "thread_failures": "thread",
+}
+"""Counters of what went wrong -> the label that says more."""
+ROUTER = "kvconnect_router_"
+_KINDS = {f"{VLLM}kvconnect_": "vllm", f"{SGLANG}kvconnect_": "sglang", ROUTER: "router"}
+_ROUTER_PHASES = {"ttft_seconds": "mode", "added_latency_seconds": "mode"}
+_PHASES = {
+    row.name: row.label.name if row.label else ""
+    for row in CATALOG
+    if row.kind == "histogram" and row.unit == "seconds" and row.name != "transfer_wire_seconds"
+}
+_PERCENTILE = 0.99
+
+
+class Scrape(NamedTuple):
+    """One look at an endpoint. ``at``: seconds of any clock that does not jump; ``error``: why
+    there are no samples."""
+
+    url: str
+    at: float
+    samples: Samples
+    error: str = ""
+
+
+class _Reading:
+    """What two scrapes say of the metrics whose names start with ``prefix``."""
+
+    def __init__(self, prefix: str, before: Scrape | None, after: Scrape) -> None:
+        self._prefix = prefix
+        self._now = after.samples
+        known = before is not None and not before.error and after.at > before.at
+        self._then: Samples | None = before.samples if before is not None and known else None
+        self.seconds = after.at - before.at if before is not None and known else None
+
+    def series(self, name: str, **labels: str) -> Iterator[tuple[dict[str, str], float]]:
+        """Yield labels and value of every series that has ``labels``."""
+        wanted = labels.items()
+        for found, value in self._now.get(self._prefix + name, {}).items():
+            if wanted <= (named := dict(found)).items():
+                yield named, value
+
+    def values(self, name: str, label: str) -> list[str]:
+        """Return the values of a label, in the order of the scrape; [""] without a label."""
+        return list(dict.fromkeys(found.get(label, "") for found, _ in self.series(name)))
+
+    def total(self, name: str, **labels: str) -> float:
+        return sum(value for _, value in self.series(name, **labels))
+
+    def highest(self, name: str) -> float:
+        return max((value for _, value in self.series(name)), default=0.0)
+
+    def rise(self, name: str, **labels: str) -> float | None:
+        """Return by how much counters have risen, None with one scrape alone."""
+        if self._then is None:
+            return None
+        then = self._then.get(self._prefix + name, {})
+        risen = 0.0
+        for named, value in self.series(name, **labels):
+            old = then.get(frozenset(named.items()), 0.0)
+            risen += value if value < old else value - old
+        return risen
+
+    def rate(self, name: str, **labels: str) -> float | None:
+        return over(self.rise(name, **labels), self.seconds)
+
+    def by(self, name: str, label: str) -> dict[str, float]:
+        """Return a gauge's sum for each value of a label."""
+        return {
+            value: self.total(name, **{label: value} if label else {})
+            for value in self.values(name, label)
+        }
+
+
+def over(value: float | None, whole: float | None) -> float | None:
+    """Return a quotient, None where either is unknown or there is nothing to divide by."""
+    return value / whole if value is not None and whole else None
+
+
+def endpoint(before: Scrape | None, after: Scrape) -> Endpoint:
+    """Return what an endpoint says now, with rates if the scrape ``before`` succeeded."""
+    if after.error:
+        return Endpoint(url=after.url, error=after.error)
+    for prefix, kind in _KINDS.items():
+        if any(name.startswith(prefix) for name in after.samples):
+            read = _Reading(prefix, before, after)
+            return _router(after.url, read) if prefix == ROUTER else _engine(after.url, kind, read)
+    return Endpoint(url=after.url, error="no metrics of KVConnect there")
+
+
+def _engine(url: str, kind: str, read: _Reading) -> Endpoint:
+    asked, hits = read.rise("query_tokens_total"), read.rise("hit_tokens_total")
+    # Without a host tier, stores that find no room in it are no news.
+    unused = "" if read.total("host_bytes_capacity") else "skipped_store_blocks"
+    return Endpoint(
+        url=url,
+        kind=kind,
+        seconds=read.seconds,
+        lookups=Lookups(query_tokens_per_s=over(asked, read.seconds), hit_share=over(hits, asked)),
+        transfers=tuple(_transfer(read, each.value) for each in TransferType),
+        tiers=tuple(_tier(read, each.value) for each in Tier),
+        peers=tuple(_peer(read, peer) for peer in read.values("handoff_peer_bytes_total", "peer")),
+        ledger=Ledger(
+            held_blocks=read.by("ledger_held_blocks", "owner"),
+            jobs_in_flight=read.by("jobs_in_flight", "transfer_type"),
+            oldest_hold_s=read.highest("ledger_oldest_hold_seconds"),
+        ),
+        phases=_phases(read, _PHASES),
+        failures=_failures(read, {n: label for n, label in FAILURES.items() if n != unused}),
+    )
+
+
+def _transfer(read: _Reading, kind: str) -> Transfer:
+    moved = read.rise("transfer_bytes_total", transfer_type=kind)
+    busy = read.rise("transfer_seconds_total", transfer_type=kind)
+    operations = read.rise("transfer_operations_total", transfer_type=kind)
+    return Transfer(
+        transfer_type=kind,
+        bytes_total=read.total("transfer_bytes_total", transfer_type=kind),
+        bytes_per_s=over(moved, read.seconds),
+        operations_per_s=over(operations, read.seconds),
+        seconds_per_operation=over(busy, operations),
+        copy_bytes_per_s=over(moved, busy),
+    )
+
+
+def _tier(read: _Reading, tier: str) -> TierUse:
+    hits = read.total("hit_tokens_total", tier=tier)
+    rate = read.rate("hit_tokens_total", tier=tier)
+    if tier == Tier.HOST.value:
+        return TierUse(
+            tier=tier,
+            hit_tokens_total=hits,
+            hit_tokens_per_s=rate,
+            evicted_blocks_per_s=read.rate("evicted_blocks_total", tier=tier),
+            used_bytes=read.total("host_bytes_used"),
+            capacity_bytes=read.total("host_bytes_capacity"),
+        )
+    # The first rank speaks for all; of several engines, one without the tier counts.
+    available = [value for _, value in read.series("below_available", tier=tier)]
+    return TierUse(
+        tier=tier,
+        hit_tokens_total=hits,
+        hit_tokens_per_s=rate,
+        used_bytes=read.total("below_bytes_used", tier=tier),
+        capacity_bytes=read.total("below_bytes_capacity", tier=tier),
+        available=bool(available) and all(available),
+    )
+
+
+def _peer(read: _Reading, peer: str) -> Peer:
+    moved = read.rise("handoff_peer_bytes_total", peer=peer)
+    busy = read.rise("handoff_peer_seconds_total", peer=peer)
+    return Peer(
+        peer=peer,
+        bytes_total=read.total("handoff_peer_bytes_total", peer=peer),
+        failures_total=read.total("handoff_peer_failures_total", peer=peer),
+        bytes_per_s=over(moved, read.seconds),
+        copy_bytes_per_s=over(moved, busy),
+    )
+
+
+def _phases(read: _Reading, histograms: Mapping[str, str]) -> tuple[Phase, ...]:
+    """Return those that had a sample in the interval, slowest first."""
+    found = []
+    for name, label in histograms.items():
+        for value in read.values(f"{name}_count", label):
+            labels = {label: value} if label else {}
+            count = read.rise(f"{name}_count", **labels)
+            seconds = read.rise(f"{name}_sum", **labels)
+            if not count or seconds is None or read.seconds is None:
+                continue
+            found.append(
+                Phase(
+                    name=f"{name.removesuffix('_seconds')} {value}".strip(),
+                    per_s=count / read.seconds,
+                    mean_s=seconds / count,
+                    p99_s=_percentile(read, name, labels),
+                )
+            )
+    return tuple(sorted(found, key=lambda phase: -phase.mean_s))
+
+
+def _percentile(read: _Reading, name: str, labels: Mapping[str, str]) -> float | None:
+    bounds = sorted({float(found["le"]) for found, _ in read.series(f"{name}_bucket", **labels)})
+    counts = dict.fromkeys(bounds, 0.0)
+    for text in read.values(f"{name}_bucket", "le"):
+        counts[float(text)] += read.rise(f"{name}_bucket", **labels, le=text) or 0.0
+    whole = counts.get(inf, 0.0)
+    found = next((bound for bound in bounds if counts[bound] >= whole * _PERCENTILE), inf)
+    return found if found < inf else None
+
+
+def _failures(read: _Reading, counters: Mapping[str, str]) -> tuple[Failure, ...]:
+    found = []
+    for name, label in counters.items():
+        for value in read.values(f"{name}_total", label):
+            labels = {label: value} if label else {}
+            total = read.total(f"{name}_total", **labels)
+            if total:
+                per_s = read.rate(f"{name}_total", **labels)
+                found.append(Failure(name=name, label=value, total=total, per_s=per_s))
+    return tuple(found)
+
+
+def _router(url: str, read: _Reading) -> Endpoint:
+    outcomes = {
+        outcome: read.rate("requests_total", outcome=outcome)
+        for outcome in read.values("requests_total", "outcome")
+    }
+    rates = {name: rate for name, rate in outcomes.items() if rate is not None}
+    upstreams = tuple(
+        Upstream(
+            leg=found["leg"],
+            url=found["upstream"],
+            up=bool(value),
+            in_flight=read.total("in_flight", leg=found["leg"], upstream=found["upstream"]),
+            tokens=read.total("tokens_in_flight", leg=found["leg"], upstream=found["upstream"]),
+        )
+        for found, value in read.series("upstream_up")
+    )
+    return Endpoint(
+        url=url,
+        kind="router",
+        seconds=read.seconds,
+        phases=_phases(read, _ROUTER_PHASES),
+        failures=_failures(read, {"retries": "cause"}),
+        router=Router(
+            queue=read.total("queue"),
+            requests_per_s=rates if read.seconds else None,
+            imbalance=read.by("imbalance", "leg"),
+            upstreams=upstreams,
+        ),
+    )

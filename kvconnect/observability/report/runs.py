@@ -1,0 +1,244 @@
+"""What a report is about: benchmark results, or what ``kvconnect top --record`` wrote."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvconnect.errors import ConfigError
+from kvconnect.observability.metrics.frame import Endpoint, Frame
+
+_MOST_BYTES = 256 << 20
+Points = list[tuple[float, float]]
+"""(seconds since the run began, value), in the order of time."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One benchmark, or one endpoint of a history.
+
+    ``about`` says where the figures come from; ``series`` is empty for a benchmark.
+    """
+
+    name: str
+    about: Mapping[str, str]
+    figures: Mapping[str, float | str]
+    series: Mapping[str, Points] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A file, or a folder of results; sections by name."""
+
+    path: str
+    sections: Mapping[str, Section]
+
+
+class _Result(msgspec.Struct):
+    """A file of ``benchmarks/results``."""
+
+    benchmark: str
+    machine: dict[str, Any]
+    figures: dict[str, Any]
+
+
+def read(path: str) -> Run:
+    """Read a run.
+
+    Raises:
+        ConfigError: nothing there, or something that is neither kind.
+    """
+    place = Path(path)
+    files = sorted(place.glob("*.json")) if place.is_dir() else [place]
+    sections = [section for file in files for section in _sections(file)]
+    if not sections:
+        raise ConfigError("run", path, "there is nothing in it to report on")
+    return Run(path, {section.name: section for section in sections})
+
+
+def _sections(file: Path) -> Iterator[Section]:
+    try:
+        if file.stat().st_size > _MOST_BYTES:
+            raise ConfigError("run", str(file), f"it has more than {_MOST_BYTES >> 20} MiB")
+        data = file.read_bytes()
+        if b'"endpoints"' in data.partition(b"\n")[0]:
+            frames = [msgspec.json.decode(line, type=Frame) for line in data.splitlines()]
+            yield from _history(frames)
+        else:
+            yield _benchmark(msgspec.json.decode(data, type=_Result))
+    except (OSError, msgspec.MsgspecError) as error:
+        fix = f"name a benchmark's result, a folder of them, or what top --record wrote: {error}"
+        raise ConfigError("run", str(file), fix) from error
+
+
+def _benchmark(result: _Result) -> Section:
+    about = {name: str(value) for name, value in result.machine.items() if value is not None}
+    figures = {name: _figure(value) for name, value in result.figures.items()}
+    return Section(result.benchmark, about, figures)
+
+
+def _figure(value: Any) -> float | str:
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300:
+        return float(value)
+    return str(value)
+
+
+def _history(frames: list[Frame]) -> Iterator[Section]:
+    """Yield a section per endpoint: the nth of a kind is compared with the other run's nth."""
+    began = min(frame.at for frame in frames)
+    series: dict[str, dict[str, Points]] = defaultdict(lambda: defaultdict(list))
+    kinds: dict[str, str] = {}
+    for frame in sorted(frames, key=lambda each: each.at):
+        for one in frame.endpoints:
+            kinds[one.url] = one.kind or kinds.get(one.url, "")
+            for name, value in _values(one):
+                if value is not None and math.isfinite(value):
+                    series[one.url][name].append((frame.at - began, value))
+    counts: dict[str, int] = defaultdict(int)
+    for url, kind in kinds.items():
+        counts[kind] += 1
+        moving = {name: points for name, points in series[url].items() if any(v for _, v in points)}
+        name = f"{kind or 'endpoint'} {counts[kind]}"
+        about = {"url": url, "looks": str(len(frames)), "seconds": f"{_length(series[url]):.0f}"}
+        yield Section(name, about, _means(moving), moving)
+
+
+def _values(one: Endpoint) -> Iterator[tuple[str, float | None]]:
+    """Yield what is drawn over time. The unit ends the name, after a comma."""
+    yield "up, 1 or 0", float(one.up)
+    if one.lookups:
+        yield "hit share, ratio", one.lookups.hit_share
+    for transfer in one.transfers:
+        yield f"{transfer.transfer_type}, bytes/s", transfer.bytes_per_s
+        yield f"{transfer.transfer_type} copy speed, bytes/s", transfer.copy_bytes_per_s
+    for tier in one.tiers:
+        yield f"hits {tier.tier}, tokens/s", tier.hit_tokens_per_s
+        yield f"used {tier.tier}, bytes", tier.used_bytes
+    for peer in one.peers:
+        yield f"peer {peer.peer}, bytes/s", peer.bytes_per_s
+    for phase in one.phases:
+        yield f"mean {phase.name}, s", phase.mean_s
+    if one.ledger:
+        yield "held, blocks", sum(one.ledger.held_blocks.values())
+    for failure in one.failures:
+        yield f"{failure.name} {failure.label}".strip() + ", per s", failure.per_s
+    if one.router and one.router.requests_per_s:
+        for outcome, rate in one.router.requests_per_s.items():
+            yield f"requests {outcome}, per s", rate
+
+
+def _means(series: Mapping[str, Points]) -> dict[str, float | str]:
+    return {
+        name: sum(value for _, value in points) / len(points) for name, points in series.items()
+    }
+
+
+def _length(series: Mapping[str, Points]) -> float:
+    return max((points[-1][0] - points[0][0] for points in series.values()), default=0.0)
+
+
+# Runs side by side: rows of a table, groups of bars, pairs of lines. No I/O.
+
+
+UNITS = {
+    **dict.fromkeys(("over", "ratio", "vs", "share", "cost"), "ratios"),
+    **{"ms": "ms", "us": "us", "s": "s", "gbps": "GB/s", "bytes": "bytes"},
+}
+"""A word of a figure's name -> what it counts. Figures of one unit share a plot."""
+_MOST_BARS = 24
+_MOST_CHANGES = 12
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure; ``values`` has one per run, None where a run lacks it."""
+
+    name: str
+    values: tuple[float | str | None, ...]
+
+    @property
+    def ratio(self) -> float | None:
+        """The second run's over the first's, None unless both are numbers and the first not 0."""
+        if len(self.values) < 2:
+            return None
+        first, second = self.values[:2]
+        if not isinstance(first, float) or not isinstance(second, float) or not first:
+            return None
+        return second / first
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One section of all runs."""
+
+    name: str
+    about: tuple[Row, ...]
+    rows: tuple[Row, ...]
+    bars: Mapping[str, tuple[Row, ...]]
+    lines: Mapping[str, tuple[Points, ...]]
+
+
+def compare(runs: Sequence[Run]) -> list[Compared]:
+    """Return the sections of all runs, in the order of the first run."""
+    names = dict.fromkeys(name for run in runs for name in run.sections)
+    return [_compared(name, [run.sections.get(name) for run in runs]) for name in names]
+
+
+def largest_changes(sections: Sequence[Compared]) -> list[tuple[str, Row]]:
+    """Return (section, figure) of those that differ most, as a factor either way."""
+    found = [
+        (max(ratio, 1 / ratio), section.name, row)
+        for section in sections
+        for row in section.rows
+        if (ratio := row.ratio) is not None and ratio > 0 and ratio != 1
+    ]
+    found.sort(key=lambda each: -each[0])
+    return [(name, row) for _, name, row in found[:_MOST_CHANGES]]
+
+
+def _compared(name: str, sections: Sequence[Section | None]) -> Compared:
+    there = [section for section in sections if section]
+    rows = _rows([section.figures if section else {} for section in sections])
+    series = dict.fromkeys(title for section in there for title in section.series)
+    return Compared(
+        name,
+        _rows([section.about if section else {} for section in sections]),
+        rows,
+        {} if series else _bars(rows),
+        {
+            title: tuple(section.series.get(title, []) if section else [] for section in sections)
+            for title in series
+        },
+    )
+
+
+def _rows(columns: Sequence[Mapping[str, float | str]]) -> tuple[Row, ...]:
+    names = dict.fromkeys(name for column in columns for name in column)
+    return tuple(Row(name, tuple(column.get(name) for column in columns)) for name in names)
+
+
+def _bars(rows: Sequence[Row]) -> dict[str, tuple[Row, ...]]:
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        unit = unit_of(row.name)
+        if unit and any(isinstance(value, float) for value in row.values):
+            groups[unit].append(row)
+    return {
+        unit if len(group) <= _MOST_BARS else f"{unit} ({start // _MOST_BARS + 1})": tuple(
+            group[start : start + _MOST_BARS]
+        )
+        for unit, group in groups.items()
+        for start in range(0, len(group), _MOST_BARS)
+    }
+
+
+def unit_of(name: str) -> str:
+    """Return what a figure counts, "" if its name does not tell."""
+    words = name.split("_")
+    return next((unit for word, unit in UNITS.items() if word in words), "")

@@ -1,0 +1,330 @@
+"""Who holds which device block, and until when.
+
+Jobs hold device blocks while a copy reads or writes them. The ledger proves at any time that a
+held block has one owner, that every owner has a deadline, and that whatever was granted is
+returned or still held.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from kvconnect.errors import Misuse
+from kvconnect.offload.index import HostIndex
+from kvconnect.offload.messages import Failure, Load, Part, Report, Store
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.types import FailureCause, JobId, Tier, TransferType
+
+
+class Owner(str, Enum):
+    """What holds blocks. Values are metric labels."""
+
+    STORE = "store"
+    LOAD = "load"
+    SEND = "send"
+    RECV = "recv"
+
+
+class Hold(NamedTuple):
+    """Device blocks held by one job; ``since`` and ``deadline`` in seconds of one clock."""
+
+    job: JobId
+    owner: Owner
+    blocks: tuple[int, ...]
+    since: float
+    deadline: float
+
+
+class Ledger:
+    """The book of held device blocks. Owned by the scheduler's thread; has no clock of its own."""
+
+    def __init__(self) -> None:
+        self.granted = 0
+        self.returned = 0
+        self._holds: dict[JobId, Hold] = {}
+        self._owner_of: dict[int, JobId] = {}
+        self._held_by = dict.fromkeys(Owner, 0)
+
+    def __repr__(self) -> str:
+        return f"<Ledger {len(self._owner_of)} blocks held by {len(self._holds)} jobs>"
+
+    @property
+    def held(self) -> int:
+        """Device blocks held now."""
+        return len(self._owner_of)
+
+    def holds_block(self, block_id: int) -> bool:
+        """Whether some job holds this device block."""
+        return block_id in self._owner_of
+
+    def grant(self, hold: Hold) -> None:
+        """Enter a hold.
+
+        Raises:
+            Misuse: the job already holds blocks, or one of the blocks has an owner.
+        """
+        if hold.job in self._holds:
+            raise Misuse(f"job {hold.job} is granted blocks twice")
+        for block in hold.blocks:
+            if block in self._owner_of:
+                owner = self._owner_of[block]
+                raise Misuse(f"block {block} is held by job {owner}, not free for {hold.job}")
+            self._owner_of[block] = hold.job
+        self._holds[hold.job] = hold
+        self._held_by[hold.owner] += len(hold.blocks)
+        self.granted += len(hold.blocks)
+
+    def settle(self, job: JobId) -> Hold | None:
+        """Strike out a job's hold and return it; None if it was settled before (expired)."""
+        hold = self._holds.pop(job, None)
+        if hold is not None:
+            for block in hold.blocks:
+                del self._owner_of[block]
+            self._held_by[hold.owner] -= len(hold.blocks)
+            self.returned += len(hold.blocks)
+        return hold
+
+    def expired(self, now: float) -> Sequence[Hold]:
+        """Return holds whose deadline has passed, oldest first. They stay in the book."""
+        return [hold for hold in self._holds.values() if hold.deadline <= now]
+
+    def held_by(self, owner: Owner) -> int:
+        """Device blocks held by jobs of one kind."""
+        return self._held_by[owner]
+
+    def oldest_age(self, now: float) -> float:
+        """Seconds since the oldest hold was granted; 0 when nothing is held."""
+        return max((now - hold.since for hold in self._holds.values()), default=0.0)
+
+    def check(self) -> None:
+        """Prove the book.
+
+        Raises:
+            Misuse: naming the entry that does not add up.
+        """
+        owners = {block: hold.job for hold in self._holds.values() for block in hold.blocks}
+        if owners != self._owner_of:
+            raise Misuse("held blocks and owners do not match")
+        if self.granted != self.returned + len(self._owner_of):
+            raise Misuse(
+                f"granted {self.granted} != returned {self.returned} + held {len(self._owner_of)}"
+            )
+        if sum(self._held_by.values()) != len(self._owner_of):
+            raise Misuse(f"{len(self._owner_of)} blocks are held, by kind {self._held_by}")
+        for hold in self._holds.values():
+            if not hold.deadline > hold.since:
+                raise Misuse(f"job {hold.job} has no deadline after {hold.since}")
+
+
+# Jobs in flight: from instruction to the last worker's report, exactly once.
+#
+# Opening a job enters its device blocks in the ledger; the report of the last worker settles it:
+# slots become readable or free, readers unpin, bad copies are quarantined, blocks are released.
+
+
+logger = logging.getLogger(__name__)
+
+NULL_BLOCK = 0  # the engine's placeholder for blocks outside a window; never copied
+QUARANTINED = (FailureCause.DIGEST, FailureCause.COPY)
+"""Causes that leave a stored copy suspect."""
+_TYPE = {Owner.STORE: TransferType.GPU_TO_CPU, Owner.LOAD: TransferType.CPU_TO_GPU}
+# A worker counts from the moment the job arrives and must be able to answer before we give up.
+_ANSWER_FACTOR = 2.0
+
+
+class JobLimits(NamedTuple):
+    """``workers`` must answer each job, which may take ``deadline_s`` seconds. ``keeps_prefix``:
+    blocks before a failed one are kept (:func:`~kvconnect.cache.groups.keeps_prefix`)."""
+
+    workers: int
+    deadline_s: float
+    keeps_prefix: bool
+
+
+class Settled(NamedTuple):
+    """A finished job.
+
+    ``released`` device blocks are no longer held by a store and go back to the engine's pool;
+    ``stored`` and ``dropped`` name the (group, hash) of blocks that became readable, or did not;
+    ``failed_req_id`` is the request whose load failed. ``loaded`` blocks came in ``seconds``, the
+    slowest worker's.
+    """
+
+    owner: Owner
+    released: tuple[int, ...] = ()
+    stored: tuple[tuple[int, bytes], ...] = ()
+    dropped: tuple[tuple[int, bytes], ...] = ()
+    failed_req_id: str | None = None
+    loaded: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class _Job:
+    owner: Owner
+    parts: tuple[Part, ...]
+    asked: float
+    waiting: int  # workers that have not answered
+    req_id: str | None = None
+    tokens: int = 0
+    sync: bool = False
+    seconds: float = 0.0  # that copies took, of the slowest worker so far
+    failures: dict[tuple[int, int, int], Failure] = field(default_factory=dict)
+    overdue: bool = False  # past its deadline when the engine last looked
+    given_up: bool = False  # a reset or expiry made the result worthless: nobody waits for it
+
+
+class JobBook:
+    """Open jobs of one engine. Owned by the scheduler's thread."""
+
+    def __init__(
+        self, index: HostIndex, stats: OffloadingConnectorStats, limits: JobLimits
+    ) -> None:
+        self.ledger = Ledger()
+        self._index = index
+        self._stats = stats
+        self._limits = limits
+        self._jobs: dict[JobId, _Job] = {}
+        self._last = 0
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is awaited."""
+        return any(not job.given_up for job in self._jobs.values())
+
+    def open_store(self, parts: tuple[Part, ...], now: float) -> Store:
+        """Open a store of reserved slots; their device blocks are held from now on."""
+        job = self._open(_Job(Owner.STORE, parts, now, self._limits.workers))
+        return Store(job, parts, self._limits.deadline_s)
+
+    def open_load(
+        self, req_id: str, parts: tuple[Part, ...], tokens: int, *, sync: bool, now: float
+    ) -> Load:
+        """Open a load; its slots are pinned, its device blocks held from now on."""
+        for part in parts:
+            slots = [slot for slot in part.slots if slot >= 0]
+            self._index.pin(slots)
+            self._index.policy.touch(slots)
+        job = self._open(_Job(Owner.LOAD, parts, now, self._limits.workers, req_id, tokens, sync))
+        return Load(job, req_id, parts, self._limits.deadline_s, sync)
+
+    def on_report(self, report: Report, now: float) -> Settled | None:
+        """Take one worker's answer; return what changed once the last one has answered."""
+        job = self._jobs.get(report.job)
+        if job is None:
+            logger.warning("a worker reported job %d, which is not open; ignored", report.job)
+            return None
+        for failure in report.failures:
+            known = job.failures.get(failure[:3])
+            if known is None or known.cause is FailureCause.SKIPPED:  # the others name a reason
+                job.failures[failure[:3]] = failure
+        job.seconds = max(job.seconds, report.seconds)
+        job.waiting -= 1
+        if job.waiting:
+            return None
+        del self._jobs[report.job]
+        for failure in job.failures.values():
+            self._stats.count("failed_blocks", label=failure.cause.value)
+        if any(failure.cause is FailureCause.DEADLINE for failure in job.failures.values()):
+            self._stats.count("expired_jobs", label=_TYPE[job.owner].value)
+        hold = self.ledger.settle(report.job)
+        if job.owner is Owner.STORE:
+            return self._end_store(job, () if hold is None else hold.blocks)
+        return self._end_load(job, now)
+
+    def expire(self, now: float) -> list[int]:
+        """Give up stores that no worker answered in time; return their source blocks, released.
+
+        A job is given up at the second look past its deadline, so that answers which arrived
+        during a long step are read first. What such a store writes is never published; its slots
+        stay reserved, since the write may still land. A load's blocks stay held: only its worker
+        can say that no write lands any more, and it has a deadline of its own.
+        """
+        released: list[int] = []
+        for hold in self.ledger.expired(now):
+            job = self._jobs[hold.job]
+            if job.owner is Owner.STORE and job.overdue:
+                self._stats.count("expired_jobs", label=_TYPE[job.owner].value)
+                released += self._void(hold.job, job)
+            job.overdue = True
+        return released
+
+    def void_stores(self) -> list[int]:
+        """Let no store in flight publish its blocks: the tier was reset, or they are suspect.
+        Return their source blocks, released."""
+        stores = [(n, job) for n, job in self._jobs.items() if job.owner is Owner.STORE]
+        return [block for number, job in stores for block in self._void(number, job)]
+
+    def _void(self, number: JobId, job: _Job) -> tuple[int, ...]:
+        job.given_up = True
+        hold = self.ledger.settle(number)
+        return () if hold is None else hold.blocks
+
+    def gauges(self, now: float) -> Iterable[tuple[str, float, str | None]]:
+        """Yield (name, value, label) of what the book holds."""
+        for owner in _TYPE:
+            yield "ledger_held_blocks", self.ledger.held_by(owner), owner.value
+            jobs = sum(job.owner is owner for job in self._jobs.values())
+            yield "jobs_in_flight", jobs, _TYPE[owner].value
+        yield "ledger_oldest_hold_seconds", self.ledger.oldest_age(now), None
+
+    def _open(self, job: _Job) -> JobId:
+        self._last += 1
+        number = JobId(self._last)
+        # A synchronous load is over before its step computes. Until the engine hears of it, the
+        # blocks may have a new owner already, so they are not held.
+        parts = () if job.sync else job.parts
+        blocks = tuple(block for part in parts for block in part.block_ids)
+        deadline = job.asked + self._limits.deadline_s * _ANSWER_FACTOR
+        self.ledger.grant(Hold(number, job.owner, blocks, job.asked, deadline))
+        self._jobs[number] = job
+        return number
+
+    def _end_store(self, job: _Job, released: tuple[int, ...]) -> Settled:
+        failed = {failure.slot for failure in job.failures.values()}
+        stored: list[tuple[int, bytes]] = []
+        dropped: list[tuple[int, bytes]] = []
+        for part in job.parts:
+            good = [slot for slot in part.slots if not job.given_up and slot not in failed]
+            dropped += self._index.abandon(set(part.slots).difference(good))
+            self._index.commit(good)
+            stored += [(part.group, self._index.hash_of(slot)) for slot in good]
+        return Settled(job.owner, released, tuple(stored), tuple(dropped))
+
+    def _end_load(self, job: _Job, now: float) -> Settled:
+        for part in job.parts:
+            self._index.unpin(slot for slot in part.slots if slot >= 0)
+        for failure in job.failures.values():
+            there = failure.slot >= 0 and failure.cause in QUARANTINED
+            if there and self._index.discard(failure.slot):
+                self._stats.count("quarantined_blocks", label=failure.cause.value)
+        latency = now - job.asked
+        if not job.sync:  # a parked request waits for all of it; a worker measures the others
+            self._stats.observe("load_exposed_seconds", latency, label=Tier.HOST.value)
+        if not job.failures:
+            self._stats.observe("load_latency_seconds", latency, label=Tier.HOST.value)
+            loaded = sum(len(part.slots) for part in job.parts)
+            return Settled(job.owner, loaded=loaded, seconds=job.seconds)
+        # A step that reads its loads went on without the blocks, and its stores may hold the
+        # result.
+        released = tuple(self.void_stores()) if job.sync else ()
+        first = next(iter(job.failures.values()))
+        self._stats.count("failed_requests", label=first.cause.value)
+        self._stats.count("recomputed_tokens", _lost_tokens(job, self._limits.keeps_prefix))
+        return Settled(job.owner, released, failed_req_id=job.req_id)
+
+
+def _lost_tokens(job: _Job, keeps_prefix: bool) -> int:
+    """Tokens to recompute: from the first bad block on, where the blocks before it are kept."""
+    if not keeps_prefix:
+        return job.tokens
+    part = job.parts[0]
+    good = min(part.block_ids.index(failure.block_id) for failure in job.failures.values())
+    return job.tokens - job.tokens // len(part.block_ids) * good

@@ -1,0 +1,362 @@
+"""The host tier's plan: what to store, what to load, what a worker's report changes.
+
+One object per engine, owned by the scheduler's thread. Time is an argument (``now``, seconds of
+one monotonic clock). Blocks are promised in :meth:`OffloadPlan.match`, loads planned when the
+engine has allocated device blocks, stores as blocks fill; :meth:`OffloadPlan.take` hands out the
+step's instructions and :meth:`OffloadPlan.on_report` takes the answers.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvconnect.cache.groups import CacheGroup, keeps_prefix, longest_prefix
+from kvconnect.offload.index import HostIndex, Removed
+from kvconnect.offload.jobs import NULL_BLOCK, JobBook, JobLimits, Owner, Settled
+from kvconnect.offload.messages import Instructions, Load, Part, Report
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.types import Tier
+
+Hashes = Sequence[Sequence[bytes]]
+"""Per group, the chained hash of each full block whose tokens are known."""
+
+BlockTable = Sequence[Sequence[int]]
+"""Per group, the device block ids of a request, in prefix order."""
+
+
+_NEVER = sys.maxsize
+
+
+class Limits(NamedTuple):
+    """What bounds a plan.
+
+    ``workers`` must answer each job; a job may take ``deadline_s`` seconds; stores may hold
+    ``held_blocks`` device blocks at once, since more would starve the engine.
+    """
+
+    workers: int
+    deadline_s: float
+    held_blocks: int
+
+
+class LoadRequest(NamedTuple):
+    """A promised prefix, now that device blocks exist: tokens [local, total) are loaded."""
+
+    local_tokens: int
+    total_tokens: int
+    hashes: Hashes
+    block_ids: BlockTable
+    sync: bool
+
+
+@dataclass
+class _Request:
+    """What the plan remembers of a live request."""
+
+    next_block: list[int]  # per group: the first block not yet considered for storing
+    due_tokens: int  # computed tokens at which the next block is full
+    covered: int = 0  # slots that hold, or were given to, blocks of this request
+    behind: int = 0  # full blocks not considered yet because the copies lag behind
+    load_failed: bool = False
+
+
+class OffloadPlan:
+    """Decides for one engine; see the module docstring for the life of a block."""
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        index: HostIndex,
+        stats: OffloadingConnectorStats,
+        limits: Limits,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.index = index
+        self.stats = stats
+        job_limits = JobLimits(limits.workers, limits.deadline_s, keeps_prefix(self.groups))
+        self.jobs = JobBook(index, stats, job_limits)
+        self.load_mode = LoadMode()
+        self._held_limit = limits.held_blocks
+        self._requests: dict[str, _Request] = {}
+        self._loads: list[Load] = []
+        self._store_parts: dict[int, Part] = {}  # this step's stores, by group
+        self._planned = 0  # blocks in them
+        self._evictions_counted = 0
+
+    def __repr__(self) -> str:
+        return f"<OffloadPlan {self.index!r} {self.jobs.ledger!r} {len(self.jobs)} jobs>"
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is planned or unanswered, so that the engine must keep stepping."""
+        return bool(self._store_parts or self._loads) or self.jobs.busy
+
+    def add_request(self, req_id: str) -> None:
+        """Start to remember a request; again when its blocks are computed anew."""
+        known = self._requests.get(req_id)
+        first = min(group.block_tokens for group in self.groups)
+        self._requests[req_id] = _Request(
+            next_block=[0] * len(self.groups),
+            due_tokens=first if len(self.index.slots) else _NEVER,  # there may be no host tier
+            load_failed=known is not None and known.load_failed,
+        )
+
+    def finish_request(self, req_id: str, hashes: Hashes) -> None:
+        """The request is over. Its jobs, if any, end on their own."""
+        request = self._requests.pop(req_id, None)
+        if request is None:
+            return
+        self.stats.count("skipped_store_blocks", request.behind, label="busy")
+        for number, done in enumerate(request.next_block):
+            slots = self.index.ready_slots(number, hashes[number][:done])
+            self.index.policy.settle(slots)
+
+    def match(self, req_id: str, hashes: Hashes, local_tokens: int, max_tokens: int) -> int:
+        """Return how many tokens beyond ``local_tokens`` the tier can restore; changes nothing.
+
+        A request whose load failed once gets 0: it is recomputed, not tried again.
+        """
+        request = self._requests.get(req_id)
+        if request is None or request.load_failed:
+            return 0
+        total = longest_prefix(self.index, self.groups, hashes, local_tokens, max_tokens)
+        return total - local_tokens
+
+    def plan_load(self, req_id: str, wanted: LoadRequest, now: float) -> None:
+        """Plan the load of a promised prefix into the device blocks the engine allocated."""
+        parts = tuple(
+            _load_part(self.index, number, group, wanted)
+            for number, group in enumerate(self.groups)
+        )
+        tokens = wanted.total_tokens - wanted.local_tokens
+        self._loads.append(self.jobs.open_load(req_id, parts, tokens, sync=wanted.sync, now=now))
+
+    def due(self, computed: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Return those (request, computed tokens) for which :meth:`plan_store` would look at a
+        new block; asked every step for every running request."""
+        known = self._requests.get
+        return [
+            (req_id, tokens)
+            for req_id, tokens in computed
+            if (request := known(req_id)) is not None and tokens >= request.due_tokens
+        ]
+
+    def plan_store(
+        self, req_id: str, computed_tokens: int, hashes: Hashes, block_ids: BlockTable
+    ) -> list[tuple[int, int]]:
+        """Plan to store the request's newly full blocks that the tier lacks.
+
+        Args:
+            computed_tokens: tokens whose KV is on the device after this step.
+
+        Returns:
+            (group, block number) of each block that was given a slot.
+        """
+        request = self._requests[req_id]
+        room = self._held_limit - self.jobs.ledger.held_by(Owner.STORE) - self._planned
+        new: list[tuple[int, int]] = []
+        request.behind = 0
+        for number, group in enumerate(self.groups):
+            row, table = hashes[number], block_ids[number]
+            end = min(computed_tokens // group.block_tokens, len(row))
+            blocks = range(request.next_block[number], end)
+            done, stop = self._reserve(request, number, blocks, row, table, room - len(new))
+            new.extend((number, block) for block in done)
+            request.next_block[number] = stop
+            request.behind += max(0, end - stop)
+        if request.due_tokens != _NEVER:
+            request.due_tokens = min(
+                [
+                    (done + 1) * group.block_tokens
+                    for done, group in zip(request.next_block, self.groups, strict=True)
+                ]
+            )
+        self._planned += len(new)
+        return new
+
+    def take(self, now: float) -> Instructions:
+        """Hand out what was planned since the last call; all stores of a step are one job."""
+        instructions = Instructions(loads=self._loads)
+        if self._store_parts:
+            parts = tuple(self._store_parts.values())
+            instructions.stores.append(self.jobs.open_store(parts, now))
+        self._loads, self._store_parts, self._planned = [], {}, 0
+        return instructions
+
+    def on_report(self, report: Report, now: float) -> Settled | None:
+        """Take one worker's answer; return what changed once the last one has answered."""
+        settled = self.jobs.on_report(report, now)
+        if settled is not None:
+            self.load_mode.loaded(settled.loaded, settled.seconds)
+        if settled is not None and settled.failed_req_id in self._requests:
+            self._requests[settled.failed_req_id].load_failed = True
+            self.add_request(settled.failed_req_id)  # what it computes again is stored again
+        return settled
+
+    def reset(self) -> list[int]:
+        """Forget every stored block, also those whose store is still in flight; return the
+        device blocks that those stores held, released.
+
+        Live requests store nothing more until they are admitted anew: what they compute builds
+        on KV that the reset may have made stale.
+        """
+        self.index.clear()
+        for request in self._requests.values():
+            request.due_tokens = _NEVER
+        return self.jobs.void_stores()
+
+    def take_removed(self) -> list[Removed]:
+        """Return the blocks that left the tier since the last call, and count the evicted."""
+        removed, self.index.removed = self.index.removed, []
+        fresh = self.index.evictions - self._evictions_counted
+        if fresh:
+            self.stats.count("evicted_blocks", fresh, label=Tier.HOST.value)
+            self._evictions_counted = self.index.evictions
+        return removed
+
+    def check(self) -> None:
+        """Prove that blocks and slots add up.
+
+        Raises:
+            Misuse: naming what does not.
+        """
+        self.index.check()
+        self.jobs.ledger.check()
+
+    def _reserve(
+        self,
+        request: _Request,
+        number: int,
+        blocks: range,
+        hashes: Sequence[bytes],
+        block_ids: Sequence[int],
+        room: int,
+    ) -> tuple[list[int], int]:
+        """Give slots to at most ``room`` blocks that need one; return those blocks, and the first
+        block that was not considered because the copies lag behind."""
+        index, holds = self.index, self.jobs.ledger.holds_block
+        part = self._store_parts.get(number) or Part(number, array("q"), array("q"))
+        # Before any eviction: a slot that lost its block must not be touched any more.
+        there = index.ready_slots(number, hashes[blocks.start : blocks.stop])
+        index.policy.touch(there)
+        request.covered += len(there)
+        new: list[int] = []
+        stop = max(blocks.start, blocks.stop)
+        for block in blocks[len(there) :]:
+            block_hash, block_id = hashes[block], block_ids[block]
+            if index.has(number, block_hash) or block_id == NULL_BLOCK or holds(block_id):
+                continue
+            if len(new) >= room:
+                stop = block
+                break
+            # A prompt larger than the tier must not evict its own head to store its tail.
+            fits = request.covered < len(index.slots)
+            slot = index.reserve(number, block_hash) if fits else None
+            if slot is None:
+                self.stats.count("skipped_store_blocks", blocks.stop - block, label="no_space")
+                request.due_tokens = _NEVER  # later blocks are of no use without this one
+                break
+            request.covered += 1
+            part.block_ids.append(block_id)
+            part.slots.append(slot)
+            new.append(block)
+        if new:
+            self._store_parts[number] = part
+        return new, stop
+
+
+def gauges(
+    plan: OffloadPlan, now: float, slot_bytes: int
+) -> Iterator[tuple[str, float, str | None]]:
+    """Yield (name, value, label) of what is there now; ``slot_bytes`` over all workers."""
+    slots = plan.index.slots
+    yield "host_blocks_used", slots.used, None
+    yield "host_blocks_capacity", len(slots), None
+    yield "host_blocks_pinned", slots.busy, None
+    yield "host_bytes_used", slots.used * slot_bytes, None
+    yield "host_bytes_capacity", len(slots) * slot_bytes, None
+    yield from plan.jobs.gauges(now)
+
+
+def hits_by_tier(hit_tokens: int, below: Mapping[Tier, int]) -> dict[Tier, int]:
+    """Return where the tokens that an admitted request hit came from: of those that host memory
+    had, some were brought there for this request, from a tier ``below``."""
+    hits, host = {}, hit_tokens
+    for tier, tokens in below.items():
+        hits[tier] = min(tokens, host)  # it may have been evicted since
+        host -= hits[tier]
+    return {**hits, Tier.HOST: host}
+
+
+def count_lookup(
+    stats: OffloadingConnectorStats, asked_tokens: int, hits: Mapping[Tier, int]
+) -> None:
+    """Count one admitted request: tokens the device lacked, and where those hit came from."""
+    stats.count("lookups")
+    stats.count("query_tokens", asked_tokens)
+    for tier, tokens in hits.items():
+        stats.count("hit_tokens", tokens, label=tier.value)
+    stats.count("miss_tokens", asked_tokens - sum(hits.values()))
+
+
+def _load_part(index: HostIndex, number: int, group: CacheGroup, wanted: LoadRequest) -> Part:
+    """Return the blocks of one group that tokens [local, total) need, with their slots."""
+    first = max(group.first_block(wanted.total_tokens), wanted.local_tokens // group.block_tokens)
+    end = wanted.total_tokens // group.block_tokens
+    slots = array("q", index.ready_slots(number, wanted.hashes[number][first:end]))
+    slots.extend([-1] * (end - first - len(slots)))
+    return Part(number, array("q", wanted.block_ids[number][first:end]), slots)
+
+
+# Which loads run inside the step that needs them, and which park their request until they are
+# done.
+#
+# A load inside the step makes every other request of the engine wait for it. A parked request waits
+# for the load and then for the step that runs meanwhile. So a load belongs inside where what it
+# takes, once for each of the others, is no longer than a step. Both times are measured.
+
+
+_FRESH = 0.125  # the weight of the newest observation
+
+
+class LoadMode:
+    """Estimates for one engine, and the choice. For one thread; its state does not grow."""
+
+    def __init__(self) -> None:
+        self._block_s: float | None = None
+        self._step_s: float | None = None
+        self._began: float | None = None  # when the step did that is under way
+
+    def loaded(self, blocks: int, seconds: float) -> None:
+        """Note a load: so many blocks were copied in so many seconds."""
+        if blocks > 0 and seconds > 0:
+            self._block_s = _mean(self._block_s, seconds / blocks)
+
+    def began(self, now: float, plain: bool) -> None:
+        """A step begins. One that computes nothing, or has a load inside, is not ``plain`` and does
+        not count."""
+        self._began = now if plain else None
+
+    def ended(self, now: float) -> None:
+        """The step that began last has ended."""
+        if self._began is not None:
+            self._step_s, self._began = _mean(self._step_s, now - self._began), None
+
+    def inside(self, blocks: int, others: int) -> bool:
+        """Whether a load of so many blocks belongs inside the step, with so many other requests.
+
+        Nobody waits where there are none. Where others would and nothing is known yet: no.
+        """
+        if not others:
+            return True
+        if self._block_s is None or self._step_s is None:
+            return False
+        return others * blocks * self._block_s <= self._step_s
+
+
+def _mean(known: float | None, seen: float) -> float:
+    return seen if known is None else known + _FRESH * (seen - known)

@@ -1,0 +1,208 @@
+"""What two workers agree on before pages move: which layers, heads and pieces, in which order.
+
+Both sides call :func:`negotiate` with the same two greetings and get the same answer, so nothing
+but the greetings is ever sent. Where the caches cannot be matched, the error names the field,
+both values and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvconnect.errors import Misuse, Refused
+from kvconnect.protocol.codec import common_protocol
+from kvconnect.protocol.messages import REFUSAL_FIELDS, GroupHello, Hello, Order
+from kvconnect.protocol.topology import head_range, served_heads
+
+_NAMES = ("on the decode side", "on the prefill side")
+_MOST_NAMED = 3  # layers in a message
+
+
+@dataclass(frozen=True)
+class GroupAgreement:
+    """How one KV-cache group moves between two workers.
+
+    Attributes:
+        wire_tokens: tokens per wire block, the smaller of both page sizes.
+        reader_ratio, source_ratio: wire blocks per block of each side's block table.
+        layers: names of those to move, in wire order; none if this pair has nothing to move.
+        heads: (first, end) of the model's heads to move; (0, 0) with no layers.
+        order: of heads and tokens within a layer of a wire block.
+    """
+
+    wire_tokens: int
+    reader_ratio: int
+    source_ratio: int
+    layers: tuple[str, ...]
+    heads: tuple[int, int]
+    order: Order
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What two workers agreed on. ``units[u]`` is unit u's (group, place in the group's layers);
+    None stands for all of them."""
+
+    protocol: int
+    features: frozenset[str]
+    groups: tuple[GroupAgreement, ...]
+    units: tuple[tuple[int, int | None], ...] = field(init=False)
+    _numbers: dict[tuple[int, int | None], int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        units = tuple(
+            (number, layer)
+            for number, group in enumerate(self.groups)
+            if group.layers
+            for layer in (None, *range(len(group.layers)))
+        )
+        object.__setattr__(self, "units", units)
+        object.__setattr__(self, "_numbers", {unit: n for n, unit in enumerate(units)})
+
+    def unit(self, group: int, layer: int | None = None) -> int:
+        """Return the number of a unit: a layer (by place in ``layers``) of a group, or all.
+
+        Raises:
+            Misuse: nothing of that group, or no such layer, moves.
+        """
+        number = self._numbers.get((group, layer))
+        if number is None:
+            raise Misuse(f"no unit for layer {layer} of group {group}")
+        return number
+
+
+def negotiate(reader: Hello, source: Hello) -> Agreement:
+    """Return what the worker that reads and the worker it reads from agree on.
+
+    Versions of the software and features unknown to one side never matter. Heads that several
+    source ranks hold are served by the one that ``topology.sources_for`` picks.
+
+    A group without layers here is served by other workers of the source. Even all groups may be:
+    stages of two pipelines may have no layer in common, and a replica that serves others may be
+    told which transfers it need not wait for.
+
+    Raises:
+        Refused: ``field`` says what does not fit, one of ``REFUSAL_FIELDS``.
+    """
+    protocol = common_protocol(reader.protocol, source.protocol, _NAMES)
+    _match_formats(reader, source)
+    _match("groups", len(reader.groups), len(source.groups), "use the same model configuration")
+    groups = tuple(_match_group(n, reader, source) for n in range(len(reader.groups)))
+    _check_something_moves(reader, source, groups)
+    return Agreement(protocol, frozenset(reader.features) & frozenset(source.features), groups)
+
+
+def _match(what: str, ours: object, theirs: object, fix: str, where: str = "") -> None:
+    """Refuse, naming the field, unless both values are equal."""
+    if ours != theirs:
+        raise _mismatch(what, ours, theirs, fix, where)
+
+
+def _mismatch(what: str, ours: object, theirs: object, fix: str, where: str = "") -> Refused:
+    values = f"{ours!r} {_NAMES[0]}, {theirs!r} {_NAMES[1]}"
+    return Refused(
+        what if what in REFUSAL_FIELDS else "format", f"{where}{what} is {values}: {fix}"
+    )
+
+
+def _match_formats(reader: Hello, source: Hello) -> None:
+    for key in sorted(reader.format.keys() | source.format.keys()):
+        fix = f"start both engines with the same {key}"
+        _match(key, reader.format.get(key), source.format.get(key), fix)  # None where it is absent
+
+
+def _match_group(number: int, reader: Hello, source: Hello) -> GroupAgreement:
+    ours, theirs = reader.groups[number], source.groups[number]
+    where = f"group {number}: "
+    for name in ("window", "chunk", "kv_heads", "row_bytes"):
+        fix = "serve the same model with the same KV-cache type on both"
+        _match(name, getattr(ours, name), getattr(theirs, name), fix, where)
+    for side, group in ((reader, ours), (source, theirs)):
+        _check_heads(where, side, group)
+    wire_tokens = _wire_tokens(where, ours, theirs)
+    heads = served_heads(reader.rank, source.rank, ours.kv_heads)
+    order: Order = "NHC" if ours.order == theirs.order == "NHC" else "HNC"
+    layers = _common_layers(where, reader, source, number) if heads != (0, 0) else ()
+    for group in (ours, theirs) if layers else ():
+        _check_cut(where, group, wire_tokens, heads, order)
+    return GroupAgreement(
+        wire_tokens=wire_tokens,
+        reader_ratio=ours.block_tokens // wire_tokens,
+        source_ratio=theirs.block_tokens // wire_tokens,
+        layers=layers,
+        heads=heads if layers else (0, 0),
+        order=order,
+    )
+
+
+def _check_heads(where: str, side: Hello, group: GroupHello) -> None:
+    """A rank must hold the heads that its place says; context parallelism, say, breaks that."""
+    first, end = head_range(side.rank.tp_rank, side.rank.tp, group.kv_heads)
+    if group.heads != end - first:
+        raise Refused(
+            "heads",
+            f"{where}engine {side.engine_id!r} has {group.heads} KV heads on one of {side.rank.tp} "
+            f"ranks, {end - first} are expected: use tensor and pipeline parallelism only",
+        )
+
+
+def _wire_tokens(where: str, ours: GroupHello, theirs: GroupHello) -> int:
+    for name in ("block_tokens", "page_tokens"):
+        sizes = (getattr(ours, name), getattr(theirs, name))
+        if max(sizes) % min(sizes):
+            raise _mismatch(
+                name, *sizes, "choose block sizes of which one divides the other", where
+            )
+    return min(ours.page_tokens, theirs.page_tokens)
+
+
+def _check_cut(
+    where: str, group: GroupHello, wire_tokens: int, heads: tuple[int, int], order: Order
+) -> None:
+    """Refuse pages that would have to be cut between tokens but cannot be."""
+    some_heads = group.order == "NHC" and heads[1] - heads[0] < group.heads
+    reordered = group.order != order and group.heads > 1
+    if group.splittable or not (wire_tokens < group.page_tokens or some_heads or reordered):
+        return
+    raise Refused(
+        "splittable",
+        f"{where}pages of {group.page_tokens} tokens (order {group.order}) would have to be cut "
+        f"into pieces of {wire_tokens} (order {order}), and this attention backend packs a page "
+        "as a whole: use the same block size, layout and tensor_parallel_size on both",
+    )
+
+
+def _common_layers(where: str, reader: Hello, source: Hello, number: int) -> tuple[str, ...]:
+    """Return the layers both workers have, in the source's order.
+
+    A reader's layer that no worker of the source can have would keep what was in memory before,
+    so it is refused here where that is certain: there is but one stage, or none of them fits.
+    """
+    ours, theirs = reader.groups[number].layers, source.groups[number].layers
+    missing = sorted(set(ours) - set(theirs))
+    if missing and source.rank.pp == 1:
+        raise _mismatch("layers", _some(missing), "none of them", "serve the same layers", where)
+    wanted = set(ours)
+    return tuple(name for name in theirs if name in wanted)
+
+
+def _check_something_moves(reader: Hello, source: Hello, groups: Sequence[GroupAgreement]) -> None:
+    if all(served_heads(reader.rank, source.rank, g.kv_heads) == (0, 0) for g in reader.groups):
+        if any(source.rank.tp > g.kv_heads for g in reader.groups):
+            return
+        raise Refused(
+            "heads",
+            f"{source.rank} has no KV head for {reader.rank}: another worker of engine "
+            f"{source.engine_id!r} serves it",
+        )
+    if any(group.layers for group in groups) or (reader.rank.pp > 1 and source.rank.pp > 1):
+        return
+    layers = [[name for group in side.groups for name in group.layers] for side in (reader, source)]
+    raise _mismatch("layers", _some(layers[0]), _some(layers[1]), "serve the same model on both")
+
+
+def _some(layers: Sequence[str]) -> str:
+    """Return the first few names, for a message."""
+    more = f" and {len(layers) - _MOST_NAMED} more" if len(layers) > _MOST_NAMED else ""
+    return ", ".join(layers[:_MOST_NAMED]) + more

@@ -1,0 +1,282 @@
+"""What the two sides of a connection tell each other so that hardware can write pages.
+
+On a NIXL path the source writes into the reader's memory itself, so the reader must say where.
+These messages travel on the control connection, beside the notes of the layer above::
+
+    reader                                    source
+      Units(1, [...]) ----------------------> |   where the pages of an agreement lie, once
+      Places(7, 1, spans) or Plain(7) ------> |   where want 7 goes, or that it goes over TCP
+      | <------------ Landed(7, 0, 0, 64, 3) |   write number 3 is complete; its mark says so too
+      Stop(7) ------------------------------> |   nothing more, please
+      | <-------------------------- Stopped(7) |   no write of want 7 can land any more
+
+An :class:`Offer` comes with each side's greeting. The reader is the side that connected. Sizes are
+bytes. Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvconnect.protocol.codec import MAX_NOTE, NO_CONTROLS, decode_struct
+from kvconnect.protocol.messages import LAST_WANT
+
+MAX_METADATA = 256 << 10
+"""Of one agent; a few areas take less than 1 KiB."""
+
+MAX_UNIT_LISTS = 16
+"""That one reader may describe; it has one, and one for the probe."""
+
+MAX_UNITS = 4096
+
+_Name = Annotated[str, Meta(max_length=128, pattern=NO_CONTROLS)]
+_Number = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_WantNumber = Annotated[int, Meta(ge=0, le=LAST_WANT)]
+_Address = Annotated[int, Meta(ge=0, le=LAST_WANT)]
+_Size = Annotated[int, Meta(ge=1, lt=1 << 62)]
+_Block = Annotated[int, Meta(ge=0, lt=1 << 40)]
+_Count = Annotated[int, Meta(ge=1, lt=1 << 31)]
+
+
+class Offer(msgspec.Struct, kw_only=True):
+    """What one side has. ``metadata`` lets the other side reach its memory, so only the reader
+    has any; it is only looked at when the rest fits: NIXL may crash on that of another version."""
+
+    backend: _Name
+    version: Annotated[str, Meta(max_length=32, pattern=NO_CONTROLS)]
+    agent: _Name
+    metadata: Annotated[bytes, Meta(max_length=MAX_METADATA)]
+
+
+class UnitPlace(msgspec.Struct, kw_only=True):
+    """Where the reader keeps one unit: its area, and ``segments``, int64 little-endian triples
+    (offset, stride, length), as :class:`~kvconnect.transport.base.Unit` explains them.
+    ``device`` is the number of a CUDA device, -1 for CPU memory."""
+
+    address: _Address
+    nbytes: _Size
+    device: Annotated[int, Meta(ge=-1, lt=1 << 16)]
+    phases: _Count
+    block_bytes: _Size
+    segments: Annotated[bytes, Meta(min_length=24, max_length=MAX_NOTE)]
+
+
+class Units(msgspec.Struct, tag="units", kw_only=True):
+    """Units from place ``first`` on of a list with a number, for :class:`Places`. They come in
+    order, in as many messages as it takes."""
+
+    number: Annotated[int, Meta(ge=0, lt=MAX_UNIT_LISTS)]
+    first: Annotated[int, Meta(ge=0, lt=MAX_UNITS)]
+    units: Annotated[list[UnitPlace], Meta(min_length=1, max_length=MAX_UNITS)]
+
+
+class Places(msgspec.Struct, tag="places", kw_only=True):
+    """Where a want goes. ``spans[u]`` is the first wire block of unit u and which of ``ids`` its
+    blocks are, int64 little-endian."""
+
+    want: _WantNumber
+    units: _Number
+    spans: Annotated[list[tuple[_Block, _Number]], Meta(min_length=1, max_length=MAX_UNITS)]
+    ids: list[Annotated[bytes, Meta(max_length=MAX_NOTE)]]
+
+
+class Plain(msgspec.Struct, tag="plain", kw_only=True):
+    """A want that goes over the data connections."""
+
+    want: _WantNumber
+
+
+class Landed(msgspec.Struct, tag="landed", kw_only=True):
+    """Wire blocks ``first ... first + count - 1`` of a unit were written by write ``number`` of
+    this connection in ``seconds``. ``digests``: see ``codec.py``."""
+
+    want: _WantNumber
+    unit: _Number
+    first: _Block
+    count: _Count
+    nbytes: _Size
+    number: _WantNumber
+    seconds: Annotated[float, Meta(ge=0, le=86_400)]
+    digests: Annotated[bytes, Meta(max_length=MAX_NOTE)]
+
+
+class Stop(msgspec.Struct, tag="stop", kw_only=True):
+    """The reader wants no more of this."""
+
+    want: _WantNumber
+
+
+class Stopped(msgspec.Struct, tag="stopped", kw_only=True):
+    """No write of a want is under way, and none will start."""
+
+    want: _WantNumber
+
+
+RailMessage = Units | Places | Plain | Landed | Stop | Stopped
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[RailMessage] = msgspec.msgpack.Decoder(RailMessage)
+_offers = msgspec.msgpack.Decoder(Offer)
+
+
+def encode(message: RailMessage | Offer) -> bytes:
+    """Return a message's bytes."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> RailMessage:
+    """Return the message; ``ProtocolError`` for anything else."""
+    return decode_struct(_decoder, data)
+
+
+def decode_offer(data: bytes) -> Offer:
+    """Return the offer; ``ProtocolError`` for anything else."""
+    return decode_struct(_offers, data)
+
+
+def misfit(ours: Offer, theirs: Offer) -> str:
+    """Return why the two cannot work together, "" if they can.
+
+    NIXL 1.4 and 1.5 understand one another; an agent of 1.3 or older dies of the metadata of a
+    newer one, so what is not known to fit is not tried.
+    """
+    if ours.agent == theirs.agent:
+        return "both sides are the same nixl agent: an engine that reads from itself"
+    if ours.backend != theirs.backend:
+        return f"nixl backend {ours.backend} here, {theirs.backend} there: use the same"
+    known = [_release(ours.version), _release(theirs.version)]
+    if min(known) < _OLDEST or known[0][0] != known[1][0]:  # an unknown version is (0, 0)
+        oldest = ".".join(map(str, _OLDEST))
+        return f"nixl {ours.version} here, {theirs.version} there: use {oldest} or later on both"
+    return ""
+
+
+_OLDEST = (1, 4)
+_VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})(?:[.+]|$)", re.ASCII)
+
+
+def _release(version: str) -> tuple[int, int]:
+    """Return (major, minor), (0, 0) if it is not a version that was ever released."""
+    found = _VERSION.match(version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+# The form of what NIXL says of an agent, checked before NIXL reads what another side says.
+#
+# NIXL and UCX believe the numbers in it: a damaged one ends the process. NIXL 1.4 and later write::
+#
+# nixlSerDes|
+# Agent = name    Conns = 1    t = backend    c = address of its worker    "" = MemSection
+# nixlSecElms = how many of: bknd = backend    nixlDList = nixlSDList    t = kind of memory
+# n = how many of: "" = address, length, device, key of a piece of memory
+#
+# An item is its tag, a length, that many bytes, and "|". Numbers are little-endian and have 8
+# bytes, but for the kind, which has 4. What UCX's worker address says inside is not checked.
+
+
+_LAST_KIND = 1  # CPU memory is 0, that of devices 1
+_PLACE = 24  # address, length, device
+_LAST_KEY_KIND = 8  # of the kinds of memory that UCX has numbers for
+_UNKNOWN_DEVICE = 0xFF
+_DISTANCE = 3  # bytes: a device, a latency, a bandwidth
+_LAST_ADDRESS_VERSION = 1  # UCX ends the process on a later one
+
+
+class _Flaw(Exception):
+    pass
+
+
+class _Items:
+    """Reads metadata from its start."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    @property
+    def left(self) -> int:
+        return len(self._data) - self._at
+
+    def take(self, count: int) -> bytes:
+        if count > self.left:
+            raise _Flaw("it is cut short")
+        self._at += count
+        return self._data[self._at - count : self._at]
+
+    def expect(self, data: bytes) -> None:
+        if self.take(len(data)) != data:
+            raise _Flaw(f"{data.decode()!r} is missing")
+
+    def number(self, size: int) -> int:
+        return int.from_bytes(self.take(size), "little")
+
+    def item(self, tag: bytes) -> bytes:
+        self.expect(tag)
+        data = self.take(self.number(8))
+        self.expect(b"|")
+        return data
+
+    def item_number(self, tag: bytes, size: int = 8) -> int:
+        data = self.item(tag)
+        if len(data) != size:
+            raise _Flaw(f"{tag.decode()} has {len(data)} bytes, not {size}")
+        return int.from_bytes(data, "little")
+
+
+def flaw(metadata: bytes, agent: str, backend: str) -> str:
+    """Return what is wrong with the form of metadata of an agent with one backend, "" if nothing
+    is. Takes time in proportion to its size."""
+    items = _Items(metadata)
+    try:
+        items.expect(b"nixlSerDes|")
+        if items.item(b"Agent") != agent.encode():
+            return "it is another's"
+        if items.item_number(b"Conns") != 1 or items.item(b"t") != backend.encode():
+            return "it is of other backends"
+        address = items.item(b"c")
+        if backend == "UCX":
+            _check_address(address)
+        if items.item(b"") != b"MemSection":
+            return "its list of memory is missing"
+        for _ in range(items.item_number(b"nixlSecElms")):
+            _check_memory(items, backend)
+    except _Flaw as error:
+        return str(error)
+    return f"{items.left} bytes follow its end" if items.left else ""
+
+
+def _check_memory(items: _Items, backend: str) -> None:
+    if items.item(b"bknd") != backend.encode() or items.item(b"nixlDList") != b"nixlSDList":
+        raise _Flaw("its list of memory is of another kind")
+    if items.item_number(b"t", 4) > _LAST_KIND:
+        raise _Flaw("it has memory of an unknown kind")
+    for _ in range(items.item_number(b"n")):
+        piece = _Items(items.item(b""))
+        piece.take(_PLACE)
+        if backend == "UCX":
+            _check_key(piece)
+
+
+def _check_address(address: bytes) -> None:
+    version = _Items(address).number(1) & 0xF
+    if version > _LAST_ADDRESS_VERSION:
+        raise _Flaw(f"its worker's address is of version {version}")
+
+
+def _check_key(key: _Items) -> None:
+    """UCX's key: a map of memory domains, a kind, for each domain a size and as many bytes, then
+    perhaps a device and its distances from others, up to an unknown one."""
+    domains = key.number(8)
+    if key.number(1) > _LAST_KEY_KIND:
+        raise _Flaw("it has a key for memory of an unknown kind")
+    for _ in range(domains.bit_count()):
+        key.take(key.number(1))
+    if key.left and key.number(1) != _UNKNOWN_DEVICE:
+        while key.left and key.number(1) != _UNKNOWN_DEVICE:
+            key.take(_DISTANCE - 1)
+    if key.left:
+        raise _Flaw(f"{key.left} bytes follow a key")

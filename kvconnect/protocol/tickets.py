@@ -1,0 +1,244 @@
+"""Tickets: what a decode engine shows to take part in one hand-off, and what clients may ask for.
+
+A ticket travels through routers and clients inside ``kv_transfer_params``. It is text (base64url
+of msgpack and an HMAC-SHA256 over all of it), and nothing beside it in the same dict is believed:
+addresses, sizes and block ids there belong to other connectors' protocols. The key is the one that
+engines prove to each other on connections; with an empty key a ticket is only as trustworthy as
+the network.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import ipaddress
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from kvconnect.errors import Misuse, ProtocolError, Refused
+from kvconnect.protocol.codec import NO_CONTROLS, decode_struct
+from kvconnect.types import Endpoint, TransferId
+
+MAX_TICKET = 8192
+"""Characters of a ticket's text: room for the addresses of some 200 workers."""
+
+CLOCK_SKEW_S = 30.0
+"""How much later than the issuer's clock a reader's may be."""
+
+TICKET_KEY = "kvconnect_ticket"
+CARD_KEY = "kvconnect_card"
+RANK_KEY = "kvconnect_card_rank"
+
+_VERSION = 1
+_INT64_MAX = (1 << 63) - 1
+_MAC_BYTES = 32
+_TRANSFER_ID = re.compile(r"[0-9a-fA-F]{32}")
+_Engine = Annotated[str, Meta(max_length=256, pattern=NO_CONTROLS)]
+_Size = Annotated[int, Meta(ge=1, le=1024)]
+_Number = Annotated[int, Meta(ge=0, le=_INT64_MAX)]
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The right to read one transfer, or (a *card*) the standing offer of an engine.
+
+    Attributes:
+        transfer: 16 bytes; empty on a card, whose transfer id comes with each request.
+        engine_id, epoch: who issued it, and which incarnation.
+        endpoints: where all the issuer's workers listen; one for each place in ``tp`` x ``pp``.
+        tokens: how much of the prompt is offered; 0 on a card.
+        expires: unix time in seconds.
+        peer: the only engine that may use it; None means any.
+    """
+
+    version: int = _VERSION
+    transfer: Annotated[bytes, Meta(max_length=16)] = b""
+    engine_id: _Engine
+    epoch: _Number
+    endpoints: tuple[Endpoint, ...]
+    tp: _Size
+    pp: _Size
+    tokens: _Number = 0
+    expires: Annotated[float, Meta(ge=0, le=1 << 40)]
+    peer: _Engine | None = None
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Ticket)
+
+
+def issue(ticket: Ticket, key: bytes) -> str:
+    """Return a ticket's text.
+
+    Raises:
+        Misuse: it would be longer than ``MAX_TICKET``.
+    """
+    body = _ENCODER.encode(ticket)
+    text = _text(body + _mac(body, key))
+    if len(text) > MAX_TICKET:
+        raise Misuse(f"a ticket of {len(text)} characters, at most {MAX_TICKET} are allowed")
+    return text
+
+
+def verify(
+    text: object, key: bytes, now: float, reader: str = "", also: Sequence[bytes] = ()
+) -> Ticket:
+    """Return the ticket that a text holds.
+
+    Args:
+        text: as a client sent it; of any type.
+        now: unix time in seconds.
+        reader: engine id of who wants to use it.
+        also: other keys that it may be signed with, while keys are changed.
+
+    Raises:
+        Refused: field ``ticket``; the message says what is wrong with it.
+    """
+    ticket = _open(text, (key, *also))
+    if ticket.version != _VERSION:
+        raise _refused(f"is of version {ticket.version}, version {_VERSION} is known here")
+    if ticket.expires + CLOCK_SKEW_S < now:
+        raise _refused(f"expired {now - ticket.expires:.0f} s ago: the decode engine was too late")
+    if ticket.peer not in (None, reader):
+        raise _refused(f"is for engine {ticket.peer!r}, not for {reader!r}")
+    if len(ticket.transfer) not in (0, 16):
+        raise _refused(f"names a transfer of {len(ticket.transfer)} bytes, not 16")
+    _check_endpoints(ticket)
+    return ticket
+
+
+def _open(text: object, keys: Sequence[bytes]) -> Ticket:
+    if not isinstance(text, str):
+        raise _refused(f"is missing or no text (a {type(text).__name__})")
+    if len(text) > MAX_TICKET:
+        raise _refused(f"has {len(text)} characters, at most {MAX_TICKET} are allowed")
+    try:
+        raw = base64.b64decode(text.encode("ascii") + b"=" * (-len(text) % 4), b"-_", validate=True)
+    except (UnicodeEncodeError, binascii.Error) as error:
+        raise _refused(f"is not base64url: {error}") from error
+    if _text(raw) != text:  # bits beyond the last byte, or the other base64 alphabet
+        raise _refused("is not base64url")
+    body, mac = raw[:-_MAC_BYTES], raw[-_MAC_BYTES:]
+    if not any(hmac.compare_digest(_mac(body, key), mac) for key in keys):
+        raise _refused("was cut, changed, or issued with another key: check key_file on both sides")
+    try:
+        return decode_struct(_DECODER, body)
+    except ProtocolError as error:
+        raise _refused(f"cannot be read: {error}") from error
+
+
+def parse_host(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Return the IP address that ``host`` is, in the usual spelling.
+
+    Raises:
+        ValueError: it is anything else. A zone ("::1%eth0") is refused because any text may
+            stand there, which sockets then stumble over.
+    """
+    address = ipaddress.ip_address(host)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    # Sockets spell a mapped address with dots, Python only from 3.13 on.
+    if "%" in host or host not in (str(address), f"::ffff:{mapped}"):
+        raise ValueError(f"{host!r} has a zone or is not the usual spelling")
+    return address
+
+
+def _check_endpoints(ticket: Ticket) -> None:
+    # First by number: a short ticket could have a million places listed.
+    fits = len(ticket.endpoints) == ticket.tp * ticket.pp
+    if not fits or sorted((e.tp_rank, e.pp_rank) for e in ticket.endpoints) != [
+        (tp, pp) for tp in range(ticket.tp) for pp in range(ticket.pp)
+    ]:
+        raise _refused(
+            f"has {len(ticket.endpoints)} addresses that are not one each for {ticket.tp} tensor "
+            f"parallel ranks in {ticket.pp} pipeline stages"
+        )
+    for endpoint in ticket.endpoints:
+        try:
+            address = parse_host(endpoint.host)
+        except ValueError as error:
+            raise _refused(f"names a host that is no IP address: {error}") from error
+        if address.is_unspecified or address.is_multicast:
+            raise _refused(f"names a host that cannot be connected to: {address}")
+        if not 1 <= endpoint.port <= 0xFFFF:
+            raise _refused(f"names port {endpoint.port}")
+
+
+def _text(raw: bytes) -> str:
+    return base64.urlsafe_b64encode(raw).decode().rstrip("=")
+
+
+def _mac(body: bytes, key: bytes) -> bytes:
+    return hmac.digest(key, b"kvconnect ticket\0" + body, hashlib.sha256)
+
+
+def _refused(why: str) -> Refused:
+    return Refused("ticket", f"the ticket {why}")
+
+
+# Requests ---------------------------------------------------------------------------------------
+
+
+class Asked(NamedTuple):
+    """What a request's ``kv_transfer_params`` ask for.
+
+    ``role``: "send" (compute, then hand off), "recv" (take over) or "none". ``ticket`` is
+    whatever stands in its place; only :func:`verify` may look at it. ``rank``: the data-parallel
+    rank whose card is wanted, by someone who names it with every request; -1: any.
+    """
+
+    role: Literal["send", "recv", "none"] = "none"
+    transfer_id: TransferId | None = None
+    ticket: object = None
+    wants_card: bool = False
+    rank: int = -1
+
+
+def parse_request(params: Mapping[str, Any]) -> Asked:
+    """Return what a request asks for; keys of other connectors are ignored.
+
+    Raises:
+        Refused: field ``params``: both roles at once, a role that is not true or false, a
+            ``transfer_id`` that is not 32 hexadecimal digits, or a rank that is no number.
+    """
+    sends, receives = (_flag(params, k) for k in ("do_remote_decode", "do_remote_prefill"))
+    if sends and receives:
+        raise Refused("params", "do_remote_decode and do_remote_prefill are both true: set one")
+    # An engine with several connectors answers with the ticket alone.
+    receives = receives or (TICKET_KEY in params and not sends)
+    if not (sends or receives):
+        return Asked()
+    return Asked(
+        role="send" if sends else "recv",
+        transfer_id=_transfer_id(params.get("transfer_id")),
+        ticket=params.get(TICKET_KEY),
+        wants_card=_flag(params, CARD_KEY) if sends else False,
+        rank=_rank(params.get(RANK_KEY)),
+    )
+
+
+def _flag(params: Mapping[str, Any], key: str) -> bool:
+    value = params.get(key)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise Refused("params", f"{key} must be true or false, not a {type(value).__name__}")
+
+
+def _rank(value: object) -> int:
+    if value is None:
+        return -1
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise Refused("params", f"{RANK_KEY} must be a data-parallel rank: 0 or more")
+    return value
+
+
+def _transfer_id(value: object) -> TransferId | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not _TRANSFER_ID.fullmatch(value):
+        raise Refused("params", "transfer_id must be 32 hexadecimal digits")
+    return TransferId(bytes.fromhex(value))

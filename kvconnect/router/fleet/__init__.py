@@ -1,0 +1,1 @@
+"""Knows the engines: which there are, which are up, and what they say of themselves."""

@@ -1,0 +1,262 @@
+"""Which engines a router has: those of the command line, of its sources and of its administrators.
+Everything here runs on the event loop.
+
+Each source owns the engines that it named. One that it names no longer is drained: it gets no
+requests, and is forgotten when its last one has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from kvconnect.errors import Refused
+from kvconnect.router.fleet import sources
+from kvconnect.router.fleet.kv_events import subscribe
+from kvconnect.router.fleet.pairing import Pair
+from kvconnect.router.fleet.probe import ProbeFailed, Prober
+from kvconnect.router.fleet.sources import Named, Refusal, Source
+from kvconnect.router.fleet.upstreams import Fleet, Upstream
+from kvconnect.router.fleet.watch import Watcher
+from kvconnect.router.http.pool import Client
+from kvconnect.router.metrics import RouterMetrics, What
+from kvconnect.router.options import Options, Worker
+from kvconnect.router.policy.loads import Role
+from kvconnect.router.policy.prefixes import PrefixIndex
+from kvconnect.router.supervisor import Supervisor, TaskKind
+
+logger = logging.getLogger(__name__)
+
+DRAIN_LOOK_S = 0.05
+
+FLAGS, ADMIN = "flags", "admin"  # sources; the others name themselves
+
+
+class Membership:
+    """Adds and removes engines while the router runs."""
+
+    def __init__(
+        self,
+        options: Options,
+        fleet: Fleet,
+        client: Client,
+        metrics: RouterMetrics,
+        indexes: Mapping[Role, PrefixIndex],
+    ) -> None:
+        self._options = options
+        self._fleet = fleet
+        self._client = client
+        self._metrics = metrics
+        self._watchers: dict[Upstream, Watcher] = {}
+        self._source: dict[Upstream, str] = {}
+        self._indexes = indexes
+        self._readers: dict[Upstream, asyncio.Task[None]] = {}
+        self.prober = Prober(fleet, client, metrics)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Probe the engines of the command line, then look after all of them in the background."""
+        for upstream in self._fleet.all():
+            self._adopt(upstream, FLAGS)
+        once = Supervisor(self._metrics.count).once
+        probes = [once(TaskKind.PROBE, u.url, w.probe()) for u, w in self._watchers.items()]
+        await asyncio.gather(*probes, return_exceptions=True)
+        for watcher in self._watchers.values():
+            watcher.start(self._options.intervals.load_s)
+        if self._options.intervals.probe_s:
+            self._background(TaskKind.HANDOFFS, "the fleet", self.prober.run)
+        for name, follow in sources.wanted(self._options.sources):
+            self._background(TaskKind.SOURCE, name, partial(self._follow, name, follow))
+
+    async def stop(self) -> None:
+        """End the background work."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for watcher in self._watchers.values():
+            await watcher.stop()
+
+    def find(self, role: Role, url: str) -> Upstream | None:
+        """Return the engine of a role at a URL; one that is being drained only if it is the last
+        that was there."""
+        found = [upstream for upstream in self._fleet.all(role) if upstream.url == url]
+        return found[-1] if found else None
+
+    def source_of(self, upstream: Upstream) -> str:
+        """Return who named an engine; nobody, if it is being removed."""
+        return self._source.get(upstream, "")
+
+    def add(self, role: Role, worker: Worker, source: str) -> Upstream:
+        """Add an engine; one at the same URL that is drained already is forgotten.
+
+        Raises:
+            Refused: it is there already.
+        """
+        known = self.find(role, worker.url)
+        if known is not None:
+            if not known.draining:
+                raise Refused("worker", f"{role.value} engine {worker.url} is there already")
+            self.remove(known)
+        upstream = self._fleet.add(role, worker)
+        self._adopt(upstream, source).start(self._options.intervals.load_s)
+        upstream.suspect()  # probed at once
+        logger.info("%s engine %s was added by %s", role.value, worker.url, source)
+        return upstream
+
+    def drain(self, upstream: Upstream) -> None:
+        """No more requests go there."""
+        upstream.draining = True
+
+    def remove(self, upstream: Upstream) -> None:
+        """Drain it, and forget it when its last request has ended."""
+        if not upstream.draining or upstream in self._source:
+            self.drain(upstream)
+            self._source.pop(upstream, None)
+            self._background(TaskKind.REMOVE, upstream.url, partial(self._forget, upstream))
+
+    def update(self, source: str, named: Named) -> None:
+        """A source names these engines now."""
+        for role, wanted in named.items():
+            mine = {u.url: u for u, of in self._source.items() if of == source and u.role is role}
+            for url, upstream in mine.items():
+                if upstream.worker not in wanted:  # gone, or with other settings
+                    logger.info("%s engine %s: no longer named by %s", role.value, url, source)
+                    self.remove(upstream)
+            for worker in wanted:
+                if worker.url not in mine or mine[worker.url].worker != worker:
+                    try:
+                        self.add(role, worker, source)
+                    except Refused as error:  # of another source
+                        logger.warning("%s: %s", source, error)
+
+    def _adopt(self, upstream: Upstream, source: str) -> Watcher:
+        watcher = Watcher(upstream, self._client, self._metrics)
+        self._watchers[upstream], self._source[upstream] = watcher, source
+        index = self._indexes.get(upstream.role)
+        if index is not None and upstream.worker.events:
+            reading = partial(subscribe, upstream, index, self._metrics.count)
+            reader = self._background(TaskKind.EVENTS, upstream.url, reading)
+            self._readers[upstream] = reader
+        return watcher
+
+    async def _forget(self, upstream: Upstream) -> None:
+        while upstream.open:
+            await asyncio.sleep(DRAIN_LOOK_S)
+        await self._watchers[upstream].stop()
+        reader = self._readers.pop(upstream, None)
+        if reader is not None:  # what it still told would be kept for ever
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+        self._watchers.pop(upstream, None)
+        self._fleet.remove(upstream)
+        self._client.forget(upstream.base)
+        logger.info("%s engine %s was removed", upstream.role.value, upstream.url)
+
+    def _background(
+        self, kind: TaskKind, of: str, work: Callable[[], Coroutine[Any, Any, None]]
+    ) -> asyncio.Task[None]:
+        task = Supervisor(self._metrics.count).keep(kind, of, work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _follow(self, name: str, follow: Callable[[Refusal], Source]) -> None:
+        async with aclosing(follow(self._refuse)) as source:
+            async for named in source:
+                self.update(name, named)
+
+    def _refuse(self, what: What, text: str) -> None:
+        self._metrics.count("refused_answers", what.value)
+        logger.warning("%s", text)
+
+
+# Has an engine change its role while the router runs, if its hand-offs work in the other one.
+#
+# Everything here runs on the event loop.
+
+
+_LOOK_S = 0.05
+_UP_S = 15.0  # for an engine to say what it serves
+
+
+async def switch(membership: Membership, fleet: Fleet, old: Upstream, drain_s: float) -> Upstream:
+    """Drain an engine, and have it serve in the other role once a probe has passed in that one; if
+    none does, the engine goes on as before. Returns it in its new role.
+
+    Raises:
+        Refused: it goes on in its old role; says why.
+    """
+    role = Role.DECODE if old.role is Role.PREFILL else Role.PREFILL
+    _check(membership, fleet, old, role)
+    membership.drain(old)
+    new: Upstream | None = None
+    try:
+        await _until(lambda: not old.open, drain_s, "its open requests did not end in time")
+        new = await _proven(membership, fleet, old, role)
+    finally:
+        if new is None and membership.source_of(old):  # not removed meanwhile
+            old.draining = False
+    new.draining = False
+    membership.remove(old)
+    logger.info("engine %s serves as %s engine now", new.url, role.value)
+    return new
+
+
+def _check(membership: Membership, fleet: Fleet, old: Upstream, role: Role) -> None:
+    """Refuse what cannot succeed, before anything is changed."""
+    source = membership.source_of(old)
+    if old.native:
+        raise Refused("url", "SGLang's servers have the role that they were started with")
+    if source not in (FLAGS, ADMIN):
+        raise Refused("url", f"its role is named by {source or 'nobody any more'}: change it there")
+    if membership.find(role, old.url) is not None:
+        raise Refused("url", f"it is a {role.value} engine too")
+    if old.draining or not old.up:
+        raise Refused("url", "it is down, or being drained")
+    if not _partners(fleet, old, old.role):
+        raise Refused("url", f"no other {old.role.value} engine that it could work with is up")
+
+
+async def _proven(membership: Membership, fleet: Fleet, old: Upstream, role: Role) -> Upstream:
+    """Return the engine in a new role in which a probe has passed. It gets no requests yet."""
+    new = membership.add(role, old.worker, ADMIN)
+    membership.drain(new)
+    proven = False
+    try:
+        await _until(lambda: new.up and bool(new.said.models), _UP_S, "it does not answer")
+        partners = _partners(fleet, new, old.role)
+        if not partners:
+            raise Refused("url", "no engine that it could work with is up any more")
+        pair = (partners[0], new) if role is Role.DECODE else (new, partners[0])
+        try:
+            await membership.prober.probe(*pair)
+        except ProbeFailed as error:
+            raise Refused("url", f"no KV from {pair[0].url} to {pair[1].url}: {error}") from error
+        fleet.proofs.vouched(Pair(*(each.index for each in pair)))
+        proven = True
+        return new
+    finally:
+        if not proven:
+            membership.remove(new)
+
+
+def _partners(fleet: Fleet, engine: Upstream, role: Role) -> list[Upstream]:
+    """Return other engines of a role that ``engine`` can pair with, proven ones first."""
+    view = fleet.view()
+    sides = {Role.PREFILL: view.prefill, Role.DECODE: view.decode}
+    own = next(each for each in sides[engine.role] if each.index == engine.index)
+    found = [w for w in sides[role] if w.up and w.name != engine.url and w.pairs_with(own)]
+    return [fleet.get(role, w.index) for w in sorted(found, key=lambda w: not w.proven)]
+
+
+async def _until(true: Callable[[], bool], timeout_s: float, otherwise: str) -> None:
+    ends = time.monotonic() + timeout_s
+    while not true():
+        if time.monotonic() > ends:
+            raise Refused("url", otherwise)
+        await asyncio.sleep(_LOOK_S)

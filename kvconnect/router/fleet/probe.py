@@ -1,0 +1,213 @@
+"""Probes: short requests through a prefill and a decode engine, to see KV move between them.
+
+A probe is what a client could ask, so it is the same for all engines: one computes random tokens,
+the other has to get their KV. Everything here runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+from kvconnect.errors import KVConnectError, Refused
+from kvconnect.router.exchange import bodies, mooncake_ticket
+from kvconnect.router.fleet import reports
+from kvconnect.router.fleet.pairing import Pair
+from kvconnect.router.fleet.upstreams import Fleet, Upstream
+from kvconnect.router.http import upstream_requests
+from kvconnect.router.http.http1 import Exhausted, Lost, Unreachable, head_of
+from kvconnect.router.http.pool import Client, within
+from kvconnect.router.metrics import ProbeOutcome, RouterMetrics
+from kvconnect.router.policy.choice import Choice, Mode, Place, Reason
+from kvconnect.router.policy.loads import Role, Target
+from kvconnect.router.policy.ranking import Why
+from kvconnect.router.supervisor import Supervisor, TaskKind
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.5  # between two looks at which probes are due
+TIMEOUT_S = 60.0  # of a probe: it queues behind real requests
+TOKENS = 128  # of its prompt: several blocks of most engines
+_IDS = range(32, 256)  # in every vocabulary
+_SHOWN = 200  # bytes of an engine's error
+_COUNTED_S = (0.0, 0.2, 0.8)  # pauses: tokens may be counted a little after the answer
+
+
+class ProbeFailed(KVConnectError):
+    """KV did not get across, or that could not be seen."""
+
+    def __init__(self, outcome: ProbeOutcome, message: str) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+
+
+class Prober:
+    """Probes the engines of a fleet."""
+
+    def __init__(self, fleet: Fleet, client: Client, metrics: RouterMetrics) -> None:
+        self._fleet = fleet
+        self._client = client
+        self._metrics = metrics
+        self._tasks = Supervisor(metrics.count)
+        self._turn = 0  # counts probes, so that every rank has its turn
+
+    async def run(self) -> None:
+        """Probe what is due, for ever; cancelling it cancels the probes."""
+        running: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                for pair in self._due():
+                    self._fleet.proofs.began(pair)
+                    engines = [self._fleet.get(*engine) for engine in pair.engines]
+                    task = self._tasks.once(
+                        TaskKind.HANDOFF, engines[0].url, self._judge(pair, *engines)
+                    )
+                    running.add(task)
+                    task.add_done_callback(running.discard)
+                await asyncio.sleep(LOOK_S)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def probe(self, prefill: Upstream, decode: Upstream) -> None:
+        """Have KV move from one engine to the other.
+
+        Raises:
+            ProbeFailed: it did not.
+        """
+        try:
+            outcome = await within(self._probe(prefill, decode), TIMEOUT_S)
+        except asyncio.TimeoutError:
+            error = ProbeFailed(ProbeOutcome.LATE, f"not done within {TIMEOUT_S:g} seconds")
+        except (Unreachable, Lost, Refused) as cause:
+            kind = ProbeOutcome.VOID if isinstance(cause, Exhausted) else ProbeOutcome.FAILED
+            error = ProbeFailed(kind, str(cause))
+        except ProbeFailed as known:
+            error = known
+        else:
+            self._metrics.count("probes", outcome.value)
+            return
+        self._metrics.count("probes", error.outcome.value)
+        raise error
+
+    def _due(self) -> list[Pair]:
+        proofs, view, now = self._fleet.proofs, self._fleet.view(), time.monotonic()
+        prefill = [w for w in view.prefill if w.up and w.models]
+        decode = [w for w in view.decode if w.up and w.models]
+        engines = [(Role.PREFILL, w.index) for w in prefill]
+        engines += [(Role.DECODE, w.index) for w in decode]
+        if not proofs.waits(engines, now):
+            return []
+        pairs = [Pair(p.index, d.index) for p in prefill for d in decode if p.pairs_with(d)]
+        return proofs.due(pairs, now)
+
+    async def _judge(self, pair: Pair, prefill: Upstream, decode: Upstream) -> None:
+        """Probe a pair and note what it shows."""
+        proofs = self._fleet.proofs
+        try:
+            await self.probe(prefill, decode)
+            if pair in proofs.broken:
+                logger.info("KV gets from %s to %s again", prefill.url, decode.url)
+            proofs.passed(pair, time.monotonic())
+        except ProbeFailed as error:
+            if error.outcome is not ProbeOutcome.VOID:
+                if pair not in proofs.broken:
+                    logger.warning("no KV from %s to %s: %s", prefill.url, decode.url, error)
+                proofs.failed(pair, str(error), time.monotonic())
+        finally:
+            proofs.void(pair, time.monotonic())  # unless there was a verdict
+
+    async def _probe(self, prefill: Upstream, decode: Upstream) -> ProbeOutcome:
+        before = await self._received(decode)
+        try:
+            answer = await self._ask_both(prefill, decode)
+        except _Rejected as error:
+            logger.debug("probe from %s to %s: %s", prefill.url, decode.url, error)
+            return ProbeOutcome.REFUSED
+        if not await self._has_received(decode, answer, before):
+            raise ProbeFailed(ProbeOutcome.COMPUTED, "decode computed the prompt itself")
+        return ProbeOutcome.OK
+
+    async def _ask_both(self, prefill: Upstream, decode: Upstream) -> bytes:
+        """Return the decode engine's answer."""
+        self._turn += 1
+        p, d = self._place(prefill), self._place(decode)
+        mode = Mode.BOOTSTRAP if prefill.native else Mode.PULL
+        choice = Choice(mode, Reason.DEFAULT, p, d)
+        shared = [name for name in prefill.said.models if name in decode.said.models]
+        if not shared:
+            raise Refused("answer", "they serve no model in common")
+        body = upstream_requests.ids_body(
+            shared[0], random.choices(_IDS, k=TOKENS), native=prefill.native
+        )
+        asked, rest = bodies(choice, p, prefill, body)
+        if mode is Mode.BOOTSTRAP:
+            return (await _both(self._ask(prefill, p, asked), self._ask(decode, d, rest)))[1]
+        said = await self._ask(prefill, p, asked)
+        ticket = upstream_requests.ticket_of(said) or mooncake_ticket(prefill, p.target.rank, asked)
+        if ticket is None:
+            raise ProbeFailed(ProbeOutcome.FAILED, "prefill offers no hand-off")
+        # With it, vLLM would answer what the prefill engine had cached, not what came from there.
+        ticket.pop("remote_prefill_cached_tokens", None)
+        return await self._ask(decode, d, upstream_requests.pull_body(body, ticket))
+
+    def _place(self, upstream: Upstream) -> Place:
+        ranks = len(upstream.loads.own)
+        return Place(Target(upstream.index, self._turn % ranks if ranks > 1 else None), Why.TURN)
+
+    async def _ask(self, upstream: Upstream, place: Place, body: Mapping[str, Any]) -> bytes:
+        raw = upstream_requests.encoded(body)
+        rank = place.target.rank
+        headers = {} if rank is None else {upstream_requests.RANK_HEADER: str(rank)}
+        path = upstream_requests.NATIVE if upstream.native else "/v1/completions"
+        head = head_of(upstream.base, "POST", path, headers, len(raw))
+        status, answer = await self._client.whole(upstream.base, head, raw, TIMEOUT_S)
+        if status == 200:
+            return answer
+        said = (
+            f"{upstream.role.value} answered {status}: {answer[:_SHOWN].decode(errors='replace')}"
+        )
+        if 400 <= status < 500:
+            raise _Rejected(said)
+        raise ProbeFailed(ProbeOutcome.FAILED, said)
+
+    async def _has_received(self, decode: Upstream, answer: bytes, before: float | None) -> bool:
+        """Whether the KV came from elsewhere, by the answer if it tells (of vLLM with
+        ``--enable-prompt-tokens-details``); else by the engine's counts, to which others add.
+        SGLang's decode engines cannot compute prompts."""
+        if decode.native:
+            return True
+        cached = upstream_requests.cached_of(answer)
+        if cached is not None or before is None:
+            return cached != 0
+        for pause in _COUNTED_S:
+            await asyncio.sleep(pause)
+            now = await self._received(decode)
+            if now is None or now > before:
+                return True
+        return False
+
+    async def _received(self, decode: Upstream) -> float | None:
+        """Return how many tokens it has received so far, None if it does not tell."""
+        status, text = await self._client.get(decode.base, "/metrics", TIMEOUT_S)
+        return reports.vllm_received(text.decode("utf-8", "replace")) if status == 200 else None
+
+
+class _Rejected(KVConnectError):
+    """An engine answered with 4xx."""
+
+
+async def _both(*work: Coroutine[Any, Any, bytes]) -> list[bytes]:
+    """Return what all return; the first failure ends the others."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,42 @@
+"""Engines at all addresses of a name."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+from kvconnect.router.fleet.sources import Refusal, Source, at
+from kvconnect.router.metrics import What
+from kvconnect.router.options import Worker, worker_of
+from kvconnect.router.policy.loads import Role
+
+logger = logging.getLogger(__name__)
+
+EVERY_S = 5.0
+
+
+async def follow(role: Role, name: str, refuse: Refusal) -> Source:
+    """Look a name up again and again."""
+    while True:
+        try:
+            found = await resolve(name, refuse)
+        except (OSError, UnicodeError) as error:
+            logger.warning("%s: %s", name, error)
+        else:
+            if found:
+                yield {role: found}
+        await asyncio.sleep(EVERY_S)
+
+
+async def resolve(name: str, refuse: Refusal) -> tuple[Worker, ...]:
+    """Return a worker per address of the host in ``name``, a worker as on the command line.
+
+    Raises:
+        OSError, UnicodeError: it cannot be looked up.
+    """
+    model = worker_of("dns", name)
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(model.hostname, None, type=socket.SOCK_STREAM)
+    addresses = dict.fromkeys(str(address[0]) for *_, address in found)
+    return at(model, addresses, What.DNS, refuse)

@@ -1,0 +1,77 @@
+"""Engines that are registered in etcd: ``PREFIX/prefill/ANY`` and ``PREFIX/decode/ANY`` have a
+worker as on the command line for a value. An engine that registers with a lease leaves by dying.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from etcd3gw.client import Etcd3Client
+from etcd3gw.exceptions import Etcd3Exception
+
+from kvconnect.errors import ConfigError
+from kvconnect.router.fleet.sources import Named, Refusal, Source
+from kvconnect.router.metrics import What
+from kvconnect.router.options import Worker, worker_of
+from kvconnect.router.policy.loads import Role
+
+logger = logging.getLogger(__name__)
+
+EVERY_S = 1.0
+_ANSWER_S = 5.0
+
+
+async def follow(url: str, refuse: Refusal) -> Source:
+    """Read all keys under the path of ``url`` again and again."""
+    parts = urlsplit(url)
+    etcd = Etcd3Client(parts.hostname or "", parts.port or 2379, parts.scheme, timeout=_ANSWER_S)
+    entries = Entries(parts.path.strip("/"), refuse)
+    last: list[tuple[bytes, bytes]] | None = None
+    while True:
+        try:
+            found = await asyncio.to_thread(etcd.get_prefix, entries.prefix + "/")
+            said = sorted((entry["key"], value) for value, entry in found)
+        except (Etcd3Exception, OSError) as error:
+            logger.warning("etcd: %r", error)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            refuse(What.ETCD, f"etcd: an answer that makes no sense: {error!r}")
+        else:
+            if said != last:
+                last = said
+                yield entries.named(said)
+        await asyncio.sleep(EVERY_S)
+
+
+class Entries:
+    """What the keys under a prefix name. A value that is wrong is its own engine's: what the key
+    named before stays, until the key is right again or gone."""
+
+    def __init__(self, prefix: str, refuse: Refusal) -> None:
+        self.prefix = prefix
+        self._refuse = refuse
+        self._good: dict[bytes, tuple[Role, Worker]] = {}
+
+    def named(self, entries: Iterable[tuple[bytes, bytes]]) -> Named:
+        """Return what all keys with their values name."""
+        before, self._good = self._good, {}
+        for key, value in entries:
+            try:
+                self._good[key] = self._read(key.decode("utf-8", "replace"), value)
+            except ConfigError as error:
+                self._refuse(What.ETCD, str(error))
+                if key in before:
+                    self._good[key] = before[key]
+        named: dict[Role, dict[str, Worker]] = {role: {} for role in Role}
+        for role, worker in self._good.values():
+            named[role][worker.url] = worker
+        return {role: tuple(workers.values()) for role, workers in named.items()}
+
+    def _read(self, key: str, value: bytes) -> tuple[Role, Worker]:
+        role = key.removeprefix(f"{self.prefix}/").partition("/")[0]
+        if role not in [each.value for each in Role]:
+            fix = f"use {self.prefix}/prefill/ANY or {self.prefix}/decode/ANY"
+            raise ConfigError("etcd", key, fix)
+        return Role(role), worker_of(key, value.decode("utf-8", "replace"))

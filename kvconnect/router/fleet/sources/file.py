@@ -1,0 +1,67 @@
+"""Engines named in a file."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from kvconnect.errors import ConfigError
+from kvconnect.router.fleet.sources import Named, Refusal, Source
+from kvconnect.router.metrics import What
+from kvconnect.router.options import Worker, worker_of
+from kvconnect.router.policy.loads import Role
+
+logger = logging.getLogger(__name__)
+
+EVERY_S = 1.0
+
+
+async def follow(path: str, refuse: Refusal) -> Source:
+    """Read it whenever its text changes."""
+    last: str | None = None
+    named: Named = {}
+    while True:
+        try:
+            text = await asyncio.to_thread(Path(path).read_text)
+        except (OSError, ValueError) as error:  # not there, or no text
+            logger.warning("%s: %s", path, error)
+        else:
+            if text != last:
+                last = text
+                named = parse(text, named, refuse)
+                yield named
+        await asyncio.sleep(EVERY_S)
+
+
+def parse(text: str, before: Named, refuse: Refusal) -> Named:
+    """Return what a file of engines names: a line each, ``prefill`` or ``decode`` and a worker as
+    on the command line; empty lines and those that begin with ``#`` do not count.
+
+    ``refuse`` is told of each line that is wrong. Whose it was cannot be known, so while there is
+    one, all engines stay that were named ``before``.
+    """
+    named: dict[Role, dict[str, Worker]] = {role: {} for role in Role}
+    wrong = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        try:
+            role, worker = _read(f"line {number}", line.strip())
+            if worker.url in named[role]:
+                raise ConfigError(f"line {number}", line, "name each engine once")
+            named[role][worker.url] = worker
+        except ConfigError as error:
+            refuse(What.FILE, str(error))
+            wrong = True
+    for role, workers in before.items() if wrong else ():
+        for worker in workers:
+            named[role].setdefault(worker.url, worker)
+    return {role: tuple(workers.values()) for role, workers in named.items()}
+
+
+def _read(field: str, line: str) -> tuple[Role, Worker]:
+    role, _, worker = line.partition(" ")
+    if role not in [each.value for each in Role]:
+        raise ConfigError(field, line, "begin with prefill or decode")
+    return Role(role), worker_of(field, worker)

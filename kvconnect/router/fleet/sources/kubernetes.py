@@ -1,0 +1,172 @@
+"""Engines that are the ready endpoints of a Kubernetes service.
+
+The official client blocks, so each service is followed by a thread of its own: it lists the
+service's EndpointSlices, watches them, and lists them again when the watch ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import urllib3
+from kubernetes import client, config, watch
+
+from kvconnect.router.fleet.sources import Refusal, Source, at
+from kvconnect.router.metrics import What
+from kvconnect.router.options import worker_of
+from kvconnect.router.policy.loads import Role
+from kvconnect.threads import ThreadKind, make
+
+logger = logging.getLogger(__name__)
+
+WATCH_S = 300  # then the slices are listed again
+PAUSE_S = 1.0  # before that
+_GONE = 410  # what was listed is too old to watch from
+_ANSWER_S = 30.0
+_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_FAILED = (
+    *(client.ApiException, config.ConfigException, urllib3.exceptions.HTTPError),
+    *(OSError, ValueError),  # no kubeconfig; an answer that makes no sense
+)
+
+
+async def follow(role: Role, name: str, refuse: Refusal) -> Source:
+    """Follow the service in ``name``, a worker as on the command line."""
+    model, loop = worker_of("kubernetes", name), asyncio.get_running_loop()
+    found: asyncio.Queue[set[str]] = asyncio.Queue()
+    closed = threading.Event()
+
+    def on_loop(function: Callable[..., None], *args: object) -> None:
+        if not closed.is_set():
+            with suppress(RuntimeError):  # the loop was closed just now
+                loop.call_soon_threadsafe(function, *args)
+
+    def work() -> None:
+        slices = Slices(lambda text: on_loop(refuse, What.KUBERNETES, f"{name}: {text}"))
+        while not closed.is_set():
+            try:
+                for addresses in _watch(*_service(model.hostname), slices):
+                    on_loop(found.put_nowait, addresses)
+                    if closed.is_set():
+                        return
+            except _FAILED as error:
+                if getattr(error, "status", None) != _GONE:
+                    logger.warning("Kubernetes service %s: %s", name, str(error).strip())
+            closed.wait(PAUSE_S)
+
+    # The process does not wait for it: it may be in the middle of a watch.
+    make(
+        *(ThreadKind.SOURCE, "kvconnect-kubernetes", work), again=True, stopped=closed.is_set
+    ).start()
+    try:
+        while True:
+            addresses = sorted(await found.get())
+            yield {role: at(model, addresses, What.KUBERNETES, refuse)}
+    finally:
+        closed.set()
+
+
+def _service(host: str) -> tuple[str, str]:
+    """Return name and namespace of the service that a host such as ``decode.serving`` names."""
+    name, _, rest = host.partition(".")
+    namespace = rest.partition(".")[0]
+    if not namespace and _NAMESPACE.exists():
+        namespace = _NAMESPACE.read_text().strip()
+    return name, namespace or "default"
+
+
+class _Conditions(msgspec.Struct):
+    ready: bool | None = None
+
+
+class _Endpoint(msgspec.Struct):
+    addresses: Annotated[list[str], msgspec.Meta(min_length=1)]
+    conditions: _Conditions | None = None
+
+
+class _Metadata(msgspec.Struct):
+    name: str
+
+
+class _Slice(msgspec.Struct):
+    metadata: _Metadata
+    endpoints: list[_Endpoint] | None = None
+
+
+class Slices:
+    """A service's EndpointSlices. One that makes no sense is as it was before; ``refuse`` is told
+    why."""
+
+    def __init__(self, refuse: Callable[[str], None]) -> None:
+        self._refuse = refuse
+        self._known: dict[str, _Slice] = {}
+
+    def listed(self, slices: Iterable[object]) -> None:
+        """These are all."""
+        before, self._known = self._known, {}
+        for each in slices:
+            self.changed(each)
+            name = _name(each)
+            if name in before:
+                self._known.setdefault(name, before[name])
+
+    def changed(self, told: object) -> None:
+        """One is there, or is another one now."""
+        try:
+            said = msgspec.convert(told, _Slice, from_attributes=True)
+        except msgspec.ValidationError as error:
+            self._refuse(f"an EndpointSlice that makes no sense: {error}")
+        else:
+            self._known[said.metadata.name] = said
+
+    def deleted(self, told: object) -> None:
+        """One is gone."""
+        self._known.pop(_name(told), None)
+
+    def ready(self) -> set[str]:
+        """Return an address of each endpoint that is ready; one that does not say is. Further
+        addresses of an endpoint lead to the same engine."""
+        return {
+            endpoint.addresses[0]
+            for each in self._known.values()
+            for endpoint in each.endpoints or ()
+            if endpoint.conditions is None or endpoint.conditions.ready is not False
+        }
+
+
+def _name(told: object) -> str:
+    return str(getattr(getattr(told, "metadata", None), "name", ""))
+
+
+def _watch(name: str, namespace: str, slices: Slices) -> Iterator[set[str]]:
+    """Yield the addresses of a service's ready endpoints, now and whenever they change, until the
+    watch ends."""
+    try:
+        config.load_incluster_config()
+    except config.ConfigException:
+        config.load_kube_config()
+    api = client.DiscoveryV1Api()
+    which = {"namespace": namespace, "label_selector": f"kubernetes.io/service-name={name}"}
+    listed = api.list_namespaced_endpoint_slice(**which, _request_timeout=_ANSWER_S)
+    slices.listed(listed.items)
+    yield slices.ready()
+    events = watch.Watch().stream(
+        api.list_namespaced_endpoint_slice,
+        **which,
+        resource_version=listed.metadata.resource_version,
+        timeout_seconds=WATCH_S,
+        _request_timeout=WATCH_S + _ANSWER_S,
+    )
+    for event in events:
+        if event["type"] == "DELETED":
+            slices.deleted(event["object"])
+        else:
+            slices.changed(event["object"])
+        yield slices.ready()

@@ -1,0 +1,300 @@
+"""The engines behind the router, as last seen. Everything here runs on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvconnect.router.fleet.pairing import Pair, Proofs
+from kvconnect.router.http.http1 import Base
+from kvconnect.router.http.upstream_requests import Card
+from kvconnect.router.options import Options, Worker
+from kvconnect.router.policy.choice import Choice, Place
+from kvconnect.router.policy.loads import Engine, Loads, Role, View, WorkerView
+
+logger = logging.getLogger(__name__)
+
+STALE_REPORTS = 10  # intervals after which a load is not known any more
+_LEAST_STALE_S = 5.0  # an engine under load may answer late
+
+
+@dataclass
+class Said:
+    """What an engine has said about itself; kept while it is down, asked anew when it is back.
+
+    Attributes:
+        models: what it serves: name -> what ``/v1/models`` says of it.
+        version: of the engine.
+        engine_ids: of its ranks; MooncakeConnector only.
+    """
+
+    models: dict[str, Any] = field(default_factory=dict)
+    version: str = ""
+    engine_ids: dict[int, str] = field(default_factory=dict)
+
+
+class Signals:
+    """What those who look after an engine wait for: that it is up, down, or worth a look."""
+
+    def __init__(self) -> None:
+        self.up = asyncio.Event()
+        self.down = asyncio.Event()
+        self.suspected = asyncio.Event()
+        self.down.set()
+
+
+class Upstream:
+    """One engine. Down until the first probe says otherwise."""
+
+    def __init__(
+        self,
+        role: Role,
+        index: int,
+        worker: Worker,
+        loads: Loads,
+        changed: Callable[[Upstream], None],
+    ) -> None:
+        self.role = role
+        self.index = index
+        self.worker = worker
+        self.base = Base.of(worker.url)
+        self.loads = loads
+        self.said = Said()
+        self.draining = False
+        self.open = 0  # requests under way, or on their way by another engine
+        self.breaker = Breaker()
+        self.signals = Signals()
+        self._cards: dict[int, tuple[str, float]] = {}  # rank -> text, when it ends
+        self._changed = changed
+
+    @property
+    def url(self) -> str:
+        """Its base URL, which also names it."""
+        return self.worker.url
+
+    @property
+    def native(self) -> bool:
+        """Whether it is SGLang."""
+        return self.worker.engine is Engine.SGLANG
+
+    @property
+    def up(self) -> bool:
+        """Whether it answers."""
+        return self.signals.up.is_set()
+
+    def view(self, now: float, *, proven: bool) -> WorkerView:
+        """Return it as policies see it."""
+        ranks = self.loads.at(now)
+        return WorkerView(
+            self.index,
+            self.up and not self.draining,
+            ranks,
+            tuple(self._card(rank, now) for rank in range(len(ranks))) if self._cards else (),
+            self.worker.engine,
+            frozenset(self.said.models),
+            self.worker.version or self.said.version,
+            self.url,
+            self.breaker.trusted(now),
+            proven,
+        )
+
+    def mark(self, *, up: bool) -> None:
+        """It was found up or down."""
+        if up == self.up:
+            return
+        logger.info("%s engine %s is %s", self.role.value, self.url, "up" if up else "down")
+        if up:
+            self.breaker = Breaker(time.monotonic())  # it may be another incarnation
+            self.signals.down.clear()
+            self.signals.up.set()
+        else:
+            self._cards.clear()  # what comes back may be another incarnation
+            self.loads.forget()
+            self.signals.up.clear()
+            self.signals.down.set()
+            self.suspect()
+        self._changed(self)
+
+    def suspect(self) -> None:
+        """Something went wrong with it: have it probed at once."""
+        self.signals.suspected.set()
+
+    def began(self, place: Place, now: float) -> None:
+        """A request goes there."""
+        self.open += 1
+        self.loads.begin(place.target.rank, place.tokens, now)
+        self.breaker.began(now)
+
+    def ended(self, place: Place) -> None:
+        """It is over."""
+        self.open -= 1
+        self.loads.end(place.target.rank, place.tokens)
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """A request will go there: it counts as open already, so that its engine is not taken for
+        idle meanwhile."""
+        self.open += 1
+        try:
+            yield
+        finally:
+            self.open -= 1
+
+    def hold_card(self, rank: int, card: Card, asked: float) -> None:
+        """It gave out a card, asked for at ``asked``."""
+        if self.up:
+            self._cards[rank] = card.text, asked + card.lifetime_s
+
+    def _card(self, rank: int, now: float) -> str | None:
+        text, ends = self._cards.get(rank, ("", 0.0))
+        return text if now < ends else None
+
+
+class Notice(Protocol):
+    """Who is told what becomes of engines; the metrics."""
+
+    def up(self, upstream: Upstream) -> None:
+        """It was found up or down."""
+
+    def add_upstream(self, role: Role, url: str) -> None:
+        """It was added."""
+
+    def remove_upstream(self, role: Role, url: str) -> None:
+        """It was removed."""
+
+
+class Fleet:
+    """All engines of one router, by role and number."""
+
+    def __init__(self, options: Options, notice: Notice) -> None:
+        self._stale_s = max(_LEAST_STALE_S, STALE_REPORTS * options.intervals.load_s)
+        self._notice = notice
+        self.proofs = Proofs(options.intervals.probe_s)
+        self._numbers = dict.fromkeys(Role, 0)
+        self._by_role: dict[Role, dict[int, Upstream]] = {role: {} for role in Role}
+        for role, workers in ((Role.PREFILL, options.prefill), (Role.DECODE, options.decode)):
+            for worker in workers:
+                self.add(role, worker)
+
+    def add(self, role: Role, worker: Worker) -> Upstream:
+        """One more engine; its number is its own for ever."""
+        index = self._numbers[role]
+        self._numbers[role] += 1
+        upstream = Upstream(role, index, worker, Loads(self._stale_s), self._changed)
+        self._by_role[role][index] = upstream
+        self._notice.add_upstream(role, worker.url)
+        return upstream
+
+    def remove(self, upstream: Upstream) -> None:
+        """It is no longer one of them."""
+        upstream.mark(up=False)  # for those who remember what it was sent
+        left = self._by_role[upstream.role]
+        left.pop(upstream.index, None)
+        self.proofs.forget((upstream.role, upstream.index))
+        if all(other.url != upstream.url for other in left.values()):
+            self._notice.remove_upstream(upstream.role, upstream.url)
+
+    def get(self, role: Role, index: int) -> Upstream:
+        """Return one by its number."""
+        return self._by_role[role][index]
+
+    def all(self, role: Role | None = None) -> list[Upstream]:
+        """Return those of a role, or all."""
+        roles = list(Role) if role is None else [role]
+        return [upstream for role in roles for upstream in self._by_role[role].values()]
+
+    def is_base(self, model: str) -> bool:
+        """Whether an engine says that it serves a model and not as an adapter; none named is."""
+        said = (upstream.said.models.get(model) for upstream in self.all())
+        return not model or any(isinstance(m, dict) and not m.get("parent") for m in said)
+
+    def view(self) -> View:
+        """Return all of them as policies see them."""
+        now = time.monotonic()
+        prefill, decode = (
+            tuple(
+                upstream.view(now, proven=self.proofs.proven((role, index)))
+                for index, upstream in self._by_role[role].items()
+            )
+            for role in Role
+        )
+        return View(prefill, decode, self.proofs.broken)
+
+    def broken(self, upstream: Upstream) -> dict[str, str]:
+        """Return to or from which engines, by URL, its KV does not get, and why."""
+        role, index = upstream.role, upstream.index
+        other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+        return {
+            self.get(other, dict(pair.engines)[other]).url: why
+            for pair, why in self.proofs.broken.items()
+            if (role, index) in pair.engines
+        }
+
+    def doubt(self, choice: Choice) -> None:
+        """A request failed on its engines: their hand-off is worth a probe."""
+        if choice.prefill is not None:
+            pair = Pair(choice.prefill.target.worker, choice.decode.target.worker)
+            if all(number in self._by_role[role] for role, number in pair.engines):
+                self.proofs.doubt(pair)
+
+    def _changed(self, upstream: Upstream) -> None:
+        if not upstream.up:
+            self.proofs.forget((upstream.role, upstream.index))
+        self._notice.up(upstream)
+
+
+# Whether an engine that answers to probes also serves. Pure: time is an argument.
+#
+# Some engines are well but for what matters: their health is green while every request fails. After
+# a few failures in a row such an engine is only tried now and then, by one request at a time, less
+# and less often but never seldom; one success and it is as good as any.
+
+
+FAILURES = 3  # in a row
+PAUSE_FIRST_S = 1.0  # doubles
+PAUSE_MOST_S = 30.0
+
+
+@dataclass
+class Breaker:
+    """Of one engine. Not thread-safe.
+
+    Attributes:
+        since: when what is known of the engine last changed. Requests that began before and fail
+            now, as all do that are open when it crashes, tell nothing new.
+        failures: of later requests, in a row.
+    """
+
+    since: float = 0.0
+    failures: int = 0
+    _closed_at: float = 0.0  # when it may be tried again
+    _pause: float = PAUSE_FIRST_S
+
+    def trusted(self, now: float) -> bool:
+        """Whether requests should go there; if nothing better is left they may all the same."""
+        return self.failures < FAILURES or now >= self._closed_at
+
+    def began(self, now: float) -> None:
+        """A request goes there. If that is a trial, no other follows until it has ended or the
+        pause is over."""
+        if self.failures >= FAILURES:
+            self._closed_at = now + self._pause
+
+    def succeeded(self) -> None:
+        """A request was served, or turned away for its own fault."""
+        self.failures, self._pause = 0, PAUSE_FIRST_S
+
+    def failed(self, began: float, now: float) -> None:
+        """A request that began at ``began`` failed, for what is the engine's fault."""
+        if began < self.since:
+            return
+        self.failures += 1
+        if self.failures > FAILURES:
+            self._pause = min(2 * self._pause, PAUSE_MOST_S)
+        if self.failures >= FAILURES:
+            self.since, self._closed_at = now, now + self._pause

@@ -1,0 +1,251 @@
+"""What the router does all the time for each engine: probe it, ask what it is, how busy it is, and
+for cards. Everything here runs on the event loop, one task each, for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, TypeVar
+
+from kvconnect.errors import Refused
+from kvconnect.router.fleet import reports
+from kvconnect.router.fleet.upstreams import Upstream
+from kvconnect.router.http import upstream_requests
+from kvconnect.router.http.http1 import Base, Exhausted, Lost, Unreachable, head_of
+from kvconnect.router.http.pool import Client
+from kvconnect.router.metrics import RouterMetrics, What
+from kvconnect.router.policy.loads import Engine, Role
+from kvconnect.router.supervisor import Supervisor, TaskKind
+
+logger = logging.getLogger(__name__)
+
+PROBE_EVERY_S = 2.0
+PROBE_FIRST_S = 0.5  # after an engine went down; doubles
+PROBE_SELDOM_S = 8.0  # and stays there: an engine is never given up
+LEARN_EVERY_S = 30.0  # adapters are loaded and unloaded while an engine runs
+CARD_RETRY_S = 5.0
+PROBE_TIMEOUT_S = 5.0
+ASK_TIMEOUT_S = 30.0  # a card queues behind real prefills
+_CARD_AGE = 0.5  # share of its lifetime after which a card is renewed
+
+FAILED = (Unreachable, Lost, asyncio.TimeoutError, Refused)
+"""What any question to an engine may raise."""
+
+_T = TypeVar("_T")
+
+
+class Watcher:
+    """Looks after one engine."""
+
+    def __init__(self, upstream: Upstream, client: Client, metrics: RouterMetrics) -> None:
+        self._upstream = upstream
+        self._client = client
+        self._metrics = metrics
+        self._late = 0  # probes in a row that were not answered in time
+        self._polled = asyncio.Event()  # how many ranks it has is known, if it says so
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self, load_interval_s: float) -> None:
+        """Go on in the background."""
+        upstream = self._upstream
+        work: dict[TaskKind, Callable[[], Coroutine[Any, Any, None]]] = {
+            TaskKind.PROBE: self._probe_for_ever,
+            TaskKind.LEARN: self._learn_for_ever,
+            TaskKind.LOAD: partial(self._poll_for_ever, load_interval_s),
+        }
+        if upstream.role is Role.PREFILL and upstream.worker.engine is Engine.VLLM:
+            work[TaskKind.CARDS] = self._keep_cards
+        keep = Supervisor(self._metrics.count).keep
+        self._tasks = [keep(kind, upstream.url, each) for kind, each in work.items()]
+
+    async def stop(self) -> None:
+        """End the background work."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def probe(self) -> None:
+        """Ask it whether it is well, and mark it."""
+        upstream, late = self._upstream, self._late
+        self._late = 0
+        try:
+            status, _ = await self._client.get(upstream.base, "/health", PROBE_TIMEOUT_S)
+            up = status == 200
+        except Exhausted as error:  # which says nothing about the engine
+            logger.warning("probe of %s: %s", upstream.url, error)
+            return
+        except asyncio.TimeoutError:  # once, it may just be busy
+            self._late = late + 1
+            logger.debug("probe of %s: late", upstream.url)
+            up = upstream.up and not late
+        except FAILED as error:
+            logger.debug("probe of %s: %r", upstream.url, error)
+            up = False
+        upstream.mark(up=up)
+
+    async def get(self, path: str, base: Base | None = None) -> bytes:
+        """Return what it answers to a GET.
+
+        Raises:
+            Refused: not with 200.
+            Unreachable, Lost, asyncio.TimeoutError: no answer.
+        """
+        at = base or self._upstream.base
+        return _good(path, await self._client.get(at, path, ASK_TIMEOUT_S))
+
+    async def _probe_for_ever(self) -> None:
+        upstream, back_off = self._upstream, PROBE_FIRST_S
+        while True:
+            if upstream.up:
+                pause, back_off = PROBE_EVERY_S, PROBE_FIRST_S
+            else:
+                pause, back_off = back_off, min(2 * back_off, PROBE_SELDOM_S)
+            await wait(upstream.signals.suspected, pause)
+            upstream.signals.suspected.clear()
+            await self.probe()
+
+    async def _learn_for_ever(self) -> None:
+        """Ask what it serves when it has come up, and now and then."""
+        upstream = self._upstream
+        while True:
+            await upstream.signals.up.wait()
+            learned = False
+            try:
+                learned = await self._learn()
+            except FAILED as error:
+                logger.warning("%s does not say what it is: %s", upstream.url, error or "late")
+            await wait(upstream.signals.down, LEARN_EVERY_S if learned else CARD_RETRY_S)
+
+    async def _learn(self) -> bool:
+        """Ask for each thing by itself: what is not told, or makes no sense, is as it was. Return
+        whether all that is needed is known."""
+        worker, said = self._upstream.worker, self._upstream.said
+        models = await self._told(What.MODELS, reports.models_of, "/v1/models")
+        said.models = models or said.models
+        path = "/server_info" if worker.engine is Engine.SGLANG else "/version"
+        # It may not say; then it pairs with any.
+        said.version = await self._told(What.VERSION, reports.version_of, path) or said.version
+        if worker.engine is not Engine.MOONCAKE or self._upstream.role is Role.DECODE:
+            return models is not None
+        at = Base.of(worker.meeting)
+        ids = await self._told(What.REGISTRY, reports.engine_ids_of, "/query", at)
+        said.engine_ids = ids or said.engine_ids
+        return models is not None and ids is not None
+
+    async def _told(
+        self, what: What, read: Callable[[bytes], _T], path: str, base: Base | None = None
+    ) -> _T | None:
+        """Return what an answer says, None if nothing of use.
+
+        Raises:
+            Unreachable, Lost, asyncio.TimeoutError: no answer.
+        """
+        at = base or self._upstream.base
+        status, answer = await self._client.get(at, path, ASK_TIMEOUT_S)
+        try:
+            return self._read(what, read, _good(path, (status, answer)))
+        except Refused as error:
+            level = logging.DEBUG if status == 404 else logging.WARNING
+            logger.log(level, "%s does not say what it is: %s", self._upstream.url, error)
+            return None
+
+    def _read(self, what: What, read: Callable[[bytes], _T], answer: bytes) -> _T:
+        try:
+            return read(answer)
+        except Refused:
+            self._metrics.count("refused_answers", what.value)
+            raise
+
+    async def _poll_for_ever(self, interval_s: float) -> None:
+        """Ask for its load; with no interval once, which also tells how many ranks it has."""
+        upstream = self._upstream
+        while True:
+            await upstream.signals.up.wait()
+            asked = upstream.loads.ask(time.monotonic())
+            try:
+                used = upstream.loads.report(asked, await self._tokens())
+            except FAILED as error:
+                logger.debug("load of %s: %r", upstream.url, error)
+                self._count_report("failed")
+            else:
+                outcome = "ok" if used else "discarded"
+                self._count_report(outcome)
+            self._polled.set()
+            await (
+                wait(upstream.signals.down, interval_s)
+                if interval_s
+                else upstream.signals.down.wait()
+            )
+
+    def _count_report(self, outcome: str) -> None:
+        upstream = self._upstream
+        self._metrics.count("load_reports", upstream.role.value, upstream.url, outcome)
+
+    async def _tokens(self) -> dict[int, float]:
+        if self._upstream.worker.engine is not Engine.SGLANG:
+            return self._read(What.LOAD, _text_of(reports.vllm_tokens), await self.get("/metrics"))
+        status, answer = await self._client.get(
+            self._upstream.base, "/v1/loads?include=core", ASK_TIMEOUT_S
+        )
+        if status == 404:  # before 0.5.6
+            read, answer = _text_of(reports.sglang_metric_tokens), await self.get("/metrics")
+            return self._read(What.LOAD, read, answer)
+        good = _good("/v1/loads", (status, answer))
+        return self._read(What.LOAD, reports.sglang_tokens, good)
+
+    async def _keep_cards(self) -> None:
+        """Hold fresh cards: renewed early, and at once when the engine comes back."""
+        upstream = self._upstream
+        await self._polled.wait()
+        while True:
+            await upstream.signals.up.wait()
+            ranks = len(upstream.loads.at(time.monotonic()))
+            pause = CARD_RETRY_S
+            try:
+                pause = min([await self._hold_card(rank, ranks) for rank in range(ranks)])
+            except FAILED as error:
+                logger.warning(
+                    "no card from %s, its KV is pulled: %s", upstream.url, error or "late"
+                )
+                self._metrics.count("card_fetches", upstream.url, "failed")
+            await wait(upstream.signals.down, pause)
+
+    async def _hold_card(self, rank: int, ranks: int) -> float:
+        """Fetch a rank's card; return in how many seconds to fetch the next."""
+        asked = time.monotonic()
+        base = self._upstream.base
+        model = next(iter(reports.models_of(await self.get("/v1/models"))))
+        body = json.dumps(upstream_requests.card_body(model, rank if ranks > 1 else None)).encode()
+        headers = {upstream_requests.RANK_HEADER: str(rank)} if ranks > 1 else {}
+        head = head_of(base, "POST", "/v1/completions", headers, len(body))
+        answer = await self._client.whole(base, head, body, ASK_TIMEOUT_S)
+        card = self._read(What.CARD, upstream_requests.card_of, _good("/v1/completions", answer))
+        self._metrics.count("card_fetches", self._upstream.url, "ok")
+        self._upstream.hold_card(rank, card, asked)
+        return card.lifetime_s * _CARD_AGE
+
+
+def _text_of(read: Callable[[str], _T]) -> Callable[[bytes], _T]:
+    return lambda answer: read(answer.decode("utf-8", "replace"))
+
+
+def _good(path: str, answer: tuple[int, bytes]) -> bytes:
+    status, body = answer
+    if status != 200:
+        raise Refused("answer", f"{path} answered {status}")
+    return body
+
+
+async def wait(event: asyncio.Event, timeout_s: float) -> None:
+    """Wait for ``event``, at most ``timeout_s`` seconds. Unlike ``asyncio.wait_for`` of Python
+    3.11 and before, it never swallows a cancellation that comes with the event."""
+    waiting = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({waiting}, timeout=timeout_s)
+    finally:
+        waiting.cancel()

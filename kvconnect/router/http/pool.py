@@ -1,0 +1,177 @@
+"""Connections to engines, kept for the next request. Everything here runs on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ssl
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from kvconnect.router.http.http1 import (
+    Base,
+    Closed,
+    Connection,
+    Exhausted,
+    Unreachable,
+    head_of,
+    read,
+)
+
+CONNECT_S = 5.0
+ANSWER_BYTES = 64 * 2**20  # of an answer that is read as a whole
+IDLE_S = 2.0  # a connection is used again this long; engines (uvicorn) close theirs after 5
+_IDLE_MOST = 256  # connections kept per engine
+_T = TypeVar("_T")
+
+
+class Client:
+    """Connections to all engines of a router."""
+
+    def __init__(self, silence_s: float, tls: ssl.SSLContext | None = None) -> None:
+        self._silence_s = silence_s
+        self._idle: dict[Base, list[Connection]] = {}
+        self._tls = tls  # made when first needed: reading the authorities takes a while
+
+    async def open(
+        self,
+        base: Base,
+        head: bytes,
+        body: bytes = b"",
+        written: Callable[[], None] | None = None,
+    ) -> Connection:
+        """Send a request; return its connection with the head of the answer.
+
+        A kept connection may have been closed by the engine just now: if none of an answer comes
+        before that, the request goes out once more, on a new one.
+
+        Raises:
+            Unreachable: no connection within ``CONNECT_S``.
+            Lost: the answer does not begin.
+        """
+        kept = self._take(base)
+        if kept is not None:
+            try:
+                return await self._ask(kept, head, body, written)
+            except Closed:
+                pass
+        return await self._ask(await self._connect(base), head, body, written)
+
+    def release(self, base: Base, connection: Connection) -> None:
+        """Give a connection back; closed unless the answer is whole."""
+        idle = self._idle.setdefault(base, [])
+        if connection.done():
+            connection.used_at = time.monotonic()
+            idle.append(connection)
+            if len(idle) > _IDLE_MOST:
+                idle.pop(0).close()
+
+    def forget(self, base: Base) -> None:
+        """Close what is kept of an engine."""
+        for connection in self._idle.pop(base, ()):
+            connection.close()
+
+    def close(self) -> None:
+        """Close what is kept."""
+        for base in list(self._idle):
+            self.forget(base)
+
+    async def get(self, base: Base, path: str, timeout_s: float) -> tuple[int, bytes]:
+        """Return status and body of a GET.
+
+        Raises:
+            Unreachable, Lost, asyncio.TimeoutError: no answer.
+        """
+        return await self.whole(base, head_of(base, "GET", path, {}), b"", timeout_s)
+
+    async def whole(
+        self, base: Base, head: bytes, body: bytes, timeout_s: float
+    ) -> tuple[int, bytes]:
+        """Return status and body of a whole answer.
+
+        Raises:
+            Unreachable, Lost, asyncio.TimeoutError: no answer.
+        """
+        return await within(self._whole(base, head, body), timeout_s)
+
+    async def _whole(self, base: Base, head: bytes, body: bytes) -> tuple[int, bytes]:
+        """On a connection of its own: what looks after engines must not see old ones break."""
+        connection = await self._ask(await self._connect(base), head, body, None)
+        try:
+            return connection.answer.status, await read(connection, ANSWER_BYTES)
+        finally:
+            connection.close()
+
+    async def _ask(
+        self,
+        connection: Connection,
+        head: bytes,
+        body: bytes,
+        written: Callable[[], None] | None,
+    ) -> Connection:
+        begun = False
+        try:
+            connection.send(head, body, self._silence_s)
+            if written is not None:
+                written()
+            await connection.begun()
+            begun = True
+        finally:
+            if not begun:
+                connection.close()
+        return connection
+
+    async def _connect(self, base: Base) -> Connection:
+        loop = asyncio.get_running_loop()
+        if base.tls:
+            self._tls = self._tls or ssl.create_default_context()
+        tls = self._tls if base.tls else None
+        connecting = asyncio.ensure_future(
+            loop.create_connection(Connection, base.host, base.port, ssl=tls)
+        )
+        taken = False
+        try:
+            _, connection = await within(connecting, CONNECT_S)
+            taken = True
+            return connection
+        except (OSError, asyncio.TimeoutError) as error:
+            full = getattr(error, "errno", 0) in (errno.EMFILE, errno.ENFILE)
+            kind = Exhausted if full else Unreachable
+            raise kind(f"{base.name}: {error or 'no connection in time'}") from error
+        finally:
+            if not taken:  # it may be there all the same, and nobody's
+                connecting.add_done_callback(_abandon)
+
+    def _take(self, base: Base) -> Connection | None:
+        idle = self._idle.get(base)
+        now = time.monotonic()
+        while idle:
+            connection = idle.pop()
+            if connection.usable and now - connection.used_at < IDLE_S:
+                return connection
+            connection.close()
+        return None
+
+
+def _abandon(connecting: asyncio.Future[tuple[asyncio.Transport, Connection]]) -> None:
+    if not connecting.cancelled() and connecting.exception() is None:
+        connecting.result()[0].abort()
+
+
+async def within(work: Awaitable[_T], timeout_s: float) -> _T:
+    """Return what ``work`` returns. Unlike ``asyncio.wait_for`` of Python 3.11 and before, it
+    never swallows a cancellation that comes with the result.
+
+    Raises:
+        asyncio.TimeoutError: not within ``timeout_s`` seconds.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=timeout_s)
+        if task.done():
+            return task.result()
+    finally:
+        if task.cancel():
+            await asyncio.wait({task})
+    raise asyncio.TimeoutError

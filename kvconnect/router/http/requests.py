@@ -1,0 +1,101 @@
+"""From a client's bytes to what routing needs: the body is read, parsed and salted. On the event
+loop; large bodies are parsed by a thread, one at a time, so that what this takes is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from aiohttp import web
+
+from kvconnect.router import body as bodies
+from kvconnect.router.apis import Api
+from kvconnect.router.body import Pieces, Prompt
+from kvconnect.router.http.admission import Busy, Room
+from kvconnect.router.http.pool import within
+from kvconnect.router.policy.tenants import Tenant
+
+BODY_S = 60.0  # for a request's body: who sends slower holds memory
+_LARGE = 128 * 1024  # bytes that take long enough to be parsed elsewhere
+
+
+class Asked(NamedTuple):
+    """A request: its body's fields, what routing needs to know of it, and what caches can be
+    searched for, None if no policy wants to."""
+
+    body: dict[str, Any]
+    prompt: Prompt
+    pieces: Pieces | None
+
+
+class Intake:
+    """Reads requests of one router."""
+
+    def __init__(self, most: int, *, pieces: bool) -> None:
+        self._most = most  # bytes of a body
+        self._pieces = pieces
+        self._thread = ThreadPoolExecutor(1, "kvconnect-bodies")
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def read(self, request: web.Request, api: Api, tenant: Tenant, room: Room) -> Asked:
+        """Return what a client asks.
+
+        Raises:
+            Busy: the router holds too many bodies already.
+            Refused: the body is no JSON object.
+            web.HTTPException: it is encoded, too large, or too slow.
+        """
+        if api.method == "GET":
+            return Asked({}, Prompt(), None)
+        _refuse_encoded(request)
+        if (request.content_length or 0) > self._most:
+            raise web.HTTPRequestEntityTooLarge(self._most, request.content_length or 0)
+        raw = await self._whole(request, room)
+        if len(raw) < _LARGE:
+            return self._parsed(raw, api, tenant)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._parsed, raw, api, tenant)
+
+    def _parsed(self, raw: bytes | bytearray, api: Api, tenant: Tenant) -> Asked:
+        body = bodies.read_body(raw)
+        if tenant.secret and api.salted:
+            own = body.get(bodies.SALT)
+            body[bodies.SALT] = tenant.salt(b"" if own is None else bytes(own))
+        pieces = bodies.pieces_of(body) if self._pieces and not api.alone else None
+        return Asked(body, bodies.look_at(body), pieces)
+
+    async def _whole(self, request: web.Request, room: Room) -> bytearray:
+        reading = self._read(request, room)
+        if request.content.is_eof():
+            return await reading
+        try:
+            return await within(reading, BODY_S)
+        except asyncio.TimeoutError:
+            late = f"the body was not there within {BODY_S:g} seconds"
+            raise web.HTTPRequestTimeout(reason=late) from None
+        except asyncio.CancelledError:
+            if not room.lost:
+                raise
+            raise Busy("the body came slowly, and others needed its memory", 1) from None
+
+    async def _read(self, request: web.Request, room: Room) -> bytearray:
+        body, task = bytearray(), asyncio.current_task()
+        assert task is not None
+        with room.coming(task.cancel):
+            while piece := await request.content.readany():
+                room.take(len(piece))
+                body += piece
+                if len(body) > self._most:
+                    raise web.HTTPRequestEntityTooLarge(self._most, len(body))
+        return body
+
+
+def _refuse_encoded(request: web.Request) -> None:
+    """Refuse what could be a thousand times as long as it came."""
+    named = request.headers.getall("Content-Encoding", ())
+    if any(each.lower() != "identity" for each in named):
+        raise web.HTTPUnsupportedMediaType(reason="send the body without Content-Encoding")

@@ -1,0 +1,267 @@
+"""What each engine is asked: the bodies of both legs, and what an answer says. Pure functions.
+
+What a client says itself about transfers, rooms and ranks goes nowhere: only the router names
+them, or a client could have an engine talk to any address.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Raw
+
+from kvconnect.errors import Refused
+from kvconnect.router.body import Body
+
+_PARAMS = "kv_transfer_params"
+_TICKET = "kvconnect_ticket"
+_CARD = "kvconnect_card"
+_CARD_EXPIRY = "kvconnect_card_expires_in"
+_RANK = "kvconnect_card_rank"
+_MOONCAKE = "remote_bootstrap_addr"
+_WHOLE_ANSWER = ("stream", "stream_options", "min_tokens")
+_OPENING = ("ping", "message_start", "response.created", "response.queued", "response.in_progress")
+ONE_TOKEN: Mapping[str, Any] = {"max_tokens": 1}
+NATIVE = "/generate"  # SGLang's own form of a completion
+OWN_ID = "rid"  # what a client of SGLang calls its request
+RANK_HEADER = "X-data-parallel-rank"
+ROOMS = 2**63 - 2**20
+"""Rooms are below this: SGLang counts on from one, for further prompts of a request."""
+
+
+class Meeting(NamedTuple):
+    """Where the two SGLang servers of a request meet: the prefill side's bootstrap server, a
+    room, and the prefill side's data-parallel rank, None if it chooses one itself."""
+
+    host: str
+    port: int
+    room: int
+    rank: int | None
+
+
+class Card(NamedTuple):
+    """A prefill engine's standing offer to decode engines, signed by it."""
+
+    text: str
+    lifetime_s: float
+
+
+def encoded(body: Body) -> bytes:
+    """Return the JSON of a body; what came from the client goes on as it came."""
+    return msgspec.json.encode(body)
+
+
+def prefill_body(
+    body: Body, transfer: str, one_token: Mapping[str, Any] = ONE_TOKEN
+) -> dict[str, Any]:
+    """Return what the prefill engine is asked: compute the prompt and keep it for ``transfer``."""
+    asked = {key: value for key, value in body.items() if key not in _WHOLE_ANSWER}
+    asked |= {"stream": False, **one_token}
+    if "max_completion_tokens" in body:
+        asked["max_completion_tokens"] = 1
+    params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer}
+    return asked | {_PARAMS: params}
+
+
+def push_body(body: Body, transfer: str, card: str) -> dict[str, Any]:
+    """Return what the decode engine is asked while ``transfer`` is being computed."""
+    params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer}
+    return {**body, _PARAMS: params | {_TICKET: card}}
+
+
+def pull_body(body: Body, ticket: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the decode engine is asked after prefill; ``ticket`` goes on as it came."""
+    return {**body, _PARAMS: ticket}
+
+
+def mooncake_ticket(transfer: str, engine_id: str, address: str) -> dict[str, Any]:
+    """Return what a decode engine with vLLM's MooncakeConnector is told: its prefill engine
+    answers without saying where its KV is, so the router has to."""
+    params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer}
+    return params | {"remote_engine_id": engine_id, _MOONCAKE: address}
+
+
+def room_body(body: Body, meeting: Meeting, rank: int | None) -> dict[str, Any]:
+    """Return what an SGLang server is asked, of either role, to run on its ``rank``."""
+    asked = {
+        **body,
+        "bootstrap_host": meeting.host,
+        "bootstrap_port": meeting.port,
+        "bootstrap_room": meeting.room,
+    }
+    if meeting.rank is not None:
+        asked["disagg_prefill_dp_rank"] = meeting.rank
+    if rank is not None:
+        asked["routed_dp_rank"] = rank
+    return asked
+
+
+def transfer_of(asked: Body) -> str:
+    """Return the transfer that a :func:`prefill_body` names."""
+    return str(asked[_PARAMS]["transfer_id"])
+
+
+def card_body(model: str, rank: int | None) -> dict[str, Any]:
+    """Return the request for a prefill engine's card; ``rank`` is named if all of its requests
+    name one."""
+    params: dict[str, Any] = {"do_remote_decode": True, _CARD: True}
+    if rank is not None:
+        params[_RANK] = rank
+    return {"model": model, "prompt": [1], "max_tokens": 1, _PARAMS: params}
+
+
+def ids_body(model: str, ids: list[int], *, native: bool) -> dict[str, Any]:
+    """Return the request for one token after a prompt; ``native``: in SGLang's own form, which its
+    servers without a tokenizer know too."""
+    if native:
+        return {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}}
+    return {"model": model, "prompt": ids, "max_tokens": 1}
+
+
+class _Cached(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Cached | None = None
+
+
+class _Answer(msgspec.Struct):
+    kv_transfer_params: Raw = Raw(b"null")
+
+
+class _Counted(msgspec.Struct):
+    usage: _Usage | None = None
+    meta_info: _Cached | None = None
+
+
+_ANSWER = msgspec.json.Decoder(_Answer)
+_COUNTED = msgspec.json.Decoder(_Counted)
+
+
+def ticket_of(answer: bytes) -> dict[str, Any] | None:
+    """Return the hand-off that a prefill engine's answer offers, None if it offers none.
+
+    Raises:
+        Refused: the answer is no JSON object.
+    """
+    try:
+        params = _ANSWER.decode(answer).kv_transfer_params
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise Refused("answer", f"it is no JSON object: {error}") from error
+    try:
+        return msgspec.json.decode(params, type=dict[str, Raw]) or None
+    except (msgspec.DecodeError, ValueError):  # none, or nothing that could be handed on
+        return None
+
+
+def cached_of(answer: bytes) -> int | None:
+    """Return how many tokens of the prompt an answer says were cached, None if it does not."""
+    try:
+        said = _COUNTED.decode(answer)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return None
+    details = said.usage and said.usage.prompt_tokens_details
+    found = details or said.meta_info
+    return found.cached_tokens if found else None
+
+
+def card_of(answer: bytes) -> Card:
+    """Return the card in a prefill engine's answer.
+
+    Raises:
+        Refused: there is none that could be used.
+    """
+    params = json_object(answer).get(_PARAMS)
+    if not isinstance(params, dict):
+        raise Refused("answer", "it offers no hand-off: is KVConnect its KV connector?")
+    text, lifetime = params.get(_CARD), params.get(_CARD_EXPIRY)
+    if not isinstance(text, str) or not text.isascii():
+        raise Refused("answer", f"it has no usable {_CARD}")
+    if isinstance(lifetime, int | float) and 0 < lifetime < 2**31:
+        return Card(text, float(lifetime))
+    raise Refused("answer", f"it has no usable {_CARD}")
+
+
+def error_in(event: bytes) -> tuple[int, bytes] | None:
+    """Return (HTTP status, JSON) if a server-sent event is an engine's failure, else None."""
+    text = _data_of(event)
+    match _said(text):
+        case {"error": {"code": int(code)}} if 500 <= code < 600:
+            return code, text
+        case {"type": "error", "error": {"message": str(message)}}:  # of /v1/messages
+            return 500, error_body(500, message)
+        case {
+            "meta_info": {"finish_reason": {"type": "abort", "status_code": int(code), **more}}
+        } if 500 <= code < 600:
+            return code, error_body(code, str(more.get("message")))
+    return None
+
+
+def only_opens(event: bytes) -> bool:
+    """Whether a server-sent event begins an answer and has nothing of it: engines name the role or
+    the response first, also when what comes next is an error."""
+    match _said(_data_of(event)):
+        case {"choices": [_, *_] as choices}:
+            return all(map(_only_names_role, choices))
+        case {"type": str(kind)}:
+            return kind in _OPENING
+    return False
+
+
+def error_body(status: int, message: str) -> bytes:
+    """Return an error as OpenAI clients expect it."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    if status == 404:  # as vLLM calls it
+        kind = "NotFoundError"
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return json.dumps({"error": error}).encode()
+
+
+def error_event(message: str, *, named: bool) -> bytes:
+    """Return the end of a stream that broke off; ``named``: its events have names."""
+    if not named:
+        return b"data: " + error_body(502, message) + b"\n\ndata: [DONE]\n\n"
+    error = {"message": message, "type": "api_error", "code": 502}
+    said = json.dumps({"type": "error", "error": error}).encode()
+    return b"event: error\ndata: " + said + b"\n\n"
+
+
+def _data_of(event: bytes) -> bytes:
+    """Return the data of an event that has one line of it."""
+    lines = event.strip().splitlines()
+    return next((line[5:].strip() for line in lines if line.startswith(b"data:")), b"")
+
+
+def _said(text: bytes) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # [DONE]
+        return None
+
+
+def _only_names_role(choice: object) -> bool:
+    match choice:
+        case {"finish_reason": str()}:
+            return False
+        case {"delta": {"role": str(), **rest}}:
+            return not any(rest.values())
+    return False
+
+
+def json_object(answer: bytes) -> dict[str, Any]:
+    """Return an answer's JSON object.
+
+    Raises:
+        Refused: it is none.
+    """
+    try:
+        said = json.loads(answer)
+    except (ValueError, RecursionError) as error:
+        raise Refused("answer", f"it is not JSON: {error}") from error
+    if not isinstance(said, dict):
+        raise Refused("answer", "it is not a JSON object")
+    return said

@@ -1,0 +1,1 @@
+"""Chooses the engines of a request. No I/O; time is an argument."""

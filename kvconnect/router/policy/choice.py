@@ -1,0 +1,319 @@
+"""Which engines and ranks serve a request, and how they hand over. Pure: the same view, the same
+choice.
+
+Both legs are chosen together: only engines that can use each other's KV make a pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from kvconnect.errors import KVConnectError, Refused
+from kvconnect.router.apis import COMPLETIONS, Api
+from kvconnect.router.body import Prompt
+from kvconnect.router.options import Options
+from kvconnect.router.policy.loads import Engine, Role, Target, View, WorkerView
+from kvconnect.router.policy.prefixes import Hit
+from kvconnect.router.policy.ranking import Candidate, Job, Pick, Policy, Why, pick
+
+Cause = Literal["unreachable", "error"]
+"""Why a leg failed: no connection, or one that broke; or the engine answered with an error."""
+_SHOWN = 200  # characters of what a client sent
+
+
+class Mode(str, Enum):
+    """How KV gets from prefill to decode."""
+
+    PUSH = "push"  # both engines are asked at once
+    PULL = "pull"  # decode is asked when prefill has answered
+    BOOTSTRAP = "bootstrap"  # both at once; SGLang's engines meet by room
+    PLAIN = "plain"  # decode does all of it
+
+
+class Reason(str, Enum):
+    """Why a mode was taken."""
+
+    DEFAULT = "default"
+    FORCED = "forced"  # --pull
+    SHORT = "short"  # under --push-min-tokens
+    NO_CARD = "no_card"  # the prefill engine has no standing offer (yet)
+    CONNECTOR = "connector"  # the engines' connector knows no other
+    MULTI = "multi"  # several prompts or answers: one transfer id names one prompt
+    NO_TICKET = "no_ticket"  # the prefill engine offered nothing
+    API = "api"  # nothing to hand over: it is not a completion
+
+
+MODES: tuple[tuple[Mode, Reason], ...] = (
+    (Mode.PUSH, Reason.DEFAULT),
+    (Mode.PULL, Reason.FORCED),
+    (Mode.PULL, Reason.SHORT),
+    (Mode.PULL, Reason.NO_CARD),
+    (Mode.PULL, Reason.CONNECTOR),
+    (Mode.BOOTSTRAP, Reason.DEFAULT),
+    (Mode.PLAIN, Reason.MULTI),
+    (Mode.PLAIN, Reason.NO_TICKET),
+    (Mode.PLAIN, Reason.API),
+)
+"""All that happens."""
+
+Hits = Mapping[Role, Mapping[Target, Hit]]
+"""What targets have cached of a prompt; a role is missing where nothing is known."""
+
+
+class Place(NamedTuple):
+    """Where a leg runs, and why there.
+
+    Attributes:
+        tokens: of the prompt that it has to compute or receive.
+        hit: of the prompt that it is expected to have.
+    """
+
+    target: Target
+    why: Why
+    tokens: int = 0
+    hit: int = 0
+
+
+class Choice(NamedTuple):
+    """``prefill`` is None for a request that decode serves alone; ``card`` is that of the prefill
+    engine when pushing."""
+
+    mode: Mode
+    reason: Reason
+    prefill: Place | None
+    decode: Place
+    card: str = ""
+
+
+@dataclass
+class Tried:
+    """What one request's attempts have shown so far: engines not to try (again)."""
+
+    prefill: set[int] = field(default_factory=set)
+    decode: set[int] = field(default_factory=set)
+    handoff_failed: bool = False
+
+    def unserved(self, view: View, choice: Choice) -> bool:
+        """An engine has no such path; return whether it may be another's. Those with the same
+        models have the same paths."""
+        models = {w.index: w.models for w in view.decode}
+        mine = models.get(choice.decode.target.worker)
+        self.decode.update(index for index, theirs in models.items() if theirs == mine)
+        return bool(models.keys() - self.decode)
+
+    def note(self, choice: Choice, role: Role, cause: Cause) -> bool:
+        """An attempt failed; return whether another may fare better.
+
+        A decode engine that answers with an error may have lost its hand-off, so once another
+        prefill engine is tried. The same error without a hand-off, or again, is the answer.
+        """
+        if role is Role.DECODE and cause == "unreachable":
+            self.decode.add(choice.decode.target.worker)
+            return True
+        if choice.prefill is None:
+            return False
+        self.prefill.add(choice.prefill.target.worker)
+        again = role is Role.PREFILL or not self.handoff_failed
+        self.handoff_failed = self.handoff_failed or role is Role.DECODE
+        return again
+
+
+class Wish(NamedTuple):
+    """One request, as far as it decides where it goes.
+
+    Attributes:
+        turn: counts requests, and attempts of one request.
+        draw: a random number of at least 0 and less than 1.
+        session: what the client calls a run of requests; empty if nothing.
+        api: what it asks for.
+        keep: the decode engine of an earlier attempt, to be taken again if it can be.
+    """
+
+    prompt: Prompt
+    turn: int
+    draw: float = 0.0
+    session: str = ""
+    api: Api = COMPLETIONS
+    hits: Hits = MappingProxyType({})
+    keep: int | None = None
+
+
+def choose(view: View, wish: Wish, tried: Tried, options: Options) -> Choice | None:
+    """Return where the request goes; None if no engine is left of a role that it needs."""
+    decode = _left(view.decode, tried.decode, wish)
+    if wish.api.alone and decode:
+        place = _place(options.decode_policy, decode, wish, Role.DECODE, options)
+        return Choice(Mode.PLAIN, Reason.API, None, place)
+    alone = [] if wish.prompt.single else [w for w in decode if w.engine is not Engine.SGLANG]
+    if alone:
+        place = _place(options.decode_policy, alone, wish, Role.DECODE, options)
+        return Choice(Mode.PLAIN, Reason.MULTI, None, place)
+    if wish.prompt.sampled or wish.api.alone:
+        return None
+    group = _best_group(view, _left(view.prefill, tried.prefill, wish), decode, wish.turn)
+    if group is None:
+        return None
+    kept = [worker for worker in group.decode if worker.index == wish.keep]
+    wish = wish._replace(turn=group.turn)
+    p = _place(options.prefill_policy, group.prefill, wish, Role.PREFILL, options)
+    d = _place(options.decode_policy, kept or group.decode, wish, Role.DECODE, options)
+    prefill = next(worker for worker in group.prefill if worker.index == p.target.worker)
+    card = prefill.card(p.target.rank)
+    mode, reason = _handover(prefill.engine, card, wish.prompt, options)
+    return Choice(mode, reason, p, d, (card or "") if mode is Mode.PUSH else "")
+
+
+class Unserved(KVConnectError):
+    """Every engine has said what it serves, and none serves this."""
+
+
+def unpaired(view: View, wish: Wish) -> str:
+    """Say why :func:`choose` found nothing at first.
+
+    Raises:
+        Unserved: no engine serves it, up or not.
+        Refused: no engine that serves it could take it, up or not.
+    """
+    sides = {Role.PREFILL: view.prefill, Role.DECODE: view.decode}
+    if wish.api.alone:
+        del sides[Role.PREFILL]
+    if any(workers and not _able(workers, wish) for workers in sides.values()):
+        model = wish.prompt.model[:_SHOWN]
+        named = any(w.engine in wish.api.engines for workers in sides.values() for w in workers)
+        what = (
+            f"The model `{model}` does not exist." if named else "No engine here serves this path."
+        )
+        raise Unserved(what)
+    missing = [role.value for role in view.missing() if role in sides]
+    if missing:
+        return f"no {' and no '.join(missing)} engine is up"
+    if not all(_left(workers, (), wish) for workers in sides.values()):
+        return f"no engine that is up serves the model {wish.prompt.model[:_SHOWN]!r}"
+    if wish.prompt.sampled:
+        if all(worker.engine is Engine.SGLANG for worker in _able(view.decode, wish)):
+            fix = "send the request without n, once for each answer"
+            raise Refused("n", f"SGLang hands over one answer to a prompt: {fix}")
+        return "no decode engine of vLLM is up, and n needs one"
+    return "no prefill and decode engine that are up can hand over: engine or version differ"
+
+
+class _Group(NamedTuple):
+    """Engines that all pair with one another, and the turn among them."""
+
+    prefill: list[WorkerView]
+    decode: list[WorkerView]
+    turn: int
+
+
+def _left(workers: Sequence[WorkerView], tried: Collection[int], wish: Wish) -> list[WorkerView]:
+    found = [w for w in _able(workers, wish) if w.up and w.index not in tried]
+    return [w for w in found if w.trusted] or found
+
+
+def _able(workers: Sequence[WorkerView], wish: Wish) -> list[WorkerView]:
+    """Return those that serve what is asked for, up or not."""
+    found = [w for w in workers if w.serves(wish.prompt.model)]
+    return [w for w in found if w.engine in wish.api.engines]
+
+
+def _best_group(
+    view: View, prefill: list[WorkerView], decode: list[WorkerView], turn: int
+) -> _Group | None:
+    """Return engines that pair: if there are any, of those that probes have proven."""
+    proven = [w for w in prefill if w.proven], [w for w in decode if w.proven]
+    return (
+        _group(*proven, view.broken, turn)
+        or _group(prefill, decode, view.broken, turn)
+        or _group(prefill, decode, (), turn)
+    )
+
+
+def _group(
+    prefill: list[WorkerView],
+    decode: list[WorkerView],
+    broken: Collection[tuple[int, int]],
+    turn: int,
+) -> _Group | None:
+    """Return engines that pair. While a fleet is upgraded, requests are shared between old and
+    new ones in proportion to the smaller side of each."""
+    if not prefill or not decode:
+        return None
+    first = prefill[0]
+    if not broken and all(_alike(first, worker) for worker in (*prefill, *decode)):
+        return _Group(prefill, decode, turn)
+    groups: dict[tuple[int, ...], _Group] = {}
+    for worker in prefill:
+        partners = [
+            other
+            for other in decode
+            if worker.pairs_with(other) and (worker.index, other.index) not in broken
+        ]
+        if partners:
+            key = tuple(other.index for other in partners)
+            groups.setdefault(key, _Group([], partners, 0)).prefill.append(worker)
+    weights = [min(len(group.prefill), len(group.decode)) for group in groups.values()]
+    if not weights:
+        return None
+    cycle, place = divmod(turn, sum(weights))
+    for group, weight in zip(groups.values(), weights, strict=True):
+        if place < weight:
+            return group._replace(turn=cycle * weight + place)
+        place -= weight
+    raise AssertionError("a turn falls into one group")
+
+
+def _alike(one: WorkerView, other: WorkerView) -> bool:
+    return (
+        one.engine is other.engine and one.version == other.version and one.models == other.models
+    )
+
+
+def _place(
+    policy: Policy, workers: Sequence[WorkerView], wish: Wish, role: Role, options: Options
+) -> Place:
+    """Return where one leg goes. Policies that do not look at loads choose an engine first."""
+    draw = wish.draw if role is Role.PREFILL else wish.draw * 2**20 % 1.0
+    hits = wish.hits.get(role, {})
+    job = Job(wish.prompt.tokens, wish.turn, draw, wish.session)
+    if policy in (Policy.ROUND_ROBIN, Policy.RANDOM):
+        engines = [
+            Candidate(Target(place), worker.ranks[0]) for place, worker in enumerate(workers)
+        ]
+        chosen = pick(policy, engines, job)
+        worker = workers[chosen.candidate.target.worker]
+        within = Policy.LEAST_TOKENS if options.dp_minimum_tokens else Policy.ROUND_ROBIN
+        turn = job.turn // len(workers)
+        found = pick(within, _candidates([worker], hits), job._replace(turn=turn))
+        found = Pick(found.candidate, chosen.why)
+    else:
+        found = pick(policy, _candidates(workers, hits), job)
+    hit = hits.get(found.candidate.target, Hit()).tokens
+    return Place(found.candidate.target, found.why, max(0, wish.prompt.tokens - hit), hit)
+
+
+def _candidates(workers: Sequence[WorkerView], hits: Mapping[Target, Hit]) -> list[Candidate]:
+    return [
+        Candidate(target, load, worker.name, hits[target].worth if target in hits else 0.0)
+        for worker in workers
+        for target, load in worker.targets()
+    ]
+
+
+def _handover(
+    engine: Engine, card: str | None, prompt: Prompt, options: Options
+) -> tuple[Mode, Reason]:
+    if engine is Engine.SGLANG:
+        return Mode.BOOTSTRAP, Reason.DEFAULT
+    if engine is not Engine.VLLM:
+        return Mode.PULL, Reason.CONNECTOR
+    if options.pull:
+        return Mode.PULL, Reason.FORCED
+    if prompt.tokens < options.push_min_tokens:
+        return Mode.PULL, Reason.SHORT
+    if card is None:
+        return Mode.PULL, Reason.NO_CARD
+    return Mode.PUSH, Reason.DEFAULT

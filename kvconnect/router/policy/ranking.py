@@ -1,0 +1,170 @@
+"""Which of several targets one leg goes to. Pure: the same candidates, the same pick.
+
+Loads are in tokens. A target whose engine has not said what others do there is taken to be as busy
+with that as the busiest that has, and loses every tie: unknown is not idle. Equal targets take
+turns. With every policy each target that is up gets requests as long as others do not stay idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from hashlib import blake2b
+from typing import NamedTuple
+
+from kvconnect.router.policy.loads import Load, Target
+
+_SPILL = 1.25  # of the mean load: above it, a session moves on
+
+
+class Policy(str, Enum):
+    """How a target is picked."""
+
+    LEAST_TOKENS = "least_tokens"
+    ROUND_ROBIN = "round_robin"
+    RANDOM = "random"
+    POWER_OF_TWO = "power_of_two"
+    CACHE_AWARE = "cache_aware"
+    SESSION = "session"
+
+
+class Why(str, Enum):
+    """Why a target was picked."""
+
+    ONLY = "only"  # there was no other
+    LEAST = "least_tokens"
+    TURN = "turn"
+    RANDOM = "random"
+    LESS_OF_TWO = "less_of_two"
+    HIT = "hit"  # cached tokens saved more than its load cost
+    NO_HIT = "no_hit"  # nothing cached, or too busy where it is: the least tokens
+    STICKY = "sticky"
+    SPILLED = "spilled"  # the session's own target was too busy
+    NO_SESSION = "no_session"  # least tokens, because the request names none
+
+
+class Candidate(NamedTuple):
+    """A target that could serve.
+
+    Attributes:
+        name: of the target; stable over restarts and equal in all routers.
+        hit: tokens of the prompt that it has cached, less what it costs to load them.
+    """
+
+    target: Target
+    load: Load
+    name: str = ""
+    hit: float = 0.0
+
+
+class Job(NamedTuple):
+    """What is to be placed.
+
+    Attributes:
+        tokens: length of the prompt.
+        turn: counts requests, and attempts of one.
+        draw: a random number of at least 0 and less than 1.
+        session: what a client calls a run of requests that belong together; may be empty.
+    """
+
+    tokens: int
+    turn: int
+    draw: float = 0.0
+    session: str = ""
+
+
+class Pick(NamedTuple):
+    """One of the candidates, and the reason."""
+
+    candidate: Candidate
+    why: Why
+
+
+def pick(policy: Policy, candidates: Sequence[Candidate], job: Job) -> Pick:
+    """Return where ``job`` goes; there is at least one candidate."""
+    if len(candidates) == 1:
+        return Pick(candidates[0], Why.ONLY)
+    return _POLICIES[policy](candidates, job)
+
+
+def tokens_at(candidates: Sequence[Candidate]) -> list[int]:
+    """Return the load of each, unknown parts estimated. Never negative."""
+    worst = max((candidate.load.foreign or 0 for candidate in candidates), default=0)
+    return [
+        candidate.load.own + (worst if candidate.load.foreign is None else candidate.load.foreign)
+        for candidate in candidates
+    ]
+
+
+def least(candidates: Sequence[Candidate], costs: Sequence[float], turn: int) -> Candidate:
+    """Return the one that costs least. Of equals a known one, then the one that has gone longest
+    without a request, which is nearest to being done; then they take turns."""
+    ranked = [
+        (cost, candidate.load.foreign is None, candidate.load.sent)
+        for cost, candidate in zip(costs, candidates, strict=True)
+    ]
+    best = min(ranked)
+    ties = [candidate for key, candidate in zip(ranked, candidates, strict=True) if key == best]
+    return ties[turn % len(ties)]
+
+
+def _least_tokens(candidates: Sequence[Candidate], job: Job) -> Pick:
+    return Pick(least(candidates, tokens_at(candidates), job.turn), Why.LEAST)
+
+
+def _round_robin(candidates: Sequence[Candidate], job: Job) -> Pick:
+    return Pick(candidates[job.turn % len(candidates)], Why.TURN)
+
+
+def _random(candidates: Sequence[Candidate], job: Job) -> Pick:
+    return Pick(candidates[int(job.draw * len(candidates))], Why.RANDOM)
+
+
+def _power_of_two(candidates: Sequence[Candidate], job: Job) -> Pick:
+    others = len(candidates) - 1
+    first, second = divmod(int(job.draw * len(candidates) * others), others)
+    second += second >= first
+    loads = tokens_at(candidates)
+    two = [candidates[first], candidates[second]]
+    return Pick(least(two, [loads[first], loads[second]], job.turn), Why.LESS_OF_TWO)
+
+
+def _cache_aware(candidates: Sequence[Candidate], job: Job) -> Pick:
+    """Take the least work until the prompt is done: what waits there, and what is not cached.
+
+    This bounds the load: a target is preferred to the least busy one only while it is busier by
+    less than the hit saves.
+    """
+    loads = tokens_at(candidates)
+    costs = [load - candidate.hit for load, candidate in zip(loads, candidates, strict=True)]
+    best = least(candidates, costs, job.turn)
+    return Pick(best, Why.HIT if best.hit > 0 else Why.NO_HIT)
+
+
+def _session(candidates: Sequence[Candidate], job: Job) -> Pick:
+    """Rendezvous hashing: when a target comes or goes, only its own sessions move."""
+    loads = tokens_at(candidates)
+    if not job.session:
+        return Pick(least(candidates, loads, job.turn), Why.NO_SESSION)
+    order = sorted(zip(candidates, loads, strict=True), key=lambda p: _weight(job.session, p[0]))
+    bound = _SPILL * sum(loads) / len(loads) + job.tokens
+    for place, (candidate, load) in enumerate(order):
+        if load <= bound:
+            return Pick(candidate, Why.SPILLED if place else Why.STICKY)
+    raise AssertionError("one load is not above their mean")
+
+
+def _weight(session: str, candidate: Candidate) -> bytes:
+    """Equal in every router and after every restart, as Python's own hash is not."""
+    text = f"{session}\0{candidate.name}\0{candidate.target.rank}"
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+
+
+_POLICIES: dict[Policy, Callable[[Sequence[Candidate], Job], Pick]] = {
+    Policy.LEAST_TOKENS: _least_tokens,
+    Policy.ROUND_ROBIN: _round_robin,
+    Policy.RANDOM: _random,
+    Policy.POWER_OF_TWO: _power_of_two,
+    Policy.CACHE_AWARE: _cache_aware,
+    Policy.SESSION: _session,
+}

@@ -1,0 +1,166 @@
+"""What a request's trace says of the router: the request, its wait, its choices, its legs.
+
+``RequestSpans`` and ``LegSpan`` do nothing: they are for while tracing is off. On the event loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from kvconnect.observability import tracing
+from kvconnect.router.metrics import LegOutcome, Outcome
+from kvconnect.router.policy.choice import Choice, Place
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+    from kvconnect.observability.tracing.otel import Tracer
+    from kvconnect.router.fleet.upstreams import Upstream
+    from kvconnect.router.http.reply import Reply
+
+_FINE = (Outcome.OK, Outcome.REJECTED, Outcome.CANCELLED)
+_FINE_LEG = (LegOutcome.OK, LegOutcome.REJECTED, LegOutcome.CANCELLED)
+
+
+class LegSpan:
+    """A request to one engine."""
+
+    def headers(self) -> Mapping[str, str]:
+        """Return the headers that make the engine's spans part of the trace."""
+        return {}
+
+    def end(self, outcome: LegOutcome) -> None:
+        """The leg is over."""
+
+
+class RequestSpans:
+    """A client's request, from its head on."""
+
+    def turn(self, turn: AbstractAsyncContextManager[None]) -> AbstractAsyncContextManager[None]:
+        """Return ``turn``, which waits when entered."""
+        return turn
+
+    def chosen(self, choice: Choice | None) -> None:
+        """An attempt was given its engines, or there are none."""
+
+    def leg(self, upstream: Upstream, place: Place) -> LegSpan:  # noqa: ARG002
+        """Return the span of a leg that begins."""
+        return _NO_LEG
+
+    def first_byte(self) -> None:
+        """A streamed answer begins."""
+
+    def end(self, outcome: Outcome, reply: Reply) -> None:
+        """The request is over."""
+
+
+_NO_LEG, _NO_SPANS = LegSpan(), RequestSpans()
+
+
+class Spans:
+    """Makes the spans of one router, if the environment wants any."""
+
+    def __init__(self) -> None:
+        self._tracer = tracing.of_environment("kvconnect-router")
+
+    def of(self, request: web.Request) -> RequestSpans:
+        """Return those of one request."""
+        return _NO_SPANS if self._tracer is None else _Request(self._tracer, request)
+
+    def close(self) -> None:
+        """Send what has not been sent; may take seconds."""
+        if self._tracer is not None:
+            self._tracer.close()
+
+
+class _Request(RequestSpans):
+    def __init__(self, tracer: Tracer, request: web.Request) -> None:
+        from kvconnect.observability.tracing import otel
+
+        self._tracer, self._otel = tracer, otel
+        self._since = time.time_ns()  # when the request came, or what was before the next ended
+        self._path = request.path
+        about = {"http.request.method": request.method, "http.route": self._path}
+        about |= {"url.path": self._path, "url.scheme": request.scheme}
+        parent = tracer.continued(request.headers)
+        name = f"{request.method} {self._path}"
+        self._root = tracer.start(name, parent, otel.SERVER, self._since, about)
+        self._context = otel.within(self._root)
+
+    @asynccontextmanager
+    async def turn(self, turn: AbstractAsyncContextManager[None]) -> AsyncIterator[None]:
+        began = time.time_ns()
+        async with turn:
+            self._since = time.time_ns()
+            self._tracer.record("queue", self._context, (began, self._since), {})
+            yield
+
+    def chosen(self, choice: Choice | None) -> None:
+        about: dict[str, str | int] = {}
+        if choice is not None:
+            about = {"kvconnect.mode": choice.mode.value, "kvconnect.reason": choice.reason.value}
+            for leg, place in (("prefill", choice.prefill), ("decode", choice.decode)):
+                if place is not None:
+                    about |= _place(place, f"kvconnect.{leg}")
+        error = "" if choice else "no engines"
+        self._tracer.record("choose", self._context, (self._since, time.time_ns()), about, error)
+
+    def leg(self, upstream: Upstream, place: Place) -> LegSpan:
+        base, name = upstream.base, upstream.role.value
+        about = _place(place, "kvconnect")
+        about |= {"http.request.method": "POST", "url.full": upstream.url + self._path}
+        about |= {"server.address": base.host, "server.port": base.port}
+        began, client = time.time_ns(), self._otel.CLIENT
+        span = self._tracer.start(name, self._context, client, began, about)
+        return _Leg(span, self._otel.headers_of(span), self._ended)
+
+    def first_byte(self) -> None:
+        self._root.add_event("first_byte")
+
+    def end(self, outcome: Outcome, reply: Reply) -> None:
+        self._root.set_attribute("kvconnect.outcome", outcome.value)
+        if reply.status:
+            self._root.set_attribute("http.response.status_code", reply.status)
+        if reply.choice is not None:
+            self._root.set_attribute("kvconnect.mode", reply.choice.mode.value)
+            self._root.set_attribute("kvconnect.reason", reply.choice.reason.value)
+        if outcome not in _FINE:
+            self._otel.fail(self._root, outcome.value)
+        self._root.end()
+
+    def _ended(self, span: Span, outcome: LegOutcome) -> None:
+        span.set_attribute("kvconnect.outcome", outcome.value)
+        if outcome not in _FINE_LEG:
+            self._otel.fail(span, outcome.value)
+        self._since = time.time_ns()
+        span.end(self._since)
+
+
+class _Leg(LegSpan):
+    def __init__(
+        self, span: Span, headers: Mapping[str, str], ended: Callable[[Span, LegOutcome], None]
+    ) -> None:
+        self._span, self._headers, self._ended = span, headers, ended
+
+    def headers(self) -> Mapping[str, str]:
+        return self._headers
+
+    def end(self, outcome: LegOutcome) -> None:
+        self._ended(self._span, outcome)
+
+
+def _place(place: Place, prefix: str) -> dict[str, str | int]:
+    """Return where a leg runs and why."""
+    about: dict[str, str | int] = {
+        f"{prefix}.worker": place.target.worker,
+        f"{prefix}.why": place.why.value,
+        f"{prefix}.expected_hit_tokens": place.hit,
+    }
+    if place.target.rank is not None:
+        about[f"{prefix}.rank"] = place.target.rank
+    return about

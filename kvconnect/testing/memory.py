@@ -1,0 +1,150 @@
+"""Blocks for the checks of stores, in buffers that notice what is written beside them."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import random
+from array import array
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+
+from kvconnect.tiers.backends.base import Outcome, Store
+from kvconnect.transport.base import Area, Piece, Unit
+
+_PAGE = mmap.PAGESIZE
+_GUARD = 0x5A
+
+
+class Place:
+    """A buffer with known bytes around it. ``shift`` is where it starts within a page."""
+
+    def __init__(self, nbytes: int, shift: int = 0) -> None:
+        self._map = mmap.mmap(-1, _PAGE + shift + nbytes + _PAGE)
+        self._map[:] = bytes([_GUARD]) * len(self._map)
+        self._start = _PAGE + shift
+        self.view = memoryview(self._map)[self._start : self._start + nbytes]
+
+    def content(self) -> bytes:
+        """Return what the buffer holds, after a look at what is around it."""
+        end = self._start + self.view.nbytes
+        around = self._map[: self._start] + self._map[end:]
+        if around.count(_GUARD) != len(around):
+            raise AssertionError("bytes beside the buffer were written")
+        return bytes(self.view)
+
+
+def payload_of(key: bytes, nbytes: int, version: int = 0) -> bytes:
+    """Return random bytes that are always the same for these arguments."""
+    return random.Random(f"{key.hex()}/{version}").randbytes(nbytes)
+
+
+def put(store: Store, blocks: dict[bytes, bytes]) -> list[Outcome]:
+    """Put blocks from buffers at every kind of address."""
+    places = []
+    for number, payload in enumerate(blocks.values()):
+        place = Place(len(payload), (0, 1, 512)[number % 3])
+        place.view[:] = payload
+        places.append(place)
+    outcomes = store.put(list(blocks), [place.view for place in places])
+    for place, payload in zip(places, blocks.values(), strict=True):
+        if place.content() != payload:
+            raise AssertionError("put changed its source")
+    return outcomes
+
+
+def get(store: Store, sizes: dict[bytes, int], shift: int = 0) -> list[bytes | Outcome]:
+    """Get blocks; for each return its bytes, or why there are none."""
+    places = [Place(nbytes, shift) for nbytes in sizes.values()]
+    outcomes = store.get(list(sizes), [place.view for place in places])
+    if len(outcomes) != len(sizes):
+        raise AssertionError("one outcome per key is needed")
+    contents = [place.content() for place in places]
+    return [
+        content if outcome is Outcome.OK else outcome
+        for content, outcome in zip(contents, outcomes, strict=True)
+    ]
+
+
+def spoil_files(folder: Path, payload: bytes) -> int:
+    """Flip a bit in every copy of a payload in a folder's files; return how many there were."""
+    found = 0
+    for path in [path for path in folder.rglob("*") if path.is_file()]:
+        data = bytearray(path.read_bytes())
+        at = data.find(payload)
+        while at >= 0:
+            found += 1
+            data[at + len(payload) // 2] ^= 1
+            path.write_bytes(data)
+            at = data.find(payload)
+    return found
+
+
+# Memory with pages in it, and how to read it the slow and obvious way.
+
+
+class Pages:
+    """``nbytes`` of memory that serves as a KV cache, registered with a transport as it is.
+
+    ``data`` is its contents. ``seed`` fills it with random bytes; without one it is zero.
+    """
+
+    def __init__(self, nbytes: int, seed: int | None = None) -> None:
+        filling = bytes(nbytes) if seed is None else random.Random(seed).randbytes(nbytes)
+        self.data = bytearray(filling)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.data))
+
+    def areas(self) -> tuple[Area, ...]:
+        return (Area(self.address, len(self.data)),)
+
+    def area_of(self, unit: Unit) -> Area:  # noqa: ARG002 - there is one
+        return self.areas()[0]
+
+    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
+        yield Piece(self.address, len(self.data), unit, ids)
+
+    incoming = outgoing
+
+    def runs(self, unit: Unit, ids: Sequence[int]) -> Iterator[slice]:
+        """Yield where in ``data`` the byte runs of wire blocks are, in wire order."""
+        triples = len(unit.segments) // unit.phases
+        for number in ids:
+            page, phase = divmod(number, unit.phases)
+            for i in range(phase * triples, (phase + 1) * triples, 3):
+                offset, stride, length = unit.segments[i : i + 3]
+                yield slice(offset + page * stride, offset + page * stride + length)
+
+    def read(self, unit: Unit, ids: Sequence[int]) -> bytes:
+        """Return the bytes of wire blocks in wire order."""
+        return b"".join(self.data[run] for run in self.runs(unit, ids))
+
+    def write(self, unit: Unit, ids: Sequence[int], content: bytes) -> None:
+        """Put ``content`` where wire blocks are."""
+        start = 0
+        for run in self.runs(unit, ids):
+            end = start + run.stop - run.start
+            self.data[run] = content[start:end]
+            start = end
+
+
+def plain_unit(block_bytes: int, offset: int = 0) -> Unit:
+    """Wire blocks that lie one after the other."""
+    return Unit(array("q", [offset, block_bytes, block_bytes]), 1, block_bytes)
+
+
+def split_unit(run_bytes: int, runs: int, pages: int, offset: int = 0) -> Unit:
+    """Wire blocks of several runs that lie far apart, as those of several layers do."""
+    layer_bytes = run_bytes * pages
+    triples = [(offset + i * layer_bytes, run_bytes, run_bytes) for i in range(runs)]
+    return Unit(array("q", [n for triple in triples for n in triple]), 1, run_bytes * runs)
+
+
+def phased_unit(run_bytes: int, runs: int, phases: int, offset: int = 0) -> Unit:
+    """Wire blocks that are a part of a page: ``phases`` of them in each, their runs interleaved."""
+    page_bytes = run_bytes * runs * phases
+    triples = [
+        (offset + (i * phases + phase) * run_bytes, page_bytes, run_bytes)
+        for phase in range(phases)
+        for i in range(runs)
+    ]
+    return Unit(array("q", [n for triple in triples for n in triple]), phases, run_bytes * runs)

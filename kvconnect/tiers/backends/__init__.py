@@ -1,0 +1,115 @@
+"""Places that keep blocks below the device: host memory, and by name the tiers below it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
+
+from kvconnect.errors import ConfigError
+from kvconnect.tiers.backends.base import Outcome, Store, Usage
+from kvconnect.types import Tier
+
+if TYPE_CHECKING:
+    from kvconnect.tiers.backends.remote import Keys
+
+__all__ = ["ENTRY_POINTS", "Outcome", "Store", "Usage", "make_remote", "make_store", "make_tiers"]
+
+logger = logging.getLogger(__name__)
+
+_OWN = ("disk", "valkey", "object", "mooncake", "memory", "null")
+
+ENTRY_POINTS = "kvconnect.stores"
+"""Entry-point group of stores that other packages bring: callables that are given the settings
+(a mapping) and the fingerprint, and return a :class:`Store` or raise :class:`ConfigError`."""
+
+
+def make_store(
+    kind: str, settings: Mapping[str, object], fingerprint: bytes, keys: Keys | None = None
+) -> Store:
+    """Return a new store of a kind; nothing of the others is loaded.
+
+    Args:
+        kind: ``disk``, ``valkey``, ``object``, ``mooncake``, ``memory``, ``null``, or the name of
+            another package's entry point.
+        settings: those of the kind; see its class.
+        fingerprint: names the format of the blocks. Blocks of other formats are not found.
+        keys: what records on shared servers are sealed with. Stores of other packages do not.
+
+    Raises:
+        ConfigError: no store is called that, or it cannot be used with these settings.
+    """
+    if kind in ("disk", "valkey", "object", "mooncake"):
+        try:
+            return _make_large(kind, settings, fingerprint, keys)
+        except ImportError as error:
+            raise ConfigError("store", kind, f"install {error.name}") from error
+    if kind == "memory":
+        from kvconnect.tiers.backends.memory import MemoryStore
+
+        return MemoryStore.from_settings(settings)
+    if kind == "null":
+        from kvconnect.tiers.backends.memory import NullStore
+
+        return NullStore.from_settings(settings)
+    return _from_elsewhere(kind, settings, fingerprint)
+
+
+def make_remote(
+    settings: Mapping[str, object], fingerprint: bytes, keys: Keys | None = None
+) -> Store:
+    """Return a store as a user describes it, with its ``kind`` among the settings.
+
+    Raises:
+        ConfigError: as of :func:`make_store`.
+    """
+    rest = {name: value for name, value in settings.items() if name != "kind"}
+    return make_store(str(settings["kind"]), rest, fingerprint, keys)
+
+
+def make_tiers(makers: Mapping[Tier, Callable[[], Store]]) -> dict[Tier, Store]:
+    """Return a worker's tiers, in the same order. Where one cannot be made, those before it are
+    closed, and what its maker raises is raised."""
+    stores: dict[Tier, Store] = {}
+    with ExitStack() as undo:
+        for tier, make in makers.items():
+            stores[tier] = undo.enter_context(closing(make()))
+            logger.info("KVConnect tier %s: %r", tier.value, stores[tier])
+        undo.pop_all()
+    return stores
+
+
+def _make_large(
+    kind: str, settings: Mapping[str, object], fingerprint: bytes, keys: Keys | None
+) -> Store:
+    """Return a store that needs packages which may be missing; raise :class:`ImportError`."""
+    if kind == "disk":
+        from kvconnect.tiers.backends.disk import DiskStore
+
+        return DiskStore.from_settings(settings, fingerprint)
+    if kind == "valkey":
+        from kvconnect.tiers.backends.valkey import make_valkey_store
+
+        return make_valkey_store(settings, fingerprint, keys)
+    if kind == "mooncake":
+        from kvconnect.tiers.backends.mooncake import make_mooncake_store
+
+        return make_mooncake_store(settings, fingerprint, keys)
+    from kvconnect.tiers.backends.object import make_object_store
+
+    return make_object_store(settings, fingerprint, keys)
+
+
+def _from_elsewhere(kind: str, settings: Mapping[str, object], fingerprint: bytes) -> Store:
+    for entry in entry_points(group=ENTRY_POINTS, name=kind):
+        try:
+            make = entry.load()
+        except (ImportError, AttributeError) as error:
+            fix = f"its package cannot be loaded ({error}): install it again, or name another"
+            raise ConfigError("store", kind, fix) from error
+        store: Store = make(settings, fingerprint)
+        return store
+    others = sorted({entry.name for entry in entry_points(group=ENTRY_POINTS)})
+    raise ConfigError("store", kind, f"use {', '.join([*_OWN, *others])}")

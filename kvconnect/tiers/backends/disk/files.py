@@ -1,0 +1,189 @@
+"""An open folder, and open files of whole pages in it, past the page cache where that can be."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import stat
+from collections.abc import Callable, Sequence
+
+from kvconnect.tiers.backends.disk.record import PAGE
+
+
+class Directory:
+    """An open folder. Its files are reached by its descriptor, so nobody can put another folder in
+    its place; symbolic links are not followed. All calls raise :class:`OSError`. Threads: any.
+
+    ``within``: the folder that it is looked for in, again without following links.
+    """
+
+    def __init__(self, path: str, within: Directory | None = None) -> None:
+        self.path = path
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        if within is None:
+            self.fd = os.open(path, flags)
+        else:
+            self.fd = os.open(os.path.basename(path), flags | os.O_NOFOLLOW, dir_fd=within.fd)
+        self.user = os.fstat(self.fd).st_uid
+
+    def folder(self, name: str, make: bool = False) -> Directory:
+        """Open a folder in this one, made for its owner alone if there is none."""
+        if make:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=self.fd)
+        return Directory(os.path.join(self.path, name), self)
+
+    def open(self, name: str, flags: int) -> int:
+        """Open a plain file that belongs to the folder's user, under no other name as well.
+
+        Anything else is EPERM: whoever could put it here must not choose what is read or written.
+        """
+        # One that waits for a writer, as pipes do, must not hold anybody up.
+        flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        handle = os.open(name, flags, 0o600, dir_fd=self.fd)
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, handle)
+            if flags & os.O_EXCL and os.geteuid() == 0 != self.user:
+                os.fchown(handle, self.user, -1)  # root repairs another user's folder
+            found = os.fstat(handle)
+            if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1 and found.st_uid == self.user:
+                undo.pop_all()
+                return handle
+        raise OSError(errno.EPERM, f"{name} is no file of the folder's owner alone")
+
+    def read(self, name: str, most: int) -> bytes | None:
+        """Return what a file holds, None if that is more than ``most`` bytes."""
+        with open(self.open(name, os.O_RDONLY), "rb") as file:
+            data = file.read(most + 1)
+        return data if len(data) <= most else None
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file in one piece: after a crash it is there as a whole or not at all."""
+        spare = f"{name}.new"
+        with contextlib.suppress(FileNotFoundError):
+            self.unlink(spare)
+        handle = self.open(spare, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            if os.write(handle, data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(handle)
+        self.rename(spare, name)
+
+    def names(self) -> list[str]:
+        """Return what is in it."""
+        return os.listdir(self.fd)
+
+    def unlink(self, name: str) -> None:
+        """Remove a file, or a link and not what it leads to."""
+        os.unlink(name, dir_fd=self.fd)
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a file another name, in place of who has it."""
+        os.rename(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+
+    def close(self) -> None:
+        """Close it. Idempotent; open files stay open."""
+        if self.fd >= 0:
+            close_handle(self.fd)
+            self.fd = -1
+
+
+class PageFile:
+    """Reads and writes whole pages at page offsets. Threads: any, but for ``close``.
+
+    Buffers must start at pages of memory. All calls raise :class:`OSError`; a transfer that ends
+    early is ENOSPC for a write and EIO for a read.
+    """
+
+    def __init__(self, folder: Directory, name: str, flags: int) -> None:
+        try:
+            self.fd = folder.open(name, flags | os.O_DIRECT)
+            self.direct = True
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # Some kernels refuse the flag after they have made the file.
+            self.fd = folder.open(name, flags & ~os.O_EXCL)
+            self.direct = False
+
+    def read(self, views: Sequence[memoryview], offset: int) -> None:
+        """Fill buffers from an offset on."""
+        count = self._retried(lambda: os.preadv(self.fd, views, offset))
+        if count != sum(view.nbytes for view in views):
+            raise OSError(errno.EIO, "the file ends early")
+        if not self.direct:
+            os.posix_fadvise(self.fd, offset, count, os.POSIX_FADV_DONTNEED)
+
+    def write(self, views: Sequence[memoryview], offset: int) -> None:
+        """Write buffers at an offset."""
+        count = self._retried(lambda: os.pwritev(self.fd, views, offset))
+        if count != sum(view.nbytes for view in views):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def write_page(self, data: bytes | bytearray, offset: int) -> None:
+        """Write one page from memory of any kind."""
+        with mmap.mmap(-1, PAGE) as memory:
+            memory[:] = data
+            with memoryview(memory) as view:
+                self.write([view], offset)
+
+    def allocate(self, nbytes: int) -> None:
+        """Have room for so many bytes, so that later writes neither grow the file nor run out."""
+        os.posix_fallocate(self.fd, 0, nbytes)
+
+    def finish(self, nbytes: int) -> None:
+        """Cut the file to what is used of it, and drop what the page cache has."""
+        os.ftruncate(self.fd, nbytes)
+        if not self.direct:
+            os.fdatasync(self.fd)  # dirty pages cannot be dropped
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def size(self) -> int:
+        """Return the file's length in bytes."""
+        return os.fstat(self.fd).st_size
+
+    def next_data(self, offset: int) -> int:
+        """Return the page from this offset on that may not be empty; the file's end at most."""
+        try:
+            return os.lseek(self.fd, offset, os.SEEK_DATA) // PAGE * PAGE
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return self.size()
+            if error.errno == errno.EINVAL:  # a file system that does not tell
+                return offset
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        close_handle(self.fd)
+
+    def _retried(self, transfer: Callable[[], int]) -> int:
+        try:
+            return transfer()
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self.direct:
+                raise
+        # It took the flag at opening and cannot keep to it.
+        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        self.direct = False
+        return transfer()
+
+
+def close_handle(handle: int) -> None:
+    """Close an open file or folder. On a disk that is gone Linux closes it and says EIO, of which
+    nothing follows: what was not written is found out by its digest."""
+    with contextlib.suppress(OSError):
+        os.close(handle)
+
+
+def starts_at_page(view: memoryview) -> bool:
+    """Whether a buffer starts at a page of memory; a read-only one counts as if it did not."""
+    if view.readonly:
+        return False  # Python gives no address of those
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) % PAGE == 0

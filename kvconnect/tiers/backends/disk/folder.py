@@ -1,0 +1,230 @@
+"""A worker's folder: who owns it, and which segments are in it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import re
+import stat
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+from kvconnect.errors import ConfigError
+from kvconnect.tiers.backends.disk.files import Directory, close_handle
+from kvconnect.tiers.backends.disk.segment import INDEX, SEGMENT, Stem
+
+logger = logging.getLogger(__name__)
+
+LOCK = "LOCK"
+_PATIENCE_S = 1.0
+_FILE = re.compile(rf"(\d{{8}})(?:\{SEGMENT}|\{INDEX}|\{INDEX}\.new)")
+
+
+class Folder:
+    """``path/owner``, made if needed and locked for this process until ``close``.
+
+    Raises:
+        ConfigError: another process has it, it holds other files, it cannot be written, or others
+            than its user can write there: they would decide what this process reads and writes.
+    """
+
+    def __init__(self, path: str, owner: str) -> None:
+        self.path = os.path.join(path, owner)
+        self._handle = -1
+        with contextlib.ExitStack() as undo:
+            try:
+                os.makedirs(path, mode=0o700, exist_ok=True)
+                with contextlib.closing(Directory(path)) as top:
+                    self.files = top.folder(owner, make=True)
+                undo.callback(self.close)
+                self._check(path)
+                self._handle = _lock_soon(self.files)
+                if self._handle < 0:
+                    user = holder(self.files)
+                    fix = f"it is in use by {user}: end that, or give every worker its own owner"
+                    raise ConfigError("owner", owner, fix)
+                _locked.add(self)
+                os.ftruncate(self._handle, 0)
+                os.pwrite(self._handle, b"%d\n" % os.getpid(), 0)
+                sweep(self.files)
+                self._next = 1 + max(numbers_in(self.files), default=0)
+            except OSError as error:
+                fix = f"{error.strerror}: name a folder that can be written to"
+                raise ConfigError("path", path, fix) from error
+            undo.pop_all()
+
+    def _check(self, path: str) -> None:
+        """Raise :class:`ConfigError` if the folder is not this user's alone, or not the tier's."""
+        mode, user = os.fstat(self.files.fd).st_mode, os.geteuid()
+        if self.files.user != user:
+            fix = f"{self.path} belongs to user {self.files.user}: name a folder of user {user}"
+            raise ConfigError("path", path, fix)
+        if mode & stat.S_IWOTH:
+            fix = f"anybody can write to {self.path}: name a new folder, or run chmod o-w"
+            raise ConfigError("path", path, fix)
+        if mode & stat.S_IWGRP:  # as Kubernetes sets it for the volume's group
+            logger.warning("disk tier: %s is not open to its group any more", self.path)
+            os.fchmod(self.files.fd, stat.S_IMODE(mode) & ~stat.S_IWGRP)
+        others = set(self.files.names()) - {LOCK}
+        if others and LOCK not in self.files.names():
+            fix = f"{self.path} holds other files: name an empty folder or a new one"
+            raise ConfigError("path", path, fix)
+
+    def stem(self, number: int) -> Stem:
+        """Return where a segment is."""
+        return stem_of(self.files, number)
+
+    def new_stem(self) -> Stem:
+        """Return the place of a segment that never was."""
+        self._next += 1
+        return self.stem(self._next - 1)
+
+    def free_bytes(self) -> int:
+        """Return what the file system has left; raise :class:`OSError`."""
+        found = os.fstatvfs(self.files.fd)
+        return found.f_bavail * found.f_frsize
+
+    def close(self) -> None:
+        """Let others have the folder, also while a child of this process lives. Idempotent."""
+        if self._handle >= 0:
+            with contextlib.suppress(OSError):  # of a disk that is gone, closing unlocks as well
+                fcntl.flock(self._handle, fcntl.LOCK_UN)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Close what is open, and leave the lock to the process that has it. Idempotent."""
+        _locked.discard(self)
+        if self._handle >= 0:
+            close_handle(self._handle)
+            self._handle = -1
+        self.files.close()
+
+
+_locked: set[Folder] = set()
+
+
+def _forked() -> None:
+    """In a child that was forked: it would keep the lock for as long as it lives."""
+    for folder in list(_locked):
+        folder.let_go()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def stem_of(folder: Directory, number: int) -> Stem:
+    """Return where a segment is."""
+    return Stem(folder, f"{number:08d}")
+
+
+def numbers_in(folder: Directory) -> list[int]:
+    """Return the numbers of the segments in a folder, oldest first; raise :class:`OSError`."""
+    found = map(_FILE.fullmatch, folder.names())
+    return sorted(int(match[1]) for match in found if match and match[0].endswith(SEGMENT))
+
+
+def sweep(folder: Directory) -> None:
+    """Remove what a process left that was killed: indexes without a segment, or half written.
+
+    Raises :class:`OSError`.
+    """
+    whole = set(numbers_in(folder))
+    for name in folder.names():
+        match = _FILE.fullmatch(name)
+        if match and (int(match[1]) not in whole or name.endswith(".new")):
+            with contextlib.suppress(OSError):
+                folder.unlink(name)
+
+
+def lock(folder: Directory, make: bool = False) -> int:
+    """Lock a worker's folder; return the open handle, -1 if another has it.
+
+    Raises :class:`OSError` if there is no way to know.
+    """
+    handle = folder.open(LOCK, os.O_RDWR | (os.O_CREAT if make else 0))
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return -1
+        raise
+    return handle
+
+
+def _lock_soon(folder: Directory) -> int:
+    """As :func:`lock`, but not put off by who only looks, or is about to end."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        handle = lock(folder, make=True)
+        if handle >= 0 or time.monotonic() >= deadline:
+            return handle
+        time.sleep(_PATIENCE_S / 20)
+
+
+def holder(folder: Directory) -> str:
+    """Return who has a folder, in words."""
+    try:
+        found = folder.read(LOCK, 32)
+        return f"process {int(found or b'')}"
+    except (OSError, ValueError):
+        return "another process"
+
+
+# What fingerprints mean in words: a small file per format, beside a worker's segments.
+#
+# People and filters go by it, nothing else: whoever can write the folder can write anything here.
+
+
+MODEL = "model"
+"""The word under which the model's name stands."""
+
+MOST_ABOUT = 16 << 10
+"""Bytes of such a file at most."""
+
+_FOLDER = "formats"
+
+
+def pack_about(about: Mapping[str, str]) -> bytes:
+    """Return the content of the file."""
+    return json.dumps(dict(about), indent=1).encode() + b"\n"
+
+
+def remember(folder: Directory, fingerprint: bytes, about: Mapping[str, str]) -> None:
+    """Write down what a fingerprint means, in place of what was said before.
+
+    Nothing depends on it, so a disk that is full is only logged.
+    """
+    if not about:
+        return  # what is known stays known
+    try:
+        with contextlib.closing(folder.folder(_FOLDER, make=True)) as formats:
+            formats.put(_name(fingerprint), pack_about(about))
+    except OSError as error:
+        logger.warning("disk tier: %s of %s cannot be written: %s", _FOLDER, folder.path, error)
+
+
+def recall(folder: Directory, fingerprint: bytes) -> dict[str, str]:
+    """Return what a fingerprint means; nothing if that is not known, or not readable."""
+    try:
+        with contextlib.closing(folder.folder(_FOLDER)) as formats:
+            data = formats.read(_name(fingerprint), MOST_ABOUT)
+        if data is not None:
+            return msgspec.json.decode(data, type=dict[str, str])
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:  # what msgspec raises is a ValueError
+        logger.debug("disk tier: %s: %s", _name(fingerprint), error)
+    name = _name(fingerprint)
+    logger.warning("disk tier: %s in %s is damaged and is not used", name, folder.path)
+    return {}
+
+
+def _name(fingerprint: bytes) -> str:
+    return f"{fingerprint.hex()}.json"

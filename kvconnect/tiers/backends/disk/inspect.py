@@ -1,0 +1,329 @@
+"""Looks into a folder of the disk tier from outside, while engines use it or not."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+
+from kvconnect.cache.keys import TENANT_BYTES
+from kvconnect.errors import ConfigError
+from kvconnect.tiers.backends.disk.files import Directory, PageFile
+from kvconnect.tiers.backends.disk.folder import (
+    LOCK,
+    MODEL,
+    Folder,
+    holder,
+    lock,
+    numbers_in,
+    recall,
+    stem_of,
+)
+from kvconnect.tiers.backends.disk.recovery import intact, look, read_head
+from kvconnect.tiers.backends.disk.segment import Segment, Stem, delete
+from kvconnect.tiers.backends.support import PagePool
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+"""Is told how many bytes are done, of how many."""
+
+
+class Entry(NamedTuple):
+    """One block. ``seconds`` since 1970; ``model`` is "" where it is not known."""
+
+    owner: str
+    format: str
+    model: str
+    tenant: str
+    key: str
+    nbytes: int
+    seconds: int
+
+
+class Wanted(NamedTuple):
+    """Which blocks are meant: those for which all of this is so.
+
+    Attributes:
+        before: put before this time in seconds since 1970; None: at any time.
+        formats: what the hexadecimal fingerprint begins with.
+        model: name of the model; "": where it is not known; None: any.
+        tenant: what the key begins with, see ``plan.keys``; None: any.
+    """
+
+    before: float | None = None
+    formats: str = ""
+    model: str | None = None
+    tenant: bytes | None = None
+
+    def rows(self, segment: Segment) -> list[int]:
+        """Return the rows of a segment of a wanted format."""
+        keys, _, _, seconds = segment.rows
+        return [
+            row
+            for row, key in enumerate(keys)
+            if (self.before is None or seconds[row] < self.before)
+            and (self.tenant is None or key[:TENANT_BYTES] == self.tenant)
+        ]
+
+
+@dataclass
+class Part:
+    """What one worker's folder holds in one format. Times in seconds since 1970, 0 for none;
+    ``model`` is "" where it is not known; ``tenants`` has the bytes of blocks by tenant id."""
+
+    owner: str
+    format: str
+    in_use_by: str
+    model: str = ""
+    segments: int = 0
+    file_bytes: int = 0
+    blocks: int = 0
+    block_bytes: int = 0
+    oldest: int = 0
+    newest: int = 0
+    tenants: dict[str, int] = field(default_factory=dict)
+
+    def take_in(self, segment: Segment) -> None:
+        """Add a segment's numbers."""
+        seconds = segment.rows.seconds
+        self.segments += 1
+        self.file_bytes += segment.nbytes
+        self.blocks += len(seconds)
+        self.block_bytes += sum(segment.rows.lengths)
+        if seconds:
+            self.oldest = min(self.oldest or seconds[0], *seconds)
+            self.newest = max(self.newest, *seconds)
+        by_tenant: Counter[bytes] = Counter()
+        for key, nbytes in zip(segment.rows.keys, segment.rows.lengths, strict=True):
+            by_tenant[key[:TENANT_BYTES]] += nbytes
+        for tenant, nbytes in by_tenant.items():
+            self.tenants[tenant.hex()] = self.tenants.get(tenant.hex(), 0) + nbytes
+
+    def json(self) -> dict[str, object]:
+        """Return the numbers under their names."""
+        return asdict(self)
+
+
+@dataclass
+class Verdict:
+    """What a look at every byte found. ``bad`` blocks are damaged or cannot be read; ``removed``
+    of them were, those of a folder that no engine uses."""
+
+    blocks: int = 0
+    nbytes: int = 0
+    bad: int = 0
+    removed: int = 0
+
+    def json(self) -> dict[str, object]:
+        """Return the numbers under their names."""
+        return asdict(self)
+
+
+def owners(path: str) -> list[str]:
+    """Return the names of the workers that have a folder in the tier.
+
+    Raises:
+        ConfigError: there is no such folder, or it is not one of the tier.
+    """
+    try:
+        found = [n for n in os.listdir(path) if os.path.isfile(os.path.join(path, n, LOCK))]
+    except OSError as error:
+        raise ConfigError("path", path, f"{error.strerror}: name the tier's folder") from error
+    if not found:
+        raise ConfigError("path", path, "no worker has blocks there: name the tier's folder")
+    return sorted(found)
+
+
+@contextmanager
+def _opened(path: str, owner: str) -> Iterator[Directory]:
+    """Open a worker's folder; raise :class:`ConfigError` if that cannot be."""
+    try:
+        with closing(Directory(path)) as top:
+            folder = top.folder(owner)
+    except OSError as error:
+        fix = f"{owner} in it cannot be opened: {error.strerror}"
+        raise ConfigError("path", path, fix) from error
+    with closing(folder):
+        yield folder
+
+
+def stats(path: str, model: str | None = None) -> list[Part]:
+    """Return what each worker holds in each format, see :class:`Wanted`.
+
+    Raises :class:`ConfigError`.
+    """
+    parts: list[Part] = []
+    for owner in owners(path):
+        by_format: dict[str, Part] = {}
+        with _opened(path, owner) as folder:
+            user = _user(folder)
+            for segment, called in _of(folder, Wanted(model=model)):
+                name = segment.head.fingerprint.hex()
+                by_format.setdefault(name, Part(owner, name, user, called)).take_in(segment)
+        parts += by_format.values()
+        if not by_format and model is None:
+            parts.append(Part(owner, "", user))
+    return parts
+
+
+def ls(path: str, wanted: Wanted) -> Iterator[Entry]:
+    """Yield blocks, worker by worker, oldest segment first. Raises :class:`ConfigError`."""
+    for owner in owners(path):
+        with _opened(path, owner) as folder:
+            for segment, model in _of(folder, wanted):
+                name, (keys, _, lengths, seconds) = segment.head.fingerprint.hex(), segment.rows
+                for row in wanted.rows(segment):
+                    tenant, key = keys[row][:TENANT_BYTES].hex(), keys[row].hex()
+                    yield Entry(owner, name, model, tenant, key, lengths[row], seconds[row])
+
+
+def verify(path: str, progress: Progress) -> Verdict:
+    """Read every block and compare its digest.
+
+    Bad ones are removed where no engine uses the folder; an engine does so when it meets them.
+    Raises :class:`ConfigError`.
+    """
+    verdict = Verdict()
+    total = sum(part.block_bytes for part in stats(path))
+    pool = PagePool()
+    for owner in owners(path):
+        with _opened(path, owner) as folder:
+            handle = _try_lock(folder)
+            try:
+                for segment in segments(folder, os.O_RDONLY if handle < 0 else os.O_RDWR):
+                    bad = []
+                    for row, nbytes in enumerate(segment.rows.lengths):
+                        if not _good(segment, row, pool):
+                            bad.append(row)
+                        verdict.nbytes += nbytes
+                        progress(verdict.nbytes, total)
+                    if bad and _reused(segment, pool):
+                        continue  # its file has become another segment's meanwhile
+                    verdict.blocks += len(segment.rows.keys)
+                    verdict.bad += len(bad)
+                    if bad and handle >= 0:
+                        verdict.removed += _remove(segment, bad)
+            finally:
+                if handle >= 0:
+                    os.close(handle)
+    return verdict
+
+
+def clear(path: str, wanted: Wanted) -> int:
+    """Remove blocks; return how many. Their bytes are not overwritten, but not found again.
+
+    Raises:
+        ConfigError: an engine uses a worker's folder; nothing has been removed then.
+    """
+    folders = []
+    removed = 0
+    try:
+        for owner in owners(path):
+            folders.append(Folder(path, owner))
+        for folder in folders:
+            for segment, _ in _of(folder.files, wanted, os.O_RDWR):
+                rows = wanted.rows(segment)
+                if rows or not segment.rows.keys:
+                    removed += _remove(segment, rows)
+    finally:
+        for folder in folders:
+            folder.close()
+    return removed
+
+
+def segments(folder: Directory, mode: int = os.O_RDONLY) -> Iterator[Segment]:
+    """Yield the segments of a worker's folder, open until the next one is asked for.
+
+    What is being written or removed meanwhile may be among them or not.
+    """
+    pool = PagePool()
+    for number in numbers_in(folder):
+        stem = stem_of(folder, number)
+        try:
+            file = PageFile(folder, stem.segment_file, mode)
+        except OSError as error:  # removed since, or not ours to read
+            logger.debug("disk tier: %s: %s", stem, error)
+            continue
+        try:
+            segment = _look(stem, file, pool)
+            if segment is not None:
+                yield segment
+        finally:
+            file.close()
+
+
+def _of(
+    folder: Directory, wanted: Wanted, mode: int = os.O_RDONLY
+) -> Iterator[tuple[Segment, str]]:
+    """Yield the :func:`segments` of the wanted formats, each with its model's name."""
+    models: dict[bytes, str] = {}
+    for segment in segments(folder, mode):
+        fingerprint = segment.head.fingerprint
+        if fingerprint not in models:
+            models[fingerprint] = recall(folder, fingerprint).get(MODEL, "")
+        model = models[fingerprint]
+        if fingerprint.hex().startswith(wanted.formats) and wanted.model in (None, model):
+            yield segment, model
+
+
+def _look(stem: Stem, file: PageFile, pool: PagePool) -> Segment | None:
+    try:
+        head = read_head(file, pool)
+        if head is None:
+            return None
+        segment = Segment(stem, head, file)
+        look(segment, pool)
+        return segment
+    except OSError as error:
+        logger.warning("disk tier: %s cannot be read: %s", stem, error)
+        return None
+
+
+def _good(segment: Segment, row: int, pool: PagePool) -> bool:
+    try:
+        return intact(segment, row, pool)
+    except OSError as error:
+        logger.warning("disk tier: %s cannot be read: %s", segment.stem, error)
+        return False
+
+
+def _reused(segment: Segment, pool: PagePool) -> bool:
+    try:
+        return read_head(segment.file, pool) != segment.head
+    except OSError:
+        return False
+
+
+def _remove(segment: Segment, rows: list[int]) -> int:
+    """Remove some records of a segment that nobody uses; return how many."""
+    if len(rows) == len(segment.rows.keys):
+        delete(segment.stem)
+    elif segment.kill(rows):
+        gone = set(rows)
+        segment.seal([row for row in range(len(segment.rows.keys)) if row not in gone])
+    else:
+        return 0
+    return len(rows)
+
+
+def _user(folder: Directory) -> str:
+    """Return which process uses a worker's folder, "" for none."""
+    handle = _try_lock(folder)
+    if handle < 0:
+        return holder(folder)
+    os.close(handle)
+    return ""
+
+
+def _try_lock(folder: Directory) -> int:
+    """Lock a folder; return the handle, -1 if it is in use or cannot be written."""
+    try:
+        return lock(folder)
+    except OSError as error:
+        logger.debug("disk tier: %s cannot be locked: %s", folder.path, error)
+        return -1

@@ -1,0 +1,216 @@
+"""The disk tier behind the seam."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from kvconnect.offload.eviction import make_policy
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.tiers.backends.base import (
+    Outcome,
+    Store,
+    Usage,
+    check_buffers,
+    check_fingerprint,
+    check_keys,
+)
+from kvconnect.tiers.backends.disk.folder import Folder, remember
+from kvconnect.tiers.backends.disk.frames import MOST_PAYLOAD
+from kvconnect.tiers.backends.disk.log import Log
+from kvconnect.tiers.backends.disk.options import DiskOptions, parse_options
+from kvconnect.tiers.backends.disk.record import PAGE, index_bytes, pages_of
+from kvconnect.tiers.backends.disk.table import SLOTS, Table
+from kvconnect.tiers.backends.disk.transfers import Reading, Writing
+from kvconnect.tiers.backends.support import Breaker, Budget, Gate, Meter, PagePool
+from kvconnect.types import TransferType
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_S = 30.0  # a disk that hangs must not keep the process
+_PATIENCE = 3  # reads that fail before the disk is left alone: one bad spot is no bad disk
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EBUSY)
+
+
+class Guards(NamedTuple):
+    """What keeps a disk from being used."""
+
+    writes: Breaker
+    reads: Breaker
+    budget: Budget
+
+
+class DiskStore(Store):
+    """Blocks of one worker in a folder of its own.
+
+    Blocks are appended to segments; a full disk drops the segment that the policy names. Nothing
+    is waited for to reach the disk: a crash costs what was under way, and after a power failure
+    a block that did not get there is found out by its digest. A block is read and written past the
+    page cache where the file system can do that.
+
+    ``clock`` gives seconds since 1970 and ``steady`` those of a clock that never jumps.
+    Raises :class:`ConfigError` for a folder that cannot be used.
+    """
+
+    def __init__(
+        self,
+        options: DiskOptions,
+        fingerprint: bytes,
+        clock: Callable[[], float] = time.time,
+        steady: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._options = options
+        self._fingerprint = check_fingerprint(fingerprint)
+        self._clock = clock
+        self._steady = steady
+        self._meter = Meter()
+        self._folder = Folder(options.path, options.owner)
+        policy = make_policy(options.policy, SLOTS)
+        self._table = Table(policy, options.ttl_s, options.share_bytes)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._folder.close)
+            self._log = Log(
+                self._folder, self._table, options, fingerprint, clock, self._meter.evicted
+            )
+            remember(self._folder.files, fingerprint, options.about)
+            undo.pop_all()
+        self._pool = PagePool()
+        self._gate = Gate()
+        self._guards = Guards(
+            Breaker(1), Breaker(_PATIENCE), Budget(options.daily_write_bytes, steady())
+        )
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, object], fingerprint: bytes) -> DiskStore:
+        """Return a store with these settings; see :class:`DiskOptions`."""
+        return cls(parse_options(settings), fingerprint)
+
+    def __repr__(self) -> str:
+        held = self._table.held()
+        state = "closed" if self._gate.closed else "open"
+        return f"DiskStore({self._folder.path}, {held.blocks} blocks, {state})"
+
+    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+        check_buffers(keys, payloads, writable=False)
+        with self._gate.enter() as let_in:
+            outcomes = [Outcome.SIZE if let_in else Outcome.UNAVAILABLE] * len(keys)
+            fitting = [n for n, key in enumerate(keys) if self._fits(key, payloads[n].nbytes)]
+            if let_in and fitting:
+                done = self._share([keys[n] for n in fitting], [payloads[n] for n in fitting])
+                for number, outcome in zip(fitting, done, strict=True):
+                    outcomes[number] = outcome
+        self._meter.ended(outcomes)
+        return outcomes
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+        check_buffers(keys, buffers, writable=True)
+        with self._gate.enter() as let_in:
+            if let_in and keys and self._guards.reads.enter(self._steady()):
+                outcomes = self._read(keys, buffers)
+            else:
+                outcomes = [Outcome.UNAVAILABLE] * len(keys)
+        self._meter.ended(outcomes)
+        return outcomes
+
+    def exists(self, keys: Sequence[bytes]) -> list[int]:
+        check_keys(keys)
+        with self._gate.enter() as let_in:
+            if let_in and self._guards.reads.allows(self._steady()):
+                return self._table.lengths(keys, self._clock())
+        return [0] * len(keys)
+
+    def remove(self, keys: Sequence[bytes]) -> list[Outcome]:
+        check_keys(keys)
+        with self._gate.enter() as let_in:
+            if not let_in:
+                return [Outcome.UNAVAILABLE] * len(keys)
+            meaning = {None: Outcome.ABSENT, True: Outcome.OK, False: Outcome.FAILED}
+            outcomes = [meaning[noted] for noted in self._log.drop(keys)]
+        self._meter.ended(outcomes)
+        return outcomes
+
+    def usage(self) -> Usage:
+        held, now = self._table.held(), self._steady()
+        guards = (self._guards.reads, self._guards.writes)
+        available = not self._gate.closed and all(guard.allows(now) for guard in guards)
+        return Usage(held.blocks, held.nbytes, self._options.capacity, available)
+
+    def take_stats(self) -> OffloadingConnectorStats | None:
+        return self._meter.take()
+
+    def close(self) -> None:
+        if not self._gate.close():
+            return  # it was closed before
+        if self._gate.wait(_CLOSE_S):
+            self._log.close()
+            self._folder.close()
+        else:  # the files stay open, and the folder locked, until this process ends
+            logger.warning("disk tier: calls on %s do not end", self._folder.path)
+
+    def _fits(self, key: bytes, nbytes: int) -> bool:
+        """Whether a block can be written, and an empty segment has room for it."""
+        needed = PAGE + pages_of(nbytes) * PAGE + index_bytes((key,))
+        return nbytes <= MOST_PAYLOAD and needed <= self._options.segment_bytes
+
+    def _share(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+        """Write the blocks that their tenants may store."""
+        lengths = [payload.nbytes for payload in payloads]
+        with self._table.admit(keys, lengths) as admitted:
+            if len(admitted) == len(keys):
+                return self._write(keys, payloads)
+            outcomes = [Outcome.LIMITED] * len(keys)
+            if admitted:
+                done = self._write([keys[n] for n in admitted], [payloads[n] for n in admitted])
+                for number, outcome in zip(admitted, done, strict=True):
+                    outcomes[number] = outcome
+        self._log.expire()  # else a tenant that is alone would wait for others to write
+        return outcomes
+
+    def _write(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+        now = self._steady()
+        nbytes = sum(payload.nbytes for payload in payloads)
+        if not self._guards.writes.enter(now):
+            return [Outcome.UNAVAILABLE] * len(keys)
+        if not self._guards.budget.spend(nbytes, now):
+            return [Outcome.LIMITED] * len(keys)
+        writing = Writing(self._log, self._pool, self._fingerprint, self._clock())
+        outcomes = writing.run(keys, payloads)
+        if writing.error is None:
+            self._guards.writes.worked()
+        elif writing.error.errno != errno.EBUSY:  # that is over in a moment
+            self._guards.writes.failed(now)
+            logger.warning("disk tier: cannot write to %s: %s", self._folder.path, writing.error)
+        if writing.error is not None and writing.error.errno in _NO_ROOM:
+            outcomes = [o if o is Outcome.OK else Outcome.FULL for o in outcomes]
+        self._count(TransferType.CPU_TO_DISK, payloads, outcomes, writing.seconds)
+        return outcomes
+
+    def _read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+        reading = Reading(self._table, self._pool, self._clock)
+        outcomes = reading.run(keys, buffers)
+        if reading.error is not None:
+            self._guards.reads.failed(self._steady())
+            logger.warning("disk tier: cannot read from %s: %s", self._folder.path, reading.error)
+        elif Outcome.OK in outcomes:
+            self._guards.reads.worked()
+        lost = (Outcome.CORRUPT, Outcome.FAILED)
+        bad = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome in lost]
+        if bad:
+            logger.warning("disk tier: %d blocks of %s are damaged", len(bad), self._folder.path)
+            self._log.drop(bad)
+        self._count(TransferType.DISK_TO_CPU, buffers, outcomes, reading.seconds)
+        return outcomes
+
+    def _count(
+        self,
+        kind: TransferType,
+        buffers: Sequence[memoryview],
+        outcomes: Sequence[Outcome],
+        seconds: float,
+    ) -> None:
+        moved = (b.nbytes for b, o in zip(buffers, outcomes, strict=True) if o is Outcome.OK)
+        self._meter.moved(kind, sum(moved), seconds)

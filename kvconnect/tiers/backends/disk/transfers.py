@@ -1,0 +1,184 @@
+"""Blocks between memory and the segments, in as few and as large transfers as can be."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import xxhash
+
+from kvconnect.tiers.backends.base import Outcome
+from kvconnect.tiers.backends.disk.frames import MOST_BYTES, MOST_RECORDS, Frames
+from kvconnect.tiers.backends.disk.log import Log
+from kvconnect.tiers.backends.disk.record import (
+    LAST_SECOND,
+    PAGE,
+    RecordHead,
+    pages_of,
+)
+from kvconnect.tiers.backends.disk.segment import Segment
+from kvconnect.tiers.backends.disk.table import Place, Table
+from kvconnect.tiers.backends.support import PagePool
+
+logger = logging.getLogger(__name__)
+
+_TURNS = 3  # a block may be replaced while it is read, but hardly three times
+
+
+class Writing:
+    """One call's blocks on their way to the disk. ``seconds`` is the time the disk took.
+
+    ``error`` is the last one that the system raised. For one thread.
+    """
+
+    def __init__(self, log: Log, pool: PagePool, fingerprint: bytes, now: float) -> None:
+        self._log = log
+        self._pool = pool
+        self._fingerprint = fingerprint
+        self._now = min(max(int(now), 0), LAST_SECOND)  # of a clock that is wrong, too
+        self.seconds = 0.0
+        self.error: OSError | None = None
+
+    def run(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+        """Write blocks until one fails; return the outcome of each.
+
+        Those after a failure are not tried: what is wrong with the disk is wrong for them, too.
+        """
+        outcomes: list[Outcome] = []
+        digests = [xxhash.xxh3_64_intdigest(payload) for payload in payloads]
+        heads = [
+            RecordHead(key, self._fingerprint, payload.nbytes, self._now, digest)
+            for key, payload, digest in zip(keys, payloads, digests, strict=True)
+        ]
+        while len(outcomes) < len(keys) and self.error is None:
+            start = len(outcomes)
+            end = _batch_end([payload.nbytes for payload in payloads], start)
+            try:
+                done = self._write(heads[start:end], payloads[start:end])
+                outcomes += [Outcome.OK] * done
+            except OSError as error:
+                self.error = error
+        return outcomes + [Outcome.FAILED] * (len(keys) - len(outcomes))
+
+    def _write(self, heads: Sequence[RecordHead], payloads: Sequence[memoryview]) -> int:
+        """Write the first of these records, as many as fit side by side; return how many."""
+        run = self._log.reserve([h.key for h in heads], [h.length for h in heads])
+        heads, payloads = heads[: run.records], payloads[: run.records]
+        offsets, offset = [], run.offset
+        for head in heads:
+            offsets.append(offset)
+            offset += pages_of(head.length) * PAGE
+        try:
+            with Frames(self._pool, payloads) as frames:
+                frames.fill(heads, run.segment.head.identity)
+                started = time.perf_counter()
+                run.segment.file.write(frames.views(), run.offset)
+                self.seconds += time.perf_counter() - started
+        except OSError:
+            self._log.abandon(run)
+            raise
+        self._log.commit(run, heads, offsets)
+        return run.records
+
+
+class Reading:
+    """One call's blocks on their way from the disk. ``seconds`` is the time the disk took.
+
+    ``error`` is the last one that the system raised. For one thread.
+    """
+
+    def __init__(self, table: Table, pool: PagePool, clock: Callable[[], float]) -> None:
+        self._table = table
+        self._pool = pool
+        self._clock = clock
+        self.seconds = 0.0
+        self.error: OSError | None = None
+
+    def run(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+        """Read blocks; return the outcome of each."""
+        outcomes = [Outcome.ABSENT] * len(keys)
+        todo = list(range(len(keys)))
+        for turn in range(_TURNS):
+            places = self._table.find([keys[n] for n in todo], self._clock())
+            found = dict(zip(todo, places, strict=True))
+            try:
+                self._read(keys, buffers, found, outcomes, side_by_side=turn == 0)
+            finally:
+                self._table.give_back([place for place in places if place is not None])
+            # Replaced while it was read; or near a spot of the disk that cannot be read.
+            again = (Outcome.CORRUPT, Outcome.FAILED) if turn == 0 else (Outcome.CORRUPT,)
+            todo = [n for n in todo if outcomes[n] in again]
+            if not todo:
+                break
+        return outcomes
+
+    def _read(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        places: dict[int, Place | None],
+        outcomes: list[Outcome],
+        side_by_side: bool,
+    ) -> None:
+        wanted = []
+        for number, place in places.items():
+            if place is None:
+                outcomes[number] = Outcome.ABSENT
+            elif place.length != buffers[number].nbytes:
+                outcomes[number] = Outcome.SIZE
+            else:
+                wanted.append((place, number))
+        for segment, page, numbers in _runs(wanted, MOST_RECORDS if side_by_side else 1):
+            try:
+                with Frames(self._pool, [buffers[number] for number in numbers]) as frames:
+                    started = time.perf_counter()
+                    segment.file.read(frames.views(), page * PAGE)
+                    self.seconds += time.perf_counter() - started
+                    for at, number in enumerate(numbers):
+                        head = frames.take(at, segment.head.identity)
+                        good = _is(head, keys[number], buffers[number])
+                        outcomes[number] = Outcome.OK if good else Outcome.CORRUPT
+            except OSError as error:
+                self.error = error
+                for number in numbers:
+                    outcomes[number] = Outcome.FAILED
+
+
+def _is(head: RecordHead | None, key: bytes, payload: memoryview) -> bool:
+    """Whether a record is that of a key, and the payload is what was stored."""
+    return (
+        head is not None
+        and head.live
+        and head.key == key
+        and head.length == payload.nbytes
+        and head.digest == xxhash.xxh3_64_intdigest(payload)
+    )
+
+
+def _runs(wanted: list[tuple[Place, int]], most: int) -> Iterator[tuple[Segment, int, list[int]]]:
+    """Yield (segment, first page, numbers) of blocks that lie side by side, ``most`` at a time."""
+    wanted.sort(key=lambda pair: (pair[0].segment.slot, pair[0].page))
+    at = 0
+    while at < len(wanted):
+        place, number = wanted[at]
+        numbers, end, nbytes = [number], place.page + pages_of(place.length), place.length
+        at += 1
+        while at < len(wanted) and len(numbers) < most and nbytes < MOST_BYTES:
+            following, number = wanted[at]
+            if following.segment is not place.segment or following.page != end:
+                break
+            numbers.append(number)
+            end += pages_of(following.length)
+            nbytes += following.length
+            at += 1
+        yield place.segment, place.page, numbers
+
+
+def _batch_end(lengths: Sequence[int], start: int) -> int:
+    """Return where the blocks from ``start`` on end that are written at once; at least one is."""
+    end, nbytes = start, 0
+    while end < len(lengths) and end - start < MOST_RECORDS and nbytes < MOST_BYTES:
+        nbytes += lengths[end]
+        end += 1
+    return end

@@ -1,0 +1,170 @@
+"""A store in this process's memory: the reference of the seam, and a fake for tests."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from kvconnect.offload.host_arena import load_hash
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.tiers.backends.base import (
+    Outcome,
+    Store,
+    Usage,
+    check_buffers,
+    check_keys,
+    parse_settings,
+)
+from kvconnect.tiers.backends.support import Meter
+
+
+class Kept(NamedTuple):
+    """One block."""
+
+    payload: bytes
+    digest: int
+
+
+class MemoryStore(Store):
+    """Up to ``capacity`` bytes of blocks; what was used least recently leaves first.
+
+    It lives and dies with the process, and so do its blocks: no fingerprint is needed.
+    Raises :class:`ConfigError` if the hash library is missing.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._hash = load_hash("store", "memory", "install xxhash")
+        self._lock = threading.Lock()
+        self._blocks: OrderedDict[bytes, Kept] = OrderedDict()
+        self._nbytes = 0
+        self._meter = Meter()
+        self._closed = False
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, object]) -> MemoryStore:
+        """Return a store of ``{"capacity": "1GiB"}``; raise :class:`ConfigError` otherwise."""
+        return cls(parse_settings(_Settings, settings, ("capacity",)).capacity)
+
+    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+        check_buffers(keys, payloads, writable=False)
+        with self._lock:
+            outcomes = [self._put(*pair) for pair in zip(keys, payloads, strict=True)]
+        self._meter.ended(outcomes)
+        return outcomes
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+        check_buffers(keys, buffers, writable=True)
+        with self._lock:
+            outcomes = [self._get(*pair) for pair in zip(keys, buffers, strict=True)]
+        self._meter.ended(outcomes)
+        return outcomes
+
+    def exists(self, keys: Sequence[bytes]) -> list[int]:
+        check_keys(keys)
+        with self._lock:
+            return [len(self._blocks[key].payload) if key in self._blocks else 0 for key in keys]
+
+    def remove(self, keys: Sequence[bytes]) -> list[Outcome]:
+        check_keys(keys)
+        with self._lock:
+            if self._closed:
+                return [Outcome.UNAVAILABLE] * len(keys)
+            return [Outcome.OK if self._drop(key) else Outcome.ABSENT for key in keys]
+
+    def usage(self) -> Usage:
+        with self._lock:
+            return Usage(len(self._blocks), self._nbytes, self._capacity, not self._closed)
+
+    def take_stats(self) -> OffloadingConnectorStats | None:
+        return self._meter.take()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._blocks.clear()
+            self._nbytes = 0
+
+    def _put(self, key: bytes, payload: memoryview) -> Outcome:
+        if self._closed:
+            return Outcome.UNAVAILABLE
+        if payload.nbytes > self._capacity:
+            return Outcome.SIZE
+        self._drop(key)
+        while self._nbytes + payload.nbytes > self._capacity:
+            self._drop(next(iter(self._blocks)))
+            self._meter.evicted(1)
+        self._blocks[key] = Kept(bytes(payload), self._hash(payload))
+        self._nbytes += payload.nbytes
+        return Outcome.OK
+
+    def _get(self, key: bytes, buffer: memoryview) -> Outcome:
+        if self._closed:
+            return Outcome.UNAVAILABLE
+        if key not in self._blocks:
+            return Outcome.ABSENT
+        payload, digest = self._blocks[key]
+        if len(payload) != buffer.nbytes:
+            return Outcome.SIZE
+        buffer[:] = payload
+        if self._hash(buffer) != digest:
+            self._drop(key)
+            return Outcome.CORRUPT
+        self._blocks.move_to_end(key)
+        return Outcome.OK
+
+    def _drop(self, key: bytes) -> bool:
+        """Forget a block; return whether there was one."""
+        kept = self._blocks.pop(key, None)
+        self._nbytes -= len(kept.payload) if kept else 0
+        return kept is not None
+
+
+class _Settings(msgspec.Struct, frozen=True):
+    capacity: int
+
+
+# A store that keeps nothing: what a tier costs that never has anything.
+
+
+class NullStore(Store):
+    """Takes every block and forgets it. Has no settings."""
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, object]) -> NullStore:
+        """Return a store; raise :class:`ConfigError` for any setting."""
+        parse_settings(_NoSettings, settings, ())
+        return cls()
+
+    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+        check_buffers(keys, payloads, writable=False)
+        return [Outcome.OK] * len(keys)
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+        check_buffers(keys, buffers, writable=True)
+        return [Outcome.ABSENT] * len(keys)
+
+    def exists(self, keys: Sequence[bytes]) -> list[int]:
+        check_keys(keys)
+        return [0] * len(keys)
+
+    def remove(self, keys: Sequence[bytes]) -> list[Outcome]:
+        check_keys(keys)
+        return [Outcome.ABSENT] * len(keys)
+
+    def usage(self) -> Usage:
+        return Usage(0, 0, 0, available=True)
+
+    def take_stats(self) -> OffloadingConnectorStats | None:
+        return None
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class _NoSettings(msgspec.Struct, frozen=True):
+    """None."""

@@ -1,0 +1,163 @@
+"""A shared tier on an object store: S3 and what speaks like it, GCS, Azure, or a file system."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import LocalStore, from_url
+
+from kvconnect.errors import ConfigError, TransferFailed
+from kvconnect.tiers.backends.base import Outcome, parse_settings
+from kvconnect.tiers.backends.remote import Keys, RemoteStore, Server
+
+T = TypeVar("T")
+
+_PREFIX = re.compile(r"[A-Za-z0-9_-]{1,64}(/[A-Za-z0-9_-]{1,64}){0,4}")
+_FILE = "file://"
+_PART = 200  # letters of a name between two slashes: file systems allow 255
+
+
+class ObjectOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the objects are.
+
+    Attributes:
+        url: ``s3://bucket``, ``gs://bucket``, ``az://account/container`` or ``file:///folder``.
+        config_file: JSON file with what the client needs beside that and does not find in its
+            environment, such as ``{"endpoint": "http://minio:9000", "access_key_id": ...}``.
+        prefix: what all names start with.
+        timeout_s: seconds after which a request has failed.
+        connections: requests at the same time.
+    """
+
+    url: str
+    config_file: str = ""
+    prefix: str = "kvconnect"
+    timeout_s: float = 5.0
+    connections: int = 8
+
+    def __post_init__(self) -> None:
+        if not _PREFIX.fullmatch(self.prefix):
+            fix = "use 1 to 64 letters, digits, _ and -, or some of those with / between them"
+            raise ConfigError("prefix", self.prefix, fix)
+        if not 0 < self.timeout_s <= 60:
+            raise ConfigError("timeout_s", self.timeout_s, "use seconds, at most 60")
+        if not 1 <= self.connections <= 64:
+            raise ConfigError("connections", self.connections, "use 1 to 64")
+
+
+def make_object_store(
+    settings: Mapping[str, object], fingerprint: bytes, keys: Keys | None = None
+) -> RemoteStore:
+    """Return a store with the settings of :class:`ObjectOptions`.
+
+    Raises :class:`ConfigError` for settings that cannot be used; a server that cannot be reached
+    now is no error.
+    """
+    options = parse_settings(ObjectOptions, settings, ())
+    return RemoteStore(ObjectServer(options), options.prefix, fingerprint, keys=keys)
+
+
+class ObjectServer(Server):
+    """One object per value, several requests at a time."""
+
+    def __init__(self, options: ObjectOptions) -> None:
+        self._url = options.url
+        self._client = _client(options)
+        self._threads = ThreadPoolExecutor(
+            options.connections, thread_name_prefix="kvconnect-object"
+        )
+
+    def __repr__(self) -> str:
+        return f"objects at {self._url}"
+
+    def store(self, names: Sequence[str], values: Sequence[memoryview]) -> list[Outcome]:
+        def put(pair: tuple[str, memoryview]) -> Outcome:
+            obstore.put(self._client, _path(pair[0]), pair[1], use_multipart=False)
+            return Outcome.OK
+
+        return self._each(put, list(zip(names, values, strict=True)))
+
+    def fetch(self, names: Sequence[str], most: int) -> list[memoryview | None]:
+        def get(name: str) -> memoryview | None:
+            try:
+                found = obstore.get(self._client, _path(name))  # no more than the head, as yet
+                if found.meta["size"] <= most:
+                    return memoryview(found.bytes())
+                return memoryview(
+                    obstore.get_range(self._client, _path(name), start=0, length=most)
+                )
+            except FileNotFoundError:
+                return None
+
+        return self._each(get, names)
+
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        return self._each(self._size, names)
+
+    def delete(self, names: Sequence[str]) -> list[bool]:
+        def drop(name: str) -> bool:
+            there = self._size(name) > 0
+            if there:
+                obstore.delete(self._client, _path(name))
+            return there
+
+        return self._each(drop, names)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+    def _size(self, name: str) -> int:
+        try:
+            return int(obstore.head(self._client, _path(name))["size"])
+        except FileNotFoundError:
+            return 0
+
+    def _each(self, request: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
+        try:
+            return list(self._threads.map(request, items))
+        except (BaseError, OSError) as error:
+            raise TransferFailed(f"{self!r}: {error}") from error
+
+
+def _client(options: ObjectOptions) -> Any:
+    config = _config(options.config_file)
+    try:
+        if options.url.startswith(_FILE):
+            return LocalStore(options.url.removeprefix(_FILE), mkdir=True)
+        timeout = timedelta(seconds=options.timeout_s)
+        http = str(config.get("endpoint", "")).startswith("http://")
+        return from_url(
+            options.url,
+            config=config,
+            client_options={"timeout": timeout, "connect_timeout": timeout, "allow_http": http},
+            # Servers now and then say that they are busy; one that stays so is left alone.
+            retry_config={"max_retries": 3, "retry_timeout": timeout},
+        )
+    except (BaseError, OSError, ValueError, TypeError) as error:
+        fix = f"use a bucket such as s3://bucket, or file:///folder: {error}"
+        raise ConfigError("url", options.url, fix) from error
+
+
+def _config(path: str) -> dict[str, Any]:
+    if not path:
+        return {}
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=dict[str, str | bool])
+    except (OSError, msgspec.DecodeError) as error:
+        fix = f"name a file with one JSON object of texts: {error}"
+        raise ConfigError("config_file", path, fix) from error
+
+
+def _path(name: str) -> str:
+    """Return an object's path. Its last part has an ending that no folder has."""
+    folder, _, key = name.rpartition("/")
+    parts = [key[start : start + _PART] for start in range(0, len(key), _PART)]
+    return "/".join([folder, *parts]) + ".kv"

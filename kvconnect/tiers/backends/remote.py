@@ -1,0 +1,342 @@
+"""Stores on servers that several engines share: what all of them do around their client library."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import struct
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from typing import NamedTuple, TypeVar
+
+import xxhash
+
+from kvconnect.errors import TransferFailed
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.tiers.backends.base import (
+    Outcome,
+    Store,
+    Usage,
+    check_buffers,
+    check_fingerprint,
+    check_keys,
+)
+from kvconnect.tiers.backends.support import Breaker, Gate, Meter, PagePool
+from kvconnect.types import TransferType
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MOST_BYTES = 8 << 20  # of values in one exchange with the server: bounds what a call copies
+_MOST_VALUES = 256
+_CLOSE_S = 30.0
+
+
+class Server(ABC):
+    """A client of a server that keeps values under names. Threads: any.
+
+    Every call takes a bounded time and raises :class:`TransferFailed` if the server does not
+    answer as it should. Names are ASCII: letters, digits and ``/ . : _ -``.
+    """
+
+    @abstractmethod
+    def store(self, names: Sequence[str], values: Sequence[memoryview]) -> list[Outcome]:
+        """Keep values, which are the caller's again afterwards; OK, FULL or FAILED for each."""
+
+    @abstractmethod
+    def fetch(self, names: Sequence[str], most: int) -> list[memoryview | None]:
+        """Return values, None for those that are not there. Of one that is longer than ``most``
+        bytes, only so many: others may have put anything there."""
+
+    @abstractmethod
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        """Return the bytes of each value, 0 for those that are not there."""
+
+    @abstractmethod
+    def delete(self, names: Sequence[str]) -> list[bool]:
+        """Forget values; return whether each was there."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close all connections. Nobody is in a call."""
+
+
+class RemoteStore(Store):
+    """Blocks as values of a server, each with its length and digest in front of it; with ``keys``,
+    a MAC. What was put with keys is not there for who has none, and the other way round; what is
+    not sealed by one of them is CORRUPT, and removed.
+
+    What is too much for the server, and how long it keeps a value, is the server's to decide. A
+    server that fails is left alone and probed with back-off; nothing is waited for longer than
+    the client's time-out.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        prefix: str,
+        fingerprint: bytes,
+        clock: Callable[[], float] = time.monotonic,
+        keys: Keys | None = None,
+    ) -> None:
+        self._server = server
+        self._seal: Seal = Mac(keys) if keys else Digest()
+        self._prefix = f"{prefix}/{self._seal.scope}{check_fingerprint(fingerprint).hex()}/"
+        self._clock = clock
+        self._meter = Meter()
+        self._breaker = Breaker(1)
+        self._gate = Gate()
+        self._pool = PagePool()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._gate.closed else "open"
+        return f"RemoteStore({self._server!r}, {self._prefix}, {state})"
+
+    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+        check_buffers(keys, payloads, writable=False)
+        outcomes: list[Outcome] = []
+        started = time.perf_counter()
+        for part in _parts([payload.nbytes for payload in payloads]):
+            outcomes += self._ask(self._put, keys[part], payloads[part])
+        self._count(TransferType.CPU_TO_REMOTE, payloads, outcomes, started)
+        return outcomes
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+        check_buffers(keys, buffers, writable=True)
+        outcomes: list[Outcome] = []
+        started = time.perf_counter()
+        for part in _parts([buffer.nbytes for buffer in buffers]):
+            outcomes += self._ask(self._get, keys[part], buffers[part])
+        self._count(TransferType.REMOTE_TO_CPU, buffers, outcomes, started)
+        return outcomes
+
+    def exists(self, keys: Sequence[bytes]) -> list[int]:
+        check_keys(keys)
+        sizes = self._call(lambda: self._server.sizes(self._names(keys)))
+        if isinstance(sizes, Outcome):
+            return [0] * len(keys)
+        return [max(0, size - self._seal.nbytes) for size in sizes]
+
+    def remove(self, keys: Sequence[bytes]) -> list[Outcome]:
+        check_keys(keys)
+        found = self._call(lambda: self._server.delete(self._names(keys)))
+        if isinstance(found, Outcome):
+            outcomes = [found] * len(keys)
+        else:
+            outcomes = [Outcome.OK if there else Outcome.ABSENT for there in found]
+        self._meter.ended(outcomes)
+        return outcomes
+
+    def usage(self) -> Usage:
+        available = not self._gate.closed and self._breaker.allows(self._clock())
+        return Usage(-1, 0, 0, available)
+
+    def take_stats(self) -> OffloadingConnectorStats | None:
+        return self._meter.take()
+
+    def close(self) -> None:
+        if self._gate.close() and self._gate.wait(_CLOSE_S):
+            self._server.close()
+
+    def _ask(
+        self,
+        exchange: Callable[[Sequence[bytes], Sequence[memoryview]], list[Outcome]],
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+    ) -> list[Outcome]:
+        answer = self._call(lambda: exchange(keys, buffers))
+        return [answer] * len(keys) if isinstance(answer, Outcome) else answer
+
+    def _call(self, call: Callable[[], T]) -> T | Outcome:
+        """Return what the server says, or why it was not asked or did not answer."""
+        with self._gate.enter() as let_in:
+            if not let_in or not self._breaker.enter(self._clock()):
+                return Outcome.UNAVAILABLE
+            try:
+                answer = call()
+            except TransferFailed as error:
+                logger.warning("shared tier: %s", error)
+                self._breaker.failed(self._clock())
+                return Outcome.FAILED
+            self._breaker.worked()
+            return answer
+
+    def _put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+        last = dict(zip(keys, payloads, strict=True))  # servers may be sent values in any order
+        names = self._names(list(last))
+        sizes = [self._seal.nbytes + payload.nbytes for payload in last.values()]
+        with self._pool.lent(sum(sizes)) as memory:
+            values, at = [], 0
+            for name, (key, payload), size in zip(names, last.items(), sizes, strict=True):
+                value = memory[at : at + size]
+                value[self._seal.nbytes :] = payload
+                own = value[self._seal.nbytes :]  # what goes out is what was signed
+                value[: self._seal.nbytes] = self._seal.head(name, key, own)
+                values.append(value)
+                at += size
+            outcomes = self._server.store(names, values)
+        by_key = dict(zip(last, outcomes, strict=True))
+        return [by_key[key] for key in keys]
+
+    def _get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+        names = self._names(keys)
+        most = self._seal.nbytes + max(buffer.nbytes for buffer in buffers) + 1
+        values = self._server.fetch(names, most)
+        outcomes = [
+            Outcome.ABSENT if value is None else self._seal.open(name, key, value, buffer)
+            for name, key, value, buffer in zip(names, keys, values, buffers, strict=True)
+        ]
+        bad = [name for name, o in zip(names, outcomes, strict=True) if o is Outcome.CORRUPT]
+        if bad:
+            logger.warning(
+                "shared tier: %d records of %s are damaged or not sealed by a key of ours, "
+                "and are removed",
+                len(bad),
+                self._prefix,
+            )
+            self._server.delete(bad)
+        return outcomes
+
+    def _names(self, keys: Sequence[bytes]) -> list[str]:
+        return [self._prefix + key.hex() for key in keys]
+
+    def _count(
+        self,
+        kind: TransferType,
+        buffers: Sequence[memoryview],
+        outcomes: Sequence[Outcome],
+        started: float,
+    ) -> None:
+        self._meter.ended(outcomes)
+        moved = (b.nbytes for b, o in zip(buffers, outcomes, strict=True) if o is Outcome.OK)
+        self._meter.moved(kind, sum(moved), time.perf_counter() - started)
+
+
+def _parts(lengths: Sequence[int]) -> Iterator[slice]:
+    """Yield slices of a batch that go to the server at once; one value at least."""
+    start = 0
+    while start < len(lengths):
+        end, nbytes = start, 0
+        while end < len(lengths) and end - start < _MOST_VALUES and nbytes < _MOST_BYTES:
+            nbytes += lengths[end]
+            end += 1
+        yield slice(start, end)
+        start = end
+
+
+# What stands in front of a record on a shared server, and tells it from others' bytes.
+#
+# Without a key that is a digest, which finds accidents. With one it is a MAC: who can write to the
+# server and does not have the key cannot make a record that is used, nor pass one off under another
+# name. hashlib lets go of the GIL for it.
+
+
+Keys = Callable[[], tuple[bytes, tuple[bytes, ...]]]
+"""Returns the key to seal with, and others that are good, too. Threads: any."""
+
+_FRONT = struct.Struct("<8sI")  # of every head: magic and length of the payload
+_DIGEST = struct.Struct("<Q")
+_ID_BYTES, _MAC_BYTES = 4, 32
+
+
+class _What(NamedTuple):
+    """What a proof is about, beside the payload: the head before it, and names of the record."""
+
+    front: bytes
+    name: str
+    key: bytes
+
+
+class Seal(ABC):
+    """Makes and checks heads of ``nbytes``. Records of one kind of seal have a ``scope``, which is
+    part of their names: they are not found by who has another. Threads: any."""
+
+    scope: str
+    nbytes: int
+    _magic: bytes
+
+    def head(self, name: str, key: bytes, payload: memoryview) -> bytes:
+        """Return what goes before a payload."""
+        front = _FRONT.pack(self._magic, payload.nbytes)
+        return front + self._proof(_What(front, name, key), payload)
+
+    def open(self, name: str, key: bytes, value: memoryview, buffer: memoryview) -> Outcome:
+        """Put a value's payload into a buffer; OK, SIZE or CORRUPT."""
+        if value.nbytes < self.nbytes:
+            return Outcome.CORRUPT
+        head = bytes(value[: self.nbytes])
+        magic, length = _FRONT.unpack_from(head)
+        there = value.nbytes - self.nbytes
+        if there != buffer.nbytes and magic == self._magic:
+            # Put with another length. A longer value may have been cut on its way.
+            return Outcome.SIZE if length == there or there > buffer.nbytes else Outcome.CORRUPT
+        if magic != self._magic or length != there:
+            return Outcome.CORRUPT
+        buffer[:] = value[self.nbytes :]  # first: others may be able to write to the value
+        what = _What(head[: _FRONT.size], name, key)
+        good = self._is_proven(head[_FRONT.size :], what, buffer)
+        return Outcome.OK if good else Outcome.CORRUPT
+
+    @abstractmethod
+    def _proof(self, what: _What, payload: memoryview) -> bytes: ...
+
+    @abstractmethod
+    def _is_proven(self, proof: bytes, what: _What, payload: memoryview) -> bool: ...
+
+
+class Digest(Seal):
+    """XXH3-64 of key and payload."""
+
+    scope = ""
+    nbytes = _FRONT.size + _DIGEST.size
+    _magic = b"KVC-val\n"
+
+    def _proof(self, what: _What, payload: memoryview) -> bytes:
+        # Another key's block is not taken for it.
+        return _DIGEST.pack(xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(what.key)))
+
+    def _is_proven(self, proof: bytes, what: _What, payload: memoryview) -> bool:
+        return proof == self._proof(what, payload)
+
+
+class Mac(Seal):
+    """Keyed BLAKE2b of name (which says the format), length and payload; before it, which key."""
+
+    scope = "sealed/"
+    nbytes = _FRONT.size + _ID_BYTES + _MAC_BYTES
+    _magic = b"KVC-mac\n"
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+
+    def _proof(self, what: _What, payload: memoryview) -> bytes:
+        number, secret = _derived(self._keys()[0])
+        return number + _mac(secret, what, payload)
+
+    def _is_proven(self, proof: bytes, what: _What, payload: memoryview) -> bool:
+        current, others = self._keys()
+        number, mac = proof[:_ID_BYTES], proof[_ID_BYTES:]
+        return any(
+            hmac.compare_digest(mac, _mac(secret, what, payload))
+            for mine, secret in map(_derived, (current, *others))
+            if mine == number
+        )
+
+
+@lru_cache(maxsize=16)
+def _derived(key: bytes) -> tuple[bytes, bytes]:
+    """Return a key's number and what records are sealed with: the key itself has other uses."""
+    secret = blake2b(key, digest_size=_MAC_BYTES, person=b"kvc record seal").digest()
+    return blake2b(secret, digest_size=_ID_BYTES, person=b"kvc record key").digest(), secret
+
+
+def _mac(secret: bytes, what: _What, payload: memoryview) -> bytes:
+    name = what.name.encode()
+    mac = blake2b(what.front, key=secret, digest_size=_MAC_BYTES)
+    mac.update(_DIGEST.pack(len(name)) + name)
+    mac.update(payload)
+    return mac.digest()

@@ -1,0 +1,231 @@
+"""A shared tier on Valkey or Redis, alone or as a cluster."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import ssl
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import valkey
+from valkey.backoff import NoBackoff
+from valkey.cluster import ClusterNode, ValkeyCluster
+from valkey.connection import Connection, ConnectionPool
+from valkey.exceptions import ConnectionError as Disconnected
+from valkey.exceptions import (
+    OutOfMemoryError,
+    ResponseError,
+    ValkeyClusterException,
+    ValkeyError,
+)
+from valkey.retry import Retry
+
+from kvconnect.errors import ConfigError, TransferFailed
+from kvconnect.tiers.backends.base import Outcome, parse_settings
+from kvconnect.tiers.backends.remote import Keys, RemoteStore, Server
+
+_PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+
+
+class ValkeyOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach the server.
+
+    Attributes:
+        address: ``HOST:PORT``; of a cluster, one of its nodes or some, with commas between them.
+        cluster: whether it is one.
+        user: whom to log in as; the server's default user if it is empty.
+        password_file: file with the password.
+        tls_dir: folder with ``ca.crt``, and ``tls.crt`` and ``tls.key`` if the server asks who we
+            are. Without it there is no TLS.
+        tls_name: name that the server's certificate must have, if it is not that of the address:
+            nodes of a cluster may know one another by numbers that no certificate names.
+        prefix: what all names on the server start with.
+        timeout_s: seconds after which a server that says nothing has failed.
+        ttl_s: seconds that the server keeps a block; 0: as long as its memory policy lets it.
+    """
+
+    address: str
+    cluster: bool = False
+    user: str = ""
+    password_file: str = ""
+    tls_dir: str = ""
+    tls_name: str = ""
+    prefix: str = "kvconnect"
+    timeout_s: float = 2.0
+    ttl_s: int = 0
+
+    def __post_init__(self) -> None:
+        if not _PREFIX.fullmatch(self.prefix):
+            raise ConfigError("prefix", self.prefix, "use 1 to 64 letters, digits and _ . : -")
+        if not 0 < self.timeout_s <= 60:
+            raise ConfigError("timeout_s", self.timeout_s, "use seconds, at most 60")
+        if not 0 <= self.ttl_s < 2**31:
+            raise ConfigError("ttl_s", self.ttl_s, "use whole seconds, 0 for no limit")
+        if self.tls_name and not self.tls_dir:
+            raise ConfigError("tls_name", self.tls_name, "set tls_dir, too: there is no TLS now")
+
+    def nodes(self) -> list[tuple[str, int]]:
+        """Return (host, port) of every node; raise :class:`ConfigError` if it is none."""
+        found = []
+        for address in self.address.split(","):
+            host, _, port = address.strip().rpartition(":")
+            bad = not host or not {"/", "@"}.isdisjoint(host)
+            if bad or not port.isdecimal() or int(port) >= 2**16:
+                raise ConfigError("address", self.address, "use HOST:PORT such as cache-1:6379")
+            found.append((host.strip("[]"), int(port)))
+        if len(found) > 1 and not self.cluster:
+            raise ConfigError("address", self.address, "name one server, or set cluster to true")
+        return found
+
+
+def make_valkey_store(
+    settings: Mapping[str, object], fingerprint: bytes, keys: Keys | None = None
+) -> RemoteStore:
+    """Return a store with the settings of :class:`ValkeyOptions`.
+
+    A server that cannot be reached now may be there later, so that is no error.
+    Raises :class:`ConfigError` for settings that cannot be used.
+    """
+    options = parse_settings(ValkeyOptions, settings, ())
+    return RemoteStore(ValkeyServer(options), options.prefix, fingerprint, keys=keys)
+
+
+class ValkeyServer(Server):
+    """Pipelined commands over the client's connections. Connects at the first call."""
+
+    def __init__(self, options: ValkeyOptions) -> None:
+        self._options = options
+        self._nodes = options.nodes()
+        self._arguments = _arguments(options)
+        self._client: Any = None if options.cluster else self._connect()
+
+    def __repr__(self) -> str:
+        return f"valkey {self._options.address}"
+
+    def store(self, names: Sequence[str], values: Sequence[memoryview]) -> list[Outcome]:
+        def add(pipeline: Any) -> None:
+            for name, value in zip(names, values, strict=True):
+                pipeline.set(name, value, ex=self._options.ttl_s or None)
+
+        return [_stored(answer) for answer in self._run(add)]
+
+    def fetch(self, names: Sequence[str], most: int) -> list[memoryview | None]:
+        values = self._all(names, lambda p, name: p.getrange(name, 0, most - 1))
+        # An empty value is none; what is no string is one, which nobody can use.
+        return [memoryview(value or b"") if value != b"" else None for value in values]
+
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        return [int(size or 0) for size in self._all(names, lambda p, name: p.strlen(name))]
+
+    def delete(self, names: Sequence[str]) -> list[bool]:
+        return [bool(count) for count in self._all(names, lambda p, name: p.delete(name))]
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
+    def _all(self, names: Sequence[str], add: Callable[[Any, str], object]) -> list[Any]:
+        """Send one command per name; return the answers: None where something else than a string
+        has that name. No other answer may be an error."""
+
+        def add_all(pipeline: Any) -> None:
+            for name in names:
+                add(pipeline, name)
+
+        answers = self._run(add_all)
+        for place, answer in enumerate(answers):
+            if isinstance(answer, ResponseError) and str(answer).startswith("WRONGTYPE"):
+                answers[place] = None
+            elif isinstance(answer, Exception):
+                raise TransferFailed(f"{self!r}: {answer}") from answer
+        return answers
+
+    def _run(self, add: Callable[[Any], None]) -> list[Any]:
+        try:
+            if self._client is None:
+                self._client = self._connect()
+            # A cluster's pipelines are never transactions, and take no argument that says so.
+            kind = {} if self._options.cluster else {"transaction": False}
+            with self._client.pipeline(**kind) as pipeline:
+                add(pipeline)
+                return list(pipeline.execute(raise_on_error=False))
+        except (ValkeyError, ValkeyClusterException, OSError) as error:
+            raise TransferFailed(f"{self!r}: {error}") from error
+
+    def _connect(self) -> Any:
+        (host, port), *_ = self._nodes
+        if self._options.cluster:
+            nodes = [ClusterNode(*node) for node in self._nodes[1:]]
+            # As a URL, its nodes' pools take another class of connections.
+            url = f"valkey://{f'[{host}]' if ':' in host else host}:{port}"
+            return ValkeyCluster(url=url, startup_nodes=nodes, **self._arguments)
+        # A connection that the server closed while it was idle is worth a second attempt.
+        retry = Retry(NoBackoff(), 1, supported_errors=(Disconnected,))
+        pool = ConnectionPool(host=host, port=port, retry=retry, **self._arguments)
+        return valkey.Valkey.from_pool(pool)
+
+
+class _TlsConnection(Connection):  # type: ignore[misc]
+    """A connection to who has a certificate of our authority, of no other, for its name. The
+    client's own class trusts all authorities of the system too, and in a cluster any name."""
+
+    def __init__(self, context: ssl.SSLContext, name: str, **arguments: Any) -> None:
+        self._context = context
+        self._name = name
+        super().__init__(**arguments)
+
+    def _connect(self) -> socket.socket:
+        plain: socket.socket = super()._connect()
+        try:
+            return self._context.wrap_socket(plain, server_hostname=self._name or self.host)
+        except OSError:
+            plain.close()
+            raise
+
+
+def _stored(answer: object) -> Outcome:
+    if isinstance(answer, OutOfMemoryError):
+        return Outcome.FULL
+    return Outcome.FAILED if isinstance(answer, Exception) else Outcome.OK
+
+
+def _arguments(options: ValkeyOptions) -> dict[str, Any]:
+    """Return what the client takes beside the address."""
+    found: dict[str, Any] = {
+        "socket_timeout": options.timeout_s,
+        "socket_connect_timeout": options.timeout_s,
+    }
+    if options.user:
+        found["username"] = options.user
+    if options.password_file:
+        try:
+            found["password"] = Path(options.password_file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            fix = f"name a file with the password: {error}"
+            raise ConfigError("password_file", options.password_file, fix) from error
+    if options.tls_dir:
+        context = _tls(options.tls_dir)
+        found["connection_class"] = partial(_TlsConnection, context, options.tls_name)
+    return found
+
+
+def _tls(folder: str) -> ssl.SSLContext:
+    """Return what says who the server must be, and who we are if there is a certificate."""
+    ca, own, key = (os.path.join(folder, name) for name in ("ca.crt", "tls.crt", "tls.key"))
+    if not os.path.isfile(ca):
+        raise ConfigError("tls_dir", folder, "put the file ca.crt there")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # names are checked
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_verify_locations(ca)
+        if os.path.isfile(own) or os.path.isfile(key):
+            context.load_cert_chain(own, key)
+    except OSError as error:  # and what the library for certificates raises
+        fix = f"put certificates there that can be read: {error}"
+        raise ConfigError("tls_dir", folder, fix) from error
+    return context

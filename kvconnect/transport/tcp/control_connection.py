@@ -1,0 +1,132 @@
+"""The control connection of one peer: notes both ways, and heartbeats between them."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+
+from kvconnect.errors import KVConnectError, ProtocolError, contained
+from kvconnect.protocol.codec import NoteReader, pack_note
+from kvconnect.transport.tcp.event_loop import Loop
+from kvconnect.transport.tcp.handshake import READ, WRITE
+from kvconnect.transport.tcp.sockets import read_some, shut, write_some
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED_BYTES = 8 << 20
+"""Notes that wait for a peer that does not read them; more, and it counts as down."""
+
+PARTED = "closed by the other side"
+
+_STEP_BYTES = 64 << 10
+_READS = 16  # at a time, so that one peer does not keep the others waiting
+
+
+class Control:
+    """Owns an authenticated socket. All methods are for the loop's thread.
+
+    ``on_note`` gets each payload, an empty one for a heartbeat, and may raise
+    :class:`ProtocolError`. ``on_end`` gets the reason when the connection can no longer be used;
+    it is expected to call ``close``. ``heard_at`` and ``sent_at`` are the loop's clock.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        loop: Loop,
+        on_note: Callable[[bytes], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        self.heard_at = self.sent_at = loop.now()
+        self._sock = sock
+        self._loop = loop
+        self._on_note = on_note
+        self._on_end = on_end
+        self._reader = NoteReader()
+        self._out = bytearray()
+        self._last_reason = ""
+        self._closed = False
+        self._view = memoryview(bytearray(_STEP_BYTES))
+        loop.watch(sock.fileno(), READ, self._on_ready)
+
+    def send(self, payload: bytes) -> None:
+        """Queue a note, behind those before it."""
+        if self._closed:
+            return
+        idle = not self._out
+        self._out += pack_note(payload)
+        self.sent_at = self._loop.now()
+        if len(self._out) > MAX_QUEUED_BYTES:
+            self._on_end(f"does not read its notes: {len(self._out)} bytes wait")
+        elif idle:
+            self._on_ready(WRITE)
+
+    def finish(self, reason: str) -> None:
+        """End with ``reason`` once everything queued is written."""
+        self._last_reason = reason
+        if not self._closed:
+            self._on_ready(WRITE)
+
+    def close(self) -> None:
+        """Close the socket."""
+        if not self._closed:
+            self._closed = True
+            self._loop.unwatch(self._sock.fileno())
+            shut(self._sock)
+            self._sock.close()
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes that the other side sent."""
+        self.heard_at = self._loop.now()
+        with contained(self._fail):
+            for note in self._reader.feed(data):
+                if not self._closed:
+                    self._on_note(note)
+
+    def _on_ready(self, mask: int) -> None:
+        with contained(self._fail):
+            if mask & WRITE:
+                self._write()
+            if mask & READ and not self._closed:
+                self._read()
+
+    def _fail(self, error: Exception) -> None:
+        if isinstance(error, OSError):
+            self._on_end(f"connection lost: {error}")
+        elif isinstance(error, ProtocolError):
+            self._on_end(f"broke the protocol: {error}")
+        else:
+            if not isinstance(error, KVConnectError):  # a bug here that this peer found
+                logger.error("an error of KVConnect's own; a connection ends", exc_info=error)
+            self._on_end(f"{type(error).__name__}: {error}")
+
+    def _write(self) -> None:
+        count = 1
+        while self._out and count:
+            # In steps, because TLS reports no progress inside one write.
+            count = write_some(self._sock, self._out[:_STEP_BYTES])
+            del self._out[:count]
+        if self._out:
+            self._loop.watch(self._sock.fileno(), READ | WRITE, self._on_ready)
+        elif self._last_reason:
+            self._on_end(self._last_reason)
+        else:
+            self._loop.watch(self._sock.fileno(), READ, self._on_ready)
+
+    def _read(self) -> None:
+        for _ in range(_READS):
+            count = read_some(self._sock, self._view)
+            if count is None:
+                return
+            if count == 0:
+                self._on_end(PARTED)
+                return
+            self.feed(bytes(self._view[:count]))
+            if self._closed:
+                return
+        self._loop.call(self._read_on)  # TLS may hold bytes back that no selector sees
+
+    def _read_on(self) -> None:
+        if not self._closed:
+            self._on_ready(READ)

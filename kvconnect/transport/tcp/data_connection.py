@@ -1,0 +1,217 @@
+"""One data connection: a thread that receives frames and, where needed, one that sends them."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+
+from kvconnect import threads
+from kvconnect.errors import Incompatible, KVConnectError, ProtocolError
+from kvconnect.protocol.codec import (
+    DIGEST_BYTES,
+    HEADER_BYTES,
+    FrameHeader,
+    digested,
+    pack_header,
+    unpack_header,
+)
+from kvconnect.transport import page_io
+from kvconnect.transport.base import PeerId, Received
+from kvconnect.transport.tcp.context import Shared
+from kvconnect.transport.tcp.send_queue import Frame, Landing, Traffic
+from kvconnect.transport.tcp.sockets import allow_silence, read_exact, shut, write_all
+
+_SCRATCH_BYTES = 1 << 20
+
+
+class Lane:
+    """Moves the pages of ``traffic`` over one authenticated socket, which it owns.
+
+    ``left`` is called on the loop's thread for each thread that ended, with the reason and whether
+    the connection was merely lost. A thread never ends without that.
+    """
+
+    def __init__(
+        self,
+        peer: PeerId,
+        sock: socket.socket,
+        traffic: Traffic,
+        shared: Shared,
+        left: Callable[[str, bool], None],
+    ) -> None:
+        self._peer = peer
+        self._sock = sock
+        self._traffic = traffic
+        self._shared = shared
+        self._left = left
+        self._stall_s = shared.options.stall_s
+        self._stall_ms = max(1, round(shared.options.stall_s * 1000))
+        # A reader may be slow and alive for longer than its control connection may be silent.
+        allow_silence(sock, shared.options.stall_s)
+        self._can_digest = page_io.can_digest(isinstance(sock, ssl.SSLSocket))
+
+    def start_receiving(self, period: int) -> None:
+        """Start the thread that receives frames of this digest period.
+
+        RuntimeError if the system has no thread to give; so for ``start_sending``.
+        """
+        self._start(partial(self._receive_all, period), "receive")
+
+    def start_sending(self, period: int) -> None:
+        """Start the thread that sends frames of this digest period."""
+        self._start(partial(self._send_all, period), "send")
+
+    def shut(self) -> None:
+        """Make both threads leave the socket."""
+        shut(self._sock)
+
+    def close(self) -> None:
+        """Close the socket; both threads must have left."""
+        self._sock.close()
+
+    def _start(self, work: Callable[[], None], verb: str) -> None:
+        name = f"kvconnect-tcp-{verb}-{self._peer}"
+        threads.make(threads.ThreadKind.LANE, name, partial(self._run, work)).start()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        reason, lost = "a thread that moved its pages died", False
+        try:
+            work()
+            reason = "closed"
+        except ProtocolError as error:
+            reason = f"broke the protocol: {error}"
+        except KVConnectError as error:
+            reason = str(error)
+        except TimeoutError as error:
+            reason = f"stalled: {error}"
+        except (EOFError, OSError) as error:
+            reason, lost = f"connection lost: {error}", True
+        finally:
+            self._shared.loop.call(partial(self._left, reason, lost))
+
+    # Sending ------------------------------------------------------------------------------------
+
+    def _send_all(self, period: int) -> None:
+        if period and not self._can_digest:
+            fix = "install it, or set digest to 'off' there"
+            raise Incompatible(f"the other side asks for digests, which need xxhash here: {fix}")
+        sequence = 0
+        while True:
+            with self._traffic.next_frame() as frame:
+                if frame is None:
+                    return
+                order, count = frame.shipment.order, len(frame.ids)
+                if order.fence:
+                    order.fence.wait()
+                nbytes = count * order.unit.block_bytes
+                header = FrameHeader(
+                    sequence, order.want, order.number, frame.first, count, nbytes, period
+                )
+                with self._traffic.watch.over(order.want, nbytes):
+                    self._send(frame, header)
+                self._traffic.sent(frame)
+            sequence += 1
+
+    def _send(self, frame: Frame, header: FrameHeader) -> None:
+        order, first, ids = frame.shipment.order, frame.first, frame.ids
+        if not frame.shipment.started:
+            frame.shipment.started = time.perf_counter()
+        head = pack_header(header)
+        digests = bytearray()
+        with closing(self._shared.pages().outgoing(order.unit, ids)) as pieces:
+            for piece in pieces:
+                digest = (header.digest_period, first + order.number)
+                digests += page_io.send_pages(
+                    self._sock, head, piece, digest, self._stall_ms, self._traffic.stop
+                )
+                first += len(piece.ids)
+                head = b""
+        write_all(self._sock, bytes(digests), self._stall_s)
+
+    # Receiving ----------------------------------------------------------------------------------
+
+    def _receive_all(self, period: int) -> None:
+        head = bytearray(HEADER_BYTES)
+        sequence = 0
+        while True:
+            # A source may have nothing to say for hours; that it lives is the control
+            # connection's concern.
+            read_exact(self._sock, memoryview(head), None)
+            started = time.perf_counter()
+            header = unpack_header(bytes(head))
+            if header.sequence != sequence:
+                raise ProtocolError(f"frame {header.sequence} where {sequence} was due")
+            if header.digest_period != period:
+                raise ProtocolError(
+                    f"a frame of digest period {header.digest_period}, agreed was {period}"
+                )
+            sequence += 1
+            with self._traffic.landing(header) as landing:
+                if landing and landing.fence:
+                    landing.fence.wait()
+                with self._traffic.watch.over(header.want, header.nbytes):
+                    self._receive(header, landing, started)
+
+    def _receive(self, header: FrameHeader, landing: Landing | None, started: float) -> None:
+        blocks = digested(header.first, header.count, header.unit, header.digest_period)
+        if landing is None:
+            self._drain(header.nbytes + len(blocks) * DIGEST_BYTES)
+            return
+        digests = self._land(header, landing)
+        if digests is None:
+            self._drain(len(blocks) * DIGEST_BYTES)
+            return
+        claimed = bytearray(len(blocks) * DIGEST_BYTES)
+        read_exact(self._sock, memoryview(claimed), self._stall_s)
+        if landing.stop[0]:
+            return
+        bad: tuple[int, ...] = ()
+        if self._can_digest and digests != claimed:
+            ours, theirs = memoryview(digests).cast("Q"), memoryview(claimed).cast("Q")
+            bad = tuple(block for block, a, b in zip(blocks, ours, theirs, strict=True) if a != b)
+        self._shared.events.put(
+            Received(
+                self._peer,
+                header.want,
+                header.unit,
+                header.first,
+                header.count,
+                bad,
+                header.nbytes,
+                time.perf_counter() - started,
+            )
+        )
+
+    def _land(self, header: FrameHeader, landing: Landing) -> bytes | None:
+        """Receive a frame's pages; return their digests, None if they were not wanted to the end.
+
+        The whole payload has been read either way.
+        """
+        digests = bytearray()
+        period = header.digest_period if self._can_digest else 0
+        first = header.first
+        with closing(self._shared.pages().incoming(landing.unit, landing.ids)) as pieces:
+            for piece in pieces:
+                digest = (period, first + header.unit)
+                some, landed = page_io.recv_pages(
+                    self._sock, piece, digest, self._stall_ms, landing.stop
+                )
+                first += len(piece.ids)
+                digests += some
+                if landed < len(piece.ids) or landing.stop[0]:
+                    break  # before the piece would be moved into its pages
+            else:
+                return bytes(digests)
+        self._drain((header.first + header.count - first) * landing.unit.block_bytes)
+        return None
+
+    def _drain(self, nbytes: int) -> None:
+        scratch = memoryview(bytearray(min(nbytes, _SCRATCH_BYTES)))
+        while nbytes:
+            part = scratch[: min(nbytes, len(scratch))]
+            read_exact(self._sock, part, self._stall_s)
+            nbytes -= len(part)

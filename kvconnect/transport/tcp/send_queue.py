@@ -1,0 +1,261 @@
+"""What is queued, expected and under way between this side and one peer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvconnect.errors import Misuse, ProtocolError
+from kvconnect.protocol.codec import FrameHeader
+from kvconnect.transport.base import Fence, Incoming, Mailbox, Outgoing, PeerId, Quiet, Sent, Unit
+
+MIN_FRAME_BYTES = 4 << 20  # smaller ones cost more in headers and wake-ups than they share out
+MAX_FRAME_BYTES = 128 << 20  # what a cancelled want may keep a connection busy with
+_ENDED_WANTS = 4096  # the source learns of a cancel within a round trip; this is far more
+
+
+@dataclass
+class Shipment:
+    """One :class:`Outgoing` and what of it is left to send."""
+
+    order: Outgoing
+    frames: int
+    started: float = 0.0  # 0: not yet
+
+
+class Frame(NamedTuple):
+    """The part of a shipment that goes over one connection in one piece."""
+
+    shipment: Shipment
+    first: int
+    ids: array[int]
+
+
+@dataclass
+class Landing:
+    """Where the pages of one frame go, and what must have passed before they are written.
+    ``stop[0]`` is set once they must land nowhere."""
+
+    unit: Unit
+    ids: array[int]
+    stop: bytearray
+    fence: Fence | None
+
+
+@dataclass
+class _Expected:
+    order: Incoming
+    stop: bytearray
+
+
+class Traffic:
+    """Thread-safe. Events of one peer stop when ``close`` returns."""
+
+    def __init__(self, peer: PeerId, events: Mailbox, connections: int, watch: Watch) -> None:
+        self.stop = bytearray(1)  # set by ``close``; ends frames that are being sent
+        self.watch = watch
+        self._peer = peer
+        self._events = events
+        self._connections = connections
+        self._changed = threading.Condition()
+        self._queue: deque[Frame] = deque()
+        self._expected: dict[int, _Expected] = {}
+        self._ended: dict[int, None] = {}  # wants cancelled here, oldest first
+        self._busy: Counter[int] = Counter()  # frames under way per want
+        self._falling_quiet: set[int] = set()
+
+    def expect(self, order: Incoming) -> None:
+        """Let pages of a want in."""
+        with self._changed:
+            if not self.stop[0]:
+                self._expected[order.want] = _Expected(order, bytearray(1))
+
+    def send(self, order: Outgoing) -> None:
+        """Queue pages, cut into frames so that every connection has its share."""
+        if not order.ids:
+            raise Misuse(f"nothing to send: {order}")
+        with self._changed:
+            if self.stop[0]:
+                return
+            step = self._frame_blocks(order)
+            starts = range(0, len(order.ids), step)
+            shipment = Shipment(order, len(starts))
+            for start in starts:
+                ids = order.ids[start : start + step]
+                self._queue.append(Frame(shipment, order.first + start, ids))
+            self._changed.notify(len(starts))
+
+    def has_queued(self) -> bool:
+        """Say whether something waits to be sent."""
+        with self._changed:
+            return bool(self._queue)
+
+    def _frame_blocks(self, order: Outgoing) -> int:
+        share = len(order.ids) * order.unit.block_bytes // self._connections
+        frame_bytes = min(max(share, MIN_FRAME_BYTES), MAX_FRAME_BYTES)
+        return max(1, -(-frame_bytes // order.unit.block_bytes))
+
+    def cancel(self, want: int) -> None:
+        """Drop what is queued for a want and let the rest land nowhere; emits ``Quiet``."""
+        with self._changed:
+            if self.stop[0]:
+                return
+            self._queue = deque(f for f in self._queue if f.shipment.order.want != want)
+            expected = self._expected.pop(want, None)
+            if expected:
+                expected.stop[0] = 1
+                self._ended[want] = None
+                if len(self._ended) > _ENDED_WANTS:
+                    del self._ended[next(iter(self._ended))]
+            self._falling_quiet.add(want)
+            self.watch.hurry(want)
+            self._fall_quiet(want)
+
+    def close(self) -> None:
+        """Drop everything: the peer is gone."""
+        with self._changed:
+            self.stop[0] = 1
+            for expected in self._expected.values():
+                expected.stop[0] = 1
+            self._expected.clear()
+            self._queue.clear()
+            self._changed.notify_all()
+
+    # For the threads of data connections --------------------------------------------------------
+
+    @contextmanager
+    def next_frame(self) -> Iterator[Frame | None]:
+        """Wait for a frame to send and hold it under way; None once closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self.stop[0])
+            frame = None if self.stop[0] else self._queue.popleft()
+            if frame:
+                self._busy[frame.shipment.order.want] += 1
+        try:
+            yield frame
+        finally:
+            if frame:
+                self._leave(frame.shipment.order.want)
+
+    def sent(self, frame: Frame) -> None:
+        """Note that a frame is out; emits ``Sent`` with the last one of its order."""
+        shipment = frame.shipment
+        order = shipment.order
+        with self._changed:
+            shipment.frames -= 1
+            if shipment.frames or self.stop[0]:
+                return
+            nbytes = len(order.ids) * order.unit.block_bytes
+            seconds = time.perf_counter() - shipment.started
+            self._events.put(Sent(self._peer, order.want, nbytes, seconds))
+
+    @contextmanager
+    def landing(self, header: FrameHeader) -> Iterator[Landing | None]:
+        """Hold a frame that arrives under way; None if its want was cancelled.
+
+        Raises:
+            ProtocolError: nobody asked for this.
+        """
+        with self._changed:
+            landing = self._find(header)
+            self._busy[header.want] += 1
+        try:
+            yield landing
+        finally:
+            self._leave(header.want)
+
+    def _find(self, header: FrameHeader) -> Landing | None:
+        if header.nbytes > MAX_FRAME_BYTES + header.nbytes // header.count:
+            raise ProtocolError(f"a frame of {header.nbytes} bytes in {header.count} blocks")
+        expected = self._expected.get(header.want)
+        if expected is None:
+            if header.want in self._ended or self.stop[0]:
+                return None
+            raise ProtocolError(f"pages of want {header.want}, which is not known here")
+        order = expected.order
+        if header.unit >= len(order.units):
+            raise ProtocolError(f"unit {header.unit} of want {header.want}, of {len(order.units)}")
+        unit = order.units[header.unit]
+        first, ids = order.spans[header.unit]
+        start = header.first - first
+        if start < 0 or start + header.count > len(ids):
+            raise ProtocolError(
+                f"blocks {header.first} to {header.first + header.count - 1} of unit {header.unit} "
+                f"of want {header.want}, expected are {first} to {first + len(ids) - 1}"
+            )
+        if header.nbytes != header.count * unit.block_bytes:
+            raise ProtocolError(
+                f"{header.nbytes} bytes for {header.count} blocks of {unit.block_bytes} bytes"
+            )
+        ids = ids[start : start + header.count]
+        return Landing(unit, ids, expected.stop, order.fence)
+
+    def _leave(self, want: int) -> None:
+        with self._changed:
+            self._busy[want] -= 1
+            self._fall_quiet(want)
+
+    def _fall_quiet(self, want: int) -> None:
+        if self._busy[want] == 0:
+            del self._busy[want]
+            if want in self._falling_quiet and not self.stop[0]:
+                self._falling_quiet.discard(want)
+                self._events.put(Quiet(self._peer, want))
+
+
+# How long single frames may take, whatever keeps trickling in or out.
+
+
+MIN_BYTES_PER_S = 1_000_000
+"""Slower links are given up: a frame keeps blocks on both sides from being used otherwise."""
+
+
+@dataclass(eq=False)
+class _Frame:
+    want: int
+    due: float
+
+
+class Watch:
+    """The frames that one peer's data connections move at this moment. Thread-safe.
+
+    Each has ``stall_s`` and the time its bytes take at ``MIN_BYTES_PER_S``. ``now`` is a clock in
+    seconds that stands still while this process is held up.
+    """
+
+    def __init__(self, stall_s: float, now: Callable[[], float]) -> None:
+        self._stall_s = stall_s
+        self._now = now
+        self._lock = threading.Lock()
+        self._frames: set[_Frame] = set()
+
+    @contextmanager
+    def over(self, want: int, nbytes: int) -> Iterator[None]:
+        """Move one frame. What it waits for on this side comes before or after, not inside."""
+        frame = _Frame(want, self._now() + self._stall_s + nbytes / MIN_BYTES_PER_S)
+        with self._lock:
+            self._frames.add(frame)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._frames.discard(frame)
+
+    def hurry(self, want: int) -> None:
+        """What still moves of a want is of no use any more: give it ``stall_s`` to end."""
+        due = self._now() + self._stall_s
+        with self._lock:
+            for frame in self._frames:
+                if frame.want == want:
+                    frame.due = min(frame.due, due)
+
+    def overdue(self, now: float) -> bool:
+        """Say whether a frame should have ended."""
+        with self._lock:
+            return any(now > frame.due for frame in self._frames)

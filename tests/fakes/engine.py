@@ -1,0 +1,275 @@
+"""Engines and a router on loopback, for tests of the router: HTTP without any model."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import ssl
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import fields
+from functools import wraps
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from kvconnect.router.app import SERVER, make_app
+from kvconnect.router.fleet import watch
+from kvconnect.router.options import Intervals, Limits, Options, workers
+
+Handler = Callable[["FakeEngine", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
+
+ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
+LIMITS = tuple(each.name for each in fields(Limits))
+EVENTS = (b'data: {"choices":[{"text":"a"}]}\n\n', b'data: {"choices":[{"text":"b"}]}\n\n')
+DONE = b"data: [DONE]\n\n"
+
+
+class FakeEngine:
+    """One engine; ``answer`` decides what completions get and may be replaced at any time."""
+
+    def __init__(self, answer: Handler, tls: ssl.SSLContext | None = None) -> None:
+        self.answer = answer
+        self.tls = tls
+        self.asked: list[dict[str, Any]] = []  # bodies of completions, without those for cards
+        self.headers: list[dict[str, str]] = []
+        self.paths: list[str] = []
+        self.got: Counter[str] = Counter()  # paths of questions that only some tests answer
+        self.dropped = 0  # requests whose connection was closed before their end
+        self.cards = 0  # given out; 0 lifetime: none
+        self.card_of_rank: dict[str, str] = {}
+        self.card_lifetime_s = 100.0
+        self.models: tuple[str, ...] = ("tiny",)
+        self.well = True
+        self.silent = 0  # to so many probes
+        self.port = 0
+        self.settings = ""  # after the URL, as on the command line
+        self.extra: dict[str, Handler] = {}  # answers to other paths
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http{'s' if self.tls else ''}://127.0.0.1:{self.port}"
+
+    @property
+    def named(self) -> str:
+        return self.url + self.settings
+
+    async def start(self) -> None:
+        """Listen; again on the same port after :meth:`stop`."""
+        app = web.Application(client_max_size=2**27)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_post("/generate", self._complete)
+        app.router.add_post("/v1/responses", self._complete)
+        app.router.add_post("/v1/messages", self._complete)
+        app.router.add_route("*", "/{path:.*}", self._other)
+        self._runner = web.AppRunner(app, **SERVER, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=self.tls).start()
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _health(self, request: web.Request) -> web.Response:
+        self.got["/health"] += 1
+        if self.silent:
+            self.silent -= 1
+            await asyncio.Event().wait()
+        return web.Response(status=200 if self.well else 503)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": name} for name in self.models]})
+
+    async def _other(self, request: web.Request) -> web.StreamResponse:
+        self.got[request.path] += 1
+        answer = self.extra.get(request.path)
+        if answer is None:
+            return web.Response(status=404)
+        body = await request.json() if request.method == "POST" else {}
+        return await answer(self, request, body)
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if (body.get("kv_transfer_params") or {}).get("kvconnect_card"):
+            return self._card(request, body)
+        self.asked.append(body)
+        self.headers.append(lower(request.headers))
+        self.paths.append(request.path)
+        try:
+            return await self.answer(self, request, body)
+        except asyncio.CancelledError:
+            self.dropped += 1
+            raise
+
+    def _card(self, request: web.Request, body: dict[str, Any]) -> web.Response:
+        assert body["model"] == "tiny" and body["prompt"] == [1] and body["max_tokens"] == 1
+        if not self.card_lifetime_s:
+            return web.json_response({"choices": []})
+        self.cards += 1
+        text = f"card {self.cards} of {self.port}"
+        self.card_of_rank[request.headers.get("x-data-parallel-rank", "")] = text
+        params = {
+            "kvconnect_card": text,
+            "kvconnect_card_expires_in": self.card_lifetime_s,
+        }
+        return web.json_response({"choices": [], "kv_transfer_params": params})
+
+
+# What engines may do ----------------------------------------------------------------------------
+
+
+async def prefills(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.Response:
+    """A good prefill engine: its answer offers a ticket for the transfer it was asked for."""
+    transfer = body["kv_transfer_params"]["transfer_id"]
+    ticket = {"do_remote_prefill": True, "kvconnect_ticket": f"ticket {transfer}", "odd": [1, {}]}
+    return web.json_response({"choices": [{"text": "x"}], "kv_transfer_params": ticket})
+
+
+async def decodes(
+    engine: FakeEngine, request: web.Request, body: dict[str, Any]
+) -> web.StreamResponse:
+    """A good decode engine: a stream or a whole answer, as asked."""
+    if not body.get("stream"):
+        return web.json_response({"choices": [{"text": "ab"}]})
+    stream = await begin_stream(request)
+    for event in (*EVENTS, DONE):
+        await stream.write(event)
+    return stream
+
+
+async def begin_stream(request: web.Request) -> web.StreamResponse:
+    headers = {"Content-Type": "text/event-stream; charset=utf-8"}
+    stream = web.StreamResponse(headers=headers)
+    await stream.prepare(request)
+    return stream
+
+
+async def hangs(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.Response:
+    """Never answers."""
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def says(status: int, body: dict[str, Any]) -> Handler:
+    """Answers everything with one JSON object."""
+
+    async def answer(
+        engine: FakeEngine, request: web.Request, asked: dict[str, Any]
+    ) -> web.Response:
+        return web.json_response(body, status=status)
+
+    return answer
+
+
+def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an asynchronous test, within minutes."""
+
+    @wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 180))
+
+    return run
+
+
+# The router -------------------------------------------------------------------------------------
+
+
+class Bench:
+    """A router between fake engines, and a client."""
+
+    def __init__(
+        self, url: str, client: aiohttp.ClientSession, engines: Sequence[Sequence[FakeEngine]]
+    ) -> None:
+        self.url = url
+        self.client = client
+        self.prefill, self.decode = engines
+
+    async def post(
+        self, body: object, path: str = "/v1/completions", **options: Any
+    ) -> tuple[int, bytes, dict[str, str]]:
+        """Return status, body and headers (names in lower case)."""
+        data = io.BytesIO(json.dumps(body).encode())
+        async with self.client.post(self.url + path, data=data, **options) as answer:
+            return answer.status, await answer.read(), lower(answer.headers)
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        async with self.client.get(self.url + path) as answer:
+            return answer.status, await answer.read()
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """Return the value of one series; -1 if it does not exist."""
+        _, text = await self.get("/metrics")
+        wanted = {f'{label}="{value}"' for label, value in labels.items()}
+        for line in text.decode().splitlines():
+            series, _, value = line.rpartition(" ")
+            found, _, rest = series.partition("{")
+            if found == f"kvconnect_router_{name}" and wanted == set(rest[:-1].split(",")) - {""}:
+                return float(value)
+        return -1.0
+
+    async def cards_are_held(self) -> None:
+        """Wait until the router can push to every prefill engine that gives out cards."""
+        for engine in self.prefill:
+            if engine.card_lifetime_s:
+                await until(lambda url=engine.url: self.fetched(url, "ok"))
+
+    async def fetched(self, url: str, outcome: str) -> bool:
+        """Whether a card was asked for with that outcome."""
+        return await self.metric("card_fetches_total", upstream=url, outcome=outcome) > 0
+
+
+def lower(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers.items()}
+
+
+@asynccontextmanager
+async def bench(
+    prefill: Sequence[FakeEngine], decode: Sequence[FakeEngine], **options: Any
+) -> AsyncIterator[Bench]:
+    """Run engines and a router between them; wait until it holds the engines' cards."""
+    async with AsyncExitStack() as ends:
+        for engine in (*prefill, *decode):
+            await engine.start()
+            ends.push_async_callback(engine.stop)
+        options = {"intervals": Intervals(probe_s=0), **options}
+        limits = Limits(**{k: options.pop(k) for k in LIMITS if k in options})
+        named = (workers("test", [e.named for e in engines]) for engines in (prefill, decode))
+        app = make_app(Options(*named, limits=limits, **options))
+        runner = web.AppRunner(app, **SERVER, shutdown_timeout=0.1)
+        await runner.setup()
+        ends.push_async_callback(runner.cleanup)
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        client = await ends.enter_async_context(aiohttp.ClientSession())
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        place = Bench(url, client, (prefill, decode))
+        await place.cards_are_held()
+        yield place
+
+
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have routers look after engines more often than one would in earnest."""
+    monkeypatch.setattr(watch, "PROBE_EVERY_S", 0.05)
+    monkeypatch.setattr(watch, "PROBE_FIRST_S", 0.02)
+    monkeypatch.setattr(watch, "CARD_RETRY_S", 0.02)
+    # A busy machine must not decide a verdict.
+    monkeypatch.setattr(watch, "PROBE_TIMEOUT_S", 30.0)
+
+
+async def until(true: Callable[[], bool | Awaitable[bool]]) -> None:
+    """Wait for a condition that must come true."""
+    for _ in range(5000):
+        found = true()
+        if await found if isinstance(found, Awaitable) else found:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come true")

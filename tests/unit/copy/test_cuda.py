@@ -1,0 +1,570 @@
+"""The copier for CUDA devices over a driver that works on host memory and fails on demand."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from array import array
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+xxhash = pytest.importorskip("xxhash")
+
+from kvconnect import copy  # noqa: E402
+from kvconnect.cache.layout import Geometry, GroupGeometry, Segment  # noqa: E402
+from kvconnect.copy import (  # noqa: E402
+    cuda_driver,
+    kernels,
+)
+from kvconnect.copy.calibration import PAGES, Choice  # noqa: E402
+from kvconnect.copy.cuda import CudaCopier  # noqa: E402
+from kvconnect.copy.cuda_driver import CudaDriver, kernel_source  # noqa: E402
+from kvconnect.copy.kernels import PIECE_BYTES  # noqa: E402
+from kvconnect.copy.reference import ReferenceCopier  # noqa: E402
+from kvconnect.cuda import CudaContext  # noqa: E402
+from kvconnect.errors import Incompatible, Misuse, TransferFailed  # noqa: E402
+from scripts import build_kernels  # noqa: E402
+from tests.fakes.cuda_driver import FakeDriver  # noqa: E402
+from tests.fakes.stub_driver import BATCHES, StubDriver  # noqa: E402
+
+BLOCKS, SLOTS = 7, 9
+SEGMENTS = (Segment(3, 700, 700), Segment(5000, 401, 400), Segment(8000, 16, 16))
+GEOMETRY = Geometry((GroupGeometry(SEGMENTS, BLOCKS), GroupGeometry((Segment(0, 64, 48),), 5)))
+KERNEL, DMA = Choice(1 << 30, 1 << 30), Choice(0, 0)
+ways = pytest.mark.parametrize("choice", [KERNEL, DMA], ids=["kernel", "dma"])
+
+
+def memories(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    area = torch.randint(0, 256, (9000,), dtype=torch.uint8, generator=generator)
+    size = (SLOTS * GEOMETRY.slot_bytes,)
+    return area, torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
+
+
+def made(choice: Choice, driver: FakeDriver | None = None) -> tuple[CudaCopier, torch.Tensor]:
+    area, arena = memories()
+    return CudaCopier(area, arena, GEOMETRY, driver or FakeDriver(), choice), arena
+
+
+@ways
+@pytest.mark.parametrize("group", [0, 1])
+def test_it_matches_the_reference_byte_for_byte(choice: Choice, group: int) -> None:
+    results = []
+    for kind in (lambda *a: CudaCopier(*a, FakeDriver(), choice), ReferenceCopier):
+        area, arena = memories()
+        copier = kind(area, arena, GEOMETRY)
+        copier.store(group, [4, 0, 2], [8, 1, 3])
+        stored = arena.clone()
+        copier.load(group, range(3), [3, 8, 0])
+        results.append((stored, arena, area))
+    for found, wanted in zip(*results, strict=True):
+        assert torch.equal(found, wanted)
+    untouched = memories()
+    assert not torch.equal(results[0][1], untouched[1])  # negative control: something moved
+    assert not torch.equal(results[0][2], untouched[0])
+
+
+@ways
+def test_runs_are_loaded_one_after_the_other(choice: Choice) -> None:
+    """Runs longer than a row of the kernel's table included, into blocks in any order."""
+    lengths = (40, 3 * PIECE_BYTES + 5, 16)
+    segments = tuple(Segment(n * 10 * PIECE_BYTES, 4 * PIECE_BYTES, lengths[n]) for n in range(3))
+    geometry = Geometry((GroupGeometry(segments, 2),))
+    area = torch.zeros(geometry.area_bytes, dtype=torch.uint8)
+    arena = torch.randint(0, 256, (2 * geometry.slot_bytes,), dtype=torch.uint8)
+    copier = CudaCopier(area, arena, geometry, FakeDriver(), choice)
+    wanted = area.clone()
+    for run, segment in enumerate(segments):
+        place = sum(lengths[:run])
+        for block, slot in ((1, 0), (0, 1)):
+            held = arena[slot * geometry.slot_bytes + place :][: segment.length]
+            wanted[segment.offset + block * segment.stride :][: segment.length] = held
+        assert not torch.equal(area, wanted)  # negative control
+        copier.enqueue_runs(0, [1, 0], [0, 1], (run, run + 1))
+        assert torch.equal(area, wanted)
+
+
+@ways
+def test_starting_a_copy_waits_for_nothing(choice: Choice) -> None:
+    driver = FakeDriver()
+    copier, _ = made(choice, driver)
+    driver.calls.clear()
+    copier.enqueue_store(0, [1, 2], [0, 1])
+    copier.enqueue_load(0, [1, 2], [0, 1])
+    copier.enqueue_digests(0, [1, 2])
+    assert "synchronize" not in driver.calls
+    copier.store(0, [1], [0])
+    assert driver.calls[-1] == "synchronize"  # negative control
+
+
+def test_only_loads_may_read_their_source_early() -> None:
+    driver = FakeDriver()
+    copier, _ = made(DMA, driver)
+    copier.enqueue_store(0, [1], [0])
+    copier.enqueue_load(0, [1], [0])
+    assert driver.batches == [False, True]
+
+
+def test_the_way_depends_on_direction_and_page_size() -> None:
+    copier, _ = made(Choice(store=48, load=400))
+    assert [copier.way("store", g) for g in (0, 1)] == ["dma", "kernel"]
+    assert [copier.way("load", g) for g in (0, 1)] == ["kernel", "kernel"]
+
+
+@ways
+@pytest.mark.parametrize(
+    ("group", "blocks", "slots", "why"),
+    [
+        (2, [0], [0], "group 2"),
+        (0, [0, 1], [0], "2 blocks but 1 slots"),
+        (0, [BLOCKS], [0], f"block {BLOCKS}"),
+        (0, [0], [-1], "slot -1"),
+    ],
+)
+def test_misuse_is_named_before_a_call(
+    choice: Choice, group: int, blocks: list[int], slots: list[int], why: str
+) -> None:
+    driver = FakeDriver()
+    copier, _ = made(choice, driver)
+    driver.calls.clear()
+    for call in (copier.store, copier.load, copier.enqueue_store, copier.enqueue_load):
+        with pytest.raises(Misuse, match=why):
+            call(group, blocks, slots)
+    assert driver.calls == []
+    copier.enqueue_store(0, [], [])
+    assert driver.calls == []  # no pairs, nothing to do
+
+
+@ways
+def test_every_call_that_fails_is_a_failed_transfer(choice: Choice) -> None:
+    """Whatever the driver refuses, and whichever call it is; afterwards it works again."""
+
+    def work(driver: FakeDriver) -> None:
+        copier, _ = made(choice, driver)
+        copier.store(0, [1, 2], [0, 1])
+        copier.load(0, [1, 2], [0, 1])
+        copier.enqueue_runs(0, [1, 2], [0, 1], (0, 2))
+        copier.enqueue_runs(0, [1, 2], [0, 1], (2, 3))
+        copier.enqueue_digests(0, [1])
+
+    healthy = FakeDriver()
+    work(healthy)
+    assert len(healthy.calls) >= 8
+    for number in range(len(healthy.calls)):
+        for lost in (False, True):
+            with pytest.raises(TransferFailed, match=f"call {number} "):
+                work(FakeDriver(number, lost))
+    copier, arena = made(choice, driver := FakeDriver())
+    driver.fail_at = len(driver.calls)
+    with pytest.raises(TransferFailed):
+        copier.store(0, [1], [0])
+    copier.store(0, [1], [0])
+    assert torch.equal(arena[:700], memories()[0][703:1403])
+
+
+def test_digests_are_those_of_the_slots() -> None:
+    copier, arena = made(KERNEL)
+    copier.store(0, [5, 1], [2, 0])
+    digests = copier.enqueue_digests(0, [5, 1])
+    size = GEOMETRY.groups[0].block_bytes
+    slots = [arena[s * GEOMETRY.slot_bytes :][:size] for s in (2, 0)]
+    hashes = [xxhash.xxh3_64_intdigest(slot.numpy().tobytes()) for slot in slots]
+    assert digests().tolist() == hashes
+    assert hashes[0] != hashes[1]  # negative control
+    assert copier.enqueue_digests(0, [])().tolist() == []
+
+
+def test_blocks_that_cannot_be_hashed_there_are_refused() -> None:
+    copier, _ = made(KERNEL)
+    assert copier.hashes(0) and not copier.hashes(1)  # of 48 bytes: XXH3 has another formula
+    with pytest.raises(Misuse, match="of 48 bytes"):
+        copier.enqueue_digests(1, [0])
+    reference = ReferenceCopier(*memories(), GEOMETRY)
+    assert not reference.hashes(0)
+    with pytest.raises(Misuse, match=r"blocks \[1\] of group 0"):
+        reference.enqueue_digests(0, [1])
+
+
+def test_memory_with_gaps_is_refused() -> None:
+    area, arena = memories()
+    wide = torch.zeros(2 * len(area), dtype=torch.uint8)[::2]
+    with pytest.raises(Misuse, match="contiguous"):
+        CudaCopier(wide, arena, GEOMETRY, FakeDriver(), DMA)
+
+
+# Choosing a copier ------------------------------------------------------------------------------
+
+
+class OnDevice:
+    """A CPU tensor that says it lies on a CUDA device, page-locked where asked."""
+
+    device = torch.device("cuda:0")
+    is_cuda = False
+
+    def __init__(self, tensor: torch.Tensor, pinned: bool = True) -> None:
+        self.tensor = tensor
+        self.pinned = pinned
+
+    def is_pinned(self) -> bool:
+        return self.pinned
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.tensor, name)
+
+
+@pytest.fixture
+def make(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., tuple[copy.Copier, FakeDriver]]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    copy._warn_once.cache_clear()
+
+    def make(opened: Callable[[object], FakeDriver], pinned: bool = True) -> copy.Copier:
+        monkeypatch.setattr(copy, "open_driver", opened)
+        area, arena = memories()
+        return copy.make_copier(OnDevice(area), OnDevice(arena, pinned), GEOMETRY)
+
+    return make
+
+
+def test_a_cuda_area_gets_the_cuda_copier(make: Callable[..., copy.Copier]) -> None:
+    driver = FakeDriver()
+    driver.speed = lambda calls: 1.0 if "copy_batch" in calls else 2.0
+    copier = make(lambda device: driver)
+    assert isinstance(copier, CudaCopier)
+    assert copier.way("load", 1) == "dma"  # as measured
+
+
+def missing(device: object) -> FakeDriver:
+    raise Incompatible("CuPy is not installed; install kvconnect[cuda12]")
+
+
+@pytest.mark.parametrize(
+    ("opened", "why"),
+    [
+        (missing, "CuPy is not installed"),
+        (lambda device: FakeDriver(0, lost=True), "call"),
+    ],
+)
+def test_without_kernels_torch_copies_and_it_is_said_once(
+    make: Callable[..., copy.Copier],
+    caplog: pytest.LogCaptureFixture,
+    opened: Callable[[object], FakeDriver],
+    why: str,
+) -> None:
+    for _ in range(2):
+        assert isinstance(make(opened), ReferenceCopier)
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    warnings = [text for text in warnings if "no CUDA kernels" in text]
+    assert len({*warnings}) == len(warnings) and why in warnings[0]
+
+
+def test_whichever_call_fails_at_the_start_there_is_a_copier(
+    make: Callable[..., copy.Copier], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A measurement that fails costs the choice, tables that fail the kernels."""
+    for module in ("calibrate", "cuda"):
+        monkeypatch.setattr(f"kvconnect.copy.{module}.SAMPLE_BYTES", PAGES[-1])
+    monkeypatch.setattr("tests.fakes.cuda_driver.launch_on_host", lambda *_: None)
+    made, number, driver = set(), 0, FakeDriver()
+    while len(driver.calls) >= number:  # until none was left to fail
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(number)))
+        driver = FakeDriver(number, lost=number % 2 == 1)
+        made.add(type(make(partial(_same, driver))))
+        number += 1
+    assert number > 100 and made == {CudaCopier, ReferenceCopier}
+
+
+def _same(driver: FakeDriver, device: object) -> FakeDriver:
+    return driver
+
+
+def test_pageable_memory_is_left_to_torch(
+    make: Callable[..., copy.Copier], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="kvconnect.copy")
+    assert isinstance(make(lambda device: FakeDriver(), pinned=False), ReferenceCopier)
+    assert "not page-locked" in caplog.text
+
+
+# The real driver, as far as a machine without a device shows it --------------------------------
+
+
+def test_a_source_is_one_piece_without_headers() -> None:
+    for family in kernels.SOURCES:
+        text = kernel_source(family)
+        assert "#include" not in text and "struct Run" in text and "#pragma once" not in text
+
+
+def test_missing_cupy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    cuda_driver._load_kernels.cache_clear()
+    with pytest.raises(Incompatible, match=r"CuPy is not installed .*kvconnect\[cuda12\]"):
+        cuda_driver._load_kernels(0)
+
+
+def test_a_cupy_that_does_not_fit_the_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = FakeCupy()
+
+    def device(index: int) -> None:
+        raise RuntimeError("cudaErrorInsufficientDriver")
+
+    cupy.cuda.Device = device
+    monkeypatch.setitem(sys.modules, "cupy", cupy)  # type: ignore[arg-type]
+    cuda_driver._load_kernels.cache_clear()
+    with pytest.raises(Incompatible, match="does not work on device 0: cudaErrorInsuff"):
+        cuda_driver._load_kernels(0)
+
+
+class FakeModule:
+    """CuPy's RawModule: a path may not load, a source may not compile."""
+
+    def __init__(self, bad: set[str], code: str = "", path: str = "", **_: object) -> None:
+        self.kind = "path" if path else "code"
+        if self.kind in bad:
+            error = RuntimeError if path else CompileException
+            raise error(f"bad {self.kind}")
+
+    def get_function(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(kernel=SimpleNamespace(ptr=(self.kind, name)))
+
+
+class CompileException(Exception):
+    """What CuPy raises for a source; no RuntimeError."""
+
+
+class FakeCupy:
+    def __init__(self, *bad: str) -> None:
+        self.bad = set(bad)
+        compiler = SimpleNamespace(CompileException=CompileException)
+        self.cuda = SimpleNamespace(compiler=compiler, Device=lambda index: nullcontext())
+
+    def RawModule(self, **arguments: str) -> FakeModule:
+        return FakeModule(self.bad, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("built", "bad", "kind"),
+    [(True, (), "path"), (True, ("path",), "code"), (False, (), "code")],
+)
+def test_a_fat_binary_is_preferred_and_a_source_serves_where_it_does_not_load(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, built: bool, bad: tuple[str, ...], kind: str
+) -> None:
+    for family in kernels.SOURCES:
+        source = kernels.folder() / f"{family}.cu"
+        (tmp_path / source.name).write_text(source.read_text())
+    (tmp_path / "runs.cuh").write_text("")
+    monkeypatch.setattr(kernels, "folder", lambda: tmp_path)
+    for family in kernels.SOURCES if built else ():
+        name = build_kernels.binary_name(tmp_path / f"{family}.cu")
+        (tmp_path / name).write_bytes(b"x")
+    monkeypatch.setitem(sys.modules, "cupy", FakeCupy(*bad))  # type: ignore[arg-type]
+    cuda_driver._load_kernels.cache_clear()
+    found = {name: made.kernel.ptr for name, made in cuda_driver._load_kernels(0).items()}
+    assert found == {name: (kind, name) for name in kernels.KERNELS}
+    cuda_driver._load_kernels.cache_clear()
+    monkeypatch.setitem(sys.modules, "cupy", FakeCupy("path", "code"))  # type: ignore[arg-type]
+    with pytest.raises(Incompatible, match="does not compile here: bad code"):
+        cuda_driver._load_kernels(0)
+
+
+def test_a_fat_binary_of_other_sources_is_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = set()
+    for change in ("", "/* changed */"):
+        for path in build_kernels.SOURCES.glob("*.cu*"):
+            (tmp_path / path.name).write_text(path.read_text())
+        (tmp_path / "runs.cuh").write_text((tmp_path / "runs.cuh").read_text() + change)
+        monkeypatch.setattr(kernels, "folder", lambda: tmp_path)
+        for family in kernels.SOURCES:
+            name = cuda_driver.binary_name(family)
+            assert name == build_kernels.binary_name(tmp_path / f"{family}.cu")
+            names.add(name)
+    assert len(names) == 2 * len(kernels.SOURCES)
+
+
+class Library:
+    """libcuda with some of its functions."""
+
+    def __init__(self, *names: str) -> None:
+        for name in names:
+            setattr(self, name, lambda *arguments: 0)
+
+
+@pytest.mark.parametrize(
+    ("names", "there", "index"),
+    [
+        ((), False, False),
+        (("cuMemcpyBatchAsync",), True, True),
+        (("cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"), True, False),
+    ],
+)
+def test_the_batched_copy_is_found_in_either_form(
+    names: tuple[str, ...], there: bool, index: bool
+) -> None:
+    function, has_index = cuda_driver._find_batch(Library(*names))  # type: ignore[arg-type]
+    assert (function is not None, has_index) == (there, index)
+    if function is not None:
+        assert len(function.argtypes) == (9 if index else 8)  # type: ignore[attr-defined]
+
+
+def test_attributes_are_laid_out_as_the_driver_wants_them() -> None:
+    assert ctypes.sizeof(cuda_driver._CopyAttributes) == 24
+    assert cuda_driver._CopyAttributes.flags.offset == 20
+
+
+NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+LOST = 719  # CUDA_ERROR_LAUNCH_FAILED, which every call answers from then on
+
+
+class HostCudaDriver(CudaDriver):
+    """The real driver, but for what torch does, which is done in the host's memory."""
+
+    def upload(self, numbers: array[int]) -> torch.Tensor:
+        return torch.tensor(numbers)
+
+    def synchronize(self) -> None: ...
+
+
+class OnStub:
+    """The real driver and a copier over the stub, with memory that the stub knows."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, batch: str | None, choice: Choice, null: bool = False
+    ) -> None:
+        self.stub = StubDriver(monkeypatch, batch)
+        self.stub.run_kernels(list(kernels.KERNELS))
+        loaded = {
+            name: SimpleNamespace(kernel=SimpleNamespace(ptr=handle))
+            for name, handle in self.stub.kernels.items()
+        }
+        properties = SimpleNamespace(name="H100")
+        monkeypatch.setattr(cuda_driver, "_load_kernels", lambda index: loaded)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        self.stream = 0 if null else CudaContext(0).stream()
+        current = SimpleNamespace(cuda_stream=self.stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+        self.driver = HostCudaDriver(torch.device("cuda"))
+        self.area, self.arena = memories()
+        self.stub.add_device_memory(self.area.data_ptr(), self.area.nbytes)
+        CudaContext(0).lock(self.arena.data_ptr(), self.arena.nbytes)
+        self.copier = CudaCopier(self.area, self.arena, GEOMETRY, self.driver, choice)
+
+    def copies(self) -> dict[str, int]:
+        names = "cuMemcpyAsync", "cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2", "cuLaunchKernel"
+        return {name: self.stub.calls(name) for name in names if self.stub.calls(name)}
+
+
+@ways
+@pytest.mark.parametrize("batch", BATCHES)
+def test_the_real_driver_is_taken_at_its_word(
+    monkeypatch: pytest.MonkeyPatch, choice: Choice, batch: str | None
+) -> None:
+    real = OnStub(monkeypatch, batch, choice)
+    assert real.driver.has_batch is (batch is not None)
+    assert real.driver.name.endswith(" H100 13000")
+    wanted_area, wanted_arena = memories()
+    reference = ReferenceCopier(wanted_area, wanted_arena, GEOMETRY)
+    orders = []
+    for each in (real.copier, reference):
+        each.store(0, [5, 2], [0, 3])
+        orders.append(real.stub.library.stub_last_order())
+        each.load(0, [1, 2], [0, 3])
+    assert torch.equal(real.area, wanted_area) and torch.equal(real.arena, wanted_arena)
+    assert not torch.equal(real.area, memories()[0])  # negative control: something moved
+    if choice is KERNEL:
+        assert real.stub.launches == ["gather_pages", "scatter_pages"]
+    else:
+        assert real.copies() == ({batch: 2} if batch else {"cuMemcpyAsync": 12})
+    if choice is DMA and batch:  # stores read in stream order, loads early
+        assert (orders[0], real.stub.library.stub_last_order()) == (1, 3)
+
+
+def test_the_default_stream_takes_no_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = OnStub(monkeypatch, "cuMemcpyBatchAsync_v2", DMA, null=True)
+    real.copier.store(0, [5], [0])
+    assert real.copies() == {"cuMemcpyAsync": 3}
+
+
+@ways
+@pytest.mark.parametrize("batch", [None, "cuMemcpyBatchAsync_v2"])
+def test_what_the_driver_answers_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, choice: Choice, batch: str | None
+) -> None:
+    real = OnStub(monkeypatch, batch, choice)
+    real.stub.lose_device(LOST)
+    for _ in range(2):  # a lost device stays lost
+        with pytest.raises(TransferFailed, match=f"CUDA error {LOST}"):
+            real.copier.store(0, [1], [1])
+    real.stub.lose_device(0)
+    real.copier.store(0, [1], [1])
+
+
+def test_memory_that_the_device_cannot_reach_is_a_failed_transfer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = OnStub(monkeypatch, "cuMemcpyBatchAsync_v2", DMA)
+    CudaContext(0).unlock(real.arena.data_ptr())
+    with pytest.raises(TransferFailed, match="CUDA error 1"):
+        real.copier.store(0, [1], [1])
+
+
+@ways
+@pytest.mark.parametrize("batch", [None, "cuMemcpyBatchAsync_v2"])
+def test_a_thread_without_a_context_is_given_one(
+    monkeypatch: pytest.MonkeyPatch, choice: Choice, batch: str | None
+) -> None:
+    real = OnStub(monkeypatch, batch, choice)
+    with ThreadPoolExecutor(1) as fresh:
+        fresh.submit(real.copier.store, 0, [1], [1]).result()
+    monkeypatch.setattr(CudaContext, "enter", lambda self: None)
+    with ThreadPoolExecutor(1) as fresh, pytest.raises(TransferFailed, match=str(NO_CONTEXT)):
+        fresh.submit(real.copier.store, 0, [1], [1]).result()  # negative control
+
+
+GOOD: dict[str, Any] = {"order": 1, "first": 0, "number": 1, "copies": 1, "flags": 1, "index": True}
+
+
+@pytest.mark.parametrize("batch", ["cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {},
+        *({"order": 0}, {"order": 4}, {"first": 1}, {"number": 2}),
+        *({"number": 0}, {"copies": 0}, {"flags": 2}, {"index": False}),
+    ],
+    ids=str,
+)
+def test_the_stub_refuses_what_the_driver_refuses(
+    monkeypatch: pytest.MonkeyPatch, batch: str, bad: dict[str, Any]
+) -> None:
+    """Negative control of the tests above: a batch with one thing wrong is not taken."""
+    real = OnStub(monkeypatch, batch, DMA)
+    given = {**GOOD, **bad}
+    function, has_index = cuda_driver._find_batch(real.stub.library)
+    assert function is not None
+    targets, sources, sizes = (array("q", [n]) for n in (real.area.data_ptr(), 0, 8))
+    sources[0] = real.arena.data_ptr()
+    hint = (ctypes.c_int * 2)(0, 0)
+    attributes = (cuda_driver._CopyAttributes * 2)(
+        cuda_driver._CopyAttributes(given["order"], hint, hint, given["flags"])
+    )
+    firsts, index = (ctypes.c_size_t * 2)(given["first"], 1), ctypes.c_size_t(0)
+    more = [ctypes.byref(index) if given["index"] else None] if has_index else []
+    CudaContext(0).enter()
+    status = function(
+        *(numbers.buffer_info()[0] for numbers in (targets, sources, sizes)),
+        *(given["copies"], attributes, firsts, given["number"], *more, real.stream),
+    )
+    # The second form takes no index.
+    assert (status != 0) is bool(bad and (has_index or "index" not in bad))

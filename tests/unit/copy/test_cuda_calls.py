@@ -1,0 +1,280 @@
+"""The CUDA driver as it is called here, over a stub that checks calls as the driver does."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvconnect import cuda  # noqa: E402
+from kvconnect.cuda import CudaContext, check, has_context, load_driver  # noqa: E402
+from kvconnect.disaggregation import staging  # noqa: E402
+from kvconnect.errors import ConfigError, Incompatible, Misuse, TransferFailed  # noqa: E402
+from kvconnect.offload import host_arena  # noqa: E402
+from kvconnect.offload.host_arena import HostStore  # noqa: E402
+from kvconnect.offload.streams import CudaStreams  # noqa: E402
+from kvconnect.transport.base import Area  # noqa: E402
+from kvconnect.transport.nixl import agent as agents  # noqa: E402
+from kvconnect.transport.nixl import worker as movers  # noqa: E402
+from kvconnect.transport.nixl.worker import Mover  # noqa: E402
+from kvconnect.types import TransferType  # noqa: E402
+from tests.fakes.stub_driver import StubDriver  # noqa: E402
+
+PAGE = mmap.PAGESIZE
+PACKAGE = Path(cuda.__file__).parent
+LEAST, GREATEST, NON_BLOCKING = 0, -5, 1
+OUT_OF_MEMORY, NO_CONTEXT = 2, 201
+LOST = 700  # an illegal access: every call answers it from then on
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> StubDriver:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return StubDriver(monkeypatch)
+
+
+def in_new_thread(work: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as fresh:
+        return fresh.submit(work).result()
+
+
+def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "LIBRARY", "libnothing-of-that-name.so.1")
+    with pytest.raises(Incompatible, match=r"the CUDA driver does not load: libnothing"):
+        load_driver()
+
+
+def test_a_status_is_an_error() -> None:
+    check(0, "cuInit")
+    with pytest.raises(TransferFailed, match="cuInit failed with CUDA error 700"):
+        check(700, "cuInit")
+
+
+# Contexts ---------------------------------------------------------------------------------------
+
+
+def test_a_thread_has_a_context_once_it_entered_one(stub: StubDriver) -> None:
+    context = CudaContext(0)
+    assert not in_new_thread(has_context)  # negative control
+
+    def enter() -> bool:
+        context.enter()
+        return has_context()
+
+    assert in_new_thread(enter)
+    assert not has_context()  # of this thread
+    with pytest.raises(TransferFailed, match="CUDA error 101"):
+        CudaContext(9)
+
+
+def test_other_calls_leave_a_thread_the_context_that_it_had(stub: StubDriver) -> None:
+    memory = bytearray(2 * PAGE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+    def use() -> list[bool]:
+        seen, context = [], CudaContext(1)
+        for call in (context.stream, lambda: context.lock(address, 8)):
+            call()
+            seen.append(has_context())
+        stub.refuse("cuMemHostUnregister", LOST)
+        with pytest.raises(TransferFailed, match=str(LOST)):
+            context.unlock(address)
+        return [*seen, has_context()]
+
+    assert in_new_thread(use) == [False, False, False]
+
+
+class Recorder:
+    """Stands for NIXL's agent: notes whether those who call it have a context."""
+
+    contexts: ClassVar[list[bool]] = []
+
+    def __init__(self, backend: str, areas: object, *, local: bool) -> None:
+        self.contexts.append(has_context())
+        self.offer = SimpleNamespace()
+
+    def close(self) -> None:
+        self.contexts.append(has_context())
+
+
+def contexts_of_a_mover(monkeypatch: pytest.MonkeyPatch, device: int) -> list[bool]:
+    """Return who had a context: an agent's first start and steps, work of both halves, and the
+    start of an agent in another one's place."""
+    monkeypatch.setattr(movers, "Agent", Recorder)
+    monkeypatch.setattr(Recorder, "contexts", [])
+    mover = in_new_thread(lambda: Mover("UCX", [Area(0, 8), Area(0, 8, device)], local=True))
+    seen = Recorder.contexts
+    halves: tuple[movers.Half, ...] = ("launches", "landings")
+    for half in halves:
+        done = threading.Event()
+
+        def work(done: threading.Event = done) -> None:
+            seen.append(has_context())
+            done.set()
+
+        mover.prepare(half, work, pytest.fail)
+        assert done.wait(60)
+    over = threading.Event()
+    mover.call(lambda agent: seen.append(has_context()))
+    mover.renew(mover.offer, "a test", over.set)
+    assert over.wait(60)
+    mover.close()
+    return seen
+
+
+def test_every_thread_of_nixl_has_the_context_of_the_cache(
+    stub: StubDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = contexts_of_a_mover(monkeypatch, device=1)
+    assert len(seen) == 7 and all(seen)
+
+
+def test_without_entering_no_thread_of_nixl_has_one(
+    stub: StubDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: a new thread has no context of its own accord."""
+    monkeypatch.setattr(CudaContext, "enter", lambda self: None)
+    assert not any(contexts_of_a_mover(monkeypatch, device=1))
+
+
+def test_a_cache_in_cpu_memory_needs_no_driver(
+    stub: StubDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contexts_of_a_mover(monkeypatch, device=-1)
+    assert stub.library.stub_retained(0) == stub.library.stub_retained(1) == 0
+
+
+def test_a_context_that_cannot_be_had_is_a_reason_not_to_use_nixl(
+    stub: StubDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "LIBRARY", "libnothing-of-that-name.so.1")
+    with pytest.raises(ConfigError, match=r"transport='nixl' is not usable.*does not load"):
+        Mover("UCX", [Area(0, 8, 0)], local=True)
+
+
+def test_an_agent_is_not_started_where_there_is_no_context(
+    stub: StubDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start() -> None:
+        agents.Agent("UCX", [Area(0, 8, 0)], local=True)
+
+    def enter_and_start() -> None:
+        CudaContext(0).enter()
+        start()
+
+    monkeypatch.setattr(agents, "find_package", lambda *_: pytest.fail("went on"))
+    with pytest.raises(Misuse, match="has no CUDA context"):
+        in_new_thread(start)
+    with pytest.raises(pytest.fail.Exception, match="went on"):
+        in_new_thread(enter_and_start)  # negative control
+
+
+# Streams ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def external(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Handles that torch was told to take as streams."""
+    handles: list[int] = []
+
+    def take(handle: int, device: torch.device) -> SimpleNamespace:
+        handles.append(handle)
+        return SimpleNamespace(cuda_stream=handle, device=device)
+
+    monkeypatch.setattr(torch.cuda, "ExternalStream", take)
+    return handles
+
+
+def test_copies_run_on_streams_that_nobody_else_has(stub: StubDriver, external: list[int]) -> None:
+    made = [CudaStreams(torch.device("cuda:1")) for _ in range(40)]  # more than torch's pool has
+    assert len(set(external)) == len(external) == 80
+    for streams in made:
+        assert {stream.device for stream in streams._streams.values()} == {torch.device("cuda:1")}
+
+    def priority(kind: TransferType) -> int:
+        handle = ctypes.c_void_p(made[0]._streams[kind].cuda_stream)
+        assert stub.library.stub_flags(handle) == NON_BLOCKING
+        return int(stub.library.stub_priority(handle))
+
+    assert priority(TransferType.CPU_TO_GPU) == GREATEST  # loads go before the model
+    assert priority(TransferType.GPU_TO_CPU) == LEAST
+
+
+def test_each_direction_of_staging_has_a_stream_of_its_own(
+    stub: StubDriver, external: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging._Ring, "_make", lambda self, nbytes: torch.empty(nbytes))
+    area = SimpleNamespace(device=torch.device("cuda:0"), nbytes=8, data_ptr=lambda: 0)
+    staging.StagedMemory(area, pieces=(Area(0, 8, 0),))  # type: ignore[arg-type]
+    assert len(set(external)) == 2
+
+
+POOLED = re.compile(r"torch\.cuda\.Stream\(|\bStream\(")
+
+
+def test_nothing_takes_a_stream_from_torchs_pool() -> None:
+    """Thirty-two streams per priority go round, so that one of them may be the engine's."""
+    texts = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+    assert not [str(path) for path, text in texts.items() if POOLED.search(text)]
+    assert POOLED.search("self._join = torch.cuda.Stream(device)")  # negative control
+
+
+# Page-locking -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store() -> HostStore:
+    return HostStore(num_slots=8, slot_bytes=2 * PAGE, digest_mode="full")
+
+
+def test_pin_locks_whole_slots_and_close_unlocks(
+    stub: StubDriver, store: HostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_arena, "_PIN_PIECE_BYTES", 7 * PAGE)  # three slots and a half
+    assert store.pin()
+    assert store.pin()
+    assert stub.calls("cuMemHostRegister") == 3
+    assert stub.locked == store.nbytes
+    assert "pinned" in repr(store)
+    store.close()
+    assert stub.locked == 0
+
+
+def test_a_page_lock_that_is_refused_leaves_nothing_locked_and_no_error_behind(
+    stub: StubDriver,
+    store: HostStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(host_arena, "_PIN_PIECE_BYTES", 2 * PAGE)
+    stub.limit_locked(5 * PAGE)
+    assert not store.pin()
+    assert stub.locked == 0
+    assert f"CUDA error {OUT_OF_MEMORY}" in caplog.text and "memlock" in caplog.text
+    assert repr(store).endswith("open)")
+    assert stub.library.cudaGetLastError() == 0  # what a checked launch would raise as its own
+
+    # Negative control: the runtime's own call leaves it.
+    CudaContext(0).enter()
+    address, nbytes = ctypes.c_void_p(store.address), ctypes.c_size_t(store.nbytes)
+    assert stub.library.cudaHostRegister(address, nbytes, 0) == OUT_OF_MEMORY
+    assert stub.library.cudaGetLastError() == OUT_OF_MEMORY
+    store.close()
+
+
+def test_closing_on_a_lost_device_is_quiet(stub: StubDriver, store: HostStore) -> None:
+    assert store.pin()
+    stub.lose_device(LOST)
+    store.close()
+    with pytest.raises(TransferFailed, match=str(LOST)):  # negative control: it is lost
+        CudaContext(0)

@@ -1,0 +1,373 @@
+"""Two engines' workers in one process: agents, machines, sessions and a real transport."""
+
+from __future__ import annotations
+
+import math
+import time
+from array import array
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvconnect.cache.pages import layer_pages  # noqa: E402
+from kvconnect.disaggregation.agent import HandoffAgent  # noqa: E402
+from kvconnect.disaggregation.bandwidth_probe import ProbedMemory  # noqa: E402
+from kvconnect.disaggregation.sessions import Choice, Links  # noqa: E402
+from kvconnect.disaggregation.staging import HostMemory, StagedMemory  # noqa: E402
+from kvconnect.errors import TransferFailed  # noqa: E402
+from kvconnect.offload.messages import (  # noqa: E402
+    Instructions,
+    Keep,
+    Notice,
+    NoticeKind,
+    Offer,
+    Receive,
+    Report,
+    Source,
+    Withdraw,
+)
+from kvconnect.protocol.messages import GroupHello, Hello  # noqa: E402
+from kvconnect.stats import OffloadingConnectorStats  # noqa: E402
+from kvconnect.transport import make_transport  # noqa: E402
+from kvconnect.transport.base import LinkOptions, Security  # noqa: E402
+from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span, TransferId  # noqa: E402
+
+HEADS, LAYERS, ROW, TOKENS = 4, 3, 8, 256  # of the model; ROW is floats of one head's token
+TRANSFER = TransferId(b"0123456789abcdef")
+EPOCH = 7
+WAIT_S = 20.0
+
+
+@dataclass
+class Engine:
+    """One engine of ``tp`` ranks with blocks of ``block`` tokens; ``nhd``: tokens outside heads."""
+
+    tp: int = 1
+    block: int = 16
+    nhd: bool = False
+    staged: bool = False
+    sends: bool = False
+    key: bytes = b""
+    model: str = "tiny"
+    digest: str = "full"
+    caches: list[torch.Tensor] = field(default_factory=list)
+    agents: list[HandoffAgent] = field(default_factory=list)
+
+    def __enter__(self) -> Engine:
+        for rank in range(self.tp):
+            self._start(rank)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for agent in self.agents:
+            agent.close()
+
+    def _start(self, rank: int) -> None:
+        blocks, heads = TOKENS // self.block + 4, HEADS // self.tp
+        area = torch.zeros(LAYERS * blocks * heads * self.block * ROW)
+        shape = (LAYERS, blocks, self.block, heads, ROW)
+        if self.nhd:
+            cache = area.view(shape).permute(0, 1, 3, 2, 4)
+        else:
+            cache = area.view(LAYERS, blocks, heads, self.block, ROW)
+        pages = tuple(
+            layer_pages(
+                f"layer{i}",
+                (view.data_ptr() - area.data_ptr()),
+                (view.shape, view.stride(), 4),
+                blocks,
+                self.block,
+            )
+            for i, view in enumerate(cache)
+        )
+        group = GroupHello(
+            block_tokens=self.block,
+            page_tokens=self.block,
+            layers=[page.name for page in pages],
+            kv_heads=HEADS,
+            heads=heads,
+            row_bytes=4 * ROW,
+            order="NHC" if self.nhd else "HNC",
+            splittable=True,
+        )
+        hello = Hello(
+            software="test",
+            engine_id="sender" if self.sends else "receiver",
+            epoch=0,
+            rank=Rank(rank, self.tp, 0, 1),
+            format={"model": self.model},
+            groups=[group],
+        )
+        raw = area.view(torch.uint8)
+        memory = StagedMemory(raw, 1 << 17) if self.staged else HostMemory(raw)
+        transport = make_transport(
+            "tcp", Security(key=self.key), LinkOptions(digest=self.digest, dead_after_s=3.0)
+        )
+        transport.register(ProbedMemory(memory, raw.device))
+        address = transport.listen("127.0.0.1", 0) if self.sends else None
+        links = Links(hello, (pages,), transport, OffloadingConnectorStats(), Choice())
+        self.caches.append(cache)
+        self.agents.append(HandoffAgent(links, 5.0, lambda: None, address))
+
+    def step(self, **work: list[object]) -> None:
+        """Give every worker a step's work, and end the step as the engine does."""
+        for agent in self.agents:
+            agent.begin_step(Instructions(**work), EPOCH)  # type: ignore[arg-type]
+            for layer in range(LAYERS - 1):  # one hook does not fire
+                agent.layer_written(f"layer{layer}")
+            agent.end_step()
+
+    def source(self, epoch: int = EPOCH) -> Source:
+        endpoints = [
+            Endpoint(rank, 0, *agent.address)
+            for rank, agent in enumerate(self.agents)
+            if agent.address is not None
+        ]
+        return Source("sender", epoch, tuple(endpoints), self.tp, 1)
+
+    def content(self, table: array[int], tokens: int) -> torch.Tensor:
+        """What all ranks together hold of a request: [layers, tokens, heads, ROW]."""
+        parts = [cache[:, list(table)] for cache in self.caches]
+        whole = torch.cat(parts, dim=2).permute(0, 1, 3, 2, 4)
+        return whole.reshape(LAYERS, -1, HEADS, ROW)[:, :tokens]
+
+    def fill(self, table: array[int], seed: int) -> None:
+        """Write random KV of a request into all ranks' blocks."""
+        torch.manual_seed(seed)
+        whole = torch.randn(LAYERS, len(table), HEADS, self.block, ROW)
+        share = HEADS // self.tp
+        for rank, cache in enumerate(self.caches):
+            cache[:, list(table)] = whole[:, :, rank * share : (rank + 1) * share]
+
+
+def table(tokens: int, block: int) -> array[int]:
+    """Scattered block ids for so many tokens."""
+    count = -(-tokens // block)
+    return array("q", [(5 * i + 3) % (TOKENS // block + 3) + 1 for i in range(count)])
+
+
+def receive(source: Source | None, blocks: array[int], tokens: int, early: bool = False) -> Receive:
+    span = Span(0, 0, blocks)
+    return Receive(JobId(1), "r", TRANSFER, source, (span,), ((0, tokens),), early, 5.0)
+
+
+def finished(engine: Engine) -> list[Report]:
+    """Wait for the report of every worker."""
+    reports: list[Report] = []
+    deadline = time.monotonic() + WAIT_S
+    while len(reports) < engine.tp and time.monotonic() < deadline:
+        for agent in engine.agents:
+            reports += [report for report, _ in agent.poll(idle=False)[0]]
+        time.sleep(0.005)
+    assert len(reports) == engine.tp
+    return reports
+
+
+def hand_off(p: Engine, d: Engine, transfer: TransferId = TRANSFER) -> None:
+    """Move a prompt's blocks, and compare them."""
+    there, here = table(150, p.block), table(150, d.block)
+    p.fill(there, seed=1)
+    for cache in d.caches:
+        cache.zero_()
+    p.step(offers=[Offer(transfer, (Span(0, 0, there),))])
+    d.step(receives=[replace(receive(p.source(), here, 150), transfer=transfer)])
+    assert [report.failures for report in finished(d)] == [()]
+    assert torch.equal(d.content(here, 150), p.content(there, 150))
+
+
+def notices(engine: Engine, kind: NoticeKind, count: int) -> list[Notice]:
+    found: list[Notice] = []
+    deadline = time.monotonic() + WAIT_S
+    while len(found) < count and time.monotonic() < deadline:
+        for agent in engine.agents:
+            found += [notice for notice in agent.poll(idle=False)[1] if notice.kind is kind]
+        time.sleep(0.005)
+    return found
+
+
+CASES = {
+    "same": (Engine(), Engine()),
+    "tp 2 to 1": (Engine(tp=2), Engine()),
+    "tp 1 to 4": (Engine(), Engine(tp=4)),
+    "tp 4 to 2": (Engine(tp=4), Engine(tp=2)),
+    "small to large blocks": (Engine(block=16), Engine(block=64)),
+    "large to small blocks, other layout": (Engine(block=32, nhd=True), Engine(block=16)),
+    "all at once": (Engine(tp=2, block=32, nhd=True), Engine(tp=4, block=16)),
+    "staged": (Engine(staged=True), Engine(staged=True, tp=2)),
+    "key": (Engine(key=b"k" * 32), Engine(key=b"k" * 32)),
+}
+
+
+@pytest.mark.parametrize("when", ["pull", "push", "half"])
+@pytest.mark.parametrize("case", CASES)
+def test_pages_arrive(case: str, when: str, stack: ExitStack) -> None:
+    """Asked after, before, and in the middle of prefill."""
+    made, wanted = CASES[case]
+    p = stack.enter_context(Engine(**{**settings(made), "sends": True}))
+    d = stack.enter_context(Engine(**settings(wanted)))
+    tokens = 150
+    there, here = table(tokens, p.block), table(tokens, d.block)
+    half = len(there) // 2
+    p.fill(there, seed=1)
+    p.step(offers=[Offer(TRANSFER)])
+    if when == "push":
+        d.step(receives=[receive(p.source(), here, tokens, early=True)])
+    p.step(offers=[Offer(TRANSFER, (Span(0, 0, there[:half]),))])
+    if when == "half":
+        d.step(receives=[receive(p.source(), here, tokens, early=True)])
+    p.step(offers=[Offer(TRANSFER, (Span(0, half, there[half:]),))])
+    if when == "pull":
+        d.step(receives=[receive(p.source(), here, tokens)])
+    assert [report.failures for report in finished(d)] == [()] * d.tp
+    want = p.content(there, tokens)
+    assert want.abs().min() > 0
+    assert torch.equal(d.content(here, tokens), want)
+    # Negative control: two pages swapped are not equal.
+    here[0], here[1] = here[1], here[0]
+    assert not torch.equal(d.content(here, tokens), want)
+    readers = {notice.reader for notice in notices(p, NoticeKind.DONE, d.tp)}
+    assert {reader.tp_rank for reader in readers if reader} == set(range(d.tp))
+    p.step(withdrawals=[Withdraw(TRANSFER, FailureCause.GONE)])
+    assert len(notices(p, NoticeKind.WITHDRAWN, p.tp)) == p.tp
+
+
+def settings(engine: Engine) -> dict[str, object]:
+    names = ("tp", "block", "nhd", "staged", "key", "model", "digest")
+    return {name: getattr(engine, name) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("other", "field"),
+    [({"model": "other"}, "model"), ({"key": b"x" * 32}, "auth"), ({"block": 24}, "block_tokens")],
+)
+def test_what_does_not_fit_is_refused(
+    other: dict[str, object], field: str, stack: ExitStack
+) -> None:
+    p = stack.enter_context(Engine(sends=True))
+    d = stack.enter_context(Engine(**other))  # type: ignore[arg-type]
+    p.step(offers=[Offer(TRANSFER)])
+    d.step(receives=[receive(p.source(), array("q", [1, 2]), 2 * d.block)])
+    (report,) = finished(d)
+    assert {failure.cause for failure in report.failures} == {FailureCause.REFUSED}
+    stats = d.agents[0].take_stats()
+    assert stats is not None
+    assert stats.data["counters"]["handoff_refused"] == {field: 1}
+
+
+def test_an_old_incarnation_s_ticket_is_refused(stack: ExitStack) -> None:
+    p = stack.enter_context(Engine(sends=True))
+    d = stack.enter_context(Engine())
+    p.step(offers=[Offer(TRANSFER)])
+    d.step(receives=[receive(p.source(epoch=EPOCH + 1), array("q", [1, 2]), 32)])
+    (report,) = finished(d)
+    assert {failure.cause for failure in report.failures} == {FailureCause.REFUSED}
+
+
+def test_a_transfer_that_is_not_there_is_gone(stack: ExitStack) -> None:
+    p = stack.enter_context(Engine(sends=True))
+    d = stack.enter_context(Engine())
+    p.step()
+    d.step(receives=[receive(p.source(), array("q", [1, 2]), 32)])
+    (report,) = finished(d)
+    assert {failure.cause for failure in report.failures} == {FailureCause.GONE}
+
+
+def test_a_peer_that_dies_fails_what_waits_for_it(stack: ExitStack) -> None:
+    p = stack.enter_context(Engine(sends=True))
+    d = stack.enter_context(Engine())
+    p.step(offers=[Offer(TRANSFER)])
+    d.step(receives=[receive(p.source(), array("q", [1, 2]), 32, early=True)])
+    assert notices(p, NoticeKind.JOINED, 1)
+    p.agents[0].close()
+    (report,) = finished(d)
+    assert {failure.cause for failure in report.failures} == {FailureCause.PEER}
+
+
+def test_who_asked_too_early_is_news_once_the_transfer_is_known(stack: ExitStack) -> None:
+    """Without anything else from outside that would wake whoever looks at news only."""
+    p = stack.enter_context(Engine(sends=True))
+    d = stack.enter_context(Engine())
+    agent = p.agents[0]
+    p.step()
+    d.step(receives=[receive(p.source(), array("q", [1, 2]), 32, early=True)])
+    deadline = time.monotonic() + WAIT_S
+    while not agent._sending._machine._parked:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert not agent.has_news
+    agent.run(Instructions(offers=[Offer(TRANSFER)]))
+    assert agent.has_news
+    assert [notice.kind for notice in agent.poll(idle=False)[1]] == [NoticeKind.JOINED]
+    assert not agent.has_news
+
+
+def reads(d: Engine) -> list[str]:
+    """Which transfers' leases the decode engine goes on to renew."""
+    return [transfer.hex() for transfer in d.agents[0]._receiving._renewals]
+
+
+def test_a_decode_engine_that_makes_no_steps_renews_leases(stack: ExitStack) -> None:
+    """A paused one, with requests that wait for their turn."""
+    p = stack.enter_context(Engine(sends=True))
+    d = stack.enter_context(Engine())
+    p.step(offers=[Offer(TRANSFER)])
+    d.step(keeps=[Keep(TRANSFER, p.source(), every_s=0.01)])
+    for _ in range(3):
+        assert [notice.transfer for notice in notices(p, NoticeKind.RENEWED, 1)] == [TRANSFER]
+    assert reads(d) == [TRANSFER.hex()]
+    d.step(keeps=[Keep(TRANSFER, p.source())])
+    assert reads(d) == []
+    assert notices(p, NoticeKind.DECLINED, 1)
+    d.step(keeps=[Keep(TRANSFER, p.source(), every_s=0.01)])
+    d.step(receives=[receive(p.source(), array("q", [1, 2]), 32)])
+    assert reads(d) == []
+
+
+def test_readers_do_not_wait_for_an_engine_that_makes_no_steps(stack: ExitStack) -> None:
+    p = stack.enter_context(Engine(sends=True))
+    agent = p.agents[0]
+    machine = agent._sending._machine
+    agent._sending._deadline_s = 0.0
+
+    def stands(wanted: bool) -> bool:
+        deadline = time.monotonic() + WAIT_S
+        while machine.stands is not wanted and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return machine.stands
+
+    p.step(offers=[Offer(TRANSFER)])
+    agent.poll(idle=False, ends_step=True)
+    assert stands(True)
+    agent.run(Instructions())  # what comes beside steps says nothing of them
+    assert stands(True)
+    p.step()
+    assert not stands(False)
+    agent.poll(idle=False)
+    assert agent._sending.stepped_at == math.inf
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_bug_in_the_thread_of_layers_is_not_silence(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine hears of it, and so does the other side, as of an agent that died."""
+    p = stack.enter_context(Engine(sends=True))
+    d = stack.enter_context(Engine())
+    agent = p.agents[0]
+    p.step(offers=[Offer(TRANSFER)])
+    d.step(receives=[receive(p.source(), array("q", [1, 2]), 32, early=True)])
+    assert notices(p, NoticeKind.JOINED, 1)
+    assert not agent.has_news
+    monkeypatch.setattr(agent._written, "_take", lambda *_: 1 / 0)
+    agent.begin_step(Instructions(offers=[Offer(TRANSFER, (Span(0, 0, array("q", [1])),))]), EPOCH)
+    agent.layer_written("layer0")
+    deadline = time.monotonic() + WAIT_S
+    while not agent.has_news and time.monotonic() < deadline:
+        time.sleep(0.005)
+    with pytest.raises(TransferFailed):
+        agent.poll(idle=False)
+    (report,) = finished(d)
+    assert {failure.cause for failure in report.failures} == {FailureCause.PEER}

@@ -1,0 +1,209 @@
+"""Whatever a peer says ends its own connection at most; what it makes this side keep is bounded."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvconnect.disaggregation import sender as machine  # noqa: E402
+from kvconnect.disaggregation.reads import Reader, SendPages  # noqa: E402
+from kvconnect.disaggregation.send_side import SendSide  # noqa: E402
+from kvconnect.disaggregation.sender import Break, Refuse, Sender  # noqa: E402
+from kvconnect.disaggregation.sessions import Links  # noqa: E402
+from kvconnect.offload.messages import NoticeKind, Offer  # noqa: E402
+from kvconnect.protocol.codec import NoteReader  # noqa: E402
+from kvconnect.protocol.messages import Hello  # noqa: E402
+from kvconnect.transport.tcp.peer import Peer  # noqa: E402
+from kvconnect.types import FailureCause, Rank, Span, TransferId  # noqa: E402
+from tests.unit.disaggregation.test_agent import (  # noqa: E402
+    TRANSFER,
+    Engine,
+    finished,
+    hand_off,
+    notices,
+    receive,
+    table,
+)
+from tests.unit.disaggregation.test_sender import T, ask, refusals, sender, span, written  # noqa: E402
+
+WAIT_S = 60.0
+
+
+def until(fact: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not fact():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def errors_counted(engine: Engine) -> float:
+    with engine.agents[0].stats() as stats:
+        counted: dict[str, float] = stats.data["counters"].get("handoff_peer_errors", {})
+        return counted.get("", 0)
+
+
+@pytest.mark.parametrize("where", ["hello", "message", "up"])
+def test_an_error_that_a_peer_raises_ends_its_connection_alone(
+    where: str, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the agent's own thread, wherever the peer's words are applied."""
+    p = stack.enter_context(Engine(sends=True))
+    bad = stack.enter_context(Engine())
+    good = stack.enter_context(Engine())
+    p.step(offers=[Offer(TRANSFER)])
+    with monkeypatch.context() as patch:
+        owner, name = {
+            "hello": (Links, "on_hello"),
+            "message": (SendSide, "on_message"),
+            "up": (Links, "on_up"),
+        }[where]
+        real = getattr(owner, name)
+
+        def fail(self: object, subject: object, *rest: object) -> object:
+            inbound = rest[0].epoch == 7 if rest and isinstance(rest[0], Hello) else True
+            if getattr(subject, "inbound", inbound):
+                raise ZeroDivisionError("a bug")
+            return real(self, subject, *rest)
+
+        patch.setattr(owner, name, fail)
+        bad.step(receives=[receive(p.source(), array("q", [1, 2]), 32, early=True)])
+        (report,) = finished(bad)
+    assert {failure.cause for failure in report.failures} == {FailureCause.PEER}
+    assert errors_counted(p) >= 1
+    hand_off(p, good)
+
+
+def test_an_error_for_a_reader_in_the_engine_s_step_ends_its_connection_alone(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = stack.enter_context(Engine(sends=True))
+    d = stack.enter_context(Engine())
+    p.step()
+    d.step(receives=[receive(p.source(), array("q", [1, 2]), 32, early=True)])
+    agent = p.agents[0]
+    until(lambda: agent._sending._machine._parked)
+    with monkeypatch.context() as patch:
+        patch.setattr(Reader, "start", lambda self: 1 / 0)
+        p.step(offers=[Offer(TRANSFER)])  # by whom it is asked for: raised in this thread before
+        (report,) = finished(d)
+    assert {failure.cause for failure in report.failures} == {FailureCause.PEER}
+    assert errors_counted(p) == 1
+    until(lambda: not len(agent._links))
+    hand_off(p, d)
+
+
+def test_carrying_out_an_action_ends_one_connection_alone(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = stack.enter_context(Engine(sends=True))
+    d = stack.enter_context(Engine())
+    p.step(offers=[Offer(TRANSFER)])
+    d.step(receives=[receive(p.source(), table(150, 16), 150, early=True)])
+    assert notices(p, NoticeKind.JOINED, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(SendSide, "_send", lambda *_: 1 / 0)
+        p.step(offers=[Offer(TRANSFER, (Span(0, 0, table(150, 16)),))])
+        (report,) = finished(d)
+    assert {failure.cause for failure in report.failures} == {FailureCause.PEER}
+    assert errors_counted(p) == 1
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Peer, "_on_note"), (Peer, "join"), (NoteReader, "feed")]
+)
+def test_an_error_in_the_transport_s_thread_ends_one_connection_alone(
+    owner: type, name: str, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = stack.enter_context(Engine(sends=True))
+    d = stack.enter_context(Engine())
+    p.step(offers=[Offer(TRANSFER)])
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, lambda *_: 1 / 0)
+        d.step(receives=[receive(p.source(), array("q", [1, 2]), 32, early=True)])
+        (report,) = finished(d)
+    assert {failure.cause for failure in report.failures} == {FailureCause.PEER}
+    hand_off(p, d)
+
+
+# What the machine keeps -------------------------------------------------------------------------
+
+
+def kept(one: Sender) -> int:
+    book = one._book
+    return sum(map(len, book.readers.values())) + sum(len(k.readers) for k in book.known.values())
+
+
+def test_asking_and_giving_up_again_and_again_keeps_nothing() -> None:
+    one = written(span(0, 5, 6))
+    for want in range(1000):
+        actions = one.want(ask(want), 0.0)
+        sent = sum(isinstance(action, SendPages) for action in actions)
+        assert sent == 1
+        one.cancel(3, want)
+        one.quiet(3, want)
+        assert kept(one) == 0
+
+
+def test_wants_that_do_not_fall_quiet_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "MAX_WANTS", 4)
+    one = written(span(0, 5, 6))
+    for want in range(6):
+        actions = one.want(ask(want), 0.0)
+        one.cancel(3, want)
+    assert refusals(actions) == [(3, 5, "refused")]
+    assert kept(one) == 2 * 4
+    assert not refusals(one.want(ask(0, peer=4), 0.0))  # another peer is served
+    for want in range(4):
+        one.quiet(3, want)
+    assert not refusals(one.want(ask(9, reader=Rank(0, 2, 0, 1)), 0.0))
+
+
+def test_a_reader_that_has_everything_is_remembered_until_the_transfer_ends() -> None:
+    one = written(span(0, 5, 6, 7, 8))
+    one.want(ask(0), 0.0)
+    one.sent(3, 0)
+    one.done(3, 0)
+    assert kept(one) == 2
+    assert refusals(one.want(ask(1), 0.0)) == [(3, 1, "refused")]
+    one.peer_lost(3)
+    assert kept(one) == 0
+
+
+def test_one_peer_cannot_take_all_room_for_early_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "MAX_PARKED", 10)
+    one = sender()
+    for want in range(20):
+        one.want(ask(want, early=True, transfer=TransferId(bytes([want]) * 16)), 0.0)
+    assert len(one._parked) == 5
+    assert not refusals(one.want(ask(0, peer=4, early=True), 0.0))
+
+
+def test_an_error_in_the_step_names_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = written(span(0, 5, 6))
+    one.want(ask(0), 0.0)
+    one.offer(Offer(T, (span(2, 7),)))
+    monkeypatch.setattr(Reader, "send", lambda *_: 1 / 0)
+    for actions in (one.layer_written(0, 0, None), one.step_written(None)):
+        (only,) = actions
+        assert isinstance(only, Break)
+        assert only.peer == 3
+        assert not isinstance(only, Refuse)
+
+
+def test_the_last_word_of_a_reader_is_the_last_notice(stack: ExitStack) -> None:
+    """It asks, leaves and asks again before the scheduler looks: it is still there."""
+    p = stack.enter_context(Engine(sends=True))
+    side = p.agents[0]._sending
+    p.step(offers=[Offer(TRANSFER)])
+    for want in range(3):
+        side._run(side._machine.want(ask(want, transfer=TRANSFER, parts=[(0, want, 1)]), 0.0))
+        if want < 2:
+            side._run(side._machine.cancel(3, want))
+    kinds = [(n.kind, n.first) for n in side.take_notices()]
+    assert kinds == [(NoticeKind.LEFT, 0), (NoticeKind.JOINED, 2)]

@@ -1,0 +1,153 @@
+"""Which path the pages of a connection take when one of them does not work."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+
+pytest.importorskip("torch")
+
+from kvconnect.disaggregation.receive_side import ReceiveSide
+from kvconnect.disaggregation.receiver import Origin
+from kvconnect.disaggregation.sessions import Choice, Link, Links
+from kvconnect.disaggregation.states import Session
+from kvconnect.errors import Refused
+from kvconnect.offload.messages import Instructions, Keep, Source
+from kvconnect.protocol import messages
+from kvconnect.protocol.messages import GroupHello, Hello, Renew, Turned
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.transport.base import Event, Hangup, Note, PeerDown, PeerId, PeerUp
+from kvconnect.transport.inproc import InprocTransport
+from kvconnect.types import Endpoint, Rank, TransferId
+
+GROUP = GroupHello(
+    block_tokens=16,
+    page_tokens=16,
+    layers=["layer0"],
+    kv_heads=1,
+    heads=1,
+    row_bytes=64,
+    order="HNC",
+    splittable=True,
+)
+HELLO = Hello(
+    software="test",
+    engine_id="here",
+    epoch=1,
+    rank=Rank(0, 1, 0, 1),
+    format={"model": "m"},
+    groups=[GROUP],
+)
+ORIGIN = Origin(Endpoint(0, 0, "127.0.0.1", 1), "there", 1)
+
+
+class Recording(InprocTransport):
+    """Connects to nobody and keeps what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.orders: list[object] = []
+        self.peers = 0
+
+    def connect(self, host: str, port: int) -> PeerId:
+        self.peers += 1
+        return PeerId(self.peers)
+
+    def submit(self, order: object) -> None:
+        self.orders.append(order)
+
+    def poll(self, timeout: float) -> list[Event]:
+        return []
+
+
+def make_links(transport: str = "auto") -> tuple[Links, Recording]:
+    seam = Recording()
+    return Links(HELLO, (), seam, OffloadingConnectorStats(), Choice(transport)), seam
+
+
+def connected(links: Links, paths: tuple[str, ...] = ("tcp", "nixl")) -> Link:
+    """Connect to the origin; both sides have agreed, nothing is measured yet."""
+    assert links.need(ORIGIN) is None
+    peer = PeerId(links.transport.peers)  # type: ignore[attr-defined]
+    links.on_up(PeerUp(peer, False, "127.0.0.1:1", paths, "no NIXL there"))
+    link = links.get(peer)
+    assert link is not None
+    if link.state is Session.GREETING:
+        link.state = Session.UP
+    return link
+
+
+def test_no_pages_move_before_the_path_is_chosen() -> None:
+    links, _ = make_links()
+    link = connected(links)
+    assert link.meter.paths == ("tcp", "nixl")
+    assert links.need(ORIGIN) is None
+    link.meter.path = "nixl"
+    assert links.need(ORIGIN) is link
+
+
+@pytest.mark.parametrize(("measured", "paths"), [({"tcp": 1e9}, ("tcp",)), ({}, ("tcp", "nixl"))])
+def test_a_path_that_breaks_while_it_is_measured_is_not_tried_again(
+    measured: dict[str, float], paths: tuple[str, ...]
+) -> None:
+    links, _ = make_links()
+    link = connected(links)
+    link.meter.rates.update(measured)
+    links.on_down(PeerDown(link.peer, "stalled"))
+    assert connected(links).meter.paths == paths
+
+
+def test_a_connection_that_was_chosen_and_lost_is_measured_anew() -> None:
+    links, _ = make_links()
+    link = connected(links)
+    link.meter.rates.update(tcp=1e9, nixl=2e9)
+    link.meter.path = "nixl"
+    links.on_down(PeerDown(link.peer, "lost"))
+    assert connected(links).meter.paths == ("tcp", "nixl")
+
+
+def test_a_measurement_that_never_ends_is_given_up() -> None:
+    links, seam = make_links()
+    link = connected(links)
+    links.tick(time.monotonic())
+    assert not any(isinstance(order, Hangup) for order in seam.orders)
+    links.tick(time.monotonic() + 61)
+    assert Hangup(link.peer, "its speed could not be measured in 60 s") in seam.orders
+
+
+def test_a_path_that_is_asked_for_and_missing_is_refused_with_the_reason() -> None:
+    links, seam = make_links("nixl")
+    link = connected(links, ("tcp",))
+    assert link.refusal
+    notes = [messages.decode(order.payload) for order in seam.orders if isinstance(order, Note)]
+    assert Turned("transport", "no nixl path: no NIXL there") in notes
+
+
+def test_the_errors_that_a_path_can_raise_are_metric_labels() -> None:
+    for field in ("transport", "rate"):
+        assert Refused(field, "x").field in messages.REFUSAL_FIELDS
+
+
+def test_leases_are_renewed_for_an_engine_that_stands_still_but_not_for_long() -> None:
+    """Two paused engines would else wait for each other."""
+    links, seam = make_links()
+    connected(links).meter.path = "tcp"
+    side = ReceiveSide(links)
+    transfer = TransferId(b"t" * 16)
+    source = Source("there", 1, (ORIGIN.endpoint,), 1, 1)
+    side.begin_step(Instructions(keeps=[Keep(transfer, source, every_s=10.0)]), 0.0, None)
+
+    def renewed(now: float) -> bool:
+        seam.orders.clear()
+        side.tick(now)
+        notes = [messages.decode(order.payload) for order in seam.orders if type(order) is Note]
+        assert notes in ([], [Renew([transfer])])
+        return bool(notes)
+
+    assert [renewed(now) for now in (9.0, 10.0, 19.0, 20.0)] == [False, True, False, True]
+    side.stepped_at = 12.0
+    assert [renewed(now) for now in (30.0, 40.0, 42.1, 50.0)] == [True, True, False, False]
+    side.stepped_at = math.inf  # it goes on
+    assert renewed(60.0)

@@ -1,0 +1,729 @@
+"""SGLang's buffers handed from prefill ranks to decode ranks by real agents, without SGLang."""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvconnect.config import Config
+from kvconnect.disaggregation.factory import start_agent
+from kvconnect.engines.sglang import translate
+from kvconnect.engines.sglang.bootstrap import Addresses
+from kvconnect.engines.sglang.duplicates import kept
+from kvconnect.engines.sglang.inbox import Inbox, Wanted
+from kvconnect.engines.sglang.layerwise import LayerPush
+from kvconnect.engines.sglang.rooms import Outbox, is_room, room_of, transfer_of
+from kvconnect.errors import Incompatible
+from kvconnect.offload.messages import Instructions, Offer
+from kvconnect.protocol.topology import head_range
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.types import Endpoint, Rank, Span
+
+PAGES, TOKENS, LAYERS, WIDTH, ROWS = 24, 4, 3, 8, 6
+PATIENCE_S = 20.0
+ROOM = 2**63 + 7
+
+
+class Rank1:
+    """One rank's pools as SGLang's ``KVArgs`` describe them, and its agent."""
+
+    def __init__(self, rank: Rank, kv_heads: int, sends: bool, state: bool = False) -> None:
+        self.rank, self.kv_heads = rank, kv_heads
+        first, end = head_range(rank.tp_rank, rank.tp, kv_heads)
+        self.first, heads = first, end - first
+        shape = (PAGES * TOKENS, heads, WIDTH)
+        kinds = 1 if kv_heads == 1 else 2
+        self.kv = [torch.zeros(shape) for _ in range(LAYERS * kinds)]
+        self.aux = [torch.zeros(ROWS, 16, dtype=torch.int32), torch.zeros(ROWS, 40)]
+        self.state = [torch.zeros(ROWS, 5, 7) for _ in range(2)] if state else []
+        model = translate.Model("m", "float32", rank, kv_heads, (0, LAYERS), kv_heads == 1, -1)
+        self.cache = translate.describe(self.args(), model, 5.0)
+        address = ("127.0.0.1", 0) if sends else None
+        self.agent = start_agent(Config(transport="tcp"), self.cache, address, PATIENCE_S, True)
+        self.ready: list[int] = []
+        self.done: list[int] = []
+        self.failed: list[str] = []
+
+    def args(self) -> Any:
+        def lists(tensors: Sequence[torch.Tensor], item: int) -> tuple[list[int], ...]:
+            return (
+                [tensor.data_ptr() for tensor in tensors],
+                [tensor.nbytes for tensor in tensors],
+                [tensor[:item].nbytes for tensor in tensors],
+            )
+
+        kv, aux, state = lists(self.kv, TOKENS), lists(self.aux, 1), lists(self.state, 1)
+        kinds = [SimpleNamespace(value="mamba")] if self.state else []
+        return SimpleNamespace(
+            kv_data_ptrs=kv[0],
+            kv_data_lens=kv[1],
+            kv_item_lens=kv[2],
+            kv_layer_ids=[],
+            kv_cache_dtype_str="float32",
+            page_size=TOKENS,
+            aux_data_ptrs=aux[0],
+            aux_data_lens=aux[1],
+            aux_item_lens=aux[2],
+            state_types=kinds,
+            state_data_ptrs=[state[0]],
+            state_data_lens=[state[1]],
+            state_item_lens=[state[2]],
+            state_layer_ids=[],
+        )
+
+    def page(self, layer: int, page: int) -> torch.Tensor:
+        return self.kv[layer][page * TOKENS : (page + 1) * TOKENS]
+
+
+class Prefill(Rank1):
+    def __init__(self, rank: Rank, kv_heads: int, state: bool = False) -> None:
+        super().__init__(rank, kv_heads, True, state)
+        for number, tensor in enumerate(self.kv):
+            heads = torch.arange(self.first, self.first + tensor.shape[1])
+            tensor.copy_(
+                torch.arange(PAGES * TOKENS).view(-1, 1, 1) * 1000.0
+                + heads.view(1, -1, 1) * 10
+                + torch.arange(WIDTH) / 16
+                + number * 0.001
+            )
+        for tensor in (*self.aux, *self.state):
+            tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape))
+        heads_by_group = [group.kv_heads for group in self.cache.hello.groups]
+        self.outbox = Outbox(
+            self.agent,
+            rank,
+            heads_by_group,
+            self.ready.append,
+            self.done.append,
+            lambda _, why: self.failed.append(why),
+        )
+
+    @property
+    def endpoint(self) -> Endpoint:
+        assert self.agent.address is not None
+        return Endpoint(self.rank.tp_rank, self.rank.pp_rank, *self.agent.address)
+
+    def pump(self) -> None:
+        self.outbox.take(self.agent.poll(idle=True)[1])
+
+    def send_all(self, pages: Sequence[int], prefix: int = 0, chunks: int = 2) -> None:
+        """Send the pages after ``prefix`` in chunks, as SGLang does; the last one with the rest."""
+        todo = list(pages)[prefix:]
+        cut = max(1, -(-len(todo) // chunks))
+        starts = list(range(0, len(todo), cut)) or [0]
+        for start in starts:
+            last = start == starts[-1]
+            rest = [Span(translate.AUX, 0, array("q", [2]))] if last else []
+            if last and self.state:
+                rest.append(Span(translate.FIRST_STATE, 0, array("q", [3])))
+            ids = array("q", todo[start : start + cut])
+            self.outbox.send(ROOM, prefix + start, ids, rest, None)
+        self.outbox.complete(ROOM)
+
+
+class Decode(Rank1):
+    def __init__(self, rank: Rank, kv_heads: int, state: bool = False) -> None:
+        super().__init__(rank, kv_heads, False, state)
+        kinds = [(group.block_tokens, group.kv_heads) for group in self.cache.hello.groups]
+        self.inbox = Inbox(
+            self.agent,
+            rank,
+            kinds,
+            PATIENCE_S,
+            self.done.append,
+            lambda _, why: self.failed.append(why),
+        )
+
+    def pump(self) -> None:
+        self.inbox.take(self.agent.poll(idle=True)[0])
+
+    def ask(self, pages: Sequence[int], sources: Sequence[Prefill], prefix: int = 0) -> None:
+        rest = [Span(translate.AUX, 0, array("q", [4]))]
+        if self.state:
+            rest.append(Span(translate.FIRST_STATE, 0, array("q", [1])))
+        tp, pp = sources[0].rank.tp, sources[0].rank.pp
+        mine = tuple(source.endpoint for source in sources)
+        self.inbox.ask(ROOM, Wanted(prefix, array("q", pages[prefix:]), tuple(rest), mine, tp, pp))
+
+
+@pytest.fixture
+def closing() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def engines(
+    closing: ExitStack, sizes: tuple[int, int], kv_heads: int, state: bool = False
+) -> tuple[list[Prefill], list[Decode]]:
+    prefill = [Prefill(Rank(n, sizes[0], 0, 1), kv_heads, state) for n in range(sizes[0])]
+    decode = [Decode(Rank(n, sizes[1], 0, 1), kv_heads, state) for n in range(sizes[1])]
+    for each in (*prefill, *decode):
+        closing.callback(each.agent.close)
+    return prefill, decode
+
+
+def until(ranks: Sequence[Rank1], over: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not over():
+        assert time.monotonic() < deadline, [(r.ready, r.done, r.failed) for r in ranks]
+        for rank in ranks:
+            rank.pump()  # type: ignore[attr-defined]
+
+
+def paired(decode: Decode, prefill: Sequence[Prefill], sizes: tuple[int, int]) -> list[Prefill]:
+    """Return the prefill ranks that SGLang pairs a decode rank with."""
+    if sizes[0] <= sizes[1]:
+        return [prefill[decode.rank.tp_rank // (sizes[1] // sizes[0])]]
+    share = sizes[0] // sizes[1]
+    return list(prefill[decode.rank.tp_rank * share : (decode.rank.tp_rank + 1) * share])
+
+
+def expected(decode: Decode, layer: int, page: int) -> torch.Tensor:
+    """Return what a source with all heads has in a page, cut to this rank's heads."""
+    tokens = torch.arange(page * TOKENS, (page + 1) * TOKENS).view(-1, 1, 1) * 1000.0
+    count = decode.kv[layer].shape[1]
+    heads = torch.arange(decode.first, decode.first + count).view(1, -1, 1) * 10
+    return tokens + heads + torch.arange(WIDTH) / 16 + layer * 0.001
+
+
+SIZES = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2), (1, 4), (8, 1), (2, 8)]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"tp{sizes[0]}-tp{sizes[1]}")
+@pytest.mark.parametrize("kv_heads", [1, 4], ids=["mla", "gqa4"])
+def test_every_rank_gets_its_heads(
+    closing: ExitStack, sizes: tuple[int, int], kv_heads: int
+) -> None:
+    prefill, decode = engines(closing, sizes, kv_heads)
+    here, there = [3, 9, 4, 11, 5], [7, 2, 13, 1, 20]
+    for source in prefill:
+        source.outbox.open(ROOM)
+    for reader in decode:
+        reader.ask(there, paired(reader, prefill, sizes))
+    until([*prefill, *decode], lambda: all(source.ready for source in prefill))
+    assert not any(source.done for source in prefill)
+    for source in prefill:
+        source.send_all(here)
+    everyone = [*prefill, *decode]
+    until(everyone, lambda: all(rank.done == [ROOM] for rank in everyone))
+    assert not [why for rank in everyone for why in rank.failed]
+    for reader in decode:
+        assert reader.inbox.is_over(ROOM)
+        for layer in range(len(reader.kv)):
+            for ours, theirs in zip(there, here, strict=True):
+                got, want = reader.page(layer, ours), expected(reader, layer, theirs)
+                assert torch.equal(got, want), (layer, ours)
+            assert not reader.page(layer, 8).any()  # nobody asked for it
+        for row, tensor in enumerate(reader.aux):
+            assert torch.equal(tensor[4], prefill[0].aux[row][2])
+    sent = sum(moved.nbytes for s in prefill if (moved := s.outbox.moved(ROOM)) is not None)
+    page_bytes = sum(r.page(n, 0).nbytes for r in decode for n in range(len(r.kv)))
+    aux_bytes = sum(tensor[0].nbytes for tensor in decode[0].aux) * len(decode)
+    assert sent == page_bytes * len(here) + aux_bytes
+
+
+def test_a_prefix_that_decode_has_is_not_sent_again(closing: ExitStack) -> None:
+    (source,), (reader,) = engines(closing, (1, 1), 2)
+    here, there = [3, 9, 4, 11], [7, 2, 13, 1]
+    source.outbox.open(ROOM)
+    reader.ask(there, [source], prefix=3)
+    until([source, reader], lambda: bool(source.ready))
+    assert source.outbox.prefix(ROOM) == 3
+    source.send_all(here, prefix=3)
+    until([source, reader], lambda: bool(reader.done and source.done))
+    assert torch.equal(reader.page(0, 1), expected(reader, 0, 11))
+    assert not reader.page(0, 13).any()
+
+
+def test_a_prompt_that_decode_has_whole_still_brings_its_row(closing: ExitStack) -> None:
+    (source,), (reader,) = engines(closing, (1, 1), 2)
+    source.outbox.open(ROOM)
+    reader.ask([7, 2], [source], prefix=2)
+    until([source, reader], lambda: bool(source.ready))
+    source.send_all([3, 9], prefix=2)
+    until([source, reader], lambda: bool(reader.done and source.done))
+    assert torch.equal(reader.aux[0][4], source.aux[0][2])
+    assert not any(tensor.any() for tensor in reader.kv)
+
+
+def test_state_goes_with_the_last_chunk(closing: ExitStack) -> None:
+    prefill, decode = engines(closing, (2, 2), 4, state=True)
+    for source in prefill:
+        source.outbox.open(ROOM)
+    for reader, source in zip(decode, prefill, strict=True):
+        reader.ask([7], [source])
+    until([*prefill, *decode], lambda: all(source.ready for source in prefill))
+    for source in prefill:
+        source.send_all([3])
+    until([*prefill, *decode], lambda: all(reader.done for reader in decode))
+    for reader, source in zip(decode, prefill, strict=True):
+        for got, want in zip(reader.state, source.state, strict=True):
+            assert torch.equal(got[1], want[3])
+
+
+def test_state_of_another_number_of_ranks_is_refused_at_once(closing: ExitStack) -> None:
+    (source,), decode = engines(closing, (1, 2), 4, state=True)
+    source.outbox.open(ROOM)
+    decode[0].ask([7], [source])
+    until([source, decode[0]], lambda: bool(decode[0].failed))
+    assert "refused" in decode[0].failed[0]
+    assert "state_tp is 2 on the decode side, 1 on the prefill side" in decode[0].failed[0]
+    stats = decode[0].agent.take_stats()
+    assert stats is not None
+    counters = stats.data["counters"]
+    assert counters["handoff_received_requests"] == {"failed": 1}
+    assert counters["handoff_failures"] == {"refused": 1}
+
+
+def test_one_that_cannot_be_served_leaves_others_alone(closing: ExitStack) -> None:
+    (source,), (good,) = engines(closing, (1, 1), 4)
+    bad = Decode(Rank(0, 1, 0, 1), 2)  # another model
+    closing.callback(bad.agent.close)
+    source.outbox.open(ROOM)
+    bad.ask([7], [source])
+    until([source, bad], lambda: bool(bad.failed))
+    good.ask([7], [source])
+    until([source, good], lambda: bool(source.ready))
+    source.send_all([3])
+    until([source, good], lambda: bool(good.done))
+    assert not source.failed
+
+
+def test_pages_are_not_free_before_nothing_can_land(closing: ExitStack) -> None:
+    (source,), (reader,) = engines(closing, (1, 1), 4)
+    source.outbox.open(ROOM)
+    reader.ask([7], [source])
+    until([source, reader], lambda: bool(source.ready))
+    reader.inbox.drop(ROOM)
+    until([source, reader], lambda: reader.inbox.is_over(ROOM))
+    until([source, reader], lambda: bool(source.failed))
+    assert "gave up" in source.failed[0]
+    source.send_all([3])
+    assert not reader.page(0, 7).any()
+
+
+def test_a_room_given_to_two_requests_is_over_when_both_are(closing: ExitStack) -> None:
+    (source,), (reader,) = engines(closing, (1, 1), 4)
+    source.outbox.open(ROOM)
+    reader.ask([7], [source])
+    until([source, reader], lambda: bool(source.ready))
+    reader.ask([8], [source])  # refused: this reader is served already
+    until([source, reader], lambda: bool(reader.failed))
+    assert not reader.inbox.is_over(ROOM)  # page 7 may still be written
+    reader.inbox.drop(ROOM)
+    until([source, reader], lambda: reader.inbox.is_over(ROOM))
+
+
+def test_a_second_reader_does_not_move_what_the_first_one_has(closing: ExitStack) -> None:
+    """Of another rank, and from another block on: SGLang counts pages from the first one's."""
+    (source,), (reader,) = engines(closing, (1, 1), 4)
+    second = Decode(Rank(1, 2, 0, 1), 4)
+    closing.callback(second.agent.close)
+    here, there = [3, 9, 4, 11, 5], [7, 2, 13, 1, 20]
+    source.outbox.open(ROOM)
+    reader.ask(there, [source])
+    until([source, reader], lambda: bool(source.ready))
+    source.outbox.send(ROOM, source.outbox.prefix(ROOM), array("q", here[:2]), [], None)
+    second.ask(there, [source], prefix=3)
+    stats = OffloadingConnectorStats()
+
+    def turned_away() -> bool:
+        stats.aggregate(source.agent.take_stats() or OffloadingConnectorStats())
+        return bool(stats.data.get("counters", {}).get("handoff_refused"))
+
+    until([source, reader, second], turned_away)
+    assert source.outbox.prefix(ROOM) == 0
+    rest = [Span(translate.AUX, 0, array("q", [2]))]
+    source.outbox.send(ROOM, 2, array("q", here[2:]), rest, None)
+    source.outbox.complete(ROOM)
+    until([source, reader, second], lambda: bool(reader.done and source.done))
+    assert not source.failed
+    for ours, page in zip(there, here, strict=True):
+        assert torch.equal(reader.page(0, ours), expected(reader, 0, page))
+
+
+def test_a_reader_that_has_more_than_the_prompt_fails_at_once(closing: ExitStack) -> None:
+    """SGLang would send nothing, and wait for ever."""
+    (source,), (reader,) = engines(closing, (1, 1), 4)
+    source.outbox.open(ROOM)
+    room = source.outbox.find(ROOM)
+    assert room is not None
+    room.most = 2
+    reader.ask([7, 2, 13, 1], [source], prefix=3)
+    until([source, reader], lambda: bool(source.failed and reader.failed))
+    assert "3 blocks of a prompt of 2" in source.failed[0]
+    assert not source.ready
+
+
+def test_a_request_that_prefill_gives_up_fails_on_decode(closing: ExitStack) -> None:
+    (source,), (reader,) = engines(closing, (1, 1), 4)
+    source.outbox.open(ROOM)
+    reader.ask([7], [source])
+    until([source, reader], lambda: bool(source.ready))
+    source.outbox.close(ROOM)
+    until([source, reader], lambda: bool(reader.failed))
+    assert "gone" in reader.failed[0]
+    assert reader.inbox.is_over(ROOM)
+
+
+def test_who_asks_for_a_request_that_is_over_is_told_at_once(closing: ExitStack) -> None:
+    (source,), (reader,) = engines(closing, (1, 1), 4)
+    source.outbox.open(ROOM)
+    source.outbox.close(ROOM)  # before anybody asked
+    reader.ask([7], [source])
+    until([source, reader], lambda: bool(reader.failed))
+    assert "gone" in reader.failed[0]
+    source.outbox.open(ROOM)
+    source.outbox.close(ROOM)
+    source.outbox.open(ROOM)  # used again: that request is another one
+    reader.ask([7], [source])
+    until([source, reader], lambda: bool(source.ready))
+    source.send_all([3])
+    until([source, reader], lambda: bool(reader.done))
+
+
+def test_a_prefill_rank_that_dies_fails_what_waits_for_it(closing: ExitStack) -> None:
+    (source,), (reader,) = engines(closing, (1, 1), 4)
+    source.outbox.open(ROOM)
+    reader.ask([7], [source])
+    until([source, reader], lambda: bool(source.ready))
+    source.agent.close()
+    until([reader], lambda: bool(reader.failed))
+    assert "peer" in reader.failed[0]
+
+
+class Allocator:
+    """SGLang's, as far as layer-wise push and prefix caches call it. ``freed``: pages, in order."""
+
+    page_size = TOKENS
+
+    def __init__(self) -> None:
+        self.freed: list[int] = []
+
+    def translate_kv_indices_for_transfer(self, slots: torch.Tensor) -> torch.Tensor:
+        return slots
+
+    def free_segment(self, slots: torch.Tensor, *, start_pos: int) -> None:
+        assert start_pos == 0
+        self.freed += [slot // TOKENS for slot in slots[::TOKENS].tolist()]
+
+
+def slots_of(pages: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([page * TOKENS + token for page in pages for token in range(TOKENS)])
+
+
+class Scheduler:
+    """What layer-wise push reads of SGLang's scheduler, with one request's row."""
+
+    def __init__(self, pages: Sequence[int]) -> None:
+        self.req_to_token_pool = SimpleNamespace(req_to_token=slots_of(pages).unsqueeze(0))
+        self.token_to_kv_pool_allocator = Allocator()
+
+    def checkpoint(self, dup: int, tree: Sequence[int]) -> None:
+        """Enter the request: its first ``dup`` pages are freed, its row points at the tree's."""
+        row = self.req_to_token_pool.req_to_token[0]
+        self.token_to_kv_pool_allocator.free_segment(row[: dup * TOKENS], start_pos=0)
+        row[: len(tree) * TOKENS] = slots_of(tree)
+
+
+def request_of(tokens: int, end: int) -> Any:
+    return SimpleNamespace(
+        pending_bootstrap=False,
+        kv=SimpleNamespace(req_pool_idx=0, cache_protected_len=0),
+        disagg_kv_sender=object(),
+        bootstrap_room=ROOM,
+        extend_end=end,
+        origin_input_ids=range(tokens),
+    )
+
+
+def batch_of(*requests: Any) -> Any:
+    return SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: True), reqs=requests)
+
+
+def test_layers_go_while_the_chunk_computes(closing: ExitStack) -> None:
+    (source,), (reader,) = engines(closing, (1, 1), 4)
+    here, there = [3, 9, 4], [7, 2, 13]
+    push = LayerPush(source.agent, source.outbox, translate.layer_names(source.cache))
+    source.outbox.open(ROOM)
+    reader.ask(there, [source])
+    until([source, reader], lambda: bool(source.ready))
+    request = request_of(TOKENS * 3, TOKENS * 2 + 1)  # the third page is begun, not full
+    push.begin(Scheduler(here), batch_of(request))
+    push.layer(0)
+    first = [tensor[2 * TOKENS : 3 * TOKENS] for tensor in reader.kv]
+    until([source, reader], lambda: bool(first[0].any() and first[LAYERS].any()))
+    assert not first[1].any()  # its layer has not been computed
+    push.layer(0)  # some backends call several times
+    push.layer(1)
+    push.layer(2)
+    push.end()
+    source.send_all(here, chunks=3)  # only what has not gone goes now
+    until([source, reader], lambda: bool(reader.done and source.done))
+    for layer in range(len(reader.kv)):
+        for ours, theirs in zip(there, here, strict=True):
+            assert torch.equal(reader.page(layer, ours), expected(reader, layer, theirs))
+    assert not (source.failed or reader.failed)
+    stats = source.agent.take_stats()
+    assert stats is not None
+    # K and V of a layer as one, then the page that was not full, and the row.
+    assert stats.reduce()["SEND_operations"] == LAYERS + 2
+
+
+def test_a_silent_forward_is_handed_off_at_its_end(
+    closing: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    (source,), (reader,) = engines(closing, (1, 1), 4)
+    push = LayerPush(source.agent, source.outbox, translate.layer_names(source.cache))
+    source.outbox.open(ROOM)
+    reader.ask([7], [source])
+    until([source, reader], lambda: bool(source.ready))
+    push.begin(Scheduler([3]), batch_of(request_of(TOKENS, TOKENS)))
+    push.end()
+    until([source, reader], lambda: bool(reader.page(2, 7).any()))
+    assert "could not be followed" in caplog.text
+    source.send_all([3])
+    until([source, reader], lambda: bool(reader.done and source.done))
+
+
+class Held:
+    """A link that is busy with other pages: what is submitted goes when it is let go."""
+
+    def __init__(self, source: Prefill) -> None:
+        self.transport = source.agent._links.transport
+        self.queued: list[Any] = []
+        self.submit = self.transport.submit
+        self.transport.submit = self.queued.append  # type: ignore[method-assign]
+
+    def let_go(self) -> None:
+        self.transport.submit = self.submit  # type: ignore[method-assign]
+        for job in self.queued:
+            self.submit(job)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "freed"])
+def test_pages_that_the_tree_frees_while_they_are_sent(closing: ExitStack, kept: bool) -> None:
+    """Another prompt with the same beginning was entered first: SGLang frees this one's own pages,
+    and the next batch writes to those that are free. Without the hook that is seen, and fails."""
+    (source,), (reader,) = engines(closing, (1, 1), 4)
+    own, tree, there = [3, 9, 4], [15, 16, 4], [7, 2, 13]
+    for one, other in zip(own[:2], tree[:2], strict=True):  # the same was computed twice
+        for layer in range(len(source.kv)):
+            source.page(layer, other).copy_(source.page(layer, one))
+    push = LayerPush(source.agent, source.outbox, translate.layer_names(source.cache))
+    source.outbox.open(ROOM)
+    reader.ask(there, [source])
+    until([source, reader], lambda: bool(source.ready))
+    link = Held(source)
+    scheduler, request = Scheduler(own), request_of(TOKENS * 3, TOKENS * 3)
+    push.begin(scheduler, batch_of(request))
+    for layer in range(LAYERS):
+        push.layer(layer)
+    push.end()
+    until([source, reader], lambda: len(link.queued) >= LAYERS)
+    with push.entering(scheduler, request) if kept else nullcontext():
+        scheduler.checkpoint(2, tree)
+    allocator = scheduler.token_to_kv_pool_allocator
+    assert allocator.freed == ([] if kept else own[:2])
+    for page in allocator.freed:
+        for layer in range(len(source.kv)):
+            source.page(layer, page).fill_(-1.0)
+    source.send_all(tree, chunks=1)  # what SGLang sends: the row as it is now
+    link.let_go()
+    until([source, reader], lambda: bool(reader.done or reader.failed))
+    if kept:
+        until([source], lambda: bool(source.done))
+        for layer in range(len(reader.kv)):
+            for ours, page in zip(there, own, strict=True):
+                assert torch.equal(reader.page(layer, ours), expected(reader, layer, page))
+    else:
+        assert reader.failed and not reader.done
+        assert "moved to another page" in source.failed[0]
+    source.outbox.close(ROOM)
+    assert allocator.freed == own[:2]  # once
+
+
+def test_a_room_that_keeps_pages_offers_no_more_of_its_own_ahead(closing: ExitStack) -> None:
+    (source,), (reader,) = engines(closing, (1, 1), 4)
+    own, tree, there = [3, 9, 4], [15, 9, 4], [7, 2, 13]
+    for layer in range(len(source.kv)):
+        source.page(layer, 15).copy_(source.page(layer, 3))
+    push = LayerPush(source.agent, source.outbox, translate.layer_names(source.cache))
+    source.outbox.open(ROOM)
+    reader.ask(there, [source])
+    until([source, reader], lambda: bool(source.ready))
+    scheduler, request = Scheduler(own), request_of(TOKENS * 3, TOKENS)
+    push.begin(scheduler, batch_of(request))
+    push.end()
+    with push.entering(scheduler, request):
+        scheduler.checkpoint(1, tree)
+    room = source.outbox.find(ROOM)
+    assert room is not None and room.kept == {3}
+    request.kv.cache_protected_len = TOKENS
+    request.extend_end = 3 * TOKENS
+    push.begin(scheduler, batch_of(request))
+    push.end()
+    assert room.next == 1
+    source.send_all(tree, chunks=1)
+    until([source, reader], lambda: bool(reader.done and source.done))
+    for layer in range(len(reader.kv)):
+        for ours, page in zip(there, own, strict=True):
+            assert torch.equal(reader.page(layer, ours), expected(reader, layer, page))
+
+
+def test_an_allocator_is_as_it_was_when_nothing_was_ahead() -> None:
+    allocator = Allocator()
+    with kept(allocator) as found:
+        allocator.free_segment(slots_of([3, 4]), start_pos=0)
+        assert not allocator.freed
+    assert found.pages(TOKENS) == {3, 4}
+    allocator.free_segment(slots_of([5]), start_pos=0)
+    assert allocator.freed == [5]
+    for free in found.frees:
+        free()
+    assert allocator.freed == [5, 3, 4]
+
+
+@pytest.mark.parametrize("once", [True, False], ids=["once", "halves"])
+def test_layers_of_two_halves_are_not_followed(
+    closing: ExitStack, once: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With two-batch overlap a layer is called for half of the batch first: the other half's pages
+    are not written yet. The control follows it, and sends what is not there."""
+    (source,), (reader,) = engines(closing, (1, 1), 4)
+    names = translate.layer_names(source.cache)
+    push = LayerPush(source.agent, source.outbox, names, once)
+    source.outbox.open(ROOM)
+    reader.ask([7, 2], [source])
+    until([source, reader], lambda: bool(source.ready))
+    for layer in range(len(source.kv)):
+        source.page(layer, 9).fill_(-1.0)
+    push.begin(Scheduler([3, 9]), batch_of(request_of(TOKENS * 2, TOKENS * 2)))
+    for layer in range(LAYERS):
+        push.layer(layer)  # the first half: page 3
+    if once:  # what was called has left
+        until([source, reader], lambda: bool(reader.page(LAYERS - 1, 2).any()))
+    for layer in range(len(source.kv)):
+        source.page(layer, 9).copy_(expected(reader, layer, 9))
+        if layer < LAYERS:
+            push.layer(layer)  # the second: page 9
+    push.end()
+    source.send_all([3, 9], chunks=1)
+    until([source, reader], lambda: bool(reader.done and source.done))
+    right = torch.equal(reader.page(0, 2), expected(reader, 0, 9))
+    assert right is not once
+    assert ("could not be followed" in caplog.text) is not once
+
+
+def test_shifted_pages_would_be_seen(closing: ExitStack) -> None:
+    """The control of the tests above: pages sent to the wrong place are not what is expected."""
+    (source,), (reader,) = engines(closing, (1, 1), 4)
+    source.outbox.open(ROOM)
+    reader.ask([7, 2], [source])
+    until([source, reader], lambda: bool(source.ready))
+    source.agent.run(
+        Instructions(
+            offers=[
+                Offer(
+                    transfer_of(ROOM),
+                    (Span(0, 0, array("q", [9, 3])), Span(1, 0, array("q", [2]))),
+                )
+            ]
+        )
+    )
+    until([source, reader], lambda: bool(reader.done))
+    assert not torch.equal(reader.page(0, 7), expected(reader, 0, 3))
+
+
+def test_rooms_are_what_fits_in_64_bits() -> None:
+    for room in (0, 1, 2**63 - 1, 2**64 - 1):
+        assert is_room(room)
+        assert room_of(transfer_of(room)) == room
+    for value in (-1, 2**64, None, True, "7", 1.0):
+        assert not is_room(value)
+
+
+def test_a_cache_of_another_kind_is_refused(closing: ExitStack) -> None:
+    (source,), _ = engines(closing, (1, 1), 4)
+    args = source.args()
+    model = translate.Model("m", "float32", source.rank, 4, (0, LAYERS + 1), False, -1)
+    with pytest.raises(Incompatible, match="6 KV buffers for layers 0 to 4"):
+        translate.describe(args, model, 1.0)
+    args.page_size = 5
+    with pytest.raises(Incompatible, match="pages of 5 tokens"):
+        translate.describe(
+            args, model.__class__("m", "float32", source.rank, 4, (0, LAYERS), False, -1), 1.0
+        )
+
+
+@pytest.mark.parametrize(
+    ("peers", "address", "allowed"),
+    [
+        ((), "127.0.0.1:8998", True),
+        ((), "[::1]:8998", True),
+        ((), "localhost:8998", True),
+        ((), "192.0.2.9:8998", True),  # this machine's own
+        ((), "10.1.2.3:8998", False),
+        (("10.0.0.0/8",), "10.1.2.3:8998", True),
+        (("10.0.0.0/8",), "169.254.169.254:80", False),
+        ((), "no such host:1", False),
+        ((), "", False),
+    ],
+)
+def test_only_known_bootstrap_servers_are_asked(
+    peers: tuple[str, ...], address: str, allowed: bool
+) -> None:
+    addresses = Addresses(Config(peers=peers), "192.0.2.9")
+    deadline = time.monotonic() + PATIENCE_S
+    while not (addresses.allows(address) or addresses.objection(address)):
+        assert time.monotonic() < deadline
+    objection = addresses.objection(address)
+    assert (not objection) is allowed
+    assert allowed or repr(address) in objection
+
+
+def test_a_name_that_hangs_holds_nobody_up() -> None:
+    """Names come from clients: the scheduler's thread waits for no answer."""
+    asked, answers = [], threading.Event()
+
+    def resolve(host: str) -> str:
+        asked.append(host)
+        assert answers.wait(PATIENCE_S)
+        return "127.0.0.1"
+
+    addresses = Addresses(Config(), "192.0.2.9", resolve)
+    for number in range(100):  # it would wait for ever if it waited
+        assert not addresses.allows(f"name{number}:1")
+        assert not addresses.objection(f"name{number}:1")
+    assert addresses.allows("127.0.0.1:1")
+    assert len(asked) < 100  # not a thread for each
+    answers.set()
+    deadline = time.monotonic() + PATIENCE_S
+    while not addresses.allows("name0:1"):
+        assert time.monotonic() < deadline
+
+
+def test_what_is_remembered_of_servers_is_bounded() -> None:
+    addresses = Addresses(Config(), "192.0.2.9", lambda _: "127.0.0.1")
+    for number in range(5000):
+        addresses.refuse(f"10.0.0.{number}:1", "no")
+        addresses.allows(f"name{number}:1")
+    deadline = time.monotonic() + PATIENCE_S
+    while addresses._asking:
+        assert time.monotonic() < deadline
+    assert len(addresses._refused) <= 1024 and len(addresses._names) <= 1024
+
+
+def test_a_prefill_engine_that_does_not_fit_says_why() -> None:
+    addresses = Addresses(Config(), "192.0.2.9")
+    addresses.refuse("127.0.0.1:1", "Page size mismatch: 16 and 32")
+    assert "Page size mismatch: 16 and 32" in addresses.objection("127.0.0.1:1")
+    assert not addresses.objection("127.0.0.1:2")

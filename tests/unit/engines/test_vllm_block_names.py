@@ -1,0 +1,134 @@
+"""What vLLM's blocks are called below the host tier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvconnect.cache.groups import CacheGroup
+from kvconnect.cache.keys import block_key, seed_of
+from kvconnect.cache.record_format import page_names
+from kvconnect.engines.vllm import tier_stores as naming
+from kvconnect.engines.vllm.tier_stores import Names, named_by_tokens
+
+SIZE = 4
+FULL = (CacheGroup(SIZE),)
+ZEROS = bytes(16)
+
+
+def request(tokens: list[int], **fields: Any) -> Any:
+    known = {"request_id": "r", "cache_salt": None, "lora_request": None, "mm_features": []}
+    prompt = {"prompt_token_ids": tokens, "prompt_embeds": None, "all_token_ids": tokens}
+    return SimpleNamespace(**{**known, **prompt, **fields})
+
+
+def hashes_of(tokens: list[int], salt: str = "") -> list[bytes]:
+    """vLLM's own names of full blocks."""
+    return [
+        f"{salt}{tokens[: end + SIZE]}".encode()[-64:] for end in range(0, len(tokens) - 3, SIZE)
+    ]
+
+
+def keys(names: Names, asked: Any, salt: str = "") -> list[bytes]:
+    hashes = hashes_of(asked.all_token_ids, salt)
+    wanted = names.wanted(asked, [hashes], (0, len(hashes) * SIZE))
+    return [wanted.key(0, block_hash) for block_hash in hashes]
+
+
+def test_blocks_go_by_their_tokens_as_the_request_grows() -> None:
+    names, tokens = Names(FULL), list(range(100, 119))
+    found = []
+    for length in (9, 10, 12, 19):
+        found = keys(names, request(tokens[:length]))
+    assert found == [block_key(ZEROS, 0, name) for name in page_names(tokens, SIZE)]
+    assert len(found) == 4
+    names.forget("r")
+    assert keys(names, request(tokens)) == found
+    assert keys(names, request([1, *tokens[1:]])) != found, "it has other tokens now"
+    assert keys(names, request(tokens)) == found
+
+
+def test_images_and_several_kinds_of_attention_go_by_vllms_hashes() -> None:
+    tokens = list(range(8))
+    plain = [block_key(ZEROS, 0, block_hash) for block_hash in hashes_of(tokens)]
+    assert keys(Names(FULL), request(tokens, mm_features=["an image"])) == plain
+    assert keys(Names(FULL), request(tokens, prompt_token_ids=None)) == plain
+    assert keys(Names(FULL), request(tokens, prompt_embeds="between the tokens")) == plain
+    several = (CacheGroup(SIZE), CacheGroup(SIZE, window=8))
+    assert not named_by_tokens(several) and not named_by_tokens(several[1:])
+    wanted = Names(several).wanted(request(tokens), [hashes_of(tokens)] * 2, (0, 8))
+    assert wanted.key(1, b"x") == block_key(ZEROS, 1, b"x")
+
+
+def test_salts_adapters_and_generations_share_nothing() -> None:
+    tokens = list(range(8))
+    names = Names(FULL)
+    lora = SimpleNamespace(lora_name="l", lora_int_id=1, lora_path="/nowhere")
+    asked = [
+        request(tokens),
+        request(tokens, request_id="a", cache_salt="a"),
+        request(tokens, request_id="b", cache_salt="b"),
+        request(tokens, request_id="c", lora_request=lora),
+    ]
+    found = [keys(names, each, each.cache_salt or "") for each in asked]
+    names.reset(b"new weights")
+    found += [keys(names, each, each.cache_salt or "") for each in asked]
+    assert len({key for row in found for key in row}) == len(found) * 2
+    # The tenant's 8 bytes are not all that keeps salts apart.
+    assert len({row[0][17:] for row in found[:3]}) == 3
+    assert seed_of("") == b"" and len(seed_of("a")) == 32
+    assert seed_of("\ud800")
+
+
+def test_an_adapter_is_its_files(tmp_path: Path) -> None:
+    """Whatever it is called; what is loaded again is read again."""
+    tokens = list(range(8))
+    (tmp_path / "adapter_model.safetensors").write_bytes(bytes(100))
+    (tmp_path / "adapter_config.json").write_text('{"lora_alpha": 1}')
+    names = Names(FULL)
+
+    def found(names: Names, number: int) -> list[bytes]:
+        lora = SimpleNamespace(lora_name=f"l{number}", lora_int_id=number, lora_path=str(tmp_path))
+        asked = request(tokens, request_id=str(number), lora_request=lora)
+        return keys(names, asked)
+
+    first = found(names, 1)
+    assert found(Names(FULL), 2) == first
+    (tmp_path / "adapter_config.json").write_text('{"lora_alpha": 2}')
+    assert found(names, 1) == first, "it is still the one that was loaded"
+    second = found(names, 2)
+    assert second != first
+    (tmp_path / "adapter_model.safetensors").write_bytes(bytes([1] * 100))
+    third = found(names, 3)
+    assert third not in (first, second) and found(Names(FULL), 3) == third
+    (tmp_path / "adapter_model.safetensors").unlink()
+    assert found(Names(FULL), 4) != found(Names(FULL), 4), "for each engine alone"
+
+
+def test_adapters_come_and_go_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was forgotten may have other files by now than those that the engine has loaded."""
+    monkeypatch.setattr(naming, "MOST_ADAPTERS", 8)
+    (tmp_path / "adapter_model.safetensors").write_bytes(bytes(100))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    names = Names(FULL)
+
+    def found(number: int) -> bytes:
+        lora = SimpleNamespace(lora_name=f"l{number}", lora_int_id=number, lora_path=str(tmp_path))
+        names.forget("r")
+        return keys(names, request(list(range(8)), lora_request=lora))[0]
+
+    first = found(1)
+    assert found(2) == first, "the same files"
+    for number in range(3, 100):
+        found(1)
+        assert found(number) == first
+        assert len(names._adapters) <= 8
+    assert found(1) == first, "it was used all the time"
+    again = found(2)
+    assert again != first
+    assert found(2) == again

@@ -1,0 +1,52 @@
+"""Which NUMA node a device is on, and asking for its memory."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvconnect.offload import host_arena
+from kvconnect.offload.host_arena import HostStore
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize(
+    ("text", "node"), [("0\n", 0), ("3\n", 3), ("-1\n", None), ("", None), (None, None)]
+)
+def test_the_node_is_read_from_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, node: int | None
+) -> None:
+    monkeypatch.setattr(host_arena, "_PCI", tmp_path)
+    folder = tmp_path / "0001:0a:1f.0"
+    folder.mkdir()
+    if text is not None:
+        (folder / "numa_node").write_text(text)
+    properties = SimpleNamespace(pci_domain_id=1, pci_bus_id=10, pci_device_id=31)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert host_arena.device_node(torch.device("cuda:0")) == node
+    assert host_arena.device_node(torch.device("cpu")) is None
+
+
+def test_a_torch_that_does_not_name_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
+    assert host_arena.device_node(torch.device("cuda:0")) is None
+
+
+def test_an_arena_is_usable_whether_or_not_its_node_is_there() -> None:
+    for node in (0, 1023, 5000, -1):
+        store = HostStore(2, mmap.PAGESIZE, "off", node)
+        store.view(1)[:] = bytes([7]) * mmap.PAGESIZE
+        assert bytes(store.view(1)) == bytes([7]) * mmap.PAGESIZE
+        store.close()
+
+
+def test_what_cannot_be_asked_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not host_arena.prefer_node(0, 4096, -1)
+    assert not host_arena.prefer_node(0, 4096, 1024)
+    assert not host_arena.prefer_node(1, 4096, 0)  # no page starts there: the kernel refuses
+    monkeypatch.setattr("platform.machine", lambda: "m68k")
+    assert not host_arena.prefer_node(0, 4096, 0)

@@ -1,0 +1,456 @@
+"""Copies on a device: several on their way, landing in any order, failing at any call.
+
+The copier works on host memory through a driver that can fail; the streams here launch at once and
+land when a test says so.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+xxhash = pytest.importorskip("xxhash")
+
+from kvconnect.cache.layout import Geometry, GroupGeometry, Segment  # noqa: E402
+from kvconnect.copy.calibration import Choice  # noqa: E402
+from kvconnect.copy.cuda import CudaCopier  # noqa: E402
+from kvconnect.errors import TransferFailed  # noqa: E402
+from kvconnect.offload import copy_executor as executor_module  # noqa: E402
+from kvconnect.offload import streams as streams_module  # noqa: E402
+from kvconnect.offload.copy_executor import (  # noqa: E402
+    FLIGHTS,
+    CopyExecutor,
+    Done,
+    Pace,
+)
+from kvconnect.offload.host_arena import HostStore  # noqa: E402
+from kvconnect.offload.messages import Load, Part, Store  # noqa: E402
+from kvconnect.offload.streams import CudaStreams, Fence, Flight, Streams, make_streams  # noqa: E402
+from kvconnect.types import JobId, TransferType  # noqa: E402
+from tests.fakes.cuda_driver import FakeDriver  # noqa: E402
+from tests.kernels import host_library  # noqa: E402
+
+BLOCKS, BLOCK = 24, 320
+GEOMETRY = Geometry((GroupGeometry((Segment(0, BLOCK, BLOCK),), BLOCKS),))
+WAIT_S = 20.0  # a bound for a test that would hang, not a time that is measured
+
+
+class Held(Flight):
+    """Lands when told to; ``seconds`` below 0 means it failed."""
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+        self.told = threading.Event()
+
+    def land(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.told.set()
+
+    def poll(self) -> float | None:
+        if self.seconds is not None and self.seconds < 0:
+            raise TransferFailed("the device failed during a copy")
+        return self.seconds
+
+    def wait(self) -> float:
+        assert self.told.wait(WAIT_S)
+        return self.poll() or 0.0
+
+
+class HeldStreams(Streams):
+    """Runs copies at once; ``free`` lets them land at once too."""
+
+    def __init__(self) -> None:
+        self.flights: list[tuple[TransferType, Held]] = []
+        self.launched = threading.Semaphore(0)
+        self.free = False
+
+    def fence(self) -> Fence:
+        return None
+
+    def follow(self, fence: Fence) -> None: ...
+
+    def mark(self) -> None:
+        return None
+
+    def launch(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> Flight:
+        copy()
+        flight = Held()
+        if self.free:
+            flight.land(0.25)
+        self.flights.append((kind, flight))
+        self.launched.release()
+        return flight
+
+
+class Rig:
+    """A worker's copies over a fake device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        host_library()  # here: the copy thread can skip no test
+        monkeypatch.setattr(executor_module, "CHUNK_BYTES", 2 * BLOCK)  # two blocks a chunk
+        generator = torch.Generator().manual_seed(1)
+        size = (BLOCKS * BLOCK,)
+        self.area = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
+        self.store = HostStore(BLOCKS, GEOMETRY.slot_bytes, "full")
+        self.driver = FakeDriver()
+        kernel = Choice(1 << 30, 1 << 30)
+        self.copier = CudaCopier(self.area, self.store.tensor(), GEOMETRY, self.driver, kernel)
+        self.streams = HeldStreams()
+        self.now = 0.0
+        self.in_step = False  # loads are synchronous
+        self.executor = self.made(0)
+
+    def made(self, rate: int) -> CopyExecutor:
+        return CopyExecutor(
+            self.copier, self.store, GEOMETRY, self.streams, lambda: self.now, store_rate=rate
+        )
+
+    def submit(self, number: int, kind: type[Store] | type[Load], blocks: range) -> None:
+        part = Part(0, array("q", blocks), array("q", blocks))
+        job = JobId(number)
+        if kind is Store:
+            self.executor.submit(Store(job, (part,), 5.0), None)
+        else:
+            self.executor.submit(Load(job, "r", (part,), 5.0, self.in_step), None)
+
+    def await_launches(self, count: int) -> None:
+        for _ in range(count):
+            assert self.streams.launched.acquire(timeout=WAIT_S)
+
+    def ended(self, count: int) -> list[Done]:
+        found: list[Done] = []
+        pause = threading.Event()
+        for _ in range(int(WAIT_S * 200)):
+            found += self.executor.poll()
+            if len(found) >= count:
+                return found
+            pause.wait(0.005)
+        raise AssertionError(f"{len(found)} of {count} jobs ended")
+
+    def close(self) -> None:
+        for _, flight in self.streams.flights:
+            flight.land(0.0)
+        self.executor.close()
+        self.store.close()
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    rig = Rig(monkeypatch)
+    yield rig
+    rig.close()
+
+
+def causes(done: Done) -> list[tuple[int, str]]:
+    return [(failure.block_id, failure.cause.value) for failure in done.report.failures]
+
+
+def test_several_chunks_are_on_their_way_and_no_more(rig: Rig) -> None:
+    rig.submit(1, Store, range(2 * FLIGHTS + 4))
+    rig.await_launches(FLIGHTS)
+    assert len(rig.streams.flights) == FLIGHTS
+    assert not rig.streams.launched.acquire(timeout=0.05)  # there is no room for the next
+    rig.streams.flights[1][1].land(0.5)  # any of them makes room
+    rig.await_launches(1)
+    rig.submit(2, Load, range(0))  # loads have room of their own
+    assert [done.report.job for done in rig.ended(1)] == [2]
+
+
+def test_jobs_end_in_the_order_in_which_they_land(rig: Rig) -> None:
+    for number in range(3):
+        rig.submit(number, Store, range(2 * number, 2 * number + 2))
+    rig.await_launches(3)
+    for number in (2, 0, 1):
+        assert rig.executor.poll() == []
+        rig.streams.flights[number][1].land(0.5)
+        (done,) = rig.ended(1)
+        assert (done.report.job, done.report.failures, done.seconds) == (number, (), 0.5)
+        assert done.nbytes == 2 * BLOCK
+
+
+def test_a_load_passes_stores_that_are_on_their_way(rig: Rig) -> None:
+    rig.streams.free = True
+    rig.submit(1, Store, range(4))
+    rig.ended(1)
+    rig.streams.free = False
+    rig.submit(2, Store, range(4, 20))
+    rig.await_launches(2 + FLIGHTS)
+    rig.submit(3, Load, range(2))
+    rig.await_launches(1)
+    assert rig.streams.flights[-1][0] is TransferType.CPU_TO_GPU
+    rig.streams.flights[-1][1].land(0.1)
+    assert [done.report.job for done in rig.ended(1)] == [3]
+
+
+def test_one_failed_flight_fails_its_chunk_and_what_was_not_launched(rig: Rig) -> None:
+    blocks = range(2 * FLIGHTS + 2)
+    rig.submit(1, Store, blocks)
+    rig.await_launches(FLIGHTS)
+    rig.streams.flights[1][1].land(-1.0)
+    for number in (0, 2, 3):
+        rig.streams.flights[number][1].land(0.5)
+    while len(rig.streams.flights) > FLIGHTS and rig.streams.flights[-1][1].seconds is None:
+        rig.streams.flights[-1][1].land(0.5)
+    (done,) = rig.ended(1)
+    assert causes(done)[:2] == [(2, "copy"), (3, "copy")]
+    assert done.nbytes == (len(blocks) - len(causes(done))) * BLOCK
+    rig.streams.free = True
+    rig.submit(2, Store, range(2))  # the worker lives
+    assert causes(rig.ended(1)[0]) == []
+
+
+def round_trip(rig: Rig) -> list[Done]:
+    """Store blocks and load them; return what the two jobs said."""
+    rig.streams.free = True
+    rig.submit(1, Store, range(6))
+    (stored,) = rig.ended(1)
+    rig.area[: 6 * BLOCK] = 0
+    rig.submit(2, Load, range(6))
+    return [stored, *rig.ended(1)]
+
+
+def test_digests_never_touch_the_slots(rig: Rig) -> None:
+    before = rig.area.clone()
+    hashed: list[int] = []
+    rig.store.digests._hash = lambda view: hashed.append(1) or 0  # type: ignore[func-returns-value]
+    for done in round_trip(rig):
+        assert causes(done) == []
+    assert torch.equal(rig.area, before)
+    assert hashed == []
+    assert rig.driver.calls.count("digest_pages") == 6  # of three chunks each way
+
+
+def test_a_rotten_slot_is_found_on_the_device(rig: Rig) -> None:
+    rig.streams.free = True
+    rig.submit(1, Store, range(6))
+    rig.ended(1)
+    rig.store.view(2)[5] ^= 1
+    rig.submit(2, Load, range(6))
+    (done,) = rig.ended(1)
+    assert causes(done)[:2] == [(2, "digest"), (3, "skipped")]
+    rig.store.view(2)[5] ^= 1  # the control: as it was, it loads
+    rig.submit(3, Load, range(6))
+    assert causes(rig.ended(1)[0]) == []
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_whichever_call_fails_the_worker_lives_and_no_bad_block_counts_as_good(
+    monkeypatch: pytest.MonkeyPatch, in_step: bool
+) -> None:
+    healthy = Rig(monkeypatch)
+    healthy.in_step = in_step
+    first = len(healthy.driver.calls)
+    before = healthy.area.clone()
+    round_trip(healthy)
+    calls = len(healthy.driver.calls) - first
+    healthy.close()
+    assert calls >= (8 if in_step else 12)
+    for number in range(calls):
+        for lost in (False, True):
+            rig = Rig(monkeypatch)
+            rig.in_step = in_step
+            rig.driver.fail_at, rig.driver.lost = first + number, lost
+            jobs = round_trip(rig)
+            failed = [block for done in jobs for block, _ in causes(done)]
+            assert failed, number
+            for block in set(range(6)) - set(failed):
+                run = slice(block * BLOCK, (block + 1) * BLOCK)
+                assert torch.equal(rig.area[run], before[run]), (number, block)
+            rig.driver.fail_at = None
+            rig.submit(3, Store, range(8, 10))
+            assert causes(rig.ended(1)[0]) == []
+            rig.close()
+
+
+def test_stores_keep_to_their_rate(rig: Rig) -> None:
+    rig.executor.close()
+    rig.executor = rig.made(rate=2 * BLOCK)  # a chunk per second
+    rig.streams.free = True
+    rig.submit(1, Store, range(6))
+    rig.await_launches(1)
+    for second in (1, 2):
+        assert not rig.streams.launched.acquire(timeout=0.05)
+        rig.submit(2, Load, range(0))  # loads are not held back
+        rig.ended(1)
+        rig.now = float(second)
+        with rig.executor._wake:
+            rig.executor._wake.notify()
+        rig.await_launches(1)
+    assert causes(rig.ended(1)[0]) == []
+
+
+def test_a_pause_saves_nothing_up() -> None:
+    now = 0.0
+    pace = Pace(100, lambda: now)
+    pace.spend(50)
+    assert pace.delay() == 0.5
+    now = 100.0
+    assert pace.delay() == 0.0
+    pace.spend(200)
+    assert pace.delay() == 2.0
+    free = Pace(0, lambda: now)
+    free.spend(1 << 40)
+    assert free.delay() == 0.0  # negative control
+
+
+def test_close_waits_for_what_is_on_its_way(rig: Rig) -> None:
+    rig.submit(1, Store, range(4))
+    rig.await_launches(2)
+    closing = threading.Thread(target=rig.executor.close)
+    closing.start()
+    assert not rig.streams.flights[0][1].told.wait(0.05)
+    assert closing.is_alive()
+    for _, flight in rig.streams.flights:
+        flight.land(-1.0)  # even one that fails
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
+    assert rig.executor.poll() == []
+
+
+# Streams and events, with a stand-in for torch.cuda ---------------------------------------------
+
+
+class FakeEvent:
+    """An event that passes when told to."""
+
+    made = 0
+
+    def __init__(self, **_: bool) -> None:
+        FakeEvent.made += 1
+        self.passed = False
+        self.broken = False
+        self.records = 0
+
+    def record(self, stream: object = None) -> None:
+        self.records += 1
+        self.passed = False
+
+    def query(self) -> bool:
+        if self.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.passed = self.query() or True
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 1500.0
+
+
+class FakeStream:
+    def __init__(self, device: object, urgent: bool = False) -> None:
+        self.device = device
+        self.urgent = urgent
+        self.waited: list[object] = []
+        self.drained = 0
+
+    def synchronize(self) -> None:
+        self.drained += 1
+
+    def wait_event(self, event: object) -> None:
+        self.waited.append(event)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+OWN_DEVICE: ContextVar[torch.device | None] = ContextVar("device", default=None)
+"""The device of a thread; a new one has none."""
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> CudaStreams:
+    monkeypatch.setattr(FakeEvent, "made", 0)
+    monkeypatch.setattr(streams_module.torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(streams_module, "own_stream", FakeStream)
+    monkeypatch.setattr(streams_module.torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(streams_module.torch.cuda, "set_device", OWN_DEVICE.set)
+    streams = make_streams(torch.device("cuda:3"))
+    assert isinstance(streams, CudaStreams)
+    return streams
+
+
+LOAD, STORE = TransferType.CPU_TO_GPU, TransferType.GPU_TO_CPU
+
+
+def test_loads_go_before_the_model_and_stores_behind_it(cuda: CudaStreams) -> None:
+    assert cuda._streams[LOAD].urgent  # type: ignore[attr-defined]
+    assert not cuda._streams[STORE].urgent  # type: ignore[attr-defined]
+
+
+def test_a_copy_waits_for_its_fence_on_its_own_stream(cuda: CudaStreams) -> None:
+    fence = cuda.fence()
+    flight = cuda.launch(STORE, fence, lambda: None)
+    assert cuda._streams[STORE].waited == [fence]
+    assert cuda._streams[LOAD].waited == []
+    assert flight.poll() is None
+    flight._pair[1].passed = True  # type: ignore[attr-defined]
+    assert flight.poll() == 1.5
+    assert flight.poll() == flight.wait() == 1.5
+
+
+def test_events_are_used_again_once_their_copy_landed(cuda: CudaStreams) -> None:
+    fence = cuda.fence()
+    made = FakeEvent.made
+    for _ in range(5):
+        assert cuda.run(LOAD, fence, lambda: None) == 1.5
+    assert FakeEvent.made == made + 2
+    flights = [cuda.launch(LOAD, fence, lambda: None) for _ in range(3)]
+    assert FakeEvent.made == made + 6
+    for flight in reversed(flights):
+        flight.wait()
+        flight.wait()
+    assert len(cuda._pool._free) == 3  # each once
+
+
+def test_a_device_that_fails_is_a_failed_transfer(cuda: CudaStreams) -> None:
+    flight = cuda.launch(STORE, cuda.fence(), lambda: None)
+    flight._pair[1].broken = True  # type: ignore[attr-defined]
+    for call in (flight.poll, flight.wait):
+        with pytest.raises(TransferFailed, match="during a copy"):
+            call()
+    assert cuda._pool._free == []  # what it says is unknown
+
+    def broken() -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    with pytest.raises(TransferFailed, match="could not be launched"):
+        cuda.launch(STORE, cuda.fence(), broken)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), TransferFailed("refused")])
+def test_a_copy_that_breaks_off_leaves_nothing_on_its_way(
+    cuda: CudaStreams, error: Exception
+) -> None:
+    """Half of it may have been launched, into blocks that are about to be computed instead."""
+    stream: Any = cuda._streams[LOAD]
+    cuda.launch(LOAD, cuda.fence(), lambda: None)
+    assert stream.drained == 0  # negative control: a healthy copy is not waited for
+
+    def half() -> None:
+        assert stream.drained == 0
+        raise error
+
+    with pytest.raises(TransferFailed):
+        cuda.launch(LOAD, cuda.fence(), half)
+    assert stream.drained == 1
+
+
+def test_a_thread_that_copies_is_on_the_device_of_the_cache(cuda: CudaStreams) -> None:
+    """Elsewhere it would make a context on device 0, which is another rank's."""
+
+    def work() -> torch.device | None:
+        cuda.launch(STORE, cuda.fence(), lambda: None)
+        return OWN_DEVICE.get()
+
+    with ThreadPoolExecutor(1) as fresh:
+        assert fresh.submit(OWN_DEVICE.get).result() is None  # negative control
+        assert fresh.submit(work).result() == torch.device("cuda:3")

@@ -1,0 +1,218 @@
+"""What is in ``deploy/`` is valid, and in words that KVConnect and Kubernetes understand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+import kvconnect
+from kvconnect.config import parse_config
+from kvconnect.router.flags import add_flags, options_of
+from tests.boards import ALERTS, FOLDER
+
+ROOT = Path(__file__).resolve().parents[3]
+COMPOSE = ROOT / "deploy" / "compose"
+KUBERNETES = ROOT / "deploy" / "kubernetes"
+PLACES = ("prefill", "decode", "router")
+CRDS = {"PodMonitor", "Kustomization"}  # whose schemas Kubernetes does not have
+
+
+def compose() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((COMPOSE / "compose.yaml").read_text())
+    return found
+
+
+def manifests(name: str = "*") -> list[dict[str, Any]]:
+    files = sorted(KUBERNETES.glob(f"{name}.yaml"))
+    return [doc for file in files for doc in yaml.safe_load_all(file.read_text())]
+
+
+def pod(name: str) -> dict[str, Any]:
+    (deployment,) = (doc for doc in manifests(name) if doc["kind"] == "Deployment")
+    template: dict[str, Any] = deployment["spec"]["template"]
+    return template
+
+
+# Compose ------------------------------------------------------------------------------------------
+
+
+def test_compose_mounts_what_there_is_and_listens_on_loopback() -> None:
+    services = compose()["services"]
+    assert set(services) == {"prometheus", "grafana"}
+    mounted = [volume.split(":") for service in services.values() for volume in service["volumes"]]
+    sources = [(COMPOSE / source).resolve() for source, *_ in mounted if source.startswith(".")]
+    assert all(source.exists() for source in sources)
+    assert {ALERTS, FOLDER} <= set(sources)
+    assert "--web.listen-address=127.0.0.1:9090" in services["prometheus"]["command"]
+    grafana = services["grafana"]["environment"]
+    assert grafana["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
+    home = Path(grafana["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    provider = yaml.safe_load((COMPOSE / "grafana" / "dashboards.yaml").read_text())["providers"][0]
+    assert str(home.parent) == provider["options"]["path"] in [target for _, target, *_ in mounted]
+    assert (FOLDER / home.name).exists()
+    source = yaml.safe_load((COMPOSE / "grafana" / "datasource.yaml").read_text())["datasources"][0]
+    assert (source["type"], source["url"]) == ("prometheus", "http://127.0.0.1:9090")
+
+
+@pytest.mark.skipif(not shutil.which("docker"), reason="no Docker")
+def test_compose_reads_its_file() -> None:
+    if subprocess.run(["docker", "compose", "version"], capture_output=True).returncode:
+        pytest.skip("Docker without Compose")
+    command = ["docker", "compose", "-f", COMPOSE / "compose.yaml", "config", "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool")
+def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
+    for path in (ALERTS, COMPOSE / "prometheus.yml", COMPOSE / "targets.yml"):
+        text = path.read_text().replace("/etc/prometheus", str(tmp_path))
+        (tmp_path / path.name).write_text(text)
+    check = ["promtool", "check", "config", tmp_path / "prometheus.yml"]
+    done = subprocess.run(check, capture_output=True, text=True)
+    assert done.returncode == 0 and "rules found" in done.stdout, done
+    # Controls: without the rules, and with a wrong word in the targets.
+    (tmp_path / "targets.yml").write_text("- label: {job: x}\n")
+    assert subprocess.run(check, capture_output=True).returncode
+    jobs = [
+        entry["labels"]["job"] for entry in yaml.safe_load((COMPOSE / "targets.yml").read_text())
+    ]
+    assert tuple(jobs) == PLACES
+
+
+# Kubernetes ---------------------------------------------------------------------------------------
+
+
+def test_manifests_are_of_kubernetes_schema() -> None:
+    checked = [doc for doc in manifests() if doc["kind"] not in CRDS]
+    assert len(checked) == 2 * len(PLACES) + 2
+    for doc in checked:
+        kubernetes_validate.validate(doc, "1.32", strict=True)
+    doc["spec"]["prts"] = []  # control
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(doc, "1.32", strict=True)
+
+
+def unprivileged(template: dict[str, Any]) -> bool:
+    """Whether nothing in a pod can be root or become it, or speak for it to Kubernetes."""
+    spec = template["spec"]
+    of_pod = spec.get("securityContext", {})
+    return (
+        spec.get("automountServiceAccountToken") is False
+        and of_pod.get("runAsNonRoot") is True
+        and of_pod.get("runAsUser", 0) > 0
+        and of_pod.get("seccompProfile") == {"type": "RuntimeDefault"}
+        and all(
+            each["securityContext"]["allowPrivilegeEscalation"] is False
+            and each["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            for each in spec["containers"]
+        )
+    )
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_pods_are_unprivileged(name: str) -> None:
+    template = pod(name)
+    assert unprivileged(template)
+    for key in ("runAsNonRoot", "runAsUser", "seccompProfile"):
+        less = {k: v for k, v in template["spec"]["securityContext"].items() if k != key}
+        assert not unprivileged({"spec": template["spec"] | {"securityContext": less}})
+
+
+def test_images_are_of_one_version() -> None:
+    (kustomization,) = manifests("kustomization")
+    images = [f"{image['name']}:{image['newTag']}" for image in kustomization["images"]]
+    images += [service["image"] for service in compose()["services"].values()]
+    docker = (ROOT / "deploy" / "Dockerfile").read_text().splitlines()
+    images += [line.split()[1] for line in docker if line.startswith("FROM ")]
+    assert len(images) == 4
+    for image in images:
+        assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+", image), image
+    assert kustomization["images"] == [{"name": "kvconnect", "newTag": kvconnect.__version__}]
+
+
+def admitted(policy: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Which peers a policy lets in, by port."""
+    return {str(rule["ports"][0]["port"]): list(rule["from"]) for rule in policy["spec"]["ingress"]}
+
+
+def test_policies_admit_who_needs_to_and_nobody_else() -> None:
+    engines, router = manifests("network")
+    names = [pod(name)["metadata"]["labels"] for name in ("prefill", "decode")]
+    (expression,) = engines["spec"]["podSelector"]["matchExpressions"]
+    assert expression["values"] == [label["app.kubernetes.io/component"] for label in names]
+    into = admitted(engines)
+    assert set(into) == {"http", "14580"}
+    assert into["http"][0]["podSelector"]["matchLabels"] == pod("router")["metadata"]["labels"]
+    assert into["14580"] == [{"podSelector": engines["spec"]["podSelector"]}]
+    assert router["spec"]["podSelector"]["matchLabels"] == pod("router")["metadata"]["labels"]
+    for policy in (engines, router):
+        assert policy["spec"]["policyTypes"] == ["Ingress"]
+        for peers in admitted(policy).values():
+            assert peers and all(peers), "an empty peer is everybody"
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_services_and_the_monitor_find_the_pods(name: str) -> None:
+    template = pod(name)
+    labels = template["metadata"]["labels"]
+    (service,) = (doc for doc in manifests(name) if doc["kind"] == "Service")
+    (monitor,) = manifests("monitor")
+    for selector in (service["spec"]["selector"], monitor["spec"]["selector"]["matchLabels"]):
+        assert selector.items() <= labels.items()
+    (container,) = template["spec"]["containers"]
+    ports = {port["name"] for port in container["ports"]}
+    assert {service["spec"]["ports"][0]["targetPort"]} <= ports
+    assert {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]} <= ports
+    assert labels[monitor["spec"]["jobLabel"]] == name
+
+
+@pytest.mark.parametrize(("name", "role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")])
+def test_engines_get_settings_that_exist(name: str, role: str) -> None:
+    (container,) = pod(name)["spec"]["containers"]
+    _, flag, text = container["args"]
+    settings = json.loads(text.replace("$(POD_IP)", "10.1.2.3"))
+    assert (flag, settings["kv_role"]) == ("--kv-transfer-config", role)
+    config = parse_config(settings["kv_connector_extra_config"])
+    address, port = config.listen.split(":")
+    assert address == "10.1.2.3"
+    assert int(port) in [port["containerPort"] for port in container["ports"]]
+    mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+    assert str(Path(config.key_file).parent) in mounts
+
+
+def test_the_router_is_given_keys_and_the_services_of_the_engines(tmp_path: Path) -> None:
+    (container,) = pod("router")["spec"]["containers"]
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    keys = tmp_path / "keys"
+    keys.write_text("0123456789abcdef")
+    (mount,) = container["volumeMounts"]
+    args = [each.replace(mount["mountPath"], str(tmp_path)) for each in container["args"]]
+    arguments = parser.parse_args(args)
+    assert options_of(arguments).listening.api_keys
+    for name, given in (("prefill", arguments.prefill_dns), ("decode", arguments.decode_dns)):
+        (service,) = (doc for doc in manifests(name) if doc["kind"] == "Service")
+        port = service["spec"]["ports"][0]["port"]
+        assert given == [f"http://{service['metadata']['name']}:{port}"]
+        assert service["spec"]["clusterIP"] == "None"
+
+
+def test_the_alerts_are_a_rule_of_the_operator() -> None:
+    """By the command that the documentation gives."""
+    text = (ROOT / "docs" / "deploy.md").read_text()
+    command = text[text.index("{ printf") : text.index(" | kubectl apply -f -")]
+    script = command.replace("boards/alerts.yaml", str(ALERTS))
+    made = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, check=True)
+    rule = yaml.safe_load(made.stdout)
+    assert rule["kind"] == "PrometheusRule"
+    assert rule["spec"] == yaml.safe_load(ALERTS.read_text())

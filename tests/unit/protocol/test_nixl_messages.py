@@ -1,0 +1,91 @@
+"""What two transports tell each other about writes into memory."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvconnect.errors import ProtocolError
+from kvconnect.protocol import nixl_messages
+from kvconnect.protocol.messages import LAST_WANT
+from kvconnect.protocol.nixl_messages import (
+    Landed,
+    Offer,
+    Places,
+    Plain,
+    Stop,
+    Stopped,
+    UnitPlace,
+    Units,
+)
+
+UNIT = UnitPlace(
+    address=1 << 40, nbytes=1 << 30, device=-1, phases=1, block_bytes=8, segments=bytes(24)
+)
+LANDED = Landed(
+    want=LAST_WANT, unit=2, first=3, count=4, nbytes=32, number=1, seconds=0.5, digests=bytes(8)
+)
+MESSAGES = [
+    Units(number=3, first=0, units=[UNIT]),
+    Places(want=7, units=3, spans=[(0, 0), (4, 1)], ids=[bytes(8), bytes(16)]),
+    Plain(want=7),
+    LANDED,
+    Stop(want=7),
+    Stopped(want=7),
+]
+OFFER = Offer(backend="UCX", version="1.5.1", agent="kvconnect-1", metadata=b"opaque")
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
+def test_messages_arrive_as_they_were(message: nixl_messages.RailMessage) -> None:
+    assert nixl_messages.decode(nixl_messages.encode(message)) == message
+
+
+def test_an_offer_arrives_as_it_was() -> None:
+    assert nixl_messages.decode_offer(nixl_messages.encode(OFFER)) == OFFER
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("want", -1),
+        ("unit", 1 << 31),
+        ("first", -1),
+        ("count", 0),
+        ("nbytes", 0),
+        ("number", -1),
+        ("seconds", -0.1),
+        ("digests", bytes((1 << 20) + 1)),
+    ],
+)
+def test_what_is_out_of_range_is_refused(field: str, value: object) -> None:
+    plain = msgspec.to_builtins(LANDED, builtin_types=(bytes,))
+    assert nixl_messages.decode(msgspec.msgpack.encode(plain)) == LANDED
+    with pytest.raises(ProtocolError):
+        nixl_messages.decode(msgspec.msgpack.encode({**plain, field: value}))
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x80", nixl_messages.encode(OFFER)])
+def test_what_is_no_message_is_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        nixl_messages.decode(data)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "why"),
+    [
+        ({}, ""),
+        ({"version": "1.4.0"}, ""),
+        ({"agent": "kvconnect-1"}, "both sides are the same nixl agent"),
+        ({"version": "1.3.2"}, "nixl 1.5.1 here, 1.3.2 there"),
+        ({"version": "2.0.0"}, "nixl 1.5.1 here, 2.0.0 there"),
+        ({"version": "1.6rc1"}, "nixl 1.5.1 here, 1.6rc1 there"),
+        ({"version": "1.6.0+local"}, ""),
+        ({"version": "unknown"}, "nixl 1.5.1 here, unknown there"),
+        ({"backend": "LIBFABRIC"}, "backend UCX here, LIBFABRIC there"),
+    ],
+)
+def test_sides_that_do_not_fit_say_why(theirs: dict[str, str], why: str) -> None:
+    other = msgspec.structs.replace(OFFER, **{"agent": "kvconnect-2", **theirs})
+    found = nixl_messages.misfit(OFFER, other)
+    assert (why in found) if why else found == ""

@@ -1,0 +1,259 @@
+"""Tickets: issued with the key, whole, in time, with addresses that make sense; or refused."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from kvconnect.errors import Misuse, Refused
+from kvconnect.protocol.tickets import (
+    CARD_KEY,
+    CLOCK_SKEW_S,
+    MAX_TICKET,
+    RANK_KEY,
+    TICKET_KEY,
+    Asked,
+    Ticket,
+    issue,
+    parse_host,
+    parse_request,
+    verify,
+)
+from kvconnect.types import Endpoint
+
+KEY = b"a key that both sides hold"
+NOW = 1_000_000.0
+TRANSFER = bytes(range(16))
+TICKET = Ticket(
+    transfer=TRANSFER,
+    engine_id="prefill-0",
+    epoch=5,
+    endpoints=(Endpoint(0, 0, "10.0.0.1", 7000), Endpoint(1, 0, "fd00::1", 7001)),
+    tp=2,
+    pp=1,
+    tokens=99,
+    expires=NOW + 30,
+)
+
+
+def refused(text: object, key: bytes = KEY, now: float = NOW, **more: str) -> str:
+    """The reason why a ticket is refused."""
+    with pytest.raises(Refused) as caught:
+        verify(text, key, now, **more)
+    assert caught.value.field == "ticket"
+    return str(caught.value)
+
+
+def sealed(body: bytes, key: bytes = KEY) -> str:
+    """A ticket's text around any body: what someone with the key could make."""
+    mac = hmac.digest(key, b"kvconnect ticket\0" + body, hashlib.sha256)
+    return base64.urlsafe_b64encode(body + mac).decode().rstrip("=")
+
+
+@pytest.mark.parametrize("ticket", [TICKET, replace(TICKET, transfer=b"", tokens=0)])
+@pytest.mark.parametrize("key", [KEY, b""])
+def test_a_ticket_comes_out_as_it_went_in(ticket: Ticket, key: bytes) -> None:
+    text = issue(ticket, key)
+    assert verify(text, key, NOW) == ticket
+    assert sealed(msgspec.msgpack.encode(ticket), key) == text
+
+
+def test_every_changed_character_is_seen() -> None:
+    text = issue(TICKET, KEY)
+    for place, char in enumerate(text):
+        for other in "A_-z9=+ é":
+            if other != char:
+                refused(text[:place] + other + text[place + 1 :])
+
+
+def test_every_shorter_or_longer_ticket_is_refused() -> None:
+    text = issue(TICKET, KEY)
+    for length in range(len(text)):
+        refused(text[:length])
+    for more in ("A", "=", "\n", text):
+        refused(text + more)
+
+
+def test_another_key_is_refused() -> None:
+    assert "key_file" in refused(issue(TICKET, b"other"))
+    refused(issue(TICKET, b""))
+    refused(issue(TICKET, KEY), key=b"")
+
+
+@pytest.mark.parametrize("thing", [None, 5, b"bytes", ["list"], {"a": 1}, True])
+def test_a_ticket_is_text(thing: object) -> None:
+    assert "text" in refused(thing)
+
+
+def test_a_long_ticket_is_refused_unread_and_never_issued() -> None:
+    assert "at most" in refused("A" * (MAX_TICKET + 1))
+    many = tuple(Endpoint(n, 0, "255.255.255.255", 65535) for n in range(1000))
+    with pytest.raises(Misuse):
+        issue(replace(TICKET, endpoints=many, tp=1000), KEY)
+
+
+def test_a_ticket_for_200_workers_fits() -> None:
+    many = tuple(Endpoint(n, 0, "255.255.255.255", 65535) for n in range(200))
+    assert verify(issue(replace(TICKET, endpoints=many, tp=200), KEY), KEY, NOW).tp == 200
+
+
+def test_a_ticket_expires_with_room_for_clocks_that_differ() -> None:
+    text = issue(TICKET, KEY)
+    last = TICKET.expires + CLOCK_SKEW_S
+    verify(text, KEY, last)
+    assert "expired 31 s ago" in refused(text, now=last + 1)
+
+
+def test_a_ticket_for_one_engine_is_of_no_use_to_others() -> None:
+    text = issue(replace(TICKET, peer="decode-1"), KEY)
+    assert verify(text, KEY, NOW, reader="decode-1").peer == "decode-1"
+    assert "decode-2" in refused(text, reader="decode-2")
+    refused(text)
+
+
+def test_a_ticket_of_many_places_is_refused_before_they_are_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = issue(replace(TICKET, endpoints=(), tp=1024, pp=1024), KEY)
+    monkeypatch.setattr("kvconnect.protocol.tickets.range", None, raising=False)
+    assert "0 addresses that are not one each" in refused(text)
+    with pytest.raises(TypeError):  # negative control: a ticket that fits has them listed
+        verify(issue(TICKET, KEY), KEY, NOW)
+
+
+def test_an_address_of_ipv4_in_ipv6_is_spelt_as_sockets_do() -> None:
+    assert str(parse_host("::ffff:10.0.0.1").ipv4_mapped) == "10.0.0.1"  # type: ignore[union-attr]
+
+
+def host(address: object) -> dict[str, Any]:
+    return {"endpoints": ((0, 0, address, 7000),), "tp": 1}
+
+
+def port(number: object) -> dict[str, Any]:
+    return {"endpoints": ((0, 0, "10.0.0.1", number),), "tp": 1}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (host("prefill.example.org"), "no IP address"),
+        (host("10.0.0.1:7000"), "no IP address"),
+        (host(""), "no IP address"),
+        (host("127.1"), "no IP address"),
+        (host("::1%\0"), "no IP address"),
+        (host("::1%" + "é" * 80), "no IP address"),
+        (host("fe80::1%eth0"), "no IP address"),
+        (host("FD00::1"), "no IP address"),
+        (host("0.0.0.0"), "cannot be connected to"),
+        (host("::"), "cannot be connected to"),
+        (host("224.0.0.1"), "cannot be connected to"),
+        (host(7), "cannot be read"),
+        (port(0), "port 0"),
+        (port(-1), "port -1"),
+        (port(65536), "port 65536"),
+        ({"tp": 1}, "2 addresses"),
+        ({"tp": 4}, "2 addresses"),
+        ({"pp": 2}, "2 addresses"),
+        ({"endpoints": TICKET.endpoints[:1] * 2}, "2 addresses"),
+        ({"endpoints": ()}, "0 addresses"),
+        ({"tp": 0}, "cannot be read"),
+        ({"tp": 1 << 40}, "cannot be read"),
+        ({"epoch": -1}, "cannot be read"),
+        ({"tokens": -1}, "cannot be read"),
+        ({"engine_id": ""}, "cannot be read"),
+        ({"engine_id": "line\nbreak"}, "cannot be read"),
+        ({"peer": "line\nbreak"}, "cannot be read"),
+        ({"engine_id": "x" * 257}, "cannot be read"),
+        ({"expires": float("nan")}, "cannot be read"),
+        ({"expires": float("inf")}, "cannot be read"),
+        ({"transfer": b"short"}, "5 bytes, not 16"),
+        ({"transfer": bytes(17)}, "cannot be read"),
+        ({"version": 2}, "version 2"),
+    ],
+)
+def test_a_ticket_that_makes_no_sense_is_refused_whoever_issued_it(
+    wrong: dict[str, Any], reason: str
+) -> None:
+    assert reason in refused(issue(replace(TICKET, **wrong), KEY))
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"\xc1", b"\x91" * 3000, b"\xdd\xff\xff\xff\xff", b"\x9a\x01\xa2\xff\xff"]
+)
+def test_a_body_that_is_no_ticket_is_refused_whoever_sealed_it(body: bytes) -> None:
+    assert "cannot be read" in refused(sealed(body))
+
+
+@given(st.text(max_size=200) | st.binary(max_size=200).map(sealed))
+def test_any_text_is_refused(text: str) -> None:
+    refused(text)
+
+
+# Requests ---------------------------------------------------------------------------------------
+
+
+def test_roles_are_told_apart() -> None:
+    assert parse_request({"do_remote_decode": True}) == Asked("send")
+    assert parse_request({"do_remote_prefill": True, "do_remote_decode": False}) == Asked("recv")
+    assert parse_request({"do_remote_prefill": None}) == parse_request({}) == Asked("none")
+
+
+def test_what_belongs_to_a_role_is_read() -> None:
+    hexed = TRANSFER.hex()
+    assert parse_request(
+        {"do_remote_decode": True, "transfer_id": hexed.upper(), CARD_KEY: True}
+    ) == Asked("send", TRANSFER, wants_card=True)
+    ranked = {"do_remote_decode": True, CARD_KEY: True, RANK_KEY: 3}
+    assert parse_request(ranked) == Asked("send", wants_card=True, rank=3)
+    assert parse_request(
+        {"do_remote_prefill": True, "transfer_id": hexed, TICKET_KEY: "text"}
+    ) == Asked("recv", TRANSFER, "text")
+    alone = {"transfer_id": hexed, TICKET_KEY: "text"}
+    assert parse_request(alone) == Asked("recv", TRANSFER, "text")
+    assert parse_request({"do_remote_decode": True, **alone}).role == "send"
+
+
+def test_what_a_client_claims_beside_the_ticket_is_ignored() -> None:
+    """A request that names an address of its own gets no further than one without."""
+    claims = {
+        "remote_host": "169.254.169.254",
+        "remote_port": 80,
+        "remote_block_ids": [[0, 1]],
+        "remote_engine_id": "other",
+        "tp_size": 1_000_000,
+    }
+    asked = parse_request({"do_remote_prefill": True, **claims})
+    assert asked == Asked("recv")
+    assert "missing" in refused(asked.ticket)
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({"do_remote_decode": True, "do_remote_prefill": True}, "both"),
+        ({"do_remote_decode": 1}, "true or false"),
+        ({"do_remote_prefill": "yes"}, "true or false"),
+        ({"do_remote_decode": True, CARD_KEY: "please"}, "true or false"),
+        ({"do_remote_decode": True, CARD_KEY: True, RANK_KEY: "1"}, "data-parallel rank"),
+        ({"do_remote_decode": True, CARD_KEY: True, RANK_KEY: True}, "data-parallel rank"),
+        ({"do_remote_decode": True, CARD_KEY: True, RANK_KEY: -1}, "data-parallel rank"),
+        ({"do_remote_decode": True, "transfer_id": 5}, "hexadecimal"),
+        ({"do_remote_decode": True, "transfer_id": ""}, "hexadecimal"),
+        ({"do_remote_decode": True, "transfer_id": "ab" * 15}, "hexadecimal"),
+        ({"do_remote_decode": True, "transfer_id": "ab" * 16 + "\n"}, "hexadecimal"),
+        ({"do_remote_decode": True, "transfer_id": " " + "ab" * 16}, "hexadecimal"),
+        ({"do_remote_prefill": True, "transfer_id": "zz" * 16}, "hexadecimal"),
+    ],
+)
+def test_params_that_make_no_sense_are_refused(params: dict[str, object], reason: str) -> None:
+    with pytest.raises(Refused, match=reason) as caught:
+        parse_request(params)
+    assert caught.value.field == "params"

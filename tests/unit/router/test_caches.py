@@ -1,0 +1,380 @@
+"""What the router knows of engines' caches: KV events, over ZMQ and lossy, and what it sent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnect.errors import Refused
+from kvconnect.router.body import pieces_of, read_body
+from kvconnect.router.fleet import kv_events as subscribing
+from kvconnect.router.fleet import watch
+from kvconnect.router.fleet.kv_events import Feed
+from kvconnect.router.options import Listening
+from kvconnect.router.policy.caches import History
+from kvconnect.router.policy.loads import Target
+from kvconnect.router.policy.prefixes import MOST_SIZES, Hit, PrefixIndex
+from kvconnect.router.policy.ranking import Policy
+from tests.fakes.engine import FakeEngine, bench, decodes, on_loop, prefills, until
+
+TOKENS = list(range(100, 116))
+A = Target(0)
+TOLD = Listening(hit_headers=True)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "PROBE_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(subscribing, "LOOK_S", 0.05)
+
+
+def stored(tokens: list[int], first: int = 1, parent: int | None = None, **more: Any) -> Any:
+    hashes = list(range(first, first + len(tokens) // 4))
+    event = {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": parent}
+    return event | {"token_ids": tokens, "block_size": 4, "lora_id": None, "medium": "GPU"} | more
+
+
+def removed(*hashes: int, medium: str = "GPU", **more: Any) -> Any:
+    return {"type": "BlockRemoved", "block_hashes": list(hashes), "medium": medium} | more
+
+
+def batch(*events: Any) -> bytes:
+    return msgspec.msgpack.encode([1.5, list(events), 0])
+
+
+def told(*events: Any) -> PrefixIndex:
+    index = PrefixIndex()
+    assert Feed(A, index).message(0, batch(*events))
+    return index
+
+
+# Events -----------------------------------------------------------------------------------------
+
+
+def test_events_of_both_engines_and_of_older_ones() -> None:
+    assert told(stored(TOKENS)).match(TOKENS) == {A: Hit(16, 16.0)}
+    old = ["BlockStored", [1, 2, 3, 4], None, TOKENS, 4, None, "GPU"]
+    assert told(old).match(TOKENS) == {A: Hit(16, 16.0)}
+    assert told(stored(TOKENS), ["BlockRemoved", [3], "GPU"]).match(TOKENS) == {A: Hit(8, 8.0)}
+    assert told(stored(TOKENS), {"type": "AllBlocksCleared"}).match(TOKENS) == {}
+    names = [bytes([n]) * 32 for n in range(4)]
+    assert told(stored(TOKENS, block_hashes=names)).match(TOKENS) == {A: Hit(16, 16.0)}
+    pinned = stored([], block_hashes=[1, 2], medium="CPU_PINNED")
+    assert told(stored(TOKENS), pinned, removed(1, 2, 3, 4)).match(TOKENS) == {A: Hit(8, 7.2)}
+    assert told({"type": "Unheard"}, 7, stored(TOKENS)).match(TOKENS) == {A: Hit(16, 16.0)}
+
+
+def test_an_index_keeps_so_many_blocks_and_sizes_of_a_target() -> None:
+    index = PrefixIndex(most=3)
+    feed = Feed(A, index)
+    feed.message(0, batch(stored(TOKENS)))
+    assert index.match(TOKENS) == {A: Hit(12, 12.0)}, "the fourth was left out"
+    feed.message(1, batch(removed(1, 2, 3)))
+    assert len(index) == 0
+    feed.message(2, batch(stored(TOKENS[:8], first=11)))
+    assert index.match(TOKENS) == {A: Hit(8, 8.0)}, "there is room again"
+
+    index = PrefixIndex()
+    feed = Feed(A, index)
+    for size in range(1, 100):
+        block = stored(TOKENS[:size] * (size <= 16), block_hashes=[size], block_size=size)
+        feed.message(size - 1, batch(block))
+    assert len(index._sizes) == MOST_SIZES, "each costs every request a look"
+    feed.message(99, batch({"type": "AllBlocksCleared"}))
+    assert not index._sizes and not len(index)
+
+
+def test_a_hash_that_names_another_block_leaves_nothing_behind() -> None:
+    """An engine that names block after block alike must not fill the index."""
+    index = PrefixIndex()
+    feed = Feed(A, index)
+    for number in range(100):
+        tokens = [number] * 4
+        feed.message(number, batch(stored(tokens)))
+        assert index.match(tokens) == {A: Hit(4, 4.0)}
+        assert len(index) == 1
+
+
+def test_tokens_that_come_in_pairs() -> None:
+    pairs = [list(pair) for pair in zip(TOKENS, [*TOKENS[1:], 7], strict=True)]
+    assert told(stored(TOKENS, token_ids=pairs)).match(TOKENS) == {A: Hit(16, 16.0)}
+    index = PrefixIndex()
+    with pytest.raises(Refused):
+        Feed(A, index).message(0, batch(stored(TOKENS, token_ids=[[]] * 16)))
+    assert index.match(TOKENS) == {}
+
+
+@pytest.mark.parametrize(
+    "special",
+    [
+        {"lora_id": 1},
+        {"lora_name": "x"},
+        {"cache_salt": "s"},
+        {"extra_keys": [None, ["image", 0], None, None]},
+        {"kv_cache_spec_kind": "sliding_window"},
+    ],
+)
+def test_blocks_that_do_not_follow_from_tokens_alone_are_left_out(special: dict[str, Any]) -> None:
+    assert told(stored(TOKENS, **special)).match(TOKENS) == {}
+    assert told(stored(TOKENS, extra_keys=[None] * 4)).match(TOKENS) != {}
+
+
+def test_a_sliding_window_takes_no_prefix_with_it() -> None:
+    """Groups of layers share the hashes of their blocks; those of a window are dropped early."""
+    whole = stored(TOKENS, group_idx=0, kv_cache_spec_kind="full_attention")
+    window = stored(TOKENS, group_idx=1, kv_cache_spec_kind="sliding_window")
+    old = ["BlockRemoved", [1], "GPU", 1]
+    index = PrefixIndex()
+    feed = Feed(A, index)
+    assert feed.message(0, batch(whole, window, removed(1, 2, group_idx=1), old))
+    assert index.match(TOKENS) == {A: Hit(16, 16.0)}
+    untold = stored([], block_hashes=[4], medium="CPU", group_idx=1)
+    assert feed.message(1, batch(untold, removed(4, group_idx=0)))
+    assert index.match(TOKENS) == {A: Hit(12, 12.0)}
+    assert feed.message(0, batch(stored(TOKENS, group_idx=1), removed(3, group_idx=1)))
+    assert index.match(TOKENS) == {A: Hit(8, 8.0)}, "another incarnation numbers anew"
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode(7),
+        msgspec.msgpack.encode([1.0]),
+        msgspec.msgpack.encode([1.0, 5]),
+        batch(stored(TOKENS, block_size="4")),
+        batch(stored(["a"] * 4)),  # type: ignore[list-item]
+        batch(stored(TOKENS, block_hashes=None)),
+        batch({"type": "BlockRemoved", "block_hashes": "x"}),
+    ],
+)
+def test_what_is_no_event_is_refused_and_does_no_harm(payload: bytes) -> None:
+    index = PrefixIndex()
+    feed = Feed(A, index)
+    with pytest.raises(Refused):
+        feed.message(0, payload)
+    assert feed.message(1, batch(stored(TOKENS)))
+    assert index.match(TOKENS) == {A: Hit(16, 16.0)}
+
+
+SMALL = st.integers(-(2**63), 2**63)
+
+
+@given(st.binary(max_size=64) | st.recursive(st.none() | SMALL | st.text(), st.lists))
+def test_anything_may_come(noise: Any) -> None:
+    payload = noise if isinstance(noise, bytes) else msgspec.msgpack.encode([0.0, [noise]])
+    with contextlib.suppress(Refused):
+        Feed(A, PrefixIndex()).message(0, payload)
+
+
+def test_a_gap_is_noticed_and_filled() -> None:
+    index = PrefixIndex()
+    feed = Feed(A, index)
+    assert feed.message(0, batch(stored(TOKENS)))
+    assert not feed.message(3, batch())
+    assert feed.wanted == 1
+    for number, event in ((1, removed(4)), (2, removed(3)), (3, removed(2))):
+        assert feed.settle(number, batch(event))
+    assert feed.settle(3, batch(removed(1))), "the one that came live was repeated too"
+    assert index.match(TOKENS) == {A: Hit(4, 4.0)}
+    assert feed.message(4, batch()) and feed.wanted == 5
+
+
+def test_what_cannot_be_had_again_costs_all_that_is_known() -> None:
+    index = PrefixIndex()
+    feed = Feed(A, index)
+    assert feed.message(0, batch(stored(TOKENS)))
+    assert not feed.message(3, batch(stored(TOKENS[:4], first=9)))
+    assert not feed.settle(3, batch(stored(TOKENS[:4], first=9)))
+    assert index.match(TOKENS) == {A: Hit(4, 4.0)}
+
+
+def test_an_engine_that_counts_from_0_again_is_another_one() -> None:
+    index = PrefixIndex()
+    feed = Feed(A, index)
+    for number in range(3):
+        assert feed.message(number, batch(stored(TOKENS)))
+    assert feed.message(0, batch(stored(TOKENS[:8])))
+    assert index.match(TOKENS) == {A: Hit(8, 8.0)}
+    assert feed.message(1, batch())
+    assert not feed.message(5, batch())
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=20), st.integers(0, 20), st.data())
+def test_however_much_is_lost_nothing_is_claimed_that_is_gone(
+    lost: list[bool], kept: int, data: st.DataObject
+) -> None:
+    """Blocks are stored and removed; live messages get lost, and a replay has only the last."""
+    index, held = PrefixIndex(), set[int]()
+    feed = Feed(A, index)
+    messages: list[bytes] = []
+    for number, is_lost in enumerate(lost):
+        block = data.draw(st.integers(0, 3))
+        if block in held:
+            held.discard(block)
+            event = removed(block)
+        else:
+            held.add(block)
+            event = stored([block] * 4, first=block)
+        messages.append(batch(event))
+        if is_lost or feed.message(number, messages[-1]):
+            continue
+        first = max(feed.wanted, len(messages) - kept)
+        for again in range(first, len(messages)):
+            feed.settle(again, messages[again])
+        feed.settle(number, messages[-1])
+        claimed = {block for block in range(4) if index.match([block] * 4)}
+        assert claimed <= held
+
+
+# Over ZMQ ---------------------------------------------------------------------------------------
+
+
+class Publisher:
+    """Publishes as the engines do, and repeats; ``mute`` loses what is published."""
+
+    def __init__(self) -> None:
+        self.context = zmq.asyncio.Context()
+        self.pub, self.router = self.context.socket(zmq.PUB), self.context.socket(zmq.ROUTER)
+        self.port = self.pub.bind_to_random_port("tcp://127.0.0.1")
+        self.replay = self.router.bind_to_random_port("tcp://127.0.0.1")
+        self.sent: list[bytes] = []
+        self.repeated = 0
+
+    async def publish(self, *events: Any, mute: bool = False) -> None:
+        number = len(self.sent)
+        self.sent.append(batch(*events))
+        if not mute:
+            await self.pub.send_multipart([b"kv", number.to_bytes(8, "big"), self.sent[-1]])
+
+    async def repeat(self) -> None:
+        while True:
+            client, _, start = await self.router.recv_multipart()
+            self.repeated += 1
+            for number in range(int.from_bytes(start, "big"), len(self.sent)):
+                head = [client, b"", b"kv", number.to_bytes(8, "big")]
+                await self.router.send_multipart([*head, self.sent[number]])
+            end = (-1).to_bytes(8, "big", signed=True)
+            await self.router.send_multipart([client, b"", b"", end, b""])
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+@contextlib.asynccontextmanager
+async def publisher() -> AsyncIterator[Publisher]:
+    found = Publisher()
+    repeating = asyncio.create_task(found.repeat())
+    try:
+        yield found
+    finally:
+        repeating.cancel()
+        await asyncio.gather(repeating, return_exceptions=True)
+        found.close()
+
+
+@on_loop
+async def test_prompts_go_where_events_say_they_are_cached() -> None:
+    ps, d = [FakeEngine(prefills), FakeEngine(prefills)], FakeEngine(decodes)
+    prompt = list(range(64))
+    blocks = stored(prompt)
+
+    async def found(engine: FakeEngine, request: Any, body: Any) -> Any:
+        answer = await prefills(engine, request, body)
+        said = msgspec.json.decode(answer.body)
+        said["usage"] = {"prompt_tokens_details": {"cached_tokens": 60}}
+        answer.body = msgspec.json.encode(said)
+        return answer
+
+    ps[1].answer = found
+    async with publisher() as events:
+        ps[1].settings = f",events={events.port},replay={events.replay}"
+        aware = {"prefill_policy": Policy.CACHE_AWARE, "pull": True, "listening": TOLD}
+        async with bench(ps, [d], **aware) as router:
+
+            async def outcome(name: str) -> float:
+                labels = {"leg": "prefill", "upstream": ps[1].url}
+                return await router.metric("kv_events_total", **labels, outcome=name)
+
+            async def heard() -> bool:
+                await events.publish()
+                return await outcome("ok") + await outcome("replayed") > 0
+
+            await until(heard)
+            await events.publish(blocks, mute=True)  # lost, then had again
+            await events.publish()
+            replays = await outcome("replayed")
+
+            async def hit() -> bool:
+                body = {"model": "tiny", "prompt": prompt}
+                _, _, headers = await router.post(body)
+                return (
+                    headers["x-kvconnect-prefill-reason"] == "hit"
+                    and headers["x-kvconnect-prefill"] == "1"
+                    and headers.get("x-kvconnect-prefill-hit") == "64"
+                )
+
+            await until(hit)
+            assert events.repeated >= 1 and replays >= 0
+            assert await router.metric("hit_tokens_total", which="expected") >= 64
+            assert await router.metric("hit_tokens_total", which="found") >= 60
+
+
+@on_loop
+async def test_text_goes_where_it_was_sent_before() -> None:
+    ps, d = [FakeEngine(prefills) for _ in range(3)], FakeEngine(decodes)
+    async with bench(ps, [d], prefill_policy=Policy.CACHE_AWARE, listening=TOLD) as router:
+        places = {}
+        for turn in range(12):
+            talk = f"talk {turn % 3} " * 100
+            body = {"model": "tiny", "messages": [{"role": "user", "content": talk}]}
+            _, _, headers = await router.post(body, "/v1/chat/completions")
+            places.setdefault(turn % 3, []).append(headers["x-kvconnect-prefill"])
+            want = "hit" if turn >= 3 else "no_hit"
+            assert headers["x-kvconnect-prefill-reason"] == want
+        assert all(len(set(found)) == 1 for found in places.values())
+        assert len({found[0] for found in places.values()}) == 3
+
+
+# History ----------------------------------------------------------------------------------------
+
+
+def units_of(body: dict[str, Any]) -> list[int]:
+    return pieces_of(read_body(msgspec.json.encode(body))).units
+
+
+def test_units_are_equal_for_equal_pieces() -> None:
+    ids = list(range(50))
+    assert len(units_of({"prompt": ids})) == 3
+    assert units_of({"prompt": ids})[:2] == units_of({"prompt": ids[:40]})
+    text = "abcd" * 64
+    assert len(units_of({"prompt": text})) == 4
+    assert units_of({"prompt": text}) == units_of({"prompt": text + "e" * 63})
+    assert units_of({"prompt": "x" + text}) != units_of({"prompt": text})
+    assert units_of({}) == []
+
+
+def test_a_history_is_bounded_and_forgets_the_ends_of_old_prompts_first() -> None:
+    history = History(most=6)
+    history.sent(A, [1, 2, 3, 4])
+    assert history.match([1, 2, 3, 9]) == {A: Hit(48, 48.0)}
+    history.sent(Target(1), [5, 6, 7, 8])
+    assert history.match([1, 2, 3, 4]) == {A: Hit(32, 32.0)}
+    history.sent(A, [1, 2])
+    history.sent(Target(1), [5, 6, 7, 8])
+    assert history.match([1, 2]) == {A: Hit(32, 32.0)}, "what is sent again is kept"
+    history.forget(A)
+    assert history.match([1, 2]) == {}
+    for turn in range(50):
+        history.sent(A, [turn, turn])
+    assert len(history._sent) == 6

@@ -1,0 +1,190 @@
+"""``kvconnect router`` on the command line."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvconnect import cli
+from kvconnect.router.options import (
+    AdminAccess,
+    Intervals,
+    Limits,
+    Listening,
+    Options,
+    Sources,
+    Worker,
+)
+from kvconnect.router.policy.loads import Engine, Role
+from kvconnect.router.policy.ranking import Policy
+
+NEEDED = ["router", "--prefill", "http://a:1", "--decode", "http://b:2"]
+
+
+def served(monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> Options:
+    """What the command line asks the router to serve."""
+    calls: list[Any] = []
+    app = type("App", (), {"serve": staticmethod(lambda *arguments: calls.append(arguments))})
+    monkeypatch.setattr(cli.importlib, "import_module", lambda name: app)
+    monkeypatch.setattr(cli.logging, "basicConfig", lambda **settings: None)
+    assert cli.main(argv) == 0
+    ((options,),) = calls
+    assert isinstance(options, Options)
+    return options
+
+
+def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options((Worker("http://a:1"),), (Worker("http://b:2"),))
+    assert served(monkeypatch, NEEDED) == options
+
+
+def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef\n")
+    keys = tmp_path / "keys"
+    keys.write_text("one\ntwo\n")
+    argv = [
+        *(
+            "router",
+            "--prefill",
+            "http://a:1/",
+            "http://a:2,engine=sglang",
+            "--decode",
+            "http://b:2",
+        ),
+        *("--host", "10.0.0.1", "--port", "81", "--pull"),
+        *("--push-min-tokens", "256", "--timeout", "30", "--dp-minimum-tokens-scheduler"),
+        *("--prefill-policy", "cache_aware", "--decode-policy", "random"),
+        *(
+            "--worker-load-check-interval",
+            "5",
+            "--probe-interval",
+            "6",
+            "--silence-timeout",
+            "40",
+            "--max-concurrent",
+            "7",
+        ),
+        *("--queue", "8", "--queue-timeout", "9", "--drain-timeout", "11"),
+        *("--workers-file", "/w", "--prefill-dns", "http://p:1", "--decode-dns", "http://d:2"),
+        *("--prefill-kubernetes", "http://s.n:3", "--etcd", "http://e:2379/kv"),
+        *("--shared-port", "--tls-cert", "/c", "--tls-key", "/k", "--api-key-file", str(keys)),
+        *("--admin-token-file", str(token), "--admin-host", "::1", "--admin-port", "82"),
+    ]
+    a, b = Worker("http://a:1"), Worker("http://a:2", Engine.SGLANG)
+    options = Options(
+        (a, b),
+        (Worker("http://b:2"),),
+        pull=True,
+        push_min_tokens=256,
+        limits=Limits(30.0, 40.0, 7, 8, 9.0, 11.0),
+        sources=Sources(
+            "/w",
+            {Role.PREFILL: ("http://p:1",), Role.DECODE: ("http://d:2",)},
+            {Role.PREFILL: ("http://s.n:3",)},
+            "http://e:2379/kv",
+        ),
+        admin=AdminAccess("::1", 82, "0123456789abcdef"),
+        listening=Listening("10.0.0.1", 81, True, "/c", "/k", ("one", "two")),
+        prefill_policy=Policy.CACHE_AWARE,
+        decode_policy=Policy.RANDOM,
+        dp_minimum_tokens=True,
+        intervals=Intervals(5.0, 6.0),
+    )
+    assert served(monkeypatch, argv) == options
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["router"], "--prefill : name an engine"),
+        (["router", "--prefill", "http://a:1"], "--decode : name an engine"),
+        ([*NEEDED, "--prefill-dns", "http://a"], "--prefill-dns http://a: name the port"),
+        (
+            [*NEEDED, "--decode-kubernetes", "http://a"],
+            "--decode-kubernetes http://a: name the port",
+        ),
+        ([*NEEDED, "--etcd", "http://a:2379"], "--etcd http://a:2379: use a URL with a prefix"),
+        ([*NEEDED, "--admin-token-file", "/none"], "--admin-token-file /none: name a file"),
+        ([*NEEDED, "--api-key-file", "/dev/null"], "put a key"),
+        ([*NEEDED, "--tls-cert", "/c"], "--tls-cert /c: name --tls-cert and --tls-key"),
+        ([*NEEDED, "--admin-token-file", "/dev/null"], "put a token"),
+        ([*NEEDED, "--prefill-policy", "best"], "--prefill-policy"),
+        (["router", "--prefill", "a:1", "--decode", "http://b"], "--prefill a:1: use a URL"),
+        ([*NEEDED, "http://b:2"], "--decode http://b:2: name each engine once"),
+        ([*NEEDED, "--timeout", "0"], "--timeout 0.0: use seconds"),
+        ([*NEEDED, "--push-min-tokens", "-1"], "--push-min-tokens -1: use 0 or more"),
+        ([*NEEDED, "--port", "70000"], "--port"),
+        ([*NEEDED, "--port", "http"], "--port"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(argv)
+    assert stop.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "extra"),
+    [("--prefill-kubernetes", "http://a:1", "kubernetes"), ("--etcd", "http://a/kv", "etcd")],
+)
+def test_a_source_without_its_package_says_what_to_install(
+    flag: str,
+    value: str,
+    extra: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        cli.main([*NEEDED, flag, value])
+    assert f"pip install 'kvconnect[{extra}]'" in capsys.readouterr().err
+
+
+def test_without_its_packages_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'aiohttp'", name="aiohttp")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(SystemExit):
+        cli.main(NEEDED)
+    assert "aiohttp is missing: pip install 'kvconnect[router]'" in capsys.readouterr().err
+
+
+def test_it_serves_until_it_is_told_to_stop() -> None:
+    # Ports of engines that do not exist: the router is up, its health is not.
+    argv = ["router", "--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2"]
+    command = [sys.executable, "-m", "kvconnect.cli", *argv, "--port"]
+    with subprocess.Popen([*command, "0"], stderr=subprocess.PIPE, text=True) as router:
+        try:
+            assert router.stderr is not None
+            line = next(line for line in router.stderr if "router on" in line)
+            found = re.search(r"http://127\.0\.0\.1:(\d+)", line)
+            assert found is not None
+            url = f"{found[0]}/health"
+            with pytest.raises(urllib.error.HTTPError) as answer:
+                urllib.request.urlopen(url, timeout=60)
+            with answer.value as error:
+                assert error.code == 503
+                assert json.load(error)["missing"] == ["prefill", "decode"]
+            taken = subprocess.run([*command, found[1]], capture_output=True, text=True, timeout=60)
+            assert taken.returncode == 1
+            assert "address already in use" in taken.stderr.lower()
+        finally:
+            router.send_signal(signal.SIGTERM)
+        assert router.wait(60) == 0

@@ -1,0 +1,293 @@
+"""A real router process: clients that are slow, large, malformed or many; engines behind TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import io
+import json
+import os
+import re
+import resource
+import socket
+import ssl
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import http_parser
+from multidict import CIMultiDict
+
+from kvconnect.router.app import SERVER
+from kvconnect.router.options import Limits
+from tests.fakes.engine import ASK, FakeEngine, bench, decodes, on_loop, prefills, until
+from tests.links import make_certificates
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
+IDLE = 10_000
+PER_IDLE_BYTES = 16 * 1024
+PATIENCE_S = 0.5
+HURRY = (
+    "from kvconnect.router import app, intake; "
+    f"app.IDLE_S = intake.BODY_S = app.UNREAD_S = {PATIENCE_S}; "
+)
+RUN = "import sys; from kvconnect import cli; sys.exit(cli.main(sys.argv[1:]))"
+
+
+@dataclass
+class Running:
+    """A router's process, its engines, and one who asks it."""
+
+    pid: int
+    url: str
+    client: aiohttp.ClientSession
+    p: FakeEngine
+    d: FakeEngine
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return "127.0.0.1", int(self.url.rpartition(":")[2])
+
+    async def post(self, path: str = "/v1/completions", **options: Any) -> int:
+        """Ask for a completion; return the status."""
+        options = {"data": json.dumps(ASK).encode(), **options}
+        async with self.client.post(self.url + path, **options) as answer:
+            await answer.read()
+            return answer.status
+
+    async def up(self) -> list[bool]:
+        """Return whether each engine is."""
+        async with self.client.get(self.url + "/health") as answer:
+            said = await answer.json()
+        return [*said["prefill"].values(), *said["decode"].values()]
+
+    async def both_up(self) -> bool:
+        return await self.up() == [True, True]
+
+    def memory(self) -> int:
+        """Return the bytes that the process has in memory."""
+        found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{self.pid}/status").read_text())
+        assert found is not None
+        return 1024 * int(found[1])
+
+    async def raw(self, sent: bytes, drip: bytes = b"") -> bytes:
+        """Send, and ``drip`` ever again; return what comes back, nothing if the router hangs up."""
+        reader, writer = await asyncio.open_connection(*self.address)
+        try:
+            writer.write(sent)
+            coming = asyncio.ensure_future(reader.read(2**16))
+            while drip and not coming.done():
+                await asyncio.sleep(PATIENCE_S / 10)
+                writer.write(drip)
+            return await coming
+        except ConnectionError:
+            return b""
+        finally:
+            writer.close()
+
+
+@contextlib.asynccontextmanager
+async def running(
+    log: Path, *, before: str = "", tls: ssl.SSLContext | None = None, **environment: str
+) -> AsyncIterator[Running]:
+    """Run a router in a process of its own, ``before`` first, between two fake engines."""
+    async with contextlib.AsyncExitStack() as ends:
+        p, d = FakeEngine(prefills, tls), FakeEngine(decodes, tls)
+        for engine in (p, d):
+            await engine.start()
+            ends.push_async_callback(engine.stop)
+        argv = ["router", "--port", "0", "--prefill", p.url, "--decode", d.url]
+        with log.open("wb") as out:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", before + RUN, *argv),
+                stderr=out,
+                env={**os.environ, **environment},
+            )
+        ends.push_async_callback(process.wait)
+        ends.callback(process.terminate)
+        await until(lambda: "router on" in log.read_text())
+        found = re.search(r"router on (\S+)", log.read_text())
+        assert found is not None
+        # A router in a hurry may close a connection just when it would be used again.
+        connector = aiohttp.TCPConnector(force_close=before == HURRY)
+        client = await ends.enter_async_context(aiohttp.ClientSession(connector=connector))
+        yield Running(process.pid, found[1], client, p, d)
+
+
+@on_loop
+async def test_slow_clients_are_hung_up_on_and_hold_up_nobody(tmp_path: Path) -> None:
+    async with running(tmp_path / "log", before=HURRY) as router:
+        await until(router.both_up)
+        begun = time.monotonic()
+        slow = [
+            asyncio.create_task(router.raw(b"")),
+            asyncio.create_task(router.raw(HEAD + b"X-A: ", b"a")),
+            asyncio.create_task(router.raw(HEAD + b"Content-Length: 999\r\n\r\n", b"a")),
+            asyncio.create_task(
+                router.raw(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n")
+            ),
+        ]
+        while not all(task.done() for task in slow):
+            assert await router.post() == 200
+            assert time.monotonic() - begun < 40
+        assert time.monotonic() - begun > PATIENCE_S
+        silent, head, body, chunks = [task.result() for task in slow]
+        assert (silent, head) == (b"", b"")
+        for answer in (body, chunks):
+            assert answer.startswith(b"HTTP/1.1 408 ")
+            assert b"the body was not there within" in answer
+        assert len(router.p.asked) == len(router.d.asked), "none of them reached an engine"
+
+
+@on_loop
+async def test_a_client_that_does_not_take_its_answer_is_hung_up_on(tmp_path: Path) -> None:
+    async def long(*arguments: Any) -> aiohttp.web.Response:
+        return aiohttp.web.json_response({"choices": [{"text": "a" * 2**24}]})
+
+    async with running(tmp_path / "log", before=HURRY) as router:
+        await until(router.both_up)
+        router.d.answer = long
+        raw = json.dumps(ASK).encode()
+        with socket.create_connection(router.address) as client:
+            client.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(raw) + raw)
+            await until(lambda: connections(router.pid, client.getsockname()[1]) == 1)
+            await until(lambda: connections(router.pid, client.getsockname()[1]) == 0)
+
+
+def connections(pid: int, peer: int) -> int:
+    """Return how many connections of a process lead to a port."""
+    rows = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+    ours = {
+        os.readlink(link)[8:-1]
+        for link in Path(f"/proc/{pid}/fd").iterdir()
+        if os.readlink(link).startswith("socket:")
+    }
+    return sum(row.split()[2].endswith(f":{peer:04X}") and row.split()[9] in ours for row in rows)
+
+
+MALFORMED = {
+    "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    "no method": b"/v1/completions HTTP/1.1\r\n\r\n",
+    "long line": b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n",
+    "long header": HEAD + b"X-A: " + b"a" * 70_000 + b"\r\n\r\n",
+    "many headers": HEAD + b"".join(b"X-%d: a\r\n" % i for i in range(20_000)) + b"\r\n",
+    "two lengths": HEAD + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\na",
+    "negative length": HEAD + b"Content-Length: -1\r\n\r\n",
+    "length and chunks": HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "bad chunk": HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+    "folded": HEAD + b"X-A: a\r\n b\r\n\r\n",
+    "zeros": HEAD + b"X-A: \0\r\n\r\n",
+}
+
+
+@on_loop
+async def test_malformed_and_oversized_requests_are_refused(tmp_path: Path) -> None:
+    async with running(tmp_path / "log") as router:
+        await until(router.both_up)
+        for name, sent in MALFORMED.items():
+            answer = await router.raw(sent)
+            assert re.match(rb"HTTP/1\.[01] 4\d\d |$", answer), (name, answer)
+        bomb = gzip.compress(bytes(64 * 2**20))
+        before = router.memory()
+        for path in ("/v1/completions", "/health", "/nowhere"):
+            want = 415 if path.startswith("/v1") else 405 if path == "/health" else 404
+            encoded = {"Content-Encoding": "gzip"}
+            assert await router.post(path, data=bomb, headers=encoded) == want
+        assert await router.post(headers={"Content-Encoding": "Identity"}) == 200
+        assert router.memory() - before < 8 * 2**20
+        assert await router.post(data=io.BytesIO(bytes(Limits().body_bytes + 1))) == 413
+        router.p.asked.clear()
+        router.d.asked.clear()
+        assert router.p.asked == router.d.asked == []
+        assert await router.post() == 200
+    log = (tmp_path / "log").read_text()
+    assert "Traceback" not in log and "Error handling" not in log
+
+
+@pytest.mark.parametrize("decompressed", [False, True])
+@on_loop
+async def test_encoded_bodies_are_refused_before_they_are_looked_at(
+    decompressed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_parser, "HAS_BROTLI", False)
+    monkeypatch.setitem(SERVER, "auto_decompress", decompressed)
+    p, d = FakeEngine(prefills), FakeEngine(decodes)
+    async with bench([p], [d]) as router:
+
+        async def post(*encodings: str) -> tuple[int, str]:
+            body = gzip.compress(json.dumps(ASK).encode())
+            headers = CIMultiDict(("Content-Encoding", each) for each in encodings)
+            url = router.url + "/v1/completions"
+            async with router.client.post(url, data=body, headers=headers) as answer:
+                return answer.status, await answer.text()
+
+        for encodings in (("gzip",), ("identity", "gzip")):
+            status, said = await post(*encodings)
+            assert status == 415
+            assert "without Content-Encoding" in json.loads(said)["error"]["message"]
+        # The control: aiohttp fails to decompress it.
+        assert (await post("br"))[0] == (400 if decompressed else 415)
+        assert p.asked == d.asked == []
+
+
+@pytest.fixture
+def files() -> Iterator[int]:
+    """How many files this process may have open: as many as the system lets it."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    yield before[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@on_loop
+async def test_ten_thousand_idle_connections(tmp_path: Path, files: int) -> None:
+    # The router starts with the usual limit, which it has to raise.
+    low = f"import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (1024, {files})); "
+    number = min(IDLE, files - 200)
+    async with running(tmp_path / "log", before=low) as router:
+        await until(router.both_up)
+        assert await router.post() == 200
+        before = router.memory()
+        with contextlib.ExitStack() as idle:
+            for count in range(number):
+                idle.enter_context(socket.create_connection(router.address, 30))
+                if count % 500 == 0:
+                    await router.up()  # more than it listens for would have to try again
+            assert await router.post() == 200
+            assert await router.both_up()
+            each = (router.memory() - before) / number
+            assert 0 < each < PER_IDLE_BYTES, f"{each:.0f} bytes each"
+        assert await router.post() == 200
+
+
+@on_loop
+async def test_a_router_without_files_for_connections_blames_no_engine(tmp_path: Path) -> None:
+    async with running(tmp_path / "log") as router:
+        await until(router.both_up)  # over a connection that is kept
+        limits = resource.prlimit(router.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(router.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+        assert await router.post() == 429
+        await asyncio.sleep(2.5)  # longer than from one look at an engine to the next
+        assert await router.up() == [True, True]
+        resource.prlimit(router.pid, resource.RLIMIT_NOFILE, limits)
+        assert await router.post() == 200
+
+
+@on_loop
+async def test_engines_behind_tls_are_those_of_a_known_authority(tmp_path: Path) -> None:
+    made = make_certificates(tmp_path, alternative="IP:127.0.0.1")
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server.load_cert_chain(made.tls_cert, made.tls_key)
+    async with running(tmp_path / "log", tls=server, SSL_CERT_FILE=made.tls_ca) as router:
+        await until(router.both_up)
+        assert await router.post() == 200
+    async with running(tmp_path / "log", tls=server) as router:
+        await asyncio.sleep(0.5)
+        assert await router.up() == [False, False]
+        assert await router.post() == 503

@@ -1,0 +1,192 @@
+"""Requests to engines over connections that are kept, without a router."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from kvconnect.router.http import pool
+from kvconnect.router.http.http1 import Base, Lost, head_of, read
+from kvconnect.router.http.pool import Client
+from tests.fakes.engine import on_loop, until
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+SILENCE = b"silence"
+SILENCE_S = 0.3
+
+
+class Engine:
+    """Answers each request with the next of ``answers``; closes the connection after one that is
+    not whole."""
+
+    def __init__(self, answers: Sequence[bytes]) -> None:
+        self.asked = self.connections = self.closed = 0
+        self._answers = answers
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        answer = OK
+        try:
+            while answer in (OK, SILENCE):
+                await reader.readuntil(b"\r\n\r\n")
+                answer = self._answers[self.asked]
+                self.asked += 1
+                if answer != SILENCE:
+                    writer.write(answer)
+        except (asyncio.IncompleteReadError, ConnectionError):  # the client hung up
+            pass
+        finally:
+            self.closed += 1
+            writer.close()
+
+
+@asynccontextmanager
+async def asked(engine: Engine) -> AsyncIterator[tuple[Client, Base]]:
+    server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
+    base = Base.of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    client = Client(SILENCE_S)
+    try:
+        yield client, base
+    finally:
+        client.close()
+        server.close()
+
+
+async def ask(client: Client, base: Base) -> bytes:
+    connection = await client.open(base, head_of(base, "GET", "/", {}))
+    try:
+        return await read(connection)
+    finally:
+        client.release(base, connection)
+
+
+@on_loop
+async def test_a_request_on_a_kept_connection_that_was_closed_is_repeated() -> None:
+    engine = Engine([OK, b"", OK])
+    async with asked(engine) as (client, base):
+        assert [await ask(client, base) for _ in range(2)] == [b"ok", b"ok"]
+    assert (engine.asked, engine.connections) == (3, 2)
+
+
+@on_loop
+async def test_an_idle_connection_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "IDLE_S", 60.0)
+    engine = Engine([OK] * 3)
+    async with asked(engine) as (client, base):
+        for _ in range(3):
+            assert await ask(client, base) == b"ok"
+            await asyncio.sleep(1.5 * SILENCE_S)
+    assert (engine.asked, engine.connections) == (3, 1)
+
+
+@on_loop
+async def test_connections_to_an_engine_that_is_forgotten_are_closed() -> None:
+    engine, other = Engine([OK] * 2), Engine([OK] * 2)
+    async with asked(engine) as (client, base), asked(other) as (_, elsewhere):
+        await ask(client, base)
+        await ask(client, elsewhere)
+        client.forget(base)
+        await until(lambda: engine.closed == 1)
+        assert await ask(client, elsewhere) == await ask(client, base) == b"ok"
+        assert (engine.connections, other.connections, other.closed) == (2, 1, 0)
+        client.close()
+        await until(lambda: engine.closed == 2 and other.closed == 1)
+
+
+UNFRAMED = b"HTTP/1.0 200 OK\r\n\r\nhalf of it"
+
+
+class Staying(Engine):
+    """Keeps the connection open after an answer that only its end would frame."""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(self._answers[0])
+        await reader.read()
+        writer.close()
+
+
+@on_loop
+async def test_an_unframed_answer_is_whole_only_when_the_engine_ends_it() -> None:
+    async with asked(Engine([UNFRAMED])) as (client, base):
+        assert await ask(client, base) == b"half of it"
+    async with asked(Staying([UNFRAMED])) as (client, base):
+        with pytest.raises(Lost, match="sent nothing for"):
+            await ask(client, base)
+
+
+@pytest.mark.parametrize("more", [OK.replace(b"ok", b"no"), OK[:20], b"garbage"])
+@on_loop
+async def test_what_comes_after_an_answer_is_nobodys(more: bytes) -> None:
+    engine = Engine([OK + more, OK])
+    async with asked(engine) as (client, base):
+        assert [await ask(client, base) for _ in range(2)] == [b"ok", b"ok"]
+    assert engine.connections == 2, "the connection is not used again"
+
+
+@on_loop
+async def test_interim_answers_have_no_part_in_the_real_one() -> None:
+    interim = b"HTTP/1.1 103 Early\r\nContent-Type: text/evil\r\n\r\n"
+    async with asked(Engine([interim * 100 + OK])) as (client, base):
+        connection = await client.open(base, head_of(base, "GET", "/", {}))
+        assert await read(connection) == b"ok"
+        assert connection.answer.headers == {"content-length": "2"}
+        client.release(base, connection)
+
+
+@on_loop
+async def test_a_head_has_a_bound() -> None:
+    endless = b"HTTP/1.1 200 OK\r\n" + b"X: %b\r\n" % bytes(1000).replace(b"\0", b"a") * 100
+    async with asked(Engine([endless])) as (client, base):
+        with pytest.raises(Lost, match="no HTTP"):
+            await ask(client, base)
+
+
+UPGRADE = b"HTTP/1.1 101 Switching\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n"
+
+
+@pytest.mark.parametrize("answer", [SILENCE, OK[:9], b"no HTTP", UPGRADE + OK])
+@on_loop
+async def test_a_request_that_an_engine_has_taken_is_not_repeated(answer: bytes) -> None:
+    engine = Engine([OK, answer, OK])
+    escaped: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: escaped.append(what))
+    async with asked(engine) as (client, base):
+        assert await ask(client, base) == b"ok"
+        with pytest.raises(Lost):
+            await ask(client, base)
+    assert (engine.asked, engine.connections) == (2, 1)
+    assert escaped == []
+
+
+@on_loop
+async def test_a_connection_that_is_made_when_its_request_is_cancelled_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert not await reader.read(), "nobody asks anything"
+        ended.set()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    connect = loop.create_connection
+
+    async def connect_and_hang_up(*args: Any, **more: Any) -> Any:
+        made = await connect(*args, **more)
+        asking.cancel()
+        return made
+
+    monkeypatch.setattr(loop, "create_connection", connect_and_hang_up, raising=False)
+    client = Client(SILENCE_S)
+    base = Base.of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    asking = asyncio.create_task(client.open(base, head_of(base, "GET", "/", {})))
+    await asyncio.wait({asking})
+    assert asking.cancelled()
+    await ended.wait()
+    server.close()

@@ -1,0 +1,594 @@
+"""What a router takes on and whom it trusts: limits, breakers, engines that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import AsyncIterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnect import memory
+from kvconnect.router.fleet import upstreams as breakers
+from kvconnect.router.fleet.sources import Refusal, dns, file
+from kvconnect.router.fleet.upstreams import Breaker, Upstream
+from kvconnect.router.http.admission import Admission, Busy
+from kvconnect.router.http.http1 import Base
+from kvconnect.router.http.pool import Client
+from kvconnect.router.metrics import What
+from kvconnect.router.options import AdminAccess, Limits, Sources, Worker
+from kvconnect.router.policy.loads import Engine, Loads, Role
+from tests.fakes.engine import (
+    ASK,
+    FakeEngine,
+    Handler,
+    bench,
+    decodes,
+    hangs,
+    hurry,
+    on_loop,
+    prefills,
+    says,
+    until,
+)
+from tests.servers import free_port
+
+BROKEN = says(500, {"error": {"message": "out of order"}})
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
+    monkeypatch.setattr(file, "EVERY_S", 0.02)
+    monkeypatch.setattr(dns, "EVERY_S", 0.02)
+
+
+# Breaker ----------------------------------------------------------------------------------------
+
+
+def test_three_failures_in_a_row_and_trials_that_get_rarer() -> None:
+    breaker = Breaker()
+    for failures in range(3):
+        assert breaker.trusted(0.0), failures
+        breaker.failed(0.0, 0.0)
+    pauses, now = [], 0.0
+    for _ in range(8):
+        start = now
+        while not breaker.trusted(now):
+            now += 0.5
+        pauses.append(now - start)
+        breaker.began(now)
+        assert not breaker.trusted(now), "one trial at a time"
+        breaker.failed(now, now)
+    assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
+    breaker.succeeded()
+    assert breaker.trusted(now) and breaker == Breaker(now, 0, breaker._closed_at)
+
+
+def test_a_burst_of_failures_is_one_and_a_restart_forgets_them() -> None:
+    breaker = Breaker()
+    for _ in range(16):
+        breaker.failed(0.0, 5.0)
+    assert not breaker.trusted(5.9) and breaker.trusted(6.0), "the pause is the first one"
+    breaker.began(6.0)
+    breaker.began(7.5)  # another trial: the first takes longer than the pause
+    breaker.failed(7.5, 8.0)
+    breaker.failed(6.0, 8.5)
+    assert not breaker.trusted(9.9) and breaker.trusted(10.0)
+    upstream = Upstream(Role.DECODE, 0, Worker("http://a:1"), Loads(1.0), lambda _: None)
+    for _ in range(breakers.FAILURES):
+        upstream.breaker.failed(0.0, time.monotonic())
+    assert not upstream.breaker.trusted(time.monotonic())
+    upstream.mark(up=True)
+    assert upstream.breaker.trusted(time.monotonic())
+    for _ in range(breakers.FAILURES):
+        upstream.breaker.failed(0.0, time.monotonic())
+    assert upstream.breaker.trusted(time.monotonic()), "these were asked of the one before"
+
+
+@given(st.lists(st.sampled_from(["began", "failed", "succeeded"])), st.floats(0, 100))
+def test_nothing_is_given_up_for_good(events: list[str], now: float) -> None:
+    breaker = Breaker()
+    for event in events:
+        if event == "succeeded":
+            breaker.succeeded()
+        elif event == "failed":
+            breaker.failed(now, now)
+        else:
+            breaker.began(now)
+    assert breaker.trusted(now + breakers.PAUSE_MOST_S)
+
+
+@on_loop
+async def test_an_engine_that_only_looks_well_is_gone_around() -> None:
+    ps, d = [FakeEngine(BROKEN), FakeEngine(prefills)], FakeEngine(decodes)
+    async with bench(ps, [d], pull=True) as router:
+        for _ in range(12):
+            assert (await router.post(ASK))[0] == 200
+        assert len(ps[0].asked) == breakers.FAILURES
+        ps[0].answer = prefills
+        await until(lambda: _asked_again(router, ps[0]))
+
+
+async def _asked_again(router: Any, engine: FakeEngine) -> bool:
+    await router.post(ASK)
+    await asyncio.sleep(0.02)
+    return len(engine.asked) > breakers.FAILURES
+
+
+@on_loop
+async def test_when_all_fail_all_are_still_tried() -> None:
+    p, d = FakeEngine(BROKEN), FakeEngine(decodes)
+    async with bench([p], [d], pull=True) as router:
+        for _ in range(5):
+            assert (await router.post(ASK))[0] == 502
+        p.answer = prefills
+        assert (await router.post(ASK))[0] == 200, "no pause for the only one"
+
+
+# Admission --------------------------------------------------------------------------------------
+
+
+@on_loop
+async def test_who_waits_gets_in_in_order_and_too_many_are_turned_away() -> None:
+    said: list[int] = []
+    door, order = Admission(Limits(concurrent=1, queue=2, queue_s=30.0), said.append), []
+    ends = [asyncio.Event() for _ in range(3)]
+
+    async def work(number: int) -> None:
+        async with door.enter():
+            order.append(number)
+            await ends[number].wait()
+
+    tasks = []
+    for number in range(3):
+        tasks.append(asyncio.create_task(work(number)))
+        await asyncio.sleep(0)
+    with pytest.raises(Busy, match="2 requests are waiting") as busy:
+        await work(3)
+    assert busy.value.retry_s == 30
+    tasks[1].cancel()
+    await asyncio.gather(tasks[1], return_exceptions=True)
+    for event in ends:
+        event.set()
+    await asyncio.gather(tasks[0], tasks[2])
+    assert order == [0, 2] and said[-1] == 0
+    async with door.enter():
+        pass
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@on_loop
+async def test_bodies_of_all_open_requests_together_have_a_bound(
+    monkeypatch: pytest.MonkeyPatch, chunked: bool
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1)
+    raw = json.dumps(ASK | {"prompt": "a" * 60_000}).encode()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for at in range(0, len(raw), 7_000):
+            yield raw[at : at + 7_000]
+
+    p, d = FakeEngine(prefills), FakeEngine(hangs)
+    # Room for one body there must be.
+    async with bench([p], [d], body_mib=100_000 / 2**20) as router:
+
+        async def send() -> tuple[int, str | None]:
+            data = pieces() if chunked else raw
+            async with router.client.post(router.url + "/v1/completions", data=data) as answer:
+                return answer.status, answer.headers.get("Retry-After")
+
+        for _ in range(2):
+            first = asyncio.create_task(send())
+            await until(lambda: d.asked)
+            for _ in range(3):
+                assert await send() == (429, "1")
+            d.asked.clear()
+            first.cancel()
+            await until(lambda: d.dropped)
+            d.dropped = 0
+        d.answer = decodes
+        for _ in range(5):
+            assert await send() == (200, None)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 3))
+def test_every_place_is_given_back(cancelled: list[bool], places: int) -> None:
+    async def run() -> None:
+        door = Admission(Limits(concurrent=places, queue=99), lambda waiting: None)
+        inside, most = 0, 0
+
+        async def work() -> None:
+            nonlocal inside, most
+            async with door.enter():
+                inside += 1
+                most = max(most, inside)
+                try:
+                    await asyncio.sleep(0)
+                finally:
+                    inside -= 1
+
+        tasks = [asyncio.create_task(work()) for _ in cancelled]
+        for task, cancel in zip(tasks, cancelled, strict=True):
+            await asyncio.sleep(0)
+            if cancel:
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert most <= places and inside == 0
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(places):
+                await asyncio.wait_for(stack.enter_async_context(door.enter()), 5)
+
+    asyncio.run(run())
+
+
+@on_loop
+async def test_a_full_router_answers_429() -> None:
+    p, d = FakeEngine(hangs), FakeEngine(hangs)
+    async with bench([p], [d], concurrent=1, queue=1, queue_s=0.2) as router:
+        first = asyncio.create_task(router.post(ASK))
+        await until(lambda: bool(p.asked))
+        second, third = await asyncio.gather(router.post(ASK), router.post(ASK))
+        for status, body, headers in (second, third):
+            assert (status, headers["retry-after"]) == (429, "1")
+            assert json.loads(body)["error"]["code"] == 429
+        assert len(p.asked) == 1
+        first.cancel()
+        await until(lambda: p.dropped == 1)
+        p.answer, d.answer = prefills, decodes
+        assert (await router.post(ASK))[0] == 200
+
+
+@on_loop
+async def test_a_silent_engine_is_gone_around() -> None:
+    ps, d = [FakeEngine(hangs), FakeEngine(prefills)], FakeEngine(decodes)
+    async with bench(ps, [d], pull=True, silence_s=0.2) as router:
+        status, _, headers = await router.post(ASK)
+        assert (status, headers["x-kvconnect-prefill"]) == (200, "1")
+        assert await router.metric("retries_total", leg="prefill", cause="unreachable") == 1
+        await until(lambda: ps[0].dropped == 1)
+
+
+# Membership -------------------------------------------------------------------------------------
+
+TOKEN = "0123456789abcdef"
+
+
+@contextlib.asynccontextmanager
+async def engine(answer: Handler) -> AsyncIterator[FakeEngine]:
+    found = FakeEngine(answer)
+    await found.start()
+    try:
+        yield found
+    finally:
+        await found.stop()
+
+
+@on_loop
+async def test_engines_are_added_drained_and_removed_while_requests_run() -> None:
+    ps, ds = [FakeEngine(prefills)], [FakeEngine(decodes)]
+    port = free_port()
+    admin, auth = f"http://127.0.0.1:{port}/workers", {"Authorization": f"Bearer {TOKEN}"}
+    async with (
+        engine(decodes) as late,
+        bench(ps, ds, admin=AdminAccess(port=port, token=TOKEN)) as router,
+    ):
+
+        async def ask(method: str, body: object, path: str = "") -> tuple[int, Any]:
+            async with router.client.request(
+                method, admin + path, json=body, headers=auth
+            ) as answer:
+                return answer.status, json.loads(await answer.read())
+
+        failed: list[int] = []
+        running = True
+
+        async def load() -> None:
+            while running:
+                status, _, _ = await router.post(ASK)
+                if status != 200:
+                    failed.append(status)
+
+        clients = [asyncio.create_task(load()) for _ in range(3)]
+        named = {"role": "decode", "worker": late.url}
+        assert (await ask("POST", named))[0] == 201
+        assert (await ask("POST", named))[0] == 409, "it is there already"
+        await until(lambda: len(late.asked) > 3)
+        old = {"role": "decode", "url": ds[0].url}
+        status, said = await ask("POST", old, "/drain")
+        assert (status, said["draining"]) == (200, True)
+        await until(lambda: _requests(ask, ds[0].url, 0))
+        before = len(ds[0].asked)
+        assert (await ask("DELETE", old))[0] == 200
+        await until(lambda: _gone(ask, ds[0].url))
+        await ds[0].stop()
+        count = len(late.asked)
+        await until(lambda: len(late.asked) > count + 3)
+        running = False
+        await asyncio.gather(*clients)
+        assert (failed, len(ds[0].asked)) == ([], before)
+        assert await router.metric("upstream_up", leg="decode", upstream=ds[0].url) == -1
+        _, listed = await ask("GET", None)
+        assert [(each["role"], each["url"], each["up"]) for each in listed] == [
+            ("prefill", ps[0].url, True),
+            ("decode", late.url, True),
+        ]
+        for method, body, path, want in (
+            ("DELETE", old, "", 404),
+            ("POST", {"role": "decode", "worker": "ftp://x"}, "", 400),
+            ("POST", {"role": "both", "worker": late.url}, "", 400),
+            ("POST", {"role": "decode", "worker": 7}, "", 400),
+            ("POST", [], "/drain", 400),
+        ):
+            assert (await ask(method, body, path))[0] == want
+        auth["Authorization"] = "Bearer wrong"
+        assert (await ask("GET", None))[0] == 401
+        assert (await ask("POST", named))[0] == 401
+
+
+@on_loop
+async def test_an_engine_comes_back_where_one_is_drained() -> None:
+    p, d, port = FakeEngine(prefills), FakeEngine(hangs), free_port()
+    admin, auth = f"http://127.0.0.1:{port}/workers", {"Authorization": f"Bearer {TOKEN}"}
+    async with bench([p], [d], admin=AdminAccess(port=port, token=TOKEN)) as router:
+
+        async def ask(method: str, body: object, path: str = "") -> tuple[int, Any]:
+            async with router.client.request(
+                method, admin + path, json=body, headers=auth
+            ) as answer:
+                return answer.status, json.loads(await answer.read())
+
+        def in_flight() -> Any:
+            return router.metric("in_flight", leg="decode", upstream=d.url)
+
+        held = [asyncio.create_task(router.post(ASK))]
+        await until(lambda: _requests(ask, d.url, 1))
+        named = {"role": "decode", "url": d.url}
+        await ask("POST", named, "/drain")
+        _, said = await ask("POST", {"role": "decode", "worker": d.url})
+        assert said["number"] == 1
+        await until(lambda: _up(ask, d.url, 1))
+        held.append(asyncio.create_task(router.post(ASK)))
+        await until(lambda: _at(in_flight, 2))
+        held[0].cancel()
+        # The old one is forgotten, and nothing of the new one with it.
+        await until(lambda: _requests(ask, d.url, 1))
+        assert await in_flight() == 1
+        held[1].cancel()
+        await until(lambda: _at(in_flight, 0))
+        _, said = await ask("POST", named, "/drain")
+        assert (said["number"], said["draining"]) == (1, True)
+
+
+@on_loop
+async def test_an_engine_that_a_prefill_is_for_is_not_idle() -> None:
+    may_answer = asyncio.Event()
+
+    async def slowly(*arguments: Any) -> Any:
+        await may_answer.wait()
+        return await prefills(*arguments)
+
+    p, d, port = FakeEngine(slowly), FakeEngine(decodes), free_port()
+    admin, auth = f"http://127.0.0.1:{port}/workers", {"Authorization": f"Bearer {TOKEN}"}
+    async with bench([p], [d], pull=True, admin=AdminAccess(port=port, token=TOKEN)) as router:
+
+        async def ask(method: str, body: object, path: str = "") -> tuple[int, Any]:
+            async with router.client.request(
+                method, admin + path, json=body, headers=auth
+            ) as answer:
+                return answer.status, json.loads(await answer.read())
+
+        asking = asyncio.create_task(router.post(ASK))
+        await until(lambda: bool(p.asked))
+        _, said = await ask("DELETE", {"role": "decode", "url": d.url})
+        assert said["requests"] == 1
+        await asyncio.sleep(0.2)
+        assert await _requests(ask, d.url, 1), "it is kept until its request has come and gone"
+        may_answer.set()
+        assert (await asking)[0] == 200
+        await until(lambda: _gone(ask, d.url))
+
+
+@on_loop
+async def test_no_connection_to_an_engine_that_was_removed_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forgotten: list[Base] = []
+    monkeypatch.setattr(Client, "forget", lambda _, base: forgotten.append(base))
+    p, d, port = FakeEngine(prefills), FakeEngine(decodes), free_port()
+    admin, auth = f"http://127.0.0.1:{port}/workers", {"Authorization": f"Bearer {TOKEN}"}
+    async with bench([p], [d], admin=AdminAccess(port=port, token=TOKEN)) as router:
+        body = {"role": "decode", "url": d.url}
+        async with router.client.delete(admin, json=body, headers=auth) as answer:
+            assert answer.status == 200
+        await until(lambda: forgotten == [Base.of(d.url)])
+
+
+async def _up(ask: Any, url: str, number: int) -> bool:
+    return any(each["up"] and each["number"] == number for each in await _described(ask, url))
+
+
+async def _at(read: Any, value: float) -> bool:
+    return bool(await read() == value)
+
+
+async def _described(ask: Any, url: str) -> list[dict[str, Any]]:
+    _, listed = await ask("GET", None)
+    return [each for each in listed if each["url"] == url]
+
+
+async def _requests(ask: Any, url: str, number: int) -> bool:
+    return [each["requests"] for each in await _described(ask, url)] == [number]
+
+
+async def _gone(ask: Any, url: str) -> bool:
+    return await _described(ask, url) == []
+
+
+@on_loop
+async def test_a_file_adds_and_removes_engines(tmp_path: Path) -> None:
+    path = tmp_path / "workers"
+    async with engine(prefills) as p, engine(decodes) as d, engine(decodes) as other:
+        path.write_text(f"# engines\n\nprefill {p.url}\ndecode {d.url}\n")
+        async with bench([], [], sources=Sources(str(path))) as router:
+
+            async def served_by(one: FakeEngine) -> bool:
+                count = len(one.asked)
+                status, _, _ = await router.post(ASK)
+                return status == 200 and len(one.asked) == count + 1
+
+            await until(lambda: served_by(d))
+            path.write_text("decode nonsense\n")
+            await asyncio.sleep(0.1)
+            assert await served_by(d), "a wrong file changes nothing"
+            path.write_text(f"prefill {p.url}\ndecode {other.url}\n")
+            await until(lambda: served_by(other))
+            await until(lambda: _series_gone(router, d.url))
+
+
+async def _series_gone(router: Any, url: str) -> bool:
+    return await router.metric("upstream_up", leg="decode", upstream=url) == -1
+
+
+def test_what_a_file_names() -> None:
+    said: list[str] = []
+
+    def refuse(what: What, text: str) -> None:
+        said.append(f"{what.value}: {text}")
+
+    text = "prefill http://a:1,engine=sglang\n# no\n  decode   http://b:2  \n"
+    named = {
+        Role.PREFILL: (Worker("http://a:1", Engine.SGLANG),),
+        Role.DECODE: (Worker("http://b:2"),),
+    }
+    assert file.parse(text, {}, refuse) == named
+    assert not said
+    long = f"decode http://b:2,events={'9' * 5000}"  # more digits than Python converts
+    wrongs = (("both http://a:1", 1), ("\nprefill a", 2), ("decode", 1), (long, 1))
+    for wrong, line in wrongs:
+        assert file.parse(wrong, named, refuse) == named, "while a line is wrong, none is removed"
+        assert said.pop().startswith(f"file: kvconnect: line {line}=")
+    more = file.parse("decode nonsense\ndecode http://c:3\ndecode http://c:3", named, refuse)
+    assert more[Role.DECODE] == (Worker("http://c:3"), Worker("http://b:2")), "but others are added"
+    assert len(said) == 2
+
+
+@on_loop
+async def test_dns_stands_for_every_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def found(*args: Any, **more: Any) -> list[Any]:
+        assert args[0] == "pods"
+        v4, v6 = socket.AF_INET, socket.AF_INET6
+        addresses = [(v4, ("10.0.0.1", 0)), (v4, ("10.0.0.1", 0)), (v6, ("fd00::1", 0, 0, 0))]
+        addresses.append((v4, ("not an address", 0)))
+        return [(family, 1, 6, "", address) for family, address in addresses]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found, raising=False)
+    said: list[str] = []
+    model = "http://pods:8000/base,engine=sglang"
+    one, two = await dns.resolve(model, lambda what, text: said.append(what.value))
+    assert said == ["dns"], "an address that is none is refused by itself"
+    assert (one.url, two.url) == ("http://10.0.0.1:8000/base", "http://[fd00::1]:8000/base")
+    assert one.engine is two.engine is Engine.SGLANG
+
+
+@on_loop
+async def test_dns_adds_engines_and_a_failed_lookup_removes_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with engine(prefills) as p, engine(decodes) as d:
+        local = "http://localhost:"
+        names = {Role.PREFILL: (f"{local}{p.port}",), Role.DECODE: (f"{local}{d.port}",)}
+        sources = Sources(dns=names)
+        fails = False
+
+        async def found(name: str, refuse: Refusal) -> tuple[Worker, ...]:
+            if fails:
+                raise OSError("no answer")
+            return (Worker(name.replace("localhost", "127.0.0.1")),)
+
+        monkeypatch.setattr(dns, "resolve", found)
+        async with bench([], [], sources=sources) as router:
+
+            async def serves() -> bool:
+                return (await router.post(ASK))[0] == 200
+
+            await until(serves)
+            fails = True
+            await asyncio.sleep(0.1)
+            assert await serves()
+
+
+# The end ----------------------------------------------------------------------------------------
+
+
+class Slow(BaseHTTPRequestHandler):
+    """An engine that takes half a second."""
+
+    asked = threading.Event()
+
+    def do_GET(self) -> None:
+        self._answer({"data": [{"id": "tiny"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "kvconnect_card" not in str(body):
+            self.asked.set()
+            time.sleep(0.5)
+        self._answer({"choices": [{"text": "ab"}]})
+
+    def log_message(self, *arguments: object) -> None:
+        """Say nothing."""
+
+    def _answer(self, said: object) -> None:
+        raw = json.dumps(said).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+
+def test_open_requests_end_before_the_router_does() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as slow:
+        threading.Thread(target=slow.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{slow.server_address[1]}"
+        argv = ["router", "--port", "0", "--prefill", url, "--decode", url]
+        command = [sys.executable, "-m", "kvconnect.cli", *argv]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as router:
+            try:
+                assert router.stderr is not None
+                line = next(line for line in router.stderr if "router on" in line)
+                found = re.search(r"http://127\.0\.0\.1:\d+", line)
+                assert found is not None
+                answers: list[int] = []
+
+                def ask() -> None:
+                    request = urllib.request.Request(
+                        f"{found[0]}/v1/completions", json.dumps(ASK).encode()
+                    )
+                    with urllib.request.urlopen(request, timeout=60) as answer:
+                        answers.append(answer.status)
+
+                client = threading.Thread(target=ask)
+                client.start()
+                assert Slow.asked.wait(60)
+                router.send_signal(signal.SIGTERM)
+                client.join(60)
+                assert answers == [200]
+                assert router.wait(60) == 0
+            finally:
+                router.kill()
+        slow.shutdown()

@@ -1,0 +1,319 @@
+"""Engines from Kubernetes and from etcd: the real clients, a real etcd, and a server that speaks
+the part of Kubernetes' REST protocol that matters here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import shutil
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from kvconnect.router.fleet.sources import Named, Source, etcd, kubernetes, wanted
+from kvconnect.router.metrics import What
+from kvconnect.router.options import Sources, Worker
+from kvconnect.router.policy.loads import Engine, Role
+from tests.fakes.engine import ASK, FakeEngine, bench, decodes, on_loop, prefills, until
+from tests.servers import free_port
+
+
+def refused(what: What, text: str) -> None:
+    """What a source calls for an entry that makes no sense."""
+    logging.getLogger(__name__).warning("%s: %s", what.value, text)
+
+
+class Latest:
+    """Follows a source and keeps what it said last."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.named: Named = {}
+        self.times = 0
+
+    async def __aenter__(self) -> Latest:
+        self._task = asyncio.create_task(self._follow())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        async with contextlib.aclosing(self._source) as source:
+            async for self.named in source:
+                self.times += 1
+
+    def urls(self, role: Role) -> list[str]:
+        return [worker.url for worker in self.named.get(role, ())]
+
+
+# Kubernetes -------------------------------------------------------------------------------------
+
+
+class Cluster:
+    """EndpointSlices of one service, with an API that lists and watches them."""
+
+    def __init__(self) -> None:
+        self.slices: dict[str, Any] = {}
+        self.version = 1
+        self.lists = 0
+        self.watches: list[web.StreamResponse] = []
+        self.asked: list[dict[str, str]] = []
+        self.fails = False
+
+    def slice(self, name: str, *endpoints: tuple[str, bool | None]) -> dict[str, Any]:
+        self.version += 1
+        return {
+            "apiVersion": "discovery.k8s.io/v1",
+            "kind": "EndpointSlice",
+            "metadata": {"name": name, "resourceVersion": str(self.version)},
+            "addressType": "IPv4",
+            "ports": [],
+            "endpoints": [
+                {
+                    "addresses": [address, "10.9.9.9"],
+                    "conditions": {} if ready is None else {"ready": ready},
+                }
+                for address, ready in endpoints
+            ],
+        }
+
+    async def change(self, name: str, *endpoints: tuple[str, bool | None]) -> None:
+        """Set a slice, or delete it if it has no endpoints; watchers hear of it."""
+        kind = "MODIFIED" if name in self.slices else "ADDED"
+        said = self.slice(name, *endpoints)
+        if endpoints:
+            self.slices[name] = said
+        else:
+            del self.slices[name]
+            kind = "DELETED"
+        await self.tell({"type": kind, "object": said})
+
+    async def tell(self, event: dict[str, Any]) -> None:
+        for stream in self.watches:
+            await stream.write(json.dumps(event).encode() + b"\n")
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        assert request.match_info["namespace"] == "serving"
+        self.asked.append(dict(request.query))
+        if self.fails:
+            status = {"kind": "Status", "code": 503, "message": "not now"}
+            return web.json_response(status, status=503)
+        if request.query.get("watch", "").lower() != "true":
+            self.lists += 1
+            listed = {
+                "apiVersion": "discovery.k8s.io/v1",
+                "kind": "EndpointSliceList",
+                "metadata": {"resourceVersion": str(self.version)},
+                "items": list(self.slices.values()),
+            }
+            return web.json_response(listed)
+        assert request.query["resourceVersion"]
+        stream = web.StreamResponse()
+        stream.content_type = "application/json"
+        await stream.prepare(request)
+        self.watches.append(stream)
+        self.ended = asyncio.Event()
+        await self.ended.wait()
+        self.watches.remove(stream)
+        return stream
+
+
+@contextlib.asynccontextmanager
+async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
+    """Serve a cluster, and have the client find it as users do: by a kubeconfig file."""
+    monkeypatch.setattr(kubernetes, "PAUSE_S", 0.05)
+    served = Cluster()
+    app = web.Application()
+    path = "/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
+    app.router.add_get(path, served.answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    address = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    config = {
+        "clusters": [{"name": "c", "cluster": {"server": address}}],
+        "users": [{"name": "u", "user": {"token": "secret"}}],
+        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+        "current-context": "x",
+    }
+    file = tmp_path / "kubeconfig"
+    file.write_text(json.dumps(config))
+    where = "kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION"
+    monkeypatch.setattr(where, str(file))
+    try:
+        yield served
+    finally:
+        await runner.cleanup()
+
+
+@on_loop
+async def test_ready_endpoints_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster(tmp_path, monkeypatch) as served:
+        served.slices["a"] = served.slice("a", ("10.0.0.1", True), ("10.0.0.2", False))
+        name = "http://decode.serving.svc:8000/base,engine=sglang"
+        async with Latest(kubernetes.follow(Role.DECODE, name, refused)) as latest:
+
+            async def shows(*addresses: str) -> None:
+                want = [f"http://{address}:8000/base" for address in addresses]
+                await until(lambda: latest.urls(Role.DECODE) == want)
+
+            await shows("10.0.0.1")
+            assert latest.named[Role.DECODE][0].engine is Engine.SGLANG
+            assert list(latest.named) == [Role.DECODE]
+            await until(lambda: bool(served.watches))
+            assert served.asked[0]["labelSelector"] == "kubernetes.io/service-name=decode"
+            await served.change("a", ("10.0.0.1", True), ("10.0.0.2", None))
+            await shows("10.0.0.1", "10.0.0.2")
+            await served.change("b", ("fd00::1", True))
+            await until(lambda: "http://[fd00::1]:8000/base" in latest.urls(Role.DECODE))
+            await served.change("a")
+            await until(lambda: latest.urls(Role.DECODE) == ["http://[fd00::1]:8000/base"])
+            # What was listed is too old to go on from: it is listed again.
+            lists = served.lists
+            served.slices["c"] = served.slice("c", ("10.0.0.3", True))
+            gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"}
+            await served.tell({"type": "ERROR", "object": gone})
+            await until(lambda: "http://10.0.0.3:8000/base" in latest.urls(Role.DECODE))
+            assert served.lists == lists + 1
+
+
+@on_loop
+async def test_a_cluster_that_fails_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with cluster(tmp_path, monkeypatch) as served:
+        served.slices["a"] = served.slice("a", ("10.0.0.1", True))
+        async with Latest(
+            kubernetes.follow(Role.PREFILL, "http://p.serving:8000", refused)
+        ) as latest:
+            await until(lambda: bool(served.watches))
+            served.fails, count = True, len(served.asked)
+            served.ended.set()
+            await until(lambda: len(served.asked) > count + 1)
+            assert latest.urls(Role.PREFILL) == ["http://10.0.0.1:8000"]
+            served.slices["a"] = served.slice("a", ("10.0.0.2", True))
+            served.fails = False
+            await until(lambda: latest.urls(Role.PREFILL) == ["http://10.0.0.2:8000"])
+
+
+# etcd -------------------------------------------------------------------------------------------
+
+
+class Etcd:
+    """A real server."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.port, self._peers = free_port(), free_port()
+
+    def start(self) -> None:
+        here, peers = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{self._peers}"
+        command = [
+            *("etcd", "--data-dir", str(self._folder / "data"), "--log-level", "error"),
+            *("--listen-client-urls", here, "--advertise-client-urls", here),
+            *("--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers),
+            *("--initial-cluster", f"default={peers}"),
+        ]
+        log = (self._folder / "log").open("ab")
+        with log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Etcd]:
+    if shutil.which("etcd") is None:
+        pytest.skip("etcd is not installed")
+    monkeypatch.setattr(etcd, "EVERY_S", 0.02)
+    found = Etcd(tmp_path)
+    found.start()
+    yield found
+    found.stop()
+
+
+@on_loop
+async def test_engines_register_in_etcd_and_a_wrong_one_harms_itself_alone(server: Etcd) -> None:
+    client = etcd.Etcd3Client(port=server.port, timeout=5.0)
+    async with Latest(etcd.follow(f"http://127.0.0.1:{server.port}/kv/one", refused)) as latest:
+        await until(lambda: latest.times == 1)
+        assert latest.named == {Role.PREFILL: (), Role.DECODE: ()}
+
+        def register() -> Any:
+            lease = client.lease(ttl=3600)
+            client.put("kv/one/prefill/a", "http://10.0.0.1:8000,engine=sglang")
+            client.put("kv/one/decode/b", "http://10.0.0.2:8000", lease)
+            client.put("kv/one/decode/c", "nonsense")
+            client.put("kv/one/both/d", "http://10.0.0.4:8000")
+            client.put("kv/ones/decode/e", "http://10.0.0.5:8000")
+            client.put("kv/one/decode/z", "http://10.0.0.6:8000")
+            return lease
+
+        lease = await asyncio.to_thread(register)
+        await until(lambda: len(latest.urls(Role.DECODE)) == 2)
+        a = Worker("http://10.0.0.1:8000", Engine.SGLANG)
+        b, z = Worker("http://10.0.0.2:8000"), Worker("http://10.0.0.6:8000")
+        assert latest.named == {Role.PREFILL: (a,), Role.DECODE: (b, z)}
+        server.stop()
+        times = latest.times
+        await asyncio.sleep(0.2)
+        assert latest.times == times, "no answer changes nothing"
+        server.start()
+        await asyncio.to_thread(_until_answers, lease.revoke)
+        await until(lambda: latest.named == {Role.PREFILL: (a,), Role.DECODE: (z,)})
+
+
+def _until_answers(call: Any) -> None:
+    for _ in range(200):
+        try:
+            call()
+            return
+        except etcd.Etcd3Exception:
+            time.sleep(0.05)
+    raise AssertionError("etcd does not answer")
+
+
+@on_loop
+async def test_a_router_serves_with_what_etcd_names(server: Etcd) -> None:
+    p, d = FakeEngine(prefills), FakeEngine(decodes)
+    async with contextlib.AsyncExitStack() as ends:
+        for engine in (p, d):
+            await engine.start()
+            ends.push_async_callback(engine.stop)
+        source = Sources(etcd=f"http://127.0.0.1:{server.port}/kv")
+        router = await ends.enter_async_context(bench([], [], sources=source))
+        client = etcd.Etcd3Client(port=server.port, timeout=5.0)
+        for role, engine in (("prefill", p), ("decode", d)):
+            put = (client.put, f"kv/{role}/x", engine.url)
+            await asyncio.to_thread(_until_answers, lambda put=put: put[0](*put[1:]))
+
+        async def serves(status: int) -> bool:
+            return (await router.post(ASK))[0] == status
+
+        await until(lambda: serves(200))
+        await asyncio.to_thread(client.delete, "kv/decode/x")
+        await until(lambda: serves(503))
+
+
+def test_each_source_is_opened_once_under_its_name() -> None:
+    sources = Sources(
+        "/f", {Role.DECODE: ("http://d:1",)}, {Role.PREFILL: ("http://p:1",)}, "http://e/x"
+    )
+    assert [name for name, _ in wanted(sources)] == [
+        "file",
+        "Kubernetes service http://p:1",
+        "DNS http://d:1",
+        "etcd",
+    ]
+    assert list(wanted(Sources())) == []

@@ -1,0 +1,169 @@
+"""The router's part of a trace, as a collector gets it: what is in it, and whose child it is."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import logging
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvconnect.errors import ConfigError
+from kvconnect.observability import tracing
+from tests.fakes.engine import ASK, FakeEngine, bench, decodes, on_loop, prefills, says
+from tests.fakes.trace_collector import Collector, Seen, collecting
+
+ROUTE = "POST /v1/completions"
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    with collecting() as found:
+        for name, value in found.environment.items():
+            monkeypatch.setenv(name, value)
+        yield found
+
+
+def client_headers(flags: str = "01") -> tuple[str, dict[str, str]]:
+    trace = secrets.token_hex(16)
+    return trace, {"traceparent": f"00-{trace}-{secrets.token_hex(8)}-{flags}"}
+
+
+def by_name(spans: list[Seen]) -> dict[str, list[Seen]]:
+    found: dict[str, list[Seen]] = {}
+    for span in spans:
+        found.setdefault(span.name, []).append(span)
+    return found
+
+
+@on_loop
+async def test_a_request_is_one_trace_from_the_client_to_both_engines(collector: Collector) -> None:
+    p, d = FakeEngine(prefills), FakeEngine(decodes)
+    trace, headers = client_headers()
+    async with bench([p], [d], concurrent=1) as router:
+        status, _, _ = await router.post(ASK | {"stream": True}, headers=headers)
+        assert status == 200
+    names = (ROUTE, "queue", "choose", "prefill", "decode")
+    spans = by_name(collector.spans(trace))
+    assert {name: len(found) for name, found in spans.items()} == dict.fromkeys(names, 1)
+    root, queue, chosen, first, second = (spans[name][0] for name in names)
+    assert root.parent == headers["traceparent"].split("-")[2]
+    assert root.service == "kvconnect-router" and root.events == ("first_byte",)
+    assert root.attributes["http.response.status_code"] == 200
+    assert root.attributes["kvconnect.outcome"] == "ok"
+    for span in (queue, chosen, first, second):
+        assert span.parent == root.id and root.holds(span) and not span.failed
+    assert queue.ended <= chosen.began <= chosen.ended <= min(first.began, second.began)
+    assert chosen.attributes["kvconnect.mode"] == "push"
+    assert chosen.attributes["kvconnect.reason"] == "default"
+    assert chosen.attributes["kvconnect.prefill.expected_hit_tokens"] == 0
+    for engine, leg in ((p, first), (d, second)):
+        assert engine.headers[0]["traceparent"] == f"00-{trace}-{leg.id}-01"
+        assert leg.attributes["url.full"] == f"{engine.url}/v1/completions"
+        assert leg.attributes["kvconnect.why"] == "only"
+
+
+@on_loop
+async def test_a_failed_attempt_shows(collector: Collector) -> None:
+    broken, p, d = FakeEngine(says(500, {})), FakeEngine(prefills), FakeEngine(decodes)
+    trace, headers = client_headers()
+    async with bench([broken, p], [d], pull=True) as router:
+        assert (await router.post(ASK, headers=headers))[0] == 200
+    spans = by_name(collector.spans(trace))
+    first, second = spans["prefill"]
+    assert (first.failed, first.attributes["kvconnect.outcome"]) == (True, "error")
+    assert (second.failed, second.attributes["kvconnect.outcome"]) == (False, "ok")
+    assert [span.attributes["kvconnect.prefill.worker"] for span in spans["choose"]] == [0, 1]
+    assert spans["choose"][1].began >= first.ended
+    assert not spans[ROUTE][0].failed
+
+    async with bench([broken], [d], pull=True) as router:
+        trace, headers = client_headers()
+        assert (await router.post(ASK, headers=headers))[0] == 502
+    spans = by_name(collector.spans(trace))
+    assert spans[ROUTE][0].failed and spans["choose"][-1].failed
+    assert spans[ROUTE][0].attributes["http.response.status_code"] == 502
+
+
+@on_loop
+async def test_a_trace_begins_here_if_the_client_has_none(collector: Collector) -> None:
+    p, d = FakeEngine(prefills), FakeEngine(decodes)
+    async with bench([p], [d]) as router:
+        await router.post(ASK)
+    _, trace, parent, flags = p.headers[0]["traceparent"].split("-")
+    assert d.headers[0]["traceparent"].split("-")[1] == trace
+    assert int(flags, 16) & 1  # sampled
+    spans = by_name(collector.spans(trace))
+    assert spans[ROUTE][0].parent == "" and spans["prefill"][0].id == parent
+
+
+@on_loop
+async def test_what_the_client_does_not_sample_is_not_recorded(collector: Collector) -> None:
+    p, d = FakeEngine(prefills), FakeEngine(decodes)
+    trace, headers = client_headers("00")
+    async with bench([p], [d]) as router:
+        await router.post(ASK, headers=headers)
+    assert p.headers[0]["traceparent"].startswith(f"00-{trace}-")
+    assert p.headers[0]["traceparent"].endswith("-00")
+    assert collector.spans(trace) == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", ""),
+        ("OTEL_SDK_DISABLED", "true"),
+        ("OTEL_TRACES_EXPORTER", "none"),
+    ],
+)
+def test_off(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    """The client's own headers are passed on as they came, and nobody hears of the request."""
+    monkeypatch.setenv(variable, value)
+    _, headers = client_headers()
+
+    async def ask() -> None:
+        p, d = FakeEngine(prefills), FakeEngine(decodes)
+        async with bench([p], [d]) as router:
+            await router.post(ASK, headers=headers)
+        assert p.headers[0]["traceparent"] == d.headers[0]["traceparent"] == headers["traceparent"]
+
+    asyncio.run(ask())
+    assert collector.requests == 0
+
+
+def test_off_imports_nothing() -> None:
+    code = "import sys, kvconnect.router.app; sys.exit('opentelemetry' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_is_not_installed_is_one_line(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = builtins.__import__
+
+    def missing(name: str, *more: Any) -> Any:
+        if name.startswith("opentelemetry"):
+            raise ImportError(f"No module named {name!r}", name=name)
+        return real(name, *more)
+
+    monkeypatch.delitem(sys.modules, "kvconnect.observability.tracing.otel", raising=False)
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with caplog.at_level(logging.INFO):
+        assert tracing.of_environment("test") is None
+    (line,) = caplog.messages
+    assert "opentelemetry" in line and "pip install 'kvconnect[trace]'" in line
+
+
+def test_a_protocol_that_is_not_known(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "json")
+    with pytest.raises(ConfigError, match=r"TRACES_PROTOCOL='json'.*grpc or http/protobuf"):
+        tracing.of_environment("test")

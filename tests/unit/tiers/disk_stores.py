@@ -1,0 +1,51 @@
+"""Disk stores for tests, with a clock that stands still."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from kvconnect.testing.memory import payload_of
+from kvconnect.tiers.backends import Outcome
+from kvconnect.tiers.backends.disk import DiskOptions, DiskStore
+
+Open = Callable[..., DiskStore]
+
+
+class Clock:
+    """Seconds since 1970, which pass when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextlib.contextmanager
+def opening(path: Path, clock: Clock) -> Iterator[Open]:
+    """Yield what opens stores of 16 MiB, with segments of 4 MiB, that are closed at the end."""
+    with contextlib.ExitStack() as ends:
+
+        def make(fingerprint: bytes = b"format", **options: object) -> DiskStore:
+            settings = {"path": str(path), "capacity": 16 << 20, "min_free": 0} | options
+            store = DiskStore(DiskOptions(**settings), fingerprint, clock, clock)  # type: ignore[arg-type]
+            ends.callback(store.close)
+            return store
+
+        yield make
+
+
+def put(store: DiskStore, keys: Sequence[bytes], nbytes: int = 5000) -> list[Outcome]:
+    """Put blocks that follow from their keys."""
+    return store.put(keys, [memoryview(payload_of(key, nbytes)) for key in keys])
+
+
+def get(store: DiskStore, keys: Sequence[bytes], nbytes: int = 5000) -> list[Outcome]:
+    """Get blocks; OK is given only for the right bytes."""
+    buffers = [memoryview(bytearray(nbytes)) for _ in keys]
+    outcomes = store.get(keys, buffers)
+    for key, buffer, outcome in zip(keys, buffers, outcomes, strict=True):
+        assert outcome is not Outcome.OK or buffer == payload_of(key, nbytes), "other bytes"
+    return outcomes

@@ -1,0 +1,64 @@
+"""When a disk or a server is left alone, and how much is written."""
+
+from __future__ import annotations
+
+from kvconnect.tiers.backends.support import Breaker, Budget
+
+
+def test_it_is_left_alone_after_failures_in_a_row() -> None:
+    breaker = Breaker(patience=3)
+    for _ in range(2):
+        assert breaker.enter(0.0)
+        breaker.failed(0.0)
+    breaker.worked()
+    for _ in range(3):
+        assert breaker.enter(0.0)
+        breaker.failed(0.0)
+    assert not breaker.allows(0.9) and not breaker.enter(0.9)
+    assert repr(breaker) == "Breaker(open, 3 failures)"
+
+
+def test_one_probe_goes_through_per_delay_and_success_ends_it() -> None:
+    breaker = Breaker(patience=1)
+    breaker.failed(0.0)
+    assert [breaker.enter(1.0), breaker.enter(1.0), breaker.allows(1.0)] == [True, False, False]
+    breaker.worked()
+    assert [breaker.enter(1.0), breaker.enter(1.0)] == [True, True]
+
+
+def test_the_delay_doubles_up_to_a_minute() -> None:
+    breaker, now, delays = Breaker(patience=1), 0.0, []
+    for _ in range(9):
+        breaker.failed(now)
+        delay = next(s for s in range(1, 100) if breaker.allows(now + s))
+        assert not breaker.allows(now + delay - 0.5)
+        delays.append(delay)
+        now += delay
+    assert delays == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    breaker.worked()
+    breaker.failed(now)
+    assert breaker.allows(now + 1)
+
+
+def test_a_probe_that_nobody_reports_on_is_not_the_last() -> None:
+    breaker = Breaker(patience=1)
+    breaker.failed(0.0)
+    assert breaker.enter(1.0)
+    assert not breaker.enter(2.9)
+    assert breaker.enter(3.0)
+
+
+def test_a_budget_bounds_a_day() -> None:
+    per_day = 24 * 3600 * 100
+    budget = Budget(per_day, 0.0)
+    written = sum(1000 for second in range(86_400) if budget.spend(1000, float(second)))
+    assert 0.99 * per_day < written <= per_day * 25 / 24 + 1000
+    # Control: without a bound everything goes.
+    assert all(Budget(0, 0.0).spend(1 << 40, 0.0) for _ in range(3))
+
+
+def test_a_batch_may_overdraw_a_budget_once() -> None:
+    budget = Budget(24 * 100, 0.0)  # an hour's is 100
+    assert budget.spend(1000, 0.0)
+    assert not budget.spend(1, 3600.0 * 8)
+    assert budget.spend(1, 3600.0 * 9.1)

@@ -1,0 +1,360 @@
+"""A worker's tiers below host memory: lookups, fetches and spills on threads of their own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from kvconnect.cache.keys import block_key
+from kvconnect.cache.layout import Geometry, GroupGeometry, Segment
+from kvconnect.errors import Corrupt
+from kvconnect.offload.host_arena import HostStore
+from kvconnect.offload.messages import Answer, Fetch, Seek, Spill
+from kvconnect.tiers import SHARED
+from kvconnect.tiers.backends import Outcome, Store
+from kvconnect.tiers.backends.memory import MemoryStore
+from kvconnect.tiers.worker import LowerTiers
+from kvconnect.types import JobId, Tier
+
+pytest.importorskip("xxhash")
+
+SIZES = (5000, 9000)  # of a block, per group: neither is whole pages
+GEOMETRY = Geometry(tuple(GroupGeometry((Segment(0, size, size),), 4) for size in SIZES))
+SLOTS = 8
+WAIT_S = 20.0
+JOB = JobId(1)
+
+
+class Fragile(MemoryStore):
+    """Raises, or holds calls back, when told to."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 24)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.readable = threading.Event()
+        self.readable.set()
+        self.reads = 0
+        self.count = threading.Lock()
+        self.broken = False
+
+    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+        self.gate.wait(WAIT_S)
+        if self.broken:
+            raise OSError("told to")
+        return super().put(keys, payloads)
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+        with self.count:
+            self.reads += 1
+        self.readable.wait(WAIT_S)
+        if self.broken:
+            raise OSError("told to")
+        return super().get(keys, buffers)
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.host = HostStore(SLOTS, GEOMETRY.slot_bytes, "full")
+        self.disk, self.remote = Fragile(), Fragile()
+        self.now = 0.0
+        self.later: list[Answer] = []
+        stores: dict[Tier, Store] = {Tier.DISK: self.disk, Tier.REMOTE: self.remote}
+        self.tiers = LowerTiers(stores, self.host, GEOMETRY, clock=lambda: self.now)
+
+    def fill(self, slot: int, group: int = 0, seed: int = 1) -> bytes:
+        content = bytes((slot * 7 + seed + i) % 251 for i in range(SIZES[group]))
+        self.host.view(slot, len(content))[:] = content
+        self.host.seal(slot, len(content))
+        return content
+
+    def do(self, task: Seek | Fetch | Spill) -> bytes:
+        self.tiers.submit([task])
+        return self.answer().found
+
+    def reading(self, calls: int) -> None:
+        """Wait until the disk has been read so often, and notice what is late by then."""
+        deadline = time.monotonic() + WAIT_S
+        while self.disk.reads < calls:
+            assert time.monotonic() < deadline, "no call"
+            time.sleep(0.001)
+
+    def next_answer(self) -> Answer:
+        """Return the answers one by one."""
+        if not self.later:
+            deadline = time.monotonic() + WAIT_S
+            while not self.later:
+                assert time.monotonic() < deadline, "no answer"
+                self.tiers.wait(0.01)
+                self.later += self.tiers.poll()
+        return self.later.pop(0)
+
+    def answer(self) -> Answer:
+        deadline = time.monotonic() + WAIT_S
+        while not (answers := self.tiers.poll()):
+            assert time.monotonic() < deadline, "no answer"
+            self.tiers.wait(0.1)
+        (answer,) = answers
+        return answer
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.disk.gate.set()
+    bench.disk.readable.set()
+    bench.tiers.close()
+
+
+def key(number: int, group: int = 0) -> bytes:
+    return block_key(SHARED, group, bytes([number]) * 32)
+
+
+def spill(numbers: Sequence[int], group: int = 0) -> Spill:
+    return Spill(JOB, tuple(key(n, group) for n in numbers), array("q", numbers), 10.0)
+
+
+def fetch(numbers: Sequence[int], slots: Sequence[int], group: int = 0) -> Fetch:
+    return Fetch(JOB, tuple(key(n, group) for n in numbers), array("q", slots), 10.0)
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_what_is_spilled_comes_back_sealed(bench: Bench, group: int) -> None:
+    contents = [bench.fill(slot, group) for slot in (0, 1)]
+    assert bench.do(spill([0, 1], group)) == b"\1\1"
+    assert bench.do(Seek(JOB, (key(0, group), key(5, group), key(1, group)))) == b"\1\0\1"
+    assert bench.do(fetch([1, 0], [4, 5], group)) == b"\1\1"
+    for slot, content in ((4, contents[1]), (5, contents[0])):
+        assert bench.host.view(slot, SIZES[group]) == content
+        bench.host.verify(slot, SIZES[group])
+    bench.host.view(4)[0] ^= 1
+    with pytest.raises(Corrupt):
+        bench.host.verify(4, SIZES[group])
+
+
+def test_the_second_tier_has_what_the_first_lost(bench: Bench) -> None:
+    bench.fill(0), bench.fill(1)
+    bench.do(spill([0, 1]))
+    bench.disk.remove([key(0)])
+    assert bench.do(Seek(JOB, (key(0), key(1)))) == b"\2\1"
+    assert bench.do(fetch([0, 1, 2], [4, 5, 6])) == b"\2\1\0"
+
+
+def test_what_a_shared_tier_has_is_not_written_again(bench: Bench) -> None:
+    bench.fill(0)
+    bench.do(spill([0]))
+    bench.fill(0, seed=2)
+    bench.do(spill([0]))
+    assert bench.remote.get([key(0)], [bench.host.view(6, SIZES[0])]) == [Outcome.OK]
+    assert bench.host.view(6, SIZES[0])[0] == 1
+
+
+def test_a_block_that_rotted_in_host_memory_is_not_signed_by_a_tier(bench: Bench) -> None:
+    bench.fill(0), bench.fill(1)
+    bench.host.view(0)[17] ^= 1
+    assert bench.do(spill([0, 1])) == b"\0\1"
+    assert bench.do(Seek(JOB, (key(0), key(1)))) == b"\0\1"
+
+
+def test_a_record_of_another_length_is_not_there(bench: Bench) -> None:
+    bench.disk.put([key(0)], [bench.host.view(0, 100)])
+    assert bench.do(Seek(JOB, (key(0),))) == b"\0"
+    assert bench.do(fetch([0], [1])) == b"\0"
+
+
+def test_a_store_that_raises_finds_nothing_and_the_next_job_is_done(bench: Bench) -> None:
+    bench.fill(0)
+    bench.disk.broken = True
+    assert bench.do(spill([0])) == b"\2"  # the other tier has taken it
+    assert bench.do(Seek(JOB, (key(0),))) == b"\2"
+    bench.disk.broken = False
+    assert bench.do(spill([0])) == b"\1"
+    bench.disk.broken = True
+    assert bench.do(fetch([0], [1])) == b"\2"
+    bench.remote.broken = True
+    assert bench.do(fetch([0], [1])) == b"\0"
+
+
+def test_past_its_deadline_a_job_moves_nothing(bench: Bench) -> None:
+    for slot in range(3):
+        bench.fill(slot)
+    bench.disk.gate.clear(), bench.remote.gate.clear()
+    bench.tiers.submit([spill([0]), spill([1]), spill([2])])  # the third waits for threads
+    bench.now = 11.0
+    bench.disk.gate.set(), bench.remote.gate.set()
+    found: list[Answer] = []
+    deadline = time.monotonic() + WAIT_S
+    while len(found) < 3:
+        assert time.monotonic() < deadline
+        bench.tiers.wait(0.1)
+        found += bench.tiers.poll()
+    assert bench.do(Seek(JOB, (key(2),))) == b"\0"
+
+
+def test_a_spill_that_hangs_holds_no_fetch_up(bench: Bench) -> None:
+    for slot in range(4):
+        bench.fill(slot)
+    bench.do(spill([0]))
+    bench.disk.gate.clear()
+    bench.tiers.submit([spill([1]), spill([2]), spill([3])])
+    assert bench.do(fetch([0], [4])) == b"\1"
+
+
+def test_large_jobs_are_cut_and_answered_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.tiers, "_batch", 2)
+    contents = [bench.fill(slot) for slot in range(5)]
+    assert bench.do(spill(range(5))) == bytes([1] * 5)
+    for slot in range(5):
+        bench.host.view(slot)[:] = bytes(GEOMETRY.slot_bytes)
+    assert bench.do(fetch(range(5), range(5))) == bytes([1] * 5)
+    assert [bench.host.view(slot, SIZES[0]) for slot in range(5)] == contents
+
+
+def test_what_the_stores_record_is_handed_over_with_how_they_are(bench: Bench) -> None:
+    bench.fill(0)
+    bench.remote.close()
+    bench.do(spill([0]))
+    stats = bench.tiers.take_stats()
+    assert stats is not None
+    assert stats.data["counters"]["store_failed_blocks"] == {"unavailable": 1}
+    assert stats.data["gauges"]["below_available"] == {"disk": True, "remote": False}
+    assert bench.tiers.take_stats() is None
+
+
+def test_closing_drops_what_waits_and_ends_what_runs(bench: Bench) -> None:
+    for slot in range(3):
+        bench.fill(slot)
+    bench.disk.gate.clear()
+    bench.tiers.submit([spill([0]), spill([1]), spill([2])])
+    threading.Timer(0.1, bench.disk.gate.set).start()
+    bench.tiers.close()
+    assert len(bench.tiers.poll()) == 2  # as many threads write
+    assert bench.disk.usage() == (0, 0, 1 << 24, False)
+    bench.tiers.close()
+
+
+def test_a_store_that_cannot_be_closed_keeps_no_other_open(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.fill(0)
+    bench.do(spill([0]))
+
+    def close() -> None:
+        raise OSError("told to")
+
+    monkeypatch.setattr(bench.disk, "close", close)
+    with pytest.raises(OSError, match="told to"):
+        bench.tiers.close()
+    assert not bench.remote.usage().available
+
+
+# A tier that hangs ------------------------------------------------------------------------------
+
+
+def hung(bench: Bench) -> None:
+    """Both tiers have blocks 0 to 7; four reads of the disk hang, and are late."""
+    for slot in range(8):
+        bench.fill(slot)
+    assert bench.do(spill(range(8))) == bytes([1] * 8)
+    bench.disk.readable.clear()
+    bench.tiers.submit(Fetch(JobId(10 + n), (key(n),), array("q", [n]), 30.0) for n in range(4))
+    bench.reading(4)
+    assert bench.tiers.poll() == []
+    bench.now += 5.0
+
+
+def test_when_the_disk_hangs_the_remote_tier_goes_on_serving(bench: Bench) -> None:
+    hung(bench)
+    for number in range(4, 8):
+        assert bench.do(Seek(JOB, (key(number),))) == b"\2"
+        assert bench.do(fetch([number], [number])) == b"\2"
+    bench.fill(4, seed=3)
+    assert bench.do(spill([4])) == b"\1"  # what is written has threads of its own
+    stats = bench.tiers.take_stats()
+    assert stats is not None
+    assert stats.data["gauges"]["below_available"] == {"disk": False, "remote": True}
+    assert stats.data["counters"]["store_failed_blocks"] == {"late": 4}
+    assert bench.disk.reads == 4
+
+
+def test_the_control_a_disk_that_does_not_hang_is_asked(bench: Bench) -> None:
+    hung(bench)
+    bench.now -= 0.1
+    bench.tiers.submit([Seek(JOB, (key(5),))])
+    assert bench.tiers.poll() == []  # it waits for a thread of the disk
+    bench.disk.readable.set()
+    found = [bench.next_answer() for _ in range(5)]
+    assert sorted(answer.found for answer in found) == [b"\1"] * 5
+    assert bench.do(fetch([5], [5])) == b"\1"
+
+
+def test_what_waited_for_a_disk_that_hangs_goes_to_the_next_tier(bench: Bench) -> None:
+    for slot in range(6):
+        bench.fill(slot)
+    bench.do(spill(range(6)))
+    bench.disk.readable.clear()
+    bench.tiers.submit(Fetch(JobId(10 + n), (key(n),), array("q", [n]), 30.0) for n in range(4))
+    bench.reading(4)
+    bench.tiers.submit([fetch([4], [4]), Seek(JobId(2), (key(5), key(7)))])
+    bench.now = 4.9
+    assert bench.tiers.poll() == []
+    bench.now = 5.0
+    assert {bench.next_answer() for _ in range(2)} == {
+        Answer(JOB, b"\2"),
+        Answer(JobId(2), b"\0\0"),
+    }
+
+
+def test_a_disk_that_comes_back_is_probed_and_used(bench: Bench) -> None:
+    hung(bench)
+    assert bench.do(fetch([5], [5])) == b"\2"
+    bench.disk.readable.set()
+    found = {bench.next_answer() for _ in range(4)}
+    assert found == {Answer(JobId(10 + n), b"\1") for n in range(4)}
+    assert bench.do(fetch([5], [5])) == b"\2"  # it hung until just now
+    bench.now += 1.0
+    assert bench.do(fetch([5], [5])) == b"\1"
+    assert bench.do(fetch([6], [6])) == b"\1"
+
+
+def test_lookups_of_a_disk_that_hangs_do_not_pile_up(bench: Bench) -> None:
+    hung(bench)
+    bench.now -= 5.0
+    bench.tiers.submit(Seek(JobId(100 + n), (key(n % 8),)) for n in range(5000))
+    lane = bench.tiers._stack.readers[Tier.DISK]
+    assert len(lane._queue) == 4096
+    bench.now += 5.0
+    answers = []
+    deadline = time.monotonic() + WAIT_S
+    while len(answers) < 5000:
+        assert time.monotonic() < deadline
+        answers += bench.tiers.poll()
+        bench.tiers.wait(0.1)
+    assert {answer.job for answer in answers} == {100 + n for n in range(5000)}
+    assert not lane._queue
+
+
+def test_closing_does_not_wait_for_a_call_that_hangs(bench: Bench) -> None:
+    hung(bench)
+    bench.tiers.close()
+    assert bench.disk.usage().available  # it was not closed, as it is in use
+    assert not bench.remote.usage().available
+    bench.disk.readable.set()
+
+
+def test_all_threads_of_a_tier_end_with_it(bench: Bench) -> None:
+    bench.fill(0)
+    bench.do(spill([0]))
+    mine = [t for t in threading.enumerate() if t.name.startswith("kvconnect-spill")]
+    assert mine
+    bench.tiers.close()
+    for thread in mine:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()

@@ -1,0 +1,231 @@
+"""Queue, expectations and what is under way: cut into frames, checked, and quiet in the end."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+
+import pytest
+
+from kvconnect.errors import Misuse, ProtocolError
+from kvconnect.protocol.codec import FrameHeader
+from kvconnect.testing.memory import plain_unit
+from kvconnect.transport.base import (
+    MAX_UNREAD_BYTES,
+    Incoming,
+    Mailbox,
+    Noted,
+    Outgoing,
+    PeerId,
+    Quiet,
+    Sent,
+)
+from kvconnect.transport.tcp.send_queue import (
+    MAX_FRAME_BYTES,
+    MIN_BYTES_PER_S,
+    MIN_FRAME_BYTES,
+    Frame,
+    Traffic,
+    Watch,
+)
+
+PEER = PeerId(7)
+KIB64 = 64 << 10
+
+
+class Fixture:
+    def __init__(self, connections: int = 2) -> None:
+        self.events = Mailbox()
+        self.now = 100.0
+        self.watch = Watch(30.0, lambda: self.now)
+        self.traffic = Traffic(PEER, self.events, connections, self.watch)
+
+    def send(self, blocks: int, block_bytes: int = KIB64, want: int = 1, first: int = 0) -> None:
+        unit = plain_unit(block_bytes)
+        ids = array("q", range(100, 100 + blocks))
+        self.traffic.send(Outgoing(PEER, want, 0, unit, first, ids))
+
+    def frames(self) -> Iterator[Frame]:
+        while self.traffic.has_queued():
+            with self.traffic.next_frame() as frame:
+                assert frame is not None
+                self.traffic.sent(frame)
+                yield frame
+
+    def expect(self, want: int = 1, first: int = 10, blocks: int = 5) -> None:
+        span = (first, array("q", range(blocks)))
+        self.traffic.expect(Incoming(PEER, want, [plain_unit(KIB64)], [span]))
+
+
+def header(**changes: int) -> FrameHeader:
+    sound = FrameHeader(0, want=1, unit=0, first=10, count=5, nbytes=5 * KIB64, digest_period=0)
+    return sound._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("connections", "nbytes", "frames"),
+    [
+        (1, KIB64, 1),
+        (2, MIN_FRAME_BYTES, 1),
+        (2, 3 * MIN_FRAME_BYTES // 2, 2),
+        (2, 16 * MIN_FRAME_BYTES, 2),  # each connection has its share
+        (4, 16 * MIN_FRAME_BYTES, 4),
+        (1, 3 * MAX_FRAME_BYTES, 3),
+    ],
+)
+def test_orders_are_cut_so_that_every_connection_has_work(
+    connections: int, nbytes: int, frames: int
+) -> None:
+    fixture = Fixture(connections)
+    fixture.send(nbytes // KIB64, first=3)
+    got = list(fixture.frames())
+    assert len(got) == frames
+    assert [block for frame in got for block in frame.ids] == list(
+        range(100, 100 + nbytes // KIB64)
+    )
+    assert [frame.first for frame in got] == [3 + frame.ids[0] - 100 for frame in got]
+    (sent,) = fixture.events.drain(0)
+    assert isinstance(sent, Sent)
+    assert (sent.want, sent.nbytes) == (1, nbytes)
+
+
+def test_a_block_larger_than_a_frame_goes_alone() -> None:
+    fixture = Fixture()
+    fixture.send(3, block_bytes=2 * MAX_FRAME_BYTES)
+    assert [len(frame.ids) for frame in fixture.frames()] == [1, 1, 1]
+
+
+def test_an_empty_order_is_a_mistake() -> None:
+    with pytest.raises(Misuse, match="nothing to send"):
+        Fixture().send(0)
+
+
+def test_an_expected_frame_finds_its_pages() -> None:
+    fixture = Fixture()
+    fixture.expect()
+    with fixture.traffic.landing(header(first=12, count=2, nbytes=2 * KIB64)) as landing:
+        assert landing is not None
+        assert list(landing.ids) == [2, 3]
+        assert landing.stop == b"\0"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"want": 2}, "want 2, which is not known"),
+        ({"unit": 1}, "unit 1 of want 1, of 1"),
+        ({"first": 9}, "blocks 9 to 13 .* expected are 10 to 14"),
+        ({"first": 11}, "blocks 11 to 15"),
+        ({"count": 6, "nbytes": 6 * KIB64}, "blocks 10 to 15"),
+        ({"nbytes": 5 * KIB64 - 1}, "bytes for 5 blocks"),
+        ({"count": 4}, "bytes for 4 blocks"),
+        ({"nbytes": 2 * MAX_FRAME_BYTES}, "a frame of"),
+    ],
+)
+def test_a_frame_that_nobody_asked_for_is_refused(changes: dict[str, int], text: str) -> None:
+    fixture = Fixture()
+    fixture.expect()
+    with pytest.raises(ProtocolError, match=text), fixture.traffic.landing(header(**changes)):
+        raise AssertionError("it was let in")
+
+
+def test_a_cancelled_want_falls_quiet_when_its_last_frame_has_ended() -> None:
+    fixture = Fixture()
+    fixture.expect()
+    with fixture.traffic.landing(header(count=1, nbytes=KIB64)) as first:
+        with fixture.traffic.landing(header(first=11, count=1, nbytes=KIB64)):
+            fixture.traffic.cancel(1)
+            assert first is not None
+            assert first.stop == b"\1"
+        assert fixture.events.drain(0) == []
+    assert fixture.events.drain(0) == [Quiet(PEER, 1)]
+    with fixture.traffic.landing(header()) as late:
+        assert late is None  # read and thrown away
+    assert fixture.events.drain(0) == []
+
+
+def test_only_so_many_cancelled_wants_are_remembered() -> None:
+    fixture = Fixture()
+    for want in range(5000):
+        fixture.expect(want)
+        fixture.traffic.cancel(want)
+    with fixture.traffic.landing(header(want=4999)) as late:
+        assert late is None
+    with pytest.raises(ProtocolError), fixture.traffic.landing(header(want=0)):
+        raise AssertionError("it was let in")
+
+
+def test_cancelling_drops_what_is_queued_and_lets_the_rest_finish() -> None:
+    fixture = Fixture()
+    fixture.send(2 * MIN_FRAME_BYTES // KIB64)
+    fixture.send(1, want=2)
+    with fixture.traffic.next_frame() as frame:
+        assert frame is not None
+        fixture.traffic.cancel(1)
+        assert fixture.events.drain(0) == []
+        fixture.traffic.sent(frame)
+    assert fixture.events.drain(0) == [Quiet(PEER, 1)]  # and no Sent: half of it was not sent
+    assert [frame.shipment.order.want for frame in fixture.frames()] == [2]
+
+
+def test_cancelling_an_unknown_want_is_quiet_at_once() -> None:
+    fixture = Fixture()
+    fixture.traffic.cancel(3)
+    assert fixture.events.drain(0) == [Quiet(PEER, 3)]
+
+
+def test_nothing_happens_after_close() -> None:
+    fixture = Fixture()
+    fixture.expect()
+    fixture.send(1)
+    with fixture.traffic.landing(header()) as landing:
+        fixture.traffic.close()
+        assert landing is not None
+        assert landing.stop == b"\1"
+        fixture.traffic.cancel(1)
+        fixture.expect(2)
+        fixture.send(1)
+    with fixture.traffic.next_frame() as frame:
+        assert frame is None
+    assert not fixture.traffic.has_queued()
+    assert fixture.events.drain(0) == []
+
+
+def test_a_mailbox_says_when_too_much_is_unread() -> None:
+    mailbox = Mailbox()
+    note = Noted(PEER, bytes(1 << 20))
+    assert all(mailbox.put(note) for _ in range(MAX_UNREAD_BYTES >> 20))
+    assert not mailbox.put(note)
+    assert mailbox.put(Noted(PeerId(8), b"x"))  # another peer is not to blame
+    assert len(mailbox.drain(0)) == (MAX_UNREAD_BYTES >> 20) + 2
+    assert mailbox.put(note)
+
+
+def test_a_mailbox_is_not_filled_by_tiny_notes_either() -> None:
+    mailbox = Mailbox()
+    note = Noted(PEER, b"x")
+    assert all(mailbox.put(note) for _ in range(MAX_UNREAD_BYTES // 256))
+    assert not mailbox.put(note)
+
+
+def test_a_frame_has_its_time_by_size_and_no_more() -> None:
+    fixture = Fixture()
+    with fixture.watch.over(1, 10 * MIN_BYTES_PER_S), fixture.watch.over(2, 0):
+        assert not fixture.watch.overdue(130.0)
+        assert fixture.watch.overdue(130.1)
+    with fixture.watch.over(1, 10 * MIN_BYTES_PER_S):
+        assert not fixture.watch.overdue(140.0)
+        assert fixture.watch.overdue(140.1)
+    assert not fixture.watch.overdue(1e9)
+
+
+def test_a_cancelled_frame_has_less_time() -> None:
+    fixture = Fixture()
+    with fixture.watch.over(1, 500 * MIN_BYTES_PER_S):
+        fixture.now = 200.0
+        fixture.traffic.cancel(2)
+        assert not fixture.watch.overdue(300.0)  # that was another want
+        fixture.traffic.cancel(1)
+        fixture.traffic.cancel(1)
+        assert not fixture.watch.overdue(230.0)
+        assert fixture.watch.overdue(230.1)
