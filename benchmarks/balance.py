@@ -33,8 +33,8 @@ import aiohttp
 
 from benchmarks.common import emit, progress
 from kvconnect.router.policy.loads import Loads, Target
-from kvconnect.router.policy.prefixes import Hit, PrefixIndex, Stored, Tier
-from kvconnect.router.policy.ranking import Candidate, Job, Policy, pick
+from kvconnect.router.policy.prefixes import CacheTier, Hit, PrefixIndex, Stored
+from kvconnect.router.policy.ranking import Candidate, Job, RankingPolicy, pick
 from tests.servers import free_port
 
 RANKS = 8
@@ -188,7 +188,7 @@ class Kind(NamedTuple):
     """What a router is told: its policy, seconds between reports, how many routers there are, and
     by how much it misjudges the length of a prompt (it has text, not tokens)."""
 
-    policy: Policy = Policy.LEAST_TOKENS
+    policy: RankingPolicy = RankingPolicy.LEAST_TOKENS
     interval: float = 1.0
     routers: int = 1
     error: float = 0.0
@@ -227,7 +227,7 @@ class Decider:
         self.loads.begin(target.rank, self.begun[number], now)
         if prompt:  # the engine's event, at once
             hashes = [request.prefix * 10**6 + n for n in range(len(prompt) // BLOCK)]
-            self.index.stored(target, Stored(hashes, None, prompt, BLOCK, Tier.DEVICE))
+            self.index.stored(target, Stored(hashes, None, prompt, BLOCK, CacheTier.DEVICE))
         return target.rank
 
     def ended(self, number: int, rank: int) -> None:
@@ -260,8 +260,8 @@ def compare(seeds: int, requests: int) -> dict[str, float]:
     """Return the figures of the skewed trace."""
     kinds = {
         "modulo": None,
-        "round_robin": Kind(Policy.ROUND_ROBIN),
-        "power_of_two": Kind(Policy.POWER_OF_TWO),
+        "round_robin": Kind(RankingPolicy.ROUND_ROBIN),
+        "power_of_two": Kind(RankingPolicy.POWER_OF_TWO),
         "minimum": Kind(),
         "minimum_10s": Kind(interval=10.0),
         "minimum_misjudged": Kind(error=0.5),
@@ -301,7 +301,7 @@ def cached(seeds: int, requests: int) -> dict[str, float]:
             trace = shared(seed, requests, share)
             aware, turns = (
                 statistics.mean(routed(Kind(policy), trace, seed).ttft)
-                for policy in (Policy.CACHE_AWARE, Policy.ROUND_ROBIN)
+                for policy in (RankingPolicy.CACHE_AWARE, RankingPolicy.ROUND_ROBIN)
             )
             ratios.append(aware / turns)
         figures[f"cache_aware_over_round_robin_{round(100 * share)}"] = max(ratios)

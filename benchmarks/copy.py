@@ -25,7 +25,7 @@ import random
 import torch
 
 from benchmarks.common import emit, interleave, medians, progress
-from kvconnect.cache.layout import Geometry, GroupGeometry, Segment
+from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.copy import make_copier, native_unavailable_reason
 from kvconnect.copy.base import Copier
 from kvconnect.offload.host_arena import HostStore
@@ -54,7 +54,7 @@ class Bench:
         self.arena = self.store.tensor()
 
     def copier(self, page: int) -> Copier:
-        blocks = GroupGeometry((Segment(0, page, page),), AREA_BYTES // page)
+        blocks = GroupGeometry((ByteRun(0, page, page),), AREA_BYTES // page)
         return make_copier(self.area, self.arena, Geometry((blocks,)))
 
     def pick(self, page: int) -> tuple[list[int], list[int]]:
@@ -113,7 +113,7 @@ def measure_digest(bench: Bench, rounds: int) -> dict[str, float]:
     page = PAGES[DIGEST_PAGE]
     progress(f"digests of {DIGEST_PAGE} blocks: {rounds} rounds")
     sealed = HostStore(AREA_BYTES // page, page, "full")
-    blocks = GroupGeometry((Segment(0, page, page),), AREA_BYTES // page)
+    blocks = GroupGeometry((ByteRun(0, page, page),), AREA_BYTES // page)
     copier = make_copier(bench.area, sealed.tensor(), Geometry((blocks,)))
     picks = iter([bench.pick(page) for _ in range(2 * (rounds + 1))])
 

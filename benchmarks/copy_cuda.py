@@ -21,10 +21,10 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.common import interleave, medians, progress
-from kvconnect.cache.layout import Geometry, GroupGeometry, Segment
+from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.copy import make_copier, open_driver
 from kvconnect.copy.base import Copier
-from kvconnect.copy.calibration import Choice
+from kvconnect.copy.calibration import CopyThreshold
 from kvconnect.copy.cuda import CudaCopier
 from kvconnect.offload.host_arena import HostStore
 from kvconnect.offload.streams import Streams, make_streams
@@ -63,11 +63,13 @@ class CudaBench:
         self.streams: Streams = make_streams(self.device)
 
     def geometry(self, page: int) -> Geometry:
-        return Geometry((GroupGeometry((Segment(0, page, page),), AREA_BYTES // page),))
+        return Geometry((GroupGeometry((ByteRun(0, page, page),), AREA_BYTES // page),))
 
     def copiers(self, page: int) -> dict[str, Copier]:
         geometry = self.geometry(page)
-        batch = CudaCopier(self.area, self.arena, geometry, open_driver(self.device), Choice(0, 0))
+        batch = CudaCopier(
+            self.area, self.arena, geometry, open_driver(self.device), CopyThreshold(0, 0)
+        )
         return {"ours": make_copier(self.area, self.arena, geometry), "batch": batch}
 
     def pick(self, page: int, nbytes: int) -> tuple[array[int], array[int]]:

@@ -75,25 +75,25 @@ class Timer:
 
 def watch_all() -> tuple[Timer, Timer]:
     """Return the timers of metrics and of tracing."""
-    from kvconnect.disaggregation.transfer_trace import Journal
+    from kvconnect.disaggregation.transfer_trace import TransferTrace
     from kvconnect.engines.vllm import tracing as spans
-    from kvconnect.engines.vllm.scheduler import SchedulerHalf
+    from kvconnect.engines.vllm.scheduler import ConnectorScheduler
     from kvconnect.engines.vllm.stats import KVConnectPromMetrics, KVConnectStats
-    from kvconnect.engines.vllm.worker import WorkerHalf
+    from kvconnect.engines.vllm.worker import ConnectorWorker
     from kvconnect.observability.tracing.otel import Tracer
 
     metrics, tracing = Timer(), Timer()
     recorded = ("record_transfer", "count", "gauge", "observe", "aggregate", "take", "reduce")
     metrics.watch(KVConnectStats, *recorded, "is_empty", "__init__")
-    metrics.watch(SchedulerHalf, "take_stats")
-    metrics.watch(WorkerHalf, "take_stats")
+    metrics.watch(ConnectorScheduler, "take_stats")
+    metrics.watch(ConnectorWorker, "take_stats")
     metrics.watch(KVConnectPromMetrics, "observe")
     tracing.watch(Tracer, "parent", "start", "record")
     tracing.watch(
-        spans._Request,
+        spans._TracedRequest,
         *("looked_up", "admitted", "computes", "computed", "stores", "stored", "finish"),
     )
-    tracing.watch(Journal, "open", "queued", "moved", "ready", "close", "forget")
+    tracing.watch(TransferTrace, "open", "queued", "moved", "ready", "close", "forget")
     return metrics, tracing
 
 
@@ -185,14 +185,14 @@ def measure_requests(rounds: int) -> dict[str, float]:
 
 def measure_transfers() -> dict[str, float]:
     """Return the microseconds that one transfer of a hand-off costs."""
-    from kvconnect.disaggregation.sessions import Meter
-    from kvconnect.disaggregation.transfer_trace import Journal
+    from kvconnect.disaggregation.sessions import TransferMeter
+    from kvconnect.disaggregation.transfer_trace import TransferTrace
     from kvconnect.stats import OffloadingConnectorStats
     from kvconnect.transport.base import PeerId, Received
     from kvconnect.types import TransferType
 
-    def moves(journal: Journal | None) -> Callable[[], None]:
-        meter, stats = Meter(journal=journal), OffloadingConnectorStats()
+    def moves(journal: TransferTrace | None) -> Callable[[], None]:
+        meter, stats = TransferMeter(journal=journal), OffloadingConnectorStats()
         event = Received(PeerId(0), 1, 0, 0, 8, (), 1 << 20, 0.001)
 
         def work() -> None:
@@ -205,7 +205,7 @@ def measure_transfers() -> dict[str, float]:
 
         return work
 
-    seconds = medians(interleave({"off": moves(None), "on": moves(Journal(0))}, 15))
+    seconds = medians(interleave({"off": moves(None), "on": moves(TransferTrace(0))}, 15))
     per = {name: value / REPEAT * 1e6 for name, value in seconds.items()}
     return {
         "metrics_us_per_transfer": per["off"],
@@ -215,14 +215,14 @@ def measure_transfers() -> dict[str, float]:
 
 def measure_router(endpoint: str) -> dict[str, float]:
     """Return the microseconds that a request's spans cost the router."""
-    from kvconnect.router.metrics import LegOutcome, Outcome
-    from kvconnect.router.policy.choice import Choice, Mode, Place, Reason
+    from kvconnect.router.metrics import RequestOutcome, UpstreamOutcome
+    from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason, TargetChoice
     from kvconnect.router.policy.loads import Role, Target
-    from kvconnect.router.policy.ranking import Why
+    from kvconnect.router.policy.ranking import RankingReason
     from kvconnect.router.tracing import Spans
 
-    place = Place(Target(0), Why.LEAST)
-    choice = Choice(Mode.PUSH, Reason.DEFAULT, place, place)
+    place = TargetChoice(Target(0), RankingReason.LEAST)
+    choice = RoutingChoice(Mode.PUSH, RoutingReason.DEFAULT, place, place)
     base = SimpleNamespace(host="10.0.0.1", port=8000)
     engines: list[Any] = [
         SimpleNamespace(role=role, base=base, url="http://10.0.0.1:8000") for role in Role
@@ -240,8 +240,8 @@ def measure_router(endpoint: str) -> dict[str, float]:
             legs = [of.leg(engine, place) for engine in engines]
             for leg in legs:
                 leg.headers()
-                leg.end(LegOutcome.OK)
-            of.end(Outcome.OK, reply)
+                leg.end(UpstreamOutcome.OK)
+            of.end(RequestOutcome.OK, reply)
 
     off = Spans()
     os.environ |= {
@@ -312,9 +312,9 @@ def engine_registry() -> Any:
 def router_registry() -> tuple[Any, Callable[[], None]]:
     """Return all series of a router in front of 100 engines, and what it does before a scrape."""
     from kvconnect.router.metrics import RouterMetrics
-    from kvconnect.router.policy.loads import Load, Role
+    from kvconnect.router.policy.loads import Role, TargetLoad
 
-    metrics, ranks = RouterMetrics(), [Load(own=100, foreign=200)] * RANKS
+    metrics, ranks = RouterMetrics(), [TargetLoad(own=100, foreign=200)] * RANKS
     roles = [Role.PREFILL, Role.DECODE] * (PEERS // 2)
     loads = SimpleNamespace(at=lambda _: ranks)
     engines: list[Any] = [

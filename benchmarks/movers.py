@@ -23,17 +23,17 @@ from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
-from kvconnect.testing.memory import Pages, plain_unit
+from kvconnect.testing.memory import PageMemory, plain_unit
 from kvconnect.transport import make_transport
 from kvconnect.transport.base import (
-    Hangup,
-    Incoming,
+    Disconnect,
+    IncomingPages,
     LinkOptions,
-    Note,
     Noted,
-    Outgoing,
+    OutgoingPages,
     PeerDown,
     PeerId,
+    PeerMessage,
     PeerUp,
     Received,
     Security,
@@ -63,7 +63,7 @@ class Picked(NamedTuple):
 class Mover(ABC):
     """One process's side of one way to move pages from the source to the reader."""
 
-    def __init__(self, area: Pages, source: bool, host: str, option: str) -> None:
+    def __init__(self, area: PageMemory, source: bool, host: str, option: str) -> None:
         self.area = area
         self.source = source
         self.host = host
@@ -86,7 +86,7 @@ class Mover(ABC):
 class Ours(Mover):
     """The transport of hand-offs; ``option`` is its path and its digest mode."""
 
-    def __init__(self, area: Pages, source: bool, host: str, option: str) -> None:
+    def __init__(self, area: PageMemory, source: bool, host: str, option: str) -> None:
         super().__init__(area, source, host, option)
         network = (str(ip_interface(f"{host}/24").network),)
         self._path, digest = option.split()
@@ -113,7 +113,7 @@ class Ours(Mover):
         seconds = time.perf_counter() - start
         if self._path not in up.paths:
             raise SystemExit(f"no {self._path}: {up.lacking}")
-        self._transport.submit(Hangup(up.peer, "measured"))
+        self._transport.submit(Disconnect(up.peer, "measured"))
         next(self._events(PeerDown))
         return seconds
 
@@ -125,11 +125,11 @@ class Ours(Mover):
         submit, peer, want = self._transport.submit, self._peer, self._want
         if self.source:
             next(self._events(Noted))
-            submit(Outgoing(peer, want, 0, self._unit, 0, self._ids))
+            submit(OutgoingPages(peer, want, 0, self._unit, 0, self._ids))
             next(self._events(Sent))
             return
-        submit(Incoming(peer, want, [self._unit], [(0, self._ids)], None, self._path))
-        submit(Note(peer, b"go"))
+        submit(IncomingPages(peer, want, [self._unit], [(0, self._ids)], None, self._path))
+        submit(PeerMessage(peer, b"go"))
         left = len(self._ids)
         for event in self._events(Received):
             if event.bad:
@@ -148,7 +148,7 @@ class Ours(Mover):
 class Raw(Mover):
     """Sockets and nothing else; ``option`` is the number of bytes per system call."""
 
-    def __init__(self, area: Pages, source: bool, host: str, option: str) -> None:
+    def __init__(self, area: PageMemory, source: bool, host: str, option: str) -> None:
         super().__init__(area, source, host, option)
         self._threads = ThreadPoolExecutor(CONNECTIONS)
         self._lists: list[list[list[memoryview]]] = []
@@ -196,7 +196,7 @@ class Raw(Mover):
 class Nixl(Mover):
     """NIXL over TCP; ``option`` is READ, where the reader asks, or WRITE, where the source does."""
 
-    def __init__(self, area: Pages, source: bool, host: str, option: str) -> None:
+    def __init__(self, area: PageMemory, source: bool, host: str, option: str) -> None:
         super().__init__(area, source, host, option)
         self._agent = nixl_agent("source" if source else "reader", area)
         self._asks = source == (option == "WRITE")
@@ -227,7 +227,7 @@ class Nixl(Mover):
 
 
 @functools.cache
-def nixl_agent(name: str, area: Pages) -> Any:
+def nixl_agent(name: str, area: PageMemory) -> Any:
     """Return this process's agent, whose thread sleeps between polls."""
     config = importlib.import_module(f"{NIXL}._bindings").nixlAgentConfig
     delay = config.pthrDelay
@@ -247,7 +247,7 @@ class Host:
     def __init__(self, source: bool, address: str) -> None:
         self._source = source
         self._address = address
-        self._area = Pages(AREA_BYTES)
+        self._area = PageMemory(AREA_BYTES)
         self._movers: dict[str, Mover] = {}
         self._views: list[memoryview] = []
         self._busy = threading.Event()

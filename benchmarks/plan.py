@@ -60,8 +60,8 @@ from kvconnect.engines.vllm.stats import KVConnectStats
 from kvconnect.observability.metrics.catalog import CATALOG
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex
-from kvconnect.offload.messages import Report
-from kvconnect.offload.planner import Limits, OffloadPlan
+from kvconnect.offload.messages import JobReport
+from kvconnect.offload.planner import OffloadLimits, OffloadPlan
 from kvconnect.stats import GAUGES, HISTOGRAMS
 from kvconnect.types import TransferType
 from tests.engines.models import model_dir
@@ -119,7 +119,7 @@ class Ours:
 
     def __init__(self) -> None:
         self.index = HostIndex(SLOTS, 1, make_policy("lru", SLOTS))
-        limits = Limits(workers=1, deadline_s=30.0, held_blocks=SLOTS)
+        limits = OffloadLimits(workers=1, deadline_s=30.0, held_blocks=SLOTS)
         self.plan = OffloadPlan([CacheGroup(BLOCK_TOKENS)], self.index, KVConnectStats(), limits)
         self.plan.add_request("request")
 
@@ -285,7 +285,7 @@ class Decoding:
 
     def answer(self, meta: StepInstructions) -> None:
         """Report all of a step's stores done, as its worker would."""
-        reports = StepReports([Report(store.job) for store in meta.work.stores])
+        reports = StepReports([JobReport(store.job) for store in meta.work.stores])
         self.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=reports))
 
     def _admit(self, number: int) -> Request:

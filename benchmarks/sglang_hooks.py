@@ -23,7 +23,7 @@ from kvconnect.config import Config
 from kvconnect.disaggregation.agent import HandoffAgent
 from kvconnect.disaggregation.factory import start_agent
 from kvconnect.engines.sglang import layerwise, translate
-from kvconnect.engines.sglang.inbox import Inbox, Wanted
+from kvconnect.engines.sglang.inbox import Inbox, RoomRequest
 from kvconnect.engines.sglang.rooms import Outbox
 from kvconnect.types import Endpoint, Rank
 
@@ -88,7 +88,7 @@ def _measure(source: Side, target: Side, rounds: int) -> float:
     hooked, plain = [], []
     for room in range(1, rounds + 1):
         outbox.open(room)
-        inbox.ask(room, Wanted(0, pages, (), peer, 1, 1))
+        inbox.ask(room, RoomRequest(0, pages, (), peer, 1, 1))
         _until(lambda room=room: room in ready, source.agent, outbox.take)
         scheduler, batch = _scheduler(), _batch(room)
         hooked.append(_forward(scheduler, batch, layerwise))

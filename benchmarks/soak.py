@@ -47,14 +47,14 @@ from kvconnect.cache.groups import CacheGroup
 from kvconnect.cache.keys import scope_of
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex
-from kvconnect.offload.messages import Instructions, Offer, Receive, Report, Span, Withdraw
-from kvconnect.offload.planner import Limits, LoadRequest, OffloadPlan
+from kvconnect.offload.messages import Instructions, JobReport, OfferBlocks, Receive, Span, Withdraw
+from kvconnect.offload.planner import LoadRequest, OffloadLimits, OffloadPlan
 from kvconnect.router.app import Edge, make_app
 from kvconnect.router.fleet import membership, watch
 from kvconnect.router.fleet.sources import file
-from kvconnect.router.options import Intervals, Options, Sources
+from kvconnect.router.options import Intervals, RouterOptions, Sources
 from kvconnect.router.policy.caches import History
-from kvconnect.router.policy.ranking import Policy
+from kvconnect.router.policy.ranking import RankingPolicy
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends import make_store
 from kvconnect.types import FailureCause, JobId, TransferId
@@ -218,11 +218,11 @@ class RouterPart:
     async def open(self) -> None:
         """Start it, without engines."""
         self._file.write_text("")
-        options = Options(
+        options = RouterOptions(
             *((), ()),
             sources=Sources(str(self._file)),
-            prefill_policy=Policy.CACHE_AWARE,
-            decode_policy=Policy.CACHE_AWARE,
+            prefill_policy=RankingPolicy.CACHE_AWARE,
+            decode_policy=RankingPolicy.CACHE_AWARE,
             intervals=Intervals(0.05, 1.0),
         )
         app = make_app(options)
@@ -312,7 +312,7 @@ class PlanPart:
     def __init__(self) -> None:
         index = HostIndex(self.BLOCKS, 1, make_policy("lru", self.BLOCKS))
         self._plan = OffloadPlan(
-            (CacheGroup(16),), index, OffloadingConnectorStats(), Limits(1, 10.0, 10_000)
+            (CacheGroup(16),), index, OffloadingConnectorStats(), OffloadLimits(1, 10.0, 10_000)
         )
 
     async def turn(self, number: int) -> None:
@@ -329,7 +329,7 @@ class PlanPart:
                 plan.plan_store(name, 128, [hashes], [list(range(8))])
                 work = plan.take(0.0)
                 for job in (*work.loads, *work.stores):
-                    plan.on_report(Report(job.job), 0.0)
+                    plan.on_report(JobReport(job.job), 0.0)
                 plan.finish_request(name, [hashes])
         plan.take_removed()
         plan.stats.take()
@@ -368,7 +368,7 @@ class HandoffPart:
             transfer, absent = (
                 TransferId(f"{number:07}{one}{kind}".encode().ljust(16)) for kind in "ab"
             )
-            prefill.step(offers=[Offer(transfer, (Span(0, 0, blocks),))])
+            prefill.step(offers=[OfferBlocks(transfer, (Span(0, 0, blocks),))])
             with HandoffEngine() as decode:
                 spans = (Span(0, 0, blocks),)
                 receives = [
@@ -376,13 +376,13 @@ class HandoffPart:
                     for n, of in enumerate((transfer, absent))
                 ]
                 decode.step(receives=receives)
-                reports: list[Report] = []
+                reports: list[JobReport] = []
                 self._until(decode, partial(_all_there, reports, receives), reports)
             prefill.step(withdrawals=[Withdraw(transfer, FailureCause.GONE)])
         self._until(prefill, lambda: not agent._links._links, [])
 
     def _until(
-        self, engine: HandoffEngine, true: Callable[[], bool], reports: list[Report]
+        self, engine: HandoffEngine, true: Callable[[], bool], reports: list[JobReport]
     ) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not true():
@@ -397,7 +397,7 @@ class HandoffPart:
                 agent.take_stats()
 
 
-def _all_there(reports: list[Report], receives: list[Receive]) -> bool:
+def _all_there(reports: list[JobReport], receives: list[Receive]) -> bool:
     return len(reports) == len(receives)
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import emit, interleave, medians, progress, timed
-from kvconnect.tiers.backends import Outcome, Store, make_store
+from kvconnect.tiers.backends import BlockOutcome, Store, make_store
 from kvconnect.tiers.backends.disk import DiskOptions, DiskStore
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -94,11 +94,11 @@ class Tier:
         self._threads.shutdown()
         self._store.close()
 
-    def _each(self, call: Callable[[list[bytes], list[memoryview]], list[Outcome]]) -> None:
+    def _each(self, call: Callable[[list[bytes], list[memoryview]], list[BlockOutcome]]) -> None:
         def share(start: int) -> None:
             batch = self._views[start : start + self._batch]
             keys = [key_of(self._turn << 32 | start + number) for number in range(len(batch))]
-            assert set(call(keys, batch)) == {Outcome.OK}
+            assert set(call(keys, batch)) == {BlockOutcome.OK}
 
         list(self._threads.map(share, range(0, len(self._views), self._batch)))
 
@@ -155,7 +155,7 @@ def start_figures(folder: Path) -> dict[str, float]:
     memory = memoryview(mmap.mmap(-1, 4 * KIB))
     for start in range(0, BLOCKS, 1000):
         keys = [key_of(number) for number in range(start, start + 1000)]
-        assert set(store.put(keys, [memory] * 1000)) == {Outcome.OK}
+        assert set(store.put(keys, [memory] * 1000)) == {BlockOutcome.OK}
     store.close()
     indexed = sorted(started(options) for _ in range(3))[1]
     indexes = sorted(folder.rglob("*.idx"))
@@ -225,9 +225,9 @@ def _compared(client: Any, store: Store) -> dict[str, float]:
                 for block, answer in zip(blocks[part], answers, strict=True):
                     block[:] = answer
 
-    def tier(call: Callable[[list[bytes], list[memoryview]], list[Outcome]]) -> None:
+    def tier(call: Callable[[list[bytes], list[memoryview]], list[BlockOutcome]]) -> None:
         for part in batches:
-            assert set(call(keys[part], blocks[part])) == {Outcome.OK}
+            assert set(call(keys[part], blocks[part])) == {BlockOutcome.OK}
 
     seconds = medians(
         interleave(

@@ -23,7 +23,7 @@ from kvconnect import versions
 from kvconnect.cache.keys import TENANT_BYTES, tenant_of
 from kvconnect.config import parse_bytes
 from kvconnect.doctor import checks, disk, transfers
-from kvconnect.doctor.findings import Finding, Report
+from kvconnect.doctor.findings import Finding, FindingsReport
 from kvconnect.doctor.peer_process import Task
 from kvconnect.errors import ConfigError
 from kvconnect.observability.metrics import dashboards
@@ -116,7 +116,7 @@ def run_copy(arguments: argparse.Namespace) -> int:
     except ImportError as error:
         fix = "install the engine: pip install 'kvconnect[vllm]'"
         missing = Finding("copy", "fail", f"{error.name} is missing", fix)
-        return _show(Report((missing,), "", "blocks cannot be copied here"), arguments)
+        return _show(FindingsReport((missing,), "", "blocks cannot be copied here"), arguments)
     return _show(copies.examine(arguments.device), arguments)
 
 
@@ -154,7 +154,7 @@ def _listen(task: Task) -> int:
     return 0
 
 
-def _show(report: Report, arguments: argparse.Namespace) -> int:
+def _show(report: FindingsReport, arguments: argparse.Namespace) -> int:
     print(report.json() if arguments.json else report.text())
     return 0 if report.ok else 1
 

@@ -72,7 +72,7 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
     connections: int = 2
 
 
-class BelowConfig(NetworkConfig, frozen=True, kw_only=True):
+class TierConfig(NetworkConfig, frozen=True, kw_only=True):
     """Tiers below host memory; there are none unless they are named.
 
     Attributes:
@@ -94,7 +94,7 @@ class BelowConfig(NetworkConfig, frozen=True, kw_only=True):
     wait_s: float = 5.0
 
 
-class Config(BelowConfig, frozen=True, kw_only=True):
+class Config(TierConfig, frozen=True, kw_only=True):
     """All settings: of the host tier, of the hand-off between engines, and of both.
 
     Attributes:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 import msgspec
 
-from kvconnect.config import BelowConfig, Config, NetworkConfig
+from kvconnect.config import Config, NetworkConfig, TierConfig
 from kvconnect.tiers.backends.disk.options import DiskOptions
 from kvconnect.tiers.backends.mooncake import MooncakeOptions
 from kvconnect.tiers.backends.object import ObjectOptions
@@ -136,7 +136,7 @@ def links() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "settings-host": lambda: settings(Config),
-    "settings-below": lambda: settings(BelowConfig),
+    "settings-below": lambda: settings(TierConfig),
     "settings-network": lambda: settings(NetworkConfig),
     "settings-disk": lambda: settings(DiskOptions),
     "settings-valkey": lambda: settings(ValkeyOptions),

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from kvconnect.testing.memory import Pages
+from kvconnect.testing.memory import PageMemory
 from kvconnect.testing.proxy import FaultProxy
-from kvconnect.testing.transport import Pair, Side
+from kvconnect.testing.transport import ConnectedPair, Side
 from kvconnect.transport import LinkOptions, Security, make_transport
 from kvconnect.transport.base import PeerDown, PeerUp, Transport
 
@@ -30,19 +30,21 @@ def tcp(security: Security = OPEN, **options: object) -> Transport:
 def side(security: Security = OPEN, nbytes: int = 1 << 20, **options: object) -> Iterator[Side]:
     transport = tcp(security, **options)
     try:
-        yield Side(transport, Pages(nbytes, seed=1))
+        yield Side(transport, PageMemory(nbytes, seed=1))
     finally:
         transport.close()
 
 
 @contextmanager
-def through_proxy(nbytes: int = 4 << 20, **options: object) -> Iterator[tuple[Pair, FaultProxy]]:
+def through_proxy(
+    nbytes: int = 4 << 20, **options: object
+) -> Iterator[tuple[ConnectedPair, FaultProxy]]:
     """A reader that reaches its source through a proxy: pages go ``down``."""
     with side(nbytes=nbytes, **options) as reader, side(nbytes=nbytes, **options) as source:
         reader.memory.data[:] = bytes(nbytes)
         with FaultProxy(*source.transport.listen("127.0.0.1", 0)) as proxy:
             source.transport.listen = lambda *_: proxy.address  # type: ignore[method-assign]
-            yield Pair(reader, source), proxy
+            yield ConnectedPair(reader, source), proxy
 
 
 def result(reader: Side, address: tuple[str, int]) -> PeerUp | PeerDown:

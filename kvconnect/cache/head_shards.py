@@ -44,7 +44,7 @@ Rows = Sequence["LayerPages"]
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class HeadUnit:
     """One of the model's units, and where a slot has its bytes.
 
     ``number`` is the same on all ranks of all engines. ``runs`` are in canonical order, none goes
@@ -76,7 +76,7 @@ def units(
     heads: tuple[int, int],
     total_heads: int,
     tokens_apart: bool = True,
-) -> tuple[Unit, ...]:
+) -> tuple[HeadUnit, ...]:
     """Return the units of a block that a rank has, in ascending order of their numbers.
 
     Every byte of the slot is in exactly one run of one unit.
@@ -110,7 +110,7 @@ def units(
     found = []
     for start in range(0, end - first, step):
         runs = (run for layer in layers for run in slot.runs(layer, range(start, start + step)))
-        found.append(Unit((first + start) // step, _merged(runs)))
+        found.append(HeadUnit((first + start) // step, _merged(runs)))
     _check_cover(found, group.block_bytes)
     return tuple(found)
 
@@ -125,7 +125,7 @@ def _check_part(layer: LayerPages, heads: int, tokens_apart: bool) -> None:
         )
 
 
-def _check_cover(found: Sequence[Unit], block_bytes: int) -> None:
+def _check_cover(found: Sequence[HeadUnit], block_bytes: int) -> None:
     """Raise :class:`Incompatible` unless every byte of the slot is in one run, and in one only."""
     at = 0
     for offset, length in sorted(run for unit in found for run in unit.runs):

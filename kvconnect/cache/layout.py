@@ -27,7 +27,7 @@ SLOT_ALIGNMENT = 4096
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Segment:
+class ByteRun:
     """One byte run of every block: block ``b`` owns ``[offset + b * stride, + length)``.
 
     ``offset`` counts from the start of the backing area.
@@ -46,7 +46,7 @@ class _Dim:
 
 def view_segments(
     offset: int, shape: Sequence[int], strides: Sequence[int], itemsize: int, num_blocks: int
-) -> tuple[Segment, ...]:
+) -> tuple[ByteRun, ...]:
     """Return the fewest contiguous byte runs that make up one block of one layer's KV view.
 
     ``offset`` is the view's first byte in the backing area. ``shape`` and ``strides`` (elements,
@@ -74,7 +74,7 @@ def view_segments(
         run *= inner.pop(0).size
     starts = product(*([i * d.stride for i in range(d.size)] for d in inner))
     return tuple(
-        Segment(offset + start * itemsize, block.stride * itemsize, run * itemsize)
+        ByteRun(offset + start * itemsize, block.stride * itemsize, run * itemsize)
         for start in sorted(map(sum, starts))
     )
 
@@ -119,7 +119,7 @@ class GroupGeometry:
     Raises :class:`Incompatible` if two layers partly overlap, :class:`Misuse` for no segments.
     """
 
-    segments: tuple[Segment, ...]
+    segments: tuple[ByteRun, ...]
     num_blocks: int
     block_bytes: int = field(init=False)
 
@@ -133,7 +133,7 @@ class GroupGeometry:
         object.__setattr__(self, "segments", tuple(merged))
         object.__setattr__(self, "block_bytes", sum(s.length for s in merged))
 
-    def reach(self, segments: Iterable[Segment]) -> int:
+    def reach(self, segments: Iterable[ByteRun]) -> int:
         """Return how many leading segments of this group hold all bytes of its parts ``segments``,
         say, those of a layer."""
         starts = [own.offset for own in self.segments]
@@ -146,7 +146,7 @@ class GroupGeometry:
         return max(s.offset + last * s.stride + s.length for s in self.segments)
 
 
-def _merge(segments: Sequence[Segment]) -> list[Segment]:
+def _merge(segments: Sequence[ByteRun]) -> list[ByteRun]:
     """Join segments, sorted by offset, that touch and advance alike from block to block."""
     merged = [segments[0]]
     for segment in segments[1:]:
@@ -155,7 +155,7 @@ def _merge(segments: Sequence[Segment]) -> list[Segment]:
         if segment.offset < end:
             raise Incompatible(f"layers overlap in the KV cache: {last} and {segment}")
         if segment.offset == end and segment.stride == last.stride:
-            merged[-1] = Segment(last.offset, last.stride, last.length + segment.length)
+            merged[-1] = ByteRun(last.offset, last.stride, last.length + segment.length)
         else:
             merged.append(segment)
     return merged

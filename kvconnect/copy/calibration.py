@@ -31,21 +31,21 @@ _FORMAT = 1  # of the file; goes up when the kernels or their launch change
 
 
 @dataclass(frozen=True)
-class Choice:
+class CopyThreshold:
     """Runs up to this many bytes go by kernel, longer ones by DMA; 0: all by DMA."""
 
     store: int
     load: int
 
 
-DEFAULT = Choice(store=0, load=28 << 10)
+DEFAULT = CopyThreshold(store=0, load=28 << 10)
 """Where nothing can be measured: what was published for an H100 on PCIe 5."""
 
 Move = Callable[[str, str, int], None]
 """Copies a sample: direction, way ("kernel" or "dma"), page size."""
 
 
-def choose(seconds: Mapping[tuple[str, str, int], float]) -> Choice:
+def choose(seconds: Mapping[tuple[str, str, int], float]) -> CopyThreshold:
     """Return up to which page the kernel wins, from seconds per (direction, way, page).
 
     It stops at the first page where it does not: a later win is noise.
@@ -60,10 +60,10 @@ def choose(seconds: Mapping[tuple[str, str, int], float]) -> Choice:
             best = page
         return best
 
-    return Choice(store=largest("store"), load=largest("load"))
+    return CopyThreshold(store=largest("store"), load=largest("load"))
 
 
-def measure(driver: Driver, move: Move) -> Choice:
+def measure(driver: Driver, move: Move) -> CopyThreshold:
     """Time both ways for every page size and direction; the best of some rounds counts.
 
     Raises:
@@ -82,7 +82,9 @@ def measure(driver: Driver, move: Move) -> Choice:
     return choose(seconds)
 
 
-def calibrated(driver: Driver, make_move: Callable[[], Move], folder: Path | None = None) -> Choice:
+def calibrated(
+    driver: Driver, make_move: Callable[[], Move], folder: Path | None = None
+) -> CopyThreshold:
     """Return the choice for this machine, from its file or measured now.
 
     A file that is missing, broken or of another format is measured again; one that cannot be
@@ -123,7 +125,7 @@ def _key(name: str) -> str:
     return hashlib.sha256(f"{_FORMAT} {name}".encode()).hexdigest()[:16]
 
 
-def _read(path: Path, name: str) -> Choice | None:
+def _read(path: Path, name: str) -> CopyThreshold | None:
     try:
         content = json.loads(path.read_text())
         store, load = content["store"], content["load"]
@@ -133,10 +135,10 @@ def _read(path: Path, name: str) -> Choice | None:
     except (OSError, ValueError, TypeError, KeyError) as error:
         logger.info("%s is not usable, measuring again: %s", path, error)
         return None
-    return Choice(store, load) if fits else None
+    return CopyThreshold(store, load) if fits else None
 
 
-def _write(path: Path, name: str, choice: Choice) -> None:
+def _write(path: Path, name: str, choice: CopyThreshold) -> None:
     """Replace the file in one go: other workers of this machine read and write it too."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,9 +13,9 @@ from typing import Literal
 
 import torch
 
-from kvconnect.cache.layout import Geometry, GroupGeometry, Segment
+from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.copy.base import Copier, Digests, Runs, check_request, check_sizes
-from kvconnect.copy.calibration import PAGES, SAMPLE_BYTES, Choice, Move, scattered
+from kvconnect.copy.calibration import PAGES, SAMPLE_BYTES, CopyThreshold, Move, scattered
 from kvconnect.copy.driver import Driver
 from kvconnect.copy.kernels import DIGEST_OVER, PIECE_BYTES, ROW, lanes_for, page_table
 from kvconnect.errors import Misuse
@@ -29,7 +29,7 @@ _DIGEST_GRID, _DIGEST_THREADS = 16, 128
 _KERNELS = {"store": "gather_pages", "load": "scatter_pages"}
 
 
-class _Group:
+class _GroupTables:
     """What copies of one group need, made once: its table on the device, its runs for DMA.
 
     ``area`` and ``arena`` are addresses.
@@ -63,7 +63,7 @@ class CudaCopier(Copier):
         arena: torch.Tensor,
         geometry: Geometry,
         driver: Driver,
-        choice: Choice,
+        choice: CopyThreshold,
     ) -> None:
         self._num_slots = check_sizes(geometry, area.nbytes, arena.nbytes)
         if not area.is_contiguous() or not arena.is_contiguous():
@@ -74,7 +74,7 @@ class CudaCopier(Copier):
         self._driver = driver
         self._choice = choice
         addresses = self._area, self._arena
-        self._groups = [_Group(driver, group, *addresses) for group in geometry.groups]
+        self._groups = [_GroupTables(driver, group, *addresses) for group in geometry.groups]
         driver.synchronize()  # tables are read from other streams
 
     def store(self, group: int, block_ids: Sequence[int], slots: Sequence[int]) -> None:
@@ -141,7 +141,7 @@ class CudaCopier(Copier):
         copy = self._launch if self.way(direction, group) == "kernel" else self._copy_batch
         copy(direction, made, (blocks, places), runs or made.all_runs)
 
-    def _launch(self, direction: Direction, made: _Group, ids: _Ids, runs: Runs) -> None:
+    def _launch(self, direction: Direction, made: _GroupTables, ids: _Ids, runs: Runs) -> None:
         pairs = self._driver.upload(_pairs(*ids))
         first, end = (made.rows[run] for run in runs)
         arguments = (
@@ -150,7 +150,7 @@ class CudaCopier(Copier):
         )
         self._driver.launch(_KERNELS[direction], GRID, THREADS, arguments)
 
-    def _copy_batch(self, direction: Direction, made: _Group, ids: _Ids, runs: Runs) -> None:
+    def _copy_batch(self, direction: Direction, made: _GroupTables, ids: _Ids, runs: Runs) -> None:
         blocks, places = (torch.frombuffer(i, dtype=torch.int64).unsqueeze(1) for i in ids)
         some = slice(*runs)
         pages = _numbers(made.pages[some] + blocks * made.strides[some])
@@ -188,9 +188,9 @@ def sample_move(driver: Driver) -> Move:
     area, arena = driver.device_memory(SAMPLE_BYTES), driver.host_memory(SAMPLE_BYTES)
     copiers = {}
     for page in PAGES:
-        geometry = Geometry((GroupGeometry((Segment(0, page, page),), SAMPLE_BYTES // page),))
+        geometry = Geometry((GroupGeometry((ByteRun(0, page, page),), SAMPLE_BYTES // page),))
         for way, limit in (("kernel", page), ("dma", 0)):
-            choice = Choice(store=limit, load=limit)
+            choice = CopyThreshold(store=limit, load=limit)
             copiers[way, page] = CudaCopier(area, arena, geometry, driver, choice)
 
     def move(direction: str, way: str, page: int) -> None:

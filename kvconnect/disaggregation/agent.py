@@ -15,13 +15,13 @@ from kvconnect.disaggregation import bandwidth_probe
 from kvconnect.disaggregation.peer_boundary import guard
 from kvconnect.disaggregation.receive_side import ReceiveSide
 from kvconnect.disaggregation.send_side import SendSide
-from kvconnect.disaggregation.sessions import Link, Links
+from kvconnect.disaggregation.sessions import Session, Sessions
 from kvconnect.errors import ProtocolError, TransferFailed
-from kvconnect.offload.messages import Instructions, Notice, Receive, Report
+from kvconnect.offload.messages import Instructions, JobReport, Receive, TransferEvent
 from kvconnect.protocol import messages
-from kvconnect.protocol.messages import PROBE_WANT, Hello, Message, Probe, Turned
+from kvconnect.protocol.messages import PROBE_WANT, Hello, Message, Probe, Reject
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.transport.base import Event, Fence, Noted, PeerDown, PeerUp, Quiet, Received, Sent
+from kvconnect.transport.base import Drained, Event, Fence, Noted, PeerDown, PeerUp, Received, Sent
 from kvconnect.types import Endpoint
 
 _TICK_S = 0.25
@@ -43,7 +43,7 @@ class HandoffAgent:
 
     def __init__(
         self,
-        links: Links,
+        links: Sessions,
         deadline_s: float,
         mark: Callable[[], Fence | None],
         address: tuple[str, int] | None,
@@ -56,7 +56,7 @@ class HandoffAgent:
         self._mark = mark
         self._offering = False  # this step's blocks are on offer, so layer hooks matter
         self._lock = threading.Lock()
-        self._written = Behind(self._lock, self._sending.written)
+        self._written = LayerQueue(self._lock, self._sending.written)
         self._news = threading.Event()  # something for the engine to take
         self._closed = threading.Event()
         kind = threads.ThreadKind.HANDOFF
@@ -105,7 +105,7 @@ class HandoffAgent:
 
     def poll(
         self, idle: bool, ends_step: bool = False
-    ) -> tuple[list[tuple[Report, Receive]], list[Notice]]:
+    ) -> tuple[list[tuple[JobReport, Receive]], list[TransferEvent]]:
         """Return receives that ended, and notices, since the last call. An ``idle`` engine, which
         has nothing to compute until one comes, waits a moment for it instead of spinning.
         ``ends_step``: until the next one begins, the engine computes nothing.
@@ -177,7 +177,7 @@ class HandoffAgent:
             self._sending.on_lost(event.peer)
         self._receiving.on_lost(event.peer, origin, cause)
 
-    def _on_link_event(self, link: Link, event: Noted | Sent | Received | Quiet) -> None:
+    def _on_link_event(self, link: Session, event: Noted | Sent | Received | Drained) -> None:
         if not isinstance(event, Noted) and event.want >= PROBE_WANT:
             if bandwidth_probe.on_event(self._links, link, event):
                 self._receiving.on_connected(self._links.origin(link), link)
@@ -192,8 +192,8 @@ class HandoffAgent:
         else:
             self._receiving.on_quiet(event)
 
-    def _on_message(self, link: Link, message: Message) -> None:
-        if isinstance(message, Turned):
+    def _on_message(self, link: Session, message: Message) -> None:
+        if isinstance(message, Reject):
             self._links.on_turned(link, message)
         elif isinstance(message, Hello):
             origin = self._links.on_hello(link, message)
@@ -212,7 +212,7 @@ class HandoffAgent:
 # What the engine's thread has launched of a step, on its way to a thread that sends it.
 
 
-class Behind:
+class LayerQueue:
     """Calls ``take(name, fence)`` for each layer, and ``take(None, fence)`` for the rest of a step,
     in order and with ``lock`` held.
 

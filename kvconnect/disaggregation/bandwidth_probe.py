@@ -13,11 +13,20 @@ from collections.abc import Generator
 
 import torch
 
-from kvconnect.disaggregation.sessions import Link, Links
+from kvconnect.disaggregation.sessions import Session, Sessions
 from kvconnect.disaggregation.staging import make_memory
 from kvconnect.errors import ProtocolError, Refused
 from kvconnect.protocol.messages import LAST_WANT, PROBE_WANT, Probe
-from kvconnect.transport.base import Area, Event, Incoming, Memory, Outgoing, Piece, Received, Unit
+from kvconnect.transport.base import (
+    Area,
+    Event,
+    IncomingPages,
+    Memory,
+    OutgoingPages,
+    Piece,
+    Received,
+    Unit,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -53,15 +62,15 @@ class ProbedMemory:
         return self._scratch if unit is _UNIT else self._memory
 
 
-def start(links: Links, link: Link) -> None:
+def start(links: Sessions, link: Session) -> None:
     """Reader: ask for the next probe."""
     want = PROBE_WANT + link.meter.probes
-    order = Incoming(link.peer, want, [_UNIT], [(0, _ids(link))], None, _path(link))
+    order = IncomingPages(link.peer, want, [_UNIT], [(0, _ids(link))], None, _path(link))
     links.transport.submit(order)
     links.tell(link.peer, Probe(want=want))
 
 
-def answer(links: Links, link: Link, want: int) -> None:
+def answer(links: Sessions, link: Session, want: int) -> None:
     """Source: send what was asked for, once for each want.
 
     Raises:
@@ -69,11 +78,11 @@ def answer(links: Links, link: Link, want: int) -> None:
     """
     if want != PROBE_WANT + link.meter.probes or want > LAST_WANT or not link.inbound:
         raise ProtocolError("a probe out of turn")
-    links.transport.submit(Outgoing(link.peer, want, 0, _UNIT, 0, _ids(link)))
+    links.transport.submit(OutgoingPages(link.peer, want, 0, _UNIT, 0, _ids(link)))
     link.meter.probes += 1
 
 
-def on_event(links: Links, link: Link, event: Event) -> bool:
+def on_event(links: Sessions, link: Session, event: Event) -> bool:
     """Reader: pages of a probe came; go on to the next one once they are complete. Say whether
     that was the last, and the path is chosen. Connections of a peer work side by side, so the
     slowest of them is what it took.
@@ -99,17 +108,17 @@ def on_event(links: Links, link: Link, event: Event) -> bool:
     return True
 
 
-def _path(link: Link) -> str:
+def _path(link: Session) -> str:
     """Return the path of the probe that is due."""
     return link.meter.paths[link.meter.probes // len(_ROUNDS)]
 
 
-def _ids(link: Link) -> array[int]:
+def _ids(link: Session) -> array[int]:
     """Return its wire blocks; both sides count probes alike."""
     return _ROUNDS[link.meter.probes % len(_ROUNDS)]
 
 
-def _choose(links: Links, link: Link) -> None:
+def _choose(links: Sessions, link: Session) -> None:
     meter = link.meter
     fastest = max(meter.paths, key=lambda path: meter.rates[path])
     if links.is_first:

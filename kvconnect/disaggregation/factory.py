@@ -11,7 +11,7 @@ import torch
 from kvconnect.config import Config
 from kvconnect.disaggregation.agent import HandoffAgent
 from kvconnect.disaggregation.bandwidth_probe import ProbedMemory
-from kvconnect.disaggregation.sessions import Choice, GroupPages, Links
+from kvconnect.disaggregation.sessions import GroupPages, PathPreference, Sessions
 from kvconnect.errors import ConfigError
 from kvconnect.offload.streams import make_streams
 from kvconnect.protocol.messages import Hello
@@ -67,8 +67,8 @@ def start_agent(
     if address:
         found = transport.listen(*address)
         logger.info("handing out KV blocks at %s:%d", *found)
-    choice = Choice(name, config.min_rate)
-    links = Links(cache.hello, cache.pages, transport, OffloadingConnectorStats(), choice)
+    choice = PathPreference(name, config.min_rate)
+    links = Sessions(cache.hello, cache.pages, transport, OffloadingConnectorStats(), choice)
     links.is_first, links.traced = links.is_first or alone, traced
     return HandoffAgent(links, deadline_s, make_streams(cache.device).mark, found)
 

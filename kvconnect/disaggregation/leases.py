@@ -18,7 +18,7 @@ from kvconnect.cache.groups import CacheGroup
 from kvconnect.disaggregation.states import LEASE, Event, Lease
 from kvconnect.errors import Misuse
 from kvconnect.offload.jobs import NULL_BLOCK, Owner
-from kvconnect.offload.messages import Notice, NoticeKind, Offer, Withdraw
+from kvconnect.offload.messages import NoticeKind, OfferBlocks, TransferEvent, Withdraw
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause, Rank, Span, TransferId, TransferType
 
@@ -45,7 +45,7 @@ class LeaseLimits(NamedTuple):
 
 
 @dataclass
-class _Life:
+class _LeaseLife:
     since: float
     end: float = math.inf  # no sign of life extends a deadline beyond it
 
@@ -54,7 +54,7 @@ class _Life:
 class _Lease:
     transfer: TransferId
     tokens: int
-    life: _Life
+    life: _LeaseLife
     next_block: list[int]  # per group: the first block not offered yet
     end_block: list[int]  # per group: the first block beyond ``tokens``
     state: Lease = LEASE.start
@@ -147,7 +147,7 @@ class Leases:
         self._limits = limits
         self._leases: dict[TransferId, _Lease] = {}
         self._requests: dict[str, _Lease] = {}  # whose request is alive
-        self._offers: list[Offer] = []
+        self._offers: list[OfferBlocks] = []
         self._withdrawals: list[Withdraw] = []
         self._released: list[int] = []
 
@@ -171,9 +171,9 @@ class Leases:
             return False
         first = [group.first_block(tokens) for group in self._groups]
         end = [-(-tokens // group.block_tokens) for group in self._groups]
-        lease = _Lease(transfer, tokens, _Life(now), first, end)
+        lease = _Lease(transfer, tokens, _LeaseLife(now), first, end)
         self._leases[transfer] = self._requests[req_id] = lease
-        self._offers.append(Offer(transfer))
+        self._offers.append(OfferBlocks(transfer))
         return True
 
     def offer(
@@ -201,7 +201,7 @@ class Leases:
             return []
         held = [block for span in spans for block in span.block_ids]
         if spans:
-            self._offers.append(Offer(lease.transfer, tuple(spans)))
+            self._offers.append(OfferBlocks(lease.transfer, tuple(spans)))
             lease.blocks += held
             self.granted += len(held)
         return held
@@ -244,7 +244,7 @@ class Leases:
         lease.close(self._limits, now)
         return lease.transfer
 
-    def on_notice(self, notice: Notice, now: float) -> None:
+    def on_notice(self, notice: TransferEvent, now: float) -> None:
         """Take what a worker saw of a reader, or its answer to a withdrawal."""
         lease = self._leases.get(notice.transfer)
         if lease is None:  # an answer to a request that is long over
@@ -282,7 +282,7 @@ class Leases:
                 self._withdraw(lease, Event.EXPIRE, now)
             lease.overdue = True
 
-    def take(self) -> tuple[list[Offer], list[Withdraw]]:
+    def take(self) -> tuple[list[OfferBlocks], list[Withdraw]]:
         """Return the instructions since the last call; offers are to be run first."""
         taken = self._offers, self._withdrawals
         self._offers, self._withdrawals = [], []

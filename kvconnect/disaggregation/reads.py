@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvconnect.disaggregation.states import TRANSFER, Event, Transfer
+from kvconnect.disaggregation.states import TRANSFER, Event, TransferState
 from kvconnect.errors import Misuse, ProtocolError, contained
-from kvconnect.offload.messages import Notice, NoticeKind
+from kvconnect.offload.messages import NoticeKind, TransferEvent
 from kvconnect.types import FailureCause, Rank, Span, TransferId
 
 
-class View(NamedTuple):
+class GroupView(NamedTuple):
     """How this worker and a peer number one group's units.
 
     ``ratio``: wire blocks per block here. ``unit_all``: the unit of all layers that the two
@@ -30,7 +30,7 @@ class View(NamedTuple):
     unit_of_layer: tuple[int, ...]
 
 
-class Ask(NamedTuple):
+class AcceptedRead(NamedTuple):
     """A reader's want. ``views`` by group; groups that the two do not share are missing.
     ``parts``: (group, first wire block, count), groups ascending. ``early``: the transfer may not
     be known here yet."""
@@ -40,7 +40,7 @@ class Ask(NamedTuple):
     transfer: TransferId
     early: bool
     reader: Rank
-    views: Mapping[int, View]
+    views: Mapping[int, GroupView]
     parts: Sequence[tuple[int, int, int]]
 
 
@@ -60,7 +60,7 @@ class SendPages(NamedTuple):
     fence: Any
 
 
-class Stop(NamedTuple):
+class CancelRead(NamedTuple):
     """Cancel a want at the transport; ``quiet`` follows."""
 
     peer: int
@@ -93,7 +93,7 @@ class AllReady(NamedTuple):
 class Tell(NamedTuple):
     """Report a notice to the scheduler."""
 
-    notice: Notice
+    notice: TransferEvent
 
 
 class Served(NamedTuple):
@@ -102,7 +102,7 @@ class Served(NamedTuple):
 
     peer: int
     want: int
-    notice: Notice
+    notice: TransferEvent
 
 
 class Break(NamedTuple):
@@ -112,7 +112,7 @@ class Break(NamedTuple):
     error: Exception
 
 
-Action = SendPages | Stop | Refuse | StillThere | AllReady | Tell | Served | Break
+Action = SendPages | CancelRead | Refuse | StillThere | AllReady | Tell | Served | Break
 
 
 def guarded(peer: int, work: Callable[[], list[Action]]) -> list[Action]:
@@ -138,11 +138,11 @@ def wire_ids(span: Span, ratio: int, first: int, stop: int) -> array[int]:
 
 
 @dataclass(eq=False)
-class Reader:
+class ServedRead:
     """One want that is, or was, served."""
 
-    ask: Ask
-    state: Transfer = TRANSFER.start
+    ask: AcceptedRead
+    state: TransferState = TRANSFER.start
     left: int = 0  # wire blocks, once per layer, that were not submitted yet
     in_flight: int = 0  # orders submitted and not sent
     moved: bool = False  # something was sent since the last heartbeat
@@ -156,7 +156,7 @@ class Reader:
         )
         group, first, _ = self.ask.parts[0]
         block = 0 if group else first // self.ask.views[group].ratio
-        return Tell(Notice(self.ask.transfer, NoticeKind.JOINED, self.ask.reader, block))
+        return Tell(TransferEvent(self.ask.transfer, NoticeKind.JOINED, self.ask.reader, block))
 
     def send(self, span: Span, number: int, fence: Any) -> list[Action]:
         """Submit what the reader wants of a span, in one unit; -1 is of no layer it takes."""
@@ -188,7 +188,7 @@ class Reader:
         """Begin nothing new; cancel what is under way."""
         self.state = TRANSFER.after(self.state, Event.ABORT)
         if self.in_flight:
-            return [Stop(self.ask.peer, self.ask.want)]
+            return [CancelRead(self.ask.peer, self.ask.want)]
         self.state = TRANSFER.after(self.state, Event.QUIET)
         return []
 
@@ -196,19 +196,19 @@ class Reader:
         """Some of it has left; ``in_flight`` orders have not."""
         self.in_flight = in_flight
         self.moved = True
-        if self.state is Transfer.STOPPING and not in_flight:
+        if self.state is TransferState.STOPPING and not in_flight:
             self.state = TRANSFER.after(self.state, Event.QUIET)
 
     def served(self) -> list[Action]:
         """Say so once the reader has everything and the last of it has left: its word may be
         faster than that of our own sockets."""
-        if self.state is not Transfer.COMPLETE or self.in_flight:
+        if self.state is not TransferState.COMPLETE or self.in_flight:
             return []
-        notice = Notice(self.ask.transfer, NoticeKind.DONE, self.ask.reader)
+        notice = TransferEvent(self.ask.transfer, NoticeKind.DONE, self.ask.reader)
         return [Served(self.ask.peer, self.ask.want, notice)]
 
     def tell(self, kind: NoticeKind) -> Tell:
-        return Tell(Notice(self.ask.transfer, kind, self.ask.reader))
+        return Tell(TransferEvent(self.ask.transfer, kind, self.ask.reader))
 
     def _units(self, group: int, number: int) -> list[int]:
         """Return the units of the layers that a unit is made of."""
@@ -221,7 +221,7 @@ class Known:
     """A transfer that was announced here."""
 
     ready: dict[int, tuple[Span, Any]] = field(default_factory=dict)  # by group, with the fence
-    readers: dict[tuple[int, int], Reader] = field(default_factory=dict)  # by peer and want
+    readers: dict[tuple[int, int], ServedRead] = field(default_factory=dict)  # by peer and want
     cause: FailureCause | None = None  # why it is withdrawn
 
     def add(self, span: Span, fence: Any) -> None:
@@ -238,22 +238,22 @@ class Known:
 
     def serves(self, rank: Rank) -> bool:
         """Whether that reader is being served, or was."""
-        kept = (Transfer.MOVING, Transfer.COMPLETE)
+        kept = (TransferState.MOVING, TransferState.COMPLETE)
         return any(r.ask.reader == rank and r.state in kept for r in self.readers.values())
 
-    def moving(self) -> list[Reader]:
+    def moving(self) -> list[ServedRead]:
         """Return the readers that are being served."""
-        return [reader for reader in self.readers.values() if reader.state is Transfer.MOVING]
+        return [reader for reader in self.readers.values() if reader.state is TransferState.MOVING]
 
     def withdraw(self, cause: FailureCause) -> list[Action]:
         """Stop every reader."""
         self.cause = cause
         actions: list[Action] = []
         for reader in self.readers.values():
-            if reader.state is Transfer.MOVING:
+            if reader.state is TransferState.MOVING:
                 detail = "the prefill side gives the blocks up"
                 actions.append(Refuse(reader.ask.peer, reader.ask.want, cause, detail))
-            if reader.state in (Transfer.MOVING, Transfer.COMPLETE):
+            if reader.state in (TransferState.MOVING, TransferState.COMPLETE):
                 actions += reader.stop()
         return actions
 
@@ -276,7 +276,7 @@ class Step:
             for action in guarded(reader.ask.peer, partial(reader.send_layer, span, layer, fence))
         ]
 
-    def catch_up(self, known: Known, reader: Reader) -> list[Action]:
+    def catch_up(self, known: Known, reader: ServedRead) -> list[Action]:
         """Send a new reader the layers that are written already."""
         return [
             action
@@ -302,11 +302,11 @@ class Step:
         return actions
 
 
-def _send_layers(reader: Reader, span: Span, layers: Sequence[int], fence: Any) -> list[Action]:
+def _send_layers(reader: ServedRead, span: Span, layers: Sequence[int], fence: Any) -> list[Action]:
     return [action for layer in layers for action in reader.send_layer(span, layer, fence)]
 
 
-def check(ask: Ask, last_want: int) -> None:
+def check(ask: AcceptedRead, last_want: int) -> None:
     """Check what a peer asks for.
 
     Raises:

@@ -12,22 +12,22 @@ from dataclasses import replace
 from kvconnect.disaggregation import receiver
 from kvconnect.disaggregation.peer_boundary import guard
 from kvconnect.disaggregation.receiver import Action, AskPages, CancelWant, Origin, Receiver, Thank
-from kvconnect.disaggregation.sessions import Link, Links
+from kvconnect.disaggregation.sessions import Session, Sessions
 from kvconnect.errors import ProtocolError, Refused
-from kvconnect.offload.messages import Instructions, Keep, Moved, Receive, Report
+from kvconnect.offload.messages import Instructions, JobReport, Keep, PeerTransfer, Receive
 from kvconnect.protocol.messages import (
     Alive,
     Cancel,
     Decline,
-    Done,
     Fail,
     Message,
-    Ready,
+    PagesReady,
+    ReadDone,
+    ReadRequest,
     Renew,
-    Want,
 )
 from kvconnect.protocol.topology import sources_for
-from kvconnect.transport.base import Fence, Incoming, PeerId, Quiet, Received
+from kvconnect.transport.base import Drained, Fence, IncomingPages, PeerId, Received
 from kvconnect.types import Endpoint, FailureCause, JobId, TransferId, TransferType
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ _CAUSES = {cause.value: cause for cause in FailureCause}
 class ReceiveSide:
     """Not synchronised: the agent holds its lock around every call."""
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: Sessions) -> None:
         self._links = links
         groups = links.hello.groups
         self._machine = Receiver(
@@ -49,8 +49,8 @@ class ReceiveSide:
         self._keeps: dict[Origin, list[Keep]] = {}  # until the connection is there
         self._renewals: dict[TransferId, tuple[Keep, float]] = {}  # and when the next is due
         self.stepped_at = math.inf  # when the engine's last step ended; inf: in one, or not known
-        self._finished: list[tuple[Report, Receive]] = []
-        self._moved: dict[JobId, list[Moved]] = {}  # of receives that are not over
+        self._finished: list[tuple[JobReport, Receive]] = []
+        self._moved: dict[JobId, list[PeerTransfer]] = {}  # of receives that are not over
         self._fence: Fence | None = None  # of the last step that received something
 
     def begin_step(self, work: Instructions, now: float, fence: Fence | None) -> None:
@@ -85,12 +85,12 @@ class ReceiveSide:
         """Whether :meth:`take_finished` has something."""
         return bool(self._finished)
 
-    def take_finished(self) -> list[tuple[Report, Receive]]:
+    def take_finished(self) -> list[tuple[JobReport, Receive]]:
         """Return receives that ended since the last call."""
         finished, self._finished = self._finished, []
         return finished
 
-    def on_message(self, link: Link, message: Message) -> None:
+    def on_message(self, link: Session, message: Message) -> None:
         """A source says something.
 
         Raises:
@@ -101,12 +101,12 @@ class ReceiveSide:
             self._run(self._machine.failed(link.peer, message.want, cause))
         elif isinstance(message, Alive):
             self._machine.alive(link.peer, message.wants, time.monotonic())
-        elif isinstance(message, Ready):
+        elif isinstance(message, PagesReady):
             link.meter.all_ready(message.want)
         else:
             raise ProtocolError(f"{type(message).__name__} from a source")
 
-    def on_received(self, link: Link, event: Received) -> None:
+    def on_received(self, link: Session, event: Received) -> None:
         """Pages have landed.
 
         Raises:
@@ -120,11 +120,11 @@ class ReceiveSide:
             self._machine.received(event.peer, event.want, event.number, blocks, event.bad, now)
         )
 
-    def on_quiet(self, event: Quiet) -> None:
+    def on_quiet(self, event: Drained) -> None:
         """The transport has stopped a want."""
         self._run(self._machine.quiet(event.peer, event.want))
 
-    def on_connected(self, origin: Origin, link: Link) -> None:
+    def on_connected(self, origin: Origin, link: Session) -> None:
         """There is an agreement with a worker that was needed."""
         self._run(self._machine.connected(origin, link.peer, link.views))
         for keep in self._keeps.pop(origin, ()):
@@ -167,7 +167,7 @@ class ReceiveSide:
                 with guard(self._links, link.peer):  # the engine's thread comes by here too
                     self._do(link, action)
 
-    def _do(self, link: Link, action: AskPages | CancelWant | Thank) -> None:
+    def _do(self, link: Session, action: AskPages | CancelWant | Thank) -> None:
         if isinstance(action, AskPages):
             self._ask(link, action)
         elif isinstance(action, CancelWant):
@@ -178,21 +178,21 @@ class ReceiveSide:
             *_, moved = link.meter.finish(self._links.stats, action.want, "recv")
             if moved is not None:
                 self._moved.setdefault(action.job, []).append(moved)
-            self._links.tell(link.peer, Done(want=action.want))
+            self._links.tell(link.peer, ReadDone(want=action.want))
             self._links.transport.cancel(link.peer, action.want)
 
-    def _ask(self, link: Link, ask: AskPages) -> None:
+    def _ask(self, link: Session, ask: AskPages) -> None:
         spans = {span.group: (span.first, span.block_ids) for span in ask.spans}
         nothing = (0, array("q"))
         by_unit = [spans.get(group, nothing) for group in link.unit_group]
         link.meter.open(ask.want, asked=True)
         self._links.transport.submit(
-            Incoming(link.peer, ask.want, link.units, by_unit, self._fence, link.meter.path)
+            IncomingPages(link.peer, ask.want, link.units, by_unit, self._fence, link.meter.path)
         )
         parts = [(span.group, span.first, len(span.block_ids)) for span in ask.spans]
         self._links.tell(
             link.peer,
-            Want(want=ask.want, transfer=ask.transfer, early=ask.early, parts=parts),
+            ReadRequest(want=ask.want, transfer=ask.transfer, early=ask.early, parts=parts),
         )
 
     def _keep(self, keep: Keep) -> None:
@@ -204,7 +204,7 @@ class ReceiveSide:
             _tell_keep(self._links, link, keep)
 
 
-def _tell_keep(links: Links, link: Link, keep: Keep) -> None:
+def _tell_keep(links: Sessions, link: Session, keep: Keep) -> None:
     transfer = keep.transfer
     message = Renew(transfers=[transfer]) if keep.every_s else Decline(transfer=transfer)
     links.tell(link.peer, message)

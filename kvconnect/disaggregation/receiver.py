@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvconnect.disaggregation.reads import View, wire_ids
-from kvconnect.disaggregation.states import TRANSFER, Event, Transfer
+from kvconnect.disaggregation.reads import GroupView, wire_ids
+from kvconnect.disaggregation.states import TRANSFER, Event, TransferState
 from kvconnect.errors import ProtocolError
-from kvconnect.offload.messages import Failure, Receive, Report
+from kvconnect.offload.messages import FailedBlock, JobReport, Receive
 from kvconnect.types import Endpoint, FailureCause, JobId, Span, TransferId
 
 MAX_WAIT_S = 600.0
@@ -67,7 +67,7 @@ class Thank(NamedTuple):
 class Finished(NamedTuple):
     """The job is over; nothing of it is written any more."""
 
-    report: Report
+    report: JobReport
     job: Receive
 
 
@@ -75,13 +75,13 @@ Action = NeedPeer | AskPages | CancelWant | Thank | Finished
 
 
 @dataclass(eq=False)
-class _Want:
+class _AwaitedPages:
     """What one peer owes to a job."""
 
-    job: _Job
+    job: _ReceiveJob
     origin: Origin
     number: int
-    state: Transfer = TRANSFER.start
+    state: TransferState = TRANSFER.start
     peer: int = -1
     spans: dict[int, Span] = field(default_factory=dict)  # by group, in wire blocks
     ratios: dict[int, int] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class _Want:
     got: dict[tuple[int, int], int] = field(default_factory=dict)  # (group, layer) -> bit set
     left: int = 0  # wire blocks, once per layer, that have not come
 
-    def start(self, peer: int, views: Mapping[int, View], block_tokens: Sequence[int]) -> None:
+    def start(self, peer: int, views: Mapping[int, GroupView], block_tokens: Sequence[int]) -> None:
         """Work out what the peer is to send."""
         self.state, self.peer = TRANSFER.after(self.state, Event.STARTED), peer
         for span, (begin, end) in zip(self.job.receive.spans, self.job.receive.tokens, strict=True):
@@ -141,11 +141,11 @@ class _Want:
 
 
 @dataclass(eq=False)
-class _Job:
+class _ReceiveJob:
     receive: Receive
     started: float
     progress_at: float
-    wants: list[_Want] = field(default_factory=list)
+    wants: list[_AwaitedPages] = field(default_factory=list)
     cause: FailureCause | None = None  # why it was given up
     failures: dict[tuple[int, int], FailureCause] = field(default_factory=dict)
 
@@ -154,22 +154,22 @@ class _Job:
         self.cause = self.cause or cause
         actions: list[Action] = []
         for want in self.wants:
-            if want.state in (Transfer.MOVING, Transfer.COMPLETE):
+            if want.state in (TransferState.MOVING, TransferState.COMPLETE):
                 actions.append(CancelWant(want.peer, want.number))
             want.state = TRANSFER.after(want.state, Event.ABORT)
         return actions
 
     def thank(self) -> list[Action]:
         """Thank every peer, once all have delivered everything."""
-        served = (Transfer.COMPLETE, Transfer.OVER)
+        served = (TransferState.COMPLETE, TransferState.OVER)
         if self.cause is not None or any(want.state not in served for want in self.wants):
             return []
-        complete = [want for want in self.wants if want.state is Transfer.COMPLETE]
+        complete = [want for want in self.wants if want.state is TransferState.COMPLETE]
         for want in complete:
             want.state = TRANSFER.after(want.state, Event.ABORT)
         return [Thank(want.peer, want.number, self.receive.job) for want in complete]
 
-    def report(self, layers: Sequence[int]) -> Report:
+    def report(self, layers: Sequence[int]) -> JobReport:
         """Say which blocks are not what they should be; ``layers`` there are, by group."""
         places = [place for want in self.wants for place in want.missing()]
         for span, (begin, end) in zip(self.receive.spans, self.receive.tokens, strict=True):
@@ -178,8 +178,8 @@ class _Job:
                 places += [(span.group, block) for block in span.block_ids]
         for place in places:
             self.failures.setdefault(place, self.cause or FailureCause.REFUSED)
-        failures = (Failure(*place, -1, cause) for place, cause in self.failures.items())
-        return Report(self.receive.job, tuple(failures))
+        failures = (FailedBlock(*place, -1, cause) for place, cause in self.failures.items())
+        return JobReport(self.receive.job, tuple(failures))
 
 
 class Receiver:
@@ -193,10 +193,10 @@ class Receiver:
         layers this worker has: what no peer brings has failed."""
         self._block_tokens = tuple(block_tokens)
         self._layers = tuple(layers)
-        self._peers: dict[Origin, tuple[int, Mapping[int, View]]] = {}
+        self._peers: dict[Origin, tuple[int, Mapping[int, GroupView]]] = {}
         self._connecting: set[Origin] = set()
-        self._jobs: dict[JobId, _Job] = {}
-        self._wants: dict[tuple[int, int], _Want] = {}  # by peer and number
+        self._jobs: dict[JobId, _ReceiveJob] = {}
+        self._wants: dict[tuple[int, int], _AwaitedPages] = {}  # by peer and number
         self._last = 0
 
     def __repr__(self) -> str:
@@ -205,13 +205,13 @@ class Receiver:
     def receive(self, job: Receive, endpoints: Sequence[Endpoint], now: float) -> list[Action]:
         """Start a receive from those workers of its source that this worker needs; none if the
         job has no source."""
-        record = self._jobs[job.job] = _Job(job, now, now)
+        record = self._jobs[job.job] = _ReceiveJob(job, now, now)
         actions: list[Action] = []
         source = job.source
         origins = [Origin(e, source.engine_id, source.epoch) for e in endpoints] if source else []
         for origin in origins:
             self._last += 1
-            want = _Want(record, origin, self._last)
+            want = _AwaitedPages(record, origin, self._last)
             record.wants.append(want)
             if origin in self._peers:
                 actions += self._start(want)
@@ -220,7 +220,7 @@ class Receiver:
                 actions.append(NeedPeer(origin))
         return actions + self._advance(record)
 
-    def connected(self, origin: Origin, peer: int, views: Mapping[int, View]) -> list[Action]:
+    def connected(self, origin: Origin, peer: int, views: Mapping[int, GroupView]) -> list[Action]:
         """A peer can be asked. ``views`` by group; groups that the two do not share are
         missing."""
         self._connecting.discard(origin)
@@ -228,7 +228,7 @@ class Receiver:
         actions: list[Action] = []
         for job in list(self._jobs.values()):
             for want in list(job.wants):
-                if want.origin == origin and want.state is Transfer.ASKED:
+                if want.origin == origin and want.state is TransferState.ASKED:
                     actions += self._start(want)
             actions += self._advance(job)
         return actions
@@ -240,7 +240,7 @@ class Receiver:
             want.job
             for job in self._jobs.values()
             for want in job.wants
-            if want.origin == origin and want.state is Transfer.ASKED
+            if want.origin == origin and want.state is TransferState.ASKED
         ]
         return [action for job in waiting for action in self._fail(job, cause)]
 
@@ -253,7 +253,7 @@ class Receiver:
             ProtocolError: not asked for, or a second time. The caller closes the peer.
         """
         record = self._wants.get((peer, want))
-        if record is None or record.state in (Transfer.STOPPING, Transfer.OVER):
+        if record is None or record.state in (TransferState.STOPPING, TransferState.OVER):
             return []
         group = record.take(number, blocks)
         job, span = record.job, record.spans[group]
@@ -269,7 +269,7 @@ class Receiver:
     def failed(self, peer: int, want: int, cause: FailureCause) -> list[Action]:
         """The peer does not, or no longer, serve a want."""
         record = self._wants.get((peer, want))
-        if record is None or record.state is not Transfer.MOVING:
+        if record is None or record.state is not TransferState.MOVING:
             return []
         return self._fail(record.job, cause)
 
@@ -294,7 +294,7 @@ class Receiver:
         actions: list[Action] = []
         for key in [key for key in self._wants if key[0] == peer]:
             record = self._wants.pop(key)
-            moving = record.state is Transfer.MOVING
+            moving = record.state is TransferState.MOVING
             record.state = TRANSFER.after(record.state, Event.PEER_LOST)
             if moving:
                 actions += self._fail(record.job, FailureCause.PEER)
@@ -316,7 +316,7 @@ class Receiver:
         ]
         return [action for job in late for action in self._fail(job, FailureCause.DEADLINE)]
 
-    def _start(self, want: _Want) -> list[Action]:
+    def _start(self, want: _AwaitedPages) -> list[Action]:
         peer, views = self._peers[want.origin]
         want.start(peer, views, self._block_tokens)
         if not want.left:  # this peer has nothing that the job lacks
@@ -327,13 +327,13 @@ class Receiver:
         spans = tuple(span for _, span in sorted(want.spans.items()))
         return [AskPages(peer, want.number, job.transfer, job.early, spans)]
 
-    def _fail(self, job: _Job, cause: FailureCause) -> list[Action]:
+    def _fail(self, job: _ReceiveJob, cause: FailureCause) -> list[Action]:
         return job.give_up(cause) + self._advance(job)
 
-    def _advance(self, job: _Job) -> list[Action]:
+    def _advance(self, job: _ReceiveJob) -> list[Action]:
         """Go on if nothing is missing; finish if nothing can land any more."""
         actions = job.thank()
-        if any(want.state is not Transfer.OVER for want in job.wants):
+        if any(want.state is not TransferState.OVER for want in job.wants):
             return actions
         if self._jobs.pop(job.receive.job, None) is not None:
             actions.append(Finished(job.report(self._layers), job.receive))

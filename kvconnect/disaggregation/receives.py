@@ -16,7 +16,7 @@ from kvconnect.cache.groups import CacheGroup, keeps_prefix
 from kvconnect.disaggregation.states import HANDOFF, Event, Handoff
 from kvconnect.errors import Misuse
 from kvconnect.offload.jobs import Hold, Ledger, Owner
-from kvconnect.offload.messages import Drop, Keep, Receive, Report, Source
+from kvconnect.offload.messages import Drop, JobReport, Keep, PrefillSource, Receive
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause, JobId, Span, TransferId, TransferType
 
@@ -27,7 +27,7 @@ _ANSWER_FACTOR = 2.0  # a receive unanswered for so many deadlines is counted
 _RENEWALS = 3  # per lease, so that one may be late
 
 
-class ArrivalLimits(NamedTuple):
+class ReceiveLimits(NamedTuple):
     """``workers`` must answer each receive, which ends after ``deadline_s`` seconds without
     progress. The other side keeps blocks for ``lease_s`` seconds after each renewal."""
 
@@ -36,7 +36,7 @@ class ArrivalLimits(NamedTuple):
     deadline_s: float
 
 
-class SettledArrival(NamedTuple):
+class SettledReceive(NamedTuple):
     """A receive that every worker has answered. ``cause`` says why it failed, if it did, which is
     ``SKIPPED`` if nothing but the drop ended it; ``dropped``: the request was over before."""
 
@@ -46,12 +46,12 @@ class SettledArrival(NamedTuple):
 
 
 @dataclass
-class _Arrival:
+class _Receive:
     """A request's hand-off, until the request is over."""
 
     req_id: str
     transfer: TransferId
-    source: Source | None  # None: refused
+    source: PrefillSource | None  # None: refused
     early: bool
     kept: bool  # whether the workers renew its lease, or need not
     state: Handoff = HANDOFF.start
@@ -62,7 +62,7 @@ class _Arrival:
 class _Flight:
     """A receive, until its last answer."""
 
-    arrival: _Arrival
+    arrival: _Receive
     receive: Receive
     planned: float
     local_tokens: int
@@ -72,18 +72,18 @@ class _Flight:
     overdue: bool = False
 
 
-class Arrivals:
+class Receives:
     """Hand-offs to one decode engine. Owned by the scheduler's thread; ``now`` is in seconds of
     one monotonic clock. Each step: ``on_report``, ``plan``, ``tick``, ``take``."""
 
     def __init__(
-        self, groups: Sequence[CacheGroup], stats: OffloadingConnectorStats, limits: ArrivalLimits
+        self, groups: Sequence[CacheGroup], stats: OffloadingConnectorStats, limits: ReceiveLimits
     ) -> None:
         self.ledger = Ledger()
         self._groups = tuple(groups)
         self._stats = stats
         self._limits = limits
-        self._requests: dict[str, _Arrival] = {}
+        self._requests: dict[str, _Receive] = {}
         self._jobs: dict[JobId, _Flight] = {}
         self._last = _JOBS
         self._receives: list[Receive] = []
@@ -105,7 +105,7 @@ class Arrivals:
         """Whether a report's job was numbered here."""
         return job > _JOBS
 
-    def open(self, req_id: str, transfer: TransferId, source: Source, early: bool) -> bool:
+    def open(self, req_id: str, transfer: TransferId, source: PrefillSource, early: bool) -> bool:
         """A request came whose blocks another engine has, or (``early``) will have.
 
         Return False if another one brings the same blocks: this is an ordinary one. A transfer is
@@ -113,7 +113,7 @@ class Arrivals:
         """
         if any(arrival.transfer == transfer for arrival in self._requests.values()):
             return False
-        self._requests[req_id] = _Arrival(req_id, transfer, source, early, kept=False)
+        self._requests[req_id] = _Receive(req_id, transfer, source, early, kept=False)
         return True
 
     def refuse(self, req_id: str, field: str) -> None:
@@ -121,7 +121,7 @@ class Arrivals:
         :class:`~kvconnect.errors.Refused`. What it plans, every worker reports as failed."""
         self._stats.count("handoff_refused", label=field)
         nothing = TransferId(bytes(16))
-        self._requests[req_id] = _Arrival(req_id, nothing, None, early=False, kept=True)
+        self._requests[req_id] = _Receive(req_id, nothing, None, early=False, kept=True)
 
     def pending(self, req_id: str) -> bool:
         """Whether a hand-off is wanted and not yet planned."""
@@ -182,7 +182,7 @@ class Arrivals:
             self._drops.append(Drop(arrival.job))
         del self._requests[req_id]
 
-    def on_report(self, report: Report, now: float) -> SettledArrival | None:
+    def on_report(self, report: JobReport, now: float) -> SettledReceive | None:
         """Take one worker's answer; return what came of it once the last one has answered."""
         flight = self._jobs.get(report.job)
         if flight is None:
@@ -201,7 +201,7 @@ class Arrivals:
         dropped = arrival.state is Handoff.DROPPING
         arrival.state = HANDOFF.after(arrival.state, Event.ANSWERED)
         cause = min(flight.failures.values(), key=_is_skipped, default=None)
-        settled = SettledArrival(arrival.req_id, cause, dropped)
+        settled = SettledReceive(arrival.req_id, cause, dropped)
         # A request that is over computes nothing any more.
         lost = 0 if cause is None or dropped else _lost_tokens(self._groups, flight)
         _count(self._stats, flight, settled, lost, now)
@@ -247,7 +247,7 @@ class Arrivals:
             raise Misuse(f"{blocks} blocks are received into, {self.ledger.held} are held")
 
 
-def _is_untold(arrival: _Arrival) -> bool:
+def _is_untold(arrival: _Receive) -> bool:
     return arrival.state is Handoff.WANTED and not arrival.kept
 
 
@@ -273,7 +273,7 @@ def _is_skipped(cause: FailureCause) -> bool:
 
 
 def _count(
-    stats: OffloadingConnectorStats, flight: _Flight, settled: SettledArrival, lost: int, now: float
+    stats: OffloadingConnectorStats, flight: _Flight, settled: SettledReceive, lost: int, now: float
 ) -> None:
     # An engine that fails requests whose hand-off failed ends them before it passes the reports
     # on, so a request that is over says nothing of which came first; the cause does.

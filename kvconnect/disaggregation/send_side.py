@@ -6,24 +6,24 @@ import math
 import time
 from collections.abc import Sequence
 
-from kvconnect.disaggregation import sender, peer_boundary
+from kvconnect.disaggregation import peer_boundary, sender
 from kvconnect.disaggregation.peer_boundary import guard
-from kvconnect.disaggregation.sender import Action, Ask, Sender
-from kvconnect.disaggregation.sessions import Link, Links
+from kvconnect.disaggregation.sender import AcceptedRead, Action, Sender
+from kvconnect.disaggregation.sessions import Session, Sessions
 from kvconnect.errors import ProtocolError
-from kvconnect.offload.messages import Instructions, Notice, NoticeKind
+from kvconnect.offload.messages import Instructions, NoticeKind, TransferEvent
 from kvconnect.protocol.messages import (
     Alive,
     Cancel,
     Decline,
-    Done,
     Fail,
     Message,
-    Ready,
+    PagesReady,
+    ReadDone,
+    ReadRequest,
     Renew,
-    Want,
 )
-from kvconnect.transport.base import Fence, Outgoing, PeerId, Quiet, Sent
+from kvconnect.transport.base import Drained, Fence, OutgoingPages, PeerId, Sent
 from kvconnect.types import Rank, TransferId, TransferType
 
 HEARTBEAT_S = 1.0
@@ -33,14 +33,16 @@ HEARTBEAT_S = 1.0
 class SendSide:
     """Not synchronised: the agent holds its lock around every call."""
 
-    def __init__(self, links: Links, deadline_s: float) -> None:
+    def __init__(self, links: Sessions, deadline_s: float) -> None:
         self._links = links
         self._place = {
             name: (number, layer)
             for number, group in enumerate(links.hello.groups)
             for layer, name in enumerate(group.layers)
         }
-        self._notices: dict[tuple[TransferId, NoticeKind, Rank | None], Notice] = {}  # in order
+        self._notices: dict[
+            tuple[TransferId, NoticeKind, Rank | None], TransferEvent
+        ] = {}  # in order
         layers = [len(group.layers) for group in links.hello.groups]
         self._machine = Sender(layers, deadline_s, HEARTBEAT_S)
         self._deadline_s = deadline_s
@@ -72,19 +74,19 @@ class SendSide:
         """Whether :meth:`take_notices` has something."""
         return bool(self._notices)
 
-    def take_notices(self) -> list[Notice]:
+    def take_notices(self) -> list[TransferEvent]:
         """Return what readers did since the last call."""
         notices, self._notices = list(self._notices.values()), {}
         return notices
 
-    def on_message(self, link: Link, message: Message) -> None:
+    def on_message(self, link: Session, message: Message) -> None:
         """A reader says something.
 
         Raises:
             ProtocolError: nothing a reader may say.
         """
         peer = link.peer
-        if isinstance(message, Want):
+        if isinstance(message, ReadRequest):
             self._links.stats.count("handoff_early_wants", int(message.early))
             self._links.stats.count("handoff_late_wants", int(not message.early))
             link.meter.open(message.want, asked=False)
@@ -92,7 +94,7 @@ class SendSide:
         elif isinstance(message, Cancel):
             link.meter.forget(message.want)
             self._run(self._machine.cancel(peer, message.want))
-        elif isinstance(message, Done):
+        elif isinstance(message, ReadDone):
             self._run(self._machine.done(peer, message.want))
         elif isinstance(message, Renew):
             for transfer in message.transfers:
@@ -102,12 +104,12 @@ class SendSide:
         else:
             raise ProtocolError(f"{type(message).__name__} from a reader")
 
-    def on_sent(self, link: Link, event: Sent) -> None:
+    def on_sent(self, link: Session, event: Sent) -> None:
         """The transport has sent pages."""
         link.meter.record(self._links.stats, TransferType.SEND, event, link.name)
         self._run(self._machine.sent(event.peer, event.want))
 
-    def on_quiet(self, event: Quiet) -> None:
+    def on_quiet(self, event: Drained) -> None:
         """The transport has stopped a want."""
         self._run(self._machine.quiet(event.peer, event.want))
 
@@ -128,13 +130,13 @@ class SendSide:
             with guard(self._links, link.peer):  # the engine's thread comes by here too
                 self._do(link, action)
 
-    def _do(self, link: Link, action: Action) -> None:
+    def _do(self, link: Session, action: Action) -> None:
         if isinstance(action, sender.SendPages):
             self._send(link, action)
         elif isinstance(action, sender.Served):
             nbytes, seconds, moved = link.meter.finish(self._links.stats, action.want, "send")
             self._note(action.notice._replace(nbytes=nbytes, seconds=seconds, moved=moved))
-        elif isinstance(action, sender.Stop):
+        elif isinstance(action, sender.CancelRead):
             link.meter.forget(action.want)
             self._links.transport.cancel(link.peer, action.want)
         elif isinstance(action, sender.Refuse):
@@ -142,30 +144,34 @@ class SendSide:
             fail = Fail(want=action.want, cause=action.cause.value, detail=action.detail)
             self._links.tell(link.peer, fail)
         elif isinstance(action, sender.AllReady):
-            self._links.tell(link.peer, Ready(want=action.want))
+            self._links.tell(link.peer, PagesReady(want=action.want))
         elif isinstance(action, sender.StillThere):
             self._links.tell(link.peer, Alive(wants=list(action.wants)))
         else:
             assert isinstance(action, sender.Break)
             peer_boundary.end(self._links, link.peer, action.error)
 
-    def _note(self, notice: Notice) -> None:
+    def _note(self, notice: TransferEvent) -> None:
         """Keep the last notice of its kind of each reader, behind those before it: a reader may
         ask, leave and ask again before the scheduler looks."""
         key = notice.transfer, notice.kind, notice.reader
         self._notices.pop(key, None)
         self._notices[key] = notice
 
-    def _send(self, link: Link, pages: sender.SendPages) -> None:
+    def _send(self, link: Session, pages: sender.SendPages) -> None:
         unit = link.units[pages.number]
         if link.meter.journal is not None:
             chunk = pages.group, pages.first, len(pages.ids)
             link.meter.journal.queued(pages.want, chunk)
         self._links.transport.submit(
-            Outgoing(link.peer, pages.want, pages.number, unit, pages.first, pages.ids, pages.fence)
+            OutgoingPages(
+                link.peer, pages.want, pages.number, unit, pages.first, pages.ids, pages.fence
+            )
         )
 
 
-def _ask(link: Link, want: Want) -> Ask:
+def _ask(link: Session, want: ReadRequest) -> AcceptedRead:
     transfer = TransferId(want.transfer)
-    return Ask(link.peer, want.want, transfer, want.early, link.reader, link.views, want.parts)
+    return AcceptedRead(
+        link.peer, want.want, transfer, want.early, link.reader, link.views, want.parts
+    )

@@ -13,43 +13,43 @@ from functools import partial
 from typing import Any
 
 from kvconnect.disaggregation.reads import (
+    AcceptedRead,
     Action,
     AllReady,
-    Ask,
     Break,
+    CancelRead,
+    GroupView,
     Known,
-    Reader,
     Refuse,
     SendPages,
     Served,
+    ServedRead,
     Step,
     StillThere,
-    Stop,
     Tell,
-    View,
     check,
     guarded,
 )
-from kvconnect.disaggregation.states import TRANSFER, Event, Transfer
+from kvconnect.disaggregation.states import TRANSFER, Event, TransferState
 from kvconnect.errors import Misuse
-from kvconnect.offload.messages import Notice, NoticeKind, Offer, Withdraw
+from kvconnect.offload.messages import NoticeKind, OfferBlocks, TransferEvent, Withdraw
 from kvconnect.types import FailureCause, TransferId
 
 __all__ = [
     "MAX_PARKED",
     "MAX_WANTS",
+    "AcceptedRead",
     "Action",
     "AllReady",
-    "Ask",
     "Break",
+    "CancelRead",
+    "GroupView",
     "Refuse",
     "SendPages",
     "Sender",
     "Served",
     "StillThere",
-    "Stop",
     "Tell",
-    "View",
 ]
 
 MAX_PARKED = 2048
@@ -67,13 +67,13 @@ class _Book:
 
     def __init__(self) -> None:
         self.known: dict[TransferId, Known] = {}
-        self.readers: dict[int, dict[int, Reader]] = {}
+        self.readers: dict[int, dict[int, ServedRead]] = {}
 
-    def get(self, peer: int, want: int) -> Reader | None:
+    def get(self, peer: int, want: int) -> ServedRead | None:
         """Return who asked for it, if that is not over."""
         return self.readers.get(peer, {}).get(want)
 
-    def join(self, ask: Ask, step: Step) -> list[Action]:
+    def join(self, ask: AcceptedRead, step: Step) -> list[Action]:
         """Begin to serve a reader with what is there."""
         known = self.known[ask.transfer]
         if known.cause is not None:
@@ -84,7 +84,7 @@ class _Book:
         if len(self.readers.get(ask.peer, ())) >= MAX_WANTS:
             detail = f"{MAX_WANTS} wants of this peer are not over"
             return [Refuse(ask.peer, ask.want, FailureCause.REFUSED, detail)]
-        reader = Reader(ask)
+        reader = ServedRead(ask)
         self.readers.setdefault(ask.peer, {})[ask.want] = reader
         known.readers[ask.peer, ask.want] = reader
         actions: list[Action] = [reader.start()]
@@ -92,9 +92,9 @@ class _Book:
             actions += reader.send_all(span, fence)
         return actions + step.catch_up(known, reader)
 
-    def settle(self, reader: Reader) -> list[Action]:
+    def settle(self, reader: ServedRead) -> list[Action]:
         """Forget a reader that is over, and its transfer where that is due."""
-        if reader.state is Transfer.OVER:
+        if reader.state is TransferState.OVER:
             known = self.known.get(reader.ask.transfer)
             if known is not None:
                 known.readers.pop((reader.ask.peer, reader.ask.want), None)
@@ -111,9 +111,9 @@ class _Book:
         del self.known[transfer]
         for reader in known.readers.values():
             self._forget(reader)
-        return [Tell(Notice(transfer, NoticeKind.WITHDRAWN))]
+        return [Tell(TransferEvent(transfer, NoticeKind.WITHDRAWN))]
 
-    def _forget(self, reader: Reader) -> None:
+    def _forget(self, reader: ServedRead) -> None:
         peer, want = reader.ask.peer, reader.ask.want
         of_peer = self.readers.get(peer, {})
         of_peer.pop(want, None)
@@ -132,7 +132,7 @@ class _Book:
                     wants.setdefault(reader.ask.peer, []).append(reader.ask.want)
             # What is in flight moves, or the transport ends it: the lease must not run out.
             if any(reader.moved or reader.in_flight for reader in moving):
-                actions.append(Tell(Notice(transfer, NoticeKind.RENEWED)))
+                actions.append(Tell(TransferEvent(transfer, NoticeKind.RENEWED)))
             for reader in moving:
                 reader.moved = False
         return actions + [StillThere(peer, tuple(numbers)) for peer, numbers in wants.items()]
@@ -155,7 +155,9 @@ class Sender:
         self._heartbeat_s = heartbeat_s
         self._book = _Book()
         self._step = Step()
-        self._parked: dict[tuple[int, int], tuple[Ask, float]] = {}  # (peer, want), deadline
+        self._parked: dict[
+            tuple[int, int], tuple[AcceptedRead, float]
+        ] = {}  # (peer, want), deadline
         self._declined: dict[TransferId, float] = {}  # not known yet; deadline
         self._last_want: dict[int, int] = {}  # by peer
         self._beat_at = 0.0
@@ -165,7 +167,7 @@ class Sender:
         wants = sum(map(len, book.readers.values()))
         return f"<Sender {len(book.known)} transfers, {wants} wants>"
 
-    def offer(self, offer: Offer) -> list[Action]:
+    def offer(self, offer: OfferBlocks) -> list[Action]:
         """These blocks are written in the current step; an empty offer announces a transfer.
 
         Raises:
@@ -207,7 +209,7 @@ class Sender:
         self._step = Step()
         return actions
 
-    def want(self, ask: Ask, now: float) -> list[Action]:
+    def want(self, ask: AcceptedRead, now: float) -> list[Action]:
         """A reader asks.
 
         Raises:
@@ -232,7 +234,7 @@ class Sender:
         """A reader gave up."""
         self._parked.pop((peer, want), None)
         reader = self._book.get(peer, want)
-        if reader is None or reader.state is not Transfer.MOVING:
+        if reader is None or reader.state is not TransferState.MOVING:
             return []
         actions = [*reader.stop(), reader.tell(NoticeKind.LEFT)]
         return actions + self._book.settle(reader)
@@ -240,7 +242,7 @@ class Sender:
     def done(self, peer: int, want: int) -> list[Action]:
         """A reader has everything, from every worker."""
         reader = self._book.get(peer, want)
-        if reader is None or reader.state is not Transfer.MOVING:
+        if reader is None or reader.state is not TransferState.MOVING:
             return []
         reader.state = TRANSFER.after(reader.state, Event.COMPLETED)
         return reader.served()
@@ -254,7 +256,7 @@ class Sender:
         return reader.served() + self._book.settle(reader)
 
     def quiet(self, peer: int, want: int) -> list[Action]:
-        """The transport answered a ``Stop``."""
+        """The transport answered a ``CancelRead``."""
         reader = self._book.get(peer, want)
         if reader is None:
             return []
@@ -267,7 +269,7 @@ class Sender:
         self._parked = {key: parked for key, parked in self._parked.items() if key[0] != peer}
         actions: list[Action] = []
         for reader in list(self._book.readers.get(peer, {}).values()):
-            if reader.state is Transfer.MOVING:
+            if reader.state is TransferState.MOVING:
                 actions.append(reader.tell(NoticeKind.LEFT))
             elif reader.in_flight:
                 reader.in_flight = 0
@@ -285,12 +287,12 @@ class Sender:
     def renew(self, transfer: TransferId) -> list[Action]:
         """A decode engine says that it still wants a transfer."""
         known = transfer in self._book.known
-        return [Tell(Notice(transfer, NoticeKind.RENEWED))] if known else []
+        return [Tell(TransferEvent(transfer, NoticeKind.RENEWED))] if known else []
 
     def decline(self, transfer: TransferId) -> list[Action]:
         """A decode engine says that it does not want a transfer, perhaps before its prefill."""
         if transfer in self._book.known:
-            return [Tell(Notice(transfer, NoticeKind.DECLINED))]
+            return [Tell(TransferEvent(transfer, NoticeKind.DECLINED))]
         if len(self._declined) < MAX_PARKED:
             self._declined[transfer] = math.inf  # the next tick sets the deadline
         return []

@@ -10,21 +10,21 @@ from typing import NamedTuple
 
 from kvconnect.cache.pages import LayerPages, unit_segments
 from kvconnect.disaggregation.receiver import Origin
-from kvconnect.disaggregation.sender import View
-from kvconnect.disaggregation.states import SESSION, Event, Session
-from kvconnect.disaggregation.transfer_trace import Journal
+from kvconnect.disaggregation.sender import GroupView
+from kvconnect.disaggregation.states import SESSION, Event, SessionState
+from kvconnect.disaggregation.transfer_trace import TransferTrace
 from kvconnect.errors import ProtocolError, Refused
-from kvconnect.offload.messages import Moved
+from kvconnect.offload.messages import PeerTransfer
 from kvconnect.protocol import messages
-from kvconnect.protocol.messages import Hello, Message, Turned
+from kvconnect.protocol.messages import Hello, Message, Reject
 from kvconnect.protocol.negotiation import Agreement, negotiate
 from kvconnect.protocol.topology import head_range
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport.base import (
-    Hangup,
-    Note,
+    Disconnect,
     PeerDown,
     PeerId,
+    PeerMessage,
     PeerUp,
     Received,
     Sent,
@@ -47,7 +47,7 @@ name, and moves as one."""
 
 
 @dataclass
-class Meter:
+class TransferMeter:
     """What is measured on one connection, by want; times in seconds of the monotonic clock. A
     want that is not open (any more) is not measured: messages cross."""
 
@@ -61,7 +61,7 @@ class Meter:
     rates: dict[str, float] = field(default_factory=dict)  # bytes per second, by path
     paths: tuple[str, ...] = ("tcp",)  # that pages may take
     path: str = ""  # that they do take, once that is measured
-    journal: Journal | None = None  # where the engine traces
+    journal: TransferTrace | None = None  # where the engine traces
 
     def open(self, want: int, asked: bool) -> None:
         """Begin to measure a want; ``asked``: it is ours."""
@@ -101,7 +101,7 @@ class Meter:
 
     def finish(
         self, stats: OffloadingConnectorStats, want: int, role: str
-    ) -> tuple[int, float, Moved | None]:
+    ) -> tuple[int, float, PeerTransfer | None]:
         """A want has everything: note how long its pages moved and, on the side that asked, how
         much of that came after the other side's prefill. Return the bytes and these seconds, and
         the same for a trace."""
@@ -125,7 +125,7 @@ class Meter:
 
 
 @dataclass
-class Link:
+class Session:
     """One connection. ``inbound``: the other side reads from this one; otherwise we read.
 
     ``units`` and ``views`` are there once both sides have ``agreed``.
@@ -136,25 +136,25 @@ class Link:
     since: float
     address: str = ""
     name: str = ""  # of the other engine, for logs and metrics
-    state: Session = SESSION.start
+    state: SessionState = SESSION.start
     refusal: str = ""  # why one side turned the other away
     reader: Rank = _NOBODY
     units: list[Unit] = field(default_factory=list)
     unit_group: list[int] = field(default_factory=list)
-    views: dict[int, View] = field(default_factory=dict)
-    meter: Meter = field(default_factory=Meter)
+    views: dict[int, GroupView] = field(default_factory=dict)
+    meter: TransferMeter = field(default_factory=TransferMeter)
 
     @property
     def agreed(self) -> bool:
         """Whether pages may move."""
-        return self.state is Session.UP
+        return self.state is SessionState.UP
 
     def advance(self, event: Event) -> None:
         """Take an event of the session's table."""
         self.state = SESSION.after(self.state, event)
 
 
-class Choice(NamedTuple):
+class PathPreference(NamedTuple):
     """Which path pages take: a name, or ``auto`` for the faster one of what a peer has.
     ``min_rate`` is in bytes per second; a peer that is slower is refused."""
 
@@ -162,7 +162,7 @@ class Choice(NamedTuple):
     min_rate: float = 0.0
 
 
-class Links:
+class Sessions:
     """The connections of one worker, by peer and by the origin they were made for.
 
     Not synchronised: its owner holds a lock. Whoever connects is the reader of the session.
@@ -174,7 +174,7 @@ class Links:
         pages: Sequence[GroupPages],
         transport: Transport,
         stats: OffloadingConnectorStats,
-        choice: Choice,
+        choice: PathPreference,
     ) -> None:
         self.hello = hello
         self.choice = choice
@@ -184,7 +184,7 @@ class Links:
         self.transport = transport
         self.stats = stats
         self.refusals: dict[Endpoint, str] = {}  # why there is no agreement with whom; oldest first
-        self._links: dict[PeerId, Link] = {}
+        self._links: dict[PeerId, Session] = {}
         self._origins: dict[PeerId, Origin] = {}
         self._peers: dict[Origin, PeerId] = {}
         self._tcp_only: dict[
@@ -206,15 +206,15 @@ class Links:
             count = sum(link.meter.path == path for link in links)
             self.stats.gauge("handoff_transport_peers", count, label=path)
 
-    def origin(self, link: Link) -> Origin:
+    def origin(self, link: Session) -> Origin:
         """Return what a connection from here was made for."""
         return self._origins[link.peer]
 
-    def get(self, peer: PeerId) -> Link | None:
+    def get(self, peer: PeerId) -> Session | None:
         """Return a connection that is up."""
         return self._links.get(peer)
 
-    def need(self, origin: Origin) -> Link | None:
+    def need(self, origin: Origin) -> Session | None:
         """Return the link to a worker once its path is chosen; None if it is being made or was
         just asked for."""
         peer = self._peers.get(origin)
@@ -230,19 +230,19 @@ class Links:
 
     def tell(self, peer: PeerId, message: Message) -> None:
         """Send a message."""
-        self.transport.submit(Note(peer, messages.encode(message)))
+        self.transport.submit(PeerMessage(peer, messages.encode(message)))
 
     def hang_up(self, peer: PeerId, reason: str) -> None:
         """Close a connection that cannot go on; its end says why."""
         link = self._links.get(peer)
-        if link is not None and link.state is not Session.CLOSING:
+        if link is not None and link.state is not SessionState.CLOSING:
             link.advance(Event.ABORT)
-            self.transport.submit(Hangup(peer, reason))
+            self.transport.submit(Disconnect(peer, reason))
 
     def tick(self, now: float) -> None:
         """Give up on peers that are connected but do not say who they are."""
         for link in self._links.values():
-            if link.state is Session.GREETING and now - link.since > _GREETING_S:
+            if link.state is SessionState.GREETING and now - link.since > _GREETING_S:
                 self.hang_up(link.peer, f"no greeting within {_GREETING_S:g} s")
             measuring = link.agreed and not link.inbound and not link.meter.path
             if measuring and now - link.since > _PROBES_S:
@@ -266,14 +266,14 @@ class Links:
                 return
             self.tell(event.peer, self.hello)
 
-    def on_hello(self, link: Link, theirs: Hello) -> Origin | None:
+    def on_hello(self, link: Session, theirs: Hello) -> Origin | None:
         """The other side said who it is: agree. Return what the connection was made for.
 
         Raises:
             Refused: naming the field that differs, with both values.
             ProtocolError: it had said so before.
         """
-        if link.state is not Session.GREETING:
+        if link.state is not SessionState.GREETING:
             raise ProtocolError("a second Hello")
         link.name = f"{link.address.rpartition(':')[0]}/{theirs.engine_id[:8]}"
         reader, source = (theirs, self.hello) if link.inbound else (self.hello, theirs)
@@ -296,7 +296,7 @@ class Links:
             logger.info("connected to %s in %.3f s", link.name, seconds)
         return origin
 
-    def on_turned(self, link: Link, message: Turned) -> None:
+    def on_turned(self, link: Session, message: Reject) -> None:
         """The other side does not agree."""
         if link.refusal:
             return  # it was mutual
@@ -310,7 +310,7 @@ class Links:
         if link is not None:
             link.refusal = str(error) or error.field
         self.stats.count("handoff_refused", label=error.field)
-        self.tell(peer, Turned(field=error.field, message=str(error)))
+        self.tell(peer, Reject(field=error.field, message=str(error)))
         self.hang_up(peer, str(error))
 
     def on_down(self, event: PeerDown) -> tuple[Origin | None, FailureCause]:
@@ -338,14 +338,14 @@ class Links:
                 del self.refusals[next(iter(self.refusals))]
         return origin, FailureCause.REFUSED if refusal else FailureCause.PEER
 
-    def _settle(self, link: Link, agreement: Agreement) -> None:
+    def _settle(self, link: Session, agreement: Agreement) -> None:
         """Work out where the agreed units lie here."""
         rank = self.hello.rank
         for number, group in enumerate(agreement.groups):
             if not group.layers:
                 continue
             place = {name: i for i, name in enumerate(group.layers)}
-            link.views[number] = View(
+            link.views[number] = GroupView(
                 ratio=group.source_ratio if link.inbound else group.reader_ratio,
                 unit_all=agreement.unit(number),
                 unit_of_layer=tuple(
@@ -368,12 +368,12 @@ class Links:
             link.unit_group.append(number)
 
 
-def _link(links: Links, peer: PeerId, inbound: bool) -> Link:
+def _link(links: Sessions, peer: PeerId, inbound: bool) -> Session:
     rank = links.hello.rank
-    journal = Journal(rank.pp_rank * rank.tp + rank.tp_rank) if links.traced else None
-    return Link(peer, inbound, time.monotonic(), meter=Meter(journal=journal))
+    journal = TransferTrace(rank.pp_rank * rank.tp + rank.tp_rank) if links.traced else None
+    return Session(peer, inbound, time.monotonic(), meter=TransferMeter(journal=journal))
 
 
-def _broke_while_measured(link: Link) -> bool:
+def _broke_while_measured(link: Session) -> bool:
     """Whether a path that is there does not work: it is behind a firewall, for instance."""
     return link.agreed and not link.meter.path and "tcp" in link.meter.rates

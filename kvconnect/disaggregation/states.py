@@ -36,7 +36,7 @@ class Event(str, Enum):
 ANY_TIME = (Event.PEER_LOST, Event.EXPIRE, Event.ABORT)
 
 
-class Session(str, Enum):
+class SessionState(str, Enum):
     """A connection between two workers."""
 
     CONNECTING = "connecting"
@@ -57,7 +57,7 @@ class Lease(str, Enum):
     RELEASED = "released"
 
 
-class Transfer(str, Enum):
+class TransferState(str, Enum):
     """One want, at either end of a connection."""
 
     ASKED = "asked"  # waits for the connection, or for the transfer to be known
@@ -115,18 +115,18 @@ def _row(lost: S, ended: S, others: Mapping[Event, S]) -> dict[Event, S]:
 
 
 SESSION = StateTable(
-    Session.CONNECTING,
+    SessionState.CONNECTING,
     {
-        Session.CONNECTING: _row(
-            Session.DOWN, Session.CLOSING, {Event.CONNECTED: Session.GREETING}
+        SessionState.CONNECTING: _row(
+            SessionState.DOWN, SessionState.CLOSING, {Event.CONNECTED: SessionState.GREETING}
         ),
-        Session.GREETING: _row(
-            Session.DOWN,
-            Session.CLOSING,
-            {Event.AGREED: Session.UP, Event.REFUSED: Session.CLOSING},
+        SessionState.GREETING: _row(
+            SessionState.DOWN,
+            SessionState.CLOSING,
+            {Event.AGREED: SessionState.UP, Event.REFUSED: SessionState.CLOSING},
         ),
-        Session.UP: _row(Session.DOWN, Session.CLOSING, {}),
-        Session.CLOSING: _row(Session.DOWN, Session.CLOSING, {}),
+        SessionState.UP: _row(SessionState.DOWN, SessionState.CLOSING, {}),
+        SessionState.CLOSING: _row(SessionState.DOWN, SessionState.CLOSING, {}),
     },
 )
 
@@ -167,14 +167,18 @@ LEASE = StateTable(
 )
 
 TRANSFER = StateTable(
-    Transfer.ASKED,
+    TransferState.ASKED,
     {
-        Transfer.ASKED: _row(Transfer.OVER, Transfer.OVER, {Event.STARTED: Transfer.MOVING}),
-        Transfer.MOVING: _row(
-            Transfer.OVER, Transfer.STOPPING, {Event.COMPLETED: Transfer.COMPLETE}
+        TransferState.ASKED: _row(
+            TransferState.OVER, TransferState.OVER, {Event.STARTED: TransferState.MOVING}
         ),
-        Transfer.COMPLETE: _row(Transfer.OVER, Transfer.STOPPING, {}),
-        Transfer.STOPPING: _row(Transfer.OVER, Transfer.STOPPING, {Event.QUIET: Transfer.OVER}),
+        TransferState.MOVING: _row(
+            TransferState.OVER, TransferState.STOPPING, {Event.COMPLETED: TransferState.COMPLETE}
+        ),
+        TransferState.COMPLETE: _row(TransferState.OVER, TransferState.STOPPING, {}),
+        TransferState.STOPPING: _row(
+            TransferState.OVER, TransferState.STOPPING, {Event.QUIET: TransferState.OVER}
+        ),
     },
 )
 

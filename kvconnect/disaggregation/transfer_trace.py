@@ -6,7 +6,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvconnect.offload.messages import Chunk, Moved
+from kvconnect.offload.messages import Chunk, PeerTransfer
 
 
 @dataclass(eq=False)
@@ -21,7 +21,7 @@ class _Sending:
 
 
 @dataclass(eq=False)
-class _Want:
+class _TracedRead:
     asked: float
     first: float = 0.0
     ready: float = 0.0
@@ -29,16 +29,16 @@ class _Want:
     queue: deque[_Sending] = field(default_factory=deque)  # one entry per order not sent
 
 
-class Journal:
+class TransferTrace:
     """Open wants of one connection. Not synchronised; a want that is not open is left alone."""
 
     def __init__(self, worker: int) -> None:
         self._worker = worker
-        self._wants: dict[int, _Want] = {}
+        self._wants: dict[int, _TracedRead] = {}
 
     def open(self, want: int) -> None:
         """Pages are asked for."""
-        self._wants[want] = _Want(time.time())
+        self._wants[want] = _TracedRead(time.time())
 
     def queued(self, want: int, chunk: tuple[int, int, int]) -> None:
         """An order was given to the transport, of one or all layers of a chunk: its group, its
@@ -68,14 +68,14 @@ class Journal:
         if found is not None:
             found.ready = time.time()
 
-    def close(self, want: int, path: str, nbytes: int, seconds: float) -> Moved | None:
+    def close(self, want: int, path: str, nbytes: int, seconds: float) -> PeerTransfer | None:
         """A want has everything; return what became of it."""
         found = self._wants.pop(want, None)
         if found is None:
             return None
         ended = time.time()
         sent = found.chunks.values()
-        return Moved(
+        return PeerTransfer(
             worker=self._worker,
             path=path,
             asked=found.asked,

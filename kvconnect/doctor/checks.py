@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 
 from kvconnect import memory, versions
 from kvconnect.copy import native_unavailable_reason
-from kvconnect.doctor.findings import Finding, Report
+from kvconnect.doctor.findings import Finding, FindingsReport
 
 _GIB = 2**30
 _PLUGIN_GROUP = "vllm.general_plugins"
@@ -197,11 +197,11 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 )
 
 
-def run() -> Report:
+def run() -> FindingsReport:
     """Run every check."""
     findings = tuple(check() for check in CHECKS)
     bad = "offload cannot work here: see the fail lines"
-    return Report(findings, "offload can work here", bad)
+    return FindingsReport(findings, "offload can work here", bad)
 
 
 def _required(distribution: str, fix: str) -> Finding:

@@ -10,10 +10,10 @@ from functools import partial
 
 import torch
 
-from kvconnect.cache.layout import Geometry, GroupGeometry, Segment
+from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.copy import make_copier, native_unavailable_reason
 from kvconnect.copy.base import Copier
-from kvconnect.doctor.findings import Finding, Report, rate
+from kvconnect.doctor.findings import Finding, FindingsReport, rate
 from kvconnect.doctor.test_buffer import pattern
 from kvconnect.errors import KVConnectError
 from kvconnect.offload.host_arena import HostStore
@@ -30,19 +30,21 @@ _BAD = "blocks cannot be copied here: see the fail lines"
 _KINDS = {"store": TransferType.GPU_TO_CPU, "load": TransferType.CPU_TO_GPU}
 
 
-def examine(device: str, area_bytes: int = 192 * _MIB, sample_bytes: int = 64 * _MIB) -> Report:
+def examine(
+    device: str, area_bytes: int = 192 * _MIB, sample_bytes: int = 64 * _MIB
+) -> FindingsReport:
     """Copy ``sample_bytes`` of scattered pages between areas of ``area_bytes``, both ways.
 
     ``device`` holds the KV cache: ``cpu`` or ``cuda``. Both sizes are whole MiB.
     """
     if device == "cuda" and not torch.cuda.is_available():
         fix = "check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu"
-        return Report((Finding("copy", "fail", "no CUDA device", fix),), _GOOD, _BAD)
+        return FindingsReport((Finding("copy", "fail", "no CUDA device", fix),), _GOOD, _BAD)
     try:
         bench = _Bench(device, area_bytes, sample_bytes)
     except (OSError, RuntimeError, MemoryError) as error:
         fix = f"free {2 * area_bytes / 2**20:.0f} MiB of memory"
-        return Report((Finding("copy", "fail", str(error), fix),), _GOOD, _BAD)
+        return FindingsReport((Finding("copy", "fail", str(error), fix),), _GOOD, _BAD)
     findings: list[Finding] = []
     measured: dict[str, object] = {"device": device, "pinned": bench.pinned}
     try:
@@ -54,7 +56,7 @@ def examine(device: str, area_bytes: int = 192 * _MIB, sample_bytes: int = 64 * 
         findings.append(Finding("copy", "fail", str(error), "check the device and its driver"))
     finally:
         bench.close()
-    return Report(tuple(findings), _GOOD, _BAD, measured)
+    return FindingsReport(tuple(findings), _GOOD, _BAD, measured)
 
 
 class _Bench:
@@ -116,7 +118,7 @@ class _Bench:
         return Finding(name, "warn", value, "measure again on a machine that is not busy")
 
     def _copier(self, page: int) -> Copier:
-        blocks = GroupGeometry((Segment(0, page, page),), self._nbytes // page)
+        blocks = GroupGeometry((ByteRun(0, page, page),), self._nbytes // page)
         return make_copier(self._area, self._arena, Geometry((blocks,)))
 
     def _pick(self, page: int) -> tuple[list[int], list[int]]:

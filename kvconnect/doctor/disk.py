@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvconnect.doctor.findings import Finding, Report, rate
+from kvconnect.doctor.findings import Finding, FindingsReport, rate
 
 CHUNK_BYTES = 4 << 20
 """Written and read at a time."""
@@ -24,7 +24,7 @@ _BAD = "the folder cannot be used: see the fail lines"
 _OTHER = "choose another folder, or mount a file system there that can be written to"
 
 
-def examine(folder: str, nbytes: int) -> Report:
+def examine(folder: str, nbytes: int) -> FindingsReport:
     """Write and read a file of ``nbytes``, rounded up to whole chunks, in ``folder``.
 
     The file has no name while it is used, so nothing is left of it even if this process is killed.
@@ -34,7 +34,7 @@ def examine(folder: str, nbytes: int) -> Report:
         _check_room(folder, chunks * CHUNK_BYTES)
         return _measure(folder, chunks)
     except OSError as error:
-        return Report((_refused(folder, error),), _GOOD, _BAD)
+        return FindingsReport((_refused(folder, error),), _GOOD, _BAD)
 
 
 def _check_room(folder: str, nbytes: int) -> None:
@@ -59,7 +59,7 @@ def _refused(folder: str, error: OSError) -> Finding:
     return Finding("disk", "fail", value, "check the disk and the kernel's log (dmesg)")
 
 
-def _measure(folder: str, chunks: int) -> Report:
+def _measure(folder: str, chunks: int) -> FindingsReport:
     with _nameless(folder) as (handle, direct):
         # Bytes of a file system's own compression or deduplication would not be the disk's.
         buffer = mmap.mmap(-1, CHUNK_BYTES)
@@ -87,7 +87,7 @@ def _measure(folder: str, chunks: int) -> Report:
         value = f"{speed}, with fsync: {kind} takes no O_DIRECT, so memory may have helped"
         finding = Finding("disk", "warn", value, "use a file system with O_DIRECT (ext4, xfs)")
     space = Finding("space", "ok", f"{free / 2**30:.1f} GiB free, {kind}")
-    return Report((finding, space), _GOOD, _BAD, measured)
+    return FindingsReport((finding, space), _GOOD, _BAD, measured)
 
 
 @contextmanager

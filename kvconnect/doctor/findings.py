@@ -28,7 +28,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Report:
+class FindingsReport:
     """All findings of one command.
 
     Attributes:

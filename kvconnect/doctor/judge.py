@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvconnect.doctor.findings import Finding, Status, rate
 from kvconnect.doctor.peer_process import Result
 from kvconnect.doctor.reader import Measured
-from kvconnect.doctor.route import Way
+from kvconnect.doctor.route import Route
 
 SLOW = 0.5
 """A path under this share of plain sockets is worth a warning."""
@@ -43,7 +43,7 @@ class Facts:
 
     here: str = "loopback"
     tls: bool = False
-    ucx: Way | None = None
+    ucx: Route | None = None
     rdma: list[str] = field(default_factory=list)
     memlock: int | None = None
     memory: int | None = None
@@ -55,14 +55,14 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Wish:
+class RequiredPaths:
     """What was asked for: paths, and bytes per second that each must reach."""
 
     path: str = "all"
     min_rate: int = 0
 
 
-def judge(result: Result, facts: Facts, wish: Wish) -> list[Finding]:
+def judge(result: Result, facts: Facts, wish: RequiredPaths) -> list[Finding]:
     """Return the findings: paths first, then the link and the machine."""
     if result.trouble.reason:
         reason, fix = result.trouble.reason, result.trouble.fix
@@ -81,7 +81,7 @@ def way(path: str, facts: Facts) -> str:
     return str(facts.ucx) if facts.ucx else "UCX did not say which way"
 
 
-def _path(measured: Measured, result: Result, facts: Facts, wish: Wish) -> Finding:
+def _path(measured: Measured, result: Result, facts: Facts, wish: RequiredPaths) -> Finding:
     name = measured.path
     if measured.failed:
         fix = "see that the other half still runs, and that nothing between cuts connections"
@@ -150,7 +150,7 @@ def _link(result: Result) -> Iterator[Finding]:
         yield Finding("link", "warn", f"plain sockets: {result.link_failed}", fix)
 
 
-def _machine(result: Result, facts: Facts, wish: Wish) -> Iterator[Finding]:
+def _machine(result: Result, facts: Facts, wish: RequiredPaths) -> Iterator[Finding]:
     if wish.path == "tcp":
         return
     if facts.rdma:

@@ -32,7 +32,7 @@ _Port = Annotated[int, Meta(ge=1, lt=1 << 16)]
 _Word = Annotated[bytes, Meta(min_length=WORD_BYTES, max_length=WORD_BYTES)]
 
 
-class Hello(msgspec.Struct, tag="doctor"):
+class DoctorHello(msgspec.Struct, tag="doctor"):
     """The first message, both ways. ``area_bytes``: memory with pages in it; ``device``: where."""
 
     area_bytes: _Bytes
@@ -40,7 +40,7 @@ class Hello(msgspec.Struct, tag="doctor"):
     version: Annotated[int, Meta(ge=1, le=0xFFFF)] = VERSION
 
 
-class Ask(msgspec.Struct, tag="ask"):
+class TransferRequest(msgspec.Struct, tag="ask"):
     """Reader: send these pages of your memory under this want."""
 
     want: Annotated[int, Meta(ge=1, lt=1 << 62)]
@@ -65,7 +65,7 @@ class GetLink(msgspec.Struct, tag="get_link"):
     nbytes: Annotated[int, Meta(ge=1, le=1 << 32)]
 
 
-class Link(msgspec.Struct, tag="link"):
+class LinkPort(msgspec.Struct, tag="link"):
     """Source: connect to this port of my address and say ``word`` first."""
 
     port: _Port
@@ -78,7 +78,7 @@ class No(msgspec.Struct, tag="no"):
     reason: Annotated[str, Meta(max_length=1024)]
 
 
-Message = Hello | Ask | GetCpu | Cpu | GetLink | Link | No
+Message = DoctorHello | TransferRequest | GetCpu | Cpu | GetLink | LinkPort | No
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

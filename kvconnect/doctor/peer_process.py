@@ -3,8 +3,8 @@ environment when it is loaded, and CPU time is counted per process.
 
     python -m kvconnect.doctor.peer_process
 
-It reads one line, a :class:`Task`, and writes one line: a source a :class:`Ready`, after which it
-answers until its standard input is closed, a reader a :class:`Result`, after which it ends.
+It reads one line, a :class:`Task`, and writes one line. A source writes a :class:`SourceReady` and
+answers until its standard input is closed; a reader writes a :class:`Result` and ends.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from kvconnect.doctor.reader import Measured, Reader, Sizes
-from kvconnect.doctor.source import Source
+from kvconnect.doctor.reader import DoctorReader, Measured, Sizes
+from kvconnect.doctor.source import DoctorSource
 from kvconnect.doctor.test_buffer import make_area
 from kvconnect.errors import ConfigError, KVConnectError, Refused, TransferFailed
 from kvconnect.transport import LinkOptions, Security, Transport, make_transport
@@ -62,7 +62,7 @@ def trouble_of(error: ConfigError) -> Trouble:
     return Trouble(f"not usable: {error.field}={error.value!r}", error.fix)
 
 
-class Ready(msgspec.Struct):
+class SourceReady(msgspec.Struct):
     """A source: where it listens, or why it does not."""
 
     port: int = 0
@@ -132,7 +132,7 @@ def read(task: Task) -> Result:
     try:
         area = make_area(task.device, task.sizes.area_bytes)
         transport, result.lacking = open_transport(task, options, area.memory)
-        reader = Reader(transport, area, task.sizes)
+        reader = DoctorReader(transport, area, task.sizes)
         up, hello = reader.meet(task.host, task.port)
         result.local = local_address(task.host, task.port)
         result.devices = (task.device, hello.device)
@@ -150,7 +150,7 @@ def read(task: Task) -> Result:
     return result
 
 
-def _measure(reader: Reader, task: Task, paths: tuple[str, ...], result: Result) -> None:
+def _measure(reader: DoctorReader, task: Task, paths: tuple[str, ...], result: Result) -> None:
     result.connections = LinkOptions().connections
     for path in ("tcp", "nixl"):
         if path in paths and task.path in (path, "all"):
@@ -174,9 +174,9 @@ def local_address(host: str, port: int) -> str:
 def answer(task: Task) -> None:
     """Listen and answer until standard input is closed."""
     try:
-        serve(task, lambda address, _: _say(Ready(address[1])), _input_closed)
+        serve(task, lambda address, _: _say(SourceReady(address[1])), _input_closed)
     except ConfigError as error:
-        _say(Ready(trouble=trouble_of(error)))
+        _say(SourceReady(trouble=trouble_of(error)))
 
 
 def serve(
@@ -195,7 +195,7 @@ def serve(
     transport, lacking = open_transport(task, _options(task), area.memory)
     with closing(transport):
         address = transport.listen(task.host, task.port)
-        with closing(Source(transport, area, task.host)) as source:
+        with closing(DoctorSource(transport, area, task.host)) as source:
             announce(address, lacking)
             source.serve(ended)
 

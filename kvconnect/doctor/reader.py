@@ -15,14 +15,14 @@ import msgspec
 from kvconnect.doctor.link import measure_link
 from kvconnect.doctor.messages import (
     VERSION,
-    Ask,
     Cpu,
+    DoctorHello,
     GetCpu,
     GetLink,
-    Hello,
-    Link,
+    LinkPort,
     Message,
     No,
+    TransferRequest,
     decode,
     encode,
 )
@@ -30,11 +30,11 @@ from kvconnect.doctor.test_buffer import GRAIN_BYTES, PageArea, differing, page_
 from kvconnect.errors import ProtocolError, Refused, TransferFailed
 from kvconnect.transport.base import (
     Event,
-    Incoming,
-    Note,
+    IncomingPages,
     Noted,
     PeerDown,
     PeerId,
+    PeerMessage,
     PeerUp,
     Received,
     Transport,
@@ -90,7 +90,7 @@ class Measured(msgspec.Struct):
     failed: str = ""
 
 
-class Reader:
+class DoctorReader:
     """Measures one peer, through a transport that has ``area`` already. For one thread; every wait
     ends within ``patience_s``.
 
@@ -110,11 +110,11 @@ class Reader:
         self._peer = PeerId(0)
         self._pending: deque[Event] = deque()
 
-    def meet(self, host: str, port: int) -> tuple[PeerUp, Hello]:
+    def meet(self, host: str, port: int) -> tuple[PeerUp, DoctorHello]:
         """Connect; return how, and who the other side is."""
         self._peer = self._transport.connect(host, port)
         up = next(event for event in self._events() if isinstance(event, PeerUp))
-        hello = self._ask(Hello(self._area.nbytes, self._area.device), Hello)
+        hello = self._ask(DoctorHello(self._area.nbytes, self._area.device), DoctorHello)
         if hello.version != VERSION:
             text = f"version {hello.version} of the exchange there, {VERSION} here"
             raise ProtocolError(f"{text}: use the same kvconnect on both sides")
@@ -128,7 +128,7 @@ class Reader:
             OSError: they cannot be connected, or break.
         """
         nbytes = self._sizes.round_bytes // connections
-        link = self._ask(GetLink(connections, nbytes), Link)
+        link = self._ask(GetLink(connections, nbytes), LinkPort)
         return measure_link((host, link.port), link.word, [nbytes] * connections, 3)
 
     def measure(self, path: str) -> Measured:
@@ -187,8 +187,8 @@ class Reader:
         there = [page for _, page in pages]
         peer, want, unit = self._peer, self._wants, page_unit(page_bytes)
         started = time.perf_counter()
-        self._transport.submit(Incoming(peer, want, [unit], [(0, here)], path=result.path))
-        self._tell(Ask(want, page_bytes, there))
+        self._transport.submit(IncomingPages(peer, want, [unit], [(0, here)], path=result.path))
+        self._tell(TransferRequest(want, page_bytes, there))
         left = len(pages)
         for event in self._events():
             if isinstance(event, Received) and event.want == want:
@@ -221,7 +221,7 @@ class Reader:
         raise TransferFailed("no answer")
 
     def _tell(self, message: Message) -> None:
-        self._transport.submit(Note(self._peer, encode(message)))
+        self._transport.submit(PeerMessage(self._peer, encode(message)))
 
     def _events(self) -> Iterator[Event]:
         """Yield what happens to the peer; raises when it is gone or nothing happens for long."""

@@ -23,7 +23,7 @@ _SHARED = ("cma/", "sysv/", "posix/", "xpmem/", "knem/", "self/", "cuda", "gdr_c
 
 
 @dataclass(frozen=True)
-class Way:
+class Route:
     """How UCX moves pages.
 
     Attributes:
@@ -48,14 +48,14 @@ class Way:
         return " + ".join(self.lanes) + (f" ({self.how})" if self.how else "")
 
 
-def ucx_way(log: str) -> Way | None:
+def ucx_way(log: str) -> Route | None:
     """Return the way that large pages take to and from another process, None if it is not said.
 
     From the tables of ``UCX_PROTO_INFO=y``; a read's before a write's, the last of each, since
     that is the one for the memory that was registered. Where there are no tables, from the lines
     of ``UCX_LOG_LEVEL=info`` about endpoints: those list what UCX may use, which is more.
     """
-    found: dict[str, Way] = {}
+    found: dict[str, Route] = {}
     operation, own = "", False
     for line in log.splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
@@ -69,17 +69,17 @@ def ucx_way(log: str) -> Way | None:
             elif len(cells) == 1 and not endpoint:
                 operation = ""
         elif len(cells) == 3 and operation and not own and cells[0].endswith("..inf"):
-            found[operation] = Way(_lanes(cells[2]), cells[1])
+            found[operation] = Route(_lanes(cells[2]), cells[1])
     return found.get("read") or found.get("write") or _configured(log)
 
 
-def _configured(log: str) -> Way | None:
+def _configured(log: str) -> Route | None:
     """The last endpoint to another process: its lanes for remote memory, or for messages."""
     lines = [match[1] for line in log.splitlines() if (match := _CONFIGURED.search(line))]
     for kind in ("rma_bw", "rma", "rma_am", "am"):
         match = re.search(rf"(?<!\w){kind}\(([^)]*)\)", lines[-1]) if lines else None
         if match:
-            return Way(_lanes(match[1]))
+            return Route(_lanes(match[1]))
     return None
 
 

@@ -10,27 +10,27 @@ from collections.abc import Callable
 from kvconnect.doctor.link import LinkServer
 from kvconnect.doctor.messages import (
     VERSION,
-    Ask,
     Cpu,
+    DoctorHello,
     GetCpu,
     GetLink,
-    Hello,
-    Link,
+    LinkPort,
     Message,
     No,
+    TransferRequest,
     decode,
     encode,
 )
 from kvconnect.doctor.test_buffer import PageArea, page_unit, pattern
 from kvconnect.errors import ProtocolError
 from kvconnect.transport.base import (
+    Disconnect,
     Event,
-    Hangup,
-    Note,
     Noted,
-    Outgoing,
+    OutgoingPages,
     PeerDown,
     PeerId,
+    PeerMessage,
     PeerUp,
     Transport,
 )
@@ -44,7 +44,7 @@ _POLL_S = 0.2
 _MAX_REASON = 1000
 
 
-class Source:
+class DoctorSource:
     """Answers one peer after the other, as long as ``step`` is called. For one thread.
 
     ``transport`` has ``area`` already and stays its owner's.
@@ -98,34 +98,34 @@ class Source:
                 self._hang_up(event.peer, str(error))
 
     def _answer(self, peer: PeerId, message: Message) -> None:
-        if isinstance(message, Ask):
+        if isinstance(message, TransferRequest):
             self._send(peer, message)
         elif isinstance(message, GetCpu):
             self._tell(peer, Cpu(time.process_time()))
         elif isinstance(message, GetLink):
             self.close()
             self._link = LinkServer(self._host, message.connections, message.nbytes)
-            self._tell(peer, Link(self._link.port, self._link.word))
-        elif isinstance(message, Hello):
+            self._tell(peer, LinkPort(self._link.port, self._link.word))
+        elif isinstance(message, DoctorHello):
             if message.version != VERSION:
                 text = f"version {message.version} of the exchange there, {VERSION} here"
                 raise ProtocolError(f"{text}: use the same kvconnect on both sides")
-            self._tell(peer, Hello(self._area.nbytes, self._area.device))
+            self._tell(peer, DoctorHello(self._area.nbytes, self._area.device))
         else:
             raise ProtocolError(f"a {type(message).__name__} that nobody asked for")
 
-    def _send(self, peer: PeerId, ask: Ask) -> None:
+    def _send(self, peer: PeerId, ask: TransferRequest) -> None:
         pages = self._area.nbytes // ask.page_bytes
         if max(ask.ids) >= pages:
             raise ProtocolError(f"page {max(ask.ids)} does not exist, there are {pages}")
         unit = page_unit(ask.page_bytes)
-        self._transport.submit(Outgoing(peer, ask.want, 0, unit, 0, array("q", ask.ids)))
+        self._transport.submit(OutgoingPages(peer, ask.want, 0, unit, 0, array("q", ask.ids)))
 
     def _tell(self, peer: PeerId, message: Message) -> None:
-        self._transport.submit(Note(peer, encode(message)))
+        self._transport.submit(PeerMessage(peer, encode(message)))
 
     def _hang_up(self, peer: PeerId, reason: str) -> None:
         # The peer is given up at its PeerDown, which always follows.
         logger.info("hanging up: %s", reason)
         self._tell(peer, No(reason[:_MAX_REASON]))
-        self._transport.submit(Hangup(peer, reason))
+        self._transport.submit(Disconnect(peer, reason))

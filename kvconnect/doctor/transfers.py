@@ -15,19 +15,19 @@ import msgspec
 from kvconnect import memory
 from kvconnect.copy import native_unavailable_reason
 from kvconnect.doctor.checks import nixl_distributions
-from kvconnect.doctor.findings import Finding, Report
-from kvconnect.doctor.judge import Facts, Wish, judge, way
+from kvconnect.doctor.findings import Finding, FindingsReport
+from kvconnect.doctor.judge import Facts, RequiredPaths, judge, way
 from kvconnect.doctor.peer_process import (
     LOG_ENV,
     Child,
-    Ready,
     Result,
+    SourceReady,
     Task,
     Trouble,
     last_words,
     serve,
 )
-from kvconnect.doctor.route import Way, rdma_devices, tcp_way, ucx_cuda_trouble, ucx_way
+from kvconnect.doctor.route import Route, rdma_devices, tcp_way, ucx_cuda_trouble, ucx_way
 from kvconnect.errors import TransferFailed
 
 START_S = 60.0
@@ -39,13 +39,13 @@ LIMIT_S = 300.0
 _LOOPBACK = "127.0.0.1"
 
 
-def examine(task: Task, min_rate: int = 0) -> Report:
+def examine(task: Task, min_rate: int = 0) -> FindingsReport:
     """Measure the paths to the source at ``task.host`` and ``port``; port 0: to one of our own.
 
     ``task`` is the reader's. Every process started here has ended when this returns.
     """
     env = LOG_ENV if task.path != "tcp" else {}
-    wish = Wish(task.path, min_rate)
+    wish = RequiredPaths(task.path, min_rate)
     with ExitStack() as stack:
         try:
             result, ucx, words = _run(stack, task, env)
@@ -56,7 +56,7 @@ def examine(task: Task, min_rate: int = 0) -> Report:
     return _report(judge(result, facts, wish), result, facts)
 
 
-def _run(stack: ExitStack, task: Task, env: dict[str, str]) -> tuple[Result, Way | None, str]:
+def _run(stack: ExitStack, task: Task, env: dict[str, str]) -> tuple[Result, Route | None, str]:
     """Start what is needed; return the reader's result, UCX's choice, and the halves' last words.
 
     The source's log comes first where there is one: it is the one that writes pages.
@@ -66,7 +66,7 @@ def _run(stack: ExitStack, task: Task, env: dict[str, str]) -> tuple[Result, Way
         giving = msgspec.structs.replace(task, role="source", host=_LOOPBACK)
         source = stack.enter_context(Child(giving, env))
         source.start()
-        ready = source.line(Ready, START_S)
+        ready = source.line(SourceReady, START_S)
         if ready.trouble.reason:
             return Result(trouble=ready.trouble), None, ""
         task = msgspec.structs.replace(task, host=_LOOPBACK, port=ready.port)
@@ -92,7 +92,7 @@ def listen(task: Task, say: Callable[[str], None], ended: Callable[[], bool]) ->
     serve(task, announce, ended)
 
 
-def _facts(task: Task, result: Result, ucx: Way | None, words: str) -> Facts:
+def _facts(task: Task, result: Result, ucx: Route | None, words: str) -> Facts:
     peer = task.host if task.port else _LOOPBACK
     here = tcp_way(result.local, peer) if result.local else ""
     found = nixl_distributions()
@@ -112,7 +112,7 @@ def _facts(task: Task, result: Result, ucx: Way | None, words: str) -> Facts:
     )
 
 
-def _report(findings: list[Finding], result: Result, facts: Facts) -> Report:
+def _report(findings: list[Finding], result: Result, facts: Facts) -> FindingsReport:
     measured: dict[str, object] = {
         each.path: {**msgspec.to_builtins(each), "way": way(each.path, facts)}
         for each in result.measured
@@ -121,4 +121,4 @@ def _report(findings: list[Finding], result: Result, facts: Facts) -> Report:
         measured["link_bytes_per_s"] = result.link_bytes_per_s
     good = "pages move here: engines can hand off"
     bad = "something is wrong with this way: see the fail lines"
-    return Report(tuple(findings), good, bad, measured)
+    return FindingsReport(tuple(findings), good, bad, measured)

@@ -12,7 +12,7 @@ from kvconnect.copy.base import Copier, Digests
 from kvconnect.errors import Corrupt
 from kvconnect.offload.host_arena import HostStore
 from kvconnect.offload.layer_loads import SyncLoad, pieces
-from kvconnect.offload.messages import Part
+from kvconnect.offload.messages import GroupBlocks
 from kvconnect.offload.streams import Fence, Flight, Streams
 from kvconnect.types import FailureCause, TransferType
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 class Move:
     """A chunk that was launched: its ``good`` leading blocks, and why the next one was not."""
 
-    part: Part
+    part: GroupBlocks
     kind: TransferType
     good: int
     cause: FailureCause | None
@@ -33,7 +33,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Landing:
+class ChunkResult:
     """What became of a chunk: its ``good`` leading blocks are there."""
 
     good: int
@@ -41,7 +41,7 @@ class Landing:
     seconds: float
 
 
-class Mover:
+class ChunkCopier:
     """For the copy thread. What a copier or the device raises is raised to it.
 
     Digests are worked out on the device, behind the copy, where the copier can do that: of a
@@ -61,32 +61,32 @@ class Mover:
         """Mark the device's work so far; for the engine's thread."""
         return self._streams.fence()
 
-    def block_bytes(self, part: Part) -> int:
+    def block_bytes(self, part: GroupBlocks) -> int:
         """Return the bytes of one block of a part."""
         return self._geometry.groups[part.group].block_bytes
 
     def start(
-        self, kind: TransferType, fence: Fence, part: Part, sync: SyncLoad | None = None
+        self, kind: TransferType, fence: Fence, part: GroupBlocks, sync: SyncLoad | None = None
     ) -> Move:
         """Launch a chunk behind ``fence``; of a load that is followed, layer by layer."""
         if kind is TransferType.CPU_TO_GPU:
             return self._load(fence, part, sync)
         return self._store_blocks(fence, part)
 
-    def land(self, move: Move) -> Landing | None:
+    def land(self, move: Move) -> ChunkResult | None:
         """Return what became of a chunk, None while it is on its way; does not block."""
         seconds = move.flight.poll()
         if seconds is None:
             return None
         if move.kind is TransferType.GPU_TO_CPU:
             self._seal(move)
-            return Landing(move.good, move.cause, seconds)
+            return ChunkResult(move.good, move.cause, seconds)
         good, cause = move.good, move.cause
         if move.digests:
             good, cause = self._verified(move.part, move.sealed, move.digests[0]()) or (good, cause)
-        return Landing(good, cause, seconds)
+        return ChunkResult(good, cause, seconds)
 
-    def _store_blocks(self, fence: Fence, part: Part) -> Move:
+    def _store_blocks(self, fence: Fence, part: GroupBlocks) -> Move:
         sealed = [i for i, slot in enumerate(part.slots) if self._store.digests.begin(slot)]
         found: list[Digests] = []
 
@@ -98,7 +98,7 @@ class Mover:
         flight = self._streams.launch(kind, fence, copy)
         return Move(part, kind, len(part.slots), None, flight, sealed, found)
 
-    def _load(self, fence: Fence, part: Part, sync: SyncLoad | None) -> Move:
+    def _load(self, fence: Fence, part: GroupBlocks, sync: SyncLoad | None) -> Move:
         good, cause = self._present(part)
         sealed = [i for i in range(good) if self._store.digests.is_sealed(part.slots[i])]
         if not self._copier.hashes(part.group):
@@ -124,13 +124,13 @@ class Mover:
             self._copier.enqueue_runs(group, blocks, slots, runs)
             sync.reach(group, runs[1], self._streams.fence())
 
-    def _hashes(self, part: Part, places: Sequence[int]) -> list[Digests]:
+    def _hashes(self, part: GroupBlocks, places: Sequence[int]) -> list[Digests]:
         if not places or not self._copier.hashes(part.group):
             return []
         blocks = array("q", (part.block_ids[i] for i in places))
         return [self._copier.enqueue_digests(part.group, blocks)]
 
-    def _present(self, part: Part) -> tuple[int, FailureCause | None]:
+    def _present(self, part: GroupBlocks) -> tuple[int, FailureCause | None]:
         """Return how many leading slots there are, and what is wrong with the next."""
         for number, slot in enumerate(part.slots):
             if slot < 0:
@@ -147,7 +147,7 @@ class Mover:
             self._store.digests.seal(slot, self._content(slot, move.part))
 
     def _verified(
-        self, part: Part, sealed: Sequence[int], found: array[int] | None
+        self, part: GroupBlocks, sealed: Sequence[int], found: array[int] | None
     ) -> tuple[int, FailureCause] | None:
         """Return the first place whose block is not what was stored, None if all are.
 
@@ -165,5 +165,5 @@ class Mover:
                 return place, FailureCause.DIGEST
         return None
 
-    def _content(self, slot: int, part: Part) -> memoryview:
+    def _content(self, slot: int, part: GroupBlocks) -> memoryview:
         return self._store.view(slot, self.block_bytes(part))

@@ -20,10 +20,10 @@ from kvconnect import threads
 from kvconnect.cache.layout import Geometry
 from kvconnect.copy.base import Copier
 from kvconnect.errors import TransferFailed
-from kvconnect.offload.chunk_copy import Landing, Move, Mover
+from kvconnect.offload.chunk_copy import ChunkCopier, ChunkResult, Move
 from kvconnect.offload.host_arena import HostStore
 from kvconnect.offload.layer_loads import SyncLoad, SyncLoads
-from kvconnect.offload.messages import Failure, Load, Part, Report, Store
+from kvconnect.offload.messages import FailedBlock, GroupBlocks, JobReport, LoadBlocks, StoreBlocks
 from kvconnect.offload.streams import Fence, Streams
 from kvconnect.types import FailureCause, TransferType
 
@@ -38,11 +38,11 @@ _JOIN_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
-class Done:
+class FinishedCopy:
     """A job that ended, and what it moved in ``seconds`` of copying (waits left out)."""
 
-    job: Store | Load
-    report: Report
+    job: StoreBlocks | LoadBlocks
+    report: JobReport
     kind: TransferType
     nbytes: int
     seconds: float
@@ -50,21 +50,21 @@ class Done:
 
 @dataclass(eq=False)
 class _Task:
-    job: Store | Load
+    job: StoreBlocks | LoadBlocks
     fence: Fence
     expires: float
-    chunks: deque[Part]  # not launched yet
+    chunks: deque[GroupBlocks]  # not launched yet
     sync: SyncLoad | None  # the engine's thread follows it
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[FailedBlock] = field(default_factory=list)
     nbytes: int = 0
     seconds: float = 0.0
     queued: bool = True
     flying: int = 0  # chunks on their way
-    ended: Callable[[Done], None] | None = None
+    ended: Callable[[FinishedCopy], None] | None = None
 
     @property
     def kind(self) -> TransferType:
-        is_load = isinstance(self.job, Load)
+        is_load = isinstance(self.job, LoadBlocks)
         return TransferType.CPU_TO_GPU if is_load else TransferType.GPU_TO_CPU
 
 
@@ -87,15 +87,15 @@ class CopyExecutor:
         store_rate: int = 0,
     ) -> None:
         self.sync = SyncLoads(streams)
-        self._mover = Mover(copier, store, geometry, streams)
+        self._mover = ChunkCopier(copier, store, geometry, streams)
         self._geometry = geometry
         self._clock = clock
-        self._pace = Pace(store_rate, clock)
+        self._pace = RateLimiter(store_rate, clock)
         self._wake = threading.Condition()
         self._loads: deque[_Task] = deque()
         self._stores: deque[_Task] = deque()
         self._flying: list[tuple[_Task, Move]] = []
-        self._done: deque[Done] = deque()
+        self._done: deque[FinishedCopy] = deque()
         self._closed = False
         kind = threads.ThreadKind.COPY
         self._thread = threads.make(
@@ -111,7 +111,10 @@ class CopyExecutor:
         return self._mover.fence()
 
     def submit(
-        self, job: Store | Load, fence: Fence, ended: Callable[[Done], None] | None = None
+        self,
+        job: StoreBlocks | LoadBlocks,
+        fence: Fence,
+        ended: Callable[[FinishedCopy], None] | None = None,
     ) -> None:
         """Queue a job that must come after ``fence``; does not block.
 
@@ -124,19 +127,19 @@ class CopyExecutor:
             chunks = deque(_chunks(job.parts, self._mover))
         task = _Task(job, fence, self._clock() + job.deadline_s, chunks, sync, ended=ended)
         with self._wake:
-            (self._loads if isinstance(job, Load) else self._stores).append(task)
+            (self._loads if isinstance(job, LoadBlocks) else self._stores).append(task)
             self._wake.notify()
 
-    def poll(self) -> list[Done]:
+    def poll(self) -> list[FinishedCopy]:
         """Return jobs that ended since the last call; each exactly once."""
         done = []
         while self._done:
             done.append(self._done.popleft())
         return done
 
-    def _followed(self, job: Store | Load) -> SyncLoad | None:
+    def _followed(self, job: StoreBlocks | LoadBlocks) -> SyncLoad | None:
         """Return what the engine's thread follows of a synchronous load, None for other jobs."""
-        if not isinstance(job, Load) or not job.sync:
+        if not isinstance(job, LoadBlocks) or not job.sync:
             return None
         groups = self._geometry.groups
         runs = {p.group: len(groups[p.group].segments) for p in job.parts if p.slots}
@@ -168,7 +171,7 @@ class CopyExecutor:
 
     def _next(self) -> deque[_Task] | None:
         """Return the queue whose first job may launch a chunk now, if any."""
-        loads = sum(isinstance(task.job, Load) for task, _ in self._flying)
+        loads = sum(isinstance(task.job, LoadBlocks) for task, _ in self._flying)
         if self._loads and loads < FLIGHTS:
             return self._loads
         if self._stores and len(self._flying) - loads < FLIGHTS and not self._pace.delay():
@@ -189,7 +192,7 @@ class CopyExecutor:
                 self._launch(task, part)
         self._settle(task)
 
-    def _launch(self, task: _Task, part: Part) -> None:
+    def _launch(self, task: _Task, part: GroupBlocks) -> None:
         try:
             move = self._mover.start(task.kind, task.fence, part, task.sync)
         except Exception:  # boundary: whatever a copy raises is a failed job
@@ -216,23 +219,23 @@ class CopyExecutor:
                 _fail(task, move.part, landed.good, landed.cause)
             self._settle(task)
 
-    def _landing(self, task: _Task, move: Move) -> Landing | None:
+    def _landing(self, task: _Task, move: Move) -> ChunkResult | None:
         try:
             return self._mover.land(move)
         except Exception:  # boundary: what the device or a digest raises is a failed job
             logger.exception("copy of job %d failed; its blocks are recomputed", task.job.job)
-            return Landing(0, FailureCause.COPY, 0.0)
+            return ChunkResult(0, FailureCause.COPY, 0.0)
 
     def _settle(self, task: _Task) -> None:
         """Take a job without more chunks from its queue; report it when none is on its way."""
         if task.queued and not task.chunks:
             with self._wake:
-                (self._loads if isinstance(task.job, Load) else self._stores).remove(task)
+                (self._loads if isinstance(task.job, LoadBlocks) else self._stores).remove(task)
             task.queued = False
         if task.queued or task.flying:
             return
-        report = Report(task.job.job, tuple(task.failures), seconds=task.seconds)
-        done = Done(task.job, report, task.kind, task.nbytes, task.seconds)
+        report = JobReport(task.job.job, tuple(task.failures), seconds=task.seconds)
+        done = FinishedCopy(task.job, report, task.kind, task.nbytes, task.seconds)
         self._done.append(done)
         if task.sync is not None:
             task.sync.end()
@@ -240,15 +243,15 @@ class CopyExecutor:
             task.ended(done)
 
 
-def _chunks(parts: tuple[Part, ...], mover: Mover) -> Iterator[Part]:
+def _chunks(parts: tuple[GroupBlocks, ...], mover: ChunkCopier) -> Iterator[GroupBlocks]:
     for part in parts:
         size = max(1, CHUNK_BYTES // mover.block_bytes(part))
         for start in range(0, len(part.slots), size):
             end = start + size
-            yield Part(part.group, part.block_ids[start:end], part.slots[start:end])
+            yield GroupBlocks(part.group, part.block_ids[start:end], part.slots[start:end])
 
 
-def _fail(task: _Task, part: Part, good: int, cause: FailureCause) -> None:
+def _fail(task: _Task, part: GroupBlocks, good: int, cause: FailureCause) -> None:
     """Note that a chunk stopped behind its ``good`` first blocks, and launch no more of its job."""
     # A broken copy leaves its whole chunk unknown; other causes name one block.
     known = len(part.slots) if cause is FailureCause.COPY else good + 1
@@ -259,15 +262,17 @@ def _fail(task: _Task, part: Part, good: int, cause: FailureCause) -> None:
         task.failures.extend(_failures(rest, 0, len(rest.slots), FailureCause.SKIPPED))
 
 
-def _failures(part: Part, start: int, end: int, cause: FailureCause) -> Iterator[Failure]:
+def _failures(
+    part: GroupBlocks, start: int, end: int, cause: FailureCause
+) -> Iterator[FailedBlock]:
     for number in range(start, end):
-        yield Failure(part.group, part.block_ids[number], part.slots[number], cause)
+        yield FailedBlock(part.group, part.block_ids[number], part.slots[number], cause)
 
 
 # A bound on the bytes per second of stores, where they would take bandwidth that others need.
 
 
-class Pace:
+class RateLimiter:
     """Says when the next bytes may go. ``rate`` in bytes per second; 0: always. For one thread.
 
     What was not used is not saved up: after a pause there is no burst over the rate.

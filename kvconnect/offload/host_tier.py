@@ -11,9 +11,9 @@ from kvconnect.cache.layout import Geometry
 from kvconnect.config import DigestMode, check_fits
 from kvconnect.copy import Copier
 from kvconnect.errors import ConfigError
-from kvconnect.offload.copy_executor import CopyExecutor, Done
+from kvconnect.offload.copy_executor import CopyExecutor, FinishedCopy
 from kvconnect.offload.host_arena import HostStore, device_node
-from kvconnect.offload.messages import Load, Store
+from kvconnect.offload.messages import LoadBlocks, StoreBlocks
 from kvconnect.offload.streams import make_streams
 
 MakeCopier = Callable[[torch.Tensor, torch.Tensor, Geometry], Copier]
@@ -55,9 +55,9 @@ class HostTier:
         copier = make_copier(area, self.store.tensor(), geometry)
         streams = make_streams(area.device)
         self.executor = CopyExecutor(copier, self.store, geometry, streams, store_rate=store_rate)
-        self._pending: list[Store] = []
+        self._pending: list[StoreBlocks] = []
 
-    def begin(self, loads: Sequence[Load], stores: Sequence[Store]) -> None:
+    def begin(self, loads: Sequence[LoadBlocks], stores: Sequence[StoreBlocks]) -> None:
         """Start the step's loads, ahead of the forward; note its stores for after it."""
         self.submit_stores()  # a pipeline stage may end a step without asking for that
         self._pending = list(stores)
@@ -74,7 +74,7 @@ class HostTier:
                 self.executor.submit(store, fence)
             self._pending = []
 
-    def poll(self) -> list[Done]:
+    def poll(self) -> list[FinishedCopy]:
         """Return jobs that ended since the last call; each exactly once."""
         return self.executor.poll()
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from kvconnect.errors import Misuse
-from kvconnect.offload.eviction import Policy
+from kvconnect.offload.eviction import EvictionPolicy
 
 
 class Removed(NamedTuple):
@@ -33,7 +33,7 @@ class HostIndex:
         evictions: how many blocks ever had to make room.
     """
 
-    def __init__(self, num_slots: int, num_groups: int, policy: Policy) -> None:
+    def __init__(self, num_slots: int, num_groups: int, policy: EvictionPolicy) -> None:
         self.slots = Slots(num_slots)
         self.policy = policy
         self.removed: list[Removed] = []

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvconnect.errors import Misuse
 from kvconnect.offload.index import HostIndex
-from kvconnect.offload.messages import Failure, Load, Part, Report, Store
+from kvconnect.offload.messages import FailedBlock, GroupBlocks, JobReport, LoadBlocks, StoreBlocks
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause, JobId, Tier, TransferType
 
@@ -164,16 +164,16 @@ class Settled(NamedTuple):
 
 
 @dataclass
-class _Job:
+class _OpenJob:
     owner: Owner
-    parts: tuple[Part, ...]
+    parts: tuple[GroupBlocks, ...]
     asked: float
     waiting: int  # workers that have not answered
     req_id: str | None = None
     tokens: int = 0
     sync: bool = False
     seconds: float = 0.0  # that copies took, of the slowest worker so far
-    failures: dict[tuple[int, int, int], Failure] = field(default_factory=dict)
+    failures: dict[tuple[int, int, int], FailedBlock] = field(default_factory=dict)
     overdue: bool = False  # past its deadline when the engine last looked
     given_up: bool = False  # a reset or expiry made the result worthless: nobody waits for it
 
@@ -188,7 +188,7 @@ class JobBook:
         self._index = index
         self._stats = stats
         self._limits = limits
-        self._jobs: dict[JobId, _Job] = {}
+        self._jobs: dict[JobId, _OpenJob] = {}
         self._last = 0
 
     def __len__(self) -> int:
@@ -199,23 +199,25 @@ class JobBook:
         """Whether an answer is awaited."""
         return any(not job.given_up for job in self._jobs.values())
 
-    def open_store(self, parts: tuple[Part, ...], now: float) -> Store:
+    def open_store(self, parts: tuple[GroupBlocks, ...], now: float) -> StoreBlocks:
         """Open a store of reserved slots; their device blocks are held from now on."""
-        job = self._open(_Job(Owner.STORE, parts, now, self._limits.workers))
-        return Store(job, parts, self._limits.deadline_s)
+        job = self._open(_OpenJob(Owner.STORE, parts, now, self._limits.workers))
+        return StoreBlocks(job, parts, self._limits.deadline_s)
 
     def open_load(
-        self, req_id: str, parts: tuple[Part, ...], tokens: int, *, sync: bool, now: float
-    ) -> Load:
+        self, req_id: str, parts: tuple[GroupBlocks, ...], tokens: int, *, sync: bool, now: float
+    ) -> LoadBlocks:
         """Open a load; its slots are pinned, its device blocks held from now on."""
         for part in parts:
             slots = [slot for slot in part.slots if slot >= 0]
             self._index.pin(slots)
             self._index.policy.touch(slots)
-        job = self._open(_Job(Owner.LOAD, parts, now, self._limits.workers, req_id, tokens, sync))
-        return Load(job, req_id, parts, self._limits.deadline_s, sync)
+        job = self._open(
+            _OpenJob(Owner.LOAD, parts, now, self._limits.workers, req_id, tokens, sync)
+        )
+        return LoadBlocks(job, req_id, parts, self._limits.deadline_s, sync)
 
-    def on_report(self, report: Report, now: float) -> Settled | None:
+    def on_report(self, report: JobReport, now: float) -> Settled | None:
         """Take one worker's answer; return what changed once the last one has answered."""
         job = self._jobs.get(report.job)
         if job is None:
@@ -262,7 +264,7 @@ class JobBook:
         stores = [(n, job) for n, job in self._jobs.items() if job.owner is Owner.STORE]
         return [block for number, job in stores for block in self._void(number, job)]
 
-    def _void(self, number: JobId, job: _Job) -> tuple[int, ...]:
+    def _void(self, number: JobId, job: _OpenJob) -> tuple[int, ...]:
         job.given_up = True
         hold = self.ledger.settle(number)
         return () if hold is None else hold.blocks
@@ -275,7 +277,7 @@ class JobBook:
             yield "jobs_in_flight", jobs, _TYPE[owner].value
         yield "ledger_oldest_hold_seconds", self.ledger.oldest_age(now), None
 
-    def _open(self, job: _Job) -> JobId:
+    def _open(self, job: _OpenJob) -> JobId:
         self._last += 1
         number = JobId(self._last)
         # A synchronous load is over before its step computes. Until the engine hears of it, the
@@ -287,7 +289,7 @@ class JobBook:
         self._jobs[number] = job
         return number
 
-    def _end_store(self, job: _Job, released: tuple[int, ...]) -> Settled:
+    def _end_store(self, job: _OpenJob, released: tuple[int, ...]) -> Settled:
         failed = {failure.slot for failure in job.failures.values()}
         stored: list[tuple[int, bytes]] = []
         dropped: list[tuple[int, bytes]] = []
@@ -298,7 +300,7 @@ class JobBook:
             stored += [(part.group, self._index.hash_of(slot)) for slot in good]
         return Settled(job.owner, released, tuple(stored), tuple(dropped))
 
-    def _end_load(self, job: _Job, now: float) -> Settled:
+    def _end_load(self, job: _OpenJob, now: float) -> Settled:
         for part in job.parts:
             self._index.unpin(slot for slot in part.slots if slot >= 0)
         for failure in job.failures.values():
@@ -321,7 +323,7 @@ class JobBook:
         return Settled(job.owner, released, failed_req_id=job.req_id)
 
 
-def _lost_tokens(job: _Job, keeps_prefix: bool) -> int:
+def _lost_tokens(job: _OpenJob, keeps_prefix: bool) -> int:
     """Tokens to recompute: from the first bad block on, where the blocks before it are kept."""
     if not keeps_prefix:
         return job.tokens

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span, Tier, TransferId
 
 
-class Part(NamedTuple):
+class GroupBlocks(NamedTuple):
     """The blocks of one KV-cache group in one job, in prefix order.
 
     ``block_ids[i]`` on the device belongs to ``slots[i]`` in the host tier. A slot of -1 stands
@@ -27,16 +27,16 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Store:
+class StoreBlocks:
     """Copy device blocks to slots, once the device has finished writing them."""
 
     job: JobId
-    parts: tuple[Part, ...]
+    parts: tuple[GroupBlocks, ...]
     deadline_s: float
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadBlocks:
     """Copy slots to device blocks that belong to ``req_id``.
 
     ``sync`` loads must be complete before this step's forward; others are reported when done.
@@ -44,13 +44,13 @@ class Load:
 
     job: JobId
     req_id: str
-    parts: tuple[Part, ...]
+    parts: tuple[GroupBlocks, ...]
     deadline_s: float
     sync: bool
 
 
 @dataclass(frozen=True)
-class Seek:
+class LookupBlocks:
     """Find out which blocks are in the tiers below host memory."""
 
     job: JobId
@@ -58,7 +58,7 @@ class Seek:
 
 
 @dataclass(frozen=True)
-class Fetch:
+class PrefetchBlocks:
     """Read blocks from the tiers below host memory: ``keys[i]`` into ``slots[i]``."""
 
     job: JobId
@@ -68,7 +68,7 @@ class Fetch:
 
 
 @dataclass(frozen=True)
-class Spill:
+class WriteBackBlocks:
     """Write blocks to the tiers below host memory: ``slots[i]`` as ``keys[i]``."""
 
     job: JobId
@@ -78,8 +78,8 @@ class Spill:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One worker's answer to a :class:`Seek`, :class:`Fetch` or :class:`Spill`.
+class TierAnswer:
+    """One worker's answer to a lookup, prefetch or write-back of blocks.
 
     ``found[i]`` tells of ``keys[i]`` which tier has it now, or gave it: a place in
     :data:`BELOW`, the first one of several.
@@ -90,11 +90,11 @@ class Answer:
 
 
 BELOW = (None, Tier.DISK, Tier.REMOTE)
-"""What an :class:`Answer` says of a block: 0 for none, and the slower the tier the higher."""
+"""What an :class:`TierAnswer` says of a block: 0 for none, and the slower the tier the higher."""
 
 
 @dataclass(frozen=True)
-class Source:
+class PrefillSource:
     """A prefill engine, as a verified ticket names it."""
 
     engine_id: str
@@ -105,7 +105,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Offer:
+class OfferBlocks:
     """Prefill side: these blocks are complete after this step's forward.
 
     The first offer of a transfer may be empty: it announces that the request is known. The
@@ -140,7 +140,7 @@ class Receive:
     job: JobId
     req_id: str
     transfer: TransferId
-    source: Source | None
+    source: PrefillSource | None
     spans: tuple[Span, ...]
     tokens: tuple[tuple[int, int], ...]
     early: bool
@@ -160,7 +160,7 @@ class Keep:
     until it is received or, with 0, given up."""
 
     transfer: TransferId
-    source: Source
+    source: PrefillSource
     every_s: float = 0.0
 
 
@@ -176,7 +176,7 @@ class NoticeKind(str, Enum):
 
 
 class Chunk(NamedTuple):
-    """Blocks that were offered, and so sent, together: of all layers. In a :class:`Moved`."""
+    """Blocks that were offered, and so sent, together: of all layers."""
 
     first: int  # wire block
     blocks: int
@@ -185,7 +185,7 @@ class Chunk(NamedTuple):
     nbytes: int
 
 
-class Moved(NamedTuple):
+class PeerTransfer(NamedTuple):
     """What became of all that one worker asked another one for, for a trace; ``seconds`` is how
     long its bytes were on their way. Points in time are in seconds since the epoch, by the clock
     of the worker that says them: nothing is decided by them.
@@ -207,7 +207,7 @@ class Moved(NamedTuple):
     chunks: tuple[Chunk, ...] = ()
 
 
-class Notice(NamedTuple):
+class TransferEvent(NamedTuple):
     """One event of a transfer, prefill worker to scheduler. ``reader`` is the decode worker.
 
     ``first`` is the first block of group 0 that a reader who JOINED asks for, ``nbytes`` and
@@ -221,26 +221,26 @@ class Notice(NamedTuple):
     first: int = 0
     nbytes: int = 0
     seconds: float = 0.0
-    moved: Moved | None = None
+    moved: PeerTransfer | None = None
 
 
 @dataclass
 class Instructions:
     """One step's work for every worker."""
 
-    stores: list[Store] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
-    offers: list[Offer] = field(default_factory=list)
+    stores: list[StoreBlocks] = field(default_factory=list)
+    loads: list[LoadBlocks] = field(default_factory=list)
+    offers: list[OfferBlocks] = field(default_factory=list)
     withdrawals: list[Withdraw] = field(default_factory=list)
     receives: list[Receive] = field(default_factory=list)
     drops: list[Drop] = field(default_factory=list)
     keeps: list[Keep] = field(default_factory=list)
-    seeks: list[Seek] = field(default_factory=list)
-    fetches: list[Fetch] = field(default_factory=list)
-    spills: list[Spill] = field(default_factory=list)
+    seeks: list[LookupBlocks] = field(default_factory=list)
+    fetches: list[PrefetchBlocks] = field(default_factory=list)
+    spills: list[WriteBackBlocks] = field(default_factory=list)
 
 
-class Failure(NamedTuple):
+class FailedBlock(NamedTuple):
     """One block that was not copied. Its device or slot bytes are unknown."""
 
     group: int
@@ -250,12 +250,12 @@ class Failure(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Report:
+class JobReport:
     """One worker's answer to one job. An empty ``failures`` means every block is there. ``moved``:
     what came from whom, of a :class:`Receive` where the engine traces. ``seconds``: what the copies
     of a load or store took."""
 
     job: JobId
-    failures: tuple[Failure, ...] = ()
-    moved: tuple[Moved, ...] = ()
+    failures: tuple[FailedBlock, ...] = ()
+    moved: tuple[PeerTransfer, ...] = ()
     seconds: float = 0.0

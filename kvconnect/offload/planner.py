@@ -17,7 +17,7 @@ from typing import NamedTuple
 from kvconnect.cache.groups import CacheGroup, keeps_prefix, longest_prefix
 from kvconnect.offload.index import HostIndex, Removed
 from kvconnect.offload.jobs import NULL_BLOCK, JobBook, JobLimits, Owner, Settled
-from kvconnect.offload.messages import Instructions, Load, Part, Report
+from kvconnect.offload.messages import GroupBlocks, Instructions, JobReport, LoadBlocks
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Tier
 
@@ -31,7 +31,7 @@ BlockTable = Sequence[Sequence[int]]
 _NEVER = sys.maxsize
 
 
-class Limits(NamedTuple):
+class OffloadLimits(NamedTuple):
     """What bounds a plan.
 
     ``workers`` must answer each job; a job may take ``deadline_s`` seconds; stores may hold
@@ -54,7 +54,7 @@ class LoadRequest(NamedTuple):
 
 
 @dataclass
-class _Request:
+class _PlannedRequest:
     """What the plan remembers of a live request."""
 
     next_block: list[int]  # per group: the first block not yet considered for storing
@@ -72,7 +72,7 @@ class OffloadPlan:
         groups: Sequence[CacheGroup],
         index: HostIndex,
         stats: OffloadingConnectorStats,
-        limits: Limits,
+        limits: OffloadLimits,
     ) -> None:
         self.groups = tuple(groups)
         self.index = index
@@ -81,9 +81,9 @@ class OffloadPlan:
         self.jobs = JobBook(index, stats, job_limits)
         self.load_mode = LoadMode()
         self._held_limit = limits.held_blocks
-        self._requests: dict[str, _Request] = {}
-        self._loads: list[Load] = []
-        self._store_parts: dict[int, Part] = {}  # this step's stores, by group
+        self._requests: dict[str, _PlannedRequest] = {}
+        self._loads: list[LoadBlocks] = []
+        self._store_parts: dict[int, GroupBlocks] = {}  # this step's stores, by group
         self._planned = 0  # blocks in them
         self._evictions_counted = 0
 
@@ -99,7 +99,7 @@ class OffloadPlan:
         """Start to remember a request; again when its blocks are computed anew."""
         known = self._requests.get(req_id)
         first = min(group.block_tokens for group in self.groups)
-        self._requests[req_id] = _Request(
+        self._requests[req_id] = _PlannedRequest(
             next_block=[0] * len(self.groups),
             due_tokens=first if len(self.index.slots) else _NEVER,  # there may be no host tier
             load_failed=known is not None and known.load_failed,
@@ -187,7 +187,7 @@ class OffloadPlan:
         self._loads, self._store_parts, self._planned = [], {}, 0
         return instructions
 
-    def on_report(self, report: Report, now: float) -> Settled | None:
+    def on_report(self, report: JobReport, now: float) -> Settled | None:
         """Take one worker's answer; return what changed once the last one has answered."""
         settled = self.jobs.on_report(report, now)
         if settled is not None:
@@ -229,7 +229,7 @@ class OffloadPlan:
 
     def _reserve(
         self,
-        request: _Request,
+        request: _PlannedRequest,
         number: int,
         blocks: range,
         hashes: Sequence[bytes],
@@ -239,7 +239,7 @@ class OffloadPlan:
         """Give slots to at most ``room`` blocks that need one; return those blocks, and the first
         block that was not considered because the copies lag behind."""
         index, holds = self.index, self.jobs.ledger.holds_block
-        part = self._store_parts.get(number) or Part(number, array("q"), array("q"))
+        part = self._store_parts.get(number) or GroupBlocks(number, array("q"), array("q"))
         # Before any eviction: a slot that lost its block must not be touched any more.
         there = index.ready_slots(number, hashes[blocks.start : blocks.stop])
         index.policy.touch(there)
@@ -303,13 +303,15 @@ def count_lookup(
     stats.count("miss_tokens", asked_tokens - sum(hits.values()))
 
 
-def _load_part(index: HostIndex, number: int, group: CacheGroup, wanted: LoadRequest) -> Part:
+def _load_part(
+    index: HostIndex, number: int, group: CacheGroup, wanted: LoadRequest
+) -> GroupBlocks:
     """Return the blocks of one group that tokens [local, total) need, with their slots."""
     first = max(group.first_block(wanted.total_tokens), wanted.local_tokens // group.block_tokens)
     end = wanted.total_tokens // group.block_tokens
     slots = array("q", index.ready_slots(number, wanted.hashes[number][first:end]))
     slots.extend([-1] * (end - first - len(slots)))
-    return Part(number, array("q", wanted.block_ids[number][first:end]), slots)
+    return GroupBlocks(number, array("q", wanted.block_ids[number][first:end]), slots)
 
 
 # Which loads run inside the step that needs them, and which park their request until they are

@@ -58,7 +58,7 @@ class Flight(ABC):
         """Block the calling thread, and nothing else, until it is there; return its seconds."""
 
 
-class Landed(Flight):
+class CompletedFlight(Flight):
     """A copy that was done when it was launched."""
 
     def __init__(self, seconds: float) -> None:
@@ -115,7 +115,7 @@ class HostStreams(Streams):
     def launch(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> Flight:  # noqa: ARG002
         started = time.perf_counter()
         copy()
-        return Landed(time.perf_counter() - started)
+        return CompletedFlight(time.perf_counter() - started)
 
 
 _Pair = tuple[torch.cuda.Event, torch.cuda.Event]

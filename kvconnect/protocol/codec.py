@@ -6,7 +6,7 @@ A **frame** is one header of ``HEADER_BYTES``, ``nbytes`` of payload, then the d
 the period is 0. Adding the unit makes a period of 16 fall on other blocks in every layer.
 
 A **note** is its length (u32, little endian) and that many bytes; one without bytes is a
-heartbeat. The highest bit of the length marks a :class:`RailNote`. The first note is the
+heartbeat. The highest bit of the length marks a :class:`NixlNote`. The first note is the
 **greeting**: one byte, the digest period that its sender asks for, and an offer (``rails.py``) if
 it has one. The stricter period of both sides holds for all pages, in both directions.
 
@@ -157,7 +157,7 @@ def stricter(one: int, other: int) -> int:
 # Notes ------------------------------------------------------------------------------------------
 
 
-class RailNote(bytes):
+class NixlNote(bytes):
     """A note between the transports themselves; see ``rails.py``."""
 
 
@@ -178,7 +178,7 @@ def pack_note(payload: bytes) -> bytes:
     """Return a note's bytes; no payload makes a heartbeat. :class:`Misuse` if it is too long."""
     if len(payload) > MAX_NOTE:
         raise Misuse(f"a note of {len(payload)} bytes, at most {MAX_NOTE} fit")
-    flag = _RAIL if isinstance(payload, RailNote) else 0
+    flag = _RAIL if isinstance(payload, NixlNote) else 0
     return _LENGTH.pack(len(payload) | flag) + payload
 
 
@@ -206,7 +206,7 @@ class NoteReader:
             end = start + _LENGTH.size + length
             if len(self._buffer) < end:
                 break
-            kind = RailNote if marked & _RAIL else bytes
+            kind = NixlNote if marked & _RAIL else bytes
             notes.append(kind(self._buffer[start + _LENGTH.size : end]))
             start = end
         del self._buffer[:start]

@@ -115,7 +115,7 @@ def _clean(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text[:MAX_TEXT])
 
 
-class Turned(msgspec.Struct, tag="turned"):
+class Reject(msgspec.Struct, tag="turned"):
     """No agreement: the sender closes the connection after this. ``message`` names both values.
 
     A ``field`` that is not known here reads as "other".
@@ -130,7 +130,7 @@ class Turned(msgspec.Struct, tag="turned"):
         self.message = _clean(self.message)
 
 
-class Want(msgspec.Struct, tag="want"):
+class ReadRequest(msgspec.Struct, tag="want"):
     """Reader: send me these wire blocks of a transfer, as (group, first wire block, count).
 
     ``early``: you may not have heard of the transfer yet; wait for it.
@@ -148,7 +148,7 @@ class Cancel(msgspec.Struct, tag="cancel"):
     want: WantNumber
 
 
-class Done(msgspec.Struct, tag="done"):
+class ReadDone(msgspec.Struct, tag="done"):
     """Reader: I have everything; you need not keep it for me."""
 
     want: WantNumber
@@ -171,7 +171,7 @@ class Alive(msgspec.Struct, tag="alive"):
     wants: Annotated[list[WantNumber], Meta(max_length=1 << 16)]
 
 
-class Ready(msgspec.Struct, tag="ready"):
+class PagesReady(msgspec.Struct, tag="ready"):
     """Source: the last of what you want has been computed. What still takes time is the way."""
 
     want: WantNumber
@@ -195,7 +195,19 @@ class Probe(msgspec.Struct, tag="probe"):
     want: Annotated[int, Meta(ge=PROBE_WANT, le=_INT64_MAX)]
 
 
-Message = Hello | Turned | Want | Cancel | Done | Fail | Alive | Ready | Renew | Decline | Probe
+Message = (
+    Hello
+    | Reject
+    | ReadRequest
+    | Cancel
+    | ReadDone
+    | Fail
+    | Alive
+    | PagesReady
+    | Renew
+    | Decline
+    | Probe
+)
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -10,8 +10,8 @@ These messages travel on the control connection, beside the notes of the layer a
       Stop(7) ------------------------------> |   nothing more, please
       | <-------------------------- Stopped(7) |   no write of want 7 can land any more
 
-An :class:`Offer` comes with each side's greeting. The reader is the side that connected. Sizes are
-bytes. Nothing here does I/O.
+An :class:`NixlOffer` comes with each side's greeting. The reader is the side that connected. Sizes
+are bytes. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _Block = Annotated[int, Meta(ge=0, lt=1 << 40)]
 _Count = Annotated[int, Meta(ge=1, lt=1 << 31)]
 
 
-class Offer(msgspec.Struct, kw_only=True):
+class NixlOffer(msgspec.Struct, kw_only=True):
     """What one side has. ``metadata`` lets the other side reach its memory, so only the reader
     has any; it is only looked at when the rest fits: NIXL may crash on that of another version."""
 
@@ -90,7 +90,7 @@ class Plain(msgspec.Struct, tag="plain", kw_only=True):
     want: _WantNumber
 
 
-class Landed(msgspec.Struct, tag="landed", kw_only=True):
+class PagesWritten(msgspec.Struct, tag="landed", kw_only=True):
     """Wire blocks ``first ... first + count - 1`` of a unit were written by write ``number`` of
     this connection in ``seconds``. ``digests``: see ``codec.py``."""
 
@@ -104,7 +104,7 @@ class Landed(msgspec.Struct, tag="landed", kw_only=True):
     digests: Annotated[bytes, Meta(max_length=MAX_NOTE)]
 
 
-class Stop(msgspec.Struct, tag="stop", kw_only=True):
+class StopWriting(msgspec.Struct, tag="stop", kw_only=True):
     """The reader wants no more of this."""
 
     want: _WantNumber
@@ -116,29 +116,29 @@ class Stopped(msgspec.Struct, tag="stopped", kw_only=True):
     want: _WantNumber
 
 
-RailMessage = Units | Places | Plain | Landed | Stop | Stopped
+NixlMessage = Units | Places | Plain | PagesWritten | StopWriting | Stopped
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[RailMessage] = msgspec.msgpack.Decoder(RailMessage)
-_offers = msgspec.msgpack.Decoder(Offer)
+_decoder: msgspec.msgpack.Decoder[NixlMessage] = msgspec.msgpack.Decoder(NixlMessage)
+_offers = msgspec.msgpack.Decoder(NixlOffer)
 
 
-def encode(message: RailMessage | Offer) -> bytes:
+def encode(message: NixlMessage | NixlOffer) -> bytes:
     """Return a message's bytes."""
     return _encoder.encode(message)
 
 
-def decode(data: bytes) -> RailMessage:
+def decode(data: bytes) -> NixlMessage:
     """Return the message; ``ProtocolError`` for anything else."""
     return decode_struct(_decoder, data)
 
 
-def decode_offer(data: bytes) -> Offer:
+def decode_offer(data: bytes) -> NixlOffer:
     """Return the offer; ``ProtocolError`` for anything else."""
     return decode_struct(_offers, data)
 
 
-def misfit(ours: Offer, theirs: Offer) -> str:
+def misfit(ours: NixlOffer, theirs: NixlOffer) -> str:
     """Return why the two cannot work together, "" if they can.
 
     NIXL 1.4 and 1.5 understand one another; an agent of 1.3 or older dies of the metadata of a

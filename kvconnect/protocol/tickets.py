@@ -183,7 +183,7 @@ def _refused(why: str) -> Refused:
 # Requests ---------------------------------------------------------------------------------------
 
 
-class Asked(NamedTuple):
+class HandoffRequest(NamedTuple):
     """What a request's ``kv_transfer_params`` ask for.
 
     ``role``: "send" (compute, then hand off), "recv" (take over) or "none". ``ticket`` is
@@ -198,7 +198,7 @@ class Asked(NamedTuple):
     rank: int = -1
 
 
-def parse_request(params: Mapping[str, Any]) -> Asked:
+def parse_request(params: Mapping[str, Any]) -> HandoffRequest:
     """Return what a request asks for; keys of other connectors are ignored.
 
     Raises:
@@ -211,8 +211,8 @@ def parse_request(params: Mapping[str, Any]) -> Asked:
     # An engine with several connectors answers with the ticket alone.
     receives = receives or (TICKET_KEY in params and not sends)
     if not (sends or receives):
-        return Asked()
-    return Asked(
+        return HandoffRequest()
+    return HandoffRequest(
         role="send" if sends else "recv",
         transfer_id=_transfer_id(params.get("transfer_id")),
         ticket=params.get(TICKET_KEY),

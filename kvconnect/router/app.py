@@ -27,11 +27,11 @@ from kvconnect.router.fleet.membership import Membership
 from kvconnect.router.fleet.upstreams import Fleet, Upstream
 from kvconnect.router.http import upstream_requests
 from kvconnect.router.http.admission import Admission, Bodies, InFlight
-from kvconnect.router.http.client import Leftovers
+from kvconnect.router.http.client import DrainingPrefills
 from kvconnect.router.http.pool import Client
 from kvconnect.router.http.requests import Intake
 from kvconnect.router.metrics import RouterMetrics
-from kvconnect.router.options import Options
+from kvconnect.router.options import RouterOptions
 from kvconnect.router.policy.caches import Caches
 from kvconnect.router.policy.loads import Role
 from kvconnect.router.policy.tenants import Tenant, Tenants
@@ -72,7 +72,7 @@ class _Notices:
 class Edge:
     """The handlers of one router. Runs on the event loop."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: RouterOptions) -> None:
         self._options = options
         self._metrics = RouterMetrics()
         caches = Caches(options)
@@ -96,7 +96,7 @@ class Edge:
             Intake(limits.body_bytes, pieces=bool(caches.indexes)),
             caches,
             Spans(),
-            Leftovers(Supervisor(self._metrics.count)),
+            DrainingPrefills(Supervisor(self._metrics.count)),
         )
 
     async def run(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
@@ -155,7 +155,7 @@ class Edge:
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-def make_app(options: Options) -> web.Application:
+def make_app(options: RouterOptions) -> web.Application:
     """Return the application. Serve it with :data:`SERVER`."""
     edge = Edge(options)
     app = web.Application(middlewares=[_known_clients(edge.tenants), _openai_errors])
@@ -170,7 +170,7 @@ def make_app(options: Options) -> web.Application:
     return app
 
 
-def serve(options: Options) -> None:
+def serve(options: RouterOptions) -> None:
     """Run a router until SIGINT or SIGTERM; port 0 picks a free one, which the log names.
 
     Raises:

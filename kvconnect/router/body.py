@@ -84,7 +84,7 @@ class Pieces(NamedTuple):
     plain: bool
 
 
-class _Part(msgspec.Struct):
+class _ContentPart(msgspec.Struct):
     text: Raw = Raw(b"")
 
 
@@ -297,7 +297,7 @@ def _chars_of_messages(text: bytes) -> int:
         for message in msgspec.json.decode(text, type=list[_Message]):
             content = bytes(message.content)
             if content[:1] == b"[":
-                parts = msgspec.json.decode(content, type=list[_Part])
+                parts = msgspec.json.decode(content, type=list[_ContentPart])
                 chars += sum(_chars_in(bytes(part.text)) for part in parts)
             else:
                 chars += _chars_in(content)

@@ -22,21 +22,29 @@ from kvconnect.router.apis import Api
 from kvconnect.router.fleet.upstreams import Fleet, Upstream
 from kvconnect.router.http import upstream_requests
 from kvconnect.router.http.admission import Admission, Bodies, Busy, InFlight
-from kvconnect.router.http.client import Answer, Ask, Leftovers, Leg, LegFailed, Overhead, Rejected
+from kvconnect.router.http.client import (
+    DrainingPrefills,
+    EngineRequest,
+    EngineResponse,
+    Overhead,
+    Rejected,
+    UpstreamFailed,
+    UpstreamRequest,
+)
 from kvconnect.router.http.pool import Client
 from kvconnect.router.http.reply import Reply
-from kvconnect.router.http.requests import Asked, Intake
-from kvconnect.router.metrics import Outcome, RouterMetrics
-from kvconnect.router.options import Options
+from kvconnect.router.http.requests import Intake, ParsedRequest
+from kvconnect.router.metrics import RequestOutcome, RouterMetrics
+from kvconnect.router.options import RouterOptions
 from kvconnect.router.policy.caches import Caches
 from kvconnect.router.policy.choice import (
-    Choice,
+    FailedTargets,
     Mode,
-    Place,
-    Reason,
-    Tried,
+    RoutingChoice,
+    RoutingReason,
+    RoutingRequest,
+    TargetChoice,
     Unserved,
-    Wish,
     choose,
     unpaired,
 )
@@ -54,7 +62,7 @@ _NO_PATH = (404, 405)  # of an engine
 class Services(NamedTuple):
     """What all exchanges of a router share."""
 
-    options: Options
+    options: RouterOptions
     fleet: Fleet
     metrics: RouterMetrics
     client: Client
@@ -64,7 +72,7 @@ class Services(NamedTuple):
     intake: Intake
     caches: Caches
     spans: Spans
-    leftovers: Leftovers
+    leftovers: DrainingPrefills
 
 
 class Exchange:
@@ -82,7 +90,7 @@ class Exchange:
         self._spans = services.spans.of(request)
         self._turn = turn  # counts requests, and attempts of this one
         self._came = time.monotonic()
-        self._outcome = Outcome.CANCELLED  # until something else is known
+        self._outcome = RequestOutcome.CANCELLED  # until something else is known
 
     async def serve(self) -> web.StreamResponse:
         """Answer the request; the client's disconnect cancels this, and both legs with it."""
@@ -90,14 +98,14 @@ class Exchange:
         try:
             return await asyncio.wait_for(self._answer(), timeout_s)
         except asyncio.TimeoutError:
-            self._outcome = Outcome.TIMEOUT
+            self._outcome = RequestOutcome.TIMEOUT
             message = f"not done within {timeout_s:g} seconds"
             if self._reply.stream is None:
                 return self._reply.error(504, message)
             await self._reply.break_off(message)
             return self._reply.stream
         except web.HTTPException:  # the body is too large, or too slow
-            self._outcome = Outcome.REJECTED
+            self._outcome = RequestOutcome.REJECTED
             raise
         finally:
             choice = self._reply.choice
@@ -113,32 +121,32 @@ class Exchange:
                 async with self._spans.turn(services.admission.enter()):
                     return await self._attempts(asked)
         except Busy as error:
-            self._outcome = Outcome.REJECTED
+            self._outcome = RequestOutcome.REJECTED
             return self._reply.error(429, str(error), {"Retry-After": str(error.retry_s)})
         except Refused as error:
-            self._outcome = Outcome.REJECTED
+            self._outcome = RequestOutcome.REJECTED
             return self._reply.error(400, str(error))
         except Unserved as error:
-            self._outcome = Outcome.REJECTED
+            self._outcome = RequestOutcome.REJECTED
             return self._reply.error(404, str(error))
         except Rejected as error:
-            self._outcome = Outcome.REJECTED
+            self._outcome = RequestOutcome.REJECTED
             return self._reply.whole(error.answer)
-        except LegFailed as error:
-            self._outcome = Outcome.FAILED
+        except UpstreamFailed as error:
+            self._outcome = RequestOutcome.FAILED
             if error.role is Role.DECODE and error.answer is not None:
                 return self._reply.whole(error.answer)
             return self._reply.error(502, str(error))
 
-    async def _attempts(self, asked: Asked) -> web.StreamResponse:
+    async def _attempts(self, asked: ParsedRequest) -> web.StreamResponse:
         """Try pairs of engines until one answers.
 
         Raises:
             LegFailed: the last attempt's failure, when there is nothing left to try.
             Rejected: an engine finds the request wrong.
         """
-        wish, tried, body = self._wish(asked), Tried(), asked.body
-        failure: LegFailed | Rejected | None = None
+        wish, tried, body = self._wish(asked), FailedTargets(), asked.body
+        failure: UpstreamFailed | Rejected | None = None
         while True:
             view = self._services.fleet.view()
             choice = choose(view, wish, tried, self._services.options)
@@ -146,9 +154,9 @@ class Exchange:
             if choice is None:
                 if failure is not None:
                     raise failure
-                self._outcome = Outcome.FAILED
+                self._outcome = RequestOutcome.FAILED
                 return self._reply.error(503, unpaired(view, wish))
-            if isinstance(failure, LegFailed):
+            if isinstance(failure, UpstreamFailed):
                 self._services.metrics.retry(failure.role, failure.cause)
             self._reply.choice = choice
             self._services.metrics.chosen(choice)
@@ -161,7 +169,7 @@ class Exchange:
                 if not (elsewhere and tried.unserved(view, choice)):
                     raise
                 failure = error
-            except LegFailed as error:
+            except UpstreamFailed as error:
                 logger.warning("attempt to %s failed: %s", choice.mode.value, error)
                 self._services.fleet.doubt(choice)
                 if not tried.note(choice, error.role, error.cause):
@@ -172,17 +180,17 @@ class Exchange:
                 keep = choice.decode.target.worker if error.role is Role.PREFILL else None
                 wish = wish._replace(turn=wish.turn + 1, keep=keep)
 
-    def _wish(self, asked: Asked) -> Wish:
+    def _wish(self, asked: ParsedRequest) -> RoutingRequest:
         services, prompt = self._services, asked.prompt
         session = self._request.headers.get(_SESSION, "") or prompt.session
         base = asked.pieces is not None and services.fleet.is_base(prompt.model)
         hits = services.caches.hits(asked.pieces, base=base)
-        return Wish(prompt, self._turn, random.random(), session, self._api, hits)
+        return RoutingRequest(prompt, self._turn, random.random(), session, self._api, hits)
 
     @asynccontextmanager
     async def _attempt(
-        self, choice: Choice, body: Mapping[str, Any]
-    ) -> AsyncIterator[tuple[Leg, bytes]]:
+        self, choice: RoutingChoice, body: Mapping[str, Any]
+    ) -> AsyncIterator[tuple[UpstreamRequest, bytes]]:
         """Yield the decode leg and the first bytes of its answer.
 
         Leaving ends both legs, but lets prefill finish if the answer is complete.
@@ -203,7 +211,7 @@ class Exchange:
                     rank = choice.prefill.target.rank
                     pulled = _pulled(body, ticket or mooncake_ticket(first_leg, rank, asked))
                     if pulled is body:
-                        plain = choice._replace(mode=Mode.PLAIN, reason=Reason.NO_TICKET)
+                        plain = choice._replace(mode=Mode.PLAIN, reason=RoutingReason.NO_TICKET)
                         self._reply.choice = plain
                     body = pulled
                 else:
@@ -216,14 +224,14 @@ class Exchange:
             yield leg, first
 
     async def _leave(self, prefill: asyncio.Task[Any]) -> None:
-        if self._outcome is Outcome.OK:
+        if self._outcome is RequestOutcome.OK:
             self._services.leftovers.add(prefill)
         else:
             prefill.cancel()
             await asyncio.gather(prefill, return_exceptions=True)
 
     async def _prefill(
-        self, upstream: Upstream, place: Place, body: Mapping[str, Any], overhead: Overhead
+        self, upstream: Upstream, place: TargetChoice, body: Mapping[str, Any], overhead: Overhead
     ) -> dict[str, Any] | None:
         """Have a prompt computed; return what the engine offers for it."""
         async with self._leg(upstream, place) as leg:
@@ -240,16 +248,18 @@ class Exchange:
             except Refused as error:
                 raise leg.fail(str(error)) from error
 
-    async def _begin(self, leg: Leg, body: Mapping[str, Any], overhead: Overhead) -> bytes:
+    async def _begin(
+        self, leg: UpstreamRequest, body: Mapping[str, Any], overhead: Overhead
+    ) -> bytes:
         """Return the first bytes of a decode engine's answer; all of them if it is no stream."""
         await leg.open(self._ask(body, leg.place), overhead.written)
         return await (leg.first_event() if leg.streams else leg.read())
 
-    async def _relay(self, leg: Leg, first: bytes, mode: Mode) -> web.StreamResponse:
+    async def _relay(self, leg: UpstreamRequest, first: bytes, mode: Mode) -> web.StreamResponse:
         """Pass the answer on to the client."""
         if not leg.streams:
-            self._outcome = Outcome.OK
-            return self._reply.whole(Answer(200, leg.content_type, first))
+            self._outcome = RequestOutcome.OK
+            return self._reply.whole(EngineResponse(200, leg.content_type, first))
         self._services.metrics.first_byte(mode, time.monotonic() - self._came)
         self._spans.first_byte()
         stream = await self._reply.begin(leg.content_type)
@@ -258,30 +268,30 @@ class Exchange:
             async for chunk in leg.chunks(self._reply.forward):
                 await self._reply.write(chunk)
             await stream.write_eof()
-            self._outcome = Outcome.OK
-        except LegFailed as error:
-            self._outcome = Outcome.BROKEN
+            self._outcome = RequestOutcome.OK
+        except UpstreamFailed as error:
+            self._outcome = RequestOutcome.BROKEN
             await self._reply.break_off(str(error))
         except ConnectionError:  # the client is gone
             logger.debug("a client of %s left", self._request.path)
         return stream
 
-    def _ask(self, body: Mapping[str, Any], place: Place) -> Ask:
+    def _ask(self, body: Mapping[str, Any], place: TargetChoice) -> EngineRequest:
         came = self._request.headers
         headers = {name: came[name] for name in _FORWARDED if name in came}
         if place.target.rank is not None:
             headers[upstream_requests.RANK_HEADER] = str(place.target.rank)
         raw = upstream_requests.encoded(body) if self._api.method == "POST" else None
-        return Ask(self._api.method, self._api.path, headers, raw)
+        return EngineRequest(self._api.method, self._api.path, headers, raw)
 
-    def _leg(self, upstream: Upstream, place: Place) -> Leg:
+    def _leg(self, upstream: Upstream, place: TargetChoice) -> UpstreamRequest:
         span = self._spans.leg(upstream, place)
-        return Leg(self._services.client, self._services.metrics, upstream, place, span)
+        return UpstreamRequest(self._services.client, self._services.metrics, upstream, place, span)
 
 
 def bodies(
-    choice: Choice,
-    place: Place,
+    choice: RoutingChoice,
+    place: TargetChoice,
     prefill: Upstream,
     body: Mapping[str, Any],
     one_token: Mapping[str, Any] = upstream_requests.ONE_TOKEN,

@@ -10,16 +10,16 @@ from kvconnect.errors import ConfigError
 from kvconnect.router.options import (
     AdminAccess,
     Intervals,
-    Limits,
     Listening,
-    Options,
+    RouterLimits,
+    RouterOptions,
     Sources,
     check_etcd,
     check_hosts,
     workers,
 )
 from kvconnect.router.policy.loads import Role
-from kvconnect.router.policy.ranking import Policy
+from kvconnect.router.policy.ranking import RankingPolicy
 
 _WORKER = "URL[,engine=vllm|nixl|mooncake|sglang][,bootstrap=PORT][,version=TEXT]"
 
@@ -32,19 +32,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_limits(parser)
 
 
-def options_of(arguments: argparse.Namespace) -> Options:
+def options_of(arguments: argparse.Namespace) -> RouterOptions:
     """Return the options that parsed flags stand for.
 
     Raises:
         ConfigError: names the flag, its value and the fix.
     """
     sources = _sources_of(arguments)
-    options = Options(
+    options = RouterOptions(
         workers("prefill", arguments.prefill),
         workers("decode", arguments.decode),
         pull=arguments.pull,
         push_min_tokens=arguments.push_min_tokens,
-        limits=Limits(
+        limits=RouterLimits(
             arguments.timeout,
             arguments.silence_timeout,
             arguments.max_concurrent,
@@ -57,8 +57,8 @@ def options_of(arguments: argparse.Namespace) -> Options:
         sources=sources,
         admin=_admin_of(arguments),
         listening=_listening_of(arguments),
-        prefill_policy=Policy(arguments.prefill_policy),
-        decode_policy=Policy(arguments.decode_policy),
+        prefill_policy=RankingPolicy(arguments.prefill_policy),
+        decode_policy=RankingPolicy(arguments.decode_policy),
         dp_minimum_tokens=arguments.dp_minimum_tokens_scheduler,
         intervals=Intervals(arguments.worker_load_check_interval, arguments.probe_interval),
     )
@@ -158,7 +158,7 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_choices(parser: argparse.ArgumentParser) -> None:
-    default, add = Options((), ()), parser.add_argument
+    default, add = RouterOptions((), ()), parser.add_argument
     add("--pull", action="store_true", help="ask decode only after prefill has answered")
     add(
         "--push-min-tokens",
@@ -170,7 +170,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     for role in ("prefill", "decode"):
         add(
             f"--{role}-policy",
-            choices=[policy.value for policy in Policy],
+            choices=[policy.value for policy in RankingPolicy],
             default=default.prefill_policy.value,
             help=f"how a {role} engine and rank are picked (default: %(default)s)",
         )
@@ -188,7 +188,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    default = Limits()
+    default = RouterLimits()
     for flag, value, text in (
         ("timeout", default.timeout_s, "for a whole request"),
         ("silence-timeout", default.silence_s, "that an engine may send nothing for a request"),

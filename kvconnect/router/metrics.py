@@ -11,13 +11,20 @@ from typing import Any, NamedTuple, get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvconnect.router.fleet.upstreams import Upstream
-from kvconnect.router.policy.choice import MODES, Cause, Choice, Mode, Place, Reason
-from kvconnect.router.policy.loads import Load, Role
-from kvconnect.router.policy.ranking import Why
+from kvconnect.router.policy.choice import (
+    MODES,
+    Cause,
+    Mode,
+    RoutingChoice,
+    RoutingReason,
+    TargetChoice,
+)
+from kvconnect.router.policy.loads import Role, TargetLoad
+from kvconnect.router.policy.ranking import RankingReason
 from kvconnect.router.supervisor import TaskKind
 
 
-class Outcome(str, Enum):
+class RequestOutcome(str, Enum):
     """How a client's request ended."""
 
     OK = "ok"
@@ -28,7 +35,7 @@ class Outcome(str, Enum):
     CANCELLED = "cancelled"  # by the client
 
 
-class LegOutcome(str, Enum):
+class UpstreamOutcome(str, Enum):
     """How one leg ended."""
 
     OK = "ok"
@@ -63,7 +70,7 @@ class What(str, Enum):
     ETCD = "etcd"
 
 
-class Row(NamedTuple):
+class RouterMetric(NamedTuple):
     """One metric: its name after ``kvconnect_router_``, what it counts, its labels."""
 
     name: str
@@ -77,30 +84,36 @@ _LATENCY = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0)
 _TTFT = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 ROWS = (
-    Row("requests", Counter, "Client requests.", ("mode", "reason", "outcome")),
-    Row("leg_requests", Counter, "Requests to engines.", ("leg", "upstream", "outcome")),
-    Row("picks", Counter, "Engines picked for a leg, by why.", ("leg", "why")),
-    Row("retries", Counter, "Attempts after a failed one.", ("leg", "cause")),
-    Row("probes", Counter, "Probes that had KV move between two engines.", ("outcome",)),
-    Row("hit_tokens", Counter, "Prompt tokens expected and found in prefill engines' caches, of "
-        "requests whose answer tells.", ("which",)),
-    Row("kv_events", Counter, "Messages about caches.", ("leg", "upstream", "outcome")),
-    Row("card_fetches", Counter, "Cards asked for.", ("upstream", "outcome")),
-    Row("load_reports", Counter, "Loads asked for.", ("leg", "upstream", "outcome")),
-    Row("refused_answers", Counter, "Answers of engines, and entries of sources of engines, that "
-        "could not be used.", ("what",)),
-    Row("task_failures", Counter, "Errors of background tasks.", ("task",)),
-    Row("queue", Gauge, "Requests that wait for their turn."),
-    Row("in_flight", Gauge, "Open requests to engines.", ("leg", "upstream")),
-    Row("upstream_up", Gauge, "1 while an engine answers.", ("leg", "upstream")),
-    Row("tokens_in_flight", Gauge, "Prompt tokens of open requests.", ("leg", "upstream", "rank")),
-    Row("foreign_tokens", Gauge, "Tokens that are not the router's own, -1: unknown.",
+    RouterMetric("requests", Counter, "Client requests.", ("mode", "reason", "outcome")),
+    RouterMetric("leg_requests", Counter, "Requests to engines.", ("leg", "upstream", "outcome")),
+    RouterMetric("picks", Counter, "Engines picked for a leg, by why.", ("leg", "why")),
+    RouterMetric("retries", Counter, "Attempts after a failed one.", ("leg", "cause")),
+    RouterMetric("probes", Counter, "Probes that had KV move between two engines.", ("outcome",)),
+    RouterMetric("hit_tokens", Counter,
+        "Prompt tokens expected and found in prefill engines' caches, "
+        "of requests whose answer tells.", ("which",)),
+    RouterMetric("kv_events", Counter, "Messages about caches.", ("leg", "upstream", "outcome")),
+    RouterMetric("card_fetches", Counter, "Cards asked for.", ("upstream", "outcome")),
+    RouterMetric("load_reports", Counter, "Loads asked for.", ("leg", "upstream", "outcome")),
+    RouterMetric("refused_answers", Counter,
+        "Answers of engines, and entries of sources of engines, "
+        "that could not be used.", ("what",)),
+    RouterMetric("task_failures", Counter, "Errors of background tasks.", ("task",)),
+    RouterMetric("queue", Gauge, "Requests that wait for their turn."),
+    RouterMetric("in_flight", Gauge, "Open requests to engines.", ("leg", "upstream")),
+    RouterMetric("upstream_up", Gauge, "1 while an engine answers.", ("leg", "upstream")),
+    RouterMetric("tokens_in_flight", Gauge, "Prompt tokens of open requests.",
         ("leg", "upstream", "rank")),
-    Row("imbalance", Gauge, "Tokens of the busiest rank over their mean; 1 while idle.", ("leg",)),
-    Row("added_latency_seconds", Histogram,
+    RouterMetric("foreign_tokens", Gauge, "Tokens that are not the router's own, -1: unknown.",
+        ("leg", "upstream", "rank")),
+    RouterMetric("imbalance", Gauge, "Tokens of the busiest rank over their mean; 1 while idle.",
+        ("leg",)),
+    RouterMetric("added_latency_seconds", Histogram,
         "Time that the router itself added: until both requests to engines were written, "
-        "without the wait for prefill in pull mode.", ("mode",), _LATENCY),
-    Row("ttft_seconds", Histogram, "Request to first byte of a streamed answer.", ("mode",), _TTFT),
+        "without the wait for prefill in pull mode.",
+        ("mode",), _LATENCY),
+    RouterMetric("ttft_seconds", Histogram,
+        "Request to first byte of a streamed answer.", ("mode",), _TTFT),
 )  # fmt: skip
 
 _NO_MODE = ("none", "none")  # turned away before a mode was chosen
@@ -116,7 +129,7 @@ class _Ranks:
         self._own, self._foreign = own, foreign
         self._known: dict[tuple[str, str], int] = {}
 
-    def set(self, leg: str, url: str, ranks: Sequence[Load]) -> None:
+    def set(self, leg: str, url: str, ranks: Sequence[TargetLoad]) -> None:
         """An engine has these loads now, and no further ranks."""
         for rank, load in enumerate(ranks):
             self._own.labels(leg, url, str(rank)).set(load.own)
@@ -143,22 +156,22 @@ class RouterMetrics:
         self._ranks = _Ranks(*gauges)
         _create(self._of)
 
-    def request(self, chosen: tuple[Mode, Reason] | None, outcome: Outcome) -> None:
+    def request(self, chosen: tuple[Mode, RoutingReason] | None, outcome: RequestOutcome) -> None:
         """A client's request ended; ``chosen`` None: before a mode was chosen."""
         mode, reason = (chosen[0].value, chosen[1].value) if chosen else _NO_MODE
         self._of["requests"].labels(mode, reason, outcome.value).inc()
 
-    def chosen(self, choice: Choice) -> None:
+    def chosen(self, choice: RoutingChoice) -> None:
         """An attempt was given its engines."""
         for role, place in ((Role.PREFILL, choice.prefill), (Role.DECODE, choice.decode)):
-            if isinstance(place, Place):
+            if isinstance(place, TargetChoice):
                 self._of["picks"].labels(role.value, place.why.value).inc()
 
     def leg_began(self, role: Role, url: str) -> None:
         """A request to an engine begins."""
         self._of["in_flight"].labels(role.value, url).inc()
 
-    def leg_ended(self, role: Role, url: str, outcome: LegOutcome) -> None:
+    def leg_ended(self, role: Role, url: str, outcome: UpstreamOutcome) -> None:
         """It is over."""
         self._of["in_flight"].labels(role.value, url).dec()
         self._of["leg_requests"].labels(role.value, url, outcome.value).inc()
@@ -208,7 +221,7 @@ class RouterMetrics:
         """An engine was added: its series read 0."""
         for name, labels in _of_upstream(role, url):
             self._of[name].labels(*labels)
-        self._ranks.set(role.value, url, (Load(),))
+        self._ranks.set(role.value, url, (TargetLoad(),))
 
     def remove_upstream(self, role: Role, url: str) -> None:
         """An engine was removed, and its series with it."""
@@ -217,7 +230,7 @@ class RouterMetrics:
         self._ranks.set(role.value, url, ())
 
 
-def _made(row: Row, registry: CollectorRegistry) -> Any:
+def _made(row: RouterMetric, registry: CollectorRegistry) -> Any:
     more: dict[str, Any] = {"buckets": row.buckets} if row.buckets else {}
     return row.kind(f"kvconnect_router_{row.name}", row.text, row.labels, registry=registry, **more)
 
@@ -227,7 +240,7 @@ def _of_upstream(role: Role, url: str) -> Iterable[tuple[str, tuple[str, ...]]]:
     leg = role.value
     yield "in_flight", (leg, url)
     yield "upstream_up", (leg, url)
-    for outcome in LegOutcome:
+    for outcome in UpstreamOutcome:
         yield "leg_requests", (leg, url, outcome.value)
     for said in _EVENT_OUTCOMES:
         yield "kv_events", (leg, url, said)
@@ -241,7 +254,7 @@ def _of_upstream(role: Role, url: str) -> Iterable[tuple[str, tuple[str, ...]]]:
 def _create(families: Mapping[str, Any]) -> None:
     """Make every series, so that it reads 0 before its event."""
     for mode, reason in [_NO_MODE, *((m.value, r.value) for m, r in MODES)]:
-        for outcome in Outcome:
+        for outcome in RequestOutcome:
             families["requests"].labels(mode, reason, outcome.value)
     for chosen in Mode:
         families["added_latency_seconds"].labels(chosen.value)
@@ -258,7 +271,7 @@ def _create(families: Mapping[str, Any]) -> None:
             families[name].labels(value.value)
     for role in Role:
         families["imbalance"].labels(role.value).set(1)
-        for why in Why:
+        for why in RankingReason:
             families["picks"].labels(role.value, why.value)
         for cause in get_args(Cause):
             families["retries"].labels(role.value, cause)

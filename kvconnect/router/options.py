@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from kvconnect.errors import ConfigError
 from kvconnect.router.policy.loads import Engine, Role
-from kvconnect.router.policy.ranking import Policy
+from kvconnect.router.policy.ranking import RankingPolicy
 
 BOOTSTRAP_PORT = 8998  # of SGLang and of vLLM's MooncakeConnector, if nothing else is said
 _EXAMPLE = "http://10.0.0.1:8000"
@@ -62,7 +62,7 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Limits:
+class RouterLimits:
     """How much a router takes on, and how long it waits; checked when made.
 
     Attributes:
@@ -186,7 +186,7 @@ class AdminAccess:
 
 
 @dataclass(frozen=True)
-class Options:
+class RouterOptions:
     """Settings of one router; checked when made.
 
     Attributes:
@@ -210,12 +210,12 @@ class Options:
     decode: tuple[Worker, ...]
     pull: bool = False
     push_min_tokens: int = 0
-    limits: Limits = Limits()
+    limits: RouterLimits = RouterLimits()
     sources: Sources = Sources()
     admin: AdminAccess = AdminAccess()
     listening: Listening = Listening()
-    prefill_policy: Policy = Policy.LEAST_TOKENS
-    decode_policy: Policy = Policy.LEAST_TOKENS
+    prefill_policy: RankingPolicy = RankingPolicy.LEAST_TOKENS
+    decode_policy: RankingPolicy = RankingPolicy.LEAST_TOKENS
     dp_minimum_tokens: bool = False
     intervals: Intervals = Intervals()
 

@@ -1,6 +1,7 @@
 """What a request's trace says of the router: the request, its wait, its choices, its legs.
 
-``RequestSpans`` and ``LegSpan`` do nothing: they are for while tracing is off. On the event loop.
+``RequestSpans`` and ``UpstreamSpan`` do nothing: they are for while tracing is off. Everything here
+runs on the event loop.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from kvconnect.observability import tracing
-from kvconnect.router.metrics import LegOutcome, Outcome
-from kvconnect.router.policy.choice import Choice, Place
+from kvconnect.router.metrics import RequestOutcome, UpstreamOutcome
+from kvconnect.router.policy.choice import RoutingChoice, TargetChoice
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -23,18 +24,18 @@ if TYPE_CHECKING:
     from kvconnect.router.fleet.upstreams import Upstream
     from kvconnect.router.http.reply import Reply
 
-_FINE = (Outcome.OK, Outcome.REJECTED, Outcome.CANCELLED)
-_FINE_LEG = (LegOutcome.OK, LegOutcome.REJECTED, LegOutcome.CANCELLED)
+_FINE = (RequestOutcome.OK, RequestOutcome.REJECTED, RequestOutcome.CANCELLED)
+_FINE_LEG = (UpstreamOutcome.OK, UpstreamOutcome.REJECTED, UpstreamOutcome.CANCELLED)
 
 
-class LegSpan:
+class UpstreamSpan:
     """A request to one engine."""
 
     def headers(self) -> Mapping[str, str]:
         """Return the headers that make the engine's spans part of the trace."""
         return {}
 
-    def end(self, outcome: LegOutcome) -> None:
+    def end(self, outcome: UpstreamOutcome) -> None:
         """The leg is over."""
 
 
@@ -45,21 +46,21 @@ class RequestSpans:
         """Return ``turn``, which waits when entered."""
         return turn
 
-    def chosen(self, choice: Choice | None) -> None:
+    def chosen(self, choice: RoutingChoice | None) -> None:
         """An attempt was given its engines, or there are none."""
 
-    def leg(self, upstream: Upstream, place: Place) -> LegSpan:  # noqa: ARG002
+    def leg(self, upstream: Upstream, place: TargetChoice) -> UpstreamSpan:  # noqa: ARG002
         """Return the span of a leg that begins."""
         return _NO_LEG
 
     def first_byte(self) -> None:
         """A streamed answer begins."""
 
-    def end(self, outcome: Outcome, reply: Reply) -> None:
+    def end(self, outcome: RequestOutcome, reply: Reply) -> None:
         """The request is over."""
 
 
-_NO_LEG, _NO_SPANS = LegSpan(), RequestSpans()
+_NO_LEG, _NO_SPANS = UpstreamSpan(), RequestSpans()
 
 
 class Spans:
@@ -70,7 +71,7 @@ class Spans:
 
     def of(self, request: web.Request) -> RequestSpans:
         """Return those of one request."""
-        return _NO_SPANS if self._tracer is None else _Request(self._tracer, request)
+        return _NO_SPANS if self._tracer is None else _TracedSpans(self._tracer, request)
 
     def close(self) -> None:
         """Send what has not been sent; may take seconds."""
@@ -78,7 +79,7 @@ class Spans:
             self._tracer.close()
 
 
-class _Request(RequestSpans):
+class _TracedSpans(RequestSpans):
     def __init__(self, tracer: Tracer, request: web.Request) -> None:
         from kvconnect.observability.tracing import otel
 
@@ -100,7 +101,7 @@ class _Request(RequestSpans):
             self._tracer.record("queue", self._context, (began, self._since), {})
             yield
 
-    def chosen(self, choice: Choice | None) -> None:
+    def chosen(self, choice: RoutingChoice | None) -> None:
         about: dict[str, str | int] = {}
         if choice is not None:
             about = {"kvconnect.mode": choice.mode.value, "kvconnect.reason": choice.reason.value}
@@ -110,7 +111,7 @@ class _Request(RequestSpans):
         error = "" if choice else "no engines"
         self._tracer.record("choose", self._context, (self._since, time.time_ns()), about, error)
 
-    def leg(self, upstream: Upstream, place: Place) -> LegSpan:
+    def leg(self, upstream: Upstream, place: TargetChoice) -> UpstreamSpan:
         base, name = upstream.base, upstream.role.value
         about = _place(place, "kvconnect")
         about |= {"http.request.method": "POST", "url.full": upstream.url + self._path}
@@ -122,7 +123,7 @@ class _Request(RequestSpans):
     def first_byte(self) -> None:
         self._root.add_event("first_byte")
 
-    def end(self, outcome: Outcome, reply: Reply) -> None:
+    def end(self, outcome: RequestOutcome, reply: Reply) -> None:
         self._root.set_attribute("kvconnect.outcome", outcome.value)
         if reply.status:
             self._root.set_attribute("http.response.status_code", reply.status)
@@ -133,7 +134,7 @@ class _Request(RequestSpans):
             self._otel.fail(self._root, outcome.value)
         self._root.end()
 
-    def _ended(self, span: Span, outcome: LegOutcome) -> None:
+    def _ended(self, span: Span, outcome: UpstreamOutcome) -> None:
         span.set_attribute("kvconnect.outcome", outcome.value)
         if outcome not in _FINE_LEG:
             self._otel.fail(span, outcome.value)
@@ -141,20 +142,20 @@ class _Request(RequestSpans):
         span.end(self._since)
 
 
-class _Leg(LegSpan):
+class _Leg(UpstreamSpan):
     def __init__(
-        self, span: Span, headers: Mapping[str, str], ended: Callable[[Span, LegOutcome], None]
+        self, span: Span, headers: Mapping[str, str], ended: Callable[[Span, UpstreamOutcome], None]
     ) -> None:
         self._span, self._headers, self._ended = span, headers, ended
 
     def headers(self) -> Mapping[str, str]:
         return self._headers
 
-    def end(self, outcome: LegOutcome) -> None:
+    def end(self, outcome: UpstreamOutcome) -> None:
         self._ended(self._span, outcome)
 
 
-def _place(place: Place, prefix: str) -> dict[str, str | int]:
+def _place(place: TargetChoice, prefix: str) -> dict[str, str | int]:
     """Return where a leg runs and why."""
     about: dict[str, str | int] = {
         f"{prefix}.worker": place.target.worker,

@@ -9,14 +9,14 @@ from array import array
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
-from kvconnect.tiers.backends.base import Outcome, Store
+from kvconnect.tiers.backends.base import BlockOutcome, Store
 from kvconnect.transport.base import Area, Piece, Unit
 
 _PAGE = mmap.PAGESIZE
 _GUARD = 0x5A
 
 
-class Place:
+class GuardedBuffer:
     """A buffer with known bytes around it. ``shift`` is where it starts within a page."""
 
     def __init__(self, nbytes: int, shift: int = 0) -> None:
@@ -39,11 +39,11 @@ def payload_of(key: bytes, nbytes: int, version: int = 0) -> bytes:
     return random.Random(f"{key.hex()}/{version}").randbytes(nbytes)
 
 
-def put(store: Store, blocks: dict[bytes, bytes]) -> list[Outcome]:
+def put(store: Store, blocks: dict[bytes, bytes]) -> list[BlockOutcome]:
     """Put blocks from buffers at every kind of address."""
     places = []
     for number, payload in enumerate(blocks.values()):
-        place = Place(len(payload), (0, 1, 512)[number % 3])
+        place = GuardedBuffer(len(payload), (0, 1, 512)[number % 3])
         place.view[:] = payload
         places.append(place)
     outcomes = store.put(list(blocks), [place.view for place in places])
@@ -53,15 +53,15 @@ def put(store: Store, blocks: dict[bytes, bytes]) -> list[Outcome]:
     return outcomes
 
 
-def get(store: Store, sizes: dict[bytes, int], shift: int = 0) -> list[bytes | Outcome]:
+def get(store: Store, sizes: dict[bytes, int], shift: int = 0) -> list[bytes | BlockOutcome]:
     """Get blocks; for each return its bytes, or why there are none."""
-    places = [Place(nbytes, shift) for nbytes in sizes.values()]
+    places = [GuardedBuffer(nbytes, shift) for nbytes in sizes.values()]
     outcomes = store.get(list(sizes), [place.view for place in places])
     if len(outcomes) != len(sizes):
         raise AssertionError("one outcome per key is needed")
     contents = [place.content() for place in places]
     return [
-        content if outcome is Outcome.OK else outcome
+        content if outcome is BlockOutcome.OK else outcome
         for content, outcome in zip(contents, outcomes, strict=True)
     ]
 
@@ -83,7 +83,7 @@ def spoil_files(folder: Path, payload: bytes) -> int:
 # Memory with pages in it, and how to read it the slow and obvious way.
 
 
-class Pages:
+class PageMemory:
     """``nbytes`` of memory that serves as a KV cache, registered with a transport as it is.
 
     ``data`` is its contents. ``seed`` fills it with random bytes; without one it is zero.

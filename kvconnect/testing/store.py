@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvconnect.errors import Misuse
-from kvconnect.testing.memory import Place, get, payload_of, put, spoil_files
-from kvconnect.tiers.backends.base import MAX_KEY_BYTES, Outcome, Store
+from kvconnect.testing.memory import GuardedBuffer, get, payload_of, put, spoil_files
+from kvconnect.tiers.backends.base import MAX_KEY_BYTES, BlockOutcome, Store
 
 Make = Callable[[Path], Store]
 """Returns a store that keeps its blocks in a folder (or under a name made of it). It has room for
@@ -79,8 +79,8 @@ def _require(condition: object, text: str) -> None:
         raise AssertionError(text)
 
 
-def _all_ok(outcomes: Sequence[Outcome], what: str) -> None:
-    _require(all(outcome is Outcome.OK for outcome in outcomes), f"{what}: {outcomes}")
+def _all_ok(outcomes: Sequence[BlockOutcome], what: str) -> None:
+    _require(all(outcome is BlockOutcome.OK for outcome in outcomes), f"{what}: {outcomes}")
 
 
 def _blocks(sizes: Sequence[int], prefix: bytes = b"block") -> dict[bytes, bytes]:
@@ -142,15 +142,17 @@ def check_absent(subject: Subject) -> None:
     blocks = _blocks([3000] * 40)
     stored = {key: payload for number, (key, payload) in enumerate(blocks.items()) if number % 3}
     with subject.open() as store:
-        _require(get(store, {b"nothing": 10}) == [Outcome.ABSENT], "an empty store has a block")
+        _require(
+            get(store, {b"nothing": 10}) == [BlockOutcome.ABSENT], "an empty store has a block"
+        )
         _require(put(store, {}) == [] and get(store, {}) == [], "an empty batch must be fine")
         _all_ok(put(store, stored), "put")
         order = random.Random(1).sample(list(blocks), len(blocks))
-        expected = [stored.get(key, Outcome.ABSENT) for key in order]
+        expected = [stored.get(key, BlockOutcome.ABSENT) for key in order]
         _require(get(store, dict.fromkeys(order, 3000)) == expected, "a mixed batch went wrong")
         lengths = [3000 if key in stored else 0 for key in order]
         _require(store.exists(order) == lengths, "exists is wrong")
-        twice = [Place(3000), Place(3000)]
+        twice = [GuardedBuffer(3000), GuardedBuffer(3000)]
         key = next(iter(stored))
         _all_ok(store.get([key, key], [place.view for place in twice]), "get of a key twice")
         _require({place.content() for place in twice} == {stored[key]}, "a key twice differs")
@@ -162,7 +164,7 @@ def check_sizes(subject: Subject) -> None:
         _all_ok(put(store, _blocks([10_000])), "put")
         for nbytes in (9_999, 10_001, 1, 4096, 20_000):
             found = get(store, {b"block-0": nbytes})
-            _require(found == [Outcome.SIZE], f"10,000 bytes into {nbytes}: {found}")
+            _require(found == [BlockOutcome.SIZE], f"10,000 bytes into {nbytes}: {found}")
         _require(get(store, {b"block-0": 10_000}) == list(_blocks([10_000]).values()), "lost")
         good = memoryview(bytearray(8))
         wrong: list[tuple[list[bytes], list[memoryview]]] = [
@@ -199,8 +201,8 @@ def check_remove(subject: Subject) -> None:
     with subject.open() as store:
         _all_ok(put(store, blocks), "put")
         _all_ok(store.remove(gone), "remove")
-        _require(store.remove([*gone, b"?"]) == [Outcome.ABSENT] * 7, "removed twice")
-        expected = [Outcome.ABSENT] * 6 + [blocks[key] for key in kept]
+        _require(store.remove([*gone, b"?"]) == [BlockOutcome.ABSENT] * 7, "removed twice")
+        expected = [BlockOutcome.ABSENT] * 6 + [blocks[key] for key in kept]
         _require(get(store, _sizes(blocks)) == expected, "remove took the wrong blocks")
         _require(_counts(store, 6), "usage still counts what was removed")
     with subject.open() as store:
@@ -234,8 +236,11 @@ def _check_damage(
     store: Store, blocks: dict[bytes, bytes], bad: bytes, good: dict[bytes, int]
 ) -> None:
     first, again = (get(store, {bad: 5000})[0] for _ in range(2))
-    _require(first in (Outcome.CORRUPT, Outcome.ABSENT), "changed bytes were handed out as good")
-    _require(again is Outcome.ABSENT, "a spoiled block was found again")
+    _require(
+        first in (BlockOutcome.CORRUPT, BlockOutcome.ABSENT),
+        "changed bytes were handed out as good",
+    )
+    _require(again is BlockOutcome.ABSENT, "a spoiled block was found again")
     _require(store.exists([bad]) == [0], "a spoiled block still exists")
     _require(get(store, good) == [blocks[key] for key in good], "other blocks were lost")
     _all_ok(put(store, {bad: blocks[bad]}), "put in place of a spoiled block")
@@ -283,11 +288,13 @@ def check_full(subject: Subject) -> None:
         nbytes = capacity // 64
         blocks = _blocks([nbytes] * 160)
         outcomes = [put(store, {key: payload})[0] for key, payload in blocks.items()]
-        _require(set(outcomes) <= {Outcome.OK, Outcome.FULL}, f"outcomes: {set(outcomes)}")
+        _require(
+            set(outcomes) <= {BlockOutcome.OK, BlockOutcome.FULL}, f"outcomes: {set(outcomes)}"
+        )
         usage = store.usage()
         _require(usage.nbytes <= capacity, f"{usage.nbytes} bytes in a store of {capacity}")
         found = dict(zip(blocks, get(store, _sizes(blocks)), strict=True))
-        kept = {key: content for key, content in found.items() if content != Outcome.ABSENT}
+        kept = {key: content for key, content in found.items() if content != BlockOutcome.ABSENT}
         _require(len(kept) == usage.blocks, f"{len(kept)} blocks found, {usage.blocks} counted")
         _require(len(kept) >= 16, f"only {len(kept)} of 64 blocks that fit were kept")
         _require(all(blocks[key] == content for key, content in kept.items()), "other bytes")
@@ -295,7 +302,9 @@ def check_full(subject: Subject) -> None:
         _require(last in kept, "the block that was put last is gone")
         giant = memoryview(bytes(capacity + 1))
         refused = store.put([b"giant"], [giant])[0]
-        _require(refused in (Outcome.SIZE, Outcome.FULL), f"a block over capacity: {refused}")
+        _require(
+            refused in (BlockOutcome.SIZE, BlockOutcome.FULL), f"a block over capacity: {refused}"
+        )
         _require(store.exists([b"giant"]) == [0], "a refused block exists")
 
 
@@ -330,14 +339,14 @@ def check_restart(subject: Subject) -> None:
 def check_close(subject: Subject) -> None:
     """A closed store answers, does nothing, and can be closed again, also while it is used."""
     blocks = _blocks([50_000] * 4)
-    answers: list[Outcome] = []
+    answers: list[BlockOutcome] = []
     with subject.open() as store:
         _all_ok(put(store, blocks), "put")
 
         def work() -> None:
-            while Outcome.UNAVAILABLE not in answers:
+            while BlockOutcome.UNAVAILABLE not in answers:
                 answers.extend(put(store, blocks))
-                answers.extend(x for x in get(store, _sizes(blocks)) if isinstance(x, Outcome))
+                answers.extend(x for x in get(store, _sizes(blocks)) if isinstance(x, BlockOutcome))
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
@@ -345,10 +354,13 @@ def check_close(subject: Subject) -> None:
         store.close()
         thread.join(_PATIENCE_S)
         _require(not thread.is_alive(), "a closed store still takes blocks")
-        _require(set(answers) <= {Outcome.OK, Outcome.UNAVAILABLE, Outcome.ABSENT}, f"{answers}")
-        _require(put(store, blocks) == [Outcome.UNAVAILABLE] * 4, "put after close")
-        _require(get(store, _sizes(blocks)) == [Outcome.UNAVAILABLE] * 4, "get after close")
-        _require(store.remove(list(blocks)) == [Outcome.UNAVAILABLE] * 4, "remove after close")
+        _require(
+            set(answers) <= {BlockOutcome.OK, BlockOutcome.UNAVAILABLE, BlockOutcome.ABSENT},
+            f"{answers}",
+        )
+        _require(put(store, blocks) == [BlockOutcome.UNAVAILABLE] * 4, "put after close")
+        _require(get(store, _sizes(blocks)) == [BlockOutcome.UNAVAILABLE] * 4, "get after close")
+        _require(store.remove(list(blocks)) == [BlockOutcome.UNAVAILABLE] * 4, "remove after close")
         _require(store.exists(list(blocks)) == [0] * 4, "exists after close")
         _require(not store.usage().available, "usage after close")
 

@@ -13,19 +13,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
-from kvconnect.testing.memory import Pages, phased_unit, plain_unit, split_unit
+from kvconnect.testing.memory import PageMemory, phased_unit, plain_unit, split_unit
 from kvconnect.transport.base import (
+    Disconnect,
+    Drained,
     Event,
     Fence,
-    Hangup,
-    Incoming,
-    Note,
+    IncomingPages,
     Noted,
-    Outgoing,
+    OutgoingPages,
     PeerDown,
     PeerId,
+    PeerMessage,
     PeerUp,
-    Quiet,
     Received,
     Sent,
     Transport,
@@ -58,7 +58,7 @@ def check_transport(make: Make, path: str = "tcp") -> None:
 class Side:
     """One transport with what happened to it. ``seen`` holds all events so far."""
 
-    def __init__(self, transport: Transport, memory: Pages) -> None:
+    def __init__(self, transport: Transport, memory: PageMemory) -> None:
         self.transport = transport
         self.memory = memory
         self.seen: list[Event] = []
@@ -73,7 +73,7 @@ class Side:
         self.seen += self.transport.poll(_POLL_S)
 
 
-class Pair:
+class ConnectedPair:
     """A reader that is connected to a source. ``of_reader`` and ``of_source`` are the other's
     number on each side."""
 
@@ -115,7 +115,7 @@ class Pair:
         """Have the reader expect wire blocks from 0 on in each unit."""
         places = [(0, array("q", ids)) for ids in spans]
         self.reader.transport.submit(
-            Incoming(self.of_reader, want, units, places, fence, self.path)
+            IncomingPages(self.of_reader, want, units, places, fence, self.path)
         )
 
     def send(
@@ -128,7 +128,7 @@ class Pair:
         fence: Fence | None = None,
     ) -> None:
         """Have the source send wire blocks."""
-        order = Outgoing(self.of_source, want, number, unit, first, array("q", ids), fence)
+        order = OutgoingPages(self.of_source, want, number, unit, first, array("q", ids), fence)
         self.source.transport.submit(order)
 
     def arrived(self, want: int) -> int:
@@ -144,11 +144,13 @@ class Pair:
 
 
 @contextmanager
-def pair(make: Make, path: str = "tcp", nbytes: int = _MIB) -> Iterator[Pair]:
+def pair(make: Make, path: str = "tcp", nbytes: int = _MIB) -> Iterator[ConnectedPair]:
     """Two connected transports, the source's memory random and the reader's zero."""
     reader, source = make(), make()
     try:
-        yield Pair(Side(reader, Pages(nbytes)), Side(source, Pages(nbytes, seed=1)), path)
+        yield ConnectedPair(
+            Side(reader, PageMemory(nbytes)), Side(source, PageMemory(nbytes, seed=1)), path
+        )
     finally:
         reader.close()
         source.close()
@@ -173,8 +175,8 @@ def check_notes(make: Make, path: str) -> None:
         sizes = [1, 5, 1000, 10_000] * 25 + [_MIB] * 4
         notes = [bytes([i]) * size for i, size in enumerate(sizes)]
         for number, note in enumerate(notes):
-            link.reader.transport.submit(Note(link.of_reader, note))
-            link.source.transport.submit(Note(link.of_source, note))
+            link.reader.transport.submit(PeerMessage(link.of_reader, note))
+            link.source.transport.submit(PeerMessage(link.of_source, note))
             if number % 5 == 4:
                 link.reader.poll()
                 link.source.poll()
@@ -196,7 +198,7 @@ def check_pages(make: Make, path: str) -> None:
         (plain_unit(256, 300_000), phased_unit(128, 2, 2, 300_000)),
     ]
     with pair(make, path) as link:
-        model = Pages(len(link.reader.memory.data))
+        model = PageMemory(len(link.reader.memory.data))
         spans = [rng.sample(range(pages), 40) for _ in layouts]
         link.want(5, [there for _, there in layouts], spans)
         for number, (here, there) in enumerate(layouts):
@@ -288,14 +290,14 @@ def check_big(make: Make, path: str) -> None:
 
 
 def check_cancel_by_reader(make: Make, path: str) -> None:
-    """After ``Quiet`` no page of a cancelled want is touched, whatever still arrives."""
+    """After ``Drained`` no page of a cancelled want is touched, whatever still arrives."""
     unit = plain_unit(64 << 10)
     with pair(make, path, 32 * _MIB) as link:
         link.want(1, [unit], [range(512)])
         link.send(1, 0, unit, range(512))
         link.source.poll()
         link.reader.transport.cancel(link.of_reader, 1)
-        link.until(lambda: Quiet in kinds(link.reader, link.of_reader), "the reader's Quiet")
+        link.until(lambda: Drained in kinds(link.reader, link.of_reader), "the reader's Quiet")
         link.reader.memory.data[:] = bytes(32 * _MIB)  # as if the pages were somebody else's now
         link.send(1, 0, unit, range(100))  # the source has not heard of it yet
         link.until(lambda: len(link.source.of(Sent)) == 2, "the source to finish")
@@ -305,7 +307,7 @@ def check_cancel_by_reader(make: Make, path: str) -> None:
 
 
 def check_cancel_by_source(make: Make, path: str) -> None:
-    """What a source cancels ends with ``Quiet``; the link works on."""
+    """What a source cancels ends with ``Drained``; the link works on."""
     unit = plain_unit(64 << 10)
     with pair(make, path, 16 * _MIB) as link:
         passed = threading.Event()
@@ -315,7 +317,7 @@ def check_cancel_by_source(make: Make, path: str) -> None:
             link.send(1, 0, unit, range(256))
         link.source.transport.cancel(link.of_source, 1)
         passed.set()
-        link.until(lambda: Quiet in kinds(link.source, link.of_source), "the source's Quiet")
+        link.until(lambda: Drained in kinds(link.source, link.of_source), "the source's Quiet")
         link.check_works(2)
         sent = [event for event in link.source.of(Sent) if event.want == 1]
         _require(len(sent) <= 1, "what was queued for a cancelled want was sent")
@@ -341,8 +343,8 @@ def check_unasked(make: Make, path: str) -> None:
 def check_hangup(make: Make, path: str) -> None:
     """Notes before a hang-up arrive; both sides learn that the link is gone."""
     with pair(make, path) as link:
-        link.source.transport.submit(Note(link.of_source, b"because"))
-        link.source.transport.submit(Hangup(link.of_source, "enough"))
+        link.source.transport.submit(PeerMessage(link.of_source, b"because"))
+        link.source.transport.submit(Disconnect(link.of_source, "enough"))
         link.until_down()
         _require(Noted in kinds(link.reader, link.of_reader), "the last note was lost")
         _require(link.source.of(PeerDown)[0].reason == "enough", "PeerDown gives another reason")
@@ -355,11 +357,11 @@ def check_end(make: Make, path: str) -> None:
         link.want(1, [unit], [range(512)])
         link.send(1, 0, unit, range(512))
         link.source.poll()
-        link.reader.transport.submit(Hangup(link.of_reader, "enough"))
+        link.reader.transport.submit(Disconnect(link.of_reader, "enough"))
         link.until(lambda: link.reader.of(PeerDown), "the reader's PeerDown")
         link.reader.memory.data[:] = bytes(32 * _MIB)
         link.until(lambda: link.source.of(PeerDown), "the source's PeerDown")
-        for order in (Note(link.of_reader, b"x"), Hangup(link.of_reader, "again")):
+        for order in (PeerMessage(link.of_reader, b"x"), Disconnect(link.of_reader, "again")):
             link.reader.transport.submit(order)
         link.want(2, [unit], [[0]])
         link.reader.transport.cancel(link.of_reader, 1)

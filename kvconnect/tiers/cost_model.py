@@ -47,7 +47,7 @@ _ALLOWANCE = 0.004  # of the time to compute everything, for what probes lose
 _SAVED_S = 0.5  # of it can be saved up
 
 
-class Reason(str, Enum):
+class LoadReason(str, Enum):
     """Why a cut was chosen. Values are metric labels."""
 
     LOAD = "load"  # expected to be faster
@@ -56,7 +56,7 @@ class Reason(str, Enum):
     UNKNOWN = "unknown"  # nothing is known of the engine yet; at most a few blocks
 
 
-class Segment(NamedTuple):
+class TierSegment(NamedTuple):
     """Consecutive tokens that ``tier`` has, and the bytes to fetch for them."""
 
     tier: Tier
@@ -68,7 +68,7 @@ class Segment(NamedTuple):
         return max(1, self.nbytes * tokens // self.tokens)
 
 
-class Choice(NamedTuple):
+class LoadChoice(NamedTuple):
     """Load the first ``tokens`` tokens, compute the rest.
 
     ``load_s`` are the seconds expected for that, a probe's part left out; where nothing is to be
@@ -78,7 +78,7 @@ class Choice(NamedTuple):
     """
 
     tokens: int
-    reason: Reason
+    reason: LoadReason
     load_s: float | None
     compute_s: float | None
     give_up_s: float
@@ -152,7 +152,7 @@ class CostModel:
             return None
         return Speed(cost.seconds(0), (cost.seconds(_FETCH_SCALE) - cost.seconds(0)) / _FETCH_SCALE)
 
-    def choose(self, tokens: int, context: int, segments: Sequence[Segment]) -> Choice:
+    def choose(self, tokens: int, context: int, segments: Sequence[TierSegment]) -> LoadChoice:
         """Return the cut for a request. Asked once for each request that has segments, since each
         time counts as an offer.
 
@@ -171,16 +171,18 @@ class CostModel:
         compute_s = self.compute_seconds(tokens, context)
         if compute_s is None:
             probe = self._probe(segments, 0, context)
-            return Choice(probe, Reason.UNKNOWN, None, None, _BLIND_S)
+            return LoadChoice(probe, LoadReason.UNKNOWN, None, None, _BLIND_S)
         self._allow(_ALLOWANCE * compute_s)
         cut, load_s = self._best(context, segments, compute_s)
         probe = self._probe(segments, cut, context)
-        reason = Reason.PROBE if probe else Reason.LOAD if cut else Reason.RECOMPUTE
+        reason = LoadReason.PROBE if probe else LoadReason.LOAD if cut else LoadReason.RECOMPUTE
         fetch_s = self._fetch(segments, cut + probe)[0]
-        return Choice(cut + probe, reason, load_s, compute_s, max(compute_s, _GIVE_UP * fetch_s))
+        return LoadChoice(
+            cut + probe, reason, load_s, compute_s, max(compute_s, _GIVE_UP * fetch_s)
+        )
 
     def _best(
-        self, context: int, segments: Sequence[Segment], compute_s: float
+        self, context: int, segments: Sequence[TierSegment], compute_s: float
     ) -> tuple[int, float | None]:
         """Return the best cut and the seconds expected for it, or 0 and those for the best of the
         others. Ends of segments are enough: within one, each token costs the same to fetch and
@@ -202,7 +204,7 @@ class CostModel:
         load_s = best_s if best else refused_s
         return best, load_s if load_s < math.inf else None
 
-    def _fetch(self, segments: Sequence[Segment], cut: int) -> tuple[float, float]:
+    def _fetch(self, segments: Sequence[TierSegment], cut: int) -> tuple[float, float]:
         """Return the seconds expected to fetch the tokens before the cut, and the doubt in them;
         a tier that is not known counts nothing."""
         sizes: dict[Tier, int] = {}
@@ -215,7 +217,7 @@ class CostModel:
         fetch_s = sum(cost.seconds(size) for cost, size in costs)
         return fetch_s, sum(cost.doubt(size) for cost, size in costs)
 
-    def _probe(self, segments: Sequence[Segment], cut: int, context: int) -> int:
+    def _probe(self, segments: Sequence[TierSegment], cut: int, context: int) -> int:
         """Return how many tokens after the cut to load only to learn about the tier that has them;
         0 if it is not due or the allowance is used up."""
         start = 0
@@ -235,7 +237,7 @@ class CostModel:
             self._allow(min(0.0, compute_s - cost.probe_s))
         return tokens
 
-    def _probe_tokens(self, cost: _TierCost, part: Segment, context: int) -> int:
+    def _probe_tokens(self, cost: _TierCost, part: TierSegment, context: int) -> int:
         """Return a few blocks, or as many as are expected to lose no more than those or than the
         allowance: near a tie whole segments, and many where each fetch costs much."""
 

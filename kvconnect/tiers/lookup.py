@@ -22,7 +22,7 @@ _ABSENT_S = 5.0  # another engine may write meanwhile what a shared tier lacks
 _MOST_ABSENT = 1 << 16
 
 
-class Offer(NamedTuple):
+class LookupResult(NamedTuple):
     """What could be brought up for a request: where each block after the first ``context`` tokens
     is, as far as a prefix goes. ``tokens`` must be computed if nothing is."""
 
@@ -32,17 +32,17 @@ class Offer(NamedTuple):
     tiers: Sequence[Tier]
 
 
-class Verdict(NamedTuple):
+class PrefetchDecision(NamedTuple):
     """How many of the blocks to bring up, and after how many seconds to compute after all."""
 
     blocks: int
     give_up_s: float = math.inf
 
 
-Choose = Callable[[Offer], Verdict]
+Choose = Callable[[LookupResult], PrefetchDecision]
 
 
-class Wanted(NamedTuple):
+class LookupRequest(NamedTuple):
     """What a request could use: tokens [local, most). ``prefix``: its tenant and scope. ``names``:
     what blocks are called below the host tier, by hash, where that is something else."""
 
@@ -134,7 +134,7 @@ class _View:
 
 
 def missing(
-    index: HostIndex, groups: Sequence[CacheGroup], wanted: Wanted, absent: Absent
+    index: HostIndex, groups: Sequence[CacheGroup], wanted: LookupRequest, absent: Absent
 ) -> Iterator[Block]:
     """Yield the blocks that the host tier lacks, of a full group up to one that is nowhere."""
     for number, row in wanted.rows(groups):
@@ -150,7 +150,7 @@ def missing(
 def worth_fetching(
     index: HostIndex,
     groups: Sequence[CacheGroup],
-    wanted: Wanted,
+    wanted: LookupRequest,
     there: Mapping[Block, int],
     choose: Choose,
 ) -> tuple[list[Block], float]:
@@ -176,7 +176,7 @@ def worth_fetching(
     if not tiers:
         return [], 0.0
     context = start * lead.block_tokens
-    worth = choose(Offer(context, wanted.most_tokens - context, lead.block_tokens, tiers))
+    worth = choose(LookupResult(context, wanted.most_tokens - context, lead.block_tokens, tiers))
     if worth.blocks < len(tiers):
         if not lead.is_full:
             return [], 0.0

@@ -7,7 +7,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvconnect.offload.messages import Answer
+from kvconnect.offload.messages import TierAnswer
 from kvconnect.types import JobId
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class _Open:
 
 
 class Answered(NamedTuple):
-    """A question that all workers have answered. ``found`` as in :class:`Answer`, where a block
+    """A question that all workers have answered. ``found`` as in :class:`TierAnswer`, where a block
     counts as there if all workers have it, in a tier as slow as the slowest. ``void``: what was
     found is worthless, since blocks have other names now. ``given_up``: it came too late, see
     :meth:`Answers.expire`. ``seconds`` between question and last answer."""
@@ -85,7 +85,7 @@ class Answers:
         self._open[number] = _Open(question, now, self.workers)
         return number
 
-    def take(self, answer: Answer, now: float) -> Answered | None:
+    def take(self, answer: TierAnswer, now: float) -> Answered | None:
         """Take one worker's answer; return what all say once the last one has answered."""
         job = self._open.get(answer.job)
         if job is None or len(answer.found) != len(job.question.keys):

@@ -2,7 +2,7 @@
 
 One object per engine, owned by the scheduler's thread; time is an argument, as in
 :mod:`kvconnect.offload.planner`. A request whose prefix the host tier lacks is told to ask later
-(:meth:`BelowPlan.ask`): workers look its blocks up, and what is worth it comes into host slots,
+(:meth:`TierPlan.ask`): workers look its blocks up, and what is worth it comes into host slots,
 from where it is loaded like any block of that tier. No request waits longer than ``wait_s``. What
 the host tier has stored is written down behind it, by as much as may be under way at a time.
 """
@@ -17,17 +17,24 @@ from typing import NamedTuple
 
 from kvconnect.cache.groups import CacheGroup, leading_group
 from kvconnect.offload.index import HostIndex
-from kvconnect.offload.messages import BELOW, Answer, Fetch, Instructions, Seek, Spill
+from kvconnect.offload.messages import (
+    BELOW,
+    Instructions,
+    LookupBlocks,
+    PrefetchBlocks,
+    TierAnswer,
+    WriteBackBlocks,
+)
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.tiers.lookup import Absent, Choose, Coming, Wanted, missing, worth_fetching
+from kvconnect.tiers.lookup import Absent, Choose, Coming, LookupRequest, missing, worth_fetching
 from kvconnect.tiers.open_jobs import Answered, Answers, Block, Question
-from kvconnect.tiers.writeback import Spills
+from kvconnect.tiers.writeback import WriteBacks
 from kvconnect.types import FailureCause, Tier
 
 _MOST_KEYS = 1 << 14  # of one lookup
 
 
-class BelowLimits(NamedTuple):
+class TierLimits(NamedTuple):
     """``workers`` must answer each job, which may take ``deadline_s`` seconds; a request waits at
     most ``wait_s``. ``slots`` of the host tier may be kept from eviction for spills, and as many
     for what requests wait for. ``reused``: write down only blocks that were loaded once."""
@@ -39,7 +46,7 @@ class BelowLimits(NamedTuple):
     reused: bool
 
 
-class Came(NamedTuple):
+class Promoted(NamedTuple):
     """Blocks that were brought up for a request."""
 
     req_id: str
@@ -50,7 +57,7 @@ class Came(NamedTuple):
 class _Waiting:
     """A request that asked, until it is over."""
 
-    wanted: Wanted
+    wanted: LookupRequest
     asked: float
     deadline: float
     decided: bool = False
@@ -78,7 +85,7 @@ class _Waiting:
                 self.brought[tier] = self.brought.get(tier, 0) + groups[lead].block_tokens
 
 
-class BelowPlan:
+class TierPlan:
     """Decides for one engine; see the module docstring. ``choose`` weighs a fetch against
     computing; ``fetched`` is told (tier, blocks, seconds) of each that brought something."""
 
@@ -87,7 +94,7 @@ class BelowPlan:
         index: HostIndex,
         groups: Sequence[CacheGroup],
         stats: OffloadingConnectorStats,
-        limits: BelowLimits,
+        limits: TierLimits,
         choose: Choose,
         fetched: Callable[[Tier, int, float], None],
     ) -> None:
@@ -102,7 +109,7 @@ class BelowPlan:
         self._planned = Instructions()
         self._answers = Answers(limits.workers, limits.deadline_s)
         self._absent = Absent()
-        self.spills = Spills(index, limits.slots, limits.reused, stats)
+        self.spills = WriteBacks(index, limits.slots, limits.reused, stats)
 
     def __repr__(self) -> str:
         return f"<BelowPlan {len(self._waiting)} requests, {len(self._answers)} jobs>"
@@ -112,7 +119,7 @@ class BelowPlan:
         """Whether something is planned or an answer is awaited: the engine must step on."""
         return self._answers.busy or self.spills.ready
 
-    def ask(self, req_id: str, wanted: Wanted, now: float) -> bool:
+    def ask(self, req_id: str, wanted: LookupRequest, now: float) -> bool:
         """Whether the request should ask again later; False once the host tier has what it gets.
 
         To be asked at every step while a request waits. What was decided stays.
@@ -160,11 +167,11 @@ class BelowPlan:
             for key in keys:
                 self._absent.drop(key)
             number = self._answers.open(Question(keys, slots), now)
-            work.spills.append(Spill(number, keys, slots, self._limits.deadline_s))
+            work.spills.append(WriteBackBlocks(number, keys, slots, self._limits.deadline_s))
         work.seeks, work.fetches = self._planned.seeks, self._planned.fetches
         self._planned = Instructions()
 
-    def on_answer(self, answer: Answer, now: float) -> Came | None:
+    def on_answer(self, answer: TierAnswer, now: float) -> Promoted | None:
         """Take one worker's answer; the last one of a job decides what comes next. Return what the
         host tier has now, after a fetch."""
         answered = self._answers.take(answer, now)
@@ -205,7 +212,7 @@ class BelowPlan:
             cause = FailureCause.DEADLINE.value
             self._stats.count("failed_blocks", len(question.slots), label=cause)
 
-    def _seek(self, req_id: str, wanted: Wanted, now: float) -> bool:
+    def _seek(self, req_id: str, wanted: LookupRequest, now: float) -> bool:
         """Have blocks looked up; return False if nothing can be below."""
         lacking = missing(self._index, self._groups, wanted, self._absent)
         blocks = tuple(islice(lacking, _MOST_KEYS))
@@ -213,7 +220,7 @@ class BelowPlan:
             return False
         keys = tuple(wanted.key(*block) for block in blocks)
         job = self._answers.open(Question(keys, array("q"), req_id, blocks), now)
-        self._planned.seeks.append(Seek(job, keys))
+        self._planned.seeks.append(LookupBlocks(job, keys))
         self._stats.count("below_lookups")
         return True
 
@@ -254,10 +261,10 @@ class BelowPlan:
         self._coming.add(found, now)
         keys = tuple(waiting.wanted.key(*block) for block in found)
         number = self._answers.open(Question(keys, slots, req_id, tuple(found)), now)
-        self._planned.fetches.append(Fetch(number, keys, slots, self._limits.deadline_s))
+        self._planned.fetches.append(PrefetchBlocks(number, keys, slots, self._limits.deadline_s))
         return True
 
-    def _end_fetch(self, req_id: str, answered: Answered, now: float) -> Came:
+    def _end_fetch(self, req_id: str, answered: Answered, now: float) -> Promoted:
         _, slots, _, blocks = answered.question
         worthless = answered.void or answered.given_up
         found = bytes(len(blocks)) if worthless else answered.found
@@ -271,7 +278,7 @@ class BelowPlan:
         slowest = BELOW[max(found)]
         if slowest is not None:
             self._fetched(slowest, len(good), answered.seconds)
-        came = Came(req_id, [block for block, tier in zip(blocks, found, strict=True) if tier])
+        came = Promoted(req_id, [block for block, tier in zip(blocks, found, strict=True) if tier])
         waiting = self._waiting.get(req_id)
         if waiting is None or waiting.decided:
             return came

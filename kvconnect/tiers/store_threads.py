@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvconnect.threads import ThreadKind, failed, make
-from kvconnect.tiers.backends.support import Breaker
+from kvconnect.tiers.backends.support import StoreBreaker
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Call(ABC):
         """The call was made, raised, or never will be: nothing more happens for it here."""
 
 
-class Lane:
+class StoreThreads:
     """Up to so many ``threads`` that make calls to one store, in order.
 
     A call that takes ``late_s`` seconds or more is late. While one is, no other is begun or taken:
@@ -52,7 +52,7 @@ class Lane:
         self._running: dict[Call, float] = {}  # since when
         self._late: set[Call] = set()
         self._late_blocks = 0  # that nobody has counted yet
-        self._breaker = Breaker(1)
+        self._breaker = StoreBreaker(1)
         self._to_start = threads
         self._idle = 0
         self._closed = False

@@ -17,8 +17,8 @@ from kvconnect.errors import Corrupt
 from kvconnect.offload.host_arena import HostStore
 from kvconnect.offload.messages import BELOW
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.tiers.backends import Outcome, Store, Usage
-from kvconnect.tiers.store_threads import Call, Lane
+from kvconnect.tiers.backends import BlockOutcome, Store, Usage
+from kvconnect.tiers.store_threads import Call, StoreThreads
 from kvconnect.types import Tier
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Blocks:
         return [place for place, there in enumerate(self.found) if not there]
 
 
-class Stack:
+class TieredStore:
     """``stores`` are asked in order, the fastest first; they are closed with this object. A store
     that raises or is left alone has nothing. A call is late after ``wait_s``.
 
@@ -78,8 +78,8 @@ class Stack:
         self._speaks = speaks
         self._told: dict[Tier, Usage] = {}
         late_s = max(wait_s, _SOONEST_LATE_S)
-        self.readers = {t: Lane(f"fetch-{t.value}", READERS, late_s, clock) for t in stores}
-        self.writers = {t: Lane(f"spill-{t.value}", WRITERS, late_s, clock) for t in stores}
+        self.readers = {t: StoreThreads(f"fetch-{t.value}", READERS, late_s, clock) for t in stores}
+        self.writers = {t: StoreThreads(f"spill-{t.value}", WRITERS, late_s, clock) for t in stores}
         self._closed = False
 
     def __repr__(self) -> str:
@@ -95,7 +95,7 @@ class Stack:
 
     def spill(self, blocks: Blocks) -> None:
         """Write the blocks of slots down, to every tier that lacks them."""
-        _Spill(self, blocks).start()
+        _WriteBack(self, blocks).start()
 
     def sweep(self) -> None:
         """Have what expired, or waits for a tier that hangs, come to its end. To be called from
@@ -113,7 +113,7 @@ class Stack:
                 taken.aggregate(theirs)
             late = self.readers[tier].take_late_blocks() + self.writers[tier].take_late_blocks()
             if late:
-                taken.count("store_failed_blocks", late, label=Outcome.LATE)
+                taken.count("store_failed_blocks", late, label=BlockOutcome.LATE)
             usage = store.usage()
             usage = usage._replace(available=usage.available and self.readers[tier].available())
             if self._speaks and usage != self._told.get(tier):
@@ -143,7 +143,7 @@ class _Search(Call):
     """Blocks that one tier after the other is asked for, until all are found."""
 
     def __init__(
-        self, stack: Stack, blocks: Blocks, ask: Callable[[_Search, Tier, Store], None]
+        self, stack: TieredStore, blocks: Blocks, ask: Callable[[_Search, Tier, Store], None]
     ) -> None:
         self.stack = stack
         self.wanted = blocks
@@ -181,15 +181,15 @@ def _read(search: _Search, tier: Tier, store: Store) -> None:
     names = [wanted.keys[place] for place in left]
     views = [host.view(wanted.slots[place], wanted.sizes[place]) for place in left]
     for place, outcome in zip(left, store.get(names, views), strict=True):
-        if outcome is Outcome.OK:
+        if outcome is BlockOutcome.OK:
             host.seal(wanted.slots[place], wanted.sizes[place])
             wanted.found[place] = BELOW.index(tier)
 
 
-class _Spill:
+class _WriteBack:
     """Blocks on their way down to all tiers at once."""
 
-    def __init__(self, stack: Stack, blocks: Blocks) -> None:
+    def __init__(self, stack: TieredStore, blocks: Blocks) -> None:
         self.stack = stack
         self.wanted = blocks
         self._lock = threading.Lock()
@@ -199,7 +199,7 @@ class _Spill:
 
     def start(self) -> None:
         for tier, lane in self.stack.writers.items():
-            call = _Write(self, tier)
+            call = _TierWrite(self, tier)
             if not lane.submit(call):
                 call.ended()
 
@@ -232,10 +232,10 @@ class _Spill:
         return True
 
 
-class _Write(Call):
+class _TierWrite(Call):
     """The part of a spill that one tier takes."""
 
-    def __init__(self, spill: _Spill, tier: Tier) -> None:
+    def __init__(self, spill: _WriteBack, tier: Tier) -> None:
         self.blocks = len(spill.wanted.keys)
         self._spill = spill
         self._tier = tier
@@ -257,7 +257,7 @@ class _Write(Call):
         views = [stack.host.view(wanted.slots[place], wanted.sizes[place]) for place in places]
         outcomes = store.put([wanted.keys[place] for place in places], views)
         pairs = zip(places, outcomes, strict=True)
-        self._took = [place for place, outcome in pairs if outcome is Outcome.OK]
+        self._took = [place for place, outcome in pairs if outcome is BlockOutcome.OK]
 
     def ended(self) -> None:
         self._spill.ended(self._tier, self._took)

@@ -1,7 +1,7 @@
 """A worker's tiers below host memory: blocks between host slots, a disk and a remote store.
 
 The engine's thread submits jobs and polls for answers; it never waits for a disk or a server. Jobs
-are cut into batches, each of which goes through the tiers by itself (:class:`Stack`).
+are cut into batches, each of which goes through the tiers by itself (:class:`TieredStore`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from itertools import pairwise
 from kvconnect.cache.keys import group_of
 from kvconnect.cache.layout import Geometry
 from kvconnect.offload.host_arena import HostStore
-from kvconnect.offload.messages import Answer, Fetch, Seek, Spill
+from kvconnect.offload.messages import LookupBlocks, PrefetchBlocks, TierAnswer, WriteBackBlocks
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends import Store
-from kvconnect.tiers.tiered_store import BATCH_BYTES, Blocks, Stack
+from kvconnect.tiers.tiered_store import BATCH_BYTES, Blocks, TieredStore
 from kvconnect.types import Tier
 
-Task = Seek | Fetch | Spill
+Task = LookupBlocks | PrefetchBlocks | WriteBackBlocks
 
 
 @dataclass(eq=False)
@@ -34,7 +34,7 @@ class _Running:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class LowerTiers:
+class TierWorker:
     """Owned by the worker's main thread. ``stores`` are asked in order, the fastest first; they
     are closed with this object. A call that raises finds nothing; the worker lives. A lookup is
     answered after ``wait_s``, which is how long a request waits for it, and a tier whose call takes
@@ -50,13 +50,13 @@ class LowerTiers:
         wait_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stack = Stack(stores, host, wait_s, speaks, clock)
+        self._stack = TieredStore(stores, host, wait_s, speaks, clock)
         self._geometry = geometry
         largest = max(group.block_bytes for group in geometry.groups)
         self._batch = max(1, BATCH_BYTES // largest)  # blocks
         self._wait_s = wait_s
         self._clock = clock
-        self._answers: deque[Answer] = deque()
+        self._answers: deque[TierAnswer] = deque()
         self._ended = threading.Event()
 
     def __repr__(self) -> str:
@@ -66,20 +66,20 @@ class LowerTiers:
         """Queue jobs; does not block."""
         for task in tasks:
             batches = list(_batches(task, self._batch))
-            deadline_s = self._wait_s if isinstance(task, Seek) else task.deadline_s
+            deadline_s = self._wait_s if isinstance(task, LookupBlocks) else task.deadline_s
             expires = self._clock() + deadline_s
             running = _Running(task, bytearray(len(task.keys)), len(batches))
             for start, end in batches:
                 keys = task.keys[start:end]
                 sizes = [self._block_bytes(key) for key in keys]
                 done = partial(self._end, running, start)
-                if isinstance(task, Seek):
+                if isinstance(task, LookupBlocks):
                     self._stack.seek(Blocks(keys, sizes, expires, done))
                     continue
-                work = self._stack.fetch if isinstance(task, Fetch) else self._stack.spill
+                work = self._stack.fetch if isinstance(task, PrefetchBlocks) else self._stack.spill
                 work(Blocks(keys, sizes, expires, done, task.slots[start:end]))
 
-    def poll(self) -> list[Answer]:
+    def poll(self) -> list[TierAnswer]:
         """Return answers since the last call; each exactly once."""
         self._stack.sweep()
         answers = []
@@ -109,7 +109,7 @@ class LowerTiers:
             running.batches -= 1
             last = not running.batches
         if last:
-            self._answers.append(Answer(running.task.job, bytes(running.found)))
+            self._answers.append(TierAnswer(running.task.job, bytes(running.found)))
             self._ended.set()
 
     def _block_bytes(self, key: bytes) -> int:
@@ -119,5 +119,5 @@ class LowerTiers:
 def _batches(task: Task, blocks: int) -> Iterator[tuple[int, int]]:
     """Yield the (start, end) of what each call to a store is about: at most so many blocks, but
     all of a lookup."""
-    step = len(task.keys) if isinstance(task, Seek) else blocks
+    step = len(task.keys) if isinstance(task, LookupBlocks) else blocks
     yield from pairwise([*range(0, len(task.keys), step), len(task.keys)])

@@ -20,7 +20,7 @@ class _Due(NamedTuple):
     key: bytes
 
 
-class Spills:
+class WriteBacks:
     """A queue of blocks to write down. At most ``most`` slots are kept from eviction for it; blocks
     queue up to that number again, and what comes then is not written. ``reused``: only blocks that
     were used once are.

@@ -92,14 +92,14 @@ class Fence(Protocol):
 # What a transport is told to do -------------------------------------------------------------
 
 
-class Note(NamedTuple):
+class PeerMessage(NamedTuple):
     """Deliver a small message, at most ``MAX_NOTE_BYTES``, in order with other notes."""
 
     peer: PeerId
     payload: bytes
 
 
-class Incoming(NamedTuple):
+class IncomingPages(NamedTuple):
     """Expect pages under ``want``. ``units[u]`` says where unit number u lies here and
     ``spans[u]`` the (first wire block, ids) its wire blocks are taken from. None of them is
     written before ``fence`` passed. ``path`` is one of those in the peer's ``PeerUp``;
@@ -113,7 +113,7 @@ class Incoming(NamedTuple):
     path: str = "tcp"
 
 
-class Outgoing(NamedTuple):
+class OutgoingPages(NamedTuple):
     """Send the wire blocks ``first ... first + len(ids) - 1`` of a unit, once ``fence`` passed."""
 
     peer: PeerId
@@ -125,7 +125,7 @@ class Outgoing(NamedTuple):
     fence: Fence | None = None
 
 
-class Hangup(NamedTuple):
+class Disconnect(NamedTuple):
     """Close a peer's connection, for instance because it broke the protocol; notes queued before
     it still go out. ``PeerDown`` with this reason follows."""
 
@@ -164,7 +164,7 @@ class Noted(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """One ``Outgoing`` was handed to the network whole; its source may be overwritten."""
+    """One ``OutgoingPages`` was handed to the network whole; its source may be overwritten."""
 
     peer: PeerId
     want: int
@@ -185,14 +185,14 @@ class Received(NamedTuple):
     seconds: float
 
 
-class Quiet(NamedTuple):
+class Drained(NamedTuple):
     """A cancelled want: no page of it is read or written any more."""
 
     peer: PeerId
     want: int
 
 
-Event = PeerUp | PeerDown | Noted | Sent | Received | Quiet
+Event = PeerUp | PeerDown | Noted | Sent | Received | Drained
 
 MAX_NOTE_BYTES = 1 << 20
 
@@ -253,7 +253,7 @@ class Transport(ABC):
         """Start to connect; ``PeerUp`` or ``PeerDown`` follows within ``dead_after_s``."""
 
     @abstractmethod
-    def submit(self, order: Note | Incoming | Outgoing | Hangup) -> None:
+    def submit(self, order: PeerMessage | IncomingPages | OutgoingPages | Disconnect) -> None:
         """Queue an order. One for a peer that is down is dropped: its ``PeerDown`` says so."""
 
     @abstractmethod
@@ -262,9 +262,9 @@ class Transport(ABC):
 
     @abstractmethod
     def cancel(self, peer: PeerId, want: int) -> None:
-        """Drop what is queued for a want and let what is under way land nowhere; ``Quiet``
+        """Drop what is queued for a want and let what is under way land nowhere; ``Drained``
         follows, unless ``PeerDown`` does. Pages that still arrive are thrown away, or land before
-        ``Quiet`` does where hardware writes them."""
+        ``Drained`` does where hardware writes them."""
 
     @abstractmethod
     def close(self) -> None:
@@ -280,7 +280,7 @@ MAX_UNREAD_BYTES = 16 << 20
 _EVENT_BYTES = 256  # what even an empty note takes
 
 
-class Mailbox:
+class EventQueue:
     """A queue that is emptied at once. ``put`` is for any thread, ``drain`` for one."""
 
     def __init__(self) -> None:

@@ -17,20 +17,20 @@ from dataclasses import dataclass, field
 
 from kvconnect.errors import ConfigError, Misuse, ProtocolError
 from kvconnect.transport.base import (
+    Disconnect,
+    Drained,
     Event,
+    EventQueue,
     Fence,
-    Hangup,
-    Incoming,
-    Mailbox,
+    IncomingPages,
     Memory,
-    Note,
     Noted,
-    Outgoing,
+    OutgoingPages,
     PeerDown,
     PeerId,
+    PeerMessage,
     PeerUp,
     Piece,
-    Quiet,
     Received,
     Sent,
     Transport,
@@ -81,8 +81,8 @@ class _End:
     number: PeerId
     address: str
     other: _End = field(init=False)
-    orders: deque[Note | Outgoing | Hangup] = field(default_factory=deque)
-    expected: dict[int, Incoming] = field(default_factory=dict)
+    orders: deque[PeerMessage | OutgoingPages | Disconnect] = field(default_factory=deque)
+    expected: dict[int, IncomingPages] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
 
 
@@ -91,7 +91,7 @@ class InprocTransport(Transport):
 
     def __init__(self, network: Network = NETWORK) -> None:
         self._network = network
-        self._events = Mailbox()
+        self._events = EventQueue()
         self._memory: Memory | None = None
         self._ends: dict[PeerId, _End] = {}
         self._numbers = itertools.count(1)
@@ -119,12 +119,12 @@ class InprocTransport(Transport):
                 end.owner._events.put(PeerUp(end.number, end is there, end.address))
             return number
 
-    def submit(self, order: Note | Incoming | Outgoing | Hangup) -> None:
+    def submit(self, order: PeerMessage | IncomingPages | OutgoingPages | Disconnect) -> None:
         with self._network.lock:
             end = self._ends.get(order.peer)
             if end is None:
                 return
-            if isinstance(order, Incoming):
+            if isinstance(order, IncomingPages):
                 end.expected[order.want] = order
             else:
                 end.orders.append(order)
@@ -142,11 +142,11 @@ class InprocTransport(Transport):
             end.orders = deque(
                 order
                 for order in end.orders
-                if not (isinstance(order, Outgoing) and order.want == want)
+                if not (isinstance(order, OutgoingPages) and order.want == want)
             )
             if end.expected.pop(want, None):
                 end.ended.add(want)
-            self._events.put(Quiet(peer, want))
+            self._events.put(Drained(peer, want))
 
     def close(self) -> None:
         self._network.leave(self)
@@ -158,7 +158,7 @@ class InprocTransport(Transport):
         for _ in range(len(end.orders)):
             with self._network.lock:
                 order = end.orders.popleft() if end.orders else None
-            if isinstance(order, Outgoing):
+            if isinstance(order, OutgoingPages):
                 for fence in (order.fence, _fence_there(order, end.other)):
                     if fence:
                         fence.wait()
@@ -170,11 +170,11 @@ class InprocTransport(Transport):
                 except ProtocolError as error:
                     self._part(end, "closed by the other side", f"broke the protocol: {error}")
 
-    def _carry_out_one(self, end: _End, order: Note | Outgoing | Hangup) -> None:
+    def _carry_out_one(self, end: _End, order: PeerMessage | OutgoingPages | Disconnect) -> None:
         other = end.other
-        if isinstance(order, Note):
+        if isinstance(order, PeerMessage):
             other.owner._events.put(Noted(other.number, order.payload))
-        elif isinstance(order, Hangup):
+        elif isinstance(order, Disconnect):
             self._part(end, order.reason, "closed by the other side")
         else:
             nbytes = len(order.ids) * order.unit.block_bytes
@@ -194,7 +194,7 @@ class InprocTransport(Transport):
                 )
             self._events.put(Sent(end.number, order.want, nbytes, 0.0))
 
-    def _copy(self, order: Outgoing, other: _End) -> None:
+    def _copy(self, order: OutgoingPages, other: _End) -> None:
         unit, ids = _destination(order, other)
         source, target = self._memory, other.owner._memory
         if source is None or target is None:
@@ -216,12 +216,12 @@ class InprocTransport(Transport):
                     side.owner._events.put(PeerDown(side.number, reason))
 
 
-def _fence_there(order: Outgoing, other: _End) -> Fence | None:
+def _fence_there(order: OutgoingPages, other: _End) -> Fence | None:
     expected = other.expected.get(order.want)
     return expected.fence if expected else None
 
 
-def _destination(order: Outgoing, other: _End) -> tuple[Unit, array[int]]:
+def _destination(order: OutgoingPages, other: _End) -> tuple[Unit, array[int]]:
     """Return where pages go, resolved from the receiver's own table.
 
     Raises:

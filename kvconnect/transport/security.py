@@ -208,7 +208,7 @@ _FIX = (
 )
 
 
-class Guard:
+class AccessPolicy:
     """The address rule and TLS of one transport.
 
     Raises:

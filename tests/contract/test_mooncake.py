@@ -19,13 +19,13 @@ import pytest
 
 from kvconnect.errors import ConfigError, TransferFailed
 from kvconnect.testing.store import check_store
-from kvconnect.tiers.backends import Outcome, make_store
+from kvconnect.tiers.backends import BlockOutcome, make_store
 from kvconnect.tiers.backends.mooncake import MooncakeOptions, MooncakeServer
 from kvconnect.tiers.backends.remote import RemoteStore
 from tests.contract.test_remote_stores import get, put, spoil
 from tests.servers import free_port
 
-OK, ABSENT = Outcome.OK, Outcome.ABSENT
+OK, ABSENT = BlockOutcome.OK, BlockOutcome.ABSENT
 
 
 class Mooncake:
@@ -152,7 +152,7 @@ def test_a_full_mooncake_drops_old_blocks(mooncake: Mooncake) -> None:
     store = make_store("mooncake", mooncake.settings(), b"f")
     outcomes = [put(store, [b"%d" % n], 4_000_000)[0] for n in range(40)]
     assert outcomes[0] is OK
-    assert set(outcomes) <= {OK, Outcome.FULL}
+    assert set(outcomes) <= {OK, BlockOutcome.FULL}
     assert store.usage().available  # it is full, not broken
     found = store.exists([b"%d" % n for n in range(40)])
     assert 4_000_000 in found
@@ -162,7 +162,7 @@ def test_a_full_mooncake_drops_old_blocks(mooncake: Mooncake) -> None:
 
 def test_a_block_larger_than_the_buffer_breaks_nothing(mooncake: Mooncake) -> None:
     store = make_store("mooncake", mooncake.settings(buffer="16MiB"), b"f")
-    assert put(store, [b"a"], 17 << 20) == [Outcome.FAILED]
+    assert put(store, [b"a"], 17 << 20) == [BlockOutcome.FAILED]
     assert put(store, [b"b"]) == [OK]
     assert get(store, [b"a", b"b"]) == [ABSENT, OK]
     store.close()
@@ -177,9 +177,9 @@ def test_a_master_that_hangs_costs_a_time_out(
     store._clock = lambda: now[0]
     assert put(store, [b"a"]) == [OK]
     mooncake.pause()
-    assert get(store, [b"a"]) == [Outcome.FAILED]
+    assert get(store, [b"a"]) == [BlockOutcome.FAILED]
     assert "no answer in 1 s" in caplog.text  # the library itself would say so after 30
-    assert get(store, [b"a"]) == [Outcome.UNAVAILABLE]
+    assert get(store, [b"a"]) == [BlockOutcome.UNAVAILABLE]
     mooncake.pause(stop=False)
     now[0] = 1.0
     assert put(store, [b"b"]) == [OK]
@@ -193,10 +193,10 @@ def test_a_mooncake_that_is_killed_and_comes_back(mooncake: Mooncake) -> None:
     store._clock = lambda: now[0]
     assert put(store, [b"a"]) == [OK]
     mooncake.kill_lender()
-    assert get(store, [b"a"]) in ([Outcome.FAILED], [ABSENT])
+    assert get(store, [b"a"]) in ([BlockOutcome.FAILED], [ABSENT])
     mooncake.kill()
     now[0] += 100
-    assert get(store, [b"a"]) == [Outcome.FAILED]
+    assert get(store, [b"a"]) == [BlockOutcome.FAILED]
     mooncake.start()
     now[0] += 100
     assert get(store, [b"a"]) == [ABSENT]  # its memory went with the process
@@ -209,7 +209,7 @@ def test_a_mooncake_that_is_not_there() -> None:
     pytest.importorskip("mooncake.store", exc_type=ImportError)
     settings = {"address": f"127.0.0.1:{free_port()}", "timeout_s": 1}
     store = make_store("mooncake", settings, b"f")
-    assert put(store, [b"a"]) == [Outcome.FAILED]
+    assert put(store, [b"a"]) == [BlockOutcome.FAILED]
     store.close()
 
 
@@ -311,10 +311,11 @@ def test_what_comes_and_goes(server: MooncakeServer) -> None:
 
 @pytest.mark.parametrize("there", [False, True])
 @pytest.mark.parametrize(
-    ("code", "outcome"), [(-200, Outcome.FULL), (-704, Outcome.FAILED), (-800, Outcome.FAILED)]
+    ("code", "outcome"),
+    [(-200, BlockOutcome.FULL), (-704, BlockOutcome.FAILED), (-800, BlockOutcome.FAILED)],
 )
 def test_a_value_that_is_not_taken(
-    server: MooncakeServer, library: Library, code: int, outcome: Outcome, there: bool
+    server: MooncakeServer, library: Library, code: int, outcome: BlockOutcome, there: bool
 ) -> None:
     values = [memoryview(b"1")] * 3
     if there:

@@ -18,12 +18,12 @@ import pytest
 from kvconnect.errors import ConfigError, TransferFailed
 from kvconnect.testing.memory import payload_of
 from kvconnect.testing.store import check_store
-from kvconnect.tiers.backends import Outcome, Store, make_store
+from kvconnect.tiers.backends import BlockOutcome, Store, make_store
 from kvconnect.tiers.backends.remote import RemoteStore, Server
 from tests.links import make_certificates
 from tests.servers import PASSWORD, Valkey
 
-OK, ABSENT = Outcome.OK, Outcome.ABSENT
+OK, ABSENT = BlockOutcome.OK, BlockOutcome.ABSENT
 
 
 @pytest.fixture
@@ -35,11 +35,11 @@ def valkey(tmp_path: Path) -> Iterator[Valkey]:
     server.kill()
 
 
-def put(store: Store, keys: Sequence[bytes], nbytes: int = 5000) -> list[Outcome]:
+def put(store: Store, keys: Sequence[bytes], nbytes: int = 5000) -> list[BlockOutcome]:
     return store.put(keys, [memoryview(payload_of(key, nbytes)) for key in keys])
 
 
-def get(store: Store, keys: Sequence[bytes], nbytes: int = 5000) -> list[Outcome]:
+def get(store: Store, keys: Sequence[bytes], nbytes: int = 5000) -> list[BlockOutcome]:
     """Get blocks; OK is given only for the right bytes."""
     buffers = [memoryview(bytearray(nbytes)) for _ in keys]
     outcomes = store.get(keys, buffers)
@@ -115,12 +115,12 @@ def test_valkey_over_tls(valkey: Valkey, tmp_path: Path) -> None:
     assert get(store, [b"a", b"b"]) == [OK, OK]
     store.close()
     plain = make_store("valkey", valkey.settings(), b"f")
-    assert get(plain, [b"a"]) == [Outcome.FAILED]
+    assert get(plain, [b"a"]) == [BlockOutcome.FAILED]
     plain.close()
     (tmp_path / "other").mkdir()
     make_certificates(tmp_path / "other")
     stranger = make_store("valkey", valkey.settings(tls_dir=str(tmp_path / "other")), b"f")
-    assert get(stranger, [b"a"]) == [Outcome.FAILED]
+    assert get(stranger, [b"a"]) == [BlockOutcome.FAILED]
     stranger.close()
 
 
@@ -134,7 +134,7 @@ def test_the_password_goes_to_nobody_with_a_certificate_for_another_name(
         names = {"ssl_ca_certs": "ca.crt", "ssl_certfile": "tls.crt", "ssl_keyfile": "tls.key"}
         as_cluster(valkey, ssl=True, **{key: str(tmp_path / n) for key, n in names.items()})
     logins: dict[str, object] = valkey.settings(tls_dir=str(tmp_path), cluster=cluster)
-    for name, outcome in (("", Outcome.FAILED), ("cache-2.example", Outcome.FAILED)):
+    for name, outcome in (("", BlockOutcome.FAILED), ("cache-2.example", BlockOutcome.FAILED)):
         store = make_store("valkey", logins | {"tls_name": name}, b"f")
         assert put(store, [b"a"]) == [outcome]
         store.close()
@@ -234,8 +234,8 @@ def test_an_s3_server_that_is_not_there(bucket: dict[str, object], tmp_path: Pat
         settings = json.loads(config.read_text()) | {"endpoint": address}
         config.write_text(json.dumps(settings))
         store = make_store("object", bucket | {"timeout_s": 1}, b"f")
-        assert put(store, [b"a"]) == [Outcome.FAILED]
-        assert get(store, [b"a"]) == [Outcome.UNAVAILABLE]
+        assert put(store, [b"a"]) == [BlockOutcome.FAILED]
+        assert get(store, [b"a"]) == [BlockOutcome.UNAVAILABLE]
         store.close()
 
 
@@ -249,9 +249,9 @@ def test_a_server_that_is_killed_and_comes_back(valkey: Valkey) -> None:
     store._clock = lambda: now[0]
     assert put(store, [b"a", b"b"]) == [OK, OK]
     valkey.kill()
-    assert get(store, [b"a"]) == [Outcome.FAILED]
-    assert get(store, [b"a"]) == [Outcome.UNAVAILABLE]
-    assert put(store, [b"a"]) == [Outcome.UNAVAILABLE]
+    assert get(store, [b"a"]) == [BlockOutcome.FAILED]
+    assert get(store, [b"a"]) == [BlockOutcome.UNAVAILABLE]
+    assert put(store, [b"a"]) == [BlockOutcome.UNAVAILABLE]
     assert (store.exists([b"a"]), store.usage().available) == ([0], False)
     valkey.start()
     now[0] = 1.0
@@ -264,7 +264,7 @@ def test_a_server_that_is_killed_and_comes_back(valkey: Valkey) -> None:
 def test_a_server_that_is_not_there_at_the_start(valkey: Valkey, cluster: bool) -> None:
     valkey.kill()
     store = make_store("valkey", valkey.settings(timeout_s=1, cluster=cluster), b"f")
-    assert put(store, [b"a"]) == [Outcome.FAILED]
+    assert put(store, [b"a"]) == [BlockOutcome.FAILED]
     stats = store.take_stats()
     assert stats is not None
     assert stats.reduce() == {"store_failed_blocks_failed": 1}
@@ -275,7 +275,7 @@ def test_a_server_that_hangs_costs_a_time_out(valkey: Valkey) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         store = make_store("valkey", {"address": address, "timeout_s": 0.2}, b"f")
-        assert get(store, [b"a"]) == [Outcome.FAILED]
+        assert get(store, [b"a"]) == [BlockOutcome.FAILED]
         store.close()
 
 
@@ -284,7 +284,7 @@ def test_a_server_that_is_full(valkey: Valkey) -> None:
     valkey.start("--maxmemory", "8mb", "--maxmemory-policy", "noeviction")
     store = make_store("valkey", valkey.settings(), b"f")
     outcomes = [put(store, [b"%d" % n], 1_000_000)[0] for n in range(12)]
-    assert set(outcomes) == {OK, Outcome.FULL}
+    assert set(outcomes) == {OK, BlockOutcome.FULL}
     assert store.usage().available  # it is full, not broken
     assert get(store, [b"0"], 1_000_000) == [OK]
     store.close()
@@ -293,7 +293,7 @@ def test_a_server_that_is_full(valkey: Valkey) -> None:
 def test_a_wrong_password_is_a_failure_and_no_crash(valkey: Valkey, tmp_path: Path) -> None:
     (tmp_path / "password").write_text("wrong")
     store = make_store("valkey", valkey.settings(), b"f")
-    assert put(store, [b"a"]) == [Outcome.FAILED]
+    assert put(store, [b"a"]) == [BlockOutcome.FAILED]
     store.close()
 
 
@@ -326,7 +326,7 @@ def test_a_value_of_another_key_is_not_taken_for_it(tmp_path: Path) -> None:
     put(store, [b"one", b"two"])
     one, two = sorted(tmp_path.rglob("*.kv"))
     two.write_bytes(one.read_bytes())
-    assert sorted(get(store, [b"one", b"two"])) == [Outcome.CORRUPT, OK]
+    assert sorted(get(store, [b"one", b"two"])) == [BlockOutcome.CORRUPT, OK]
     store.close()
 
 
@@ -341,7 +341,7 @@ class Counting(Server):
         self.exchanges: list[int] = []
         self.broken = False
 
-    def store(self, names: Sequence[str], values: Sequence[memoryview]) -> list[Outcome]:
+    def store(self, names: Sequence[str], values: Sequence[memoryview]) -> list[BlockOutcome]:
         self._exchange(sum(map(len, values)))
         self.values.update(zip(names, map(bytes, values), strict=True))
         return [OK] * len(names)
@@ -397,14 +397,18 @@ def test_what_is_left_of_a_batch_is_not_tried_on_a_broken_server() -> None:
     store = RemoteStore(server, "p", b"f")
     server.broken = True
     outcomes = put(store, [b"%d" % number for number in range(24)], 1 << 20)
-    assert outcomes == [Outcome.FAILED] * 8 + [Outcome.UNAVAILABLE] * 16
+    assert outcomes == [BlockOutcome.FAILED] * 8 + [BlockOutcome.UNAVAILABLE] * 16
 
 
 @pytest.mark.parametrize(
     ("value", "outcome"),
-    [(b"", Outcome.CORRUPT), (b"x" * 19, Outcome.CORRUPT), (b"x" * 5020, Outcome.CORRUPT)],
+    [
+        (b"", BlockOutcome.CORRUPT),
+        (b"x" * 19, BlockOutcome.CORRUPT),
+        (b"x" * 5020, BlockOutcome.CORRUPT),
+    ],
 )
-def test_a_value_that_is_none_of_ours(value: bytes, outcome: Outcome) -> None:
+def test_a_value_that_is_none_of_ours(value: bytes, outcome: BlockOutcome) -> None:
     server = Counting()
     store = RemoteStore(server, "p", b"f")
     put(store, [b"a"])

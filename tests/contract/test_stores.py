@@ -13,7 +13,7 @@ from kvconnect.testing import store as checks
 from kvconnect.testing.memory import payload_of, spoil_files
 from kvconnect.testing.store import Subject, check_store
 from kvconnect.tiers import backends as registry
-from kvconnect.tiers.backends import Outcome, Store, Usage, make_store
+from kvconnect.tiers.backends import BlockOutcome, Store, Usage, make_store
 from kvconnect.tiers.backends.base import check_fingerprint
 from kvconnect.tiers.backends.memory import MemoryStore, NullStore
 
@@ -45,9 +45,9 @@ def test_disk(policy: str, tmp_path: Path) -> None:
 
 def test_null_forgets_and_refuses_what_makes_no_sense() -> None:
     store = make_store("null", {}, b"f")
-    assert store.put([b"key"], [memoryview(b"bytes")]) == [Outcome.OK]
-    assert store.get([b"key"], [memoryview(bytearray(5))]) == [Outcome.ABSENT]
-    assert (store.exists([b"key"]), store.remove([b"key"])) == ([0], [Outcome.ABSENT])
+    assert store.put([b"key"], [memoryview(b"bytes")]) == [BlockOutcome.OK]
+    assert store.get([b"key"], [memoryview(bytearray(5))]) == [BlockOutcome.ABSENT]
+    assert (store.exists([b"key"]), store.remove([b"key"])) == ([0], [BlockOutcome.ABSENT])
     assert (store.usage(), store.take_stats()) == (Usage(0, 0, 0, True), None)
     with pytest.raises(Misuse, match="2 keys but 1 buffers"):
         store.put([b"a", b"b"], [memoryview(b"x")])
@@ -121,7 +121,7 @@ class Memory(MemoryStore):
 class Flipping(Memory):
     """Hands out other bytes."""
 
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
         outcomes = super().get(keys, buffers)
         for buffer in buffers:
             buffer[-1] ^= 1
@@ -131,7 +131,7 @@ class Flipping(Memory):
 class Spilling(Memory):
     """Reads whole pages."""
 
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
         outcomes = super().get(keys, buffers)
         for buffer in buffers:
             whole = memoryview(buffer.obj)  # type: ignore[arg-type]
@@ -142,57 +142,57 @@ class Spilling(Memory):
 class Short(Memory):
     """Knows only the first bytes of a key."""
 
-    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
         return super().put([key[:1] or key for key in keys], payloads)
 
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
         return super().get([key[:1] or key for key in keys], buffers)
 
 
 class Stubborn(Memory):
     """Keeps the first block of a key."""
 
-    def _put(self, key: bytes, payload: memoryview) -> Outcome:
-        return Outcome.OK if key in self._blocks else super()._put(key, payload)
+    def _put(self, key: bytes, payload: memoryview) -> BlockOutcome:
+        return BlockOutcome.OK if key in self._blocks else super()._put(key, payload)
 
 
 class Hopeful(Memory):
     """Says that it has what it has not."""
 
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
         super().get(keys, buffers)
-        return [Outcome.OK] * len(keys)
+        return [BlockOutcome.OK] * len(keys)
 
 
 class Generous(Memory):
     """Fills a buffer as far as the block goes."""
 
-    def _get(self, key: bytes, buffer: memoryview) -> Outcome:
+    def _get(self, key: bytes, buffer: memoryview) -> BlockOutcome:
         kept = self._blocks.get(key)
         size = min(buffer.nbytes, len(kept.payload)) if kept else 0
         buffer[:size] = kept.payload[:size] if kept else b""
-        return Outcome.OK if kept else Outcome.ABSENT
+        return BlockOutcome.OK if kept else BlockOutcome.ABSENT
 
 
 class Lasting(Memory):
     """Forgets nothing."""
 
-    def remove(self, keys: Sequence[bytes]) -> list[Outcome]:
-        return [Outcome.OK if key in self._blocks else Outcome.ABSENT for key in keys]
+    def remove(self, keys: Sequence[bytes]) -> list[BlockOutcome]:
+        return [BlockOutcome.OK if key in self._blocks else BlockOutcome.ABSENT for key in keys]
 
 
 class Trusting(Memory):
     """Does not look at the digest."""
 
-    def _get(self, key: bytes, buffer: memoryview) -> Outcome:
+    def _get(self, key: bytes, buffer: memoryview) -> BlockOutcome:
         buffer[:] = self._blocks[key].payload
-        return Outcome.OK
+        return BlockOutcome.OK
 
 
 class Boundless(Memory):
     """Does not make room."""
 
-    def _put(self, key: bytes, payload: memoryview) -> Outcome:
+    def _put(self, key: bytes, payload: memoryview) -> BlockOutcome:
         capacity, self._capacity = self._capacity, 1 << 40
         outcome = super()._put(key, payload)
         self._capacity = capacity
@@ -202,7 +202,7 @@ class Boundless(Memory):
 class Tearing(Memory):
     """Stores a block in two steps that others can come between."""
 
-    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
         outcomes = super().put(keys, payloads)
         for key, payload in zip(keys, payloads, strict=True):
             other = self._blocks.get(key)
@@ -222,7 +222,7 @@ class Open(Memory):
 class Crashing(Memory):
     """Has no answer for a block that is too large."""
 
-    def _put(self, key: bytes, payload: memoryview) -> Outcome:
+    def _put(self, key: bytes, payload: memoryview) -> BlockOutcome:
         if payload.nbytes > self._capacity:
             raise AssertionError("out of memory")
         return super()._put(key, payload)

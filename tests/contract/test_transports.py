@@ -12,20 +12,20 @@ from kvconnect.testing import transport as checks
 from kvconnect.testing.transport import check_transport
 from kvconnect.transport import LinkOptions, Security, Transport, make_transport, page_io
 from kvconnect.transport.base import (
+    Disconnect,
+    Drained,
     Event,
-    Hangup,
-    Incoming,
-    Note,
+    IncomingPages,
     Noted,
-    Outgoing,
+    OutgoingPages,
     PeerDown,
     PeerId,
-    Quiet,
+    PeerMessage,
 )
 from kvconnect.transport.inproc import InprocTransport
 from tests.links import make_certificates
 
-Order = Note | Incoming | Outgoing | Hangup
+Order = PeerMessage | IncomingPages | OutgoingPages | Disconnect
 
 
 def test_inproc() -> None:
@@ -75,7 +75,7 @@ class Corrupting(InprocTransport):
     """Sends another page of the same unit."""
 
     def submit(self, order: Order) -> None:
-        if isinstance(order, Outgoing):
+        if isinstance(order, OutgoingPages):
             order.ids[0] += 1
         super().submit(order)
 
@@ -84,21 +84,21 @@ class Impatient(InprocTransport):
     """Ignores fences."""
 
     def submit(self, order: Order) -> None:
-        super().submit(order._replace(fence=None) if isinstance(order, Outgoing) else order)
+        super().submit(order._replace(fence=None) if isinstance(order, OutgoingPages) else order)
 
 
 class Hasty(InprocTransport):
     """Ignores the fences of what it expects."""
 
     def submit(self, order: Order) -> None:
-        super().submit(order._replace(fence=None) if isinstance(order, Incoming) else order)
+        super().submit(order._replace(fence=None) if isinstance(order, IncomingPages) else order)
 
 
 class Deaf(InprocTransport):
     """Says that a cancelled want is quiet, but does nothing about it."""
 
     def cancel(self, peer: PeerId, want: int) -> None:
-        self._events.put(Quiet(peer, want))
+        self._events.put(Drained(peer, want))
 
 
 class Talkative(InprocTransport):
@@ -113,7 +113,7 @@ class Forgiving(InprocTransport):
     """Swallows pages that nobody asked for."""
 
     def submit(self, order: Order) -> None:
-        if isinstance(order, Outgoing) and order.want == 9:
+        if isinstance(order, OutgoingPages) and order.want == 9:
             return
         super().submit(order)
 
@@ -123,7 +123,7 @@ class Rude(InprocTransport):
 
     def submit(self, order: Order) -> None:
         super().submit(order)
-        if isinstance(order, Hangup) and order.peer in self._ends:
+        if isinstance(order, Disconnect) and order.peer in self._ends:
             orders = self._ends[order.peer].orders
             orders.rotate(1)
 

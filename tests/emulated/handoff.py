@@ -28,16 +28,16 @@ from kvconnect.disaggregation import (
 )
 from kvconnect.disaggregation.agent import HandoffAgent
 from kvconnect.disaggregation.bandwidth_probe import ProbedMemory
-from kvconnect.disaggregation.sessions import Choice, Links
+from kvconnect.disaggregation.sessions import PathPreference, Sessions
 from kvconnect.disaggregation.staging import StagedMemory
 from kvconnect.engines.sglang.duplicates import BothStreams
 from kvconnect.offload.messages import (
     Drop,
     Instructions,
     NoticeKind,
-    Offer,
+    OfferBlocks,
+    PrefillSource,
     Receive,
-    Source,
     Withdraw,
 )
 from kvconnect.offload.streams import DeviceFence, make_streams
@@ -152,7 +152,7 @@ class Side:
         memory = StagedMemory(OnDevice(self.area), 1 << 12, PATIENCE_S, copier)  # type: ignore[arg-type]
         transport.register(ProbedMemory(memory, torch.device("cpu")))
         address = transport.listen(engine, 0) if sends else None
-        found = Links(hello, (pages,), transport, OffloadingConnectorStats(), Choice())
+        found = Sessions(hello, (pages,), transport, OffloadingConnectorStats(), PathPreference())
         return HandoffAgent(found, PATIENCE_S, make_streams(CUDA).mark, address)
 
     @contextmanager
@@ -207,9 +207,9 @@ class Prefill(Side):
         self.computing: list[Transfer] = []
 
     @property
-    def source(self) -> Source:
+    def source(self) -> PrefillSource:
         assert self.agent.address is not None
-        return Source("sender", EPOCH, (Endpoint(0, 0, *self.agent.address),), 1, 1)
+        return PrefillSource("sender", EPOCH, (Endpoint(0, 0, *self.agent.address),), 1, 1)
 
     def run(self) -> None:
         with self.scheduler():
@@ -247,7 +247,8 @@ class Prefill(Side):
         if not chunks and not withdrawals:
             return False
         offers = [
-            Offer(t.name, (Span(0, first, array("q", t.blocks[first:])),)) for t, first in chunks
+            OfferBlocks(t.name, (Span(0, first, array("q", t.blocks[first:])),))
+            for t, first in chunks
         ]
         if self.style.two_streams and not self.style.layerwise:
             self.agent.run(Instructions(withdrawals=withdrawals))

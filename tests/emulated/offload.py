@@ -14,12 +14,12 @@ from random import Random
 import pytest
 import torch
 
-from kvconnect.cache.layout import Geometry, GroupGeometry, Segment
-from kvconnect.copy.calibration import Choice
+from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
+from kvconnect.copy.calibration import CopyThreshold
 from kvconnect.copy.cuda import CudaCopier
 from kvconnect.offload import copy_executor, host_tier, layer_loads
 from kvconnect.offload.host_tier import HostTier
-from kvconnect.offload.messages import Load, Part, Store
+from kvconnect.offload.messages import GroupBlocks, LoadBlocks, StoreBlocks
 from kvconnect.types import FailureCause, JobId
 from tests.emulated.device import EmulatedDriver, EmulatedEvent, Emulator, OnDevice, Site
 from tests.emulated.world import World
@@ -82,7 +82,7 @@ class Worker:
         self.emulator, self.random = emulator, emulator.world.random
         self.shape = shape = Shape.drawn(self.random)
         size = shape.run
-        runs = tuple(Segment(i * BLOCKS * size, size, size) for i in range(LAYERS))
+        runs = tuple(ByteRun(i * BLOCKS * size, size, size) for i in range(LAYERS))
         self.geometry = Geometry((GroupGeometry(runs, BLOCKS),))
         self.area = torch.zeros(BLOCKS * LAYERS * size, dtype=torch.uint8)
         self.tier = HostTier(
@@ -106,7 +106,7 @@ class Worker:
     def _copier(self, area: OnDevice, arena: torch.Tensor, geometry: Geometry) -> CudaCopier:
         limit = 1 << 30 if self.shape.kernel else 0
         driver = EmulatedDriver(self.emulator, self.shape.breaks)
-        return CudaCopier(area.tensor, arena, geometry, driver, Choice(limit, limit))
+        return CudaCopier(area.tensor, arena, geometry, driver, CopyThreshold(limit, limit))
 
     def run(self) -> None:
         """Some steps, and the last words of all jobs."""
@@ -204,10 +204,10 @@ class Worker:
         taken = {slot for _, slot, _ in self.storing.values()} | set(+self.reading)
         return [slot for slot in range(SLOTS) if slot not in taken]
 
-    def _admit(self) -> tuple[dict[int, int], list[Load]]:
+    def _admit(self) -> tuple[dict[int, int], list[LoadBlocks]]:
         """Admit a request that computes a block, one that loads some, or none."""
         fresh: dict[int, int] = {}
-        loads: list[Load] = []
+        loads: list[LoadBlocks] = []
         if self.free and self.random.random() < 0.8:
             fresh[self._take()] = next(self.numbers)
             self.requests.append(Request(dict(fresh), self.random.choice((1, 2))))
@@ -215,8 +215,8 @@ class Worker:
         if slots and len(self.free) >= len(slots) and self.random.random() < 0.8:
             blocks = [self._take() for _ in slots]
             job, sync = JobId(next(self.jobs)), self.random.random() < 0.5
-            part = Part(0, array("q", blocks), array("q", slots))
-            loads.append(Load(job, "r", (part,), PATIENCE_S, sync))
+            part = GroupBlocks(0, array("q", blocks), array("q", slots))
+            loads.append(LoadBlocks(job, "r", (part,), PATIENCE_S, sync))
             held = {b: self.host[s] for b, s in zip(blocks, slots, strict=True)}
             steps = self.random.choice((1, 2))
             self.requests.append(Request(held, steps, job, sync, slots))
@@ -234,7 +234,7 @@ class Worker:
         self.emulator.launch(clear)
         return block
 
-    def _plan_stores(self, fresh: dict[int, int]) -> list[Store]:
+    def _plan_stores(self, fresh: dict[int, int]) -> list[StoreBlocks]:
         """Store what this step computes, over what nobody reads."""
         stores = []
         for block, number in fresh.items():
@@ -244,8 +244,8 @@ class Worker:
             slot, job = self.random.choice(slots), JobId(next(self.jobs))
             self.host.pop(slot, None)
             self.storing[job] = block, slot, number
-            part = Part(0, array("q", [block]), array("q", [slot]))
-            stores.append(Store(job, (part,), PATIENCE_S))
+            part = GroupBlocks(0, array("q", [block]), array("q", [slot]))
+            stores.append(StoreBlocks(job, (part,), PATIENCE_S))
         return stores
 
     def _attend(self, layer: int, requests: list[Request], fresh: dict[int, int]) -> None:

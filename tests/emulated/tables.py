@@ -9,15 +9,15 @@ from random import Random
 import pytest
 import torch
 
-from kvconnect.cache.layout import Geometry, GroupGeometry, Segment
-from kvconnect.copy.calibration import Choice
+from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
+from kvconnect.copy.calibration import CopyThreshold
 from kvconnect.copy.cuda import CudaCopier
 from kvconnect.copy.wire_blocks import BlockCopier
 from tests.emulated.device import EmulatedDriver, Emulator, Site
 from tests.emulated.world import World
 
 SIZE, COUNT = 64, 4
-ALWAYS = Choice(1 << 30, 1 << 30)
+ALWAYS = CopyThreshold(1 << 30, 1 << 30)
 IDS = array("q", range(COUNT))
 
 
@@ -36,7 +36,7 @@ def play(random: Random, disabled: frozenset[Site] = frozenset()) -> Emulator:
 
 def _copy_blocks(emulator: Emulator) -> None:
     area = torch.randint(1, 256, (COUNT * SIZE,), dtype=torch.uint8)
-    geometry = Geometry((GroupGeometry((Segment(0, SIZE, SIZE),), COUNT),))
+    geometry = Geometry((GroupGeometry((ByteRun(0, SIZE, SIZE),), COUNT),))
     slots = torch.zeros(COUNT * geometry.slot_bytes, dtype=torch.uint8)
     driver = EmulatedDriver(emulator)
     copier = CudaCopier(area, slots, geometry, driver, ALWAYS)

@@ -11,9 +11,9 @@ from kvconnect.engines.vllm.connector import KVConnect
 from kvconnect.engines.vllm.messages import StepInstructions
 from kvconnect.offload import layer_loads
 from kvconnect.transport import page_io
-from kvconnect.transport.base import Outgoing, Unit
-from kvconnect.transport.nixl.send import Launches
-from kvconnect.transport.tcp.context import Line
+from kvconnect.transport.base import OutgoingPages, Unit
+from kvconnect.transport.nixl.send import OutboundWrites
+from kvconnect.transport.tcp.context import ConnectionContext
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,13 +68,13 @@ class SwapsPages(KVConnect):
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         page_io.send_pages = _send_swapped
-        Launches.send = _launch_swapped  # type: ignore[method-assign]
-        Line.digests = _digests_unswapped  # type: ignore[method-assign]
+        OutboundWrites.send = _launch_swapped  # type: ignore[method-assign]
+        ConnectionContext.digests = _digests_unswapped  # type: ignore[method-assign]
         super().register_kv_caches(kv_caches)
 
 
 _send_pages = page_io.send_pages
-_launch, _digests = Launches.send, Line.digests
+_launch, _digests = OutboundWrites.send, ConnectionContext.digests
 _DIGEST = 8  # bytes
 
 
@@ -84,12 +84,12 @@ def _send_swapped(sock: Any, head: bytes, piece: Any, *rest: Any) -> bytes:
     return found[-_DIGEST:] + found[_DIGEST:-_DIGEST] + found[:_DIGEST]
 
 
-def _launch_swapped(launches: Launches, order: Outgoing) -> None:
+def _launch_swapped(launches: OutboundWrites, order: OutgoingPages) -> None:
     _launch(launches, order._replace(ids=_swapped(order.ids)))
 
 
 def _digests_unswapped(
-    line: Line, unit: Unit, number: int, first: int, ids: array[int], period: int
+    line: ConnectionContext, unit: Unit, number: int, first: int, ids: array[int], period: int
 ) -> bytes:
     return _digests(line, unit, number, first, _swapped(ids), period)
 

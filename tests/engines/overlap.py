@@ -42,14 +42,14 @@ from kvconnect.engines.vllm.connector import KVConnect
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.tickets import TicketDesk
 from kvconnect.offload.messages import (
-    Failure,
-    Load,
-    Notice,
+    FailedBlock,
+    JobReport,
+    LoadBlocks,
     NoticeKind,
+    PrefillSource,
     Receive,
-    Report,
-    Source,
-    Store,
+    StoreBlocks,
+    TransferEvent,
 )
 from kvconnect.protocol.tickets import parse_request
 from kvconnect.types import Endpoint, FailureCause, Rank, TransferId
@@ -60,7 +60,7 @@ BLOCK, BLOCKS, SLOTS, BUDGET, NEW = 4, 20, 24, 12, 6
 WRONG = -1  # a token's KV that nobody meant to be there
 READER = Rank(0, 1, 0, 1)
 _SIBLING = {"kv_connector_module_path": "tests.engines.siblings"}
-PEER = Source("peer", 1, (Endpoint(0, 0, "127.0.0.1", 1),), 1, 1)
+PEER = PrefillSource("peer", 1, (Endpoint(0, 0, "127.0.0.1", 1),), 1, 1)
 
 
 class Mode(NamedTuple):
@@ -180,7 +180,7 @@ class Device:
         self.engine = engine
         self.kv: list[list[int]] = [[WRONG] * BLOCK for _ in range(BLOCKS)]
         self.slots: list[list[int]] = [[WRONG] * BLOCK for _ in range(SLOTS)]
-        self.jobs: list[Load | Store | Receive] = []
+        self.jobs: list[LoadBlocks | StoreBlocks | Receive] = []
         self.offered: dict[TransferId, list[int]] = {}  # what readers may read
         self.withdrawn: list[TransferId] = []  # not answered yet
         self.step = StepInstructions()
@@ -241,8 +241,8 @@ class Device:
         self.engine.seen[f"{type(job).__name__} {'failed' if fails else 'done'}"] += 1
         end = self._receive if isinstance(job, Receive) else self._copy
         failures = end(job, fails)  # type: ignore[operator]
-        report = Report(job.job, failures)
-        if isinstance(job, Store):
+        report = JobReport(job.job, failures)
+        if isinstance(job, StoreBlocks):
             self.reports.reports.append(report)
             return
         (self.reports.arrivals if isinstance(job, Receive) else self.reports.reports).append(report)
@@ -263,20 +263,20 @@ class Device:
     def serve(self, transfer: TransferId) -> None:
         """A reader comes and takes what there is; it has everything once all is offered."""
         self.read(transfer)
-        self.reports.notices.append(Notice(transfer, NoticeKind.JOINED, READER))
+        self.reports.notices.append(TransferEvent(transfer, NoticeKind.JOINED, READER))
         whole = -(-(len(self.engine.transfers[transfer]) - 1) // BLOCK)
         if len(self.offered[transfer]) == whole:
             self.engine.seen["handed off"] += 1
-            self.reports.notices.append(Notice(transfer, NoticeKind.DONE, READER))
+            self.reports.notices.append(TransferEvent(transfer, NoticeKind.DONE, READER))
 
     def answer(self, number: int) -> None:
         """The last read of a withdrawn transfer ends."""
         transfer = self.withdrawn.pop(number)
         self.read(transfer)
         del self.offered[transfer]
-        self.reports.notices.append(Notice(transfer, NoticeKind.WITHDRAWN))
+        self.reports.notices.append(TransferEvent(transfer, NoticeKind.WITHDRAWN))
 
-    def _copy(self, job: Load | Store, fails: bool) -> tuple[Failure, ...]:
+    def _copy(self, job: LoadBlocks | StoreBlocks, fails: bool) -> tuple[FailedBlock, ...]:
         failures = []
         for part in job.parts:
             for block, slot in zip(part.block_ids, part.slots, strict=True):
@@ -284,18 +284,18 @@ class Device:
                 # nobody is given a block that one reads.
                 half = self.engine.half
                 held = job.job in half.plan.jobs.ledger._holds and not half.device._rests
-                if held or isinstance(job, Load):
+                if held or isinstance(job, LoadBlocks):
                     self.engine.expect_held(block)
                 cause = FailureCause.MISSING if slot < 0 else FailureCause.COPY
                 if fails or slot < 0:
-                    failures.append(Failure(part.group, block, slot, cause))
-                if isinstance(job, Load):
+                    failures.append(FailedBlock(part.group, block, slot, cause))
+                if isinstance(job, LoadBlocks):
                     self.kv[block] = [WRONG] * BLOCK if fails else list(self.slots[slot])
                 else:
                     self.slots[slot] = [WRONG] * BLOCK if fails else list(self.kv[block])
         return tuple(failures)
 
-    def _receive(self, job: Receive, fails: bool) -> tuple[Failure, ...]:
+    def _receive(self, job: Receive, fails: bool) -> tuple[FailedBlock, ...]:
         prompt = self.engine.prompts[job.req_id]
         failures = []
         for span, (first, end) in zip(job.spans, job.tokens, strict=True):
@@ -307,7 +307,7 @@ class Device:
                         right = self.engine.print(prompt[: place + 1])
                         self.kv[block][offset] = WRONG if fails else right
                 if fails or job.source is None:
-                    failures.append(Failure(span.group, block, -1, FailureCause.PEER))
+                    failures.append(FailedBlock(span.group, block, -1, FailureCause.PEER))
         return tuple(failures)
 
 

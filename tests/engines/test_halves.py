@@ -22,10 +22,16 @@ from kvconnect.engines.vllm.checks import MOST_RELOADED, LiveRequests
 from kvconnect.engines.vllm.connector import KVConnect
 from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
-from kvconnect.engines.vllm.scheduler import SchedulerHalf
-from kvconnect.engines.vllm.worker import WorkerHalf
+from kvconnect.engines.vllm.scheduler import ConnectorScheduler
+from kvconnect.engines.vllm.worker import ConnectorWorker
 from kvconnect.errors import ConfigError, Incompatible
-from kvconnect.offload.messages import Failure, Instructions, Part, Report, Store
+from kvconnect.offload.messages import (
+    FailedBlock,
+    GroupBlocks,
+    Instructions,
+    JobReport,
+    StoreBlocks,
+)
 from kvconnect.offload.planner import LoadMode
 from kvconnect.types import FailureCause, JobId, Tier
 from tests.engines.test_connector import FULL, cache_config, engine_config
@@ -40,24 +46,24 @@ def no_handoffs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvconnect.engines.vllm.worker.make_handoffs", lambda *_: None)
 
 
-def make_worker(**config: Any) -> WorkerHalf:
-    worker = WorkerHalf(
+def make_worker(**config: Any) -> ConnectorWorker:
+    worker = ConnectorWorker(
         engine_config(), cache_config(FULL, blocks=BLOCKS), Config(host_bytes=8 * SLOT)
     )
     worker.register({"layer0": torch.zeros(BLOCKS, 2, 32, 32)})
     return worker
 
 
-def step(*stores: Store) -> StepInstructions:
+def step(*stores: StoreBlocks) -> StepInstructions:
     return StepInstructions(Instructions(stores=list(stores)))
 
 
-def store(job: int) -> Store:
-    return Store(JobId(job), (Part(0, array("q", [job]), array("q", [job])),), 30.0)
+def store(job: int) -> StoreBlocks:
+    return StoreBlocks(JobId(job), (GroupBlocks(0, array("q", [job]), array("q", [job])),), 30.0)
 
 
-def collect(worker: WorkerHalf, count: int) -> list[Report]:
-    reports: list[Report] = []
+def collect(worker: ConnectorWorker, count: int) -> list[JobReport]:
+    reports: list[JobReport] = []
     deadline = time.monotonic() + 30
     while len(reports) < count and time.monotonic() < deadline:
         worker.collect()
@@ -91,15 +97,15 @@ def test_engines_of_one_machine_are_added_up(field: str, monkeypatch: pytest.Mon
     """The second is all that is left once vLLM has told an engine that it is alone."""
     monkeypatch.setattr("kvconnect.memory.total_bytes", lambda: 100)
     groups = cache_config(FULL)
-    WorkerHalf(engine_config(), groups, Config(host_bytes=60))
+    ConnectorWorker(engine_config(), groups, Config(host_bytes=60))
     with pytest.raises(ConfigError, match="in this machine for 2 engines; use less"):
-        WorkerHalf(engine_config(**{field: 2}), groups, Config(host_bytes=60))
+        ConnectorWorker(engine_config(**{field: 2}), groups, Config(host_bytes=60))
 
 
-def make_scheduler(steps_in_flight: int = 1, **config: Any) -> SchedulerHalf:
+def make_scheduler(steps_in_flight: int = 1, **config: Any) -> ConnectorScheduler:
     engine = engine_config()
     engine.max_concurrent_batches = steps_in_flight
-    half = SchedulerHalf(engine, cache_config(FULL, blocks=BLOCKS), Config(**config))
+    half = ConnectorScheduler(engine, cache_config(FULL, blocks=BLOCKS), Config(**config))
     half.device = DeviceBlocks(BlockPool(BLOCKS, enable_caching=True, hash_block_size=32))
     half.greet({(0, 0): WorkerHello(num_slots=4, slot_bytes=SLOT)})
     return half
@@ -129,14 +135,14 @@ def output(computed: int, block_ids: tuple[list[int], ...]) -> Any:
     )
 
 
-def stored(half: SchedulerHalf) -> Any:
+def stored(half: ConnectorScheduler) -> Any:
     """Have a request computed and its two blocks stored; return the request."""
     request = make_request(65)
     half.add_request(request)
     assert half.match(request, 0) == (0, False)
     half.after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1, 2],)), 0)
     (job,) = half.build_step(output(64, ([1, 2],))).work.stores
-    half.on_reports(StepReports([Report(job.job)]))
+    half.on_reports(StepReports([JobReport(job.job)]))
     return request
 
 
@@ -181,7 +187,7 @@ def test_a_load_and_a_step_are_measured() -> None:
     half.match(again, 0)
     half.after_alloc(again, SimpleNamespace(get_block_ids=lambda: ([3, 4],)), 64)
     (load,) = half.build_step(output(0, ([3, 4],))).work.loads
-    half.on_reports(StepReports([Report(load.job, seconds=0.25)]))
+    half.on_reports(StepReports([JobReport(load.job, seconds=0.25)]))
     assert seen[-1] == (2, 0.25)
 
 
@@ -202,7 +208,7 @@ def test_pooling_of_all_tokens_is_never_given_a_part_of_them(pooled: bool) -> No
     half.after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1, 2],)), 0)
     stores = half.build_step(output(64, ([1, 2],))).work.stores
     assert bool(stores) == (not pooled)
-    half.on_reports(StepReports([Report(job.job) for job in stores]))
+    half.on_reports(StepReports([JobReport(job.job) for job in stores]))
     assert half.finish_request(request) is None
     again = make_request(65)
     again.request_id = "r2"
@@ -299,7 +305,7 @@ def test_hellos_of_several_workers_add_up() -> None:
     first, second = WorkerHello(4, SLOT), WorkerHello(3, SLOT)
     told = StepReports(hellos={(0, 0): first}).aggregate(StepReports(hellos={(0, 1): second}))
     assert told.hellos == {(0, 0): first, (0, 1): second}
-    half = SchedulerHalf(engine_config(world_size=2), cache_config(FULL), Config())
+    half = ConnectorScheduler(engine_config(world_size=2), cache_config(FULL), Config())
     with pytest.raises(Incompatible, match="1 of 2 workers"):
         half.greet({(0, 0): first})
     half.device = DeviceBlocks(BlockPool(BLOCKS, enable_caching=True, hash_block_size=32))
@@ -311,7 +317,7 @@ def test_an_adapter_that_is_loaded_again_in_place_is_not_served_from_the_tier() 
     """Its name and path are those of the weights before, and so are its blocks' hashes."""
     half = make_scheduler()
 
-    def ask(name: str, **adapter: Any) -> tuple[Any, list[Store]]:
+    def ask(name: str, **adapter: Any) -> tuple[Any, list[StoreBlocks]]:
         request = make_request(65)
         request.request_id = name
         if adapter:
@@ -323,7 +329,7 @@ def test_an_adapter_that_is_loaded_again_in_place_is_not_served_from_the_tier() 
         step.num_scheduled_tokens = {name: 64}
         step.scheduled_new_reqs = [SimpleNamespace(req_id=name, num_computed_tokens=0)]
         work = half.build_step(step).work
-        half.on_reports(StepReports([Report(job.job) for job in (*work.stores, *work.loads)]))
+        half.on_reports(StepReports([JobReport(job.job) for job in (*work.stores, *work.loads)]))
         half.finish_request(request)
         return found[0], work.stores
 
@@ -381,7 +387,7 @@ def test_layers_of_a_batch_that_is_cut_in_two_are_handed_off_at_the_end_of_the_s
     """Each half calls a layer's hook, and the first call comes before the second half is there."""
     calls: list[str] = []
     agent = SimpleNamespace(layer_written=calls.append, end_step=lambda: calls.append("end"))
-    worker = WorkerHalf(
+    worker = ConnectorWorker(
         engine_config(use_ubatching=halves), cache_config(FULL), Config(host_bytes=0)
     )
     worker._agent = cast(Any, agent)
@@ -391,7 +397,7 @@ def test_layers_of_a_batch_that_is_cut_in_two_are_handed_off_at_the_end_of_the_s
     assert calls == (["end"] if halves else ["layer0", "layer0", "end"])
 
 
-def running(half: SchedulerHalf) -> tuple[Any, Store]:
+def running(half: ConnectorScheduler) -> tuple[Any, StoreBlocks]:
     """Return a request that is computed in this step, and the job that stores its two blocks."""
     request = make_request(65)
     half.add_request(request)
@@ -415,7 +421,7 @@ def test_a_device_where_nothing_is_computed_can_be_reset() -> None:
     later.request_id = "r2"
     half.add_request(later)
     assert pool.get_num_free_blocks() == free - 2  # the copy may still read them
-    half.on_reports(StepReports([Report(job.job)]))
+    half.on_reports(StepReports([JobReport(job.job)]))
     assert pool.get_num_free_blocks() == free
     assert half.match(later, 0)[0] == 64  # and nothing of it was lost
     half.finish_request(later)
@@ -430,7 +436,7 @@ def test_a_reset_with_the_tier_takes_back_what_is_in_flight() -> None:
     half.finish_request(request)
     half.reset()
     half.add_request(request)
-    half.on_reports(StepReports([Report(job.job)]))
+    half.on_reports(StepReports([JobReport(job.job)]))
     assert half.match(request, 0) == (0, False)
     assert half.device._pool.get_num_free_blocks() == BLOCKS - 1
 
@@ -443,7 +449,7 @@ def test_what_was_computed_from_another_connector_s_failed_load_is_not_stored(
     Control: without a failure, it is."""
     half = make_scheduler()
     request, job = running(half)
-    half.on_reports(StepReports([Report(job.job)]), failed)
+    half.on_reports(StepReports([JobReport(job.job)]), failed)
     assert half.device._pool.get_num_free_blocks() == BLOCKS - 1
     again = make_request(65)
     again.request_id = "r2"
@@ -456,9 +462,9 @@ def test_what_was_computed_from_another_connector_s_failed_load_is_not_stored(
 def test_an_own_failed_load_takes_back_nothing_but_itself() -> None:
     half = make_scheduler()
     _, job = running(half)
-    failure = Failure(0, 5, 3, FailureCause.COPY)
-    half.on_reports(StepReports(arrivals=[Report(JobId(99), (failure,))]), {5})
-    half.on_reports(StepReports([Report(job.job)]))
+    failure = FailedBlock(0, 5, 3, FailureCause.COPY)
+    half.on_reports(StepReports(arrivals=[JobReport(JobId(99), (failure,))]), {5})
+    half.on_reports(StepReports([JobReport(job.job)]))
     again = make_request(65)
     again.request_id = "r2"
     half.add_request(again)
@@ -557,7 +563,7 @@ def test_a_step_that_only_waits_publishes_nothing_but_an_age(
     clock.now += 5
     aged = half.take_stats()
     assert aged is not None and aged.data["gauges"]["ledger_oldest_hold_seconds"][""] >= 4
-    half.on_reports(StepReports([Report(job.job)]))
+    half.on_reports(StepReports([JobReport(job.job)]))
     clock.now += 0.2
     ended = half.take_stats()
     assert ended is not None and ended.data["gauges"]["jobs_in_flight"]["GPU_to_CPU"] == 0

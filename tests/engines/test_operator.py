@@ -24,7 +24,7 @@ from vllm import envs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from kvconnect.observability.metrics.frame import Endpoint, Frame
+from kvconnect.observability.metrics.frame import EndpointFrame, Snapshot
 from tests.documents import PAGES, Command, commands, commands_of
 from tests.engines.models import BLOCK_SIZE
 from tests.engines.pd import decode_config, prefill_config, side_by_side
@@ -67,14 +67,14 @@ def top(*words: str) -> list[str]:
     return [sys.executable, "-m", "kvconnect.cli", "top", *words]
 
 
-def frame(*words: str) -> Frame:
+def frame(*words: str) -> Snapshot:
     done = subprocess.run(
         top(*words, "--once", "--json"), capture_output=True, check=True, timeout=60
     )
-    return msgspec.json.decode(done.stdout, type=Frame)
+    return msgspec.json.decode(done.stdout, type=Snapshot)
 
 
-def transfer(one: Endpoint, kind: str) -> Any:
+def transfer(one: EndpointFrame, kind: str) -> Any:
     (found,) = [each for each in one.transfers if each.transfer_type == kind]
     return found
 
@@ -115,7 +115,7 @@ class TestTop:
         assert not any(d.ledger.held_blocks.values())
         assert p.failures == d.failures == ()
 
-    def watch(self, watching: subprocess.Popen[bytes], fleet: Fleet) -> list[Frame]:
+    def watch(self, watching: subprocess.Popen[bytes], fleet: Fleet) -> list[Snapshot]:
         """The looks from the requests until the engines are quiet; one before has no rates."""
         assert watching.stdout is not None
         assert b'"seconds":null' in watching.stdout.readline()
@@ -124,9 +124,9 @@ class TestTop:
         fleet.prefill.settle()
         fleet.decode.settle()
         quiet = time.time() + 1.0  # counted on the way to /metrics by now
-        frames: list[Frame] = []
+        frames: list[Snapshot] = []
         while not frames or frames[-1].at < quiet:
-            frames.append(msgspec.json.decode(watching.stdout.readline(), type=Frame))
+            frames.append(msgspec.json.decode(watching.stdout.readline(), type=Snapshot))
         return frames
 
     def test_a_terminal_shows_it(self, fleet: Fleet) -> None:

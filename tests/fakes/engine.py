@@ -19,12 +19,12 @@ from aiohttp import web
 
 from kvconnect.router.app import SERVER, make_app
 from kvconnect.router.fleet import watch
-from kvconnect.router.options import Intervals, Limits, Options, workers
+from kvconnect.router.options import Intervals, RouterLimits, RouterOptions, workers
 
 Handler = Callable[["FakeEngine", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
 ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
-LIMITS = tuple(each.name for each in fields(Limits))
+LIMITS = tuple(each.name for each in fields(RouterLimits))
 EVENTS = (b'data: {"choices":[{"text":"a"}]}\n\n', b'data: {"choices":[{"text":"b"}]}\n\n')
 DONE = b"data: [DONE]\n\n"
 
@@ -242,9 +242,9 @@ async def bench(
             await engine.start()
             ends.push_async_callback(engine.stop)
         options = {"intervals": Intervals(probe_s=0), **options}
-        limits = Limits(**{k: options.pop(k) for k in LIMITS if k in options})
+        limits = RouterLimits(**{k: options.pop(k) for k in LIMITS if k in options})
         named = (workers("test", [e.named for e in engines]) for engines in (prefill, decode))
-        app = make_app(Options(*named, limits=limits, **options))
+        app = make_app(RouterOptions(*named, limits=limits, **options))
         runner = web.AppRunner(app, **SERVER, shutdown_timeout=0.1)
         await runner.setup()
         ends.push_async_callback(runner.cleanup)

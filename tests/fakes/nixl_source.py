@@ -8,16 +8,16 @@ from __future__ import annotations
 import sys
 from array import array
 
-from kvconnect.testing.memory import Pages, plain_unit
+from kvconnect.testing.memory import PageMemory, plain_unit
 from kvconnect.transport import make_transport
-from kvconnect.transport.base import Noted, Outgoing, Security
+from kvconnect.transport.base import Noted, OutgoingPages, Security
 from tests.links import NIXL_QUICK
 
 BLOCK = 64 << 10
 
 
 def main() -> None:
-    memory = Pages(int(sys.argv[1]))
+    memory = PageMemory(int(sys.argv[1]))
     memory.data[:] = b"\xa5" * len(memory.data)
     transport = make_transport("nixl", Security(), NIXL_QUICK)
     transport.register(memory)
@@ -29,7 +29,7 @@ def main() -> None:
         for event in transport.poll(1.0):
             if isinstance(event, Noted):
                 want = int(event.payload)
-                transport.submit(Outgoing(event.peer, want, 0, unit, 0, ids))
+                transport.submit(OutgoingPages(event.peer, want, 0, unit, 0, ids))
 
 
 if __name__ == "__main__":

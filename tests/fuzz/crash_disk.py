@@ -18,7 +18,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from kvconnect.tiers.backends import Outcome
+from kvconnect.tiers.backends import BlockOutcome
 from kvconnect.tiers.backends.disk import DiskOptions, DiskStore
 
 FINGERPRINT = b"crash test"
@@ -55,7 +55,7 @@ def write_forever(folder: Path, first: int, acks: int) -> None:
             numbers = range(number, number + 3 * THREADS, THREADS)
             payloads = [content(n) for n in numbers]
             outcomes = store.put([key_of(n) for n in numbers], [memoryview(p) for p in payloads])
-            if any(outcome is not Outcome.OK for outcome in outcomes):
+            if any(outcome is not BlockOutcome.OK for outcome in outcomes):
                 os._exit(3)
             os.write(acks, b"".join(_ACK.pack(n) for n in numbers))
             number += 3 * THREADS
@@ -103,9 +103,9 @@ def look(folder: Path, numbers: list[int], figures: dict[str, int]) -> None:
         buffer = bytearray(len(expected))
         outcome = store.get([key_of(number)], [memoryview(buffer)])[0]
         figures["read"] += 1
-        figures["wrong"] += outcome is Outcome.OK and buffer != expected
-        figures["torn"] += outcome not in (Outcome.OK, Outcome.ABSENT)
-        figures["lost"] += outcome is not Outcome.OK and age < MOST_KEPT
+        figures["wrong"] += outcome is BlockOutcome.OK and buffer != expected
+        figures["torn"] += outcome not in (BlockOutcome.OK, BlockOutcome.ABSENT)
+        figures["lost"] += outcome is not BlockOutcome.OK and age < MOST_KEPT
     usage = store.usage()
     figures["too_large"] += usage.nbytes > usage.capacity_bytes
     store.close()

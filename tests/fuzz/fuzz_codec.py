@@ -56,28 +56,28 @@ HELLO = messages.Hello(
 )
 MESSAGES = [
     HELLO,
-    messages.Turned("model", "differs"),
-    messages.Want(1, TRANSFER, True, [(0, 0, 5), (1, 2, 3)]),
+    messages.Reject("model", "differs"),
+    messages.ReadRequest(1, TRANSFER, True, [(0, 0, 5), (1, 2, 3)]),
     messages.Cancel(1),
-    messages.Done(1),
+    messages.ReadDone(1),
     messages.Fail(1, "gone", "expired"),
     messages.Alive([1, 2, 3]),
     messages.Renew([TRANSFER]),
     messages.Decline(TRANSFER),
     messages.Probe(want=messages.PROBE_WANT),
 ]
-OFFER = nixl_messages.Offer(backend="UCX", version="1.5.1", agent="a", metadata=b"opaque")
+OFFER = nixl_messages.NixlOffer(backend="UCX", version="1.5.1", agent="a", metadata=b"opaque")
 UNIT = nixl_messages.UnitPlace(
     address=4096, nbytes=4096, device=-1, phases=1, block_bytes=8, segments=bytes(24)
 )
-RAIL_MESSAGES: list[nixl_messages.RailMessage] = [
+RAIL_MESSAGES: list[nixl_messages.NixlMessage] = [
     nixl_messages.Units(number=0, first=0, units=[UNIT]),
     nixl_messages.Places(want=1, units=0, spans=[(0, 0)], ids=[bytes(8)]),
     nixl_messages.Plain(want=1),
-    nixl_messages.Landed(
+    nixl_messages.PagesWritten(
         want=1, unit=0, first=0, count=1, nbytes=8, number=1, seconds=0.5, digests=bytes(8)
     ),
-    nixl_messages.Stop(want=1),
+    nixl_messages.StopWriting(want=1),
     nixl_messages.Stopped(want=1),
 ]
 TICKET = tickets.Ticket(

@@ -58,7 +58,7 @@ def test_every_thread_of_nixl_has_a_context(monkeypatch: pytest.MonkeyPatch) -> 
         return SimpleNamespace(offer=SimpleNamespace(), close=lambda: seen.append(has_context()))
 
     monkeypatch.setattr(movers, "Agent", start)
-    mover = in_new_thread(lambda: movers.Mover("UCX", [Area(0, 8, 0)], local=True))
+    mover = in_new_thread(lambda: movers.NixlWorker("UCX", [Area(0, 8, 0)], local=True))
     over = threading.Event()
     mover.renew(mover.offer, "a test", over.set)
     assert over.wait(60)

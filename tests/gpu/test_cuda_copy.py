@@ -16,23 +16,23 @@ torch = pytest.importorskip("torch")
 xxhash = pytest.importorskip("xxhash")
 pytest.importorskip("cupy")
 
-from kvconnect.cache.layout import Geometry, GroupGeometry, Segment  # noqa: E402
+from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry  # noqa: E402
 from kvconnect.copy import open_driver  # noqa: E402
-from kvconnect.copy.calibration import PAGES, Choice, measure  # noqa: E402
+from kvconnect.copy.calibration import PAGES, CopyThreshold, measure  # noqa: E402
 from kvconnect.copy.cuda import CudaCopier, sample_move  # noqa: E402
 from kvconnect.copy.reference import ReferenceCopier  # noqa: E402
 from kvconnect.copy.wire_blocks import BlockCopier  # noqa: E402
 from kvconnect.errors import TransferFailed  # noqa: E402
 from kvconnect.offload.copy_executor import CopyExecutor  # noqa: E402
 from kvconnect.offload.host_arena import HostStore  # noqa: E402
-from kvconnect.offload.messages import Load, Part, Store  # noqa: E402
+from kvconnect.offload.messages import GroupBlocks, LoadBlocks, StoreBlocks  # noqa: E402
 from kvconnect.offload.streams import make_streams  # noqa: E402
-from kvconnect.testing.memory import Pages, phased_unit, plain_unit, split_unit  # noqa: E402
+from kvconnect.testing.memory import PageMemory, phased_unit, plain_unit, split_unit  # noqa: E402
 from kvconnect.types import JobId, TransferType  # noqa: E402
 
 DEVICE = torch.device("cuda")
 POISON = 0xA5
-KERNEL, DMA = Choice(1 << 40, 1 << 40), Choice(0, 0)
+KERNEL, DMA = CopyThreshold(1 << 40, 1 << 40), CopyThreshold(0, 0)
 ways = pytest.mark.parametrize("choice", [KERNEL, DMA], ids=["kernel", "dma"])
 
 
@@ -44,7 +44,7 @@ def noise(nbytes: int, seed: int) -> torch.Tensor:
 def layers(count: int, blocks: int, page: int, gap: int, start: int) -> Geometry:
     """Blocks of ``count`` layers, with ``gap`` bytes between their pages, from ``start`` on."""
     stride = page + gap
-    segments = tuple(Segment(start + i * blocks * stride, stride, page) for i in range(count))
+    segments = tuple(ByteRun(start + i * blocks * stride, stride, page) for i in range(count))
     return Geometry((GroupGeometry(segments, blocks),))
 
 
@@ -63,7 +63,7 @@ CASES = [
 
 @ways
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"page{case[2]}gap{case[3]}at{case[4]}")
-def test_bytes_are_those_of_the_reference(choice: Choice, case: tuple[int, ...]) -> None:
+def test_bytes_are_those_of_the_reference(choice: CopyThreshold, case: tuple[int, ...]) -> None:
     geometry = layers(*case)
     blocks = geometry.groups[0].num_blocks
     generator = random.Random(1)
@@ -86,7 +86,7 @@ def test_bytes_are_those_of_the_reference(choice: Choice, case: tuple[int, ...])
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @ways
-def test_a_block_is_bytes_whatever_they_mean(choice: Choice, dtype: torch.dtype) -> None:
+def test_a_block_is_bytes_whatever_they_mean(choice: CopyThreshold, dtype: torch.dtype) -> None:
     cache = noise(16 * 4096, 3).to(DEVICE).view(dtype).view(16, -1)
     geometry = layers(1, 16, 4096, 0, 0)
     area = cache.view(torch.uint8).view(-1)
@@ -101,7 +101,7 @@ def test_a_block_is_bytes_whatever_they_mean(choice: Choice, dtype: torch.dtype)
 
 @pytest.mark.parametrize("nbytes", [241, 1024, 1025, 4096, 65_536, 100_003, (1 << 20) + 24])
 def test_digests_are_those_of_xxhash(nbytes: int) -> None:
-    segments = (Segment(7, nbytes // 3, nbytes // 3), Segment(nbytes * 4, nbytes, nbytes * 2 // 3))
+    segments = (ByteRun(7, nbytes // 3, nbytes // 3), ByteRun(nbytes * 4, nbytes, nbytes * 2 // 3))
     geometry = Geometry((GroupGeometry(segments, 5),))
     area = noise(geometry.area_bytes, 4).to(DEVICE)
     arena = torch.zeros(5 * geometry.slot_bytes, dtype=torch.uint8).pin_memory()
@@ -122,7 +122,7 @@ def test_digests_are_those_of_xxhash(nbytes: int) -> None:
     ids=["one run", "layers", "parts of a page", "heads"],
 )
 def test_wire_blocks_are_packed_and_unpacked(unit: object) -> None:
-    pages = Pages(1 << 16, seed=5)
+    pages = PageMemory(1 << 16, seed=5)
     ids = array("q", [3, 0, 7, 4])
     staged = torch.full((4 * unit.block_bytes + 64,), POISON, dtype=torch.uint8).pin_memory()  # type: ignore[attr-defined]
     area = torch.frombuffer(pages.data, dtype=torch.uint8).to(DEVICE)
@@ -141,7 +141,7 @@ def test_wire_blocks_are_packed_and_unpacked(unit: object) -> None:
 class Worker:
     """Copies of one worker on the device."""
 
-    def __init__(self, choice: Choice, blocks: int = 64, page: int = 256 << 10) -> None:
+    def __init__(self, choice: CopyThreshold, blocks: int = 64, page: int = 256 << 10) -> None:
         self.geometry = layers(2, blocks, page, 0, 0)
         self.area = noise(self.geometry.area_bytes, 6).to(DEVICE)
         self.store = HostStore(blocks, self.geometry.slot_bytes, "full")
@@ -151,10 +151,12 @@ class Worker:
         self.executor = CopyExecutor(copier, self.store, self.geometry, make_streams(DEVICE))
         torch.cuda.synchronize()
 
-    def submit(self, number: int, kind: type[Store] | type[Load], blocks: range) -> None:
-        part = Part(0, array("q", blocks), array("q", blocks))
-        more = ("r",) if kind is Load else ()
-        tail = (False,) if kind is Load else ()
+    def submit(
+        self, number: int, kind: type[StoreBlocks] | type[LoadBlocks], blocks: range
+    ) -> None:
+        part = GroupBlocks(0, array("q", blocks), array("q", blocks))
+        more = ("r",) if kind is LoadBlocks else ()
+        tail = (False,) if kind is LoadBlocks else ()
         job = kind(JobId(number), *more, (part,), 60.0, *tail)  # type: ignore[arg-type]
         self.executor.submit(job, self.executor.fence())
 
@@ -173,21 +175,21 @@ class Worker:
 
 
 @ways
-def test_both_directions_overlap_and_keep_their_bytes(choice: Choice) -> None:
+def test_both_directions_overlap_and_keep_their_bytes(choice: CopyThreshold) -> None:
     worker = Worker(choice)
     before = worker.area.clone()
-    worker.submit(0, Store, range(0, 32))
+    worker.submit(0, StoreBlocks, range(0, 32))
     worker.ended(1)
     worker.area.view(2, 64, -1)[:, :32] = 0
     for number in range(1, 9):  # loads of the lower half beside stores of the upper
         start = 4 * (number - 1)
-        worker.submit(number, Load, range(start, start + 4))
-        worker.submit(number + 10, Store, range(32 + start, 36 + start))
+        worker.submit(number, LoadBlocks, range(start, start + 4))
+        worker.submit(number + 10, StoreBlocks, range(32 + start, 36 + start))
     worker.ended(16)
     torch.cuda.synchronize()
     assert torch.equal(worker.area, before)
     worker.area.zero_()
-    worker.submit(30, Load, range(64))
+    worker.submit(30, LoadBlocks, range(64))
     worker.ended(1)
     torch.cuda.synchronize()
     assert torch.equal(worker.area, before)
@@ -195,26 +197,26 @@ def test_both_directions_overlap_and_keep_their_bytes(choice: Choice) -> None:
 
 
 @ways
-def test_a_copy_waits_for_its_fence_and_for_nothing_else(choice: Choice) -> None:
+def test_a_copy_waits_for_its_fence_and_for_nothing_else(choice: CopyThreshold) -> None:
     worker = Worker(choice, blocks=8)
-    worker.submit(1, Store, range(8))
+    worker.submit(1, StoreBlocks, range(8))
     worker.ended(1)
     fence = worker.executor.fence()
     torch.cuda._sleep(2_000_000_000)  # the model goes on for about a second
     busy = torch.cuda.Event()
     busy.record()
-    part = Part(0, array("q", range(8)), array("q", range(8)))
-    worker.executor.submit(Load(JobId(2), "r", (part,), 60.0, False), fence)
+    part = GroupBlocks(0, array("q", range(8)), array("q", range(8)))
+    worker.executor.submit(LoadBlocks(JobId(2), "r", (part,), 60.0, False), fence)
     worker.ended(1)
     assert not busy.query()  # the load did not wait for the model, nor the model for the load
-    worker.submit(3, Store, range(8))  # negative control: its fence is behind the model
+    worker.submit(3, StoreBlocks, range(8))  # negative control: its fence is behind the model
     worker.ended(1)
     assert busy.query()
     worker.close()
 
 
 @ways
-def test_events_tell_the_time(choice: Choice) -> None:
+def test_events_tell_the_time(choice: CopyThreshold) -> None:
     page, blocks = 1 << 20, 1024
     geometry = layers(1, blocks, page, 0, 0)
     area = torch.zeros(geometry.area_bytes, dtype=torch.uint8, device=DEVICE)

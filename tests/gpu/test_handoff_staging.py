@@ -15,7 +15,15 @@ from kvconnect.disaggregation.staging import SHARES, StagedMemory, make_memory  
 from kvconnect.offload.streams import DeviceFence, make_streams  # noqa: E402
 from kvconnect.testing.memory import phased_unit, plain_unit, split_unit  # noqa: E402
 from kvconnect.transport import LinkOptions, Security, make_transport  # noqa: E402
-from kvconnect.transport.base import Event, Incoming, Outgoing, PeerUp, Received, Transport, Unit  # noqa: E402
+from kvconnect.transport.base import (  # noqa: E402
+    Event,
+    IncomingPages,
+    OutgoingPages,
+    PeerUp,
+    Received,
+    Transport,
+    Unit,
+)
 
 PAGES, RUN, RUNS = 24, 16 << 10, 6
 NBYTES = PAGES * RUN * RUNS
@@ -161,9 +169,9 @@ def test_layers_cross_a_socket_from_device_to_device() -> None:
         source.register(make_memory(area))
         peer = reader.connect(*source.listen("127.0.0.1", 0))
         (up,) = poll(source, PeerUp)
-        reader.submit(Incoming(peer, 1, layers, [(0, ids), (0, ids)]))
+        reader.submit(IncomingPages(peer, 1, layers, [(0, ids), (0, ids)]))
         for number, fence in enumerate(layer_by_layer(area, wanted, 2)):
-            source.submit(Outgoing(up.peer, 1, number, layers[number], 0, ids, fence))
+            source.submit(OutgoingPages(up.peer, 1, number, layers[number], 0, ids, fence))
         arrived = poll(reader, Received, 2)
         assert not any(event.bad for event in arrived)
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvconnect.cache.layout import Geometry, GroupGeometry, Segment
+from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.offload.host_arena import HostStore
 
 torch = pytest.importorskip("torch")
@@ -20,7 +20,7 @@ def test_blocks_come_back_from_the_arena(pinned: bool) -> None:
     from kvconnect.copy import make_copier
 
     block, num_blocks = 64 << 10, 16
-    geometry = Geometry((GroupGeometry((Segment(0, block, block),), num_blocks),))
+    geometry = Geometry((GroupGeometry((ByteRun(0, block, block),), num_blocks),))
     store = HostStore(num_blocks, geometry.slot_bytes, "full")
     assert not store.tensor().is_pinned()  # negative control
     if pinned:

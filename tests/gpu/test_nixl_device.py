@@ -16,7 +16,7 @@ from kvconnect.disaggregation.staging import make_memory  # noqa: E402
 from kvconnect.testing.memory import plain_unit, split_unit  # noqa: E402
 from kvconnect.testing.transport import Side  # noqa: E402
 from kvconnect.transport import make_transport  # noqa: E402
-from kvconnect.transport.base import Incoming, Outgoing, PeerUp, Received  # noqa: E402
+from kvconnect.transport.base import IncomingPages, OutgoingPages, PeerUp, Received  # noqa: E402
 from tests.links import NIXL_QUICK, OPEN  # noqa: E402
 
 PAGES, RUN = 64, 32 << 10
@@ -50,8 +50,8 @@ def test_pages_go_from_device_to_device() -> None:
             poll(reader, source)
             if reader.of(PeerUp) and source.of(PeerUp):
                 break
-        reader.transport.submit(Incoming(peer, 1, [theirs], [(0, targets)], None, "nixl"))
-        source.transport.submit(Outgoing(source.of(PeerUp)[0].peer, 1, 0, ours, 0, sources))
+        reader.transport.submit(IncomingPages(peer, 1, [theirs], [(0, targets)], None, "nixl"))
+        source.transport.submit(OutgoingPages(source.of(PeerUp)[0].peer, 1, 0, ours, 0, sources))
         for _ in range(POLLS):
             poll(reader, source)
             if sum(event.count for event in reader.of(Received)) == PAGES:

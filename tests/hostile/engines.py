@@ -25,7 +25,7 @@ from kvconnect.router.http import upstream_requests
 from kvconnect.router.metrics import What
 from kvconnect.router.options import Worker, worker_of
 from kvconnect.router.policy.loads import MOST_RANKS, Loads, Role, Target
-from kvconnect.router.policy.prefixes import PrefixIndex, Stored, Tier
+from kvconnect.router.policy.prefixes import CacheTier, PrefixIndex, Stored
 from tests.hostile import Outcome
 
 LATE_S = 5.0  # for one case, which takes milliseconds
@@ -145,7 +145,7 @@ def _read(read: Callable[[Any], Any], answer: Any) -> str | None:
         said = read(answer)
     except Refused:
         return None
-    if isinstance(said, upstream_requests.Card):
+    if isinstance(said, upstream_requests.StandingTicket):
         return None if 0 < said.lifetime_s < 2**31 else f"a card for {said.lifetime_s} seconds"
     if read in (reports.vllm_tokens, reports.sglang_tokens, reports.sglang_metric_tokens):
         loads = Loads(10.0)
@@ -185,7 +185,7 @@ def _messages(chance: random.Random) -> Iterator[Case]:
 def _hear(batch: bytes) -> str | None:
     """Hear a message between good ones, beside a target that must not be affected."""
     index, other = PrefixIndex(), Target(1)
-    index.stored(other, Stored([7], None, [1, 2], 2, Tier.DEVICE))
+    index.stored(other, Stored([7], None, [1, 2], 2, CacheTier.DEVICE))
     feed = Feed(Target(0), index)
     good = msgspec.msgpack.encode([0.0, [_STORED], 0])
     feed.message(0, good)

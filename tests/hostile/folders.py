@@ -20,7 +20,7 @@ from typing import NamedTuple
 import xxhash
 
 from kvconnect.errors import ConfigError
-from kvconnect.tiers.backends.base import Outcome as Stored
+from kvconnect.tiers.backends.base import BlockOutcome as Stored
 from kvconnect.tiers.backends.disk import DiskOptions, DiskStore, inspect
 from tests.hostile import Outcome
 

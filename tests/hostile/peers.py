@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 
 from kvconnect.errors import ProtocolError, Refused, TransferFailed
-from kvconnect.offload.messages import Offer, Source
+from kvconnect.offload.messages import OfferBlocks, PrefillSource
 from kvconnect.protocol import codec, messages, nixl_messages, tickets
 from kvconnect.protocol.auth import NONCE_BYTES, SESSION_BYTES, ClientAuth, Opening, ServerAuth
 from kvconnect.protocol.messages import PROBE_WANT, GroupHello, Hello
-from kvconnect.testing.memory import Pages, plain_unit
+from kvconnect.testing.memory import PageMemory, plain_unit
 from kvconnect.transport import Security, Transport, make_transport
-from kvconnect.transport.base import Incoming, Outgoing, PeerUp, Received
+from kvconnect.transport.base import IncomingPages, OutgoingPages, PeerUp, Received
 from kvconnect.transport.nixl.agent import Agent
 from kvconnect.types import Endpoint, Rank, Span
 from tests.hostile import Outcome
@@ -203,7 +203,7 @@ class Speaker:
         if source:
             kinds = [
                 *[lambda: messages.Alive([number] * rng.choice([0, 1, 1000]))] * 4,
-                *[lambda: messages.Ready(number)] * 4,
+                *[lambda: messages.PagesReady(number)] * 4,
                 lambda: messages.Fail(number, rng.choice(["gone", "x\u200b"]), "\x1b[31m" * 500),
             ]
         elif rng.random() < 0.4:
@@ -212,26 +212,28 @@ class Speaker:
             kinds = [
                 lambda: messages.Cancel(number),
                 lambda: messages.Cancel(self._last),
-                lambda: messages.Done(number),
+                lambda: messages.ReadDone(number),
                 lambda: messages.Renew([transfer] * rng.choice([1, 4096])),
                 lambda: messages.Decline(rng.randbytes(16)),
             ]
         if rng.random() < 0.01:
             kinds = [
                 lambda: messages.Probe(PROBE_WANT + rng.randrange(3)),
-                lambda: messages.Turned(rng.choice(["auth", "y"]), "z" * 5000),
+                lambda: messages.Reject(rng.choice(["auth", "y"]), "z" * 5000),
             ]
         return rng.choice(kinds)()
 
-    def _want(self, transfer: bytes, number: int) -> messages.Want:
+    def _want(self, transfer: bytes, number: int) -> messages.ReadRequest:
         rng = self._rng
         self._last = number = self._last + 1 if rng.random() < 0.98 else number
         if rng.random() < 0.9:
-            return messages.Want(number, transfer, rng.random() < 0.5, [(0, 0, rng.choice([1, 9]))])
+            return messages.ReadRequest(
+                number, transfer, rng.random() < 0.5, [(0, 0, rng.choice([1, 9]))]
+            )
         places = [0, 0, 0, 1, 63], [0, 1, 3, 9, (1 << 40) - 1], [1, 2, 9, 10, 10, (1 << 24) - 1]
         count = rng.choice([1, 1, 1, 1, 2, 1024])
         parts = [tuple(rng.choice(each) for each in places) for _ in range(count)]
-        return messages.Want(number, transfer, rng.random() < 0.5, sorted(parts))  # type: ignore[arg-type]
+        return messages.ReadRequest(number, transfer, rng.random() < 0.5, sorted(parts))  # type: ignore[arg-type]
 
 
 def _play_readers(outcome: Outcome, rng: random.Random, count: int) -> None:
@@ -239,8 +241,8 @@ def _play_readers(outcome: Outcome, rng: random.Random, count: int) -> None:
     with Engine(sends=True, key=KEY) as p:
         there = table(TOKENS, p.block)
         p.fill(there, seed=1)
-        p.step(offers=[Offer(TRANSFER)])
-        p.step(offers=[Offer(TRANSFER, (Span(0, 0, there),))])
+        p.step(offers=[OfferBlocks(TRANSFER)])
+        p.step(offers=[OfferBlocks(TRANSFER, (Span(0, 0, there),))])
         address = p.agents[0].address
         assert address
         left = count
@@ -293,7 +295,7 @@ def _play_sources(outcome: Outcome, rng: random.Random, count: int) -> None:
                 turn = threading.Thread(target=_be_source, args=args, daemon=True)
                 turn.start()
                 host, port = listener.getsockname()
-                source = Source("evil", 0, (Endpoint(0, 0, host, port),), 1, 1)
+                source = PrefillSource("evil", 0, (Endpoint(0, 0, host, port),), 1, 1)
                 d.step(receives=[receive(source, table(TOKENS, 16), TOKENS)])
                 try:
                     (report,) = finished(d)
@@ -337,7 +339,7 @@ def _answer_probes(wire: Wire) -> int:
     """Send what a reader measures the path with; return the number of what it wants then."""
     while True:
         for message in wire.hear():
-            if isinstance(message, messages.Want):
+            if isinstance(message, messages.ReadRequest):
                 return message.want
             if isinstance(message, messages.Probe):
                 blocks = range([16, 128][message.want - PROBE_WANT])
@@ -373,10 +375,10 @@ def _play_rails(outcome: Outcome, rng: random.Random, count: int) -> None:
 
     security = Security(key=KEY)
     with closing(make_transport("nixl", security, NIXL_QUICK)) as victim:
-        memory = Pages(1 << 20, seed=1)
+        memory = PageMemory(1 << 20, seed=1)
         victim.register(memory)
         address = victim.listen("127.0.0.1", 0)
-        own = Pages(1 << 20)
+        own = PageMemory(1 << 20)
         theirs = Agent("UCX", own.areas(), local=True)
         left = count
         while left > 0:
@@ -393,7 +395,7 @@ def _play_rails(outcome: Outcome, rng: random.Random, count: int) -> None:
                         note = note or _rail(rng)
                         if rng.random() < 0.05:
                             note = _spoiled(rng, note)
-                        wire.say(codec.RailNote(note))
+                        wire.say(codec.NixlNote(note))
                 finally:
                     wire.close()
             left, outcome.cases = left - share, outcome.cases + share
@@ -409,7 +411,7 @@ def _called(victim: Transport, rng: random.Random, greeting: bytes) -> Wire:
         return _accept(listener, rng, greeting)
 
 
-def _fitting_rails(rng: random.Random, own: Pages) -> Iterator[bytes]:
+def _fitting_rails(rng: random.Random, own: PageMemory) -> Iterator[bytes]:
     """Yield what a reader of six wants of ten blocks may say."""
     (area,) = own.areas()
     place = nixl_messages.UnitPlace(
@@ -424,20 +426,20 @@ def _fitting_rails(rng: random.Random, own: Pages) -> Iterator[bytes]:
     ids = array("q", range(10)).tobytes()
     for want in rng.sample(range(6), 6):
         where = nixl_messages.Places(want=want, units=0, spans=[(0, 0)], ids=[ids])
-        said: list[nixl_messages.RailMessage] = [where, where, nixl_messages.Plain(want=want)]
-        yield nixl_messages.encode(rng.choice([*said, nixl_messages.Stop(want=want)]))
+        said: list[nixl_messages.NixlMessage] = [where, where, nixl_messages.Plain(want=want)]
+        yield nixl_messages.encode(rng.choice([*said, nixl_messages.StopWriting(want=want)]))
     for want in rng.sample(range(6), 6):
-        yield nixl_messages.encode(nixl_messages.Stop(want=want))
+        yield nixl_messages.encode(nixl_messages.StopWriting(want=want))
 
 
 def _fitting_landings(rng: random.Random, wire: Wire) -> Iterator[bytes]:
     """Yield what a source of them may say, though it wrote nothing: once they have places."""
     told = 0
     while told < 7:  # the unit, and a place for each
-        told += sum(isinstance(note, codec.RailNote) for note in wire.notes())
+        told += sum(isinstance(note, codec.NixlNote) for note in wire.notes())
     for number, want in enumerate(rng.sample(range(6), 6)):
         for first in (0, 5):
-            message = nixl_messages.Landed(
+            message = nixl_messages.PagesWritten(
                 want=want,
                 unit=0,
                 first=first,
@@ -459,10 +461,10 @@ def _expect_pages(victim: Transport) -> None:
             if isinstance(event, PeerUp) and "nixl" in event.paths:
                 for want in range(6):
                     if event.inbound:
-                        victim.submit(Outgoing(event.peer, want, 0, unit, 0, ids))
+                        victim.submit(OutgoingPages(event.peer, want, 0, unit, 0, ids))
                     else:
                         spans = [(0, ids)]
-                        victim.submit(Incoming(event.peer, want, [unit], spans, None, "nixl"))
+                        victim.submit(IncomingPages(event.peer, want, [unit], spans, None, "nixl"))
                 return
 
 
@@ -472,7 +474,7 @@ def _works(victim: Transport, address: tuple[str, int]) -> bool:
 
     unit, ids = plain_unit(4096), array("q", range(100))
     with closing(make_transport("nixl", Security(key=KEY), NIXL_QUICK)) as honest:
-        pages = Pages(1 << 20)
+        pages = PageMemory(1 << 20)
         honest.register(pages)
         peer = honest.connect(*address)
         deadline = time.monotonic() + 5
@@ -480,13 +482,16 @@ def _works(victim: Transport, address: tuple[str, int]) -> bool:
         while got < 100 and time.monotonic() < deadline:
             for event in victim.poll(0.01):
                 if isinstance(event, PeerUp):
-                    victim.submit(Outgoing(event.peer, 9, 0, unit, 0, ids))
+                    victim.submit(OutgoingPages(event.peer, 9, 0, unit, 0, ids))
             for event in honest.poll(0.01):
                 if isinstance(event, PeerUp) and "nixl" in event.paths:
-                    honest.submit(Incoming(peer, 9, [unit], [(0, ids)], None, "nixl"))
+                    honest.submit(IncomingPages(peer, 9, [unit], [(0, ids)], None, "nixl"))
                 elif isinstance(event, Received):
                     got += event.count
-        return got == 100 and pages.data[: 100 * 4096] == Pages(1 << 20, seed=1).data[: 100 * 4096]
+        return (
+            got == 100
+            and pages.data[: 100 * 4096] == PageMemory(1 << 20, seed=1).data[: 100 * 4096]
+        )
 
 
 def _rail(rng: random.Random) -> bytes:
@@ -517,9 +522,11 @@ def _rail(rng: random.Random) -> bytes:
                 ),
                 nixl_messages.Places(want=want, units=rng.randrange(3), spans=spans, ids=[ids]),
                 nixl_messages.Plain(want=want),
-                nixl_messages.Stop(want=want),
+                nixl_messages.StopWriting(want=want),
                 nixl_messages.Stopped(want=want),
-                nixl_messages.Landed(want=want, unit=rng.choice([0, 0, 9]), number=1, **landed),
+                nixl_messages.PagesWritten(
+                    want=want, unit=rng.choice([0, 0, 9]), number=1, **landed
+                ),
             ]
         )
     )
@@ -533,7 +540,7 @@ def _play_handshakes(outcome: Outcome, rng: random.Random, count: int) -> None:
     with Engine(sends=True, key=KEY) as p:
         there = table(TOKENS, p.block)
         p.fill(there, seed=1)
-        p.step(offers=[Offer(TRANSFER, (Span(0, 0, there),))])
+        p.step(offers=[OfferBlocks(TRANSFER, (Span(0, 0, there),))])
         address = p.agents[0].address
         assert address
         recorded = _record(address, rng)

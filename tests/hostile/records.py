@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvconnect.tiers.backends import Outcome as Stored
+from kvconnect.tiers.backends import BlockOutcome as Stored
 from kvconnect.tiers.backends.remote import RemoteStore
 from kvconnect.tiers.backends.valkey import make_valkey_store
 from tests.hostile import Outcome

@@ -15,10 +15,18 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from kvconnect.disaggregation.sender import Ask, Sender, SendPages, Served, Stop, Tell, View
+from kvconnect.disaggregation.sender import (
+    AcceptedRead,
+    CancelRead,
+    GroupView,
+    Sender,
+    SendPages,
+    Served,
+    Tell,
+)
 from kvconnect.engines.sglang.rooms import Outbox, transfer_of
 from kvconnect.errors import ProtocolError
-from kvconnect.offload.messages import Instructions, Notice, Offer
+from kvconnect.offload.messages import Instructions, OfferBlocks, TransferEvent
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Rank, Span
 from tests.hostile import Outcome
@@ -28,7 +36,10 @@ BLOCKS, LAYERS = 6, 2
 KV, AUX = 0, 1
 ROOMS = (3, 4)  # that peers know of
 HONEST = 9
-VIEWS = {KV: View(1, LAYERS, tuple(range(LAYERS))), AUX: View(1, LAYERS + 2, (LAYERS + 1,))}
+VIEWS = {
+    KV: GroupView(1, LAYERS, tuple(range(LAYERS))),
+    AUX: GroupView(1, LAYERS + 2, (LAYERS + 1,)),
+}
 Parts = list[tuple[int, int, int]]
 RANKS = [Rank(0, 1, 0, 1), Rank(0, 2, 0, 1), Rank(1, 2, 0, 1), Rank(3, 4, 0, 2), Rank(0, 3, 0, 1)]
 RANKS += [Rank(1023, 1024, 0, 1), Rank(31, 32, 31, 32)]  # as many as a peer may say
@@ -51,7 +62,7 @@ class Agent:
     def __init__(self) -> None:
         self.sender = Sender([LAYERS, 1], 5.0, 1.0)
         self.counted = OffloadingConnectorStats()
-        self.notices: dict[Notice, None] = {}
+        self.notices: dict[TransferEvent, None] = {}
         self.in_flight: list[tuple[int, int]] = []
         self.stopped: list[tuple[int, int]] = []
 
@@ -62,7 +73,7 @@ class Agent:
             self.do(self.sender.withdraw(order))
         self.do(self.sender.step_written(fence))
 
-    def step(self, offer: Offer) -> None:
+    def step(self, offer: OfferBlocks) -> None:
         """Offer blocks before a step, of which the first layer goes ahead."""
         self.do(self.sender.offer(offer))
         self.do(self.sender.layer_written(KV, 0, None))
@@ -74,11 +85,11 @@ class Agent:
                 self.notices[action.notice] = None
             elif isinstance(action, SendPages):
                 self.in_flight.append((action.peer, action.want))
-            elif isinstance(action, Stop):
+            elif isinstance(action, CancelRead):
                 self.in_flight = [w for w in self.in_flight if w != (action.peer, action.want)]
                 self.stopped.append((action.peer, action.want))
 
-    def take(self) -> list[Notice]:
+    def take(self) -> list[TransferEvent]:
         found, self.notices = list(self.notices), {}
         return found
 
@@ -117,7 +128,7 @@ class Request:
         if blocks:
             ids = self.pages[blocks.start : blocks.stop]
             found.note_ahead(blocks.start, ids)
-            self.agent.step(Offer(transfer_of(self.room), (Span(KV, blocks.start, ids),)))
+            self.agent.step(OfferBlocks(transfer_of(self.room), (Span(KV, blocks.start, ids),)))
 
     def send(self, count: int) -> None:
         if self.next is None or self.next > BLOCKS:
@@ -164,7 +175,7 @@ class Peers(RuleBasedStateMachine):
     )
     def want(self, peer: int, room: int, early: bool, rank: Rank, parts: Parts) -> None:
         self.wants += 1
-        ask = Ask(peer, self.wants, transfer_of(room), early, rank, VIEWS, parts)
+        ask = AcceptedRead(peer, self.wants, transfer_of(room), early, rank, VIEWS, parts)
         try:
             self.agent.do(self.agent.sender.want(ask, 0.0))
         except ProtocolError:
@@ -236,7 +247,7 @@ class Peers(RuleBasedStateMachine):
         request = Request(self.box, self.agent, HONEST)
         self.wants += 1
         parts = [(KV, 0, BLOCKS), (AUX, 0, 1)]
-        ask = Ask(8, self.wants, transfer_of(HONEST), True, RANKS[0], VIEWS, parts)
+        ask = AcceptedRead(8, self.wants, transfer_of(HONEST), True, RANKS[0], VIEWS, parts)
         self.agent.do(self.agent.sender.want(ask, 0.0))
         self.box.take(self.agent.take())
         assert HONEST in self.ready

@@ -15,7 +15,7 @@ from kvconnect.config import Config
 from kvconnect.engines.sglang import tracing
 from kvconnect.engines.sglang.backend import KVConnectManager, KVConnectReceiver
 from kvconnect.engines.sglang.bootstrap import Addresses
-from kvconnect.engines.sglang.rooms import Outgoing
+from kvconnect.engines.sglang.rooms import SendRoom
 from kvconnect.stats import OffloadingConnectorStats
 
 ROOM, PAGE = 5, 16
@@ -130,7 +130,7 @@ def test_a_server_that_says_what_nobody_expects_is_not_asked_for_a_while(
 
 
 def test_what_is_known_of_a_request_from_its_queue() -> None:
-    room = Outgoing()
+    room = SendRoom()
     outbox = SimpleNamespace(find=lambda number: room if number == ROOM else None)
     scheduler = SimpleNamespace(forward_stream="forward", enable_overlap=False)
     queue = SimpleNamespace(kv_manager=manager(outbox=outbox), scheduler=scheduler)

@@ -27,7 +27,7 @@ from sglang.test.parallel_groups import publish
 
 import kvconnect
 from kvconnect.cache.layout import Geometry
-from kvconnect.copy.calibration import Choice
+from kvconnect.copy.calibration import CopyThreshold
 from kvconnect.copy.cuda import CudaCopier
 from kvconnect.engines.sglang import layer_loads as sglang_layers
 from kvconnect.engines.sglang import linker as linker_module
@@ -193,7 +193,9 @@ def play(random: Random, disabled: frozenset[Site] = frozenset()) -> Emulator:
         return replace(pool, area=OnDevice(pool.area))
 
     def copier(area: OnDevice, arena: torch.Tensor, geometry: Geometry) -> CudaCopier:
-        return CudaCopier(area.tensor, arena, geometry, EmulatedDriver(emulator), Choice(0, 0))
+        return CudaCopier(
+            area.tensor, arena, geometry, EmulatedDriver(emulator), CopyThreshold(0, 0)
+        )
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         emulator = Emulator(world, disabled)

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from kvconnect.engines.sglang import runtime_context
 from kvconnect.engines.sglang.storage import KVConnectStorage
 from kvconnect.errors import ConfigError
-from kvconnect.tiers.backends import Outcome
+from kvconnect.tiers.backends import BlockOutcome
 from kvconnect.tiers.backends.memory import MemoryStore
 from kvconnect.types import Tier
 from tests.sglang.linker_bench import PAGE, mla_pool, names, slots_of
@@ -44,11 +44,11 @@ class Shared(MemoryStore):
         self.gate.set()
         self.broken = False
 
-    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
         self._pass()
         return super().put(keys, payloads)
 
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
         self._pass()
         return super().get(keys, buffers)
 

@@ -17,7 +17,7 @@ from sglang.test.parallel_groups import publish
 from kvconnect import memory
 from kvconnect.config import Config
 from kvconnect.engines.sglang import runtime_context
-from kvconnect.engines.sglang.layer_loads import Arrivals, LayerCounter
+from kvconnect.engines.sglang.layer_loads import LayerCounter, LoadBatch
 from kvconnect.engines.sglang.plugin import worker_share
 from kvconnect.errors import ConfigError
 
@@ -139,7 +139,7 @@ def test_who_waits_for_a_layer_waits_for_those_before_it(kind: type[LayerCounter
     """A graph of the whole prefill asks once, for the last layer; pools load side by side."""
     counter = kind(4)
     stages = {"full": [[0], [2]], "window": [[1], [3]]}
-    arrivals = Arrivals(counter, stages)
+    arrivals = LoadBatch(counter, stages)
     counter.set_consumer(arrivals.index)
     waited: list[int] = []
     futures = counter.futures[arrivals.index]

@@ -13,7 +13,7 @@ import pytest
 import kvconnect
 from kvconnect import cli
 from kvconnect.doctor import checks, disk, transfers
-from kvconnect.doctor.findings import Finding, Report, Status
+from kvconnect.doctor.findings import Finding, FindingsReport, Status
 from kvconnect.doctor.peer_process import Task
 
 
@@ -136,9 +136,9 @@ def test_every_check_runs_here_and_names_a_fix_for_what_is_not_ok() -> None:
 
 def test_flags_of_the_transport_become_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Task, int]] = []
-    report = Report((Finding("tcp", "fail", "slow", "faster"),), "good", "bad")
+    report = FindingsReport((Finding("tcp", "fail", "slow", "faster"),), "good", "bad")
 
-    def examine(task: Task, min_rate: int) -> Report:
+    def examine(task: Task, min_rate: int) -> FindingsReport:
         asked.append((task, min_rate))
         return report
 
@@ -169,7 +169,7 @@ def test_an_interrupted_listener_ends_in_peace(monkeypatch: pytest.MonkeyPatch) 
 def test_json_counts_before_and_after_the_word(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argv: list[str]
 ) -> None:
-    report = Report((Finding("disk", "ok", "fast"),), "good", "bad", {"bytes_per_s": 1.5})
+    report = FindingsReport((Finding("disk", "ok", "fast"),), "good", "bad", {"bytes_per_s": 1.5})
     monkeypatch.setattr(disk, "examine", lambda folder, nbytes: report)
     assert cli.main(["doctor", *argv]) == 0
     assert json.loads(capsys.readouterr().out) == {

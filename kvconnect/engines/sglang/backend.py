@@ -37,7 +37,7 @@ from kvconnect.disaggregation.factory import start_agent
 from kvconnect.engines.sglang import layerwise, runtime_context, translate
 from kvconnect.engines.sglang.bootstrap import Addresses
 from kvconnect.engines.sglang.duplicates import BothStreams
-from kvconnect.engines.sglang.inbox import Inbox, Wanted
+from kvconnect.engines.sglang.inbox import Inbox, RoomRequest
 from kvconnect.engines.sglang.rooms import Outbox, is_room, within
 from kvconnect.engines.sglang.stats import publish_regularly
 from kvconnect.engines.sglang.tracing import make_spans
@@ -283,7 +283,7 @@ class KVConnectReceiver(CommonKVReceiver):
     ) -> None:
         info = self.prefill_info
         try:
-            wanted = Wanted(
+            wanted = RoomRequest(
                 first=prefix_tokens // self.kv_mgr.kv_args.page_size,
                 ids=_ids(kv_indices),
                 rest=tuple(_rest(aux_index, state_indices)),

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from kvconnect.disaggregation.agent import HandoffAgent
 from kvconnect.engines.sglang.rooms import transfer_of, within
-from kvconnect.offload.messages import Drop, Instructions, Keep, Receive, Report, Source
+from kvconnect.offload.messages import Drop, Instructions, JobReport, Keep, PrefillSource, Receive
 from kvconnect.protocol.topology import sources_for
 from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span
 
 
-class Wanted(NamedTuple):
+class RoomRequest(NamedTuple):
     """What a decode rank asks for: the KV blocks ``first ...`` into ``ids``, and other groups'
     spans. ``workers`` are the prefill ranks that SGLang pairs it with, ``tp`` and ``pp`` how many
     that engine has."""
@@ -54,13 +54,13 @@ class Inbox:
         self._jobs: dict[int, set[JobId]] = {}  # by room, which clients may give to two requests
         self._last = 0
 
-    def ask(self, room: int, wanted: Wanted) -> None:
+    def ask(self, room: int, wanted: RoomRequest) -> None:
         """Ask for a room's blocks.
 
         Raises:
             Refused: this rank and that engine cannot share the heads evenly.
         """
-        source = Source("", 0, wanted.workers, wanted.tp, wanted.pp)
+        source = PrefillSource("", 0, wanted.workers, wanted.tp, wanted.pp)
         refusals = self._refusals(room, source)
         self._last += 1
         job = JobId(self._last)
@@ -90,7 +90,7 @@ class Inbox:
         """Whether no page of a room can land any more."""
         return room not in self._jobs
 
-    def take(self, finished: Sequence[tuple[Report, Receive]]) -> None:
+    def take(self, finished: Sequence[tuple[JobReport, Receive]]) -> None:
         """Take receives that ended."""
         for report, job in finished:
             room = int(job.req_id)
@@ -104,7 +104,7 @@ class Inbox:
                 else:
                     self._arrived(room)
 
-    def _count(self, seconds: float, report: Report) -> None:
+    def _count(self, seconds: float, report: JobReport) -> None:
         with self._agent.stats() as stats:
             if not report.failures:
                 stats.observe("handoff_latency_seconds", seconds)
@@ -115,7 +115,7 @@ class Inbox:
                 stats.count("handoff_received_requests", label="failed")
                 stats.count("handoff_failures", label=report.failures[0].cause.value)
 
-    def _why(self, report: Report, job: Receive) -> str:
+    def _why(self, report: JobReport, job: Receive) -> str:
         """Return in words what a report says."""
         causes = Counter(failure.cause for failure in report.failures)
         found = ", ".join(f"{count} x {cause.value}" for cause, count in causes.items())
@@ -128,7 +128,7 @@ class Inbox:
         size, _ = self._groups[span.group]
         return span.first * size, (span.first + len(span.block_ids)) * size
 
-    def _refusals(self, room: int, source: Source) -> list[Keep]:
+    def _refusals(self, room: int, source: PrefillSource) -> list[Keep]:
         """Return word to workers that SGLang pairs this one with but that it needs nothing of, so
         that they do not wait for it."""
         heads = [kv_heads for _, kv_heads in self._groups]
@@ -136,5 +136,6 @@ class Inbox:
         idle = [e for e in source.endpoints if (e.pp_rank, e.tp_rank) not in needed]
         transfer = transfer_of(room)
         return [
-            Keep(transfer, Source("", 0, (endpoint,), source.tp, source.pp)) for endpoint in idle
+            Keep(transfer, PrefillSource("", 0, (endpoint,), source.tp, source.pp))
+            for endpoint in idle
         ]

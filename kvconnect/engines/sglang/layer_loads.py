@@ -17,7 +17,7 @@ _STUCK_S = 120.0  # past any deadline: the copy thread or the device is dead
 class LayerCounter(LayerWiseLoadCounter):
     """SGLang's counter, which also says how long a forward waited and does not wait for ever.
 
-    For the engine's thread; :class:`Arrivals` has what copy threads call.
+    For the engine's thread; :class:`LoadBatch` has what copy threads call.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -74,7 +74,7 @@ class LayerCounter(LayerWiseLoadCounter):
         self._waited[index] = self._waited.get(index, 0.0) + waited
 
 
-class Arrivals:
+class LoadBatch:
     """One batch of loads: a layer is there when every pool that has a part of it says so.
 
     ``stages`` are, per pool that takes part, the layers of each of its stages. Layers that no

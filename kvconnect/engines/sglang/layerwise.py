@@ -25,7 +25,7 @@ from typing import Any
 from kvconnect.disaggregation.agent import HandoffAgent
 from kvconnect.engines.sglang.duplicates import kept
 from kvconnect.engines.sglang.rooms import Outbox, transfer_of
-from kvconnect.offload.messages import Instructions, Offer
+from kvconnect.offload.messages import Instructions, OfferBlocks
 from kvconnect.types import Span
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class LayerPush:
         if found.frees:
             room.keep(found.pages(allocator.page_size), found.frees)
 
-    def _offers(self, scheduler: Any, batch: Any) -> Iterator[Offer]:
+    def _offers(self, scheduler: Any, batch: Any) -> Iterator[OfferBlocks]:
         size = scheduler.token_to_kv_pool_allocator.page_size
         for req in batch.reqs:
             if req.pending_bootstrap or getattr(req, "disagg_kv_sender", None) is None:
@@ -109,7 +109,7 @@ class LayerPush:
                 ids = _page_ids(scheduler, req, blocks, size)
                 room.note_ahead(blocks.start, ids)
                 span = Span(0, blocks.start, ids)
-                yield Offer(transfer_of(req.bootstrap_room), (span,))
+                yield OfferBlocks(transfer_of(req.bootstrap_room), (span,))
 
 
 def _page_ids(scheduler: Any, req: Any, blocks: range, size: int) -> array[int]:

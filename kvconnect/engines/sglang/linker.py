@@ -27,9 +27,9 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 
 from kvconnect.config import Config
 from kvconnect.copy.driver import own_stream
-from kvconnect.engines.sglang.layer_loads import Arrivals, LayerCounter
+from kvconnect.engines.sglang.layer_loads import LayerCounter, LoadBatch
 from kvconnect.engines.sglang.plugin import own_config, worker_share
-from kvconnect.engines.sglang.pool_tier import PoolTier, Space, Want, worst
+from kvconnect.engines.sglang.pool_tier import PoolLoad, PoolTier, Space, worst
 from kvconnect.engines.sglang.pools import device_pools, map_pool, window_ends
 from kvconnect.engines.sglang.stats import Readings
 from kvconnect.errors import ConfigError, Misuse, TransferFailed, refusing
@@ -55,11 +55,11 @@ class _Offload:
 
 
 @dataclass(frozen=True)
-class _Request:
+class _LinkedRequest:
     """One request's pages on their way to the device, by pool."""
 
     asked: float
-    wants: Mapping[PoolName, Want]
+    wants: Mapping[PoolName, PoolLoad]
 
 
 class KVConnectLinker(UnifiedCacheLinker):
@@ -91,8 +91,8 @@ class KVConnectLinker(UnifiedCacheLinker):
         stats = OffloadingConnectorStats()
         self.tiers = _make_tiers(self.pools, share, config, stats)
         self.readings = Readings(stats, tuple(self.tiers.values()), self._group.page_size)
-        self._queued: dict[str, _Request] = {}
-        self._batches: dict[int, Sequence[_Request]] = {}
+        self._queued: dict[str, _LinkedRequest] = {}
+        self._batches: dict[int, Sequence[_LinkedRequest]] = {}
         self._offloads: deque[_Offload] = deque()
         device = next(iter(self.tiers.values())).pool.area.device
         self._join = own_stream(device) if device.type == "cuda" else None
@@ -120,7 +120,7 @@ class KVConnectLinker(UnifiedCacheLinker):
             transfer.name: self.tiers[transfer.name].want(_keys(transfer), pages[transfer.name])
             for transfer in found
         }
-        self._queued[rid] = _Request(time.monotonic(), wants)
+        self._queued[rid] = _LinkedRequest(time.monotonic(), wants)
         return True
 
     def start_layer_wise_loading(self) -> int:
@@ -128,12 +128,12 @@ class KVConnectLinker(UnifiedCacheLinker):
         if not self._queued:
             return -1
         requests, self._queued = tuple(self._queued.values()), {}
-        by_pool: dict[PoolName, list[Want]] = {}
+        by_pool: dict[PoolName, list[PoolLoad]] = {}
         for request in requests:
             for name, want in request.wants.items():
                 by_pool.setdefault(name, []).append(want)
         stages = {name: self.tiers[name].pool.stages for name in by_pool}
-        arrivals = Arrivals(self.layer_done_counter, stages)
+        arrivals = LoadBatch(self.layer_done_counter, stages)
         fence = self._fence()
         for name, wants in by_pool.items():
             self.tiers[name].load(wants, fence, partial(arrivals.landed, name))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from kvconnect.config import Config
-from kvconnect.engines.sglang.page_tiers import GROUP, Below, Pages
+from kvconnect.engines.sglang.page_tiers import GROUP, PageCache, PageTiers
 from kvconnect.errors import Corrupt
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.host_arena import HostStore
@@ -40,9 +40,9 @@ class PageStore:
     ) -> None:
         self.index = HostIndex(num_slots, 1, make_policy(config.policy, num_slots))
         self.memory = HostStore(num_slots, slot_bytes, config.digest)
-        self._pages = Pages(self.index, self.memory)
+        self._pages = PageCache(self.index, self.memory)
         limits = (config.wait_s, config.deadline_s)
-        self.below = Below(stores, self._pages, limits) if stores else None
+        self.below = PageTiers(stores, self._pages, limits) if stores else None
         self._wait_s = config.wait_s
         self._evictions_counted = 0
 

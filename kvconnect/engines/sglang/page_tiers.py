@@ -17,8 +17,8 @@ from kvconnect.offload.messages import BELOW
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers import SHARED
 from kvconnect.tiers.backends import Store
-from kvconnect.tiers.tiered_store import BATCH_BYTES, Blocks, Stack
-from kvconnect.tiers.writeback import Spills
+from kvconnect.tiers.tiered_store import BATCH_BYTES, Blocks, TieredStore
+from kvconnect.tiers.writeback import WriteBacks
 from kvconnect.types import FailureCause, Tier
 
 GROUP = 0
@@ -27,7 +27,7 @@ GROUP = 0
 _SHARE = 0.25  # of the slots may be kept from eviction for what is written, and by one reader
 
 
-class Pages:
+class PageCache:
     """What a page store and its tiers share. The lock is held while anything else but ``memory``
     is used; bytes are moved without it, in slots that are reserved or pinned."""
 
@@ -59,7 +59,7 @@ class _Fetch:
 
 
 @dataclass(eq=False)
-class _Write:
+class _PageWrite:
     """Pages on their way down, until all calls about them have ended."""
 
     slots: Sequence[int]
@@ -68,7 +68,7 @@ class _Write:
     given_up: bool = False
 
 
-class Below:
+class PageTiers:
     """Tiers under a page store, asked in their order; they are closed with this object.
 
     A tier that raises has nothing, nor has one that takes longer than a caller waits, ``limits[0]``
@@ -77,17 +77,20 @@ class Below:
     """
 
     def __init__(
-        self, stores: Mapping[Tier, Store], pages: Pages, limits: tuple[float, float] = (5.0, 30.0)
+        self,
+        stores: Mapping[Tier, Store],
+        pages: PageCache,
+        limits: tuple[float, float] = (5.0, 30.0),
     ) -> None:
         wait_s, self._deadline_s = limits
-        self._stack = Stack(stores, pages.memory, wait_s)
+        self._stack = TieredStore(stores, pages.memory, wait_s)
         self._pages = pages
         self.most = max(1, int(pages.memory.num_slots * _SHARE))
         self._batch = max(1, BATCH_BYTES // pages.memory.slot_bytes)  # pages
-        self._spills = Spills(pages.index, self.most, reused=False, stats=pages.stats)
+        self._spills = WriteBacks(pages.index, self.most, reused=False, stats=pages.stats)
         self._reading = 0  # lookups and fetches that have not ended
         self._hanging: list[_Fetch] = []  # fetches that nobody waits for any more
-        self._writing: set[_Write] = set()
+        self._writing: set[_PageWrite] = set()
         self._writes = threading.Lock()  # whoever has it starts writing
         self._closed = False
 
@@ -217,10 +220,10 @@ class Below:
             self._reading -= 1
             fetch.over.set()
 
-    def _take(self) -> list[tuple[_Write, Sequence[bytes]]]:
+    def _take(self) -> list[tuple[_PageWrite, Sequence[bytes]]]:
         """Return what to write now, in the place of what takes too long as well."""
         now = time.monotonic()
-        jobs: list[tuple[_Write, Sequence[bytes]]] = []
+        jobs: list[tuple[_PageWrite, Sequence[bytes]]] = []
         with self._pages.lock:
             for write in self._writing:
                 if now >= write.expires and not write.given_up:
@@ -228,13 +231,13 @@ class Below:
                     self._spills.given_up(write.slots)
             for keys, slots in self._spills.take() if not self._closed else ():
                 calls = -(-len(keys) // self._batch)
-                write = _Write(slots, now + self._deadline_s, calls)
+                write = _PageWrite(slots, now + self._deadline_s, calls)
                 self._writing.add(write)
                 self._pages.stats.count("below_spilled_blocks", len(keys))
                 jobs.append((write, keys))
         return jobs
 
-    def _write(self, write: _Write, keys: Sequence[bytes]) -> None:
+    def _write(self, write: _PageWrite, keys: Sequence[bytes]) -> None:
         sizes = [self._pages.sizes[slot] for slot in write.slots]  # pinned: they do not change
         for start in range(0, len(keys), self._batch):
             part = slice(start, start + self._batch)
@@ -243,7 +246,7 @@ class Below:
                 Blocks(keys[part], sizes[part], write.expires, done, write.slots[part])
             )
 
-    def _wrote(self, write: _Write, _: bytes) -> None:
+    def _wrote(self, write: _PageWrite, _: bytes) -> None:
         """A call ended, well or not."""
         with self._pages.lock:
             write.waiting -= 1

@@ -17,12 +17,12 @@ from kvconnect.config import Config
 from kvconnect.copy import make_copier
 from kvconnect.engines.sglang.pools import PoolMap
 from kvconnect.errors import ConfigError, TransferFailed
-from kvconnect.offload.copy_executor import Done
+from kvconnect.offload.copy_executor import FinishedCopy
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.host_tier import HostTier
 from kvconnect.offload.index import HostIndex
 from kvconnect.offload.jobs import QUARANTINED, Hold, Ledger, Owner
-from kvconnect.offload.messages import Load, Part, Store
+from kvconnect.offload.messages import GroupBlocks, LoadBlocks, StoreBlocks
 from kvconnect.offload.streams import Fence
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause, JobId, Tier, TransferType
@@ -40,7 +40,7 @@ class Space(NamedTuple):
 
 
 @dataclass(eq=False)
-class Want:
+class PoolLoad:
     """One request's pages of this pool, pinned from queueing to landing; slot -1: not there."""
 
     job: JobId
@@ -50,13 +50,13 @@ class Want:
 
 
 @dataclass(eq=False)
-class _Job:
+class _PoolJob:
     """Executor jobs that end together: one store, or the stages of a batch of loads."""
 
     waiting: int
     space: Space | None = None  # of a store
     ended: Callable[[FailureCause | None], None] | None = None  # of a store
-    wants: Sequence[Want] = ()  # of a load
+    wants: Sequence[PoolLoad] = ()  # of a load
     failures: dict[int, FailureCause] = field(default_factory=dict)  # by page
 
 
@@ -91,7 +91,7 @@ class PoolTier:
         self._stats = stats
         self._moved = threading.Event()
         self._deadline_s = config.deadline_s
-        self._jobs: dict[JobId, _Job] = {}
+        self._jobs: dict[JobId, _PoolJob] = {}
         self._last = 0
         self._evictions_counted = 0
 
@@ -130,47 +130,48 @@ class PoolTier:
         """Store pages behind ``fence``; ``ended`` is called by :meth:`poll`, with why not, if
         a page was not stored."""
         job = self._open(Owner.STORE, space.pages)
-        self._jobs[job] = _Job(waiting=1, space=space, ended=ended)
+        self._jobs[job] = _PoolJob(waiting=1, space=space, ended=ended)
         parts = tuple(
-            Part(stage, space.pages, self.pool.stage_slots(space.slots, stage))
+            GroupBlocks(stage, space.pages, self.pool.stage_slots(space.slots, stage))
             for stage in range(len(self.pool.stages))
         )
-        store = Store(job, parts, self._deadline_s)
+        store = StoreBlocks(job, parts, self._deadline_s)
         self.tier.executor.submit(store, fence, lambda _: self._moved.set())
 
-    def want(self, keys: Sequence[bytes], pages: Sequence[int]) -> Want:
+    def want(self, keys: Sequence[bytes], pages: Sequence[int]) -> PoolLoad:
         """Pin the copies of pages that are to be loaded into ``pages`` of the device."""
         slots = array("q", self.index.ready_slots(_GROUP, keys))
         self.index.pin(slots)
         self.index.policy.touch(slots)
         slots.extend([-1] * (len(keys) - len(slots)))
         where = array("q", pages)
-        return Want(self._open(Owner.LOAD, where), where, slots)
+        return PoolLoad(self._open(Owner.LOAD, where), where, slots)
 
-    def release(self, want: Want) -> None:
+    def release(self, want: PoolLoad) -> None:
         """Nothing reads these copies, and nothing writes these pages any more."""
         self.index.unpin(slot for slot in want.slots if slot >= 0)
         self.ledger.settle(want.job)
 
     def load(
-        self, wants: Sequence[Want], fence: Fence, landed: Callable[[int, bool], None]
+        self, wants: Sequence[PoolLoad], fence: Fence, landed: Callable[[int, bool], None]
     ) -> None:
         """Load pages behind ``fence``, stage by stage; the copy thread calls ``landed`` with each
         stage and whether all of it is there. After the last one, :meth:`poll` ends the wants."""
         stages = range(len(self.pool.stages))
-        job = _Job(waiting=len(stages), wants=wants)
+        job = _PoolJob(waiting=len(stages), wants=wants)
         for stage in stages:
             parts = tuple(
-                Part(stage, want.pages, self.pool.stage_slots(want.slots, stage)) for want in wants
+                GroupBlocks(stage, want.pages, self.pool.stage_slots(want.slots, stage))
+                for want in wants
             )
             number = self._next()
             self._jobs[number] = job
 
-            def report(done: Done, stage: int = stage) -> None:
+            def report(done: FinishedCopy, stage: int = stage) -> None:
                 landed(stage, not done.report.failures)
                 self._moved.set()
 
-            load = Load(number, "", parts, self._deadline_s, sync=False)
+            load = LoadBlocks(number, "", parts, self._deadline_s, sync=False)
             self.tier.executor.submit(load, fence, report)
 
     def poll(self) -> None:
@@ -215,7 +216,7 @@ class PoolTier:
         """Stop copying and give the memory back. Idempotent."""
         self.tier.close()
 
-    def _end(self, number: JobId, job: _Job) -> None:
+    def _end(self, number: JobId, job: _PoolJob) -> None:
         for cause in job.failures.values():
             self._stats.count("failed_blocks", label=cause.value)
         if job.space is not None:
@@ -228,7 +229,7 @@ class PoolTier:
         if job.ended is not None:
             job.ended(worst(job.failures.values()))
 
-    def _end_want(self, want: Want, failures: dict[int, FailureCause]) -> None:
+    def _end_want(self, want: PoolLoad, failures: dict[int, FailureCause]) -> None:
         self.release(want)
         for page, slot in zip(want.pages, want.slots, strict=True):
             cause = failures.get(page)

@@ -29,7 +29,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_parallel
 
-from kvconnect.cache.layout import SLOT_ALIGNMENT, Geometry, GroupGeometry, Segment
+from kvconnect.cache.layout import SLOT_ALIGNMENT, ByteRun, Geometry, GroupGeometry
 from kvconnect.disaggregation.staging import spanning
 from kvconnect.errors import Incompatible, Misuse
 
@@ -205,19 +205,19 @@ def map_pool(entry: DevicePoolEntry) -> PoolMap:
     return PoolMap(entry, area, Geometry(tuple(groups)), stages, rows_per_page)
 
 
-def _layer_segments(entry: DevicePoolEntry, start: int) -> dict[int, list[Segment]]:
+def _layer_segments(entry: DevicePoolEntry, start: int) -> dict[int, list[ByteRun]]:
     """Return each layer's byte runs of a page, in the order layers run."""
-    found: dict[int, list[Segment]] = {}
+    found: dict[int, list[ByteRun]] = {}
     for layer, mapped in sorted(entry.layer_mapping.items()):
         numbers = (mapped,) if isinstance(mapped, int) else mapped
         metas = [component[number] for component in entry.buffer_meta for number in numbers]
-        found[layer] = [Segment(address - start, size, size) for address, _, size in metas]
+        found[layer] = [ByteRun(address - start, size, size) for address, _, size in metas]
     if sum(map(len, found.values())) != len(entry.kv_buffer):
         raise Incompatible(f"pool {entry.name} has buffers that do not belong to one layer")
     return found
 
 
-def _stages(layers: dict[int, list[Segment]]) -> tuple[tuple[int, ...], ...]:
+def _stages(layers: dict[int, list[ByteRun]]) -> tuple[tuple[int, ...], ...]:
     numbers = tuple(layers)
     sizes = [sum(run.length for run in layers[layer]) for layer in numbers]
     for together in range(-(-len(numbers) // _MOST_STAGES), len(numbers) + 1):

@@ -19,8 +19,8 @@ from sglang.srt.mem_cache.pool_host.mha import (
 )
 from sglang.srt.runtime_context import get_lora, get_model, get_server_args, get_spec
 
-from kvconnect.cache.head_shards import Rows, Unit, unit_heads, units
-from kvconnect.cache.layout import GroupGeometry, Segment
+from kvconnect.cache.head_shards import HeadUnit, Rows, unit_heads, units
+from kvconnect.cache.layout import ByteRun, GroupGeometry
 from kvconnect.cache.model_identity import model_name
 from kvconnect.cache.pages import LayerPages
 from kvconnect.cache.record_format import RecordFormat
@@ -35,7 +35,7 @@ class Records(NamedTuple):
     are in a page of its host pool's ``layout``."""
 
     form: RecordFormat
-    units: Sequence[Unit]
+    units: Sequence[HeadUnit]
     layout: str
 
 
@@ -83,7 +83,7 @@ def records_for_all(pools: Mapping[PoolName, Any], ranks: HiCacheStorageConfig) 
     rows = _rows(pool, width)
     nbytes = pool.get_data_page(0, flat=True).nbytes
     first = ranks.tp_rank * total // ranks.tp_size
-    group = GroupGeometry((Segment(0, nbytes, nbytes),), 1)
+    group = GroupGeometry((ByteRun(0, nbytes, nbytes),), 1)
     found = units(group, rows, (first, first + pool.head_num), total)
     return Records(form, found, str(pool.layout))
 

@@ -18,7 +18,13 @@ from typing import NamedTuple
 
 from kvconnect.disaggregation.agent import HandoffAgent
 from kvconnect.errors import Refused, contained
-from kvconnect.offload.messages import Instructions, Notice, NoticeKind, Offer, Withdraw
+from kvconnect.offload.messages import (
+    Instructions,
+    NoticeKind,
+    OfferBlocks,
+    TransferEvent,
+    Withdraw,
+)
 from kvconnect.protocol.topology import readers_for
 from kvconnect.stats import OTHER
 from kvconnect.transport.base import Fence
@@ -46,7 +52,7 @@ def room_of(transfer: TransferId) -> int:
 
 
 def _announced(room: int) -> Instructions:
-    return Instructions(offers=[Offer(transfer_of(room))])
+    return Instructions(offers=[OfferBlocks(transfer_of(room))])
 
 
 def within(
@@ -67,7 +73,7 @@ def within(
     return contained(ended)
 
 
-class Moved(NamedTuple):
+class RoomTransfer(NamedTuple):
     """What readers were sent of one room, and how long these bytes were on their way."""
 
     nbytes: int = 0
@@ -78,7 +84,7 @@ _readers = functools.lru_cache(maxsize=64)(readers_for)  # some milliseconds for
 
 
 @dataclass(eq=False)
-class Outgoing:
+class SendRoom:
     """A room of the prefill side. Blocks are counted from the start of the prompt."""
 
     prefix: int = 0  # blocks that decode has already; fixed when the first reader joins
@@ -91,7 +97,7 @@ class Outgoing:
     waiting: frozenset[Rank] | None = None  # readers still to finish; None: none is known
     joined: set[Rank] = field(default_factory=set)
     complete: bool = False  # the last chunk was offered
-    moved: Moved = field(default_factory=Moved)
+    moved: RoomTransfer = field(default_factory=RoomTransfer)
 
     @property
     def served(self) -> bool:
@@ -150,7 +156,7 @@ class Outbox:
         self._rank = rank
         self._kv_heads = tuple(kv_heads)
         self._ready, self._served, self._failed = ready, served, failed
-        self._rooms: dict[int, Outgoing] = {}
+        self._rooms: dict[int, SendRoom] = {}
         self._given_up: dict[int, None] = {}  # before anybody asked; oldest first
         self._leaving: set[int] = set()  # withdrawn, and not known to be over
 
@@ -160,11 +166,11 @@ class Outbox:
         with within(self._agent, room, self.give_up):
             self._given_up.pop(room, None)
             if room not in self._rooms:
-                self._rooms[room] = Outgoing()
+                self._rooms[room] = SendRoom()
                 if room not in self._leaving:
                     self._agent.run(_announced(room))
 
-    def find(self, room: int) -> Outgoing | None:
+    def find(self, room: int) -> SendRoom | None:
         """Return a room that is open."""
         return self._rooms.get(room)
 
@@ -196,7 +202,7 @@ class Outbox:
             spans = [Span(0, found.next, new)] if new else []
             found.offered = found.next + len(new)
             if spans or rest:
-                offer = Offer(transfer_of(room), (*spans, *rest))
+                offer = OfferBlocks(transfer_of(room), (*spans, *rest))
                 self._agent.run(Instructions(offers=[offer]), fence)
 
     def give_up(self, room: int, why: str) -> None:
@@ -235,12 +241,12 @@ class Outbox:
         for free in found.frees:
             free()
 
-    def moved(self, room: int) -> Moved | None:
+    def moved(self, room: int) -> RoomTransfer | None:
         """Return what readers were sent; None of a room that is closed."""
         found = self._rooms.get(room)
         return found.moved if found else None
 
-    def take(self, notices: Sequence[Notice]) -> None:
+    def take(self, notices: Sequence[TransferEvent]) -> None:
         """Take what the agent saw of readers."""
         for notice in notices:
             room = room_of(notice.transfer)
@@ -253,7 +259,7 @@ class Outbox:
                     if found is not None and not found.lost:
                         self._agent.run(_announced(room))
 
-    def _take(self, room: int, notice: Notice) -> None:
+    def _take(self, room: int, notice: TransferEvent) -> None:
         if room in self._given_up and notice.kind is NoticeKind.JOINED:
             del self._given_up[room]
             self._withdraw(room)
@@ -274,7 +280,7 @@ class Outbox:
         elif notice.reader is not None and found.waiting is not None:
             found.waiting -= {notice.reader}
             nbytes, seconds = found.moved
-            found.moved = Moved(nbytes + notice.nbytes, seconds + notice.seconds)
+            found.moved = RoomTransfer(nbytes + notice.nbytes, seconds + notice.seconds)
         self._settle(room, found)
 
     def _withdraw(self, room: int) -> None:
@@ -283,7 +289,7 @@ class Outbox:
             self._agent.run(Instructions(withdrawals=[order]))
             self._leaving.add(room)
 
-    def _join(self, room: int, found: Outgoing, notice: Notice) -> None:
+    def _join(self, room: int, found: SendRoom, notice: TransferEvent) -> None:
         reader = notice.reader
         assert reader is not None
         needed = self._needed(found, reader, notice.first)
@@ -303,7 +309,7 @@ class Outbox:
             found.waiting = needed | found.joined
             self._ready(room)
 
-    def _needed(self, found: Outgoing, reader: Rank, first: int) -> frozenset[Rank] | None:
+    def _needed(self, found: SendRoom, reader: Rank, first: int) -> frozenset[Rank] | None:
         """Return all readers that a room waits for if this one is let in; None if it is not."""
         known = found.joined or found.waiting is not None
         if known and first != found.prefix:
@@ -313,6 +319,6 @@ class Outbox:
         except Refused:
             return None
 
-    def _settle(self, room: int, found: Outgoing) -> None:
+    def _settle(self, room: int, found: SendRoom) -> None:
         if found.served and not found.lost:
             self._served(room)

@@ -54,13 +54,13 @@ def make_stores(
 
 
 def _make_remote(config: Config, name: bytes, records: Records | None) -> Store:
-    from kvconnect.tiers.backends.head_sharded import SlicedStore
+    from kvconnect.tiers.backends.head_sharded import HeadShardedStore
 
     make = partial(make_remote, config.remote, keys=record_keys(config))
     if records is None:
         return make(name)
     remote = make(records.form.fingerprint)
-    return SlicedStore(remote, [records.units], group_of)
+    return HeadShardedStore(remote, [records.units], group_of)
 
 
 def stored_format(ranks: HiCacheStorageConfig) -> dict[str, Any]:

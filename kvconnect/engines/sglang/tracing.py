@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvconnect.engines.sglang.rooms import room_of
 from kvconnect.offload.messages import (
-    Notice,
+    JobReport,
     NoticeKind,
     Receive,
-    Report,
+    TransferEvent,
 )
 
 if TYPE_CHECKING:
@@ -47,7 +47,9 @@ class RoomSpans:
                 about["kvconnect.blocks"] = blocks
             self._open[room] = self._tracer.start(name, parent, self._otel.INTERNAL, None, about)
 
-    def take(self, finished: Sequence[tuple[Report, Receive]], notices: Sequence[Notice]) -> None:
+    def take(
+        self, finished: Sequence[tuple[JobReport, Receive]], notices: Sequence[TransferEvent]
+    ) -> None:
         """Take what the agent has seen."""
         for report, job in finished:
             span = self._open.pop(int(job.req_id), None)

@@ -38,9 +38,9 @@ from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.checks import checked_settings, why_idle
 from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
-from kvconnect.engines.vllm.scheduler import SchedulerHalf
+from kvconnect.engines.vllm.scheduler import ConnectorScheduler
 from kvconnect.engines.vllm.stats import KVConnectPromMetrics, KVConnectStats
-from kvconnect.engines.vllm.worker import WorkerHalf
+from kvconnect.engines.vllm.worker import ConnectorWorker
 from kvconnect.errors import Misuse, refusing
 from kvconnect.types import Tier, TransferId
 
@@ -77,7 +77,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             _ = self.scheduler if role is KVConnectorRole.SCHEDULER else self.worker
 
     @cached_property
-    def scheduler(self) -> SchedulerHalf:
+    def scheduler(self) -> ConnectorScheduler:
         """The half in the engine core."""
         self._expect(KVConnectorRole.SCHEDULER)
         made = self._vllm_config, self._kv_cache_config, self._config
@@ -89,14 +89,14 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             from kvconnect.engines.vllm.tracing import TracedScheduler
 
             return TracedScheduler(*made)
-        return SchedulerHalf(*made)
+        return ConnectorScheduler(*made)
 
     @cached_property
-    def worker(self) -> WorkerHalf:
+    def worker(self) -> ConnectorWorker:
         """The half in a worker process."""
         self._expect(KVConnectorRole.WORKER)
         idle = why_idle(self._vllm_config, self._kv_cache_config)
-        half = IdleWorker if idle else WorkerHalf
+        half = IdleWorker if idle else ConnectorWorker
         return half(self._vllm_config, self._kv_cache_config, self._config)
 
     def _expect(self, role: KVConnectorRole) -> None:
@@ -143,12 +143,12 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     # -- worker ---------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """See :meth:`WorkerHalf.register`."""
+        """See :meth:`ConnectorWorker.register`."""
         with refusing(f"model {self._vllm_config.model_config.model}"):
             self.worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """See :meth:`WorkerHalf.hello`. MultiConnector hands over that of one child, to all of
+        """See :meth:`ConnectorWorker.hello`. MultiConnector hands over that of one child, to all of
         them: it is left to a sibling, which may have no other way."""
         return self.worker.hello() if get_kv_transfer_group() is self else None
 
@@ -159,34 +159,34 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self.worker.begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """See :meth:`WorkerHalf.start_forward`; only synchronous loads are waited for."""
+        """See :meth:`ConnectorWorker.start_forward`; only synchronous loads are waited for."""
         self.worker.start_forward(translate.calls_layer_hooks(self._vllm_config, forward_context))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """See :meth:`WorkerHalf.start_layer`."""
+        """See :meth:`ConnectorWorker.start_layer`."""
         self.worker.start_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """See :meth:`WorkerHalf.layer_written`. Whole blocks are stored after the step."""
+        """See :meth:`ConnectorWorker.layer_written`. Whole blocks are stored after the step."""
         self.worker.layer_written(layer_name)
 
     def wait_for_save(self) -> None:
-        """See :meth:`WorkerHalf.end_step`; does not wait."""
+        """See :meth:`ConnectorWorker.end_step`; does not wait."""
         self.worker.end_step()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """See :meth:`WorkerHalf.collect`."""
+        """See :meth:`ConnectorWorker.collect`."""
         finished, failed = self.worker.collect()
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """See :meth:`WorkerHalf.take_errors`."""
+        """See :meth:`ConnectorWorker.take_errors`."""
         return self.worker.take_errors()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """See :meth:`WorkerHalf.take_reports`."""
+        """See :meth:`ConnectorWorker.take_reports`."""
         return self.worker.take_reports()
 
     # -- scheduler ------------------------------------------------------------------------
@@ -198,26 +198,26 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """See :meth:`SchedulerHalf.greet`. What another connector's workers say is not for it."""
+        """See :meth:`ConnectorScheduler.greet`. Hellos of another connector are left out."""
         hellos = {k: v for k, v in metadata.items() if isinstance(v, WorkerHello)}
         if hellos:
             with refusing(f"model {self._vllm_config.model_config.model}"):
                 self.scheduler.greet(hellos)
 
     def on_new_request(self, request: Request) -> None:
-        """See :meth:`SchedulerHalf.add_request`."""
+        """See :meth:`ConnectorScheduler.add_request`."""
         self.scheduler.add_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See :meth:`SchedulerHalf.match`."""
+        """See :meth:`ConnectorScheduler.match`."""
         return self.scheduler.match(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """See :meth:`SchedulerHalf.after_alloc`."""
+        """See :meth:`ConnectorScheduler.after_alloc`."""
         self._hits = self.scheduler.after_alloc(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(
@@ -228,11 +228,11 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         return found or super().get_external_cache_hit_sources(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """See :meth:`SchedulerHalf.build_step`."""
+        """See :meth:`ConnectorScheduler.build_step`."""
         return self.scheduler.build_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """See :meth:`SchedulerHalf.on_reports`."""
+        """See :meth:`ConnectorScheduler.on_reports`."""
         reports = connector_output.kv_connector_worker_meta
         assert reports is None or isinstance(reports, StepReports)
         self.scheduler.on_reports(reports, connector_output.invalid_block_ids)
@@ -260,7 +260,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.busy
 
     def reset_cache(self) -> bool:
-        """See :meth:`SchedulerHalf.reset`."""
+        """See :meth:`ConnectorScheduler.reset`."""
         self.scheduler.reset()
         return True
 
@@ -280,7 +280,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 # The halves of a connector that has nothing to do, since nothing may be used again.
 
 
-class IdleScheduler(SchedulerHalf):
+class IdleScheduler(ConnectorScheduler):
     """Knows of no request, so it plans nothing."""
 
     def greet(self, hellos: Mapping[tuple[int, int], WorkerHello], alone: bool = True) -> None:
@@ -296,7 +296,7 @@ class IdleScheduler(SchedulerHalf):
         return 0, False
 
 
-class IdleWorker(WorkerHalf):
+class IdleWorker(ConnectorWorker):
     """Allocates nothing and listens nowhere."""
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.config import Config
 from kvconnect.disaggregation.leases import LeaseLimits, Leases
-from kvconnect.disaggregation.receives import ArrivalLimits, Arrivals
+from kvconnect.disaggregation.receives import ReceiveLimits, Receives
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.messages import WorkerHello
 from kvconnect.engines.vllm.tickets import TicketDesk
 from kvconnect.errors import Refused
 from kvconnect.offload.jobs import NULL_BLOCK
-from kvconnect.offload.messages import Instructions, Notice, Report, Source
-from kvconnect.protocol.tickets import CARD_KEY, TICKET_KEY, Asked, parse_request
+from kvconnect.offload.messages import Instructions, JobReport, PrefillSource, TransferEvent
+from kvconnect.protocol.tickets import CARD_KEY, TICKET_KEY, HandoffRequest, parse_request
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport.security import Keys, read_key
 from kvconnect.types import Endpoint, Span, TransferId
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class HandoffHalf:
+class DisaggregationScheduler:
     """Both roles of the scheduler's side; owned by the scheduler's thread.
 
     Prefill: a request with ``do_remote_decode`` is offered block by block while it computes, and
@@ -65,7 +65,7 @@ class HandoffHalf:
             Keys(read_key(config), config.key_file),
             -1 if alone else parallel.data_parallel_index,
             config.lease_s,
-            Source(
+            PrefillSource(
                 engine_id=transfer.engine_id,
                 epoch=secrets.randbits(62),
                 endpoints=(),  # until the workers have said theirs
@@ -75,7 +75,7 @@ class HandoffHalf:
         )
         limits = (parallel.world_size, config.lease_s, config.deadline_s)
         self.leases = Leases(groups, stats, LeaseLimits(*limits))
-        self.arrivals = Arrivals(groups, stats, ArrivalLimits(*limits))
+        self.arrivals = Receives(groups, stats, ReceiveLimits(*limits))
         # Live requests whose hand-off failed. To one that loads once more, vLLM (0.32) gives blocks
         # if there are as many beside them as the failed load gave back; till then all others wait.
         self.failed: set[str] = set()
@@ -185,7 +185,7 @@ class HandoffHalf:
         work.receives, work.drops, work.keeps = self.arrivals.take()
 
     def on_reports(
-        self, reports: Iterable[Report], notices: Iterable[Notice], now: float
+        self, reports: Iterable[JobReport], notices: Iterable[TransferEvent], now: float
     ) -> list[int]:
         """Take the workers' answers; return blocks that are not held any more."""
         for report in reports:
@@ -204,7 +204,7 @@ class HandoffHalf:
         transfer = self.leases.finish(req_id, translate.ended_well(request), now)
         return self._desk.answer(req_id, transfer, request.num_prompt_tokens - 1, self.alone)
 
-    def _open_lease(self, request: Request, asked: Asked, now: float) -> TransferId | None:
+    def _open_lease(self, request: Request, asked: HandoffRequest, now: float) -> TransferId | None:
         if not self._sends:
             raise Refused("params", "this engine does not send: kv_role kv_producer or kv_both")
         if asked.wants_card:
@@ -217,7 +217,7 @@ class HandoffHalf:
             raise Refused("params", "a request with this transfer_id and prompt is there already")
         return transfer if tokens else None
 
-    def _open_arrival(self, request: Request, asked: Asked) -> None:
+    def _open_arrival(self, request: Request, asked: HandoffRequest) -> None:
         if not self._receives:
             raise Refused("params", "this engine does not receive: kv_role kv_consumer or kv_both")
         tokens, content = request.num_prompt_tokens - 1, translate.prompt_content(request)

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvconnect.offload.messages import Answer, Instructions, Notice, Report
+from kvconnect.offload.messages import Instructions, JobReport, TierAnswer, TransferEvent
 
 
 @dataclass
@@ -45,10 +45,10 @@ class StepReports(KVConnectorWorkerMetadata):
     sent. ``hellos`` are those of workers that were asked, by (pipeline rank, tensor rank).
     """
 
-    reports: list[Report] = field(default_factory=list)
-    arrivals: list[Report] = field(default_factory=list)
-    notices: list[Notice] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    reports: list[JobReport] = field(default_factory=list)
+    arrivals: list[JobReport] = field(default_factory=list)
+    notices: list[TransferEvent] = field(default_factory=list)
+    answers: list[TierAnswer] = field(default_factory=list)
     hellos: dict[tuple[int, int], WorkerHello] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReports:

@@ -10,7 +10,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
-from kvconnect.cache.head_shards import Rows, Unit, unit_heads, units
+from kvconnect.cache.head_shards import HeadUnit, Rows, unit_heads, units
 from kvconnect.cache.layout import Geometry
 from kvconnect.cache.model_identity import model_name
 from kvconnect.cache.record_format import RecordFormat, parts
@@ -37,7 +37,7 @@ def records_for_all(
     cache: KVCacheConfig,
     kv_caches: Mapping[str, torch.Tensor],
     geometry: Geometry,
-) -> tuple[RecordFormat, Sequence[Unit]]:
+) -> tuple[RecordFormat, Sequence[HeadUnit]]:
     """Return the format of this worker's blocks as SGLang has it too, and their units.
 
     Raises:

@@ -17,19 +17,19 @@ from kvconnect.cache.groups import CacheGroup, keeps_prefix
 from kvconnect.config import AUTO, Config
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.checks import LiveRequests
-from kvconnect.engines.vllm.disaggregation import HandoffHalf
+from kvconnect.engines.vllm.disaggregation import DisaggregationScheduler
 from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
 from kvconnect.engines.vllm.events import EventLog
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.stats import Gauges, KVConnectStats
-from kvconnect.engines.vllm.tiers import BelowHalf
+from kvconnect.engines.vllm.tiers import TierScheduler
 from kvconnect.errors import Incompatible
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex
 from kvconnect.offload.messages import Instructions
 from kvconnect.offload.planner import (
-    Limits,
     LoadRequest,
+    OffloadLimits,
     OffloadPlan,
     count_lookup,
     gauges,
@@ -48,14 +48,14 @@ _STORE_SHARE = 0.25  # of the device's blocks may be held by stores; the rest is
 
 
 class _Promise(NamedTuple):
-    """What :meth:`SchedulerHalf.match` answered for a request that is not admitted yet."""
+    """What :meth:`ConnectorScheduler.match` answered for a request that is not admitted yet."""
 
     local_tokens: int
     sync: bool = False  # load inside the step
     handoff: bool = False  # brought by another engine
 
 
-class SchedulerHalf:
+class ConnectorScheduler:
     """Owned by the scheduler's thread. Idle until the workers said how many slots they have."""
 
     device: DeviceBlocks  # vLLM hands its pool over right after construction
@@ -67,7 +67,7 @@ class SchedulerHalf:
         self._config = config = _settings_for(vllm_config, config)
         groups = translate.cache_groups(kv_cache_config)
         self._hash_tokens = translate.hash_block_tokens(vllm_config, kv_cache_config)
-        self._limits = Limits(
+        self._limits = OffloadLimits(
             workers=vllm_config.parallel_config.world_size,
             deadline_s=config.deadline_s,
             held_blocks=max(1, int(kv_cache_config.num_blocks * _STORE_SHARE)),
@@ -78,9 +78,9 @@ class SchedulerHalf:
         self._slot_bytes = 0
         self._gauges = Gauges()
         self.events = EventLog(vllm_config, groups, kv_cache_config)
-        self.handoff = HandoffHalf(vllm_config, config, groups, KVConnectStats())
+        self.handoff = DisaggregationScheduler(vllm_config, config, groups, KVConnectStats())
         self.plan = self._make_plan(groups, num_slots=0)
-        self.below: BelowHalf | None = None
+        self.below: TierScheduler | None = None
 
     def greet(self, hellos: Mapping[tuple[int, int], WorkerHello], alone: bool = True) -> None:
         """Learn the workers' host tiers and addresses; the smallest tier counts, since all use the
@@ -99,7 +99,7 @@ class SchedulerHalf:
         if self._config.disk or self._config.remote:
             sizes = len(hellos), self._slot_bytes
             args = (self._config, self.plan.groups, self.plan.index, self.handoff.stats)
-            self.below = BelowHalf(*args, sizes)
+            self.below = TierScheduler(*args, sizes)
         self.handoff.greet(hellos, alone)
         logger.info(
             "KVConnect host tier: %d blocks, %.2f GiB over %d workers",

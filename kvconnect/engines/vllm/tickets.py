@@ -8,8 +8,8 @@ import time
 from typing import Any
 
 from kvconnect.errors import Refused
-from kvconnect.offload.messages import Source
-from kvconnect.protocol.tickets import CARD_KEY, TICKET_KEY, Asked, Ticket, issue, verify
+from kvconnect.offload.messages import PrefillSource
+from kvconnect.protocol.tickets import CARD_KEY, TICKET_KEY, HandoffRequest, Ticket, issue, verify
 from kvconnect.transport.security import Keys
 from kvconnect.types import TransferId
 
@@ -29,7 +29,7 @@ class TicketDesk:
     ``rank`` is that of this engine if vLLM chooses among several for whoever names none; else -1.
     """
 
-    def __init__(self, keys: Keys, rank: int, lease_s: float, source: Source) -> None:
+    def __init__(self, keys: Keys, rank: int, lease_s: float, source: PrefillSource) -> None:
         self.source = source
         self._keys = keys
         self._rank = rank
@@ -48,7 +48,7 @@ class TicketDesk:
             raise Refused("params", f"no card: {fix}")
         self._cards.add(req_id)
 
-    def name_transfer(self, req_id: str, asked: Asked, content: bytes) -> TransferId:
+    def name_transfer(self, req_id: str, asked: HandoffRequest, content: bytes) -> TransferId:
         """Return the id of a hand-off that starts here, of a prompt with this content."""
         raw = self._raw[req_id] = asked.transfer_id or secrets.token_bytes(16)
         return _bind(raw, content)
@@ -88,7 +88,9 @@ class TicketDesk:
             **ticket,
         }
 
-    def admit(self, asked: Asked, tokens: int, content: bytes) -> tuple[TransferId, Source, bool]:
+    def admit(
+        self, asked: HandoffRequest, tokens: int, content: bytes
+    ) -> tuple[TransferId, PrefillSource, bool]:
         """Return the transfer that a request may receive, from whom, and whether it asks before
         the other side has computed (it shows a card).
 
@@ -105,7 +107,9 @@ class TicketDesk:
         transfer = _bind(asked.transfer_id, content)
         if ticket.transfer and tokens and (ticket.transfer, ticket.tokens) != (transfer, tokens):
             raise Refused("ticket", "the ticket is for another prompt: send the one it came with")
-        source = Source(ticket.engine_id, ticket.epoch, ticket.endpoints, ticket.tp, ticket.pp)
+        source = PrefillSource(
+            ticket.engine_id, ticket.epoch, ticket.endpoints, ticket.tp, ticket.pp
+        )
         return TransferId(ticket.transfer or transfer), source, not ticket.transfer
 
     def _issue(self, transfer: TransferId, tokens: int, lifetime_s: float) -> str:

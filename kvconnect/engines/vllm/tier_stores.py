@@ -15,7 +15,7 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvconnect.cache.groups import CacheGroup
-from kvconnect.cache.head_shards import Unit, unit_heads, units
+from kvconnect.cache.head_shards import HeadUnit, unit_heads, units
 from kvconnect.cache.keys import group_of, scope_of, seed_of, tenant_of
 from kvconnect.cache.layout import Geometry
 from kvconnect.cache.model_identity import model_name, weights_name
@@ -27,9 +27,9 @@ from kvconnect.engines.vllm.translate import is_of_tokens
 from kvconnect.errors import ConfigError, Incompatible, Refused
 from kvconnect.offload.host_arena import HostStore
 from kvconnect.protocol.topology import head_range
-from kvconnect.tiers import Wanted
+from kvconnect.tiers import LookupRequest
 from kvconnect.tiers.backends import Store, make_remote, make_store, make_tiers
-from kvconnect.tiers.worker import LowerTiers
+from kvconnect.tiers.worker import TierWorker
 from kvconnect.transport.security import record_keys
 from kvconnect.types import Tier
 
@@ -55,7 +55,7 @@ def make_lower_tiers(
     config: Config,
     kv_caches: Mapping[str, torch.Tensor],
     host: tuple[HostStore, Geometry],
-) -> LowerTiers | None:
+) -> TierWorker | None:
     """Return a worker's tiers below its host tier, None if there are none.
 
     Raises:
@@ -73,7 +73,7 @@ def make_lower_tiers(
         makers[Tier.REMOTE] = partial(_make_remote, cache, fields, config)
     stores = make_tiers(makers)
     speaks = vllm_config.parallel_config.rank == 0
-    return LowerTiers(stores, store, geometry, speaks, config.wait_s)
+    return TierWorker(stores, store, geometry, speaks, config.wait_s)
 
 
 def stored_format(
@@ -126,14 +126,14 @@ def _make_disk(cache: _Cache, fields: Mapping[str, Any], settings: Mapping[str, 
 def _make_remote(cache: _Cache, fields: Mapping[str, Any], config: Config) -> Store:
     """Records that ranks of other tensor parallelism read, if the cache can be cut into them; and
     SGLang, if there is nothing in it but K and V."""
-    from kvconnect.tiers.backends.head_sharded import SlicedStore
+    from kvconnect.tiers.backends.head_sharded import HeadShardedStore
 
     make = partial(make_remote, config.remote, keys=record_keys(config))
     try:
         form, layout = records_for_all(
             cache.vllm_config, cache.kv_cache_config, cache.kv_caches, cache.geometry
         )
-        return SlicedStore(make(form.fingerprint), [layout], group_of)
+        return HeadShardedStore(make(form.fingerprint), [layout], group_of)
     except Incompatible as error:
         logger.info("SGLang cannot use what is stored here: %s", error)
     try:
@@ -143,16 +143,16 @@ def _make_remote(cache: _Cache, fields: Mapping[str, Any], config: Config) -> St
         own = {**fields, "rank": _rank(cache.vllm_config), "layout": _layout(cache)}
         return make(fingerprint(own))
     shared = {**fields, "stage": _stage(cache.vllm_config), "units": format_of_units}
-    return SlicedStore(make(fingerprint(shared)), layouts, group_of)
+    return HeadShardedStore(make(fingerprint(shared)), layouts, group_of)
 
 
-def _units(cache: _Cache) -> tuple[list[Sequence[Unit]], list[list[Any]]]:
+def _units(cache: _Cache) -> tuple[list[Sequence[HeadUnit]], list[list[Any]]]:
     """Return the units of a block of each group, and what their bytes depend on."""
     pages = translate.handoff_pages(cache.kv_cache_config, cache.kv_caches)
     apart = translate.can_split_pages(cache.vllm_config, cache.kv_caches)
     parallel = cache.vllm_config.parallel_config
     tp = parallel.tensor_parallel_size
-    layouts: list[Sequence[Unit]] = []
+    layouts: list[Sequence[HeadUnit]] = []
     formats = []
     groups = cache.kv_cache_config.kv_cache_groups
     for group, layers, geometry in zip(groups, pages, cache.geometry.groups, strict=True):
@@ -216,9 +216,11 @@ class Names:
 
     def wanted(
         self, request: Request, hashes: Sequence[Sequence[bytes]], tokens: tuple[int, int]
-    ) -> Wanted:
+    ) -> LookupRequest:
         """Return what a request could use of its tokens [start, end)."""
-        return Wanted(hashes, *tokens, self._prefix(request), self._chain(request, hashes[0]))
+        return LookupRequest(
+            hashes, *tokens, self._prefix(request), self._chain(request, hashes[0])
+        )
 
     def forget(self, req_id: str) -> None:
         """The request is over."""

@@ -16,10 +16,10 @@ from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.tier_stores import Names
 from kvconnect.offload.index import HostIndex
 from kvconnect.offload.jobs import Settled
-from kvconnect.offload.messages import Answer, Instructions
+from kvconnect.offload.messages import Instructions, TierAnswer
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.tiers import BelowLimits, BelowPlan, Came, Offer, Verdict
-from kvconnect.tiers.cost_model import CostModel, Reason, Segment
+from kvconnect.tiers import LookupResult, PrefetchDecision, Promoted, TierLimits, TierPlan
+from kvconnect.tiers.cost_model import CostModel, LoadReason, TierSegment
 from kvconnect.types import Tier
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class _Step(NamedTuple):
     context: float
 
 
-class BelowHalf:
+class TierScheduler:
     """Owned by the scheduler's thread. ``slot_bytes`` are those of a block over all workers."""
 
     def __init__(
@@ -49,7 +49,7 @@ class BelowHalf:
         sizes: tuple[int, int],
     ) -> None:
         workers, self._slot_bytes = sizes
-        limits = BelowLimits(
+        limits = TierLimits(
             workers=workers,
             deadline_s=config.deadline_s,
             wait_s=config.wait_s,
@@ -64,7 +64,7 @@ class BelowHalf:
         self._keys: dict[tuple[int, bytes], bytes] = {}  # of blocks that are being stored
         self._steps: deque[_Step] = deque(maxlen=_STEPS)
         self._ended = 0.0  # when the last step did
-        self.plan = BelowPlan(index, groups, stats, limits, self._choose, self._fetched)
+        self.plan = TierPlan(index, groups, stats, limits, self._choose, self._fetched)
 
     def ask(
         self,
@@ -119,7 +119,7 @@ class BelowHalf:
             self._steps.append(_Step(now, *_prompt_tokens(output)))
         self.plan.take(work, now)
 
-    def on_answers(self, answers: Iterable[Answer], now: float) -> list[Came]:
+    def on_answers(self, answers: Iterable[TierAnswer], now: float) -> list[Promoted]:
         """Take the workers' answers at the end of a step, and learn what it took. Return which
         blocks the host tier has now."""
         if self._cost is not None and self._steps:
@@ -139,19 +139,19 @@ class BelowHalf:
         """Yield (name, value, label) of what is going on."""
         return self.plan.gauges()
 
-    def _choose(self, offer: Offer) -> Verdict:
+    def _choose(self, offer: LookupResult) -> PrefetchDecision:
         """Weigh bringing blocks up against computing them."""
         if self._cost is None:
-            self._stats.count("below_decisions", label=Reason.LOAD.value)
-            return Verdict(len(offer.tiers))
+            self._stats.count("below_decisions", label=LoadReason.LOAD.value)
+            return PrefetchDecision(len(offer.tiers))
         segments = [
-            Segment(tier, count * offer.block_tokens, count * self._slot_bytes)
+            TierSegment(tier, count * offer.block_tokens, count * self._slot_bytes)
             for tier, same in groupby(offer.tiers)
             if (count := len(list(same)))
         ]
         choice = self._cost.choose(offer.tokens, offer.context, segments)
         self._stats.count("below_decisions", label=choice.reason.value)
-        return Verdict(choice.tokens // offer.block_tokens, choice.give_up_s)
+        return PrefetchDecision(choice.tokens // offer.block_tokens, choice.give_up_s)
 
     def _fetched(self, tier: Tier, blocks: int, seconds: float) -> None:
         if self._cost is not None:

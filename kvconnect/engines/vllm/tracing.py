@@ -16,10 +16,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports
-from kvconnect.engines.vllm.scheduler import SchedulerHalf
+from kvconnect.engines.vllm.scheduler import ConnectorScheduler
 from kvconnect.observability.tracing.otel import INTERNAL, Attributes, Context, Span, Tracer, fail
 from kvconnect.observability.tracing.transfers import end_job, record_send
-from kvconnect.offload.messages import Load, Notice, NoticeKind, Receive, Report
+from kvconnect.offload.messages import JobReport, LoadBlocks, NoticeKind, Receive, TransferEvent
 from kvconnect.types import JobId, Tier, TransferId
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class _Request:
+class _TracedRequest:
     """Spans of one request. ``parent`` is what its headers name."""
 
     def __init__(self, tracer: Tracer, parent: Context, request: Request) -> None:
@@ -117,40 +117,40 @@ class _Request:
 
 
 @dataclass(eq=False)
-class _Job:
+class _TracedJob:
     """A job that not all workers have answered; ``end`` takes what they say."""
 
-    end: Callable[[Sequence[Report]], None]
-    reports: list[Report] = field(default_factory=list)
+    end: Callable[[Sequence[JobReport]], None]
+    reports: list[JobReport] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class _Hold:
     """Blocks that a request keeps for another engine."""
 
-    traced: _Request
+    traced: _TracedRequest
     span: Span | None = None  # once there are any
     withdrawn: int = 0  # workers that have answered its end
     served: bool = False
 
 
-class TracedScheduler(SchedulerHalf):
+class TracedScheduler(ConnectorScheduler):
     """A half that also makes spans, of requests whose headers carry a sampled trace."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._tracer = Tracer()
-        self._traced: dict[str, _Request] = {}
-        self._prefilling: dict[str, _Request] = {}
-        self._new_blocks: dict[_Request, int] = {}  # that this step stores
-        self._jobs: dict[JobId, _Job] = {}
+        self._traced: dict[str, _TracedRequest] = {}
+        self._prefilling: dict[str, _TracedRequest] = {}
+        self._new_blocks: dict[_TracedRequest, int] = {}  # that this step stores
+        self._jobs: dict[JobId, _TracedJob] = {}
         self._holds: dict[TransferId, _Hold] = {}
 
     def add_request(self, request: Request) -> TransferId | None:
         transfer = super().add_request(request)
         parent = self._tracer.parent(request.trace_headers)
         if parent is not None:
-            traced = _Request(self._tracer, parent, request)
+            traced = _TracedRequest(self._tracer, parent, request)
             self._traced[request.request_id] = self._prefilling[request.request_id] = traced
             if transfer is not None:
                 self._holds[transfer] = _Hold(traced)
@@ -193,7 +193,7 @@ class TracedScheduler(SchedulerHalf):
         for store in step.work.stores if self._new_blocks else ():
             for traced, blocks in self._new_blocks.items():
                 traced.stores(blocks)
-            self._jobs[store.job] = _Job(partial(_end_store, tuple(self._new_blocks)))
+            self._jobs[store.job] = _TracedJob(partial(_end_store, tuple(self._new_blocks)))
         self._new_blocks.clear()
         for req_id, traced in self._prefilling.items():
             tokens = output.num_scheduled_tokens.get(req_id)
@@ -219,15 +219,15 @@ class TracedScheduler(SchedulerHalf):
             traced.finish()
         return answer
 
-    def _begin(self, job: Load | Receive, name: str) -> None:
+    def _begin(self, job: LoadBlocks | Receive, name: str) -> None:
         traced = self._traced.get(job.req_id)
         if traced is not None:
-            blocks = job.parts if isinstance(job, Load) else job.spans
+            blocks = job.parts if isinstance(job, LoadBlocks) else job.spans
             count = sum(len(part.block_ids) for part in blocks)
             span = traced.start(name, {"kvconnect.blocks": count})
-            self._jobs[job.job] = _Job(partial(end_job, self._tracer, span))
+            self._jobs[job.job] = _TracedJob(partial(end_job, self._tracer, span))
 
-    def _on_report(self, report: Report) -> None:
+    def _on_report(self, report: JobReport) -> None:
         job = self._jobs.get(report.job)
         if job is not None:
             job.reports.append(report)
@@ -235,7 +235,7 @@ class TracedScheduler(SchedulerHalf):
                 del self._jobs[report.job]
                 job.end(job.reports)
 
-    def _on_notice(self, notice: Notice) -> None:
+    def _on_notice(self, notice: TransferEvent) -> None:
         hold = self._holds.get(notice.transfer)
         if hold is None:
             return
@@ -252,6 +252,6 @@ class TracedScheduler(SchedulerHalf):
                 record_send(self._tracer, hold.span, notice.moved)
 
 
-def _end_store(requests: Sequence[_Request], reports: Sequence[Report]) -> None:  # noqa: ARG001
+def _end_store(requests: Sequence[_TracedRequest], reports: Sequence[JobReport]) -> None:  # noqa: ARG001
     for request in requests:
         request.stored()

@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import RequestStatus
 
 from kvconnect.cache.groups import CacheGroup
-from kvconnect.cache.layout import Geometry, GroupGeometry, Segment, view_segments
+from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry, view_segments
 from kvconnect.cache.pages import LayerPages, layer_pages
 from kvconnect.errors import ConfigError, Incompatible, Refused
 
@@ -199,14 +199,14 @@ def cache_geometry(config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor])
     for group in config.kv_cache_groups:
         if not group.layer_names:
             raise Incompatible("a pipeline stage without layers of some KV-cache group: use fewer")
-        segments: list[Segment] = []
+        segments: list[ByteRun] = []
         for layer in group.layer_names:
             segments += _layer_segments(layer, kv_caches[layer], config.num_blocks)
         groups.append(GroupGeometry(tuple(segments), config.num_blocks))
     return Geometry(tuple(groups))
 
 
-def _layer_segments(layer: str, view: torch.Tensor, num_blocks: int) -> tuple[Segment, ...]:
+def _layer_segments(layer: str, view: torch.Tensor, num_blocks: int) -> tuple[ByteRun, ...]:
     offset = view.data_ptr() - view.untyped_storage().data_ptr()
     try:
         return view_segments(offset, view.shape, view.stride(), view.element_size(), num_blocks)

@@ -22,8 +22,8 @@ from kvconnect.engines.vllm.stats import KVConnectStats
 from kvconnect.engines.vllm.tier_stores import make_lower_tiers
 from kvconnect.errors import Misuse
 from kvconnect.offload.host_tier import HostTier
-from kvconnect.offload.messages import Load, Report
-from kvconnect.tiers.worker import LowerTiers
+from kvconnect.offload.messages import JobReport, LoadBlocks
+from kvconnect.tiers.worker import TierWorker
 from kvconnect.types import Tier
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _IDLE_WAIT_S = 0.001  # for a tier's answer, in a step that computes nothing
 
 
-class WorkerHalf:
+class ConnectorWorker:
     """Owned by the worker's main thread; copies and transfers run on threads of their own.
 
     The copier can be exchanged before :meth:`register` (``make_copier``), which is how fault
@@ -53,7 +53,7 @@ class WorkerHalf:
         self._idle = False  # the step computes nothing
         self._errors: set[int] = set()
         self._tier: HostTier | None = None
-        self._below: LowerTiers | None = None
+        self._below: TierWorker | None = None
         self._agent: HandoffAgent | None = None
         self._make_agent: Callable[[], HandoffAgent | None] = lambda: None
 
@@ -162,7 +162,7 @@ class WorkerHalf:
             self._reports.reports.append(done.report)
             if done.nbytes:
                 self._stats.record_transfer(done.kind.value, done.nbytes, done.seconds)
-            if isinstance(done.job, Load):
+            if isinstance(done.job, LoadBlocks):
                 self._note(done.job.req_id, done.report, failed)
                 if not done.job.sync:
                     finished.add(done.job.req_id)
@@ -211,7 +211,7 @@ class WorkerHalf:
         if self._tier is not None:
             self._tier.close()
 
-    def _note(self, req_id: str, report: Report, failed: set[str]) -> None:
+    def _note(self, req_id: str, report: JobReport, failed: set[str]) -> None:
         if report.failures and self._keeps_prefix:
             self._errors.update(failure.block_id for failure in report.failures)
         elif report.failures:

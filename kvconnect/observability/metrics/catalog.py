@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import Enum
 
-from kvconnect.observability.metrics.model import Alias, Family, Label, Metric, Part
+from kvconnect.observability.metrics.model import Alias, EntryPart, Family, Label, Metric
 from kvconnect.offload.jobs import QUARANTINED, Owner
 from kvconnect.stats import (
     MOST_LABELS,
@@ -23,7 +23,7 @@ from kvconnect.stats import (
     TRANSFER_WIRE,
 )
 from kvconnect.threads import ThreadKind
-from kvconnect.tiers.cost_model import Reason
+from kvconnect.tiers.cost_model import LoadReason
 from kvconnect.types import FailureCause, Tier, TransferType
 
 
@@ -38,7 +38,7 @@ _TIER = Label("tier", _values(Tier))
 _HOST = Label("tier", (Tier.HOST.value,))
 _LOWER = (Tier.DISK.value, Tier.REMOTE.value)
 _BELOW = Label("tier", _LOWER)
-_DECISION = Label("reason", (*_values(Reason), "late", "no_space"))
+_DECISION = Label("reason", (*_values(LoadReason), "late", "no_space"))
 _CAUSE = Label("cause", _values(FailureCause))
 _QUARANTINE = Label("cause", tuple(cause.value for cause in QUARANTINED))
 _REASON = Label("reason", ("no_space", "busy"))
@@ -73,7 +73,7 @@ VLLM, SGLANG = "vllm:", "sglang:"
 CATALOG: tuple[Metric, ...] = (
     Metric("transfer_bytes", "counter", "bytes", "Bytes moved, all ranks together.",
            "an operation finishes, by its bytes",
-           label=_TYPE, source=TRANSFER_SIZE, part=Part.SUM,
+           label=_TYPE, source=TRANSFER_SIZE, part=EntryPart.SUM,
            aliases=(Alias("vllm:kv_offload_load_bytes", only=_LOAD),
                     Alias("vllm:kv_offload_store_bytes", only=_STORE),
                     Alias("vllm:kv_offload_total_bytes", only=_OFFLOAD),
@@ -82,7 +82,7 @@ CATALOG: tuple[Metric, ...] = (
     Metric("transfer_seconds", "counter", "seconds",
            "Wire time of the operations whose bytes were counted, all ranks together.",
            "an operation finishes, by its wire time",
-           label=_TYPE, source=TRANSFER_WIRE, part=Part.SUM,
+           label=_TYPE, source=TRANSFER_WIRE, part=EntryPart.SUM,
            aliases=(Alias("vllm:kv_offload_load_time", only=_LOAD),
                     Alias("vllm:kv_offload_store_time", only=_STORE),
                     Alias("vllm:kv_offload_total_time", only=_OFFLOAD),
@@ -90,25 +90,25 @@ CATALOG: tuple[Metric, ...] = (
                     Alias("vllm:kv_offload_tiering_write_time", only=_DOWN))),
     Metric("transfer_operations", "counter", "operations",
            "Operations finished, all ranks together.", "an operation finishes",
-           label=_TYPE, source=TRANSFER_SIZE, part=Part.COUNT),
+           label=_TYPE, source=TRANSFER_SIZE, part=EntryPart.COUNT),
     Metric("transfer_size_bytes", "histogram", "bytes",
            "Bytes of one operation on one rank.", "an operation finishes",
-           label=_TYPE, buckets=SIZE_BUCKETS, part=Part.BUCKETS,
+           label=_TYPE, buckets=SIZE_BUCKETS, part=EntryPart.BUCKETS,
            aliases=(Alias("vllm:kv_offload_load_size", only=_LOAD),
                     Alias("vllm:kv_offload_store_size", only=_STORE),
                     Alias("vllm:kv_offload_size", only=_OFFLOAD),
                     Alias("vllm:nixl_bytes_transferred", only=_RECV))),
     Metric("transfer_wire_seconds", "histogram", "seconds",
            "Wire time of one operation on one rank.", "an operation finishes",
-           label=_TYPE, buckets=TIME_BUCKETS, part=Part.BUCKETS),
+           label=_TYPE, buckets=TIME_BUCKETS, part=EntryPart.BUCKETS),
     Metric("load_latency_seconds", "histogram", "seconds",
            "Latency of one request's load.", "the last rank reports a load done",
-           label=_TIER, buckets=TIME_BUCKETS, part=Part.BUCKETS),
+           label=_TIER, buckets=TIME_BUCKETS, part=EntryPart.BUCKETS),
     Metric("load_exposed_seconds", "histogram", "seconds",
            "Exposed time of one request's load; of all loads of a step, if they ran inside it "
            "(what a GPU waits for by itself is not counted).",
            "a request that waited for a load can run",
-           label=_TIER, buckets=TIME_BUCKETS, part=Part.BUCKETS,
+           label=_TIER, buckets=TIME_BUCKETS, part=EntryPart.BUCKETS,
            aliases=(Alias("vllm:kv_offload_lookup_async_delay_seconds", only=_LOWER),)),
     Metric("lookups", "counter", "requests",
            "Requests looked up at admission; a preempted one is admitted, and looked up, again.",
@@ -228,23 +228,23 @@ CATALOG: tuple[Metric, ...] = (
            "Wire time of one request from one rank to another: sum over what was sent or received "
            "of it.",
            "a rank has sent or received a request", label=_ROLE,
-           buckets=TIME_BUCKETS, part=Part.BUCKETS,
+           buckets=TIME_BUCKETS, part=EntryPart.BUCKETS,
            aliases=(Alias("sglang:kvcache_transfer_latency"),
                     Alias("vllm:nixl_xfer_time_seconds", only=("recv",)))),
     Metric("handoff_latency_seconds", "histogram", "seconds",
            "Latency of one request's hand-off, from asked to usable; successful ones only.",
-           "the last rank reports a hand-off done", buckets=TIME_BUCKETS, part=Part.BUCKETS),
+           "the last rank reports a hand-off done", buckets=TIME_BUCKETS, part=EntryPart.BUCKETS),
     Metric("handoff_exposed_seconds", "histogram", "seconds",
            "Exposed time of one request on one rank: from its last page being computed (from "
            "asking, if that came later) until everything had arrived.",
            "a rank has received a request",
-           buckets=TIME_BUCKETS, part=Part.BUCKETS),
+           buckets=TIME_BUCKETS, part=EntryPart.BUCKETS),
     Metric("handoff_wait_seconds", "histogram", "seconds",
            "From asking until the first byte, on one rank.",
-           "the first byte of a request arrives", buckets=TIME_BUCKETS, part=Part.BUCKETS),
+           "the first byte of a request arrives", buckets=TIME_BUCKETS, part=EntryPart.BUCKETS),
     Metric("handoff_handshake_seconds", "histogram", "seconds",
            "From connecting to a peer until both sides have agreed.",
-           "a handshake ends well", buckets=TIME_BUCKETS, part=Part.BUCKETS),
+           "a handshake ends well", buckets=TIME_BUCKETS, part=EntryPart.BUCKETS),
     Metric("handoff_peers", "gauge", "peers",
            "Workers of other engines that this engine's first worker talks to.", _PEERS,
            label=_STATE),

@@ -15,7 +15,7 @@ class Lookups(msgspec.Struct, frozen=True, kw_only=True):
     hit_share: float | None
 
 
-class Transfer(msgspec.Struct, frozen=True, kw_only=True):
+class TransferRates(msgspec.Struct, frozen=True, kw_only=True):
     """One transfer type. ``copy_bytes_per_s`` is bytes over wire time: the speed of one copy."""
 
     transfer_type: str
@@ -38,7 +38,7 @@ class TierUse(msgspec.Struct, frozen=True, kw_only=True):
     available: bool | None = None
 
 
-class Peer(msgspec.Struct, frozen=True, kw_only=True):
+class PeerTraffic(msgspec.Struct, frozen=True, kw_only=True):
     """One engine that this one exchanges pages with."""
 
     peer: str
@@ -48,7 +48,7 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     copy_bytes_per_s: float | None = None
 
 
-class Ledger(msgspec.Struct, frozen=True, kw_only=True):
+class LedgerCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Who holds device blocks, and jobs not yet done by every rank."""
 
     held_blocks: dict[str, float]
@@ -66,7 +66,7 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
     p99_s: float | None
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
+class FailureCount(msgspec.Struct, frozen=True, kw_only=True):
     """A counter of what went wrong that is not 0; ``label`` is its cause or the like."""
 
     name: str
@@ -75,7 +75,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     per_s: float | None = None
 
 
-class Upstream(msgspec.Struct, frozen=True, kw_only=True):
+class UpstreamRates(msgspec.Struct, frozen=True, kw_only=True):
     """One engine behind a router."""
 
     leg: str
@@ -91,10 +91,10 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
     queue: float
     requests_per_s: dict[str, float] | None
     imbalance: dict[str, float]
-    upstreams: tuple[Upstream, ...]
+    upstreams: tuple[UpstreamRates, ...]
 
 
-class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+class EndpointFrame(msgspec.Struct, frozen=True, kw_only=True):
     """One ``/metrics``. ``kind`` is ``vllm``, ``sglang`` or ``router``; ``error`` says why it is
     down."""
 
@@ -103,12 +103,12 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     kind: str = ""
     seconds: float | None = None
     lookups: Lookups | None = None
-    transfers: tuple[Transfer, ...] = ()
+    transfers: tuple[TransferRates, ...] = ()
     tiers: tuple[TierUse, ...] = ()
-    peers: tuple[Peer, ...] = ()
-    ledger: Ledger | None = None
+    peers: tuple[PeerTraffic, ...] = ()
+    ledger: LedgerCounts | None = None
     phases: tuple[Phase, ...] = ()
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[FailureCount, ...] = ()
     router: Router | None = None
 
     @property
@@ -117,8 +117,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
         return not self.error
 
 
-class Frame(msgspec.Struct, frozen=True, kw_only=True):
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """All endpoints at one moment; ``at`` is seconds since 1970. A line of a recorded file."""
 
     at: float
-    endpoints: tuple[Endpoint, ...]
+    endpoints: tuple[EndpointFrame, ...]

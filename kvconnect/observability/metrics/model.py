@@ -11,7 +11,7 @@ from kvconnect.stats import COUNTERS, GAUGES, HISTOGRAMS
 Kind = Literal["counter", "gauge", "histogram"]
 
 
-class Part(Enum):
+class EntryPart(Enum):
     """Which part of a recorded entry a row shows."""
 
     VALUE = "value"  # the number of a counter or gauge
@@ -63,7 +63,7 @@ class Metric:
     label: Label | None = None
     buckets: tuple[float, ...] = ()
     source: str = ""
-    part: Part = Part.VALUE
+    part: EntryPart = EntryPart.VALUE
     aliases: tuple[Alias, ...] = ()
     absent: tuple[str, ...] = ()
 
@@ -75,7 +75,7 @@ class Metric:
     @property
     def section(self) -> str:
         """Section of the stats payload that holds it."""
-        if self.part is not Part.VALUE:
+        if self.part is not EntryPart.VALUE:
             return HISTOGRAMS
         return COUNTERS if self.kind == "counter" else GAUGES
 

@@ -14,7 +14,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from kvconnect.errors import Misuse
 from kvconnect.observability.metrics.catalog import families
-from kvconnect.observability.metrics.model import Family, Part
+from kvconnect.observability.metrics.model import EntryPart, Family
 from kvconnect.stats import GAUGES, OTHER, OffloadingConnectorStats
 
 logger = logging.getLogger(__name__)
@@ -254,10 +254,10 @@ def _add_buckets(child: Any, cells: list[float], buckets: tuple[float, ...]) -> 
             child.observe(min(total / n, edges[i + 1]) if alone else middle)
 
 
-_ADD: dict[tuple[str, Part], Callable[[Any, Any, tuple[float, ...]], None]] = {
-    ("counter", Part.VALUE): _add,
-    ("counter", Part.SUM): _add_sum,
-    ("counter", Part.COUNT): _add_count,
-    ("gauge", Part.VALUE): _set,
-    ("histogram", Part.BUCKETS): _add_buckets,
+_ADD: dict[tuple[str, EntryPart], Callable[[Any, Any, tuple[float, ...]], None]] = {
+    ("counter", EntryPart.VALUE): _add,
+    ("counter", EntryPart.SUM): _add_sum,
+    ("counter", EntryPart.COUNT): _add_count,
+    ("gauge", EntryPart.VALUE): _set,
+    ("histogram", EntryPart.BUCKETS): _add_buckets,
 }

@@ -12,16 +12,16 @@ from typing import NamedTuple
 
 from kvconnect.observability.metrics.catalog import CATALOG, SGLANG, VLLM
 from kvconnect.observability.metrics.frame import (
-    Endpoint,
-    Failure,
-    Ledger,
+    EndpointFrame,
+    FailureCount,
+    LedgerCounts,
     Lookups,
-    Peer,
+    PeerTraffic,
     Phase,
     Router,
     TierUse,
-    Transfer,
-    Upstream,
+    TransferRates,
+    UpstreamRates,
 )
 from kvconnect.types import Tier, TransferType
 
@@ -119,22 +119,22 @@ def over(value: float | None, whole: float | None) -> float | None:
     return value / whole if value is not None and whole else None
 
 
-def endpoint(before: Scrape | None, after: Scrape) -> Endpoint:
+def endpoint(before: Scrape | None, after: Scrape) -> EndpointFrame:
     """Return what an endpoint says now, with rates if the scrape ``before`` succeeded."""
     if after.error:
-        return Endpoint(url=after.url, error=after.error)
+        return EndpointFrame(url=after.url, error=after.error)
     for prefix, kind in _KINDS.items():
         if any(name.startswith(prefix) for name in after.samples):
             read = _Reading(prefix, before, after)
             return _router(after.url, read) if prefix == ROUTER else _engine(after.url, kind, read)
-    return Endpoint(url=after.url, error="no metrics of KVConnect there")
+    return EndpointFrame(url=after.url, error="no metrics of KVConnect there")
 
 
-def _engine(url: str, kind: str, read: _Reading) -> Endpoint:
+def _engine(url: str, kind: str, read: _Reading) -> EndpointFrame:
     asked, hits = read.rise("query_tokens_total"), read.rise("hit_tokens_total")
     # Without a host tier, stores that find no room in it are no news.
     unused = "" if read.total("host_bytes_capacity") else "skipped_store_blocks"
-    return Endpoint(
+    return EndpointFrame(
         url=url,
         kind=kind,
         seconds=read.seconds,
@@ -142,7 +142,7 @@ def _engine(url: str, kind: str, read: _Reading) -> Endpoint:
         transfers=tuple(_transfer(read, each.value) for each in TransferType),
         tiers=tuple(_tier(read, each.value) for each in Tier),
         peers=tuple(_peer(read, peer) for peer in read.values("handoff_peer_bytes_total", "peer")),
-        ledger=Ledger(
+        ledger=LedgerCounts(
             held_blocks=read.by("ledger_held_blocks", "owner"),
             jobs_in_flight=read.by("jobs_in_flight", "transfer_type"),
             oldest_hold_s=read.highest("ledger_oldest_hold_seconds"),
@@ -152,11 +152,11 @@ def _engine(url: str, kind: str, read: _Reading) -> Endpoint:
     )
 
 
-def _transfer(read: _Reading, kind: str) -> Transfer:
+def _transfer(read: _Reading, kind: str) -> TransferRates:
     moved = read.rise("transfer_bytes_total", transfer_type=kind)
     busy = read.rise("transfer_seconds_total", transfer_type=kind)
     operations = read.rise("transfer_operations_total", transfer_type=kind)
-    return Transfer(
+    return TransferRates(
         transfer_type=kind,
         bytes_total=read.total("transfer_bytes_total", transfer_type=kind),
         bytes_per_s=over(moved, read.seconds),
@@ -190,10 +190,10 @@ def _tier(read: _Reading, tier: str) -> TierUse:
     )
 
 
-def _peer(read: _Reading, peer: str) -> Peer:
+def _peer(read: _Reading, peer: str) -> PeerTraffic:
     moved = read.rise("handoff_peer_bytes_total", peer=peer)
     busy = read.rise("handoff_peer_seconds_total", peer=peer)
-    return Peer(
+    return PeerTraffic(
         peer=peer,
         bytes_total=read.total("handoff_peer_bytes_total", peer=peer),
         failures_total=read.total("handoff_peer_failures_total", peer=peer),
@@ -233,7 +233,7 @@ def _percentile(read: _Reading, name: str, labels: Mapping[str, str]) -> float |
     return found if found < inf else None
 
 
-def _failures(read: _Reading, counters: Mapping[str, str]) -> tuple[Failure, ...]:
+def _failures(read: _Reading, counters: Mapping[str, str]) -> tuple[FailureCount, ...]:
     found = []
     for name, label in counters.items():
         for value in read.values(f"{name}_total", label):
@@ -241,18 +241,18 @@ def _failures(read: _Reading, counters: Mapping[str, str]) -> tuple[Failure, ...
             total = read.total(f"{name}_total", **labels)
             if total:
                 per_s = read.rate(f"{name}_total", **labels)
-                found.append(Failure(name=name, label=value, total=total, per_s=per_s))
+                found.append(FailureCount(name=name, label=value, total=total, per_s=per_s))
     return tuple(found)
 
 
-def _router(url: str, read: _Reading) -> Endpoint:
+def _router(url: str, read: _Reading) -> EndpointFrame:
     outcomes = {
         outcome: read.rate("requests_total", outcome=outcome)
         for outcome in read.values("requests_total", "outcome")
     }
     rates = {name: rate for name, rate in outcomes.items() if rate is not None}
     upstreams = tuple(
-        Upstream(
+        UpstreamRates(
             leg=found["leg"],
             url=found["upstream"],
             up=bool(value),
@@ -261,7 +261,7 @@ def _router(url: str, read: _Reading) -> Endpoint:
         )
         for found, value in read.series("upstream_up")
     )
-    return Endpoint(
+    return EndpointFrame(
         url=url,
         kind="router",
         seconds=read.seconds,

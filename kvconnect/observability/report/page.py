@@ -11,10 +11,10 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from kvconnect.observability.report import plots
-from kvconnect.observability.report.runs import Compared, Run, compare, largest_changes
+from kvconnect.observability.report.runs import Compared, RecordedRun, compare, largest_changes
 
 
-def html(runs: Sequence[Run]) -> str:
+def html(runs: Sequence[RecordedRun]) -> str:
     """Return the page about one run, or two."""
     names = _names([run.path for run in runs])
     sections = compare(runs)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from kvconnect.errors import ConfigError
-from kvconnect.observability.metrics.frame import Endpoint, Frame
+from kvconnect.observability.metrics.frame import EndpointFrame, Snapshot
 
 _MOST_BYTES = 256 << 20
 Points = list[tuple[float, float]]
@@ -33,7 +33,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """A file, or a folder of results; sections by name."""
 
     path: str
@@ -48,7 +48,7 @@ class _Result(msgspec.Struct):
     figures: dict[str, Any]
 
 
-def read(path: str) -> Run:
+def read(path: str) -> RecordedRun:
     """Read a run.
 
     Raises:
@@ -59,7 +59,7 @@ def read(path: str) -> Run:
     sections = [section for file in files for section in _sections(file)]
     if not sections:
         raise ConfigError("run", path, "there is nothing in it to report on")
-    return Run(path, {section.name: section for section in sections})
+    return RecordedRun(path, {section.name: section for section in sections})
 
 
 def _sections(file: Path) -> Iterator[Section]:
@@ -68,7 +68,7 @@ def _sections(file: Path) -> Iterator[Section]:
             raise ConfigError("run", str(file), f"it has more than {_MOST_BYTES >> 20} MiB")
         data = file.read_bytes()
         if b'"endpoints"' in data.partition(b"\n")[0]:
-            frames = [msgspec.json.decode(line, type=Frame) for line in data.splitlines()]
+            frames = [msgspec.json.decode(line, type=Snapshot) for line in data.splitlines()]
             yield from _history(frames)
         else:
             yield _benchmark(msgspec.json.decode(data, type=_Result))
@@ -89,7 +89,7 @@ def _figure(value: Any) -> float | str:
     return str(value)
 
 
-def _history(frames: list[Frame]) -> Iterator[Section]:
+def _history(frames: list[Snapshot]) -> Iterator[Section]:
     """Yield a section per endpoint: the nth of a kind is compared with the other run's nth."""
     began = min(frame.at for frame in frames)
     series: dict[str, dict[str, Points]] = defaultdict(lambda: defaultdict(list))
@@ -109,7 +109,7 @@ def _history(frames: list[Frame]) -> Iterator[Section]:
         yield Section(name, about, _means(moving), moving)
 
 
-def _values(one: Endpoint) -> Iterator[tuple[str, float | None]]:
+def _values(one: EndpointFrame) -> Iterator[tuple[str, float | None]]:
     """Yield what is drawn over time. The unit ends the name, after a comma."""
     yield "up, 1 or 0", float(one.up)
     if one.lookups:
@@ -156,7 +156,7 @@ _MOST_CHANGES = 12
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """One figure; ``values`` has one per run, None where a run lacks it."""
 
     name: str
@@ -178,19 +178,19 @@ class Compared:
     """One section of all runs."""
 
     name: str
-    about: tuple[Row, ...]
-    rows: tuple[Row, ...]
-    bars: Mapping[str, tuple[Row, ...]]
+    about: tuple[ComparisonRow, ...]
+    rows: tuple[ComparisonRow, ...]
+    bars: Mapping[str, tuple[ComparisonRow, ...]]
     lines: Mapping[str, tuple[Points, ...]]
 
 
-def compare(runs: Sequence[Run]) -> list[Compared]:
+def compare(runs: Sequence[RecordedRun]) -> list[Compared]:
     """Return the sections of all runs, in the order of the first run."""
     names = dict.fromkeys(name for run in runs for name in run.sections)
     return [_compared(name, [run.sections.get(name) for run in runs]) for name in names]
 
 
-def largest_changes(sections: Sequence[Compared]) -> list[tuple[str, Row]]:
+def largest_changes(sections: Sequence[Compared]) -> list[tuple[str, ComparisonRow]]:
     """Return (section, figure) of those that differ most, as a factor either way."""
     found = [
         (max(ratio, 1 / ratio), section.name, row)
@@ -218,13 +218,15 @@ def _compared(name: str, sections: Sequence[Section | None]) -> Compared:
     )
 
 
-def _rows(columns: Sequence[Mapping[str, float | str]]) -> tuple[Row, ...]:
+def _rows(columns: Sequence[Mapping[str, float | str]]) -> tuple[ComparisonRow, ...]:
     names = dict.fromkeys(name for column in columns for name in column)
-    return tuple(Row(name, tuple(column.get(name) for column in columns)) for name in names)
+    return tuple(
+        ComparisonRow(name, tuple(column.get(name) for column in columns)) for name in names
+    )
 
 
-def _bars(rows: Sequence[Row]) -> dict[str, tuple[Row, ...]]:
-    groups: dict[str, list[Row]] = defaultdict(list)
+def _bars(rows: Sequence[ComparisonRow]) -> dict[str, tuple[ComparisonRow, ...]]:
+    groups: dict[str, list[ComparisonRow]] = defaultdict(list)
     for row in rows:
         unit = unit_of(row.name)
         if unit and any(isinstance(value, float) for value in row.values):

@@ -20,14 +20,14 @@ from rich.live import Live
 
 from kvconnect.errors import ConfigError
 from kvconnect.observability.metrics import rates
-from kvconnect.observability.metrics.frame import Frame
+from kvconnect.observability.metrics.frame import Snapshot
 from kvconnect.observability.metrics.rates import Labels, Samples, Scrape
 from kvconnect.observability.top import screen
 
-Show = Callable[[Frame], None]
+Show = Callable[[Snapshot], None]
 
 
-class Options(NamedTuple):
+class TopOptions(NamedTuple):
     """What to look at and how. ``record``: file that frames are appended to, "" for none."""
 
     urls: tuple[str, ...]
@@ -37,17 +37,17 @@ class Options(NamedTuple):
     record: str
 
 
-def options_of(arguments: argparse.Namespace) -> Options:
+def options_of(arguments: argparse.Namespace) -> TopOptions:
     """Return the options that parsed flags stand for.
 
     Raises:
         ConfigError: names the URL and the fix.
     """
     urls = tuple(dict.fromkeys(metrics_url(url) for url in arguments.urls))
-    return Options(urls, arguments.interval, arguments.once, arguments.json, arguments.record)
+    return TopOptions(urls, arguments.interval, arguments.once, arguments.json, arguments.record)
 
 
-def run(options: Options, out: TextIO) -> bool:
+def run(options: TopOptions, out: TextIO) -> bool:
     """Show frames on ``out`` until interrupted, or one; return whether all of the last were up.
 
     Raises:
@@ -65,7 +65,7 @@ def run(options: Options, out: TextIO) -> bool:
     return all_up
 
 
-def frames(options: Options) -> Iterator[Frame]:
+def frames(options: TopOptions) -> Iterator[Snapshot]:
     """Yield a frame per interval, without an end; with ``once``, the first that has rates."""
     before: dict[str, Scrape] = {}
     due = time.monotonic()
@@ -73,7 +73,7 @@ def frames(options: Options) -> Iterator[Frame]:
     while True:
         after = scrape_all(options.urls)
         if not (first and options.once):
-            yield Frame(
+            yield Snapshot(
                 at=time.time(),
                 endpoints=tuple(rates.endpoint(before.get(one.url), one) for one in after),
             )
@@ -85,7 +85,7 @@ def frames(options: Options) -> Iterator[Frame]:
         time.sleep(max(0.0, due - time.monotonic()))
 
 
-def _shown_as(options: Options, out: TextIO, stack: contextlib.ExitStack) -> Show:
+def _shown_as(options: TopOptions, out: TextIO, stack: contextlib.ExitStack) -> Show:
     if options.json:
         return lambda frame: _write(out, msgspec.json.encode(frame).decode())
     console = Console(file=out)
@@ -95,7 +95,7 @@ def _shown_as(options: Options, out: TextIO, stack: contextlib.ExitStack) -> Sho
     return lambda frame: live.update(screen.draw(frame), refresh=True)
 
 
-def _append(path: str, frame: Frame) -> None:
+def _append(path: str, frame: Snapshot) -> None:
     try:
         with Path(path).open("ab") as file:
             file.write(msgspec.json.encode(frame) + b"\n")

@@ -13,13 +13,20 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from kvconnect.observability.metrics.frame import Endpoint, Frame, Ledger, Lookups, Router, TierUse
+from kvconnect.observability.metrics.frame import (
+    EndpointFrame,
+    LedgerCounts,
+    Lookups,
+    Router,
+    Snapshot,
+    TierUse,
+)
 
 _MOST_PHASES = 8
 _MOST_PEERS = 10
 
 
-def draw(frame: Frame) -> RenderableType:
+def draw(frame: Snapshot) -> RenderableType:
     """Return what to show of a frame."""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(frame.at))
     down = sum(not endpoint.up for endpoint in frame.endpoints)
@@ -29,7 +36,7 @@ def draw(frame: Frame) -> RenderableType:
     return Group(head, *map(_endpoint, sorted(frame.endpoints, key=lambda each: each.up)))
 
 
-def _endpoint(one: Endpoint) -> Panel:
+def _endpoint(one: EndpointFrame) -> Panel:
     title = Text(f"{one.kind} {plain(one.url)}".strip(), style="bold")
     if not one.up:
         why = Text(f"DOWN  {plain(one.error)}", style="bold red")
@@ -39,7 +46,7 @@ def _endpoint(one: Endpoint) -> Panel:
     return Panel(Columns(tables, padding=(0, 3)), title=title, title_align="left")
 
 
-def _engine(one: Endpoint) -> list[Table]:
+def _engine(one: EndpointFrame) -> list[Table]:
     tables = [_lookups(one.lookups)] if one.lookups else []
     tables += [_transfers(one), _tiers(one.tiers), _peers(one)]
     tables += [_ledger(one.ledger)] if one.ledger else []
@@ -52,7 +59,7 @@ def _lookups(lookups: Lookups) -> Table:
     return _table("lookups", (), rows)
 
 
-def _transfers(one: Endpoint) -> Table:
+def _transfers(one: EndpointFrame) -> Table:
     columns = ("", "rate", "per op", "copy speed", "total")
     rows = (
         (
@@ -86,7 +93,7 @@ def _tiers(tiers: Iterable[TierUse]) -> Table:
     return _table("tiers", columns, rows)
 
 
-def _peers(one: Endpoint) -> Table:
+def _peers(one: EndpointFrame) -> Table:
     active = sorted(
         (each for each in one.peers if each.bytes_total or each.failures_total),
         key=lambda peer: -peer.bytes_total,
@@ -105,7 +112,7 @@ def _peers(one: Endpoint) -> Table:
     return _table("peers", columns, rows)
 
 
-def _ledger(ledger: Ledger) -> Table:
+def _ledger(ledger: LedgerCounts) -> Table:
     rows = [
         *((f"held by {owner}", f"{held:g} blocks") for owner, held in ledger.held_blocks.items()),
         ("oldest hold", duration(ledger.oldest_hold_s)),
@@ -114,7 +121,7 @@ def _ledger(ledger: Ledger) -> Table:
     return _table("ledger", (), rows)
 
 
-def _phases(one: Endpoint) -> Table:
+def _phases(one: EndpointFrame) -> Table:
     rows = (
         (
             plain(each.name),
@@ -127,7 +134,7 @@ def _phases(one: Endpoint) -> Table:
     return _table("slowest phases", ("", "mean", "p99", "per s"), rows)
 
 
-def _failures(one: Endpoint) -> Table:
+def _failures(one: EndpointFrame) -> Table:
     rows = (
         (f"{each.name} {plain(each.label)}", count(each.per_s), count(each.total))
         for each in one.failures

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvconnect.observability.tracing.otel import Attributes, Context, Span, Tracer, fail, within
-from kvconnect.offload.messages import Moved, Report
+from kvconnect.offload.messages import JobReport, PeerTransfer
 
 
-def end_job(tracer: Tracer, span: Span, reports: Sequence[Report]) -> None:
+def end_job(tracer: Tracer, span: Span, reports: Sequence[JobReport]) -> None:
     """Every worker has said what became of a receive, or of a load."""
     for moved in (moved for report in reports for moved in report.moved):
         about = _bytes(moved) | {"kvconnect.transport": moved.path}
@@ -22,7 +22,7 @@ def end_job(tracer: Tracer, span: Span, reports: Sequence[Report]) -> None:
     span.end()
 
 
-def record_send(tracer: Tracer, hold: Span, moved: Moved) -> None:
+def record_send(tracer: Tracer, hold: Span, moved: PeerTransfer) -> None:
     """A reader has everything."""
     began = min((chunk.began for chunk in moved.chunks), default=moved.first)
     times = began, moved.ended
@@ -42,14 +42,14 @@ def _record(
     parent: Span,
     name: str,
     times: tuple[float, float],
-    moved: Moved,
+    moved: PeerTransfer,
     attributes: Attributes | None = None,
 ) -> Context:
     about = {"kvconnect.worker": moved.worker, **(attributes or {})}
     return tracer.record(name, within(parent), _ns(*times), about)
 
 
-def _bytes(moved: Moved) -> dict[str, str | int | float | bool]:
+def _bytes(moved: PeerTransfer) -> dict[str, str | int | float | bool]:
     return {"kvconnect.bytes": moved.nbytes, "kvconnect.wire_seconds": moved.seconds}
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from kvconnect.config import PolicyName
-from kvconnect.offload.eviction.base import Policy
+from kvconnect.offload.eviction.base import EvictionPolicy
 from kvconnect.offload.eviction.lru import LRU
 from kvconnect.offload.eviction.s3fifo import S3FIFO
 
-__all__ = ["LRU", "S3FIFO", "Policy", "make_policy"]
+__all__ = ["LRU", "S3FIFO", "EvictionPolicy", "make_policy"]
 
 _POLICIES: dict[PolicyName, type[LRU] | type[S3FIFO]] = {"lru": LRU, "s3fifo": S3FIFO}
 
 
-def make_policy(name: PolicyName, capacity: int) -> Policy:
+def make_policy(name: PolicyName, capacity: int) -> EvictionPolicy:
     """Build the policy called ``name`` for ``capacity`` slots."""
     return _POLICIES[name](capacity)

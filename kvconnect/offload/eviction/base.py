@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 
-class Policy(ABC):
+class EvictionPolicy(ABC):
     """Order of eviction over slots that hold a block.
 
     A policy knows slots, not blocks. It never evicts a pinned slot. Nothing here blocks, does

@@ -13,13 +13,13 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 
-from kvconnect.offload.eviction.base import Policy
+from kvconnect.offload.eviction.base import EvictionPolicy
 
 _DEAD = 0
 _SWEEP_MIN = 1024  # below this many entries a sweep costs more than the entries do
 
 
-class LRU(Policy):
+class LRU(EvictionPolicy):
     """Exact LRU over ``capacity`` slots; about 20 bytes per block."""
 
     def __init__(self, capacity: int) -> None:

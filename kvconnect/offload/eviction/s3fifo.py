@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
-from kvconnect.offload.eviction.base import Policy
+from kvconnect.offload.eviction.base import EvictionPolicy
 
 _SMALL_SHARE = 0.1  # the paper's setting; its results are flat between 5 and 20 %
 _MAX_FREQUENCY = 3  # two bits per block
 _ABSENT, _SMALL, _MAIN = 0, 1, 2
 
 
-class S3FIFO(Policy):
+class S3FIFO(EvictionPolicy):
     """S3-FIFO over ``capacity`` slots. A touch costs one byte store per block."""
 
     def __init__(self, capacity: int) -> None:

@@ -20,7 +20,7 @@ from msgspec import Meta, Raw
 from kvconnect.errors import Refused
 from kvconnect.router.fleet.upstreams import Upstream
 from kvconnect.router.policy.loads import Target
-from kvconnect.router.policy.prefixes import MEDIA, Hash, PrefixIndex, Stored, Tier
+from kvconnect.router.policy.prefixes import MEDIA, CacheTier, Hash, PrefixIndex, Stored
 from kvconnect.router.supervisor import Supervisor, TaskKind
 
 _FULL_ATTENTION = (None, "full_attention", "mla_attention")
@@ -198,9 +198,9 @@ def _stored(event: _BlockStored) -> Stored:
     return Stored(hashes, parent, tokens, event.block_size, _tier(event))
 
 
-def _tier(event: _Event) -> Tier:
+def _tier(event: _Event) -> CacheTier:
     """Return where blocks are; a tier of an unknown name is taken for the farthest."""
-    return MEDIA.get(event.medium, Tier.REMOTE)
+    return MEDIA.get(event.medium, CacheTier.REMOTE)
 
 
 # Subscriptions to engines' KV events over ZMQ. Everything here runs on the event loop.

@@ -18,14 +18,14 @@ from typing import Any
 from kvconnect.errors import Refused
 from kvconnect.router.fleet import sources
 from kvconnect.router.fleet.kv_events import subscribe
-from kvconnect.router.fleet.pairing import Pair
+from kvconnect.router.fleet.pairing import EnginePair
 from kvconnect.router.fleet.probe import ProbeFailed, Prober
 from kvconnect.router.fleet.sources import Named, Refusal, Source
 from kvconnect.router.fleet.upstreams import Fleet, Upstream
 from kvconnect.router.fleet.watch import Watcher
 from kvconnect.router.http.pool import Client
 from kvconnect.router.metrics import RouterMetrics, What
-from kvconnect.router.options import Options, Worker
+from kvconnect.router.options import RouterOptions, Worker
 from kvconnect.router.policy.loads import Role
 from kvconnect.router.policy.prefixes import PrefixIndex
 from kvconnect.router.supervisor import Supervisor, TaskKind
@@ -42,7 +42,7 @@ class Membership:
 
     def __init__(
         self,
-        options: Options,
+        options: RouterOptions,
         fleet: Fleet,
         client: Client,
         metrics: RouterMetrics,
@@ -237,7 +237,7 @@ async def _proven(membership: Membership, fleet: Fleet, old: Upstream, role: Rol
             await membership.prober.probe(*pair)
         except ProbeFailed as error:
             raise Refused("url", f"no KV from {pair[0].url} to {pair[1].url}: {error}") from error
-        fleet.proofs.vouched(Pair(*(each.index for each in pair)))
+        fleet.proofs.vouched(EnginePair(*(each.index for each in pair)))
         proven = True
         return new
     finally:

@@ -18,7 +18,7 @@ Engine = tuple[Role, int]
 """An engine by its role and number."""
 
 
-class Pair(NamedTuple):
+class EnginePair(NamedTuple):
     """A prefill and a decode engine, by number."""
 
     prefill: int
@@ -38,12 +38,12 @@ class Proofs:
     """
 
     def __init__(self, interval_s: float) -> None:
-        self.broken: dict[Pair, str] = {}
+        self.broken: dict[EnginePair, str] = {}
         self._interval_s = interval_s
         self._proven: set[Engine] = set()
         self._next: dict[Engine, float] = {}  # when it is to be probed; of new ones at once
-        self._again: dict[Pair, float] = {}  # when this very pair is to be
-        self._open: set[Pair] = set()  # being probed
+        self._again: dict[EnginePair, float] = {}  # when this very pair is to be
+        self._open: set[EnginePair] = set()  # being probed
         self._turn = 0
 
     def proven(self, engine: Engine) -> bool:
@@ -56,7 +56,7 @@ class Proofs:
             at <= now for at in self._again.values()
         )
 
-    def due(self, pairs: Sequence[Pair], now: float) -> list[Pair]:
+    def due(self, pairs: Sequence[EnginePair], now: float) -> list[EnginePair]:
         """Return what to probe now of all ``pairs`` that could be: each engine whose time has come
         once, and single pairs that are to be looked at again. :meth:`began` comes next."""
         pairs = [pair for pair in pairs if pair not in self._open]
@@ -75,7 +75,7 @@ class Proofs:
                     waiting.difference_update(pair.engines)
         return found
 
-    def _ranked(self, pairs: Sequence[Pair], waiting: Collection[Engine]) -> list[Pair]:
+    def _ranked(self, pairs: Sequence[EnginePair], waiting: Collection[Engine]) -> list[EnginePair]:
         """Return pairs with the most telling first: not known to be broken, of use to both, with
         one whose word can be trusted; of equals, with a different partner each time."""
         sides = [sorted({pair[side] for pair in pairs}) for side in (0, 1)]
@@ -83,7 +83,7 @@ class Proofs:
         most = max(map(len, sides))
         self._turn += 1
 
-        def rank(pair: Pair) -> tuple[bool, bool, bool, int]:
+        def rank(pair: EnginePair) -> tuple[bool, bool, bool, int]:
             both = all(engine in waiting for engine in pair.engines)
             trusted = any(engine in self._proven for engine in pair.engines)
             turn = (place[0][pair.prefill] + place[1][pair.decode] + self._turn) % most
@@ -91,28 +91,28 @@ class Proofs:
 
         return sorted(pairs, key=rank)
 
-    def began(self, pair: Pair) -> None:
+    def began(self, pair: EnginePair) -> None:
         """A probe of the pair begins; :meth:`passed` or :meth:`failed` ends it."""
         self._open.add(pair)
         self._again.pop(pair, None)
         for engine in pair.engines:
             self._next[engine] = float("inf")
 
-    def passed(self, pair: Pair, now: float) -> None:
+    def passed(self, pair: EnginePair, now: float) -> None:
         """The probe's KV arrived, or nothing can be said against it."""
         if self._end(pair):
             self.broken.pop(pair, None)
             self._proven.update(pair.engines)
             self._next.update(dict.fromkeys(pair.engines, now + self._interval_s))
 
-    def vouched(self, pair: Pair) -> None:
+    def vouched(self, pair: EnginePair) -> None:
         """A probe passed that was made for another reason. Where there are no others, it proves
         nothing: engines that are proven get the requests of those that are not."""
         if self._interval_s:
             self.broken.pop(pair, None)
             self._proven.update(pair.engines)
 
-    def failed(self, pair: Pair, why: str, now: float) -> None:
+    def failed(self, pair: EnginePair, why: str, now: float) -> None:
         """It did not."""
         if self._end(pair):
             self.broken[pair] = why
@@ -124,12 +124,12 @@ class Proofs:
                 soon = now
             self._next.update(dict.fromkeys(pair.engines, soon))
 
-    def void(self, pair: Pair, now: float) -> None:
+    def void(self, pair: EnginePair, now: float) -> None:
         """It could not be made; changes nothing after a verdict."""
         if self._end(pair):
             self._next.update(dict.fromkeys(pair.engines, now + RETRY_S))
 
-    def doubt(self, pair: Pair) -> None:
+    def doubt(self, pair: EnginePair) -> None:
         """A request failed on the pair: have it probed, unless it is known to be broken."""
         if pair not in self.broken and pair not in self._open:
             self._again[pair] = 0.0
@@ -146,7 +146,7 @@ class Proofs:
             for each in pair.engines:  # its partner's probe shows nothing any more
                 self._next.pop(each, None)
 
-    def _end(self, pair: Pair) -> bool:
+    def _end(self, pair: EnginePair) -> bool:
         """Return whether the probe still counts: neither engine has been lost since it began."""
         known = pair in self._open
         self._open.discard(pair)

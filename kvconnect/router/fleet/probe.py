@@ -16,15 +16,15 @@ from typing import Any
 from kvconnect.errors import KVConnectError, Refused
 from kvconnect.router.exchange import bodies, mooncake_ticket
 from kvconnect.router.fleet import reports
-from kvconnect.router.fleet.pairing import Pair
+from kvconnect.router.fleet.pairing import EnginePair
 from kvconnect.router.fleet.upstreams import Fleet, Upstream
 from kvconnect.router.http import upstream_requests
 from kvconnect.router.http.http1 import Exhausted, Lost, Unreachable, head_of
 from kvconnect.router.http.pool import Client, within
 from kvconnect.router.metrics import ProbeOutcome, RouterMetrics
-from kvconnect.router.policy.choice import Choice, Mode, Place, Reason
+from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason, TargetChoice
 from kvconnect.router.policy.loads import Role, Target
-from kvconnect.router.policy.ranking import Why
+from kvconnect.router.policy.ranking import RankingReason
 from kvconnect.router.supervisor import Supervisor, TaskKind
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Prober:
         self._metrics.count("probes", error.outcome.value)
         raise error
 
-    def _due(self) -> list[Pair]:
+    def _due(self) -> list[EnginePair]:
         proofs, view, now = self._fleet.proofs, self._fleet.view(), time.monotonic()
         prefill = [w for w in view.prefill if w.up and w.models]
         decode = [w for w in view.decode if w.up and w.models]
@@ -103,10 +103,10 @@ class Prober:
         engines += [(Role.DECODE, w.index) for w in decode]
         if not proofs.waits(engines, now):
             return []
-        pairs = [Pair(p.index, d.index) for p in prefill for d in decode if p.pairs_with(d)]
+        pairs = [EnginePair(p.index, d.index) for p in prefill for d in decode if p.pairs_with(d)]
         return proofs.due(pairs, now)
 
-    async def _judge(self, pair: Pair, prefill: Upstream, decode: Upstream) -> None:
+    async def _judge(self, pair: EnginePair, prefill: Upstream, decode: Upstream) -> None:
         """Probe a pair and note what it shows."""
         proofs = self._fleet.proofs
         try:
@@ -138,7 +138,7 @@ class Prober:
         self._turn += 1
         p, d = self._place(prefill), self._place(decode)
         mode = Mode.BOOTSTRAP if prefill.native else Mode.PULL
-        choice = Choice(mode, Reason.DEFAULT, p, d)
+        choice = RoutingChoice(mode, RoutingReason.DEFAULT, p, d)
         shared = [name for name in prefill.said.models if name in decode.said.models]
         if not shared:
             raise Refused("answer", "they serve no model in common")
@@ -156,11 +156,13 @@ class Prober:
         ticket.pop("remote_prefill_cached_tokens", None)
         return await self._ask(decode, d, upstream_requests.pull_body(body, ticket))
 
-    def _place(self, upstream: Upstream) -> Place:
+    def _place(self, upstream: Upstream) -> TargetChoice:
         ranks = len(upstream.loads.own)
-        return Place(Target(upstream.index, self._turn % ranks if ranks > 1 else None), Why.TURN)
+        return TargetChoice(
+            Target(upstream.index, self._turn % ranks if ranks > 1 else None), RankingReason.TURN
+        )
 
-    async def _ask(self, upstream: Upstream, place: Place, body: Mapping[str, Any]) -> bytes:
+    async def _ask(self, upstream: Upstream, place: TargetChoice, body: Mapping[str, Any]) -> bytes:
         raw = upstream_requests.encoded(body)
         rank = place.target.rank
         headers = {} if rank is None else {upstream_requests.RANK_HEADER: str(rank)}

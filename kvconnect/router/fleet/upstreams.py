@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvconnect.router.fleet.pairing import Pair, Proofs
+from kvconnect.router.fleet.pairing import EnginePair, Proofs
 from kvconnect.router.http.http1 import Base
-from kvconnect.router.http.upstream_requests import Card
-from kvconnect.router.options import Options, Worker
-from kvconnect.router.policy.choice import Choice, Place
-from kvconnect.router.policy.loads import Engine, Loads, Role, View, WorkerView
+from kvconnect.router.http.upstream_requests import StandingTicket
+from kvconnect.router.options import RouterOptions, Worker
+from kvconnect.router.policy.choice import RoutingChoice, TargetChoice
+from kvconnect.router.policy.loads import Engine, FleetView, Loads, Role, WorkerView
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Upstream:
         self.said = Said()
         self.draining = False
         self.open = 0  # requests under way, or on their way by another engine
-        self.breaker = Breaker()
+        self.breaker = EngineBreaker()
         self.signals = Signals()
         self._cards: dict[int, tuple[str, float]] = {}  # rank -> text, when it ends
         self._changed = changed
@@ -109,7 +109,7 @@ class Upstream:
             return
         logger.info("%s engine %s is %s", self.role.value, self.url, "up" if up else "down")
         if up:
-            self.breaker = Breaker(time.monotonic())  # it may be another incarnation
+            self.breaker = EngineBreaker(time.monotonic())  # it may be another incarnation
             self.signals.down.clear()
             self.signals.up.set()
         else:
@@ -124,13 +124,13 @@ class Upstream:
         """Something went wrong with it: have it probed at once."""
         self.signals.suspected.set()
 
-    def began(self, place: Place, now: float) -> None:
+    def began(self, place: TargetChoice, now: float) -> None:
         """A request goes there."""
         self.open += 1
         self.loads.begin(place.target.rank, place.tokens, now)
         self.breaker.began(now)
 
-    def ended(self, place: Place) -> None:
+    def ended(self, place: TargetChoice) -> None:
         """It is over."""
         self.open -= 1
         self.loads.end(place.target.rank, place.tokens)
@@ -145,7 +145,7 @@ class Upstream:
         finally:
             self.open -= 1
 
-    def hold_card(self, rank: int, card: Card, asked: float) -> None:
+    def hold_card(self, rank: int, card: StandingTicket, asked: float) -> None:
         """It gave out a card, asked for at ``asked``."""
         if self.up:
             self._cards[rank] = card.text, asked + card.lifetime_s
@@ -155,7 +155,7 @@ class Upstream:
         return text if now < ends else None
 
 
-class Notice(Protocol):
+class FleetObserver(Protocol):
     """Who is told what becomes of engines; the metrics."""
 
     def up(self, upstream: Upstream) -> None:
@@ -171,7 +171,7 @@ class Notice(Protocol):
 class Fleet:
     """All engines of one router, by role and number."""
 
-    def __init__(self, options: Options, notice: Notice) -> None:
+    def __init__(self, options: RouterOptions, notice: FleetObserver) -> None:
         self._stale_s = max(_LEAST_STALE_S, STALE_REPORTS * options.intervals.load_s)
         self._notice = notice
         self.proofs = Proofs(options.intervals.probe_s)
@@ -213,7 +213,7 @@ class Fleet:
         said = (upstream.said.models.get(model) for upstream in self.all())
         return not model or any(isinstance(m, dict) and not m.get("parent") for m in said)
 
-    def view(self) -> View:
+    def view(self) -> FleetView:
         """Return all of them as policies see them."""
         now = time.monotonic()
         prefill, decode = (
@@ -223,7 +223,7 @@ class Fleet:
             )
             for role in Role
         )
-        return View(prefill, decode, self.proofs.broken)
+        return FleetView(prefill, decode, self.proofs.broken)
 
     def broken(self, upstream: Upstream) -> dict[str, str]:
         """Return to or from which engines, by URL, its KV does not get, and why."""
@@ -235,10 +235,10 @@ class Fleet:
             if (role, index) in pair.engines
         }
 
-    def doubt(self, choice: Choice) -> None:
+    def doubt(self, choice: RoutingChoice) -> None:
         """A request failed on its engines: their hand-off is worth a probe."""
         if choice.prefill is not None:
-            pair = Pair(choice.prefill.target.worker, choice.decode.target.worker)
+            pair = EnginePair(choice.prefill.target.worker, choice.decode.target.worker)
             if all(number in self._by_role[role] for role, number in pair.engines):
                 self.proofs.doubt(pair)
 
@@ -261,7 +261,7 @@ PAUSE_MOST_S = 30.0
 
 
 @dataclass
-class Breaker:
+class EngineBreaker:
     """Of one engine. Not thread-safe.
 
     Attributes:

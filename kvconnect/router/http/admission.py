@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from kvconnect.errors import KVConnectError
-from kvconnect.router.options import Limits
+from kvconnect.router.options import RouterLimits
 
 
 class Busy(KVConnectError):
@@ -23,7 +23,7 @@ class Busy(KVConnectError):
 class Admission:
     """The door: first come, first served."""
 
-    def __init__(self, limits: Limits, waiting: Callable[[int], None]) -> None:
+    def __init__(self, limits: RouterLimits, waiting: Callable[[int], None]) -> None:
         self._limits = limits
         self._inside = 0
         self._queue: deque[asyncio.Future[None]] = deque()

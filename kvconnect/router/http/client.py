@@ -15,14 +15,14 @@ from kvconnect.router.http import upstream_requests
 from kvconnect.router.http.admission import Busy
 from kvconnect.router.http.http1 import Connection, Exhausted, Lost, Unreachable, head_of, read
 from kvconnect.router.http.pool import Client
-from kvconnect.router.metrics import LegOutcome, RouterMetrics
-from kvconnect.router.policy.choice import Cause, Place
+from kvconnect.router.metrics import RouterMetrics, UpstreamOutcome
+from kvconnect.router.policy.choice import Cause, TargetChoice
 from kvconnect.router.policy.loads import Role
 from kvconnect.router.supervisor import Supervisor, TaskKind
 
 if TYPE_CHECKING:
     from kvconnect.router.fleet.upstreams import Upstream
-    from kvconnect.router.tracing import LegSpan
+    from kvconnect.router.tracing import UpstreamSpan
 
 _EVENT_STREAM = "text/event-stream"
 _EVENT_END = b"\n\n"
@@ -30,7 +30,7 @@ _MOST_BEGINNING = 1 << 20  # bytes of a stream that are looked at before they ar
 
 
 @dataclass(frozen=True)
-class Answer:
+class EngineResponse:
     """A whole answer of an engine."""
 
     status: int
@@ -39,7 +39,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Ask:
+class EngineRequest:
     """What to send: method, path, headers, and a JSON body unless it is None."""
 
     method: str
@@ -48,11 +48,11 @@ class Ask:
     body: bytes | None
 
 
-class LegFailed(KVConnectError):
+class UpstreamFailed(KVConnectError):
     """An engine could not be reached, was lost, or failed; ``answer`` is what it said, if any."""
 
     def __init__(
-        self, role: Role, cause: Cause, message: str, answer: Answer | None = None
+        self, role: Role, cause: Cause, message: str, answer: EngineResponse | None = None
     ) -> None:
         super().__init__(message)
         self.role = role
@@ -63,7 +63,7 @@ class LegFailed(KVConnectError):
 class Rejected(KVConnectError):
     """An engine says that the client's request is wrong (4xx)."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: EngineResponse) -> None:
         super().__init__(f"{answer.status}")
         self.answer = answer
 
@@ -90,11 +90,11 @@ class Overhead:
         return self._spent + self._written - self._since
 
 
-class Leg:
+class UpstreamRequest:
     """A request to one engine, from its dispatch to its last byte.
 
     Use as a context: leaving it closes the connection, upon which the engine drops what is not
-    finished. Every call raises :class:`LegFailed` when the engine fails or is lost.
+    finished. Every call raises :class:`UpstreamFailed` when the engine fails or is lost.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class Leg:
         client: Client,
         metrics: RouterMetrics,
         upstream: Upstream,
-        place: Place,
-        span: LegSpan,
+        place: TargetChoice,
+        span: UpstreamSpan,
     ) -> None:
         self.upstream = upstream
         self._client = client
@@ -112,9 +112,9 @@ class Leg:
         self._span = span
         self._began = 0.0
         self._connection: Connection | None = None
-        self._outcome = LegOutcome.CANCELLED  # until something else is known
+        self._outcome = UpstreamOutcome.CANCELLED  # until something else is known
 
-    async def __aenter__(self) -> Leg:
+    async def __aenter__(self) -> UpstreamRequest:
         self._metrics.leg_began(self.upstream.role, self.upstream.url)
         self._began = time.monotonic()
         self.upstream.began(self.place, self._began)
@@ -129,9 +129,9 @@ class Leg:
         if self._connection is not None:
             self._client.release(self.upstream.base, self._connection)
         self.upstream.ended(self.place)
-        if self._outcome in (LegOutcome.OK, LegOutcome.REJECTED):
+        if self._outcome in (UpstreamOutcome.OK, UpstreamOutcome.REJECTED):
             self.upstream.breaker.succeeded()
-        elif self._outcome is not LegOutcome.CANCELLED:
+        elif self._outcome is not UpstreamOutcome.CANCELLED:
             self.upstream.breaker.failed(self._began, time.monotonic())
         self._metrics.leg_ended(self.upstream.role, self.upstream.url, self._outcome)
         self._span.end(self._outcome)
@@ -146,7 +146,7 @@ class Leg:
         """Whether the answer is a stream of events."""
         return self.content_type.startswith(_EVENT_STREAM)
 
-    async def open(self, ask: Ask, on_written: Callable[[], None]) -> None:
+    async def open(self, ask: EngineRequest, on_written: Callable[[], None]) -> None:
         """Send the request and wait for the head of a good answer.
 
         Raises:
@@ -163,9 +163,9 @@ class Leg:
             status = self._connection.answer.status
             if status == 200:
                 return
-            answer = Answer(status, self.content_type, await read(self._connection))
+            answer = EngineResponse(status, self.content_type, await read(self._connection))
         if 400 <= status < 500:
-            self._outcome = LegOutcome.REJECTED
+            self._outcome = UpstreamOutcome.REJECTED
             raise Rejected(answer)
         raise self._error(answer)
 
@@ -173,7 +173,7 @@ class Leg:
         """Return the whole answer."""
         with self._failures():
             body = await read(self._opened)
-        self._outcome = LegOutcome.OK
+        self._outcome = UpstreamOutcome.OK
         return body
 
     async def first_event(self) -> bytes:
@@ -199,7 +199,7 @@ class Leg:
         error = upstream_requests.error_in(event)
         if error is not None:
             status, body = error
-            raise self._error(Answer(status, "application/json", body))
+            raise self._error(EngineResponse(status, "application/json", body))
         return begin
 
     async def chunks(self, forward: Callable[[bytes], bool]) -> AsyncIterator[bytes]:
@@ -207,12 +207,12 @@ class Leg:
         with self._failures():
             while chunk := await self._opened.readany(forward):
                 yield chunk
-        self._outcome = LegOutcome.OK
+        self._outcome = UpstreamOutcome.OK
 
-    def fail(self, message: str) -> LegFailed:
+    def fail(self, message: str) -> UpstreamFailed:
         """Return the error for an answer that makes no sense."""
-        self._outcome = LegOutcome.ERROR
-        return LegFailed(self.upstream.role, "error", f"{self._name}: {message}")
+        self._outcome = UpstreamOutcome.ERROR
+        return UpstreamFailed(self.upstream.role, "error", f"{self._name}: {message}")
 
     @property
     def _name(self) -> str:
@@ -223,12 +223,12 @@ class Leg:
         assert self._connection is not None, "open() comes first"
         return self._connection
 
-    def _error(self, answer: Answer) -> LegFailed:
-        self._outcome = LegOutcome.ERROR
+    def _error(self, answer: EngineResponse) -> UpstreamFailed:
+        self._outcome = UpstreamOutcome.ERROR
         message = f"{self._name} answered {answer.status}"
         # What is neither an answer nor an error is the router's to explain.
         said = answer if 500 <= answer.status < 600 else None
-        return LegFailed(self.upstream.role, "error", message, said)
+        return UpstreamFailed(self.upstream.role, "error", message, said)
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
@@ -244,9 +244,9 @@ class Leg:
             self.upstream.suspect()
             raise self._unreachable("was lost") from error
 
-    def _unreachable(self, what: str) -> LegFailed:
-        self._outcome = LegOutcome.UNREACHABLE
-        return LegFailed(self.upstream.role, "unreachable", f"{self._name} {what}")
+    def _unreachable(self, what: str) -> UpstreamFailed:
+        self._outcome = UpstreamOutcome.UNREACHABLE
+        return UpstreamFailed(self.upstream.role, "unreachable", f"{self._name} {what}")
 
 
 # Prefill legs that outlive the answer they were for.
@@ -255,7 +255,7 @@ class Leg:
 END_S = 10.0
 
 
-class Leftovers:
+class DrainingPrefills:
     """Prefills whose blocks are all there, but who have not said so yet.
 
     Decode can be done first: what prefill answers has to go through its own engine's steps. To hang

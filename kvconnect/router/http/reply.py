@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from aiohttp import HttpVersion11, web
 
 from kvconnect.router.http import upstream_requests
-from kvconnect.router.http.client import Answer
-from kvconnect.router.policy.choice import Choice, Place
-from kvconnect.router.policy.ranking import Why
+from kvconnect.router.http.client import EngineResponse
+from kvconnect.router.policy.choice import RoutingChoice, TargetChoice
+from kvconnect.router.policy.ranking import RankingReason
 
 _EVENT_END = b"\n\n"
 _LAST_WORDS_S = 1.0  # for a client that does not read
@@ -22,13 +22,13 @@ class Reply:
     def __init__(self, request: web.Request, *, named: bool, hits: bool) -> None:
         """``named``: the events of its stream have names. ``hits``: tell what caches may have."""
         self._named, self._hits = named, hits
-        self.choice: Choice | None = None  # named in the answer's headers
+        self.choice: RoutingChoice | None = None  # named in the answer's headers
         self.stream: web.StreamResponse | None = None  # once the client has its first byte
         self.status = 0  # of the answer, once there is one
         self._request = request
         self._tail = b""  # last bytes of the stream
 
-    def whole(self, answer: Answer) -> web.Response:
+    def whole(self, answer: EngineResponse) -> web.Response:
         """Return an engine's answer as it is."""
         headers = self._headers(answer.content_type)
         self.status = answer.status
@@ -39,7 +39,7 @@ class Reply:
     ) -> web.Response:
         """Return an error of the router."""
         body = upstream_requests.error_body(status, message)
-        answer = self.whole(Answer(status, "application/json", body))
+        answer = self.whole(EngineResponse(status, "application/json", body))
         answer.headers.update(headers or {})
         return answer
 
@@ -96,7 +96,7 @@ class Reply:
                 self._name(headers, "Prefill", self.choice.prefill)
         return headers
 
-    def _name(self, headers: dict[str, str], leg: str, place: Place) -> None:
+    def _name(self, headers: dict[str, str], leg: str, place: TargetChoice) -> None:
         """Say where a leg ran and why: its engine's number, its rank, the reason, the expected hit.
 
         What a cache has tells what others sent, so it is the operator's to ask for.
@@ -104,7 +104,7 @@ class Reply:
         headers[f"X-KVConnect-{leg}"] = str(place.target.worker)
         if place.target.rank is not None:
             headers[f"X-KVConnect-{leg}-Rank"] = str(place.target.rank)
-        if self._hits or place.why not in (Why.HIT, Why.NO_HIT):
+        if self._hits or place.why not in (RankingReason.HIT, RankingReason.NO_HIT):
             headers[f"X-KVConnect-{leg}-Reason"] = place.why.value
         if self._hits and place.hit:
             headers[f"X-KVConnect-{leg}-Hit"] = str(place.hit)

@@ -20,7 +20,7 @@ BODY_S = 60.0  # for a request's body: who sends slower holds memory
 _LARGE = 128 * 1024  # bytes that take long enough to be parsed elsewhere
 
 
-class Asked(NamedTuple):
+class ParsedRequest(NamedTuple):
     """A request: its body's fields, what routing needs to know of it, and what caches can be
     searched for, None if no policy wants to."""
 
@@ -41,7 +41,9 @@ class Intake:
         """Stop the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def read(self, request: web.Request, api: Api, tenant: Tenant, room: Room) -> Asked:
+    async def read(
+        self, request: web.Request, api: Api, tenant: Tenant, room: Room
+    ) -> ParsedRequest:
         """Return what a client asks.
 
         Raises:
@@ -50,7 +52,7 @@ class Intake:
             web.HTTPException: it is encoded, too large, or too slow.
         """
         if api.method == "GET":
-            return Asked({}, Prompt(), None)
+            return ParsedRequest({}, Prompt(), None)
         _refuse_encoded(request)
         if (request.content_length or 0) > self._most:
             raise web.HTTPRequestEntityTooLarge(self._most, request.content_length or 0)
@@ -60,13 +62,13 @@ class Intake:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._parsed, raw, api, tenant)
 
-    def _parsed(self, raw: bytes | bytearray, api: Api, tenant: Tenant) -> Asked:
+    def _parsed(self, raw: bytes | bytearray, api: Api, tenant: Tenant) -> ParsedRequest:
         body = bodies.read_body(raw)
         if tenant.secret and api.salted:
             own = body.get(bodies.SALT)
             body[bodies.SALT] = tenant.salt(b"" if own is None else bytes(own))
         pieces = bodies.pieces_of(body) if self._pieces and not api.alone else None
-        return Asked(body, bodies.look_at(body), pieces)
+        return ParsedRequest(body, bodies.look_at(body), pieces)
 
     async def _whole(self, request: web.Request, room: Room) -> bytearray:
         reading = self._read(request, room)

@@ -42,7 +42,7 @@ class Meeting(NamedTuple):
     rank: int | None
 
 
-class Card(NamedTuple):
+class StandingTicket(NamedTuple):
     """A prefill engine's standing offer to decode engines, signed by it."""
 
     text: str
@@ -169,7 +169,7 @@ def cached_of(answer: bytes) -> int | None:
     return found.cached_tokens if found else None
 
 
-def card_of(answer: bytes) -> Card:
+def card_of(answer: bytes) -> StandingTicket:
     """Return the card in a prefill engine's answer.
 
     Raises:
@@ -182,7 +182,7 @@ def card_of(answer: bytes) -> Card:
     if not isinstance(text, str) or not text.isascii():
         raise Refused("answer", f"it has no usable {_CARD}")
     if isinstance(lifetime, int | float) and 0 < lifetime < 2**31:
-        return Card(text, float(lifetime))
+        return StandingTicket(text, float(lifetime))
     raise Refused("answer", f"it has no usable {_CARD}")
 
 

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from itertools import islice
 
 from kvconnect.router.body import UNIT, Pieces
-from kvconnect.router.options import Options
-from kvconnect.router.policy.choice import Choice, Hits, Place
+from kvconnect.router.options import RouterOptions
+from kvconnect.router.policy.choice import Hits, RoutingChoice, TargetChoice
 from kvconnect.router.policy.loads import Role, Target
-from kvconnect.router.policy.prefixes import Hit, PrefixIndex, Stored, Tier
-from kvconnect.router.policy.ranking import Policy
+from kvconnect.router.policy.prefixes import CacheTier, Hit, PrefixIndex, Stored
+from kvconnect.router.policy.ranking import RankingPolicy
 
 
 class Caches:
     """The views of the roles whose policy looks at caches. On the event loop."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: RouterOptions) -> None:
         policies = {Role.PREFILL: options.prefill_policy, Role.DECODE: options.decode_policy}
-        roles = [role for role, policy in policies.items() if policy is Policy.CACHE_AWARE]
+        roles = [role for role, policy in policies.items() if policy is RankingPolicy.CACHE_AWARE]
         self.indexes = {role: PrefixIndex() for role in roles}
         self._histories = {role: History() for role in roles}
 
@@ -41,13 +41,13 @@ class Caches:
             found[role] |= index.match(ids)
         return found
 
-    def sent(self, choice: Choice, pieces: Pieces | None) -> None:
+    def sent(self, choice: RoutingChoice, pieces: Pieces | None) -> None:
         """A prompt goes to the engines of ``choice``."""
         if pieces is None:
             return
         for role, history in self._histories.items():
             place = choice.prefill if role is Role.PREFILL else choice.decode
-            if isinstance(place, Place):
+            if isinstance(place, TargetChoice):
                 history.sent(place.target, pieces.units)
 
     def forget(self, role: Role, worker: int, ranks: int) -> None:
@@ -85,13 +85,13 @@ class History:
         hashes: list[int] = []
         for unit in units:
             hashes.append(hash((hashes[-1] if hashes else 0, unit)))
-        self._index.stored(target, Stored(hashes, None, units, 1, Tier.DEVICE))
+        self._index.stored(target, Stored(hashes, None, units, 1, CacheTier.DEVICE))
         for name in reversed(hashes):  # the end of a prompt is forgotten first
             self._sent[target, name] = None
             self._sent.move_to_end((target, name))
         for old, name in list(islice(self._sent, max(0, len(self._sent) - self._most))):
             del self._sent[old, name]
-            self._index.removed(old, [name], Tier.DEVICE)
+            self._index.removed(old, [name], CacheTier.DEVICE)
 
     def forget(self, target: Target) -> None:
         """``target`` is another incarnation, or gone."""

@@ -15,10 +15,10 @@ from typing import Literal, NamedTuple
 from kvconnect.errors import KVConnectError, Refused
 from kvconnect.router.apis import COMPLETIONS, Api
 from kvconnect.router.body import Prompt
-from kvconnect.router.options import Options
-from kvconnect.router.policy.loads import Engine, Role, Target, View, WorkerView
+from kvconnect.router.options import RouterOptions
+from kvconnect.router.policy.loads import Engine, FleetView, Role, Target, WorkerView
 from kvconnect.router.policy.prefixes import Hit
-from kvconnect.router.policy.ranking import Candidate, Job, Pick, Policy, Why, pick
+from kvconnect.router.policy.ranking import Candidate, Job, Pick, RankingPolicy, RankingReason, pick
 
 Cause = Literal["unreachable", "error"]
 """Why a leg failed: no connection, or one that broke; or the engine answered with an error."""
@@ -34,7 +34,7 @@ class Mode(str, Enum):
     PLAIN = "plain"  # decode does all of it
 
 
-class Reason(str, Enum):
+class RoutingReason(str, Enum):
     """Why a mode was taken."""
 
     DEFAULT = "default"
@@ -47,16 +47,16 @@ class Reason(str, Enum):
     API = "api"  # nothing to hand over: it is not a completion
 
 
-MODES: tuple[tuple[Mode, Reason], ...] = (
-    (Mode.PUSH, Reason.DEFAULT),
-    (Mode.PULL, Reason.FORCED),
-    (Mode.PULL, Reason.SHORT),
-    (Mode.PULL, Reason.NO_CARD),
-    (Mode.PULL, Reason.CONNECTOR),
-    (Mode.BOOTSTRAP, Reason.DEFAULT),
-    (Mode.PLAIN, Reason.MULTI),
-    (Mode.PLAIN, Reason.NO_TICKET),
-    (Mode.PLAIN, Reason.API),
+MODES: tuple[tuple[Mode, RoutingReason], ...] = (
+    (Mode.PUSH, RoutingReason.DEFAULT),
+    (Mode.PULL, RoutingReason.FORCED),
+    (Mode.PULL, RoutingReason.SHORT),
+    (Mode.PULL, RoutingReason.NO_CARD),
+    (Mode.PULL, RoutingReason.CONNECTOR),
+    (Mode.BOOTSTRAP, RoutingReason.DEFAULT),
+    (Mode.PLAIN, RoutingReason.MULTI),
+    (Mode.PLAIN, RoutingReason.NO_TICKET),
+    (Mode.PLAIN, RoutingReason.API),
 )
 """All that happens."""
 
@@ -64,7 +64,7 @@ Hits = Mapping[Role, Mapping[Target, Hit]]
 """What targets have cached of a prompt; a role is missing where nothing is known."""
 
 
-class Place(NamedTuple):
+class TargetChoice(NamedTuple):
     """Where a leg runs, and why there.
 
     Attributes:
@@ -73,31 +73,31 @@ class Place(NamedTuple):
     """
 
     target: Target
-    why: Why
+    why: RankingReason
     tokens: int = 0
     hit: int = 0
 
 
-class Choice(NamedTuple):
+class RoutingChoice(NamedTuple):
     """``prefill`` is None for a request that decode serves alone; ``card`` is that of the prefill
     engine when pushing."""
 
     mode: Mode
-    reason: Reason
-    prefill: Place | None
-    decode: Place
+    reason: RoutingReason
+    prefill: TargetChoice | None
+    decode: TargetChoice
     card: str = ""
 
 
 @dataclass
-class Tried:
+class FailedTargets:
     """What one request's attempts have shown so far: engines not to try (again)."""
 
     prefill: set[int] = field(default_factory=set)
     decode: set[int] = field(default_factory=set)
     handoff_failed: bool = False
 
-    def unserved(self, view: View, choice: Choice) -> bool:
+    def unserved(self, view: FleetView, choice: RoutingChoice) -> bool:
         """An engine has no such path; return whether it may be another's. Those with the same
         models have the same paths."""
         models = {w.index: w.models for w in view.decode}
@@ -105,7 +105,7 @@ class Tried:
         self.decode.update(index for index, theirs in models.items() if theirs == mine)
         return bool(models.keys() - self.decode)
 
-    def note(self, choice: Choice, role: Role, cause: Cause) -> bool:
+    def note(self, choice: RoutingChoice, role: Role, cause: Cause) -> bool:
         """An attempt failed; return whether another may fare better.
 
         A decode engine that answers with an error may have lost its hand-off, so once another
@@ -122,7 +122,7 @@ class Tried:
         return again
 
 
-class Wish(NamedTuple):
+class RoutingRequest(NamedTuple):
     """One request, as far as it decides where it goes.
 
     Attributes:
@@ -142,16 +142,18 @@ class Wish(NamedTuple):
     keep: int | None = None
 
 
-def choose(view: View, wish: Wish, tried: Tried, options: Options) -> Choice | None:
+def choose(
+    view: FleetView, wish: RoutingRequest, tried: FailedTargets, options: RouterOptions
+) -> RoutingChoice | None:
     """Return where the request goes; None if no engine is left of a role that it needs."""
     decode = _left(view.decode, tried.decode, wish)
     if wish.api.alone and decode:
         place = _place(options.decode_policy, decode, wish, Role.DECODE, options)
-        return Choice(Mode.PLAIN, Reason.API, None, place)
+        return RoutingChoice(Mode.PLAIN, RoutingReason.API, None, place)
     alone = [] if wish.prompt.single else [w for w in decode if w.engine is not Engine.SGLANG]
     if alone:
         place = _place(options.decode_policy, alone, wish, Role.DECODE, options)
-        return Choice(Mode.PLAIN, Reason.MULTI, None, place)
+        return RoutingChoice(Mode.PLAIN, RoutingReason.MULTI, None, place)
     if wish.prompt.sampled or wish.api.alone:
         return None
     group = _best_group(view, _left(view.prefill, tried.prefill, wish), decode, wish.turn)
@@ -164,14 +166,14 @@ def choose(view: View, wish: Wish, tried: Tried, options: Options) -> Choice | N
     prefill = next(worker for worker in group.prefill if worker.index == p.target.worker)
     card = prefill.card(p.target.rank)
     mode, reason = _handover(prefill.engine, card, wish.prompt, options)
-    return Choice(mode, reason, p, d, (card or "") if mode is Mode.PUSH else "")
+    return RoutingChoice(mode, reason, p, d, (card or "") if mode is Mode.PUSH else "")
 
 
 class Unserved(KVConnectError):
     """Every engine has said what it serves, and none serves this."""
 
 
-def unpaired(view: View, wish: Wish) -> str:
+def unpaired(view: FleetView, wish: RoutingRequest) -> str:
     """Say why :func:`choose` found nothing at first.
 
     Raises:
@@ -201,7 +203,7 @@ def unpaired(view: View, wish: Wish) -> str:
     return "no prefill and decode engine that are up can hand over: engine or version differ"
 
 
-class _Group(NamedTuple):
+class _PairedEngines(NamedTuple):
     """Engines that all pair with one another, and the turn among them."""
 
     prefill: list[WorkerView]
@@ -209,20 +211,22 @@ class _Group(NamedTuple):
     turn: int
 
 
-def _left(workers: Sequence[WorkerView], tried: Collection[int], wish: Wish) -> list[WorkerView]:
+def _left(
+    workers: Sequence[WorkerView], tried: Collection[int], wish: RoutingRequest
+) -> list[WorkerView]:
     found = [w for w in _able(workers, wish) if w.up and w.index not in tried]
     return [w for w in found if w.trusted] or found
 
 
-def _able(workers: Sequence[WorkerView], wish: Wish) -> list[WorkerView]:
+def _able(workers: Sequence[WorkerView], wish: RoutingRequest) -> list[WorkerView]:
     """Return those that serve what is asked for, up or not."""
     found = [w for w in workers if w.serves(wish.prompt.model)]
     return [w for w in found if w.engine in wish.api.engines]
 
 
 def _best_group(
-    view: View, prefill: list[WorkerView], decode: list[WorkerView], turn: int
-) -> _Group | None:
+    view: FleetView, prefill: list[WorkerView], decode: list[WorkerView], turn: int
+) -> _PairedEngines | None:
     """Return engines that pair: if there are any, of those that probes have proven."""
     proven = [w for w in prefill if w.proven], [w for w in decode if w.proven]
     return (
@@ -237,15 +241,15 @@ def _group(
     decode: list[WorkerView],
     broken: Collection[tuple[int, int]],
     turn: int,
-) -> _Group | None:
+) -> _PairedEngines | None:
     """Return engines that pair. While a fleet is upgraded, requests are shared between old and
     new ones in proportion to the smaller side of each."""
     if not prefill or not decode:
         return None
     first = prefill[0]
     if not broken and all(_alike(first, worker) for worker in (*prefill, *decode)):
-        return _Group(prefill, decode, turn)
-    groups: dict[tuple[int, ...], _Group] = {}
+        return _PairedEngines(prefill, decode, turn)
+    groups: dict[tuple[int, ...], _PairedEngines] = {}
     for worker in prefill:
         partners = [
             other
@@ -254,7 +258,7 @@ def _group(
         ]
         if partners:
             key = tuple(other.index for other in partners)
-            groups.setdefault(key, _Group([], partners, 0)).prefill.append(worker)
+            groups.setdefault(key, _PairedEngines([], partners, 0)).prefill.append(worker)
     weights = [min(len(group.prefill), len(group.decode)) for group in groups.values()]
     if not weights:
         return None
@@ -273,26 +277,32 @@ def _alike(one: WorkerView, other: WorkerView) -> bool:
 
 
 def _place(
-    policy: Policy, workers: Sequence[WorkerView], wish: Wish, role: Role, options: Options
-) -> Place:
+    policy: RankingPolicy,
+    workers: Sequence[WorkerView],
+    wish: RoutingRequest,
+    role: Role,
+    options: RouterOptions,
+) -> TargetChoice:
     """Return where one leg goes. Policies that do not look at loads choose an engine first."""
     draw = wish.draw if role is Role.PREFILL else wish.draw * 2**20 % 1.0
     hits = wish.hits.get(role, {})
     job = Job(wish.prompt.tokens, wish.turn, draw, wish.session)
-    if policy in (Policy.ROUND_ROBIN, Policy.RANDOM):
+    if policy in (RankingPolicy.ROUND_ROBIN, RankingPolicy.RANDOM):
         engines = [
             Candidate(Target(place), worker.ranks[0]) for place, worker in enumerate(workers)
         ]
         chosen = pick(policy, engines, job)
         worker = workers[chosen.candidate.target.worker]
-        within = Policy.LEAST_TOKENS if options.dp_minimum_tokens else Policy.ROUND_ROBIN
+        within = (
+            RankingPolicy.LEAST_TOKENS if options.dp_minimum_tokens else RankingPolicy.ROUND_ROBIN
+        )
         turn = job.turn // len(workers)
         found = pick(within, _candidates([worker], hits), job._replace(turn=turn))
         found = Pick(found.candidate, chosen.why)
     else:
         found = pick(policy, _candidates(workers, hits), job)
     hit = hits.get(found.candidate.target, Hit()).tokens
-    return Place(found.candidate.target, found.why, max(0, wish.prompt.tokens - hit), hit)
+    return TargetChoice(found.candidate.target, found.why, max(0, wish.prompt.tokens - hit), hit)
 
 
 def _candidates(workers: Sequence[WorkerView], hits: Mapping[Target, Hit]) -> list[Candidate]:
@@ -304,16 +314,16 @@ def _candidates(workers: Sequence[WorkerView], hits: Mapping[Target, Hit]) -> li
 
 
 def _handover(
-    engine: Engine, card: str | None, prompt: Prompt, options: Options
-) -> tuple[Mode, Reason]:
+    engine: Engine, card: str | None, prompt: Prompt, options: RouterOptions
+) -> tuple[Mode, RoutingReason]:
     if engine is Engine.SGLANG:
-        return Mode.BOOTSTRAP, Reason.DEFAULT
+        return Mode.BOOTSTRAP, RoutingReason.DEFAULT
     if engine is not Engine.VLLM:
-        return Mode.PULL, Reason.CONNECTOR
+        return Mode.PULL, RoutingReason.CONNECTOR
     if options.pull:
-        return Mode.PULL, Reason.FORCED
+        return Mode.PULL, RoutingReason.FORCED
     if prompt.tokens < options.push_min_tokens:
-        return Mode.PULL, Reason.SHORT
+        return Mode.PULL, RoutingReason.SHORT
     if card is None:
-        return Mode.PULL, Reason.NO_CARD
-    return Mode.PUSH, Reason.DEFAULT
+        return Mode.PULL, RoutingReason.NO_CARD
+    return Mode.PUSH, RoutingReason.DEFAULT

@@ -34,7 +34,7 @@ class Target(NamedTuple):
     rank: int | None = None
 
 
-class Load(NamedTuple):
+class TargetLoad(NamedTuple):
     """Tokens at one target.
 
     Attributes:
@@ -65,7 +65,7 @@ class WorkerView:
 
     index: int
     up: bool
-    ranks: tuple[Load, ...] = (Load(),)
+    ranks: tuple[TargetLoad, ...] = (TargetLoad(),)
     cards: tuple[str | None, ...] = ()
     engine: Engine = Engine.VLLM
     models: frozenset[str] = frozenset()
@@ -74,7 +74,7 @@ class WorkerView:
     trusted: bool = True
     proven: bool = False
 
-    def targets(self) -> list[tuple[Target, Load]]:
+    def targets(self) -> list[tuple[Target, TargetLoad]]:
         """Return where on it a leg can run, with the load there."""
         if len(self.ranks) == 1:
             return [(Target(self.index), self.ranks[0])]
@@ -107,7 +107,7 @@ def _agree(one: str, other: str) -> bool:
 
 
 @dataclass(frozen=True)
-class View:
+class FleetView:
     """All engines at one moment. ``broken``: pairs, by number, between which KV did not get."""
 
     prefill: tuple[WorkerView, ...]
@@ -133,7 +133,7 @@ MOST_RANKS = 1024
 
 
 @dataclass(frozen=True)
-class Asked:
+class LoadQuery:
     """A report was asked for: when, and what was the router's own then."""
 
     at: float
@@ -165,11 +165,11 @@ class Loads:
         assert self._own[rank or 0] >= tokens >= 0, "a request ends once"
         self._own[rank or 0] -= tokens
 
-    def ask(self, now: float) -> Asked:
+    def ask(self, now: float) -> LoadQuery:
         """A report is being asked for; pass what this returns on to :meth:`report`."""
-        return Asked(now, tuple(self._own))
+        return LoadQuery(now, tuple(self._own))
 
-    def report(self, asked: Asked, totals: Mapping[int, float]) -> bool:
+    def report(self, asked: LoadQuery, totals: Mapping[int, float]) -> bool:
         """The engine reported its tokens by rank; return whether the report is used.
 
         It is not if a later one has been, or if it is not a number of 0 or more for every rank
@@ -192,12 +192,12 @@ class Loads:
         """The engine was lost: its last report is of another incarnation."""
         self._foreign = None
 
-    def at(self, now: float) -> tuple[Load, ...]:
+    def at(self, now: float) -> tuple[TargetLoad, ...]:
         """Return the load of every rank: of one, while the engine has not said how many."""
         foreign: Sequence[int | None] | None = self._foreign
         if foreign is None or now - self._reported > self.stale_s:
             foreign = (None,) * self._ranks
-        return tuple(map(Load, self._own, foreign, self._sent))
+        return tuple(map(TargetLoad, self._own, foreign, self._sent))
 
     @property
     def own(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from kvconnect.router.policy.loads import Target
 
 
-class Tier(IntEnum):
+class CacheTier(IntEnum):
     """Where a copy lies, nearest first."""
 
     DEVICE = 0
@@ -28,14 +28,14 @@ class Tier(IntEnum):
 WORTH = (1.0, 0.9, 0.6, 0.4)
 """Of a cached token, by tier: the share of computing it that is saved. Loading is not free."""
 
-MEDIA: Mapping[str | None, Tier] = {
-    None: Tier.DEVICE,
-    "GPU": Tier.DEVICE,
-    "CPU": Tier.HOST,
-    "CPU_PINNED": Tier.HOST,
-    "STORAGE": Tier.DISK,
-    "DISK": Tier.DISK,
-    "EXTERNAL": Tier.REMOTE,
+MEDIA: Mapping[str | None, CacheTier] = {
+    None: CacheTier.DEVICE,
+    "GPU": CacheTier.DEVICE,
+    "CPU": CacheTier.HOST,
+    "CPU_PINNED": CacheTier.HOST,
+    "STORAGE": CacheTier.DISK,
+    "DISK": CacheTier.DISK,
+    "EXTERNAL": CacheTier.REMOTE,
 }
 """What vLLM and SGLang call tiers in events."""
 
@@ -54,7 +54,7 @@ class Hit(NamedTuple):
 
 
 @dataclass
-class Held:
+class TargetBlocks:
     """Blocks of one target: the engine's hash to the name, and the tiers that hold it (a bit
     for each); and the sizes of blocks that it ever told of."""
 
@@ -74,7 +74,7 @@ class Stored(NamedTuple):
     parent: Hash | None
     tokens: Sequence[int]
     block_size: int
-    tier: Tier
+    tier: CacheTier
 
 
 class PrefixIndex:
@@ -86,7 +86,7 @@ class PrefixIndex:
 
     def __init__(self, most: int = MOST_BLOCKS) -> None:
         self._most = most
-        self._held: dict[Target, Held] = {}
+        self._held: dict[Target, TargetBlocks] = {}
         self._where: dict[Name, dict[Target, int]] = {}
         self._sizes: dict[int, int] = {}  # tokens of a block -> targets that have such
 
@@ -99,7 +99,7 @@ class PrefixIndex:
 
     def stored(self, target: Target, event: Stored) -> None:
         """``target`` has more blocks. Blocks whose beginning is unknown are left out."""
-        held = self._held.setdefault(target, Held())
+        held = self._held.setdefault(target, TargetBlocks())
         if not event.tokens:
             for name in event.hashes:
                 self._add(target, held, name, event.tier)
@@ -123,7 +123,7 @@ class PrefixIndex:
             if self._rename(target, held, block, before):
                 self._add(target, held, block, event.tier)
 
-    def removed(self, target: Target, hashes: Iterable[Hash], tier: Tier) -> None:
+    def removed(self, target: Target, hashes: Iterable[Hash], tier: CacheTier) -> None:
         """``tier`` of ``target`` lost blocks."""
         held = self._held.get(target)
         if held is None:
@@ -183,7 +183,7 @@ class PrefixIndex:
             ended[target] = Hit(start, worth)
         return ended
 
-    def _rename(self, target: Target, held: Held, block: Hash, name: Name) -> bool:
+    def _rename(self, target: Target, held: TargetBlocks, block: Hash, name: Name) -> bool:
         """The engine calls ``name`` by ``block``; return False if that is one block too many."""
         old = held.names.get(block)
         if old is None and len(held.names) >= self._most:
@@ -194,7 +194,7 @@ class PrefixIndex:
         held.names[block] = name
         return True
 
-    def _add(self, target: Target, held: Held, block: Hash, tier: Tier) -> None:
+    def _add(self, target: Target, held: TargetBlocks, block: Hash, tier: CacheTier) -> None:
         name = held.names.get(block)
         if name is not None:
             held.tiers[block] = held.tiers.get(block, 0) | 1 << tier
@@ -217,8 +217,8 @@ def _name(before: Name, tokens: Sequence[int]) -> Name:
 
 
 _WORTH_OF = tuple(
-    max((WORTH[tier] for tier in Tier if tiers >> tier & 1), default=0.0)
-    for tiers in range(1 << len(Tier))
+    max((WORTH[tier] for tier in CacheTier if tiers >> tier & 1), default=0.0)
+    for tiers in range(1 << len(CacheTier))
 )
 
 

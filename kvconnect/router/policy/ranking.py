@@ -12,12 +12,12 @@ from enum import Enum
 from hashlib import blake2b
 from typing import NamedTuple
 
-from kvconnect.router.policy.loads import Load, Target
+from kvconnect.router.policy.loads import Target, TargetLoad
 
 _SPILL = 1.25  # of the mean load: above it, a session moves on
 
 
-class Policy(str, Enum):
+class RankingPolicy(str, Enum):
     """How a target is picked."""
 
     LEAST_TOKENS = "least_tokens"
@@ -28,7 +28,7 @@ class Policy(str, Enum):
     SESSION = "session"
 
 
-class Why(str, Enum):
+class RankingReason(str, Enum):
     """Why a target was picked."""
 
     ONLY = "only"  # there was no other
@@ -52,7 +52,7 @@ class Candidate(NamedTuple):
     """
 
     target: Target
-    load: Load
+    load: TargetLoad
     name: str = ""
     hit: float = 0.0
 
@@ -77,13 +77,13 @@ class Pick(NamedTuple):
     """One of the candidates, and the reason."""
 
     candidate: Candidate
-    why: Why
+    why: RankingReason
 
 
-def pick(policy: Policy, candidates: Sequence[Candidate], job: Job) -> Pick:
+def pick(policy: RankingPolicy, candidates: Sequence[Candidate], job: Job) -> Pick:
     """Return where ``job`` goes; there is at least one candidate."""
     if len(candidates) == 1:
-        return Pick(candidates[0], Why.ONLY)
+        return Pick(candidates[0], RankingReason.ONLY)
     return _POLICIES[policy](candidates, job)
 
 
@@ -109,15 +109,15 @@ def least(candidates: Sequence[Candidate], costs: Sequence[float], turn: int) ->
 
 
 def _least_tokens(candidates: Sequence[Candidate], job: Job) -> Pick:
-    return Pick(least(candidates, tokens_at(candidates), job.turn), Why.LEAST)
+    return Pick(least(candidates, tokens_at(candidates), job.turn), RankingReason.LEAST)
 
 
 def _round_robin(candidates: Sequence[Candidate], job: Job) -> Pick:
-    return Pick(candidates[job.turn % len(candidates)], Why.TURN)
+    return Pick(candidates[job.turn % len(candidates)], RankingReason.TURN)
 
 
 def _random(candidates: Sequence[Candidate], job: Job) -> Pick:
-    return Pick(candidates[int(job.draw * len(candidates))], Why.RANDOM)
+    return Pick(candidates[int(job.draw * len(candidates))], RankingReason.RANDOM)
 
 
 def _power_of_two(candidates: Sequence[Candidate], job: Job) -> Pick:
@@ -126,7 +126,7 @@ def _power_of_two(candidates: Sequence[Candidate], job: Job) -> Pick:
     second += second >= first
     loads = tokens_at(candidates)
     two = [candidates[first], candidates[second]]
-    return Pick(least(two, [loads[first], loads[second]], job.turn), Why.LESS_OF_TWO)
+    return Pick(least(two, [loads[first], loads[second]], job.turn), RankingReason.LESS_OF_TWO)
 
 
 def _cache_aware(candidates: Sequence[Candidate], job: Job) -> Pick:
@@ -138,19 +138,19 @@ def _cache_aware(candidates: Sequence[Candidate], job: Job) -> Pick:
     loads = tokens_at(candidates)
     costs = [load - candidate.hit for load, candidate in zip(loads, candidates, strict=True)]
     best = least(candidates, costs, job.turn)
-    return Pick(best, Why.HIT if best.hit > 0 else Why.NO_HIT)
+    return Pick(best, RankingReason.HIT if best.hit > 0 else RankingReason.NO_HIT)
 
 
 def _session(candidates: Sequence[Candidate], job: Job) -> Pick:
     """Rendezvous hashing: when a target comes or goes, only its own sessions move."""
     loads = tokens_at(candidates)
     if not job.session:
-        return Pick(least(candidates, loads, job.turn), Why.NO_SESSION)
+        return Pick(least(candidates, loads, job.turn), RankingReason.NO_SESSION)
     order = sorted(zip(candidates, loads, strict=True), key=lambda p: _weight(job.session, p[0]))
     bound = _SPILL * sum(loads) / len(loads) + job.tokens
     for place, (candidate, load) in enumerate(order):
         if load <= bound:
-            return Pick(candidate, Why.SPILLED if place else Why.STICKY)
+            return Pick(candidate, RankingReason.SPILLED if place else RankingReason.STICKY)
     raise AssertionError("one load is not above their mean")
 
 
@@ -160,11 +160,11 @@ def _weight(session: str, candidate: Candidate) -> bytes:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
-_POLICIES: dict[Policy, Callable[[Sequence[Candidate], Job], Pick]] = {
-    Policy.LEAST_TOKENS: _least_tokens,
-    Policy.ROUND_ROBIN: _round_robin,
-    Policy.RANDOM: _random,
-    Policy.POWER_OF_TWO: _power_of_two,
-    Policy.CACHE_AWARE: _cache_aware,
-    Policy.SESSION: _session,
+_POLICIES: dict[RankingPolicy, Callable[[Sequence[Candidate], Job], Pick]] = {
+    RankingPolicy.LEAST_TOKENS: _least_tokens,
+    RankingPolicy.ROUND_ROBIN: _round_robin,
+    RankingPolicy.RANDOM: _random,
+    RankingPolicy.POWER_OF_TWO: _power_of_two,
+    RankingPolicy.CACHE_AWARE: _cache_aware,
+    RankingPolicy.SESSION: _session,
 }

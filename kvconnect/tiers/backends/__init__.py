@@ -9,13 +9,21 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from kvconnect.errors import ConfigError
-from kvconnect.tiers.backends.base import Outcome, Store, Usage
+from kvconnect.tiers.backends.base import BlockOutcome, Store, Usage
 from kvconnect.types import Tier
 
 if TYPE_CHECKING:
     from kvconnect.tiers.backends.remote import Keys
 
-__all__ = ["ENTRY_POINTS", "Outcome", "Store", "Usage", "make_remote", "make_store", "make_tiers"]
+__all__ = [
+    "ENTRY_POINTS",
+    "BlockOutcome",
+    "Store",
+    "Usage",
+    "make_remote",
+    "make_store",
+    "make_tiers",
+]
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ MAX_KEY_BYTES = 255
 MAX_FINGERPRINT_BYTES = 64
 
 
-class Outcome(str, Enum):
+class BlockOutcome(str, Enum):
     """What became of one block of a call. Values but the first two are metric labels."""
 
     OK = "ok"
@@ -64,16 +64,16 @@ class Store(ABC):
       store has no more to do with them. A get into buffers that start at whole pages and a put
       from writable ones of that kind need no copy where the system allows it.
     - *Raises* only :class:`Misuse`, before anything moved, for arguments that cannot be meant. What
-      goes wrong later is an :class:`Outcome` per block, in the order of the keys. Of a get that
-      is not OK the buffer's content is unknown.
+      goes wrong later is a :class:`BlockOutcome` per block, in the order of the keys. Of a get
+      that is not OK the buffer's content is unknown.
     """
 
     @abstractmethod
-    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
         """Store blocks, in place of what was there. If a key occurs twice the last one counts."""
 
     @abstractmethod
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
         """Fill each buffer with a block, which must be exactly as long; verified by its digest."""
 
     @abstractmethod
@@ -81,7 +81,7 @@ class Store(ABC):
         """Return the length in bytes of each block, 0 where there is none (or none to be had)."""
 
     @abstractmethod
-    def remove(self, keys: Sequence[bytes]) -> list[Outcome]:
+    def remove(self, keys: Sequence[bytes]) -> list[BlockOutcome]:
         """Forget blocks, for good: a restart does not bring them back."""
 
     @abstractmethod

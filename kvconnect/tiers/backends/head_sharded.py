@@ -22,12 +22,12 @@ from itertools import islice
 from typing import TypeVar
 
 from kvconnect import _native
-from kvconnect.cache.head_shards import Unit
+from kvconnect.cache.head_shards import HeadUnit
 from kvconnect.errors import Misuse
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends.base import (
     MAX_KEY_BYTES,
-    Outcome,
+    BlockOutcome,
     Store,
     Usage,
     check_buffers,
@@ -43,8 +43,8 @@ _SUFFIX_BYTES = 2  # of a unit's number behind the key
 _DIGEST_BYTES = 64
 
 _WORST_FIRST = (
-    *(Outcome.ABSENT, Outcome.UNAVAILABLE, Outcome.FAILED, Outcome.CORRUPT),
-    *(Outcome.SIZE, Outcome.FULL, Outcome.LIMITED, Outcome.OK),
+    *(BlockOutcome.ABSENT, BlockOutcome.UNAVAILABLE, BlockOutcome.FAILED, BlockOutcome.CORRUPT),
+    *(BlockOutcome.SIZE, BlockOutcome.FULL, BlockOutcome.LIMITED, BlockOutcome.OK),
 )
 
 _Copy = Callable[
@@ -52,7 +52,7 @@ _Copy = Callable[
 ]
 
 
-class SlicedStore(Store):
+class HeadShardedStore(Store):
     """Keeps a rank's blocks as units of heads (``cache/head_shards.py``) in another store.
 
     A block is there if all units of this rank are, whoever put them. Its outcome is the worst of
@@ -68,7 +68,7 @@ class SlicedStore(Store):
     """
 
     def __init__(
-        self, inner: Store, layouts: Sequence[Sequence[Unit]], group_of: Callable[[bytes], int]
+        self, inner: Store, layouts: Sequence[Sequence[HeadUnit]], group_of: Callable[[bytes], int]
     ) -> None:
         """Wrap a store, which is closed with this one.
 
@@ -91,11 +91,11 @@ class SlicedStore(Store):
     def __repr__(self) -> str:
         return f"SlicedStore({self._inner!r}, {[len(cut.parts) for cut in self._cuts]} units)"
 
-    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
         check_buffers(keys, payloads, writable=False)
         return self._each(keys, payloads, self._put)
 
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
         check_buffers(keys, buffers, writable=True)
         return self._each(keys, buffers, self._get)
 
@@ -107,7 +107,7 @@ class SlicedStore(Store):
         found = zip(cuts, _by_block(sizes, cuts), strict=True)
         return [cut.nbytes if units == [p.nbytes for p in cut.parts] else 0 for cut, units in found]
 
-    def remove(self, keys: Sequence[bytes]) -> list[Outcome]:
+    def remove(self, keys: Sequence[bytes]) -> list[BlockOutcome]:
         check_keys(keys)
         cuts = self._cuts_of(keys)
         names = [name for key, cut in zip(keys, cuts, strict=True) for name in cut.names(key)]
@@ -128,14 +128,14 @@ class SlicedStore(Store):
         self,
         keys: Sequence[bytes],
         buffers: Sequence[memoryview],
-        move: Callable[[_Cut, Sequence[bytes], Sequence[memoryview]], list[Outcome]],
-    ) -> list[Outcome]:
+        move: Callable[[_Cut, Sequence[bytes], Sequence[memoryview]], list[BlockOutcome]],
+    ) -> list[BlockOutcome]:
         """Move blocks, some at a time, all of one group; return what became of each."""
         fitting: defaultdict[_Cut, list[int]] = defaultdict(list)
         for number, cut in enumerate(self._cuts_of(keys)):
             if buffers[number].nbytes == cut.nbytes:
                 fitting[cut].append(number)
-        outcomes = [Outcome.SIZE] * len(keys)
+        outcomes = [BlockOutcome.SIZE] * len(keys)
         for cut, numbers in fitting.items():
             step = max(_MOST_BYTES // max(cut.nbytes, cut.room(1)), 1)
             for start in range(0, len(numbers), step):
@@ -147,7 +147,7 @@ class SlicedStore(Store):
 
     def _put(
         self, cut: _Cut, keys: Sequence[bytes], payloads: Sequence[memoryview]
-    ) -> list[Outcome]:
+    ) -> list[BlockOutcome]:
         # Python gives no address of read-only memory.
         sources = [memoryview(bytearray(p)) if p.readonly else p for p in payloads]
         names = [name for key in keys for name in cut.names(key)]
@@ -163,13 +163,13 @@ class SlicedStore(Store):
 
     def _get(
         self, cut: _Cut, keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> list[Outcome]:
+    ) -> list[BlockOutcome]:
         names = [name for key in keys for name in cut.names(key)]
         with self._pool.lent(cut.room(len(keys))) as memory:
             with self._turns.taken(keys, alone=False):
                 units = self._inner.get(names, cut.records(memory, buffers))
             outcomes = [_worst(found) for found in _by_block(units, [cut] * len(keys))]
-            good = [n for n, outcome in enumerate(outcomes) if outcome is Outcome.OK]
+            good = [n for n, outcome in enumerate(outcomes) if outcome is BlockOutcome.OK]
             cut.copy(_native.scatter, memory, [(n, buffers[n]) for n in good])
         return outcomes
 
@@ -183,7 +183,7 @@ class SlicedStore(Store):
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _UnitPart:
     """One unit of a layout."""
 
     suffix: bytes
@@ -200,8 +200,8 @@ class _Cut:
     each unit that is not in one piece, block by block."""
 
     nbytes: int
-    parts: tuple[_Part, ...]
-    copied: tuple[_Part, ...]
+    parts: tuple[_UnitPart, ...]
+    copied: tuple[_UnitPart, ...]
     place_bytes: int
 
     def names(self, key: bytes) -> list[bytes]:
@@ -244,7 +244,7 @@ class _Cut:
             move(area, arena, self.place_bytes, part.segments, ids, places)
 
 
-def _cut(layout: Sequence[Unit]) -> _Cut:
+def _cut(layout: Sequence[HeadUnit]) -> _Cut:
     """Return what is needed to move blocks of a layout."""
     nbytes = sum(unit.nbytes for unit in layout)
     if not layout or len({unit.number for unit in layout}) < len(layout):
@@ -252,7 +252,7 @@ def _cut(layout: Sequence[Unit]) -> _Cut:
     if any(offset + length > nbytes for unit in layout for offset, length in unit.runs):
         raise Misuse(f"a layout of {nbytes} bytes has runs past its end")
     parts = tuple(
-        _Part(
+        _UnitPart(
             suffix=unit.number.to_bytes(_SUFFIX_BYTES, "big"),
             nbytes=unit.nbytes,
             start=unit.runs[0][0] if len(unit.runs) == 1 else -1,
@@ -303,16 +303,17 @@ class _Turns:
                 self._changed.notify_all()
 
 
-def _worst(outcomes: Sequence[Outcome]) -> Outcome:
+def _worst(outcomes: Sequence[BlockOutcome]) -> BlockOutcome:
     return min(outcomes, key=_WORST_FIRST.index)
 
 
-def _is_torn(outcomes: Sequence[Outcome]) -> bool:
+def _is_torn(outcomes: Sequence[BlockOutcome]) -> bool:
     """Whether units of a new block may lie beside those of an old one; a put that FAILED may have
     done its work."""
-    return _worst(outcomes) is not Outcome.OK and not {Outcome.OK, Outcome.FAILED}.isdisjoint(
-        outcomes
-    )
+    return _worst(outcomes) is not BlockOutcome.OK and not {
+        BlockOutcome.OK,
+        BlockOutcome.FAILED,
+    }.isdisjoint(outcomes)
 
 
 def _by_block(found: Sequence[T], cuts: Sequence[_Cut]) -> list[list[T]]:

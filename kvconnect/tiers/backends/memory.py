@@ -12,14 +12,14 @@ import msgspec
 from kvconnect.offload.host_arena import load_hash
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends.base import (
-    Outcome,
+    BlockOutcome,
     Store,
     Usage,
     check_buffers,
     check_keys,
     parse_settings,
 )
-from kvconnect.tiers.backends.support import Meter
+from kvconnect.tiers.backends.support import StoreMeter
 
 
 class Kept(NamedTuple):
@@ -42,7 +42,7 @@ class MemoryStore(Store):
         self._lock = threading.Lock()
         self._blocks: OrderedDict[bytes, Kept] = OrderedDict()
         self._nbytes = 0
-        self._meter = Meter()
+        self._meter = StoreMeter()
         self._closed = False
 
     @classmethod
@@ -50,14 +50,14 @@ class MemoryStore(Store):
         """Return a store of ``{"capacity": "1GiB"}``; raise :class:`ConfigError` otherwise."""
         return cls(parse_settings(_Settings, settings, ("capacity",)).capacity)
 
-    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
         check_buffers(keys, payloads, writable=False)
         with self._lock:
             outcomes = [self._put(*pair) for pair in zip(keys, payloads, strict=True)]
         self._meter.ended(outcomes)
         return outcomes
 
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
         check_buffers(keys, buffers, writable=True)
         with self._lock:
             outcomes = [self._get(*pair) for pair in zip(keys, buffers, strict=True)]
@@ -69,12 +69,12 @@ class MemoryStore(Store):
         with self._lock:
             return [len(self._blocks[key].payload) if key in self._blocks else 0 for key in keys]
 
-    def remove(self, keys: Sequence[bytes]) -> list[Outcome]:
+    def remove(self, keys: Sequence[bytes]) -> list[BlockOutcome]:
         check_keys(keys)
         with self._lock:
             if self._closed:
-                return [Outcome.UNAVAILABLE] * len(keys)
-            return [Outcome.OK if self._drop(key) else Outcome.ABSENT for key in keys]
+                return [BlockOutcome.UNAVAILABLE] * len(keys)
+            return [BlockOutcome.OK if self._drop(key) else BlockOutcome.ABSENT for key in keys]
 
     def usage(self) -> Usage:
         with self._lock:
@@ -89,33 +89,33 @@ class MemoryStore(Store):
             self._blocks.clear()
             self._nbytes = 0
 
-    def _put(self, key: bytes, payload: memoryview) -> Outcome:
+    def _put(self, key: bytes, payload: memoryview) -> BlockOutcome:
         if self._closed:
-            return Outcome.UNAVAILABLE
+            return BlockOutcome.UNAVAILABLE
         if payload.nbytes > self._capacity:
-            return Outcome.SIZE
+            return BlockOutcome.SIZE
         self._drop(key)
         while self._nbytes + payload.nbytes > self._capacity:
             self._drop(next(iter(self._blocks)))
             self._meter.evicted(1)
         self._blocks[key] = Kept(bytes(payload), self._hash(payload))
         self._nbytes += payload.nbytes
-        return Outcome.OK
+        return BlockOutcome.OK
 
-    def _get(self, key: bytes, buffer: memoryview) -> Outcome:
+    def _get(self, key: bytes, buffer: memoryview) -> BlockOutcome:
         if self._closed:
-            return Outcome.UNAVAILABLE
+            return BlockOutcome.UNAVAILABLE
         if key not in self._blocks:
-            return Outcome.ABSENT
+            return BlockOutcome.ABSENT
         payload, digest = self._blocks[key]
         if len(payload) != buffer.nbytes:
-            return Outcome.SIZE
+            return BlockOutcome.SIZE
         buffer[:] = payload
         if self._hash(buffer) != digest:
             self._drop(key)
-            return Outcome.CORRUPT
+            return BlockOutcome.CORRUPT
         self._blocks.move_to_end(key)
-        return Outcome.OK
+        return BlockOutcome.OK
 
     def _drop(self, key: bytes) -> bool:
         """Forget a block; return whether there was one."""
@@ -140,21 +140,21 @@ class NullStore(Store):
         parse_settings(_NoSettings, settings, ())
         return cls()
 
-    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
         check_buffers(keys, payloads, writable=False)
-        return [Outcome.OK] * len(keys)
+        return [BlockOutcome.OK] * len(keys)
 
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
         check_buffers(keys, buffers, writable=True)
-        return [Outcome.ABSENT] * len(keys)
+        return [BlockOutcome.ABSENT] * len(keys)
 
     def exists(self, keys: Sequence[bytes]) -> list[int]:
         check_keys(keys)
         return [0] * len(keys)
 
-    def remove(self, keys: Sequence[bytes]) -> list[Outcome]:
+    def remove(self, keys: Sequence[bytes]) -> list[BlockOutcome]:
         check_keys(keys)
-        return [Outcome.ABSENT] * len(keys)
+        return [BlockOutcome.ABSENT] * len(keys)
 
     def usage(self) -> Usage:
         return Usage(0, 0, 0, available=True)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvconnect.errors import ConfigError, TransferFailed
-from kvconnect.tiers.backends.base import Outcome, parse_settings
+from kvconnect.tiers.backends.base import BlockOutcome, parse_settings
 from kvconnect.tiers.backends.remote import Keys, RemoteStore, Server
 
 T = TypeVar("T")
@@ -103,12 +103,12 @@ class MooncakeServer(Server):
     def __repr__(self) -> str:
         return f"mooncake {self._options.address}"
 
-    def store(self, names: Sequence[str], values: Sequence[memoryview]) -> list[Outcome]:
-        def put(client: Any) -> list[Outcome]:
+    def store(self, names: Sequence[str], values: Sequence[memoryview]) -> list[BlockOutcome]:
+        def put(client: Any) -> list[BlockOutcome]:
             # Replacing what another process is writing costs both their room for ten minutes, so
             # what is not there is only added; if another was faster, its value is as good.
             replace = set(self._there(client, names))
-            outcomes = dict.fromkeys(names, Outcome.OK)
+            outcomes = dict.fromkeys(names, BlockOutcome.OK)
             pairs = list(zip(names, values, strict=True))
             for batch, one, group in (
                 (client.put_batch, client.put, [p for p in pairs if p[0] not in replace]),
@@ -174,10 +174,10 @@ class MooncakeServer(Server):
             raise TransferFailed(f"{self!r}: error {code}")
         return code
 
-    def _stored(self, code: int) -> Outcome:
+    def _stored(self, code: int) -> BlockOutcome:
         if self._answer(code) == 0:
-            return Outcome.OK
-        return Outcome.FULL if code == _NO_ROOM else Outcome.FAILED
+            return BlockOutcome.OK
+        return BlockOutcome.FULL if code == _NO_ROOM else BlockOutcome.FAILED
 
     def _run(self, names: Sequence[str], call: Callable[[Any], T]) -> T:
         """Make a call for which the bytes under the names are its own."""

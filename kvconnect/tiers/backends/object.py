@@ -15,7 +15,7 @@ from obstore.exceptions import BaseError
 from obstore.store import LocalStore, from_url
 
 from kvconnect.errors import ConfigError, TransferFailed
-from kvconnect.tiers.backends.base import Outcome, parse_settings
+from kvconnect.tiers.backends.base import BlockOutcome, parse_settings
 from kvconnect.tiers.backends.remote import Keys, RemoteStore, Server
 
 T = TypeVar("T")
@@ -78,10 +78,10 @@ class ObjectServer(Server):
     def __repr__(self) -> str:
         return f"objects at {self._url}"
 
-    def store(self, names: Sequence[str], values: Sequence[memoryview]) -> list[Outcome]:
-        def put(pair: tuple[str, memoryview]) -> Outcome:
+    def store(self, names: Sequence[str], values: Sequence[memoryview]) -> list[BlockOutcome]:
+        def put(pair: tuple[str, memoryview]) -> BlockOutcome:
             obstore.put(self._client, _path(pair[0]), pair[1], use_multipart=False)
-            return Outcome.OK
+            return BlockOutcome.OK
 
         return self._each(put, list(zip(names, values, strict=True)))
 

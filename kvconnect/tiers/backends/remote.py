@@ -17,14 +17,14 @@ import xxhash
 from kvconnect.errors import TransferFailed
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends.base import (
-    Outcome,
+    BlockOutcome,
     Store,
     Usage,
     check_buffers,
     check_fingerprint,
     check_keys,
 )
-from kvconnect.tiers.backends.support import Breaker, Gate, Meter, PagePool
+from kvconnect.tiers.backends.support import InFlightGuard, PagePool, StoreBreaker, StoreMeter
 from kvconnect.types import TransferType
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Server(ABC):
     """
 
     @abstractmethod
-    def store(self, names: Sequence[str], values: Sequence[memoryview]) -> list[Outcome]:
+    def store(self, names: Sequence[str], values: Sequence[memoryview]) -> list[BlockOutcome]:
         """Keep values, which are the caller's again afterwards; OK, FULL or FAILED for each."""
 
     @abstractmethod
@@ -87,27 +87,27 @@ class RemoteStore(Store):
         self._seal: Seal = Mac(keys) if keys else Digest()
         self._prefix = f"{prefix}/{self._seal.scope}{check_fingerprint(fingerprint).hex()}/"
         self._clock = clock
-        self._meter = Meter()
-        self._breaker = Breaker(1)
-        self._gate = Gate()
+        self._meter = StoreMeter()
+        self._breaker = StoreBreaker(1)
+        self._gate = InFlightGuard()
         self._pool = PagePool()
 
     def __repr__(self) -> str:
         state = "closed" if self._gate.closed else "open"
         return f"RemoteStore({self._server!r}, {self._prefix}, {state})"
 
-    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
         check_buffers(keys, payloads, writable=False)
-        outcomes: list[Outcome] = []
+        outcomes: list[BlockOutcome] = []
         started = time.perf_counter()
         for part in _parts([payload.nbytes for payload in payloads]):
             outcomes += self._ask(self._put, keys[part], payloads[part])
         self._count(TransferType.CPU_TO_REMOTE, payloads, outcomes, started)
         return outcomes
 
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
         check_buffers(keys, buffers, writable=True)
-        outcomes: list[Outcome] = []
+        outcomes: list[BlockOutcome] = []
         started = time.perf_counter()
         for part in _parts([buffer.nbytes for buffer in buffers]):
             outcomes += self._ask(self._get, keys[part], buffers[part])
@@ -117,17 +117,17 @@ class RemoteStore(Store):
     def exists(self, keys: Sequence[bytes]) -> list[int]:
         check_keys(keys)
         sizes = self._call(lambda: self._server.sizes(self._names(keys)))
-        if isinstance(sizes, Outcome):
+        if isinstance(sizes, BlockOutcome):
             return [0] * len(keys)
         return [max(0, size - self._seal.nbytes) for size in sizes]
 
-    def remove(self, keys: Sequence[bytes]) -> list[Outcome]:
+    def remove(self, keys: Sequence[bytes]) -> list[BlockOutcome]:
         check_keys(keys)
         found = self._call(lambda: self._server.delete(self._names(keys)))
-        if isinstance(found, Outcome):
+        if isinstance(found, BlockOutcome):
             outcomes = [found] * len(keys)
         else:
-            outcomes = [Outcome.OK if there else Outcome.ABSENT for there in found]
+            outcomes = [BlockOutcome.OK if there else BlockOutcome.ABSENT for there in found]
         self._meter.ended(outcomes)
         return outcomes
 
@@ -144,28 +144,28 @@ class RemoteStore(Store):
 
     def _ask(
         self,
-        exchange: Callable[[Sequence[bytes], Sequence[memoryview]], list[Outcome]],
+        exchange: Callable[[Sequence[bytes], Sequence[memoryview]], list[BlockOutcome]],
         keys: Sequence[bytes],
         buffers: Sequence[memoryview],
-    ) -> list[Outcome]:
+    ) -> list[BlockOutcome]:
         answer = self._call(lambda: exchange(keys, buffers))
-        return [answer] * len(keys) if isinstance(answer, Outcome) else answer
+        return [answer] * len(keys) if isinstance(answer, BlockOutcome) else answer
 
-    def _call(self, call: Callable[[], T]) -> T | Outcome:
+    def _call(self, call: Callable[[], T]) -> T | BlockOutcome:
         """Return what the server says, or why it was not asked or did not answer."""
         with self._gate.enter() as let_in:
             if not let_in or not self._breaker.enter(self._clock()):
-                return Outcome.UNAVAILABLE
+                return BlockOutcome.UNAVAILABLE
             try:
                 answer = call()
             except TransferFailed as error:
                 logger.warning("shared tier: %s", error)
                 self._breaker.failed(self._clock())
-                return Outcome.FAILED
+                return BlockOutcome.FAILED
             self._breaker.worked()
             return answer
 
-    def _put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+    def _put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
         last = dict(zip(keys, payloads, strict=True))  # servers may be sent values in any order
         names = self._names(list(last))
         sizes = [self._seal.nbytes + payload.nbytes for payload in last.values()]
@@ -182,15 +182,15 @@ class RemoteStore(Store):
         by_key = dict(zip(last, outcomes, strict=True))
         return [by_key[key] for key in keys]
 
-    def _get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+    def _get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
         names = self._names(keys)
         most = self._seal.nbytes + max(buffer.nbytes for buffer in buffers) + 1
         values = self._server.fetch(names, most)
         outcomes = [
-            Outcome.ABSENT if value is None else self._seal.open(name, key, value, buffer)
+            BlockOutcome.ABSENT if value is None else self._seal.open(name, key, value, buffer)
             for name, key, value, buffer in zip(names, keys, values, buffers, strict=True)
         ]
-        bad = [name for name, o in zip(names, outcomes, strict=True) if o is Outcome.CORRUPT]
+        bad = [name for name, o in zip(names, outcomes, strict=True) if o is BlockOutcome.CORRUPT]
         if bad:
             logger.warning(
                 "shared tier: %d records of %s are damaged or not sealed by a key of ours, "
@@ -208,11 +208,11 @@ class RemoteStore(Store):
         self,
         kind: TransferType,
         buffers: Sequence[memoryview],
-        outcomes: Sequence[Outcome],
+        outcomes: Sequence[BlockOutcome],
         started: float,
     ) -> None:
         self._meter.ended(outcomes)
-        moved = (b.nbytes for b, o in zip(buffers, outcomes, strict=True) if o is Outcome.OK)
+        moved = (b.nbytes for b, o in zip(buffers, outcomes, strict=True) if o is BlockOutcome.OK)
         self._meter.moved(kind, sum(moved), time.perf_counter() - started)
 
 
@@ -264,22 +264,26 @@ class Seal(ABC):
         front = _FRONT.pack(self._magic, payload.nbytes)
         return front + self._proof(_What(front, name, key), payload)
 
-    def open(self, name: str, key: bytes, value: memoryview, buffer: memoryview) -> Outcome:
+    def open(self, name: str, key: bytes, value: memoryview, buffer: memoryview) -> BlockOutcome:
         """Put a value's payload into a buffer; OK, SIZE or CORRUPT."""
         if value.nbytes < self.nbytes:
-            return Outcome.CORRUPT
+            return BlockOutcome.CORRUPT
         head = bytes(value[: self.nbytes])
         magic, length = _FRONT.unpack_from(head)
         there = value.nbytes - self.nbytes
         if there != buffer.nbytes and magic == self._magic:
             # Put with another length. A longer value may have been cut on its way.
-            return Outcome.SIZE if length == there or there > buffer.nbytes else Outcome.CORRUPT
+            return (
+                BlockOutcome.SIZE
+                if length == there or there > buffer.nbytes
+                else BlockOutcome.CORRUPT
+            )
         if magic != self._magic or length != there:
-            return Outcome.CORRUPT
+            return BlockOutcome.CORRUPT
         buffer[:] = value[self.nbytes :]  # first: others may be able to write to the value
         what = _What(head[: _FRONT.size], name, key)
         good = self._is_proven(head[_FRONT.size :], what, buffer)
-        return Outcome.OK if good else Outcome.CORRUPT
+        return BlockOutcome.OK if good else BlockOutcome.CORRUPT
 
     @abstractmethod
     def _proof(self, what: _What, payload: memoryview) -> bytes: ...

@@ -8,14 +8,14 @@ import threading
 from collections.abc import Iterable, Iterator
 
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.tiers.backends.base import Outcome
+from kvconnect.tiers.backends.base import BlockOutcome
 from kvconnect.types import TransferType
 
 _FIRST_S = 1.0
 _LONGEST_S = 60.0
 
 
-class Breaker:
+class StoreBreaker:
     """Leaves a thing alone after ``patience`` failures in a row, and probes it with back-off.
 
     While it is left alone one call is let through per delay; delays double from a second to a
@@ -92,7 +92,7 @@ class Budget:
 # Who is inside a store, so that it can be closed.
 
 
-class Gate:
+class InFlightGuard:
     """Counts calls under way, and lets none in once it is closed. Threads: any."""
 
     def __init__(self) -> None:
@@ -128,10 +128,10 @@ class Gate:
 # What a store records about itself, from several threads.
 
 
-_QUIET = {Outcome.OK, Outcome.ABSENT}  # a block that is not there is no failure
+_QUIET = {BlockOutcome.OK, BlockOutcome.ABSENT}  # a block that is not there is no failure
 
 
-class Meter:
+class StoreMeter:
     """Statistics behind a lock."""
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class Meter:
             with self._lock:
                 self._stats.record_transfer(kind, nbytes, seconds)
 
-    def ended(self, outcomes: Iterable[Outcome]) -> None:
+    def ended(self, outcomes: Iterable[BlockOutcome]) -> None:
         """Count the blocks of a call that failed, by why."""
         failed = [found for found in outcomes if found not in _QUIET]
         if failed:

@@ -26,7 +26,7 @@ from valkey.exceptions import (
 from valkey.retry import Retry
 
 from kvconnect.errors import ConfigError, TransferFailed
-from kvconnect.tiers.backends.base import Outcome, parse_settings
+from kvconnect.tiers.backends.base import BlockOutcome, parse_settings
 from kvconnect.tiers.backends.remote import Keys, RemoteStore, Server
 
 _PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
@@ -107,7 +107,7 @@ class ValkeyServer(Server):
     def __repr__(self) -> str:
         return f"valkey {self._options.address}"
 
-    def store(self, names: Sequence[str], values: Sequence[memoryview]) -> list[Outcome]:
+    def store(self, names: Sequence[str], values: Sequence[memoryview]) -> list[BlockOutcome]:
         def add(pipeline: Any) -> None:
             for name, value in zip(names, values, strict=True):
                 pipeline.set(name, value, ex=self._options.ttl_s or None)
@@ -188,10 +188,10 @@ class _TlsConnection(Connection):  # type: ignore[misc]
             raise
 
 
-def _stored(answer: object) -> Outcome:
+def _stored(answer: object) -> BlockOutcome:
     if isinstance(answer, OutOfMemoryError):
-        return Outcome.FULL
-    return Outcome.FAILED if isinstance(answer, Exception) else Outcome.OK
+        return BlockOutcome.FULL
+    return BlockOutcome.FAILED if isinstance(answer, Exception) else BlockOutcome.OK
 
 
 def _arguments(options: ValkeyOptions) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import numpy as np
 
 from kvconnect.cuda import has_context
 from kvconnect.errors import ConfigError, Misuse, TransferFailed
-from kvconnect.protocol.nixl_messages import Offer, flaw
+from kvconnect.protocol.nixl_messages import NixlOffer, flaw
 from kvconnect.transport.base import Area
 from kvconnect.transport.nixl.descriptors import Ints
 
@@ -72,7 +72,7 @@ class Agent:
             self._create_backend(backend)
             for area in areas:
                 self._register(area)
-            self.offer = Offer(
+            self.offer = NixlOffer(
                 backend=backend,
                 version=_version(package),
                 agent=name,
@@ -103,7 +103,7 @@ class Agent:
             fix = f"NIXL cannot register it ({error}): check ulimit -l and UCX_TLS, or use tcp"
             raise ConfigError("transport", what, fix) from error
 
-    def meet(self, offer: Offer) -> str:
+    def meet(self, offer: NixlOffer) -> str:
         """Take in the other side's metadata; return its name.
 
         Raises:

@@ -19,7 +19,7 @@ from kvconnect.transport.base import Area, Unit
 Ints = npt.NDArray[np.int64]
 
 
-class Place(NamedTuple):
+class UnitAddresses(NamedTuple):
     """Where one side keeps the wire blocks of a unit."""
 
     unit: Unit
@@ -33,7 +33,7 @@ class Runs(NamedTuple):
     lengths: Ints
 
 
-def check_place(place: Place) -> None:
+def check_place(place: UnitAddresses) -> None:
     """Raise :class:`ProtocolError` if a unit that the other side described makes no sense."""
     unit = place.unit
     per_phase, rest = divmod(len(unit.segments), 3 * unit.phases)
@@ -51,7 +51,7 @@ def check_place(place: Place) -> None:
         raise ProtocolError(f"segments that do not make {unit.block_bytes} bytes")
 
 
-def runs_of(place: Place, ids: array[int]) -> Runs:
+def runs_of(place: UnitAddresses, ids: array[int]) -> Runs:
     """Return the runs of wire blocks.
 
     Raises:

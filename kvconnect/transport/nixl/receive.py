@@ -12,18 +12,25 @@ from functools import partial
 from kvconnect.errors import ProtocolError, TransferFailed
 from kvconnect.protocol import nixl_messages
 from kvconnect.protocol.codec import DIGEST_BYTES, MAX_NOTE, digested
-from kvconnect.protocol.nixl_messages import Landed, Places, Plain, Stop, UnitPlace, Units
-from kvconnect.transport.base import Incoming, Quiet, Received, Unit
+from kvconnect.protocol.nixl_messages import (
+    PagesWritten,
+    Places,
+    Plain,
+    StopWriting,
+    UnitPlace,
+    Units,
+)
+from kvconnect.transport.base import Drained, IncomingPages, Received, Unit
 from kvconnect.transport.nixl.agent import Agent
-from kvconnect.transport.nixl.worker import Mover
-from kvconnect.transport.tcp.context import Line
+from kvconnect.transport.nixl.worker import NixlWorker
+from kvconnect.transport.tcp.context import ConnectionContext
 
 _ENDED_WANTS = 4096  # the source learns of an end within a round trip; this is far more
 
 
 @dataclass(eq=False)
-class _Want:
-    order: Incoming
+class _InboundRead:
+    order: IncomingPages
     left: int  # wire blocks that may still land
     plain: bool = False
     placed: bool = False  # the source was told where it goes: it may be written to
@@ -38,16 +45,16 @@ class _Want:
         return self.placed and not self.plain and not self.stopped
 
 
-class Landings:
+class InboundWrites:
     """Thread-safe. After ``close`` there are no events."""
 
-    def __init__(self, line: Line, mover: Mover) -> None:
+    def __init__(self, line: ConnectionContext, mover: NixlWorker) -> None:
         self._line = line
         self._mover = mover
         self._period = 0
         self._lock = threading.Lock()
         self._closed = False
-        self._wants: dict[int, _Want] = {}
+        self._wants: dict[int, _InboundRead] = {}
         self._ended: dict[int, None] = {}  # oldest first
         # For the thread that prepares: lists of units by number, and whether the source has them.
         self._units: list[tuple[Sequence[Unit], bool]] = []
@@ -56,9 +63,11 @@ class Landings:
         """Set the agreed digest period; before anything else."""
         self._period = period
 
-    def expect(self, order: Incoming) -> None:
+    def expect(self, order: IncomingPages) -> None:
         """Let pages of a want in."""
-        want = _Want(order, sum(len(ids) for _, ids in order.spans), plain=order.path == "tcp")
+        want = _InboundRead(
+            order, sum(len(ids) for _, ids in order.spans), plain=order.path == "tcp"
+        )
         with self._lock:
             if self._closed:
                 return
@@ -69,7 +78,7 @@ class Landings:
             self._mover.prepare("landings", partial(self._place, want), self._line.fail)
 
     def cancel(self, number: int) -> bool:
-        """End a want; say False if there is none of that number. ``Quiet`` follows."""
+        """End a want; say False if there is none of that number. ``Drained`` follows."""
         with self._lock:
             want = self._wants.get(number)
             if want is None or want.ended or self._closed:
@@ -83,7 +92,9 @@ class Landings:
                 want.waits.enter_context(self._line.watch.over(number, 0))
         if want.plain:
             self._line.cancel_plain(number)
-        self._line.say(Stop(want=number))  # also of one without a place: its pages are not held
+        self._line.say(
+            StopWriting(want=number)
+        )  # also of one without a place: its pages are not held
         self._fall_quiet(want)
         return True
 
@@ -98,7 +109,7 @@ class Landings:
             want.stopped = True
         self._fall_quiet(want)
 
-    def on_landed(self, landed: Landed) -> None:
+    def on_landed(self, landed: PagesWritten) -> None:
         """A write is complete; look at it once its mark is there too.
 
         Raises:
@@ -132,7 +143,7 @@ class Landings:
             want.waits.close()
         return any(want.exposed for want in wants.values())
 
-    def _place(self, want: _Want) -> None:
+    def _place(self, want: _InboundRead) -> None:
         """Tell the source where a want goes, once the device is done with these places."""
         order = want.order
         if order.fence:
@@ -149,7 +160,7 @@ class Landings:
         fits = len(nixl_messages.encode(places)) <= MAX_NOTE
         self._tell_place(want, places if fits else None)
 
-    def _tell_place(self, want: _Want, places: Places | None) -> None:
+    def _tell_place(self, want: _InboundRead, places: Places | None) -> None:
         """Let the source send a want, by the data connections if it has no places."""
         with self._lock:
             if want.ended or self._closed:
@@ -189,7 +200,7 @@ class Landings:
             segments=unit.segments.tobytes(),
         )
 
-    def _check(self, order: Incoming, landed: Landed) -> None:
+    def _check(self, order: IncomingPages, landed: PagesWritten) -> None:
         if landed.unit >= len(order.units):
             raise ProtocolError(f"unit {landed.unit} of want {landed.want}, of {len(order.units)}")
         first, ids = order.spans[landed.unit]
@@ -203,7 +214,9 @@ class Landings:
         ):
             raise ProtocolError(f"{landed.nbytes} bytes for {landed.count} blocks of {size} bytes")
 
-    def _look_for_mark(self, want: _Want, landed: Landed, waiting: ExitStack, agent: Agent) -> bool:
+    def _look_for_mark(
+        self, want: _InboundRead, landed: PagesWritten, waiting: ExitStack, agent: Agent
+    ) -> bool:
         if self._closed:
             waiting.close()
             return True
@@ -217,7 +230,7 @@ class Landings:
         self._mover.prepare("landings", partial(self._verify, want, landed), self._line.fail)
         return True
 
-    def _verify(self, want: _Want, landed: Landed) -> None:
+    def _verify(self, want: _InboundRead, landed: PagesWritten) -> None:
         order, number = want.order, landed.unit
         first, ids = order.spans[number]
         ids = ids[landed.first - first : landed.first - first + landed.count]
@@ -243,7 +256,7 @@ class Landings:
                 )
         self._fall_quiet(want)
 
-    def _fall_quiet(self, want: _Want) -> None:
+    def _fall_quiet(self, want: _InboundRead) -> None:
         number = want.order.want
         with self._lock:
             over = want.ended and want.stopped and not want.busy
@@ -252,10 +265,10 @@ class Landings:
             del self._wants[number]
             want.waits.close()
             if not (self._closed or want.plain):  # the data connections say so themselves
-                self._line.events.put(Quiet(self._line.peer, number))
+                self._line.events.put(Drained(self._line.peer, number))
 
 
-def _differing(landed: Landed, ours: bytes, period: int) -> tuple[int, ...]:
+def _differing(landed: PagesWritten, ours: bytes, period: int) -> tuple[int, ...]:
     blocks = digested(landed.first, landed.count, landed.unit, period)
     pairs = zip(array("Q", ours), array("Q", landed.digests), strict=True)
     return tuple(block for block, (a, b) in zip(blocks, pairs, strict=True) if a != b)

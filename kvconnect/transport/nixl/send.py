@@ -11,13 +11,13 @@ from functools import partial
 from typing import NamedTuple
 
 from kvconnect.errors import Misuse, ProtocolError
-from kvconnect.protocol.nixl_messages import MAX_UNITS, Offer, Places, Stopped, UnitPlace, Units
-from kvconnect.transport.base import Area, Outgoing, Quiet, Sent, Unit
+from kvconnect.protocol.nixl_messages import MAX_UNITS, NixlOffer, Places, Stopped, UnitPlace, Units
+from kvconnect.transport.base import Area, Drained, OutgoingPages, Sent, Unit
 from kvconnect.transport.nixl.agent import Agent
-from kvconnect.transport.nixl.descriptors import Place, check_place, paired, runs_of
-from kvconnect.transport.nixl.worker import Mover
+from kvconnect.transport.nixl.descriptors import UnitAddresses, check_place, paired, runs_of
+from kvconnect.transport.nixl.worker import NixlWorker
 from kvconnect.transport.nixl.writes import Write, Writes
-from kvconnect.transport.tcp.context import Line
+from kvconnect.transport.tcp.context import ConnectionContext
 
 MAX_WRITE_BYTES = 32 << 20
 MAX_WRITE_BLOCKS = 1 << 16  # whose digests fit into one message
@@ -29,53 +29,53 @@ _STOPPED_WANTS = 4096
 
 
 class _Span(NamedTuple):
-    place: Place
+    place: UnitAddresses
     first: int
     ids: array[int]
 
 
 @dataclass(eq=False)
-class _Want:
+class _OutboundRead:
     spans: list[_Span] | None = None  # once the reader has said where it goes
     plain: bool = False
     stopped: bool = False  # by the reader
     cancelled: bool = False  # here
     id_bytes: int = 0
     busy: int = 0  # writes that are prepared or under way
-    held: list[Outgoing] = field(default_factory=list)
+    held: list[OutgoingPages] = field(default_factory=list)
     waits: ExitStack = field(default_factory=ExitStack)  # for the reader's word
 
 
 @dataclass(eq=False)
 class _Shipment:
-    want: _Want
-    order: Outgoing
+    want: _OutboundRead
+    order: OutgoingPages
     left: int = 1  # writes
     nbytes: int = 0  # that were written
     started: float = 0.0
 
 
-class Launches:
+class OutboundWrites:
     """Thread-safe. After ``close`` there are no events."""
 
-    def __init__(self, line: Line, mover: Mover) -> None:
+    def __init__(self, line: ConnectionContext, mover: NixlWorker) -> None:
         self._line = line
         self._mover = mover
         self._period = 0
         self._lock = threading.Lock()
         self._closed = False
-        self._wants: dict[int, _Want] = {}
+        self._wants: dict[int, _OutboundRead] = {}
         self._stopped: dict[int, None] = {}  # oldest first
-        self._units: dict[int, list[Place]] = {}
+        self._units: dict[int, list[UnitAddresses]] = {}
         self._segment_bytes = 0
         self._writes = Writes(line, mover)
 
-    def settle(self, theirs: Offer, period: int) -> None:
+    def settle(self, theirs: NixlOffer, period: int) -> None:
         """Set whom to write to and the agreed digest period; before anything else."""
         self._writes.theirs = theirs
         self._period = period
 
-    def send(self, order: Outgoing) -> None:
+    def send(self, order: OutgoingPages) -> None:
         """Write pages once the reader has said where."""
         if not order.ids:
             raise Misuse(f"nothing to send: {order}")
@@ -85,7 +85,7 @@ class Launches:
             if order.want in self._stopped:
                 self._line.events.put(Sent(self._line.peer, order.want, 0, 0.0))
                 return
-            want = self._wants.setdefault(order.want, _Want())
+            want = self._wants.setdefault(order.want, _OutboundRead())
             if want.spans is None and not want.plain:
                 if not want.held:
                     want.waits.enter_context(self._line.watch.over(order.want, 0))
@@ -95,7 +95,7 @@ class Launches:
         self._go(want, order)
 
     def cancel(self, number: int) -> None:
-        """Drop what is queued for a want; ``Quiet`` follows."""
+        """Drop what is queued for a want; ``Drained`` follows."""
         with self._lock:
             if self._closed:
                 return
@@ -105,7 +105,7 @@ class Launches:
                 want.waits.close()
                 want.cancelled = True
                 if not (want.plain or want.busy):
-                    self._line.events.put(Quiet(self._line.peer, number))
+                    self._line.events.put(Drained(self._line.peer, number))
         if want is None or want.plain:  # the reader may have ended a plain one already
             self._line.cancel_plain(number)
 
@@ -175,7 +175,7 @@ class Launches:
         with self._lock:
             if number in self._stopped or self._closed:
                 return
-            want = self._wants.setdefault(number, _Want())
+            want = self._wants.setdefault(number, _OutboundRead())
             if want.spans is not None or want.plain or len(self._wants) > _MAX_WANTS:
                 raise ProtocolError(f"places of want {number}, of {len(self._wants)}")
             if sum(each.id_bytes for each in self._wants.values()) + id_bytes > _MAX_ID_BYTES:
@@ -188,7 +188,7 @@ class Launches:
         for order in held:
             self._go(want, order)
 
-    def _go(self, want: _Want, order: Outgoing) -> None:
+    def _go(self, want: _OutboundRead, order: OutgoingPages) -> None:
         """Hand an order on; it counts as busy already, unless it is plain."""
         if want.plain:
             self._line.plain(order)
@@ -216,7 +216,7 @@ class Launches:
         with self._lock:
             shipment.left = len(starts)
             shipment.want.busy += len(starts) - 1
-        here = Place(order.unit, self._line.pages().area_of(order.unit))
+        here = UnitAddresses(order.unit, self._line.pages().area_of(order.unit))
         for at in starts:
             ids = order.ids[at : at + step]
             write = Write(
@@ -233,7 +233,7 @@ class Launches:
             )
             self._mover.call(partial(self._writes.start, write))
 
-    def _dropped(self, want: _Want) -> bool:
+    def _dropped(self, want: _OutboundRead) -> bool:
         return self._closed or want.stopped or want.cancelled
 
     def _finish(self, shipment: _Shipment, count: int, started: float | None) -> None:
@@ -252,7 +252,7 @@ class Launches:
             if want.busy:
                 return
             if want.cancelled:
-                self._line.events.put(Quiet(self._line.peer, number))
+                self._line.events.put(Drained(self._line.peer, number))
             if want.stopped:
                 del self._wants[number]  # once: from then on nothing is sent for it
         if want.stopped:
@@ -265,12 +265,12 @@ def _blocks_per_write(here: Unit, there: Unit) -> int:
     return max(1, step)
 
 
-def _place(unit: UnitPlace) -> Place:
+def _place(unit: UnitPlace) -> UnitAddresses:
     """Return where the reader keeps a unit; raises :class:`ProtocolError` if that is nowhere."""
     if len(unit.segments) % 8:
         raise ProtocolError(f"{len(unit.segments)} bytes of segments")
     area = Area(unit.address, unit.nbytes, unit.device)
     segments = array("q", unit.segments)
-    place = Place(Unit(segments, unit.phases, unit.block_bytes), area)
+    place = UnitAddresses(Unit(segments, unit.phases, unit.block_bytes), area)
     check_place(place)
     return place

@@ -10,14 +10,21 @@ from msgspec.structs import replace
 
 from kvconnect.errors import ProtocolError
 from kvconnect.protocol import nixl_messages
-from kvconnect.protocol.nixl_messages import Landed, Places, Plain, Stop, Stopped, Units
-from kvconnect.transport.base import Incoming, LinkOptions, Memory, Outgoing, Security
+from kvconnect.protocol.nixl_messages import (
+    PagesWritten,
+    Places,
+    Plain,
+    Stopped,
+    StopWriting,
+    Units,
+)
+from kvconnect.transport.base import IncomingPages, LinkOptions, Memory, OutgoingPages, Security
 from kvconnect.transport.nixl.agent import Agent
-from kvconnect.transport.nixl.receive import Landings
-from kvconnect.transport.nixl.send import Launches
-from kvconnect.transport.nixl.worker import Mover
+from kvconnect.transport.nixl.receive import InboundWrites
+from kvconnect.transport.nixl.send import OutboundWrites
+from kvconnect.transport.nixl.worker import NixlWorker
 from kvconnect.transport.tcp import TcpTransport
-from kvconnect.transport.tcp.context import Line
+from kvconnect.transport.tcp.context import ConnectionContext
 
 
 class NixlTransport(TcpTransport):
@@ -30,7 +37,7 @@ class NixlTransport(TcpTransport):
 
     def __init__(self, security: Security, options: LinkOptions) -> None:
         super().__init__(security, options)
-        self._mover: Mover | None = None
+        self._mover: NixlWorker | None = None
 
     def register(self, memory: Memory) -> None:
         """See the base class.
@@ -40,8 +47,8 @@ class NixlTransport(TcpTransport):
         """
         super().register(memory)
         options = self._shared.options
-        self._mover = Mover(options.backend, memory.areas(), local=options.local)
-        self._shared.make_rail = partial(NixlRail, self._mover)
+        self._mover = NixlWorker(options.backend, memory.areas(), local=options.local)
+        self._shared.make_rail = partial(NixlPath, self._mover)
 
     def close(self) -> None:
         super().close()
@@ -52,21 +59,21 @@ class NixlTransport(TcpTransport):
 # One peer's NIXL path: which wants go over it, and what the two sides say about them.
 
 
-Order = Incoming | Outgoing
+Order = IncomingPages | OutgoingPages
 
 
-class NixlRail:
+class NixlPath:
     """``submit`` and ``cancel`` are for any thread, the rest is for the loop's.
 
     Until both sides have greeted, orders wait here. Where they cannot work together, all of them
     go over the data connections; where they can, the reader says of each want which way it goes.
     """
 
-    def __init__(self, mover: Mover, line: Line) -> None:
+    def __init__(self, mover: NixlWorker, line: ConnectionContext) -> None:
         self._line = line
         self._mover = mover
-        self._landings = Landings(line, mover)
-        self._launches = Launches(line, mover)
+        self._landings = InboundWrites(line, mover)
+        self._launches = OutboundWrites(line, mover)
         self._lock = threading.Lock()
         self._early: list[Order] = []
         self._usable: bool | None = None
@@ -108,11 +115,11 @@ class NixlRail:
 
     def _route(self, order: Order) -> None:
         lacking = self.lacking or ("it connected, so it reads" if self._line.inbound else "")
-        if lacking and isinstance(order, Incoming) and order.path != "tcp":
+        if lacking and isinstance(order, IncomingPages) and order.path != "tcp":
             self._line.fail(f"{order.path} is no path to this peer: {lacking}")
         elif not self._usable:
             self._line.plain(order)
-        elif isinstance(order, Incoming):
+        elif isinstance(order, IncomingPages):
             self._landings.expect(order)
         else:
             self._launches.send(order)
@@ -132,7 +139,7 @@ class NixlRail:
         message = nixl_messages.decode(payload)
         if not self._usable:
             raise ProtocolError("a note about NIXL, which was not agreed on")
-        if isinstance(message, Landed):
+        if isinstance(message, PagesWritten):
             self._landings.on_landed(message)
         elif isinstance(message, Stopped):
             self._landings.on_stopped(message.want)
@@ -143,7 +150,7 @@ class NixlRail:
         elif isinstance(message, Plain):
             self._launches.on_plain(message.want)
         else:
-            assert isinstance(message, Stop)
+            assert isinstance(message, StopWriting)
             self._launches.on_stop(message.want)
 
     def close(self, reason: str, done: Callable[[], None]) -> None:

@@ -17,7 +17,7 @@ from typing import Literal
 
 from kvconnect.cuda import CudaContext
 from kvconnect.errors import ConfigError, KVConnectError, contained
-from kvconnect.protocol.nixl_messages import Offer
+from kvconnect.protocol.nixl_messages import NixlOffer
 from kvconnect.threads import ThreadKind, make
 from kvconnect.transport.base import Area
 from kvconnect.transport.nixl.agent import Agent
@@ -39,7 +39,7 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-class Mover:
+class NixlWorker:
     """Owns the agent and the threads. All methods but ``watch`` are for any thread.
 
     Steps and checks handle their own failures; work may raise :class:`KVConnectError`, which goes
@@ -54,7 +54,7 @@ class Mover:
         self._enter = _context_of(areas)
         self._enter()
         self._agent = self._start()
-        self.offer: Offer | None = self._agent.offer
+        self.offer: NixlOffer | None = self._agent.offer
         self._changed = threading.Condition()
         self._steps: deque[tuple[Step, Callable[[], None]]] = deque()
         self._work: dict[Half, deque[Callable[[], None]]] = {
@@ -94,7 +94,7 @@ class Mover:
             self._work[half].append(partial(_guarded, work, failed))
             self._changed.notify_all()
 
-    def join(self, lost: Callable[[str], None]) -> Offer | None:
+    def join(self, lost: Callable[[str], None]) -> NixlOffer | None:
         """Return what other agents have to know of this one, None if there is none.
 
         ``lost`` is called with the reason when it ends: what was under way is gone, and what was
@@ -110,7 +110,7 @@ class Mover:
             if lost in self._losers:
                 self._losers.remove(lost)
 
-    def renew(self, exposed: Offer | None, reason: str, done: Callable[[], None]) -> None:
+    def renew(self, exposed: NixlOffer | None, reason: str, done: Callable[[], None]) -> None:
         """End the agent that made the offer ``exposed``, so that no write can land any more, and
         start another one, unless that has happened since.
 
@@ -127,7 +127,7 @@ class Mover:
         for thread in self._threads:
             thread.join(_CLOSE_S)
 
-    def _replace(self, exposed: Offer | None, reason: str, agent: Agent) -> None:
+    def _replace(self, exposed: NixlOffer | None, reason: str, agent: Agent) -> None:
         if agent.offer is not exposed:
             return  # several peers were lost together
         logger.warning("starting a new NIXL agent: %s", reason)
@@ -135,13 +135,13 @@ class Mover:
         agent.close()
         try:
             self._agent = self._start()
-            offer: Offer | None = self._agent.offer
+            offer: NixlOffer | None = self._agent.offer
         except KVConnectError as error:
             logger.error("NIXL is not used any more: %s", error)
             offer = None
         self._lose(offer, f"its NIXL agent was replaced: {reason}")
 
-    def _lose(self, offer: Offer | None, reason: str) -> None:
+    def _lose(self, offer: NixlOffer | None, reason: str) -> None:
         with self._changed:
             self.offer = offer
             losers, self._losers = self._losers, []

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvconnect.errors import TransferFailed
-from kvconnect.protocol.nixl_messages import Landed, Offer
-from kvconnect.transport.base import Outgoing
+from kvconnect.protocol.nixl_messages import NixlOffer, PagesWritten
+from kvconnect.transport.base import OutgoingPages
 from kvconnect.transport.nixl.agent import Agent
 from kvconnect.transport.nixl.descriptors import Ints
-from kvconnect.transport.nixl.worker import Mover
-from kvconnect.transport.tcp.context import Line
+from kvconnect.transport.nixl.worker import NixlWorker
+from kvconnect.transport.tcp.context import ConnectionContext
 
 ROOM = 4
 """Writes of one peer under way: enough to keep it busy, few enough to be cancelled soon."""
@@ -26,7 +26,7 @@ class Write:
     """Some wire blocks of an order, on their way. ``pieces`` and ``devices``: see
     :meth:`Agent.write`."""
 
-    order: Outgoing
+    order: OutgoingPages
     first: int
     count: int
     pieces: tuple[Ints, Ints, Ints]
@@ -51,8 +51,8 @@ class Writes:
     ``theirs`` is the reader's offer, to be set before the first write.
     """
 
-    def __init__(self, line: Line, mover: Mover) -> None:
-        self.theirs: Offer | None = None
+    def __init__(self, line: ConnectionContext, mover: NixlWorker) -> None:
+        self.theirs: NixlOffer | None = None
         self._line = line
         self._mover = mover
         self._name = ""
@@ -115,7 +115,7 @@ class Writes:
         del self._under_way[write]
         agent.release(write.handle)
         write.watched.close()
-        landed = Landed(
+        landed = PagesWritten(
             want=write.order.want,
             unit=write.order.number,
             first=write.first,

@@ -9,11 +9,11 @@ import threading
 
 from kvconnect.errors import ProtocolError, Refused
 from kvconnect.protocol.auth import SESSION_BYTES, Opening
-from kvconnect.transport.base import STRANGER, LinkOptions, Mailbox, PeerDown, PeerId
-from kvconnect.transport.security import Guard
+from kvconnect.transport.base import STRANGER, EventQueue, LinkOptions, PeerDown, PeerId
+from kvconnect.transport.security import AccessPolicy
 from kvconnect.transport.tcp.context import Shared
-from kvconnect.transport.tcp.event_loop import Loop
-from kvconnect.transport.tcp.listener import UNTRUSTED, Door, Guest
+from kvconnect.transport.tcp.event_loop import EventLoop
+from kvconnect.transport.tcp.listener import UNTRUSTED, Listener, PendingConnection
 from kvconnect.transport.tcp.peer import CLOSED, Peer
 
 MAX_CONNECTIONS = 16
@@ -26,17 +26,17 @@ DIED = "the transport's thread died: its error is in the log"
 """Why everything ends when the loop raised an error."""
 
 
-class Hub:
+class ConnectionManager:
     """``dial``, ``find`` and ``shared`` are for any thread; the rest is for the loop's.
 
     Owns the loop, which ends when everything is closed.
     """
 
-    def __init__(self, guard: Guard, options: LinkOptions) -> None:
-        loop = Loop(self._tick, options.heartbeat_s / 2, lambda: self.close(DIED))
-        self.shared = Shared(options, Mailbox(), loop)
+    def __init__(self, guard: AccessPolicy, options: LinkOptions) -> None:
+        loop = EventLoop(self._tick, options.heartbeat_s / 2, lambda: self.close(DIED))
+        self.shared = Shared(options, EventQueue(), loop)
         self._guard = guard
-        self._door = Door(loop, guard, options, self._on_proven, self._on_refused)
+        self._door = Listener(loop, guard, options, self._on_proven, self._on_refused)
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._peers: dict[PeerId, Peer] = {}
@@ -90,7 +90,7 @@ class Hub:
         except OSError as error:
             peer.fail(f"cannot connect: {error}")
 
-    def _on_proven(self, guest: Guest, opening: Opening) -> None:
+    def _on_proven(self, guest: PendingConnection, opening: Opening) -> None:
         peer = guest.peer or self._inbound.get(opening.session)
         if peer is None:
             if opening.connections > MAX_CONNECTIONS:

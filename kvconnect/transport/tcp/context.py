@@ -10,11 +10,19 @@ from typing import Protocol
 
 from kvconnect.errors import Misuse
 from kvconnect.protocol.codec import digested
-from kvconnect.protocol.nixl_messages import RailMessage
+from kvconnect.protocol.nixl_messages import NixlMessage
 from kvconnect.transport import page_io
-from kvconnect.transport.base import Incoming, LinkOptions, Mailbox, Memory, Outgoing, PeerId, Unit
-from kvconnect.transport.tcp.event_loop import Loop
-from kvconnect.transport.tcp.send_queue import Watch
+from kvconnect.transport.base import (
+    EventQueue,
+    IncomingPages,
+    LinkOptions,
+    Memory,
+    OutgoingPages,
+    PeerId,
+    Unit,
+)
+from kvconnect.transport.tcp.event_loop import EventLoop
+from kvconnect.transport.tcp.send_queue import StallWatchdog
 
 DIGEST_PERIOD = {"off": 0, "sampled": 16, "full": 1}
 
@@ -24,10 +32,12 @@ class Shared:
     """Made once; only ``memory`` and ``make_rail`` are set later."""
 
     options: LinkOptions
-    events: Mailbox
-    loop: Loop
+    events: EventQueue
+    loop: EventLoop
     memory: Memory | None = None
-    make_rail: Callable[[Line], Rail] | None = None  # another path for pages, beside these
+    make_rail: Callable[[ConnectionContext], PagePath] | None = (
+        None  # another path for pages, beside these
+    )
 
     def pages(self) -> Memory:
         """Return the registered memory; :class:`Misuse` if there is none."""
@@ -39,7 +49,7 @@ class Shared:
 # Another path for a peer's pages, beside its data connections: what it does and what it gets.
 
 
-class Rail(Protocol):
+class PagePath(Protocol):
     """``submit`` and ``cancel`` are for any thread, the rest is for the loop's. ``lacking``: why
     this path is not to be had, "" if it is; once settled."""
 
@@ -52,7 +62,7 @@ class Rail(Protocol):
         """Take the other side's offer and the agreed digest period; :class:`ProtocolError` if it
         is none."""
 
-    def submit(self, order: Incoming | Outgoing) -> None:
+    def submit(self, order: IncomingPages | OutgoingPages) -> None:
         """Take an order, for whichever path."""
 
     def cancel(self, want: int) -> None:
@@ -67,7 +77,7 @@ class Rail(Protocol):
 
 
 @dataclass(frozen=True)
-class Line:
+class ConnectionContext:
     """The connection a rail belongs to. All functions are for any thread.
 
     Attributes:
@@ -83,12 +93,12 @@ class Line:
     name: str
     session: bytes
     inbound: bool
-    events: Mailbox
+    events: EventQueue
     pages: Callable[[], Memory]
-    watch: Watch
-    say: Callable[[RailMessage], None]
+    watch: StallWatchdog
+    say: Callable[[NixlMessage], None]
     fail: Callable[[str], None]
-    plain: Callable[[Incoming | Outgoing], None]
+    plain: Callable[[IncomingPages | OutgoingPages], None]
     cancel_plain: Callable[[int], None]
 
     def mark(self, number: int) -> bytes:

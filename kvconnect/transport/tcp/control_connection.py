@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from kvconnect.errors import KVConnectError, ProtocolError, contained
 from kvconnect.protocol.codec import NoteReader, pack_note
-from kvconnect.transport.tcp.event_loop import Loop
+from kvconnect.transport.tcp.event_loop import EventLoop
 from kvconnect.transport.tcp.handshake import READ, WRITE
 from kvconnect.transport.tcp.sockets import read_some, shut, write_some
 
@@ -23,7 +23,7 @@ _STEP_BYTES = 64 << 10
 _READS = 16  # at a time, so that one peer does not keep the others waiting
 
 
-class Control:
+class ControlConnection:
     """Owns an authenticated socket. All methods are for the loop's thread.
 
     ``on_note`` gets each payload, an empty one for a heartbeat, and may raise
@@ -34,7 +34,7 @@ class Control:
     def __init__(
         self,
         sock: socket.socket,
-        loop: Loop,
+        loop: EventLoop,
         on_note: Callable[[bytes], None],
         on_end: Callable[[str], None],
     ) -> None:

@@ -22,13 +22,13 @@ from kvconnect.protocol.codec import (
 from kvconnect.transport import page_io
 from kvconnect.transport.base import PeerId, Received
 from kvconnect.transport.tcp.context import Shared
-from kvconnect.transport.tcp.send_queue import Frame, Landing, Traffic
+from kvconnect.transport.tcp.send_queue import FrameTarget, OutboundFrame, SendQueue
 from kvconnect.transport.tcp.sockets import allow_silence, read_exact, shut, write_all
 
 _SCRATCH_BYTES = 1 << 20
 
 
-class Lane:
+class DataConnection:
     """Moves the pages of ``traffic`` over one authenticated socket, which it owns.
 
     ``left`` is called on the loop's thread for each thread that ended, with the reason and whether
@@ -39,7 +39,7 @@ class Lane:
         self,
         peer: PeerId,
         sock: socket.socket,
-        traffic: Traffic,
+        traffic: SendQueue,
         shared: Shared,
         left: Callable[[str, bool], None],
     ) -> None:
@@ -116,7 +116,7 @@ class Lane:
                 self._traffic.sent(frame)
             sequence += 1
 
-    def _send(self, frame: Frame, header: FrameHeader) -> None:
+    def _send(self, frame: OutboundFrame, header: FrameHeader) -> None:
         order, first, ids = frame.shipment.order, frame.first, frame.ids
         if not frame.shipment.started:
             frame.shipment.started = time.perf_counter()
@@ -156,7 +156,7 @@ class Lane:
                 with self._traffic.watch.over(header.want, header.nbytes):
                     self._receive(header, landing, started)
 
-    def _receive(self, header: FrameHeader, landing: Landing | None, started: float) -> None:
+    def _receive(self, header: FrameHeader, landing: FrameTarget | None, started: float) -> None:
         blocks = digested(header.first, header.count, header.unit, header.digest_period)
         if landing is None:
             self._drain(header.nbytes + len(blocks) * DIGEST_BYTES)
@@ -186,7 +186,7 @@ class Lane:
             )
         )
 
-    def _land(self, header: FrameHeader, landing: Landing) -> bytes | None:
+    def _land(self, header: FrameHeader, landing: FrameTarget) -> bytes | None:
         """Receive a frame's pages; return their digests, None if they were not wanted to the end.
 
         The whole payload has been read either way.

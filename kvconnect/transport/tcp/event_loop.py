@@ -17,7 +17,7 @@ Handler = Callable[[int], None]
 _WRECK_S = 1.0  # for what ``on_error`` began to end
 
 
-class Loop:
+class EventLoop:
     """Runs handlers and calls one after the other, on its own thread.
 
     ``call`` and ``alive`` are for any thread, ``join`` for any other; the rest is for handlers

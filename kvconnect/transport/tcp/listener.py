@@ -14,9 +14,9 @@ from functools import partial
 from kvconnect.errors import ProtocolError, Refused, contained
 from kvconnect.protocol.auth import NONCE_BYTES, ClientAuth, Opening, ServerAuth
 from kvconnect.transport.base import LinkOptions
-from kvconnect.transport.security import Guard
+from kvconnect.transport.security import AccessPolicy
 from kvconnect.transport.tcp.context import Complaints
-from kvconnect.transport.tcp.event_loop import Loop
+from kvconnect.transport.tcp.event_loop import EventLoop
 from kvconnect.transport.tcp.handshake import READ, Handshake
 from kvconnect.transport.tcp.peer import Peer
 from kvconnect.transport.tcp.sockets import prepare
@@ -29,7 +29,7 @@ UNTRUSTED = "its address is neither loopback nor in peers, and no key is set"
 
 
 @dataclass(eq=False)
-class Guest:
+class PendingConnection:
     """A connection on its way in; or out, if it is one of ``peer``, to be used as ``opening``."""
 
     handshake: Handshake
@@ -40,7 +40,7 @@ class Guest:
     opening: Opening | None = None
 
 
-class Door:
+class Listener:
     """All methods are for the loop's thread.
 
     ``on_proven`` is told what a proven connection is for; it takes the socket over or raises
@@ -50,10 +50,10 @@ class Door:
 
     def __init__(
         self,
-        loop: Loop,
-        guard: Guard,
+        loop: EventLoop,
+        guard: AccessPolicy,
         options: LinkOptions,
-        on_proven: Callable[[Guest, Opening], None],
+        on_proven: Callable[[PendingConnection, Opening], None],
         on_refused: Callable[[str, str], None],
     ) -> None:
         self._loop = loop
@@ -62,7 +62,7 @@ class Door:
         self._on_proven = on_proven
         self._on_refused = on_refused
         self._listener: socket.socket | None = None
-        self._guests: dict[Guest, None] = {}  # oldest first
+        self._guests: dict[PendingConnection, None] = {}  # oldest first
         self._complaints = Complaints()
 
     def open(self, listener: socket.socket) -> None:
@@ -89,7 +89,9 @@ class Door:
         key, _ = self._guard.keys.current()
         auth = ClientAuth(key, opening, os.urandom(NONCE_BYTES))
         handshake = Handshake(sock, auth, self._guard.tls(server=False), host)
-        self._let_in(Guest(handshake, peer.address, self._loop.now(), "", peer, opening))
+        self._let_in(
+            PendingConnection(handshake, peer.address, self._loop.now(), "", peer, opening)
+        )
 
     def tick(self, now: float) -> None:
         """Turn away who takes too long; a peer that is dialled has a deadline of its own."""
@@ -115,7 +117,7 @@ class Door:
             self._leave(guest)
             guest.handshake.sock.close()
 
-    def _strangers(self) -> list[Guest]:
+    def _strangers(self) -> list[PendingConnection]:
         return [guest for guest in self._guests if guest.peer is None]
 
     def _listen(self) -> None:
@@ -152,14 +154,14 @@ class Door:
         if len(strangers) >= MAX_IN_AUTH:  # idle ones must not keep others out
             crowding = "too many newer connections before it proved itself"
             self._turn_away(first_to_go(strangers), crowding)
-        guest = Guest(handshake, f"{host}:{port}", self._loop.now(), source_of(host))
+        guest = PendingConnection(handshake, f"{host}:{port}", self._loop.now(), source_of(host))
         self._let_in(guest)
 
-    def _let_in(self, guest: Guest) -> None:
+    def _let_in(self, guest: PendingConnection) -> None:
         self._guests[guest] = None
         self._advance(guest, 0)
 
-    def _advance(self, guest: Guest, _: int) -> None:
+    def _advance(self, guest: PendingConnection, _: int) -> None:
         with contained(partial(self._fail, guest)):
             handshake = guest.handshake
             mask = handshake.advance()
@@ -173,7 +175,7 @@ class Door:
             assert opening
             self._on_proven(guest, opening)
 
-    def _fail(self, guest: Guest, error: Exception) -> None:
+    def _fail(self, guest: PendingConnection, error: Exception) -> None:
         if isinstance(error, Refused):
             self._turn_away(guest, str(error), error.field)
         elif isinstance(error, ProtocolError):
@@ -184,11 +186,11 @@ class Door:
             logger.error("an error of KVConnect's own; a connection ends", exc_info=error)
             self._turn_away(guest, f"{type(error).__name__}: {error}")
 
-    def _leave(self, guest: Guest) -> None:
+    def _leave(self, guest: PendingConnection) -> None:
         self._guests.pop(guest, None)
         self._loop.unwatch(guest.handshake.fd)
 
-    def _turn_away(self, guest: Guest, reason: str, refused: str = "") -> None:
+    def _turn_away(self, guest: PendingConnection, reason: str, refused: str = "") -> None:
         self._leave(guest)
         guest.handshake.sock.close()
         if guest.peer:
@@ -208,7 +210,7 @@ def source_of(host: str) -> str:
     return str(address)
 
 
-def first_to_go(strangers: Sequence[Guest]) -> Guest:
+def first_to_go(strangers: Sequence[PendingConnection]) -> PendingConnection:
     """Return whom to give up for somebody newer: of the source that has most connections the
     oldest that has said nothing, or the oldest. So a flood turns itself away."""
     sources = Counter(guest.source for guest in strangers)

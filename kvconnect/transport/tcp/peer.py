@@ -12,20 +12,20 @@ from functools import partial
 from kvconnect.errors import ProtocolError
 from kvconnect.protocol import nixl_messages
 from kvconnect.protocol.auth import Opening
-from kvconnect.protocol.codec import MAX_NOTE, RailNote, pack_greeting, stricter, unpack_greeting
+from kvconnect.protocol.codec import MAX_NOTE, NixlNote, pack_greeting, stricter, unpack_greeting
 from kvconnect.transport.base import (
-    Incoming,
+    IncomingPages,
     LinkOptions,
     Noted,
-    Outgoing,
+    OutgoingPages,
     PeerDown,
     PeerId,
     PeerUp,
 )
-from kvconnect.transport.tcp.context import DIGEST_PERIOD, Line, Shared
-from kvconnect.transport.tcp.control_connection import PARTED, Control
-from kvconnect.transport.tcp.data_connection import Lane
-from kvconnect.transport.tcp.send_queue import Traffic, Watch
+from kvconnect.transport.tcp.context import DIGEST_PERIOD, ConnectionContext, Shared
+from kvconnect.transport.tcp.control_connection import PARTED, ControlConnection
+from kvconnect.transport.tcp.data_connection import DataConnection
+from kvconnect.transport.tcp.send_queue import SendQueue, StallWatchdog
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ CLOSED = "closed"
 
 
 @dataclass
-class _Life:
+class _PeerPhase:
     """How far a peer has come."""
 
     inbound: bool
@@ -80,15 +80,15 @@ class Peer:
         self.session = opening.session
         self.address = address
         options, now = shared.options, shared.loop.now
-        watch = Watch(options.stall_s, now)
-        self.traffic = Traffic(number, shared.events, opening.connections, watch)
+        watch = StallWatchdog(options.stall_s, now)
+        self.traffic = SendQueue(number, shared.events, opening.connections, watch)
         self._connections = opening.connections
         self._shared = shared
         self._on_gone = on_gone
-        self._control: Control | None = None
-        self._lanes: dict[int, Lane] = {}
+        self._control: ControlConnection | None = None
+        self._lanes: dict[int, DataConnection] = {}
         deadline = now() + _patience_s(options, inbound)
-        self._life = _Life(inbound, deadline, DIGEST_PERIOD[options.digest])
+        self._life = _PeerPhase(inbound, deadline, DIGEST_PERIOD[options.digest])
         self.rail = shared.make_rail(_line(self, shared, inbound)) if shared.make_rail else None
         self._life.threads += self.rail is not None
 
@@ -109,12 +109,12 @@ class Peer:
         if life.up or life.reason or taken or opening.connections != self._connections:
             raise ProtocolError(f"a connection that does not fit its session: {opening}")
         if opening.channel == "control":
-            self._control = Control(sock, self._shared.loop, self._on_note, self.fail)
+            self._control = ControlConnection(sock, self._shared.loop, self._on_note, self.fail)
             self._control.feed(rest)
         elif rest:
             raise ProtocolError("pages before the greeting")
         else:
-            lane = Lane(self.number, sock, self.traffic, self._shared, self._on_left)
+            lane = DataConnection(self.number, sock, self.traffic, self._shared, self._on_left)
             self._lanes[opening.number] = lane
         if self._control and len(self._lanes) == self._connections:
             life.complete = True
@@ -138,9 +138,9 @@ class Peer:
         else:
             self.fail(reason)
 
-    def move_plain(self, order: Incoming | Outgoing) -> None:
+    def move_plain(self, order: IncomingPages | OutgoingPages) -> None:
         """Take an order for the data connections. For any thread."""
-        if isinstance(order, Incoming):
+        if isinstance(order, IncomingPages):
             self.traffic.expect(order)
             return
         self.traffic.send(order)
@@ -236,7 +236,7 @@ class Peer:
 
     def _on_note(self, payload: bytes) -> None:
         life = self._life
-        if isinstance(payload, RailNote):
+        if isinstance(payload, NixlNote):
             if not (self.rail and life.greeted):
                 raise ProtocolError("a note for a path that was not agreed on")
             self.rail.on_note(payload)
@@ -264,18 +264,18 @@ class Peer:
             self.fail(reason)
 
 
-def _line(peer: Peer, shared: Shared, inbound: bool) -> Line:
+def _line(peer: Peer, shared: Shared, inbound: bool) -> ConnectionContext:
     """Return what a rail gets of a peer."""
 
-    def say(message: nixl_messages.RailMessage) -> None:
-        note = RailNote(nixl_messages.encode(message))
+    def say(message: nixl_messages.NixlMessage) -> None:
+        note = NixlNote(nixl_messages.encode(message))
         if len(note) > MAX_NOTE:
             kind = type(message).__name__
             shared.loop.call(partial(peer.fail, f"{kind} of {len(note)} bytes is too long to send"))
         else:
             shared.loop.call(partial(peer.note, note))
 
-    return Line(
+    return ConnectionContext(
         peer=peer.number,
         name=peer.address,
         session=peer.session,

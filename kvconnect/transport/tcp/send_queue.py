@@ -13,7 +13,16 @@ from typing import NamedTuple
 
 from kvconnect.errors import Misuse, ProtocolError
 from kvconnect.protocol.codec import FrameHeader
-from kvconnect.transport.base import Fence, Incoming, Mailbox, Outgoing, PeerId, Quiet, Sent, Unit
+from kvconnect.transport.base import (
+    Drained,
+    EventQueue,
+    Fence,
+    IncomingPages,
+    OutgoingPages,
+    PeerId,
+    Sent,
+    Unit,
+)
 
 MIN_FRAME_BYTES = 4 << 20  # smaller ones cost more in headers and wake-ups than they share out
 MAX_FRAME_BYTES = 128 << 20  # what a cancelled want may keep a connection busy with
@@ -21,24 +30,24 @@ _ENDED_WANTS = 4096  # the source learns of a cancel within a round trip; this i
 
 
 @dataclass
-class Shipment:
-    """One :class:`Outgoing` and what of it is left to send."""
+class SendRequest:
+    """One :class:`OutgoingPages` and what of it is left to send."""
 
-    order: Outgoing
+    order: OutgoingPages
     frames: int
     started: float = 0.0  # 0: not yet
 
 
-class Frame(NamedTuple):
+class OutboundFrame(NamedTuple):
     """The part of a shipment that goes over one connection in one piece."""
 
-    shipment: Shipment
+    shipment: SendRequest
     first: int
     ids: array[int]
 
 
 @dataclass
-class Landing:
+class FrameTarget:
     """Where the pages of one frame go, and what must have passed before they are written.
     ``stop[0]`` is set once they must land nowhere."""
 
@@ -50,33 +59,35 @@ class Landing:
 
 @dataclass
 class _Expected:
-    order: Incoming
+    order: IncomingPages
     stop: bytearray
 
 
-class Traffic:
+class SendQueue:
     """Thread-safe. Events of one peer stop when ``close`` returns."""
 
-    def __init__(self, peer: PeerId, events: Mailbox, connections: int, watch: Watch) -> None:
+    def __init__(
+        self, peer: PeerId, events: EventQueue, connections: int, watch: StallWatchdog
+    ) -> None:
         self.stop = bytearray(1)  # set by ``close``; ends frames that are being sent
         self.watch = watch
         self._peer = peer
         self._events = events
         self._connections = connections
         self._changed = threading.Condition()
-        self._queue: deque[Frame] = deque()
+        self._queue: deque[OutboundFrame] = deque()
         self._expected: dict[int, _Expected] = {}
         self._ended: dict[int, None] = {}  # wants cancelled here, oldest first
         self._busy: Counter[int] = Counter()  # frames under way per want
         self._falling_quiet: set[int] = set()
 
-    def expect(self, order: Incoming) -> None:
+    def expect(self, order: IncomingPages) -> None:
         """Let pages of a want in."""
         with self._changed:
             if not self.stop[0]:
                 self._expected[order.want] = _Expected(order, bytearray(1))
 
-    def send(self, order: Outgoing) -> None:
+    def send(self, order: OutgoingPages) -> None:
         """Queue pages, cut into frames so that every connection has its share."""
         if not order.ids:
             raise Misuse(f"nothing to send: {order}")
@@ -85,10 +96,10 @@ class Traffic:
                 return
             step = self._frame_blocks(order)
             starts = range(0, len(order.ids), step)
-            shipment = Shipment(order, len(starts))
+            shipment = SendRequest(order, len(starts))
             for start in starts:
                 ids = order.ids[start : start + step]
-                self._queue.append(Frame(shipment, order.first + start, ids))
+                self._queue.append(OutboundFrame(shipment, order.first + start, ids))
             self._changed.notify(len(starts))
 
     def has_queued(self) -> bool:
@@ -96,13 +107,13 @@ class Traffic:
         with self._changed:
             return bool(self._queue)
 
-    def _frame_blocks(self, order: Outgoing) -> int:
+    def _frame_blocks(self, order: OutgoingPages) -> int:
         share = len(order.ids) * order.unit.block_bytes // self._connections
         frame_bytes = min(max(share, MIN_FRAME_BYTES), MAX_FRAME_BYTES)
         return max(1, -(-frame_bytes // order.unit.block_bytes))
 
     def cancel(self, want: int) -> None:
-        """Drop what is queued for a want and let the rest land nowhere; emits ``Quiet``."""
+        """Drop what is queued for a want and let the rest land nowhere; emits ``Drained``."""
         with self._changed:
             if self.stop[0]:
                 return
@@ -130,7 +141,7 @@ class Traffic:
     # For the threads of data connections --------------------------------------------------------
 
     @contextmanager
-    def next_frame(self) -> Iterator[Frame | None]:
+    def next_frame(self) -> Iterator[OutboundFrame | None]:
         """Wait for a frame to send and hold it under way; None once closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self.stop[0])
@@ -143,7 +154,7 @@ class Traffic:
             if frame:
                 self._leave(frame.shipment.order.want)
 
-    def sent(self, frame: Frame) -> None:
+    def sent(self, frame: OutboundFrame) -> None:
         """Note that a frame is out; emits ``Sent`` with the last one of its order."""
         shipment = frame.shipment
         order = shipment.order
@@ -156,7 +167,7 @@ class Traffic:
             self._events.put(Sent(self._peer, order.want, nbytes, seconds))
 
     @contextmanager
-    def landing(self, header: FrameHeader) -> Iterator[Landing | None]:
+    def landing(self, header: FrameHeader) -> Iterator[FrameTarget | None]:
         """Hold a frame that arrives under way; None if its want was cancelled.
 
         Raises:
@@ -170,7 +181,7 @@ class Traffic:
         finally:
             self._leave(header.want)
 
-    def _find(self, header: FrameHeader) -> Landing | None:
+    def _find(self, header: FrameHeader) -> FrameTarget | None:
         if header.nbytes > MAX_FRAME_BYTES + header.nbytes // header.count:
             raise ProtocolError(f"a frame of {header.nbytes} bytes in {header.count} blocks")
         expected = self._expected.get(header.want)
@@ -194,7 +205,7 @@ class Traffic:
                 f"{header.nbytes} bytes for {header.count} blocks of {unit.block_bytes} bytes"
             )
         ids = ids[start : start + header.count]
-        return Landing(unit, ids, expected.stop, order.fence)
+        return FrameTarget(unit, ids, expected.stop, order.fence)
 
     def _leave(self, want: int) -> None:
         with self._changed:
@@ -206,7 +217,7 @@ class Traffic:
             del self._busy[want]
             if want in self._falling_quiet and not self.stop[0]:
                 self._falling_quiet.discard(want)
-                self._events.put(Quiet(self._peer, want))
+                self._events.put(Drained(self._peer, want))
 
 
 # How long single frames may take, whatever keeps trickling in or out.
@@ -222,7 +233,7 @@ class _Frame:
     due: float
 
 
-class Watch:
+class StallWatchdog:
     """The frames that one peer's data connections move at this moment. Thread-safe.
 
     Each has ``stall_s`` and the time its bytes take at ``MIN_BYTES_PER_S``. ``now`` is a clock in

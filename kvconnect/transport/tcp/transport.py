@@ -10,19 +10,19 @@ from kvconnect.errors import ConfigError, Misuse, TransferFailed
 from kvconnect.transport import page_io
 from kvconnect.transport.base import (
     MAX_NOTE_BYTES,
+    Disconnect,
     Event,
-    Hangup,
-    Incoming,
+    IncomingPages,
     LinkOptions,
     Memory,
-    Note,
-    Outgoing,
+    OutgoingPages,
     PeerId,
+    PeerMessage,
     Security,
     Transport,
 )
-from kvconnect.transport.security import Guard
-from kvconnect.transport.tcp.connections import DIED, MAX_CONNECTIONS, Hub
+from kvconnect.transport.security import AccessPolicy
+from kvconnect.transport.tcp.connections import DIED, MAX_CONNECTIONS, ConnectionManager
 from kvconnect.transport.tcp.context import DIGEST_PERIOD
 
 logger = logging.getLogger(__name__)
@@ -46,9 +46,9 @@ class TcpTransport(Transport):
             raise ConfigError("connections", options.connections, f"use 1 to {MAX_CONNECTIONS}")
         if options.digest not in DIGEST_PERIOD:
             raise ConfigError("digest", options.digest, f"use one of {', '.join(DIGEST_PERIOD)}")
-        self._guard = Guard(security)
+        self._guard = AccessPolicy(security)
         page_io.check_digests(options.digest, tls=self._guard.tls(server=False) is not None)
-        self._hub = Hub(self._guard, options)
+        self._hub = ConnectionManager(self._guard, options)
         self._shared = self._hub.shared
         self._closed = False
         self._shared.loop.start()
@@ -81,15 +81,15 @@ class TcpTransport(Transport):
             raise Misuse("the transport is closed")
         return self._hub.dial(host, port)
 
-    def submit(self, order: Note | Incoming | Outgoing | Hangup) -> None:
+    def submit(self, order: PeerMessage | IncomingPages | OutgoingPages | Disconnect) -> None:
         peer = self._hub.find(order.peer)
         if peer is None:
             return
-        if isinstance(order, Note):
+        if isinstance(order, PeerMessage):
             if not 0 < len(order.payload) <= MAX_NOTE_BYTES:
                 raise Misuse(f"a note of {len(order.payload)} bytes, use 1 to {MAX_NOTE_BYTES}")
             self._shared.loop.call(partial(peer.note, order.payload))
-        elif isinstance(order, Hangup):
+        elif isinstance(order, Disconnect):
             self._shared.loop.call(partial(peer.hang_up, order.reason))
         else:
             self._shared.pages()  # raises before a thread would

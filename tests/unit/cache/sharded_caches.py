@@ -9,8 +9,8 @@ from itertools import permutations
 import torch
 from hypothesis import strategies as st
 
-from kvconnect.cache.head_shards import Rows, Unit, units
-from kvconnect.cache.layout import GroupGeometry, Segment, view_segments
+from kvconnect.cache.head_shards import HeadUnit, Rows, units
+from kvconnect.cache.layout import ByteRun, GroupGeometry, view_segments
 from kvconnect.cache.pages import LayerPages, layer_pages
 from kvconnect.cache.record_format import parts
 
@@ -53,7 +53,7 @@ class Rank:
     heads: tuple[int, int]
 
     def group(self) -> GroupGeometry:
-        segments: list[Segment] = []
+        segments: list[ByteRun] = []
         for number in range(self._views):
             view = (self._offset(number), self._shape, (*self._strides, 1))
             segments += view_segments(*view, itemsize=1, num_blocks=BLOCKS)
@@ -74,7 +74,7 @@ class Rank:
     def rows(self, cut_rows: bool = True) -> list[Rows]:
         return [(layer,) for layer in self.layers(cut_rows)]
 
-    def units(self) -> tuple[Unit, ...]:
+    def units(self) -> tuple[HeadUnit, ...]:
         return units(self.group(), self.rows(), self.heads, self.model.heads)
 
     def slot(self, whole: torch.Tensor, block: int = BLOCKS - 1) -> bytes:
@@ -134,7 +134,7 @@ def can_share(model: Model, tp: int) -> bool:
     return model.heads % tp == 0 or tp % model.heads == 0
 
 
-def read(slot: bytes | memoryview, unit: Unit) -> bytes:
+def read(slot: bytes | memoryview, unit: HeadUnit) -> bytes:
     """What a slot has of a unit, run by run."""
     return b"".join(bytes(slot[offset : offset + length]) for offset, length in unit.runs)
 

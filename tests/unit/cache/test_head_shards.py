@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvconnect.cache.head_shards import unit_heads, units
-from kvconnect.cache.layout import GroupGeometry, Segment
+from kvconnect.cache.layout import ByteRun, GroupGeometry
 from kvconnect.cache.record_format import parts
 from kvconnect.errors import Incompatible, Misuse
 from tests.unit.cache.sharded_caches import (
@@ -213,7 +213,7 @@ def test_pages_and_blocks_that_do_not_fit() -> None:
     rank = Rank(MODEL, PLAIN, (0, 4))
     layers = rank.rows()
     crooked = GroupGeometry(
-        tuple(Segment(s.offset, s.stride + 1, s.length) for s in rank.group().segments), 2
+        tuple(ByteRun(s.offset, s.stride + 1, s.length) for s in rank.group().segments), 2
     )
     with pytest.raises(Incompatible, match=r"view\.0: pages every 96 bytes, blocks every 97"):
         units(crooked, layers, (0, 4), 8)

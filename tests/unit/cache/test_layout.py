@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconnect.cache.layout import Geometry, GroupGeometry, Segment, view_segments
+from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry, view_segments
 from kvconnect.errors import Incompatible, Misuse
 
 # vLLM's layouts: memory order of the logical axes [L, B, H, N, C], outermost first.
@@ -42,7 +42,7 @@ def element_bytes(
     return {start + k for start in starts for k in range(itemsize)}
 
 
-def run_bytes(segments: Sequence[Segment], block: int) -> list[int]:
+def run_bytes(segments: Sequence[ByteRun], block: int) -> list[int]:
     """Byte addresses of a block in slot order."""
     return [s.offset + block * s.stride + k for s in segments for k in range(s.length)]
 
@@ -125,8 +125,8 @@ def test_any_order_padding_and_ratio(data: st.DataObject) -> None:
 
 
 def test_size_one_dims_may_have_any_stride() -> None:
-    assert view_segments(0, (4, 1, 8), (8, 0, 1), 2, 4) == (Segment(0, 16, 16),)
-    assert view_segments(0, (1, 2, 8), (0, 8, 1), 2, 1) == (Segment(0, 0, 32),)
+    assert view_segments(0, (4, 1, 8), (8, 0, 1), 2, 4) == (ByteRun(0, 16, 16),)
+    assert view_segments(0, (1, 2, 8), (0, 8, 1), 2, 1) == (ByteRun(0, 0, 32),)
 
 
 @pytest.mark.parametrize(
@@ -152,25 +152,25 @@ def test_views_without_runs_are_refused(
 
 
 def test_group_is_canonical() -> None:
-    a, b, c = Segment(0, 64, 16), Segment(16, 64, 16), Segment(512, 64, 8)
+    a, b, c = ByteRun(0, 64, 16), ByteRun(16, 64, 16), ByteRun(512, 64, 8)
     group = GroupGeometry((c, b, a, b), num_blocks=4)
     assert group == GroupGeometry((a, b, c), num_blocks=4)
-    assert group.segments == (Segment(0, 64, 32), c)
+    assert group.segments == (ByteRun(0, 64, 32), c)
     assert group.block_bytes == 40
     assert group.area_bytes == 512 + 3 * 64 + 8
     # Touching runs that advance differently stay apart.
-    assert len(GroupGeometry((a, Segment(16, 128, 16)), 1).segments) == 2
+    assert len(GroupGeometry((a, ByteRun(16, 128, 16)), 1).segments) == 2
 
 
 @pytest.mark.parametrize(
     "segments",
     [
-        (Segment(0, 64, 16), Segment(8, 64, 16)),
-        (Segment(0, 64, 16), Segment(0, 64, 32)),
-        (Segment(0, 64, 64), Segment(64, 64, 64)),  # one layer's blocks run into the next layer
+        (ByteRun(0, 64, 16), ByteRun(8, 64, 16)),
+        (ByteRun(0, 64, 16), ByteRun(0, 64, 32)),
+        (ByteRun(0, 64, 64), ByteRun(64, 64, 64)),  # one layer's blocks run into the next layer
     ],
 )
-def test_overlapping_layers_are_refused(segments: tuple[Segment, ...]) -> None:
+def test_overlapping_layers_are_refused(segments: tuple[ByteRun, ...]) -> None:
     with pytest.raises(Incompatible, match="overlap"):
         GroupGeometry(segments, num_blocks=2)
 
@@ -179,15 +179,15 @@ def test_nothing_to_copy_is_a_bug_of_the_caller() -> None:
     with pytest.raises(Misuse):
         GroupGeometry((), num_blocks=2)
     with pytest.raises(Misuse):
-        GroupGeometry((Segment(0, 1, 1),), num_blocks=0)
+        GroupGeometry((ByteRun(0, 1, 1),), num_blocks=0)
     with pytest.raises(Misuse):
         Geometry(())
 
 
 @pytest.mark.parametrize(("block_bytes", "slot_bytes"), [(1, 4096), (4096, 4096), (4097, 8192)])
 def test_slot_fits_the_largest_group_in_whole_pages(block_bytes: int, slot_bytes: int) -> None:
-    small = GroupGeometry((Segment(0, 1, 1),), num_blocks=2)
-    large = GroupGeometry((Segment(0, block_bytes, block_bytes),), num_blocks=3)
+    small = GroupGeometry((ByteRun(0, 1, 1),), num_blocks=2)
+    large = GroupGeometry((ByteRun(0, block_bytes, block_bytes),), num_blocks=3)
     geometry = Geometry((small, large))
     assert geometry.slot_bytes == slot_bytes
     assert geometry.area_bytes == 3 * block_bytes

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from benchmarks import copy_cuda  # noqa: E402
 from kvconnect.cache.layout import Geometry  # noqa: E402
-from kvconnect.copy.calibration import Choice  # noqa: E402
+from kvconnect.copy.calibration import CopyThreshold  # noqa: E402
 from kvconnect.copy.cuda import CudaCopier  # noqa: E402
 from kvconnect.offload.host_arena import HostStore  # noqa: E402
 from kvconnect.offload.streams import HostStreams  # noqa: E402
@@ -72,7 +72,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[FakeDriver]], dict[st
 
     def run(driver: type[FakeDriver]) -> dict[str, object]:
         def made(area: torch.Tensor, arena: torch.Tensor, geometry: Geometry) -> CudaCopier:
-            return CudaCopier(area, arena, geometry, driver(), Choice(0, 0))
+            return CudaCopier(area, arena, geometry, driver(), CopyThreshold(0, 0))
 
         monkeypatch.setattr(copy_cuda, "make_copier", made)
         monkeypatch.setattr(copy_cuda, "open_driver", lambda device: driver())

@@ -14,7 +14,7 @@ from kvconnect.copy import calibration  # noqa: E402
 from kvconnect.copy.calibration import (  # noqa: E402
     DEFAULT,
     PAGES,
-    Choice,
+    CopyThreshold,
     cache_folder,
     calibrated,
     choose,
@@ -46,7 +46,7 @@ def times(kernel: float, dma_by_page: dict[int, float]) -> dict[tuple[str, str, 
 )
 def test_the_kernel_is_chosen_while_it_wins(dma: list[float], store: int, load: int) -> None:
     found = choose(times(1.0, dict(zip(PAGES, dma, strict=True))))
-    assert found == Choice(store=store, load=load)
+    assert found == CopyThreshold(store=store, load=load)
 
 
 def driver_where_kernels_win() -> FakeDriver:
@@ -74,7 +74,7 @@ def test_a_machine_is_measured_once(tmp_path: Path) -> None:
     driver = driver_where_kernels_win()
     first, second = Counted(driver), Counted(driver)
     choice = calibrated(driver, first.make, tmp_path)
-    assert choice == Choice(LARGE, LARGE) and first.moves > 0
+    assert choice == CopyThreshold(LARGE, LARGE) and first.moves > 0
     assert calibrated(driver, second.make, tmp_path) == choice
     assert second.moves == 0
     driver.machine = "another"  # negative control: its file is its own
@@ -102,7 +102,7 @@ def test_a_broken_file_is_measured_again_and_replaced(tmp_path: Path, content: s
     good = path.read_text()
     path.write_text(content)
     again = Counted(driver)
-    assert calibrated(driver, again.make, tmp_path) == Choice(LARGE, LARGE)
+    assert calibrated(driver, again.make, tmp_path) == CopyThreshold(LARGE, LARGE)
     assert again.moves > 0
     assert json.loads(path.read_text()) == json.loads(good)
     assert list(tmp_path.iterdir()) == [path]  # no temporary file is left
@@ -112,7 +112,7 @@ def test_a_folder_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     driver = driver_where_kernels_win()
     choice = calibrated(driver, Counted(driver).make, tmp_path / "file" / "folder")
-    assert choice == Choice(LARGE, LARGE)
+    assert choice == CopyThreshold(LARGE, LARGE)
 
 
 def test_a_measurement_that_fails_anywhere_means_the_default(
@@ -169,5 +169,5 @@ def test_a_user_without_a_home_measures_every_time(monkeypatch: pytest.MonkeyPat
     driver = driver_where_kernels_win()
     for _ in range(2):
         moves = Counted(driver)
-        assert calibrated(driver, moves.make) == Choice(LARGE, LARGE)
+        assert calibrated(driver, moves.make) == CopyThreshold(LARGE, LARGE)
         assert moves.moves > 0

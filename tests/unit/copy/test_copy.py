@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconnect.cache.layout import Geometry, GroupGeometry, Segment, view_segments
+from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry, view_segments
 from kvconnect.errors import Misuse, TransferFailed
 
 torch = pytest.importorskip("torch")
@@ -123,7 +123,7 @@ def test_runs_are_loaded_as_blocks_are(kind: str, layout: str) -> None:
 
 
 def test_slot_holds_segments_back_to_back_in_order_of_offset() -> None:
-    geometry = Geometry((GroupGeometry((Segment(8, 2, 2), Segment(0, 4, 3)), 2),))
+    geometry = Geometry((GroupGeometry((ByteRun(8, 2, 2), ByteRun(0, 4, 3)), 2),))
     area = torch.arange(12, dtype=torch.uint8)
     arena = torch.zeros(4096, dtype=torch.uint8)
     ReferenceCopier(area, arena, geometry).store(0, [1], [0])
@@ -138,7 +138,7 @@ def requests(draw: st.DrawFn) -> tuple[Geometry, list[int], list[int], int]:
     segments, at = [], draw(st.integers(0, 5))
     for length in lengths:
         stride = length + draw(st.integers(0, 3))
-        segments.append(Segment(at, stride, length))
+        segments.append(ByteRun(at, stride, length))
         at += num_blocks * stride + draw(st.integers(0, 3))
     geometry = Geometry((GroupGeometry(tuple(segments), num_blocks),))
     num_slots = draw(st.integers(num_blocks, 8))
@@ -170,7 +170,7 @@ def test_native_matches_the_reference_byte_for_byte(
 
 @pytest.fixture
 def small(request: pytest.FixtureRequest) -> Iterator[tuple[Copier, torch.Tensor, torch.Tensor]]:
-    geometry = Geometry((GroupGeometry((Segment(0, 16, 16),), 4),))
+    geometry = Geometry((GroupGeometry((ByteRun(0, 16, 16),), 4),))
     area, arena = random_bytes(64, seed=4), torch.zeros(2 * 4096, dtype=torch.uint8)
     yield copier_class(request.param)(area, arena, geometry), area, arena
 
@@ -221,7 +221,7 @@ def test_empty_request_does_nothing(small: tuple[Copier, torch.Tensor, torch.Ten
 
 @kinds
 def test_memory_that_does_not_fit_is_refused(kind: str) -> None:
-    geometry = Geometry((GroupGeometry((Segment(0, 16, 16),), 4),))
+    geometry = Geometry((GroupGeometry((ByteRun(0, 16, 16),), 4),))
     area, arena = random_bytes(64, seed=5), torch.zeros(4096, dtype=torch.uint8)
     copier_class(kind)(area, arena, geometry)
     with pytest.raises(Misuse, match="need 64"):
@@ -234,7 +234,7 @@ def test_memory_that_does_not_fit_is_refused(kind: str) -> None:
 @pytest.mark.parametrize("start", [0, 1, 16, 63])
 @pytest.mark.parametrize("length", [16_383, 16_384, 16_385, 16_447, 16_448, 32_831, 65_536])
 def test_native_streams_whole_runs_at_any_alignment(start: int, length: int) -> None:
-    geometry = Geometry((GroupGeometry((Segment(start, length + 3, length),), 2),))
+    geometry = Geometry((GroupGeometry((ByteRun(start, length + 3, length),), 2),))
     area = random_bytes(geometry.area_bytes, seed=6)
     before = area.clone()
     arena = torch.zeros(2 * geometry.slot_bytes, dtype=torch.uint8)
@@ -253,7 +253,7 @@ def test_native_streams_whole_runs_at_any_alignment(start: int, length: int) -> 
 
 @needs_native
 def test_native_refuses_memory_it_cannot_address() -> None:
-    geometry = Geometry((GroupGeometry((Segment(0, 16, 16),), 4),))
+    geometry = Geometry((GroupGeometry((ByteRun(0, 16, 16),), 4),))
     arena = torch.zeros(4096, dtype=torch.uint8)
     for area in (torch.zeros(64, dtype=torch.uint8, device="meta"), torch.zeros(128)[::2]):
         with pytest.raises(Misuse, match="contiguous area in CPU"):
@@ -261,7 +261,7 @@ def test_native_refuses_memory_it_cannot_address() -> None:
 
 
 def test_broken_copy_ends_as_transfer_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    geometry = Geometry((GroupGeometry((Segment(0, 16, 16),), 4),))
+    geometry = Geometry((GroupGeometry((ByteRun(0, 16, 16),), 4),))
     area = torch.zeros(64, dtype=torch.uint8, device="meta")  # has no bytes to give
     copier = ReferenceCopier(area, torch.zeros(4096, dtype=torch.uint8), geometry)
     with pytest.raises(TransferFailed) as caught:
@@ -271,7 +271,7 @@ def test_broken_copy_ends_as_transfer_failed(monkeypatch: pytest.MonkeyPatch) ->
 
 @needs_native
 def test_make_copier_prefers_native_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    geometry = Geometry((GroupGeometry((Segment(0, 16, 16),), 4),))
+    geometry = Geometry((GroupGeometry((ByteRun(0, 16, 16),), 4),))
     caplog.set_level("INFO", logger="kvconnect.copy")
     args = torch.zeros(64, dtype=torch.uint8), torch.zeros(4096, dtype=torch.uint8), geometry
     assert isinstance(make_copier(*args), copier_class("native"))
@@ -288,7 +288,7 @@ def test_make_copier_without_the_extension(
 
     monkeypatch.delattr(kvconnect, "_native", raising=False)
     monkeypatch.setitem(sys.modules, "kvconnect._native", None)
-    geometry = Geometry((GroupGeometry((Segment(0, 16, 16),), 4),))
+    geometry = Geometry((GroupGeometry((ByteRun(0, 16, 16),), 4),))
     caplog.set_level("INFO", logger="kvconnect.copy")
     area, arena = torch.zeros(64, dtype=torch.uint8), torch.zeros(4096, dtype=torch.uint8)
     assert isinstance(make_copier(area, arena, geometry), ReferenceCopier)
@@ -375,7 +375,7 @@ def other_thread_ran(work: object, rounds: int) -> bool:
 @needs_native
 def test_native_copy_gives_up_the_gil() -> None:
     size = 1 << 20
-    geometry = Geometry((GroupGeometry((Segment(0, size, size),), 32),))
+    geometry = Geometry((GroupGeometry((ByteRun(0, size, size),), 32),))
     area = torch.zeros(32 * size, dtype=torch.uint8)
     copier = copier_class("native")(area, torch.zeros_like(area), geometry)
     ids = list(range(32))

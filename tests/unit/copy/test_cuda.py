@@ -19,12 +19,12 @@ torch = pytest.importorskip("torch")
 xxhash = pytest.importorskip("xxhash")
 
 from kvconnect import copy  # noqa: E402
-from kvconnect.cache.layout import Geometry, GroupGeometry, Segment  # noqa: E402
+from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry  # noqa: E402
 from kvconnect.copy import (  # noqa: E402
     cuda_driver,
     kernels,
 )
-from kvconnect.copy.calibration import PAGES, Choice  # noqa: E402
+from kvconnect.copy.calibration import PAGES, CopyThreshold  # noqa: E402
 from kvconnect.copy.cuda import CudaCopier  # noqa: E402
 from kvconnect.copy.cuda_driver import CudaDriver, kernel_source  # noqa: E402
 from kvconnect.copy.kernels import PIECE_BYTES  # noqa: E402
@@ -36,9 +36,9 @@ from tests.fakes.cuda_driver import FakeDriver  # noqa: E402
 from tests.fakes.stub_driver import BATCHES, StubDriver  # noqa: E402
 
 BLOCKS, SLOTS = 7, 9
-SEGMENTS = (Segment(3, 700, 700), Segment(5000, 401, 400), Segment(8000, 16, 16))
-GEOMETRY = Geometry((GroupGeometry(SEGMENTS, BLOCKS), GroupGeometry((Segment(0, 64, 48),), 5)))
-KERNEL, DMA = Choice(1 << 30, 1 << 30), Choice(0, 0)
+SEGMENTS = (ByteRun(3, 700, 700), ByteRun(5000, 401, 400), ByteRun(8000, 16, 16))
+GEOMETRY = Geometry((GroupGeometry(SEGMENTS, BLOCKS), GroupGeometry((ByteRun(0, 64, 48),), 5)))
+KERNEL, DMA = CopyThreshold(1 << 30, 1 << 30), CopyThreshold(0, 0)
 ways = pytest.mark.parametrize("choice", [KERNEL, DMA], ids=["kernel", "dma"])
 
 
@@ -49,14 +49,16 @@ def memories(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return area, torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
 
 
-def made(choice: Choice, driver: FakeDriver | None = None) -> tuple[CudaCopier, torch.Tensor]:
+def made(
+    choice: CopyThreshold, driver: FakeDriver | None = None
+) -> tuple[CudaCopier, torch.Tensor]:
     area, arena = memories()
     return CudaCopier(area, arena, GEOMETRY, driver or FakeDriver(), choice), arena
 
 
 @ways
 @pytest.mark.parametrize("group", [0, 1])
-def test_it_matches_the_reference_byte_for_byte(choice: Choice, group: int) -> None:
+def test_it_matches_the_reference_byte_for_byte(choice: CopyThreshold, group: int) -> None:
     results = []
     for kind in (lambda *a: CudaCopier(*a, FakeDriver(), choice), ReferenceCopier):
         area, arena = memories()
@@ -73,10 +75,10 @@ def test_it_matches_the_reference_byte_for_byte(choice: Choice, group: int) -> N
 
 
 @ways
-def test_runs_are_loaded_one_after_the_other(choice: Choice) -> None:
+def test_runs_are_loaded_one_after_the_other(choice: CopyThreshold) -> None:
     """Runs longer than a row of the kernel's table included, into blocks in any order."""
     lengths = (40, 3 * PIECE_BYTES + 5, 16)
-    segments = tuple(Segment(n * 10 * PIECE_BYTES, 4 * PIECE_BYTES, lengths[n]) for n in range(3))
+    segments = tuple(ByteRun(n * 10 * PIECE_BYTES, 4 * PIECE_BYTES, lengths[n]) for n in range(3))
     geometry = Geometry((GroupGeometry(segments, 2),))
     area = torch.zeros(geometry.area_bytes, dtype=torch.uint8)
     arena = torch.randint(0, 256, (2 * geometry.slot_bytes,), dtype=torch.uint8)
@@ -93,7 +95,7 @@ def test_runs_are_loaded_one_after_the_other(choice: Choice) -> None:
 
 
 @ways
-def test_starting_a_copy_waits_for_nothing(choice: Choice) -> None:
+def test_starting_a_copy_waits_for_nothing(choice: CopyThreshold) -> None:
     driver = FakeDriver()
     copier, _ = made(choice, driver)
     driver.calls.clear()
@@ -114,7 +116,7 @@ def test_only_loads_may_read_their_source_early() -> None:
 
 
 def test_the_way_depends_on_direction_and_page_size() -> None:
-    copier, _ = made(Choice(store=48, load=400))
+    copier, _ = made(CopyThreshold(store=48, load=400))
     assert [copier.way("store", g) for g in (0, 1)] == ["dma", "kernel"]
     assert [copier.way("load", g) for g in (0, 1)] == ["kernel", "kernel"]
 
@@ -130,7 +132,7 @@ def test_the_way_depends_on_direction_and_page_size() -> None:
     ],
 )
 def test_misuse_is_named_before_a_call(
-    choice: Choice, group: int, blocks: list[int], slots: list[int], why: str
+    choice: CopyThreshold, group: int, blocks: list[int], slots: list[int], why: str
 ) -> None:
     driver = FakeDriver()
     copier, _ = made(choice, driver)
@@ -144,7 +146,7 @@ def test_misuse_is_named_before_a_call(
 
 
 @ways
-def test_every_call_that_fails_is_a_failed_transfer(choice: Choice) -> None:
+def test_every_call_that_fails_is_a_failed_transfer(choice: CopyThreshold) -> None:
     """Whatever the driver refuses, and whichever call it is; afterwards it works again."""
 
     def work(driver: FakeDriver) -> None:
@@ -439,7 +441,11 @@ class OnStub:
     """The real driver and a copier over the stub, with memory that the stub knows."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, batch: str | None, choice: Choice, null: bool = False
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        batch: str | None,
+        choice: CopyThreshold,
+        null: bool = False,
     ) -> None:
         self.stub = StubDriver(monkeypatch, batch)
         self.stub.run_kernels(list(kernels.KERNELS))
@@ -468,7 +474,7 @@ class OnStub:
 @ways
 @pytest.mark.parametrize("batch", BATCHES)
 def test_the_real_driver_is_taken_at_its_word(
-    monkeypatch: pytest.MonkeyPatch, choice: Choice, batch: str | None
+    monkeypatch: pytest.MonkeyPatch, choice: CopyThreshold, batch: str | None
 ) -> None:
     real = OnStub(monkeypatch, batch, choice)
     assert real.driver.has_batch is (batch is not None)
@@ -499,7 +505,7 @@ def test_the_default_stream_takes_no_batches(monkeypatch: pytest.MonkeyPatch) ->
 @ways
 @pytest.mark.parametrize("batch", [None, "cuMemcpyBatchAsync_v2"])
 def test_what_the_driver_answers_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, choice: Choice, batch: str | None
+    monkeypatch: pytest.MonkeyPatch, choice: CopyThreshold, batch: str | None
 ) -> None:
     real = OnStub(monkeypatch, batch, choice)
     real.stub.lose_device(LOST)
@@ -522,7 +528,7 @@ def test_memory_that_the_device_cannot_reach_is_a_failed_transfer(
 @ways
 @pytest.mark.parametrize("batch", [None, "cuMemcpyBatchAsync_v2"])
 def test_a_thread_without_a_context_is_given_one(
-    monkeypatch: pytest.MonkeyPatch, choice: Choice, batch: str | None
+    monkeypatch: pytest.MonkeyPatch, choice: CopyThreshold, batch: str | None
 ) -> None:
     real = OnStub(monkeypatch, batch, choice)
     with ThreadPoolExecutor(1) as fresh:

@@ -26,7 +26,7 @@ from kvconnect.offload.streams import CudaStreams  # noqa: E402
 from kvconnect.transport.base import Area  # noqa: E402
 from kvconnect.transport.nixl import agent as agents  # noqa: E402
 from kvconnect.transport.nixl import worker as movers  # noqa: E402
-from kvconnect.transport.nixl.worker import Mover  # noqa: E402
+from kvconnect.transport.nixl.worker import NixlWorker  # noqa: E402
 from kvconnect.types import TransferType  # noqa: E402
 from tests.fakes.stub_driver import StubDriver  # noqa: E402
 
@@ -112,7 +112,7 @@ def contexts_of_a_mover(monkeypatch: pytest.MonkeyPatch, device: int) -> list[bo
     start of an agent in another one's place."""
     monkeypatch.setattr(movers, "Agent", Recorder)
     monkeypatch.setattr(Recorder, "contexts", [])
-    mover = in_new_thread(lambda: Mover("UCX", [Area(0, 8), Area(0, 8, device)], local=True))
+    mover = in_new_thread(lambda: NixlWorker("UCX", [Area(0, 8), Area(0, 8, device)], local=True))
     seen = Recorder.contexts
     halves: tuple[movers.Half, ...] = ("launches", "landings")
     for half in halves:
@@ -159,7 +159,7 @@ def test_a_context_that_cannot_be_had_is_a_reason_not_to_use_nixl(
 ) -> None:
     monkeypatch.setattr(cuda, "LIBRARY", "libnothing-of-that-name.so.1")
     with pytest.raises(ConfigError, match=r"transport='nixl' is not usable.*does not load"):
-        Mover("UCX", [Area(0, 8, 0)], local=True)
+        NixlWorker("UCX", [Area(0, 8, 0)], local=True)
 
 
 def test_an_agent_is_not_started_where_there_is_no_context(

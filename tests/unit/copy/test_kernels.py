@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconnect.cache.layout import Segment
+from kvconnect.cache.layout import ByteRun
 from kvconnect.cache.pages import LayerPages, unit_segments
 from kvconnect.copy import kernels
 from kvconnect.copy.kernels import lanes_for, reference, unit_table
-from kvconnect.testing.memory import Pages
+from kvconnect.testing.memory import PageMemory
 from kvconnect.transport.base import Unit
 from tests.kernels import address, launch_on_host
 
@@ -24,7 +24,7 @@ POISON = 0xA5
 long_ = ctypes.c_longlong
 
 
-def page_table(segments: list[Segment], piece: int = kernels.PIECE_BYTES) -> array[int]:
+def page_table(segments: list[ByteRun], piece: int = kernels.PIECE_BYTES) -> array[int]:
     return kernels.page_table([(s.offset, s.stride, s.length) for s in segments], piece)
 
 
@@ -59,14 +59,14 @@ def move(name: str, memories: tuple[bytearray, bytearray], numbers: dict[str, ob
 
 
 @st.composite
-def block_copies(draw: st.DrawFn) -> tuple[list[Segment], array[int], int, int]:
+def block_copies(draw: st.DrawFn) -> tuple[list[ByteRun], array[int], int, int]:
     """Segments of any length and alignment, (block, slot) pairs, slot size, lanes."""
     blocks = draw(st.integers(1, 5))
     segments, at = [], draw(st.integers(0, 17))
     lengths = st.integers(1, 80) | st.integers(0, 40).map(lambda n: 16 * n + 16)
     for length in draw(st.lists(lengths | st.integers(900, 5000), min_size=1, max_size=4)):
         stride = length + draw(st.sampled_from([0, 0, 1, 3, 4, 8, 16]))
-        segments.append(Segment(at, stride, length))
+        segments.append(ByteRun(at, stride, length))
         at += blocks * stride + draw(st.sampled_from([0, 0, 1, 4, 8]))
     count = draw(st.integers(1, blocks))
     sources = draw(st.permutations(range(blocks)))[:count]
@@ -80,7 +80,7 @@ def block_copies(draw: st.DrawFn) -> tuple[list[Segment], array[int], int, int]:
 @given(case=block_copies(), piece=st.sampled_from([7, 64, 1000, 8192]))
 @pytest.mark.parametrize("name", ["gather_pages", "scatter_pages"])
 def test_pages_match_the_reference(
-    name: str, case: tuple[list[Segment], array[int], int, int], piece: int
+    name: str, case: tuple[list[ByteRun], array[int], int, int], piece: int
 ) -> None:
     segments, pairs, slot_bytes, lanes = case
     table = page_table(segments, piece)
@@ -96,7 +96,7 @@ def test_pages_match_the_reference(
 
 def test_a_missing_row_shows() -> None:
     """Negative control: the comparison sees one run that was not copied."""
-    table = page_table([Segment(0, 32, 32), Segment(64, 32, 32)])
+    table = page_table([ByteRun(0, 32, 32), ByteRun(64, 32, 32)])
     pairs = array("q", [0, 0, 1, 1])
     for rows, same in ((table, True), (table[: kernels.ROW], False)):
         area, arena = noise(128, 1), bytearray([POISON]) * 128
@@ -134,7 +134,7 @@ def conversions() -> list[tuple[Unit, Unit]]:
 @pytest.mark.parametrize("piece", [16, 100, 8192])
 def test_hand_off_between_different_heads_and_block_sizes(pair: int, piece: int) -> None:
     source, target = conversions()[pair]
-    there, here = Pages(30_000, seed=1), Pages(30_000, seed=2)
+    there, here = PageMemory(30_000, seed=1), PageMemory(30_000, seed=2)
     ids, places = array("q", [5, 0, 2, 3]), array("q", [1, 6, 4, 0])
     staged = bytearray([POISON]) * (4 * source.block_bytes + 8)
 
@@ -145,7 +145,7 @@ def test_hand_off_between_different_heads_and_block_sizes(pair: int, piece: int)
     assert staged[:-8] == there.read(source, ids)
     assert staged[-8:] == bytes([POISON]) * 8
 
-    expected = Pages(30_000, seed=2)
+    expected = PageMemory(30_000, seed=2)
     expected.write(target, places, staged)
     assert here.data != expected.data  # negative control
     table, _ = unit_table(target.segments, target.phases, piece)
@@ -192,7 +192,7 @@ def test_digest_is_xxh3_of_the_block(nbytes: int, cuts: int) -> None:
     ends = [*sorted(generator.sample(range(1, nbytes), cuts - 1)), nbytes]
     segments, at = [], 3 if cuts > 2 else 0
     for start, end in zip([0, *ends], ends, strict=False):
-        segments.append(Segment(at, end - start, end - start))
+        segments.append(ByteRun(at, end - start, end - start))
         at += 3 * (end - start) + generator.randrange(9)
     area = noise(at, nbytes)
     pairs = array("q", [2, 0, 0, 0, 1, 0])
@@ -210,7 +210,7 @@ def test_digest_is_xxh3_of_the_block(nbytes: int, cuts: int) -> None:
 
 
 def test_tables_cut_long_runs_and_pad_short_phases() -> None:
-    table = page_table([Segment(5, 100, 20), Segment(1000, 50, 9)], 8)
+    table = page_table([ByteRun(5, 100, 20), ByteRun(1000, 50, 9)], 8)
     assert [tuple(table[i : i + 4]) for i in range(0, len(table), 4)] == [
         (5, 100, 8, 0),
         (13, 100, 8, 8),
@@ -227,4 +227,4 @@ def test_tables_cut_long_runs_and_pad_short_phases() -> None:
     ("length", "lanes"), [(1, 1), (16, 1), (48, 2), (128, 8), (256, 16), (512, 32), (8192, 32)]
 )
 def test_short_runs_get_few_lanes(length: int, lanes: int) -> None:
-    assert lanes_for(page_table([Segment(0, length, length)])) == lanes
+    assert lanes_for(page_table([ByteRun(0, length, length)])) == lanes

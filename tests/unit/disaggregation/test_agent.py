@@ -15,18 +15,18 @@ torch = pytest.importorskip("torch")
 from kvconnect.cache.pages import layer_pages  # noqa: E402
 from kvconnect.disaggregation.agent import HandoffAgent  # noqa: E402
 from kvconnect.disaggregation.bandwidth_probe import ProbedMemory  # noqa: E402
-from kvconnect.disaggregation.sessions import Choice, Links  # noqa: E402
+from kvconnect.disaggregation.sessions import PathPreference, Sessions  # noqa: E402
 from kvconnect.disaggregation.staging import HostMemory, StagedMemory  # noqa: E402
 from kvconnect.errors import TransferFailed  # noqa: E402
 from kvconnect.offload.messages import (  # noqa: E402
     Instructions,
+    JobReport,
     Keep,
-    Notice,
     NoticeKind,
-    Offer,
+    OfferBlocks,
+    PrefillSource,
     Receive,
-    Report,
-    Source,
+    TransferEvent,
     Withdraw,
 )
 from kvconnect.protocol.messages import GroupHello, Hello  # noqa: E402
@@ -108,7 +108,7 @@ class Engine:
         )
         transport.register(ProbedMemory(memory, raw.device))
         address = transport.listen("127.0.0.1", 0) if self.sends else None
-        links = Links(hello, (pages,), transport, OffloadingConnectorStats(), Choice())
+        links = Sessions(hello, (pages,), transport, OffloadingConnectorStats(), PathPreference())
         self.caches.append(cache)
         self.agents.append(HandoffAgent(links, 5.0, lambda: None, address))
 
@@ -120,13 +120,13 @@ class Engine:
                 agent.layer_written(f"layer{layer}")
             agent.end_step()
 
-    def source(self, epoch: int = EPOCH) -> Source:
+    def source(self, epoch: int = EPOCH) -> PrefillSource:
         endpoints = [
             Endpoint(rank, 0, *agent.address)
             for rank, agent in enumerate(self.agents)
             if agent.address is not None
         ]
-        return Source("sender", epoch, tuple(endpoints), self.tp, 1)
+        return PrefillSource("sender", epoch, tuple(endpoints), self.tp, 1)
 
     def content(self, table: array[int], tokens: int) -> torch.Tensor:
         """What all ranks together hold of a request: [layers, tokens, heads, ROW]."""
@@ -149,14 +149,16 @@ def table(tokens: int, block: int) -> array[int]:
     return array("q", [(5 * i + 3) % (TOKENS // block + 3) + 1 for i in range(count)])
 
 
-def receive(source: Source | None, blocks: array[int], tokens: int, early: bool = False) -> Receive:
+def receive(
+    source: PrefillSource | None, blocks: array[int], tokens: int, early: bool = False
+) -> Receive:
     span = Span(0, 0, blocks)
     return Receive(JobId(1), "r", TRANSFER, source, (span,), ((0, tokens),), early, 5.0)
 
 
-def finished(engine: Engine) -> list[Report]:
+def finished(engine: Engine) -> list[JobReport]:
     """Wait for the report of every worker."""
-    reports: list[Report] = []
+    reports: list[JobReport] = []
     deadline = time.monotonic() + WAIT_S
     while len(reports) < engine.tp and time.monotonic() < deadline:
         for agent in engine.agents:
@@ -172,14 +174,14 @@ def hand_off(p: Engine, d: Engine, transfer: TransferId = TRANSFER) -> None:
     p.fill(there, seed=1)
     for cache in d.caches:
         cache.zero_()
-    p.step(offers=[Offer(transfer, (Span(0, 0, there),))])
+    p.step(offers=[OfferBlocks(transfer, (Span(0, 0, there),))])
     d.step(receives=[replace(receive(p.source(), here, 150), transfer=transfer)])
     assert [report.failures for report in finished(d)] == [()]
     assert torch.equal(d.content(here, 150), p.content(there, 150))
 
 
-def notices(engine: Engine, kind: NoticeKind, count: int) -> list[Notice]:
-    found: list[Notice] = []
+def notices(engine: Engine, kind: NoticeKind, count: int) -> list[TransferEvent]:
+    found: list[TransferEvent] = []
     deadline = time.monotonic() + WAIT_S
     while len(found) < count and time.monotonic() < deadline:
         for agent in engine.agents:
@@ -212,13 +214,13 @@ def test_pages_arrive(case: str, when: str, stack: ExitStack) -> None:
     there, here = table(tokens, p.block), table(tokens, d.block)
     half = len(there) // 2
     p.fill(there, seed=1)
-    p.step(offers=[Offer(TRANSFER)])
+    p.step(offers=[OfferBlocks(TRANSFER)])
     if when == "push":
         d.step(receives=[receive(p.source(), here, tokens, early=True)])
-    p.step(offers=[Offer(TRANSFER, (Span(0, 0, there[:half]),))])
+    p.step(offers=[OfferBlocks(TRANSFER, (Span(0, 0, there[:half]),))])
     if when == "half":
         d.step(receives=[receive(p.source(), here, tokens, early=True)])
-    p.step(offers=[Offer(TRANSFER, (Span(0, half, there[half:]),))])
+    p.step(offers=[OfferBlocks(TRANSFER, (Span(0, half, there[half:]),))])
     if when == "pull":
         d.step(receives=[receive(p.source(), here, tokens)])
     assert [report.failures for report in finished(d)] == [()] * d.tp
@@ -248,7 +250,7 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     p = stack.enter_context(Engine(sends=True))
     d = stack.enter_context(Engine(**other))  # type: ignore[arg-type]
-    p.step(offers=[Offer(TRANSFER)])
+    p.step(offers=[OfferBlocks(TRANSFER)])
     d.step(receives=[receive(p.source(), array("q", [1, 2]), 2 * d.block)])
     (report,) = finished(d)
     assert {failure.cause for failure in report.failures} == {FailureCause.REFUSED}
@@ -260,7 +262,7 @@ def test_what_does_not_fit_is_refused(
 def test_an_old_incarnation_s_ticket_is_refused(stack: ExitStack) -> None:
     p = stack.enter_context(Engine(sends=True))
     d = stack.enter_context(Engine())
-    p.step(offers=[Offer(TRANSFER)])
+    p.step(offers=[OfferBlocks(TRANSFER)])
     d.step(receives=[receive(p.source(epoch=EPOCH + 1), array("q", [1, 2]), 32)])
     (report,) = finished(d)
     assert {failure.cause for failure in report.failures} == {FailureCause.REFUSED}
@@ -278,7 +280,7 @@ def test_a_transfer_that_is_not_there_is_gone(stack: ExitStack) -> None:
 def test_a_peer_that_dies_fails_what_waits_for_it(stack: ExitStack) -> None:
     p = stack.enter_context(Engine(sends=True))
     d = stack.enter_context(Engine())
-    p.step(offers=[Offer(TRANSFER)])
+    p.step(offers=[OfferBlocks(TRANSFER)])
     d.step(receives=[receive(p.source(), array("q", [1, 2]), 32, early=True)])
     assert notices(p, NoticeKind.JOINED, 1)
     p.agents[0].close()
@@ -298,7 +300,7 @@ def test_who_asked_too_early_is_news_once_the_transfer_is_known(stack: ExitStack
         assert time.monotonic() < deadline
         time.sleep(0.005)
     assert not agent.has_news
-    agent.run(Instructions(offers=[Offer(TRANSFER)]))
+    agent.run(Instructions(offers=[OfferBlocks(TRANSFER)]))
     assert agent.has_news
     assert [notice.kind for notice in agent.poll(idle=False)[1]] == [NoticeKind.JOINED]
     assert not agent.has_news
@@ -313,7 +315,7 @@ def test_a_decode_engine_that_makes_no_steps_renews_leases(stack: ExitStack) -> 
     """A paused one, with requests that wait for their turn."""
     p = stack.enter_context(Engine(sends=True))
     d = stack.enter_context(Engine())
-    p.step(offers=[Offer(TRANSFER)])
+    p.step(offers=[OfferBlocks(TRANSFER)])
     d.step(keeps=[Keep(TRANSFER, p.source(), every_s=0.01)])
     for _ in range(3):
         assert [notice.transfer for notice in notices(p, NoticeKind.RENEWED, 1)] == [TRANSFER]
@@ -338,7 +340,7 @@ def test_readers_do_not_wait_for_an_engine_that_makes_no_steps(stack: ExitStack)
             time.sleep(0.005)
         return machine.stands
 
-    p.step(offers=[Offer(TRANSFER)])
+    p.step(offers=[OfferBlocks(TRANSFER)])
     agent.poll(idle=False, ends_step=True)
     assert stands(True)
     agent.run(Instructions())  # what comes beside steps says nothing of them
@@ -357,12 +359,14 @@ def test_a_bug_in_the_thread_of_layers_is_not_silence(
     p = stack.enter_context(Engine(sends=True))
     d = stack.enter_context(Engine())
     agent = p.agents[0]
-    p.step(offers=[Offer(TRANSFER)])
+    p.step(offers=[OfferBlocks(TRANSFER)])
     d.step(receives=[receive(p.source(), array("q", [1, 2]), 32, early=True)])
     assert notices(p, NoticeKind.JOINED, 1)
     assert not agent.has_news
     monkeypatch.setattr(agent._written, "_take", lambda *_: 1 / 0)
-    agent.begin_step(Instructions(offers=[Offer(TRANSFER, (Span(0, 0, array("q", [1])),))]), EPOCH)
+    agent.begin_step(
+        Instructions(offers=[OfferBlocks(TRANSFER, (Span(0, 0, array("q", [1])),))]), EPOCH
+    )
     agent.layer_written("layer0")
     deadline = time.monotonic() + WAIT_S
     while not agent.has_news and time.monotonic() < deadline:

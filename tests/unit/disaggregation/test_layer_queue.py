@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvconnect.disaggregation.agent import Behind
+from kvconnect.disaggregation.agent import LayerQueue
 from kvconnect.errors import TransferFailed
 from kvconnect.transport.base import Fence
 
@@ -22,7 +22,7 @@ class Taker:
         self.lock = threading.Lock()
         self.names: list[str | None] = []
         self.held: list[bool] = []
-        self.behind = Behind(self.lock, self.take)
+        self.behind = LayerQueue(self.lock, self.take)
 
     def take(self, name: str | None, fence: Fence | None) -> None:
         if name == "bad":

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvconnect.errors import Refused  # noqa: E402
-from kvconnect.offload.messages import NoticeKind, Offer  # noqa: E402
+from kvconnect.offload.messages import NoticeKind, OfferBlocks  # noqa: E402
 from kvconnect.protocol.tickets import Ticket, issue, verify  # noqa: E402
 from kvconnect.types import Endpoint, TransferId  # noqa: E402
 from tests.unit.disaggregation.test_agent import (  # noqa: E402
@@ -57,7 +57,7 @@ def test_what_waits_through_an_hour_ends_and_the_next_one_works(
     """Deadlines have passed: each side says so once, keeps nothing, and goes on."""
     p = stack.enter_context(Engine(sends=True))
     d = stack.enter_context(Engine())
-    p.step(offers=[Offer(TRANSFER)])
+    p.step(offers=[OfferBlocks(TRANSFER)])
     d.step(receives=[receive(p.source(), table(150, 16), 150, early=True)])
     assert notices(p, NoticeKind.JOINED, 1)
     monkeypatch.setattr(time, "monotonic", lambda: _monotonic() + HOUR_S)

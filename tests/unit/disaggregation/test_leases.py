@@ -11,25 +11,25 @@ import pytest
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.disaggregation import leases as handoff
 from kvconnect.disaggregation.leases import LONGEST_LIFE_S, LeaseLimits, Leases
-from kvconnect.disaggregation.receives import ArrivalLimits, Arrivals, SettledArrival
+from kvconnect.disaggregation.receives import ReceiveLimits, Receives, SettledReceive
 from kvconnect.errors import Misuse
 from kvconnect.offload.messages import (
     Drop,
-    Failure,
+    FailedBlock,
+    JobReport,
     Keep,
-    Notice,
     NoticeKind,
-    Offer,
+    OfferBlocks,
+    PrefillSource,
     Receive,
-    Report,
-    Source,
+    TransferEvent,
     Withdraw,
 )
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span, TransferId
 
 T = TransferId(b"t" * 16)
-SOURCE = Source("p", 7, (Endpoint(0, 0, "127.0.0.1", 5),), 1, 1)
+SOURCE = PrefillSource("p", 7, (Endpoint(0, 0, "127.0.0.1", 5),), 1, 1)
 ONE = Rank(0, 1, 0, 1)
 PAIR = [Rank(0, 2, 0, 1), Rank(1, 2, 0, 1)]
 
@@ -39,7 +39,7 @@ def leases(*groups: CacheGroup, workers: int = 1) -> Leases:
     return Leases(groups or (CacheGroup(4),), OffloadingConnectorStats(), limits)
 
 
-def spans(offers: list[Offer]) -> list[tuple[int, int, list[int]]]:
+def spans(offers: list[OfferBlocks]) -> list[tuple[int, int, list[int]]]:
     return [(s.group, s.first, list(s.block_ids)) for offer in offers for s in offer.spans]
 
 
@@ -66,7 +66,7 @@ def lives(kind: NoticeKind) -> float:
     now = 1.0
     while now < 2 * LONGEST_LIFE_S:
         reader = None if kind is NoticeKind.RENEWED else ONE
-        book.on_notice(Notice(T, kind, reader), now)
+        book.on_notice(TransferEvent(T, kind, reader), now)
         book.tick(now)
         _, withdrawals = book.take()
         if withdrawals:
@@ -102,7 +102,7 @@ def test_a_lease_that_is_to_live_longer_does() -> None:
 def test_readers_of_one_lease_are_bounded() -> None:
     book = served(leases())
     for number in range(3000):
-        book.on_notice(Notice(T, NoticeKind.JOINED, Rank(number, 5000, 0, 1)), 2.0)
+        book.on_notice(TransferEvent(T, NoticeKind.JOINED, Rank(number, 5000, 0, 1)), 2.0)
     assert len(book._leases[T].readers) == 1024
 
 
@@ -113,7 +113,7 @@ def test_blocks_are_offered_as_they_fill_and_the_last_one_with_the_prompt() -> N
     book = leases()
     assert book.open("r", T, 10, 0.0)
     assert book.offer("r", 3, [[5]]) == []
-    assert book.take() == ([Offer(T)], [])  # the announcement
+    assert book.take() == ([OfferBlocks(T)], [])  # the announcement
     assert book.offer("r", 8, [[5, 6]]) == [5, 6]
     assert book.offer("r", 8, [[5, 6]]) == []
     assert book.offer("r", 10, [[5, 6, 7]]) == [7]
@@ -148,7 +148,7 @@ def test_a_block_that_is_not_there_ends_the_lease(
     assert book.offer("r", 4, [other, table]) == [1, 2, 5]
     assert book.offer("r", 10, [other, table]) == []
     assert "request r: not all" in caplog.text
-    book.on_notice(Notice(T, NoticeKind.JOINED, ONE), 1.0)  # before the engine's tick
+    book.on_notice(TransferEvent(T, NoticeKind.JOINED, ONE), 1.0)  # before the engine's tick
     book.tick(1.0)
     book.tick(2.0)
     offers, withdrawals = book.take()
@@ -156,7 +156,7 @@ def test_a_block_that_is_not_there_ends_the_lease(
     assert withdrawals == [Withdraw(T, FailureCause.GONE)]
     assert book.offer("r", 11, [other, [5, 6, 7]]) == []
     assert book.finish("r", True, 3.0) is None
-    book.on_notice(Notice(T, NoticeKind.WITHDRAWN), 3.0)
+    book.on_notice(TransferEvent(T, NoticeKind.WITHDRAWN), 3.0)
     assert book.take_released() == [1, 2, 5]
     book.check()
 
@@ -200,17 +200,17 @@ def test_what_is_not_complete_is_withdrawn(completed: bool, computed: int) -> No
 
 def test_blocks_return_when_every_worker_has_answered() -> None:
     book = served(leases(workers=2))
-    book.on_notice(Notice(T, NoticeKind.JOINED, ONE), 1.0)
-    book.on_notice(Notice(T, NoticeKind.DONE, ONE), 2.0)
+    book.on_notice(TransferEvent(T, NoticeKind.JOINED, ONE), 1.0)
+    book.on_notice(TransferEvent(T, NoticeKind.DONE, ONE), 2.0)
     assert book.take()[1] == [Withdraw(T, FailureCause.GONE)]
-    book.on_notice(Notice(T, NoticeKind.WITHDRAWN), 2.0)
+    book.on_notice(TransferEvent(T, NoticeKind.WITHDRAWN), 2.0)
     assert book.take_released() == [] and book.busy
-    book.on_notice(Notice(T, NoticeKind.WITHDRAWN), 2.0)
+    book.on_notice(TransferEvent(T, NoticeKind.WITHDRAWN), 2.0)
     assert book.take_released() == [5, 6, 7]
     assert book.take_released() == [] and not book.busy
     assert (book.granted, book.returned) == (3, 3)
     assert counters(book._stats) == {"handoff_sent_requests": {"done": 1}}
-    book.on_notice(Notice(T, NoticeKind.LEFT, ONE), 2.0)  # late
+    book.on_notice(TransferEvent(T, NoticeKind.LEFT, ONE), 2.0)  # late
     assert book.open("again", T, 10, 3.0)
     book.check()
 
@@ -223,9 +223,9 @@ def test_every_reader_of_the_other_engine_counts() -> None:
         (NoticeKind.JOINED, PAIR[0]),  # another worker's, late
         (NoticeKind.JOINED, PAIR[1]),
     ]:
-        book.on_notice(Notice(T, kind, reader), 1.0)
+        book.on_notice(TransferEvent(T, kind, reader), 1.0)
         assert book.take()[1] == []
-    book.on_notice(Notice(T, NoticeKind.LEFT, PAIR[1]), 1.0)
+    book.on_notice(TransferEvent(T, NoticeKind.LEFT, PAIR[1]), 1.0)
     assert book.take()[1] == [Withdraw(T, FailureCause.GONE)]
     assert counters(book._stats) == {"handoff_sent_requests": {"aborted": 1}}
 
@@ -239,9 +239,9 @@ def test_a_reader_that_left_may_come_back() -> None:
         (NoticeKind.JOINED, PAIR[1]),
         (NoticeKind.DONE, PAIR[1]),
     ]:
-        book.on_notice(Notice(T, kind, reader), 1.0)
+        book.on_notice(TransferEvent(T, kind, reader), 1.0)
     assert book.take()[1] == []
-    book.on_notice(Notice(T, NoticeKind.DONE, PAIR[0]), 1.0)
+    book.on_notice(TransferEvent(T, NoticeKind.DONE, PAIR[0]), 1.0)
     assert len(book.take()[1]) == 1
     assert counters(book._stats) == {"handoff_sent_requests": {"done": 1}}
 
@@ -264,9 +264,9 @@ def test_a_lease_ends_at_the_second_look_past_its_deadline() -> None:
 def test_signs_of_life_extend_a_lease() -> None:
     book = served(leases())
     book.tick(11.0)
-    book.on_notice(Notice(T, NoticeKind.RENEWED), 11.0)
+    book.on_notice(TransferEvent(T, NoticeKind.RENEWED), 11.0)
     assert withdrawn_at(book, [20.9, 20.95]) is None
-    book.on_notice(Notice(T, NoticeKind.JOINED, ONE), 20.9)
+    book.on_notice(TransferEvent(T, NoticeKind.JOINED, ONE), 20.9)
     assert withdrawn_at(book, [40.8, 40.85]) is None  # 20 seconds once somebody reads
     assert withdrawn_at(book, [40.9, 40.9]) == 40.9
 
@@ -276,8 +276,8 @@ def test_a_live_request_has_no_deadline_and_a_declined_one_ends() -> None:
     book.open("r", T, 10, 0.0)
     assert withdrawn_at(book, [1e6, 2e6]) is None
     book.check()
-    book.on_notice(Notice(T, NoticeKind.DECLINED), 2e6)
-    book.on_notice(Notice(T, NoticeKind.DECLINED), 2e6)
+    book.on_notice(TransferEvent(T, NoticeKind.DECLINED), 2e6)
+    book.on_notice(TransferEvent(T, NoticeKind.DECLINED), 2e6)
     assert book.take()[1] == [Withdraw(T, FailureCause.GONE)]
     assert book.finish("r", True, 2e6) is None
 
@@ -290,7 +290,7 @@ def test_a_preempted_request_gets_its_blocks_back_and_is_an_ordinary_one() -> No
     book.preempted("r", 1.0)
     book.preempted("unknown", 1.0)
     assert book.take()[1] == [Withdraw(T, FailureCause.GONE)]
-    book.on_notice(Notice(T, NoticeKind.WITHDRAWN), 1.0)
+    book.on_notice(TransferEvent(T, NoticeKind.WITHDRAWN), 1.0)
     assert book.take_released() == [5]
     assert book.offer("r", 10, [[7, 8, 9]]) == [] and book.finish("r", True, 2.0) is None
     assert book.take() == ([], []) and not book.busy
@@ -304,7 +304,10 @@ def test_a_preempted_request_whose_blocks_are_all_held_is_handed_off_all_the_sam
     book.open("r", T, 10, 0.0)
     book.offer("r", 10, [[5, 6, 7]])
     book.preempted("r", 1.0)
-    assert book.take() == ([Offer(T), Offer(T, (Span(0, 0, array("q", [5, 6, 7])),))], [])
+    assert book.take() == (
+        [OfferBlocks(T), OfferBlocks(T, (Span(0, 0, array("q", [5, 6, 7])),))],
+        [],
+    )
     assert book.offer("r", 10, [[8, 9, 1]]) == []  # what it computes again
     book.check()
     assert book.finish("r", True, 3.0) == T
@@ -323,7 +326,7 @@ def test_a_held_prefill_is_not_held_for_ever_though_its_request_never_comes_back
         book.preempted(req_id, now)
     assert withdrawn_at(book, [11.0, 11.0]) == 11.0
     assert book.finish("r", True, 12.0) is None
-    book.on_notice(Notice(T, NoticeKind.WITHDRAWN), 12.0)
+    book.on_notice(TransferEvent(T, NoticeKind.WITHDRAWN), 12.0)
     assert book.take_released() == [5, 6, 7] and not book.busy
 
 
@@ -338,7 +341,7 @@ def test_what_waits_for_a_paused_engine_does_not_keep_it_awake() -> None:
     book.take()
     book.preempted(None, 1.0)
     assert book.take() == ([], [Withdraw(other, FailureCause.GONE)]) and book.busy
-    book.on_notice(Notice(other, NoticeKind.WITHDRAWN), 1.0)
+    book.on_notice(TransferEvent(other, NoticeKind.WITHDRAWN), 1.0)
     assert book.take_released() == [5] and not book.busy
     book.withdraw_all(2.0)  # nothing of the queued one is computed: it is as good as before
     assert book.take() == ([], [])
@@ -358,7 +361,7 @@ def test_a_reset_ends_every_lease_once() -> None:
     assert book.take()[1] == [Withdraw(T, gone), Withdraw(other, gone)]
     assert book.offer("alive", 10, [[8, 9, 10]]) == []
     for transfer in (T, other):
-        book.on_notice(Notice(transfer, NoticeKind.WITHDRAWN), 3.0)
+        book.on_notice(TransferEvent(transfer, NoticeKind.WITHDRAWN), 3.0)
     assert book.take_released() == [5, 6, 7, 8]
     assert book.finish("alive", True, 3.0) is None
     assert book.open("new", T, 10, 3.0)
@@ -369,10 +372,10 @@ def test_a_request_that_outlives_its_lease_offers_nothing() -> None:
     book = leases()
     book.open("r", T, 10, 0.0)
     book.offer("r", 4, [[5]])
-    book.on_notice(Notice(T, NoticeKind.DECLINED), 1.0)
+    book.on_notice(TransferEvent(T, NoticeKind.DECLINED), 1.0)
     for state in ("withdrawn", "released"):
         assert book.offer("r", 8, [[5, 6]]) == [], state
-        book.on_notice(Notice(T, NoticeKind.WITHDRAWN), 1.0)
+        book.on_notice(TransferEvent(T, NoticeKind.WITHDRAWN), 1.0)
     assert book.take_released() == [5]
     assert book.finish("r", True, 2.0) is None
     book.check()
@@ -380,8 +383,8 @@ def test_a_request_that_outlives_its_lease_offers_nothing() -> None:
 
 def test_an_unanswered_withdrawal_keeps_the_blocks(caplog: pytest.LogCaptureFixture) -> None:
     book = served(leases(workers=2))
-    book.on_notice(Notice(T, NoticeKind.DECLINED), 0.0)
-    book.on_notice(Notice(T, NoticeKind.WITHDRAWN), 0.0)
+    book.on_notice(TransferEvent(T, NoticeKind.DECLINED), 0.0)
+    book.on_notice(TransferEvent(T, NoticeKind.WITHDRAWN), 0.0)
     for now in (39.0, 40.0, 50.0, 60.0):
         book.tick(now)
     assert [record.getMessage()[:9] for record in caplog.records] == ["1 workers"]
@@ -403,12 +406,12 @@ def test_lease_check_sees_damage() -> None:
 # Arrivals ---------------------------------------------------------------------------------------
 
 
-def arrivals(*groups: CacheGroup, workers: int = 1) -> Arrivals:
-    limits = ArrivalLimits(workers, lease_s=30.0, deadline_s=20.0)
-    return Arrivals(groups or (CacheGroup(4),), OffloadingConnectorStats(), limits)
+def arrivals(*groups: CacheGroup, workers: int = 1) -> Receives:
+    limits = ReceiveLimits(workers, lease_s=30.0, deadline_s=20.0)
+    return Receives(groups or (CacheGroup(4),), OffloadingConnectorStats(), limits)
 
 
-def planned(book: Arrivals, first: int = 1) -> Receive:
+def planned(book: Receives, first: int = 1) -> Receive:
     book.open("r", T, SOURCE, False)
     span = Span(0, first, array("q", range(5, 9 - first)))
     receive = book.plan("r", [span], first * 4, 14, 1.0)
@@ -416,8 +419,8 @@ def planned(book: Arrivals, first: int = 1) -> Receive:
     return receive
 
 
-def failed(receive: Receive, *blocks: int, cause: Any = FailureCause.PEER) -> Report:
-    return Report(receive.job, tuple(Failure(0, block, -1, cause) for block in blocks))
+def failed(receive: Receive, *blocks: int, cause: Any = FailureCause.PEER) -> JobReport:
+    return JobReport(receive.job, tuple(FailedBlock(0, block, -1, cause) for block in blocks))
 
 
 def test_a_receive_holds_its_blocks_until_every_worker_has_reported() -> None:
@@ -427,14 +430,14 @@ def test_a_receive_holds_its_blocks_until_every_worker_has_reported() -> None:
     assert receive.tokens == ((4, 14),)
     assert book.owns(receive.job) and not book.owns(JobId(1))
     assert not book.pending("r") and book.busy
-    assert book.on_report(Report(receive.job), 2.0) is None
+    assert book.on_report(JobReport(receive.job), 2.0) is None
     assert ("ledger_held_blocks", 3, "recv") in list(book.gauges(2.0))
     book.check()
-    assert book.on_report(Report(receive.job), 3.0) == SettledArrival("r", None, False)
+    assert book.on_report(JobReport(receive.job), 3.0) == SettledReceive("r", None, False)
     assert not book.busy and book.ledger.held == 0
     assert counters(book._stats) == {"handoff_received_requests": {"done": 1}}
     assert book._stats.data["histograms"]["handoff_latency_seconds"][""][0] == 2.0
-    assert book.on_report(Report(receive.job), 3.0) is None  # a second answer
+    assert book.on_report(JobReport(receive.job), 3.0) is None  # a second answer
     book.finish("r")
     assert book.take() == ([], [], [])
     book.check()
@@ -453,7 +456,7 @@ def test_failures_are_counted_by_cause_with_the_tokens_they_cost() -> None:
     receive = planned(book)  # tokens 4 to 14 in blocks 5, 6, 7
     book.on_report(failed(receive, 6, 7, cause=FailureCause.SKIPPED), 2.0)
     settled = book.on_report(failed(receive, 6), 3.0)
-    assert settled == SettledArrival("r", FailureCause.PEER, False)
+    assert settled == SettledReceive("r", FailureCause.PEER, False)
     assert counters(book._stats) == {
         "handoff_received_requests": {"failed": 1},
         "handoff_failures": {"peer": 1},
@@ -507,7 +510,7 @@ def test_of_requests_for_one_transfer_the_first_receives_it() -> None:
     assert book.pending("0_r") and book.take() == ([], [], [])
     receive = book.plan("0_r", [Span(0, 0, array("q", [5]))], 0, 4, 0.0)
     assert not book.open("2_r", T, SOURCE, False)
-    book.on_report(Report(receive.job), 1.0)
+    book.on_report(JobReport(receive.job), 1.0)
     assert not book.open("3_r", T, SOURCE, False)
     book.finish("0_r")
     assert book.open("later", T, SOURCE, False)
@@ -537,7 +540,7 @@ def test_an_aborted_receive_is_dropped_and_holds_its_blocks_to_the_end() -> None
     assert book.take() == ([], [Drop(receive.job)], [])
     assert book.ledger.held == 3 and book.busy
     report = failed(receive, 5, 6, 7, cause=FailureCause.SKIPPED)
-    assert book.on_report(report, 2.0) == SettledArrival("r", FailureCause.SKIPPED, True)
+    assert book.on_report(report, 2.0) == SettledReceive("r", FailureCause.SKIPPED, True)
     assert counters(book._stats) == {"handoff_received_requests": {"aborted": 1}}
     assert book.ledger.held == 0
 
@@ -549,7 +552,7 @@ def test_a_failure_counts_though_its_request_is_over() -> None:
     book.finish("r")
     book.on_report(failed(receive, 5, 7, cause=FailureCause.SKIPPED), 2.0)
     settled = book.on_report(failed(receive, 6, 7, cause=FailureCause.DIGEST), 2.0)
-    assert settled == SettledArrival("r", FailureCause.DIGEST, True)
+    assert settled == SettledReceive("r", FailureCause.DIGEST, True)
     assert counters(book._stats) == {
         "handoff_received_requests": {"failed": 1},
         "handoff_failures": {"digest": 1},

@@ -30,11 +30,18 @@ from kvconnect.disaggregation import receiver as decode
 from kvconnect.disaggregation import sender as prefill
 from kvconnect.disaggregation.leases import LeaseLimits, Leases
 from kvconnect.disaggregation.receiver import Origin, Receiver
-from kvconnect.disaggregation.receives import ArrivalLimits, Arrivals
-from kvconnect.disaggregation.sender import Ask, Sender, View
-from kvconnect.disaggregation.states import Transfer
+from kvconnect.disaggregation.receives import ReceiveLimits, Receives
+from kvconnect.disaggregation.sender import AcceptedRead, GroupView, Sender
+from kvconnect.disaggregation.states import TransferState
 from kvconnect.errors import KVConnectError
-from kvconnect.offload.messages import Keep, Notice, NoticeKind, Receive, Report, Source
+from kvconnect.offload.messages import (
+    JobReport,
+    Keep,
+    NoticeKind,
+    PrefillSource,
+    Receive,
+    TransferEvent,
+)
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Endpoint, FailureCause, Rank, Span, TransferId
 
@@ -209,7 +216,7 @@ class World:
         self.prefill_pool, self.prefills = Pool(), dict[str, Request]()
         self.epoch += 1
         ends = tuple(Endpoint(r.tp_rank, r.pp_rank, "p", n) for n, r in enumerate(ranks))
-        self.source = Source("p", self.epoch, ends, tp, pp)
+        self.source = PrefillSource("p", self.epoch, ends, tp, pp)
 
     def start_decode(self) -> None:
         (tp, pp), size = self.shape[1], self.sizes[1]
@@ -220,10 +227,10 @@ class World:
             for rank in ranks
         ]
         self.decode_groups = [CacheGroup(size, window) for window in self.windows]
-        limits = ArrivalLimits(len(ranks), LEASE_S, DEADLINE_S)
-        self.arrivals = Arrivals(self.decode_groups, OffloadingConnectorStats(), limits)
+        limits = ReceiveLimits(len(ranks), LEASE_S, DEADLINE_S)
+        self.arrivals = Receives(self.decode_groups, OffloadingConnectorStats(), limits)
         self.decode_pool, self.decodes = Pool(), dict[str, Request]()
-        self.reports: dict[int, list[Report]] = {}
+        self.reports: dict[int, list[JobReport]] = {}
 
     def ask(self, tokens: int, local: int, early: bool, prefill_too: bool) -> None:
         """A router sends a prompt to both engines (``early``), or to one after the other."""
@@ -328,7 +335,7 @@ class World:
         else:
             request.state = "leaving"  # its blocks stay until the receive is over
 
-    def on_report(self, worker: DecodeWorker, report: Report) -> None:
+    def on_report(self, worker: DecodeWorker, report: JobReport) -> None:
         receive = worker.open.get(report.job)
         self.reports.setdefault(report.job, []).append(report)
         settled = self.arrivals.on_report(report, self.now)
@@ -424,10 +431,10 @@ class World:
         layers = [layer for layer in source.layers if layer in reader.layers]
         return layers, [head for head in source.heads if head in reader.heads]
 
-    def views(self, link: Link, worker: Worker, size: int) -> dict[int, View]:
+    def views(self, link: Link, worker: Worker, size: int) -> dict[int, GroupView]:
         shared = self.common(link.source, link.reader)[0]
         return {
-            group: View(
+            group: GroupView(
                 size // min(self.sizes),
                 group * 10,
                 tuple(group * 10 + 1 + n if n in shared else -1 for n in worker.layers),
@@ -447,7 +454,7 @@ class World:
             link = next(link for link in self.links if link.peer == action.peer)
             if isinstance(action, prefill.SendPages):
                 link.orders.append(action)
-            elif isinstance(action, prefill.Stop):
+            elif isinstance(action, prefill.CancelRead):
                 link.source_stops.add(action.want)
             elif isinstance(action, prefill.Refuse):
                 link.to_reader.append(("fail", action.want, action.cause))
@@ -533,7 +540,7 @@ class World:
         if what == "want":
             want, transfer, early, parts = rest
             views = self.views(link, link.source, self.sizes[0])
-            ask = Ask(link.peer, want, transfer, early, link.reader.rank, views, parts)
+            ask = AcceptedRead(link.peer, want, transfer, early, link.reader.rank, views, parts)
             self.do(link.source, machine.want(ask, self.now))
         elif what in ("renew", "decline"):
             self.do(link.source, getattr(machine, what)(*rest))
@@ -796,7 +803,7 @@ def test_hand_offs_are_never_wrong_and_leak_nothing() -> None:
 class SendsWrongBlocks(Sender):
     """Takes the last block of a range for the first."""
 
-    def want(self, ask: Ask, now: float) -> list[prefill.Action]:
+    def want(self, ask: AcceptedRead, now: float) -> list[prefill.Action]:
         return [
             action._replace(ids=action.ids[::-1])
             if isinstance(action, prefill.SendPages)
@@ -818,8 +825,8 @@ class ReportsBeforeQuiet(Receiver):
     def _advance(self, job: Any) -> list[decode.Action]:
         actions = job.thank()
         for want in job.wants:
-            if want.state is Transfer.STOPPING:
-                want.state = Transfer.OVER
+            if want.state is TransferState.STOPPING:
+                want.state = TransferState.OVER
         return actions + super()._advance(job)
 
 
@@ -838,7 +845,7 @@ class ReleasesEarly(Leases):
         offers, withdrawals = super().take()
         for order in withdrawals:
             for _ in range(self._limits.workers):
-                super().on_notice(Notice(order.transfer, NoticeKind.WITHDRAWN), 0.0)
+                super().on_notice(TransferEvent(order.transfer, NoticeKind.WITHDRAWN), 0.0)
         return offers, withdrawals
 
 

@@ -12,11 +12,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvconnect.disaggregation import sender as machine  # noqa: E402
-from kvconnect.disaggregation.reads import Reader, SendPages  # noqa: E402
+from kvconnect.disaggregation.reads import SendPages, ServedRead  # noqa: E402
 from kvconnect.disaggregation.send_side import SendSide  # noqa: E402
 from kvconnect.disaggregation.sender import Break, Refuse, Sender  # noqa: E402
-from kvconnect.disaggregation.sessions import Links  # noqa: E402
-from kvconnect.offload.messages import NoticeKind, Offer  # noqa: E402
+from kvconnect.disaggregation.sessions import Sessions  # noqa: E402
+from kvconnect.offload.messages import NoticeKind, OfferBlocks  # noqa: E402
 from kvconnect.protocol.codec import NoteReader  # noqa: E402
 from kvconnect.protocol.messages import Hello  # noqa: E402
 from kvconnect.transport.tcp.peer import Peer  # noqa: E402
@@ -56,12 +56,12 @@ def test_an_error_that_a_peer_raises_ends_its_connection_alone(
     p = stack.enter_context(Engine(sends=True))
     bad = stack.enter_context(Engine())
     good = stack.enter_context(Engine())
-    p.step(offers=[Offer(TRANSFER)])
+    p.step(offers=[OfferBlocks(TRANSFER)])
     with monkeypatch.context() as patch:
         owner, name = {
-            "hello": (Links, "on_hello"),
+            "hello": (Sessions, "on_hello"),
             "message": (SendSide, "on_message"),
-            "up": (Links, "on_up"),
+            "up": (Sessions, "on_up"),
         }[where]
         real = getattr(owner, name)
 
@@ -89,8 +89,10 @@ def test_an_error_for_a_reader_in_the_engine_s_step_ends_its_connection_alone(
     agent = p.agents[0]
     until(lambda: agent._sending._machine._parked)
     with monkeypatch.context() as patch:
-        patch.setattr(Reader, "start", lambda self: 1 / 0)
-        p.step(offers=[Offer(TRANSFER)])  # by whom it is asked for: raised in this thread before
+        patch.setattr(ServedRead, "start", lambda self: 1 / 0)
+        p.step(
+            offers=[OfferBlocks(TRANSFER)]
+        )  # by whom it is asked for: raised in this thread before
         (report,) = finished(d)
     assert {failure.cause for failure in report.failures} == {FailureCause.PEER}
     assert errors_counted(p) == 1
@@ -103,12 +105,12 @@ def test_carrying_out_an_action_ends_one_connection_alone(
 ) -> None:
     p = stack.enter_context(Engine(sends=True))
     d = stack.enter_context(Engine())
-    p.step(offers=[Offer(TRANSFER)])
+    p.step(offers=[OfferBlocks(TRANSFER)])
     d.step(receives=[receive(p.source(), table(150, 16), 150, early=True)])
     assert notices(p, NoticeKind.JOINED, 1)
     with monkeypatch.context() as patch:
         patch.setattr(SendSide, "_send", lambda *_: 1 / 0)
-        p.step(offers=[Offer(TRANSFER, (Span(0, 0, table(150, 16)),))])
+        p.step(offers=[OfferBlocks(TRANSFER, (Span(0, 0, table(150, 16)),))])
         (report,) = finished(d)
     assert {failure.cause for failure in report.failures} == {FailureCause.PEER}
     assert errors_counted(p) == 1
@@ -122,7 +124,7 @@ def test_an_error_in_the_transport_s_thread_ends_one_connection_alone(
 ) -> None:
     p = stack.enter_context(Engine(sends=True))
     d = stack.enter_context(Engine())
-    p.step(offers=[Offer(TRANSFER)])
+    p.step(offers=[OfferBlocks(TRANSFER)])
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, lambda *_: 1 / 0)
         d.step(receives=[receive(p.source(), array("q", [1, 2]), 32, early=True)])
@@ -187,8 +189,8 @@ def test_one_peer_cannot_take_all_room_for_early_wants(monkeypatch: pytest.Monke
 def test_an_error_in_the_step_names_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     one = written(span(0, 5, 6))
     one.want(ask(0), 0.0)
-    one.offer(Offer(T, (span(2, 7),)))
-    monkeypatch.setattr(Reader, "send", lambda *_: 1 / 0)
+    one.offer(OfferBlocks(T, (span(2, 7),)))
+    monkeypatch.setattr(ServedRead, "send", lambda *_: 1 / 0)
     for actions in (one.layer_written(0, 0, None), one.step_written(None)):
         (only,) = actions
         assert isinstance(only, Break)
@@ -200,7 +202,7 @@ def test_the_last_word_of_a_reader_is_the_last_notice(stack: ExitStack) -> None:
     """It asks, leaves and asks again before the scheduler looks: it is still there."""
     p = stack.enter_context(Engine(sends=True))
     side = p.agents[0]._sending
-    p.step(offers=[Offer(TRANSFER)])
+    p.step(offers=[OfferBlocks(TRANSFER)])
     for want in range(3):
         side._run(side._machine.want(ask(want, transfer=TRANSFER, parts=[(0, want, 1)]), 0.0))
         if want < 2:

@@ -27,16 +27,16 @@ from hypothesis.stateful import (
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.disaggregation import receiver, sender
 from kvconnect.disaggregation.leases import LeaseLimits, Leases
-from kvconnect.disaggregation.reads import Ask, Known, View
+from kvconnect.disaggregation.reads import AcceptedRead, GroupView, Known
 from kvconnect.disaggregation.receiver import Origin, Receiver
 from kvconnect.disaggregation.sender import Sender
 from kvconnect.errors import Misuse, ProtocolError
-from kvconnect.offload.messages import Notice, NoticeKind, Receive, Source
+from kvconnect.offload.messages import NoticeKind, PrefillSource, Receive, TransferEvent
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span, TransferId
 
 BLOCKS, TOKENS, LAYERS = 4, 4, 2
-VIEW = View(1, LAYERS, tuple(range(LAYERS)))
+VIEW = GroupView(1, LAYERS, tuple(range(LAYERS)))
 RANKS = [Rank(0, 1, 0, 1), Rank(0, 2, 0, 1), Rank(1, 2, 0, 1)]
 HONEST, EVIL = 1, (2, 3)
 TRANSFERS = [TransferId(bytes([n]) * 16) for n in range(3)]
@@ -90,7 +90,7 @@ class SourceMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        ask = Ask(HONEST, 1, TRANSFERS[0], True, RANKS[0], {0: VIEW}, [(0, 0, BLOCKS)])
+        ask = AcceptedRead(HONEST, 1, TRANSFERS[0], True, RANKS[0], {0: VIEW}, [(0, 0, BLOCKS)])
         self.of[HONEST, 1] = TRANSFERS[0]
         self.carry_out(self.machine.want(ask, self.now))
         self.open(0)
@@ -119,14 +119,14 @@ class SourceMachine(RuleBasedStateMachine):
                 layers = [action.number] if action.number < LAYERS else range(LAYERS)
                 for layer in layers if key == (HONEST, 1) else ():
                     self.got.update((layer, action.first + i) for i in range(len(action.ids)))
-            elif isinstance(action, sender.Stop):
+            elif isinstance(action, sender.CancelRead):
                 self.stopping.append((action.peer, action.want))
             elif isinstance(action, sender.Refuse):
                 self.refused |= action.peer == HONEST
             elif isinstance(action, sender.Tell | sender.Served):
                 self.tell(action.notice)
 
-    def tell(self, notice: Notice) -> None:
+    def tell(self, notice: TransferEvent) -> None:
         if notice.kind is NoticeKind.WITHDRAWN:
             self.withdrawn[notice.transfer] += 1
             busy = {transfer for _, _, transfer in self.in_flight}
@@ -181,7 +181,9 @@ class SourceMachine(RuleBasedStateMachine):
         number = self.last[peer] + 1 if fresh else number
         self.of.setdefault((peer, number), said["transfer"])
         try:
-            actions = self.machine.want(Ask(peer, number, views={0: VIEW}, **said), self.now)
+            actions = self.machine.want(
+                AcceptedRead(peer, number, views={0: VIEW}, **said), self.now
+            )
         except ProtocolError:
             self.lose(peer)
             return
@@ -280,7 +282,7 @@ class ReaderMachine(RuleBasedStateMachine):
         self.jobs += 1
         self.source[self.jobs] = port
         origin = self.origin(port)
-        source = Source("e", 7, (origin.endpoint,), 1, 1)
+        source = PrefillSource("e", 7, (origin.endpoint,), 1, 1)
         spans = (Span(0, 0, array("q", range(BLOCKS))),)
         tokens = ((0, BLOCKS * TOKENS),)
         job = Receive(JobId(self.jobs), "r", TRANSFERS[0], source, spans, tokens, True, 10.0)
@@ -304,8 +306,8 @@ class ReaderMachine(RuleBasedStateMachine):
     def receive(self, port: int) -> None:
         self.start(port)
 
-    @rule(port=peers, views=st.sampled_from([{0: VIEW}, {}, {0: View(1, 9, (-1, 1))}]))
-    def connect(self, port: int, views: dict[int, View]) -> None:
+    @rule(port=peers, views=st.sampled_from([{0: VIEW}, {}, {0: GroupView(1, 9, (-1, 1))}]))
+    def connect(self, port: int, views: dict[int, GroupView]) -> None:
         if port not in self.up and self.origin(port) in self.machine._connecting:
             self.up[port] = self.origin(port)
             self.carry_out(self.machine.connected(self.origin(port), port, views))
@@ -454,13 +456,13 @@ def test_a_source_that_ends_the_job_of_another_is_found(monkeypatch: pytest.Monk
 
 def test_a_page_that_counts_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control, by hand: another one would never come, and nobody would notice."""
-    take = receiver._Want.take
+    take = receiver._AwaitedPages.take
 
-    def taken(self: receiver._Want, number: int, blocks: range) -> int:
+    def taken(self: receiver._AwaitedPages, number: int, blocks: range) -> int:
         self.got = dict.fromkeys(self.got, 0)
         return take(self, number, blocks)
 
-    monkeypatch.setattr(receiver._Want, "take", taken)
+    monkeypatch.setattr(receiver._AwaitedPages, "take", taken)
     machine = reading()
     for _ in range(2):
         machine.whole_unit(EVIL[0], 0, bad=False)

@@ -18,17 +18,17 @@ from kvconnect.disaggregation.receiver import (
     Receiver,
     Thank,
 )
-from kvconnect.disaggregation.sender import View
+from kvconnect.disaggregation.sender import GroupView
 from kvconnect.errors import ProtocolError
-from kvconnect.offload.messages import Failure, Receive, Source
+from kvconnect.offload.messages import FailedBlock, PrefillSource, Receive
 from kvconnect.types import Endpoint, FailureCause, JobId, Span, TransferId
 
 T = TransferId(b"t" * 16)
 ENDS = [Endpoint(0, 0, "127.0.0.1", 5), Endpoint(1, 0, "127.0.0.1", 6)]
-SOURCE = Source("p", 7, tuple(ENDS), 2, 1)
+SOURCE = PrefillSource("p", 7, tuple(ENDS), 2, 1)
 ORIGINS = [Origin(end, "p", 7) for end in ENDS]
-VIEWS = {0: View(1, 9, (0, 1))}
-STAGES = [{0: View(1, 9, (0, -1))}, {0: View(1, 9, (-1, 1))}]  # one layer each
+VIEWS = {0: GroupView(1, 9, (0, 1))}
+STAGES = [{0: GroupView(1, 9, (0, -1))}, {0: GroupView(1, 9, (-1, 1))}]  # one layer each
 
 
 def receive(job: int = 1, first: int = 0, ids: Any = (5, 6, 7), **other: Any) -> Receive:
@@ -98,7 +98,7 @@ def test_peers_are_asked_for_once_and_shared() -> None:
     assert asked(one.connected(ORIGINS[0], 3, VIEWS)) == [(3, 1, 0, [5, 6, 7]), (3, 2, 0, [8, 9])]
     assert asked(one.receive(receive(3, ids=[1]), ENDS[:1], 0.0)) == [(3, 3, 0, [1])]
     one.peer_lost(3)
-    newer = Source("p", 8, tuple(ENDS), 2, 1)  # another incarnation is another peer
+    newer = PrefillSource("p", 8, tuple(ENDS), 2, 1)  # another incarnation is another peer
     assert one.receive(receive(4, source=newer), ENDS[:1], 0.0) == [
         NeedPeer(Origin(ENDS[0], "p", 8))
     ]
@@ -116,7 +116,7 @@ def test_peers_are_thanked_when_all_have_delivered() -> None:
 
 
 def test_only_tokens_that_are_needed_are_asked_for() -> None:
-    views = {0: View(2, 9, (0, 1))}  # wire blocks of two tokens
+    views = {0: GroupView(2, 9, (0, 1))}  # wire blocks of two tokens
     job = receive(first=1, tokens=((6, 13),))  # blocks 1 to 3 are tokens 4 to 16
     one = receiver()
     one.receive(job, ENDS[:1], 0.0)
@@ -145,7 +145,7 @@ def test_pages_that_come_after_everything_did_break_the_protocol() -> None:
 
 
 def test_bad_digests_fail_their_blocks_only() -> None:
-    one = one_peer(receive(), {0: View(2, 9, (0, 1))})
+    one = one_peer(receive(), {0: GroupView(2, 9, (0, 1))})
     one.received(3, 1, 9, range(6), (3,), 0.0)
     assert ended(one.quiet(3, 1)) == {6: "digest"}
 
@@ -240,7 +240,7 @@ def test_a_dropped_job_is_finished_all_the_same() -> None:
 
 def test_the_report_names_the_job() -> None:
     job = receive(source=None, ids=[5])
-    failure = Failure(0, 5, -1, FailureCause.REFUSED)
+    failure = FailedBlock(0, 5, -1, FailureCause.REFUSED)
     (finished,) = receiver().receive(job, [], 0.0)
     assert isinstance(finished, Finished)
     assert (finished.job, finished.report.job, finished.report.failures) == (job, 1, (failure,))

@@ -14,25 +14,25 @@ from hypothesis import strategies as st
 from kvconnect.disaggregation import sender as machine
 from kvconnect.disaggregation.reads import wire_ids
 from kvconnect.disaggregation.sender import (
+    AcceptedRead,
     Action,
     AllReady,
-    Ask,
+    CancelRead,
+    GroupView,
     Refuse,
     Sender,
     SendPages,
     Served,
     StillThere,
-    Stop,
     Tell,
-    View,
 )
 from kvconnect.errors import Misuse, ProtocolError
-from kvconnect.offload.messages import Notice, NoticeKind, Offer, Withdraw
+from kvconnect.offload.messages import NoticeKind, OfferBlocks, TransferEvent, Withdraw
 from kvconnect.types import FailureCause, Rank, Span, TransferId
 
 T, U = TransferId(b"t" * 16), TransferId(b"u" * 16)
 ONE = Rank(0, 1, 0, 1)
-VIEW = View(1, 9, (0, 1))
+VIEW = GroupView(1, 9, (0, 1))
 VIEWS = {0: VIEW}
 
 
@@ -44,9 +44,9 @@ def span(first: int, *ids: int, group: int = 0) -> Span:
     return Span(group, first, array("q", ids))
 
 
-def ask(want: int = 1, peer: int = 3, early: bool = False, **other: Any) -> Ask:
+def ask(want: int = 1, peer: int = 3, early: bool = False, **other: Any) -> AcceptedRead:
     fields = {"transfer": T, "reader": ONE, "views": VIEWS, "parts": [(0, 0, 4)], **other}
-    return Ask(peer=peer, want=want, early=early, **fields)
+    return AcceptedRead(peer=peer, want=want, early=early, **fields)
 
 
 def pages(actions: list[Action]) -> list[tuple[int, int, list[int], Any]]:
@@ -65,7 +65,7 @@ def refusals(actions: list[Action]) -> list[tuple[int, int, str]]:
 
 def written(*spans: Span, layers: tuple[int, ...] = (2,)) -> Sender:
     one = sender(*layers)
-    one.offer(Offer(T, spans))
+    one.offer(OfferBlocks(T, spans))
     one.step_written("step")
     return one
 
@@ -82,21 +82,21 @@ def test_what_is_readable_goes_out_at_once() -> None:
 
 def test_layers_go_out_as_they_are_written_and_the_rest_with_the_step() -> None:
     one = sender(3)
-    one.offer(Offer(T))
-    one.want(ask(views={0: View(1, 9, (0, -1, 1))}), 0.0)
-    one.offer(Offer(T, (span(0, 5, 6),)))
+    one.offer(OfferBlocks(T))
+    one.want(ask(views={0: GroupView(1, 9, (0, -1, 1))}), 0.0)
+    one.offer(OfferBlocks(T, (span(0, 5, 6),)))
     assert pages(one.layer_written(0, 2, "f2")) == [(1, 0, [5, 6], "f2")]
     assert pages(one.layer_written(0, 1, "f1")) == []  # the reader does not take it
     assert pages(one.step_written("step")) == [(0, 0, [5, 6], "step")]
-    one.offer(Offer(T, (span(2, 7, 8, 9),)))  # no hook fires
+    one.offer(OfferBlocks(T, (span(2, 7, 8, 9),)))  # no hook fires
     assert pages(one.step_written("next")) == [(9, 2, [7, 8], "next")]
-    one.offer(Offer(T, (span(5, 10),)))
+    one.offer(OfferBlocks(T, (span(5, 10),)))
     assert pages(one.layer_written(0, 0, "f")) == []  # beyond what is wanted
 
 
 def test_a_layer_that_runs_again_in_a_step_sends_nothing_again() -> None:
     one = written(span(0, 5))
-    one.offer(Offer(T, (span(1, 6),)))
+    one.offer(OfferBlocks(T, (span(1, 6),)))
     one.want(ask(), 0.0)
     assert pages(one.layer_written(0, 1, "first")) == [(1, 1, [6], "first")]
     assert one.layer_written(0, 1, "again") == []
@@ -108,15 +108,15 @@ def test_a_layer_that_runs_again_in_a_step_sends_nothing_again() -> None:
 def test_a_reader_hears_when_its_last_page_is_computed() -> None:
     one = written(span(0, 5))
     assert AllReady(3, 1) not in one.want(ask(), 0.0)  # three more blocks are wanted
-    one.offer(Offer(T, (span(1, 6, 7, 8, 9),)))
+    one.offer(OfferBlocks(T, (span(1, 6, 7, 8, 9),)))
     assert AllReady(3, 1) not in one.layer_written(0, 0, None)
     assert one.step_written(None)[-1] == AllReady(3, 1)
 
 
 def test_a_reader_that_comes_during_a_step_gets_the_layers_written_so_far() -> None:
     one = written(span(0, 5))
-    one.offer(Offer(U, (span(0, 1),)))  # of no interest
-    one.offer(Offer(T, (span(1, 6),)))
+    one.offer(OfferBlocks(U, (span(0, 1),)))  # of no interest
+    one.offer(OfferBlocks(T, (span(1, 6),)))
     one.layer_written(0, 0, "f0")
     actions = one.want(ask(), 0.0)
     assert pages(actions) == [(9, 0, [5], "step"), (0, 1, [6], "f0")]
@@ -126,21 +126,21 @@ def test_a_reader_that_comes_during_a_step_gets_the_layers_written_so_far() -> N
 
 def test_readers_with_smaller_blocks_are_sent_parts_of_ours() -> None:
     one = written(span(1, 5, 6))
-    actions = one.want(ask(views={0: View(4, 9, (0, 1))}, parts=[(0, 3, 4)]), 0.0)
+    actions = one.want(ask(views={0: GroupView(4, 9, (0, 1))}, parts=[(0, 3, 4)]), 0.0)
     assert pages(actions) == [(9, 4, [20, 21, 22], "step")]
     assert list(wire_ids(span(1, 5, 6), 4, 5, 10)) == [21, 22, 23, 24, 25]
 
 
 def test_groups_that_the_two_do_not_share_stay_here() -> None:
     one = sender(2, 1)
-    one.offer(Offer(T))
+    one.offer(OfferBlocks(T))
     one.want(ask(), 0.0)
-    one.offer(Offer(T, (span(0, 5), span(0, 30, group=1))))
+    one.offer(OfferBlocks(T, (span(0, 5), span(0, 30, group=1))))
     assert pages(one.layer_written(1, 0, "f")) == []
     assert pages(one.step_written("end")) == [(9, 0, [5], "end")]
 
 
-def sent_cells(actions: list[Action], view: View) -> Counter[tuple[int, int]]:
+def sent_cells(actions: list[Action], view: GroupView) -> Counter[tuple[int, int]]:
     cells: Counter[tuple[int, int]] = Counter()
     for number, first, ids, _ in pages(actions):
         units = [u for u in view.unit_of_layer if u >= 0] if number == view.unit_all else [number]
@@ -150,13 +150,13 @@ def sent_cells(actions: list[Action], view: View) -> Counter[tuple[int, int]]:
 
 @given(st.data())
 def test_every_wanted_page_is_sent_exactly_once(data: st.DataObject) -> None:
-    one, view = sender(3), View(data.draw(st.integers(1, 3)), 9, (4, -1, 5))
+    one, view = sender(3), GroupView(data.draw(st.integers(1, 3)), 9, (4, -1, 5))
     first, count = data.draw(st.integers(0, 8)), data.draw(st.integers(1, 12))
-    actions = one.offer(Offer(T))
+    actions = one.offer(OfferBlocks(T))
     joined, blocks = False, 0
     for _ in range(data.draw(st.integers(1, 4))):
         fresh = data.draw(st.integers(0, 3))
-        one.offer(Offer(T, (span(blocks, *range(blocks, blocks + fresh)),) if fresh else ()))
+        one.offer(OfferBlocks(T, (span(blocks, *range(blocks, blocks + fresh)),) if fresh else ()))
         blocks += fresh
         for layer in [None, *data.draw(st.permutations(range(3)))[: data.draw(st.integers(0, 3))]]:
             actions += one.layer_written(0, layer, None) if layer is not None else []
@@ -178,7 +178,7 @@ def test_early_readers_wait_for_the_prefill() -> None:
     one = sender()
     assert one.want(ask(early=True), 0.0) == []
     assert refusals(one.want(ask(want=2), 0.0)) == [(3, 2, "gone")]
-    assert notices(one.offer(Offer(T))) == ["joined"]
+    assert notices(one.offer(OfferBlocks(T))) == ["joined"]
     assert refusals(one.tick(100.0)) == []
 
 
@@ -190,9 +190,9 @@ def test_an_early_decline_is_told_when_the_prefill_begins(
     one.tick(50.0)
     assert one.decline(T) == one.decline(T) == one.decline(U) == []
     assert one.tick(51.0) + one.tick(60.9) == []
-    assert notices(one.offer(Offer(U))) == []  # one too many to remember
-    assert notices(one.offer(Offer(T))) == ["declined"]
-    assert notices(one.offer(Offer(T, (span(0, 5),)))) == []
+    assert notices(one.offer(OfferBlocks(U))) == []  # one too many to remember
+    assert notices(one.offer(OfferBlocks(T))) == ["declined"]
+    assert notices(one.offer(OfferBlocks(T, (span(0, 5),)))) == []
 
 
 def test_an_early_decline_is_forgotten_in_time_or_when_someone_asks() -> None:
@@ -200,10 +200,10 @@ def test_an_early_decline_is_forgotten_in_time_or_when_someone_asks() -> None:
     one.decline(T)
     one.decline(U)
     assert one.want(ask(early=True), 0.0) == []
-    assert notices(one.offer(Offer(T))) == ["joined"]
+    assert notices(one.offer(OfferBlocks(T))) == ["joined"]
     for now in (1.0, 11.0):
         one.tick(now)
-    assert notices(one.offer(Offer(U))) == []
+    assert notices(one.offer(OfferBlocks(U))) == []
 
 
 def test_early_readers_wait_for_a_time_and_in_limited_number(
@@ -219,7 +219,7 @@ def test_early_readers_wait_for_a_time_and_in_limited_number(
     one.cancel(3, 3)
     one.want(ask(want=4, early=True), 10.0)
     one.peer_lost(3)
-    assert one.offer(Offer(T)) == []
+    assert one.offer(OfferBlocks(T)) == []
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_a_replay_is_refused_unless_the_first_reader_left() -> None:
     one = written(span(0, 5))
     one.want(ask(), 0.0)
     assert refusals(one.want(ask(want=2), 0.0)) == [(3, 2, "refused")]
-    assert one.cancel(3, 1)[0] == Stop(3, 1)
+    assert one.cancel(3, 1)[0] == CancelRead(3, 1)
     actions = one.want(ask(want=3), 0.0)
     assert pages(actions) == [(9, 0, [5], "step")]
     one.sent(3, 3)
@@ -257,7 +257,7 @@ def test_a_reader_whose_thanks_overtake_our_sockets_is_done_when_the_last_page_h
     one.want(ask(parts=[(0, 0, 2)]), 0.0)
     assert one.done(3, 1) == []
     (served,) = one.sent(3, 1)
-    assert served == Served(3, 1, Notice(T, NoticeKind.DONE, ONE))
+    assert served == Served(3, 1, TransferEvent(T, NoticeKind.DONE, ONE))
     assert one.sent(3, 1) == []
 
     one = written(span(0, 5))
@@ -273,7 +273,7 @@ def test_readers_that_are_gone_get_nothing() -> None:
     assert notices(one.cancel(3, 1)) == ["left"]
     assert notices(one.peer_lost(4)) == ["left"]
     assert one.cancel(3, 1) == one.done(3, 1) == one.peer_lost(4) == one.sent(4, 1) == []
-    one.offer(Offer(T, (span(1, 6),)))
+    one.offer(OfferBlocks(T, (span(1, 6),)))
     assert one.layer_written(0, 0, None) == one.step_written(None) == []
 
 
@@ -297,15 +297,15 @@ def send(one: Sender) -> list[Action]:
 def test_withdrawn_is_told_when_nothing_is_in_flight(end: Callable[[Sender], Any]) -> None:
     one = written(span(0, 5))
     one.want(ask(), 0.0)
-    one.offer(Offer(T, (span(1, 6),)))
+    one.offer(OfferBlocks(T, (span(1, 6),)))
     one.step_written(None)  # two orders are in flight
-    one.offer(Offer(T, (span(2, 7),)))
+    one.offer(OfferBlocks(T, (span(2, 7),)))
     actions = one.withdraw(Withdraw(T, FailureCause.DEADLINE))
     assert refusals(actions) == [(3, 1, "deadline")]
-    assert Stop(3, 1) in actions and notices(actions) == []
+    assert CancelRead(3, 1) in actions and notices(actions) == []
     assert one.step_written(None) == []  # what was on offer is not sent
     assert refusals(one.want(ask(want=2), 0.0)) == ([(3, 2, "deadline")])
-    assert end(one) == [Tell(Notice(T, NoticeKind.WITHDRAWN))]
+    assert end(one) == [Tell(TransferEvent(T, NoticeKind.WITHDRAWN))]
     assert refusals(one.want(ask(want=5, peer=7), 0.0)) == [(7, 5, "gone")]
     assert repr(one) == "<Sender 0 transfers, 0 wants>"
 
@@ -315,7 +315,7 @@ def test_an_idle_or_unknown_transfer_is_withdrawn_at_once() -> None:
     one.want(ask(), 0.0)
     one.sent(3, 1)
     one.done(3, 1)
-    done = [Tell(Notice(T, NoticeKind.WITHDRAWN))]
+    done = [Tell(TransferEvent(T, NoticeKind.WITHDRAWN))]
     assert one.withdraw(Withdraw(T, FailureCause.GONE)) == done
     assert one.withdraw(Withdraw(T, FailureCause.GONE)) == done
     assert one.quiet(3, 1) == []
@@ -325,7 +325,7 @@ def test_a_reader_that_is_done_is_not_told_of_the_end() -> None:
     one = written(span(0, 5))
     one.want(ask(), 0.0)
     one.done(3, 1)
-    assert one.withdraw(Withdraw(T, FailureCause.GONE)) == [Stop(3, 1)]  # still in flight
+    assert one.withdraw(Withdraw(T, FailureCause.GONE)) == [CancelRead(3, 1)]  # still in flight
 
 
 # Signs of life ----------------------------------------------------------------------------------
@@ -334,16 +334,16 @@ def test_a_reader_that_is_done_is_not_told_of_the_end() -> None:
 def test_heartbeats_say_what_is_still_to_come() -> None:
     one = written(span(0, 5))
     one.want(ask(), 0.0)  # four wire blocks wanted, one is there
-    one.offer(Offer(U))
+    one.offer(OfferBlocks(U))
     one.want(ask(want=2, transfer=U), 0.0)
     one.want(ask(want=1, peer=4, transfer=U, reader=Rank(1, 2, 0, 1)), 0.0)
-    renewed = Tell(Notice(T, NoticeKind.RENEWED))
+    renewed = Tell(TransferEvent(T, NoticeKind.RENEWED))
     assert one.tick(1.0) == [renewed, StillThere(3, (1, 2)), StillThere(4, (1,))]
     assert one.tick(1.5) == []
     one.sent(3, 1)
     assert renewed in one.tick(2.0)  # something moved
     assert renewed not in one.tick(3.0)
-    one.offer(Offer(T, (span(1, 6, 7, 8),)))
+    one.offer(OfferBlocks(T, (span(1, 6, 7, 8),)))
     one.step_written(None)
     one.sent(3, 1)
     one.stands = True  # a paused engine computes nothing, and readers need not wait for it
@@ -361,14 +361,14 @@ def test_words_of_the_decode_engine_reach_the_scheduler() -> None:
 
 def test_the_engine_keeps_the_order() -> None:
     one = written(span(0, 5))
-    one.offer(Offer(T, (span(1, 6),)))
+    one.offer(OfferBlocks(T, (span(1, 6),)))
     for group, layer in ((0, 2), (0, -1)):
         with pytest.raises(Misuse, match=f"layer {layer}"):
             one.layer_written(group, layer, None)
     one.layer_written(0, 0, None)
     with pytest.raises(Misuse, match="first layer"):
-        one.offer(Offer(T))
+        one.offer(OfferBlocks(T))
     one.step_written(None)
-    one.offer(Offer(T, (span(7, 6),)))
+    one.offer(OfferBlocks(T, (span(7, 6),)))
     with pytest.raises(Misuse, match="out of turn"):
         one.step_written(None)

@@ -11,14 +11,14 @@ pytest.importorskip("torch")
 
 from kvconnect.disaggregation.receive_side import ReceiveSide
 from kvconnect.disaggregation.receiver import Origin
-from kvconnect.disaggregation.sessions import Choice, Link, Links
-from kvconnect.disaggregation.states import Session
+from kvconnect.disaggregation.sessions import PathPreference, Session, Sessions
+from kvconnect.disaggregation.states import SessionState
 from kvconnect.errors import Refused
-from kvconnect.offload.messages import Instructions, Keep, Source
+from kvconnect.offload.messages import Instructions, Keep, PrefillSource
 from kvconnect.protocol import messages
-from kvconnect.protocol.messages import GroupHello, Hello, Renew, Turned
+from kvconnect.protocol.messages import GroupHello, Hello, Reject, Renew
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.transport.base import Event, Hangup, Note, PeerDown, PeerId, PeerUp
+from kvconnect.transport.base import Disconnect, Event, PeerDown, PeerId, PeerMessage, PeerUp
 from kvconnect.transport.inproc import InprocTransport
 from kvconnect.types import Endpoint, Rank, TransferId
 
@@ -62,20 +62,20 @@ class Recording(InprocTransport):
         return []
 
 
-def make_links(transport: str = "auto") -> tuple[Links, Recording]:
+def make_links(transport: str = "auto") -> tuple[Sessions, Recording]:
     seam = Recording()
-    return Links(HELLO, (), seam, OffloadingConnectorStats(), Choice(transport)), seam
+    return Sessions(HELLO, (), seam, OffloadingConnectorStats(), PathPreference(transport)), seam
 
 
-def connected(links: Links, paths: tuple[str, ...] = ("tcp", "nixl")) -> Link:
+def connected(links: Sessions, paths: tuple[str, ...] = ("tcp", "nixl")) -> Session:
     """Connect to the origin; both sides have agreed, nothing is measured yet."""
     assert links.need(ORIGIN) is None
     peer = PeerId(links.transport.peers)  # type: ignore[attr-defined]
     links.on_up(PeerUp(peer, False, "127.0.0.1:1", paths, "no NIXL there"))
     link = links.get(peer)
     assert link is not None
-    if link.state is Session.GREETING:
-        link.state = Session.UP
+    if link.state is SessionState.GREETING:
+        link.state = SessionState.UP
     return link
 
 
@@ -112,17 +112,19 @@ def test_a_measurement_that_never_ends_is_given_up() -> None:
     links, seam = make_links()
     link = connected(links)
     links.tick(time.monotonic())
-    assert not any(isinstance(order, Hangup) for order in seam.orders)
+    assert not any(isinstance(order, Disconnect) for order in seam.orders)
     links.tick(time.monotonic() + 61)
-    assert Hangup(link.peer, "its speed could not be measured in 60 s") in seam.orders
+    assert Disconnect(link.peer, "its speed could not be measured in 60 s") in seam.orders
 
 
 def test_a_path_that_is_asked_for_and_missing_is_refused_with_the_reason() -> None:
     links, seam = make_links("nixl")
     link = connected(links, ("tcp",))
     assert link.refusal
-    notes = [messages.decode(order.payload) for order in seam.orders if isinstance(order, Note)]
-    assert Turned("transport", "no nixl path: no NIXL there") in notes
+    notes = [
+        messages.decode(order.payload) for order in seam.orders if isinstance(order, PeerMessage)
+    ]
+    assert Reject("transport", "no nixl path: no NIXL there") in notes
 
 
 def test_the_errors_that_a_path_can_raise_are_metric_labels() -> None:
@@ -136,13 +138,15 @@ def test_leases_are_renewed_for_an_engine_that_stands_still_but_not_for_long() -
     connected(links).meter.path = "tcp"
     side = ReceiveSide(links)
     transfer = TransferId(b"t" * 16)
-    source = Source("there", 1, (ORIGIN.endpoint,), 1, 1)
+    source = PrefillSource("there", 1, (ORIGIN.endpoint,), 1, 1)
     side.begin_step(Instructions(keeps=[Keep(transfer, source, every_s=10.0)]), 0.0, None)
 
     def renewed(now: float) -> bool:
         seam.orders.clear()
         side.tick(now)
-        notes = [messages.decode(order.payload) for order in seam.orders if type(order) is Note]
+        notes = [
+            messages.decode(order.payload) for order in seam.orders if type(order) is PeerMessage
+        ]
         assert notes in ([], [Renew([transfer])])
         return bool(notes)
 

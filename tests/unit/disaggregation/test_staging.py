@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.errors import TransferFailed
-from kvconnect.testing.memory import Pages, plain_unit, split_unit
+from kvconnect.testing.memory import PageMemory, plain_unit, split_unit
 from kvconnect.transport.base import Piece, Unit
 
 torch = pytest.importorskip("torch")
@@ -28,12 +28,12 @@ PAGES = 6
 BLOCK = 64
 
 
-def staged(pages: Pages, share_bytes: int = BLOCK, timeout_s: float = 0.0) -> StagedMemory:
+def staged(pages: PageMemory, share_bytes: int = BLOCK, timeout_s: float = 0.0) -> StagedMemory:
     area = torch.frombuffer(pages.data, dtype=torch.uint8)
     return StagedMemory(area, 2 * SHARES * share_bytes, timeout_s)
 
 
-def staged_by_kernel(pages: Pages, share_bytes: int, driver: FakeDriver) -> StagedMemory:
+def staged_by_kernel(pages: PageMemory, share_bytes: int, driver: FakeDriver) -> StagedMemory:
     area = torch.frombuffer(pages.data, dtype=torch.uint8)
     copier = BlockCopier(area, driver)
     return StagedMemory(area, 2 * SHARES * share_bytes, timeout_s=0.0, copier=copier)
@@ -85,7 +85,7 @@ def test_every_byte_gets_to_its_place(
     unit, nbytes = unit_and_size
     blocks = range(PAGES * unit.phases)
     ids = array("q", data.draw(st.lists(st.sampled_from(blocks), min_size=1, unique=True)))
-    source, target, expected = Pages(nbytes, 1), Pages(nbytes, 2), Pages(nbytes, 2)
+    source, target, expected = PageMemory(nbytes, 1), PageMemory(nbytes, 2), PageMemory(nbytes, 2)
     content = b"".join(read(p) for p in staged(source, share_bytes).outgoing(unit, ids))
     assert content == source.read(unit, ids)
 
@@ -111,7 +111,11 @@ def test_kernels_bring_the_same_bytes_to_the_same_places(
 ) -> None:
     unit, size = case
     numbers = array("q", (number for number in ids if number < PAGES * unit.phases))
-    source, target, expected = Pages(size, seed=1), Pages(size, seed=2), Pages(size, seed=2)
+    source, target, expected = (
+        PageMemory(size, seed=1),
+        PageMemory(size, seed=2),
+        PageMemory(size, seed=2),
+    )
     content = source.read(unit, numbers)
     outgoing = staged_by_kernel(source, share_bytes, FakeDriver()).outgoing(unit, numbers)
     assert b"".join(map(read, outgoing)) == content
@@ -125,11 +129,11 @@ def test_kernels_bring_the_same_bytes_to_the_same_places(
 def test_a_kernel_that_fails_is_a_failed_transfer_and_gives_the_share_back() -> None:
     unit, ids = plain_unit(BLOCK), array("q", range(3))
     healthy = FakeDriver()
-    list(staged_by_kernel(Pages(PAGES * BLOCK), BLOCK, healthy).outgoing(unit, ids))
+    list(staged_by_kernel(PageMemory(PAGES * BLOCK), BLOCK, healthy).outgoing(unit, ids))
     assert healthy.calls.count("pack_blocks") == 3
     for number in range(len(healthy.calls)):
         driver = FakeDriver(number)
-        memory = staged_by_kernel(Pages(PAGES * BLOCK, seed=1), BLOCK, driver)
+        memory = staged_by_kernel(PageMemory(PAGES * BLOCK, seed=1), BLOCK, driver)
         for _ in range(SHARES + 1):
             driver.fail_at = len(driver.calls) if driver.fail_at is None else driver.fail_at
             with pytest.raises(TransferFailed, match="call"):
@@ -141,7 +145,7 @@ def test_a_kernel_that_fails_is_a_failed_transfer_and_gives_the_share_back() -> 
 def test_a_device_without_kernels_is_served_all_the_same(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    area = torch.frombuffer(Pages(BLOCK).data, dtype=torch.uint8)
+    area = torch.frombuffer(PageMemory(BLOCK).data, dtype=torch.uint8)
     assert copy.make_block_copier(area) is None  # CPU memory needs none
 
     class OnDevice:
@@ -163,7 +167,7 @@ def test_a_device_without_kernels_is_served_all_the_same(
 
 def test_a_block_larger_than_a_share_makes_it_grow() -> None:
     unit, small = split_unit(5 * BLOCK, 2, PAGES), plain_unit(BLOCK)
-    source = Pages(PAGES * unit.block_bytes, 1)
+    source = PageMemory(PAGES * unit.block_bytes, 1)
     memory = staged(source)
     ids = array("q", [4, 0, 5])
     for _ in range(SHARES + 1):
@@ -174,7 +178,7 @@ def test_a_block_larger_than_a_share_makes_it_grow() -> None:
 
 
 def test_a_block_too_large_for_any_memory_fails_and_takes_no_room() -> None:
-    memory = staged(Pages(BLOCK))
+    memory = staged(PageMemory(BLOCK))
     for _ in range(SHARES + 1):
         with pytest.raises(TransferFailed, match="no memory for"):
             next(memory.outgoing(plain_unit(1 << 60), array("q", [0])))
@@ -182,7 +186,7 @@ def test_a_block_too_large_for_any_memory_fails_and_takes_no_room() -> None:
 
 
 def test_closing_early_copies_nothing_more_and_gives_the_share_back() -> None:
-    target = Pages(PAGES * BLOCK)
+    target = PageMemory(PAGES * BLOCK)
     memory = staged(target)
     unit, ids = plain_unit(BLOCK), array("q", range(PAGES))
     for _ in range(SHARES + 1):
@@ -198,7 +202,7 @@ def test_closing_early_copies_nothing_more_and_gives_the_share_back() -> None:
 @pytest.fixture
 def full() -> Iterator[tuple[StagedMemory, list[Generator[Piece, None, None]]]]:
     """A memory none of whose shares for sending is free, and the calls that hold them."""
-    memory = staged(Pages(PAGES * BLOCK, 1))
+    memory = staged(PageMemory(PAGES * BLOCK, 1))
     with ExitStack() as stack:
         calls = [memory.outgoing(plain_unit(BLOCK), array("q", range(3))) for _ in range(SHARES)]
         for call in calls:
@@ -237,7 +241,7 @@ def test_a_call_under_way_asks_for_no_more_room(
 
 
 def test_one_that_finds_no_room_waits_for_it() -> None:
-    source = Pages(PAGES * BLOCK, 1)
+    source = PageMemory(PAGES * BLOCK, 1)
     memory = staged(source, timeout_s=60.0)
     unit, ids = plain_unit(BLOCK), array("q", [3, 1])
     held = [memory.outgoing(unit, array("q", [0, 1])) for _ in range(SHARES)]

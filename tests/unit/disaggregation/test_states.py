@@ -15,13 +15,13 @@ from kvconnect.disaggregation.states import (
     Event,
     Handoff,
     Lease,
-    Session,
+    SessionState,
     StateTable,
-    Transfer,
+    TransferState,
 )
 from kvconnect.errors import Misuse
 
-TABLES = {Session: SESSION, Lease: LEASE, Transfer: TRANSFER, Handoff: HANDOFF}
+TABLES = {SessionState: SESSION, Lease: LEASE, TransferState: TRANSFER, Handoff: HANDOFF}
 
 
 def reached(table: StateTable[Any], start: Any) -> set[Any]:
@@ -79,7 +79,7 @@ def row(state: Any) -> dict[Event, Any]:
 
 
 def test_the_walk_sees_bad_tables() -> None:
-    up, closing, down = Session.UP, Session.CLOSING, Session.DOWN
+    up, closing, down = SessionState.UP, SessionState.CLOSING, SessionState.DOWN
     good = StateTable(up, {up: row(down)})
     assert faults(good, [up, down]) == []
     assert faults(good, [up, closing, down]) == [f"{closing} is never reached"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvconnect.disaggregation import transfer_trace
-from kvconnect.disaggregation.sessions import Meter
-from kvconnect.disaggregation.transfer_trace import Journal
+from kvconnect.disaggregation.sessions import TransferMeter
+from kvconnect.disaggregation.transfer_trace import TransferTrace
 from kvconnect.offload.messages import Chunk
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport.base import PeerId, Received
@@ -29,7 +29,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_layers_of_a_chunk_are_one_and_chunks_stay_apart(clock: Clock) -> None:
-    book = Journal(worker=3)
+    book = TransferTrace(worker=3)
     book.open(7)
     first, second = (0, 0, 8), (0, 8, 5)
     for chunk in (first, first, second):  # two layers of one, all layers of the other
@@ -49,7 +49,7 @@ def test_layers_of_a_chunk_are_one_and_chunks_stay_apart(clock: Clock) -> None:
 
 def test_what_is_not_open_is_left_alone(clock: Clock) -> None:
     """Messages cross: a want may be over when more of it is heard."""
-    book = Journal(worker=0)
+    book = TransferTrace(worker=0)
     book.open(1)
     book.forget(1)
     for event in (
@@ -64,8 +64,8 @@ def test_what_is_not_open_is_left_alone(clock: Clock) -> None:
 
 def test_a_meter_tells_it_and_without_one_nothing(clock: Clock) -> None:
     event = Received(PeerId(0), 1, 0, 0, 8, (), 64, 0.25)
-    for book in (Journal(0), None):
-        stats, meter = OffloadingConnectorStats(), Meter(path="nixl", journal=book)
+    for book in (TransferTrace(0), None):
+        stats, meter = OffloadingConnectorStats(), TransferMeter(path="nixl", journal=book)
         meter.open(1, asked=True)
         clock.now += 1
         meter.record(stats, TransferType.RECV, event, "peer")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kvconnect.doctor.findings import Finding
-from kvconnect.doctor.judge import Facts, Wish, judge
+from kvconnect.doctor.judge import Facts, RequiredPaths, judge
 from kvconnect.doctor.peer_process import Result, Trouble
 from kvconnect.doctor.reader import Measured
-from kvconnect.doctor.route import Way
+from kvconnect.doctor.route import Route
 
 GB = 10**9
-OVER_TCP = Way(("tcp/eth0",), "zero-copy")
-OVER_RDMA = Way(("rc_mlx5/mlx5_0:1",), "zero-copy")
+OVER_TCP = Route(("tcp/eth0",), "zero-copy")
+OVER_RDMA = Route(("rc_mlx5/mlx5_0:1",), "zero-copy")
 RDMA = ["mlx5_0"]
 
 
@@ -35,7 +35,7 @@ def one(found: list[Finding], name: str) -> Finding:
 
 
 def test_a_good_path_is_described_in_one_line() -> None:
-    found = judge(result(tcp()), Facts("eth0", tls=True), Wish())
+    found = judge(result(tcp()), Facts("eth0", tls=True), RequiredPaths())
     assert found == [
         Finding(
             "tcp",
@@ -48,7 +48,7 @@ def test_a_good_path_is_described_in_one_line() -> None:
 
 @pytest.mark.parametrize(("rate", "status"), [(2.0 * GB, "ok"), (1.9 * GB, "warn")])
 def test_under_half_of_plain_sockets_is_a_warning(rate: float, status: str) -> None:
-    finding = one(judge(result(tcp(rate)), Facts(cores=8), Wish()), "tcp")
+    finding = one(judge(result(tcp(rate)), Facts(cores=8), RequiredPaths()), "tcp")
     assert finding.status == status
     assert ("plain sockets reach 4.00 GB/s" in finding.value) is (status == "warn")
 
@@ -63,19 +63,19 @@ def test_under_half_of_plain_sockets_is_a_warning(rate: float, status: str) -> N
     ],
 )
 def test_a_slow_tcp_path_has_a_cause_and_a_fix(facts: Facts, cause: str, fix: str) -> None:
-    finding = one(judge(result(tcp(GB, cpu=1.0)), facts, Wish()), "tcp")
+    finding = one(judge(result(tcp(GB, cpu=1.0)), facts, RequiredPaths()), "tcp")
     assert finding.status == "warn"
     assert cause in finding.value
     assert fix in finding.fix
 
 
 def test_a_rate_under_the_floor_fails_with_what_limits_it() -> None:
-    slow = one(judge(result(tcp()), Facts(cores=64), Wish(min_rate=3 * GB + 1)), "tcp")
+    slow = one(judge(result(tcp()), Facts(cores=64), RequiredPaths(min_rate=3 * GB + 1)), "tcp")
     assert (slow.status, "under 3.00 GB/s" in slow.value) == ("fail", True)
-    link = one(judge(result(tcp()), Facts(), Wish(min_rate=5 * GB)), "tcp")
+    link = one(judge(result(tcp()), Facts(), RequiredPaths(min_rate=5 * GB)), "tcp")
     assert "plain sockets reach 4.00 GB/s" in link.value
     assert "faster link" in link.fix
-    assert one(judge(result(tcp()), Facts(), Wish(min_rate=3 * GB)), "tcp").status == "ok"
+    assert one(judge(result(tcp()), Facts(), RequiredPaths(min_rate=3 * GB)), "tcp").status == "ok"
 
 
 @pytest.mark.parametrize("changed", [{"wrong": 1}, {"bad": 1}])
@@ -83,7 +83,7 @@ def test_one_changed_page_is_a_failure(changed: dict[str, int]) -> None:
     spoilt = tcp()
     for name, number in changed.items():
         setattr(spoilt, name, number)
-    finding = one(judge(result(spoilt), Facts(), Wish()), "tcp")
+    finding = one(judge(result(spoilt), Facts(), RequiredPaths()), "tcp")
     assert finding.status == "fail"
     assert f"{spoilt.wrong} of 5000 pages arrived changed" in finding.value
     assert "do not use" in finding.fix
@@ -92,9 +92,9 @@ def test_one_changed_page_is_a_failure(changed: dict[str, int]) -> None:
 @pytest.mark.parametrize(("path", "status"), [("all", "warn"), ("nixl", "fail")])
 def test_a_missing_nixl_fails_only_who_asked_for_it(path: str, status: str) -> None:
     lacking = Trouble("not usable: transport='nixl'", "pip install nixl-cu12")
-    found = judge(result(tcp(), lacking=lacking), Facts(), Wish(path))
+    found = judge(result(tcp(), lacking=lacking), Facts(), RequiredPaths(path))
     assert one(found, "nixl") == Finding("nixl", status, lacking.reason, lacking.fix)  # type: ignore[arg-type]
-    found = judge(result(tcp(), lacking=lacking), Facts(), Wish("tcp"))
+    found = judge(result(tcp(), lacking=lacking), Facts(), RequiredPaths("tcp"))
     assert [finding.name for finding in found] == ["tcp", "link"]
 
 
@@ -106,8 +106,8 @@ def test_a_missing_nixl_fails_only_who_asked_for_it(path: str, status: str) -> N
         (OVER_RDMA, "rc_mlx5/mlx5_0:1 (zero-copy): plain sockets reach 4.00 GB/s, the way"),
     ],
 )
-def test_a_slow_nixl_names_the_way_it_takes(ucx: Way | None, cause: str) -> None:
-    finding = one(judge(result(nixl(GB)), Facts(ucx=ucx), Wish()), "nixl")
+def test_a_slow_nixl_names_the_way_it_takes(ucx: Route | None, cause: str) -> None:
+    finding = one(judge(result(nixl(GB)), Facts(ucx=ucx), RequiredPaths()), "nixl")
     assert finding.status == "warn"
     assert cause in finding.value
     assert finding.fix
@@ -122,20 +122,20 @@ def test_a_slow_nixl_names_the_way_it_takes(ucx: Way | None, cause: str) -> None
     ],
 )
 def test_rdma_devices_that_lie_idle_are_a_warning(
-    paths: list[Measured], ucx: Way | None, status: str, fix: str
+    paths: list[Measured], ucx: Route | None, status: str, fix: str
 ) -> None:
-    found = judge(result(*paths), Facts(ucx=ucx, rdma=RDMA), Wish())
+    found = judge(result(*paths), Facts(ucx=ucx, rdma=RDMA), RequiredPaths())
     finding = one(found, "rdma")
     assert finding.status == status
     assert fix in finding.fix
-    assert "rdma" not in {f.name for f in judge(result(*paths), Facts(ucx=ucx), Wish())}
+    assert "rdma" not in {f.name for f in judge(result(*paths), Facts(ucx=ucx), RequiredPaths())}
 
 
 def test_little_lockable_memory_matters_where_there_is_rdma() -> None:
     facts = {"ucx": OVER_RDMA, "memlock": 8 << 20, "memory": 64 << 30}
     (finding,) = [
         finding
-        for finding in judge(result(nixl()), Facts(rdma=RDMA, **facts), Wish())  # type: ignore[arg-type]
+        for finding in judge(result(nixl()), Facts(rdma=RDMA, **facts), RequiredPaths())  # type: ignore[arg-type]
         if finding.name == "memlock"
     ]
     assert (finding.status, finding.value[:5]) == ("warn", "8 MiB")
@@ -143,13 +143,13 @@ def test_little_lockable_memory_matters_where_there_is_rdma() -> None:
         Facts(ucx=OVER_RDMA, memlock=8 << 20),
         Facts(ucx=OVER_RDMA, rdma=RDMA, memlock=None),
     ):
-        names = {finding.name for finding in judge(result(nixl()), fine, Wish())}
+        names = {finding.name for finding in judge(result(nixl()), fine, RequiredPaths())}
         assert "memlock" not in names
 
 
 def test_a_ucx_without_cuda_is_a_warning() -> None:
     facts = Facts(ucx=OVER_TCP, cuda_trouble="libcuda.so.1: cannot open shared object file")
-    finding = one(judge(result(nixl()), facts, Wish()), "ucx cuda")
+    finding = one(judge(result(nixl()), facts, RequiredPaths()), "ucx cuda")
     assert (finding.status, finding.value) == ("warn", facts.cuda_trouble)
 
 
@@ -163,13 +163,13 @@ def test_a_ucx_without_cuda_is_a_warning() -> None:
     ],
 )
 def test_a_peer_that_cannot_be_had_is_one_finding(refused: str, fix: str) -> None:
-    found = judge(Result(trouble=Trouble("it is so"), refused=refused), Facts(), Wish())
+    found = judge(Result(trouble=Trouble("it is so"), refused=refused), Facts(), RequiredPaths())
     (finding,) = found
     assert (finding.name, finding.status, finding.value) == ("peer", "fail", "it is so")
     assert fix in finding.fix
 
 
 def test_a_link_that_could_not_be_measured_is_a_warning() -> None:
-    found = judge(result(tcp(), link=0.0, link_failed="timed out"), Facts(), Wish())
+    found = judge(result(tcp(), link=0.0, link_failed="timed out"), Facts(), RequiredPaths())
     assert one(found, "tcp").status == "ok"
     assert one(found, "link").status == "warn"

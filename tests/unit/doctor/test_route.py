@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect.doctor.route import Way, rdma_devices, tcp_way, ucx_cuda_trouble, ucx_way
+from kvconnect.doctor.route import Route, rdma_devices, tcp_way, ucx_cuda_trouble, ucx_way
 
 # As UCX 1.23 of nixl-cu12 1.5.1 wrote them, for two processes on one machine.
 SHARED = """
@@ -99,7 +99,7 @@ def test_without_tables_the_line_about_the_endpoint_counts(
     line: str, lanes: tuple[str, ...]
 ) -> None:
     log = f"[1.0] [vm:1 :0]  ucp_worker.c:1997 UCX  INFO    {line}"
-    assert ucx_way(log) == Way(lanes)
+    assert ucx_way(log) == Route(lanes)
 
 
 @pytest.mark.parametrize(

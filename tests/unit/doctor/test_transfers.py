@@ -18,23 +18,23 @@ import msgspec
 import pytest
 
 from kvconnect.doctor import peer_process, transfers
-from kvconnect.doctor.findings import Finding, Report
+from kvconnect.doctor.findings import Finding, FindingsReport
 from kvconnect.doctor.link import LinkServer, measure_link
 from kvconnect.doctor.messages import (
-    Ask,
     Cpu,
+    DoctorHello,
     GetCpu,
     GetLink,
-    Hello,
-    Link,
+    LinkPort,
     Message,
     No,
+    TransferRequest,
     decode,
     encode,
 )
-from kvconnect.doctor.peer_process import Child, Ready, Result, Task, last_words
-from kvconnect.doctor.reader import Reader, Sizes
-from kvconnect.doctor.source import Source
+from kvconnect.doctor.peer_process import Child, Result, SourceReady, Task, last_words
+from kvconnect.doctor.reader import DoctorReader, Sizes
+from kvconnect.doctor.source import DoctorSource
 from kvconnect.doctor.test_buffer import (
     HostArea,
     cuda_unavailable_reason,
@@ -45,7 +45,14 @@ from kvconnect.doctor.test_buffer import (
 from kvconnect.errors import ConfigError, ProtocolError, Refused, TransferFailed
 from kvconnect.testing.proxy import FaultProxy
 from kvconnect.transport import LinkOptions, Security, make_transport
-from kvconnect.transport.base import Incoming, Note, Outgoing, PeerDown, Piece, Unit
+from kvconnect.transport.base import (
+    IncomingPages,
+    OutgoingPages,
+    PeerDown,
+    PeerMessage,
+    Piece,
+    Unit,
+)
 
 SMALL = Sizes(
     area_bytes=4 << 20, page_bytes=64 << 10, round_bytes=1 << 20, rounds=2, trips=10, patience_s=10
@@ -59,7 +66,7 @@ def task(port: int = 0, sizes: Sizes = SMALL, **rest: object) -> Task:
     return msgspec.structs.replace(Task("reader", LOOP, port, "tcp", sizes=sizes), **rest)
 
 
-def one(report: Report, name: str) -> Finding:
+def one(report: FindingsReport, name: str) -> Finding:
     (finding,) = [finding for finding in report.findings if finding.name == name]
     return finding
 
@@ -81,7 +88,7 @@ def served(
     link = make_transport("tcp", security or Security(), LinkOptions())
     link.register(area.memory)
     port = link.listen(LOOP, 0)[1]
-    source, ended = Source(link, area, LOOP), threading.Event()
+    source, ended = DoctorSource(link, area, LOOP), threading.Event()
     thread = threading.Thread(target=source.serve, args=(ended.is_set,))
     thread.start()
     try:
@@ -94,12 +101,12 @@ def served(
 
 
 @contextmanager
-def reading(port: int, sizes: Sizes = SMALL) -> Iterator[Reader]:
+def reading(port: int, sizes: Sizes = SMALL) -> Iterator[DoctorReader]:
     area = HostArea(sizes.area_bytes)
     link = make_transport("tcp", Security(), LinkOptions())
     link.register(area.memory)
     try:
-        reader = Reader(link, area, sizes)
+        reader = DoctorReader(link, area, sizes)
         reader.meet(LOOP, port)
         yield reader
     finally:
@@ -251,7 +258,7 @@ def die(self, peer, ask):
         os._exit(9)
     send(self, peer, ask)
 
-send, source.Source._send = source.Source._send, die
+send, source.DoctorSource._send = source.DoctorSource._send, die
 half.main()
 """
 
@@ -262,7 +269,7 @@ def test_a_peer_that_is_killed_in_the_middle_ends_with_a_finding() -> None:
         assert process.stdin and process.stdout
         process.stdin.write(msgspec.json.encode(task(role="source")) + b"\n")
         process.stdin.flush()
-        ready = msgspec.json.decode(process.stdout.readline(), type=Ready)
+        ready = msgspec.json.decode(process.stdout.readline(), type=SourceReady)
         report = transfers.examine(task(ready.port))
         assert process.wait() == 9
     finding = one(report, "tcp")
@@ -368,12 +375,12 @@ def test_no_two_grains_of_the_pattern_are_alike() -> None:
 # The exchange ------------------------------------------------------------------------------------
 
 MESSAGES: list[Message] = [
-    Hello(4096, "cpu"),
-    Ask(1, 4096, [0, 5]),
+    DoctorHello(4096, "cpu"),
+    TransferRequest(1, 4096, [0, 5]),
     GetCpu(),
     Cpu(1.5),
     GetLink(2, 1 << 20),
-    Link(7000, bytes(16)),
+    LinkPort(7000, bytes(16)),
     No("because"),
 ]
 
@@ -386,18 +393,18 @@ def test_messages_arrive_as_they_were(message: Message) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Hello(0, "cpu"),
-        Hello(1, "x" * 65),
-        Ask(0, 4096, [0]),
-        Ask(1, 0, [0]),
-        Ask(1, 4096, []),
-        Ask(1, 4096, [-1]),
-        Ask(1, 4096, [0] * ((1 << 16) + 1)),
+        DoctorHello(0, "cpu"),
+        DoctorHello(1, "x" * 65),
+        TransferRequest(0, 4096, [0]),
+        TransferRequest(1, 0, [0]),
+        TransferRequest(1, 4096, []),
+        TransferRequest(1, 4096, [-1]),
+        TransferRequest(1, 4096, [0] * ((1 << 16) + 1)),
         GetLink(0, 1),
         GetLink(17, 1),
         GetLink(1, 1 << 33),
-        Link(0, bytes(16)),
-        Link(1, b"short"),
+        LinkPort(0, bytes(16)),
+        LinkPort(1, b"short"),
     ],
 )
 def test_numbers_out_of_range_are_refused(message: Message) -> None:
@@ -414,8 +421,8 @@ def test_what_is_no_message_is_refused(note: bytes) -> None:
 @pytest.mark.parametrize(
     ("note", "reason"),
     [
-        (encode(Ask(1, 64 << 10, [64])), "page 64 does not exist, there are 64"),
-        (encode(Hello(1, "cpu", version=2)), "version 2 of the exchange there, 1 here"),
+        (encode(TransferRequest(1, 64 << 10, [64])), "page 64 does not exist, there are 64"),
+        (encode(DoctorHello(1, "cpu", version=2)), "version 2 of the exchange there, 1 here"),
         (encode(Cpu(1.0)), "a Cpu that nobody asked for"),
         (b"engine", "cannot be read"),
     ],
@@ -423,7 +430,7 @@ def test_what_is_no_message_is_refused(note: bytes) -> None:
 def test_a_reader_that_breaks_the_rules_is_told_why(note: bytes, reason: str) -> None:
     with served() as source:
         with reading(source.port) as reader:
-            reader._transport.submit(Note(reader._peer, note))
+            reader._transport.submit(PeerMessage(reader._peer, note))
             with pytest.raises(TransferFailed, match=f"hung up: .*{reason}"):
                 reader._cpu_s()
         with reading(source.port) as reader:  # the next one is served
@@ -452,8 +459,8 @@ class Answering:
     def _serve(self) -> None:
         while not self._ended.is_set():
             for event in self._link.poll(0.05):
-                if not isinstance(event, PeerDown | Incoming | Outgoing):
-                    self._link.submit(Note(event.peer, self._answer))
+                if not isinstance(event, PeerDown | IncomingPages | OutgoingPages):
+                    self._link.submit(PeerMessage(event.peer, self._answer))
 
 
 @pytest.mark.parametrize(
@@ -461,7 +468,7 @@ class Answering:
     [
         (b"an engine", "cannot be read"),
         (encode(Cpu(1.0)), "a Cpu instead of a Hello"),
-        (encode(Hello(4096, "cpu", version=7)), "version 7 of the exchange there"),
+        (encode(DoctorHello(4096, "cpu", version=7)), "version 7 of the exchange there"),
     ],
 )
 def test_something_else_at_the_address_is_named(answer: bytes, reason: str) -> None:
@@ -508,7 +515,7 @@ def test_a_refused_reader_is_told_apart_from_a_broken_one() -> None:
     link.register(area.memory)
     try:
         with pytest.raises(Refused) as refusal:
-            Reader(link, area, SMALL).meet("192.0.2.1", 7000)
+            DoctorReader(link, area, SMALL).meet("192.0.2.1", 7000)
         assert refusal.value.field == "address"
     finally:
         link.close()

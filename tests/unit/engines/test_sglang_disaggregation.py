@@ -18,11 +18,11 @@ from kvconnect.disaggregation.factory import start_agent
 from kvconnect.engines.sglang import translate
 from kvconnect.engines.sglang.bootstrap import Addresses
 from kvconnect.engines.sglang.duplicates import kept
-from kvconnect.engines.sglang.inbox import Inbox, Wanted
+from kvconnect.engines.sglang.inbox import Inbox, RoomRequest
 from kvconnect.engines.sglang.layerwise import LayerPush
 from kvconnect.engines.sglang.rooms import Outbox, is_room, room_of, transfer_of
 from kvconnect.errors import Incompatible
-from kvconnect.offload.messages import Instructions, Offer
+from kvconnect.offload.messages import Instructions, OfferBlocks
 from kvconnect.protocol.topology import head_range
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Endpoint, Rank, Span
@@ -151,7 +151,9 @@ class Decode(Rank1):
             rest.append(Span(translate.FIRST_STATE, 0, array("q", [1])))
         tp, pp = sources[0].rank.tp, sources[0].rank.pp
         mine = tuple(source.endpoint for source in sources)
-        self.inbox.ask(ROOM, Wanted(prefix, array("q", pages[prefix:]), tuple(rest), mine, tp, pp))
+        self.inbox.ask(
+            ROOM, RoomRequest(prefix, array("q", pages[prefix:]), tuple(rest), mine, tp, pp)
+        )
 
 
 @pytest.fixture
@@ -632,7 +634,7 @@ def test_shifted_pages_would_be_seen(closing: ExitStack) -> None:
     source.agent.run(
         Instructions(
             offers=[
-                Offer(
+                OfferBlocks(
                     transfer_of(ROOM),
                     (Span(0, 0, array("q", [9, 3])), Span(1, 0, array("q", [2]))),
                 )

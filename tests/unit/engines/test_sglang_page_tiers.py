@@ -11,7 +11,7 @@ import torch
 
 from kvconnect.config import Config
 from kvconnect.engines.sglang.page_store import PageStore
-from kvconnect.tiers.backends import Outcome, Store
+from kvconnect.tiers.backends import BlockOutcome, Store
 from kvconnect.tiers.backends.memory import MemoryStore
 from kvconnect.types import Tier
 
@@ -32,11 +32,11 @@ class Hanging(MemoryStore):
         self.readable.set(), self.writable.set()
         self.reads = 0
 
-    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
         self.writable.wait(WAIT_S)
         return super().put(keys, payloads)
 
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
         self.reads += 1
         self.readable.wait(WAIT_S)
         return super().get(keys, buffers)

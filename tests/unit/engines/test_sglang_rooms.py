@@ -9,7 +9,7 @@ import pytest
 from kvconnect.engines.sglang import rooms as rooms_module
 from kvconnect.engines.sglang.rooms import Outbox
 from kvconnect.errors import Misuse
-from kvconnect.offload.messages import Notice
+from kvconnect.offload.messages import TransferEvent
 from tests.hostile import rooms as hostile
 
 ROOM = hostile.ROOMS[0]
@@ -40,7 +40,7 @@ def test_nothing_that_peers_say_is_raised_in_the_schedulers_thread() -> None:
 def test_the_play_finds_a_prefix_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: a room whose prefix follows every reader."""
 
-    def joins(self: Any, room: int, found: Any, notice: Notice) -> None:
+    def joins(self: Any, room: int, found: Any, notice: TransferEvent) -> None:
         found.joined.add(notice.reader)
         found.prefix = notice.first
         found.waiting = frozenset(found.joined)

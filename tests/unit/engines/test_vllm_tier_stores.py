@@ -13,7 +13,7 @@ from kvconnect.cache.layout import Geometry, GroupGeometry, view_segments
 from kvconnect.config import Config
 from kvconnect.engines.vllm import tier_stores, translate
 from kvconnect.errors import Incompatible
-from kvconnect.tiers.backends.head_sharded import SlicedStore
+from kvconnect.tiers.backends.head_sharded import HeadShardedStore
 from kvconnect.tiers.backends.memory import MemoryStore
 
 BLOCKS, TOKENS, WIDTH = 4, 16, 72
@@ -57,4 +57,4 @@ def test_k_and_v_as_heads_of_their_own_are_for_engines_with_the_same_ranks(
     monkeypatch.setattr(translate, "can_split_pages", lambda *_: False)
     monkeypatch.setattr(tier_stores, "make_remote", lambda *_, **__: MemoryStore(1 << 20))
     store = tier_stores._make_remote(cache(slots, tp, rank), {}, Config(remote={"kind": "valkey"}))
-    assert isinstance(store, SlicedStore) == shared
+    assert isinstance(store, HeadShardedStore) == shared

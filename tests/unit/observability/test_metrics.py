@@ -10,10 +10,10 @@ from pathlib import Path
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.observability.metrics.catalog import CATALOG, SGLANG, VLLM, families
 from kvconnect.observability.metrics.document import markdown_table
-from kvconnect.observability.metrics.model import Family, Part
+from kvconnect.observability.metrics.model import EntryPart, Family
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex
-from kvconnect.offload.planner import Limits, OffloadPlan, gauges
+from kvconnect.offload.planner import OffloadLimits, OffloadPlan, gauges
 from kvconnect.stats import (
     COUNTERS,
     GAUGES,
@@ -25,7 +25,7 @@ from kvconnect.stats import (
     TRANSFER_WIRE,
     OffloadingConnectorStats,
 )
-from kvconnect.tiers.cost_model import Reason
+from kvconnect.tiers.cost_model import LoadReason
 from kvconnect.types import FailureCause, Tier, TransferType
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -54,11 +54,11 @@ def test_engines_share_rows_but_for_those_that_one_of_them_cannot_have() -> None
 
 def test_rows_agree_with_what_stats_record() -> None:
     for row in CATALOG:
-        assert (row.kind == "histogram") == (row.part is Part.BUCKETS) == bool(row.buckets)
-        if row.part is Part.BUCKETS:
+        assert (row.kind == "histogram") == (row.part is EntryPart.BUCKETS) == bool(row.buckets)
+        if row.part is EntryPart.BUCKETS:
             assert row.buckets == (SIZE_BUCKETS if row.name == TRANSFER_SIZE else TIME_BUCKETS)
-        if row.part is not Part.VALUE:
-            assert any(r.name == row.recorded_as and r.part is Part.BUCKETS for r in CATALOG)
+        if row.part is not EntryPart.VALUE:
+            assert any(r.name == row.recorded_as and r.part is EntryPart.BUCKETS for r in CATALOG)
         gauges = {r.name for r in CATALOG if r.kind == "gauge"}
         for alias in row.aliases:
             assert set(alias.only) <= set(row.label.values if row.label else ())
@@ -125,7 +125,7 @@ def test_the_library_records_only_names_of_the_catalogue() -> None:
 
 def test_the_gauges_of_a_plan_are_the_gauges_of_the_catalogue() -> None:
     index = HostIndex(2, 1, make_policy("lru", 2))
-    limits = Limits(workers=1, deadline_s=1.0, held_blocks=1)
+    limits = OffloadLimits(workers=1, deadline_s=1.0, held_blocks=1)
     plan = OffloadPlan((CacheGroup(4),), index, OffloadingConnectorStats(), limits)
     shown = [(name, label or "") for name, _, label in gauges(plan, 0.0, 64)]
     assert len(shown) == len(set(shown))
@@ -203,7 +203,7 @@ LABEL_ENUMS = {
     "kind": TransferType,
     "_TYPE": TransferType,
     "tier": Tier,
-    "reason": Reason,
+    "reason": LoadReason,
 }
 
 
@@ -253,7 +253,9 @@ def label_values(label: ast.expr | None, made: set[str]) -> set[str]:
         return label_values(label.body, made) | label_values(label.orelse, made)
     owner = ast.unparse(label).removesuffix(".value")  # "Tier.HOST", "failure.cause", "_TYPE[x]"
     kind = LABEL_ENUMS.get(re.sub(r"\[.*?\]", "", owner).rpartition(".")[2])
-    named = [m for m in (*Tier, *TransferType, *Reason) if f"{type(m).__name__}.{m.name}" == owner]
+    named = [
+        m for m in (*Tier, *TransferType, *LoadReason) if f"{type(m).__name__}.{m.name}" == owner
+    ]
     members = list(kind) if kind else named
     assert members, f"label={ast.unparse(label)}: which values?"
     return {m.value for m in members if f"{type(m).__name__}.{m.name}" in made}

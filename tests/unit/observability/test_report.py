@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from kvconnect import cli
-from kvconnect.observability.metrics.frame import Endpoint, Frame, Phase, Transfer
+from kvconnect.observability.metrics.frame import EndpointFrame, Phase, Snapshot, TransferRates
 from kvconnect.observability.report import runs
 from kvconnect.observability.report.page import html as page
 from kvconnect.observability.report.runs import compare, largest_changes, unit_of
@@ -31,12 +31,12 @@ def result(path: Path, figures: dict[str, Any], name: str = "copy", **machine: A
 
 def history(path: Path, rates: list[float | None], url: str = "http://a:1/metrics") -> str:
     frames = [
-        Frame(
+        Snapshot(
             at=1000.0 + 2 * number,
             endpoints=(
-                Endpoint(url=url, kind="vllm", transfers=(sent(rate),), phases=(WAIT,))
+                EndpointFrame(url=url, kind="vllm", transfers=(sent(rate),), phases=(WAIT,))
                 if rate is not None
-                else Endpoint(url=url, error="refused"),
+                else EndpointFrame(url=url, error="refused"),
             ),
         )
         for number, rate in enumerate(rates)
@@ -45,8 +45,8 @@ def history(path: Path, rates: list[float | None], url: str = "http://a:1/metric
     return str(path)
 
 
-def sent(rate: float) -> Transfer:
-    return Transfer(transfer_type="SEND", bytes_total=1.0, bytes_per_s=rate)
+def sent(rate: float) -> TransferRates:
+    return TransferRates(transfer_type="SEND", bytes_total=1.0, bytes_per_s=rate)
 
 
 WAIT = Phase(name="handoff_wait", per_s=1.0, mean_s=0.25, p99_s=None)

@@ -23,7 +23,7 @@ from kvconnect import cli
 from kvconnect.errors import ConfigError
 from kvconnect.observability.metrics import rates
 from kvconnect.observability.metrics.catalog import CATALOG
-from kvconnect.observability.metrics.frame import Endpoint, Frame, Phase
+from kvconnect.observability.metrics.frame import EndpointFrame, Phase, Snapshot
 from kvconnect.observability.metrics.rates import Scrape
 from kvconnect.observability.top import app, screen
 from kvconnect.observability.top import app as fetch
@@ -91,7 +91,7 @@ def looked_at(text: str, at: float) -> Scrape:
     return Scrape("http://a/metrics", at, fetch.parse(text))
 
 
-def of(one: Endpoint, part: str, **which: str) -> object:
+def of(one: EndpointFrame, part: str, **which: str) -> object:
     """The row of a part whose first field is as named."""
     ((name, value),) = which.items()
     (found,) = [row for row in getattr(one, part) if getattr(row, name) == value]
@@ -99,12 +99,12 @@ def of(one: Endpoint, part: str, **which: str) -> object:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Endpoint:
+def engine() -> EndpointFrame:
     return rates.endpoint(looked_at(BEFORE, 10.0), looked_at(AFTER, 12.0))
 
 
 class TestRates:
-    def test_a_transfer_type(self, engine: Endpoint) -> None:
+    def test_a_transfer_type(self, engine: EndpointFrame) -> None:
         row = of(engine, "transfers", transfer_type="GPU_to_CPU")
         assert row.bytes_total == 5.5e6
         # Engine 0 moved 4e6. Engine 1 shows less than before: it started again, and moved 5e5.
@@ -115,7 +115,7 @@ class TestRates:
         idle = of(engine, "transfers", transfer_type="SEND")
         assert (idle.bytes_per_s, idle.seconds_per_operation) == (0, None)
 
-    def test_lookups_and_tiers(self, engine: Endpoint) -> None:
+    def test_lookups_and_tiers(self, engine: EndpointFrame) -> None:
         assert engine.lookups.query_tokens_per_s == 100
         assert engine.lookups.hit_share == 0.5
         host = of(engine, "tiers", tier="host")
@@ -123,7 +123,7 @@ class TestRates:
         assert (host.used_bytes, host.capacity_bytes) == (3e9, 4e9)
         assert of(engine, "tiers", tier="disk").available is False  # one of two engines lost it
 
-    def test_peers_ledger_and_failures(self, engine: Endpoint) -> None:
+    def test_peers_ledger_and_failures(self, engine: EndpointFrame) -> None:
         (peer,) = engine.peers
         assert (peer.peer, peer.bytes_per_s, peer.copy_bytes_per_s) == ("10.0.0.1:7", 3e6, 1.2e7)
         assert peer.failures_total == 3
@@ -134,7 +134,7 @@ class TestRates:
             ("failed_blocks", "digest", 2)
         ]
 
-    def test_phases(self, engine: Endpoint) -> None:
+    def test_phases(self, engine: EndpointFrame) -> None:
         assert engine.phases == (Phase(name="handoff_wait", per_s=2, mean_s=0.5, p99_s=1.0),)
 
     def test_the_slowest_phase_comes_first(self) -> None:
@@ -162,7 +162,7 @@ class TestRates:
             assert (row.bytes_total, row.bytes_per_s) == (5.5e6, None)
             assert one.phases == ()
 
-    def test_sglang_has_the_same_under_its_name(self, engine: Endpoint) -> None:
+    def test_sglang_has_the_same_under_its_name(self, engine: EndpointFrame) -> None:
         texts = [text.replace("vllm:", "sglang:") for text in (BEFORE, AFTER)]
         one = rates.endpoint(looked_at(texts[0], 10.0), looked_at(texts[1], 12.0))
         assert one.kind == "sglang"
@@ -238,7 +238,7 @@ def nobody() -> str:
         return f"127.0.0.1:{closed.getsockname()[1]}"
 
 
-def top(*flags: str) -> app.Options:
+def top(*flags: str) -> app.TopOptions:
     return app.options_of(cli.make_parser().parse_args(["top", *flags]))
 
 
@@ -260,7 +260,7 @@ def test_once_as_json() -> None:
         assert app.run(top(address, "--once", "--json", "--interval", "0.2"), out)
     assert paths == ["/metrics", "/metrics"]
     (line,) = out.getvalue().splitlines()
-    frame = msgspec.json.decode(line, type=Frame)
+    frame = msgspec.json.decode(line, type=Snapshot)
     (one,) = frame.endpoints
     assert one.up
     assert one.seconds == pytest.approx(0.2, abs=0.19)
@@ -298,7 +298,7 @@ def test_frames_are_recorded(tmp_path: Path) -> None:
         for _ in range(2):
             flags = (address, "--once", "--interval", "0.1", "--record", str(file))
             assert app.run(top(*flags), io.StringIO())
-    frames = [msgspec.json.decode(line, type=Frame) for line in file.read_bytes().splitlines()]
+    frames = [msgspec.json.decode(line, type=Snapshot) for line in file.read_bytes().splitlines()]
     assert len(frames) == 2
     assert 0 < frames[1].at - frames[0].at < 60
 
@@ -344,19 +344,19 @@ def test_an_endpoint_that_is_down_is_an_exit_code(capsys: pytest.CaptureFixture[
 # The screen -------------------------------------------------------------------------------------
 
 
-def drawn(*endpoints: Endpoint, width: int = 160) -> str:
+def drawn(*endpoints: EndpointFrame, width: int = 160) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=True)
-    console.print(screen.draw(Frame(at=0.0, endpoints=endpoints)))
+    console.print(screen.draw(Snapshot(at=0.0, endpoints=endpoints)))
     return console.file.getvalue()
 
 
-def test_the_screen_says_what_the_frame_does(engine: Endpoint) -> None:
+def test_the_screen_says_what_the_frame_does(engine: EndpointFrame) -> None:
     text = re.sub(r"\x1b\[[0-9;]*m", "", drawn(engine))
     for wanted in ("2.25 MB/s", "50 ms", "9 MB/s", "50.0%", "10.0.0.1:7", "failed_blocks digest",
                    "handoff_wait", "<= 1 s", "all up"):  # fmt: skip
         assert wanted in text
     assert "SEND" not in text  # nothing was ever sent
-    both = drawn(engine, Endpoint(url="http://z", error="refused"))
+    both = drawn(engine, EndpointFrame(url="http://z", error="refused"))
     assert 0 < both.index("DOWN") < both.index("transfers")
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvconnect.cache.layout import Geometry, GroupGeometry, Segment
+from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.errors import TransferFailed
 from kvconnect.offload.host_arena import DigestMode, HostStore
-from kvconnect.offload.messages import Failure, Load, Part, Store
+from kvconnect.offload.messages import FailedBlock, GroupBlocks, LoadBlocks, StoreBlocks
 from kvconnect.types import JobId, TransferType
 
 torch = pytest.importorskip("torch")
@@ -22,11 +22,11 @@ from kvconnect.copy import Copier, make_copier  # noqa: E402
 from kvconnect.copy.reference import ReferenceCopier  # noqa: E402
 from kvconnect.offload import copy_executor as executor_module  # noqa: E402
 from kvconnect.offload import layer_loads as layers_module  # noqa: E402
-from kvconnect.offload.copy_executor import CopyExecutor, Done  # noqa: E402
+from kvconnect.offload.copy_executor import CopyExecutor, FinishedCopy  # noqa: E402
 from kvconnect.offload.streams import HostStreams  # noqa: E402
 
 BLOCK_BYTES, NUM_BLOCKS, NUM_SLOTS = 96, 8, 8
-SEGMENTS = (Segment(0, 64, 64), Segment(64 * NUM_BLOCKS, 32, 32))
+SEGMENTS = (ByteRun(0, 64, 64), ByteRun(64 * NUM_BLOCKS, 32, 32))
 GEOMETRY = Geometry((GroupGeometry(SEGMENTS, NUM_BLOCKS),))
 WAIT_S = 20.0  # a bound for a test that would hang, not a time that is measured
 has_digest = importlib.util.find_spec("xxhash") is not None
@@ -74,24 +74,26 @@ class Bench:
         )
         self.jobs = 0
 
-    def submit(self, kind: type[Store] | type[Load], pairs: dict[int, int], **more: Any) -> JobId:
+    def submit(
+        self, kind: type[StoreBlocks] | type[LoadBlocks], pairs: dict[int, int], **more: Any
+    ) -> JobId:
         """Submit a job of {block: slot}."""
         self.jobs += 1
-        part = Part(0, array("q", pairs), array("q", pairs.values()))
+        part = GroupBlocks(0, array("q", pairs), array("q", pairs.values()))
         job = JobId(self.jobs)
         deadline_s = more.pop("deadline_s", 5.0)
-        if kind is Store:
-            self.executor.submit(Store(job, (part,), deadline_s), self.executor.fence())
+        if kind is StoreBlocks:
+            self.executor.submit(StoreBlocks(job, (part,), deadline_s), self.executor.fence())
         else:
             sync = more.pop("sync", False)
-            load = Load(job, f"req{job}", (part,), deadline_s, sync)
+            load = LoadBlocks(job, f"req{job}", (part,), deadline_s, sync)
             self.executor.submit(load, self.executor.fence())
         assert not more
         return job
 
-    def ended(self, count: int = 1) -> list[Done]:
+    def ended(self, count: int = 1) -> list[FinishedCopy]:
         """Return the next jobs to end."""
-        found: list[Done] = []
+        found: list[FinishedCopy] = []
         pause = threading.Event()
         for _ in range(int(WAIT_S * 200)):
             found += self.executor.poll()
@@ -130,14 +132,14 @@ def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     bench.store.close()
 
 
-def causes(done: Done) -> list[tuple[int, int, str]]:
-    assert all(isinstance(failure, Failure) for failure in done.report.failures)
+def causes(done: FinishedCopy) -> list[tuple[int, int, str]]:
+    assert all(isinstance(failure, FailedBlock) for failure in done.report.failures)
     return [(f.block_id, f.slot, f.cause.value) for f in done.report.failures]
 
 
 def test_blocks_come_back_as_they_were(bench: Bench) -> None:
     before = bench.blocks()
-    job = bench.submit(Store, {1: 4, 2: 0, 5: 7})
+    job = bench.submit(StoreBlocks, {1: 4, 2: 0, 5: 7})
     (done,) = bench.ended()
     assert (done.report.job, done.report.failures) == (job, ())
     assert (done.kind, done.nbytes) == (TransferType.GPU_TO_CPU, 3 * BLOCK_BYTES)
@@ -146,7 +148,7 @@ def test_blocks_come_back_as_they_were(bench: Bench) -> None:
     assert bench.blocks() == before  # a store only reads the device
 
     bench.area.zero_()
-    job = bench.submit(Load, {3: 4, 6: 0, 7: 7})
+    job = bench.submit(LoadBlocks, {3: 4, 6: 0, 7: 7})
     (done,) = bench.ended()
     assert (done.report.job, done.report.failures) == (job, ())
     assert (done.kind, done.nbytes) == (TransferType.CPU_TO_GPU, 3 * BLOCK_BYTES)
@@ -155,28 +157,28 @@ def test_blocks_come_back_as_they_were(bench: Bench) -> None:
 
 
 def test_each_job_is_reported_once_in_the_order_of_its_kind(bench: Bench) -> None:
-    jobs = [bench.submit(Store, {n: n}) for n in range(4)]
+    jobs = [bench.submit(StoreBlocks, {n: n}) for n in range(4)]
     assert [done.report.job for done in bench.ended(4)] == jobs
     assert bench.executor.poll() == []
 
 
 def test_who_cannot_wait_is_called_when_a_job_can_be_polled(bench: Bench) -> None:
     ended = threading.Event()
-    polled: list[Done] = []
+    polled: list[FinishedCopy] = []
 
-    def note(done: Done) -> None:
+    def note(done: FinishedCopy) -> None:
         polled.extend(bench.executor.poll())
         assert polled == [done]
         ended.set()
 
-    part = Part(0, array("q", [1]), array("q", [4]))
-    bench.executor.submit(Store(JobId(9), (part,), 5.0), bench.executor.fence(), note)
+    part = GroupBlocks(0, array("q", [1]), array("q", [4]))
+    bench.executor.submit(StoreBlocks(JobId(9), (part,), 5.0), bench.executor.fence(), note)
     assert ended.wait(WAIT_S)
     assert bench.slot(4) == bench.block(1)
 
 
 def test_jobs_are_copied_in_chunks(bench: Bench) -> None:
-    bench.submit(Store, {n: n for n in range(5)})
+    bench.submit(StoreBlocks, {n: n for n in range(5)})
     bench.ended()
     assert bench.spy.calls == [("store", [0, 1]), ("store", [2, 3]), ("store", [4])]
 
@@ -185,21 +187,21 @@ def test_a_block_larger_than_a_chunk_is_a_chunk(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(executor_module, "CHUNK_BYTES", BLOCK_BYTES // 2)
-    bench.submit(Store, {0: 0, 1: 1})
+    bench.submit(StoreBlocks, {0: 0, 1: 1})
     bench.ended()
     assert bench.spy.calls == [("store", [0]), ("store", [1])]
 
 
 def test_a_load_overtakes_queued_stores_between_two_chunks(bench: Bench) -> None:
-    bench.submit(Store, {7: 7})
+    bench.submit(StoreBlocks, {7: 7})
     bench.ended()
     bench.spy.calls.clear()
     bench.await_copy()
     gate = bench.hold()
-    slow = bench.submit(Store, {0: 0, 1: 1, 2: 2})
+    slow = bench.submit(StoreBlocks, {0: 0, 1: 1, 2: 2})
     bench.await_copy()  # its first chunk is being copied
-    queued = bench.submit(Store, {3: 3})
-    urgent = bench.submit(Load, {6: 7})
+    queued = bench.submit(StoreBlocks, {3: 3})
+    urgent = bench.submit(LoadBlocks, {6: 7})
     gate.release(10)
     assert [done.report.job for done in bench.ended(3)] == [urgent, slow, queued]
     assert bench.spy.calls == [
@@ -212,7 +214,7 @@ def test_a_load_overtakes_queued_stores_between_two_chunks(bench: Bench) -> None
 
 
 def test_an_empty_job_ends(bench: Bench) -> None:
-    job = bench.submit(Load, {})
+    job = bench.submit(LoadBlocks, {})
     (done,) = bench.ended()
     assert (done.report.job, done.report.failures, done.nbytes) == (job, (), 0)
     assert bench.spy.calls == []
@@ -221,11 +223,11 @@ def test_an_empty_job_ends(bench: Bench) -> None:
 @needs_digest
 def test_a_rotten_slot_stops_the_load_at_its_block(bench: Bench) -> None:
     before = bench.blocks()
-    bench.submit(Store, {n: n for n in range(6)})
+    bench.submit(StoreBlocks, {n: n for n in range(6)})
     bench.ended()
     bench.area.zero_()
     bench.store.view(3)[BLOCK_BYTES - 1] ^= 1
-    bench.submit(Load, {n: n for n in range(6)})
+    bench.submit(LoadBlocks, {n: n for n in range(6)})
     (done,) = bench.ended()
     assert causes(done) == [(3, 3, "digest"), (4, 4, "skipped"), (5, 5, "skipped")]
     assert done.nbytes == 3 * BLOCK_BYTES
@@ -233,27 +235,27 @@ def test_a_rotten_slot_stops_the_load_at_its_block(bench: Bench) -> None:
     assert bench.blocks()[3:] == [bytes(BLOCK_BYTES)] * 5
 
     bench.store.view(3)[BLOCK_BYTES - 1] ^= 1  # the control: as it was, it loads
-    bench.submit(Load, {n: n for n in range(6)})
+    bench.submit(LoadBlocks, {n: n for n in range(6)})
     (done,) = bench.ended()
     assert causes(done) == [] and bench.blocks()[:6] == before[:6]
 
 
 @needs_digest
 def test_bytes_behind_a_block_are_not_its_business(bench: Bench) -> None:
-    bench.submit(Store, {0: 0})
+    bench.submit(StoreBlocks, {0: 0})
     bench.ended()
     bench.store.view(0)[BLOCK_BYTES] ^= 1  # padding
-    bench.submit(Load, {1: 0})
+    bench.submit(LoadBlocks, {1: 0})
     (done,) = bench.ended()
     assert causes(done) == [] and bench.block(1) == bench.block(0)
 
 
 def test_without_digests_a_rotten_slot_goes_unnoticed() -> None:
     bench = Bench(ReferenceCopier, "off")
-    bench.submit(Store, {0: 0})
+    bench.submit(StoreBlocks, {0: 0})
     bench.ended()
     bench.store.view(0)[5] ^= 1
-    bench.submit(Load, {1: 0})
+    bench.submit(LoadBlocks, {1: 0})
     (done,) = bench.ended()
     assert causes(done) == [] and bench.block(1) != bench.block(0)
     bench.executor.close()
@@ -261,22 +263,22 @@ def test_without_digests_a_rotten_slot_goes_unnoticed() -> None:
 
 
 def test_a_missing_slot_stops_the_load_at_its_block(bench: Bench) -> None:
-    bench.submit(Store, {0: 0, 1: 1})
+    bench.submit(StoreBlocks, {0: 0, 1: 1})
     bench.ended()
     before = bench.blocks()
-    bench.submit(Load, {5: 0, 6: -1, 7: 1})
+    bench.submit(LoadBlocks, {5: 0, 6: -1, 7: 1})
     (done,) = bench.ended()
     assert causes(done) == [(6, -1, "missing"), (7, 1, "skipped")]
     assert done.nbytes == BLOCK_BYTES
     assert [bench.block(n) for n in (5, 6, 7)] == [before[0], before[6], before[7]]
 
 
-@pytest.mark.parametrize("kind", [Store, Load])
+@pytest.mark.parametrize("kind", [StoreBlocks, LoadBlocks])
 @pytest.mark.parametrize("error", [TransferFailed("device lost"), RuntimeError(), MemoryError()])
 def test_a_copy_that_raises_is_a_failed_job_and_the_thread_lives_on(
     bench: Bench, caplog: pytest.LogCaptureFixture, kind: Any, error: Exception
 ) -> None:
-    bench.submit(Store, {0: 0, 1: 1, 2: 2})
+    bench.submit(StoreBlocks, {0: 0, 1: 1, 2: 2})
     bench.ended()
     bench.spy.broken = error
     bench.submit(kind, {0: 0, 1: 1, 2: 2})
@@ -292,7 +294,7 @@ def test_a_copy_that_raises_is_a_failed_job_and_the_thread_lives_on(
 
 def test_what_was_stored_before_a_chunk_broke_is_kept(bench: Bench) -> None:
     gate = bench.hold()
-    bench.submit(Store, {n: n for n in range(5)})
+    bench.submit(StoreBlocks, {n: n for n in range(5)})
     bench.await_copy()
     gate.release()
     bench.await_copy()  # the first chunk has been copied, the second is held back
@@ -305,25 +307,25 @@ def test_what_was_stored_before_a_chunk_broke_is_kept(bench: Bench) -> None:
 
 
 def test_a_request_that_cannot_be_meant_fails_alone(bench: Bench) -> None:
-    bench.submit(Store, {0: NUM_SLOTS})
-    bench.submit(Load, {0: NUM_SLOTS})
+    bench.submit(StoreBlocks, {0: NUM_SLOTS})
+    bench.submit(LoadBlocks, {0: NUM_SLOTS})
     found = {done.kind: causes(done) for done in bench.ended(2)}
     assert set(found) == {TransferType.GPU_TO_CPU, TransferType.CPU_TO_GPU}
     assert all(failures == [(0, NUM_SLOTS, "copy")] for failures in found.values())
-    bench.submit(Store, {0: 0})
+    bench.submit(StoreBlocks, {0: 0})
     assert causes(bench.ended()[0]) == []
 
 
-@pytest.mark.parametrize("kind", [Store, Load])
+@pytest.mark.parametrize("kind", [StoreBlocks, LoadBlocks])
 def test_a_job_not_begun_in_time_copies_nothing(bench: Bench, kind: Any) -> None:
-    bench.submit(Store, {0: 0, 1: 1, 2: 2})
+    bench.submit(StoreBlocks, {0: 0, 1: 1, 2: 2})
     bench.ended()
     before, slots = bench.blocks(), [bench.slot(n) for n in range(NUM_SLOTS)]
     for _ in range(2):
         bench.await_copy()
     bench.spy.calls.clear()
     gate = bench.hold()
-    bench.submit(Store, {7: 7})
+    bench.submit(StoreBlocks, {7: 7})
     bench.await_copy()
     job = bench.submit(kind, {3: 0, 4: 1, 5: 2}, deadline_s=5.0)
     bench.now = 5.0
@@ -338,9 +340,9 @@ def test_a_job_not_begun_in_time_copies_nothing(bench: Bench, kind: Any) -> None
 
 def test_a_job_just_in_time_is_copied(bench: Bench) -> None:
     gate = bench.hold()
-    bench.submit(Store, {7: 7})
+    bench.submit(StoreBlocks, {7: 7})
     bench.await_copy()
-    bench.submit(Store, {3: 0}, deadline_s=5.0)
+    bench.submit(StoreBlocks, {3: 0}, deadline_s=5.0)
     bench.now = 4.9
     gate.release(10)
     assert causes(bench.ended(2)[1]) == []
@@ -348,7 +350,7 @@ def test_a_job_just_in_time_is_copied(bench: Bench) -> None:
 
 def test_a_deadline_between_chunks_keeps_what_was_copied(bench: Bench) -> None:
     gate = bench.hold()
-    bench.submit(Store, {n: n for n in range(5)}, deadline_s=5.0)
+    bench.submit(StoreBlocks, {n: n for n in range(5)}, deadline_s=5.0)
     bench.await_copy()
     bench.now = 5.0
     gate.release(10)
@@ -359,12 +361,12 @@ def test_a_deadline_between_chunks_keeps_what_was_copied(bench: Bench) -> None:
 
 
 def test_synchronous_loads_are_waited_for(bench: Bench) -> None:
-    bench.submit(Store, {0: 0, 1: 1})
+    bench.submit(StoreBlocks, {0: 0, 1: 1})
     bench.ended()
     assert bench.executor.sync.finish() == 0.0
     before = bench.blocks()
-    bench.submit(Load, {4: 0}, sync=True)
-    bench.submit(Load, {5: 1}, sync=True)
+    bench.submit(LoadBlocks, {4: 0}, sync=True)
+    bench.submit(LoadBlocks, {5: 1}, sync=True)
     bench.executor.sync.before_forward(hooks=True)
     assert bench.executor.sync.finish() > 0.0
     assert [bench.block(4), bench.block(5)] == before[:2]
@@ -373,18 +375,18 @@ def test_synchronous_loads_are_waited_for(bench: Bench) -> None:
 
 
 def test_a_failed_synchronous_load_ends_the_wait(bench: Bench) -> None:
-    bench.submit(Load, {4: -1}, sync=True)
+    bench.submit(LoadBlocks, {4: -1}, sync=True)
     bench.executor.sync.finish()
     (done,) = bench.executor.poll()
     assert causes(done) == [(4, -1, "missing")]
 
 
 def test_other_loads_are_not_waited_for(bench: Bench) -> None:
-    bench.submit(Store, {0: 0})
+    bench.submit(StoreBlocks, {0: 0})
     bench.ended()
     bench.await_copy()
     gate = bench.hold()
-    bench.submit(Load, {4: 0})
+    bench.submit(LoadBlocks, {4: 0})
     bench.await_copy()
     assert bench.executor.sync.finish() == 0.0
     gate.release(10)
@@ -395,11 +397,11 @@ def test_a_stuck_synchronous_load_is_an_error(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layers_module, "_STUCK_S", 0.05)
-    bench.submit(Store, {0: 0})
+    bench.submit(StoreBlocks, {0: 0})
     bench.ended()
     bench.await_copy()
     gate = bench.hold()
-    bench.submit(Load, {4: 0}, sync=True)
+    bench.submit(LoadBlocks, {4: 0}, sync=True)
     bench.await_copy()
     with pytest.raises(TransferFailed, match="synchronous load 2 did not end"):
         bench.executor.sync.finish()
@@ -410,9 +412,9 @@ def test_a_stuck_synchronous_load_is_an_error(
 def test_close_ends_the_thread_and_drops_the_queue(bench: Bench) -> None:
     thread = bench.executor._thread
     gate = bench.hold()
-    bench.submit(Store, {0: 0, 1: 1, 2: 2})
+    bench.submit(StoreBlocks, {0: 0, 1: 1, 2: 2})
     bench.await_copy()
-    bench.submit(Store, {3: 3})
+    bench.submit(StoreBlocks, {3: 3})
     closing = threading.Thread(target=bench.executor.close)
     closing.start()
     while not bench.executor._closed:

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.offload.eviction import LRU, S3FIFO, Policy, make_policy
+from kvconnect.offload.eviction import LRU, S3FIFO, EvictionPolicy, make_policy
 from kvconnect.offload.eviction import lru as lru_module
 
 SLOTS = 8
 FREE_PINS = [0] * 1000
 
 
-class NaiveLRU(Policy):
+class NaiveLRU(EvictionPolicy):
     """One list, least recently used first."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ events = st.lists(
 )
 
 
-def play(policy: Policy, naive: NaiveLRU, events: list[Event]) -> None:
+def play(policy: EvictionPolicy, naive: NaiveLRU, events: list[Event]) -> None:
     """Give both the same events, those that a policy may be given, and compare their victims."""
     for name, slots, pins in events:
         known = [slot for slot in slots if slot in naive.order]
@@ -193,7 +193,7 @@ def test_lru_memory_is_bounded_however_often_blocks_are_used(
 class Tier:
     """Just enough of a tier to ask what survives: block -> slot, filled through a policy."""
 
-    def __init__(self, policy: Policy, capacity: int) -> None:
+    def __init__(self, policy: EvictionPolicy, capacity: int) -> None:
         self.policy = policy
         self.slot_of: dict[int, int] = {}
         self.block_in: dict[int, int] = {}

@@ -9,7 +9,7 @@ import pytest
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex
 from kvconnect.offload.jobs import JobBook, JobLimits, Owner
-from kvconnect.offload.messages import Failure, Load, Part, Report, Store
+from kvconnect.offload.messages import FailedBlock, GroupBlocks, JobReport, LoadBlocks, StoreBlocks
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause, JobId
 
@@ -29,9 +29,9 @@ class Desk:
             self.index, self.stats, JobLimits(workers, DEADLINE_S, keeps_prefix=True)
         )
 
-    def store(self, count: int = 2, now: float = 0.0) -> Store:
+    def store(self, count: int = 2, now: float = 0.0) -> StoreBlocks:
         """Open a store of the first blocks: device block 10 + n to the slot of HASHES[n]."""
-        part = Part(0, array("q"), array("q"))
+        part = GroupBlocks(0, array("q"), array("q"))
         for number in range(count):
             slot = self.index.reserve(0, HASHES[number])
             assert slot is not None
@@ -41,13 +41,15 @@ class Desk:
 
     def stored(self, count: int = 2) -> list[int]:
         """Store blocks and return their slots."""
-        self.book.on_report(Report(self.store(count).job), 0.0)
+        self.book.on_report(JobReport(self.store(count).job), 0.0)
         slots = [self.index.slot_of(0, block_hash) for block_hash in HASHES[:count]]
         return [slot for slot in slots if slot is not None]
 
-    def load(self, slots: list[int], first: int = 20, sync: bool = False, now: float = 0.0) -> Load:
+    def load(
+        self, slots: list[int], first: int = 20, sync: bool = False, now: float = 0.0
+    ) -> LoadBlocks:
         blocks = array("q", range(first, first + len(slots)))
-        parts = (Part(0, blocks, array("q", slots)),)
+        parts = (GroupBlocks(0, blocks, array("q", slots)),)
         return self.book.open_load("req", parts, 8 * len(slots), sync=sync, now=now)
 
     def counted(self, name: str) -> dict[str, int]:
@@ -59,11 +61,13 @@ class Desk:
         self.book.ledger.check()
 
 
-def failures(job: Store | Load, *causes: FailureCause | None) -> tuple[Failure, ...]:
+def failures(
+    job: StoreBlocks | LoadBlocks, *causes: FailureCause | None
+) -> tuple[FailedBlock, ...]:
     """Name a cause, or None, per block of a job's only part."""
     part = job.parts[0]
     rows = zip(part.block_ids, part.slots, causes, strict=True)
-    return tuple(Failure(0, block, slot, cause) for block, slot, cause in rows if cause)
+    return tuple(FailedBlock(0, block, slot, cause) for block, slot, cause in rows if cause)
 
 
 def test_a_store_publishes_and_releases_when_reported() -> None:
@@ -71,7 +75,7 @@ def test_a_store_publishes_and_releases_when_reported() -> None:
     store = desk.store()
     assert (len(desk.book), desk.book.ledger.held, desk.book.busy) == (1, 2, True)
     assert desk.index.ready_slots(0, HASHES[:2]) == []
-    settled = desk.book.on_report(Report(store.job), 1.0)
+    settled = desk.book.on_report(JobReport(store.job), 1.0)
     assert settled is not None and settled.owner is Owner.STORE
     assert settled.released == (10, 11)
     assert settled.stored == ((0, b"h0"), (0, b"h1"))
@@ -83,7 +87,7 @@ def test_a_store_publishes_and_releases_when_reported() -> None:
 def test_a_failed_block_is_not_published_but_the_others_are() -> None:
     desk = Desk()
     store = desk.store(3)
-    settled = desk.book.on_report(Report(store.job, failures(store, None, COPY, None)), 1.0)
+    settled = desk.book.on_report(JobReport(store.job, failures(store, None, COPY, None)), 1.0)
     assert settled is not None
     assert settled.stored == ((0, b"h0"), (0, b"h2"))
     assert settled.released == (10, 11, 12)
@@ -95,10 +99,10 @@ def test_a_failed_block_is_not_published_but_the_others_are() -> None:
 def test_the_last_worker_settles_and_failures_are_merged() -> None:
     desk = Desk(workers=3)
     store = desk.store(3)
-    assert desk.book.on_report(Report(store.job, failures(store, COPY, None, None)), 1.0) is None
-    assert desk.book.on_report(Report(store.job), 1.0) is None
+    assert desk.book.on_report(JobReport(store.job, failures(store, COPY, None, None)), 1.0) is None
+    assert desk.book.on_report(JobReport(store.job), 1.0) is None
     assert desk.book.ledger.held == 3
-    last = Report(store.job, failures(store, COPY, None, SKIPPED))
+    last = JobReport(store.job, failures(store, COPY, None, SKIPPED))
     settled = desk.book.on_report(last, 1.0)
     assert settled is not None and settled.stored == ((0, b"h1"),)
     assert desk.counted("failed_blocks") == {"copy": 1, "skipped": 1}  # blocks, not answers
@@ -108,8 +112,8 @@ def test_the_last_worker_settles_and_failures_are_merged() -> None:
 def test_a_report_of_no_open_job_is_ignored() -> None:
     desk = Desk()
     store = desk.store()
-    report = Report(store.job, failures(store, COPY, SKIPPED))
-    assert desk.book.on_report(Report(JobId(99)), 0.0) is None
+    report = JobReport(store.job, failures(store, COPY, SKIPPED))
+    assert desk.book.on_report(JobReport(JobId(99)), 0.0) is None
     assert desk.book.on_report(report, 0.0) is not None
     before = desk.stats.data["counters"]["failed_blocks"].copy()
     assert desk.book.on_report(report, 0.0) is None
@@ -123,7 +127,7 @@ def test_a_load_pins_its_slots_until_reported() -> None:
     slots = desk.stored(4)
     load = desk.load(slots)
     assert desk.index.slots.busy == 4 and desk.index.reserve(0, b"new") is None
-    settled = desk.book.on_report(Report(load.job), 2.0)
+    settled = desk.book.on_report(JobReport(load.job), 2.0)
     assert settled is not None
     # The blocks of a load are the request's: nothing goes back to the pool.
     assert (settled.owner, settled.released) == (Owner.LOAD, ())
@@ -137,7 +141,7 @@ def test_only_what_cannot_be_trusted_is_quarantined(cause: FailureCause) -> None
     desk = Desk()
     slots = desk.stored(2)
     load = desk.load(slots)
-    settled = desk.book.on_report(Report(load.job, failures(load, None, cause)), 1.0)
+    settled = desk.book.on_report(JobReport(load.job, failures(load, None, cause)), 1.0)
     assert settled is not None and settled.failed_req_id == "req"
     quarantined = cause in (DIGEST, COPY)
     assert desk.index.has(0, b"h0")
@@ -153,7 +157,7 @@ def test_a_missing_slot_is_neither_pinned_nor_quarantined() -> None:
     desk.stored(4)  # the last slot holds a block: index -1 must not reach it
     load = desk.load([0, -1])
     assert desk.index.slots.busy == 1
-    report = Report(load.job, failures(load, COPY, COPY))  # a copy that broke off names all
+    report = JobReport(load.job, failures(load, COPY, COPY))  # a copy that broke off names all
     settled = desk.book.on_report(report, 1.0)
     assert settled is not None and settled.failed_req_id == "req"
     assert desk.counted("quarantined_blocks") == {"copy": 1}
@@ -165,10 +169,10 @@ def test_a_block_under_another_reader_is_quarantined_once() -> None:
     desk = Desk()
     slots = desk.stored(1)
     first, second = desk.load(slots), desk.load(slots, first=30)
-    desk.book.on_report(Report(first.job, failures(first, DIGEST)), 1.0)
+    desk.book.on_report(JobReport(first.job, failures(first, DIGEST)), 1.0)
     assert not desk.index.has(0, b"h0") and desk.index.slots.used == 1
     desk.check()
-    desk.book.on_report(Report(second.job, failures(second, DIGEST)), 1.0)
+    desk.book.on_report(JobReport(second.job, failures(second, DIGEST)), 1.0)
     assert desk.index.slots.used == 0
     assert desk.counted("quarantined_blocks") == {"digest": 1}
     desk.check()
@@ -186,7 +190,7 @@ def test_an_expired_store_gives_its_blocks_back_once_and_is_not_published() -> N
     assert desk.counted("expired_jobs") == {"GPU_to_CPU": 1}
     assert desk.index.slots.busy == 2  # the late copy may still write there
     desk.check()
-    settled = desk.book.on_report(Report(store.job), 30.0)
+    settled = desk.book.on_report(JobReport(store.job), 30.0)
     assert settled is not None and (settled.released, settled.stored) == ((), ())
     assert desk.index.slots.used == 0 and desk.book.ledger.returned == 2
     desk.check()
@@ -197,7 +201,7 @@ def test_a_load_never_expires_here() -> None:
     load = desk.load(desk.stored(2))
     assert desk.book.expire(1000.0) == desk.book.expire(1000.0) == []
     assert desk.book.ledger.held == 2 and desk.index.slots.busy == 2
-    settled = desk.book.on_report(Report(load.job), 1000.0)
+    settled = desk.book.on_report(JobReport(load.job), 1000.0)
     assert settled is not None and desk.book.ledger.held == 0
 
 
@@ -208,7 +212,7 @@ def test_voided_stores_are_not_published() -> None:
     assert desk.book.void_stores() == [10, 11]
     assert not desk.book.busy  # should its worker be gone, nobody steps on and on for it
     assert desk.book.void_stores() == []
-    settled = desk.book.on_report(Report(store.job), 1.0)
+    settled = desk.book.on_report(JobReport(store.job), 1.0)
     assert settled is not None and (settled.released, settled.stored) == ((), ())
     assert desk.index.slots.used == 0
     desk.check()
@@ -222,9 +226,9 @@ def test_what_a_step_computed_on_a_failed_load_is_not_published(
     load = desk.load(desk.stored(1), sync=sync)
     slot = desk.index.reserve(0, b"h1")
     assert slot is not None
-    store = desk.book.open_store((Part(0, array("q", [30]), array("q", [slot])),), 0.0)
-    failed = desk.book.on_report(Report(load.job, failures(load, DIGEST)), 0.0)
-    settled = desk.book.on_report(Report(store.job), 0.0)
+    store = desk.book.open_store((GroupBlocks(0, array("q", [30]), array("q", [slot])),), 0.0)
+    failed = desk.book.on_report(JobReport(load.job, failures(load, DIGEST)), 0.0)
+    settled = desk.book.on_report(JobReport(store.job), 0.0)
     assert failed is not None and settled is not None
     # Nothing computes on the blocks of an asynchronous load before it has ended.
     assert settled.stored == stored
@@ -239,7 +243,7 @@ def test_blocks_of_a_synchronous_load_can_have_a_new_owner_before_its_report() -
     second = desk.load(slots)  # the first request was aborted, and its block given away
     assert desk.book.ledger.held == 1
     for load in (first, second):
-        assert desk.book.on_report(Report(load.job), 1.0) is not None
+        assert desk.book.on_report(JobReport(load.job), 1.0) is not None
     assert desk.book.ledger.held == 0
     desk.check()
 
@@ -247,10 +251,10 @@ def test_blocks_of_a_synchronous_load_can_have_a_new_owner_before_its_report() -
 def test_times_are_taken_by_kind_of_load() -> None:
     desk = Desk()
     slots = desk.stored(1)
-    desk.book.on_report(Report(desk.load(slots, now=1.0).job), 4.0)
-    desk.book.on_report(Report(desk.load(slots, sync=True, now=1.0).job), 2.0)
+    desk.book.on_report(JobReport(desk.load(slots, now=1.0).job), 4.0)
+    desk.book.on_report(JobReport(desk.load(slots, sync=True, now=1.0).job), 2.0)
     failed = desk.load(slots, now=1.0)
-    desk.book.on_report(Report(failed.job, failures(failed, MISSING)), 6.0)
+    desk.book.on_report(JobReport(failed.job, failures(failed, MISSING)), 6.0)
     seconds = {name: cells["host"][0] for name, cells in desk.stats.data["histograms"].items()}
     # Exposed: what a parked request waited, also for nothing. Latency: loads that were of use.
     assert seconds == {"load_exposed_seconds": 3.0 + 5.0, "load_latency_seconds": 3.0 + 1.0}
@@ -260,7 +264,7 @@ def test_gauges_tell_what_is_open() -> None:
     desk = Desk()
     slots = desk.stored(1)
     desk.load(slots, now=3.0)
-    desk.book.open_store((Part(0, array("q", [30, 31]), array("q", [])),), 5.0)
+    desk.book.open_store((GroupBlocks(0, array("q", [30, 31]), array("q", [])),), 5.0)
     found = {(name, label): value for name, value, label in desk.book.gauges(8.0)}
     assert found == {
         ("ledger_held_blocks", "store"): 2,
@@ -274,7 +278,7 @@ def test_gauges_tell_what_is_open() -> None:
 def test_blocks_that_were_not_stored_are_named() -> None:
     desk = Desk()
     job = desk.store(2)
-    settled = desk.book.on_report(Report(job.job, failures(job, None, COPY)), 1.0)
+    settled = desk.book.on_report(JobReport(job.job, failures(job, None, COPY)), 1.0)
     assert settled is not None
     assert (settled.stored, settled.dropped) == (((0, HASHES[0]),), ((0, HASHES[1]),))
     assert desk.index.has(0, HASHES[0]) and not desk.index.has(0, HASHES[1])
@@ -284,6 +288,6 @@ def test_blocks_that_were_not_stored_are_named() -> None:
 def test_a_job_past_its_deadline_is_counted_as_expired(cause: FailureCause) -> None:
     desk = Desk()
     load = desk.load(desk.stored(1))
-    desk.book.on_report(Report(load.job, failures(load, cause)), 1.0)
+    desk.book.on_report(JobReport(load.job, failures(load, cause)), 1.0)
     expired = desk.stats.data["counters"].get("expired_jobs", {})
     assert expired == ({"CPU_to_GPU": 1} if cause is FailureCause.DEADLINE else {})

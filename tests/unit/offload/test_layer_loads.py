@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from kvconnect.cache.layout import Geometry, GroupGeometry, Segment
+from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.errors import TransferFailed
 from kvconnect.offload.host_arena import HostStore
-from kvconnect.offload.messages import Load, Part
+from kvconnect.offload.messages import GroupBlocks, LoadBlocks
 from kvconnect.types import JobId
 
 torch = pytest.importorskip("torch")
@@ -19,12 +19,12 @@ torch = pytest.importorskip("torch")
 from kvconnect.copy.base import Copier, Runs  # noqa: E402
 from kvconnect.copy.reference import ReferenceCopier  # noqa: E402
 from kvconnect.offload import layer_loads as layers_module  # noqa: E402
-from kvconnect.offload.copy_executor import CopyExecutor, Done  # noqa: E402
+from kvconnect.offload.copy_executor import CopyExecutor, FinishedCopy  # noqa: E402
 from kvconnect.offload.layer_loads import pieces  # noqa: E402
 from kvconnect.offload.streams import Fence, HostStreams  # noqa: E402
 
 LAYERS, BLOCKS, RUN = 3, 4, 64
-SEGMENTS = tuple(Segment(layer * BLOCKS * RUN, RUN, RUN) for layer in range(LAYERS))
+SEGMENTS = tuple(ByteRun(layer * BLOCKS * RUN, RUN, RUN) for layer in range(LAYERS))
 GEOMETRY = Geometry((GroupGeometry(SEGMENTS, BLOCKS),))
 PLACES = {f"layer{layer}": (0, layer + 1) for layer in range(LAYERS)}
 WAIT_S = 20.0  # a bound for a test that would hang, not a time that is measured
@@ -88,9 +88,9 @@ class Rig:
         self.area.zero_()
 
     def load(self, number: int = 1, slots: Sequence[int] = range(BLOCKS)) -> None:
-        part = Part(0, array("q", range(len(slots))), array("q", slots))
-        empty = Part(0, array("q"), array("q"))
-        load = Load(JobId(number), "r", (empty, part), 5.0, True)
+        part = GroupBlocks(0, array("q", range(len(slots))), array("q", slots))
+        empty = GroupBlocks(0, array("q"), array("q"))
+        load = LoadBlocks(JobId(number), "r", (empty, part), 5.0, True)
         self.executor.submit(load, self.executor.fence())
 
     def step(self, hooks: bool = True) -> None:
@@ -104,7 +104,7 @@ class Rig:
         halves = zip(self.area.chunk(LAYERS), self.wanted.chunk(LAYERS), strict=True)
         return [torch.equal(found, wanted) for found, wanted in halves]
 
-    def ended(self) -> list[Done]:
+    def ended(self) -> list[FinishedCopy]:
         self.sync.finish()
         return self.executor.poll()
 

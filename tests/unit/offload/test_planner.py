@@ -10,10 +10,10 @@ from kvconnect.cache.groups import CacheGroup
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex, Removed
 from kvconnect.offload.jobs import Owner
-from kvconnect.offload.messages import Failure, Load, Report, Store
+from kvconnect.offload.messages import FailedBlock, JobReport, LoadBlocks, StoreBlocks
 from kvconnect.offload.planner import (
-    Limits,
     LoadRequest,
+    OffloadLimits,
     OffloadPlan,
     count_lookup,
     gauges,
@@ -34,7 +34,9 @@ def make_plan(
     policy: Any = "lru",
 ) -> OffloadPlan:
     index = HostIndex(slots, len(groups), make_policy(policy, slots))
-    return OffloadPlan(groups, index, OffloadingConnectorStats(), Limits(workers, 10.0, held))
+    return OffloadPlan(
+        groups, index, OffloadingConnectorStats(), OffloadLimits(workers, 10.0, held)
+    )
 
 
 def prompt(name: str, blocks: int) -> list[bytes]:
@@ -43,7 +45,7 @@ def prompt(name: str, blocks: int) -> list[bytes]:
 
 def store(
     plan: OffloadPlan, name: str, hashes: list[bytes], first_block: int = 1, fail: int = 0
-) -> Store | None:
+) -> StoreBlocks | None:
     """Have a request's blocks stored, the last ``fail`` of them without success."""
     plan.add_request(name)
     rows = [hashes] * len(plan.groups)
@@ -55,13 +57,15 @@ def store(
     stores = plan.take(0.0).stores
     for job in stores:
         rows_of = [(p.group, b, s) for p in job.parts for b, s in zip(p[1], p[2], strict=True)]
-        bad = [Failure(*row, FailureCause.COPY) for row in rows_of[len(rows_of) - fail :]]
-        plan.on_report(Report(job.job, tuple(bad)), 0.0)
+        bad = [FailedBlock(*row, FailureCause.COPY) for row in rows_of[len(rows_of) - fail :]]
+        plan.on_report(JobReport(job.job, tuple(bad)), 0.0)
     plan.check()
     return stores[0] if stores else None
 
 
-def load(plan: OffloadPlan, name: str, hashes: list[bytes], total: int, sync: bool = False) -> Load:
+def load(
+    plan: OffloadPlan, name: str, hashes: list[bytes], total: int, sync: bool = False
+) -> LoadBlocks:
     tables = [list(range(50, 50 + len(hashes))) for _ in plan.groups]
     plan.plan_load(name, LoadRequest(0, total, [hashes] * len(tables), tables, sync), 0.0)
     (job,) = plan.take(0.0).loads
@@ -85,7 +89,7 @@ def test_what_one_request_computed_another_one_loads() -> None:
     assert list(job.parts[0].block_ids) == [1, 2, 3]
     assert plan.match("r1", [hashes], 0, 12) == 0  # nothing is there before the report
     plan.finish_request("r1", [hashes])
-    settled = plan.on_report(Report(job.job), 1.0)
+    settled = plan.on_report(JobReport(job.job), 1.0)
     assert settled is not None
     assert settled.released == (1, 2, 3)
     assert settled.stored == tuple((0, block_hash) for block_hash in hashes)
@@ -101,7 +105,7 @@ def test_what_one_request_computed_another_one_loads() -> None:
     assert (back.req_id, back.sync, work.stores) == ("r2", False, [])
     assert list(back.parts[0].block_ids) == [8, 9]
     assert list(back.parts[0].slots) == list(job.parts[0].slots)[1:]
-    settled = plan.on_report(Report(back.job), 3.0)
+    settled = plan.on_report(JobReport(back.job), 3.0)
     assert settled is not None and settled.failed_req_id is None
     assert plan.take(3.0).loads == []
     plan.check()
@@ -116,7 +120,7 @@ def test_nothing_is_stored_twice() -> None:
     (job,) = plan.take(0.0).stores
     plan.add_request("r3")
     assert plan.plan_store("r3", 8, [hashes], [[5, 6]]) == []  # in flight
-    plan.on_report(Report(job.job), 0.0)
+    plan.on_report(JobReport(job.job), 0.0)
     plan.add_request("r4")
     assert plan.plan_store("r4", 8, [hashes], [[7, 8]]) == []  # there
     assert plan.plan_store("r1", 8, [hashes], [[1, 2]]) == []
@@ -156,7 +160,7 @@ def test_only_so_many_blocks_are_held_by_stores_and_the_rest_comes_later() -> No
     (job,) = plan.take(0.0).stores
     assert plan.plan_store("r2", 8, [b], [[3, 4]]) == []
     assert plan.due([("r2", 8)])
-    plan.on_report(Report(job.job), 0.0)
+    plan.on_report(JobReport(job.job), 0.0)
     assert len(plan.plan_store("r2", 8, [b], [[3, 4]])) == 2
     assert counted(plan, "skipped_store_blocks") == {}
 
@@ -166,8 +170,8 @@ def test_a_preempted_request_is_stored_from_its_new_blocks() -> None:
     plan.add_request("r1")
     plan.plan_store("r1", 8, [hashes], [[1, 2, 3]])
     (job,) = plan.take(0.0).stores
-    bad = [Failure(0, 2, job.parts[0].slots[1], FailureCause.DEADLINE)]
-    plan.on_report(Report(job.job, tuple(bad)), 0.0)
+    bad = [FailedBlock(0, 2, job.parts[0].slots[1], FailureCause.DEADLINE)]
+    plan.on_report(JobReport(job.job, tuple(bad)), 0.0)
     plan.add_request("r1")
     assert plan.due([("r1", 4)])
     assert plan.plan_store("r1", 8, [hashes], [[5, 6, 7]]) == [(0, 1)]
@@ -184,7 +188,7 @@ def test_what_fits_is_stored() -> None:
     assert plan.plan_store("r2", 12, [hashes], [[4, 5, 6]]) == [(0, 0), (0, 1)]
     assert counted(plan, "skipped_store_blocks") == {"no_space": 1}
     (job,) = plan.take(0.0).stores
-    for answer in (Report(job.job), Report(reading.job)):
+    for answer in (JobReport(job.job), JobReport(reading.job)):
         plan.on_report(answer, 0.0)
     assert plan.match("r2", [hashes], 0, 12) == 8
     plan.check()
@@ -197,7 +201,7 @@ def test_a_prompt_larger_than_the_tier_keeps_its_head(chunk: int) -> None:
     for computed in range(chunk, 49, chunk):
         plan.plan_store("r1", computed, [hashes], [list(range(1, 13))])
         for job in plan.take(0.0).stores:
-            plan.on_report(Report(job.job), 0.0)
+            plan.on_report(JobReport(job.job), 0.0)
     assert plan.match("r1", [hashes], 0, 48) == 20
     assert plan.take_removed() == []
 
@@ -225,7 +229,7 @@ def test_a_block_evicted_while_its_request_is_stored_is_not_touched(policy: str)
     (job,) = plan.take(0.0).stores
     slots = list(job.parts[0].slots)
     assert len(slots) == len(set(slots))
-    plan.on_report(Report(job.job), 0.0)
+    plan.on_report(JobReport(job.job), 0.0)
     plan.check()
     for block_hash in [*longer, *prompt("d", 3)]:
         slot = plan.index.slot_of(0, block_hash)
@@ -238,7 +242,7 @@ def test_use_by_a_load_or_a_store_keeps_a_prompt() -> None:
         store(plan, "r1", prompt("a", 2))
         store(plan, "r2", prompt("b", 2), first_block=10)
         if use == "load":
-            plan.on_report(Report(load(plan, "r1", prompt("a", 2), 8).job), 0.0)
+            plan.on_report(JobReport(load(plan, "r1", prompt("a", 2), 8).job), 0.0)
         else:
             store(plan, "r3", prompt("a", 2), first_block=20)
         store(plan, "r4", prompt("c", 2), first_block=30)
@@ -255,8 +259,8 @@ def test_a_request_whose_load_failed_gets_nothing_from_then_on(cause: FailureCau
     assert plan.match("r1", [hashes], 0, 12) == 12
     job = load(plan, "r1", hashes, 12)
     part = job.parts[0]
-    bad = Failure(0, part.block_ids[1], part.slots[1], cause)
-    settled = plan.on_report(Report(job.job, (bad,)), 0.0)
+    bad = FailedBlock(0, part.block_ids[1], part.slots[1], cause)
+    settled = plan.on_report(JobReport(job.job, (bad,)), 0.0)
     assert settled is not None and settled.failed_req_id == "r1"
     assert plan.match("r1", [hashes], 0, 12) == 0
     plan.add_request("r1")  # preempted and back
@@ -277,8 +281,8 @@ def test_a_load_that_fails_after_its_request_left_fails_nobody() -> None:
     store(plan, "r1", hashes)
     job = load(plan, "r1", hashes, 4)
     plan.finish_request("r1", [hashes])
-    bad = Failure(0, 50, job.parts[0].slots[0], FailureCause.DEADLINE)
-    assert plan.on_report(Report(job.job, (bad,)), 0.0) is not None
+    bad = FailedBlock(0, 50, job.parts[0].slots[0], FailureCause.DEADLINE)
+    assert plan.on_report(JobReport(job.job, (bad,)), 0.0) is not None
     assert plan.match("r1", [hashes], 0, 4) == 0  # not known any more
     assert not plan.busy
     plan.check()
@@ -293,8 +297,8 @@ def test_a_block_lost_between_promise_and_plan_is_marked() -> None:
     job = load(plan, "r2", hashes, 8)
     assert list(job.parts[0].slots) == [plan.index.slot_of(0, b"a0"), -1]
     assert list(job.parts[0].block_ids) == [50, 51]
-    bad = Failure(0, 51, -1, FailureCause.MISSING)
-    settled = plan.on_report(Report(job.job, (bad,)), 0.0)
+    bad = FailedBlock(0, 51, -1, FailureCause.MISSING)
+    settled = plan.on_report(JobReport(job.job, (bad,)), 0.0)
     assert settled is not None and settled.failed_req_id == "r2"
     assert plan.match("r2", [hashes], 0, 8) == 0
     plan.check()
@@ -320,7 +324,7 @@ def test_device_blocks_under_a_load_are_never_stored() -> None:
     plan.reset()  # so that the tier lacks them again
     assert plan.plan_store("r2", 8, [hashes], [[50, 51]]) == []
     assert plan.take(0.0).stores == []
-    plan.on_report(Report(job.job), 0.0)
+    plan.on_report(JobReport(job.job), 0.0)
     plan.add_request("r2")
     assert len(plan.plan_store("r2", 8, [hashes], [[50, 51]])) == 2
 
@@ -337,11 +341,11 @@ def test_reset_forgets_all_even_what_is_in_flight(policy: str) -> None:
     assert plan.reset() == [5, 6]  # so that the engine's own reset does not fail for them
     plan.check()
     assert plan.match("r2", [there], 0, 8) == 0
-    settled = plan.on_report(Report(job.job), 0.0)
+    settled = plan.on_report(JobReport(job.job), 0.0)
     assert settled is not None and (settled.stored, settled.released) == ((), ())
     assert plan.match("r2", [flying], 0, 8) == 0
     assert plan.index.slots.used == 2  # under the load, which reads the right bytes
-    settled = plan.on_report(Report(reading.job), 0.0)
+    settled = plan.on_report(JobReport(reading.job), 0.0)
     assert settled is not None and settled.failed_req_id is None
     assert plan.index.slots.used == 0
     store(plan, "r3", there, first_block=20)
@@ -354,12 +358,12 @@ def test_a_store_nobody_answers_expires() -> None:
     plan.add_request("r1")
     plan.plan_store("r1", 8, [hashes], [[1, 2]])
     (job,) = plan.take(5.0).stores
-    plan.on_report(Report(job.job), 6.0)
+    plan.on_report(JobReport(job.job), 6.0)
     assert plan.jobs.expire(24.9) == []
     assert plan.jobs.expire(25.0) == []
     assert plan.jobs.expire(25.1) == [1, 2]
     assert not plan.busy and plan.jobs.ledger.held_by(Owner.STORE) == 0
-    settled = plan.on_report(Report(job.job), 26.0)
+    settled = plan.on_report(JobReport(job.job), 26.0)
     assert settled is not None and (settled.released, settled.stored) == ((), ())
     assert plan.match("r1", [hashes], 0, 8) == 0
     assert not plan.busy
@@ -371,7 +375,7 @@ def test_unknown_requests_are_no_error() -> None:
     plan.finish_request("never seen", [[]])
     assert plan.match("never seen", [prompt("a", 1)], 0, 4) == 0
     assert not plan.due([("never seen", 100)])
-    assert plan.on_report(Report(load(plan, "gone", prompt("a", 1), 4).job), 0.0) is not None
+    assert plan.on_report(JobReport(load(plan, "gone", prompt("a", 1), 4).job), 0.0) is not None
 
 
 def test_a_plan_without_slots_stores_nothing() -> None:
@@ -417,7 +421,7 @@ def test_a_request_that_found_no_room_does_not_store_its_tail() -> None:
     plan.add_request("r1")
     assert plan.plan_store("r1", 8, [hashes], [[3, 4, 5, 6]]) == []
     assert counted(plan, "skipped_store_blocks") == {"no_space": 2}
-    plan.on_report(Report(first.job), 1.0)  # now there is room, but the head is missing
+    plan.on_report(JobReport(first.job), 1.0)  # now there is room, but the head is missing
     assert not plan.due([("r1", 16)])
     plan.add_request("r1")  # preempted: everything is computed, and considered, again
     assert plan.plan_store("r1", 8, [hashes], [[3, 4, 5, 6]]) == [(0, 0), (0, 1)]
@@ -440,7 +444,7 @@ def test_one_request_cannot_hold_more_blocks_than_all_stores_may() -> None:
     assert plan.due([("r1", 20)])
     (job,) = plan.take(0.0).stores
     assert plan.plan_store("r1", 20, [hashes], [[1, 2, 3, 4, 5]]) == []
-    plan.on_report(Report(job.job), 0.0)
+    plan.on_report(JobReport(job.job), 0.0)
     assert plan.plan_store("r1", 20, [hashes], [[1, 2, 3, 4, 5]]) == [(0, 2), (0, 3)]
 
 
@@ -450,7 +454,7 @@ def test_what_is_computed_again_after_a_failed_load_is_stored_again() -> None:
     plan.add_request("r2")
     job = load(plan, "r2", hashes, 8, sync=True)
     assert plan.plan_store("r2", 8, [hashes], [[50, 51]]) == []  # the tier has both
-    failed = Failure(0, 50, job.parts[0].slots[0], FailureCause.DIGEST)
-    plan.on_report(Report(job.job, (failed,)), 0.0)
+    failed = FailedBlock(0, 50, job.parts[0].slots[0], FailureCause.DIGEST)
+    plan.on_report(JobReport(job.job, (failed,)), 0.0)
     assert plan.due([("r2", 8)])
     assert plan.plan_store("r2", 8, [hashes], [[50, 51]]) == [(0, 0)]

@@ -29,8 +29,8 @@ from kvconnect.errors import Misuse
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex
 from kvconnect.offload.jobs import NULL_BLOCK, JobBook, JobLimits, Settled
-from kvconnect.offload.messages import Failure, Instructions, Load, Report, Store
-from kvconnect.offload.planner import Limits, LoadRequest, OffloadPlan
+from kvconnect.offload.messages import FailedBlock, Instructions, JobReport, LoadBlocks, StoreBlocks
+from kvconnect.offload.planner import LoadRequest, OffloadLimits, OffloadPlan
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause
 
@@ -57,11 +57,11 @@ class Memory:
 
     device: list[str]
     arena: list[str]
-    queue: list[Store | Load] = field(default_factory=list)
+    queue: list[StoreBlocks | LoadBlocks] = field(default_factory=list)
 
-    def run(self, job: Store | Load, fault: FailureCause | None, at: int) -> Report:
+    def run(self, job: StoreBlocks | LoadBlocks, fault: FailureCause | None, at: int) -> JobReport:
         """Copy block by block as the executor does; ``fault`` strikes at block ``at``."""
-        failures: list[Failure] = []
+        failures: list[FailedBlock] = []
         pairs = [(p.group, b, s) for p in job.parts for b, s in zip(p[1], p[2], strict=True)]
         for number, (group, block, slot) in enumerate(pairs):
             cause = None
@@ -71,15 +71,15 @@ class Memory:
                 cause = fault
             elif slot < 0:
                 cause = FailureCause.MISSING
-            elif isinstance(job, Load) and self.arena[slot] == ROTTEN:
+            elif isinstance(job, LoadBlocks) and self.arena[slot] == ROTTEN:
                 cause = FailureCause.DIGEST
             if cause is not None:
-                failures.append(Failure(group, block, slot, cause))
-            if isinstance(job, Load) and cause in (None, FailureCause.COPY):
+                failures.append(FailedBlock(group, block, slot, cause))
+            if isinstance(job, LoadBlocks) and cause in (None, FailureCause.COPY):
                 self.device[block] = WRONG if cause else self.arena[slot]
-            elif isinstance(job, Store) and cause in (None, FailureCause.COPY):
+            elif isinstance(job, StoreBlocks) and cause in (None, FailureCause.COPY):
                 self.arena[slot] = WRONG if cause else self.device[block]
-        return Report(job.job, tuple(failures))
+        return JobReport(job.job, tuple(failures))
 
 
 @dataclass
@@ -114,7 +114,9 @@ class Engine(RuleBasedStateMachine):
         self.groups = LAYOUTS[layout]
         index = self.index_class(slots, len(self.groups), make_policy(policy, slots))
         stats = OffloadingConnectorStats()
-        self.plan = self.plan_class(self.groups, index, stats, Limits(workers, DEADLINE_S, held))
+        self.plan = self.plan_class(
+            self.groups, index, stats, OffloadLimits(workers, DEADLINE_S, held)
+        )
         limits = JobLimits(workers, DEADLINE_S, keeps_prefix=keeps_prefix(self.plan.groups))
         self.plan.jobs = self.book_class(index, stats, limits)
         self.now = 0.0
@@ -122,9 +124,9 @@ class Engine(RuleBasedStateMachine):
         self.workers = [Memory([WRONG] * (NUM_BLOCKS + 1), [WRONG] * slots) for _ in range(workers)]
         self.requests: dict[str, Req] = {}
         self.parked: dict[str, Req] = {}  # left while loading: the blocks stay until it has ended
-        self.open: dict[int, tuple[Store | Load, list[Report]]] = {}
-        self.output: list[Report] = []  # of the last step; the engine has not looked at it yet
-        self.settled: list[Report] = []
+        self.open: dict[int, tuple[StoreBlocks | LoadBlocks, list[JobReport]]] = {}
+        self.output: list[JobReport] = []  # of the last step; the engine has not looked at it yet
+        self.settled: list[JobReport] = []
         self.arrived = 0
         self.shares = True  # whether the device's own cache still has what it could have
 
@@ -223,7 +225,7 @@ class Engine(RuleBasedStateMachine):
         read: set[int] = set()
         for job, _ in self.open.values():
             slots = [slot for part in job.parts for slot in part.slots if slot >= 0]
-            (written if isinstance(job, Store) else read).update(slots)
+            (written if isinstance(job, StoreBlocks) else read).update(slots)
         assert all(count == 1 for count in written.values()), "two stores write one slot"
         assert not read & set(written), "a slot is written under its reader"
         assert not {slot for _, _, slot in self.ready()} & set(written), "half a block is readable"
@@ -354,15 +356,15 @@ class Engine(RuleBasedStateMachine):
         )
 
     def end_job(
-        self, worker: Memory, job: Store | Load, fault: FailureCause | None, at: int
+        self, worker: Memory, job: StoreBlocks | LoadBlocks, fault: FailureCause | None, at: int
     ) -> None:
-        if isinstance(job, Load) and not job.sync:
+        if isinstance(job, LoadBlocks) and not job.sync:
             req = self.requests.get(job.req_id) or self.parked[job.req_id]
             for part in job.parts:
                 assert set(part.block_ids) <= set(req.tables[part.group]), "writes a freed block"
         self.take_report(worker.run(job, fault, at))
 
-    def take_report(self, report: Report) -> None:
+    def take_report(self, report: JobReport) -> None:
         job, reports = self.open[report.job]
         reports.append(report)
         settled = self.plan.on_report(report, self.now)
@@ -372,13 +374,13 @@ class Engine(RuleBasedStateMachine):
         del self.open[report.job]
         self.settled.append(report)
         self.release(settled.released)
-        if isinstance(job, Store):
+        if isinstance(job, StoreBlocks):
             return
         failed = {failure.block_id for report in reports for failure in report.failures}
         assert settled.failed_req_id == (job.req_id if failed else None)
         self.end_load(job, failed)
 
-    def end_load(self, load: Load, failed: set[int]) -> None:
+    def end_load(self, load: LoadBlocks, failed: set[int]) -> None:
         """Cut back every request that has a failed block; let the loaded one go on."""
         if load.req_id in self.parked:
             self.free(self.parked.pop(load.req_id))

@@ -18,8 +18,8 @@ import pytest
 torch = pytest.importorskip("torch")
 xxhash = pytest.importorskip("xxhash")
 
-from kvconnect.cache.layout import Geometry, GroupGeometry, Segment  # noqa: E402
-from kvconnect.copy.calibration import Choice  # noqa: E402
+from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry  # noqa: E402
+from kvconnect.copy.calibration import CopyThreshold  # noqa: E402
 from kvconnect.copy.cuda import CudaCopier  # noqa: E402
 from kvconnect.errors import TransferFailed  # noqa: E402
 from kvconnect.offload import copy_executor as executor_module  # noqa: E402
@@ -27,18 +27,18 @@ from kvconnect.offload import streams as streams_module  # noqa: E402
 from kvconnect.offload.copy_executor import (  # noqa: E402
     FLIGHTS,
     CopyExecutor,
-    Done,
-    Pace,
+    FinishedCopy,
+    RateLimiter,
 )
 from kvconnect.offload.host_arena import HostStore  # noqa: E402
-from kvconnect.offload.messages import Load, Part, Store  # noqa: E402
+from kvconnect.offload.messages import GroupBlocks, LoadBlocks, StoreBlocks  # noqa: E402
 from kvconnect.offload.streams import CudaStreams, Fence, Flight, Streams, make_streams  # noqa: E402
 from kvconnect.types import JobId, TransferType  # noqa: E402
 from tests.fakes.cuda_driver import FakeDriver  # noqa: E402
 from tests.kernels import host_library  # noqa: E402
 
 BLOCKS, BLOCK = 24, 320
-GEOMETRY = Geometry((GroupGeometry((Segment(0, BLOCK, BLOCK),), BLOCKS),))
+GEOMETRY = Geometry((GroupGeometry((ByteRun(0, BLOCK, BLOCK),), BLOCKS),))
 WAIT_S = 20.0  # a bound for a test that would hang, not a time that is measured
 
 
@@ -100,7 +100,7 @@ class Rig:
         self.area = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
         self.store = HostStore(BLOCKS, GEOMETRY.slot_bytes, "full")
         self.driver = FakeDriver()
-        kernel = Choice(1 << 30, 1 << 30)
+        kernel = CopyThreshold(1 << 30, 1 << 30)
         self.copier = CudaCopier(self.area, self.store.tensor(), GEOMETRY, self.driver, kernel)
         self.streams = HeldStreams()
         self.now = 0.0
@@ -112,20 +112,22 @@ class Rig:
             self.copier, self.store, GEOMETRY, self.streams, lambda: self.now, store_rate=rate
         )
 
-    def submit(self, number: int, kind: type[Store] | type[Load], blocks: range) -> None:
-        part = Part(0, array("q", blocks), array("q", blocks))
+    def submit(
+        self, number: int, kind: type[StoreBlocks] | type[LoadBlocks], blocks: range
+    ) -> None:
+        part = GroupBlocks(0, array("q", blocks), array("q", blocks))
         job = JobId(number)
-        if kind is Store:
-            self.executor.submit(Store(job, (part,), 5.0), None)
+        if kind is StoreBlocks:
+            self.executor.submit(StoreBlocks(job, (part,), 5.0), None)
         else:
-            self.executor.submit(Load(job, "r", (part,), 5.0, self.in_step), None)
+            self.executor.submit(LoadBlocks(job, "r", (part,), 5.0, self.in_step), None)
 
     def await_launches(self, count: int) -> None:
         for _ in range(count):
             assert self.streams.launched.acquire(timeout=WAIT_S)
 
-    def ended(self, count: int) -> list[Done]:
-        found: list[Done] = []
+    def ended(self, count: int) -> list[FinishedCopy]:
+        found: list[FinishedCopy] = []
         pause = threading.Event()
         for _ in range(int(WAIT_S * 200)):
             found += self.executor.poll()
@@ -148,24 +150,24 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     rig.close()
 
 
-def causes(done: Done) -> list[tuple[int, str]]:
+def causes(done: FinishedCopy) -> list[tuple[int, str]]:
     return [(failure.block_id, failure.cause.value) for failure in done.report.failures]
 
 
 def test_several_chunks_are_on_their_way_and_no_more(rig: Rig) -> None:
-    rig.submit(1, Store, range(2 * FLIGHTS + 4))
+    rig.submit(1, StoreBlocks, range(2 * FLIGHTS + 4))
     rig.await_launches(FLIGHTS)
     assert len(rig.streams.flights) == FLIGHTS
     assert not rig.streams.launched.acquire(timeout=0.05)  # there is no room for the next
     rig.streams.flights[1][1].land(0.5)  # any of them makes room
     rig.await_launches(1)
-    rig.submit(2, Load, range(0))  # loads have room of their own
+    rig.submit(2, LoadBlocks, range(0))  # loads have room of their own
     assert [done.report.job for done in rig.ended(1)] == [2]
 
 
 def test_jobs_end_in_the_order_in_which_they_land(rig: Rig) -> None:
     for number in range(3):
-        rig.submit(number, Store, range(2 * number, 2 * number + 2))
+        rig.submit(number, StoreBlocks, range(2 * number, 2 * number + 2))
     rig.await_launches(3)
     for number in (2, 0, 1):
         assert rig.executor.poll() == []
@@ -177,12 +179,12 @@ def test_jobs_end_in_the_order_in_which_they_land(rig: Rig) -> None:
 
 def test_a_load_passes_stores_that_are_on_their_way(rig: Rig) -> None:
     rig.streams.free = True
-    rig.submit(1, Store, range(4))
+    rig.submit(1, StoreBlocks, range(4))
     rig.ended(1)
     rig.streams.free = False
-    rig.submit(2, Store, range(4, 20))
+    rig.submit(2, StoreBlocks, range(4, 20))
     rig.await_launches(2 + FLIGHTS)
-    rig.submit(3, Load, range(2))
+    rig.submit(3, LoadBlocks, range(2))
     rig.await_launches(1)
     assert rig.streams.flights[-1][0] is TransferType.CPU_TO_GPU
     rig.streams.flights[-1][1].land(0.1)
@@ -191,7 +193,7 @@ def test_a_load_passes_stores_that_are_on_their_way(rig: Rig) -> None:
 
 def test_one_failed_flight_fails_its_chunk_and_what_was_not_launched(rig: Rig) -> None:
     blocks = range(2 * FLIGHTS + 2)
-    rig.submit(1, Store, blocks)
+    rig.submit(1, StoreBlocks, blocks)
     rig.await_launches(FLIGHTS)
     rig.streams.flights[1][1].land(-1.0)
     for number in (0, 2, 3):
@@ -202,17 +204,17 @@ def test_one_failed_flight_fails_its_chunk_and_what_was_not_launched(rig: Rig) -
     assert causes(done)[:2] == [(2, "copy"), (3, "copy")]
     assert done.nbytes == (len(blocks) - len(causes(done))) * BLOCK
     rig.streams.free = True
-    rig.submit(2, Store, range(2))  # the worker lives
+    rig.submit(2, StoreBlocks, range(2))  # the worker lives
     assert causes(rig.ended(1)[0]) == []
 
 
-def round_trip(rig: Rig) -> list[Done]:
+def round_trip(rig: Rig) -> list[FinishedCopy]:
     """Store blocks and load them; return what the two jobs said."""
     rig.streams.free = True
-    rig.submit(1, Store, range(6))
+    rig.submit(1, StoreBlocks, range(6))
     (stored,) = rig.ended(1)
     rig.area[: 6 * BLOCK] = 0
-    rig.submit(2, Load, range(6))
+    rig.submit(2, LoadBlocks, range(6))
     return [stored, *rig.ended(1)]
 
 
@@ -229,14 +231,14 @@ def test_digests_never_touch_the_slots(rig: Rig) -> None:
 
 def test_a_rotten_slot_is_found_on_the_device(rig: Rig) -> None:
     rig.streams.free = True
-    rig.submit(1, Store, range(6))
+    rig.submit(1, StoreBlocks, range(6))
     rig.ended(1)
     rig.store.view(2)[5] ^= 1
-    rig.submit(2, Load, range(6))
+    rig.submit(2, LoadBlocks, range(6))
     (done,) = rig.ended(1)
     assert causes(done)[:2] == [(2, "digest"), (3, "skipped")]
     rig.store.view(2)[5] ^= 1  # the control: as it was, it loads
-    rig.submit(3, Load, range(6))
+    rig.submit(3, LoadBlocks, range(6))
     assert causes(rig.ended(1)[0]) == []
 
 
@@ -264,7 +266,7 @@ def test_whichever_call_fails_the_worker_lives_and_no_bad_block_counts_as_good(
                 run = slice(block * BLOCK, (block + 1) * BLOCK)
                 assert torch.equal(rig.area[run], before[run]), (number, block)
             rig.driver.fail_at = None
-            rig.submit(3, Store, range(8, 10))
+            rig.submit(3, StoreBlocks, range(8, 10))
             assert causes(rig.ended(1)[0]) == []
             rig.close()
 
@@ -273,11 +275,11 @@ def test_stores_keep_to_their_rate(rig: Rig) -> None:
     rig.executor.close()
     rig.executor = rig.made(rate=2 * BLOCK)  # a chunk per second
     rig.streams.free = True
-    rig.submit(1, Store, range(6))
+    rig.submit(1, StoreBlocks, range(6))
     rig.await_launches(1)
     for second in (1, 2):
         assert not rig.streams.launched.acquire(timeout=0.05)
-        rig.submit(2, Load, range(0))  # loads are not held back
+        rig.submit(2, LoadBlocks, range(0))  # loads are not held back
         rig.ended(1)
         rig.now = float(second)
         with rig.executor._wake:
@@ -288,20 +290,20 @@ def test_stores_keep_to_their_rate(rig: Rig) -> None:
 
 def test_a_pause_saves_nothing_up() -> None:
     now = 0.0
-    pace = Pace(100, lambda: now)
+    pace = RateLimiter(100, lambda: now)
     pace.spend(50)
     assert pace.delay() == 0.5
     now = 100.0
     assert pace.delay() == 0.0
     pace.spend(200)
     assert pace.delay() == 2.0
-    free = Pace(0, lambda: now)
+    free = RateLimiter(0, lambda: now)
     free.spend(1 << 40)
     assert free.delay() == 0.0  # negative control
 
 
 def test_close_waits_for_what_is_on_its_way(rig: Rig) -> None:
-    rig.submit(1, Store, range(4))
+    rig.submit(1, StoreBlocks, range(4))
     rig.await_launches(2)
     closing = threading.Thread(target=rig.executor.close)
     closing.start()

@@ -27,7 +27,7 @@ from kvconnect.config import config_from_environment, parse_config
 from kvconnect.errors import ConfigError
 from kvconnect.observability.metrics.catalog import CATALOG, SGLANG, VLLM, families
 from kvconnect.router.flags import options_of
-from kvconnect.tiers.backends.base import Outcome, parse_settings
+from kvconnect.tiers.backends.base import BlockOutcome, parse_settings
 from kvconnect.tiers.backends.disk.options import parse_options
 from kvconnect.tiers.backends.mooncake import MooncakeOptions
 from kvconnect.tiers.backends.object import ObjectOptions
@@ -311,7 +311,7 @@ def test_every_failure_has_a_row() -> None:
     assert rows("failures.md", "Refused") == set(labels["handoff_refused"])
     below = rows("failures.md", "Tiers below host memory")
     assert below == set(labels["store_failed_blocks"])
-    assert below == {outcome.value for outcome in Outcome} - {"ok", "absent"}
+    assert below == {outcome.value for outcome in BlockOutcome} - {"ok", "absent"}
 
 
 # The site ---------------------------------------------------------------------------------------

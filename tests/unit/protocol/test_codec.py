@@ -14,8 +14,8 @@ from kvconnect.protocol.codec import (
     HEADER_BYTES,
     MAX_NOTE,
     FrameHeader,
+    NixlNote,
     NoteReader,
-    RailNote,
     common_protocol,
     digested,
     pack_greeting,
@@ -128,9 +128,9 @@ def test_notes_come_out_whatever_the_pieces(payloads: list[bytes], cuts: list[in
 
 
 def test_notes_of_the_transport_itself_are_told_apart() -> None:
-    plain, rail = NoteReader().feed(pack_note(b"same") + pack_note(RailNote(b"same")))
+    plain, rail = NoteReader().feed(pack_note(b"same") + pack_note(NixlNote(b"same")))
     assert plain == rail == b"same"
-    assert (type(plain), type(rail)) == (bytes, RailNote)
+    assert (type(plain), type(rail)) == (bytes, NixlNote)
 
 
 def test_a_heartbeat_is_an_empty_note() -> None:

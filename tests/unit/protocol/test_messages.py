@@ -17,15 +17,15 @@ from kvconnect.protocol.messages import (
     Alive,
     Cancel,
     Decline,
-    Done,
     Fail,
     GroupHello,
     Hello,
     Message,
     Probe,
+    ReadDone,
+    ReadRequest,
+    Reject,
     Renew,
-    Turned,
-    Want,
     decode,
     encode,
 )
@@ -57,10 +57,10 @@ HELLO = Hello(
 
 MESSAGES: list[Message] = [
     HELLO,
-    Turned("model", "model is 'a' here, 'b' there"),
-    Want(3, TRANSFER, True, [(0, 0, 5), (1, 2, 3)]),
+    Reject("model", "model is 'a' here, 'b' there"),
+    ReadRequest(3, TRANSFER, True, [(0, 0, 5), (1, 2, 3)]),
     Cancel(3),
-    Done(3),
+    ReadDone(3),
     Fail(3, "gone", "the lease has expired"),
     Alive([1, 2, 3]),
     Renew([TRANSFER]),
@@ -84,7 +84,7 @@ def changed(message: Message, path: tuple[Any, ...], value: object) -> bytes:
     return msgspec.msgpack.encode(plain)
 
 
-WANT = Want(3, TRANSFER, False, [(0, 0, 5)])
+WANT = ReadRequest(3, TRANSFER, False, [(0, 0, 5)])
 GROUP = ("groups", 0)
 
 
@@ -179,8 +179,8 @@ def test_texts_of_others_are_cut_and_printable() -> None:
     fail = decode(changed(Fail(1, "gone", ""), ("detail",), "\x1b[2J\n" + "x" * 5000))
     assert isinstance(fail, Fail)
     assert fail.detail.startswith("?[2J?x") and len(fail.detail) == MAX_TEXT
-    turned = decode(changed(Turned("model", ""), ("field",), "surprise"))
-    assert turned == Turned("other", "")  # a metric label: bounded
+    turned = decode(changed(Reject("model", ""), ("field",), "surprise"))
+    assert turned == Reject("other", "")  # a metric label: bounded
 
 
 def test_a_message_longer_than_a_note_is_refused_unread() -> None:
@@ -195,7 +195,7 @@ TRICKS = {
     "a name that is no UTF-8": b"\x82\xa4type\xa2\xff\xfe",
     "a text that is no UTF-8": b"\x83\xa4type\xa6turned\xa5field\xa5model\xa7message\xa1\xff",
     "deep nesting": b"\x82\xa4type\xa4done\xa1x" + b"\x91" * 500_000,
-    "two in one": encode(Done(1)) + encode(Done(2)),
+    "two in one": encode(ReadDone(1)) + encode(ReadDone(2)),
 }
 
 

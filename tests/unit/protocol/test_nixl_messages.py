@@ -9,12 +9,12 @@ from kvconnect.errors import ProtocolError
 from kvconnect.protocol import nixl_messages
 from kvconnect.protocol.messages import LAST_WANT
 from kvconnect.protocol.nixl_messages import (
-    Landed,
-    Offer,
+    NixlOffer,
+    PagesWritten,
     Places,
     Plain,
-    Stop,
     Stopped,
+    StopWriting,
     UnitPlace,
     Units,
 )
@@ -22,7 +22,7 @@ from kvconnect.protocol.nixl_messages import (
 UNIT = UnitPlace(
     address=1 << 40, nbytes=1 << 30, device=-1, phases=1, block_bytes=8, segments=bytes(24)
 )
-LANDED = Landed(
+LANDED = PagesWritten(
     want=LAST_WANT, unit=2, first=3, count=4, nbytes=32, number=1, seconds=0.5, digests=bytes(8)
 )
 MESSAGES = [
@@ -30,14 +30,14 @@ MESSAGES = [
     Places(want=7, units=3, spans=[(0, 0), (4, 1)], ids=[bytes(8), bytes(16)]),
     Plain(want=7),
     LANDED,
-    Stop(want=7),
+    StopWriting(want=7),
     Stopped(want=7),
 ]
-OFFER = Offer(backend="UCX", version="1.5.1", agent="kvconnect-1", metadata=b"opaque")
+OFFER = NixlOffer(backend="UCX", version="1.5.1", agent="kvconnect-1", metadata=b"opaque")
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
-def test_messages_arrive_as_they_were(message: nixl_messages.RailMessage) -> None:
+def test_messages_arrive_as_they_were(message: nixl_messages.NixlMessage) -> None:
     assert nixl_messages.decode(nixl_messages.encode(message)) == message
 
 

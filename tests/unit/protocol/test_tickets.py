@@ -20,7 +20,7 @@ from kvconnect.protocol.tickets import (
     MAX_TICKET,
     RANK_KEY,
     TICKET_KEY,
-    Asked,
+    HandoffRequest,
     Ticket,
     issue,
     parse_host,
@@ -201,23 +201,25 @@ def test_any_text_is_refused(text: str) -> None:
 
 
 def test_roles_are_told_apart() -> None:
-    assert parse_request({"do_remote_decode": True}) == Asked("send")
-    assert parse_request({"do_remote_prefill": True, "do_remote_decode": False}) == Asked("recv")
-    assert parse_request({"do_remote_prefill": None}) == parse_request({}) == Asked("none")
+    assert parse_request({"do_remote_decode": True}) == HandoffRequest("send")
+    assert parse_request({"do_remote_prefill": True, "do_remote_decode": False}) == HandoffRequest(
+        "recv"
+    )
+    assert parse_request({"do_remote_prefill": None}) == parse_request({}) == HandoffRequest("none")
 
 
 def test_what_belongs_to_a_role_is_read() -> None:
     hexed = TRANSFER.hex()
     assert parse_request(
         {"do_remote_decode": True, "transfer_id": hexed.upper(), CARD_KEY: True}
-    ) == Asked("send", TRANSFER, wants_card=True)
+    ) == HandoffRequest("send", TRANSFER, wants_card=True)
     ranked = {"do_remote_decode": True, CARD_KEY: True, RANK_KEY: 3}
-    assert parse_request(ranked) == Asked("send", wants_card=True, rank=3)
+    assert parse_request(ranked) == HandoffRequest("send", wants_card=True, rank=3)
     assert parse_request(
         {"do_remote_prefill": True, "transfer_id": hexed, TICKET_KEY: "text"}
-    ) == Asked("recv", TRANSFER, "text")
+    ) == HandoffRequest("recv", TRANSFER, "text")
     alone = {"transfer_id": hexed, TICKET_KEY: "text"}
-    assert parse_request(alone) == Asked("recv", TRANSFER, "text")
+    assert parse_request(alone) == HandoffRequest("recv", TRANSFER, "text")
     assert parse_request({"do_remote_decode": True, **alone}).role == "send"
 
 
@@ -231,7 +233,7 @@ def test_what_a_client_claims_beside_the_ticket_is_ignored() -> None:
         "tp_size": 1_000_000,
     }
     asked = parse_request({"do_remote_prefill": True, **claims})
-    assert asked == Asked("recv")
+    assert asked == HandoffRequest("recv")
     assert "missing" in refused(asked.ticket)
 
 

@@ -23,7 +23,7 @@ from kvconnect.router.options import Listening
 from kvconnect.router.policy.caches import History
 from kvconnect.router.policy.loads import Target
 from kvconnect.router.policy.prefixes import MOST_SIZES, Hit, PrefixIndex
-from kvconnect.router.policy.ranking import Policy
+from kvconnect.router.policy.ranking import RankingPolicy
 from tests.fakes.engine import FakeEngine, bench, decodes, on_loop, prefills, until
 
 TOKENS = list(range(100, 116))
@@ -299,7 +299,7 @@ async def test_prompts_go_where_events_say_they_are_cached() -> None:
     ps[1].answer = found
     async with publisher() as events:
         ps[1].settings = f",events={events.port},replay={events.replay}"
-        aware = {"prefill_policy": Policy.CACHE_AWARE, "pull": True, "listening": TOLD}
+        aware = {"prefill_policy": RankingPolicy.CACHE_AWARE, "pull": True, "listening": TOLD}
         async with bench(ps, [d], **aware) as router:
 
             async def outcome(name: str) -> float:
@@ -333,7 +333,7 @@ async def test_prompts_go_where_events_say_they_are_cached() -> None:
 @on_loop
 async def test_text_goes_where_it_was_sent_before() -> None:
     ps, d = [FakeEngine(prefills) for _ in range(3)], FakeEngine(decodes)
-    async with bench(ps, [d], prefill_policy=Policy.CACHE_AWARE, listening=TOLD) as router:
+    async with bench(ps, [d], prefill_policy=RankingPolicy.CACHE_AWARE, listening=TOLD) as router:
         places = {}
         for turn in range(12):
             talk = f"talk {turn % 3} " * 100

@@ -19,19 +19,19 @@ from kvconnect import cli
 from kvconnect.router.options import (
     AdminAccess,
     Intervals,
-    Limits,
     Listening,
-    Options,
+    RouterLimits,
+    RouterOptions,
     Sources,
     Worker,
 )
 from kvconnect.router.policy.loads import Engine, Role
-from kvconnect.router.policy.ranking import Policy
+from kvconnect.router.policy.ranking import RankingPolicy
 
 NEEDED = ["router", "--prefill", "http://a:1", "--decode", "http://b:2"]
 
 
-def served(monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> Options:
+def served(monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> RouterOptions:
     """What the command line asks the router to serve."""
     calls: list[Any] = []
     app = type("App", (), {"serve": staticmethod(lambda *arguments: calls.append(arguments))})
@@ -39,12 +39,12 @@ def served(monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> Options:
     monkeypatch.setattr(cli.logging, "basicConfig", lambda **settings: None)
     assert cli.main(argv) == 0
     ((options,),) = calls
-    assert isinstance(options, Options)
+    assert isinstance(options, RouterOptions)
     return options
 
 
 def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = Options((Worker("http://a:1"),), (Worker("http://b:2"),))
+    options = RouterOptions((Worker("http://a:1"),), (Worker("http://b:2"),))
     assert served(monkeypatch, NEEDED) == options
 
 
@@ -82,12 +82,12 @@ def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         *("--admin-token-file", str(token), "--admin-host", "::1", "--admin-port", "82"),
     ]
     a, b = Worker("http://a:1"), Worker("http://a:2", Engine.SGLANG)
-    options = Options(
+    options = RouterOptions(
         (a, b),
         (Worker("http://b:2"),),
         pull=True,
         push_min_tokens=256,
-        limits=Limits(30.0, 40.0, 7, 8, 9.0, 11.0),
+        limits=RouterLimits(30.0, 40.0, 7, 8, 9.0, 11.0),
         sources=Sources(
             "/w",
             {Role.PREFILL: ("http://p:1",), Role.DECODE: ("http://d:2",)},
@@ -96,8 +96,8 @@ def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         ),
         admin=AdminAccess("::1", 82, "0123456789abcdef"),
         listening=Listening("10.0.0.1", 81, True, "/c", "/k", ("one", "two")),
-        prefill_policy=Policy.CACHE_AWARE,
-        decode_policy=Policy.RANDOM,
+        prefill_policy=RankingPolicy.CACHE_AWARE,
+        decode_policy=RankingPolicy.RANDOM,
         dp_minimum_tokens=True,
         intervals=Intervals(5.0, 6.0),
     )

@@ -25,7 +25,7 @@ from aiohttp import http_parser
 from multidict import CIMultiDict
 
 from kvconnect.router.app import SERVER
-from kvconnect.router.options import Limits
+from kvconnect.router.options import RouterLimits
 from tests.fakes.engine import ASK, FakeEngine, bench, decodes, on_loop, prefills, until
 from tests.links import make_certificates
 
@@ -201,7 +201,7 @@ async def test_malformed_and_oversized_requests_are_refused(tmp_path: Path) -> N
             assert await router.post(path, data=bomb, headers=encoded) == want
         assert await router.post(headers={"Content-Encoding": "Identity"}) == 200
         assert router.memory() - before < 8 * 2**20
-        assert await router.post(data=io.BytesIO(bytes(Limits().body_bytes + 1))) == 413
+        assert await router.post(data=io.BytesIO(bytes(RouterLimits().body_bytes + 1))) == 413
         router.p.asked.clear()
         router.d.asked.clear()
         assert router.p.asked == router.d.asked == []

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from kvconnect.router.fleet import watch
 from kvconnect.router.options import Intervals
-from kvconnect.router.policy.ranking import Policy
+from kvconnect.router.policy.ranking import RankingPolicy
 from tests.fakes.engine import (
     ASK,
     DONE,
@@ -353,7 +353,7 @@ async def test_a_load_that_is_not_told_is_unknown(answer: Handler) -> None:
 @on_loop
 async def test_a_session_stays_with_its_engines() -> None:
     ps, ds = [FakeEngine(prefills) for _ in range(3)], [FakeEngine(decodes) for _ in range(3)]
-    policy = {"prefill_policy": Policy.SESSION, "decode_policy": Policy.SESSION}
+    policy = {"prefill_policy": RankingPolicy.SESSION, "decode_policy": RankingPolicy.SESSION}
     async with bench(ps, ds, **policy) as router:
         found = set()
         for turn in range(6):

@@ -25,12 +25,12 @@ from hypothesis import strategies as st
 from kvconnect import memory
 from kvconnect.router.fleet import upstreams as breakers
 from kvconnect.router.fleet.sources import Refusal, dns, file
-from kvconnect.router.fleet.upstreams import Breaker, Upstream
+from kvconnect.router.fleet.upstreams import EngineBreaker, Upstream
 from kvconnect.router.http.admission import Admission, Busy
 from kvconnect.router.http.http1 import Base
 from kvconnect.router.http.pool import Client
 from kvconnect.router.metrics import What
-from kvconnect.router.options import AdminAccess, Limits, Sources, Worker
+from kvconnect.router.options import AdminAccess, RouterLimits, Sources, Worker
 from kvconnect.router.policy.loads import Engine, Loads, Role
 from tests.fakes.engine import (
     ASK,
@@ -61,7 +61,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_three_failures_in_a_row_and_trials_that_get_rarer() -> None:
-    breaker = Breaker()
+    breaker = EngineBreaker()
     for failures in range(3):
         assert breaker.trusted(0.0), failures
         breaker.failed(0.0, 0.0)
@@ -76,11 +76,11 @@ def test_three_failures_in_a_row_and_trials_that_get_rarer() -> None:
         breaker.failed(now, now)
     assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
     breaker.succeeded()
-    assert breaker.trusted(now) and breaker == Breaker(now, 0, breaker._closed_at)
+    assert breaker.trusted(now) and breaker == EngineBreaker(now, 0, breaker._closed_at)
 
 
 def test_a_burst_of_failures_is_one_and_a_restart_forgets_them() -> None:
-    breaker = Breaker()
+    breaker = EngineBreaker()
     for _ in range(16):
         breaker.failed(0.0, 5.0)
     assert not breaker.trusted(5.9) and breaker.trusted(6.0), "the pause is the first one"
@@ -102,7 +102,7 @@ def test_a_burst_of_failures_is_one_and_a_restart_forgets_them() -> None:
 
 @given(st.lists(st.sampled_from(["began", "failed", "succeeded"])), st.floats(0, 100))
 def test_nothing_is_given_up_for_good(events: list[str], now: float) -> None:
-    breaker = Breaker()
+    breaker = EngineBreaker()
     for event in events:
         if event == "succeeded":
             breaker.succeeded()
@@ -146,7 +146,7 @@ async def test_when_all_fail_all_are_still_tried() -> None:
 @on_loop
 async def test_who_waits_gets_in_in_order_and_too_many_are_turned_away() -> None:
     said: list[int] = []
-    door, order = Admission(Limits(concurrent=1, queue=2, queue_s=30.0), said.append), []
+    door, order = Admission(RouterLimits(concurrent=1, queue=2, queue_s=30.0), said.append), []
     ends = [asyncio.Event() for _ in range(3)]
 
     async def work(number: int) -> None:
@@ -209,7 +209,7 @@ async def test_bodies_of_all_open_requests_together_have_a_bound(
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 3))
 def test_every_place_is_given_back(cancelled: list[bool], places: int) -> None:
     async def run() -> None:
-        door = Admission(Limits(concurrent=places, queue=99), lambda waiting: None)
+        door = Admission(RouterLimits(concurrent=places, queue=99), lambda waiting: None)
         inside, most = 0, 0
 
         async def work() -> None:

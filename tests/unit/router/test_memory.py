@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvconnect.router.options import Limits
+from kvconnect.router.options import RouterLimits
 from tests.hostile import fleet
 from tests.hostile.bombs import filled, memory_of
 from tests.hostile.fleet import Routed, Session, routed
 
 MANIFEST = Path(__file__).resolve().parents[3] / "deploy" / "kubernetes" / "router.yaml"
 CLIENTS = 10
-LARGEST_MIB = int(Limits().body_mib)
+LARGEST_MIB = int(RouterLimits().body_mib)
 LOW_MIB = 256
 PROMPT = b'{"model":"fake","prompt":"a"'
 WIDE = '\U0001f600"}'.encode()  # its text takes four bytes a character

@@ -9,32 +9,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.router.body import Prompt
-from kvconnect.router.fleet.pairing import RETRY_S, Pair, Proofs
-from kvconnect.router.options import Options
-from kvconnect.router.policy.choice import Tried, Wish, choose
-from kvconnect.router.policy.loads import Role, View, WorkerView
+from kvconnect.router.fleet.pairing import RETRY_S, EnginePair, Proofs
+from kvconnect.router.options import RouterOptions
+from kvconnect.router.policy.choice import FailedTargets, RoutingRequest, choose
+from kvconnect.router.policy.loads import FleetView, Role, WorkerView
 
 INTERVAL_S = 60.0
 
 # What is due ------------------------------------------------------------------------------------
 
 
-def grid(prefill: int, decode: int) -> list[Pair]:
-    return [Pair(p, d) for p in range(prefill) for d in range(decode)]
+def grid(prefill: int, decode: int) -> list[EnginePair]:
+    return [EnginePair(p, d) for p in range(prefill) for d in range(decode)]
 
 
 class Run:
     """Probes whose outcome is known: a pair works unless it or one of its engines is faulty."""
 
-    def __init__(self, pairs: list[Pair], faulty: set[Any]) -> None:
+    def __init__(self, pairs: list[EnginePair], faulty: set[Any]) -> None:
         self.pairs, self.faulty = pairs, faulty
         self.proofs = Proofs(INTERVAL_S)
         self.now = 0.0
 
-    def works(self, pair: Pair) -> bool:
+    def works(self, pair: EnginePair) -> bool:
         return not self.faulty.intersection((pair, *pair.engines))
 
-    def look(self) -> list[Pair]:
+    def look(self) -> list[EnginePair]:
         """Probe what is due."""
         due = self.proofs.due(self.pairs, self.now)
         for pair in due:
@@ -59,7 +59,7 @@ def test_each_engine_is_probed_once_an_interval_with_changing_partners(
     prefill: int, decode: int
 ) -> None:
     run = Run(grid(prefill, decode), set())
-    seen: set[Pair] = set()
+    seen: set[EnginePair] = set()
     for _ in range(2 * max(prefill, decode)):
         start, found = run.now, []
         while run.now < start + INTERVAL_S:
@@ -94,15 +94,15 @@ def test_faulty_engines_are_found_and_the_others_cleared(
 
 
 def test_a_pair_alone_can_be_broken() -> None:
-    run = Run(grid(2, 2), {Pair(0, 1)})
+    run = Run(grid(2, 2), {EnginePair(0, 1)})
     for _ in range(int(4 * INTERVAL_S)):
         run.look()
-    assert run.proofs.broken == {Pair(0, 1): "no KV"}
+    assert run.proofs.broken == {EnginePair(0, 1): "no KV"}
     assert run.unproven() == set()
 
 
 def test_what_was_lost_is_probed_anew_and_an_old_verdict_does_not_count() -> None:
-    pair, proofs = Pair(0, 0), Proofs(INTERVAL_S)
+    pair, proofs = EnginePair(0, 0), Proofs(INTERVAL_S)
     proofs.began(pair)
     assert proofs.due([pair], 0.0) == [], "one probe at a time"
     proofs.forget((Role.DECODE, 0))
@@ -123,9 +123,14 @@ def chosen(prefill: str, decode: str, broken: set[tuple[int, int]]) -> set[tuple
         tuple(WorkerView(i, True, proven=sign == "+") for i, sign in enumerate(signs))
         for signs in (prefill, decode)
     ]
-    view, found = View(workers[0], workers[1], broken), set()
+    view, found = FleetView(workers[0], workers[1], broken), set()
     for turn in range(48):
-        choice = choose(view, Wish(Prompt(True, 10), turn), Tried(), Options((), (), pull=True))
+        choice = choose(
+            view,
+            RoutingRequest(Prompt(True, 10), turn),
+            FailedTargets(),
+            RouterOptions((), (), pull=True),
+        )
         assert choice is not None and choice.prefill is not None
         found.add((choice.prefill.target.worker, choice.decode.target.worker))
     return found

@@ -15,27 +15,51 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvconnect.errors import Refused
 from kvconnect.router.apis import APIS
 from kvconnect.router.body import Prompt
-from kvconnect.router.options import Options
+from kvconnect.router.options import RouterOptions
 from kvconnect.router.policy import loads as loads_module
-from kvconnect.router.policy.choice import Mode, Reason, Tried, Unserved, Wish, choose, unpaired
-from kvconnect.router.policy.loads import Asked, Engine, Load, Loads, Role, Target, View, WorkerView
-from kvconnect.router.policy.prefixes import Hit, PrefixIndex, Stored, Tier
-from kvconnect.router.policy.ranking import Candidate, Job, Policy, Why, pick, tokens_at
+from kvconnect.router.policy.choice import (
+    FailedTargets,
+    Mode,
+    RoutingReason,
+    RoutingRequest,
+    Unserved,
+    choose,
+    unpaired,
+)
+from kvconnect.router.policy.loads import (
+    Engine,
+    FleetView,
+    LoadQuery,
+    Loads,
+    Role,
+    Target,
+    TargetLoad,
+    WorkerView,
+)
+from kvconnect.router.policy.prefixes import CacheTier, Hit, PrefixIndex, Stored
+from kvconnect.router.policy.ranking import (
+    Candidate,
+    Job,
+    RankingPolicy,
+    RankingReason,
+    pick,
+    tokens_at,
+)
 from tests.architecture import NOT_IN_PURE, imports
 
-LOAD_AWARE = (Policy.LEAST_TOKENS, Policy.CACHE_AWARE)
+LOAD_AWARE = (RankingPolicy.LEAST_TOKENS, RankingPolicy.CACHE_AWARE)
 
 
 def candidates(*loads: tuple[int, int | None], hits: dict[int, float] | None = None) -> Any:
     """One candidate per (own, foreign)."""
     hits = hits or {}
     return [
-        Candidate(Target(place), Load(*load), f"w{place}", hits.get(place, 0.0))
+        Candidate(Target(place), TargetLoad(*load), f"w{place}", hits.get(place, 0.0))
         for place, load in enumerate(loads)
     ]
 
 
-def picked(policy: Policy, some: list[Candidate], **job: Any) -> int:
+def picked(policy: RankingPolicy, some: list[Candidate], **job: Any) -> int:
     return pick(policy, some, Job(**{"tokens": 100, "turn": 0, **job})).candidate.target.worker
 
 
@@ -53,9 +77,9 @@ JOBS = st.builds(
 )
 
 
-@given(st.sampled_from(list(Policy)), LOADS, JOBS)
+@given(st.sampled_from(list(RankingPolicy)), LOADS, JOBS)
 def test_a_pick_is_one_of_the_candidates_and_always_the_same(
-    policy: Policy, loads: list[tuple[int, int | None]], job: Job
+    policy: RankingPolicy, loads: list[tuple[int, int | None]], job: Job
 ) -> None:
     some = candidates(*loads)
     found = pick(policy, some, job)
@@ -66,7 +90,7 @@ def test_a_pick_is_one_of_the_candidates_and_always_the_same(
 
 @given(st.sampled_from(LOAD_AWARE), LOADS, JOBS)
 def test_unknown_is_never_picked_while_a_known_one_is_idle(
-    policy: Policy, loads: list[tuple[int, int | None]], job: Job
+    policy: RankingPolicy, loads: list[tuple[int, int | None]], job: Job
 ) -> None:
     some = candidates(*loads, (0, 0))
     assert pick(policy, some, job).candidate.load.foreign is not None
@@ -76,36 +100,40 @@ def test_unknown_is_never_picked_while_a_known_one_is_idle(
 def test_of_two_the_unknown_is_not_picked_before_an_idle_one(
     loads: list[tuple[int, int | None]], job: Job
 ) -> None:
-    found = pick(Policy.POWER_OF_TWO, candidates((0, None), (0, 0)), job)
+    found = pick(RankingPolicy.POWER_OF_TWO, candidates((0, None), (0, 0)), job)
     assert found.candidate.load.foreign == 0
 
 
 @given(LOADS, JOBS)
 def test_least_tokens_takes_the_least(loads: list[tuple[int, int | None]], job: Job) -> None:
     some = candidates(*loads)
-    place = pick(Policy.LEAST_TOKENS, some, job).candidate.target.worker
+    place = pick(RankingPolicy.LEAST_TOKENS, some, job).candidate.target.worker
     assert tokens_at(some)[place] == min(tokens_at(some))
 
 
 def test_an_unknown_one_counts_as_busy_as_the_busiest_known() -> None:
     assert tokens_at(candidates((5, None), (1, 10), (0, 70))) == [75, 11, 70]
-    assert picked(Policy.LEAST_TOKENS, candidates((0, None), (0, 10))) == 1
-    assert picked(Policy.LEAST_TOKENS, candidates((0, None), (11, 10))) == 0, "it gets its turn"
+    assert picked(RankingPolicy.LEAST_TOKENS, candidates((0, None), (0, 10))) == 1
+    assert picked(RankingPolicy.LEAST_TOKENS, candidates((0, None), (11, 10))) == 0, (
+        "it gets its turn"
+    )
 
 
-@pytest.mark.parametrize("policy", [Policy.LEAST_TOKENS, Policy.CACHE_AWARE, Policy.ROUND_ROBIN])
-def test_equal_ones_take_turns(policy: Policy) -> None:
+@pytest.mark.parametrize(
+    "policy", [RankingPolicy.LEAST_TOKENS, RankingPolicy.CACHE_AWARE, RankingPolicy.ROUND_ROBIN]
+)
+def test_equal_ones_take_turns(policy: RankingPolicy) -> None:
     some = candidates((7, 0), (7, 0), (7, 0))
     assert [picked(policy, some, turn=turn) for turn in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
 def test_of_equal_ones_the_one_that_was_sent_to_longest_ago_is_picked() -> None:
-    some = [Candidate(Target(n), Load(7, 0, sent)) for n, sent in enumerate([3.0, 1.0, 2.0])]
-    assert {picked(Policy.LEAST_TOKENS, some, turn=turn) for turn in range(6)} == {1}
+    some = [Candidate(Target(n), TargetLoad(7, 0, sent)) for n, sent in enumerate([3.0, 1.0, 2.0])]
+    assert {picked(RankingPolicy.LEAST_TOKENS, some, turn=turn) for turn in range(6)} == {1}
 
 
-@pytest.mark.parametrize("policy", [Policy.RANDOM, Policy.POWER_OF_TWO])
-def test_draws_are_spread_evenly(policy: Policy) -> None:
+@pytest.mark.parametrize("policy", [RankingPolicy.RANDOM, RankingPolicy.POWER_OF_TWO])
+def test_draws_are_spread_evenly(policy: RankingPolicy) -> None:
     some = candidates((0, 0), (0, 0), (0, 0), (0, 0))
     found = Counter(
         picked(policy, some, draw=draw / 1200, turn=draw * 7919 // 1200) for draw in range(1200)
@@ -115,19 +143,23 @@ def test_draws_are_spread_evenly(policy: Policy) -> None:
 
 def test_power_of_two_takes_the_less_busy_of_its_two() -> None:
     some = candidates((3, 0), (2, 0), (1, 0))
-    found = Counter(picked(Policy.POWER_OF_TWO, some, draw=draw / 600) for draw in range(600))
+    found = Counter(
+        picked(RankingPolicy.POWER_OF_TWO, some, draw=draw / 600) for draw in range(600)
+    )
     assert found == {2: 400, 1: 200}, "the busiest of all never wins"
 
 
 def test_cache_aware_weighs_a_hit_against_the_load() -> None:
-    def where(load: int, hit: float) -> tuple[int, Why]:
-        found = pick(Policy.CACHE_AWARE, candidates((load, 0), (0, 0), hits={0: hit}), Job(1000, 1))
+    def where(load: int, hit: float) -> tuple[int, RankingReason]:
+        found = pick(
+            RankingPolicy.CACHE_AWARE, candidates((load, 0), (0, 0), hits={0: hit}), Job(1000, 1)
+        )
         return found.candidate.target.worker, found.why
 
-    assert where(0, 900.0) == (0, Why.HIT)
-    assert where(899, 900.0) == (0, Why.HIT)
-    assert where(901, 900.0) == (1, Why.NO_HIT), "too busy for what it saves"
-    assert where(0, 0.0)[1] is Why.NO_HIT
+    assert where(0, 900.0) == (0, RankingReason.HIT)
+    assert where(899, 900.0) == (0, RankingReason.HIT)
+    assert where(901, 900.0) == (1, RankingReason.NO_HIT), "too busy for what it saves"
+    assert where(0, 0.0)[1] is RankingReason.NO_HIT
 
 
 @given(LOADS, st.dictionaries(st.integers(0, 8), st.floats(0, 1000)), JOBS)
@@ -135,7 +167,7 @@ def test_cache_aware_never_adds_more_load_than_it_saves(
     loads: list[tuple[int, int | None]], hits: dict[int, float], job: Job
 ) -> None:
     some = candidates(*loads, hits=hits)
-    found = pick(Policy.CACHE_AWARE, some, job).candidate
+    found = pick(RankingPolicy.CACHE_AWARE, some, job).candidate
     tokens = tokens_at(some)
     assert tokens[found.target.worker] - min(tokens) <= found.hit + 1e-6
 
@@ -143,25 +175,27 @@ def test_cache_aware_never_adds_more_load_than_it_saves(
 def test_a_session_stays_and_only_those_of_a_lost_target_move() -> None:
     some = candidates(*[(0, 0)] * 5)
     sessions = [f"s{n}" for n in range(200)]
-    before = {session: picked(Policy.SESSION, some, session=session) for session in sessions}
+    before = {session: picked(RankingPolicy.SESSION, some, session=session) for session in sessions}
     assert len(set(before.values())) == 5
-    assert before == {s: picked(Policy.SESSION, some, session=s, turn=3) for s in sessions}
-    after = {session: picked(Policy.SESSION, some[:4], session=session) for session in sessions}
+    assert before == {s: picked(RankingPolicy.SESSION, some, session=s, turn=3) for s in sessions}
+    after = {
+        session: picked(RankingPolicy.SESSION, some[:4], session=session) for session in sessions
+    }
     assert all(after[session] == place for session, place in before.items() if place != 4)
 
 
 def test_a_session_moves_on_from_a_target_that_is_too_busy() -> None:
     idle = candidates(*[(0, 0)] * 4)
-    home = picked(Policy.SESSION, idle, session="s", tokens=10)
+    home = picked(RankingPolicy.SESSION, idle, session="s", tokens=10)
     loads = [(0, 0)] * 4
     loads[home] = (10_000, 0)
-    found = pick(Policy.SESSION, candidates(*loads), Job(10, 0, 0.0, "s"))
-    assert found.why is Why.SPILLED and found.candidate.target.worker != home
-    assert pick(Policy.SESSION, idle, Job(10, 0)).why is Why.NO_SESSION
+    found = pick(RankingPolicy.SESSION, candidates(*loads), Job(10, 0, 0.0, "s"))
+    assert found.why is RankingReason.SPILLED and found.candidate.target.worker != home
+    assert pick(RankingPolicy.SESSION, idle, Job(10, 0)).why is RankingReason.NO_SESSION
 
 
-@given(st.sampled_from(list(Policy)), st.integers(2, 6), st.integers(0, 2**32))
-def test_nobody_starves(policy: Policy, number: int, seed: int) -> None:
+@given(st.sampled_from(list(RankingPolicy)), st.integers(2, 6), st.integers(0, 2**32))
+def test_nobody_starves(policy: RankingPolicy, number: int, seed: int) -> None:
     """Requests that stay: each target gets some, whichever the policy."""
     own, found = [0] * number, Counter[int]()
     for turn in range(40 * number):
@@ -184,7 +218,7 @@ class LoadsMachine(RuleBasedStateMachine):
         self.now = 100.0
         self.loads = Loads(stale_s=10.0)
         self.running: list[tuple[int | None, int]] = []
-        self.asked: list[Asked] = []
+        self.asked: list[LoadQuery] = []
 
     @rule(rank=st.none() | st.integers(0, 3), tokens=st.integers(0, 1000))
     def begin(self, rank: int | None, tokens: int) -> None:
@@ -266,7 +300,7 @@ def test_a_report_that_makes_no_sense_is_discarded(totals: dict[int, float]) -> 
     loads = Loads(stale_s=10.0)
     assert loads.report(loads.ask(0.0), {0: 9})
     assert not loads.report(loads.ask(1.0), totals)
-    assert loads.at(1.0) == (Load(0, 9),)
+    assert loads.at(1.0) == (TargetLoad(0, 9),)
 
 
 def test_a_stale_report_is_discarded_and_an_old_one_says_nothing() -> None:
@@ -275,8 +309,8 @@ def test_a_stale_report_is_discarded_and_an_old_one_says_nothing() -> None:
     assert loads.report(late, {0: 5})
     assert not loads.report(early, {0: 0}), "overtaken"
     assert not loads.report(late, {0: 0}), "twice"
-    assert loads.at(12.0) == (Load(0, 5),)
-    assert loads.at(12.1) == (Load(0, None),)
+    assert loads.at(12.0) == (TargetLoad(0, 5),)
+    assert loads.at(12.1) == (TargetLoad(0, None),)
 
 
 def test_requests_end_after_an_engine_came_back_with_fewer_ranks() -> None:
@@ -285,7 +319,7 @@ def test_requests_end_after_an_engine_came_back_with_fewer_ranks() -> None:
     loads.begin(2, 50, 0.0)
     loads.forget()
     assert loads.report(loads.ask(1.0), {0: 0})
-    assert loads.at(1.0) == (Load(0, 0),)
+    assert loads.at(1.0) == (TargetLoad(0, 0),)
     loads.end(2, 50)
     assert loads.own == (0, 0, 0)
 
@@ -294,37 +328,43 @@ def test_requests_end_after_an_engine_came_back_with_fewer_ranks() -> None:
 
 ASK = Prompt(single=True, tokens=100)
 GENERATE = next(api for api in APIS if api.path == "/generate")
-OPTIONS = Options((), ())
+OPTIONS = RouterOptions((), ())
 
 
 def worker(index: int, *ranks: int, **more: Any) -> WorkerView:
-    loads = tuple(Load(tokens, 0) for tokens in ranks) or (Load(0, 0),)
+    loads = tuple(TargetLoad(tokens, 0) for tokens in ranks) or (TargetLoad(0, 0),)
     return WorkerView(index, more.pop("up", True), loads, name=f"w{index}", **more)
 
 
-def chosen(view: View, options: Options = OPTIONS, **wish: Any) -> Any:
-    return choose(view, Wish(**{"prompt": ASK, "turn": 0, **wish}), Tried(), options)
+def chosen(view: FleetView, options: RouterOptions = OPTIONS, **wish: Any) -> Any:
+    return choose(
+        view, RoutingRequest(**{"prompt": ASK, "turn": 0, **wish}), FailedTargets(), options
+    )
 
 
 def test_instances_and_ranks_are_chosen_together_by_the_least_tokens() -> None:
-    view = View((worker(0, 5, 9), worker(1, 7, 2)), (worker(0, 3, 3, 1), worker(1, 2)))
+    view = FleetView((worker(0, 5, 9), worker(1, 7, 2)), (worker(0, 3, 3, 1), worker(1, 2)))
     found = chosen(view)
     assert found.prefill.target == Target(1, 1)
     assert found.decode.target == Target(0, 2)
-    assert (found.prefill.why, found.prefill.tokens, found.prefill.hit) == (Why.LEAST, 100, 0)
+    assert (found.prefill.why, found.prefill.tokens, found.prefill.hit) == (
+        RankingReason.LEAST,
+        100,
+        0,
+    )
 
 
 def test_the_minimum_token_rank_of_the_engine_whose_turn_it_is() -> None:
-    view = View((worker(0, 5, 9), worker(1, 7, 2)), (worker(0),))
-    turns = {"prefill_policy": Policy.ROUND_ROBIN}
-    least = Options((), (), dp_minimum_tokens=True, **turns)
+    view = FleetView((worker(0, 5, 9), worker(1, 7, 2)), (worker(0),))
+    turns = {"prefill_policy": RankingPolicy.ROUND_ROBIN}
+    least = RouterOptions((), (), dp_minimum_tokens=True, **turns)
     assert [chosen(view, least, turn=turn).prefill.target for turn in range(4)] == [
         (0, 0),
         (1, 1),
         (0, 0),
         (1, 1),
     ]
-    plain = Options((), (), **turns)
+    plain = RouterOptions((), (), **turns)
     assert [chosen(view, plain, turn=turn).prefill.target for turn in range(4)] == [
         (0, 0),
         (1, 0),
@@ -334,9 +374,9 @@ def test_the_minimum_token_rank_of_the_engine_whose_turn_it_is() -> None:
 
 
 def test_only_uncached_tokens_count() -> None:
-    view = View((worker(0, 0, 0), worker(1, 0)), (worker(0),))
+    view = FleetView((worker(0, 0, 0), worker(1, 0)), (worker(0),))
     hits = {Role.PREFILL: {Target(0, 1): Hit(64, 64.0)}}
-    options = Options((), (), prefill_policy=Policy.CACHE_AWARE)
+    options = RouterOptions((), (), prefill_policy=RankingPolicy.CACHE_AWARE)
     found = chosen(view, options, hits=hits)
     assert (found.prefill.target, found.prefill.tokens, found.prefill.hit) == ((0, 1), 36, 64)
     assert found.decode.tokens == 100
@@ -345,7 +385,7 @@ def test_only_uncached_tokens_count() -> None:
 
 
 def test_versions_and_engines_pair_only_with_their_like() -> None:
-    view = View(
+    view = FleetView(
         (worker(0, version="1"), worker(1, version="2"), worker(2, engine=Engine.SGLANG)),
         (worker(0, version="2"), worker(1, version="1"), worker(2, engine=Engine.SGLANG)),
     )
@@ -356,13 +396,13 @@ def test_versions_and_engines_pair_only_with_their_like() -> None:
         (2, 2),
     ]
     assert [p.mode for p in pairs[:3]] == [Mode.PULL, Mode.PULL, Mode.BOOTSTRAP]
-    split = View((worker(0, version="1"),), (worker(0, version="2"),))
+    split = FleetView((worker(0, version="1"),), (worker(0, version="2"),))
     assert chosen(split) is None
-    assert "version differ" in unpaired(split, Wish(ASK, 0))
+    assert "version differ" in unpaired(split, RoutingRequest(ASK, 0))
 
 
 def test_an_upgrade_gets_requests_by_the_smaller_side() -> None:
-    view = View(
+    view = FleetView(
         tuple(worker(n, version="1" if n < 3 else "2") for n in range(4)),
         tuple(worker(n, version="1" if n < 2 else "2") for n in range(4)),
     )
@@ -386,7 +426,7 @@ def test_any_choice_is_a_pair_that_can_hand_over(
             for n, (up, version, engine, models) in enumerate(some)
         )
 
-    view = View(fleet(prefill), fleet(decode))
+    view = FleetView(fleet(prefill), fleet(decode))
     prompt = Prompt(single, 10, model)
     found = chosen(view, prompt=prompt, turn=turn)
     pairs = [
@@ -398,7 +438,7 @@ def test_any_choice_is_a_pair_that_can_hand_over(
     if found is None:
         assert not pairs
         try:
-            assert unpaired(view, Wish(prompt, turn))
+            assert unpaired(view, RoutingRequest(prompt, turn))
         except Unserved:
             assert not all(
                 any(w.serves(model) for w in side) for side in (view.prefill, view.decode)
@@ -411,20 +451,20 @@ def test_any_choice_is_a_pair_that_can_hand_over(
 
 
 def test_models_decide_who_may_serve() -> None:
-    view = View(
+    view = FleetView(
         (worker(0, models=frozenset({"a"})), worker(1, models=frozenset({"b"}))),
         (worker(0, models=frozenset({"b"})), worker(1, models=frozenset({"a"}))),
     )
     for turn in range(3):
         found = chosen(view, prompt=ASK._replace(model="b"), turn=turn)
         assert (found.prefill.target.worker, found.decode.target.worker) == (1, 0)
-    missing = Wish(ASK._replace(model="c"), 0)
-    assert choose(view, missing, Tried(), OPTIONS) is None
+    missing = RoutingRequest(ASK._replace(model="c"), 0)
+    assert choose(view, missing, FailedTargets(), OPTIONS) is None
     with pytest.raises(Unserved, match="The model `c` does not exist"):
         unpaired(view, missing)
-    unknown = View((*view.prefill, worker(2, up=False)), (*view.decode, worker(2, up=False)))
+    unknown = FleetView((*view.prefill, worker(2, up=False)), (*view.decode, worker(2, up=False)))
     assert "serves the model 'c'" in unpaired(unknown, missing)
-    assert "no prefill engine is up" in unpaired(View((), view.decode), Wish(ASK, 0))
+    assert "no prefill engine is up" in unpaired(FleetView((), view.decode), RoutingRequest(ASK, 0))
 
 
 @pytest.mark.parametrize(
@@ -444,34 +484,34 @@ def test_sglang_takes_an_adapters_name_behind_the_models(
 
 
 def test_sglangs_own_requests_go_to_sglang() -> None:
-    view = View(
+    view = FleetView(
         (worker(0), worker(1, engine=Engine.SGLANG)), (worker(0), worker(1, engine=Engine.SGLANG))
     )
     assert {chosen(view, api=GENERATE, turn=turn).prefill.target.worker for turn in range(4)} == {1}
     several = chosen(view, api=GENERATE, prompt=Prompt(False, 5))
-    assert (several.mode, several.reason) == (Mode.BOOTSTRAP, Reason.DEFAULT)
+    assert (several.mode, several.reason) == (Mode.BOOTSTRAP, RoutingReason.DEFAULT)
 
 
 def test_sglang_takes_several_prompts_but_not_several_answers() -> None:
-    view = View((worker(0, engine=Engine.SGLANG),), (worker(0, engine=Engine.SGLANG),))
+    view = FleetView((worker(0, engine=Engine.SGLANG),), (worker(0, engine=Engine.SGLANG),))
     assert chosen(view, prompt=Prompt(False, 5)).mode is Mode.BOOTSTRAP
     several = Prompt(False, 5, sampled=True)
     assert chosen(view, prompt=several) is None
     with pytest.raises(Refused, match="without n, once for each answer"):
-        unpaired(view, Wish(several, 0))
-    mixed = View(view.prefill, (*view.decode, worker(1)))
+        unpaired(view, RoutingRequest(several, 0))
+    mixed = FleetView(view.prefill, (*view.decode, worker(1)))
     assert chosen(mixed, prompt=several).decode.target == Target(1)
     with pytest.raises(Refused):  # vLLM knows no /generate
-        unpaired(mixed, Wish(several, 0, api=GENERATE))
-    down = View(view.prefill, (*view.decode, worker(1, up=False)))
+        unpaired(mixed, RoutingRequest(several, 0, api=GENERATE))
+    down = FleetView(view.prefill, (*view.decode, worker(1, up=False)))
     assert chosen(down, prompt=several) is None
-    assert "no decode engine of vLLM is up" in unpaired(down, Wish(several, 0))
+    assert "no decode engine of vLLM is up" in unpaired(down, RoutingRequest(several, 0))
 
 
 def test_the_decode_engine_of_an_earlier_attempt_is_kept_if_it_can_be() -> None:
-    view = View((worker(0), worker(1)), (worker(0), worker(1), worker(2)))
+    view = FleetView((worker(0), worker(1)), (worker(0), worker(1), worker(2)))
     assert {chosen(view, keep=2, turn=turn).decode.target.worker for turn in range(4)} == {2}
-    gone = View(view.prefill, (*view.decode[:2], worker(2, up=False)))
+    gone = FleetView(view.prefill, (*view.decode[:2], worker(2, up=False)))
     assert chosen(gone, keep=2).decode.target.worker == 0
 
 
@@ -480,7 +520,7 @@ def test_the_decode_engine_of_an_earlier_attempt_is_kept_if_it_can_be() -> None:
 
 def stored(tokens: list[int], first: int = 1, parent: int | None = None, **more: Any) -> Stored:
     hashes = list(range(first, first + len(tokens) // 4))
-    return Stored(hashes, parent, tokens, 4, more.get("tier", Tier.DEVICE))
+    return Stored(hashes, parent, tokens, 4, more.get("tier", CacheTier.DEVICE))
 
 
 A, B = Target(0), Target(1, 2)
@@ -503,10 +543,10 @@ def test_the_longest_cached_prefix_of_each_target() -> None:
 def test_removal_ends_a_prefix_and_tiers_weigh() -> None:
     index = PrefixIndex()
     index.stored(A, stored(TOKENS))
-    index.stored(A, Stored([2], None, [], 4, Tier.HOST))
-    index.removed(A, [2], Tier.DEVICE)
+    index.stored(A, Stored([2], None, [], 4, CacheTier.HOST))
+    index.removed(A, [2], CacheTier.DEVICE)
     assert index.match(TOKENS) == {A: Hit(16, 4 + 4 * 0.9 + 8)}
-    index.removed(A, [2, 2, 99], Tier.HOST)
+    index.removed(A, [2, 2, 99], CacheTier.HOST)
     assert index.match(TOKENS) == {A: Hit(4, 4.0)}
     index.cleared(A)
     assert (index.match(TOKENS), len(index), index.targets()) == ({}, 0, frozenset())
@@ -515,9 +555,9 @@ def test_removal_ends_a_prefix_and_tiers_weigh() -> None:
 def test_blocks_of_different_sizes_do_not_meet() -> None:
     index = PrefixIndex()
     index.stored(A, stored(TOKENS))
-    index.stored(B, Stored([1, 2], None, TOKENS, 8, Tier.DEVICE))
+    index.stored(B, Stored([1, 2], None, TOKENS, 8, CacheTier.DEVICE))
     assert index.match(TOKENS[:13]) == {A: Hit(12, 12.0), B: Hit(8, 8.0)}
-    index.stored(A, Stored([5], None, [1, 2, 3], 4, Tier.DEVICE))
+    index.stored(A, Stored([5], None, [1, 2, 3], 4, CacheTier.DEVICE))
     assert index.match([1, 2, 3]) == {}, "the tokens do not fill its blocks"
 
 
@@ -527,7 +567,7 @@ def test_blocks_of_different_sizes_do_not_meet() -> None:
             st.sampled_from([A, B]),
             st.sampled_from(["store", "move", "remove", "clear"]),
             st.lists(st.integers(0, 3), min_size=0, max_size=12),
-            st.sampled_from(list(Tier)),
+            st.sampled_from(list(CacheTier)),
         ),
         max_size=30,
     )
@@ -557,22 +597,22 @@ class Model:
     """What an index stands for: the prefixes that each target holds, and in which tiers."""
 
     def __init__(self) -> None:
-        self.held: dict[Target, dict[Any, set[Tier]]] = {A: {}, B: {}}
+        self.held: dict[Target, dict[Any, set[CacheTier]]] = {A: {}, B: {}}
 
-    def store(self, target: Target, chain: list[Any], tier: Tier) -> None:
+    def store(self, target: Target, chain: list[Any], tier: CacheTier) -> None:
         for prefix in chain:
             self.held[target].setdefault(prefix, set()).add(tier)
 
-    def move(self, target: Target, chain: list[Any], tier: Tier) -> None:
+    def move(self, target: Target, chain: list[Any], tier: CacheTier) -> None:
         self.store(target, [prefix for prefix in chain if prefix in self.held[target]], tier)
 
-    def remove(self, target: Target, chain: list[Any], tier: Tier) -> None:
+    def remove(self, target: Target, chain: list[Any], tier: CacheTier) -> None:
         for prefix in chain:
             self.held[target].get(prefix, set()).discard(tier)
             if self.held[target].get(prefix) == set():
                 del self.held[target][prefix]
 
-    def clear(self, target: Target, chain: list[Any], tier: Tier) -> None:
+    def clear(self, target: Target, chain: list[Any], tier: CacheTier) -> None:
         self.held[target].clear()
 
     def longest(self, target: Target, prompt: tuple[int, ...]) -> int:

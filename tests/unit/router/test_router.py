@@ -15,7 +15,7 @@ from aiohttp import HttpVersion, HttpVersion10, HttpVersion11, web
 
 from kvconnect.router.fleet import watch
 from kvconnect.router.http import upstream_requests
-from kvconnect.router.options import Limits, Listening
+from kvconnect.router.options import Listening, RouterLimits
 from tests.fakes.engine import (
     ASK,
     DONE,
@@ -659,7 +659,9 @@ async def test_bad_requests_are_named_and_reach_no_engine() -> None:
         assert error["type"] == "invalid_request_error"
         status, error = await send("/v1/completions", b"[]")
         assert status == 400 and "not a JSON object" in error["message"]
-        status, error = await send("/v1/completions", io.BytesIO(b" " * (Limits().body_bytes + 1)))
+        status, error = await send(
+            "/v1/completions", io.BytesIO(b" " * (RouterLimits().body_bytes + 1))
+        )
         assert status == 413 and error["code"] == 413
         assert (await send("/v1/audio/speech", b"{}"))[0] == 404
         assert (await send("/v1/completions", b"", "GET"))[0] == 405

@@ -17,11 +17,11 @@ from kvconnect import memory
 from kvconnect.router.body import pieces_of, read_body
 from kvconnect.router.http.admission import Bodies, Busy, InFlight
 from kvconnect.router.http.requests import Intake
-from kvconnect.router.options import Listening, Options
+from kvconnect.router.options import Listening, RouterOptions
 from kvconnect.router.policy.caches import Caches
 from kvconnect.router.policy.loads import Role, Target
-from kvconnect.router.policy.prefixes import Stored, Tier
-from kvconnect.router.policy.ranking import Policy
+from kvconnect.router.policy.prefixes import CacheTier, Stored
+from kvconnect.router.policy.ranking import RankingPolicy
 from kvconnect.router.policy.tenants import Tenants
 from tests.fakes.engine import (
     Bench,
@@ -39,8 +39,8 @@ SECRET = (
 )
 ASK = {"model": "tiny", "prompt": SECRET, "max_tokens": 5}
 AWARE: dict[str, Any] = {
-    "prefill_policy": Policy.CACHE_AWARE,
-    "decode_policy": Policy.CACHE_AWARE,
+    "prefill_policy": RankingPolicy.CACHE_AWARE,
+    "decode_policy": RankingPolicy.CACHE_AWARE,
 }
 KEYS = ("tenant a's key", "tenant b's key")
 
@@ -70,9 +70,9 @@ def test_prompts_are_the_same_only_with_the_same_salt_model_and_adapter(prompt: 
 
 def test_events_say_nothing_about_prompts_with_a_salt_or_of_adapters() -> None:
     ids, target = list(range(64)), Target(0)
-    caches = Caches(Options((), (), **AWARE))
+    caches = Caches(RouterOptions((), (), **AWARE))
     for index in caches.indexes.values():
-        index.stored(target, Stored([1, 2, 3, 4], None, ids, 16, Tier.DEVICE))
+        index.stored(target, Stored([1, 2, 3, 4], None, ids, 16, CacheTier.DEVICE))
 
     def hits(base: bool = True, **more: Any) -> Any:
         body = read_body(msgspec.json.encode({"prompt": ids, **more}))

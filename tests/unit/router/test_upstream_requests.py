@@ -16,16 +16,25 @@ from kvconnect.router.fleet import reports
 from kvconnect.router.http import upstream_requests
 from kvconnect.router.options import (
     Intervals,
-    Limits,
-    Options,
+    RouterLimits,
+    RouterOptions,
     Worker,
     check_etcd,
     check_hosts,
     workers,
 )
-from kvconnect.router.policy.choice import MODES, Choice, Mode, Place, Reason, Tried, Wish, choose
-from kvconnect.router.policy.loads import Engine, Load, Role, Target, View, WorkerView
-from kvconnect.router.policy.ranking import Why
+from kvconnect.router.policy.choice import (
+    MODES,
+    FailedTargets,
+    Mode,
+    RoutingChoice,
+    RoutingReason,
+    RoutingRequest,
+    TargetChoice,
+    choose,
+)
+from kvconnect.router.policy.loads import Engine, FleetView, Role, Target, TargetLoad, WorkerView
+from kvconnect.router.policy.ranking import RankingReason
 
 ID = "0123456789abcdef" * 2
 
@@ -284,12 +293,12 @@ def test_ticket_of_an_answer(answer: dict[str, Any], ticket: dict[str, Any] | No
 
 
 def test_card_of_an_answer() -> None:
-    def card(**params: object) -> upstream_requests.Card:
+    def card(**params: object) -> upstream_requests.StandingTicket:
         return upstream_requests.card_of(json.dumps({"kv_transfer_params": params}).encode())
 
-    assert card(kvconnect_card="c", kvconnect_card_expires_in=120) == upstream_requests.Card(
-        "c", 120.0
-    )
+    assert card(
+        kvconnect_card="c", kvconnect_card_expires_in=120
+    ) == upstream_requests.StandingTicket("c", 120.0)
     for params in (
         {"kvconnect_card": "c"},
         {"kvconnect_card": 7, "kvconnect_card_expires_in": 120},
@@ -373,10 +382,10 @@ def test_what_is_no_chunk_opens_nothing() -> None:
 # Choice -----------------------------------------------------------------------------------------
 
 ONE = Prompt(single=True, tokens=100)
-OPTIONS = Options((), ())
+OPTIONS = RouterOptions((), ())
 
 
-def view(prefill: str, decode: str) -> View:
+def view(prefill: str, decode: str) -> FleetView:
     """One letter per engine: c(ard), u(p), d(own)."""
 
     def engines(states: str) -> tuple[WorkerView, ...]:
@@ -385,35 +394,35 @@ def view(prefill: str, decode: str) -> View:
             for i, state in enumerate(states)
         )
 
-    return View(engines(prefill), engines(decode))
+    return FleetView(engines(prefill), engines(decode))
 
 
 def mode_of(
-    seen: View, prompt: Prompt = ONE, options: Options = OPTIONS
-) -> tuple[Mode, Reason, str] | None:
-    found = choose(seen, Wish(prompt, 0), Tried(), options)
+    seen: FleetView, prompt: Prompt = ONE, options: RouterOptions = OPTIONS
+) -> tuple[Mode, RoutingReason, str] | None:
+    found = choose(seen, RoutingRequest(prompt, 0), FailedTargets(), options)
     return found and (found.mode, found.reason, found.card)
 
 
 def test_push_by_default_and_pull_where_it_must_be() -> None:
-    seen, push = view("c", "u"), (Mode.PUSH, Reason.DEFAULT, "card 0")
+    seen, push = view("c", "u"), (Mode.PUSH, RoutingReason.DEFAULT, "card 0")
     assert mode_of(seen) == push
-    forced = Options((), (), pull=True)
-    assert mode_of(seen, options=forced) == (Mode.PULL, Reason.FORCED, "")
-    long = Options((), (), push_min_tokens=101)
-    assert mode_of(seen, options=long) == (Mode.PULL, Reason.SHORT, "")
-    just = Options((), (), push_min_tokens=100)
+    forced = RouterOptions((), (), pull=True)
+    assert mode_of(seen, options=forced) == (Mode.PULL, RoutingReason.FORCED, "")
+    long = RouterOptions((), (), push_min_tokens=101)
+    assert mode_of(seen, options=long) == (Mode.PULL, RoutingReason.SHORT, "")
+    just = RouterOptions((), (), push_min_tokens=100)
     assert mode_of(seen, options=just) == push
-    assert mode_of(view("u", "u")) == (Mode.PULL, Reason.NO_CARD, "")
+    assert mode_of(view("u", "u")) == (Mode.PULL, RoutingReason.NO_CARD, "")
 
 
 def test_a_card_is_one_ranks() -> None:
-    two = WorkerView(0, True, (Load(9, 0), Load(0, 0)), cards=(None, "card of 1"))
-    seen = View((two,), (WorkerView(0, True),))
-    assert mode_of(seen) == (Mode.PUSH, Reason.DEFAULT, "card of 1")
-    assert mode_of(View((replace(two, cards=("card of 0",)),), seen.decode)) == (
+    two = WorkerView(0, True, (TargetLoad(9, 0), TargetLoad(0, 0)), cards=(None, "card of 1"))
+    seen = FleetView((two,), (WorkerView(0, True),))
+    assert mode_of(seen) == (Mode.PUSH, RoutingReason.DEFAULT, "card of 1")
+    assert mode_of(FleetView((replace(two, cards=("card of 0",)),), seen.decode)) == (
         Mode.PULL,
-        Reason.NO_CARD,
+        RoutingReason.NO_CARD,
         "",
     )
 
@@ -421,27 +430,27 @@ def test_a_card_is_one_ranks() -> None:
 @pytest.mark.parametrize(
     ("engine", "want"),
     [
-        (Engine.NIXL, (Mode.PULL, Reason.CONNECTOR, "")),
-        (Engine.MOONCAKE, (Mode.PULL, Reason.CONNECTOR, "")),
-        (Engine.SGLANG, (Mode.BOOTSTRAP, Reason.DEFAULT, "")),
+        (Engine.NIXL, (Mode.PULL, RoutingReason.CONNECTOR, "")),
+        (Engine.MOONCAKE, (Mode.PULL, RoutingReason.CONNECTOR, "")),
+        (Engine.SGLANG, (Mode.BOOTSTRAP, RoutingReason.DEFAULT, "")),
     ],
 )
 def test_connectors_decide_how_engines_hand_over(engine: Engine, want: object) -> None:
-    assert mode_of(View(*[(WorkerView(0, True, engine=engine),)] * 2)) == want
+    assert mode_of(FleetView(*[(WorkerView(0, True, engine=engine),)] * 2)) == want
 
 
 def test_several_prompts_need_no_prefill_engine() -> None:
     several = Prompt(single=False, tokens=100)
-    found = choose(view("d", "du"), Wish(several, 0), Tried(), OPTIONS)
+    found = choose(view("d", "du"), RoutingRequest(several, 0), FailedTargets(), OPTIONS)
     assert found is not None and found.prefill is None
-    assert (found.mode, found.reason) == (Mode.PLAIN, Reason.MULTI)
+    assert (found.mode, found.reason) == (Mode.PLAIN, RoutingReason.MULTI)
     assert found.decode.target == Target(1)
     assert mode_of(view("d", "du")) is None
     assert mode_of(view("c", "dd"), several) is None
 
 
 def test_every_mode_has_its_series() -> None:
-    assert {reason for _, reason in MODES} == set(Reason)
+    assert {reason for _, reason in MODES} == set(RoutingReason)
 
 
 def test_what_is_missing() -> None:
@@ -451,16 +460,16 @@ def test_what_is_missing() -> None:
 
 
 def test_which_failures_are_worth_another_attempt() -> None:
-    here = Place(Target(0), Why.ONLY)
-    first = Choice(Mode.PUSH, Reason.DEFAULT, here, here)
-    tried = Tried()
+    here = TargetChoice(Target(0), RankingReason.ONLY)
+    first = RoutingChoice(Mode.PUSH, RoutingReason.DEFAULT, here, here)
+    tried = FailedTargets()
     assert tried.note(first, Role.PREFILL, "unreachable") and tried.prefill == {0}
     assert tried.note(first, Role.DECODE, "unreachable") and tried.decode == {0}
     assert tried.note(first, Role.PREFILL, "error"), "every prefill engine gets its try"
     assert tried.note(first, Role.DECODE, "error"), "its hand-off may have failed"
     assert not tried.note(first, Role.DECODE, "error"), "once"
-    plain = Choice(Mode.PLAIN, Reason.MULTI, None, here)
-    assert not Tried().note(plain, Role.DECODE, "error"), "no hand-off failed here"
+    plain = RoutingChoice(Mode.PLAIN, RoutingReason.MULTI, None, here)
+    assert not FailedTargets().note(plain, Role.DECODE, "error"), "no hand-off failed here"
 
 
 # What engines say of themselves -----------------------------------------------------------------
@@ -603,7 +612,7 @@ def test_an_engine_is_named_once() -> None:
 )
 def test_limits_out_of_range_are_refused(field: str, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
-        Limits(**settings)
+        RouterLimits(**settings)
     assert caught.value.field == field
 
 
@@ -629,4 +638,4 @@ def test_intervals_out_of_range_are_refused(field: str, settings: dict[str, floa
 
 def test_a_negative_push_threshold_is_refused() -> None:
     with pytest.raises(ConfigError, match="push-min-tokens"):
-        Options((), (), push_min_tokens=-1)
+        RouterOptions((), (), push_min_tokens=-1)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvconnect.testing.memory import payload_of
-from kvconnect.tiers.backends import Outcome
+from kvconnect.tiers.backends import BlockOutcome
 from kvconnect.tiers.backends.disk import DiskOptions, DiskStore
 
 Open = Callable[..., DiskStore]
@@ -37,15 +37,15 @@ def opening(path: Path, clock: Clock) -> Iterator[Open]:
         yield make
 
 
-def put(store: DiskStore, keys: Sequence[bytes], nbytes: int = 5000) -> list[Outcome]:
+def put(store: DiskStore, keys: Sequence[bytes], nbytes: int = 5000) -> list[BlockOutcome]:
     """Put blocks that follow from their keys."""
     return store.put(keys, [memoryview(payload_of(key, nbytes)) for key in keys])
 
 
-def get(store: DiskStore, keys: Sequence[bytes], nbytes: int = 5000) -> list[Outcome]:
+def get(store: DiskStore, keys: Sequence[bytes], nbytes: int = 5000) -> list[BlockOutcome]:
     """Get blocks; OK is given only for the right bytes."""
     buffers = [memoryview(bytearray(nbytes)) for _ in keys]
     outcomes = store.get(keys, buffers)
     for key, buffer, outcome in zip(keys, buffers, outcomes, strict=True):
-        assert outcome is not Outcome.OK or buffer == payload_of(key, nbytes), "other bytes"
+        assert outcome is not BlockOutcome.OK or buffer == payload_of(key, nbytes), "other bytes"
     return outcomes

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvconnect.tiers.backends.support import Breaker, Budget
+from kvconnect.tiers.backends.support import Budget, StoreBreaker
 
 
 def test_it_is_left_alone_after_failures_in_a_row() -> None:
-    breaker = Breaker(patience=3)
+    breaker = StoreBreaker(patience=3)
     for _ in range(2):
         assert breaker.enter(0.0)
         breaker.failed(0.0)
@@ -19,7 +19,7 @@ def test_it_is_left_alone_after_failures_in_a_row() -> None:
 
 
 def test_one_probe_goes_through_per_delay_and_success_ends_it() -> None:
-    breaker = Breaker(patience=1)
+    breaker = StoreBreaker(patience=1)
     breaker.failed(0.0)
     assert [breaker.enter(1.0), breaker.enter(1.0), breaker.allows(1.0)] == [True, False, False]
     breaker.worked()
@@ -27,7 +27,7 @@ def test_one_probe_goes_through_per_delay_and_success_ends_it() -> None:
 
 
 def test_the_delay_doubles_up_to_a_minute() -> None:
-    breaker, now, delays = Breaker(patience=1), 0.0, []
+    breaker, now, delays = StoreBreaker(patience=1), 0.0, []
     for _ in range(9):
         breaker.failed(now)
         delay = next(s for s in range(1, 100) if breaker.allows(now + s))
@@ -41,7 +41,7 @@ def test_the_delay_doubles_up_to_a_minute() -> None:
 
 
 def test_a_probe_that_nobody_reports_on_is_not_the_last() -> None:
-    breaker = Breaker(patience=1)
+    breaker = StoreBreaker(patience=1)
     breaker.failed(0.0)
     assert breaker.enter(1.0)
     assert not breaker.enter(2.9)

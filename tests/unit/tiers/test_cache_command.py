@@ -12,7 +12,7 @@ from kvconnect.cache.keys import block_key, tenant_of
 from kvconnect.cli import main, parse_seconds, parse_tenant
 from kvconnect.errors import ConfigError
 from kvconnect.testing.memory import payload_of, spoil_files
-from kvconnect.tiers.backends import Outcome
+from kvconnect.tiers.backends import BlockOutcome
 from kvconnect.tiers.backends.disk import DiskOptions, DiskStore, inspect
 from kvconnect.tiers.backends.disk.record import pack_segment
 from kvconnect.tiers.backends.disk.segment import Segment
@@ -27,7 +27,7 @@ def fill(path: Path, owner: str, fingerprint: bytes, keys: list[bytes], at: floa
         DiskOptions(path=str(path), capacity=16 << 20, owner=owner), fingerprint, lambda: at
     )
     outcomes = with_clock.put(keys, [memoryview(payload_of(key, 1000)) for key in keys])
-    assert set(outcomes) == {Outcome.OK}
+    assert set(outcomes) == {BlockOutcome.OK}
     with_clock.close()
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.errors import Misuse
-from kvconnect.tiers.cost_model import Choice, CostModel, Reason, Segment
+from kvconnect.tiers.cost_model import CostModel, LoadChoice, LoadReason, TierSegment
 from kvconnect.types import Tier
 
 UNIT = 16
@@ -23,7 +23,7 @@ STEP_S = 0.008
 STEP_TOKENS = 8192
 
 
-NOTHING = Choice(0, Reason.RECOMPUTE, None, None, 0.0)
+NOTHING = LoadChoice(0, LoadReason.RECOMPUTE, None, None, 0.0)
 
 
 # The simulator -----------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ class World:
         probes = 0
         for number, ask in enumerate(asks):
             mean, real = self.draw(number / len(asks))
-            segments = [Segment(tier, n, n * TOKEN_BYTES) for tier, n in ask.held if n]
+            segments = [TierSegment(tier, n, n * TOKEN_BYTES) for tier, n in ask.held if n]
             choice = model.choose(ask.tokens, 0, segments) if segments else NOTHING
             fetches = self.fetches(ask, choice.tokens, real)
             waited = sum(fetches.values())
@@ -99,7 +99,7 @@ class World:
                 recompute_s += self.computing(ask, 0, real)
                 best = min(self.cuts(ask), key=lambda cut: self.total(ask, cut, mean))
                 oracle_s += self.total(ask, best, real)
-                probes += choice.reason is Reason.PROBE
+                probes += choice.reason is LoadReason.PROBE
             for (tier, nbytes), seconds in fetches.items():
                 model.loaded(tier, nbytes, min(seconds, choice.give_up_s))
             for tokens, seconds, context in self.steps(ask, cut, real):
@@ -157,8 +157,10 @@ class World:
 class Always:
     """The control: loads whatever there is."""
 
-    def choose(self, tokens: int, context: int, segments: Sequence[Segment]) -> Choice:
-        return Choice(sum(part.tokens for part in segments), Reason.LOAD, None, None, math.inf)
+    def choose(self, tokens: int, context: int, segments: Sequence[TierSegment]) -> LoadChoice:
+        return LoadChoice(
+            sum(part.tokens for part in segments), LoadReason.LOAD, None, None, math.inf
+        )
 
     def loaded(self, tier: Tier, nbytes: int, seconds: float) -> None:
         pass
@@ -300,15 +302,15 @@ def test_noise_that_is_no_news_is_ignored() -> None:
 # Choices -----------------------------------------------------------------------------------------
 
 
-def segment(tier: Tier, tokens: int) -> Segment:
-    return Segment(tier, tokens, tokens * TOKEN_BYTES)
+def segment(tier: Tier, tokens: int) -> TierSegment:
+    return TierSegment(tier, tokens, tokens * TOKEN_BYTES)
 
 
 def test_before_anything_is_known_it_loads_a_few_blocks() -> None:
     model = CostModel(48)
-    assert model.choose(4000, 0, []) == Choice(0, Reason.UNKNOWN, None, None, 1.0)
+    assert model.choose(4000, 0, []) == LoadChoice(0, LoadReason.UNKNOWN, None, None, 1.0)
     held = [segment(DISK, 3840)]
-    assert model.choose(4000, 0, held) == Choice(48, Reason.UNKNOWN, None, None, 1.0)
+    assert model.choose(4000, 0, held) == LoadChoice(48, LoadReason.UNKNOWN, None, None, 1.0)
     assert model.choose(4000, 0, held).tokens == 0  # the probe has not come back
 
 
@@ -316,11 +318,11 @@ def test_an_unknown_tier_is_probed_until_it_is_known() -> None:
     model, held = taught(), [segment(DISK, 3840)]
     for tokens in (32, 128, 32):
         choice = model.choose(4000, 0, held)
-        assert (choice.tokens, choice.reason) == (tokens, Reason.PROBE)
-        assert model.choose(4000, 0, held).reason is Reason.RECOMPUTE  # one at a time
+        assert (choice.tokens, choice.reason) == (tokens, LoadReason.PROBE)
+        assert model.choose(4000, 0, held).reason is LoadReason.RECOMPUTE  # one at a time
         model.loaded(DISK, tokens * TOKEN_BYTES, 0.001 + tokens / 100_000)
     choice = model.choose(4000, 0, held)
-    assert (choice.tokens, choice.reason) == (3840, Reason.LOAD)
+    assert (choice.tokens, choice.reason) == (3840, LoadReason.LOAD)
     assert choice.load_s is not None and choice.compute_s is not None
     assert choice.load_s < 0.2 * choice.compute_s
 
@@ -328,7 +330,12 @@ def test_an_unknown_tier_is_probed_until_it_is_known() -> None:
 def test_a_probe_that_nobody_reports_on_is_not_the_last() -> None:
     model, held = taught(), [segment(DISK, 3840)]
     reasons = [model.choose(4000, 0, held).reason for _ in range(200)]
-    assert [at for at, reason in enumerate(reasons) if reason is Reason.PROBE] == [0, 65, 130, 195]
+    assert [at for at, reason in enumerate(reasons) if reason is LoadReason.PROBE] == [
+        0,
+        65,
+        130,
+        195,
+    ]
 
 
 def test_probes_of_a_slow_tier_stay_within_their_allowance() -> None:
@@ -339,7 +346,7 @@ def test_probes_of_a_slow_tier_stay_within_their_allowance() -> None:
         choice = model.choose(4000, 0, held)
         spent += 0.4
         if choice.tokens:
-            assert choice.reason is Reason.PROBE
+            assert choice.reason is LoadReason.PROBE
             seconds = 0.5 + choice.tokens / 1000
             lost += seconds - choice.tokens * PER_TOKEN_S
             model.loaded(REMOTE, choice.tokens * TOKEN_BYTES, seconds)
@@ -368,8 +375,8 @@ def test_deep_in_a_context_a_slower_fetch_is_worth_it() -> None:
         model.prefilled(tokens, tokens * (PER_TOKEN_S + PER_CONTEXT_S * context), context)
     fetch(model, DISK, 0.001, 6_000)
     held = [segment(DISK, 2000)]
-    assert model.choose(2016, 0, held).reason is Reason.RECOMPUTE
-    assert model.choose(2016, 50_000, held).reason is Reason.LOAD
+    assert model.choose(2016, 0, held).reason is LoadReason.RECOMPUTE
+    assert model.choose(2016, 50_000, held).reason is LoadReason.LOAD
 
 
 def test_a_wait_is_given_up_when_both_ways_would_have_been_done() -> None:
@@ -379,15 +386,19 @@ def test_a_wait_is_given_up_when_both_ways_would_have_been_done() -> None:
     fast = model.choose(4000, 0, [segment(DISK, 3840)])
     assert fast.give_up_s == fast.compute_s
     close = model.choose(4000, 0, [segment(REMOTE, 3840)])
-    assert close.reason is Reason.LOAD
+    assert close.reason is LoadReason.LOAD
     assert close.give_up_s == pytest.approx(4 * (0.002 + 3840 / 11_000), rel=0.05)
 
 
 @pytest.mark.parametrize(
     "held",
-    [[Segment(DISK, 0, 1)], [Segment(DISK, 1, 0)], [segment(DISK, 60), segment(REMOTE, 60)]],
+    [
+        [TierSegment(DISK, 0, 1)],
+        [TierSegment(DISK, 1, 0)],
+        [segment(DISK, 60), segment(REMOTE, 60)],
+    ],
 )
-def test_what_cannot_be_meant_is_refused(held: list[Segment]) -> None:
+def test_what_cannot_be_meant_is_refused(held: list[TierSegment]) -> None:
     with pytest.raises(Misuse):
         CostModel(UNIT).choose(100, 0, held)
     with pytest.raises(Misuse):
@@ -424,6 +435,6 @@ def test_whatever_it_is_told_its_choices_make_sense(told: list[tuple[str, ...]],
         starts = [sum(part.tokens for part in held[:end]) for end in range(len(held) + 1)]
         at_unit = any((choice.tokens - start) % unit == 0 for start in starts)
         assert choice.tokens in starts or at_unit
-        assert (choice.tokens == 0) >= (choice.reason is Reason.RECOMPUTE)
+        assert (choice.tokens == 0) >= (choice.reason is LoadReason.RECOMPUTE)
         known = [s for s in (choice.load_s, choice.compute_s, choice.give_up_s) if s is not None]
         assert all(0.0 <= s < math.inf for s in known)

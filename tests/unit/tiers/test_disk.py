@@ -15,14 +15,14 @@ import pytest
 
 from kvconnect.errors import ConfigError
 from kvconnect.testing.memory import payload_of, spoil_files
-from kvconnect.tiers.backends import Outcome, make_store
+from kvconnect.tiers.backends import BlockOutcome, make_store
 from kvconnect.tiers.backends.disk import DiskStore, files
 from kvconnect.tiers.backends.disk.files import PageFile
 from tests.fuzz.crash_disk import crash_loop
 from tests.unit.tiers.disk_stores import Clock, Open, get, opening, put
 
 MIB = 1 << 20
-OK, ABSENT, CORRUPT = Outcome.OK, Outcome.ABSENT, Outcome.CORRUPT
+OK, ABSENT, CORRUPT = BlockOutcome.OK, BlockOutcome.ABSENT, BlockOutcome.CORRUPT
 
 
 @pytest.fixture
@@ -316,7 +316,7 @@ def test_a_clock_that_is_set_right_leaves_nothing_from_the_future(
 def test_writes_keep_to_the_budget(opened: Open, clock: Clock) -> None:
     store = opened(daily_write_bytes=24 * 100_000)
     outcomes = [put(store, [key], 10_000)[0] for key in names("k", 20)]
-    assert outcomes == [OK] * 10 + [Outcome.LIMITED] * 10
+    assert outcomes == [OK] * 10 + [BlockOutcome.LIMITED] * 10
     assert get(store, names("k", 1), 10_000) == [OK]
     assert counted(store)["store_failed_blocks_limited"] == 10
     clock.now += 1800
@@ -335,7 +335,7 @@ def test_some_of_the_disk_stays_free(
     assert put(store, names("b", 80), 100_000) == [OK] * 80  # in place of older ones
     assert store.usage().nbytes > 12 * MIB
     free[0] = 49 * MIB
-    assert Outcome.FULL in put(store, names("c", 80), 100_000)
+    assert BlockOutcome.FULL in put(store, names("c", 80), 100_000)
     assert store.usage().nbytes <= 4 * MIB  # it shrank
     assert len(segments(tmp_path)) <= 1
     free[0] = 100 * MIB
@@ -345,8 +345,8 @@ def test_some_of_the_disk_stays_free(
 
 def test_readers_writers_and_eviction_at_the_same_time(opened: Open) -> None:
     store = opened()
-    stored: list[Outcome] = []
-    found: list[Outcome] = []
+    stored: list[BlockOutcome] = []
+    found: list[BlockOutcome] = []
     wrong: list[AssertionError] = []
 
     def work(seed: int) -> None:
@@ -371,7 +371,7 @@ def test_readers_writers_and_eviction_at_the_same_time(opened: Open) -> None:
     assert wrong == []
     assert set(found) == {OK, ABSENT}
     # Of four segments, all may be in use at some moment: no room for that moment.
-    assert set(stored) <= {OK, Outcome.FULL}
+    assert set(stored) <= {OK, BlockOutcome.FULL}
     assert len(stored) == 6 * 80 * 3
     assert stored.count(OK) > 0.5 * len(stored)
     assert store.usage().nbytes <= 16 * MIB
@@ -406,9 +406,9 @@ def test_a_block_larger_than_a_segment_is_refused(opened: Open) -> None:
     store = opened()
     most = 4 * MIB - 2 * 4096 - 4096
     assert put(store, [b"fits"], most) == [OK]
-    assert put(store, [b"a", b"large", b"b"], most + 8192) == [Outcome.SIZE] * 3
+    assert put(store, [b"a", b"large", b"b"], most + 8192) == [BlockOutcome.SIZE] * 3
     views = [memoryview(bytes(10)), memoryview(bytes(5 * MIB)), memoryview(bytes(10))]
-    assert store.put([b"a", b"large", b"b"], views) == [OK, Outcome.SIZE, OK]
+    assert store.put([b"a", b"large", b"b"], views) == [OK, BlockOutcome.SIZE, OK]
 
 
 # Disks that fail --------------------------------------------------------------------------------
@@ -429,7 +429,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_smaller_than_the_capacity(opened: Open, small: Path) -> None:
     store = opened(path=str(small))
     outcomes = [put(store, [key], 100_000)[0] for key in names("k", 300)]
-    assert set(outcomes) <= {OK, Outcome.FULL, Outcome.UNAVAILABLE}
+    assert set(outcomes) <= {OK, BlockOutcome.FULL, BlockOutcome.UNAVAILABLE}
     assert outcomes.count(OK) == 300  # older blocks made room
     assert get(store, names("k", 300), 100_000)[-30:] == [OK] * 30
 
@@ -437,14 +437,14 @@ def test_a_disk_smaller_than_the_capacity(opened: Open, small: Path) -> None:
 def test_a_disk_that_others_fill(opened: Open, small: Path, clock: Clock) -> None:
     store = opened(path=str(small))
     (small / "other").write_bytes(bytes(9 * MIB))
-    assert put(store, [b"a"]) == [Outcome.FULL]
-    assert put(store, [b"a"]) == [Outcome.UNAVAILABLE]  # left alone for a while
+    assert put(store, [b"a"]) == [BlockOutcome.FULL]
+    assert put(store, [b"a"]) == [BlockOutcome.UNAVAILABLE]  # left alone for a while
     assert not store.usage().available
     clock.now += 1
-    assert put(store, [b"a"]) == [Outcome.FULL]  # a probe
+    assert put(store, [b"a"]) == [BlockOutcome.FULL]  # a probe
     (small / "other").unlink()
     clock.now += 1
-    assert put(store, [b"a"]) == [Outcome.UNAVAILABLE]
+    assert put(store, [b"a"]) == [BlockOutcome.UNAVAILABLE]
     clock.now += 1
     assert put(store, [b"a"]) == [OK]
     assert get(store, [b"a"]) == [OK]
@@ -490,8 +490,8 @@ def test_writes_that_fail_are_counted_and_reads_go_on(
     store = opened()
     assert put(store, names("k", 3)) == [OK] * 3
     faulty = Faulty(monkeypatch, "pwritev", errno.EIO)
-    assert put(store, names("l", 3)) == [Outcome.FAILED] * 3
-    assert put(store, names("l", 3)) == [Outcome.UNAVAILABLE] * 3
+    assert put(store, names("l", 3)) == [BlockOutcome.FAILED] * 3
+    assert put(store, names("l", 3)) == [BlockOutcome.UNAVAILABLE] * 3
     assert get(store, names("k", 3) + names("l", 3)) == [OK] * 3 + [ABSENT] * 3
     assert counted(store)["store_failed_blocks_failed"] == 3
     faulty.code = 0
@@ -509,7 +509,7 @@ def test_a_bad_spot_costs_one_block(opened: Open, monkeypatch: pytest.MonkeyPatc
     assert bad is not None
     store._table.give_back([bad])
     faulty.wrong = lambda offset: offset == bad.page * 4096 + 4096
-    assert get(store, keys) == [OK] * 4 + [Outcome.FAILED] + [OK] * 5
+    assert get(store, keys) == [OK] * 4 + [BlockOutcome.FAILED] + [OK] * 5
     faulty.code = 0
     assert get(store, keys) == [OK] * 4 + [ABSENT] + [OK] * 5  # never tried again
     store.close()
@@ -524,9 +524,9 @@ def test_a_disk_that_cannot_be_read_is_left_alone(
     put(store, keys)
     faulty = Faulty(monkeypatch, "preadv", errno.EIO)
     for key in keys[:3]:
-        assert get(store, [key]) == [Outcome.FAILED]
+        assert get(store, [key]) == [BlockOutcome.FAILED]
     calls = faulty.calls
-    assert get(store, keys[3:]) == [Outcome.UNAVAILABLE] * 7
+    assert get(store, keys[3:]) == [BlockOutcome.UNAVAILABLE] * 7
     assert store.exists(keys) == [0] * 10
     assert (faulty.calls, store.usage().available) == (calls, False)
     faulty.code = 0
@@ -541,7 +541,7 @@ def test_a_file_that_ends_early_is_a_failed_read(opened: Open, tmp_path: Path) -
     keys = names("k", 3)
     put(store, keys)
     os.truncate(segments(tmp_path)[0], 4096 + 2 * 4096)
-    assert get(store, keys) == [Outcome.FAILED] * 3
+    assert get(store, keys) == [BlockOutcome.FAILED] * 3
     assert put(store, names("l", 3)) == [OK] * 3
 
 
@@ -686,7 +686,7 @@ def test_a_call_under_way_ends_before_the_files_are_closed(
     store = opened()
     put(store, [b"first"])
     monkeypatch.setattr(files.os, "pwritev", slow)
-    outcomes: list[Outcome] = []
+    outcomes: list[BlockOutcome] = []
     writer = threading.Thread(target=lambda: outcomes.extend(put(store, [b"k"])))
     writer.start()
     assert inside.wait(30)
@@ -694,7 +694,7 @@ def test_a_call_under_way_ends_before_the_files_are_closed(
     closer.start()
     while not store._gate.closed:
         pass
-    assert get(store, [b"first"]) == [Outcome.UNAVAILABLE]
+    assert get(store, [b"first"]) == [BlockOutcome.UNAVAILABLE]
     assert closer.is_alive()
     go_on.set()
     writer.join(30)

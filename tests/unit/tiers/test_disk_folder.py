@@ -13,11 +13,11 @@ import pytest
 
 from kvconnect.errors import ConfigError
 from kvconnect.testing.memory import payload_of
-from kvconnect.tiers.backends import Outcome
+from kvconnect.tiers.backends import BlockOutcome
 from kvconnect.tiers.backends.disk import DiskOptions, DiskStore, folder
 from kvconnect.tiers.backends.disk.files import Directory, PageFile
 
-OK = Outcome.OK
+OK = BlockOutcome.OK
 PRECIOUS = b"precious\n" * 1000
 
 
@@ -26,11 +26,11 @@ def make(path: Path, **options: object) -> DiskStore:
     return DiskStore(DiskOptions(**settings), b"f")  # type: ignore[arg-type]
 
 
-def put(store: DiskStore, key: bytes) -> list[Outcome]:
+def put(store: DiskStore, key: bytes) -> list[BlockOutcome]:
     return store.put([key], [memoryview(payload_of(key, 5000))])
 
 
-def get(store: DiskStore, key: bytes) -> list[Outcome]:
+def get(store: DiskStore, key: bytes) -> list[BlockOutcome]:
     buffer = memoryview(bytearray(5000))
     outcomes = store.get([key], [buffer])
     assert outcomes != [OK] or buffer == payload_of(key, 5000)

@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 
 from kvconnect.cache.keys import block_key, tenant_of
 from kvconnect.errors import ConfigError
-from kvconnect.tiers.backends import Outcome, make_store
+from kvconnect.tiers.backends import BlockOutcome, make_store
 from kvconnect.tiers.backends.disk import DiskOptions, DiskStore, files
 from kvconnect.tiers.backends.disk import folder as about
 from kvconnect.tiers.backends.disk.files import Directory
 from kvconnect.tiers.backends.disk.folder import recall
 from kvconnect.tiers.backends.disk.segment import Segment
-from kvconnect.tiers.backends.disk.table import Shares, record_bytes
+from kvconnect.tiers.backends.disk.table import TenantQuota, record_bytes
 from tests.unit.tiers import disk_stores
 from tests.unit.tiers.disk_stores import Clock, Open, opening
 
 MIB = 1 << 20
-OK, ABSENT, LIMITED = Outcome.OK, Outcome.ABSENT, Outcome.LIMITED
+OK, ABSENT, LIMITED = BlockOutcome.OK, BlockOutcome.ABSENT, BlockOutcome.LIMITED
 BLOCK = 100_000
 
 
@@ -46,11 +46,11 @@ def keys_of(salt: str, count: int, first: int = 0) -> list[bytes]:
     return [block_key(prefix, 0, b"%d" % number) for number in range(first, first + count)]
 
 
-def put(store: DiskStore, keys: Sequence[bytes], nbytes: int = BLOCK) -> list[Outcome]:
+def put(store: DiskStore, keys: Sequence[bytes], nbytes: int = BLOCK) -> list[BlockOutcome]:
     return disk_stores.put(store, keys, nbytes)
 
 
-def get(store: DiskStore, keys: Sequence[bytes], nbytes: int = BLOCK) -> list[Outcome]:
+def get(store: DiskStore, keys: Sequence[bytes], nbytes: int = BLOCK) -> list[BlockOutcome]:
     return disk_stores.get(store, keys, nbytes)
 
 
@@ -146,7 +146,7 @@ def test_blocks_that_were_not_written_take_no_share(
     with monkeypatch.context() as patch:
         patch.setattr(files.os, "pwritev", broken)
         for _ in range(3):
-            assert set(put(store, keys_of("t", 30, 1))) == {Outcome.FAILED}
+            assert set(put(store, keys_of("t", 30, 1))) == {BlockOutcome.FAILED}
             clock.now += 100
     assert counted(store) == found(store) == {tenant_of("t"): record_bytes(BLOCK)}
     assert put(store, keys_of("t", 30, 1)) == [OK] * 30
@@ -164,9 +164,9 @@ def test_bound_blocks_are_no_news_of_the_disk(
 
     with monkeypatch.context() as patch:
         patch.setattr(files.os, "pwritev", broken)
-        assert put(store, keys_of("other", 1)) == [Outcome.FAILED]
+        assert put(store, keys_of("other", 1)) == [BlockOutcome.FAILED]
     assert put(store, keys_of("t", 1, 100)) == [LIMITED]
-    assert put(store, keys_of("other", 1)) == [Outcome.UNAVAILABLE]
+    assert put(store, keys_of("other", 1)) == [BlockOutcome.UNAVAILABLE]
     clock.now += 2
     assert put(store, keys_of("t", 1, 100)) == [LIMITED]
     assert "open" in repr(store._guards.writes)
@@ -315,13 +315,13 @@ def test_a_count_that_is_wrong_is_found(
     tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_steps(opener(tmp_path / "good"), PLAIN)
-    note = Shares.note
+    note = TenantQuota.note
     if fault == "went":
-        monkeypatch.setattr(Shares, "note", lambda self, came, went: note(self, came, ()))
+        monkeypatch.setattr(TenantQuota, "note", lambda self, came, went: note(self, came, ()))
     elif fault == "came":
-        monkeypatch.setattr(Shares, "note", lambda self, came, went: note(self, (), went))
+        monkeypatch.setattr(TenantQuota, "note", lambda self, came, went: note(self, (), went))
     else:
-        monkeypatch.setattr(Shares, "leave", lambda self, came: None)
+        monkeypatch.setattr(TenantQuota, "leave", lambda self, came: None)
     with pytest.raises(AssertionError):
         run_steps(opener(tmp_path / "bad"), PLAIN)
 
@@ -357,7 +357,7 @@ def test_what_is_on_its_way_counts() -> None:
     """Two calls of which the second begins before the first has ended."""
     key, other = keys_of("t", 2)
     size = record_bytes(BLOCK)
-    shares = Shares(size)
+    shares = TenantQuota(size)
     admitted, came = shares.enter([key], [BLOCK], {})
     assert (admitted, came) == ([0], {tenant_of("t"): size})
     assert shares.enter([other], [BLOCK], {}) == ([], {})
@@ -368,7 +368,7 @@ def test_what_is_on_its_way_counts() -> None:
 def test_a_block_is_replaced_once_however_often_a_call_has_it() -> None:
     [key] = keys_of("t", 1)
     long, short = 40_000, 5_000
-    shares = Shares(record_bytes(long))
+    shares = TenantQuota(record_bytes(long))
     shares.note([(key, long)], ())
     admitted, came = shares.enter([key, key], [short, long], {key: long})
     assert (admitted, came) == ([0], {tenant_of("t"): record_bytes(short)})

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from kvconnect.cache.keys import block_key
-from kvconnect.cache.layout import Geometry, GroupGeometry, Segment
+from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.offload.host_arena import HostStore
-from kvconnect.offload.messages import Answer, Fetch, Seek, Spill
+from kvconnect.offload.messages import LookupBlocks, PrefetchBlocks, TierAnswer, WriteBackBlocks
 from kvconnect.tiers import SHARED
 from kvconnect.tiers.backends.disk import DiskOptions, DiskStore
-from kvconnect.tiers.worker import LowerTiers
+from kvconnect.tiers.worker import TierWorker
 from kvconnect.types import JobId, Tier
 
 pytest.importorskip("xxhash")
@@ -97,26 +97,33 @@ class Bench:
     """A worker's tiers, of which the only one is on that disk. Its clock is the test's."""
 
     def __init__(self, disk: Mount) -> None:
-        geometry = Geometry((GroupGeometry((Segment(0, SIZE, SIZE),), 4),))
+        geometry = Geometry((GroupGeometry((ByteRun(0, SIZE, SIZE),), 4),))
         self.host = HostStore(8, geometry.slot_bytes, "full")
         options = DiskOptions(path=str(disk.path / "kv"), capacity=16 << 20, min_free=0)
         self.now = 0.0
         self.store = DiskStore(options, b"f", steady=lambda: self.now)
         stores = {Tier.DISK: self.store}
-        self.tiers = LowerTiers(stores, self.host, geometry, True, LATE_S, lambda: self.now)
+        self.tiers = TierWorker(stores, self.host, geometry, True, LATE_S, lambda: self.now)
         for slot in range(8):
             self.host.view(slot, SIZE)[:] = content(slot)
             self.host.seal(slot, SIZE)
 
-    def submit(self, number: int, task: type[Seek] | type[Fetch] | type[Spill], slot: int) -> None:
+    def submit(
+        self,
+        number: int,
+        task: type[LookupBlocks] | type[PrefetchBlocks] | type[WriteBackBlocks],
+        slot: int,
+    ) -> None:
         """Begin to look up, read or write block ``number``."""
         keys, slots = (key(number),), array("q", [slot])
         job = JobId(number)
-        self.tiers.submit([Seek(job, keys) if task is Seek else task(job, keys, slots, 30.0)])
+        self.tiers.submit(
+            [LookupBlocks(job, keys) if task is LookupBlocks else task(job, keys, slots, 30.0)]
+        )
 
     def found(self) -> bytes:
         """Wait for an answer."""
-        answers: list[Answer] = []
+        answers: list[TierAnswer] = []
         until(lambda: answers.extend(self.tiers.poll()) or answers, "no answer")
         (answer,) = answers
         return answer.found
@@ -139,15 +146,15 @@ def hung(disk: Mount) -> Bench:
     """The disk has blocks 0 to 3; it hangs, and a call that reads and one that writes are late."""
     bench = Bench(disk)
     for number in range(4):
-        bench.submit(number, Spill, number)
+        bench.submit(number, WriteBackBlocks, number)
         assert bench.found() == b"\1"
-    bench.submit(0, Fetch, 7)
+    bench.submit(0, PrefetchBlocks, 7)
     assert bench.found() == b"\1"
     assert bench.host.view(7, SIZE) == content(0)
     assert bench.available()
     disk.hang()
-    bench.submit(1, Fetch, 6)
-    bench.submit(4, Spill, 4)
+    bench.submit(1, PrefetchBlocks, 6)
+    bench.submit(4, WriteBackBlocks, 4)
     until(lambda: disk.waiting >= 2, "no call hangs")
     assert bench.tiers.poll() == []
     bench.now += LATE_S
@@ -156,18 +163,18 @@ def hung(disk: Mount) -> Bench:
 
 def test_a_disk_that_hangs_is_left_alone_and_used_again_when_it_answers(disk: Mount) -> None:
     bench = hung(disk)
-    for task in (Seek, Fetch, Spill):
+    for task in (LookupBlocks, PrefetchBlocks, WriteBackBlocks):
         bench.submit(2, task, 2)
         assert bench.found() == b"\0"
     assert not bench.available()
     assert disk.hangs
     disk.answer()
-    answers: list[Answer] = []
+    answers: list[TierAnswer] = []
     until(lambda: answers.extend(bench.tiers.poll()) or len(answers) == 2, "they do not end")
     assert {answer.found for answer in answers} == {b"\1"}
     assert bench.host.view(6, SIZE) == content(1)
     bench.now += LATE_S
-    for task in (Fetch, Seek, Spill):
+    for task in (PrefetchBlocks, LookupBlocks, WriteBackBlocks):
         bench.submit(2, task, 5)
         assert bench.found() == b"\1"
     assert bench.host.view(5, SIZE) == content(2)
@@ -187,11 +194,11 @@ def test_closing_does_not_wait_for_a_disk_that_hangs(disk: Mount) -> None:
 def test_a_disk_that_is_gone_for_good_finds_nothing_and_is_closed(disk: Mount) -> None:
     bench = hung(disk)
     disk.kill()
-    answers: list[Answer] = []
+    answers: list[TierAnswer] = []
     until(lambda: answers.extend(bench.tiers.poll()) or len(answers) == 2, "they do not end")
     assert {answer.found for answer in answers} == {b"\0"}
     bench.now += LATE_S
-    for task in (Fetch, Spill):
+    for task in (PrefetchBlocks, WriteBackBlocks):
         bench.submit(2, task, 5)
         assert bench.found() == b"\0"
     assert not bench.available()

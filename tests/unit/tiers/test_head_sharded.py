@@ -10,37 +10,37 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvconnect.cache.head_shards import Unit
+from kvconnect.cache.head_shards import HeadUnit
 from kvconnect.errors import Misuse
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.testing.memory import payload_of
 from kvconnect.testing.store import check_store
-from kvconnect.tiers.backends.base import MAX_KEY_BYTES, Outcome, Store, Usage, check_buffers
-from kvconnect.tiers.backends.head_sharded import SlicedStore
+from kvconnect.tiers.backends.base import MAX_KEY_BYTES, BlockOutcome, Store, Usage, check_buffers
+from kvconnect.tiers.backends.head_sharded import HeadShardedStore
 from kvconnect.tiers.backends.memory import MemoryStore
 from tests.unit.cache.sharded_caches import LAYOUTS, MODELS, Layout, Model, Rank, can_share, ranks
 
 MIB = 1 << 20
 MODEL = Model(layers=2, heads=4, tokens=4, width=3)
 MIXED = Layout("BNLH", joined=True)
-WHOLE = [Unit(0, ((0, 100),))]
+WHOLE = [HeadUnit(0, ((0, 100),))]
 FIRST, SECOND, THIRD = KEYS = [b"first", b"second", b"third"]
 
 
-def sliced(inner: Store, *layouts: Sequence[Unit]) -> SlicedStore:
+def sliced(inner: Store, *layouts: Sequence[HeadUnit]) -> HeadShardedStore:
     """A store in which the last byte of a key is its group, if there are several."""
-    return SlicedStore(inner, layouts, lambda key: key[-1] if len(layouts) > 1 else 0)
+    return HeadShardedStore(inner, layouts, lambda key: key[-1] if len(layouts) > 1 else 0)
 
 
-def put(store: Store, blocks: dict[bytes, bytes]) -> list[Outcome]:
+def put(store: Store, blocks: dict[bytes, bytes]) -> list[BlockOutcome]:
     return store.put(list(blocks), [memoryview(bytearray(block)) for block in blocks.values()])
 
 
-def get(store: Store, keys: Sequence[bytes], nbytes: int) -> list[bytes | Outcome]:
+def get(store: Store, keys: Sequence[bytes], nbytes: int) -> list[bytes | BlockOutcome]:
     buffers = [bytearray(nbytes) for _ in keys]
     outcomes = store.get(keys, [memoryview(buffer) for buffer in buffers])
     return [
-        bytes(buffer) if outcome is Outcome.OK else outcome
+        bytes(buffer) if outcome is BlockOutcome.OK else outcome
         for buffer, outcome in zip(buffers, outcomes, strict=True)
     ]
 
@@ -55,9 +55,9 @@ class Filled:
         self.store = sliced(self.inner, self.units)
         self.blocks = {key: rank.slot(MODEL.block(n)) for n, key in enumerate(KEYS)}
         self.nbytes = len(self.blocks[FIRST])
-        assert put(self.store, self.blocks) == [Outcome.OK] * 3
+        assert put(self.store, self.blocks) == [BlockOutcome.OK] * 3
 
-    def get(self) -> list[bytes | Outcome]:
+    def get(self) -> list[bytes | BlockOutcome]:
         return get(self.store, KEYS, self.nbytes)
 
 
@@ -77,7 +77,7 @@ def test_what_some_ranks_write_others_read(
     blocks = {key: model.block(n) for n, key in enumerate(KEYS)}
     for rank in ranks(model, layouts[0], writers):
         slots = {key: rank.slot(whole) for key, whole in blocks.items()}
-        assert put(sliced(inner, rank.units()), slots) == [Outcome.OK] * 3
+        assert put(sliced(inner, rank.units()), slots) == [BlockOutcome.OK] * 3
     for rank in ranks(model, layouts[1], readers):
         store, nbytes = sliced(inner, rank.units()), rank.group().block_bytes
         assert store.exists(KEYS) == [nbytes] * 3
@@ -103,7 +103,7 @@ def test_the_comparison_sees_swapped_units() -> None:
     expected = list(filled.blocks.values())
     assert filled.get() == expected
     numbers = [1, 0, 2, 3]
-    swapped = [Unit(n, unit.runs) for n, unit in zip(numbers, filled.units, strict=True)]
+    swapped = [HeadUnit(n, unit.runs) for n, unit in zip(numbers, filled.units, strict=True)]
     found = get(sliced(filled.inner, swapped), KEYS, filled.nbytes)
     assert [block == right for block, right in zip(found, expected, strict=True)] == [False] * 3
     kept = filled.inner._blocks
@@ -120,9 +120,9 @@ def test_the_comparison_sees_swapped_units() -> None:
 
 ROOM = MIB + 4
 STRIPES = [
-    Unit(0, tuple((start, 4096) for start in range(4, MIB, 8192))),
-    Unit(1, ((MIB, 4), *((start, 4096) for start in range(4100, MIB - 4096, 8192)))),
-    Unit(2, ((0, 4), (MIB - 4092, 4092))),
+    HeadUnit(0, tuple((start, 4096) for start in range(4, MIB, 8192))),
+    HeadUnit(1, ((MIB, 4), *((start, 4096) for start in range(4100, MIB - 4096, 8192)))),
+    HeadUnit(2, ((0, 4), (MIB - 4092, 4092))),
 ]
 
 
@@ -133,7 +133,7 @@ class AnyLength(Store):
     def __init__(self, inner: Store) -> None:
         self._inner = inner
 
-    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
         check_buffers(keys, payloads, writable=False)
         blocks = []
         for payload in payloads:
@@ -141,16 +141,16 @@ class AnyLength(Store):
             blocks.append(memoryview(bytearray(block + bytes(ROOM - len(block)))))
         return self._inner.put(keys, blocks)
 
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
         check_buffers(keys, buffers, writable=True)
         outcomes, blocks = self._get(keys)
         for number, (block, buffer) in enumerate(zip(blocks, buffers, strict=True)):
-            if outcomes[number] is Outcome.OK:
+            if outcomes[number] is BlockOutcome.OK:
                 length = int.from_bytes(block[:4], "big")
                 if length == buffer.nbytes:
                     buffer[:] = block[4 : 4 + length]
                 else:
-                    outcomes[number] = Outcome.SIZE
+                    outcomes[number] = BlockOutcome.SIZE
         return outcomes
 
     def exists(self, keys: Sequence[bytes]) -> list[int]:
@@ -160,7 +160,7 @@ class AnyLength(Store):
         found = zip(lengths, blocks, strict=True)
         return [int.from_bytes(block[:4], "big") if length else 0 for length, block in found]
 
-    def remove(self, keys: Sequence[bytes]) -> list[Outcome]:
+    def remove(self, keys: Sequence[bytes]) -> list[BlockOutcome]:
         return self._inner.remove(keys)
 
     def usage(self) -> Usage:
@@ -172,7 +172,7 @@ class AnyLength(Store):
     def close(self) -> None:
         self._inner.close()
 
-    def _get(self, keys: Sequence[bytes]) -> tuple[list[Outcome], list[bytearray]]:
+    def _get(self, keys: Sequence[bytes]) -> tuple[list[BlockOutcome], list[bytearray]]:
         blocks = [bytearray(ROOM) for _ in keys]
         return self._inner.get(keys, [memoryview(block) for block in blocks]), blocks
 
@@ -183,8 +183,8 @@ def spoil_unit(inner: MemoryStore, name: bytes) -> None:
     inner._blocks[name] = kept._replace(payload=changed)
 
 
-@pytest.mark.parametrize("layout", [STRIPES, [Unit(0, ((0, ROOM),))]])
-def test_the_contract_of_stores(layout: list[Unit], tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [STRIPES, [HeadUnit(0, ((0, ROOM),))]])
+def test_the_contract_of_stores(layout: list[HeadUnit], tmp_path: Path) -> None:
     inner: list[MemoryStore] = []
 
     def make(_: Path) -> Store:
@@ -199,7 +199,7 @@ def test_the_contract_of_stores(layout: list[Unit], tmp_path: Path) -> None:
 
 def test_a_layout_that_takes_bytes_twice_fails_the_contract(tmp_path: Path) -> None:
     """Negative control of the test above: other bytes, which nobody takes, are lost."""
-    twice = Unit(0, (STRIPES[1].runs[1], *STRIPES[0].runs[1:]))
+    twice = HeadUnit(0, (STRIPES[1].runs[1], *STRIPES[0].runs[1:]))
     store = MemoryStore(256 * MIB)
     with pytest.raises(AssertionError, match="check_round_trip: other bytes"):
         check_store(lambda _: AnyLength(sliced(store, [twice, *STRIPES[1:]])), tmp_path)
@@ -212,7 +212,7 @@ def test_long_keys_have_records_of_their_own() -> None:
     # What stands for a long key in the names of its records is a key, too.
     keys += [name[:-2] for key in keys if len(key) > 253 for name in store._cuts[0].names(key)]
     blocks = {key: payload_of(key, 100) for key in keys}
-    assert put(store, blocks) == [Outcome.OK] * len(keys)
+    assert put(store, blocks) == [BlockOutcome.OK] * len(keys)
     assert get(store, keys, 100) == list(blocks.values())
 
 
@@ -223,9 +223,9 @@ def test_a_flipped_byte_spoils_its_block_only() -> None:
     filled = Filled()
     first, _, third = filled.blocks.values()
     spoil_unit(filled.inner, record(SECOND, 3))
-    assert filled.get() == [first, Outcome.CORRUPT, third]
-    assert filled.get() == [first, Outcome.ABSENT, third]
-    assert put(filled.store, filled.blocks) == [Outcome.OK] * 3
+    assert filled.get() == [first, BlockOutcome.CORRUPT, third]
+    assert filled.get() == [first, BlockOutcome.ABSENT, third]
+    assert put(filled.store, filled.blocks) == [BlockOutcome.OK] * 3
     assert filled.get() == list(filled.blocks.values())
 
 
@@ -236,8 +236,8 @@ def test_a_unit_is_missing(number: int) -> None:
     filled.inner.remove([record(SECOND, number)])
     spoil_unit(filled.inner, record(SECOND, (number + 1) % 4))
     assert filled.store.exists(KEYS) == [filled.nbytes, 0, filled.nbytes]
-    assert filled.get() == [first, Outcome.ABSENT, third]
-    assert filled.store.remove(KEYS) == [Outcome.OK, Outcome.ABSENT, Outcome.OK]
+    assert filled.get() == [first, BlockOutcome.ABSENT, third]
+    assert filled.store.remove(KEYS) == [BlockOutcome.OK, BlockOutcome.ABSENT, BlockOutcome.OK]
     assert filled.inner.usage().blocks == 0
 
 
@@ -245,34 +245,34 @@ def test_a_unit_of_another_length() -> None:
     filled = Filled()
     put(filled.inner, {record(THIRD, 1): b"short"})
     assert filled.store.exists(KEYS) == [filled.nbytes, filled.nbytes, 0]
-    assert filled.get() == [*list(filled.blocks.values())[:2], Outcome.SIZE]
+    assert filled.get() == [*list(filled.blocks.values())[:2], BlockOutcome.SIZE]
 
 
 class Moody(MemoryStore):
     """Says no to some records, whether it has kept them or not."""
 
-    answers: dict[bytes, Outcome]
+    answers: dict[bytes, BlockOutcome]
 
-    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
         refused = self.__dict__.get("answers", {})
-        taken = [n for n, key in enumerate(keys) if refused.get(key) is not Outcome.FULL]
+        taken = [n for n, key in enumerate(keys) if refused.get(key) is not BlockOutcome.FULL]
         super().put([keys[n] for n in taken], [payloads[n] for n in taken])
-        return [refused.get(key, Outcome.OK) for key in keys]
+        return [refused.get(key, BlockOutcome.OK) for key in keys]
 
 
-@pytest.mark.parametrize("outcome", [Outcome.FULL, Outcome.FAILED])
-def test_a_put_that_fails_half_way_leaves_no_mixture(outcome: Outcome) -> None:
+@pytest.mark.parametrize("outcome", [BlockOutcome.FULL, BlockOutcome.FAILED])
+def test_a_put_that_fails_half_way_leaves_no_mixture(outcome: BlockOutcome) -> None:
     inner = Moody(MIB)
     filled = Filled(inner)
     old = filled.blocks
     new = {key: bytes(byte ^ 0xFF for byte in block) for key, block in old.items()}
     inner.answers = {record(SECOND, 1): outcome}
-    if outcome is Outcome.FAILED:  # of a whole block: who knows what the server did
+    if outcome is BlockOutcome.FAILED:  # of a whole block: who knows what the server did
         inner.answers = {record(SECOND, number): outcome for number in range(4)}
-    assert put(filled.store, new) == [Outcome.OK, outcome, Outcome.OK]
-    assert filled.get() == [new[FIRST], Outcome.ABSENT, new[THIRD]]
-    inner.answers = {record(THIRD, number): Outcome.FULL for number in range(4)}
-    assert put(filled.store, old) == [Outcome.OK, Outcome.OK, Outcome.FULL]
+    assert put(filled.store, new) == [BlockOutcome.OK, outcome, BlockOutcome.OK]
+    assert filled.get() == [new[FIRST], BlockOutcome.ABSENT, new[THIRD]]
+    inner.answers = {record(THIRD, number): BlockOutcome.FULL for number in range(4)}
+    assert put(filled.store, old) == [BlockOutcome.OK, BlockOutcome.OK, BlockOutcome.FULL]
     assert filled.get() == [old[FIRST], old[SECOND], new[THIRD]]
 
 
@@ -283,8 +283,11 @@ def test_buffers_of_another_length_than_the_layout() -> None:
     filled = Filled()
     key, block = next(iter(filled.blocks.items()))
     for length in (1, filled.nbytes - 1, filled.nbytes + 1):
-        assert put(filled.store, {key: bytes(length), b"new": bytes(length)}) == [Outcome.SIZE] * 2
-        assert get(filled.store, [key], length) == [Outcome.SIZE]
+        assert (
+            put(filled.store, {key: bytes(length), b"new": bytes(length)})
+            == [BlockOutcome.SIZE] * 2
+        )
+        assert get(filled.store, [key], length) == [BlockOutcome.SIZE]
     assert get(filled.store, [key], filled.nbytes) == [block]
 
 
@@ -295,12 +298,12 @@ def test_groups_have_layouts_of_their_own() -> None:
     store = sliced(inner, *layouts)
     keys = [b"%d-%c" % (n, n % 3) for n in range(9)]
     blocks = {key: payload_of(key, sizes[key[-1]]) for key in keys}
-    assert put(store, blocks) == [Outcome.OK] * 9
+    assert put(store, blocks) == [BlockOutcome.OK] * 9
     assert store.exists([*keys, b"?\x01"]) == [*(len(block) for block in blocks.values()), 0]
     for shift in range(3):
         order = [*keys[shift:], *keys[:shift]]
         buffers = [bytearray(sizes[key[-1]]) for key in order]
-        assert store.get(order, [memoryview(b) for b in buffers]) == [Outcome.OK] * 9
+        assert store.get(order, [memoryview(b) for b in buffers]) == [BlockOutcome.OK] * 9
         assert buffers == [blocks[key] for key in order]
     with pytest.raises(Misuse, match="a key of group 3, there are 3"):
         store.exists([b"\x00", b"\x03"])
@@ -310,7 +313,10 @@ def test_groups_have_layouts_of_their_own() -> None:
 def test_read_only_payloads_and_keys_that_occur_twice() -> None:
     filled = Filled()
     old, new = filled.blocks[FIRST], filled.blocks[SECOND]
-    assert filled.store.put([THIRD, THIRD], [memoryview(old), memoryview(new)]) == [Outcome.OK] * 2
+    assert (
+        filled.store.put([THIRD, THIRD], [memoryview(old), memoryview(new)])
+        == [BlockOutcome.OK] * 2
+    )
     assert get(filled.store, [THIRD, FIRST, THIRD], filled.nbytes) == [new, old, new]
 
 
@@ -323,13 +329,13 @@ class Watched(MemoryStore):
         self.puts = self.gets = 0
         self.during_put: Callable[[], None] = lambda: None
 
-    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
         self.puts += 1
         self.views.append(list(payloads))
         self.during_put()
         return super().put(keys, payloads)
 
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
         self.gets += 1
         self.views.append(list(buffers))
         return super().get(keys, buffers)
@@ -339,7 +345,7 @@ def test_a_call_is_cut_where_it_grows_large() -> None:
     inner = Watched()
     store = sliced(inner, STRIPES)
     blocks = {b"%d" % n: payload_of(b"%d" % n, ROOM) for n in range(40)}
-    assert put(store, blocks) == [Outcome.OK] * 40
+    assert put(store, blocks) == [BlockOutcome.OK] * 40
     assert get(store, list(blocks), ROOM) == list(blocks.values())
     # Of each block the memory has three places that are as large as the largest unit.
     assert inner.puts == inner.gets == 4
@@ -349,10 +355,11 @@ def test_a_call_is_cut_where_it_grows_large() -> None:
 def test_a_unit_in_one_piece_is_not_copied() -> None:
     inner = Watched()
     store = sliced(
-        inner, [Unit(0, ((40, 60),)), Unit(1, ((0, 20), (30, 10))), Unit(2, ((20, 10),))]
+        inner,
+        [HeadUnit(0, ((40, 60),)), HeadUnit(1, ((0, 20), (30, 10))), HeadUnit(2, ((20, 10),))],
     )
     block = bytearray(payload_of(b"key", 100))
-    assert store.put([b"key"], [memoryview(block)]) == [Outcome.OK]
+    assert store.put([b"key"], [memoryview(block)]) == [BlockOutcome.OK]
     assert [view.obj is block for view in inner.views[0]] == [True, False, True]
     assert bytes(inner.views[0][1][:20]) == block[:20]
     assert get(store, [b"key"], 100) == [bytes(block)]
@@ -361,7 +368,7 @@ def test_a_unit_in_one_piece_is_not_copied() -> None:
 def test_a_get_waits_for_a_put_of_its_key_and_for_no_other() -> None:
     filled = Filled(inner := Watched())
     old, new = filled.blocks[FIRST], filled.blocks[SECOND]
-    found: list[list[bytes | Outcome]] = []
+    found: list[list[bytes | BlockOutcome]] = []
     readers: list[threading.Thread] = []
 
     def look() -> None:
@@ -376,7 +383,7 @@ def test_a_get_waits_for_a_put_of_its_key_and_for_no_other() -> None:
         assert [thread.is_alive() for thread in readers] == [False, True]
 
     inner.during_put = look
-    assert put(filled.store, {FIRST: new}) == [Outcome.OK]
+    assert put(filled.store, {FIRST: new}) == [BlockOutcome.OK]
     readers[1].join(60.0)
     assert found == [[filled.blocks[THIRD]], [new, new]]
     assert old != new
@@ -393,13 +400,18 @@ def test_what_the_inner_store_says_of_itself() -> None:
     filled.store.close()
     assert not filled.inner.usage().available
     assert filled.store.usage() == Usage(-1, 0, 0, False)
-    assert filled.get() == [Outcome.UNAVAILABLE] * 3
+    assert filled.get() == [BlockOutcome.UNAVAILABLE] * 3
 
 
 @pytest.mark.parametrize(
     "layout",
-    [[], [*WHOLE, *WHOLE], [Unit(0, ((1, 10),))], [Unit(0, ((0, 4),)), Unit(1, ((5, 4),))]],
+    [
+        [],
+        [*WHOLE, *WHOLE],
+        [HeadUnit(0, ((1, 10),))],
+        [HeadUnit(0, ((0, 4),)), HeadUnit(1, ((5, 4),))],
+    ],
 )
-def test_layouts_that_no_block_has(layout: list[Unit]) -> None:
+def test_layouts_that_no_block_has(layout: list[HeadUnit]) -> None:
     with pytest.raises(Misuse, match="a layout of"):
         sliced(MemoryStore(MIB), layout)

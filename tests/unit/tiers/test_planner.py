@@ -14,9 +14,22 @@ from kvconnect.cache.groups import CacheGroup
 from kvconnect.cache.keys import block_key, tenant_of
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex
-from kvconnect.offload.messages import Answer, Fetch, Instructions, Seek, Spill
+from kvconnect.offload.messages import (
+    Instructions,
+    LookupBlocks,
+    PrefetchBlocks,
+    TierAnswer,
+    WriteBackBlocks,
+)
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.tiers import SHARED, BelowLimits, BelowPlan, Offer, Verdict, Wanted
+from kvconnect.tiers import (
+    SHARED,
+    LookupRequest,
+    LookupResult,
+    PrefetchDecision,
+    TierLimits,
+    TierPlan,
+)
 from kvconnect.types import Tier
 
 FULL = (CacheGroup(4),)
@@ -43,22 +56,22 @@ class Bench:
         policy = make_policy("lru", self.slots)
         self.index = HostIndex(self.slots, len(self.groups), policy)
         self.stats = OffloadingConnectorStats()
-        limits = BelowLimits(self.workers, 10.0, WAIT_S, self.share, self.reused)
+        limits = TierLimits(self.workers, 10.0, WAIT_S, self.share, self.reused)
         told = lambda *what: self.fetched.append(what)  # noqa: E731
-        self.plan = BelowPlan(self.index, self.groups, self.stats, limits, self.choose, told)
+        self.plan = TierPlan(self.index, self.groups, self.stats, limits, self.choose, told)
 
-    def choose(self, offer: Offer) -> Verdict:
+    def choose(self, offer: LookupResult) -> PrefetchDecision:
         self.offered.append((offer.context, offer.block_tokens, tuple(offer.tiers)))
-        return Verdict(min(self.worth, len(offer.tiers)), self.patience)
+        return PrefetchDecision(min(self.worth, len(offer.tiers)), self.patience)
 
     def take(self, now: float = 0.0) -> Instructions:
         work = Instructions()
         self.plan.take(work, now)
         return work
 
-    def do(self, task: Seek | Fetch | Spill) -> bytes:
+    def do(self, task: LookupBlocks | PrefetchBlocks | WriteBackBlocks) -> bytes:
         """What a worker answers: what it has, or takes."""
-        if isinstance(task, Spill):
+        if isinstance(task, WriteBackBlocks):
             self.below.update(dict.fromkeys(task.keys, 1))
         return bytes(self.below.get(key, 0) for key in task.keys)
 
@@ -67,7 +80,7 @@ class Bench:
         work = self.take(now)
         for task in (*work.seeks, *work.fetches, *work.spills):
             for _ in range(self.workers):
-                self.plan.on_answer(Answer(task.job, self.do(task)), now)
+                self.plan.on_answer(TierAnswer(task.job, self.do(task)), now)
         return work
 
     def store(self, hashes: Sequence[bytes], group: int = 0) -> None:
@@ -78,8 +91,10 @@ class Bench:
             self.index.commit([slot])
             self.plan.spills.stored(group, block_hash, block_key(SHARED, group, block_hash))
 
-    def wants(self, hashes: Sequence[bytes], local: int = 0, prefix: bytes = SHARED) -> Wanted:
-        return Wanted([hashes] * len(self.groups), local, 4 * len(hashes), prefix)
+    def wants(
+        self, hashes: Sequence[bytes], local: int = 0, prefix: bytes = SHARED
+    ) -> LookupRequest:
+        return LookupRequest([hashes] * len(self.groups), local, 4 * len(hashes), prefix)
 
     def ready(self, hashes: Sequence[bytes], group: int = 0) -> int:
         return len(self.index.ready_slots(group, hashes))
@@ -109,7 +124,7 @@ def test_what_host_memory_lost_comes_back_from_below() -> None:
     assert bench.plan.ask("r", bench.wants(hashes), 2.0)  # found, not there yet
     (fetch,) = bench.take(2.0).fetches
     assert list(fetch.keys) == keys(hashes) and bench.ready(hashes) == 0
-    bench.plan.on_answer(Answer(fetch.job, bytes([1, 1, 1])), 4.0)
+    bench.plan.on_answer(TierAnswer(fetch.job, bytes([1, 1, 1])), 4.0)
     assert not bench.plan.ask("r", bench.wants(hashes), 4.0)
     assert bench.ready(hashes) == 3
     assert bench.fetched == [(Tier.DISK, 3, 3.0)]  # asked when its seek ended, at 1.0
@@ -156,14 +171,14 @@ def test_all_workers_must_have_a_block() -> None:
     bench, hashes = Bench(workers=2), prompt("a", 2)
     assert bench.plan.ask("r", bench.wants(hashes), 0.0)
     (seek,) = bench.take().seeks
-    bench.plan.on_answer(Answer(seek.job, bytes([1, 1])), 0.0)
+    bench.plan.on_answer(TierAnswer(seek.job, bytes([1, 1])), 0.0)
     assert bench.plan.ask("r", bench.wants(hashes), 0.0)
-    bench.plan.on_answer(Answer(seek.job, bytes([2, 0])), 0.0)
+    bench.plan.on_answer(TierAnswer(seek.job, bytes([2, 0])), 0.0)
     (fetch,) = bench.take().fetches
     assert list(fetch.keys) == keys(hashes[:1])
     assert bench.offered == [(0, 4, (Tier.REMOTE,))]  # as slow as the slowest
-    bench.plan.on_answer(Answer(fetch.job, b"\x01"), 0.0)
-    bench.plan.on_answer(Answer(fetch.job, b"\x00"), 0.0)  # one rank's copy was bad
+    bench.plan.on_answer(TierAnswer(fetch.job, b"\x01"), 0.0)
+    bench.plan.on_answer(TierAnswer(fetch.job, b"\x00"), 0.0)  # one rank's copy was bad
     assert not bench.plan.ask("r", bench.wants(hashes), 0.0)
     assert bench.ready(hashes) == 0 and not bench.index.slots.used
 
@@ -217,7 +232,7 @@ def test_a_request_does_not_wait_longer_than_it_may() -> None:
     bench.take(WAIT_S)
     assert not bench.plan.ask("r", bench.wants(hashes), WAIT_S)
     assert bench.counted("below_decisions") == {"late": 1}
-    bench.plan.on_answer(Answer(seek.job, bytes([1, 1])), 6.0)
+    bench.plan.on_answer(TierAnswer(seek.job, bytes([1, 1])), 6.0)
     assert bench.take(6.0).fetches == []
 
 
@@ -230,7 +245,7 @@ def test_a_fetch_is_given_up_when_computing_would_have_been_faster() -> None:
     assert bench.plan.ask("r", bench.wants(hashes), 0.9)
     bench.take(1.0)
     assert not bench.plan.ask("r", bench.wants(hashes), 1.0)
-    bench.plan.on_answer(Answer(fetch.job, bytes([1, 1])), 3.0)
+    bench.plan.on_answer(TierAnswer(fetch.job, bytes([1, 1])), 3.0)
     assert bench.fetched == [(Tier.DISK, 2, 3.0)] and bench.plan.planned("r") == {}
 
 
@@ -249,7 +264,7 @@ def test_an_answer_that_never_comes_keeps_no_engine_awake_and_frees_no_slot() ->
     bench.store(hashes[:1])  # others may bring it now: as here, who computes it
     assert bench.index.slots.used == 3
     bench.index.check()
-    bench.plan.on_answer(Answer(fetch.job, bytes([1, 1])), 99.0)
+    bench.plan.on_answer(TierAnswer(fetch.job, bytes([1, 1])), 99.0)
     assert (bench.ready(hashes), bench.index.slots.used) == (1, 1)
     bench.index.check()
 
@@ -276,7 +291,7 @@ def test_lookups_that_no_worker_answers_are_not_kept() -> None:
     assert len(bench.plan._answers) == len(seeks) == 100
     bench.take(20.0)
     assert len(bench.plan._answers) == 0
-    bench.plan.on_answer(Answer(seeks[0].job, b"\1\1"), 21.0)  # is nobody's any more
+    bench.plan.on_answer(TierAnswer(seeks[0].job, b"\1\1"), 21.0)  # is nobody's any more
 
 
 def test_a_fetch_that_hangs_leaves_room_for_others() -> None:
@@ -293,7 +308,7 @@ def test_a_fetch_that_hangs_leaves_room_for_others() -> None:
     bench.step(20.0)
     bench.step(20.0)
     assert bench.ready(second) == 2
-    bench.plan.on_answer(Answer(hung.job, b"\1\1"), 30.0)
+    bench.plan.on_answer(TierAnswer(hung.job, b"\1\1"), 30.0)
     assert (bench.ready(first), bench.index.slots.used) == (0, 2)
     bench.index.check()
 
@@ -307,11 +322,11 @@ def test_a_spill_that_hangs_leaves_room_for_others() -> None:
     (spill,) = bench.take(20.0).spills
     assert list(spill.keys) == keys(prompt("b", 2))
     assert bench.index.slots.busy == 4
-    bench.plan.on_answer(Answer(hung.job, b"\0\0"), 30.0)
+    bench.plan.on_answer(TierAnswer(hung.job, b"\0\0"), 30.0)
     assert bench.index.slots.busy == 2
     bench.store(prompt("c", 2))
     assert not bench.take(30.0).spills  # what hung was counted once
-    bench.plan.on_answer(Answer(spill.job, b"\1\1"), 30.0)
+    bench.plan.on_answer(TierAnswer(spill.job, b"\1\1"), 30.0)
     assert len(bench.take(30.0).spills) == 1
 
 
@@ -407,7 +422,7 @@ def test_blocks_may_have_other_names_below() -> None:
     bench.step(1.0)
     assert bench.plan.ask("r", wanted, 1.0)
     (fetch,) = bench.take(1.0).fetches
-    came = bench.plan.on_answer(Answer(fetch.job, bytes([2, 2])), 1.0)
+    came = bench.plan.on_answer(TierAnswer(fetch.job, bytes([2, 2])), 1.0)
     assert came == ("r", [(0, block) for block in hashes])
     assert bench.ready(hashes) == 2
     assert bench.plan.planned("r") == {Tier.REMOTE: 8}
@@ -432,7 +447,7 @@ def test_spills_are_bounded_and_evicted_blocks_are_left_out() -> None:
     bench.store(hashes[4:6])
     assert bench.take().spills == []  # two are under way
     bench.index.discard(bench.index.ready_slots(0, hashes[4:5])[0])
-    bench.plan.on_answer(Answer(spill.job, bytes([0, 0])), 0.0)  # not written, not tried again
+    bench.plan.on_answer(TierAnswer(spill.job, bytes([0, 0])), 0.0)  # not written, not tried again
     (spill,) = bench.take().spills
     assert list(spill.keys) == keys(hashes[5:6])
 
@@ -448,7 +463,7 @@ def test_a_block_of_another_group_is_not_written_in_place_of_one_that_left() -> 
     bench.index.discard(slot)
     assert bench.index.reserve(1, late[0]) == slot
     bench.index.commit([slot])
-    bench.plan.on_answer(Answer(spill.job, bytes([1])), 0.0)
+    bench.plan.on_answer(TierAnswer(spill.job, bytes([1])), 0.0)
     assert bench.take().spills == []
 
 
@@ -472,7 +487,7 @@ def test_a_reset_makes_what_is_on_its_way_worthless() -> None:
     bench.index.clear()
     bench.plan.reset()
     assert not bench.plan.ask("r", bench.wants(hashes), 0.0)
-    bench.plan.on_answer(Answer(fetch.job, bytes([1, 1])), 0.0)
+    bench.plan.on_answer(TierAnswer(fetch.job, bytes([1, 1])), 0.0)
     assert bench.ready(hashes) == 0 and not bench.index.slots.used
 
 
@@ -481,8 +496,8 @@ def test_answers_that_nobody_asked_for_change_nothing() -> None:
     bench.below = dict.fromkeys(keys(hashes), 1)
     assert bench.plan.ask("r", bench.wants(hashes), 0.0)
     (seek,) = bench.take().seeks
-    bench.plan.on_answer(Answer(seek.job, b"\x01"), 0.0)  # of another length
-    bench.plan.on_answer(Answer(type(seek.job)(99), bytes([1, 1])), 0.0)
+    bench.plan.on_answer(TierAnswer(seek.job, b"\x01"), 0.0)  # of another length
+    bench.plan.on_answer(TierAnswer(type(seek.job)(99), bytes([1, 1])), 0.0)
     assert bench.plan.ask("r", bench.wants(hashes), 0.0) and bench.plan.busy
 
 
@@ -493,7 +508,9 @@ class Life(RuleBasedStateMachine):
         super().__init__()
         self.bench = Bench(HYBRID, slots=12, workers=2, share=5)
         self.now = 0.0
-        self.open: list[tuple[Seek | Fetch | Spill, int]] = []  # and answers still to come
+        self.open: list[
+            tuple[LookupBlocks | PrefetchBlocks | WriteBackBlocks, int]
+        ] = []  # and answers still to come
         self.asked: set[str] = set()
         self.reading: dict[int, list[int]] = {}
 
@@ -536,7 +553,7 @@ class Life(RuleBasedStateMachine):
         task, left = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
         one = st.sampled_from([0, 1, 1, 1, 2])
         found = bytes(data.draw(st.lists(one, min_size=len(task.keys), max_size=len(task.keys))))
-        self.bench.plan.on_answer(Answer(task.job, found), self.now)
+        self.bench.plan.on_answer(TierAnswer(task.job, found), self.now)
         if left > 1:
             self.open.append((task, left - 1))
 
@@ -553,7 +570,7 @@ class Life(RuleBasedStateMachine):
         """Once everything is answered and nobody waits, no slot is kept and nothing is open."""
         for task, left in self.open:
             for _ in range(left):
-                self.bench.plan.on_answer(Answer(task.job, bytes(len(task.keys))), self.now)
+                self.bench.plan.on_answer(TierAnswer(task.job, bytes(len(task.keys))), self.now)
         for _ in range(20):
             self.bench.step(self.now)
         for name in self.asked:

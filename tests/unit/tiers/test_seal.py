@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from kvconnect.config import Config, parse_config
-from kvconnect.tiers.backends import Outcome, make_store
+from kvconnect.tiers.backends import BlockOutcome, make_store
 from kvconnect.tiers.backends.remote import Keys, RemoteStore, Server
 from kvconnect.transport.security import ALSO, record_keys
 
 pytest.importorskip("xxhash")
 
-OK, ABSENT, CORRUPT = Outcome.OK, Outcome.ABSENT, Outcome.CORRUPT
+OK, ABSENT, CORRUPT = BlockOutcome.OK, BlockOutcome.ABSENT, BlockOutcome.CORRUPT
 OLD, NEW, FOREIGN = b"o" * 32, b"n" * 32, b"f" * 32
 
 
@@ -25,7 +25,7 @@ class Shared(Server):
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
 
-    def store(self, names: Sequence[str], values: Sequence[memoryview]) -> list[Outcome]:
+    def store(self, names: Sequence[str], values: Sequence[memoryview]) -> list[BlockOutcome]:
         self.values.update(zip(names, map(bytes, values), strict=True))
         return [OK] * len(names)
 
@@ -55,7 +55,7 @@ def put(store: RemoteStore, key: bytes, payload: bytes) -> None:
     assert store.put([key], [memoryview(bytearray(payload))]) == [OK]
 
 
-def get(store: RemoteStore, key: bytes, nbytes: int = 100) -> bytes | Outcome:
+def get(store: RemoteStore, key: bytes, nbytes: int = 100) -> bytes | BlockOutcome:
     buffer = bytearray(nbytes)
     [outcome] = store.get([key], [memoryview(buffer)])
     return bytes(buffer) if outcome is OK else outcome
@@ -127,7 +127,7 @@ def test_every_byte_of_a_sealed_record_counts() -> None:
         server.values[name] = value[:nbytes]
         assert get(store, b"k", 20) is CORRUPT, nbytes
     server.values[name] = value
-    assert not isinstance(get(store, b"k", 20), Outcome)
+    assert not isinstance(get(store, b"k", 20), BlockOutcome)
     assert store.exists([b"k"]) == [20]
 
 

@@ -10,20 +10,20 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kvconnect.cache.keys import block_key
-from kvconnect.cache.layout import Geometry, GroupGeometry, Segment
+from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.errors import Corrupt
 from kvconnect.offload.host_arena import HostStore
-from kvconnect.offload.messages import Answer, Fetch, Seek, Spill
+from kvconnect.offload.messages import LookupBlocks, PrefetchBlocks, TierAnswer, WriteBackBlocks
 from kvconnect.tiers import SHARED
-from kvconnect.tiers.backends import Outcome, Store
+from kvconnect.tiers.backends import BlockOutcome, Store
 from kvconnect.tiers.backends.memory import MemoryStore
-from kvconnect.tiers.worker import LowerTiers
+from kvconnect.tiers.worker import TierWorker
 from kvconnect.types import JobId, Tier
 
 pytest.importorskip("xxhash")
 
 SIZES = (5000, 9000)  # of a block, per group: neither is whole pages
-GEOMETRY = Geometry(tuple(GroupGeometry((Segment(0, size, size),), 4) for size in SIZES))
+GEOMETRY = Geometry(tuple(GroupGeometry((ByteRun(0, size, size),), 4) for size in SIZES))
 SLOTS = 8
 WAIT_S = 20.0
 JOB = JobId(1)
@@ -42,13 +42,13 @@ class Fragile(MemoryStore):
         self.count = threading.Lock()
         self.broken = False
 
-    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
         self.gate.wait(WAIT_S)
         if self.broken:
             raise OSError("told to")
         return super().put(keys, payloads)
 
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
         with self.count:
             self.reads += 1
         self.readable.wait(WAIT_S)
@@ -62,9 +62,9 @@ class Bench:
         self.host = HostStore(SLOTS, GEOMETRY.slot_bytes, "full")
         self.disk, self.remote = Fragile(), Fragile()
         self.now = 0.0
-        self.later: list[Answer] = []
+        self.later: list[TierAnswer] = []
         stores: dict[Tier, Store] = {Tier.DISK: self.disk, Tier.REMOTE: self.remote}
-        self.tiers = LowerTiers(stores, self.host, GEOMETRY, clock=lambda: self.now)
+        self.tiers = TierWorker(stores, self.host, GEOMETRY, clock=lambda: self.now)
 
     def fill(self, slot: int, group: int = 0, seed: int = 1) -> bytes:
         content = bytes((slot * 7 + seed + i) % 251 for i in range(SIZES[group]))
@@ -72,7 +72,7 @@ class Bench:
         self.host.seal(slot, len(content))
         return content
 
-    def do(self, task: Seek | Fetch | Spill) -> bytes:
+    def do(self, task: LookupBlocks | PrefetchBlocks | WriteBackBlocks) -> bytes:
         self.tiers.submit([task])
         return self.answer().found
 
@@ -83,7 +83,7 @@ class Bench:
             assert time.monotonic() < deadline, "no call"
             time.sleep(0.001)
 
-    def next_answer(self) -> Answer:
+    def next_answer(self) -> TierAnswer:
         """Return the answers one by one."""
         if not self.later:
             deadline = time.monotonic() + WAIT_S
@@ -93,7 +93,7 @@ class Bench:
                 self.later += self.tiers.poll()
         return self.later.pop(0)
 
-    def answer(self) -> Answer:
+    def answer(self) -> TierAnswer:
         deadline = time.monotonic() + WAIT_S
         while not (answers := self.tiers.poll()):
             assert time.monotonic() < deadline, "no answer"
@@ -115,19 +115,19 @@ def key(number: int, group: int = 0) -> bytes:
     return block_key(SHARED, group, bytes([number]) * 32)
 
 
-def spill(numbers: Sequence[int], group: int = 0) -> Spill:
-    return Spill(JOB, tuple(key(n, group) for n in numbers), array("q", numbers), 10.0)
+def spill(numbers: Sequence[int], group: int = 0) -> WriteBackBlocks:
+    return WriteBackBlocks(JOB, tuple(key(n, group) for n in numbers), array("q", numbers), 10.0)
 
 
-def fetch(numbers: Sequence[int], slots: Sequence[int], group: int = 0) -> Fetch:
-    return Fetch(JOB, tuple(key(n, group) for n in numbers), array("q", slots), 10.0)
+def fetch(numbers: Sequence[int], slots: Sequence[int], group: int = 0) -> PrefetchBlocks:
+    return PrefetchBlocks(JOB, tuple(key(n, group) for n in numbers), array("q", slots), 10.0)
 
 
 @pytest.mark.parametrize("group", [0, 1])
 def test_what_is_spilled_comes_back_sealed(bench: Bench, group: int) -> None:
     contents = [bench.fill(slot, group) for slot in (0, 1)]
     assert bench.do(spill([0, 1], group)) == b"\1\1"
-    assert bench.do(Seek(JOB, (key(0, group), key(5, group), key(1, group)))) == b"\1\0\1"
+    assert bench.do(LookupBlocks(JOB, (key(0, group), key(5, group), key(1, group)))) == b"\1\0\1"
     assert bench.do(fetch([1, 0], [4, 5], group)) == b"\1\1"
     for slot, content in ((4, contents[1]), (5, contents[0])):
         assert bench.host.view(slot, SIZES[group]) == content
@@ -141,7 +141,7 @@ def test_the_second_tier_has_what_the_first_lost(bench: Bench) -> None:
     bench.fill(0), bench.fill(1)
     bench.do(spill([0, 1]))
     bench.disk.remove([key(0)])
-    assert bench.do(Seek(JOB, (key(0), key(1)))) == b"\2\1"
+    assert bench.do(LookupBlocks(JOB, (key(0), key(1)))) == b"\2\1"
     assert bench.do(fetch([0, 1, 2], [4, 5, 6])) == b"\2\1\0"
 
 
@@ -150,7 +150,7 @@ def test_what_a_shared_tier_has_is_not_written_again(bench: Bench) -> None:
     bench.do(spill([0]))
     bench.fill(0, seed=2)
     bench.do(spill([0]))
-    assert bench.remote.get([key(0)], [bench.host.view(6, SIZES[0])]) == [Outcome.OK]
+    assert bench.remote.get([key(0)], [bench.host.view(6, SIZES[0])]) == [BlockOutcome.OK]
     assert bench.host.view(6, SIZES[0])[0] == 1
 
 
@@ -158,12 +158,12 @@ def test_a_block_that_rotted_in_host_memory_is_not_signed_by_a_tier(bench: Bench
     bench.fill(0), bench.fill(1)
     bench.host.view(0)[17] ^= 1
     assert bench.do(spill([0, 1])) == b"\0\1"
-    assert bench.do(Seek(JOB, (key(0), key(1)))) == b"\0\1"
+    assert bench.do(LookupBlocks(JOB, (key(0), key(1)))) == b"\0\1"
 
 
 def test_a_record_of_another_length_is_not_there(bench: Bench) -> None:
     bench.disk.put([key(0)], [bench.host.view(0, 100)])
-    assert bench.do(Seek(JOB, (key(0),))) == b"\0"
+    assert bench.do(LookupBlocks(JOB, (key(0),))) == b"\0"
     assert bench.do(fetch([0], [1])) == b"\0"
 
 
@@ -171,7 +171,7 @@ def test_a_store_that_raises_finds_nothing_and_the_next_job_is_done(bench: Bench
     bench.fill(0)
     bench.disk.broken = True
     assert bench.do(spill([0])) == b"\2"  # the other tier has taken it
-    assert bench.do(Seek(JOB, (key(0),))) == b"\2"
+    assert bench.do(LookupBlocks(JOB, (key(0),))) == b"\2"
     bench.disk.broken = False
     assert bench.do(spill([0])) == b"\1"
     bench.disk.broken = True
@@ -187,13 +187,13 @@ def test_past_its_deadline_a_job_moves_nothing(bench: Bench) -> None:
     bench.tiers.submit([spill([0]), spill([1]), spill([2])])  # the third waits for threads
     bench.now = 11.0
     bench.disk.gate.set(), bench.remote.gate.set()
-    found: list[Answer] = []
+    found: list[TierAnswer] = []
     deadline = time.monotonic() + WAIT_S
     while len(found) < 3:
         assert time.monotonic() < deadline
         bench.tiers.wait(0.1)
         found += bench.tiers.poll()
-    assert bench.do(Seek(JOB, (key(2),))) == b"\0"
+    assert bench.do(LookupBlocks(JOB, (key(2),))) == b"\0"
 
 
 def test_a_spill_that_hangs_holds_no_fetch_up(bench: Bench) -> None:
@@ -264,7 +264,9 @@ def hung(bench: Bench) -> None:
         bench.fill(slot)
     assert bench.do(spill(range(8))) == bytes([1] * 8)
     bench.disk.readable.clear()
-    bench.tiers.submit(Fetch(JobId(10 + n), (key(n),), array("q", [n]), 30.0) for n in range(4))
+    bench.tiers.submit(
+        PrefetchBlocks(JobId(10 + n), (key(n),), array("q", [n]), 30.0) for n in range(4)
+    )
     bench.reading(4)
     assert bench.tiers.poll() == []
     bench.now += 5.0
@@ -273,7 +275,7 @@ def hung(bench: Bench) -> None:
 def test_when_the_disk_hangs_the_remote_tier_goes_on_serving(bench: Bench) -> None:
     hung(bench)
     for number in range(4, 8):
-        assert bench.do(Seek(JOB, (key(number),))) == b"\2"
+        assert bench.do(LookupBlocks(JOB, (key(number),))) == b"\2"
         assert bench.do(fetch([number], [number])) == b"\2"
     bench.fill(4, seed=3)
     assert bench.do(spill([4])) == b"\1"  # what is written has threads of its own
@@ -287,7 +289,7 @@ def test_when_the_disk_hangs_the_remote_tier_goes_on_serving(bench: Bench) -> No
 def test_the_control_a_disk_that_does_not_hang_is_asked(bench: Bench) -> None:
     hung(bench)
     bench.now -= 0.1
-    bench.tiers.submit([Seek(JOB, (key(5),))])
+    bench.tiers.submit([LookupBlocks(JOB, (key(5),))])
     assert bench.tiers.poll() == []  # it waits for a thread of the disk
     bench.disk.readable.set()
     found = [bench.next_answer() for _ in range(5)]
@@ -300,15 +302,17 @@ def test_what_waited_for_a_disk_that_hangs_goes_to_the_next_tier(bench: Bench) -
         bench.fill(slot)
     bench.do(spill(range(6)))
     bench.disk.readable.clear()
-    bench.tiers.submit(Fetch(JobId(10 + n), (key(n),), array("q", [n]), 30.0) for n in range(4))
+    bench.tiers.submit(
+        PrefetchBlocks(JobId(10 + n), (key(n),), array("q", [n]), 30.0) for n in range(4)
+    )
     bench.reading(4)
-    bench.tiers.submit([fetch([4], [4]), Seek(JobId(2), (key(5), key(7)))])
+    bench.tiers.submit([fetch([4], [4]), LookupBlocks(JobId(2), (key(5), key(7)))])
     bench.now = 4.9
     assert bench.tiers.poll() == []
     bench.now = 5.0
     assert {bench.next_answer() for _ in range(2)} == {
-        Answer(JOB, b"\2"),
-        Answer(JobId(2), b"\0\0"),
+        TierAnswer(JOB, b"\2"),
+        TierAnswer(JobId(2), b"\0\0"),
     }
 
 
@@ -317,7 +321,7 @@ def test_a_disk_that_comes_back_is_probed_and_used(bench: Bench) -> None:
     assert bench.do(fetch([5], [5])) == b"\2"
     bench.disk.readable.set()
     found = {bench.next_answer() for _ in range(4)}
-    assert found == {Answer(JobId(10 + n), b"\1") for n in range(4)}
+    assert found == {TierAnswer(JobId(10 + n), b"\1") for n in range(4)}
     assert bench.do(fetch([5], [5])) == b"\2"  # it hung until just now
     bench.now += 1.0
     assert bench.do(fetch([5], [5])) == b"\1"
@@ -327,7 +331,7 @@ def test_a_disk_that_comes_back_is_probed_and_used(bench: Bench) -> None:
 def test_lookups_of_a_disk_that_hangs_do_not_pile_up(bench: Bench) -> None:
     hung(bench)
     bench.now -= 5.0
-    bench.tiers.submit(Seek(JobId(100 + n), (key(n % 8),)) for n in range(5000))
+    bench.tiers.submit(LookupBlocks(JobId(100 + n), (key(n % 8),)) for n in range(5000))
     lane = bench.tiers._stack.readers[Tier.DISK]
     assert len(lane._queue) == 4096
     bench.now += 5.0

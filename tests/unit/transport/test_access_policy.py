@@ -9,7 +9,7 @@ import pytest
 
 from kvconnect.errors import ConfigError
 from kvconnect.transport import Security
-from kvconnect.transport.security import Guard
+from kvconnect.transport.security import AccessPolicy
 from tests.links import make_certificates
 
 KEYED = Security(key=b"k")
@@ -17,17 +17,17 @@ KEYED = Security(key=b"k")
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.10", "::1", "::ffff:127.0.0.1"])
 def test_loopback_needs_no_proof(host: str) -> None:
-    guard = Guard(Security())
+    guard = AccessPolicy(Security())
     assert guard.admits(host)
     guard.check_listen(host)
 
 
 @pytest.mark.parametrize("host", ["10.1.2.3", "8.8.8.8", "fe80::1", "::ffff:10.1.2.3"])
 def test_other_addresses_need_a_key_or_a_listed_network(host: str) -> None:
-    assert not Guard(Security()).admits(host)
-    assert not Guard(Security(allowed=("10.1.3.0/24", "fd00::/8"))).admits(host)
-    assert Guard(KEYED).admits(host)
-    assert Guard(Security(allowed=("0.0.0.0/0", "::/0"))).admits(host)
+    assert not AccessPolicy(Security()).admits(host)
+    assert not AccessPolicy(Security(allowed=("10.1.3.0/24", "fd00::/8"))).admits(host)
+    assert AccessPolicy(KEYED).admits(host)
+    assert AccessPolicy(Security(allowed=("0.0.0.0/0", "::/0"))).admits(host)
 
 
 @pytest.mark.parametrize(
@@ -38,31 +38,31 @@ def test_other_addresses_need_a_key_or_a_listed_network(host: str) -> None:
     ],
 )
 def test_only_addresses_are_talked_to(host: str) -> None:
-    assert not Guard(KEYED).admits(host)
+    assert not AccessPolicy(KEYED).admits(host)
     with pytest.raises(ConfigError, match=r"listen=.*use an IP address"):
-        Guard(KEYED).check_listen(host)
+        AccessPolicy(KEYED).check_listen(host)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "::ffff:0.0.0.0"])
 def test_a_wildcard_is_refused_even_with_a_key(host: str) -> None:
     with pytest.raises(ConfigError, match=r"listen=.*that peers reach"):
-        Guard(KEYED).check_listen(host)
+        AccessPolicy(KEYED).check_listen(host)
 
 
 def test_listening_beyond_loopback_without_proof_names_the_fix() -> None:
     with pytest.raises(ConfigError, match=r"listen='10\.1\.2\.3'.*key_file"):
-        Guard(Security()).check_listen("10.1.2.3")
-    Guard(KEYED).check_listen("10.1.2.3")
-    Guard(Security(allowed=("10.0.0.0/8",))).check_listen("10.1.2.3")
+        AccessPolicy(Security()).check_listen("10.1.2.3")
+    AccessPolicy(KEYED).check_listen("10.1.2.3")
+    AccessPolicy(Security(allowed=("10.0.0.0/8",))).check_listen("10.1.2.3")
 
 
 def test_a_wrong_network_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"peers='10\.1\.2\.3/8'.*has host bits set"):
-        Guard(Security(allowed=("10.1.2.3/8",)))
+        AccessPolicy(Security(allowed=("10.1.2.3/8",)))
 
 
 def test_both_tls_sides_demand_a_certificate(tmp_path: Path) -> None:
-    guard = Guard(make_certificates(tmp_path))
+    guard = AccessPolicy(make_certificates(tmp_path))
     for context in (guard.tls(server=True), guard.tls(server=False)):
         assert context is not None
         assert context.verify_mode == ssl.CERT_REQUIRED
@@ -74,7 +74,7 @@ def test_both_tls_sides_demand_a_certificate(tmp_path: Path) -> None:
 def test_tls_needs_all_three_files(tmp_path: Path, missing: str) -> None:
     files = vars(make_certificates(tmp_path)) | {missing: ""}
     with pytest.raises(ConfigError, match="tls_dir"):
-        Guard(Security(**files))
+        AccessPolicy(Security(**files))
 
 
 def test_a_key_of_another_certificate_is_refused(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_key_of_another_certificate_is_refused(tmp_path: Path) -> None:
     ours, theirs = make_certificates(tmp_path / "a"), make_certificates(tmp_path / "b")
     mixed = Security(tls_cert=ours.tls_cert, tls_key=theirs.tls_key, tls_ca=ours.tls_ca)
     with pytest.raises(ConfigError, match="PEM files that match"):
-        Guard(mixed)
+        AccessPolicy(mixed)
 
 
 def test_a_key_does_not_show_in_a_repr() -> None:

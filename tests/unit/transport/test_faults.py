@@ -16,14 +16,14 @@ from kvconnect.protocol.auth import NONCE_BYTES, ClientAuth, Opening
 from kvconnect.protocol.codec import FrameHeader, NoteReader, pack_greeting, pack_header, pack_note
 from kvconnect.testing.memory import plain_unit
 from kvconnect.testing.proxy import FaultProxy
-from kvconnect.testing.transport import Pair, Side
+from kvconnect.testing.transport import ConnectedPair, Side
 from kvconnect.transport.base import (
-    Incoming,
-    Note,
+    IncomingPages,
     Noted,
-    Outgoing,
+    OutgoingPages,
     PeerDown,
     PeerId,
+    PeerMessage,
     PeerUp,
     Received,
 )
@@ -36,17 +36,17 @@ UNIT = plain_unit(64 << 10)
 PAGES = 64  # 4 MiB
 
 
-def move(pair: Pair, want: int = 1) -> None:
+def move(pair: ConnectedPair, want: int = 1) -> None:
     """Ask for all pages and have them sent."""
     pair.want(want, [UNIT], [range(PAGES)])
     pair.send(want, 0, UNIT, range(PAGES))
 
 
-def ended(pair: Pair, want: int = 1) -> bool:
+def ended(pair: ConnectedPair, want: int = 1) -> bool:
     return bool(pair.reader.of(PeerDown)) or pair.arrived(want) == PAGES
 
 
-def good_pages(pair: Pair) -> list[bool]:
+def good_pages(pair: ConnectedPair) -> list[bool]:
     """Which pages in the reader's memory are right."""
     reader, source = pair.reader.memory, pair.source.memory
     return [reader.read(UNIT, [i]) == source.read(UNIT, [i]) for i in range(PAGES)]
@@ -55,7 +55,7 @@ def good_pages(pair: Pair) -> list[bool]:
 # Between the two ----------------------------------------------------------------------------------
 
 
-def check_what_is_called_good(pair: Pair) -> set[int]:
+def check_what_is_called_good(pair: ConnectedPair) -> set[int]:
     """Check that no wrong page was received as a good one; return those that were called bad."""
     good = good_pages(pair)
     bad: set[int] = set()
@@ -257,7 +257,7 @@ def frame(**changes: int) -> bytes:
 def test_a_wrong_frame_ends_the_peer(sent: bytes, text: str) -> None:
     with raw_peer() as (raw, victim, peer):
         ids = array("q", range(PAGES))
-        victim.transport.submit(Incoming(peer, 1, [UNIT], [(0, ids)]))
+        victim.transport.submit(IncomingPages(peer, 1, [UNIT], [(0, ids)]))
         before = bytes(victim.memory.data)
         raw.data[0].sendall(sent + bytes(1000))
         assert text in reason(victim)
@@ -268,7 +268,7 @@ def test_a_wrong_frame_ends_the_peer(sent: bytes, text: str) -> None:
 def test_a_repeated_frame_is_refused() -> None:
     with raw_peer(nbytes=8 << 20) as (raw, victim, peer):
         ids = array("q", range(PAGES))
-        victim.transport.submit(Incoming(peer, 1, [UNIT], [(0, ids)]))
+        victim.transport.submit(IncomingPages(peer, 1, [UNIT], [(0, ids)]))
         page = frame() + bytes(UNIT.block_bytes)
         raw.data[0].sendall(page)
         wait_for(victim, lambda: victim.of(Received))
@@ -279,7 +279,7 @@ def test_a_repeated_frame_is_refused() -> None:
 def test_a_frame_that_stops_half_way_is_given_up() -> None:
     with raw_peer(dead_after_s=30.0, silent_s=30.0, nbytes=8 << 20) as (raw, victim, peer):
         ids = array("q", range(PAGES))
-        victim.transport.submit(Incoming(peer, 1, [UNIT], [(0, ids)]))
+        victim.transport.submit(IncomingPages(peer, 1, [UNIT], [(0, ids)]))
         raw.data[0].sendall(frame() + bytes(1000))
         assert "stalled" in reason(victim)
         assert not victim.of(Received)
@@ -288,7 +288,7 @@ def test_a_frame_that_stops_half_way_is_given_up() -> None:
 def test_a_reader_that_does_not_read_is_given_up() -> None:
     with raw_peer(dead_after_s=30.0, silent_s=30.0, nbytes=64 << 20) as (_, victim, peer):
         ids = array("q", range(1024))
-        victim.transport.submit(Outgoing(peer, 1, 0, UNIT, 0, ids))
+        victim.transport.submit(OutgoingPages(peer, 1, 0, UNIT, 0, ids))
         assert "stalled" in reason(victim)
 
 
@@ -317,7 +317,7 @@ class Trickle:
 def test_a_frame_that_trickles_in_is_given_up() -> None:
     with raw_peer(dead_after_s=30.0, silent_s=30.0, nbytes=8 << 20) as (raw, victim, peer):
         ids = array("q", range(PAGES))
-        victim.transport.submit(Incoming(peer, 1, [UNIT], [(0, ids)]))
+        victim.transport.submit(IncomingPages(peer, 1, [UNIT], [(0, ids)]))
         raw.data[0].sendall(frame())
         with Trickle(raw):
             assert "a frame, or the end of a cancelled one" in reason(victim)
@@ -330,7 +330,7 @@ def test_a_cancelled_frame_that_trickles_in_ends_soon(
     monkeypatch.setattr(send_queue, "MIN_BYTES_PER_S", 1000)  # a minute for this frame
     with raw_peer(dead_after_s=30.0, silent_s=30.0, nbytes=8 << 20) as (raw, victim, peer):
         ids = array("q", range(PAGES))
-        victim.transport.submit(Incoming(peer, 1, [UNIT], [(0, ids)]))
+        victim.transport.submit(IncomingPages(peer, 1, [UNIT], [(0, ids)]))
         raw.data[0].sendall(frame() + b"\7" * 1000)
         wait_for(victim, lambda: victim.memory.data[999] == 7)
         if cancelled:
@@ -347,7 +347,7 @@ def test_a_cancelled_frame_that_trickles_in_ends_soon(
 def test_a_cancelled_frame_that_trickles_out_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(send_queue, "MIN_BYTES_PER_S", 1000)
     with raw_peer(dead_after_s=30.0, silent_s=30.0, nbytes=64 << 20) as (raw, victim, peer):
-        victim.transport.submit(Outgoing(peer, 1, 0, UNIT, 0, array("q", range(1024))))
+        victim.transport.submit(OutgoingPages(peer, 1, 0, UNIT, 0, array("q", range(1024))))
         over = threading.Event()
 
         def sip() -> None:
@@ -391,7 +391,7 @@ def test_heartbeats_keep_a_peer_alive_and_are_sent() -> None:
 def test_a_peer_that_does_not_read_its_notes_is_given_up() -> None:
     with raw_peer(dead_after_s=30.0, silent_s=30.0) as (_, victim, peer):
         for _ in range(MAX_QUEUED_BYTES // (1 << 20) + 20):
-            victim.transport.submit(Note(peer, bytes(1 << 20)))
+            victim.transport.submit(PeerMessage(peer, bytes(1 << 20)))
         assert "does not read its notes" in reason(victim)
 
 
@@ -468,7 +468,7 @@ def test_a_session_that_is_never_complete_is_dropped() -> None:
 )
 def test_garbage_is_turned_away_and_others_go_on(said: bytes) -> None:
     with side() as reader, side() as source:
-        pair = Pair(reader, source)
+        pair = ConnectedPair(reader, source)
         with socket.create_connection(pair.address, timeout=10) as stranger:
             stranger.sendall(said)
             stranger.shutdown(socket.SHUT_WR)
@@ -487,7 +487,7 @@ def test_strangers_that_say_nothing_do_not_lock_others_out(
         address = source.transport.listen("127.0.0.1", 0)
         strangers = [socket.create_connection(address, timeout=10) for _ in range(50)]
         source.transport.listen = lambda *_: address  # type: ignore[method-assign]
-        Pair(reader, source).check_works(1)
+        ConnectedPair(reader, source).check_works(1)
         assert strangers[0].recv(1) == b""  # the oldest had to go
         strangers[-1].setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -501,7 +501,7 @@ def test_only_so_many_peers_are_let_in(
 ) -> None:
     monkeypatch.setattr(hub, "MAX_INBOUND", 2)
     with side() as reader, side() as source:
-        pair = Pair(reader, source)
+        pair = ConnectedPair(reader, source)
         pair.connect()
         assert outcome(reader, pair.address).peer not in (1, 2)
         assert len(source.of(PeerUp)) == 2
@@ -535,7 +535,7 @@ def test_a_thread_that_dies_in_the_memory_ends_the_peer(
     """A bug on this side of the seam must not look like silence."""
     monkeypatch.setattr("threading.excepthook", lambda _: None)
     with side() as reader, side() as source:
-        pair = Pair(reader, source)
+        pair = ConnectedPair(reader, source)
         pair.want(1, [UNIT], [[10_000]])  # outside its memory
         pair.send(1, 0, UNIT, [0])
         pair.until(lambda: reader.of(PeerDown), "the reader's PeerDown")

@@ -25,25 +25,25 @@ import numpy as np
 
 from kvconnect.errors import ConfigError, TransferFailed
 from kvconnect.protocol import nixl_messages
-from kvconnect.testing.memory import Pages, plain_unit, split_unit
-from kvconnect.testing.transport import Pair, Side, kinds
+from kvconnect.testing.memory import PageMemory, plain_unit, split_unit
+from kvconnect.testing.transport import ConnectedPair, Side, kinds
 from kvconnect.transport import Security, make_transport
 from kvconnect.transport.base import (
     Area,
-    Hangup,
-    Incoming,
-    Note,
+    Disconnect,
+    Drained,
+    IncomingPages,
     PeerDown,
+    PeerMessage,
     PeerUp,
-    Quiet,
     Received,
     Sent,
 )
 from kvconnect.transport.nixl import agent as agents
 from kvconnect.transport.nixl import send
 from kvconnect.transport.nixl.agent import Agent, find_package
-from kvconnect.transport.nixl.transport import NixlRail
-from kvconnect.transport.nixl.worker import Mover
+from kvconnect.transport.nixl.transport import NixlPath
+from kvconnect.transport.nixl.worker import NixlWorker
 from tests.fakes.nixl_source import BLOCK
 from tests.links import NIXL_QUICK, OPEN, tcp, threads, threads_after_close
 
@@ -54,18 +54,18 @@ UNIT = plain_unit(4096)
 def side(nbytes: int = 1 << 20, seed: int | None = None, digest: str = "full") -> Iterator[Side]:
     transport = make_transport("nixl", OPEN, replace(NIXL_QUICK, digest=digest))
     try:
-        yield Side(transport, Pages(nbytes, seed=seed))
+        yield Side(transport, PageMemory(nbytes, seed=seed))
     finally:
         transport.close()
 
 
 @contextmanager
-def pair(**options: str) -> Iterator[Pair]:
+def pair(**options: str) -> Iterator[ConnectedPair]:
     with side(**options) as reader, side(seed=1, **options) as source:
-        yield Pair(reader, source, "nixl")
+        yield ConnectedPair(reader, source, "nixl")
 
 
-def moves(link: Pair, want: int = 1) -> None:
+def moves(link: ConnectedPair, want: int = 1) -> None:
     """Move some pages, compare them, and end the want."""
     link.want(want, [UNIT], [range(100)])
     link.send(want, 0, UNIT, range(100, 200))
@@ -74,7 +74,7 @@ def moves(link: Pair, want: int = 1) -> None:
         UNIT, range(100, 200)
     )
     link.reader.transport.cancel(link.of_reader, want)
-    link.until(lambda: any(event.want == want for event in link.reader.of(Quiet)), "its Quiet")
+    link.until(lambda: any(event.want == want for event in link.reader.of(Drained)), "its Quiet")
 
 
 def test_pages_move_and_threads_end() -> None:
@@ -100,7 +100,7 @@ def test_swapped_pages_are_found_by_their_digests(
 ) -> None:
     paired = send.paired
 
-    def swapped(*runs: send.Place) -> object:
+    def swapped(*runs: send.UnitAddresses) -> object:
         ours, theirs, _ = (
             array("q", (v + i * 4096 for v in part for i in range(100)))[:100]
             for part in paired(*runs)  # one run of all pages: cut it into pages again
@@ -142,7 +142,7 @@ def test_a_want_that_is_cancelled_before_its_place_is_known_is_thrown_away() -> 
         link.send(1, 0, UNIT, range(10))
         link.reader.transport.cancel(link.of_reader, 1)
         passed.set()
-        link.until(lambda: Quiet in kinds(link.reader, link.of_reader), "the reader's Quiet")
+        link.until(lambda: Drained in kinds(link.reader, link.of_reader), "the reader's Quiet")
         link.until(lambda: Sent in kinds(link.source, link.of_source), "the source's Sent")
         moves(link, want=2)
         assert not any(event.want == 1 for event in link.reader.of(Received))
@@ -159,12 +159,12 @@ def test_a_cancel_does_not_wait_for_all_that_was_queued() -> None:
     nbytes = 512 << 20
     unit, ids = plain_unit(BLOCK), range(nbytes // BLOCK)
     with side(nbytes) as reader, side(nbytes) as source:
-        link = Pair(reader, source, "nixl")
+        link = ConnectedPair(reader, source, "nixl")
         link.want(1, [unit], [ids])
         link.send(1, 0, unit, ids)
         link.until(lambda: link.arrived(1), "the first pages")
         reader.transport.cancel(link.of_reader, 1)
-        link.until(lambda: Quiet in kinds(reader, link.of_reader), "the reader's Quiet")
+        link.until(lambda: Drained in kinds(reader, link.of_reader), "the reader's Quiet")
         link.until(lambda: source.of(Sent), "the source's Sent")
         assert 0 < source.of(Sent)[0].nbytes < nbytes
         assert not reader.of(PeerDown)
@@ -176,7 +176,7 @@ def test_two_connections_of_one_reader_do_not_hurt_each_other() -> None:
         first = link.of_reader
         link.of_reader, link.of_source = link.connect()
         moves(link, want=2)
-        link.reader.transport.submit(Hangup(first, "enough"))
+        link.reader.transport.submit(Disconnect(first, "enough"))
         link.until(lambda: PeerDown in kinds(link.reader, first), "the first one's PeerDown")
         link.until(lambda: link.source.of(PeerDown), "the same at the source")
         moves(link, want=3)
@@ -184,12 +184,12 @@ def test_two_connections_of_one_reader_do_not_hurt_each_other() -> None:
 
 def test_peers_that_are_lost_together_cost_one_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     with side() as reader, side(seed=1) as source:
-        link = Pair(reader, source, "nixl")
+        link = ConnectedPair(reader, source, "nixl")
         peers = [link.of_reader, *(link.connect()[0] for _ in range(3))]
         for peer in peers:  # exposed: told where to write
-            order = Incoming(peer, 1, [UNIT], [(0, array("q", range(10)))], None, "nixl")
+            order = IncomingPages(peer, 1, [UNIT], [(0, array("q", range(10)))], None, "nixl")
             reader.transport.submit(order)
-        mover: Mover = reader.transport._mover  # type: ignore[attr-defined]
+        mover: NixlWorker = reader.transport._mover  # type: ignore[attr-defined]
         make, made = mover._start, []
 
         def start() -> Agent:
@@ -199,7 +199,7 @@ def test_peers_that_are_lost_together_cost_one_agent(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(mover, "_start", start)
         link.of_reader, link.of_source = link.connect()
         moves(link, want=2)  # by now all places have been told
-        reader.transport.submit(Hangup(peers[0], "enough"))
+        reader.transport.submit(Disconnect(peers[0], "enough"))
         link.until(lambda: {e.peer for e in reader.of(PeerDown)} >= set(peers), "all PeerDown")
         link.until(lambda: len(source.of(PeerDown)) == len(peers) + 1, "the same at the source")
         assert len(made) == 1
@@ -210,7 +210,7 @@ def test_peers_that_are_lost_together_cost_one_agent(monkeypatch: pytest.MonkeyP
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_step_that_raises_ends_the_path_but_no_wait() -> None:
     with side() as reader:
-        mover: Mover = reader.transport._mover  # type: ignore[attr-defined]
+        mover: NixlWorker = reader.transport._mover  # type: ignore[attr-defined]
         done, lost = threading.Event(), threading.Event()
         mover.join(lambda _: lost.set())
 
@@ -226,9 +226,9 @@ def test_a_step_that_raises_ends_the_path_but_no_wait() -> None:
 # What a peer can reach ---------------------------------------------------------------------------
 
 
-def overwrite(offer: nixl_messages.Offer, address: int) -> None:
+def overwrite(offer: nixl_messages.NixlOffer, address: int) -> None:
     """Write one page of zeros to an address, with what an offer says and no leave."""
-    own = Pages(4096)
+    own = PageMemory(4096)
     agent = Agent("UCX", own.areas(), local=True)
     ours, theirs, lengths = (np.array([n]) for n in (own.address, address, 4096))
     handle = agent.write(agent.meet(offer), (ours, theirs, lengths), (-1, -1), b"")
@@ -243,13 +243,13 @@ def overwrite(offer: nixl_messages.Offer, address: int) -> None:
 def test_who_reads_is_told_nothing_that_opens_the_sources_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settle, greetings = NixlRail.settle, {}
+    settle, greetings = NixlPath.settle, {}
 
-    def settled(rail: NixlRail, theirs: bytes, period: int) -> None:
+    def settled(rail: NixlPath, theirs: bytes, period: int) -> None:
         greetings[rail._line.inbound] = nixl_messages.decode_offer(theirs)
         settle(rail, theirs, period)
 
-    monkeypatch.setattr(NixlRail, "settle", settled)
+    monkeypatch.setattr(NixlPath, "settle", settled)
     with pair() as link:
         moves(link)
         memory = link.source.memory
@@ -266,7 +266,7 @@ def test_who_reads_is_told_nothing_that_opens_the_sources_memory(
 
 def test_pages_for_who_was_asked_to_connect_go_over_tcp_alone() -> None:
     with pair() as link:
-        order = Incoming(link.of_source, 1, [UNIT], [(0, array("q", [0]))], None, "nixl")
+        order = IncomingPages(link.of_source, 1, [UNIT], [(0, array("q", [0]))], None, "nixl")
         link.source.transport.submit(order)
         link.until_down()
         assert "nixl is no path to this peer: it connected" in link.source.of(PeerDown)[0].reason
@@ -275,7 +275,7 @@ def test_pages_for_who_was_asked_to_connect_go_over_tcp_alone() -> None:
 def test_metadata_of_registered_memory_opens_all_memory() -> None:
     """So it is where UCX has no RDMA device that checks keys: to register less, such as a ring,
     would keep nobody out. docs/security.md says so."""
-    registered, other = Pages(1 << 16), Pages(1 << 16, seed=1)
+    registered, other = PageMemory(1 << 16), PageMemory(1 << 16, seed=1)
     agent = Agent("UCX", registered.areas(), local=True)
     with pytest.raises(TransferFailed, match="NIXL refuses"):
         overwrite(agent.offer, other.address)  # the one who writes is who refuses
@@ -315,8 +315,8 @@ def begin(reader: Side, port: int, nbytes: int) -> int:
     peer = reader.transport.connect("127.0.0.1", port)
     poll_until(reader, lambda: PeerUp in kinds(reader, peer))
     unit, ids = plain_unit(BLOCK), array("q", range(nbytes // BLOCK))
-    reader.transport.submit(Incoming(peer, 1, [unit], [(0, ids)], None, "nixl"))
-    reader.transport.submit(Note(peer, b"1"))
+    reader.transport.submit(IncomingPages(peer, 1, [unit], [(0, ids)], None, "nixl"))
+    reader.transport.submit(PeerMessage(peer, b"1"))
     poll_until(reader, lambda: Received in kinds(reader, peer))
     return peer
 
@@ -338,7 +338,7 @@ def test_nothing_lands_after_a_peer_is_down(how: signal.Signals) -> None:
 
 
 def test_without_a_new_agent_something_would_land(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Mover, "renew", lambda _self, _offer, _reason, done: done())
+    monkeypatch.setattr(NixlWorker, "renew", lambda _self, _offer, _reason, done: done())
     nbytes = 512 << 20
     with process(nbytes) as (source, port), side(nbytes) as reader:
         peer = begin(reader, port, nbytes)
@@ -354,7 +354,7 @@ def test_who_comes_back_has_another_name() -> None:
         names = []
         for seed in (1, 2):
             with side(seed=seed) as source:
-                link = Pair(reader, source, "nixl")
+                link = ConnectedPair(reader, source, "nixl")
                 moves(link, want=seed)
                 mover = source.transport._mover  # type: ignore[attr-defined]
                 names.append(mover.offer.agent)
@@ -365,21 +365,21 @@ def test_who_comes_back_has_another_name() -> None:
 
 
 def change_offers(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
-    offer = NixlRail.offer
+    offer = NixlPath.offer
 
-    def changed(rail: NixlRail) -> bytes:
+    def changed(rail: NixlPath) -> bytes:
         return nixl_messages.encode(
             msgspec.structs.replace(nixl_messages.decode_offer(offer(rail)), **changes)
         )
 
-    monkeypatch.setattr(NixlRail, "offer", changed)
+    monkeypatch.setattr(NixlPath, "offer", changed)
 
 
 def test_a_peer_without_nixl_gets_tcp() -> None:
     transport = tcp(OPEN)
     try:
         with side(seed=1) as source:
-            link = Pair(Side(transport, Pages(1 << 20)), source)
+            link = ConnectedPair(Side(transport, PageMemory(1 << 20)), source)
             assert link.source.of(PeerUp)[0].paths == ("tcp",)
             assert link.source.of(PeerUp)[0].lacking == "the other side offers no NIXL"
             moves(link)
@@ -400,7 +400,7 @@ def test_metadata_of_another_version_is_not_touched(monkeypatch: pytest.MonkeyPa
 
 def test_an_engine_that_reads_from_itself_does_so_over_tcp() -> None:
     with side(seed=1) as both:
-        Pair(both, both)
+        ConnectedPair(both, both)
         assert {up.paths for up in both.of(PeerUp)} == {("tcp",)}
         assert "the same nixl agent" in both.of(PeerUp)[0].lacking
 
@@ -432,7 +432,7 @@ def test_metadata_of_another_agent_is_not_used(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_offer_that_is_none_ends_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NixlRail, "offer", lambda _: b"\xc1")
+    monkeypatch.setattr(NixlPath, "offer", lambda _: b"\xc1")
     with side() as reader, side(seed=1) as source:
         address = source.transport.listen("127.0.0.1", 0)
         peer = reader.transport.connect(*address)
@@ -489,6 +489,6 @@ def test_a_backend_that_does_not_load_is_named(backend: str) -> None:
     transport = make_transport("nixl", Security(), replace(NIXL_QUICK, backend=backend))
     try:
         with pytest.raises(ConfigError, match=rf"nixl_backend='{backend}'.*UCX"):
-            transport.register(Pages(4096))
+            transport.register(PageMemory(4096))
     finally:
         transport.close()

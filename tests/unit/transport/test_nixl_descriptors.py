@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 pytest.importorskip("numpy")
 
 from kvconnect.errors import ProtocolError
-from kvconnect.testing.memory import Pages, phased_unit, plain_unit, split_unit
+from kvconnect.testing.memory import PageMemory, phased_unit, plain_unit, split_unit
 from kvconnect.transport.base import Area, Unit
-from kvconnect.transport.nixl.descriptors import Place, check_place, paired, runs_of
+from kvconnect.transport.nixl.descriptors import UnitAddresses, check_place, paired, runs_of
 
 PAGES = 16
 LAYOUTS = [  # all of 48 bytes per wire block
@@ -33,10 +33,11 @@ def test_pieces_copy_what_a_copy_in_wire_order_would(
 ) -> None:
     pairs = list({target: (source, target) for source, target in pairs}.values())
     sources, targets = (array("q", ids) for ids in zip(*pairs, strict=True))
-    source, found, wanted = Pages(2048, seed=1), Pages(2048), Pages(2048)
+    source, found, wanted = PageMemory(2048, seed=1), PageMemory(2048), PageMemory(2048)
     wanted.write(there, targets, source.read(here, sources))
     pieces = paired(
-        runs_of(Place(here, Area(0, 2048)), sources), runs_of(Place(there, Area(0, 2048)), targets)
+        runs_of(UnitAddresses(here, Area(0, 2048)), sources),
+        runs_of(UnitAddresses(there, Area(0, 2048)), targets),
     )
     for ours, theirs, length in zip(*(array("q", part) for part in pieces), strict=True):
         found.data[theirs : theirs + length] = source.data[ours : ours + length]
@@ -45,7 +46,7 @@ def test_pieces_copy_what_a_copy_in_wire_order_would(
 
 
 def test_pieces_that_follow_one_another_are_one() -> None:
-    whole = Place(plain_unit(48), Area(1000, 2048))
+    whole = UnitAddresses(plain_unit(48), Area(1000, 2048))
     ids = array("q", [3, 4, 5, 9])
     ours, theirs, lengths = paired(runs_of(whole, ids), runs_of(whole, array("q", [0, 1, 2, 3])))
     assert (list(ours), list(theirs), list(lengths)) == ([1144, 1432], [1000, 1144], [144, 48])
@@ -53,7 +54,7 @@ def test_pieces_that_follow_one_another_are_one() -> None:
 
 @pytest.mark.parametrize("ids", [[-1], [43], [1 << 39], [0, 42, 43]])
 def test_wire_blocks_outside_the_area_are_refused(ids: list[int]) -> None:
-    place = Place(plain_unit(48), Area(1000, 43 * 48))
+    place = UnitAddresses(plain_unit(48), Area(1000, 43 * 48))
     assert len(runs_of(place, array("q", [0, 42])).lengths) == 2
     with pytest.raises(ProtocolError, match="outside 2064 bytes"):
         runs_of(place, array("q", ids))
@@ -72,6 +73,6 @@ def test_wire_blocks_outside_the_area_are_refused(ids: list[int]) -> None:
 def test_a_unit_that_makes_no_sense_is_refused(
     segments: list[int], phases: int, nbytes: int
 ) -> None:
-    check_place(Place(plain_unit(48), Area(0, 4096)))
+    check_place(UnitAddresses(plain_unit(48), Area(0, 4096)))
     with pytest.raises(ProtocolError):
-        check_place(Place(Unit(array("q", segments), phases, nbytes), Area(0, 4096)))
+        check_place(UnitAddresses(Unit(array("q", segments), phases, nbytes), Area(0, 4096)))

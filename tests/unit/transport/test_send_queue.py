@@ -12,21 +12,21 @@ from kvconnect.protocol.codec import FrameHeader
 from kvconnect.testing.memory import plain_unit
 from kvconnect.transport.base import (
     MAX_UNREAD_BYTES,
-    Incoming,
-    Mailbox,
+    Drained,
+    EventQueue,
+    IncomingPages,
     Noted,
-    Outgoing,
+    OutgoingPages,
     PeerId,
-    Quiet,
     Sent,
 )
 from kvconnect.transport.tcp.send_queue import (
     MAX_FRAME_BYTES,
     MIN_BYTES_PER_S,
     MIN_FRAME_BYTES,
-    Frame,
-    Traffic,
-    Watch,
+    OutboundFrame,
+    SendQueue,
+    StallWatchdog,
 )
 
 PEER = PeerId(7)
@@ -35,17 +35,17 @@ KIB64 = 64 << 10
 
 class Fixture:
     def __init__(self, connections: int = 2) -> None:
-        self.events = Mailbox()
+        self.events = EventQueue()
         self.now = 100.0
-        self.watch = Watch(30.0, lambda: self.now)
-        self.traffic = Traffic(PEER, self.events, connections, self.watch)
+        self.watch = StallWatchdog(30.0, lambda: self.now)
+        self.traffic = SendQueue(PEER, self.events, connections, self.watch)
 
     def send(self, blocks: int, block_bytes: int = KIB64, want: int = 1, first: int = 0) -> None:
         unit = plain_unit(block_bytes)
         ids = array("q", range(100, 100 + blocks))
-        self.traffic.send(Outgoing(PEER, want, 0, unit, first, ids))
+        self.traffic.send(OutgoingPages(PEER, want, 0, unit, first, ids))
 
-    def frames(self) -> Iterator[Frame]:
+    def frames(self) -> Iterator[OutboundFrame]:
         while self.traffic.has_queued():
             with self.traffic.next_frame() as frame:
                 assert frame is not None
@@ -54,7 +54,7 @@ class Fixture:
 
     def expect(self, want: int = 1, first: int = 10, blocks: int = 5) -> None:
         span = (first, array("q", range(blocks)))
-        self.traffic.expect(Incoming(PEER, want, [plain_unit(KIB64)], [span]))
+        self.traffic.expect(IncomingPages(PEER, want, [plain_unit(KIB64)], [span]))
 
 
 def header(**changes: int) -> FrameHeader:
@@ -138,7 +138,7 @@ def test_a_cancelled_want_falls_quiet_when_its_last_frame_has_ended() -> None:
             assert first is not None
             assert first.stop == b"\1"
         assert fixture.events.drain(0) == []
-    assert fixture.events.drain(0) == [Quiet(PEER, 1)]
+    assert fixture.events.drain(0) == [Drained(PEER, 1)]
     with fixture.traffic.landing(header()) as late:
         assert late is None  # read and thrown away
     assert fixture.events.drain(0) == []
@@ -164,14 +164,14 @@ def test_cancelling_drops_what_is_queued_and_lets_the_rest_finish() -> None:
         fixture.traffic.cancel(1)
         assert fixture.events.drain(0) == []
         fixture.traffic.sent(frame)
-    assert fixture.events.drain(0) == [Quiet(PEER, 1)]  # and no Sent: half of it was not sent
+    assert fixture.events.drain(0) == [Drained(PEER, 1)]  # and no Sent: half of it was not sent
     assert [frame.shipment.order.want for frame in fixture.frames()] == [2]
 
 
 def test_cancelling_an_unknown_want_is_quiet_at_once() -> None:
     fixture = Fixture()
     fixture.traffic.cancel(3)
-    assert fixture.events.drain(0) == [Quiet(PEER, 3)]
+    assert fixture.events.drain(0) == [Drained(PEER, 3)]
 
 
 def test_nothing_happens_after_close() -> None:
@@ -192,7 +192,7 @@ def test_nothing_happens_after_close() -> None:
 
 
 def test_a_mailbox_says_when_too_much_is_unread() -> None:
-    mailbox = Mailbox()
+    mailbox = EventQueue()
     note = Noted(PEER, bytes(1 << 20))
     assert all(mailbox.put(note) for _ in range(MAX_UNREAD_BYTES >> 20))
     assert not mailbox.put(note)
@@ -202,7 +202,7 @@ def test_a_mailbox_says_when_too_much_is_unread() -> None:
 
 
 def test_a_mailbox_is_not_filled_by_tiny_notes_either() -> None:
-    mailbox = Mailbox()
+    mailbox = EventQueue()
     note = Noted(PEER, b"x")
     assert all(mailbox.put(note) for _ in range(MAX_UNREAD_BYTES // 256))
     assert not mailbox.put(note)

@@ -14,22 +14,22 @@ import pytest
 
 from kvconnect.errors import ConfigError, Misuse, TransferFailed
 from kvconnect.testing.memory import plain_unit
-from kvconnect.testing.transport import Pair, Side, kinds
+from kvconnect.testing.transport import ConnectedPair, Side, kinds
 from kvconnect.transport import LinkOptions, Security, page_io
 from kvconnect.transport.base import (
     MAX_NOTE_BYTES,
     STRANGER,
-    Incoming,
-    Note,
+    IncomingPages,
     Noted,
-    Outgoing,
+    OutgoingPages,
     PeerDown,
     PeerId,
+    PeerMessage,
     PeerUp,
     Received,
 )
-from kvconnect.transport.security import Guard
-from kvconnect.transport.tcp.event_loop import Loop
+from kvconnect.transport.security import AccessPolicy
+from kvconnect.transport.tcp.event_loop import EventLoop
 from tests.links import (
     OPEN,
     make_certificates,
@@ -53,7 +53,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Security:
 
 def test_both_sides_are_told_who_is_there() -> None:
     with side(KEY) as reader, side(KEY) as source:
-        pair = Pair(reader, source)
+        pair = ConnectedPair(reader, source)
         (up,) = reader.of(PeerUp)
         host, port = pair.address
         assert up == PeerUp(pair.of_reader, False, f"{host}:{port}")
@@ -94,7 +94,7 @@ def test_a_peer_from_an_untrusted_address_is_turned_away_and_logged_once(
 ) -> None:
     with side() as reader, side() as source:
         address = source.transport.listen("127.0.0.1", 0)
-        guard: Guard = source.transport._guard  # type: ignore[attr-defined]
+        guard: AccessPolicy = source.transport._guard  # type: ignore[attr-defined]
         monkeypatch.setattr(guard, "admits", lambda _: False)
         for _ in range(2):
             assert outcome(reader, address).reason.startswith("cannot connect")
@@ -110,7 +110,7 @@ def test_mutual_tls_lets_its_own_in(certificates: Security) -> None:
     with side(certificates) as reader, side(replace(certificates, key=b"k")) as source:
         assert outcome(reader, source.transport.listen("127.0.0.1", 0)).refused == "auth"
     with side(certificates) as reader, side(certificates) as source:
-        Pair(reader, source).check_works(1)
+        ConnectedPair(reader, source).check_works(1)
 
 
 @pytest.mark.parametrize("who", ["another authority", "plain"])
@@ -140,7 +140,7 @@ def test_orders_before_a_peer_is_up_wait_for_it() -> None:
         address = source.transport.listen("127.0.0.1", 0)
         number = reader.transport.connect(*address)
         for text in (b"1", b"2"):
-            reader.transport.submit(Note(number, text))
+            reader.transport.submit(PeerMessage(number, text))
         for _ in range(500):
             reader.poll()
             source.poll()
@@ -152,7 +152,7 @@ def test_orders_before_a_peer_is_up_wait_for_it() -> None:
 def test_a_restart_on_the_same_port_is_a_new_peer() -> None:
     with side() as reader:
         with side() as source:
-            pair = Pair(reader, source)
+            pair = ConnectedPair(reader, source)
             pair.check_works(1)
         for _ in range(500):
             reader.poll()
@@ -162,7 +162,7 @@ def test_a_restart_on_the_same_port_is_a_new_peer() -> None:
         with side() as source:
             assert source.transport.listen(*pair.address) == pair.address
             source.transport.listen = lambda *_: pair.address  # type: ignore[method-assign]
-            again = Pair(reader, source)
+            again = ConnectedPair(reader, source)
             assert again.of_reader != pair.of_reader
             again.check_works(1)
 
@@ -192,7 +192,7 @@ def test_fifty_peers_at_once() -> None:
 def test_nothing_is_left_after_close() -> None:
     def use() -> None:
         with side(KEY) as reader, side(KEY) as source:
-            pair = Pair(reader, source)
+            pair = ConnectedPair(reader, source)
             pair.check_works(1)
             pair.connect()
             assert outcome(reader, ("127.0.0.1", 1)).reason  # nobody is there
@@ -236,7 +236,7 @@ def test_closing_waits_for_a_page_that_is_being_sent() -> None:
 
     fence = SlowFence()
     with side() as reader, side() as source:
-        pair = Pair(reader, source)
+        pair = ConnectedPair(reader, source)
         unit = plain_unit(64)
         pair.want(1, [unit], [[0]])
         pair.send(1, 0, unit, [1], fence=fence)
@@ -250,7 +250,7 @@ def test_closing_waits_for_a_page_that_is_being_sent() -> None:
 # Held up, or out of threads -----------------------------------------------------------------------
 
 
-def hold(loop: Loop, seconds: float) -> None:
+def hold(loop: EventLoop, seconds: float) -> None:
     """Keep a loop from whatever else it should do."""
     loop.call(lambda: (threading.Event().wait(seconds), None)[1])
 
@@ -269,7 +269,7 @@ def test_a_loop_that_was_held_up_does_not_blame_a_peer_that_is_being_set_up() ->
 
 def test_the_loops_clock_stands_still_while_it_is_held_up_and_runs_otherwise() -> None:
     seen: list[float] = []
-    loop = Loop(seen.append, 0.01, lambda: None)
+    loop = EventLoop(seen.append, 0.01, lambda: None)
     loop.start()
     hold(loop, 1.0)
     begun = loop.now()
@@ -300,13 +300,15 @@ def test_a_thread_that_cannot_start_ends_its_peer_and_no_other(
         start(thread)
 
     with side(connections=3) as reader, side(connections=3) as source:
-        pair = Pair(reader, source)
+        pair = ConnectedPair(reader, source)
         pair.check_works(1)
         monkeypatch.setattr(threading.Thread, "start", start_some)
         number = reader.transport.connect(*pair.address)
         if verb == "send":
             pair.until(lambda: len(source.of(PeerUp)) == 2, "the second PeerUp")
-            order = Outgoing(source.of(PeerUp)[1].peer, 1, 0, plain_unit(64), 0, array("q", [0]))
+            order = OutgoingPages(
+                source.of(PeerUp)[1].peer, 1, 0, plain_unit(64), 0, array("q", [0])
+            )
             source.transport.submit(order)
         pair.until(lambda: PeerDown in kinds(reader, number), "the reader's PeerDown")
         pair.until(lambda: source.of(PeerDown), "the source's PeerDown")
@@ -343,7 +345,7 @@ def test_both_sides_use_the_stricter_digest_of_the_two(
     receive = page_io.recv_pages
     monkeypatch.setattr(page_io, "recv_pages", flip)
     with side(digest=ours) as reader, side(digest=theirs) as source:
-        pair = Pair(reader, source)
+        pair = ConnectedPair(reader, source)
         unit = plain_unit(64)
         pair.want(1, [unit], [range(16)])
         pair.send(1, 0, unit, range(16))
@@ -370,7 +372,7 @@ def test_a_reader_that_cannot_hash_takes_pages_unverified(monkeypatch: pytest.Mo
     real = page_io.recv_pages
     monkeypatch.setattr(page_io, "recv_pages", receive)
     with side(digest="off") as reader, side(digest="full") as source:
-        pair = Pair(reader, source)
+        pair = ConnectedPair(reader, source)
         pair.check_works(1)
         without_hashing(reader, pair.of_reader)
         pair.check_works(2)
@@ -380,7 +382,7 @@ def test_a_reader_that_cannot_hash_takes_pages_unverified(monkeypatch: pytest.Mo
 
 def test_a_source_that_cannot_hash_says_what_to_do() -> None:
     with side(digest="full") as reader, side(digest="off") as source:
-        pair = Pair(reader, source)
+        pair = ConnectedPair(reader, source)
         without_hashing(source, pair.of_source)
         pair.want(1, [plain_unit(64)], [[0]])
         pair.send(1, 0, plain_unit(64), [1])
@@ -394,20 +396,20 @@ def test_a_source_that_cannot_hash_says_what_to_do() -> None:
 @pytest.mark.parametrize("size", [0, MAX_NOTE_BYTES + 1])
 def test_a_note_of_a_wrong_size_is_a_mistake(size: int) -> None:
     with side() as reader, side() as source:
-        pair = Pair(reader, source)
+        pair = ConnectedPair(reader, source)
         with pytest.raises(Misuse, match="a note of"):
-            reader.transport.submit(Note(pair.of_reader, bytes(size)))
+            reader.transport.submit(PeerMessage(pair.of_reader, bytes(size)))
 
 
 def test_memory_is_registered_once_and_before_pages_move() -> None:
     with side() as reader, side() as source:
-        pair = Pair(reader, source)
+        pair = ConnectedPair(reader, source)
         with pytest.raises(Misuse, match="registered already"):
             reader.transport.register(reader.memory)
     transport = tcp()
     with side() as source:
         number = transport.connect(*source.transport.listen("127.0.0.1", 0))
-        order = Incoming(number, 1, [plain_unit(64)], [(0, array("q", [0]))])
+        order = IncomingPages(number, 1, [plain_unit(64)], [(0, array("q", [0]))])
         with pytest.raises(Misuse, match="register the memory"):
             transport.submit(order)
         transport.close()
@@ -430,7 +432,7 @@ def test_wrong_options_are_named(options: dict[str, object], text: str) -> None:
 
 def test_orders_for_an_unknown_peer_are_dropped() -> None:
     with side() as reader:
-        reader.transport.submit(Note(PeerId(99), b"x"))
+        reader.transport.submit(PeerMessage(PeerId(99), b"x"))
         reader.transport.cancel(PeerId(99), 1)
         assert reader.transport.poll(0) == []
 
@@ -457,7 +459,7 @@ def test_a_dead_loop_leaves_its_peers_nothing_to_wait_for() -> None:
     gc.collect()
     before = open_files()
     with side(silent_s=600.0) as reader, side() as source:
-        pair = Pair(reader, source)
+        pair = ConnectedPair(reader, source)
         pair.check_works(1)
         source.transport._shared.loop.call(die)  # type: ignore[attr-defined]
         for _ in range(500):

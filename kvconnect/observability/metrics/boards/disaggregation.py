@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvconnect.observability.metrics.boards.grafana import Board, Panel, Query, Row
+from kvconnect.observability.metrics.boards.grafana import Board, Panel, PanelRow, Query
 from kvconnect.observability.metrics.boards.promql import (
     during,
     most,
@@ -37,7 +37,7 @@ def _mean(name: str, *more: str) -> str:
     return share(*(during(part, "job") for part in parts))
 
 
-_TIME = Row(
+_TIME = PanelRow(
     "Where the time goes",
     (
         Panel(
@@ -87,7 +87,7 @@ _TIME = Row(
     ),
 )
 
-_SPEED = Row(
+_SPEED = PanelRow(
     "How fast",
     (
         Panel(
@@ -165,7 +165,7 @@ _SPEED = Row(
     ),
 )
 
-_ENDS = Row(
+_ENDS = PanelRow(
     "How it ends",
     (
         Panel(
@@ -221,7 +221,7 @@ _ENDS = Row(
     ),
 )
 
-_HELD = Row(
+_HELD = PanelRow(
     "What is held",
     (
         Panel(

@@ -45,7 +45,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Row:
+class PanelRow:
     """A heading and the panels under it."""
 
     title: str
@@ -60,7 +60,7 @@ class Board:
     uid: str
     title: str
     about: str
-    rows: tuple[Row, ...]
+    rows: tuple[PanelRow, ...]
     engines: bool = True
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvconnect.observability.metrics.boards.grafana import Board, Panel, Query, Row
+from kvconnect.observability.metrics.boards.grafana import Board, Panel, PanelRow, Query
 from kvconnect.observability.metrics.boards.promql import (
     during,
     now,
@@ -36,7 +36,7 @@ def _ttft_saved() -> str:
     return f"({_SAVED} * {token} - {waited}) / {during(series('lookups'))}"
 
 
-_HELPING = Row(
+_HELPING = PanelRow(
     "Is it helping?",
     (
         Panel(
@@ -118,7 +118,7 @@ _HELPING = Row(
     ),
 )
 
-_MOVED = Row(
+_MOVED = PanelRow(
     "What is moved",
     (
         Panel(
@@ -150,7 +150,7 @@ _MOVED = Row(
     ),
 )
 
-_WRONG = Row(
+_WRONG = PanelRow(
     "What goes wrong",
     (
         Panel(
@@ -183,7 +183,7 @@ _WRONG = Row(
     ),
 )
 
-_ENGINES = Row(
+_ENGINES = PanelRow(
     "The engines",
     (
         Panel(

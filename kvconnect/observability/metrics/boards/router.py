@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvconnect.observability.metrics.boards.grafana import Board, Panel, Query, Row
+from kvconnect.observability.metrics.boards.grafana import Board, Panel, PanelRow, Query
 from kvconnect.observability.metrics.boards.promql import (
     during,
     most,
@@ -13,7 +13,7 @@ from kvconnect.observability.metrics.boards.promql import (
     share,
 )
 
-_REQUESTS = Row(
+_REQUESTS = PanelRow(
     "Requests",
     (
         Panel(
@@ -82,7 +82,7 @@ _REQUESTS = Row(
     ),
 )
 
-_CHOICES = Row(
+_CHOICES = PanelRow(
     "Choices and balance",
     (
         Panel(
@@ -127,7 +127,7 @@ _CHOICES = Row(
     ),
 )
 
-_MEMBERS = Row(
+_MEMBERS = PanelRow(
     "Engines",
     (
         Panel(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from kvconnect.observability.metrics.boards.grafana import Board, Panel, Query, Row
+from kvconnect.observability.metrics.boards.grafana import Board, Panel, PanelRow, Query
 from kvconnect.observability.metrics.boards.promql import most, now, quantile, rate, series, share
 
 _TYPES = 'transfer_type!~"SEND|RECV"'
 _AVAILABLE = series("below_available")
 
-_LOOKUPS = Row(
+_LOOKUPS = PanelRow(
     "Lookups",
     (
         Panel(
@@ -68,7 +68,7 @@ _LOOKUPS = Row(
     ),
 )
 
-_HOST = Row(
+_HOST = PanelRow(
     "Host memory",
     (
         Panel(
@@ -100,7 +100,7 @@ _HOST = Row(
     ),
 )
 
-_BELOW = Row(
+_BELOW = PanelRow(
     "Disk and remote",
     (
         Panel(
@@ -159,7 +159,7 @@ _BELOW = Row(
     ),
 )
 
-_COPIES = Row(
+_COPIES = PanelRow(
     "Copies",
     (
         Panel(
@@ -198,7 +198,7 @@ _COPIES = Row(
     ),
 )
 
-_FAILURES = Row(
+_FAILURES = PanelRow(
     "Failures",
     (
         Panel(

@@ -45,7 +45,7 @@ class Entry(NamedTuple):
     seconds: int
 
 
-class Wanted(NamedTuple):
+class BlockFilter(NamedTuple):
     """Which blocks are meant: those for which all of this is so.
 
     Attributes:
@@ -72,7 +72,7 @@ class Wanted(NamedTuple):
 
 
 @dataclass
-class Part:
+class WorkerBlocks:
     """What one worker's folder holds in one format. Times in seconds since 1970, 0 for none;
     ``model`` is "" where it is not known; ``tenants`` has the bytes of blocks by tenant id."""
 
@@ -110,7 +110,7 @@ class Part:
 
 
 @dataclass
-class Verdict:
+class Verification:
     """What a look at every byte found. ``bad`` blocks are damaged or cannot be read; ``removed``
     of them were, those of a folder that no engine uses."""
 
@@ -152,26 +152,26 @@ def _opened(path: str, owner: str) -> Iterator[Directory]:
         yield folder
 
 
-def stats(path: str, model: str | None = None) -> list[Part]:
-    """Return what each worker holds in each format, see :class:`Wanted`.
+def stats(path: str, model: str | None = None) -> list[WorkerBlocks]:
+    """Return what each worker holds in each format, see :class:`BlockFilter`.
 
     Raises :class:`ConfigError`.
     """
-    parts: list[Part] = []
+    parts: list[WorkerBlocks] = []
     for owner in owners(path):
-        by_format: dict[str, Part] = {}
+        by_format: dict[str, WorkerBlocks] = {}
         with _opened(path, owner) as folder:
             user = _user(folder)
-            for segment, called in _of(folder, Wanted(model=model)):
+            for segment, called in _of(folder, BlockFilter(model=model)):
                 name = segment.head.fingerprint.hex()
-                by_format.setdefault(name, Part(owner, name, user, called)).take_in(segment)
+                by_format.setdefault(name, WorkerBlocks(owner, name, user, called)).take_in(segment)
         parts += by_format.values()
         if not by_format and model is None:
-            parts.append(Part(owner, "", user))
+            parts.append(WorkerBlocks(owner, "", user))
     return parts
 
 
-def ls(path: str, wanted: Wanted) -> Iterator[Entry]:
+def ls(path: str, wanted: BlockFilter) -> Iterator[Entry]:
     """Yield blocks, worker by worker, oldest segment first. Raises :class:`ConfigError`."""
     for owner in owners(path):
         with _opened(path, owner) as folder:
@@ -182,13 +182,13 @@ def ls(path: str, wanted: Wanted) -> Iterator[Entry]:
                     yield Entry(owner, name, model, tenant, key, lengths[row], seconds[row])
 
 
-def verify(path: str, progress: Progress) -> Verdict:
+def verify(path: str, progress: Progress) -> Verification:
     """Read every block and compare its digest.
 
     Bad ones are removed where no engine uses the folder; an engine does so when it meets them.
     Raises :class:`ConfigError`.
     """
-    verdict = Verdict()
+    verdict = Verification()
     total = sum(part.block_bytes for part in stats(path))
     pool = PagePool()
     for owner in owners(path):
@@ -214,7 +214,7 @@ def verify(path: str, progress: Progress) -> Verdict:
     return verdict
 
 
-def clear(path: str, wanted: Wanted) -> int:
+def clear(path: str, wanted: BlockFilter) -> int:
     """Remove blocks; return how many. Their bytes are not overwritten, but not found again.
 
     Raises:
@@ -258,7 +258,7 @@ def segments(folder: Directory, mode: int = os.O_RDONLY) -> Iterator[Segment]:
 
 
 def _of(
-    folder: Directory, wanted: Wanted, mode: int = os.O_RDONLY
+    folder: Directory, wanted: BlockFilter, mode: int = os.O_RDONLY
 ) -> Iterator[tuple[Segment, str]]:
     """Yield the :func:`segments` of the wanted formats, each with its model's name."""
     models: dict[bytes, str] = {}

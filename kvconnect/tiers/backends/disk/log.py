@@ -13,7 +13,7 @@ from kvconnect.tiers.backends.disk.options import DiskOptions
 from kvconnect.tiers.backends.disk.record import LAST_SECOND, RecordHead, SegmentHead
 from kvconnect.tiers.backends.disk.recovery import open_segment
 from kvconnect.tiers.backends.disk.segment import Segment, create
-from kvconnect.tiers.backends.disk.table import SLOTS, Run, Table
+from kvconnect.tiers.backends.disk.table import SLOTS, RecordRun, Table
 from kvconnect.tiers.backends.support import PagePool
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Log:
         self._changing = threading.RLock()
         self._load()
 
-    def reserve(self, keys: Sequence[bytes], lengths: Sequence[int]) -> Run:
+    def reserve(self, keys: Sequence[bytes], lengths: Sequence[int]) -> RecordRun:
         """Give out room for the first of these blocks, as many as fit side by side.
 
         Each must fit into an empty segment. Raises :class:`OSError`: with ENOSPC or EBUSY if there
@@ -60,7 +60,7 @@ class Log:
                 return run
             self._roll(active)
 
-    def commit(self, run: Run, heads: Sequence[RecordHead], offsets: Sequence[int]) -> None:
+    def commit(self, run: RecordRun, heads: Sequence[RecordHead], offsets: Sequence[int]) -> None:
         """Have the records found that were written at these offsets of a run."""
         replaced, complete = self._table.commit(run, heads, offsets)
         if replaced or complete:
@@ -69,7 +69,7 @@ class Log:
                 if complete:
                     self._seal(run.segment)
 
-    def abandon(self, run: Run) -> None:
+    def abandon(self, run: RecordRun) -> None:
         """Give up records that could not be written. Their segment takes no more."""
         self._table.retire(run.segment)
         self.commit(run, [], [])

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvconnect.offload.eviction import make_policy
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends.base import (
-    Outcome,
+    BlockOutcome,
     Store,
     Usage,
     check_buffers,
@@ -26,7 +26,13 @@ from kvconnect.tiers.backends.disk.options import DiskOptions, parse_options
 from kvconnect.tiers.backends.disk.record import PAGE, index_bytes, pages_of
 from kvconnect.tiers.backends.disk.table import SLOTS, Table
 from kvconnect.tiers.backends.disk.transfers import Reading, Writing
-from kvconnect.tiers.backends.support import Breaker, Budget, Gate, Meter, PagePool
+from kvconnect.tiers.backends.support import (
+    Budget,
+    InFlightGuard,
+    PagePool,
+    StoreBreaker,
+    StoreMeter,
+)
 from kvconnect.types import TransferType
 
 logger = logging.getLogger(__name__)
@@ -39,8 +45,8 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EBUSY)
 class Guards(NamedTuple):
     """What keeps a disk from being used."""
 
-    writes: Breaker
-    reads: Breaker
+    writes: StoreBreaker
+    reads: StoreBreaker
     budget: Budget
 
 
@@ -67,7 +73,7 @@ class DiskStore(Store):
         self._fingerprint = check_fingerprint(fingerprint)
         self._clock = clock
         self._steady = steady
-        self._meter = Meter()
+        self._meter = StoreMeter()
         self._folder = Folder(options.path, options.owner)
         policy = make_policy(options.policy, SLOTS)
         self._table = Table(policy, options.ttl_s, options.share_bytes)
@@ -79,9 +85,9 @@ class DiskStore(Store):
             remember(self._folder.files, fingerprint, options.about)
             undo.pop_all()
         self._pool = PagePool()
-        self._gate = Gate()
+        self._gate = InFlightGuard()
         self._guards = Guards(
-            Breaker(1), Breaker(_PATIENCE), Budget(options.daily_write_bytes, steady())
+            StoreBreaker(1), StoreBreaker(_PATIENCE), Budget(options.daily_write_bytes, steady())
         )
 
     @classmethod
@@ -94,10 +100,10 @@ class DiskStore(Store):
         state = "closed" if self._gate.closed else "open"
         return f"DiskStore({self._folder.path}, {held.blocks} blocks, {state})"
 
-    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
         check_buffers(keys, payloads, writable=False)
         with self._gate.enter() as let_in:
-            outcomes = [Outcome.SIZE if let_in else Outcome.UNAVAILABLE] * len(keys)
+            outcomes = [BlockOutcome.SIZE if let_in else BlockOutcome.UNAVAILABLE] * len(keys)
             fitting = [n for n, key in enumerate(keys) if self._fits(key, payloads[n].nbytes)]
             if let_in and fitting:
                 done = self._share([keys[n] for n in fitting], [payloads[n] for n in fitting])
@@ -106,13 +112,13 @@ class DiskStore(Store):
         self._meter.ended(outcomes)
         return outcomes
 
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
         check_buffers(keys, buffers, writable=True)
         with self._gate.enter() as let_in:
             if let_in and keys and self._guards.reads.enter(self._steady()):
                 outcomes = self._read(keys, buffers)
             else:
-                outcomes = [Outcome.UNAVAILABLE] * len(keys)
+                outcomes = [BlockOutcome.UNAVAILABLE] * len(keys)
         self._meter.ended(outcomes)
         return outcomes
 
@@ -123,12 +129,12 @@ class DiskStore(Store):
                 return self._table.lengths(keys, self._clock())
         return [0] * len(keys)
 
-    def remove(self, keys: Sequence[bytes]) -> list[Outcome]:
+    def remove(self, keys: Sequence[bytes]) -> list[BlockOutcome]:
         check_keys(keys)
         with self._gate.enter() as let_in:
             if not let_in:
-                return [Outcome.UNAVAILABLE] * len(keys)
-            meaning = {None: Outcome.ABSENT, True: Outcome.OK, False: Outcome.FAILED}
+                return [BlockOutcome.UNAVAILABLE] * len(keys)
+            meaning = {None: BlockOutcome.ABSENT, True: BlockOutcome.OK, False: BlockOutcome.FAILED}
             outcomes = [meaning[noted] for noted in self._log.drop(keys)]
         self._meter.ended(outcomes)
         return outcomes
@@ -156,13 +162,13 @@ class DiskStore(Store):
         needed = PAGE + pages_of(nbytes) * PAGE + index_bytes((key,))
         return nbytes <= MOST_PAYLOAD and needed <= self._options.segment_bytes
 
-    def _share(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+    def _share(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
         """Write the blocks that their tenants may store."""
         lengths = [payload.nbytes for payload in payloads]
         with self._table.admit(keys, lengths) as admitted:
             if len(admitted) == len(keys):
                 return self._write(keys, payloads)
-            outcomes = [Outcome.LIMITED] * len(keys)
+            outcomes = [BlockOutcome.LIMITED] * len(keys)
             if admitted:
                 done = self._write([keys[n] for n in admitted], [payloads[n] for n in admitted])
                 for number, outcome in zip(admitted, done, strict=True):
@@ -170,13 +176,13 @@ class DiskStore(Store):
         self._log.expire()  # else a tenant that is alone would wait for others to write
         return outcomes
 
-    def _write(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+    def _write(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
         now = self._steady()
         nbytes = sum(payload.nbytes for payload in payloads)
         if not self._guards.writes.enter(now):
-            return [Outcome.UNAVAILABLE] * len(keys)
+            return [BlockOutcome.UNAVAILABLE] * len(keys)
         if not self._guards.budget.spend(nbytes, now):
-            return [Outcome.LIMITED] * len(keys)
+            return [BlockOutcome.LIMITED] * len(keys)
         writing = Writing(self._log, self._pool, self._fingerprint, self._clock())
         outcomes = writing.run(keys, payloads)
         if writing.error is None:
@@ -185,19 +191,19 @@ class DiskStore(Store):
             self._guards.writes.failed(now)
             logger.warning("disk tier: cannot write to %s: %s", self._folder.path, writing.error)
         if writing.error is not None and writing.error.errno in _NO_ROOM:
-            outcomes = [o if o is Outcome.OK else Outcome.FULL for o in outcomes]
+            outcomes = [o if o is BlockOutcome.OK else BlockOutcome.FULL for o in outcomes]
         self._count(TransferType.CPU_TO_DISK, payloads, outcomes, writing.seconds)
         return outcomes
 
-    def _read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+    def _read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
         reading = Reading(self._table, self._pool, self._clock)
         outcomes = reading.run(keys, buffers)
         if reading.error is not None:
             self._guards.reads.failed(self._steady())
             logger.warning("disk tier: cannot read from %s: %s", self._folder.path, reading.error)
-        elif Outcome.OK in outcomes:
+        elif BlockOutcome.OK in outcomes:
             self._guards.reads.worked()
-        lost = (Outcome.CORRUPT, Outcome.FAILED)
+        lost = (BlockOutcome.CORRUPT, BlockOutcome.FAILED)
         bad = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome in lost]
         if bad:
             logger.warning("disk tier: %d blocks of %s are damaged", len(bad), self._folder.path)
@@ -209,8 +215,8 @@ class DiskStore(Store):
         self,
         kind: TransferType,
         buffers: Sequence[memoryview],
-        outcomes: Sequence[Outcome],
+        outcomes: Sequence[BlockOutcome],
         seconds: float,
     ) -> None:
-        moved = (b.nbytes for b, o in zip(buffers, outcomes, strict=True) if o is Outcome.OK)
+        moved = (b.nbytes for b, o in zip(buffers, outcomes, strict=True) if o is BlockOutcome.OK)
         self._meter.moved(kind, sum(moved), seconds)

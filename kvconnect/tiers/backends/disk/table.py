@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from kvconnect.cache.keys import TENANT_BYTES
-from kvconnect.offload.eviction import Policy
+from kvconnect.offload.eviction import EvictionPolicy
 from kvconnect.tiers.backends.disk.record import PAGE, RecordHead, pages_of
 from kvconnect.tiers.backends.disk.segment import Segment
 
@@ -19,7 +19,7 @@ SLOTS = 1024
 _ROW = 32  # bits
 
 
-class Place(NamedTuple):
+class RecordPlace(NamedTuple):
     """Where a block is. Its segment is kept until the place is given back."""
 
     segment: Segment
@@ -28,7 +28,7 @@ class Place(NamedTuple):
     length: int
 
 
-class Run(NamedTuple):
+class RecordRun(NamedTuple):
     """Room for so many records side by side, until it is committed."""
 
     segment: Segment
@@ -36,7 +36,7 @@ class Run(NamedTuple):
     records: int
 
 
-class Held(NamedTuple):
+class TableTotals(NamedTuple):
     """What there is. ``nbytes`` of all files."""
 
     blocks: int
@@ -49,10 +49,12 @@ class Table:
 
     ``ttl_s`` is the age in seconds from which on a block is not found, 0 for never. A segment that
     is being read or written is never the one to be dropped. ``share_bytes`` bounds what a tenant
-    may have, see :class:`Shares`; without it nothing is counted.
+    may have, see :class:`TenantQuota`; without it nothing is counted.
     """
 
-    def __init__(self, policy: Policy, ttl_s: float, share_bytes: int | None = None) -> None:
+    def __init__(
+        self, policy: EvictionPolicy, ttl_s: float, share_bytes: int | None = None
+    ) -> None:
         self.active: Segment | None = None  # the one that gives out room
         self.segments: dict[int, Segment] = {}
         self._policy = policy
@@ -60,9 +62,9 @@ class Table:
         self._lock = threading.RLock()
         self._index: dict[bytes, int] = {}  # key -> slot << _ROW | row
         self._pins = array("I", bytes(4 * SLOTS))
-        self._shares = None if share_bytes is None else Shares(share_bytes)
+        self._shares = None if share_bytes is None else TenantQuota(share_bytes)
 
-    def find(self, keys: Sequence[bytes], now: float) -> list[Place | None]:
+    def find(self, keys: Sequence[bytes], now: float) -> list[RecordPlace | None]:
         """Return where blocks are, None for those that are not there. Give the places back."""
         with self._lock:
             found = [self._place(key, now) for key in keys]
@@ -73,7 +75,7 @@ class Table:
             self._policy.touch([slot for slot, segment in used.items() if segment.sealed])
         return found
 
-    def give_back(self, places: Iterable[Place]) -> None:
+    def give_back(self, places: Iterable[RecordPlace]) -> None:
         """Let go of places that were found."""
         with self._lock:
             for place in places:
@@ -84,11 +86,11 @@ class Table:
         with self._lock:
             return [place.length if place else 0 for place in (self._place(k, now) for k in keys)]
 
-    def held(self) -> Held:
+    def held(self) -> TableTotals:
         """Return what there is."""
         with self._lock:
             nbytes = sum(segment.nbytes for segment in self.segments.values())
-            return Held(len(self._index), nbytes, len(self.segments))
+            return TableTotals(len(self._index), nbytes, len(self.segments))
 
     @contextmanager
     def admit(self, keys: Sequence[bytes], lengths: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -107,17 +109,19 @@ class Table:
             with self._lock:
                 shares.leave(came)
 
-    def reserve(self, keys: Sequence[bytes], lengths: Sequence[int], limit: int) -> Run | None:
+    def reserve(
+        self, keys: Sequence[bytes], lengths: Sequence[int], limit: int
+    ) -> RecordRun | None:
         """Give out room for the first of these blocks, None if not even one fits."""
         with self._lock:
             if self.active is None:
                 return None
             offset = self.active.used
             count = self.active.reserve(keys, lengths, limit)
-            return Run(self.active, offset, count) if count else None
+            return RecordRun(self.active, offset, count) if count else None
 
     def commit(
-        self, run: Run, heads: Sequence[RecordHead], offsets: Sequence[int]
+        self, run: RecordRun, heads: Sequence[RecordHead], offsets: Sequence[int]
     ) -> tuple[list[tuple[Segment, int]], bool]:
         """Have the records of a run found that were written, none if that failed.
 
@@ -210,7 +214,7 @@ class Table:
                 self._shares.note((), _blocks((segment, row) for row in live))
             return segment, len(live)
 
-    def _place(self, key: bytes, now: float) -> Place | None:
+    def _place(self, key: bytes, now: float) -> RecordPlace | None:
         at = self._index.get(key)
         if at is None:
             return None
@@ -219,7 +223,7 @@ class Table:
         # Put by a clock that was ahead, a block would stay until that time has come.
         if self._ttl_s and abs(now - rows.seconds[row]) >= self._ttl_s:
             return None
-        return Place(segment, row, rows.pages[row], rows.lengths[row])
+        return RecordPlace(segment, row, rows.pages[row], rows.lengths[row])
 
 
 def _record(segments: dict[int, Segment], at: int) -> tuple[Segment, int]:
@@ -239,7 +243,7 @@ Block = tuple[bytes, int]
 """Key, and length of the payload in bytes."""
 
 
-class Shares:
+class TenantQuota:
     """Bytes per tenant, each block in whole pages with its head, and a bound on them.
 
     A tenant is what a key begins with; a shorter key is a tenant of its own. Not synchronised.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import xxhash
 
-from kvconnect.tiers.backends.base import Outcome
+from kvconnect.tiers.backends.base import BlockOutcome
 from kvconnect.tiers.backends.disk.frames import MOST_BYTES, MOST_RECORDS, Frames
 from kvconnect.tiers.backends.disk.log import Log
 from kvconnect.tiers.backends.disk.record import (
@@ -18,7 +18,7 @@ from kvconnect.tiers.backends.disk.record import (
     pages_of,
 )
 from kvconnect.tiers.backends.disk.segment import Segment
-from kvconnect.tiers.backends.disk.table import Place, Table
+from kvconnect.tiers.backends.disk.table import RecordPlace, Table
 from kvconnect.tiers.backends.support import PagePool
 
 logger = logging.getLogger(__name__)
@@ -40,12 +40,12 @@ class Writing:
         self.seconds = 0.0
         self.error: OSError | None = None
 
-    def run(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Outcome]:
+    def run(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
         """Write blocks until one fails; return the outcome of each.
 
         Those after a failure are not tried: what is wrong with the disk is wrong for them, too.
         """
-        outcomes: list[Outcome] = []
+        outcomes: list[BlockOutcome] = []
         digests = [xxhash.xxh3_64_intdigest(payload) for payload in payloads]
         heads = [
             RecordHead(key, self._fingerprint, payload.nbytes, self._now, digest)
@@ -56,10 +56,10 @@ class Writing:
             end = _batch_end([payload.nbytes for payload in payloads], start)
             try:
                 done = self._write(heads[start:end], payloads[start:end])
-                outcomes += [Outcome.OK] * done
+                outcomes += [BlockOutcome.OK] * done
             except OSError as error:
                 self.error = error
-        return outcomes + [Outcome.FAILED] * (len(keys) - len(outcomes))
+        return outcomes + [BlockOutcome.FAILED] * (len(keys) - len(outcomes))
 
     def _write(self, heads: Sequence[RecordHead], payloads: Sequence[memoryview]) -> int:
         """Write the first of these records, as many as fit side by side; return how many."""
@@ -95,9 +95,9 @@ class Reading:
         self.seconds = 0.0
         self.error: OSError | None = None
 
-    def run(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Outcome]:
+    def run(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
         """Read blocks; return the outcome of each."""
-        outcomes = [Outcome.ABSENT] * len(keys)
+        outcomes = [BlockOutcome.ABSENT] * len(keys)
         todo = list(range(len(keys)))
         for turn in range(_TURNS):
             places = self._table.find([keys[n] for n in todo], self._clock())
@@ -107,7 +107,11 @@ class Reading:
             finally:
                 self._table.give_back([place for place in places if place is not None])
             # Replaced while it was read; or near a spot of the disk that cannot be read.
-            again = (Outcome.CORRUPT, Outcome.FAILED) if turn == 0 else (Outcome.CORRUPT,)
+            again = (
+                (BlockOutcome.CORRUPT, BlockOutcome.FAILED)
+                if turn == 0
+                else (BlockOutcome.CORRUPT,)
+            )
             todo = [n for n in todo if outcomes[n] in again]
             if not todo:
                 break
@@ -117,16 +121,16 @@ class Reading:
         self,
         keys: Sequence[bytes],
         buffers: Sequence[memoryview],
-        places: dict[int, Place | None],
-        outcomes: list[Outcome],
+        places: dict[int, RecordPlace | None],
+        outcomes: list[BlockOutcome],
         side_by_side: bool,
     ) -> None:
         wanted = []
         for number, place in places.items():
             if place is None:
-                outcomes[number] = Outcome.ABSENT
+                outcomes[number] = BlockOutcome.ABSENT
             elif place.length != buffers[number].nbytes:
-                outcomes[number] = Outcome.SIZE
+                outcomes[number] = BlockOutcome.SIZE
             else:
                 wanted.append((place, number))
         for segment, page, numbers in _runs(wanted, MOST_RECORDS if side_by_side else 1):
@@ -138,11 +142,11 @@ class Reading:
                     for at, number in enumerate(numbers):
                         head = frames.take(at, segment.head.identity)
                         good = _is(head, keys[number], buffers[number])
-                        outcomes[number] = Outcome.OK if good else Outcome.CORRUPT
+                        outcomes[number] = BlockOutcome.OK if good else BlockOutcome.CORRUPT
             except OSError as error:
                 self.error = error
                 for number in numbers:
-                    outcomes[number] = Outcome.FAILED
+                    outcomes[number] = BlockOutcome.FAILED
 
 
 def _is(head: RecordHead | None, key: bytes, payload: memoryview) -> bool:
@@ -156,7 +160,9 @@ def _is(head: RecordHead | None, key: bytes, payload: memoryview) -> bool:
     )
 
 
-def _runs(wanted: list[tuple[Place, int]], most: int) -> Iterator[tuple[Segment, int, list[int]]]:
+def _runs(
+    wanted: list[tuple[RecordPlace, int]], most: int
+) -> Iterator[tuple[Segment, int, list[int]]]:
     """Yield (segment, first page, numbers) of blocks that lie side by side, ``most`` at a time."""
     wanted.sort(key=lambda pair: (pair[0].segment.slot, pair[0].page))
     at = 0
