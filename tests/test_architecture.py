@@ -137,7 +137,7 @@ def test_a_bad_import_is_flagged(path: str, code: str) -> None:
     ("path", "code"),
     [
         ("offload/index.py", "from kvconnect.types import JobId"),
-        ("offload/index.py", "from kvconnect.offload.eviction import Policy"),
+        ("offload/index.py", "from kvconnect.offload.eviction import EvictionPolicy"),
         ("config.py", "from kvconnect.errors import ConfigError"),
         ("offload/index.py", "if TYPE_CHECKING:\n    import torch\n    import kvconnect.cli"),
         (

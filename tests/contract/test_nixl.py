@@ -21,7 +21,7 @@ import sys
 from dataclasses import replace
 from kvconnect.testing.transport import check_transport
 from kvconnect.transport import LinkOptions, Security, make_transport
-from kvconnect.transport.nixl import launching
+from kvconnect.transport.nixl import send as launching
 
 def swapped(here, there):
     ours, theirs, lengths = paired(here, there)

@@ -20,8 +20,8 @@ UP_S = 120.0
 BEFORE = ""
 """Python that the router's process runs first: what takes a protection away, as a control."""
 _HASTE = (
-    "from kvconnect.router import app, intake; "
-    f"app.IDLE_S = intake.BODY_S = app.UNREAD_S = {HASTE_S}\n"
+    "from kvconnect.router import app; from kvconnect.router.http import requests as reading; "
+    f"app.IDLE_S = reading.BODY_S = app.UNREAD_S = {HASTE_S}\n"
 )
 _RUN = "import sys; from kvconnect import cli; sys.exit(cli.main(sys.argv[1:]))"
 _TICKET = {"do_remote_prefill": True, "kvconnect_ticket": "t" * 20}

@@ -248,7 +248,7 @@ def test_a_connection_that_is_cut_in_the_middle_ends_with_a_finding() -> None:
 
 KILLED = """
 import os, sys
-from kvconnect.doctor import half, source
+from kvconnect.doctor import peer_process, source
 
 asked = []
 
@@ -259,7 +259,7 @@ def die(self, peer, ask):
     send(self, peer, ask)
 
 send, source.DoctorSource._send = source.DoctorSource._send, die
-half.main()
+peer_process.main()
 """
 
 

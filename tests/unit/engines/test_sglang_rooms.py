@@ -137,7 +137,7 @@ def test_an_error_of_one_room_ends_that_room(
         raise Misuse("nobody has thought of this")
 
     with monkeypatch.context() as patched:
-        patched.setattr(rooms_module, "Offer", breaks)
+        patched.setattr(rooms_module, "OfferBlocks", breaks)
         requests[0].begin()
         requests[0].send(1)
     assert failed == [(hostile.ROOMS[0], "Misuse: nobody has thought of this")]

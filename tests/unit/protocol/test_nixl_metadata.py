@@ -114,12 +114,12 @@ CHILD = """
 import os, random, sys
 import msgspec
 from kvconnect.errors import TransferFailed
-from kvconnect.testing.memory import Pages
+from kvconnect.testing.memory import PageMemory
 from kvconnect.transport.nixl import agent as agents
 
 if sys.argv[1] == "unchecked":
     agents.flaw = lambda *_: "not looked at"  # so its form counts as unknown
-ours, theirs = Pages(1 << 16), Pages(1 << 16)
+ours, theirs = PageMemory(1 << 16), PageMemory(1 << 16)
 here = agents.Agent("UCX", ours.areas(), local=True)
 there = agents.Agent("UCX", theirs.areas(), local=True)
 

@@ -70,8 +70,9 @@ def test_control_an_answer_of_another_or_half_of_one_is_seen(
 
 
 def test_control_a_bomb_that_is_taken_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = "from kvconnect.router import app, intake; app.SERVER['auto_decompress'] = True; "
-    before += "intake._refuse_encoded = lambda request: None"
+    before = "from kvconnect.router import app; app.SERVER['auto_decompress'] = True; "
+    before += "from kvconnect.router.http import requests as reading; "
+    before += "reading._refuse_encoded = lambda request: None"
     monkeypatch.setattr(fleet, "BEFORE", before)
     one = [bomb for bomb in bombs.bombs() if bomb.name == "text, gzip"]
     monkeypatch.setattr(bombs, "bombs", lambda: iter(one))
