@@ -19,7 +19,6 @@ from kvconnect.config import NetworkConfig
 from kvconnect.errors import ConfigError
 from kvconnect.protocol.tickets import parse_host
 from kvconnect.transport.base import Security
-from kvconnect.transport.tcp.sockets import TlsSocket
 
 logger = logging.getLogger(__name__)
 
@@ -288,6 +287,8 @@ def _context(protocol: int, security: Security) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
+    from kvconnect.transport.tcp.sockets import TlsSocket  # its package imports this module
+
     context.sslsocket_class = TlsSocket
     if protocol == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0  # sessions are not resumed

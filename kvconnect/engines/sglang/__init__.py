@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from kvconnect import versions
-from kvconnect.engines.sglang import runtime_context
 from kvconnect.engines.sglang.plugin import LAYERWISE, NAME, check, is_layerwise, takes_over
 
 logger = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ def _register() -> None:
     from sglang.srt.disaggregation.utils import TransferBackend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from kvconnect.engines.sglang import tracing  # brings torch
+    from kvconnect.engines.sglang import runtime_context, tracing  # bring torch and SGLang
 
     found = versions.installed("sglang")
     if found != TESTED:

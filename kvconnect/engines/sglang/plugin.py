@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from sglang.srt.runtime_context import get_parallel
 
 from kvconnect import memory
 from kvconnect.config import (
@@ -86,6 +85,8 @@ def worker_share(config: Config) -> int:
     Raises:
         ConfigError: there is none, or the engines here together want more than the machine has.
     """
+    from sglang.srt.runtime_context import get_parallel
+
     parallel = get_parallel()
     engines: int = parallel.dp_size
     there = memory.total_bytes()
