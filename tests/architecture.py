@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 LAYERS = (
-    {"types", "errors", "config", "stats", "memory", "versions", "cuda", "threads"},
+    {"types", "errors", "config", "stats", "memory", "versions", "cuda", "threads", "breaker"},
     {"cache", "protocol", "_native"},
     {"copy", "transport"},
     {"offload"},

@@ -96,7 +96,7 @@ class Admin:
             "models": list(upstream.said.models),
             "up": upstream.up,
             "draining": upstream.draining,
-            "trusted": upstream.breaker.trusted(now),
+            "trusted": upstream.breaker.allows(now),
             "proven": self._fleet.proofs.proven((upstream.role, upstream.index)),
             "broken": self._fleet.broken(upstream),
             "requests": upstream.open,

@@ -8,8 +8,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
+from kvconnect.breaker import CircuitBreaker
 from kvconnect.threads import ThreadKind, failed, make
-from kvconnect.tiers.backends.support import StoreBreaker
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class StoreThreads:
         self._running: dict[Call, float] = {}  # since when
         self._late: set[Call] = set()
         self._late_blocks = 0  # that nobody has counted yet
-        self._breaker = StoreBreaker(1)
+        self._breaker = CircuitBreaker(1, trial_factor=2)
         self._to_start = threads
         self._idle = 0
         self._closed = False
@@ -160,7 +160,7 @@ class StoreThreads:
             self._look(now)
             del self._running[call]
             if call not in self._late:
-                self._breaker.worked()
+                self._breaker.succeeded()
             else:
                 self._late.discard(call)
                 if not self._late:

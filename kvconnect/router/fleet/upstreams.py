@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from kvconnect.breaker import CircuitBreaker
 from kvconnect.router.fleet.pairing import EnginePair, Proofs
 from kvconnect.router.http.http1 import Base
 from kvconnect.router.http.upstream_requests import StandingTicket
@@ -21,6 +22,13 @@ logger = logging.getLogger(__name__)
 
 STALE_REPORTS = 10  # intervals after which a load is not known any more
 _LEAST_STALE_S = 5.0  # an engine under load may answer late
+FAILURES = 3  # requests in a row that fail before an engine is only tried now and then
+PAUSE_MOST_S = 30.0  # between such trials
+
+
+def engine_breaker(since: float = 0.0) -> CircuitBreaker:
+    """Return the breaker of an engine: its health may be green while every request fails."""
+    return CircuitBreaker(FAILURES, PAUSE_MOST_S, since=since)
 
 
 @dataclass
@@ -67,7 +75,7 @@ class Upstream:
         self.said = Said()
         self.draining = False
         self.open = 0  # requests under way, or on their way by another engine
-        self.breaker = EngineBreaker()
+        self.breaker = engine_breaker()
         self.signals = Signals()
         self._cards: dict[int, tuple[str, float]] = {}  # rank -> text, when it ends
         self._changed = changed
@@ -99,7 +107,7 @@ class Upstream:
             frozenset(self.said.models),
             self.worker.version or self.said.version,
             self.url,
-            self.breaker.trusted(now),
+            self.breaker.allows(now),
             proven,
         )
 
@@ -109,7 +117,7 @@ class Upstream:
             return
         logger.info("%s engine %s is %s", self.role.value, self.url, "up" if up else "down")
         if up:
-            self.breaker = EngineBreaker(time.monotonic())  # it may be another incarnation
+            self.breaker = engine_breaker(time.monotonic())  # it may be another incarnation
             self.signals.down.clear()
             self.signals.up.set()
         else:
@@ -128,7 +136,7 @@ class Upstream:
         """A request goes there."""
         self.open += 1
         self.loads.begin(place.target.rank, place.tokens, now)
-        self.breaker.began(now)
+        self.breaker.begin(now)
 
     def ended(self, place: TargetChoice) -> None:
         """It is over."""
@@ -246,55 +254,3 @@ class Fleet:
         if not upstream.up:
             self.proofs.forget((upstream.role, upstream.index))
         self._notice.up(upstream)
-
-
-# Whether an engine that answers to probes also serves. Pure: time is an argument.
-#
-# Some engines are well but for what matters: their health is green while every request fails. After
-# a few failures in a row such an engine is only tried now and then, by one request at a time, less
-# and less often but never seldom; one success and it is as good as any.
-
-
-FAILURES = 3  # in a row
-PAUSE_FIRST_S = 1.0  # doubles
-PAUSE_MOST_S = 30.0
-
-
-@dataclass
-class EngineBreaker:
-    """Of one engine. Not thread-safe.
-
-    Attributes:
-        since: when what is known of the engine last changed. Requests that began before and fail
-            now, as all do that are open when it crashes, tell nothing new.
-        failures: of later requests, in a row.
-    """
-
-    since: float = 0.0
-    failures: int = 0
-    _closed_at: float = 0.0  # when it may be tried again
-    _pause: float = PAUSE_FIRST_S
-
-    def trusted(self, now: float) -> bool:
-        """Whether requests should go there; if nothing better is left they may all the same."""
-        return self.failures < FAILURES or now >= self._closed_at
-
-    def began(self, now: float) -> None:
-        """A request goes there. If that is a trial, no other follows until it has ended or the
-        pause is over."""
-        if self.failures >= FAILURES:
-            self._closed_at = now + self._pause
-
-    def succeeded(self) -> None:
-        """A request was served, or turned away for its own fault."""
-        self.failures, self._pause = 0, PAUSE_FIRST_S
-
-    def failed(self, began: float, now: float) -> None:
-        """A request that began at ``began`` failed, for what is the engine's fault."""
-        if began < self.since:
-            return
-        self.failures += 1
-        if self.failures > FAILURES:
-            self._pause = min(2 * self._pause, PAUSE_MOST_S)
-        if self.failures >= FAILURES:
-            self.since, self._closed_at = now, now + self._pause

@@ -132,7 +132,7 @@ class UpstreamRequest:
         if self._outcome in (UpstreamOutcome.OK, UpstreamOutcome.REJECTED):
             self.upstream.breaker.succeeded()
         elif self._outcome is not UpstreamOutcome.CANCELLED:
-            self.upstream.breaker.failed(self._began, time.monotonic())
+            self.upstream.breaker.failed(time.monotonic(), self._began)
         self._metrics.leg_ended(self.upstream.role, self.upstream.url, self._outcome)
         self._span.end(self._outcome)
 

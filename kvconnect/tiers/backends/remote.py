@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import xxhash
 
+from kvconnect.breaker import CircuitBreaker
 from kvconnect.errors import TransferFailed
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends.base import (
@@ -24,7 +25,7 @@ from kvconnect.tiers.backends.base import (
     check_fingerprint,
     check_keys,
 )
-from kvconnect.tiers.backends.support import InFlightGuard, PagePool, StoreBreaker, StoreMeter
+from kvconnect.tiers.backends.support import InFlightGuard, PagePool, StoreMeter
 from kvconnect.types import TransferType
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class RemoteStore(Store):
         self._prefix = f"{prefix}/{self._seal.scope}{check_fingerprint(fingerprint).hex()}/"
         self._clock = clock
         self._meter = StoreMeter()
-        self._breaker = StoreBreaker(1)
+        self._breaker = CircuitBreaker(1, trial_factor=2)
         self._gate = InFlightGuard()
         self._pool = PagePool()
 
@@ -162,7 +163,7 @@ class RemoteStore(Store):
                 logger.warning("shared tier: %s", error)
                 self._breaker.failed(self._clock())
                 return BlockOutcome.FAILED
-            self._breaker.worked()
+            self._breaker.succeeded()
             return answer
 
     def _put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:

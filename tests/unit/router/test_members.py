@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from kvconnect import memory
 from kvconnect.router.fleet import upstreams as breakers
 from kvconnect.router.fleet.sources import Refusal, dns, file
-from kvconnect.router.fleet.upstreams import EngineBreaker, Upstream
+from kvconnect.router.fleet.upstreams import Upstream, engine_breaker
 from kvconnect.router.http.admission import Admission, Busy
 from kvconnect.router.http.http1 import Base
 from kvconnect.router.http.pool import Client
@@ -61,56 +61,62 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_three_failures_in_a_row_and_trials_that_get_rarer() -> None:
-    breaker = EngineBreaker()
+    breaker = engine_breaker()
     for failures in range(3):
-        assert breaker.trusted(0.0), failures
+        assert breaker.allows(0.0), failures
         breaker.failed(0.0, 0.0)
     pauses, now = [], 0.0
     for _ in range(8):
         start = now
-        while not breaker.trusted(now):
+        while not breaker.allows(now):
             now += 0.5
         pauses.append(now - start)
-        breaker.began(now)
-        assert not breaker.trusted(now), "one trial at a time"
+        breaker.begin(now)
+        assert not breaker.allows(now), "one trial at a time"
         breaker.failed(now, now)
     assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
     breaker.succeeded()
-    assert breaker.trusted(now) and breaker == EngineBreaker(now, 0, breaker._closed_at)
+    for _ in range(2):
+        assert breaker.allows(now)
+        breaker.failed(now, now)
+    breaker.failed(now, now - 0.5)
+    assert breaker.allows(now), "of a request that began before the engine was given up"
+    breaker.failed(now, now)
+    assert not breaker.allows(now + 0.9) and breaker.allows(now + 1.0), "a first pause again"
 
 
 def test_a_burst_of_failures_is_one_and_a_restart_forgets_them() -> None:
-    breaker = EngineBreaker()
+    breaker = engine_breaker()
     for _ in range(16):
-        breaker.failed(0.0, 5.0)
-    assert not breaker.trusted(5.9) and breaker.trusted(6.0), "the pause is the first one"
-    breaker.began(6.0)
-    breaker.began(7.5)  # another trial: the first takes longer than the pause
-    breaker.failed(7.5, 8.0)
-    breaker.failed(6.0, 8.5)
-    assert not breaker.trusted(9.9) and breaker.trusted(10.0)
+        breaker.failed(5.0, 0.0)
+    assert not breaker.allows(5.9) and breaker.allows(6.0), "the pause is the first one"
+    breaker.begin(6.0)
+    breaker.begin(7.5)  # another trial: the first takes longer than the pause
+    breaker.failed(8.0, 7.5)
+    breaker.failed(8.5, 6.0)
+    assert not breaker.allows(9.9) and breaker.allows(10.0)
     upstream = Upstream(Role.DECODE, 0, Worker("http://a:1"), Loads(1.0), lambda _: None)
     for _ in range(breakers.FAILURES):
-        upstream.breaker.failed(0.0, time.monotonic())
-    assert not upstream.breaker.trusted(time.monotonic())
+        upstream.breaker.failed(time.monotonic(), 0.0)
+    assert not upstream.breaker.allows(time.monotonic())
     upstream.mark(up=True)
-    assert upstream.breaker.trusted(time.monotonic())
+    assert upstream.breaker.allows(time.monotonic())
     for _ in range(breakers.FAILURES):
-        upstream.breaker.failed(0.0, time.monotonic())
-    assert upstream.breaker.trusted(time.monotonic()), "these were asked of the one before"
+        upstream.breaker.failed(time.monotonic(), 0.0)
+    assert upstream.breaker.allows(time.monotonic()), "these were asked of the one before"
 
 
 @given(st.lists(st.sampled_from(["began", "failed", "succeeded"])), st.floats(0, 100))
 def test_nothing_is_given_up_for_good(events: list[str], now: float) -> None:
-    breaker = EngineBreaker()
+    breaker = engine_breaker()
     for event in events:
         if event == "succeeded":
             breaker.succeeded()
         elif event == "failed":
             breaker.failed(now, now)
         else:
-            breaker.began(now)
-    assert breaker.trusted(now + breakers.PAUSE_MOST_S)
+            breaker.begin(now)
+    assert breaker.allows(now + breakers.PAUSE_MOST_S)
 
 
 @on_loop

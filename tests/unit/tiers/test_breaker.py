@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from kvconnect.tiers.backends.support import Budget, StoreBreaker
+from kvconnect.breaker import CircuitBreaker
+from kvconnect.tiers.backends.support import Budget
 
 
 def test_it_is_left_alone_after_failures_in_a_row() -> None:
-    breaker = StoreBreaker(patience=3)
+    breaker = CircuitBreaker(3, trial_factor=2)
     for _ in range(2):
         assert breaker.enter(0.0)
         breaker.failed(0.0)
-    breaker.worked()
+    breaker.succeeded()
     for _ in range(3):
         assert breaker.enter(0.0)
         breaker.failed(0.0)
     assert not breaker.allows(0.9) and not breaker.enter(0.9)
-    assert repr(breaker) == "Breaker(open, 3 failures)"
+    assert repr(breaker) == "CircuitBreaker(open, 3 failures)"
 
 
 def test_one_probe_goes_through_per_delay_and_success_ends_it() -> None:
-    breaker = StoreBreaker(patience=1)
+    breaker = CircuitBreaker(1, trial_factor=2)
     breaker.failed(0.0)
     assert [breaker.enter(1.0), breaker.enter(1.0), breaker.allows(1.0)] == [True, False, False]
-    breaker.worked()
+    breaker.succeeded()
     assert [breaker.enter(1.0), breaker.enter(1.0)] == [True, True]
 
 
 def test_the_delay_doubles_up_to_a_minute() -> None:
-    breaker, now, delays = StoreBreaker(patience=1), 0.0, []
+    breaker, now, delays = CircuitBreaker(1, trial_factor=2), 0.0, []
     for _ in range(9):
         breaker.failed(now)
         delay = next(s for s in range(1, 100) if breaker.allows(now + s))
@@ -35,13 +36,13 @@ def test_the_delay_doubles_up_to_a_minute() -> None:
         delays.append(delay)
         now += delay
     assert delays == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    breaker.worked()
+    breaker.succeeded()
     breaker.failed(now)
     assert breaker.allows(now + 1)
 
 
 def test_a_probe_that_nobody_reports_on_is_not_the_last() -> None:
-    breaker = StoreBreaker(patience=1)
+    breaker = CircuitBreaker(1, trial_factor=2)
     breaker.failed(0.0)
     assert breaker.enter(1.0)
     assert not breaker.enter(2.9)

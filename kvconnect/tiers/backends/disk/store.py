@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from kvconnect.breaker import CircuitBreaker
 from kvconnect.offload.eviction import make_policy
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends.base import (
@@ -30,7 +31,6 @@ from kvconnect.tiers.backends.support import (
     Budget,
     InFlightGuard,
     PagePool,
-    StoreBreaker,
     StoreMeter,
 )
 from kvconnect.types import TransferType
@@ -45,8 +45,8 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EBUSY)
 class Guards(NamedTuple):
     """What keeps a disk from being used."""
 
-    writes: StoreBreaker
-    reads: StoreBreaker
+    writes: CircuitBreaker
+    reads: CircuitBreaker
     budget: Budget
 
 
@@ -87,7 +87,9 @@ class DiskStore(Store):
         self._pool = PagePool()
         self._gate = InFlightGuard()
         self._guards = Guards(
-            StoreBreaker(1), StoreBreaker(_PATIENCE), Budget(options.daily_write_bytes, steady())
+            CircuitBreaker(1, trial_factor=2),
+            CircuitBreaker(_PATIENCE, trial_factor=2),
+            Budget(options.daily_write_bytes, steady()),
         )
 
     @classmethod
@@ -186,7 +188,7 @@ class DiskStore(Store):
         writing = Writing(self._log, self._pool, self._fingerprint, self._clock())
         outcomes = writing.run(keys, payloads)
         if writing.error is None:
-            self._guards.writes.worked()
+            self._guards.writes.succeeded()
         elif writing.error.errno != errno.EBUSY:  # that is over in a moment
             self._guards.writes.failed(now)
             logger.warning("disk tier: cannot write to %s: %s", self._folder.path, writing.error)
@@ -202,7 +204,7 @@ class DiskStore(Store):
             self._guards.reads.failed(self._steady())
             logger.warning("disk tier: cannot read from %s: %s", self._folder.path, reading.error)
         elif BlockOutcome.OK in outcomes:
-            self._guards.reads.worked()
+            self._guards.reads.succeeded()
         lost = (BlockOutcome.CORRUPT, BlockOutcome.FAILED)
         bad = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome in lost]
         if bad:
