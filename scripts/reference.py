@@ -1,7 +1,7 @@
-"""Tables of the documentation that are made from the code.
+"""Tables of the documentation that are made from the code and from benchmark results.
 
 ``python -m scripts.reference`` writes them into the pages, between the lines
-``<!-- generated: NAME -->`` and ``<!-- end -->``.
+``<!-- generated: NAME -->`` and ``<!-- end -->``, and draws the plot of the README.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from kvconnect.tiers.backends.disk.options import DiskOptions
 from kvconnect.tiers.backends.mooncake import MooncakeOptions
 from kvconnect.tiers.backends.object import ObjectOptions
 from kvconnect.tiers.backends.valkey import ValkeyOptions
+from scripts import headlines
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
 _BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.S)
 
 # Settings ---------------------------------------------------------------------------------------
@@ -144,7 +146,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "settings-mooncake": lambda: settings(MooncakeOptions),
     "sizing": sizing,
     "links": links,
+    "headlines": headlines.table,
 }
+
+
+def pages() -> list[Path]:
+    """Return the pages that may have such tables."""
+    return [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 
 
 def filled(text: str) -> str:
@@ -153,8 +161,9 @@ def filled(text: str) -> str:
 
 
 def main() -> None:
-    """Write all pages that changed."""
-    for path in DOCS.glob("*.md"):
+    """Write the plot, and all pages that changed."""
+    headlines.PLOT.write_text(headlines.plot(), encoding="utf-8")
+    for path in pages():
         before = path.read_text(encoding="utf-8")
         after = filled(before)
         if after != before:

@@ -33,8 +33,8 @@ from kvconnect.tiers.backends.mooncake import MooncakeOptions
 from kvconnect.tiers.backends.object import ObjectOptions
 from kvconnect.tiers.backends.valkey import ValkeyOptions
 from kvconnect.types import FailureCause
-from scripts import reference, site_pages
-from tests.documents import ROOT, SHELL, Command, blocks, blocks_of, commands, commands_of
+from scripts import headlines, reference, site_pages
+from tests.documents import PAGES, ROOT, SHELL, Command, blocks, blocks_of, commands, commands_of
 
 COMMANDS = commands()
 REMOTE = {"valkey": ValkeyOptions, "object": ObjectOptions, "mooncake": MooncakeOptions}
@@ -263,12 +263,74 @@ def test_commands_are_read_as_a_shell_reads_them() -> None:
 
 def test_generated_tables_are_those_of_the_code() -> None:
     used = set()
-    for page in reference.DOCS.glob("*.md"):
+    for page in reference.pages():
         text = page.read_text()
         assert reference.filled(text) == text, f"{page.name}: run python -m scripts.reference"
         used |= set(re.findall(r"<!-- generated: ([\w-]+) -->", text))
     assert used == set(reference.TABLES)
     assert reference.filled("<!-- generated: sizing -->\nold\n<!-- end -->") != "old"
+
+
+def test_the_plot_shows_the_committed_results() -> None:
+    drawn = headlines.PLOT.read_text(encoding="utf-8")
+    assert drawn == headlines.plot(), "run python -m scripts.reference"
+    assert len(headlines.HEADLINES) <= 10
+    row = headlines.HEADLINES[0]._replace(limit=0.5, higher=False)
+    assert headlines.meets(row, 0.504)  # as it is shown
+    assert not headlines.meets(row, 0.506)
+    assert headlines.meets(row._replace(higher=True), 0.506)
+    assert not headlines.meets(row._replace(higher=True), 0.494)
+
+
+# Paths and layout -------------------------------------------------------------------------------
+
+_PATH = re.compile(r"`([\w.-]+(?:/[\w.-]*)+)`|\]\(([\w.-]+(?:/[\w.-]+)*)(?:#[\w-]+)?\)")
+
+
+def named_paths(text: str) -> list[str]:
+    """Paths in backquotes, and targets of links."""
+    return [first or second for first, second in _PATH.findall(text)]
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_paths_that_a_page_names_exist(page: str) -> None:
+    found = named_paths((ROOT / page).read_text())
+    assert len(found) > 15
+    made = ("build/site",)
+    assert [path for path in found if path not in made and not (ROOT / path).exists()] == []
+
+
+def test_a_path_is_recognised() -> None:
+    text = "`a/b.py`, [c](d/e.md#f) and ![g](h.svg), not `x`, [i](https://j/k), [l](#m)"
+    assert named_paths(text) == ["a/b.py", "d/e.md", "h.svg"]
+
+
+def test_contributing_names_every_folder() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    layout = next(block.text for block in blocks_of(text, "") if block.language == "text")
+    inside = set(re.findall(r"^  (\w+)/", layout, re.M))
+    there = {path.parent.name for path in (ROOT / "kvconnect").glob("*/__init__.py")}
+    assert inside == there | {"native"}
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def unseparated_lists(text: str) -> list[str]:
+    """First items of lists that follow a line of text: the site shows these as one paragraph."""
+    plain = re.sub(r"^( *)```.*?^\1```", "", text, flags=re.M | re.S)
+    return re.findall(r"^(?!\s*(?:[-*#|]|\d+\.|$)|  )[^\n]*\n((?:-|\*|\d+\.) [^\n]*)", plain, re.M)
+
+
+def test_lists_are_lists_on_the_site() -> None:
+    found = [line for page in PAGES for line in unseparated_lists(page.read_text())]
+    assert found == []
+    assert unseparated_lists("Text\n- a\n- b\n") == ["- a"]
+    assert unseparated_lists("Text\n\n- a\n  more\n- b\n\n1. c\n2. d\n") == []
+
+
+# Settings and failures --------------------------------------------------------------------------
 
 
 def test_every_setting_has_a_row() -> None:
@@ -338,7 +400,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_pages_from_elsewhere_are_there(site: Path) -> None:
     for page in site_pages.PAGES.values():
         assert (site / page).with_suffix(".html").exists()
-    assert "Imports go downward" in (site / "contributing.html").read_text()
+    assert "Ten questions" in (site / "contributing.html").read_text()
 
 
 def loaded(text: str) -> Iterator[str]:
