@@ -16,6 +16,12 @@ _PAGE = mmap.PAGESIZE
 _GUARD = 0x5A
 
 
+def require(condition: object, text: str) -> None:
+    """Raise :class:`AssertionError` with ``text`` unless ``condition`` holds."""
+    if not condition:
+        raise AssertionError(text)
+
+
 class GuardedBuffer:
     """A buffer with known bytes around it. ``shift`` is where it starts within a page."""
 

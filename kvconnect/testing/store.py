@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvconnect.errors import Misuse
-from kvconnect.testing.memory import GuardedBuffer, get, payload_of, put, spoil_files
+from kvconnect.testing.memory import GuardedBuffer, get, payload_of, put, require, spoil_files
 from kvconnect.tiers.backends.base import MAX_KEY_BYTES, BlockOutcome, Store
 
 Make = Callable[[Path], Store]
@@ -74,13 +74,8 @@ class Subject:
 Check = Callable[[Subject], None]
 
 
-def _require(condition: object, text: str) -> None:
-    if not condition:
-        raise AssertionError(text)
-
-
 def _all_ok(outcomes: Sequence[BlockOutcome], what: str) -> None:
-    _require(all(outcome is BlockOutcome.OK for outcome in outcomes), f"{what}: {outcomes}")
+    require(all(outcome is BlockOutcome.OK for outcome in outcomes), f"{what}: {outcomes}")
 
 
 def _blocks(sizes: Sequence[int], prefix: bytes = b"block") -> dict[bytes, bytes]:
@@ -104,12 +99,12 @@ def check_round_trip(subject: Subject) -> None:
     blocks = _blocks(_SIZES)
     with subject.open() as store:
         _all_ok(put(store, blocks), "put")
-        _require(store.exists(list(blocks)) == list(_SIZES), "exists gives other lengths")
+        require(store.exists(list(blocks)) == list(_SIZES), "exists gives other lengths")
         for shift in (0, 1, 512, 4095):
             found = get(store, _sizes(blocks), shift)
-            _require(found == list(blocks.values()), f"other bytes at {shift} past a page")
+            require(found == list(blocks.values()), f"other bytes at {shift} past a page")
         for key, payload in blocks.items():
-            _require(get(store, {key: len(payload)}) == [payload], "one by one differs")
+            require(get(store, {key: len(payload)}) == [payload], "one by one differs")
 
 
 def check_keys(subject: Subject) -> None:
@@ -118,7 +113,7 @@ def check_keys(subject: Subject) -> None:
     with subject.open() as store:
         payloads = [payload_of(key, 1000) for key in keys]
         _all_ok(store.put(keys, [memoryview(payload) for payload in payloads]), "put")
-        _require(get(store, dict.fromkeys(keys, 1000)) == payloads, "keys were mixed up")
+        require(get(store, dict.fromkeys(keys, 1000)) == payloads, "keys were mixed up")
 
 
 def check_overwrite(subject: Subject) -> None:
@@ -127,14 +122,14 @@ def check_overwrite(subject: Subject) -> None:
         for version, nbytes in enumerate((5000, 5000, 200_000, 64)):
             newest = payload_of(b"key", nbytes, version)
             _all_ok(put(store, {b"key": newest}), "put")
-            _require(get(store, {b"key": nbytes}) == [newest], f"version {version} is not there")
+            require(get(store, {b"key": nbytes}) == [newest], f"version {version} is not there")
         older, newer = (memoryview(payload_of(b"twin", 100, n)) for n in (0, 1))
         _all_ok(store.put([b"twin", b"twin"], [older, newer]), "put")
-        _require(get(store, {b"twin": 100}) == [bytes(newer)], "the last of two is not there")
-        _require(_counts(store, 2), "a block that was replaced is counted")
+        require(get(store, {b"twin": 100}) == [bytes(newer)], "the last of two is not there")
+        require(_counts(store, 2), "a block that was replaced is counted")
     if subject.persistent:
         with subject.open() as store:
-            _require(get(store, {b"key": 64}) == [newest], "an old version came back")
+            require(get(store, {b"key": 64}) == [newest], "an old version came back")
 
 
 def check_absent(subject: Subject) -> None:
@@ -142,20 +137,18 @@ def check_absent(subject: Subject) -> None:
     blocks = _blocks([3000] * 40)
     stored = {key: payload for number, (key, payload) in enumerate(blocks.items()) if number % 3}
     with subject.open() as store:
-        _require(
-            get(store, {b"nothing": 10}) == [BlockOutcome.ABSENT], "an empty store has a block"
-        )
-        _require(put(store, {}) == [] and get(store, {}) == [], "an empty batch must be fine")
+        require(get(store, {b"nothing": 10}) == [BlockOutcome.ABSENT], "an empty store has a block")
+        require(put(store, {}) == [] and get(store, {}) == [], "an empty batch must be fine")
         _all_ok(put(store, stored), "put")
         order = random.Random(1).sample(list(blocks), len(blocks))
         expected = [stored.get(key, BlockOutcome.ABSENT) for key in order]
-        _require(get(store, dict.fromkeys(order, 3000)) == expected, "a mixed batch went wrong")
+        require(get(store, dict.fromkeys(order, 3000)) == expected, "a mixed batch went wrong")
         lengths = [3000 if key in stored else 0 for key in order]
-        _require(store.exists(order) == lengths, "exists is wrong")
+        require(store.exists(order) == lengths, "exists is wrong")
         twice = [GuardedBuffer(3000), GuardedBuffer(3000)]
         key = next(iter(stored))
         _all_ok(store.get([key, key], [place.view for place in twice]), "get of a key twice")
-        _require({place.content() for place in twice} == {stored[key]}, "a key twice differs")
+        require({place.content() for place in twice} == {stored[key]}, "a key twice differs")
 
 
 def check_sizes(subject: Subject) -> None:
@@ -164,8 +157,8 @@ def check_sizes(subject: Subject) -> None:
         _all_ok(put(store, _blocks([10_000])), "put")
         for nbytes in (9_999, 10_001, 1, 4096, 20_000):
             found = get(store, {b"block-0": nbytes})
-            _require(found == [BlockOutcome.SIZE], f"10,000 bytes into {nbytes}: {found}")
-        _require(get(store, {b"block-0": 10_000}) == list(_blocks([10_000]).values()), "lost")
+            require(found == [BlockOutcome.SIZE], f"10,000 bytes into {nbytes}: {found}")
+        require(get(store, {b"block-0": 10_000}) == list(_blocks([10_000]).values()), "lost")
         good = memoryview(bytearray(8))
         wrong: list[tuple[list[bytes], list[memoryview]]] = [
             ([b""], [good]),
@@ -177,8 +170,8 @@ def check_sizes(subject: Subject) -> None:
         ]
         for keys, views in wrong:
             for call in (store.put, store.get):
-                _require(_refused(call, keys, views), f"{call} took {keys} and {views}")
-        _require(_refused(store.get, [b"a"], [memoryview(b"ro")]), "get took a read-only buffer")
+                require(_refused(call, keys, views), f"{call} took {keys} and {views}")
+        require(_refused(store.get, [b"a"], [memoryview(b"ro")]), "get took a read-only buffer")
 
 
 def _refused(
@@ -201,15 +194,15 @@ def check_remove(subject: Subject) -> None:
     with subject.open() as store:
         _all_ok(put(store, blocks), "put")
         _all_ok(store.remove(gone), "remove")
-        _require(store.remove([*gone, b"?"]) == [BlockOutcome.ABSENT] * 7, "removed twice")
+        require(store.remove([*gone, b"?"]) == [BlockOutcome.ABSENT] * 7, "removed twice")
         expected = [BlockOutcome.ABSENT] * 6 + [blocks[key] for key in kept]
-        _require(get(store, _sizes(blocks)) == expected, "remove took the wrong blocks")
-        _require(_counts(store, 6), "usage still counts what was removed")
+        require(get(store, _sizes(blocks)) == expected, "remove took the wrong blocks")
+        require(_counts(store, 6), "usage still counts what was removed")
     with subject.open() as store:
         if subject.persistent:
-            _require(get(store, _sizes(blocks)) == expected, "a restart brought blocks back")
+            require(get(store, _sizes(blocks)) == expected, "a restart brought blocks back")
         _all_ok(put(store, blocks), "put after remove")
-        _require(get(store, _sizes(blocks)) == list(blocks.values()), "put again differs")
+        require(get(store, _sizes(blocks)) == list(blocks.values()), "put again differs")
 
 
 def check_corruption(subject: Subject) -> None:
@@ -225,26 +218,26 @@ def check_corruption(subject: Subject) -> None:
             _check_damage(store, blocks, bad, good)
             return
     spoiled = spoil_files(subject.folder, blocks[bad])
-    _require(spoiled, "no payload was found in the files, so none could be spoiled")
+    require(spoiled, "no payload was found in the files, so none could be spoiled")
     with subject.open() as store:
         _check_damage(store, blocks, bad, good)
     with subject.open() as store:
-        _require(get(store, {bad: 5000}) == [blocks[bad]], "the block put in its place is lost")
+        require(get(store, {bad: 5000}) == [blocks[bad]], "the block put in its place is lost")
 
 
 def _check_damage(
     store: Store, blocks: dict[bytes, bytes], bad: bytes, good: dict[bytes, int]
 ) -> None:
     first, again = (get(store, {bad: 5000})[0] for _ in range(2))
-    _require(
+    require(
         first in (BlockOutcome.CORRUPT, BlockOutcome.ABSENT),
         "changed bytes were handed out as good",
     )
-    _require(again is BlockOutcome.ABSENT, "a spoiled block was found again")
-    _require(store.exists([bad]) == [0], "a spoiled block still exists")
-    _require(get(store, good) == [blocks[key] for key in good], "other blocks were lost")
+    require(again is BlockOutcome.ABSENT, "a spoiled block was found again")
+    require(store.exists([bad]) == [0], "a spoiled block still exists")
+    require(get(store, good) == [blocks[key] for key in good], "other blocks were lost")
     _all_ok(put(store, {bad: blocks[bad]}), "put in place of a spoiled block")
-    _require(get(store, {bad: 5000}) == [blocks[bad]], "the block put in its place differs")
+    require(get(store, {bad: 5000}) == [blocks[bad]], "the block put in its place differs")
 
 
 def check_threads(subject: Subject) -> None:
@@ -259,11 +252,11 @@ def check_threads(subject: Subject) -> None:
             for turn in range(30):
                 own = {b"own-%d-%d" % (number, turn % 5): payload_of(b"%d" % turn, 7000, number)}
                 _all_ok(put(store, own), "put")
-                _require(get(store, {next(iter(own)): 7000}) == list(own.values()), "own block")
+                require(get(store, {next(iter(own)): 7000}) == list(own.values()), "own block")
                 keys = rng.sample(shared, 2)
                 _all_ok(put(store, {key: rng.choice(versions[key]) for key in keys}), "put")
                 for key, found in zip(keys, get(store, dict.fromkeys(keys, 20_000)), strict=True):
-                    _require(found in versions[key], f"a mixture: {found!r:.40}")
+                    require(found in versions[key], f"a mixture: {found!r:.40}")
         except AssertionError as error:
             wrong.append(str(error))
 
@@ -273,9 +266,9 @@ def check_threads(subject: Subject) -> None:
             thread.start()
         for thread in threads:
             thread.join(_PATIENCE_S)
-            _require(not thread.is_alive(), f"a thread was not done after {_PATIENCE_S} s")
-        _require(not wrong, "; ".join(wrong))
-        _require(_counts(store, 6 * 5 + 4), "blocks were lost or counted twice")
+            require(not thread.is_alive(), f"a thread was not done after {_PATIENCE_S} s")
+        require(not wrong, "; ".join(wrong))
+        require(_counts(store, 6 * 5 + 4), "blocks were lost or counted twice")
 
 
 def check_full(subject: Subject) -> None:
@@ -284,28 +277,26 @@ def check_full(subject: Subject) -> None:
         capacity = store.usage().capacity_bytes
         if not capacity:
             return
-        _require(8 * _MIB <= capacity <= 64 * _MIB, f"give the check 8 to 64 MiB, not {capacity}")
+        require(8 * _MIB <= capacity <= 64 * _MIB, f"give the check 8 to 64 MiB, not {capacity}")
         nbytes = capacity // 64
         blocks = _blocks([nbytes] * 160)
         outcomes = [put(store, {key: payload})[0] for key, payload in blocks.items()]
-        _require(
-            set(outcomes) <= {BlockOutcome.OK, BlockOutcome.FULL}, f"outcomes: {set(outcomes)}"
-        )
+        require(set(outcomes) <= {BlockOutcome.OK, BlockOutcome.FULL}, f"outcomes: {set(outcomes)}")
         usage = store.usage()
-        _require(usage.nbytes <= capacity, f"{usage.nbytes} bytes in a store of {capacity}")
+        require(usage.nbytes <= capacity, f"{usage.nbytes} bytes in a store of {capacity}")
         found = dict(zip(blocks, get(store, _sizes(blocks)), strict=True))
         kept = {key: content for key, content in found.items() if content != BlockOutcome.ABSENT}
-        _require(len(kept) == usage.blocks, f"{len(kept)} blocks found, {usage.blocks} counted")
-        _require(len(kept) >= 16, f"only {len(kept)} of 64 blocks that fit were kept")
-        _require(all(blocks[key] == content for key, content in kept.items()), "other bytes")
+        require(len(kept) == usage.blocks, f"{len(kept)} blocks found, {usage.blocks} counted")
+        require(len(kept) >= 16, f"only {len(kept)} of 64 blocks that fit were kept")
+        require(all(blocks[key] == content for key, content in kept.items()), "other bytes")
         last = [key for key, outcome in zip(blocks, outcomes, strict=True) if outcome == "ok"][-1]
-        _require(last in kept, "the block that was put last is gone")
+        require(last in kept, "the block that was put last is gone")
         giant = memoryview(bytes(capacity + 1))
         refused = store.put([b"giant"], [giant])[0]
-        _require(
+        require(
             refused in (BlockOutcome.SIZE, BlockOutcome.FULL), f"a block over capacity: {refused}"
         )
-        _require(store.exists([b"giant"]) == [0], "a refused block exists")
+        require(store.exists([b"giant"]) == [0], "a refused block exists")
 
 
 def check_usage(subject: Subject) -> None:
@@ -313,11 +304,11 @@ def check_usage(subject: Subject) -> None:
     blocks = _blocks([10_000] * 5)
     with subject.open() as store:
         empty = store.usage()
-        _require(_counts(store, 0) and empty.available, f"a new store: {empty}")
+        require(_counts(store, 0) and empty.available, f"a new store: {empty}")
         _all_ok(put(store, blocks), "put")
         used = store.usage()
-        _require(_counts(store, 5), f"5 blocks were put: {used}")
-        _require(used.nbytes >= empty.nbytes, f"5 blocks weigh nothing: {used}")
+        require(_counts(store, 5), f"5 blocks were put: {used}")
+        require(used.nbytes >= empty.nbytes, f"5 blocks weigh nothing: {used}")
 
 
 def check_restart(subject: Subject) -> None:
@@ -328,9 +319,9 @@ def check_restart(subject: Subject) -> None:
     for turn in range(4):
         with subject.open() as store:
             sizes = _sizes(held)
-            _require(get(store, sizes) == list(held.values()), f"lost at restart {turn}")
-            _require(store.exists(list(held)) == list(sizes.values()), "exists is wrong")
-            _require(_counts(store, len(held)), "usage is wrong after a restart")
+            require(get(store, sizes) == list(held.values()), f"lost at restart {turn}")
+            require(store.exists(list(held)) == list(sizes.values()), "exists is wrong")
+            require(_counts(store, len(held)), "usage is wrong after a restart")
             new = _blocks([1, 5000, 70_000], b"turn-%d" % turn)
             _all_ok(put(store, new), "put")
             held |= new
@@ -353,16 +344,16 @@ def check_close(subject: Subject) -> None:
         store.close()
         store.close()
         thread.join(_PATIENCE_S)
-        _require(not thread.is_alive(), "a closed store still takes blocks")
-        _require(
+        require(not thread.is_alive(), "a closed store still takes blocks")
+        require(
             set(answers) <= {BlockOutcome.OK, BlockOutcome.UNAVAILABLE, BlockOutcome.ABSENT},
             f"{answers}",
         )
-        _require(put(store, blocks) == [BlockOutcome.UNAVAILABLE] * 4, "put after close")
-        _require(get(store, _sizes(blocks)) == [BlockOutcome.UNAVAILABLE] * 4, "get after close")
-        _require(store.remove(list(blocks)) == [BlockOutcome.UNAVAILABLE] * 4, "remove after close")
-        _require(store.exists(list(blocks)) == [0] * 4, "exists after close")
-        _require(not store.usage().available, "usage after close")
+        require(put(store, blocks) == [BlockOutcome.UNAVAILABLE] * 4, "put after close")
+        require(get(store, _sizes(blocks)) == [BlockOutcome.UNAVAILABLE] * 4, "get after close")
+        require(store.remove(list(blocks)) == [BlockOutcome.UNAVAILABLE] * 4, "remove after close")
+        require(store.exists(list(blocks)) == [0] * 4, "exists after close")
+        require(not store.usage().available, "usage after close")
 
 
 CHECKS: tuple[Check, ...] = (

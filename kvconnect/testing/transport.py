@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
-from kvconnect.testing.memory import PageMemory, phased_unit, plain_unit, split_unit
+from kvconnect.testing.memory import PageMemory, phased_unit, plain_unit, require, split_unit
 from kvconnect.transport.base import (
     Disconnect,
     Drained,
@@ -96,7 +96,7 @@ class ConnectedPair:
         """Poll both sides until ``done``."""
         deadline = time.monotonic() + _PATIENCE_S
         while not done():
-            _require(time.monotonic() < deadline, f"waited {_PATIENCE_S} s for {what}")
+            require(time.monotonic() < deadline, f"waited {_PATIENCE_S} s for {what}")
             self.reader.poll()
             self.source.poll()
 
@@ -161,11 +161,6 @@ def kinds(side: Side, peer: PeerId) -> list[type[Event]]:
     return [type(event) for event in side.seen if event.peer == peer]
 
 
-def _require(condition: object, text: str) -> None:
-    if not condition:
-        raise AssertionError(text)
-
-
 # The checks -------------------------------------------------------------------------------------
 
 
@@ -184,7 +179,7 @@ def check_notes(make: Make, path: str) -> None:
         link.until(lambda: all(len(side.of(Noted)) == len(notes) for side in sides), "all notes")
         for side in sides:
             got = [event.payload for event in side.of(Noted)]
-            _require(got == notes, "notes were changed or reordered")
+            require(got == notes, "notes were changed or reordered")
 
 
 def check_pages(make: Make, path: str) -> None:
@@ -207,10 +202,10 @@ def check_pages(make: Make, path: str) -> None:
             for first, last in ((25, 40), (0, 1), (1, 25)):
                 link.send(5, number, here, ids[first:last], first)
         link.until(lambda: link.arrived(5) == 40 * len(layouts), "all pages")
-        _require(link.reader.memory.data == model.data, "pages differ from what was sent")
+        require(link.reader.memory.data == model.data, "pages differ from what was sent")
         events = link.reader.of(Received)
-        _require(not any(e.bad for e in events), "good pages were called bad")
-        _require(
+        require(not any(e.bad for e in events), "good pages were called bad")
+        require(
             all(e.nbytes == e.count * layouts[e.number][0].block_bytes for e in events),
             "Received gives a wrong number of bytes",
         )
@@ -226,7 +221,7 @@ def check_fence(make: Make, path: str) -> None:
         with _fence_after(lambda: link.source.memory.write(unit, [0], data)) as fence:
             link.send(1, 0, unit, [0], fence=fence)
             link.until(lambda: link.arrived(1), "the page behind a fence")
-        _require(link.reader.memory.read(unit, [3]) == data, "a page was read before its fence")
+        require(link.reader.memory.read(unit, [3]) == data, "a page was read before its fence")
 
 
 def check_reader_fence(make: Make, path: str) -> None:
@@ -238,7 +233,7 @@ def check_reader_fence(make: Make, path: str) -> None:
             link.want(1, [unit], [[3]], fence)
             link.send(1, 0, unit, [0])
             link.until(lambda: link.arrived(1), "the page for a fenced place")
-        _require(before == [bytes(4096)], "a page was written before its want's fence")
+        require(before == [bytes(4096)], "a page was written before its want's fence")
 
 
 @contextmanager
@@ -272,7 +267,7 @@ def check_many_wants(make: Make, path: str) -> None:
         for want in range(200):
             there = source.read(unit, [want + 400, want + 800])
             same = reader.read(unit, [200 + want, want]) == there
-            _require(same, f"want {want} got other pages")
+            require(same, f"want {want} got other pages")
 
 
 def check_big(make: Make, path: str) -> None:
@@ -284,9 +279,9 @@ def check_big(make: Make, path: str) -> None:
         link.send(1, 0, unit, range(1024))
         link.until(lambda: link.arrived(1) == 1024, "64 MiB")
         found = link.reader.memory.read(unit, ids)
-        _require(found == link.source.memory.data, "64 MiB differ from what was sent")
+        require(found == link.source.memory.data, "64 MiB differ from what was sent")
         link.until(lambda: link.source.of(Sent), "the order's Sent")
-        _require(link.source.of(Sent)[0].nbytes == 64 * _MIB, "Sent gives wrong bytes")
+        require(link.source.of(Sent)[0].nbytes == 64 * _MIB, "Sent gives wrong bytes")
 
 
 def check_cancel_by_reader(make: Make, path: str) -> None:
@@ -303,7 +298,7 @@ def check_cancel_by_reader(make: Make, path: str) -> None:
         link.until(lambda: len(link.source.of(Sent)) == 2, "the source to finish")
         link.check_works(2)
         expected = link.source.memory.data[64:128] + bytes(32 * _MIB - 64)
-        _require(link.reader.memory.data == expected, "a cancelled want still landed")
+        require(link.reader.memory.data == expected, "a cancelled want still landed")
 
 
 def check_cancel_by_source(make: Make, path: str) -> None:
@@ -320,7 +315,7 @@ def check_cancel_by_source(make: Make, path: str) -> None:
         link.until(lambda: Drained in kinds(link.source, link.of_source), "the source's Quiet")
         link.check_works(2)
         sent = [event for event in link.source.of(Sent) if event.want == 1]
-        _require(len(sent) <= 1, "what was queued for a cancelled want was sent")
+        require(len(sent) <= 1, "what was queued for a cancelled want was sent")
 
 
 def check_unasked(make: Make, path: str) -> None:
@@ -337,7 +332,7 @@ def check_unasked(make: Make, path: str) -> None:
             link.want(1, [unit], [[0, 1]])
             link.send(want, number, sent, [5], first)
             link.until_down()
-            _require(not any(link.reader.memory.data), f"pages nobody asked for landed: {sent}")
+            require(not any(link.reader.memory.data), f"pages nobody asked for landed: {sent}")
 
 
 def check_hangup(make: Make, path: str) -> None:
@@ -346,8 +341,8 @@ def check_hangup(make: Make, path: str) -> None:
         link.source.transport.submit(PeerMessage(link.of_source, b"because"))
         link.source.transport.submit(Disconnect(link.of_source, "enough"))
         link.until_down()
-        _require(Noted in kinds(link.reader, link.of_reader), "the last note was lost")
-        _require(link.source.of(PeerDown)[0].reason == "enough", "PeerDown gives another reason")
+        require(Noted in kinds(link.reader, link.of_reader), "the last note was lost")
+        require(link.source.of(PeerDown)[0].reason == "enough", "PeerDown gives another reason")
 
 
 def check_end(make: Make, path: str) -> None:
@@ -368,11 +363,11 @@ def check_end(make: Make, path: str) -> None:
         link.send(1, 0, unit, [0])
         old = link.of_reader, link.of_source
         link.of_reader, link.of_source = link.connect()
-        _require(old[0] != link.of_reader and old[1] != link.of_source, "a peer's number came back")
-        _require(not any(link.reader.memory.data), "a page landed after PeerDown")
+        require(old[0] != link.of_reader and old[1] != link.of_source, "a peer's number came back")
+        require(not any(link.reader.memory.data), "a page landed after PeerDown")
         link.check_works(1)
         for side, peer in zip((link.reader, link.source), old, strict=True):
-            _require(kinds(side, peer)[-1] is PeerDown, "something happened after PeerDown")
+            require(kinds(side, peer)[-1] is PeerDown, "something happened after PeerDown")
 
 
 def check_close(make: Make, path: str) -> None:
@@ -383,7 +378,7 @@ def check_close(make: Make, path: str) -> None:
         link.until(lambda: link.reader.of(PeerDown), "the PeerDown after a close")
         nobody = link.reader.transport.connect(*link.address)
         link.until(lambda: PeerDown in kinds(link.reader, nobody), "the PeerDown of nobody")
-        _require(PeerUp not in kinds(link.reader, nobody), "nobody was up")
+        require(PeerUp not in kinds(link.reader, nobody), "nobody was up")
 
 
 CHECKS: tuple[Callable[[Make, str], None], ...] = (

@@ -1,4 +1,4 @@
-"""Keys and certificates, which come from files and never from settings."""
+"""Who may connect: keys, TLS certificates and trusted addresses. Secrets are read from files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import os
 import secrets
+import socket
 import ssl
 import stat
 import tempfile
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvconnect.config import NetworkConfig
 from kvconnect.errors import ConfigError
@@ -300,3 +302,29 @@ def _context(protocol: int, security: Security) -> ssl.SSLContext:
         fix = f"certificate, key and authority must be readable PEM files that match: {error}"
         raise ConfigError("tls_dir", files, fix) from error
     return context
+
+
+class TlsSocket(ssl.SSLSocket):
+    """A TLS connection that one thread may read while another writes.
+
+    OpenSSL takes one call at a time per connection. The socket does not block, so neither
+    direction ever waits for the other while it has the lock.
+    """
+
+    turn: threading.Lock  # set by ``wrap``: SSLContext makes these objects without __init__
+
+    def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
+        with self.turn:
+            return super().recv_into(buffer, nbytes, flags)
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        with self.turn:
+            return super().send(data, flags)
+
+
+def wrap(sock: socket.socket, context: ssl.SSLContext, server_side: bool) -> ssl.SSLSocket:
+    """Return the connected ``sock`` as a TLS socket whose handshake is still to be done."""
+    wrapped = context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False)
+    assert isinstance(wrapped, TlsSocket)
+    wrapped.turn = threading.Lock()
+    return wrapped

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from kvconnect.errors import Refused
 from kvconnect.protocol.auth import ClientAuth, ServerAuth
-from kvconnect.transport.tcp.sockets import read_some, wrap, write_some
+from kvconnect.transport.security import wrap
+from kvconnect.transport.tcp.sockets import read_some, write_some
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 _READ_BYTES = 4096  # more than any handshake message

@@ -9,37 +9,9 @@ from __future__ import annotations
 import select
 import socket
 import ssl
-import threading
-from typing import Any
 
 _KEEPALIVE_PROBES = 3
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-
-
-class TlsSocket(ssl.SSLSocket):
-    """A TLS connection that one thread may read while another writes.
-
-    OpenSSL takes one call at a time per connection. The socket does not block, so neither
-    direction ever waits for the other while it has the lock.
-    """
-
-    turn: threading.Lock  # set by ``wrap``: SSLContext makes these objects without __init__
-
-    def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        with self.turn:
-            return super().recv_into(buffer, nbytes, flags)
-
-    def send(self, data: Any, flags: int = 0) -> int:
-        with self.turn:
-            return super().send(data, flags)
-
-
-def wrap(sock: socket.socket, context: ssl.SSLContext, server_side: bool) -> ssl.SSLSocket:
-    """Return the connected ``sock`` as a TLS socket whose handshake is still to be done."""
-    wrapped = context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False)
-    assert isinstance(wrapped, TlsSocket)
-    wrapped.turn = threading.Lock()
-    return wrapped
 
 
 def prepare(sock: socket.socket, silence_s: float) -> None:
