@@ -289,8 +289,6 @@ def _context(protocol: int, security: Security) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
-    from kvconnect.transport.tcp.sockets import TlsSocket  # its package imports this module
-
     context.sslsocket_class = TlsSocket
     if protocol == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0  # sessions are not resumed
