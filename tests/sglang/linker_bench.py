@@ -269,7 +269,7 @@ class Bench:
 
     def counted(self, name: str, label: str = "") -> float:
         """Return a counter's value so far."""
-        return self.linker.readings.stats.data["counters"].get(name, {}).get(label, 0)
+        return self.linker.stats.stats.data["counters"].get(name, {}).get(label, 0)
 
     def check(self) -> None:
         for tier in self.linker.tiers.values():

@@ -14,7 +14,7 @@ from sglang_router.launch_router import parse_router_args
 from sglang_router.router_args import RouterArgs
 
 from kvconnect.engines.sglang.linker import KVConnectLinker
-from kvconnect.engines.sglang.plugin import own_config
+from kvconnect.engines.sglang.runtime_context import own_config
 from kvconnect.engines.sglang.storage import KVConnectStorage
 from tests.documents import PAGES, ROOT, Command, commands, commands_of
 

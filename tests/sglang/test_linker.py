@@ -200,7 +200,7 @@ def test_a_layer_is_reported_when_it_is_there_and_not_before(bench: Bench) -> No
     assert bench.linker.finish_layer_wise_loading(index)
     assert spy.calls == [("load", layer) for layer in range(LAYERS)]
     assert bench.bytes_of(THERE) == wanted
-    assert bench.linker.readings.stats.data["histograms"]["load_exposed_seconds"]["host"][0] > 0
+    assert bench.linker.stats.stats.data["histograms"]["load_exposed_seconds"]["host"][0] > 0
 
 
 @pytest.mark.parametrize(
@@ -400,7 +400,7 @@ def test_transfers_are_measured(bench: Bench) -> None:
     assert bench.load(KEYS, THERE)
     bench.found(KEYS)
     bench.found(KEYS)  # asked again while it waits: counted once
-    stats = bench.linker.readings.take()
+    stats = bench.linker.stats.take()
     assert stats is not None
     flat = stats.reduce()
     moved = 6 * bench.page_bytes(PoolName.KV)

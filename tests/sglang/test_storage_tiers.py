@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 from sglang.srt.mem_cache.pool_host import base
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-from kvconnect.engines.sglang import runtime_context
+from kvconnect.engines.sglang import plugin
 from kvconnect.engines.sglang.storage import KVConnectStorage
 from kvconnect.errors import ConfigError
 from kvconnect.tiers.backends import BlockOutcome
@@ -79,7 +79,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shared]:
 
 @pytest.fixture(autouse=True)
 def published(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(runtime_context, "_now", b"")
+    monkeypatch.setattr(plugin, "_generation", b"")
     with serving():
         yield
 
@@ -326,8 +326,8 @@ def test_new_weights_have_pages_of_their_own(
     monkeypatch.setattr(Scheduler, "flush_cache", lambda *_: True)
     monkeypatch.setattr(HookRegistry, "_hooks", type(HookRegistry._hooks)(list))
     monkeypatch.setattr(HookRegistry, "_patched", set())
-    monkeypatch.setattr(runtime_context, "_watching", False)
-    runtime_context.watch()
+    monkeypatch.setattr(plugin, "_watching", False)
+    plugin.watch()
     HookRegistry.apply_hooks()
 
     pool = host_pool(monkeypatch)
@@ -345,7 +345,7 @@ def test_new_weights_have_pages_of_their_own(
     storage.batch_set_v1(["new"], slots_of([3]))
     settle(storage)
     storage.close()
-    monkeypatch.setattr(runtime_context, "_now", b"")  # another process
+    monkeypatch.setattr(plugin, "_generation", b"")  # another process
     there = where(make(pool, **on_disk(tmp_path)), [*KEYS[:2], "new"])
     assert there == [Tier.DISK, Tier.DISK, None]
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvconnect import versions
+from kvconnect.engines.sglang import plugin
 from kvconnect.engines.sglang.plugin import LAYERWISE, NAME, check, is_layerwise, takes_over
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def _register() -> None:
     from sglang.srt.disaggregation.utils import TransferBackend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from kvconnect.engines.sglang import runtime_context, tracing  # bring torch and SGLang
+    from kvconnect.engines.sglang import tracing  # brings torch
 
     found = versions.installed("sglang")
     if found != TESTED:
@@ -58,7 +59,7 @@ def _register() -> None:
         add_disagg_transfer_backend_choices([NAME])
     _add_member(TransferBackend, NAME)
     HookRegistry.register(_PICK, _pick, HookType.AROUND)
-    runtime_context.watch()
+    plugin.watch()
     tracing.watch()
     if is_layerwise():
         from kvconnect.engines.sglang import layerwise as hooks

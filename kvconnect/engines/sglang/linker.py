@@ -28,10 +28,10 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from kvconnect.config import Config
 from kvconnect.copy.driver import own_stream
 from kvconnect.engines.sglang.layer_loads import LayerCounter, LoadBatch
-from kvconnect.engines.sglang.plugin import own_config, worker_share
 from kvconnect.engines.sglang.pool_tier import PoolLoad, PoolTier, Space, worst
 from kvconnect.engines.sglang.pools import device_pools, map_pool, window_ends
-from kvconnect.engines.sglang.stats import Readings
+from kvconnect.engines.sglang.runtime_context import own_config, worker_share
+from kvconnect.engines.sglang.stats import LinkerStats
 from kvconnect.errors import ConfigError, Misuse, TransferFailed, refusing
 from kvconnect.offload.streams import Fence
 from kvconnect.stats import OffloadingConnectorStats
@@ -90,7 +90,7 @@ class KVConnectLinker(UnifiedCacheLinker):
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         stats = OffloadingConnectorStats()
         self.tiers = _make_tiers(self.pools, share, config, stats)
-        self.readings = Readings(stats, tuple(self.tiers.values()), self._group.page_size)
+        self.stats = LinkerStats(stats, tuple(self.tiers.values()), self._group.page_size)
         self._queued: dict[str, _LinkedRequest] = {}
         self._batches: dict[int, Sequence[_LinkedRequest]] = {}
         self._offloads: deque[_Offload] = deque()
@@ -101,7 +101,7 @@ class KVConnectLinker(UnifiedCacheLinker):
         """Return the prefix lengths, in pages, that this rank can restore; ascending."""
         found = restorable(self.tiers, self._group.resolve_transfers(transfers))
         asked = max((len(transfer.keys or ()) for transfer in transfers), default=0)
-        self.readings.looked_up(rid, asked, found[-1] if found else 0)
+        self.stats.looked_up(rid, asked, found[-1] if found else 0)
         return found
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
@@ -147,14 +147,14 @@ class KVConnectLinker(UnifiedCacheLinker):
         waited = self.layer_done_counter.take_waited(counter_index)
         requests = self._batches.pop(counter_index, ())
         if requests:
-            self.readings.waited(waited)
+            self.stats.waited(waited)
         for request in requests:
             if landed:
-                self.readings.loaded(time.monotonic() - request.asked)
+                self.stats.loaded(time.monotonic() - request.asked)
                 continue
             # SGLang aborts all of a batch, also those whose own pages are there.
             cause = worst(want.cause for want in request.wants.values() if want.cause)
-            self.readings.load_failed(cause or FailureCause.SKIPPED)
+            self.stats.load_failed(cause or FailureCause.SKIPPED)
         return landed
 
     def cancel_queued_load(self, rid: str) -> bool:
@@ -190,7 +190,7 @@ class KVConnectLinker(UnifiedCacheLinker):
         """Return how many offloads have ended, up to the first that has not. SGLang asks at every
         step, so statistics are published here."""
         self._poll()
-        self.readings.publish()
+        self.stats.publish()
         for number, work in enumerate(self._offloads):
             if work.waiting:
                 return number

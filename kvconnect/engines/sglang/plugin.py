@@ -1,22 +1,18 @@
-"""What users set to choose this backend. Imports nothing of SGLang: it is read before its start."""
+"""Settings that choose this backend, and the watch over weight updates.
+
+Loading this module imports neither SGLang nor torch: SGLang reads it before its own start.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+import sys
 from typing import Any
 
-import msgspec
-
-from kvconnect import memory
-from kvconnect.config import (
-    Config,
-    check_fits,
-    config_from_environment,
-    parse_config,
-    share_of_host_bytes,
-)
 from kvconnect.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 NAME = "kvconnect"
 """Of the transfer backend."""
@@ -64,36 +60,54 @@ def check(server_args: Any) -> None:
         raise ConfigError("--tokenizer-worker-num", count, fix)
 
 
-# What the offload parts are set to, and how much host memory one worker takes.
+# Weights that were replaced. SGLang then flushes its own caches and tells no storage backend, so
+# this plugin hooks the calls of a scheduler process that all updates pass through.
 
 
-def own_config(extra: Mapping[str, Any]) -> Config:
-    """Return the settings of a part that has a JSON object of its own; what that does not say is
-    taken from ``KVCONNECT_CONFIG``.
+_SCHEDULER = "sglang.srt.managers.scheduler"
+_UPDATER = f"{_SCHEDULER}_components.weight_updater.SchedulerWeightUpdaterManager"
+_UPDATED = (f"{_UPDATER}.flush_cache_after_weight_update", f"{_UPDATER}.end_weight_update")
+_FLUSHED = f"{_SCHEDULER}.Scheduler.flush_cache"
 
-    Raises:
-        ConfigError: as :func:`~kvconnect.config.parse_config`.
-    """
-    own = parse_config(extra)
-    shared = config_from_environment(os.environ)
-    return msgspec.structs.replace(shared, **{key: getattr(own, key) for key in extra})
+_generation = b""
+_watching = False
 
 
-def worker_share(config: Config) -> int:
-    """Return this worker's part of the engine's host memory in bytes.
+def watch() -> None:
+    """Register the hooks, if this is a scheduler's process; part of loading the plugin."""
+    global _watching
+    if _SCHEDULER not in sys.modules:
+        return  # other processes have no weights, and should not have to import a scheduler
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    Raises:
-        ConfigError: there is none, or the engines here together want more than the machine has.
-    """
-    from sglang.srt.runtime_context import get_parallel
+    for target in _UPDATED:
+        HookRegistry.register(target, _after_update, HookType.AFTER)
+    HookRegistry.register(_FLUSHED, _after_flush, HookType.AFTER)
+    _watching = True
 
-    parallel = get_parallel()
-    engines: int = parallel.dp_size
-    there = memory.total_bytes()
-    total = share_of_host_bytes(config, memory_bytes=there, engines=engines)
-    if not total:
-        raise ConfigError("host_bytes", "off", "there is no other tier yet; give it a size")
-    check_fits(total * engines, memory_bytes=there, what=f"in this machine for {engines} engines")
-    # A node's workers share what the engine has on that node.
-    workers: int = max(1, parallel.tp_size * parallel.pp_size // parallel.nnodes)
-    return total // workers
+
+def generation() -> bytes:
+    """Return the part of page names that stands for the present weights: empty for the weights that
+    the process started with, otherwise bytes that only this process knows."""
+    return _generation
+
+
+def check_watched() -> None:
+    """Log a warning if weight updates would go unnoticed."""
+    if not _watching:
+        logger.warning(
+            "SGLang has not loaded KVConnect's plugin (is SGLANG_PLUGINS set?): restart the server "
+            "after an update of weights, or it uses stored pages of the old ones"
+        )
+
+
+def _after_update(_result: Any, *_: Any, **__: Any) -> None:
+    global _generation
+    _generation = os.urandom(16)
+
+
+def _after_flush(_result: Any, *_: Any, **__: Any) -> None:
+    """An update's flush may have been refused, and put off until this one: pages of the old weights
+    were written since."""
+    if _generation:
+        _after_update(_result)

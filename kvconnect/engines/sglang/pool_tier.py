@@ -193,10 +193,21 @@ class PoolTier:
         self._stats.count("evicted_blocks", fresh, label=Tier.HOST.value)
         self.index.removed.clear()  # nobody is told
 
-    def in_flight(self, owner: Owner) -> int:
-        """Return how many copies of a kind have not ended."""
+    def gauges(self) -> Iterator[tuple[str, float, str | None]]:
+        """Yield (name, value, label) of what is there now; values of several pools add up."""
+        slots, page_bytes = self.index.slots, self.pool.page_bytes
+        yield "host_blocks_used", slots.used, None
+        yield "host_blocks_capacity", len(slots), None
+        yield "host_blocks_pinned", slots.busy, None
+        yield "host_bytes_used", slots.used * page_bytes, None
+        yield "host_bytes_capacity", len(slots) * page_bytes, None
         stores = sum(job.space is not None for job in self._jobs.values())
-        return stores if owner is Owner.STORE else len(self._jobs) - stores
+        for owner, kind, jobs in (
+            (Owner.STORE, TransferType.GPU_TO_CPU, stores),
+            (Owner.LOAD, TransferType.CPU_TO_GPU, len(self._jobs) - stores),
+        ):
+            yield "ledger_held_blocks", self.ledger.held_by(owner), owner.value
+            yield "jobs_in_flight", jobs, kind.value
 
     def drain(self) -> None:
         """Block until nothing is being copied.
@@ -245,22 +256,6 @@ class PoolTier:
     def _next(self) -> JobId:
         self._last += 1
         return JobId(self._last)
-
-
-def gauges(tier: PoolTier) -> Iterator[tuple[str, float, str | None]]:
-    """Yield (name, value, label) of what is there now; values of several pools add up."""
-    slots, page_bytes = tier.index.slots, tier.pool.page_bytes
-    yield "host_blocks_used", slots.used, None
-    yield "host_blocks_capacity", len(slots), None
-    yield "host_blocks_pinned", slots.busy, None
-    yield "host_bytes_used", slots.used * page_bytes, None
-    yield "host_bytes_capacity", len(slots) * page_bytes, None
-    for owner, kind in (
-        (Owner.STORE, TransferType.GPU_TO_CPU),
-        (Owner.LOAD, TransferType.CPU_TO_GPU),
-    ):
-        yield "ledger_held_blocks", tier.ledger.held_by(owner), owner.value
-        yield "jobs_in_flight", tier.in_flight(owner), kind.value
 
 
 def worst(causes: Iterable[FailureCause]) -> FailureCause | None:

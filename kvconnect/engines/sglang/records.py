@@ -24,7 +24,7 @@ from kvconnect.cache.layout import ByteRun, GroupGeometry
 from kvconnect.cache.model_identity import model_name
 from kvconnect.cache.pages import LayerPages
 from kvconnect.cache.record_format import RecordFormat
-from kvconnect.engines.sglang import runtime_context
+from kvconnect.engines.sglang import plugin
 from kvconnect.engines.sglang.page_store import PageStore
 from kvconnect.errors import Incompatible
 from kvconnect.types import Tier
@@ -212,7 +212,7 @@ class HostPages:
         return [(key, None) for key in keys]
 
     def _names(self, name: PoolName, keys: Sequence[str]) -> list[bytes]:
-        generations = runtime_context.generation() + self._generation
+        generations = plugin.generation() + self._generation
         if self._by_tokens and name is PoolName.KV and not generations:
             return [bytes.fromhex(key) for key in keys]
         text = f"{generations.hex()}|{self._form(name).text}|"

@@ -1,19 +1,28 @@
-"""What SGLang's runtime says of the rank that this process is, and what cannot be served."""
+"""This rank as SGLang's runtime describes it, its share of host memory, and what is refused."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-import sys
+from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs
 
+from kvconnect import memory
+from kvconnect.config import (
+    Config,
+    check_fits,
+    config_from_environment,
+    parse_config,
+    share_of_host_bytes,
+)
 from kvconnect.engines.sglang.plugin import LAYERWISE, is_layerwise
 from kvconnect.engines.sglang.plugin import check as check_flags
 from kvconnect.engines.sglang.translate import Model
@@ -130,57 +139,31 @@ def quiet_s() -> float:
     return float(envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT.get())
 
 
-# Whether this process still has the weights it started with: stored pages are of those.
-#
-# SGLang flushes its own caches when weights are replaced, and tells no storage backend. So its
-# plugin watches the calls in a scheduler process that all such updates come through. Pages that
-# are stored before and after are kept apart by :func:`generation`, which is part of their names.
+def own_config(extra: Mapping[str, Any]) -> Config:
+    """Return the settings of a part that has a JSON object of its own; what that does not say is
+    taken from ``KVCONNECT_CONFIG``.
+
+    Raises:
+        ConfigError: as :func:`~kvconnect.config.parse_config`.
+    """
+    own = parse_config(extra)
+    shared = config_from_environment(os.environ)
+    return msgspec.structs.replace(shared, **{key: getattr(own, key) for key in extra})
 
 
-_SCHEDULER = "sglang.srt.managers.scheduler"
-_UPDATER = f"{_SCHEDULER}_components.weight_updater.SchedulerWeightUpdaterManager"
-_UPDATED = (f"{_UPDATER}.flush_cache_after_weight_update", f"{_UPDATER}.end_weight_update")
-_FLUSHED = f"{_SCHEDULER}.Scheduler.flush_cache"
+def worker_share(config: Config) -> int:
+    """Return this worker's part of the engine's host memory in bytes.
 
-_now = b""
-_watching = False
-
-
-def watch() -> None:
-    """Register the hooks, if this is a scheduler's process; part of loading the plugin."""
-    global _watching
-    if _SCHEDULER not in sys.modules:
-        return  # other processes have no weights, and should not have to import a scheduler
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for target in _UPDATED:
-        HookRegistry.register(target, _after_update, HookType.AFTER)
-    HookRegistry.register(_FLUSHED, _after_flush, HookType.AFTER)
-    _watching = True
-
-
-def generation() -> bytes:
-    """Return what the present weights are called: nothing for those of the start, otherwise bytes
-    that only this process knows."""
-    return _now
-
-
-def check_watched() -> None:
-    """Say in the log if nobody would notice new weights."""
-    if not _watching:
-        logger.warning(
-            "SGLang has not loaded KVConnect's plugin (is SGLANG_PLUGINS set?): after an update of "
-            "weights, restart the server, or stored pages are of the wrong ones"
-        )
-
-
-def _after_update(_result: Any, *_: Any, **__: Any) -> None:
-    global _now
-    _now = os.urandom(16)
-
-
-def _after_flush(_result: Any, *_: Any, **__: Any) -> None:
-    """An update's flush may have been refused, and put off until this one: pages of the old weights
-    were written since."""
-    if _now:
-        _after_update(_result)
+    Raises:
+        ConfigError: there is none, or the engines here together want more than the machine has.
+    """
+    parallel = get_parallel()
+    engines: int = parallel.dp_size
+    there = memory.total_bytes()
+    total = share_of_host_bytes(config, memory_bytes=there, engines=engines)
+    if not total:
+        raise ConfigError("host_bytes", "off", "there is no other tier yet; give it a size")
+    check_fits(total * engines, memory_bytes=there, what=f"in this machine for {engines} engines")
+    # A node's workers share what the engine has on that node.
+    workers: int = max(1, parallel.tp_size * parallel.pp_size // parallel.nnodes)
+    return total // workers

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvconnect import threads
-from kvconnect.engines.sglang.pool_tier import PoolTier, gauges
 from kvconnect.errors import KVConnectError
 from kvconnect.observability.metrics.catalog import SGLANG
 from kvconnect.offload.planner import count_lookup
@@ -18,15 +17,15 @@ from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause, Tier
 
 if TYPE_CHECKING:
+    from kvconnect.engines.sglang.pool_tier import PoolTier
     from kvconnect.observability.metrics.prometheus import PromMetrics
-    from kvconnect.stats import OffloadingConnectorStats
 
 _PUBLISH_S = 1.0
 _KNOWN_REQUESTS = 4096  # waiting requests are looked up at every step, and counted once
 
 
-class Readings:
-    """For the scheduler's thread. ``stats`` is shared with the tiers, which count copies."""
+class LinkerStats:
+    """Counts of the linker, for the scheduler's thread. The pool tiers add copies to ``stats``."""
 
     def __init__(
         self, stats: OffloadingConnectorStats, tiers: Sequence[PoolTier], page_tokens: int
@@ -69,7 +68,7 @@ class Readings:
             )
         }
         for tier in self._tiers:
-            for name, value, label in gauges(tier):
+            for name, value, label in tier.gauges():
                 found[name, label] = found.get((name, label), 0) + value
         if found != self._gauges:
             self._gauges = found

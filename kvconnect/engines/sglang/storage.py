@@ -27,11 +27,11 @@ from sglang.srt.mem_cache.hicache_storage import (
 from kvconnect import memory
 from kvconnect.cache.layout import SLOT_ALIGNMENT
 from kvconnect.config import check_fits
-from kvconnect.engines.sglang import runtime_context
+from kvconnect.engines.sglang import plugin
 from kvconnect.engines.sglang.page_store import PageStore
-from kvconnect.engines.sglang.plugin import own_config, worker_share
 from kvconnect.engines.sglang.pools import window_ends
 from kvconnect.engines.sglang.records import HostPages, Records, records_for_all
+from kvconnect.engines.sglang.runtime_context import own_config, worker_share
 from kvconnect.engines.sglang.stats import publish_regularly
 from kvconnect.engines.sglang.tier_stores import make_stores
 from kvconnect.errors import ConfigError, Incompatible, Misuse, refusing
@@ -250,7 +250,7 @@ class KVConnectStorage(_Copying):
             for tier in tiers.values():
                 undo.callback(tier.close)
             if tiers:
-                runtime_context.check_watched()
+                plugin.check_watched()
             store = PageStore(slots, slot_bytes, self._config, tiers)
             undo.pop_all()
         return store

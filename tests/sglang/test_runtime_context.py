@@ -18,7 +18,7 @@ from kvconnect import memory
 from kvconnect.config import Config
 from kvconnect.engines.sglang import runtime_context
 from kvconnect.engines.sglang.layer_loads import LayerCounter, LoadBatch
-from kvconnect.engines.sglang.plugin import worker_share
+from kvconnect.engines.sglang.runtime_context import worker_share
 from kvconnect.errors import ConfigError
 
 GIB = 1 << 30
