@@ -25,12 +25,12 @@ class ThreadKind(str, Enum):
     LAYERS = "layers"  # offers layers as they are written
     HANDOFF = "handoff"  # answers other engines
     TCP = "tcp"  # connections
-    LANE = "lane"  # pages of one connection
+    DATA = "data"  # pages of one connection
     NIXL = "nixl"
     TIER = "tier"  # calls to a tier below host memory
     METRICS = "metrics"  # hands numbers on
     SOURCE = "source"  # of engines of a router
-    NAMES = "names"  # looks names of other engines up
+    RESOLVER = "resolver"  # looks up host names of other engines
     DOCTOR = "doctor"  # answers a test of a link
 
 

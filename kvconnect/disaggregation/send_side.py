@@ -87,8 +87,8 @@ class SendSide:
         """
         peer = link.peer
         if isinstance(message, ReadRequest):
-            self._links.stats.count("handoff_early_wants", int(message.early))
-            self._links.stats.count("handoff_late_wants", int(not message.early))
+            self._links.stats.count("handoff_early_reads", int(message.early))
+            self._links.stats.count("handoff_late_reads", int(not message.early))
             link.meter.open(message.want, asked=False)
             self._run(self._machine.want(_ask(link, message), time.monotonic()))
         elif isinstance(message, Cancel):

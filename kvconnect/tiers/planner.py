@@ -159,11 +159,11 @@ class TierPlan:
         for waiting in self._waiting.values():
             if now >= waiting.deadline and (waiting.pinned or not waiting.decided):
                 if not waiting.decided:
-                    self._stats.count("below_decisions", label="late")
+                    self._stats.count("tier_decisions", label="late")
                     waiting.decided = True
                 waiting.unpin(self._index)
         for keys, slots in self.spills.take():
-            self._stats.count("below_spilled_blocks", len(keys))
+            self._stats.count("tier_written_blocks", len(keys))
             for key in keys:
                 self._absent.drop(key)
             number = self._answers.open(Question(keys, slots), now)
@@ -198,8 +198,8 @@ class TierPlan:
     def gauges(self) -> Iterator[tuple[str, float, str | None]]:
         """Yield (name, value, label) of what is going on."""
         waiting = sum(not waiting.decided for waiting in self._waiting.values())
-        yield "below_waiting_requests", waiting, None
-        yield "below_jobs_in_flight", len(self._answers), None
+        yield "tier_waiting_requests", waiting, None
+        yield "tier_jobs_in_flight", len(self._answers), None
 
     def _give_up(self, question: Question) -> None:
         """A job takes too long: what it is about may be stored, fetched and written by others. Its
@@ -221,7 +221,7 @@ class TierPlan:
         keys = tuple(wanted.key(*block) for block in blocks)
         job = self._answers.open(Question(keys, array("q"), req_id, blocks), now)
         self._planned.seeks.append(LookupBlocks(job, keys))
-        self._stats.count("below_lookups")
+        self._stats.count("tier_lookups")
         return True
 
     def _end_seek(self, req_id: str, answered: Answered, now: float) -> None:
@@ -256,7 +256,7 @@ class TierPlan:
             slots.append(slot)
             found.append(block)
         if not found:
-            self._stats.count("below_decisions", label="no_space")
+            self._stats.count("tier_decisions", label="no_space")
             return False
         self._coming.add(found, now)
         keys = tuple(waiting.wanted.key(*block) for block in found)

@@ -118,9 +118,9 @@ class TieredStore:
             usage = usage._replace(available=usage.available and self.readers[tier].available())
             if self._speaks and usage != self._told.get(tier):
                 self._told[tier] = usage
-                taken.gauge("below_available", usage.available, label=tier.value)
-                taken.gauge("below_bytes_used", usage.nbytes, label=tier.value)
-                taken.gauge("below_bytes_capacity", usage.capacity_bytes, label=tier.value)
+                taken.gauge("tier_available", usage.available, label=tier.value)
+                taken.gauge("tier_bytes_used", usage.nbytes, label=tier.value)
+                taken.gauge("tier_bytes_capacity", usage.capacity_bytes, label=tier.value)
         return taken.take()
 
     def close(self) -> None:

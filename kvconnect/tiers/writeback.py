@@ -94,7 +94,7 @@ class WriteBacks:
 
     def _add(self, due: _Due) -> None:
         if len(self._queue) >= self._most:
-            self._stats.count("below_skipped_blocks")
+            self._stats.count("tier_skipped_blocks")
             return
         self._below[due.slot] = True
         self._queue.append(due)

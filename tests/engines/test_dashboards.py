@@ -131,7 +131,7 @@ class TestBoards:
             whole = p.metric("vllm:kvconnect_transfer_seconds_total", transfer_type=kind)
             speed = shown(fleet, "kvconnect-overview", "Speed of one copy", p)
             assert speed[f"transfer_type={kind}"] == pytest.approx(part / whole)
-        used = p.metric("vllm:kvconnect_below_bytes_used", tier="disk")
+        used = p.metric("vllm:kvconnect_tier_bytes_used", tier="disk")
         instance = f"instance={p.host}:{p.port}"
         assert (
             shown(fleet, "kvconnect-tiers", "Bytes in use", p)[f"{instance}, tier=disk"] == used > 0

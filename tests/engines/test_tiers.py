@@ -52,7 +52,7 @@ def settle(server: Server) -> None:
     """Wait until nothing is being written down or brought up."""
     server.settle()
     deadline = time.monotonic() + PATIENCE_S
-    while server.metric("vllm:kvconnect_below_jobs_in_flight"):
+    while server.metric("vllm:kvconnect_tier_jobs_in_flight"):
         assert time.monotonic() < deadline, "spills go on and on"
         time.sleep(0.1)
 
@@ -155,7 +155,7 @@ def test_engines_share_a_server_that_may_die(valkey: Valkey) -> None:
         for prompt, want in zip(prompts(), expected("llama").fresh, strict=True):
             assert first.complete(prompt, NEW, cache_salt="new").tokens == want
         deadline = time.monotonic() + PATIENCE_S
-        while first.metric("vllm:kvconnect_below_available", tier="remote"):
+        while first.metric("vllm:kvconnect_tier_available", tier="remote"):
             assert time.monotonic() < deadline, "the tier does not go"
             time.sleep(0.1)
         valkey.start()

@@ -230,7 +230,7 @@ def test_loads_from_host_and_disk(fleet: Fleet) -> None:
         ask(p, number)
         p.settle()
     deadline = time.monotonic() + 30
-    while p.metric("vllm:kvconnect_below_jobs_in_flight") and time.monotonic() < deadline:
+    while p.metric("vllm:kvconnect_tier_jobs_in_flight") and time.monotonic() < deadline:
         time.sleep(0.05)
     p.post("/reset_prefix_cache")
     trace, _ = ask(p, 0)

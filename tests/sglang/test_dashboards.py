@@ -19,16 +19,16 @@ from tests.sglang.test_metrics import GOT, SENT, added, sums
 
 NOT_IN_SGLANG = {
     ("kvconnect-handoff", "Leases"),
-    ("kvconnect-tiers", "Computed after all"),
+    ("kvconnect-tiers", "Recomputed after a failed load"),
     ("kvconnect-tiers", "Requests and jobs that wait for tiers below"),
     ("kvconnect-tiers", "What became of hits below host memory"),
 }
 NO_DISK = {
-    ("kvconnect-tiers", "Tiers in use"),
+    ("kvconnect-tiers", "Available tiers"),
     ("kvconnect-tiers", "Bytes in use"),
 }
 UNTIL_SOMETHING_FAILED = {  # which other tests of the shared servers may have seen to
-    ("kvconnect-handoff", "Turned away, by what did not fit"),
+    ("kvconnect-handoff", "Rejected, by field"),
     ("kvconnect-handoff", "Failures that SGLang counts"),
 }
 """Panels all or part of which have no numbers here, and why."""

@@ -17,7 +17,7 @@ from tests.sglang.scenario import settled
 from tests.sglang.test_storage_engine import NEW, at_work, server, written
 
 VLLM = Path(__file__).parents[2] / ".venv" / "bin" / "python"
-VLLM_AT_WORK = "vllm:kvconnect_below_jobs_in_flight"
+VLLM_AT_WORK = "vllm:kvconnect_tier_jobs_in_flight"
 LENGTHS = (200, 330, 270)
 
 

@@ -86,7 +86,7 @@ def test_pages_on_disk_outlive_kill_9(tmp_path: Path) -> None:
 
 
 def written(running: SglangServer) -> float:
-    return running.metric("sglang:kvconnect_below_spilled_blocks_total")
+    return running.metric("sglang:kvconnect_tier_written_blocks_total")
 
 
 def hits(running: SglangServer, tier: str) -> float:
@@ -94,4 +94,4 @@ def hits(running: SglangServer, tier: str) -> float:
 
 
 def at_work(running: SglangServer) -> float:
-    return running.metric("sglang:kvconnect_below_jobs_in_flight")
+    return running.metric("sglang:kvconnect_tier_jobs_in_flight")

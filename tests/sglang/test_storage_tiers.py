@@ -127,7 +127,7 @@ def test_a_restart_finds_pages_on_disk(
     fill(first)
     seen = counted(first)
     assert seen["CPU_to_DISK_total_bytes"] == 12 * PAGE_BYTES
-    assert (seen["below_spilled_blocks"], seen["below_available_disk"]) == (12, 1)
+    assert (seen["tier_written_blocks"], seen["tier_available_disk"]) == (12, 1)
     assert where(first) == [Tier.DISK] * 4 + [Tier.HOST] * 8
     first.close()
 
@@ -267,11 +267,11 @@ def test_a_tier_that_is_behind_takes_no_more_and_holds_nobody_up(
     assert storage.batch_set_v1(KEYS[:8], slots_of(range(8))) == [True] * 8
     seen = counted(storage)
     # A quarter of the slots is written at a time, and as many wait for that.
-    assert (seen["below_jobs_in_flight"], seen["below_skipped_blocks"]) == (2, 4)
+    assert (seen["tier_jobs_in_flight"], seen["tier_skipped_blocks"]) == (2, 4)
     assert storage.pages.store.index.slots.busy == 2
     server.gate.set()
     settle(storage)
-    assert counted(storage)["below_spilled_blocks"] == 2
+    assert counted(storage)["tier_written_blocks"] == 2
     assert [bool(n) for n in server.exists(_names(storage, KEYS[:8]))] == [True] * 4 + [False] * 4
 
 

@@ -96,7 +96,7 @@ class Addresses:
             finally:
                 self._asking.discard(host)
 
-        threads.make(threads.ThreadKind.NAMES, "kvconnect-names", work).start()
+        threads.make(threads.ThreadKind.RESOLVER, "kvconnect-names", work).start()
 
     def _find(self, host: str) -> str | Exception:
         try:

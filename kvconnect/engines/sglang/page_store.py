@@ -159,7 +159,7 @@ class PageStore:
             stats.gauge("host_bytes_used", slots.used * page_bytes)
             stats.gauge("host_bytes_capacity", len(slots) * page_bytes)
             if self.below:
-                stats.gauge("below_jobs_in_flight", self.below.jobs)
+                stats.gauge("tier_jobs_in_flight", self.below.jobs)
             if theirs:
                 stats.aggregate(theirs)
             return stats.take()

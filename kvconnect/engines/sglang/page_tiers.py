@@ -110,7 +110,7 @@ class PageTiers:
             over.set()
 
         with self._pages.lock:
-            self._pages.stats.count("below_lookups")
+            self._pages.stats.count("tier_lookups")
             self._reading += 1
         self._stack.sweep()
         self._stack.seek(Blocks(_names(keys), [nbytes] * len(keys), deadline, done))
@@ -233,7 +233,7 @@ class PageTiers:
                 calls = -(-len(keys) // self._batch)
                 write = _PageWrite(slots, now + self._deadline_s, calls)
                 self._writing.add(write)
-                self._pages.stats.count("below_spilled_blocks", len(keys))
+                self._pages.stats.count("tier_written_blocks", len(keys))
                 jobs.append((write, keys))
         return jobs
 

@@ -142,7 +142,7 @@ class TierScheduler:
     def _choose(self, offer: LookupResult) -> PrefetchDecision:
         """Weigh bringing blocks up against computing them."""
         if self._cost is None:
-            self._stats.count("below_decisions", label=LoadReason.LOAD.value)
+            self._stats.count("tier_decisions", label=LoadReason.LOAD.value)
             return PrefetchDecision(len(offer.tiers))
         segments = [
             TierSegment(tier, count * offer.block_tokens, count * self._slot_bytes)
@@ -150,7 +150,7 @@ class TierScheduler:
             if (count := len(list(same)))
         ]
         choice = self._cost.choose(offer.tokens, offer.context, segments)
-        self._stats.count("below_decisions", label=choice.reason.value)
+        self._stats.count("tier_decisions", label=choice.reason.value)
         return PrefetchDecision(choice.tokens // offer.block_tokens, choice.give_up_s)
 
     def _fetched(self, tier: Tier, blocks: int, seconds: float) -> None:

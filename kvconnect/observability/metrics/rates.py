@@ -36,7 +36,7 @@ FAILURES = {
     "skipped_store_blocks": "reason",
     "expired_jobs": "transfer_type",
     "store_failed_blocks": "outcome",
-    "below_skipped_blocks": "",
+    "tier_skipped_blocks": "",
     "handoff_failures": "cause",
     "handoff_refused": "field",
     "handoff_expired_leases": "",
@@ -179,13 +179,13 @@ def _tier(read: _Reading, tier: str) -> TierUse:
             capacity_bytes=read.total("host_bytes_capacity"),
         )
     # The first rank speaks for all; of several engines, one without the tier counts.
-    available = [value for _, value in read.series("below_available", tier=tier)]
+    available = [value for _, value in read.series("tier_available", tier=tier)]
     return TierUse(
         tier=tier,
         hit_tokens_total=hits,
         hit_tokens_per_s=rate,
-        used_bytes=read.total("below_bytes_used", tier=tier),
-        capacity_bytes=read.total("below_bytes_capacity", tier=tier),
+        used_bytes=read.total("tier_bytes_used", tier=tier),
+        capacity_bytes=read.total("tier_bytes_capacity", tier=tier),
         available=bool(available) and all(available),
     )
 

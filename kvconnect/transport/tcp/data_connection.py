@@ -75,7 +75,7 @@ class DataConnection:
 
     def _start(self, work: Callable[[], None], verb: str) -> None:
         name = f"kvconnect-tcp-{verb}-{self._peer}"
-        threads.make(threads.ThreadKind.LANE, name, partial(self._run, work)).start()
+        threads.make(threads.ThreadKind.DATA, name, partial(self._run, work)).start()
 
     def _run(self, work: Callable[[], None]) -> None:
         reason, lost = "a thread that moved its pages died", False

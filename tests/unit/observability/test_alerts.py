@@ -103,13 +103,13 @@ CASES = (
     Case("KVConnectTransportBelowFloor", {'handoff_refused_total{field="rate"}': BURST}, 12, 40),
     Case("KVConnectHandoffsRefused", {'handoff_refused_total{field="auth"}': BURST}, 20, 40),
     Case("KVConnectPeerFails", {'handoff_peer_failures_total{peer="a:1"}': BURST}, 20, 40),
-    Case("KVConnectTierDown", {'below_available{tier="disk"}': "1x9 0x20 1x20"}, 20, 35),
+    Case("KVConnectTierDown", {'tier_available{tier="disk"}': "1x9 0x20 1x20"}, 20, 35),
     Case("KVConnectTierFails", {'store_failed_blocks_total{outcome="corrupt"}': BURST}, 20, 40),
     Case(
         "KVConnectDiskNearCapacity",
         {
-            'below_bytes_used{tier="disk"}': "50x9 97x120 50x60",
-            'below_bytes_capacity{tier="disk"}': "100x300",
+            'tier_bytes_used{tier="disk"}': "50x9 97x120 50x60",
+            'tier_bytes_capacity{tier="disk"}': "100x300",
             "store_evicted_blocks_total": "0+1x300",
         },
         fires=80,
@@ -118,7 +118,7 @@ CASES = (
     Case("KVConnectDiskFull", {'store_failed_blocks_total{outcome="full"}': BURST}, 20, 40),
     Case(
         "KVConnectTierBehind",
-        {"below_skipped_blocks_total": HALF_FAIL, "below_spilled_blocks_total": "0+20x300"},
+        {"tier_skipped_blocks_total": HALF_FAIL, "tier_written_blocks_total": "0+20x300"},
         fires=36,
         ends=60,
     ),

@@ -46,7 +46,7 @@ def test_engines_share_rows_but_for_those_that_one_of_them_cannot_have() -> None
     }
     assert rows[VLLM] == {row.name for row in CATALOG}
     missing = {"recomputed_tokens", "handoff_expired_leases", "handoff_leases"}
-    missing |= {"below_decisions", "below_waiting_requests"}  # HiCache decides, and has a queue
+    missing |= {"tier_decisions", "tier_waiting_requests"}  # HiCache decides, and has a queue
     assert rows[VLLM] - rows[SGLANG] == missing
     assert {p for row in CATALOG for p in row.absent} <= {VLLM, SGLANG}
     assert [f.name for f in families(SGLANG) if f.alias] == ["sglang:kvcache_transfer_latency"]

@@ -58,8 +58,8 @@ vllm:kvconnect_hit_tokens_total{engine="0",tier="disk"} 40
 vllm:kvconnect_evicted_blocks_total{engine="0",tier="host"} 4
 vllm:kvconnect_host_bytes_used{engine="0"} 3e9
 vllm:kvconnect_host_bytes_capacity{engine="0"} 4e9
-vllm:kvconnect_below_available{engine="0",tier="disk"} 1
-vllm:kvconnect_below_available{engine="1",tier="disk"} 0
+vllm:kvconnect_tier_available{engine="0",tier="disk"} 1
+vllm:kvconnect_tier_available{engine="1",tier="disk"} 0
 vllm:kvconnect_ledger_held_blocks{engine="0",owner="store"} 7
 vllm:kvconnect_ledger_oldest_hold_seconds{engine="0"} 1.5
 vllm:kvconnect_ledger_oldest_hold_seconds{engine="1"} 0.5

@@ -131,7 +131,7 @@ class Bench:
     def available(self) -> object:
         stats = self.tiers.take_stats()
         assert stats is not None
-        return stats.data["gauges"]["below_available"]["disk"]
+        return stats.data["gauges"]["tier_available"]["disk"]
 
 
 def key(number: int) -> bytes:

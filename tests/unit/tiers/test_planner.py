@@ -152,7 +152,7 @@ def test_nothing_below_means_one_lookup_and_then_none_for_a_while() -> None:
     bench.step(0.0)
     assert not bench.plan.ask("r1", bench.wants(hashes), 0.0)
     assert not bench.plan.ask("r2", bench.wants(hashes), 4.0)
-    assert bench.counted("below_lookups") == {"": 1}
+    assert bench.counted("tier_lookups") == {"": 1}
     bench.step(6.0)  # another engine may have written it by now
     assert bench.plan.ask("r3", bench.wants(hashes), 6.0)
 
@@ -231,7 +231,7 @@ def test_a_request_does_not_wait_longer_than_it_may() -> None:
     (seek,) = bench.take(0.0).seeks
     bench.take(WAIT_S)
     assert not bench.plan.ask("r", bench.wants(hashes), WAIT_S)
-    assert bench.counted("below_decisions") == {"late": 1}
+    assert bench.counted("tier_decisions") == {"late": 1}
     bench.plan.on_answer(TierAnswer(seek.job, bytes([1, 1])), 6.0)
     assert bench.take(6.0).fetches == []
 
@@ -406,7 +406,7 @@ def test_no_room_is_no_reason_to_wait() -> None:
     assert bench.plan.ask("r", bench.wants(hashes), 0.0)
     bench.step()
     assert not bench.plan.ask("r", bench.wants(hashes), 0.0)
-    assert bench.counted("below_decisions") == {"no_space": 1}
+    assert bench.counted("tier_decisions") == {"no_space": 1}
 
 
 def test_blocks_may_have_other_names_below() -> None:
@@ -441,7 +441,7 @@ def test_another_tenant_finds_nothing() -> None:
 def test_spills_are_bounded_and_evicted_blocks_are_left_out() -> None:
     bench, hashes = Bench(slots=8, share=2), prompt("a", 8)
     bench.store(hashes[:4])
-    assert bench.counted("below_skipped_blocks") == {"": 2}
+    assert bench.counted("tier_skipped_blocks") == {"": 2}
     (spill,) = bench.take().spills
     assert list(spill.keys) == keys(hashes[:2])
     bench.store(hashes[4:6])

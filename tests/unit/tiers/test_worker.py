@@ -224,7 +224,7 @@ def test_what_the_stores_record_is_handed_over_with_how_they_are(bench: Bench) -
     stats = bench.tiers.take_stats()
     assert stats is not None
     assert stats.data["counters"]["store_failed_blocks"] == {"unavailable": 1}
-    assert stats.data["gauges"]["below_available"] == {"disk": True, "remote": False}
+    assert stats.data["gauges"]["tier_available"] == {"disk": True, "remote": False}
     assert bench.tiers.take_stats() is None
 
 
@@ -281,7 +281,7 @@ def test_when_the_disk_hangs_the_remote_tier_goes_on_serving(bench: Bench) -> No
     assert bench.do(spill([4])) == b"\1"  # what is written has threads of its own
     stats = bench.tiers.take_stats()
     assert stats is not None
-    assert stats.data["gauges"]["below_available"] == {"disk": False, "remote": True}
+    assert stats.data["gauges"]["tier_available"] == {"disk": False, "remote": True}
     assert stats.data["counters"]["store_failed_blocks"] == {"late": 4}
     assert bench.disk.reads == 4
 

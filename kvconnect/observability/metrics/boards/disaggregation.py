@@ -1,4 +1,4 @@
-"""The board of hand-offs from prefill to decode engines."""
+"""The dashboard of hand-offs from prefill to decode engines."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvconnect.observability.metrics.boards.promql import (
 
 _WIRE_TYPES = 'transfer_type=~"SEND|RECV"'
 
-# In the order in which a request goes through them.
+# In the order of a request's life.
 _PHASES = (
     ("handshake", "handoff_handshake_seconds", ()),
     ("wait for the first byte", "handoff_wait_seconds", ()),
     ("wire, sending", "handoff_wire_seconds", ('role="send"',)),
     ("wire, receiving", "handoff_wire_seconds", ('role="recv"',)),
     ("exposed", "handoff_exposed_seconds", ()),
-    ("asked to usable", "handoff_latency_seconds", ()),
+    ("read request to usable", "handoff_latency_seconds", ()),
 )
 _QUEUES = ("vllm:request_queue_time_seconds{}", "sglang:queue_time_seconds{}")
 
@@ -54,8 +54,8 @@ _TIME = PanelRow(
                 ),
             ),
             kind="bars",
-            about="Of one request, in its order. Phases overlap: with push, the wire works while "
-            "prefill computes. What the hand-off adds is `exposed`.",
+            about="Of one request, in order. Phases overlap: with push, pages move while prefill "
+            "computes. `exposed` is the time that the hand-off adds.",
         ),
         Panel(
             "Slowest 1 % of each phase",
@@ -81,14 +81,14 @@ _TIME = PanelRow(
                     "hidden",
                 ),
             ),
-            about="1: all pages arrive while prefill still computes. Below 0: requests wait longer "
-            "than the wire works.",
+            about="1: all pages arrive while prefill still computes. Below 0: exposed time exceeds "
+            "wire time.",
         ),
     ),
 )
 
 _SPEED = PanelRow(
-    "How fast",
+    "Speed",
     (
         Panel(
             "Speed against the link",
@@ -106,7 +106,7 @@ _SPEED = PanelRow(
                     "link, {{transport}}",
                 ),
             ),
-            about="Speed while pages move, and what was measured with real bytes at connect.",
+            about="Speed while pages move, and speed measured when the peers connected.",
         ),
         Panel(
             "Bytes per second with each peer",
@@ -155,18 +155,18 @@ _SPEED = PanelRow(
             ),
         ),
         Panel(
-            "Asked early (push) and late (pull)",
+            "Read requests, early (push) and late (pull)",
             "reqps",
             (
-                Query(rate(series("handoff_early_wants")), "early"),
-                Query(rate(series("handoff_late_wants")), "late"),
+                Query(rate(series("handoff_early_reads")), "early"),
+                Query(rate(series("handoff_late_reads")), "late"),
             ),
         ),
     ),
 )
 
 _ENDS = PanelRow(
-    "How it ends",
+    "Outcomes",
     (
         Panel(
             "Requests sent",
@@ -189,7 +189,7 @@ _ENDS = PanelRow(
             width=6,
         ),
         Panel(
-            "Turned away, by what did not fit",
+            "Rejected, by field",
             "ops",
             (Query(rate(series("handoff_refused"), "field") + " > 0", "{{field}}"),),
             width=6,
@@ -222,7 +222,7 @@ _ENDS = PanelRow(
 )
 
 _HELD = PanelRow(
-    "What is held",
+    "Held resources",
     (
         Panel(
             "Leases",
@@ -280,6 +280,6 @@ _HELD = PanelRow(
 BOARD = Board(
     "kvconnect-handoff",
     "KVConnect: hand-off",
-    "From prefill to decode engines: where the time goes, how fast, how it ends, what is held.",
+    "From prefill to decode engines: time by phase, speed, outcomes and held resources.",
     (_TIME, _SPEED, _ENDS, _HELD),
 )

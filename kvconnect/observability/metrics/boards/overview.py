@@ -1,4 +1,4 @@
-"""The board for the first look: does it help, what does it move, what goes wrong."""
+"""The overview dashboard: savings, transfers, failures and engine load."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvconnect.observability.metrics.boards.promql import (
     share,
 )
 
-_SAVED = during(series("hit_tokens"))
-_REDONE = during(series("recomputed_tokens"))  # SGLang has none
+_HIT_TOKENS = during(series("hit_tokens"))
+_RECOMPUTED = during(series("recomputed_tokens"))  # SGLang has none
 _PREFILL_SECONDS = own(
     "vllm:request_prefill_time_seconds_sum",
     "sglang:per_stage_req_latency_seconds_sum",
@@ -23,33 +23,33 @@ _PREFILL_SECONDS = own(
 _PREFILL_TOKENS = own(
     "vllm:request_prefill_kv_computed_tokens_sum", "sglang:uncached_prompt_tokens_histogram_sum"
 )
-_CACHED = own(
+_DEVICE_HITS = own(
     "vllm:prefix_cache_hits_total", "sglang:cached_tokens_total", more=('cache_source=~"|device"',)
 )
-_ASKED = own("vllm:prefix_cache_queries_total", "sglang:prompt_tokens_total")
+_QUERIED = own("vllm:prefix_cache_queries_total", "sglang:prompt_tokens_total")
 
 
 def _ttft_saved() -> str:
-    """Seconds that computing the found tokens would have taken, less the wait for their load."""
+    """Prefill seconds of the hit tokens, less the exposed seconds of their loads, per lookup."""
     token = f"{during(_PREFILL_SECONDS)} / {during(_PREFILL_TOKENS)}"
     waited = during(series("load_exposed_seconds_sum"))
-    return f"({_SAVED} * {token} - {waited}) / {during(series('lookups'))}"
+    return f"({_HIT_TOKENS} * {token} - {waited}) / {during(series('lookups'))}"
 
 
 _HELPING = PanelRow(
     "Is it helping?",
     (
         Panel(
-            "Prompt tokens not computed",
+            "Prompt tokens saved",
             "short",
-            (Query(f"{_SAVED} - ({_REDONE} or vector(0))"),),
+            (Query(f"{_HIT_TOKENS} - ({_RECOMPUTED} or vector(0))"),),
             kind="number",
             width=5,
         ),
         Panel(
             "Share of tokens found",
             "percentunit",
-            (Query(share(_SAVED, during(series("query_tokens")))),),
+            (Query(share(_HIT_TOKENS, during(series("query_tokens")))),),
             kind="number",
             width=5,
         ),
@@ -59,9 +59,8 @@ _HELPING = PanelRow(
             (Query(_ttft_saved()),),
             kind="number",
             width=5,
-            about="An estimate: the time that the found tokens would have taken at the mean speed "
-            "of prefill, less what requests waited for loads. Below 0 the loads cost more than "
-            "they save.",
+            about="An estimate: prefill time of the hit tokens at the mean prefill speed, less the "
+            "exposed time of loads. Below 0, loads cost more than they save.",
         ),
         Panel(
             "Bytes moved", "bytes", (Query(during(series("transfer_bytes"))),), "number", width=5
@@ -83,9 +82,9 @@ _HELPING = PanelRow(
                     ),
                     "{{tier}}",
                 ),
-                Query(share(rate(_CACHED), rate(_ASKED)), "device, of all prompt tokens"),
+                Query(share(rate(_DEVICE_HITS), rate(_QUERIED)), "device, of all prompt tokens"),
             ),
-            about="Tiers: share of the tokens that the device's prefix cache did not have.",
+            about="Tiers: share of the tokens that missed the device's prefix cache.",
         ),
         Panel(
             "Time to first token",
@@ -106,7 +105,7 @@ _HELPING = PanelRow(
             ),
         ),
         Panel(
-            "What requests wait for loads, p99",
+            "Exposed time of loads and hand-offs, p99",
             "s",
             (
                 Query(
@@ -119,7 +118,7 @@ _HELPING = PanelRow(
 )
 
 _MOVED = PanelRow(
-    "What is moved",
+    "Transfers",
     (
         Panel(
             "Bytes per second",
@@ -139,8 +138,7 @@ _MOVED = PanelRow(
                     "{{transfer_type}}",
                 ),
             ),
-            about="Bytes over the wire time of the same operations: the speed while something "
-            "moves, of one rank.",
+            about="Bytes over the wire time of the same operations, on one rank.",
         ),
         Panel(
             "Operations per second",
@@ -151,7 +149,7 @@ _MOVED = PanelRow(
 )
 
 _WRONG = PanelRow(
-    "What goes wrong",
+    "Failures",
     (
         Panel(
             "Failures by cause",
@@ -160,8 +158,8 @@ _WRONG = PanelRow(
                 Query(rate(series("failed_requests"), "cause"), "load: {{cause}}"),
                 Query(rate(series("handoff_failures"), "cause"), "hand-off: {{cause}}"),
             ),
-            about="A failed load is computed again; a failed hand-off is an error, or computed "
-            "again, as `kv_load_failure_policy` says.",
+            about="vLLM recomputes a failed load. For a failed hand-off, `kv_load_failure_policy` "
+            "chooses between an error and recomputation.",
         ),
         Panel(
             "Jobs over their deadline",
@@ -172,7 +170,7 @@ _WRONG = PanelRow(
             "Errors of threads",
             "ops",
             (Query(rate(series("thread_failures"), "thread"), "{{thread}}"),),
-            about="Each is a bug or a broken machine, and in the log.",
+            about="Each is a bug or a hardware fault, with a traceback in the log.",
         ),
         Panel(
             "Device blocks held",
@@ -184,7 +182,7 @@ _WRONG = PanelRow(
 )
 
 _ENGINES = PanelRow(
-    "The engines",
+    "Engines",
     (
         Panel(
             "Requests running",
@@ -222,6 +220,6 @@ _ENGINES = PanelRow(
 BOARD = Board(
     "kvconnect-overview",
     "KVConnect: overview",
-    "Does KVConnect help, what does it move, and what goes wrong.",
+    "Savings, transfers, failures and the engines' load.",
     (_HELPING, _MOVED, _WRONG, _ENGINES),
 )

@@ -1,4 +1,4 @@
-"""The board of host memory and the tiers below it."""
+"""The dashboard of host memory, disk and remote tiers."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from kvconnect.observability.metrics.boards.grafana import Board, Panel, PanelRo
 from kvconnect.observability.metrics.boards.promql import most, now, quantile, rate, series, share
 
 _TYPES = 'transfer_type!~"SEND|RECV"'
-_AVAILABLE = series("below_available")
+_AVAILABLE = series("tier_available")
 
 _LOOKUPS = PanelRow(
     "Lookups",
     (
         Panel(
-            "Tokens asked for, by where they were",
+            "Prompt tokens looked up, by tier",
             "short",
             (
                 Query(rate(series("hit_tokens"), "tier"), "{{tier}}"),
-                Query(rate(series("miss_tokens")), "nowhere"),
+                Query(rate(series("miss_tokens")), "miss"),
             ),
             kind="areas",
             about="Per second.",
@@ -26,13 +26,13 @@ _LOOKUPS = PanelRow(
             "reqps",
             (
                 Query(rate(series("lookups")), "all"),
-                Query(rate(series("below_lookups")), "below host memory"),
+                Query(rate(series("tier_lookups")), "disk and remote"),
             ),
         ),
         Panel(
-            "What became of hits below host memory",
+            "Decisions on disk and remote hits",
             "reqps",
-            (Query(rate(series("below_decisions"), "reason"), "{{reason}}"),),
+            (Query(rate(series("tier_decisions"), "reason"), "{{reason}}"),),
             kind="areas",
         ),
         Panel(
@@ -47,7 +47,7 @@ _LOOKUPS = PanelRow(
             ),
         ),
         Panel(
-            "What a request waits for its load",
+            "Exposed time of a load",
             "s",
             tuple(
                 Query(
@@ -58,11 +58,11 @@ _LOOKUPS = PanelRow(
             ),
         ),
         Panel(
-            "Requests and jobs that wait for tiers below",
+            "Requests and jobs that wait for disk or remote",
             "short",
             (
-                Query(now(series("below_waiting_requests")), "requests"),
-                Query(now(series("below_jobs_in_flight")), "jobs"),
+                Query(now(series("tier_waiting_requests")), "requests"),
+                Query(now(series("tier_jobs_in_flight")), "jobs"),
             ),
         ),
     ),
@@ -77,7 +77,7 @@ _HOST = PanelRow(
             (
                 Query(now(series("host_blocks_used")), "used"),
                 Query(now(series("host_blocks_pinned")), "pinned"),
-                Query(now(series("host_blocks_capacity")), "room"),
+                Query(now(series("host_blocks_capacity")), "capacity"),
             ),
         ),
         Panel(
@@ -85,7 +85,7 @@ _HOST = PanelRow(
             "bytes",
             (
                 Query(now(series("host_bytes_used"), "instance"), "{{instance}}"),
-                Query(now(series("host_bytes_capacity"), "instance"), "room, {{instance}}"),
+                Query(now(series("host_bytes_capacity"), "instance"), "capacity, {{instance}}"),
             ),
         ),
         Panel(
@@ -100,22 +100,22 @@ _HOST = PanelRow(
     ),
 )
 
-_BELOW = PanelRow(
+_SECONDARY = PanelRow(
     "Disk and remote",
     (
         Panel(
             "Bytes in use",
             "bytes",
             (
-                Query(now(series("below_bytes_used"), "instance, tier"), "{{tier}}, {{instance}}"),
+                Query(now(series("tier_bytes_used"), "instance, tier"), "{{tier}}, {{instance}}"),
                 Query(
-                    now(series("below_bytes_capacity"), "instance, tier") + " > 0",
-                    "room, {{tier}}, {{instance}}",
+                    now(series("tier_bytes_capacity"), "instance, tier") + " > 0",
+                    "capacity, {{tier}}, {{instance}}",
                 ),
             ),
         ),
         Panel(
-            "Tiers in use",
+            "Available tiers",
             "short",
             (
                 Query(
@@ -124,10 +124,10 @@ _BELOW = PanelRow(
                     "{{tier}}, {{instance}}",
                 ),
             ),
-            about="Tiers that were in use within the time range; 0: left alone for failures.",
+            about="Tiers used within the time range; 0: circuit breaker open.",
         ),
         Panel(
-            "Written down, brought up",
+            "Write-back and prefetch",
             "Bps",
             (
                 Query(
@@ -141,17 +141,17 @@ _BELOW = PanelRow(
             kind="areas",
         ),
         Panel(
-            "Blocks for the tiers below",
+            "Blocks written back",
             "short",
             (
-                Query(rate(series("below_spilled_blocks")), "given"),
-                Query(rate(series("below_skipped_blocks")), "not given: behind"),
-                Query(rate(series("store_evicted_blocks")), "dropped by the tier"),
+                Query(rate(series("tier_written_blocks")), "written"),
+                Query(rate(series("tier_skipped_blocks")), "skipped: behind"),
+                Query(rate(series("store_evicted_blocks")), "evicted by the tier"),
             ),
             about="Per second.",
         ),
         Panel(
-            "Blocks a tier did not take or give",
+            "Blocks a tier failed to store or return",
             "short",
             (Query(rate(series("store_failed_blocks"), "outcome"), "{{outcome}}"),),
             about="Per second.",
@@ -214,7 +214,7 @@ _FAILURES = PanelRow(
             about="Per second.",
         ),
         Panel(
-            "Computed after all",
+            "Recomputed after a failed load",
             "short",
             (
                 Query(rate(series("recomputed_tokens")), "tokens"),
@@ -233,6 +233,6 @@ _FAILURES = PanelRow(
 BOARD = Board(
     "kvconnect-tiers",
     "KVConnect: offload and tiers",
-    "Host memory, disk and remote stores: what is found there, how full they are, how fast.",
-    (_LOOKUPS, _HOST, _BELOW, _COPIES, _FAILURES),
+    "Host memory, disk and remote stores: hits, use, speed and failures.",
+    (_LOOKUPS, _HOST, _SECONDARY, _COPIES, _FAILURES),
 )
