@@ -137,7 +137,7 @@ def test_the_gauges_of_a_plan_are_the_gauges_of_the_catalogue() -> None:
 
 def of_others(series: tuple[str, str]) -> bool:
     """Whether a gauge is not one of the host tier's plan."""
-    return of_handoff(series) or series[0].startswith("below_")
+    return of_handoff(series) or series[0].startswith("tier_")
 
 
 def of_handoff(series: tuple[str, str]) -> bool:
@@ -167,7 +167,7 @@ def test_the_library_records_every_series_of_hand_off() -> None:
         if isinstance(node, ast.Constant)
     }
     assert {
-        name for name, _ in series_of("gauge") if name.startswith(("handoff_", "below_"))
+        name for name, _ in series_of("gauge") if name.startswith(("handoff_", "tier_"))
     } <= words
 
 

@@ -115,7 +115,7 @@ def test_every_metric_at_once_is_bounded_and_all_of_it_is_shown() -> None:
     offload = [row for row in CATALOG if row not in handoff]
     assert len(msgspec.msgpack.encode(full_load(offload))) <= 5.25 * 1024
     # The host tier alone, which all engines have.
-    host = full_load([row for row in offload if not row.name.startswith("below_")])
+    host = full_load([row for row in offload if not row.name.startswith("tier_")])
     for section in host.values():
         for series in section.values():
             series.pop("disk", None), series.pop("remote", None)
