@@ -270,7 +270,7 @@ def _wanted(inspect: ModuleType, arguments: argparse.Namespace) -> Any:
         tenant = tenant_of(arguments.tenant)
     elif arguments.tenant_id is not None:
         tenant = parse_tenant("tenant-id", arguments.tenant_id)
-    return inspect.Wanted(before, arguments.format.lower(), arguments.model, tenant)
+    return inspect.BlockFilter(before, arguments.format.lower(), arguments.model, tenant)
 
 
 def parse_tenant(field: str, text: str) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 import msgspec
 
 from kvconnect.config import Config, NetworkConfig, TierConfig
-from kvconnect.tiers.backends.disk.options import DiskOptions
+from kvconnect.tiers.backends.disk.folder import DiskOptions
 from kvconnect.tiers.backends.mooncake import MooncakeOptions
 from kvconnect.tiers.backends.object import ObjectOptions
 from kvconnect.tiers.backends.valkey import ValkeyOptions

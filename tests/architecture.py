@@ -67,7 +67,7 @@ PURE = (
     "protocol/",
     *("offload/planner.py", "offload/index.py", "offload/jobs.py", "offload/messages.py"),
     "offload/eviction/",
-    *("tiers/planner.py", "tiers/lookup.py", "tiers/writeback.py", "tiers/open_jobs.py"),
+    *("tiers/planner.py", "tiers/lookup.py", "tiers/writeback.py"),
     "tiers/cost_model.py",
     *("disaggregation/leases.py", "disaggregation/receives.py", "disaggregation/sender.py"),
     *("disaggregation/reads.py", "disaggregation/receiver.py", "disaggregation/states.py"),

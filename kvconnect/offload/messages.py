@@ -82,14 +82,14 @@ class TierAnswer:
     """One worker's answer to a lookup, prefetch or write-back of blocks.
 
     ``found[i]`` tells of ``keys[i]`` which tier has it now, or gave it: a place in
-    :data:`BELOW`, the first one of several.
+    :data:`SECONDARY_TIERS`, the first one of several.
     """
 
     job: JobId
     found: bytes
 
 
-BELOW = (None, Tier.DISK, Tier.REMOTE)
+SECONDARY_TIERS = (None, Tier.DISK, Tier.REMOTE)
 """What an :class:`TierAnswer` says of a block: 0 for none, and the slower the tier the higher."""
 
 

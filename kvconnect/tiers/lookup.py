@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
 from kvconnect.cache.groups import CacheGroup, leading_group, longest_prefix
 from kvconnect.cache.keys import PREFIX_BYTES, block_key
 from kvconnect.offload.index import HostIndex
-from kvconnect.offload.messages import BELOW
-from kvconnect.tiers.open_jobs import Block
-from kvconnect.types import Tier
+from kvconnect.offload.messages import SECONDARY_TIERS, TierAnswer
+from kvconnect.types import JobId, Tier
 
 SHARED = bytes(PREFIX_BYTES)
 """Tenant and scope of a request that has neither."""
@@ -157,9 +159,9 @@ def worth_fetching(
     """Return which of the blocks found below to bring up, in prefix order within each group, and
     how many seconds that is worth waiting for.
 
-    ``there``: what was found, by its place in :data:`BELOW`. What is weighed are the blocks of the
-    leading group, if it is one with full attention; the others' blocks follow from its prefix.
-    Where all groups have windows, it is all or nothing.
+    ``there``: what was found, by its place in :data:`SECONDARY_TIERS`. What is weighed are the
+    blocks of the leading group, if it is one with full attention; the others' blocks follow from
+    its prefix. Where all groups have windows, it is all or nothing.
     """
     view, number = _View(index, there), leading_group(groups)
     lead, row, local = groups[number], wanted.hashes[number], wanted.local_tokens
@@ -170,7 +172,7 @@ def worth_fetching(
     start += len(index.ready_slots(number, row[start:end]))
     tiers: list[Tier] = []
     for block_hash in row[start:end]:
-        found = BELOW[there.get((number, block_hash), 0)]
+        found = SECONDARY_TIERS[there.get((number, block_hash), 0)]
         if found or tiers:  # what host memory has between them costs nothing more
             tiers.append(found or tiers[-1])
     if not tiers:
@@ -191,3 +193,116 @@ def worth_fetching(
         if (group_number, block_hash) in there and not index.has(group_number, block_hash)
     ]
     return found_blocks, worth.give_up_s
+
+
+logger = logging.getLogger(__name__)
+
+# A worker counts from the moment a job arrives and must be able to answer before we give up.
+_ANSWER_FACTOR = 2.0
+
+Block = tuple[int, bytes]
+"""(group, hash)"""
+
+
+class Question(NamedTuple):
+    """What was asked: about which blocks, into or out of which slots (none: a lookup), and for
+    which request (none: a spill)."""
+
+    keys: tuple[bytes, ...]
+    slots: array[int]
+    req_id: str | None = None
+    blocks: tuple[Block, ...] = ()  # that the keys stand for; of a spill nobody asks
+
+
+@dataclass(eq=False)
+class _Open:
+    question: Question
+    asked: float
+    waiting: int  # workers that have not answered
+    found: bytes | None = None  # what all workers that answered have
+    void: bool = False  # the result is worthless
+    given_up: bool = False  # nobody waits for it any more
+
+
+class Answered(NamedTuple):
+    """A question that all workers have answered. ``found`` as in :class:`TierAnswer`, where a block
+    counts as there if all workers have it, in a tier as slow as the slowest. ``void``: what was
+    found is worthless, since blocks have other names now. ``given_up``: it came too late, see
+    :meth:`Answers.expire`. ``seconds`` between question and last answer."""
+
+    question: Question
+    found: bytes
+    void: bool
+    given_up: bool
+    seconds: float
+
+
+@dataclass(eq=False)
+class Answers:
+    """Open questions of one engine, to ``workers`` that answer each, within ``deadline_s``.
+
+    Owned by the scheduler's thread.
+    """
+
+    workers: int
+    deadline_s: float
+    _open: dict[JobId, _Open] = field(default_factory=dict)
+    _last: int = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is awaited."""
+        return any(not job.given_up for job in self._open.values())
+
+    @property
+    def fetching(self) -> int:
+        """Slots that are being read into by what is waited for."""
+        jobs = (job for job in self._open.values() if not job.given_up and job.question.req_id)
+        return sum(len(job.question.slots) for job in jobs)
+
+    def open(self, question: Question, now: float) -> JobId:
+        """Number a question."""
+        self._last += 1
+        number = JobId(self._last)
+        self._open[number] = _Open(question, now, self.workers)
+        return number
+
+    def take(self, answer: TierAnswer, now: float) -> Answered | None:
+        """Take one worker's answer; return what all say once the last one has answered."""
+        job = self._open.get(answer.job)
+        if job is None or len(answer.found) != len(job.question.keys):
+            logger.warning("a worker answered job %d, which is not open; ignored", answer.job)
+            return None
+        if job.found is None:
+            job.found = answer.found
+        else:
+            pairs = zip(job.found, answer.found, strict=True)
+            job.found = bytes(max(mine, other) if mine and other else 0 for mine, other in pairs)
+        job.waiting -= 1
+        if job.waiting:
+            return None
+        del self._open[answer.job]
+        return Answered(job.question, job.found, job.void, job.given_up, now - job.asked)
+
+    def expire(self, now: float) -> list[Question]:
+        """Wait no longer for what has not been answered in time, and return it. Slots stay taken:
+        only the worker can say that it does not read or write them any more. Lookups have none,
+        so they are over."""
+        late = [
+            (number, job)
+            for number, job in self._open.items()
+            if not job.given_up and now >= job.asked + self.deadline_s * _ANSWER_FACTOR
+        ]
+        for number, job in late:
+            job.given_up = True
+            if not job.question.slots:
+                del self._open[number]
+        return [job.question for _, job in late]
+
+    def void(self) -> None:
+        """Blocks have other names from now on."""
+        for job in self._open.values():
+            job.void = True

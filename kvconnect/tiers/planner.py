@@ -18,7 +18,7 @@ from typing import NamedTuple
 from kvconnect.cache.groups import CacheGroup, leading_group
 from kvconnect.offload.index import HostIndex
 from kvconnect.offload.messages import (
-    BELOW,
+    SECONDARY_TIERS,
     Instructions,
     LookupBlocks,
     PrefetchBlocks,
@@ -26,8 +26,18 @@ from kvconnect.offload.messages import (
     WriteBackBlocks,
 )
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.tiers.lookup import Absent, Choose, Coming, LookupRequest, missing, worth_fetching
-from kvconnect.tiers.open_jobs import Answered, Answers, Block, Question
+from kvconnect.tiers.lookup import (
+    Absent,
+    Answered,
+    Answers,
+    Block,
+    Choose,
+    Coming,
+    LookupRequest,
+    Question,
+    missing,
+    worth_fetching,
+)
 from kvconnect.tiers.writeback import WriteBacks
 from kvconnect.types import FailureCause, Tier
 
@@ -80,7 +90,7 @@ class _Waiting:
         """Remember where the tokens of the prefix came from: those of the leading group."""
         lead = leading_group(groups)
         for (group, _), number in zip(blocks, found, strict=True):
-            tier = BELOW[number]
+            tier = SECONDARY_TIERS[number]
             if tier is not None and group == lead:
                 self.brought[tier] = self.brought.get(tier, 0) + groups[lead].block_tokens
 
@@ -274,8 +284,8 @@ class TierPlan:
         self.spills.brought(good)
         if not answered.given_up:  # else others may bring them by now
             self._coming.drop(blocks)
-        tiers = [BELOW[tier] for tier in found if tier]
-        slowest = BELOW[max(found)]
+        tiers = [SECONDARY_TIERS[tier] for tier in found if tier]
+        slowest = SECONDARY_TIERS[max(found)]
         if slowest is not None:
             self._fetched(slowest, len(good), answered.seconds)
         came = Promoted(req_id, [block for block, tier in zip(blocks, found, strict=True) if tier])

@@ -1,7 +1,7 @@
-"""The tiers below host memory one under another: blocks between host slots and stores.
+"""Blocks between host slots and the stores below them, each store on threads of its own.
 
-Stores block the threads that call them, so each has threads of its own, for what requests wait for
-and for what is written down: a tier that hangs holds up no other, and nobody waits for it twice.
+A store blocks the threads that call it. Every tier has its own threads, some for reads and some for
+write-backs, so a tier that hangs delays no other tier, and write-backs never delay reads.
 """
 
 from __future__ import annotations
@@ -10,36 +10,187 @@ import contextlib
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvconnect.breaker import CircuitBreaker
 from kvconnect.errors import Corrupt
 from kvconnect.offload.host_arena import HostStore
-from kvconnect.offload.messages import BELOW
+from kvconnect.offload.messages import SECONDARY_TIERS
 from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.threads import ThreadKind, failed, make
 from kvconnect.tiers.backends import BlockOutcome, Store, Usage
-from kvconnect.tiers.store_threads import Call, StoreThreads
 from kvconnect.types import Tier
 
 logger = logging.getLogger(__name__)
 
 READERS, WRITERS = 4, 2
-"""Threads of a tier for what a request waits for, and for what is written down."""
+"""Threads of a tier for reads, which requests wait for, and for write-backs."""
 
 BATCH_BYTES = 8 << 20
-"""Of one call to a store: large enough for its rate, small beside a job."""
+"""Bytes of one call to a store: large enough for full bandwidth, small beside a job."""
 
-_SOONEST_LATE_S = 1.0  # however little requests wait, a call may take so long
+_LEAST_LATE_S = 1.0  # no call is late before, however little requests wait
+_MAX_QUEUED = 4096
 
 Done = Callable[[bytes], None]
-"""Is told a byte per block: the tier, as a place in :data:`BELOW`, that has the block or gave or
-took it, 0 for none. Called once, on any thread, when no store has to do with the slots any more."""
+"""Is given one byte per block: the index in :data:`SECONDARY_TIERS` of the tier that has the block,
+0 for none. Called once, on any thread, when no store uses the slots any more."""
+
+
+class StoreCall(ABC):
+    """One call to a store about ``blocks`` blocks."""
+
+    blocks: int
+
+    @abstractmethod
+    def expired(self, now: float) -> bool:
+        """Return whether nobody waits for the call any more. It is not started then."""
+
+    @abstractmethod
+    def run(self) -> None:
+        """Make the call, which may block."""
+
+    @abstractmethod
+    def ended(self) -> None:
+        """Continue after the call returned, raised, or was dropped before it started."""
+
+
+class StoreThreads:
+    """Up to ``threads`` daemon threads that make the calls to one store, in order.
+
+    A call is late after ``late_s`` seconds. While one is late, no other call is started or
+    accepted: a store that hangs delays each caller once. After the last late call has ended, the
+    store is tried again with back-off. Thread-safe.
+    """
+
+    def __init__(self, name: str, threads: int, late_s: float, clock: Callable[[], float]) -> None:
+        self._name = name
+        self._late_s = late_s
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._queue: deque[StoreCall] = deque()
+        self._running: dict[StoreCall, float] = {}  # when each call started
+        self._late: set[StoreCall] = set()
+        self._late_blocks = 0  # not yet taken by take_late_blocks
+        self._breaker = CircuitBreaker(1, trial_factor=2)
+        self._to_start = threads
+        self._idle = 0
+        self._closed = False
+
+    def submit(self, call: StoreCall) -> bool:
+        """Queue a call without blocking. False: refused, and ``ended`` will not be called."""
+        now = self._clock()
+        with self._changed:
+            self._mark_late(now)
+            full = len(self._queue) >= _MAX_QUEUED
+            if self._closed or self._late or full or not self._breaker.enter(now):
+                return False
+            self._queue.append(call)
+            if self._idle >= len(self._queue) or not self._to_start:
+                self._changed.notify()
+                return True
+            self._to_start -= 1
+        make(ThreadKind.TIER, f"kvconnect-{self._name}", self._work).start()
+        return True
+
+    def drop_expired(self) -> None:
+        """End the queued calls that expired; end all queued calls if a call is late."""
+        if not self._running and not self._queue:
+            return
+        now = self._clock()
+        with self._changed:
+            self._mark_late(now)
+            dropped = [call for call in self._queue if self._late or call.expired(now)]
+            for call in dropped:
+                self._queue.remove(call)
+        for call in dropped:
+            call.ended()
+
+    def available(self) -> bool:
+        """Return whether a call would be accepted."""
+        now = self._clock()
+        with self._changed:
+            self._mark_late(now)
+            return not self._late and self._breaker.allows(now)
+
+    def take_late_blocks(self) -> int:
+        """Return the number of blocks in calls that became late since the last call."""
+        with self._changed:
+            taken, self._late_blocks = self._late_blocks, 0
+            return taken
+
+    def close(self) -> None:
+        """Accept no more calls and drop the queued ones without ending them. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._queue.clear()
+            self._changed.notify_all()
+
+    def join(self) -> bool:
+        """After ``close``, wait for running calls that are not late; return whether all ended."""
+        with self._changed:
+            while self._running:
+                self._mark_late(self._clock())
+                if self._late.issuperset(self._running):
+                    return False
+                self._changed.wait(min(self._late_s / 10, 1.0))
+            return True
+
+    def _mark_late(self, now: float) -> None:
+        """Find calls that became late. The caller holds the lock."""
+        for call, started in self._running.items():
+            if now - started >= self._late_s and call not in self._late:
+                if not self._late:
+                    text = "%s: a call takes more than %g s; the tier is not used until it ends"
+                    logger.warning(text, self._name, self._late_s)
+                self._late.add(call)
+                self._late_blocks += call.blocks
+
+    def _work(self) -> None:
+        while (call := self._next()) is not None:
+            with self._changed:
+                now = self._clock()
+                due = not self._late and not self._closed and not call.expired(now)
+                if due:
+                    self._running[call] = now
+            try:
+                if due:
+                    call.run()
+            except Exception as error:  # noqa: BLE001 # boundary: a store that raises has nothing
+                failed(ThreadKind.TIER, self._name, error)
+            if due:
+                self._finish(call)
+            call.ended()
+
+    def _next(self) -> StoreCall | None:
+        with self._changed:
+            self._idle += 1
+            self._changed.wait_for(lambda: self._queue or self._closed)
+            self._idle -= 1
+            return self._queue.popleft() if self._queue else None
+
+    def _finish(self, call: StoreCall) -> None:
+        now = self._clock()
+        with self._changed:
+            self._mark_late(now)
+            del self._running[call]
+            if call not in self._late:
+                self._breaker.succeeded()
+            else:
+                self._late.discard(call)
+                if not self._late:
+                    self._breaker.failed(now)
+                    logger.warning("%s: late calls have ended; the tier is tried again", self._name)
+            self._changed.notify_all()
 
 
 @dataclass(eq=False)
-class Blocks:
-    """Blocks by their keys, with their bytes and, but for a lookup, where they lie in host memory.
-    No call about them is begun after ``expires``."""
+class BlockBatch:
+    """Blocks of one call: keys, bytes of each and, except for a lookup, their host slots. No store
+    is called for them after ``expires``."""
 
     keys: Sequence[bytes]
     sizes: Sequence[int]
@@ -51,17 +202,14 @@ class Blocks:
     def __post_init__(self) -> None:
         self.found = bytearray(len(self.keys))
 
-    def left(self) -> list[int]:
-        """Return the places of blocks that no tier was found for."""
-        return [place for place, there in enumerate(self.found) if not there]
-
 
 class TieredStore:
-    """``stores`` are asked in order, the fastest first; they are closed with this object. A store
-    that raises or is left alone has nothing. A call is late after ``wait_s``.
+    """Stores in order of speed, the fastest first. They are closed with this object.
 
-    :meth:`seek`, :meth:`fetch` and :meth:`spill` return at once; until ``done`` is called, nobody
-    else may use the slots. The worker of an engine that ``speaks`` says for all how its tiers are.
+    A store that raises or is not available has nothing. A call is late after ``wait_s``.
+    :meth:`lookup`, :meth:`prefetch` and :meth:`write_back` return at once; until ``done`` is
+    called, nobody else may use the slots. ``reports_usage``: whether :meth:`take_stats` has the
+    gauges of the stores; one worker per engine reports them.
     """
 
     def __init__(
@@ -69,195 +217,183 @@ class TieredStore:
         stores: Mapping[Tier, Store],
         host: HostStore,
         wait_s: float,
-        speaks: bool = True,
+        reports_usage: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stores = dict(stores)
         self.host = host
         self.clock = clock
-        self._speaks = speaks
-        self._told: dict[Tier, Usage] = {}
-        late_s = max(wait_s, _SOONEST_LATE_S)
-        self.readers = {t: StoreThreads(f"fetch-{t.value}", READERS, late_s, clock) for t in stores}
-        self.writers = {t: StoreThreads(f"spill-{t.value}", WRITERS, late_s, clock) for t in stores}
+        self._reports_usage = reports_usage
+        self._reported: dict[Tier, Usage] = {}
+        late_s = max(wait_s, _LEAST_LATE_S)
+        self.readers = {t: StoreThreads(f"read-{t.value}", READERS, late_s, clock) for t in stores}
+        self.writers = {t: StoreThreads(f"write-{t.value}", WRITERS, late_s, clock) for t in stores}
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"<Stack {self.stores}>"
+        return f"<TieredStore {self.stores}>"
 
-    def seek(self, blocks: Blocks) -> None:
-        """Look blocks up; one of another size is not there."""
-        _Search(self, blocks, _look_up).ended()
+    def lookup(self, batch: BlockBatch) -> None:
+        """Find which tier has each block; a block of another size is absent."""
+        _Read(self, batch, load=False).ended()
 
-    def fetch(self, blocks: Blocks) -> None:
-        """Read blocks into slots, and seal these. What is in a slot without a block is unknown."""
-        _Search(self, blocks, _read).ended()
+    def prefetch(self, batch: BlockBatch) -> None:
+        """Read blocks into slots and seal them. The content of other slots is unknown."""
+        _Read(self, batch, load=True).ended()
 
-    def spill(self, blocks: Blocks) -> None:
-        """Write the blocks of slots down, to every tier that lacks them."""
-        _WriteBack(self, blocks).start()
+    def write_back(self, batch: BlockBatch) -> None:
+        """Write the blocks of slots to every tier that lacks them."""
+        _WriteBack(self, batch).start()
 
-    def sweep(self) -> None:
-        """Have what expired, or waits for a tier that hangs, come to its end. To be called from
-        time to time."""
-        for lane in (*self.readers.values(), *self.writers.values()):
-            lane.sweep()
+    def drop_expired(self) -> None:
+        """End what has expired or waits for a tier that hangs. Call this periodically."""
+        for threads in (*self.readers.values(), *self.writers.values()):
+            threads.drop_expired()
 
     def take_stats(self) -> OffloadingConnectorStats | None:
-        """Return what the stores recorded since the last call, and how they are if that is new.
-        One thread at a time may call."""
+        """Return what the stores recorded since the last call, and changes of their usage. One
+        thread at a time may call this."""
         taken = OffloadingConnectorStats()
         for tier, store in self.stores.items():
-            theirs = store.take_stats()
-            if theirs is not None:
-                taken.aggregate(theirs)
+            recorded = store.take_stats()
+            if recorded is not None:
+                taken.aggregate(recorded)
             late = self.readers[tier].take_late_blocks() + self.writers[tier].take_late_blocks()
             if late:
                 taken.count("store_failed_blocks", late, label=BlockOutcome.LATE)
             usage = store.usage()
             usage = usage._replace(available=usage.available and self.readers[tier].available())
-            if self._speaks and usage != self._told.get(tier):
-                self._told[tier] = usage
+            if self._reports_usage and usage != self._reported.get(tier):
+                self._reported[tier] = usage
                 taken.gauge("tier_available", usage.available, label=tier.value)
                 taken.gauge("tier_bytes_used", usage.nbytes, label=tier.value)
                 taken.gauge("tier_bytes_capacity", usage.capacity_bytes, label=tier.value)
         return taken.take()
 
     def close(self) -> None:
-        """Drop what is queued, wait for calls under way that are not late, close the stores whose
-        calls have all ended. Idempotent."""
+        """Drop queued calls, wait for running calls that are not late, and close the stores that
+        have no running call. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        for lane in (*self.readers.values(), *self.writers.values()):
-            lane.close()
-        with contextlib.ExitStack() as closing:  # one that raises keeps no other open
+        for threads in (*self.readers.values(), *self.writers.values()):
+            threads.close()
+        with contextlib.ExitStack() as closing:  # closes the others if one raises
             for tier, store in self.stores.items():
                 if all([self.readers[tier].join(), self.writers[tier].join()]):
                     closing.callback(store.close)
-                else:  # it holds what it has until this process ends
-                    logger.warning("tier %s: a call does not end; it is not closed", tier.value)
+                else:  # its resources stay in use until this process ends
+                    logger.warning("tier %s: a call does not end; not closed", tier.value)
 
 
-class _Search(Call):
-    """Blocks that one tier after the other is asked for, until all are found."""
+class _Read(StoreCall):
+    """A lookup or, with ``load``, a prefetch: asks one tier after the other for the missing."""
 
-    def __init__(
-        self, stack: TieredStore, blocks: Blocks, ask: Callable[[_Search, Tier, Store], None]
-    ) -> None:
-        self.stack = stack
-        self.wanted = blocks
-        self.blocks = len(blocks.keys)
-        self._ask = ask
-        self._tiers = list(stack.stores)
+    def __init__(self, tiers: TieredStore, batch: BlockBatch, load: bool) -> None:
+        self.blocks = len(batch.keys)
+        self._tiers = tiers
+        self._batch = batch
+        self._load = load
+        self._remaining = list(tiers.stores)
         self._tier: Tier | None = None
 
     def expired(self, now: float) -> bool:
-        return now >= self.wanted.expires
+        return now >= self._batch.expires
 
     def run(self) -> None:
         assert self._tier is not None
-        self._ask(self, self._tier, self.stack.stores[self._tier])
+        batch, host, store = self._batch, self._tiers.host, self._tiers.stores[self._tier]
+        missing = [n for n, tier in enumerate(batch.found) if not tier]
+        keys = [batch.keys[n] for n in missing]
+        if self._load:
+            views = [host.view(batch.slots[n], batch.sizes[n]) for n in missing]
+            outcomes = zip(missing, store.get(keys, views), strict=True)
+            found = [n for n, outcome in outcomes if outcome is BlockOutcome.OK]
+        else:
+            lengths = zip(missing, store.exists(keys), strict=True)
+            found = [n for n, length in lengths if length == batch.sizes[n]]
+        for n in found:
+            if self._load:
+                host.seal(batch.slots[n], batch.sizes[n])
+            batch.found[n] = SECONDARY_TIERS.index(self._tier)
 
     def ended(self) -> None:
-        """Go on with the next tier that takes calls."""
-        while self._tiers and 0 in self.wanted.found and not self.expired(self.stack.clock()):
-            self._tier = self._tiers.pop(0)
-            if self.stack.readers[self._tier].submit(self):
+        """Continue with the next tier that accepts calls."""
+        while self._remaining and 0 in self._batch.found and not self.expired(self._tiers.clock()):
+            self._tier = self._remaining.pop(0)
+            if self._tiers.readers[self._tier].submit(self):
                 return
-        self.wanted.done(bytes(self.wanted.found))
-
-
-def _look_up(search: _Search, tier: Tier, store: Store) -> None:
-    wanted, left = search.wanted, search.wanted.left()
-    lengths = store.exists([wanted.keys[place] for place in left])
-    for place, length in zip(left, lengths, strict=True):
-        if length == wanted.sizes[place]:
-            wanted.found[place] = BELOW.index(tier)
-
-
-def _read(search: _Search, tier: Tier, store: Store) -> None:
-    wanted, left, host = search.wanted, search.wanted.left(), search.stack.host
-    names = [wanted.keys[place] for place in left]
-    views = [host.view(wanted.slots[place], wanted.sizes[place]) for place in left]
-    for place, outcome in zip(left, store.get(names, views), strict=True):
-        if outcome is BlockOutcome.OK:
-            host.seal(wanted.slots[place], wanted.sizes[place])
-            wanted.found[place] = BELOW.index(tier)
+        self._batch.done(bytes(self._batch.found))
 
 
 class _WriteBack:
-    """Blocks on their way down to all tiers at once."""
+    """Writes a batch to all tiers at the same time."""
 
-    def __init__(self, stack: TieredStore, blocks: Blocks) -> None:
-        self.stack = stack
-        self.wanted = blocks
+    def __init__(self, tiers: TieredStore, batch: BlockBatch) -> None:
+        self.tiers = tiers
+        self.batch = batch
         self._lock = threading.Lock()
-        self._waiting = len(stack.stores)  # tiers that have not ended
+        self._pending = len(tiers.stores)  # tiers that have not ended
         self._verifying = threading.Lock()
-        self._good: list[int] | None = None
+        self._intact: list[int] | None = None
 
     def start(self) -> None:
-        for tier, lane in self.stack.writers.items():
+        for tier, threads in self.tiers.writers.items():
             call = _TierWrite(self, tier)
-            if not lane.submit(call):
+            if not threads.submit(call):
                 call.ended()
 
-    def good(self) -> list[int]:
-        """Return the places of blocks that are what was stored: a tier would sign what it is
-        given."""
+    def intact(self) -> list[int]:
+        """Return the indexes of blocks whose host copy matches its digest. A tier computes its own
+        digest of the bytes it is given, so damaged bytes must not reach it."""
         with self._verifying:
-            if self._good is None:
-                self._good = [n for n in range(len(self.wanted.keys)) if self._intact(n)]
-            return self._good
+            if self._intact is None:
+                self._intact = [n for n in range(len(self.batch.keys)) if self._is_intact(n)]
+            return self._intact
 
-    def ended(self, tier: Tier, took: Sequence[int]) -> None:
-        """A tier has these blocks now, or those that it had before."""
-        number = BELOW.index(tier)
+    def ended(self, tier: Tier, written: Sequence[int]) -> None:
+        """Note that a tier is done and has these blocks now."""
+        number, found = SECONDARY_TIERS.index(tier), self.batch.found
         with self._lock:
-            for place in took:
-                before = self.wanted.found[place]
-                self.wanted.found[place] = min(before, number) if before else number
-            self._waiting -= 1
-            last = not self._waiting
+            for n in written:
+                found[n] = min(found[n], number) if found[n] else number
+            self._pending -= 1
+            last = not self._pending
         if last:
-            self.wanted.done(bytes(self.wanted.found))
+            self.batch.done(bytes(found))
 
-    def _intact(self, place: int) -> bool:
+    def _is_intact(self, n: int) -> bool:
         try:
-            self.stack.host.verify(self.wanted.slots[place], self.wanted.sizes[place])
+            self.tiers.host.verify(self.batch.slots[n], self.batch.sizes[n])
         except Corrupt as error:
-            logger.error("%s; the block is not written down", error)
+            logger.error("%s; the block is not written back", error)
             return False
         return True
 
 
-class _TierWrite(Call):
-    """The part of a spill that one tier takes."""
+class _TierWrite(StoreCall):
+    """The call of a write-back to one tier."""
 
-    def __init__(self, spill: _WriteBack, tier: Tier) -> None:
-        self.blocks = len(spill.wanted.keys)
-        self._spill = spill
+    def __init__(self, whole: _WriteBack, tier: Tier) -> None:
+        self.blocks = len(whole.batch.keys)
+        self._whole = whole
         self._tier = tier
-        self._took: list[int] = []
+        self._written: list[int] = []
 
     def expired(self, now: float) -> bool:
-        return now >= self._spill.wanted.expires
+        return now >= self._whole.batch.expires
 
     def run(self) -> None:
-        stack, wanted, places = self._spill.stack, self._spill.wanted, self._spill.good()
-        store = stack.stores[self._tier]
-        if self._tier is Tier.REMOTE and places:  # another engine may have written it
-            lengths = store.exists([wanted.keys[place] for place in places])
-            places = [
-                n for n, length in zip(places, lengths, strict=True) if length != wanted.sizes[n]
-            ]
-        if not places:
+        host, batch, blocks = self._whole.tiers.host, self._whole.batch, self._whole.intact()
+        store = self._whole.tiers.stores[self._tier]
+        if self._tier is Tier.REMOTE and blocks:  # another engine may have written them
+            lengths = zip(blocks, store.exists([batch.keys[n] for n in blocks]), strict=True)
+            blocks = [n for n, length in lengths if length != batch.sizes[n]]
+        if not blocks:
             return
-        views = [stack.host.view(wanted.slots[place], wanted.sizes[place]) for place in places]
-        outcomes = store.put([wanted.keys[place] for place in places], views)
-        pairs = zip(places, outcomes, strict=True)
-        self._took = [place for place, outcome in pairs if outcome is BlockOutcome.OK]
+        views = [host.view(batch.slots[n], batch.sizes[n]) for n in blocks]
+        outcomes = zip(blocks, store.put([batch.keys[n] for n in blocks], views), strict=True)
+        self._written = [n for n, outcome in outcomes if outcome is BlockOutcome.OK]
 
     def ended(self) -> None:
-        self._spill.ended(self._tier, self._took)
+        self._whole.ended(self._tier, self._written)

@@ -20,7 +20,7 @@ from kvconnect.offload.host_arena import HostStore
 from kvconnect.offload.messages import LookupBlocks, PrefetchBlocks, TierAnswer, WriteBackBlocks
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends import Store
-from kvconnect.tiers.tiered_store import BATCH_BYTES, Blocks, TieredStore
+from kvconnect.tiers.tiered_store import BATCH_BYTES, BlockBatch, TieredStore
 from kvconnect.types import Tier
 
 Task = LookupBlocks | PrefetchBlocks | WriteBackBlocks
@@ -50,7 +50,7 @@ class TierWorker:
         wait_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stack = TieredStore(stores, host, wait_s, speaks, clock)
+        self._tiers = TieredStore(stores, host, wait_s, speaks, clock)
         self._geometry = geometry
         largest = max(group.block_bytes for group in geometry.groups)
         self._batch = max(1, BATCH_BYTES // largest)  # blocks
@@ -60,7 +60,7 @@ class TierWorker:
         self._ended = threading.Event()
 
     def __repr__(self) -> str:
-        return f"<LowerTiers {self._stack}>"
+        return f"<LowerTiers {self._tiers}>"
 
     def submit(self, tasks: Iterable[Task]) -> None:
         """Queue jobs; does not block."""
@@ -74,14 +74,15 @@ class TierWorker:
                 sizes = [self._block_bytes(key) for key in keys]
                 done = partial(self._end, running, start)
                 if isinstance(task, LookupBlocks):
-                    self._stack.seek(Blocks(keys, sizes, expires, done))
+                    self._tiers.lookup(BlockBatch(keys, sizes, expires, done))
                     continue
-                work = self._stack.fetch if isinstance(task, PrefetchBlocks) else self._stack.spill
-                work(Blocks(keys, sizes, expires, done, task.slots[start:end]))
+                prefetches = isinstance(task, PrefetchBlocks)
+                start_batch = self._tiers.prefetch if prefetches else self._tiers.write_back
+                start_batch(BlockBatch(keys, sizes, expires, done, task.slots[start:end]))
 
     def poll(self) -> list[TierAnswer]:
         """Return answers since the last call; each exactly once."""
-        self._stack.sweep()
+        self._tiers.drop_expired()
         answers = []
         while self._answers:
             answers.append(self._answers.popleft())
@@ -95,12 +96,12 @@ class TierWorker:
 
     def take_stats(self) -> OffloadingConnectorStats | None:
         """Return what the stores recorded since the last call, and how they are if that is new."""
-        return self._stack.take_stats()
+        return self._tiers.take_stats()
 
     def close(self) -> None:
         """Drop what is queued, wait for the calls under way unless they are late, close the
         stores. Idempotent."""
-        self._stack.close()
+        self._tiers.close()
 
     def _end(self, running: _Running, start: int, found: bytes) -> None:
         """A batch of a job ended; answer if it was the last."""

@@ -13,11 +13,11 @@ from itertools import pairwise
 from kvconnect.cache.keys import block_key
 from kvconnect.offload.host_arena import HostStore
 from kvconnect.offload.index import HostIndex
-from kvconnect.offload.messages import BELOW
+from kvconnect.offload.messages import SECONDARY_TIERS
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers import SHARED
 from kvconnect.tiers.backends import Store
-from kvconnect.tiers.tiered_store import BATCH_BYTES, Blocks, TieredStore
+from kvconnect.tiers.tiered_store import BATCH_BYTES, BlockBatch, TieredStore
 from kvconnect.tiers.writeback import WriteBacks
 from kvconnect.types import FailureCause, Tier
 
@@ -83,7 +83,7 @@ class PageTiers:
         limits: tuple[float, float] = (5.0, 30.0),
     ) -> None:
         wait_s, self._deadline_s = limits
-        self._stack = TieredStore(stores, pages.memory, wait_s)
+        self._tiers = TieredStore(stores, pages.memory, wait_s)
         self._pages = pages
         self.most = max(1, int(pages.memory.num_slots * _SHARE))
         self._batch = max(1, BATCH_BYTES // pages.memory.slot_bytes)  # pages
@@ -112,19 +112,23 @@ class PageTiers:
         with self._pages.lock:
             self._pages.stats.count("tier_lookups")
             self._reading += 1
-        self._stack.sweep()
-        self._stack.seek(Blocks(_names(keys), [nbytes] * len(keys), deadline, done))
+        self._tiers.drop_expired()
+        self._tiers.lookup(BlockBatch(_names(keys), [nbytes] * len(keys), deadline, done))
         self._wait([over], deadline)
-        return [BELOW[place] for place in answers[0]] if over.is_set() else [None] * len(keys)
+        return (
+            [SECONDARY_TIERS[place] for place in answers[0]]
+            if over.is_set()
+            else [None] * len(keys)
+        )
 
     def bring(self, keys: Iterable[bytes], nbytes: int, deadline: float) -> dict[bytes, int]:
         """Read pages that are in no slot into some; return the slots of those that came, pinned."""
-        self._stack.sweep()
+        self._tiers.drop_expired()
         fetches = self._reserve(keys, nbytes, deadline) if time.monotonic() < deadline else []
         for fetch in fetches:
             names, sizes = _names(fetch.keys), [nbytes] * len(fetch.keys)
             done = partial(self._settle, fetch)
-            self._stack.fetch(Blocks(names, sizes, deadline, done, fetch.slots))
+            self._tiers.prefetch(BlockBatch(names, sizes, deadline, done, fetch.slots))
         self._wait([fetch.over for fetch in fetches], deadline)
         found: dict[bytes, int] = {}
         with self._pages.lock:
@@ -158,20 +162,20 @@ class PageTiers:
 
     def take_stats(self) -> OffloadingConnectorStats | None:
         """Return what the tiers recorded since the last call. One thread at a time may call."""
-        self._stack.sweep()
-        return self._stack.take_stats()
+        self._tiers.drop_expired()
+        return self._tiers.take_stats()
 
     def close(self) -> None:
         """Drop what is queued, wait for the calls under way unless they are late, close the tiers.
         Idempotent."""
         with self._pages.lock:
             self._closed = True
-        self._stack.close()
+        self._tiers.close()
 
     def _wait(self, overs: Iterable[threading.Event], deadline: float) -> None:
         for over in overs:
             over.wait(max(0.0, deadline - time.monotonic()))
-        self._stack.sweep()  # what has not begun is over
+        self._tiers.drop_expired()  # what has not begun is over
 
     def _read_ended(self) -> None:
         with self._pages.lock:
@@ -242,8 +246,8 @@ class PageTiers:
         for start in range(0, len(keys), self._batch):
             part = slice(start, start + self._batch)
             done = partial(self._wrote, write)
-            self._stack.spill(
-                Blocks(keys[part], sizes[part], write.expires, done, write.slots[part])
+            self._tiers.write_back(
+                BlockBatch(keys[part], sizes[part], write.expires, done, write.slots[part])
             )
 
     def _wrote(self, write: _PageWrite, _: bytes) -> None:

@@ -28,12 +28,12 @@ from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends.base import (
     MAX_KEY_BYTES,
     BlockOutcome,
+    PagePool,
     Store,
     Usage,
     check_buffers,
     check_keys,
 )
-from kvconnect.tiers.backends.support import PagePool
 
 T = TypeVar("T")
 

@@ -14,12 +14,12 @@ from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends.base import (
     BlockOutcome,
     Store,
+    StoreMeter,
     Usage,
     check_buffers,
     check_keys,
     parse_settings,
 )
-from kvconnect.tiers.backends.support import StoreMeter
 
 
 class Kept(NamedTuple):

@@ -19,13 +19,15 @@ from kvconnect.errors import TransferFailed
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends.base import (
     BlockOutcome,
+    InFlightGuard,
+    PagePool,
     Store,
+    StoreMeter,
     Usage,
     check_buffers,
     check_fingerprint,
     check_keys,
 )
-from kvconnect.tiers.backends.support import InFlightGuard, PagePool, StoreMeter
 from kvconnect.types import TransferType
 
 logger = logging.getLogger(__name__)

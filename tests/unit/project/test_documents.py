@@ -28,7 +28,7 @@ from kvconnect.errors import ConfigError
 from kvconnect.observability.metrics.catalog import CATALOG, SGLANG, VLLM, families
 from kvconnect.router.flags import options_of
 from kvconnect.tiers.backends.base import BlockOutcome, parse_settings
-from kvconnect.tiers.backends.disk.options import parse_options
+from kvconnect.tiers.backends.disk.folder import parse_options
 from kvconnect.tiers.backends.mooncake import MooncakeOptions
 from kvconnect.tiers.backends.object import ObjectOptions
 from kvconnect.tiers.backends.valkey import ValkeyOptions

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvconnect.breaker import CircuitBreaker
-from kvconnect.tiers.backends.support import Budget
+from kvconnect.tiers.backends.base import Budget
 
 
 def test_it_is_left_alone_after_failures_in_a_row() -> None:

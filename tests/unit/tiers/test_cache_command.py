@@ -13,10 +13,10 @@ from kvconnect.cli import main, parse_seconds, parse_tenant
 from kvconnect.errors import ConfigError
 from kvconnect.testing.memory import payload_of, spoil_files
 from kvconnect.tiers.backends import BlockOutcome
+from kvconnect.tiers.backends.base import PagePool
 from kvconnect.tiers.backends.disk import DiskOptions, DiskStore, inspect
 from kvconnect.tiers.backends.disk.record import pack_segment
 from kvconnect.tiers.backends.disk.segment import Segment
-from kvconnect.tiers.backends.support import PagePool
 
 DAY = 86_400
 NOW = time.time()

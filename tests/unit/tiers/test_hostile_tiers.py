@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from kvconnect.tiers.backends.disk import recovery
+from kvconnect.tiers.backends.disk import segment
 from kvconnect.tiers.backends.disk.files import Directory
 from kvconnect.tiers.backends.remote import Mac
 from tests.hostile import Outcome, folders, records
@@ -41,7 +41,7 @@ def test_the_control_links_that_are_followed_are_seen(monkeypatch: pytest.Monkey
 
 
 def test_the_control_an_index_that_is_believed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = recovery.unpack_index
+    real = segment.unpack_index
 
     def believe(data: bytes, identity: bytes) -> object:
         found = real(data, identity)
@@ -49,7 +49,7 @@ def test_the_control_an_index_that_is_believed_is_seen(monkeypatch: pytest.Monke
             raise IndexError("array index out of range")
         return found
 
-    monkeypatch.setattr(recovery, "unpack_index", believe)
+    monkeypatch.setattr(segment, "unpack_index", believe)
     assert folders.run(4, kinds("index numbers, sealed")).crashes
 
 

@@ -332,7 +332,7 @@ def test_lookups_of_a_disk_that_hangs_do_not_pile_up(bench: Bench) -> None:
     hung(bench)
     bench.now -= 5.0
     bench.tiers.submit(LookupBlocks(JobId(100 + n), (key(n % 8),)) for n in range(5000))
-    lane = bench.tiers._stack.readers[Tier.DISK]
+    lane = bench.tiers._tiers.readers[Tier.DISK]
     assert len(lane._queue) == 4096
     bench.now += 5.0
     answers = []

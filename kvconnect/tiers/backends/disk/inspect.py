@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from kvconnect.cache.keys import TENANT_BYTES
 from kvconnect.errors import ConfigError
+from kvconnect.tiers.backends.base import PagePool
 from kvconnect.tiers.backends.disk.files import Directory, PageFile
 from kvconnect.tiers.backends.disk.folder import (
     LOCK,
@@ -23,9 +24,7 @@ from kvconnect.tiers.backends.disk.folder import (
     recall,
     stem_of,
 )
-from kvconnect.tiers.backends.disk.recovery import intact, look, read_head
-from kvconnect.tiers.backends.disk.segment import Segment, Stem, delete
-from kvconnect.tiers.backends.support import PagePool
+from kvconnect.tiers.backends.disk.segment import Segment, Stem, delete, intact, look, read_head
 
 logger = logging.getLogger(__name__)
 

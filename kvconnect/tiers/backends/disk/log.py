@@ -8,13 +8,11 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from kvconnect.tiers.backends.disk.folder import Folder, numbers_in
-from kvconnect.tiers.backends.disk.options import DiskOptions
+from kvconnect.tiers.backends.base import PagePool
+from kvconnect.tiers.backends.disk.folder import DiskOptions, Folder, numbers_in
 from kvconnect.tiers.backends.disk.record import LAST_SECOND, RecordHead, SegmentHead
-from kvconnect.tiers.backends.disk.recovery import open_segment
-from kvconnect.tiers.backends.disk.segment import Segment, create
+from kvconnect.tiers.backends.disk.segment import Segment, create, open_segment
 from kvconnect.tiers.backends.disk.table import SLOTS, RecordRun, Table
-from kvconnect.tiers.backends.support import PagePool
 
 logger = logging.getLogger(__name__)
 

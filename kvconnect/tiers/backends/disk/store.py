@@ -14,25 +14,22 @@ from kvconnect.offload.eviction import make_policy
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends.base import (
     BlockOutcome,
+    Budget,
+    InFlightGuard,
+    PagePool,
     Store,
+    StoreMeter,
     Usage,
     check_buffers,
     check_fingerprint,
     check_keys,
 )
-from kvconnect.tiers.backends.disk.folder import Folder, remember
-from kvconnect.tiers.backends.disk.frames import MOST_PAYLOAD
+from kvconnect.tiers.backends.disk.files import MOST_PAYLOAD
+from kvconnect.tiers.backends.disk.folder import DiskOptions, Folder, parse_options, remember
 from kvconnect.tiers.backends.disk.log import Log
-from kvconnect.tiers.backends.disk.options import DiskOptions, parse_options
 from kvconnect.tiers.backends.disk.record import PAGE, index_bytes, pages_of
 from kvconnect.tiers.backends.disk.table import SLOTS, Table
 from kvconnect.tiers.backends.disk.transfers import Reading, Writing
-from kvconnect.tiers.backends.support import (
-    Budget,
-    InFlightGuard,
-    PagePool,
-    StoreMeter,
-)
 from kvconnect.types import TransferType
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import xxhash
 
-from kvconnect.tiers.backends.base import BlockOutcome
-from kvconnect.tiers.backends.disk.frames import MOST_BYTES, MOST_RECORDS, Frames
+from kvconnect.tiers.backends.base import BlockOutcome, PagePool
+from kvconnect.tiers.backends.disk.files import MOST_BYTES, MOST_RECORDS, Frames
 from kvconnect.tiers.backends.disk.log import Log
 from kvconnect.tiers.backends.disk.record import (
     LAST_SECOND,
@@ -19,7 +19,6 @@ from kvconnect.tiers.backends.disk.record import (
 )
 from kvconnect.tiers.backends.disk.segment import Segment
 from kvconnect.tiers.backends.disk.table import RecordPlace, Table
-from kvconnect.tiers.backends.support import PagePool
 
 logger = logging.getLogger(__name__)
 
