@@ -332,8 +332,8 @@ def test_lookups_of_a_disk_that_hangs_do_not_pile_up(bench: Bench) -> None:
     hung(bench)
     bench.now -= 5.0
     bench.tiers.submit(LookupBlocks(JobId(100 + n), (key(n % 8),)) for n in range(5000))
-    lane = bench.tiers._tiers.readers[Tier.DISK]
-    assert len(lane._queue) == 4096
+    threads = bench.tiers._tiers.readers[Tier.DISK]
+    assert len(threads._queue) == 4096
     bench.now += 5.0
     answers = []
     deadline = time.monotonic() + WAIT_S
@@ -342,7 +342,7 @@ def test_lookups_of_a_disk_that_hangs_do_not_pile_up(bench: Bench) -> None:
         answers += bench.tiers.poll()
         bench.tiers.wait(0.1)
     assert {answer.job for answer in answers} == {100 + n for n in range(5000)}
-    assert not lane._queue
+    assert not threads._queue
 
 
 def test_closing_does_not_wait_for_a_call_that_hangs(bench: Bench) -> None:
@@ -356,7 +356,7 @@ def test_closing_does_not_wait_for_a_call_that_hangs(bench: Bench) -> None:
 def test_all_threads_of_a_tier_end_with_it(bench: Bench) -> None:
     bench.fill(0)
     bench.do(spill([0]))
-    mine = [t for t in threading.enumerate() if t.name.startswith("kvconnect-spill")]
+    mine = [t for t in threading.enumerate() if t.name.startswith("kvconnect-write-")]
     assert mine
     bench.tiers.close()
     for thread in mine:
