@@ -90,6 +90,7 @@ def test_the_switch_of_setup(
     root, tree = build_kernels.SOURCES.parent, tmp_path / "tree"
     shutil.copytree(root / "scripts", tree / "scripts")
     shutil.copytree(root / "kernels", tree / "kernels")
+    (tree / "kvconnect").mkdir()
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "kvconnect/__init__.py"):
         shutil.copy(root / name, tree / name)
     for left in (tree / "kernels").glob("*.fatbin"):

@@ -273,7 +273,7 @@ def test_whichever_call_fails_at_the_start_there_is_a_copier(
     make: Callable[..., copy.Copier], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A measurement that fails costs the choice, tables that fail the kernels."""
-    for module in ("calibrate", "cuda"):
+    for module in ("calibration", "cuda"):
         monkeypatch.setattr(f"kvconnect.copy.{module}.SAMPLE_BYTES", PAGES[-1])
     monkeypatch.setattr("tests.fakes.cuda_driver.launch_on_host", lambda *_: None)
     made, number, driver = set(), 0, FakeDriver()
