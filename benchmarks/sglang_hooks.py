@@ -45,7 +45,7 @@ class Side:
             "hooks", "bfloat16", ALONE, HEADS, (0, LAYERS), is_mla=False, device=-1
         )
         self.cache = translate.describe(self._arguments(), model, TIMEOUT_S)
-        self.agent = start_agent(Config(transport="tcp"), self.cache, address, TIMEOUT_S)
+        self.agent = start_agent(Config().replace(transport="tcp"), self.cache, address, TIMEOUT_S)
 
     def _arguments(self) -> Any:
         return SimpleNamespace(

@@ -45,8 +45,66 @@ AUTO = -1  # of sync_load_bytes: as measured
 AUTO_HOST_SHARE = 0.25  # leaves room for weights being loaded, page cache and the engine itself
 
 
+class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The host tier: which blocks stay in host memory, and how they get there and back.
+
+    Attributes:
+        host_bytes: host memory of one engine, shared by its workers on this machine;
+            ``"auto"``: a quarter of the machine's or container's memory, divided among the
+            data-parallel engines on it; ``"off"``: no host tier.
+        policy: which block a full tier evicts first. ``lru`` suits conversations; ``s3fifo``
+            keeps a working set through long scans of one-off prompts.
+        sync_load_bytes: loads up to this many bytes (all ranks' slots counted once) run inside
+            the step that needs them instead of parking the request; 0: none; ``"auto"``: those that
+            hold up the other requests no longer than the parked one would wait for a step, as both
+            are measured.
+        store_rate: limit on one worker's stores in bytes per second; 0: no limit. For machines
+            whose host memory or PCIe switch also carries the network of a hand-off or the loading
+            of weights: those would wait, while nobody waits for a store.
+    """
+
+    host_bytes: int = 0  # "auto"; OFF: "off"
+    policy: PolicyName = "lru"
+    sync_load_bytes: int = AUTO
+    store_rate: int = 0
+
+
+class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Tiers below host memory; there are none unless they are named.
+
+    Attributes:
+        disk: settings of the disk tier, such as ``{"path": "/nvme/kv", "capacity": "500GiB"}``.
+        remote: settings of a shared tier and its ``kind``: ``{"kind": "valkey", "address":
+            "10.1.2.3:6379"}``.
+        spill: which blocks are written to these tiers: ``all`` that the host tier stores, or those
+            that were ``reused`` from it.
+        load_when: ``faster``: load blocks as far as loading is expected to take less time than
+            computing, from what both took so far; ``always``: load all that is there, to spare the
+            device.
+        wait_s: seconds a request waits at most for its blocks to come from these tiers; then it is
+            computed.
+    """
+
+    disk: dict[str, Any] = {}
+    remote: dict[str, Any] = {}
+    spill: Spill = "all"
+    load_when: LoadWhen = "faster"
+    wait_s: float = 5.0
+
+
+class DisaggregationConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Hand-offs from prefill to decode engines.
+
+    Attributes:
+        lease_s: seconds for which a prefill engine keeps the blocks of a finished request for a
+            decode engine that gives no sign of life.
+    """
+
+    lease_s: float = 30.0
+
+
 class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How engines reach one another for hand-off.
+    """How engines reach one another for hand-offs.
 
     Attributes:
         listen: ``HOST:PORT`` where workers hand out KV blocks; rank r adds r to the port, port 0
@@ -58,7 +116,7 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
         transport: what pages go over: ``tcp``, ``nixl``, or ``auto`` for the faster one of those
             that both sides have, measured with real bytes at connect.
         nixl_backend: the NIXL plugin: ``UCX``, ``LIBFABRIC`` ...
-        min_rate: bytes per second; a connection that is slower at connect is refused. 0: none is.
+        min_rate: bytes per second; a connection that is slower at connect is refused. 0: no limit.
         connections: data connections per peer, of ``tcp``.
     """
 
@@ -72,59 +130,49 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
     connections: int = 2
 
 
-class TierConfig(NetworkConfig, frozen=True, kw_only=True):
-    """Tiers below host memory; there are none unless they are named.
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """All settings: one struct per concern, and the two that every transfer has.
+
+    The keys that users write are flat: ``lease_s`` sets ``disaggregation.lease_s``.
 
     Attributes:
-        disk: settings of the disk tier, such as ``{"path": "/nvme/kv", "capacity": "500GiB"}``.
-        remote: settings of a shared tier and its ``kind``: ``{"kind": "valkey", "address":
-            "10.1.2.3:6379"}``.
-        spill: which blocks are written to these tiers: ``all`` that the host tier stores, or those
-            that were ``reused`` from it.
-        load_when: ``faster``: as far as it is expected to take less time than computing, from what
-            both took so far; ``always``: whatever is there, to spare the device.
-        wait_s: seconds a request waits at most for its blocks to come from these tiers; then it is
-            computed.
-    """
-
-    disk: dict[str, Any] = {}
-    remote: dict[str, Any] = {}
-    spill: Spill = "all"
-    load_when: LoadWhen = "faster"
-    wait_s: float = 5.0
-
-
-class Config(TierConfig, frozen=True, kw_only=True):
-    """All settings: of the host tier, of the hand-off between engines, and of both.
-
-    Attributes:
-        host_bytes: host memory of one engine, shared by its workers on this machine;
-            ``"auto"``: a quarter of the machine's or container's memory, divided among the
-            data-parallel engines on it; ``"off"``: no host tier.
-        policy: which block leaves a full tier first. ``lru`` suits conversations; ``s3fifo``
-            keeps a working set through long scans of one-off prompts.
         digest: which blocks get a checksum when stored or sent that is verified when they are
             loaded or received.
         deadline_s: seconds after which what is left of a transfer counts as failed; for a
             hand-off, seconds without progress.
-        sync_load_bytes: loads up to this many bytes (all ranks' slots counted once) run inside
-            the step that needs them instead of parking the request; 0: none; ``"auto"``: those that
-            hold up the other requests no longer than the parked one would wait for a step, as both
-            are measured.
-        store_rate: bytes per second at most that one worker stores; 0: no bound. For machines
-            whose host memory or PCIe switch also carries the network of a hand-off or the loading
-            of weights: those would wait, while nobody waits for a store.
-        lease_s: seconds for which blocks of a finished prefill are kept for a decode engine that
-            gives no sign of life.
     """
 
-    host_bytes: int = 0  # "auto"; OFF: "off"
-    policy: PolicyName = "lru"
     digest: DigestMode = "sampled"
     deadline_s: float = 30.0
-    sync_load_bytes: int = AUTO
-    store_rate: int = 0
-    lease_s: float = 30.0
+    offload: OffloadConfig = OffloadConfig()
+    tiers: TierConfig = TierConfig()
+    disaggregation: DisaggregationConfig = DisaggregationConfig()
+    network: NetworkConfig = NetworkConfig()
+
+    def setting(self, key: str) -> Any:
+        """Return the value of a setting by the key that users write."""
+        section = SETTINGS[key]
+        return getattr(getattr(self, section) if section else self, key)
+
+    def replace(self, **settings: Any) -> Config:
+        """Return a copy with other values, which are not checked, for the keys that users write."""
+        nested: dict[str, dict[str, Any]] = {}
+        for key, value in settings.items():
+            nested.setdefault(SETTINGS[key], {})[key] = value
+        whole = nested.pop("", {})
+        for section, values in nested.items():
+            whole[section] = msgspec.structs.replace(getattr(self, section), **values)
+        return msgspec.structs.replace(self, **whole)
+
+
+SETTINGS: dict[str, str] = {
+    **dict.fromkeys(OffloadConfig.__struct_fields__, "offload"),
+    **dict.fromkeys(("digest", "deadline_s"), ""),
+    **dict.fromkeys(DisaggregationConfig.__struct_fields__, "disaggregation"),
+    **dict.fromkeys(TierConfig.__struct_fields__, "tiers"),
+    **dict.fromkeys(NetworkConfig.__struct_fields__, "network"),
+}
+"""Key that users write -> field of :class:`Config` whose struct holds it; "" for Config itself."""
 
 
 def parse_bytes(field: str, value: object) -> int:
@@ -154,11 +202,10 @@ def parse_config(extra: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: unknown key (names the nearest one), wrong type or value out of range.
     """
-    known = Config.__struct_fields__
     for key in extra:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-            fix = f"unknown setting, did you mean {near[0]!r}? Known: {', '.join(known)}"
+        if key not in SETTINGS:
+            near = difflib.get_close_matches(str(key), SETTINGS, n=1, cutoff=0.0)
+            fix = f"unknown setting, did you mean {near[0]!r}? Known: {', '.join(SETTINGS)}"
             raise ConfigError(key, extra[key], fix)
     values = dict(extra)
     _parse_sizes(values)
@@ -167,14 +214,18 @@ def parse_config(extra: Mapping[str, Any]) -> Config:
     _check_choice(values, "transport", get_args(TransportName))
     _check_choice(values, "spill", get_args(Spill))
     _check_choice(values, "load_when", get_args(LoadWhen))
-    _check_below(values)
+    _check_tiers(values)
     for field in ("deadline_s", "lease_s", "wait_s"):
         seconds = values.get(field, _LONGEST_S)
         if type(seconds) not in (int, float) or not 0 < seconds <= _LONGEST_S:
             fix = f"use seconds, more than 0 and at most {_LONGEST_S}"
             raise ConfigError(field, seconds, fix)
-    _check_handoff(values)
-    return msgspec.convert(values, Config)
+    _check_network(values)
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        section = SETTINGS[key]
+        (nested.setdefault(section, {}) if section else nested)[key] = value
+    return msgspec.convert(nested, Config)
 
 
 _WORDS = {"host_bytes": {"auto": 0, "off": OFF}, "sync_load_bytes": {"auto": AUTO}}
@@ -193,7 +244,7 @@ def _parse_sizes(values: dict[str, Any]) -> None:
             raise ConfigError(field, given, 'use a size, "auto" or "off"')
 
 
-def _check_below(values: Mapping[str, Any]) -> None:
+def _check_tiers(values: Mapping[str, Any]) -> None:
     """Check what can be checked without a store: its own settings are the store's to check."""
     for field in ("disk", "remote"):
         settings = values.get(field, {})
@@ -227,7 +278,7 @@ def config_from_environment(environ: Mapping[str, str]) -> Config:
     return parse_config(extra)
 
 
-def _check_handoff(values: dict[str, Any]) -> None:
+def _check_network(values: dict[str, Any]) -> None:
     connections = values.get("connections", 1)
     if type(connections) is not int or not 1 <= connections <= _MOST_CONNECTIONS:
         raise ConfigError("connections", connections, f"use 1 to {_MOST_CONNECTIONS}")
@@ -274,7 +325,7 @@ def _check_choice(values: Mapping[str, Any], field: str, choices: tuple[str, ...
         raise ConfigError(field, value, f"use one of {', '.join(choices)}")
 
 
-def share_of_host_bytes(config: Config, *, memory_bytes: int | None, engines: int) -> int:
+def share_of_host_bytes(config: OffloadConfig, *, memory_bytes: int | None, engines: int) -> int:
     """Return one engine's host tier in bytes.
 
     Args:

@@ -15,7 +15,13 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 import msgspec
 
-from kvconnect.config import Config, NetworkConfig, TierConfig
+from kvconnect.config import (
+    Config,
+    DisaggregationConfig,
+    NetworkConfig,
+    OffloadConfig,
+    TierConfig,
+)
 from kvconnect.tiers.backends.disk.folder import DiskOptions
 from kvconnect.tiers.backends.mooncake import MooncakeOptions
 from kvconnect.tiers.backends.object import ObjectOptions
@@ -137,7 +143,7 @@ def links() -> str:
 # Pages ------------------------------------------------------------------------------------------
 
 TABLES: dict[str, Callable[[], str]] = {
-    "settings-host": lambda: settings(Config),
+    "settings-host": lambda: settings(OffloadConfig, Config, DisaggregationConfig),
     "settings-below": lambda: settings(TierConfig),
     "settings-network": lambda: settings(NetworkConfig),
     "settings-disk": lambda: settings(DiskOptions),

@@ -50,24 +50,25 @@ def start_agent(
     Raises:
         ConfigError: an address, key, certificate or transport that cannot be used.
     """
-    tls = tls_files(config.tls_dir)
-    security = Security(read_key(config), config.peers, *tls, key_file=config.key_file)
+    network = config.network
+    tls = tls_files(network.tls_dir)
+    security = Security(read_key(network), network.peers, *tls, key_file=network.key_file)
     options = LinkOptions(
-        connections=config.connections,
+        connections=network.connections,
         digest=config.digest,
-        backend=config.nixl_backend,
-        local=not (config.key_file or config.peers),
+        backend=network.nixl_backend,
+        local=not (network.key_file or network.peers),
         stall_s=config.deadline_s,
     )
     memory = ProbedMemory(cache.memory, cache.device)
     # NIXL does not encrypt: who wants TLS has to ask for NIXL by name.
-    name = "tcp" if config.transport == "auto" and config.tls_dir else config.transport
+    name = "tcp" if network.transport == "auto" and network.tls_dir else network.transport
     transport = _make_transport(name, security, options, memory)
     found = None
     if address:
         found = transport.listen(*address)
         logger.info("handing out KV blocks at %s:%d", *found)
-    choice = PathPreference(name, config.min_rate)
+    choice = PathPreference(name, network.min_rate)
     links = Sessions(cache.hello, cache.pages, transport, OffloadingConnectorStats(), choice)
     links.is_first, links.traced = links.is_first or alone, traced
     return HandoffAgent(links, deadline_s, make_streams(cache.device).mark, found)

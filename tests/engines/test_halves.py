@@ -16,7 +16,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from kvconnect.config import Config
+from kvconnect.config import Config, parse_config
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.checks import MOST_RELOADED, LiveRequests
 from kvconnect.engines.vllm.connector import KVConnect
@@ -48,7 +48,7 @@ def no_handoffs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_worker(**config: Any) -> ConnectorWorker:
     worker = ConnectorWorker(
-        engine_config(), cache_config(FULL, blocks=BLOCKS), Config(host_bytes=8 * SLOT)
+        engine_config(), cache_config(FULL, blocks=BLOCKS), parse_config({"host_bytes": 8 * SLOT})
     )
     worker.register({"layer0": torch.zeros(BLOCKS, 2, 32, 32)})
     return worker
@@ -97,15 +97,15 @@ def test_engines_of_one_machine_are_added_up(field: str, monkeypatch: pytest.Mon
     """The second is all that is left once vLLM has told an engine that it is alone."""
     monkeypatch.setattr("kvconnect.memory.total_bytes", lambda: 100)
     groups = cache_config(FULL)
-    ConnectorWorker(engine_config(), groups, Config(host_bytes=60))
+    ConnectorWorker(engine_config(), groups, parse_config({"host_bytes": 60}))
     with pytest.raises(ConfigError, match="in this machine for 2 engines; use less"):
-        ConnectorWorker(engine_config(**{field: 2}), groups, Config(host_bytes=60))
+        ConnectorWorker(engine_config(**{field: 2}), groups, parse_config({"host_bytes": 60}))
 
 
 def make_scheduler(steps_in_flight: int = 1, **config: Any) -> ConnectorScheduler:
     engine = engine_config()
     engine.max_concurrent_batches = steps_in_flight
-    half = ConnectorScheduler(engine, cache_config(FULL, blocks=BLOCKS), Config(**config))
+    half = ConnectorScheduler(engine, cache_config(FULL, blocks=BLOCKS), Config().replace(**config))
     half.device = DeviceBlocks(BlockPool(BLOCKS, enable_caching=True, hash_block_size=32))
     half.greet({(0, 0): WorkerHello(num_slots=4, slot_bytes=SLOT)})
     return half
@@ -387,9 +387,7 @@ def test_layers_of_a_batch_that_is_cut_in_two_are_handed_off_at_the_end_of_the_s
     """Each half calls a layer's hook, and the first call comes before the second half is there."""
     calls: list[str] = []
     agent = SimpleNamespace(layer_written=calls.append, end_step=lambda: calls.append("end"))
-    worker = ConnectorWorker(
-        engine_config(use_ubatching=halves), cache_config(FULL), Config(host_bytes=0)
-    )
+    worker = ConnectorWorker(engine_config(use_ubatching=halves), cache_config(FULL), Config())
     worker._agent = cast(Any, agent)
     for _ in ("first half", "second half"):
         worker.layer_written("layer0")

@@ -120,7 +120,7 @@ def test_a_page_on_disk_lies_as_in_its_pool(model: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(
         tier_stores, "make_remote", lambda settings, name, keys: make("memory", settings, name)
     )
-    config = Config(disk={"path": "/nowhere"}, remote={"store": "memory"})
+    config = Config().replace(disk={"path": "/nowhere"}, remote={"store": "memory"})
     for layout in (*LAYOUTS, LAYOUTS[0]):
         pool = host_pool(monkeypatch, layout)
         monkeypatch.setattr(

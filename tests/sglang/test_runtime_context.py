@@ -113,10 +113,10 @@ def test_host_memory_is_divided_once(
 def test_an_explicit_size_is_of_each_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "total_bytes", lambda: 64 * GIB)
     published(tp_size=2, attn_dp_size=2)
-    assert worker_share(Config(host_bytes=40 * GIB)) == 20 * GIB
+    assert worker_share(Config().replace(host_bytes=40 * GIB)) == 20 * GIB
     published(dp_size=2)
     with pytest.raises(ConfigError, match="2 engines"):
-        worker_share(Config(host_bytes=40 * GIB))
+        worker_share(Config().replace(host_bytes=40 * GIB))
 
 
 def test_every_rank_has_a_port_of_its_own() -> None:

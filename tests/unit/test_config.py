@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from kvconnect.config import (
     AUTO,
+    SETTINGS,
     Config,
+    OffloadConfig,
     check_fits,
     config_from_environment,
     parse_bytes,
@@ -23,7 +25,7 @@ from kvconnect.errors import ConfigError, KVConnectError
 
 
 def test_defaults() -> None:
-    assert parse_config({}) == Config(
+    assert parse_config({}) == Config().replace(
         host_bytes=0, policy="lru", digest="sampled", deadline_s=30.0, sync_load_bytes=AUTO
     )
 
@@ -37,7 +39,7 @@ def test_everything_can_be_set() -> None:
         "sync_load_bytes": "8 MiB",
         "store_rate": "20GB",
     }
-    assert parse_config(extra) == Config(
+    assert parse_config(extra) == Config().replace(
         host_bytes=2 << 30,
         policy="s3fifo",
         digest="full",
@@ -48,13 +50,13 @@ def test_everything_can_be_set() -> None:
     assert extra["host_bytes"] == "2GiB"  # what was passed in stays as it is
     assert parse_config({"host_bytes": "auto"}) == Config()
     assert parse_config({"sync_load_bytes": "auto"}) == Config()
-    assert parse_config({"sync_load_bytes": 0}) == Config(sync_load_bytes=0)
+    assert parse_config({"sync_load_bytes": 0}) == Config(offload=OffloadConfig(sync_load_bytes=0))
 
 
 def test_tiers_below_host_memory() -> None:
     disk, remote = {"path": "/nvme", "capacity": "1TiB"}, {"kind": "valkey", "address": "a:1"}
     extra = {"disk": disk, "remote": remote, "spill": "reused", "load_when": "always", "wait_s": 2}
-    assert parse_config(extra) == Config(
+    assert parse_config(extra) == Config().replace(
         disk=disk, remote=remote, spill="reused", load_when="always", wait_s=2.0
     )
     with pytest.raises(ConfigError, match="blocks come and go through host memory"):
@@ -63,7 +65,7 @@ def test_tiers_below_host_memory() -> None:
 
 def test_a_parsed_config_does_not_change() -> None:
     with pytest.raises(AttributeError):
-        parse_config({}).policy = "s3fifo"  # type: ignore[misc]
+        parse_config({}).offload.policy = "s3fifo"  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -142,13 +144,13 @@ def test_an_unknown_setting_names_the_nearest(key: str, near: str) -> None:
     with pytest.raises(ConfigError, match=f"did you mean {near!r}") as caught:
         parse_config({"policy": "lru", key: 7})
     assert (caught.value.field, caught.value.value) == (key, 7)
-    for known in Config.__struct_fields__:
+    for known in SETTINGS:
         assert known in caught.value.fix
 
 
 @given(
     st.dictionaries(
-        st.sampled_from([*Config.__struct_fields__, "unknown", ""]) | st.integers(),
+        st.sampled_from([*SETTINGS, "unknown", ""]) | st.integers(),
         st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.text()),
         max_size=3,
     )
@@ -159,8 +161,8 @@ def test_whatever_comes_in_is_a_config_or_one_error(extra: dict[Any, Any]) -> No
     except ConfigError as error:
         assert error.field in extra
     else:
-        assert config.host_bytes >= 0 and 0 < config.deadline_s < math.inf
-        assert msgspec.convert(msgspec.structs.asdict(config), Config) == config
+        assert config.offload.host_bytes >= 0 and 0 < config.deadline_s < math.inf
+        assert msgspec.convert(msgspec.to_builtins(config), Config) == config
 
 
 @pytest.mark.parametrize(
@@ -197,7 +199,7 @@ def test_the_size_error_names_the_field_it_is_told() -> None:
 
 
 def test_share_of_the_machine() -> None:
-    auto, fixed = Config(), Config(host_bytes=1000)
+    auto, fixed = OffloadConfig(), OffloadConfig(host_bytes=1000)
     assert share_of_host_bytes(auto, memory_bytes=1 << 40, engines=1) == 1 << 38
     assert share_of_host_bytes(auto, memory_bytes=1 << 40, engines=4) == 1 << 36
     assert share_of_host_bytes(auto, memory_bytes=1 << 40, engines=0) == 1 << 38

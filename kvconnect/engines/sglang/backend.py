@@ -16,7 +16,6 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from sglang.srt.disaggregation.base.conn import (
     KVArgs,
     KVPoll,
@@ -77,10 +76,9 @@ class KVConnectManager(CommonKVManager):
         runtime_context.check(server_args)
         # SGLang gives the pages of a dropped transfer away after a while: be sure to be done.
         limit = runtime_context.quiet_s() - runtime_context.SPARE_S
-        config = msgspec.structs.replace(
-            config,
+        config = config.replace(
             deadline_s=min(config.deadline_s, limit),
-            transport=runtime_context.transport(config.transport, server_args),
+            transport=runtime_context.transport(config.network.transport, server_args),
         )
         model = runtime_context.model(args, server_args, bool(is_mla_backend))
         self._sends = disaggregation_mode == DisaggregationMode.PREFILL
@@ -350,9 +348,11 @@ CLASSES: dict[str, type] = {
 
 def _address(config: Config, args: KVArgs) -> tuple[str, int]:
     """Return where this rank listens: at a port of its own."""
-    address = listen_address(config.listen)
+    address = listen_address(config.network.listen)
     if address is None:
-        raise ConfigError("listen", config.listen, "a prefill engine has to listen somewhere")
+        raise ConfigError(
+            "listen", config.network.listen, "a prefill engine has to listen somewhere"
+        )
     host, port = address
     if port:
         port += runtime_context.rank_number(args)

@@ -29,7 +29,7 @@ class Addresses:
     or raises ``OSError`` or ``ValueError``."""
 
     def __init__(self, config: Config, own: str, resolve: Callable[[str], str] = _resolve) -> None:
-        self._networks = [ipaddress.ip_network(peer) for peer in config.peers]
+        self._networks = [ipaddress.ip_network(peer) for peer in config.network.peers]
         self._own = own
         self._resolve = resolve
         self._names: dict[str, tuple[str | Exception, float]] = {}  # what was found out, and when

@@ -293,7 +293,7 @@ def restorable(tiers: Tiers, transfers: Sequence[PoolTransfer]) -> list[int]:
 def _check_tiers(config: Config) -> None:
     """Refuse tiers that one has to wait for: SGLang wants a lookup's answer at once, in the step in
     which it admits the request, and asks nothing before."""
-    for field, settings in (("disk", config.disk), ("remote", config.remote)):
+    for field, settings in (("disk", config.tiers.disk), ("remote", config.tiers.remote)):
         if settings:
             fix = "SGLang's linker cannot wait for it: use KVConnect as HiCache's storage backend"
             raise ConfigError(field, settings, fix)

@@ -38,12 +38,12 @@ class PageStore:
         config: Config,
         stores: Mapping[Tier, Store] | None = None,
     ) -> None:
-        self.index = HostIndex(num_slots, 1, make_policy(config.policy, num_slots))
+        self.index = HostIndex(num_slots, 1, make_policy(config.offload.policy, num_slots))
         self.memory = HostStore(num_slots, slot_bytes, config.digest)
         self._pages = PageCache(self.index, self.memory)
-        limits = (config.wait_s, config.deadline_s)
+        limits = (config.tiers.wait_s, config.deadline_s)
         self.below = PageTiers(stores, self._pages, limits) if stores else None
-        self._wait_s = config.wait_s
+        self._wait_s = config.tiers.wait_s
         self._evictions_counted = 0
 
     @property

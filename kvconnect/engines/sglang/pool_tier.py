@@ -76,9 +76,9 @@ class PoolTier:
         if num_pages < 1:
             has = f"pool {pool.name} gets {share_bytes} bytes of it"
             fix = f"{has}, and a page takes {pool.page_bytes}; use more"
-            raise ConfigError("host_bytes", config.host_bytes or "auto", fix)
+            raise ConfigError("host_bytes", config.offload.host_bytes or "auto", fix)
         self.pool = pool
-        self.index = HostIndex(num_pages, 1, make_policy(config.policy, num_pages))
+        self.index = HostIndex(num_pages, 1, make_policy(config.offload.policy, num_pages))
         self.ledger = Ledger()
         self.tier = HostTier(
             num_pages * pool.page_bytes,
@@ -86,7 +86,7 @@ class PoolTier:
             pool.geometry,
             pool.area,
             self.make_copier,
-            config.store_rate,
+            config.offload.store_rate,
         )
         self._stats = stats
         self._moved = threading.Event()

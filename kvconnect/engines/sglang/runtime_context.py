@@ -8,7 +8,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.environ import envs
@@ -148,7 +147,7 @@ def own_config(extra: Mapping[str, Any]) -> Config:
     """
     own = parse_config(extra)
     shared = config_from_environment(os.environ)
-    return msgspec.structs.replace(shared, **{key: getattr(own, key) for key in extra})
+    return shared.replace(**{key: own.setting(key) for key in extra})
 
 
 def worker_share(config: Config) -> int:
@@ -160,7 +159,7 @@ def worker_share(config: Config) -> int:
     parallel = get_parallel()
     engines: int = parallel.dp_size
     there = memory.total_bytes()
-    total = share_of_host_bytes(config, memory_bytes=there, engines=engines)
+    total = share_of_host_bytes(config.offload, memory_bytes=there, engines=engines)
     if not total:
         raise ConfigError("host_bytes", "off", "there is no other tier yet; give it a size")
     check_fits(total * engines, memory_bytes=there, what=f"in this machine for {engines} engines")

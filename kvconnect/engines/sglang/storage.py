@@ -123,7 +123,7 @@ class KVConnectStorage(_Copying):
         extra = storage_config.extra_config or {}
         self._config = own_config({k: v for k, v in extra.items() if k not in _FRAMEWORK})
         self._share = worker_share(self._config)
-        alone = not self._config.remote
+        alone = not self._config.tiers.remote
         if alone and storage_config.is_mla_model and storage_config.tp_size > 1:
             raise Incompatible(
                 f"latent attention on {storage_config.tp_size} ranks: HiCache has one of them "
@@ -150,7 +150,7 @@ class KVConnectStorage(_Copying):
         slots = self._share // slot_bytes
         if slots < 1:
             fix = f"a page takes {slot_bytes} bytes, this worker's share is {self._share}; use more"
-            raise ConfigError("host_bytes", self._config.host_bytes or "auto", fix)
+            raise ConfigError("host_bytes", self._config.offload.host_bytes or "auto", fix)
         check_fits(
             slots * slot_bytes,
             memory_bytes=memory.available_bytes(),
@@ -236,7 +236,7 @@ class KVConnectStorage(_Copying):
 
     def _records(self) -> Records | None:
         """Return as which any engine can read the pages of the remote tier, None if none can."""
-        if not self._config.remote:
+        if not self._config.tiers.remote:
             return None
         try:
             return records_for_all(self.registered_pools, self._ranks)

@@ -35,20 +35,22 @@ def make_stores(
     Raises:
         ConfigError: a tier cannot be used as it is set.
     """
-    if not (config.disk or config.remote):
+    if not (config.tiers.disk or config.tiers.remote):
         return {}
-    if config.spill != "all":
+    if config.tiers.spill != "all":
         fix = 'use "all": HiCache says what is stored, with --hicache-write-policy'
-        raise ConfigError("spill", config.spill, fix)
+        raise ConfigError("spill", config.tiers.spill, fix)
     fields = stored_format(ranks)
     if records:  # the names of pages do not say it then
         fields["page"] = f"{records.form.fingerprint.hex()} {records.layout}"
         fields["share"] = f"{ranks.tp_rank} of {ranks.tp_size}"
     name = fingerprint(fields)
     makers: dict[Tier, Callable[[], Store]] = {}
-    if config.disk:
-        makers[Tier.DISK] = partial(make_store, "disk", _disk_settings(config.disk, fields), name)
-    if config.remote:
+    if config.tiers.disk:
+        makers[Tier.DISK] = partial(
+            make_store, "disk", _disk_settings(config.tiers.disk, fields), name
+        )
+    if config.tiers.remote:
         makers[Tier.REMOTE] = partial(_make_remote, config, name, records)
     return make_tiers(makers)
 
@@ -56,7 +58,7 @@ def make_stores(
 def _make_remote(config: Config, name: bytes, records: Records | None) -> Store:
     from kvconnect.tiers.backends.head_sharded import HeadShardedStore
 
-    make = partial(make_remote, config.remote, keys=record_keys(config))
+    make = partial(make_remote, config.tiers.remote, keys=record_keys(config.network))
     if records is None:
         return make(name)
     remote = make(records.form.fingerprint)

@@ -27,7 +27,7 @@ def checked_settings(config: VllmConfig) -> Config:
     """
     settings = parse_config(config.kv_transfer_config.kv_connector_extra_config)
     with refusing(f"model {config.model_config.model}"):
-        check_engine(config, settings.listen)
+        check_engine(config, settings.network.listen)
     return settings
 
 

@@ -55,16 +55,16 @@ class DisaggregationScheduler:
         self._groups = groups
         self.stats = stats
         self.stands = False  # the engine was paused after its last step
-        self._sends: bool = transfer.is_kv_producer and config.listen != "off"
+        self._sends: bool = transfer.is_kv_producer and config.network.listen != "off"
         self._receives: bool = transfer.is_kv_consumer
         self.greeted = False
         self.alone = False  # known with the addresses: no other connector of this engine hands off
         # A card names the workers of one engine, and vLLM may send the request to another one.
         alone = translate.engines_beside(parallel) == 1 or parallel.data_parallel_external_lb
         self._desk = TicketDesk(
-            Keys(read_key(config), config.key_file),
+            Keys(read_key(config.network), config.network.key_file),
             -1 if alone else parallel.data_parallel_index,
-            config.lease_s,
+            config.disaggregation.lease_s,
             PrefillSource(
                 engine_id=transfer.engine_id,
                 epoch=secrets.randbits(62),
@@ -73,7 +73,7 @@ class DisaggregationScheduler:
                 pp=parallel.pipeline_parallel_size,
             ),
         )
-        limits = (parallel.world_size, config.lease_s, config.deadline_s)
+        limits = (parallel.world_size, config.disaggregation.lease_s, config.deadline_s)
         self.leases = Leases(groups, stats, LeaseLimits(*limits))
         self.arrivals = Receives(groups, stats, ReceiveLimits(*limits))
         # Live requests whose hand-off failed. To one that loads once more, vLLM (0.32) gives blocks

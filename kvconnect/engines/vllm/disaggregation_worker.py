@@ -39,7 +39,7 @@ def make_handoffs(
         Incompatible: a cache whose pages cannot be described, on an engine made for hand-off.
     """
     transfer = vllm_config.kv_transfer_config
-    sends = transfer.is_kv_producer and config.listen != "off"
+    sends = transfer.is_kv_producer and config.network.listen != "off"
     if not (sends or transfer.is_kv_consumer):
         return None
     try:
@@ -59,7 +59,7 @@ def make_handoffs(
 
 def _address(vllm_config: VllmConfig, config: Config) -> tuple[str, int]:
     """Return where to listen: each worker of each engine at a port of its own."""
-    address = listen_address(config.listen)
+    address = listen_address(config.network.listen)
     assert address is not None
     host, port = address
     if port:

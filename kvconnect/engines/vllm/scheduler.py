@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -96,7 +95,7 @@ class ConnectorScheduler:
         num_slots = min(hello.num_slots for hello in hellos.values())
         self._slot_bytes = sum(hello.slot_bytes for hello in hellos.values())
         self.plan = self._make_plan(self.plan.groups, num_slots)
-        if self._config.disk or self._config.remote:
+        if self._config.tiers.disk or self._config.tiers.remote:
             sizes = len(hellos), self._slot_bytes
             args = (self._config, self.plan.groups, self.plan.index, self.handoff.stats)
             self.below = TierScheduler(*args, sizes)
@@ -145,7 +144,7 @@ class ConnectorScheduler:
         if req_id in self.handoff.failed and req_id in self._promised:
             found = 0  # vLLM (0.32) did not admit this load and may never do, see `failed`
         # Pages on offer leave while the step runs, when it is not known yet that a load failed.
-        most, others = self._config.sync_load_bytes, len(self._requests) - 1
+        most, others = self._config.offload.sync_load_bytes, len(self._requests) - 1
         sync = _inside_step(self.plan, found, self._slot_bytes, most, others)
         # Inside a step, the last block of a prompt that is there as a whole would be computed.
         whole_prompt = local_tokens + found >= request.num_tokens
@@ -274,7 +273,7 @@ class ConnectorScheduler:
         return self.plan.busy or self.handoff.busy or below
 
     def _make_plan(self, groups: Sequence[CacheGroup], num_slots: int) -> OffloadPlan:
-        policy = make_policy(self._config.policy, num_slots)
+        policy = make_policy(self._config.offload.policy, num_slots)
         index = HostIndex(num_slots, len(groups), policy)
         return OffloadPlan(groups, index, self.handoff.stats, self._limits)
 
@@ -304,11 +303,11 @@ class ConnectorScheduler:
 
 def _settings_for(vllm_config: VllmConfig, config: Config) -> Config:
     """A step that overlaps the one whose load failed would sample from bad blocks."""
-    if not config.sync_load_bytes or vllm_config.max_concurrent_batches == 1:
+    if not config.offload.sync_load_bytes or vllm_config.max_concurrent_batches == 1:
         return config
-    if config.sync_load_bytes != AUTO:
+    if config.offload.sync_load_bytes != AUTO:
         logger.warning("sync_load_bytes is ignored: steps overlap (async scheduling)")
-    return msgspec.structs.replace(config, sync_load_bytes=0)
+    return config.replace(sync_load_bytes=0)
 
 
 def _inside_step(plan: OffloadPlan, tokens: int, slot_bytes: int, most: int, others: int) -> bool:

@@ -61,19 +61,19 @@ def make_lower_tiers(
     Raises:
         ConfigError: a tier cannot be used as it is set.
     """
-    if not (config.disk or config.remote):
+    if not (config.tiers.disk or config.tiers.remote):
         return None
     store, geometry = host
     cache = _Cache(vllm_config, kv_cache_config, kv_caches, geometry)
     fields = stored_format(vllm_config, kv_cache_config, kv_caches)
     makers: dict[Tier, Callable[[], Store]] = {}
-    if config.disk:
-        makers[Tier.DISK] = partial(_make_disk, cache, fields, config.disk)
-    if config.remote:
+    if config.tiers.disk:
+        makers[Tier.DISK] = partial(_make_disk, cache, fields, config.tiers.disk)
+    if config.tiers.remote:
         makers[Tier.REMOTE] = partial(_make_remote, cache, fields, config)
     stores = make_tiers(makers)
     speaks = vllm_config.parallel_config.rank == 0
-    return TierWorker(stores, store, geometry, speaks, config.wait_s)
+    return TierWorker(stores, store, geometry, speaks, config.tiers.wait_s)
 
 
 def stored_format(
@@ -128,7 +128,7 @@ def _make_remote(cache: _Cache, fields: Mapping[str, Any], config: Config) -> St
     SGLang, if there is nothing in it but K and V."""
     from kvconnect.tiers.backends.head_sharded import HeadShardedStore
 
-    make = partial(make_remote, config.remote, keys=record_keys(config))
+    make = partial(make_remote, config.tiers.remote, keys=record_keys(config.network))
     try:
         form, layout = records_for_all(
             cache.vllm_config, cache.kv_cache_config, cache.kv_caches, cache.geometry

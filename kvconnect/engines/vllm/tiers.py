@@ -52,14 +52,15 @@ class TierScheduler:
         limits = TierLimits(
             workers=workers,
             deadline_s=config.deadline_s,
-            wait_s=config.wait_s,
+            wait_s=config.tiers.wait_s,
             slots=max(1, int(len(index.slots) * _SHARE)),
-            reused=config.spill == "reused",
+            reused=config.tiers.spill == "reused",
         )
         self._stats = stats
         self._index = index
         self._groups = tuple(groups)
-        self._cost = CostModel(groups[0].block_tokens) if config.load_when == "faster" else None
+        decides = config.tiers.load_when == "faster"
+        self._cost = CostModel(groups[0].block_tokens) if decides else None
         self._names = Names(groups)
         self._keys: dict[tuple[int, bytes], bytes] = {}  # of blocks that are being stored
         self._steps: deque[_Step] = deque(maxlen=_STEPS)

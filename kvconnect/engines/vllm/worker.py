@@ -74,7 +74,7 @@ class ConnectorWorker:
                 geometry,
                 area,
                 self.make_copier,
-                self._config.store_rate,
+                self._config.offload.store_rate,
             )
             places = translate.cache_layers(self._kv_cache_config, kv_caches, geometry)
             self._tier.executor.sync.layers = places
@@ -228,6 +228,6 @@ def _worker_share(vllm_config: VllmConfig, config: Config) -> int:
     engines = translate.engines_beside(parallel)
     workers: int = parallel.world_size
     there = memory.total_bytes()
-    total = share_of_host_bytes(config, memory_bytes=there, engines=engines)
+    total = share_of_host_bytes(config.offload, memory_bytes=there, engines=engines)
     check_fits(total * engines, memory_bytes=there, what=f"in this machine for {engines} engines")
     return total // workers

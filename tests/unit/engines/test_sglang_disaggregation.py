@@ -47,7 +47,8 @@ class Rank1:
         model = translate.Model("m", "float32", rank, kv_heads, (0, LAYERS), kv_heads == 1, -1)
         self.cache = translate.describe(self.args(), model, 5.0)
         address = ("127.0.0.1", 0) if sends else None
-        self.agent = start_agent(Config(transport="tcp"), self.cache, address, PATIENCE_S, True)
+        config = Config().replace(transport="tcp")
+        self.agent = start_agent(config, self.cache, address, PATIENCE_S, True)
         self.ready: list[int] = []
         self.done: list[int] = []
         self.failed: list[str] = []
@@ -683,7 +684,7 @@ def test_a_cache_of_another_kind_is_refused(closing: ExitStack) -> None:
 def test_only_known_bootstrap_servers_are_asked(
     peers: tuple[str, ...], address: str, allowed: bool
 ) -> None:
-    addresses = Addresses(Config(peers=peers), "192.0.2.9")
+    addresses = Addresses(Config().replace(peers=peers), "192.0.2.9")
     deadline = time.monotonic() + PATIENCE_S
     while not (addresses.allows(address) or addresses.objection(address)):
         assert time.monotonic() < deadline

@@ -19,10 +19,10 @@ from kvconnect.errors import ConfigError
 def test_settings_come_from_one_variable(tmp_path: Path) -> None:
     assert config_from_environment({}) == Config()
     found = config_from_environment({"KVCONNECT_CONFIG": '{"transport": "tcp", "digest": "full"}'})
-    assert (found.transport, found.digest) == ("tcp", "full")
+    assert (found.network.transport, found.digest) == ("tcp", "full")
     file = tmp_path / "settings.json"
     file.write_text('{"host_bytes": "4GiB"}')
-    assert config_from_environment({"KVCONNECT_CONFIG": f"@{file}"}).host_bytes == 4 << 30
+    assert config_from_environment({"KVCONNECT_CONFIG": f"@{file}"}).offload.host_bytes == 4 << 30
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ class Bench:
     def __init__(self) -> None:
         self.disk, self.remote = Hanging(), Hanging()
         stores: dict[Tier, Store] = {Tier.DISK: self.disk, Tier.REMOTE: self.remote}
-        config = Config(wait_s=SOON_S, deadline_s=SOON_S, digest="full")
+        config = Config().replace(wait_s=SOON_S, deadline_s=SOON_S, digest="full")
         self.store = PageStore(SLOTS, PAGE, config, stores)
 
     def put(self, number: int) -> None:

@@ -56,5 +56,7 @@ def test_k_and_v_as_heads_of_their_own_are_for_engines_with_the_same_ranks(
     monkeypatch.setattr(tier_stores, "records_for_all", nobody)
     monkeypatch.setattr(translate, "can_split_pages", lambda *_: False)
     monkeypatch.setattr(tier_stores, "make_remote", lambda *_, **__: MemoryStore(1 << 20))
-    store = tier_stores._make_remote(cache(slots, tp, rank), {}, Config(remote={"kind": "valkey"}))
+    store = tier_stores._make_remote(
+        cache(slots, tp, rank), {}, Config().replace(remote={"kind": "valkey"})
+    )
     assert isinstance(store, HeadShardedStore) == shared

@@ -183,11 +183,11 @@ def test_engines_get_settings_that_exist(name: str, role: str) -> None:
     settings = json.loads(text.replace("$(POD_IP)", "10.1.2.3"))
     assert (flag, settings["kv_role"]) == ("--kv-transfer-config", role)
     config = parse_config(settings["kv_connector_extra_config"])
-    address, port = config.listen.split(":")
+    address, port = config.network.listen.split(":")
     assert address == "10.1.2.3"
     assert int(port) in [port["containerPort"] for port in container["ports"]]
     mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
-    assert str(Path(config.key_file).parent) in mounts
+    assert str(Path(config.network.key_file).parent) in mounts
 
 
 def test_the_router_is_given_keys_and_the_services_of_the_engines(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ import tomllib
 from packaging.requirements import Requirement
 
 from kvconnect import cli, errors
-from kvconnect.config import config_from_environment, parse_config
+from kvconnect.config import SETTINGS, config_from_environment, parse_config
 from kvconnect.errors import ConfigError
 from kvconnect.observability.metrics.catalog import CATALOG, SGLANG, VLLM, families
 from kvconnect.router.flags import options_of
@@ -63,10 +63,10 @@ def check_transfer_config(config: Mapping[str, Any]) -> None:
 
 def check_settings(settings: Mapping[str, Any]) -> None:
     config = parse_config(settings)
-    if config.disk:
-        parse_options(config.disk)
-    if config.remote:
-        remote = dict(config.remote)
+    if config.tiers.disk:
+        parse_options(config.tiers.disk)
+    if config.tiers.remote:
+        remote = dict(config.tiers.remote)
         kind = REMOTE[remote.pop("kind")]
         parse_settings(kind, remote, ("buffer",) if kind is MooncakeOptions else ())
 
@@ -335,9 +335,9 @@ def test_lists_are_lists_on_the_site() -> None:
 
 def test_every_setting_has_a_row() -> None:
     text = (ROOT / "docs/configuration.md").read_text()
-    for struct in (reference.Config, reference.DiskOptions, *REMOTE.values()):
-        for name in struct.__struct_fields__:
-            assert f"| `{name}` |" in text
+    stores = (reference.DiskOptions, *REMOTE.values())
+    for name in (*SETTINGS, *(name for struct in stores for name in struct.__struct_fields__)):
+        assert f"| `{name}` |" in text
 
 
 def test_every_variable_has_a_row() -> None:
