@@ -188,12 +188,12 @@ def measure_transfers() -> dict[str, float]:
     from kvconnect.disaggregation.sessions import TransferMeter
     from kvconnect.disaggregation.transfer_trace import TransferTrace
     from kvconnect.stats import OffloadingConnectorStats
-    from kvconnect.transport.base import PeerId, Received
+    from kvconnect.transport.base import PagesReceived, PeerId
     from kvconnect.types import TransferType
 
     def moves(journal: TransferTrace | None) -> Callable[[], None]:
         meter, stats = TransferMeter(journal=journal), OffloadingConnectorStats()
-        event = Received(PeerId(0), 1, 0, 0, 8, (), 1 << 20, 0.001)
+        event = PagesReceived(PeerId(0), 1, 0, 0, 8, (), 1 << 20, 0.001)
 
         def work() -> None:
             meter.open(1, asked=True)

@@ -26,30 +26,30 @@ import xxhash
 from kvconnect.testing.memory import PageMemory, plain_unit
 from kvconnect.transport import make_transport
 from kvconnect.transport.base import (
+    ConnectionOptions,
     Disconnect,
     IncomingPages,
-    LinkOptions,
-    Noted,
+    MessageReceived,
     OutgoingPages,
+    PagesReceived,
+    PagesSent,
     PeerDown,
     PeerId,
     PeerMessage,
     PeerUp,
-    Received,
     Security,
-    Sent,
 )
 
 MIB = 1 << 20
 AREA_BYTES = 768 * MIB
-CONNECTIONS = LinkOptions().connections
+CONNECTIONS = ConnectionOptions().connections
 PATIENCE_S = 60.0
 MAX_IOVECS = 1024
 POLL_S = 0.0005
 POLL_US = 1000
 NIXL = "nixl_cu12"  # plain "nixl" would look for CUDA and load torch
 
-EventType = TypeVar("EventType", PeerUp, PeerDown, Noted, Sent, Received)
+EventType = TypeVar("EventType", PeerUp, PeerDown, MessageReceived, PagesSent, PagesReceived)
 
 
 class Picked(NamedTuple):
@@ -90,7 +90,7 @@ class Ours(Mover):
         super().__init__(area, source, host, option)
         network = (str(ip_interface(f"{host}/24").network),)
         self._path, digest = option.split()
-        security, options = Security(allowed=network), LinkOptions(digest=digest)
+        security, options = Security(allowed=network), ConnectionOptions(digest=digest)
         self._transport = make_transport(self._path, security, options)
         self._transport.register(area)
         self._peer = PeerId(0)
@@ -124,14 +124,14 @@ class Ours(Mover):
     def move(self) -> None:
         submit, peer, want = self._transport.submit, self._peer, self._want
         if self.source:
-            next(self._events(Noted))
+            next(self._events(MessageReceived))
             submit(OutgoingPages(peer, want, 0, self._unit, 0, self._ids))
-            next(self._events(Sent))
+            next(self._events(PagesSent))
             return
         submit(IncomingPages(peer, want, [self._unit], [(0, self._ids)], None, self._path))
         submit(PeerMessage(peer, b"go"))
         left = len(self._ids)
-        for event in self._events(Received):
+        for event in self._events(PagesReceived):
             if event.bad:
                 raise SystemExit(f"good pages were called bad: {event}")
             left -= event.count

@@ -14,10 +14,12 @@ from pathlib import Path
 from kvconnect.testing.memory import PageMemory
 from kvconnect.testing.proxy import FaultProxy
 from kvconnect.testing.transport import ConnectedPair, Side
-from kvconnect.transport import LinkOptions, Security, make_transport
+from kvconnect.transport import ConnectionOptions, Security, make_transport
 from kvconnect.transport.base import PeerDown, PeerUp, Transport
 
-QUICK = LinkOptions(heartbeat_s=0.1, dead_after_s=2.0, silent_s=2.0, stall_s=1.0, digest="full")
+QUICK = ConnectionOptions(
+    heartbeat_s=0.1, dead_after_s=2.0, silent_s=2.0, stall_s=1.0, digest="full"
+)
 NIXL_QUICK = replace(QUICK, local=True, stall_s=5.0)
 OPEN = Security()
 

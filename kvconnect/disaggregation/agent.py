@@ -19,9 +19,18 @@ from kvconnect.disaggregation.sessions import Session, Sessions
 from kvconnect.errors import ProtocolError, TransferFailed
 from kvconnect.offload.messages import Instructions, JobReport, Receive, TransferEvent
 from kvconnect.protocol import messages
-from kvconnect.protocol.messages import PROBE_WANT, Hello, Message, Probe, Reject
+from kvconnect.protocol.messages import PROBE_READ_ID, Hello, Message, Probe, Reject
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.transport.base import Drained, Event, Fence, Noted, PeerDown, PeerUp, Received, Sent
+from kvconnect.transport.base import (
+    Drained,
+    Event,
+    Fence,
+    MessageReceived,
+    PagesReceived,
+    PagesSent,
+    PeerDown,
+    PeerUp,
+)
 from kvconnect.types import Endpoint
 
 _TICK_S = 0.25
@@ -177,15 +186,17 @@ class HandoffAgent:
             self._sending.on_lost(event.peer)
         self._receiving.on_lost(event.peer, origin, cause)
 
-    def _on_link_event(self, link: Session, event: Noted | Sent | Received | Drained) -> None:
-        if not isinstance(event, Noted) and event.want >= PROBE_WANT:
+    def _on_link_event(
+        self, link: Session, event: MessageReceived | PagesSent | PagesReceived | Drained
+    ) -> None:
+        if not isinstance(event, MessageReceived) and event.want >= PROBE_READ_ID:
             if bandwidth_probe.on_event(self._links, link, event):
                 self._receiving.on_connected(self._links.origin(link), link)
-        elif isinstance(event, Noted):
+        elif isinstance(event, MessageReceived):
             self._on_message(link, messages.decode(event.payload))
-        elif isinstance(event, Sent):
+        elif isinstance(event, PagesSent):
             self._sending.on_sent(link, event)
-        elif isinstance(event, Received):
+        elif isinstance(event, PagesReceived):
             self._receiving.on_received(link, event)
         elif link.inbound:
             self._sending.on_quiet(event)

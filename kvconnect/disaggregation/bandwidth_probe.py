@@ -16,15 +16,15 @@ import torch
 from kvconnect.disaggregation.sessions import Session, Sessions
 from kvconnect.disaggregation.staging import make_memory
 from kvconnect.errors import ProtocolError, Refused
-from kvconnect.protocol.messages import LAST_WANT, PROBE_WANT, Probe
+from kvconnect.protocol.messages import LAST_READ_ID, PROBE_READ_ID, Probe
 from kvconnect.transport.base import (
-    Area,
     Event,
     IncomingPages,
     Memory,
+    MemoryRegion,
     OutgoingPages,
-    Piece,
-    Received,
+    PageChunk,
+    PagesReceived,
     Unit,
 )
 
@@ -46,16 +46,16 @@ class ProbedMemory:
         scratch = torch.empty(_BLOCK_BYTES, dtype=torch.uint8, device=device)
         self._scratch = make_memory(scratch, ring_bytes=_RING_BYTES)
 
-    def areas(self) -> tuple[Area, ...]:
-        return (*self._memory.areas(), *self._scratch.areas())
+    def regions(self) -> tuple[MemoryRegion, ...]:
+        return (*self._memory.regions(), *self._scratch.regions())
 
-    def area_of(self, unit: Unit) -> Area:
-        return self._of(unit).area_of(unit)
+    def region_of(self, unit: Unit) -> MemoryRegion:
+        return self._of(unit).region_of(unit)
 
-    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
+    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
         return self._of(unit).outgoing(unit, ids)
 
-    def incoming(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
+    def incoming(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
         return self._of(unit).incoming(unit, ids)
 
     def _of(self, unit: Unit) -> Memory:
@@ -64,7 +64,7 @@ class ProbedMemory:
 
 def start(links: Sessions, link: Session) -> None:
     """Reader: ask for the next probe."""
-    want = PROBE_WANT + link.meter.probes
+    want = PROBE_READ_ID + link.meter.probes
     order = IncomingPages(link.peer, want, [_UNIT], [(0, _ids(link))], None, _path(link))
     links.transport.submit(order)
     links.tell(link.peer, Probe(want=want))
@@ -76,7 +76,7 @@ def answer(links: Sessions, link: Session, want: int) -> None:
     Raises:
         ProtocolError: asked again, or by a source.
     """
-    if want != PROBE_WANT + link.meter.probes or want > LAST_WANT or not link.inbound:
+    if want != PROBE_READ_ID + link.meter.probes or want > LAST_READ_ID or not link.inbound:
         raise ProtocolError("a probe out of turn")
     links.transport.submit(OutgoingPages(link.peer, want, 0, _UNIT, 0, _ids(link)))
     link.meter.probes += 1
@@ -91,7 +91,7 @@ def on_event(links: Sessions, link: Session, event: Event) -> bool:
         Refused: field ``rate``, even the faster path is slower than it has to be.
     """
     meter = link.meter
-    if not isinstance(event, Received) or event.want != PROBE_WANT + meter.probes:
+    if not isinstance(event, PagesReceived) or event.want != PROBE_READ_ID + meter.probes:
         return False
     meter.probed_bytes += event.nbytes
     meter.probed_seconds = max(meter.probed_seconds, event.seconds)

@@ -17,7 +17,7 @@ from kvconnect.offload.streams import make_streams
 from kvconnect.protocol.messages import Hello
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport import make_transport
-from kvconnect.transport.base import LinkOptions, Memory, Security, Transport
+from kvconnect.transport.base import ConnectionOptions, Memory, Security, Transport
 from kvconnect.transport.security import read_key, tls_files
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def start_agent(
     network = config.network
     tls = tls_files(network.tls_dir)
     security = Security(read_key(network), network.peers, *tls, key_file=network.key_file)
-    options = LinkOptions(
+    options = ConnectionOptions(
         connections=network.connections,
         digest=config.digest,
         backend=network.nixl_backend,
@@ -75,7 +75,7 @@ def start_agent(
 
 
 def _make_transport(
-    name: str, security: Security, options: LinkOptions, memory: Memory
+    name: str, security: Security, options: ConnectionOptions, memory: Memory
 ) -> Transport:
     """Return a transport that serves ``memory`` over the path called ``name``; for ``auto``, over
     as many as work here."""

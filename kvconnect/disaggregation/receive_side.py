@@ -27,7 +27,7 @@ from kvconnect.protocol.messages import (
     Renew,
 )
 from kvconnect.protocol.topology import sources_for
-from kvconnect.transport.base import Drained, Fence, IncomingPages, PeerId, Received
+from kvconnect.transport.base import Drained, Fence, IncomingPages, PagesReceived, PeerId
 from kvconnect.types import Endpoint, FailureCause, JobId, TransferId, TransferType
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class ReceiveSide:
         else:
             raise ProtocolError(f"{type(message).__name__} from a source")
 
-    def on_received(self, link: Session, event: Received) -> None:
+    def on_received(self, link: Session, event: PagesReceived) -> None:
         """Pages have landed.
 
         Raises:

@@ -23,7 +23,7 @@ from kvconnect.protocol.messages import (
     ReadRequest,
     Renew,
 )
-from kvconnect.transport.base import Drained, Fence, OutgoingPages, PeerId, Sent
+from kvconnect.transport.base import Drained, Fence, OutgoingPages, PagesSent, PeerId
 from kvconnect.types import Rank, TransferId, TransferType
 
 HEARTBEAT_S = 1.0
@@ -104,7 +104,7 @@ class SendSide:
         else:
             raise ProtocolError(f"{type(message).__name__} from a reader")
 
-    def on_sent(self, link: Session, event: Sent) -> None:
+    def on_sent(self, link: Session, event: PagesSent) -> None:
         """The transport has sent pages."""
         link.meter.record(self._links.stats, TransferType.SEND, event, link.name)
         self._run(self._machine.sent(event.peer, event.want))

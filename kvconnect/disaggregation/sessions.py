@@ -22,12 +22,12 @@ from kvconnect.protocol.topology import head_range
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport.base import (
     Disconnect,
+    PagesReceived,
+    PagesSent,
     PeerDown,
     PeerId,
     PeerMessage,
     PeerUp,
-    Received,
-    Sent,
     Transport,
     Unit,
 )
@@ -75,7 +75,7 @@ class TransferMeter:
         self,
         stats: OffloadingConnectorStats,
         kind: TransferType,
-        event: Sent | Received,
+        event: PagesSent | PagesReceived,
         peer: str,
     ) -> None:
         """Count pages that moved."""

@@ -18,7 +18,7 @@ from kvconnect.copy import make_block_copier
 from kvconnect.copy.driver import own_stream
 from kvconnect.errors import Misuse, TransferFailed
 from kvconnect.offload.streams import draining, use_device
-from kvconnect.transport.base import Area, Memory, Piece, Unit
+from kvconnect.transport.base import Memory, MemoryRegion, PageChunk, Unit
 
 if TYPE_CHECKING:
     from kvconnect.copy.wire_blocks import BlockCopier
@@ -42,18 +42,18 @@ class HostMemory:
     ``pieces``: which parts of ``area`` are its own; none: all of it.
     """
 
-    def __init__(self, area: torch.Tensor, pieces: tuple[Area, ...] = ()) -> None:
+    def __init__(self, area: torch.Tensor, pieces: tuple[MemoryRegion, ...] = ()) -> None:
         self._area = area  # keeps the address valid
         self._pieces = pieces or (whole_area(area),)
 
-    def areas(self) -> tuple[Area, ...]:
+    def regions(self) -> tuple[MemoryRegion, ...]:
         return self._pieces
 
-    def area_of(self, unit: Unit) -> Area:  # noqa: ARG002 - there is one
+    def region_of(self, unit: Unit) -> MemoryRegion:  # noqa: ARG002 - there is one
         return whole_area(self._area)
 
-    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
-        yield Piece(self._area.data_ptr(), self._area.nbytes, unit, ids)
+    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
+        yield PageChunk(self._area.data_ptr(), self._area.nbytes, unit, ids)
 
     incoming = outgoing
 
@@ -80,7 +80,7 @@ class StagedMemory:
         ring_bytes: int = RING_BYTES,
         timeout_s: float = ROOM_TIMEOUT_S,
         copier: BlockCopier | None = None,
-        pieces: tuple[Area, ...] = (),
+        pieces: tuple[MemoryRegion, ...] = (),
     ) -> None:
         self._area = area
         self._pieces = pieces or (whole_area(area),)
@@ -89,19 +89,19 @@ class StagedMemory:
         self._sending = _Ring(area.device, share_bytes, timeout_s)
         self._receiving = _Ring(area.device, share_bytes, timeout_s)
 
-    def areas(self) -> tuple[Area, ...]:
+    def regions(self) -> tuple[MemoryRegion, ...]:
         return self._pieces
 
-    def area_of(self, unit: Unit) -> Area:  # noqa: ARG002 - there is one
+    def region_of(self, unit: Unit) -> MemoryRegion:  # noqa: ARG002 - there is one
         return whole_area(self._area)
 
-    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
+    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
         with self._sending.share(unit.block_bytes) as share:
             for part in _parts(share, unit, ids):
                 self._sending.run(partial(self._pack, share, unit, part))
                 yield _piece(share, unit, len(part))
 
-    def incoming(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
+    def incoming(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
         with self._receiving.share(unit.block_bytes) as share:
             for part in _parts(share, unit, ids):
                 yield _piece(share, unit, len(part))
@@ -195,24 +195,24 @@ def _parts(share: torch.Tensor, unit: Unit, ids: array[int]) -> Iterator[array[i
     return (ids[start : start + step] for start in range(0, len(ids), step))
 
 
-def _piece(share: torch.Tensor, unit: Unit, count: int) -> Piece:
+def _piece(share: torch.Tensor, unit: Unit, count: int) -> PageChunk:
     """The staged pages, one after the other from the start of the share."""
     size = unit.block_bytes
     staged = Unit(array("q", [0, size, size]), 1, size)
-    return Piece(share.data_ptr(), share.nbytes, staged, array("q", range(count)))
+    return PageChunk(share.data_ptr(), share.nbytes, staged, array("q", range(count)))
 
 
-def whole_area(area: torch.Tensor) -> Area:
+def whole_area(area: torch.Tensor) -> MemoryRegion:
     """Return where all bytes of a dense tensor are."""
     device = area.device.index or 0 if area.device.type == "cuda" else -1
-    return Area(area.data_ptr(), area.nbytes, device)
+    return MemoryRegion(area.data_ptr(), area.nbytes, device)
 
 
 def make_memory(
     area: torch.Tensor,
     timeout_s: float = ROOM_TIMEOUT_S,
     ring_bytes: int = RING_BYTES,
-    pieces: tuple[Area, ...] = (),
+    pieces: tuple[MemoryRegion, ...] = (),
 ) -> Memory:
     """Return how a transport reaches the KV cache ``area``, uint8 ``[bytes]``, or those
     ``pieces`` of it that are the cache's own.
@@ -235,7 +235,7 @@ def make_memory(
 _ALIGNMENT = 4096
 
 
-def area_of(tensor: torch.Tensor) -> Area:
+def area_of(tensor: torch.Tensor) -> MemoryRegion:
     """Return where a tensor's own bytes are.
 
     Raises:
@@ -256,7 +256,7 @@ def spanning(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return span(tuple(area_of(tensor) for tensor in tensors))
 
 
-def span(areas: Sequence[Area]) -> torch.Tensor:
+def span(areas: Sequence[MemoryRegion]) -> torch.Tensor:
     """As :func:`spanning`, of areas."""
     if not areas or len({area.device for area in areas}) != 1:
         raise Misuse(f"no span of {len(areas)} areas on {sorted({a.device for a in areas})}")
@@ -286,7 +286,7 @@ class Regions:
     is in it. The pieces must live as long as this.
     """
 
-    def __init__(self, areas: Sequence[Area], timeout_s: float) -> None:
+    def __init__(self, areas: Sequence[MemoryRegion], timeout_s: float) -> None:
         """Raises :class:`Misuse` if there are none."""
         if not areas:
             raise Misuse("a cache without memory")
@@ -309,7 +309,7 @@ class Regions:
         """Where the pages are; for pages on a device beside some in CPU memory, the device."""
         return self._spans[0].device
 
-    def offset(self, area: Area) -> int:
+    def offset(self, area: MemoryRegion) -> int:
         """Return the offset of an area's first byte.
 
         Raises:
@@ -322,18 +322,18 @@ class Regions:
                 return start + at
         raise Misuse(f"{area} is not part of this cache")
 
-    def areas(self) -> tuple[Area, ...]:
-        return tuple(area for part in self._parts for area in part.areas())
+    def regions(self) -> tuple[MemoryRegion, ...]:
+        return tuple(area for part in self._parts for area in part.regions())
 
-    def area_of(self, unit: Unit) -> Area:
+    def region_of(self, unit: Unit) -> MemoryRegion:
         part, own = self._part(unit)
-        return part.area_of(own)
+        return part.region_of(own)
 
-    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
+    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
         part, own = self._part(unit)
         return part.outgoing(own, ids)
 
-    def incoming(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
+    def incoming(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
         part, own = self._part(unit)
         return part.incoming(own, ids)
 
@@ -349,7 +349,7 @@ class Regions:
         return self._parts[number], Unit(segments, unit.phases, unit.block_bytes)
 
 
-def _joined(areas: Sequence[Area]) -> tuple[Area, ...]:
+def _joined(areas: Sequence[MemoryRegion]) -> tuple[MemoryRegion, ...]:
     """Return areas, sorted by address, with those that touch or overlap made one: pages that
     follow one another are written as one, which must not cross a border."""
     joined = [areas[0]]
@@ -357,7 +357,7 @@ def _joined(areas: Sequence[Area]) -> tuple[Area, ...]:
         last = joined[-1]
         end = max(last.address + last.nbytes, area.address + area.nbytes)
         if area.address <= last.address + last.nbytes:
-            joined[-1] = Area(last.address, end - last.address, last.device)
+            joined[-1] = MemoryRegion(last.address, end - last.address, last.device)
         else:
             joined.append(area)
     return tuple(joined)

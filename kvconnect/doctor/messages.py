@@ -21,7 +21,7 @@ from msgspec import Meta
 from kvconnect.doctor.test_buffer import MAX_DEVICE
 from kvconnect.errors import ProtocolError
 from kvconnect.protocol.codec import decode_struct
-from kvconnect.transport.base import MAX_NOTE_BYTES
+from kvconnect.transport.base import MAX_MESSAGE_BYTES
 
 VERSION = 1
 WORD_BYTES = 16
@@ -95,7 +95,7 @@ def decode(note: bytes) -> Message:
     Raises:
         ProtocolError: too long, not one of the messages, or a number out of range.
     """
-    if len(note) > MAX_NOTE_BYTES:
-        raise ProtocolError(f"a note of {len(note)} bytes, at most {MAX_NOTE_BYTES} are allowed")
+    if len(note) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a note of {len(note)} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
     message: Message = decode_struct(_decoder, note)
     return message

@@ -29,7 +29,7 @@ from kvconnect.doctor.reader import DoctorReader, Measured, Sizes
 from kvconnect.doctor.source import DoctorSource
 from kvconnect.doctor.test_buffer import make_area
 from kvconnect.errors import ConfigError, KVConnectError, Refused, TransferFailed
-from kvconnect.transport import LinkOptions, Security, Transport, make_transport
+from kvconnect.transport import ConnectionOptions, Security, Transport, make_transport
 from kvconnect.transport.base import Memory
 from kvconnect.transport.security import read_key_file, tls_files
 
@@ -93,7 +93,9 @@ class Result(msgspec.Struct):
     refused: str = ""
 
 
-def open_transport(task: Task, options: LinkOptions, memory: Memory) -> tuple[Transport, Trouble]:
+def open_transport(
+    task: Task, options: ConnectionOptions, memory: Memory
+) -> tuple[Transport, Trouble]:
     """Return the transport with the most of the paths asked for, which has the memory, and why
     nixl is not among them.
 
@@ -111,8 +113,8 @@ def open_transport(task: Task, options: LinkOptions, memory: Memory) -> tuple[Tr
     return _registered(make_transport("tcp", security, options), memory), lacking
 
 
-def _options(task: Task) -> LinkOptions:
-    return LinkOptions(local=ipaddress.ip_address(task.host).is_loopback)
+def _options(task: Task) -> ConnectionOptions:
+    return ConnectionOptions(local=ipaddress.ip_address(task.host).is_loopback)
 
 
 def _registered(transport: Transport, memory: Memory) -> Transport:
@@ -151,7 +153,7 @@ def read(task: Task) -> Result:
 
 
 def _measure(reader: DoctorReader, task: Task, paths: tuple[str, ...], result: Result) -> None:
-    result.connections = LinkOptions().connections
+    result.connections = ConnectionOptions().connections
     for path in ("tcp", "nixl"):
         if path in paths and task.path in (path, "all"):
             result.measured.append(reader.measure(path))

@@ -31,12 +31,12 @@ from kvconnect.errors import ProtocolError, Refused, TransferFailed
 from kvconnect.transport.base import (
     Event,
     IncomingPages,
-    Noted,
+    MessageReceived,
+    PagesReceived,
     PeerDown,
     PeerId,
     PeerMessage,
     PeerUp,
-    Received,
     Transport,
 )
 
@@ -191,7 +191,7 @@ class DoctorReader:
         self._tell(TransferRequest(want, page_bytes, there))
         left = len(pages)
         for event in self._events():
-            if isinstance(event, Received) and event.want == want:
+            if isinstance(event, PagesReceived) and event.want == want:
                 left -= event.count
                 result.bad += len(event.bad)
                 if left == 0:
@@ -213,7 +213,7 @@ class DoctorReader:
     def _ask(self, message: Message, kind: type[M]) -> M:
         self._tell(message)
         for event in self._events():
-            if isinstance(event, Noted):
+            if isinstance(event, MessageReceived):
                 answer = decode(event.payload)
                 if isinstance(answer, kind):
                     return answer
@@ -236,7 +236,7 @@ class DoctorReader:
             if isinstance(event, PeerDown):
                 _raise_down(event)
             _raise_no(event)
-            if isinstance(event, Noted | Received | PeerUp):
+            if isinstance(event, MessageReceived | PagesReceived | PeerUp):
                 deadline = time.monotonic() + patience_s
             yield event
         raise TransferFailed(f"nothing came from the other half for {patience_s:g} s")
@@ -249,5 +249,5 @@ def _raise_down(event: PeerDown) -> None:
 
 
 def _raise_no(event: Event) -> None:
-    if isinstance(event, Noted) and isinstance(answer := decode(event.payload), No):
+    if isinstance(event, MessageReceived) and isinstance(answer := decode(event.payload), No):
         raise TransferFailed(f"the other half hung up: {answer.reason}")

@@ -26,7 +26,7 @@ from kvconnect.errors import ProtocolError
 from kvconnect.transport.base import (
     Disconnect,
     Event,
-    Noted,
+    MessageReceived,
     OutgoingPages,
     PeerDown,
     PeerId,
@@ -90,7 +90,7 @@ class DoctorSource:
             logger.info("the reader is gone: %s", event.reason)
             self._peer = None
             self.close()
-        elif isinstance(event, Noted) and event.peer == self._peer:
+        elif isinstance(event, MessageReceived) and event.peer == self._peer:
             self._heard = time.monotonic()
             try:
                 self._answer(event.peer, decode(event.payload))

@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 from typing import Protocol
 
 from kvconnect.errors import ConfigError
-from kvconnect.transport.base import Area, Memory, Piece, Unit
+from kvconnect.transport.base import Memory, MemoryRegion, PageChunk, Unit
 
 GRAIN_BYTES = 4 << 10
 """Each piece of this size begins with its own number, so no two pages are alike."""
@@ -80,14 +80,14 @@ class HostArea:
     def snapshot(self) -> bytes:
         return self._map[:]
 
-    def areas(self) -> tuple[Area, ...]:
-        return (Area(self._address, self.nbytes),)
+    def regions(self) -> tuple[MemoryRegion, ...]:
+        return (MemoryRegion(self._address, self.nbytes),)
 
-    def area_of(self, unit: Unit) -> Area:  # noqa: ARG002
-        return self.areas()[0]
+    def region_of(self, unit: Unit) -> MemoryRegion:  # noqa: ARG002
+        return self.regions()[0]
 
-    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
-        yield Piece(self._address, self.nbytes, unit, ids)
+    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
+        yield PageChunk(self._address, self.nbytes, unit, ids)
 
     incoming = outgoing
 

@@ -6,7 +6,7 @@ A **frame** is one header of ``HEADER_BYTES``, ``nbytes`` of payload, then the d
 the period is 0. Adding the unit makes a period of 16 fall on other blocks in every layer.
 
 A **note** is its length (u32, little endian) and that many bytes; one without bytes is a
-heartbeat. The highest bit of the length marks a :class:`NixlNote`. The first note is the
+heartbeat. The highest bit of the length marks a :class:`NixlPayload`. The first note is the
 **greeting**: one byte, the digest period that its sender asks for, and an offer (``rails.py``) if
 it has one. The stricter period of both sides holds for all pages, in both directions.
 
@@ -30,7 +30,7 @@ NO_CONTROLS = r"^[^\x00-\x1f\x7f-\x9f]+\Z"
 """Pattern of a name that others choose and that ends up in logs: some characters, no controls."""
 
 HEADER_BYTES = 64
-MAX_NOTE = 1 << 20
+MAX_MESSAGE = 1 << 20
 DIGEST_BYTES = 8
 DIGEST_PERIODS = (0, 1, 16)
 
@@ -40,7 +40,7 @@ _HEADER = struct.Struct("<4sHHqqqqii12s")  # followed by the CRC-32 of these byt
 _CRC = struct.Struct("<I")
 _RESERVED = bytes(12)
 _LENGTH = struct.Struct("<I")
-_RAIL = 1 << 31
+_NIXL_BIT = 1 << 31
 
 
 _T = TypeVar("_T")
@@ -157,7 +157,7 @@ def stricter(one: int, other: int) -> int:
 # Notes ------------------------------------------------------------------------------------------
 
 
-class NixlNote(bytes):
+class NixlPayload(bytes):
     """A note between the transports themselves; see ``rails.py``."""
 
 
@@ -174,15 +174,15 @@ def unpack_greeting(payload: bytes) -> tuple[int, bytes]:
     return payload[0], payload[1:]
 
 
-def pack_note(payload: bytes) -> bytes:
+def pack_message(payload: bytes) -> bytes:
     """Return a note's bytes; no payload makes a heartbeat. :class:`Misuse` if it is too long."""
-    if len(payload) > MAX_NOTE:
-        raise Misuse(f"a note of {len(payload)} bytes, at most {MAX_NOTE} fit")
-    flag = _RAIL if isinstance(payload, NixlNote) else 0
+    if len(payload) > MAX_MESSAGE:
+        raise Misuse(f"a note of {len(payload)} bytes, at most {MAX_MESSAGE} fit")
+    flag = _NIXL_BIT if isinstance(payload, NixlPayload) else 0
     return _LENGTH.pack(len(payload) | flag) + payload
 
 
-class NoteReader:
+class MessageReader:
     """Cuts a control connection's bytes into notes. Keeps less than one note and one chunk."""
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ class NoteReader:
         """Return the payloads that are complete now; ``b""`` is a heartbeat.
 
         Raises:
-            ProtocolError: a note is announced longer than ``MAX_NOTE``. The reader is of no use
+            ProtocolError: a note is announced longer than ``MAX_MESSAGE``. The reader is of no use
                 from then on: where the next note would start is unknown.
         """
         self._buffer += data
@@ -200,13 +200,13 @@ class NoteReader:
         start = 0
         while len(self._buffer) >= start + _LENGTH.size:
             (marked,) = _LENGTH.unpack_from(self._buffer, start)
-            length = marked & ~_RAIL
-            if length > MAX_NOTE:
-                raise ProtocolError(f"a note of {length} bytes, at most {MAX_NOTE} are allowed")
+            length = marked & ~_NIXL_BIT
+            if length > MAX_MESSAGE:
+                raise ProtocolError(f"a note of {length} bytes, at most {MAX_MESSAGE} are allowed")
             end = start + _LENGTH.size + length
             if len(self._buffer) < end:
                 break
-            kind = NixlNote if marked & _RAIL else bytes
+            kind = NixlPayload if marked & _NIXL_BIT else bytes
             notes.append(kind(self._buffer[start + _LENGTH.size : end]))
             start = end
         del self._buffer[:start]

@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from kvconnect.errors import ProtocolError
-from kvconnect.protocol.codec import MAX_NOTE, NO_CONTROLS, PROTOCOL, decode_struct
+from kvconnect.protocol.codec import MAX_MESSAGE, NO_CONTROLS, PROTOCOL, decode_struct
 from kvconnect.types import Rank
 
 MAX_TEXT = 2048
@@ -39,12 +39,12 @@ REFUSAL_FIELDS = frozenset(
 
 _INT64_MAX = (1 << 63) - 1
 
-LAST_WANT = _INT64_MAX
-PROBE_WANT = _INT64_MAX - 15
-"""The want of the first probe; those from here to ``LAST_WANT`` are for probes alone."""
+LAST_READ_ID = _INT64_MAX
+PROBE_READ_ID = _INT64_MAX - 15
+"""The want of the first probe; those from here to ``LAST_READ_ID`` are for probes alone."""
 
 Transfer = Annotated[bytes, Meta(min_length=16, max_length=16)]
-WantNumber = Annotated[int, Meta(ge=0, lt=PROBE_WANT)]
+ReadId = Annotated[int, Meta(ge=0, lt=PROBE_READ_ID)]
 Order = Literal["HNC", "NHC"]
 
 _Name = Annotated[str, Meta(max_length=256, pattern=NO_CONTROLS)]
@@ -136,7 +136,7 @@ class ReadRequest(msgspec.Struct, tag="want"):
     ``early``: you may not have heard of the transfer yet; wait for it.
     """
 
-    want: WantNumber
+    want: ReadId
     transfer: Transfer
     early: bool
     parts: Annotated[list[tuple[_Group, _Block, _Blocks]], Meta(min_length=1, max_length=1024)]
@@ -145,19 +145,19 @@ class ReadRequest(msgspec.Struct, tag="want"):
 class Cancel(msgspec.Struct, tag="cancel"):
     """Reader: send no more of this."""
 
-    want: WantNumber
+    want: ReadId
 
 
 class ReadDone(msgspec.Struct, tag="done"):
     """Reader: I have everything; you need not keep it for me."""
 
-    want: WantNumber
+    want: ReadId
 
 
 class Fail(msgspec.Struct, tag="fail"):
     """Source: there will be no more of this. ``cause`` is a ``FailureCause``'s value."""
 
-    want: WantNumber
+    want: ReadId
     cause: _Word
     detail: str
 
@@ -168,13 +168,13 @@ class Fail(msgspec.Struct, tag="fail"):
 class Alive(msgspec.Struct, tag="alive"):
     """Source: these are not forgotten, their pages are still being computed."""
 
-    wants: Annotated[list[WantNumber], Meta(max_length=1 << 16)]
+    wants: Annotated[list[ReadId], Meta(max_length=1 << 16)]
 
 
 class PagesReady(msgspec.Struct, tag="ready"):
     """Source: the last of what you want has been computed. What still takes time is the way."""
 
-    want: WantNumber
+    want: ReadId
 
 
 class Renew(msgspec.Struct, tag="renew"):
@@ -192,7 +192,7 @@ class Decline(msgspec.Struct, tag="decline"):
 class Probe(msgspec.Struct, tag="probe"):
     """Reader: send the pages of a probe under this want, so that I can measure the rate."""
 
-    want: Annotated[int, Meta(ge=PROBE_WANT, le=_INT64_MAX)]
+    want: Annotated[int, Meta(ge=PROBE_READ_ID, le=_INT64_MAX)]
 
 
 Message = (
@@ -224,8 +224,8 @@ def decode(data: bytes) -> Message:
     Raises:
         ProtocolError: they hold none, or one with a value out of range. Nothing else.
     """
-    if len(data) > MAX_NOTE:
-        raise ProtocolError(f"a message of {len(data)} bytes, at most {MAX_NOTE} are allowed")
+    if len(data) > MAX_MESSAGE:
+        raise ProtocolError(f"a message of {len(data)} bytes, at most {MAX_MESSAGE} are allowed")
     message = decode_struct(_DECODER, data)
     if isinstance(message, Hello):
         _check_hello(message)

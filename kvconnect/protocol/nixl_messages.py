@@ -22,8 +22,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvconnect.protocol.codec import MAX_NOTE, NO_CONTROLS, decode_struct
-from kvconnect.protocol.messages import LAST_WANT
+from kvconnect.protocol.codec import MAX_MESSAGE, NO_CONTROLS, decode_struct
+from kvconnect.protocol.messages import LAST_READ_ID
 
 MAX_METADATA = 256 << 10
 """Of one agent; a few areas take less than 1 KiB."""
@@ -35,8 +35,8 @@ MAX_UNITS = 4096
 
 _Name = Annotated[str, Meta(max_length=128, pattern=NO_CONTROLS)]
 _Number = Annotated[int, Meta(ge=0, lt=1 << 31)]
-_WantNumber = Annotated[int, Meta(ge=0, le=LAST_WANT)]
-_Address = Annotated[int, Meta(ge=0, le=LAST_WANT)]
+_WantNumber = Annotated[int, Meta(ge=0, le=LAST_READ_ID)]
+_Address = Annotated[int, Meta(ge=0, le=LAST_READ_ID)]
 _Size = Annotated[int, Meta(ge=1, lt=1 << 62)]
 _Block = Annotated[int, Meta(ge=0, lt=1 << 40)]
 _Count = Annotated[int, Meta(ge=1, lt=1 << 31)]
@@ -52,9 +52,11 @@ class NixlOffer(msgspec.Struct, kw_only=True):
     metadata: Annotated[bytes, Meta(max_length=MAX_METADATA)]
 
 
-class UnitPlace(msgspec.Struct, kw_only=True):
-    """Where the reader keeps one unit: its area, and ``segments``, int64 little-endian triples
-    (offset, stride, length), as :class:`~kvconnect.transport.base.Unit` explains them.
+class UnitLocation(msgspec.Struct, kw_only=True):
+    """Where the reader keeps one unit.
+
+    ``address``, ``nbytes`` and ``device`` describe its memory region. ``segments`` holds int64
+    little-endian triples (offset, stride, length), see :class:`~kvconnect.transport.base.Unit`.
     ``device`` is the number of a CUDA device, -1 for CPU memory."""
 
     address: _Address
@@ -62,29 +64,29 @@ class UnitPlace(msgspec.Struct, kw_only=True):
     device: Annotated[int, Meta(ge=-1, lt=1 << 16)]
     phases: _Count
     block_bytes: _Size
-    segments: Annotated[bytes, Meta(min_length=24, max_length=MAX_NOTE)]
+    segments: Annotated[bytes, Meta(min_length=24, max_length=MAX_MESSAGE)]
 
 
-class Units(msgspec.Struct, tag="units", kw_only=True):
-    """Units from place ``first`` on of a list with a number, for :class:`Places`. They come in
-    order, in as many messages as it takes."""
+class UnitLocations(msgspec.Struct, tag="units", kw_only=True):
+    """A slice of the numbered list of units that :class:`Destinations` refers to, from index
+    ``first`` on. A long list is sent in several messages, in order."""
 
     number: Annotated[int, Meta(ge=0, lt=MAX_UNIT_LISTS)]
     first: Annotated[int, Meta(ge=0, lt=MAX_UNITS)]
-    units: Annotated[list[UnitPlace], Meta(min_length=1, max_length=MAX_UNITS)]
+    units: Annotated[list[UnitLocation], Meta(min_length=1, max_length=MAX_UNITS)]
 
 
-class Places(msgspec.Struct, tag="places", kw_only=True):
+class Destinations(msgspec.Struct, tag="places", kw_only=True):
     """Where a want goes. ``spans[u]`` is the first wire block of unit u and which of ``ids`` its
     blocks are, int64 little-endian."""
 
     want: _WantNumber
     units: _Number
     spans: Annotated[list[tuple[_Block, _Number]], Meta(min_length=1, max_length=MAX_UNITS)]
-    ids: list[Annotated[bytes, Meta(max_length=MAX_NOTE)]]
+    ids: list[Annotated[bytes, Meta(max_length=MAX_MESSAGE)]]
 
 
-class Plain(msgspec.Struct, tag="plain", kw_only=True):
+class UseTcp(msgspec.Struct, tag="plain", kw_only=True):
     """A want that goes over the data connections."""
 
     want: _WantNumber
@@ -101,7 +103,7 @@ class PagesWritten(msgspec.Struct, tag="landed", kw_only=True):
     nbytes: _Size
     number: _WantNumber
     seconds: Annotated[float, Meta(ge=0, le=86_400)]
-    digests: Annotated[bytes, Meta(max_length=MAX_NOTE)]
+    digests: Annotated[bytes, Meta(max_length=MAX_MESSAGE)]
 
 
 class StopWriting(msgspec.Struct, tag="stop", kw_only=True):
@@ -110,13 +112,13 @@ class StopWriting(msgspec.Struct, tag="stop", kw_only=True):
     want: _WantNumber
 
 
-class Stopped(msgspec.Struct, tag="stopped", kw_only=True):
+class WritesStopped(msgspec.Struct, tag="stopped", kw_only=True):
     """No write of a want is under way, and none will start."""
 
     want: _WantNumber
 
 
-NixlMessage = Units | Places | Plain | PagesWritten | StopWriting | Stopped
+NixlMessage = UnitLocations | Destinations | UseTcp | PagesWritten | StopWriting | WritesStopped
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[NixlMessage] = msgspec.msgpack.Decoder(NixlMessage)
@@ -138,7 +140,7 @@ def decode_offer(data: bytes) -> NixlOffer:
     return decode_struct(_offers, data)
 
 
-def misfit(ours: NixlOffer, theirs: NixlOffer) -> str:
+def mismatch(ours: NixlOffer, theirs: NixlOffer) -> str:
     """Return why the two cannot work together, "" if they can.
 
     NIXL 1.4 and 1.5 understand one another; an agent of 1.3 or older dies of the metadata of a
@@ -227,7 +229,7 @@ class _Items:
         return int.from_bytes(data, "little")
 
 
-def flaw(metadata: bytes, agent: str, backend: str) -> str:
+def metadata_error(metadata: bytes, agent: str, backend: str) -> str:
     """Return what is wrong with the form of metadata of an agent with one backend, "" if nothing
     is. Takes time in proportion to its size."""
     items = _Items(metadata)

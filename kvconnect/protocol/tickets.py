@@ -32,8 +32,8 @@ CLOCK_SKEW_S = 30.0
 """How much later than the issuer's clock a reader's may be."""
 
 TICKET_KEY = "kvconnect_ticket"
-CARD_KEY = "kvconnect_card"
-RANK_KEY = "kvconnect_card_rank"
+STANDING_TICKET_KEY = "kvconnect_card"
+STANDING_TICKET_RANK_KEY = "kvconnect_card_rank"
 
 _VERSION = 1
 _INT64_MAX = (1 << 63) - 1
@@ -194,7 +194,7 @@ class HandoffRequest(NamedTuple):
     role: Literal["send", "recv", "none"] = "none"
     transfer_id: TransferId | None = None
     ticket: object = None
-    wants_card: bool = False
+    wants_standing_ticket: bool = False
     rank: int = -1
 
 
@@ -216,8 +216,8 @@ def parse_request(params: Mapping[str, Any]) -> HandoffRequest:
         role="send" if sends else "recv",
         transfer_id=_transfer_id(params.get("transfer_id")),
         ticket=params.get(TICKET_KEY),
-        wants_card=_flag(params, CARD_KEY) if sends else False,
-        rank=_rank(params.get(RANK_KEY)),
+        wants_standing_ticket=_flag(params, STANDING_TICKET_KEY) if sends else False,
+        rank=_rank(params.get(STANDING_TICKET_RANK_KEY)),
     )
 
 
@@ -232,7 +232,9 @@ def _rank(value: object) -> int:
     if value is None:
         return -1
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise Refused("params", f"{RANK_KEY} must be a data-parallel rank: 0 or more")
+        raise Refused(
+            "params", f"{STANDING_TICKET_RANK_KEY} must be a data-parallel rank: 0 or more"
+        )
     return value
 
 

@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
 from kvconnect.tiers.backends.base import BlockOutcome, Store
-from kvconnect.transport.base import Area, Piece, Unit
+from kvconnect.transport.base import MemoryRegion, PageChunk, Unit
 
 _PAGE = mmap.PAGESIZE
 _GUARD = 0x5A
@@ -100,14 +100,14 @@ class PageMemory:
         self.data = bytearray(filling)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.data))
 
-    def areas(self) -> tuple[Area, ...]:
-        return (Area(self.address, len(self.data)),)
+    def regions(self) -> tuple[MemoryRegion, ...]:
+        return (MemoryRegion(self.address, len(self.data)),)
 
-    def area_of(self, unit: Unit) -> Area:  # noqa: ARG002 - there is one
-        return self.areas()[0]
+    def region_of(self, unit: Unit) -> MemoryRegion:  # noqa: ARG002 - there is one
+        return self.regions()[0]
 
-    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
-        yield Piece(self.address, len(self.data), unit, ids)
+    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
+        yield PageChunk(self.address, len(self.data), unit, ids)
 
     incoming = outgoing
 

@@ -39,7 +39,7 @@ class _Chunk(NamedTuple):
 
 
 @dataclass
-class _Lane:
+class _LinkFaults:
     """The faults of one direction; of all connections together, as on one cable."""
 
     delay_s: float = 0.0
@@ -79,7 +79,7 @@ class _Relay:
     """Everything that runs on the event loop; ``lanes`` are changed there too."""
 
     def __init__(self, listener: socket.socket, target: tuple[str, int]) -> None:
-        self.lanes = {"up": _Lane(), "down": _Lane()}
+        self.lanes = {"up": _LinkFaults(), "down": _LinkFaults()}
         self._dropping = False
         self.changed = asyncio.Condition()  # notified of every change to the lanes
         self._listener = listener
@@ -129,12 +129,12 @@ class _Relay:
                     self._pass(self.lanes["down"], far, near),
                 )
 
-    async def _pass(self, lane: _Lane, source: socket.socket, target: socket.socket) -> None:
+    async def _pass(self, lane: _LinkFaults, source: socket.socket, target: socket.socket) -> None:
         queue: asyncio.Queue[_Chunk] = asyncio.Queue(_QUEUED_CHUNKS)
         await _all_or_none(_read(source, queue), self._write(lane, target, queue))
 
     async def _write(
-        self, lane: _Lane, target: socket.socket, queue: asyncio.Queue[_Chunk]
+        self, lane: _LinkFaults, target: socket.socket, queue: asyncio.Queue[_Chunk]
     ) -> None:
         loop = asyncio.get_running_loop()
         while True:
@@ -253,7 +253,7 @@ class FaultProxy:
     def clear(self) -> None:
         """Let everything pass again. Connections that were taken in vain stay so."""
         self._do(self._relay.drop(False))
-        self._set("both", **vars(_Lane()))
+        self._set("both", **vars(_LinkFaults()))
 
     def _set(self, direction: Direction, **faults: Any) -> None:
         async def change() -> None:

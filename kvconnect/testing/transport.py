@@ -20,14 +20,14 @@ from kvconnect.transport.base import (
     Event,
     Fence,
     IncomingPages,
-    Noted,
+    MessageReceived,
     OutgoingPages,
+    PagesReceived,
+    PagesSent,
     PeerDown,
     PeerId,
     PeerMessage,
     PeerUp,
-    Received,
-    Sent,
     Transport,
     Unit,
 )
@@ -133,7 +133,7 @@ class ConnectedPair:
 
     def arrived(self, want: int) -> int:
         """Return how many wire blocks of a want were received."""
-        return sum(e.count for e in self.reader.of(Received) if e.want == want)
+        return sum(e.count for e in self.reader.of(PagesReceived) if e.want == want)
 
     def check_works(self, want: int) -> None:
         """Move one page to see that the link is alive."""
@@ -176,9 +176,11 @@ def check_notes(make: Make, path: str) -> None:
                 link.reader.poll()
                 link.source.poll()
         sides = (link.reader, link.source)
-        link.until(lambda: all(len(side.of(Noted)) == len(notes) for side in sides), "all notes")
+        link.until(
+            lambda: all(len(side.of(MessageReceived)) == len(notes) for side in sides), "all notes"
+        )
         for side in sides:
-            got = [event.payload for event in side.of(Noted)]
+            got = [event.payload for event in side.of(MessageReceived)]
             require(got == notes, "notes were changed or reordered")
 
 
@@ -203,13 +205,15 @@ def check_pages(make: Make, path: str) -> None:
                 link.send(5, number, here, ids[first:last], first)
         link.until(lambda: link.arrived(5) == 40 * len(layouts), "all pages")
         require(link.reader.memory.data == model.data, "pages differ from what was sent")
-        events = link.reader.of(Received)
+        events = link.reader.of(PagesReceived)
         require(not any(e.bad for e in events), "good pages were called bad")
         require(
             all(e.nbytes == e.count * layouts[e.number][0].block_bytes for e in events),
             "Received gives a wrong number of bytes",
         )
-        link.until(lambda: len(link.source.of(Sent)) == 3 * len(layouts), "a Sent for each order")
+        link.until(
+            lambda: len(link.source.of(PagesSent)) == 3 * len(layouts), "a Sent for each order"
+        )
 
 
 def check_fence(make: Make, path: str) -> None:
@@ -280,8 +284,8 @@ def check_big(make: Make, path: str) -> None:
         link.until(lambda: link.arrived(1) == 1024, "64 MiB")
         found = link.reader.memory.read(unit, ids)
         require(found == link.source.memory.data, "64 MiB differ from what was sent")
-        link.until(lambda: link.source.of(Sent), "the order's Sent")
-        require(link.source.of(Sent)[0].nbytes == 64 * _MIB, "Sent gives wrong bytes")
+        link.until(lambda: link.source.of(PagesSent), "the order's Sent")
+        require(link.source.of(PagesSent)[0].nbytes == 64 * _MIB, "Sent gives wrong bytes")
 
 
 def check_cancel_by_reader(make: Make, path: str) -> None:
@@ -295,7 +299,7 @@ def check_cancel_by_reader(make: Make, path: str) -> None:
         link.until(lambda: Drained in kinds(link.reader, link.of_reader), "the reader's Quiet")
         link.reader.memory.data[:] = bytes(32 * _MIB)  # as if the pages were somebody else's now
         link.send(1, 0, unit, range(100))  # the source has not heard of it yet
-        link.until(lambda: len(link.source.of(Sent)) == 2, "the source to finish")
+        link.until(lambda: len(link.source.of(PagesSent)) == 2, "the source to finish")
         link.check_works(2)
         expected = link.source.memory.data[64:128] + bytes(32 * _MIB - 64)
         require(link.reader.memory.data == expected, "a cancelled want still landed")
@@ -314,7 +318,7 @@ def check_cancel_by_source(make: Make, path: str) -> None:
         passed.set()
         link.until(lambda: Drained in kinds(link.source, link.of_source), "the source's Quiet")
         link.check_works(2)
-        sent = [event for event in link.source.of(Sent) if event.want == 1]
+        sent = [event for event in link.source.of(PagesSent) if event.want == 1]
         require(len(sent) <= 1, "what was queued for a cancelled want was sent")
 
 
@@ -341,7 +345,7 @@ def check_hangup(make: Make, path: str) -> None:
         link.source.transport.submit(PeerMessage(link.of_source, b"because"))
         link.source.transport.submit(Disconnect(link.of_source, "enough"))
         link.until_down()
-        require(Noted in kinds(link.reader, link.of_reader), "the last note was lost")
+        require(MessageReceived in kinds(link.reader, link.of_reader), "the last note was lost")
         require(link.source.of(PeerDown)[0].reason == "enough", "PeerDown gives another reason")
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from kvconnect.errors import ConfigError
-from kvconnect.transport.base import LinkOptions, Security, Transport
+from kvconnect.transport.base import ConnectionOptions, Security, Transport
 
-__all__ = ["LinkOptions", "Security", "Transport", "make_transport"]
+__all__ = ["ConnectionOptions", "Security", "Transport", "make_transport"]
 
 
-def make_transport(name: str, security: Security, options: LinkOptions) -> Transport:
+def make_transport(name: str, security: Security, options: ConnectionOptions) -> Transport:
     """Return a new transport by name; nothing of the others is loaded.
 
     Raises:

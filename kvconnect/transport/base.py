@@ -24,7 +24,7 @@ from typing import NamedTuple, NewType, Protocol
 PeerId = NewType("PeerId", int)
 """Number of one authenticated connection to another worker; never reused by a transport."""
 
-STRANGER = PeerId(0)
+UNAUTHENTICATED = PeerId(0)
 """Nobody's number: whoever was turned away before it had one."""
 
 
@@ -42,7 +42,7 @@ class Unit:
     block_bytes: int
 
 
-class Piece(NamedTuple):
+class PageChunk(NamedTuple):
     """Pages in CPU memory: the wire blocks ``ids`` of ``unit`` within [address, + nbytes)."""
 
     address: int
@@ -51,7 +51,7 @@ class Piece(NamedTuple):
     ids: array[int]
 
 
-class Area(NamedTuple):
+class MemoryRegion(NamedTuple):
     """One piece of backing storage, for transports whose hardware writes into it. ``device`` is
     the number of a CUDA device, -1 for CPU memory."""
 
@@ -69,16 +69,16 @@ class Memory(Protocol):
     ``TransferFailed`` if there is no room for it by then.
     """
 
-    def areas(self) -> tuple[Area, ...]:
+    def regions(self) -> tuple[MemoryRegion, ...]:
         """Return all storage that pages lie in; the same for as long as the memory lives."""
 
-    def area_of(self, unit: Unit) -> Area:
+    def region_of(self, unit: Unit) -> MemoryRegion:
         """Return the area from whose start a unit's offsets count."""
 
-    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
+    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
         """Yield pieces that hold the pages' bytes."""
 
-    def incoming(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
+    def incoming(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
         """Yield pieces to fill; each is moved into its pages when the next is asked for."""
 
 
@@ -93,7 +93,7 @@ class Fence(Protocol):
 
 
 class PeerMessage(NamedTuple):
-    """Deliver a small message, at most ``MAX_NOTE_BYTES``, in order with other notes."""
+    """Deliver a small message, at most ``MAX_MESSAGE_BYTES``, in order with other notes."""
 
     peer: PeerId
     payload: bytes
@@ -149,21 +149,21 @@ class PeerUp(NamedTuple):
 
 class PeerDown(NamedTuple):
     """A connection is gone, or could not be made; all that was submitted for it has ended. Those
-    that were refused before they were peers are the ``STRANGER``."""
+    that were refused before they were peers are the ``UNAUTHENTICATED``."""
 
     peer: PeerId
     reason: str
     refused: str = ""  # a bounded cause where the other side was refused: "auth", "address" ...
 
 
-class Noted(NamedTuple):
+class MessageReceived(NamedTuple):
     """A note arrived."""
 
     peer: PeerId
     payload: bytes
 
 
-class Sent(NamedTuple):
+class PagesSent(NamedTuple):
     """One ``OutgoingPages`` was handed to the network whole; its source may be overwritten."""
 
     peer: PeerId
@@ -172,7 +172,7 @@ class Sent(NamedTuple):
     seconds: float
 
 
-class Received(NamedTuple):
+class PagesReceived(NamedTuple):
     """Pages arrived. ``bad``: wire blocks among them whose digest does not match."""
 
     peer: PeerId
@@ -192,9 +192,9 @@ class Drained(NamedTuple):
     want: int
 
 
-Event = PeerUp | PeerDown | Noted | Sent | Received | Drained
+Event = PeerUp | PeerDown | MessageReceived | PagesSent | PagesReceived | Drained
 
-MAX_NOTE_BYTES = 1 << 20
+MAX_MESSAGE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class Security:
 
 
 @dataclass(frozen=True)
-class LinkOptions:
+class ConnectionOptions:
     """How a transport talks. Times in seconds.
 
     Both sides of a connection use the stricter ``digest`` of the two.
@@ -293,7 +293,7 @@ class EventQueue:
         taken."""
         with self._filled:
             self._events.append(event)
-            if isinstance(event, Noted):
+            if isinstance(event, MessageReceived):
                 self._unread_bytes[event.peer] += max(len(event.payload), _EVENT_BYTES)
             self._filled.notify()
             return self._unread_bytes[event.peer] <= MAX_UNREAD_BYTES

@@ -24,15 +24,15 @@ from kvconnect.transport.base import (
     Fence,
     IncomingPages,
     Memory,
-    Noted,
+    MessageReceived,
     OutgoingPages,
+    PageChunk,
+    PagesReceived,
+    PagesSent,
     PeerDown,
     PeerId,
     PeerMessage,
     PeerUp,
-    Piece,
-    Received,
-    Sent,
     Transport,
     Unit,
 )
@@ -173,7 +173,7 @@ class InprocTransport(Transport):
     def _carry_out_one(self, end: _End, order: PeerMessage | OutgoingPages | Disconnect) -> None:
         other = end.other
         if isinstance(order, PeerMessage):
-            other.owner._events.put(Noted(other.number, order.payload))
+            other.owner._events.put(MessageReceived(other.number, order.payload))
         elif isinstance(order, Disconnect):
             self._part(end, order.reason, "closed by the other side")
         else:
@@ -181,7 +181,7 @@ class InprocTransport(Transport):
             if order.want not in other.ended:
                 self._copy(order, other)
                 other.owner._events.put(
-                    Received(
+                    PagesReceived(
                         other.number,
                         order.want,
                         order.number,
@@ -192,7 +192,7 @@ class InprocTransport(Transport):
                         0.0,
                     )
                 )
-            self._events.put(Sent(end.number, order.want, nbytes, 0.0))
+            self._events.put(PagesSent(end.number, order.want, nbytes, 0.0))
 
     def _copy(self, order: OutgoingPages, other: _End) -> None:
         unit, ids = _destination(order, other)
@@ -238,7 +238,7 @@ def _destination(order: OutgoingPages, other: _End) -> tuple[Unit, array[int]]:
     return unit, ids[start : start + len(order.ids)]
 
 
-def _runs(piece: Piece) -> Iterator[tuple[int, int]]:
+def _runs(piece: PageChunk) -> Iterator[tuple[int, int]]:
     """Yield (address, bytes) of every run of a piece's pages; :class:`Misuse` if one is outside."""
     segments, phases = piece.unit.segments, piece.unit.phases
     triples = len(segments) // phases

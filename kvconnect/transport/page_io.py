@@ -25,7 +25,7 @@ from array import array
 from collections.abc import Iterator
 
 from kvconnect.errors import ConfigError
-from kvconnect.transport.base import Piece
+from kvconnect.transport.base import PageChunk
 
 try:
     from kvconnect import _native
@@ -57,7 +57,7 @@ def check_digests(mode: str, tls: bool) -> None:
 def send_pages(
     sock: socket.socket,
     head: bytes,
-    piece: Piece,
+    piece: PageChunk,
     digest: tuple[int, int],
     stall_ms: int,
     stop: bytearray,
@@ -85,7 +85,7 @@ def send_pages(
 
 
 def recv_pages(
-    sock: socket.socket, piece: Piece, digest: tuple[int, int], stall_ms: int, stop: bytearray
+    sock: socket.socket, piece: PageChunk, digest: tuple[int, int], stall_ms: int, stop: bytearray
 ) -> tuple[bytes, int]:
     """Receive the pages of ``piece``; return (digests, whole blocks that landed).
 
@@ -108,7 +108,7 @@ def recv_pages(
     return digests, len(blocks)
 
 
-def digest_pages(piece: Piece) -> bytes:
+def digest_pages(piece: PageChunk) -> bytes:
     """Return the digest of every wire block of ``piece``. Raises as the two above."""
     native = getattr(_native, "digest_pages", None)
     if native is None:
@@ -116,12 +116,12 @@ def digest_pages(piece: Piece) -> bytes:
     return bytes(native(*_native_pages(piece)))
 
 
-def _native_pages(piece: Piece) -> tuple[tuple[int, int], array[int], int, array[int]]:
+def _native_pages(piece: PageChunk) -> tuple[tuple[int, int], array[int], int, array[int]]:
     unit = piece.unit
     return (piece.address, piece.nbytes), unit.segments, unit.phases, piece.ids
 
 
-def _blocks(piece: Piece) -> Iterator[list[memoryview]]:
+def _blocks(piece: PageChunk) -> Iterator[list[memoryview]]:
     """Yield the runs of each wire block, as writable views of the memory."""
     unit = piece.unit
     count, rest = divmod(len(unit.segments), unit.phases) if unit.phases > 0 else (0, 1)

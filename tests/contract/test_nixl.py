@@ -20,7 +20,7 @@ CHECK = """
 import sys
 from dataclasses import replace
 from kvconnect.testing.transport import check_transport
-from kvconnect.transport import LinkOptions, Security, make_transport
+from kvconnect.transport import ConnectionOptions, Security, make_transport
 from kvconnect.transport.nixl import send as launching
 
 def swapped(here, there):
@@ -30,7 +30,7 @@ def swapped(here, there):
 paired = launching.paired
 if sys.argv[1] == "swapped":
     launching.paired = swapped
-options = LinkOptions(stall_s=3.0, digest=sys.argv[2], local=True)
+options = ConnectionOptions(stall_s=3.0, digest=sys.argv[2], local=True)
 check_transport(lambda: make_transport("nixl", Security(), options), "nixl")
 """
 

@@ -10,13 +10,13 @@ import pytest
 from kvconnect.errors import ConfigError
 from kvconnect.testing import transport as checks
 from kvconnect.testing.transport import check_transport
-from kvconnect.transport import LinkOptions, Security, Transport, make_transport, page_io
+from kvconnect.transport import ConnectionOptions, Security, Transport, make_transport, page_io
 from kvconnect.transport.base import (
     Disconnect,
     Drained,
     Event,
     IncomingPages,
-    Noted,
+    MessageReceived,
     OutgoingPages,
     PeerDown,
     PeerId,
@@ -29,35 +29,35 @@ Order = PeerMessage | IncomingPages | OutgoingPages | Disconnect
 
 
 def test_inproc() -> None:
-    check_transport(lambda: make_transport("inproc", Security(), LinkOptions()))
+    check_transport(lambda: make_transport("inproc", Security(), ConnectionOptions()))
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        LinkOptions(),
-        LinkOptions(connections=1, digest="off"),
-        LinkOptions(connections=4, digest="full"),
+        ConnectionOptions(),
+        ConnectionOptions(connections=1, digest="off"),
+        ConnectionOptions(connections=4, digest="full"),
     ],
     ids=["default", "one connection, no digests", "four connections, all digests"],
 )
-def test_tcp(options: LinkOptions) -> None:
+def test_tcp(options: ConnectionOptions) -> None:
     check_transport(lambda: make_transport("tcp", Security(key=b"k" * 32), options))
 
 
 def test_tcp_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_io, "_native", None)
-    check_transport(lambda: make_transport("tcp", Security(), LinkOptions(digest="full")))
+    check_transport(lambda: make_transport("tcp", Security(), ConnectionOptions(digest="full")))
 
 
 def test_tcp_with_mutual_tls(tmp_path: Path) -> None:
     security = make_certificates(tmp_path)
-    check_transport(lambda: make_transport("tcp", security, LinkOptions()))
+    check_transport(lambda: make_transport("tcp", security, ConnectionOptions()))
 
 
 def test_an_unknown_transport_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"transport='pigeon'.*use tcp, nixl or inproc"):
-        make_transport("pigeon", Security(), LinkOptions())
+        make_transport("pigeon", Security(), ConnectionOptions())
 
 
 # Negative controls: transports that are wrong in one way -----------------------------------------
@@ -66,7 +66,7 @@ def test_an_unknown_transport_is_refused() -> None:
 class Reordering(InprocTransport):
     def poll(self, timeout: float) -> list[Event]:
         events = super().poll(timeout)
-        if all(isinstance(event, Noted) for event in events):
+        if all(isinstance(event, MessageReceived) for event in events):
             events.reverse()
         return events
 
@@ -106,7 +106,7 @@ class Talkative(InprocTransport):
 
     def poll(self, timeout: float) -> list[Event]:
         events = super().poll(timeout)
-        return events + [Noted(e.peer, b"!") for e in events if isinstance(e, PeerDown)]
+        return events + [MessageReceived(e.peer, b"!") for e in events if isinstance(e, PeerDown)]
 
 
 class Forgiving(InprocTransport):

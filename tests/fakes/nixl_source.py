@@ -10,7 +10,7 @@ from array import array
 
 from kvconnect.testing.memory import PageMemory, plain_unit
 from kvconnect.transport import make_transport
-from kvconnect.transport.base import Noted, OutgoingPages, Security
+from kvconnect.transport.base import MessageReceived, OutgoingPages, Security
 from tests.links import NIXL_QUICK
 
 BLOCK = 64 << 10
@@ -27,7 +27,7 @@ def main() -> None:
     ids = array("q", range(len(memory.data) // BLOCK))
     while True:
         for event in transport.poll(1.0):
-            if isinstance(event, Noted):
+            if isinstance(event, MessageReceived):
                 want = int(event.payload)
                 transport.submit(OutgoingPages(event.peer, want, 0, unit, 0, ids))
 

@@ -64,21 +64,21 @@ MESSAGES = [
     messages.Alive([1, 2, 3]),
     messages.Renew([TRANSFER]),
     messages.Decline(TRANSFER),
-    messages.Probe(want=messages.PROBE_WANT),
+    messages.Probe(want=messages.PROBE_READ_ID),
 ]
 OFFER = nixl_messages.NixlOffer(backend="UCX", version="1.5.1", agent="a", metadata=b"opaque")
-UNIT = nixl_messages.UnitPlace(
+UNIT = nixl_messages.UnitLocation(
     address=4096, nbytes=4096, device=-1, phases=1, block_bytes=8, segments=bytes(24)
 )
 RAIL_MESSAGES: list[nixl_messages.NixlMessage] = [
-    nixl_messages.Units(number=0, first=0, units=[UNIT]),
-    nixl_messages.Places(want=1, units=0, spans=[(0, 0)], ids=[bytes(8)]),
-    nixl_messages.Plain(want=1),
+    nixl_messages.UnitLocations(number=0, first=0, units=[UNIT]),
+    nixl_messages.Destinations(want=1, units=0, spans=[(0, 0)], ids=[bytes(8)]),
+    nixl_messages.UseTcp(want=1),
     nixl_messages.PagesWritten(
         want=1, unit=0, first=0, count=1, nbytes=8, number=1, seconds=0.5, digests=bytes(8)
     ),
     nixl_messages.StopWriting(want=1),
-    nixl_messages.Stopped(want=1),
+    nixl_messages.WritesStopped(want=1),
 ]
 TICKET = tickets.Ticket(
     transfer=TRANSFER,
@@ -154,10 +154,10 @@ def fuzz_header(rng: random.Random) -> None:
 
 
 def fuzz_notes(rng: random.Random) -> None:
-    reader = codec.NoteReader()
-    for piece in in_pieces(rng, broken(rng, codec.pack_note(b"note") * 3)):
+    reader = codec.MessageReader()
+    for piece in in_pieces(rng, broken(rng, codec.pack_message(b"note") * 3)):
         for note in reader.feed(piece):
-            assert len(note) <= codec.MAX_NOTE
+            assert len(note) <= codec.MAX_MESSAGE
 
 
 def fuzz_message(rng: random.Random) -> None:
@@ -172,7 +172,7 @@ def fuzz_rail(rng: random.Random) -> None:
 
 def fuzz_offer(rng: random.Random) -> None:
     offer = nixl_messages.decode_offer(mutant(rng, nixl_messages.encode(OFFER)))
-    assert isinstance(nixl_messages.misfit(OFFER, offer), str)
+    assert isinstance(nixl_messages.mismatch(OFFER, offer), str)
 
 
 def fuzz_session(rng: random.Random) -> None:

@@ -46,10 +46,10 @@ def expecting(*errors: type[Exception]) -> Callable[[Reader], Reader]:
 
 @expecting(KVConnectError)
 def notes(data: bytes) -> None:
-    reader = codec.NoteReader()
+    reader = codec.MessageReader()
     for piece in (data[: len(data) // 2], data[len(data) // 2 :]):
         for note in reader.feed(piece):
-            assert len(note) <= codec.MAX_NOTE
+            assert len(note) <= codec.MAX_MESSAGE
 
 
 @expecting(KVConnectError)

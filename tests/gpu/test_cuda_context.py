@@ -18,7 +18,7 @@ from kvconnect.cuda import CudaContext, has_context, load_driver  # noqa: E402
 from kvconnect.errors import TransferFailed  # noqa: E402
 from kvconnect.offload.host_arena import HostStore  # noqa: E402
 from kvconnect.offload.streams import CudaStreams  # noqa: E402
-from kvconnect.transport.base import Area  # noqa: E402
+from kvconnect.transport.base import MemoryRegion  # noqa: E402
 from kvconnect.transport.nixl import worker as movers  # noqa: E402
 
 DEVICE = torch.device("cuda")
@@ -58,7 +58,7 @@ def test_every_thread_of_nixl_has_a_context(monkeypatch: pytest.MonkeyPatch) -> 
         return SimpleNamespace(offer=SimpleNamespace(), close=lambda: seen.append(has_context()))
 
     monkeypatch.setattr(movers, "Agent", start)
-    mover = in_new_thread(lambda: movers.NixlWorker("UCX", [Area(0, 8, 0)], local=True))
+    mover = in_new_thread(lambda: movers.NixlWorker("UCX", [MemoryRegion(0, 8, 0)], local=True))
     over = threading.Event()
     mover.renew(mover.offer, "a test", over.set)
     assert over.wait(60)

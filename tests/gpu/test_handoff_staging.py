@@ -14,13 +14,13 @@ torch = pytest.importorskip("torch")
 from kvconnect.disaggregation.staging import SHARES, StagedMemory, make_memory  # noqa: E402
 from kvconnect.offload.streams import DeviceFence, make_streams  # noqa: E402
 from kvconnect.testing.memory import phased_unit, plain_unit, split_unit  # noqa: E402
-from kvconnect.transport import LinkOptions, Security, make_transport  # noqa: E402
+from kvconnect.transport import ConnectionOptions, Security, make_transport  # noqa: E402
 from kvconnect.transport.base import (  # noqa: E402
     Event,
     IncomingPages,
     OutgoingPages,
+    PagesReceived,
     PeerUp,
-    Received,
     Transport,
     Unit,
 )
@@ -162,7 +162,7 @@ def test_layers_cross_a_socket_from_device_to_device() -> None:
     area, target, wanted = zero_area(), zero_area(), random_area()
     layers = [plain_unit(RUN), plain_unit(RUN, NBYTES // 2)]
     ids = array("q", range(PAGES * RUNS // 2))
-    options = LinkOptions(digest="full")
+    options = ConnectionOptions(digest="full")
     reader, source = (make_transport("tcp", Security(), options) for _ in range(2))
     try:
         reader.register(make_memory(target))
@@ -172,7 +172,7 @@ def test_layers_cross_a_socket_from_device_to_device() -> None:
         reader.submit(IncomingPages(peer, 1, layers, [(0, ids), (0, ids)]))
         for number, fence in enumerate(layer_by_layer(area, wanted, 2)):
             source.submit(OutgoingPages(up.peer, 1, number, layers[number], 0, ids, fence))
-        arrived = poll(reader, Received, 2)
+        arrived = poll(reader, PagesReceived, 2)
         assert not any(event.bad for event in arrived)
     finally:
         reader.close()

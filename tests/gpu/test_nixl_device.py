@@ -16,7 +16,7 @@ from kvconnect.disaggregation.staging import make_memory  # noqa: E402
 from kvconnect.testing.memory import plain_unit, split_unit  # noqa: E402
 from kvconnect.testing.transport import Side  # noqa: E402
 from kvconnect.transport import make_transport  # noqa: E402
-from kvconnect.transport.base import IncomingPages, OutgoingPages, PeerUp, Received  # noqa: E402
+from kvconnect.transport.base import IncomingPages, OutgoingPages, PagesReceived, PeerUp  # noqa: E402
 from tests.links import NIXL_QUICK, OPEN  # noqa: E402
 
 PAGES, RUN = 64, 32 << 10
@@ -54,13 +54,13 @@ def test_pages_go_from_device_to_device() -> None:
         source.transport.submit(OutgoingPages(source.of(PeerUp)[0].peer, 1, 0, ours, 0, sources))
         for _ in range(POLLS):
             poll(reader, source)
-            if sum(event.count for event in reader.of(Received)) == PAGES:
+            if sum(event.count for event in reader.of(PagesReceived)) == PAGES:
                 break
     finally:
         reader.transport.close()
         source.transport.close()
-    assert sum(event.count for event in reader.of(Received)) == PAGES
-    assert not any(event.bad for event in reader.of(Received))
+    assert sum(event.count for event in reader.of(PagesReceived)) == PAGES
+    assert not any(event.bad for event in reader.of(PagesReceived))
     wanted = here.view(PAGES, 4, RUN)[torch.tensor(sources)]
     found = there.view(4, PAGES, RUN).transpose(0, 1)[torch.tensor(targets)]
     assert torch.equal(found, wanted)

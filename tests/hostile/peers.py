@@ -20,11 +20,11 @@ from kvconnect.errors import ProtocolError, Refused, TransferFailed
 from kvconnect.offload.messages import OfferBlocks, PrefillSource
 from kvconnect.protocol import codec, messages, nixl_messages, tickets
 from kvconnect.protocol.auth import NONCE_BYTES, SESSION_BYTES, ClientAuth, Opening, ServerAuth
-from kvconnect.protocol.messages import PROBE_WANT, GroupHello, Hello
+from kvconnect.protocol.messages import PROBE_READ_ID, GroupHello, Hello
 from kvconnect.testing.memory import PageMemory, plain_unit
 from kvconnect.transport import Security, Transport, make_transport
-from kvconnect.transport.base import IncomingPages, OutgoingPages, PeerUp, Received
-from kvconnect.transport.nixl.agent import Agent
+from kvconnect.transport.base import IncomingPages, OutgoingPages, PagesReceived, PeerUp
+from kvconnect.transport.nixl.agent import NixlAgent
 from kvconnect.types import Endpoint, Rank, Span
 from tests.hostile import Outcome
 from tests.unit.disaggregation.test_agent import TRANSFER, Engine, finished, receive, table
@@ -36,7 +36,7 @@ HANDSHAKES = 3_000
 TICKETS = 20_000
 DEADLINE_S = 60.0
 
-_NUMBERS = (0, 1, 2, 5, 63, 1 << 20, (1 << 24) - 1, (1 << 40) - 1, 1 << 62, PROBE_WANT - 1)
+_NUMBERS = (0, 1, 2, 5, 63, 1 << 20, (1 << 24) - 1, (1 << 40) - 1, 1 << 62, PROBE_READ_ID - 1)
 
 
 def run(limit: int | None = None, seed: int = 1) -> Outcome:
@@ -57,11 +57,11 @@ class Wire:
 
     def __init__(self, control: socket.socket, lanes: list[socket.socket]) -> None:
         self.control, self.lanes = control, lanes
-        self._notes = codec.NoteReader()
+        self._notes = codec.MessageReader()
         self._frames = 0
 
     def say(self, payload: bytes) -> None:
-        self.control.sendall(codec.pack_note(payload))
+        self.control.sendall(codec.pack_message(payload))
 
     def notes(self) -> list[bytes]:
         """Wait for something, and return the notes in it."""
@@ -197,7 +197,7 @@ class Speaker:
         rng = self._rng
         number = min(
             rng.choice([self._last, self._last, rng.randrange(20), rng.choice(_NUMBERS)]),
-            PROBE_WANT - 1,
+            PROBE_READ_ID - 1,
         )
         transfer = rng.choice([TRANSFER, TRANSFER, bytes(16), rng.randbytes(16)])
         if source:
@@ -218,7 +218,7 @@ class Speaker:
             ]
         if rng.random() < 0.01:
             kinds = [
-                lambda: messages.Probe(PROBE_WANT + rng.randrange(3)),
+                lambda: messages.Probe(PROBE_READ_ID + rng.randrange(3)),
                 lambda: messages.Reject(rng.choice(["auth", "y"]), "z" * 5000),
             ]
         return rng.choice(kinds)()
@@ -342,7 +342,7 @@ def _answer_probes(wire: Wire) -> int:
             if isinstance(message, messages.ReadRequest):
                 return message.want
             if isinstance(message, messages.Probe):
-                blocks = range([16, 128][message.want - PROBE_WANT])
+                blocks = range([16, 128][message.want - PROBE_READ_ID])
                 for first in blocks[::16]:
                     wire.send(message.want, 0, blocks[first : first + 16], bytes(16 << 16))
 
@@ -353,7 +353,7 @@ def _send_pages(wire: Wire, rng: random.Random, want: int, unit: int, block: int
 
 
 def _frame(rng: random.Random) -> bytes:
-    want = rng.choice([0, 1, 2, PROBE_WANT, PROBE_WANT + 1])
+    want = rng.choice([0, 1, 2, PROBE_READ_ID, PROBE_READ_ID + 1])
     nbytes = rng.choice([1, 100, 65536])
     header = codec.FrameHeader(0, want, rng.randrange(4), 0, rng.choice([1, 16]), nbytes, 1)
     return codec.pack_header(header) + rng.randbytes(min(nbytes, 100))
@@ -379,7 +379,7 @@ def _play_rails(outcome: Outcome, rng: random.Random, count: int) -> None:
         victim.register(memory)
         address = victim.listen("127.0.0.1", 0)
         own = PageMemory(1 << 20)
-        theirs = Agent("UCX", own.areas(), local=True)
+        theirs = NixlAgent("UCX", own.regions(), local=True)
         left = count
         while left > 0:
             share, reads = min(left, rng.randrange(1, 60)), rng.random() < 0.5
@@ -395,7 +395,7 @@ def _play_rails(outcome: Outcome, rng: random.Random, count: int) -> None:
                         note = note or _rail(rng)
                         if rng.random() < 0.05:
                             note = _spoiled(rng, note)
-                        wire.say(codec.NixlNote(note))
+                        wire.say(codec.NixlPayload(note))
                 finally:
                     wire.close()
             left, outcome.cases = left - share, outcome.cases + share
@@ -413,8 +413,8 @@ def _called(victim: Transport, rng: random.Random, greeting: bytes) -> Wire:
 
 def _fitting_rails(rng: random.Random, own: PageMemory) -> Iterator[bytes]:
     """Yield what a reader of six wants of ten blocks may say."""
-    (area,) = own.areas()
-    place = nixl_messages.UnitPlace(
+    (area,) = own.regions()
+    place = nixl_messages.UnitLocation(
         address=area.address,
         nbytes=area.nbytes,
         device=area.device,
@@ -422,11 +422,11 @@ def _fitting_rails(rng: random.Random, own: PageMemory) -> Iterator[bytes]:
         block_bytes=4096,
         segments=array("q", [0, 4096, 4096]).tobytes(),
     )
-    yield nixl_messages.encode(nixl_messages.Units(number=0, first=0, units=[place]))
+    yield nixl_messages.encode(nixl_messages.UnitLocations(number=0, first=0, units=[place]))
     ids = array("q", range(10)).tobytes()
     for want in rng.sample(range(6), 6):
-        where = nixl_messages.Places(want=want, units=0, spans=[(0, 0)], ids=[ids])
-        said: list[nixl_messages.NixlMessage] = [where, where, nixl_messages.Plain(want=want)]
+        where = nixl_messages.Destinations(want=want, units=0, spans=[(0, 0)], ids=[ids])
+        said: list[nixl_messages.NixlMessage] = [where, where, nixl_messages.UseTcp(want=want)]
         yield nixl_messages.encode(rng.choice([*said, nixl_messages.StopWriting(want=want)]))
     for want in rng.sample(range(6), 6):
         yield nixl_messages.encode(nixl_messages.StopWriting(want=want))
@@ -436,7 +436,7 @@ def _fitting_landings(rng: random.Random, wire: Wire) -> Iterator[bytes]:
     """Yield what a source of them may say, though it wrote nothing: once they have places."""
     told = 0
     while told < 7:  # the unit, and a place for each
-        told += sum(isinstance(note, codec.NixlNote) for note in wire.notes())
+        told += sum(isinstance(note, codec.NixlPayload) for note in wire.notes())
     for number, want in enumerate(rng.sample(range(6), 6)):
         for first in (0, 5):
             message = nixl_messages.PagesWritten(
@@ -486,7 +486,7 @@ def _works(victim: Transport, address: tuple[str, int]) -> bool:
             for event in honest.poll(0.01):
                 if isinstance(event, PeerUp) and "nixl" in event.paths:
                     honest.submit(IncomingPages(peer, 9, [unit], [(0, ids)], None, "nixl"))
-                elif isinstance(event, Received):
+                elif isinstance(event, PagesReceived):
                     got += event.count
         return (
             got == 100
@@ -497,7 +497,7 @@ def _works(victim: Transport, address: tuple[str, int]) -> bool:
 def _rail(rng: random.Random) -> bytes:
     want = rng.choice([0, 1, 2, 3, 4, 5, rng.choice(_NUMBERS)])
     triple = array("q", rng.choice([[0, 4096, 4096], [-1, 0, 1], [0, 1 << 60, 4096], [0, 0, 0]]))
-    place = nixl_messages.UnitPlace(
+    place = nixl_messages.UnitLocation(
         address=rng.choice([0, 4096, 1 << 46, (1 << 63) - 1]),
         nbytes=rng.choice([1, 1 << 20, (1 << 62) - 1]),
         device=rng.choice([-1, 0, 7]),
@@ -517,13 +517,15 @@ def _rail(rng: random.Random) -> bytes:
     return nixl_messages.encode(
         rng.choice(
             [
-                nixl_messages.Units(
+                nixl_messages.UnitLocations(
                     number=rng.randrange(3), first=rng.choice([0, 0, 1]), units=[place]
                 ),
-                nixl_messages.Places(want=want, units=rng.randrange(3), spans=spans, ids=[ids]),
-                nixl_messages.Plain(want=want),
+                nixl_messages.Destinations(
+                    want=want, units=rng.randrange(3), spans=spans, ids=[ids]
+                ),
+                nixl_messages.UseTcp(want=want),
                 nixl_messages.StopWriting(want=want),
-                nixl_messages.Stopped(want=want),
+                nixl_messages.WritesStopped(want=want),
                 nixl_messages.PagesWritten(
                     want=want, unit=rng.choice([0, 0, 9]), number=1, **landed
                 ),

@@ -23,7 +23,7 @@ from kvconnect.disaggregation.staging import Regions
 from kvconnect.errors import Incompatible
 from kvconnect.protocol.messages import GroupHello, Hello
 from kvconnect.protocol.topology import head_range
-from kvconnect.transport.base import Area
+from kvconnect.transport.base import MemoryRegion
 from kvconnect.types import Rank
 
 KV, AUX, FIRST_STATE = 0, 1, 2
@@ -127,8 +127,8 @@ def _state_buffers(args: Any, number: int) -> Iterator[Buffer]:
         seen[layer] += 1
 
 
-def _area(buffer: Buffer, model: Model, is_aux: bool) -> Area:
-    return Area(buffer.address, buffer.nbytes, -1 if is_aux else model.device)
+def _area(buffer: Buffer, model: Model, is_aux: bool) -> MemoryRegion:
+    return MemoryRegion(buffer.address, buffer.nbytes, -1 if is_aux else model.device)
 
 
 def _heads(model: Model) -> int:

@@ -20,7 +20,12 @@ from kvconnect.engines.vllm.tickets import TicketDesk
 from kvconnect.errors import Refused
 from kvconnect.offload.jobs import NULL_BLOCK
 from kvconnect.offload.messages import Instructions, JobReport, PrefillSource, TransferEvent
-from kvconnect.protocol.tickets import CARD_KEY, TICKET_KEY, HandoffRequest, parse_request
+from kvconnect.protocol.tickets import (
+    STANDING_TICKET_KEY,
+    TICKET_KEY,
+    HandoffRequest,
+    parse_request,
+)
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport.security import Keys, read_key
 from kvconnect.types import Endpoint, Span, TransferId
@@ -113,7 +118,7 @@ class DisaggregationScheduler:
         other engines may ask for from now on, if any."""
         params = request.kv_transfer_params or {}
         # Without a word that only KVConnect uses, another connector may be meant.
-        ours = self.alone or TICKET_KEY in params or CARD_KEY in params
+        ours = self.alone or TICKET_KEY in params or STANDING_TICKET_KEY in params
         try:
             asked = parse_request(params)
             if asked.role == "send":
@@ -207,7 +212,7 @@ class DisaggregationScheduler:
     def _open_lease(self, request: Request, asked: HandoffRequest, now: float) -> TransferId | None:
         if not self._sends:
             raise Refused("params", "this engine does not send: kv_role kv_producer or kv_both")
-        if asked.wants_card:
+        if asked.wants_standing_ticket:
             self._desk.want_card(request.request_id, asked.rank)
             return None
         content = translate.prompt_content(request)

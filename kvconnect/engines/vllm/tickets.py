@@ -9,7 +9,14 @@ from typing import Any
 
 from kvconnect.errors import Refused
 from kvconnect.offload.messages import PrefillSource
-from kvconnect.protocol.tickets import CARD_KEY, TICKET_KEY, HandoffRequest, Ticket, issue, verify
+from kvconnect.protocol.tickets import (
+    STANDING_TICKET_KEY,
+    TICKET_KEY,
+    HandoffRequest,
+    Ticket,
+    issue,
+    verify,
+)
 from kvconnect.transport.security import Keys
 from kvconnect.types import TransferId
 
@@ -64,7 +71,7 @@ class TicketDesk:
         if req_id in self._cards:
             self._cards.remove(req_id)
             return {
-                CARD_KEY: self._issue(TransferId(b""), 0, CARD_LIFETIME_S),
+                STANDING_TICKET_KEY: self._issue(TransferId(b""), 0, CARD_LIFETIME_S),
                 CARD_EXPIRY_KEY: CARD_LIFETIME_S,
             }
         if transfer is None:

@@ -23,8 +23,8 @@ import numpy as np
 
 from kvconnect.cuda import has_context
 from kvconnect.errors import ConfigError, Misuse, TransferFailed
-from kvconnect.protocol.nixl_messages import NixlOffer, flaw
-from kvconnect.transport.base import Area
+from kvconnect.protocol.nixl_messages import NixlOffer, metadata_error
+from kvconnect.transport.base import MemoryRegion
 from kvconnect.transport.nixl.descriptors import Ints
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _MAX_MARKS = 1 << 16  # of one connection, not asked for yet
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
-class Agent:
+class NixlAgent:
     """All methods are for one thread, which must have a CUDA context if an area is on a device.
     ``offer`` says what the other side has to know. ``local``: no other machine can reach it.
 
@@ -47,7 +47,7 @@ class Agent:
         Misuse: the calling thread has no context.
     """
 
-    def __init__(self, backend: str, areas: Sequence[Area], *, local: bool) -> None:
+    def __init__(self, backend: str, areas: Sequence[MemoryRegion], *, local: bool) -> None:
         if any(area.device >= 0 for area in areas) and not has_context():
             raise Misuse("NIXL is started in a thread that has no CUDA context")
         package = find_package(sys.modules.get("torch"), any(a.device >= 0 for a in areas))
@@ -81,7 +81,7 @@ class Agent:
         except self._errors as error:
             raise ConfigError("transport", package, f"NIXL does not start: {error}") from error
         # Where our own has another form, that of a later NIXL, so has the other side's.
-        self._form_is_known = not flaw(self.offer.metadata, name, backend)
+        self._form_is_known = not metadata_error(self.offer.metadata, name, backend)
         settings = ", ".join(f"{key}={os.environ.get(key, 'unset')}" for key in _SETTINGS)
         logger.info("%s %s, backend %s, %s", package, self.offer.version, backend, settings)
 
@@ -93,7 +93,7 @@ class Agent:
             plugins = ", ".join(sorted(self._agent.getAvailPlugins()))
             raise ConfigError("nixl_backend", backend, fix + plugins) from error
 
-    def _register(self, area: Area) -> None:
+    def _register(self, area: MemoryRegion) -> None:
         kind, device = self._kind(area.device)
         try:
             descs = self._nixl.nixlRegDList(kind, [(area.address, area.nbytes, device, "")])
@@ -111,7 +111,7 @@ class Agent:
         """
         refusal = "NIXL cannot read the other side's metadata"
         if self._form_is_known:
-            why = flaw(offer.metadata, offer.agent, offer.backend)
+            why = metadata_error(offer.metadata, offer.agent, offer.backend)
             if why:
                 raise TransferFailed(f"{refusal}: {why}")
         try:

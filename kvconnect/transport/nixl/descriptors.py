@@ -14,16 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnect.errors import ProtocolError
-from kvconnect.transport.base import Area, Unit
+from kvconnect.transport.base import MemoryRegion, Unit
 
 Ints = npt.NDArray[np.int64]
 
 
-class UnitAddresses(NamedTuple):
+class LocatedUnit(NamedTuple):
     """Where one side keeps the wire blocks of a unit."""
 
     unit: Unit
-    area: Area
+    area: MemoryRegion
 
 
 class Runs(NamedTuple):
@@ -33,7 +33,7 @@ class Runs(NamedTuple):
     lengths: Ints
 
 
-def check_place(place: UnitAddresses) -> None:
+def check_unit(place: LocatedUnit) -> None:
     """Raise :class:`ProtocolError` if a unit that the other side described makes no sense."""
     unit = place.unit
     per_phase, rest = divmod(len(unit.segments), 3 * unit.phases)
@@ -51,7 +51,7 @@ def check_place(place: UnitAddresses) -> None:
         raise ProtocolError(f"segments that do not make {unit.block_bytes} bytes")
 
 
-def runs_of(place: UnitAddresses, ids: array[int]) -> Runs:
+def runs_of(place: LocatedUnit, ids: array[int]) -> Runs:
     """Return the runs of wire blocks.
 
     Raises:

@@ -11,17 +11,17 @@ from functools import partial
 
 from kvconnect.errors import ProtocolError, TransferFailed
 from kvconnect.protocol import nixl_messages
-from kvconnect.protocol.codec import DIGEST_BYTES, MAX_NOTE, digested
+from kvconnect.protocol.codec import DIGEST_BYTES, MAX_MESSAGE, digested
 from kvconnect.protocol.nixl_messages import (
+    Destinations,
     PagesWritten,
-    Places,
-    Plain,
     StopWriting,
-    UnitPlace,
-    Units,
+    UnitLocation,
+    UnitLocations,
+    UseTcp,
 )
-from kvconnect.transport.base import Drained, IncomingPages, Received, Unit
-from kvconnect.transport.nixl.agent import Agent
+from kvconnect.transport.base import Drained, IncomingPages, PagesReceived, Unit
+from kvconnect.transport.nixl.agent import NixlAgent
 from kvconnect.transport.nixl.worker import NixlWorker
 from kvconnect.transport.tcp.context import ConnectionContext
 
@@ -156,11 +156,11 @@ class InboundWrites:
         spans = [
             (first, chosen.setdefault(ids.tobytes(), len(chosen))) for first, ids in order.spans
         ]
-        places = Places(want=order.want, units=number, spans=spans, ids=list(chosen))
-        fits = len(nixl_messages.encode(places)) <= MAX_NOTE
+        places = Destinations(want=order.want, units=number, spans=spans, ids=list(chosen))
+        fits = len(nixl_messages.encode(places)) <= MAX_MESSAGE
         self._tell_place(want, places if fits else None)
 
-    def _tell_place(self, want: _InboundRead, places: Places | None) -> None:
+    def _tell_place(self, want: _InboundRead, places: Destinations | None) -> None:
         """Let the source send a want, by the data connections if it has no places."""
         with self._lock:
             if want.ended or self._closed:
@@ -168,7 +168,7 @@ class InboundWrites:
             want.placed, want.plain = True, places is None
             if want.plain:  # under the lock, so that a cancel comes before or after it
                 self._line.plain(want.order)
-        self._line.say(places or Plain(want=want.order.want))
+        self._line.say(places or UseTcp(want=want.order.want))
 
     def _number_of(self, units: Sequence[Unit]) -> int | None:
         """Return the number that the source knows a list of units by; None if it is too much to
@@ -180,18 +180,18 @@ class InboundWrites:
         if number == nixl_messages.MAX_UNIT_LISTS:
             return None
         notes = [
-            Units(number=number, first=first, units=[self._describe(unit)])
+            UnitLocations(number=number, first=first, units=[self._describe(unit)])
             for first, unit in enumerate(units)
         ]
-        told = all(len(nixl_messages.encode(note)) <= MAX_NOTE for note in notes)
+        told = all(len(nixl_messages.encode(note)) <= MAX_MESSAGE for note in notes)
         self._units.append((units, told))
         for note in notes if told else ():
             self._line.say(note)
         return number if told else None
 
-    def _describe(self, unit: Unit) -> UnitPlace:
-        area = self._line.pages().area_of(unit)
-        return UnitPlace(
+    def _describe(self, unit: Unit) -> UnitLocation:
+        area = self._line.pages().region_of(unit)
+        return UnitLocation(
             address=area.address,
             nbytes=area.nbytes,
             device=area.device,
@@ -215,7 +215,7 @@ class InboundWrites:
             raise ProtocolError(f"{landed.nbytes} bytes for {landed.count} blocks of {size} bytes")
 
     def _look_for_mark(
-        self, want: _InboundRead, landed: PagesWritten, waiting: ExitStack, agent: Agent
+        self, want: _InboundRead, landed: PagesWritten, waiting: ExitStack, agent: NixlAgent
     ) -> bool:
         if self._closed:
             waiting.close()
@@ -243,7 +243,7 @@ class InboundWrites:
             want.busy -= 1
             if not (want.ended or self._closed):
                 self._line.events.put(
-                    Received(
+                    PagesReceived(
                         self._line.peer,
                         landed.want,
                         number,

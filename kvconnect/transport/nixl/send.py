@@ -11,12 +11,19 @@ from functools import partial
 from typing import NamedTuple
 
 from kvconnect.errors import Misuse, ProtocolError
-from kvconnect.protocol.nixl_messages import MAX_UNITS, NixlOffer, Places, Stopped, UnitPlace, Units
-from kvconnect.transport.base import Area, Drained, OutgoingPages, Sent, Unit
-from kvconnect.transport.nixl.agent import Agent
-from kvconnect.transport.nixl.descriptors import UnitAddresses, check_place, paired, runs_of
+from kvconnect.protocol.nixl_messages import (
+    MAX_UNITS,
+    Destinations,
+    NixlOffer,
+    UnitLocation,
+    UnitLocations,
+    WritesStopped,
+)
+from kvconnect.transport.base import Drained, MemoryRegion, OutgoingPages, PagesSent, Unit
+from kvconnect.transport.nixl.agent import NixlAgent
+from kvconnect.transport.nixl.descriptors import LocatedUnit, check_unit, paired, runs_of
 from kvconnect.transport.nixl.worker import NixlWorker
-from kvconnect.transport.nixl.writes import Write, Writes
+from kvconnect.transport.nixl.writes import NixlWrite, WriteQueue
 from kvconnect.transport.tcp.context import ConnectionContext
 
 MAX_WRITE_BYTES = 32 << 20
@@ -29,7 +36,7 @@ _STOPPED_WANTS = 4096
 
 
 class _Span(NamedTuple):
-    place: UnitAddresses
+    place: LocatedUnit
     first: int
     ids: array[int]
 
@@ -47,7 +54,7 @@ class _OutboundRead:
 
 
 @dataclass(eq=False)
-class _Shipment:
+class _WriteRequest:
     want: _OutboundRead
     order: OutgoingPages
     left: int = 1  # writes
@@ -66,9 +73,9 @@ class OutboundWrites:
         self._closed = False
         self._wants: dict[int, _OutboundRead] = {}
         self._stopped: dict[int, None] = {}  # oldest first
-        self._units: dict[int, list[UnitAddresses]] = {}
+        self._units: dict[int, list[LocatedUnit]] = {}
         self._segment_bytes = 0
-        self._writes = Writes(line, mover)
+        self._writes = WriteQueue(line, mover)
 
     def settle(self, theirs: NixlOffer, period: int) -> None:
         """Set whom to write to and the agreed digest period; before anything else."""
@@ -83,7 +90,7 @@ class OutboundWrites:
             if self._closed:
                 return
             if order.want in self._stopped:
-                self._line.events.put(Sent(self._line.peer, order.want, 0, 0.0))
+                self._line.events.put(PagesSent(self._line.peer, order.want, 0, 0.0))
                 return
             want = self._wants.setdefault(order.want, _OutboundRead())
             if want.spans is None and not want.plain:
@@ -109,7 +116,7 @@ class OutboundWrites:
         if want is None or want.plain:  # the reader may have ended a plain one already
             self._line.cancel_plain(number)
 
-    def on_units(self, message: Units) -> None:
+    def on_units(self, message: UnitLocations) -> None:
         """The reader describes a list of units; raises :class:`ProtocolError` if it cannot be."""
         known = self._units.setdefault(message.number, [])
         self._segment_bytes += sum(len(unit.segments) for unit in message.units)
@@ -118,7 +125,7 @@ class OutboundWrites:
             raise ProtocolError(f"units from {message.first} on, after {len(known)} others")
         known += map(_place, message.units)
 
-    def on_places(self, message: Places) -> None:
+    def on_places(self, message: Destinations) -> None:
         """The reader says where a want goes; raises :class:`ProtocolError` if it cannot be."""
         places = self._units.get(message.units)
         if places is None or len(places) != len(message.spans):
@@ -153,13 +160,13 @@ class OutboundWrites:
                 want.waits.close()
                 held, want.held = want.held, []
                 for _ in held:
-                    self._line.events.put(Sent(self._line.peer, number, 0, 0.0))
+                    self._line.events.put(PagesSent(self._line.peer, number, 0, 0.0))
                 if want.busy:
                     return
                 del self._wants[number]
-        self._line.say(Stopped(want=number))
+        self._line.say(WritesStopped(want=number))
 
-    def end(self, agent: Agent) -> None:
+    def end(self, agent: NixlAgent) -> None:
         """Give up what is under way. For the mover's thread."""
         self._writes.end(agent)
 
@@ -193,10 +200,10 @@ class OutboundWrites:
         if want.plain:
             self._line.plain(order)
             return
-        work = partial(self._prepare, _Shipment(want, order))
+        work = partial(self._prepare, _WriteRequest(want, order))
         self._mover.prepare("launches", work, self._line.fail)
 
-    def _prepare(self, shipment: _Shipment) -> None:
+    def _prepare(self, shipment: _WriteRequest) -> None:
         """Work out the writes of an order, once the device has its pages."""
         order, spans = shipment.order, shipment.want.spans
         assert spans is not None
@@ -216,10 +223,10 @@ class OutboundWrites:
         with self._lock:
             shipment.left = len(starts)
             shipment.want.busy += len(starts) - 1
-        here = UnitAddresses(order.unit, self._line.pages().area_of(order.unit))
+        here = LocatedUnit(order.unit, self._line.pages().region_of(order.unit))
         for at in starts:
             ids = order.ids[at : at + step]
-            write = Write(
+            write = NixlWrite(
                 order=order,
                 first=order.first + at,
                 count=len(ids),
@@ -236,7 +243,7 @@ class OutboundWrites:
     def _dropped(self, want: _OutboundRead) -> bool:
         return self._closed or want.stopped or want.cancelled
 
-    def _finish(self, shipment: _Shipment, count: int, started: float | None) -> None:
+    def _finish(self, shipment: _WriteRequest, count: int, started: float | None) -> None:
         want, number = shipment.want, shipment.order.want
         with self._lock:
             want.busy -= 1
@@ -248,7 +255,7 @@ class OutboundWrites:
                 return
             if not (shipment.left or want.cancelled):
                 seconds = time.perf_counter() - shipment.started if shipment.started else 0.0
-                self._line.events.put(Sent(self._line.peer, number, shipment.nbytes, seconds))
+                self._line.events.put(PagesSent(self._line.peer, number, shipment.nbytes, seconds))
             if want.busy:
                 return
             if want.cancelled:
@@ -256,7 +263,7 @@ class OutboundWrites:
             if want.stopped:
                 del self._wants[number]  # once: from then on nothing is sent for it
         if want.stopped:
-            self._line.say(Stopped(want=number))
+            self._line.say(WritesStopped(want=number))
 
 
 def _blocks_per_write(here: Unit, there: Unit) -> int:
@@ -265,12 +272,12 @@ def _blocks_per_write(here: Unit, there: Unit) -> int:
     return max(1, step)
 
 
-def _place(unit: UnitPlace) -> UnitAddresses:
+def _place(unit: UnitLocation) -> LocatedUnit:
     """Return where the reader keeps a unit; raises :class:`ProtocolError` if that is nowhere."""
     if len(unit.segments) % 8:
         raise ProtocolError(f"{len(unit.segments)} bytes of segments")
-    area = Area(unit.address, unit.nbytes, unit.device)
+    area = MemoryRegion(unit.address, unit.nbytes, unit.device)
     segments = array("q", unit.segments)
-    place = UnitAddresses(Unit(segments, unit.phases, unit.block_bytes), area)
-    check_place(place)
+    place = LocatedUnit(Unit(segments, unit.phases, unit.block_bytes), area)
+    check_unit(place)
     return place

@@ -11,15 +11,21 @@ from msgspec.structs import replace
 from kvconnect.errors import ProtocolError
 from kvconnect.protocol import nixl_messages
 from kvconnect.protocol.nixl_messages import (
+    Destinations,
     PagesWritten,
-    Places,
-    Plain,
-    Stopped,
     StopWriting,
-    Units,
+    UnitLocations,
+    UseTcp,
+    WritesStopped,
 )
-from kvconnect.transport.base import IncomingPages, LinkOptions, Memory, OutgoingPages, Security
-from kvconnect.transport.nixl.agent import Agent
+from kvconnect.transport.base import (
+    ConnectionOptions,
+    IncomingPages,
+    Memory,
+    OutgoingPages,
+    Security,
+)
+from kvconnect.transport.nixl.agent import NixlAgent
 from kvconnect.transport.nixl.receive import InboundWrites
 from kvconnect.transport.nixl.send import OutboundWrites
 from kvconnect.transport.nixl.worker import NixlWorker
@@ -35,7 +41,7 @@ class NixlTransport(TcpTransport):
     agent that writes come through.
     """
 
-    def __init__(self, security: Security, options: LinkOptions) -> None:
+    def __init__(self, security: Security, options: ConnectionOptions) -> None:
         super().__init__(security, options)
         self._mover: NixlWorker | None = None
 
@@ -47,7 +53,7 @@ class NixlTransport(TcpTransport):
         """
         super().register(memory)
         options = self._shared.options
-        self._mover = NixlWorker(options.backend, memory.areas(), local=options.local)
+        self._mover = NixlWorker(options.backend, memory.regions(), local=options.local)
         self._shared.make_rail = partial(NixlPath, self._mover)
 
     def close(self) -> None:
@@ -141,13 +147,13 @@ class NixlPath:
             raise ProtocolError("a note about NIXL, which was not agreed on")
         if isinstance(message, PagesWritten):
             self._landings.on_landed(message)
-        elif isinstance(message, Stopped):
+        elif isinstance(message, WritesStopped):
             self._landings.on_stopped(message.want)
-        elif isinstance(message, Units):
+        elif isinstance(message, UnitLocations):
             self._launches.on_units(message)
-        elif isinstance(message, Places):
+        elif isinstance(message, Destinations):
             self._launches.on_places(message)
-        elif isinstance(message, Plain):
+        elif isinstance(message, UseTcp):
             self._launches.on_plain(message.want)
         else:
             assert isinstance(message, StopWriting)
@@ -166,7 +172,7 @@ class NixlPath:
         else:
             self._mover.call(self._end, done)
 
-    def _end(self, agent: Agent) -> None:
+    def _end(self, agent: NixlAgent) -> None:
         self._launches.end(agent)
         agent.drop_marks(self._line.session)
 
@@ -175,7 +181,7 @@ class NixlPath:
             return "NIXL does not work here, see the log"
         if not theirs:
             return "the other side offers no NIXL"
-        return nixl_messages.misfit(self._offer, nixl_messages.decode_offer(theirs))
+        return nixl_messages.mismatch(self._offer, nixl_messages.decode_offer(theirs))
 
     def _lost(self, reason: str) -> None:
         if self._usable is not False:

@@ -19,8 +19,8 @@ from kvconnect.cuda import CudaContext
 from kvconnect.errors import ConfigError, KVConnectError, contained
 from kvconnect.protocol.nixl_messages import NixlOffer
 from kvconnect.threads import ThreadKind, make
-from kvconnect.transport.base import Area
-from kvconnect.transport.nixl.agent import Agent
+from kvconnect.transport.base import MemoryRegion
+from kvconnect.transport.nixl.agent import NixlAgent
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +28,11 @@ _SHORTEST_S = 50e-6
 _LONGEST_S = 1e-3
 _CLOSE_S = 10.0
 
-Step = Callable[[Agent], None]
-Check = Callable[[Agent], bool]
+Step = Callable[[NixlAgent], None]
+Check = Callable[[NixlAgent], bool]
 """Says whether it is over and need not be asked again."""
 
-Half = Literal["launches", "landings"]
+WorkQueue = Literal["launches", "landings"]
 
 
 def _nothing() -> None:
@@ -49,15 +49,15 @@ class NixlWorker:
         ConfigError: NIXL cannot be used here.
     """
 
-    def __init__(self, backend: str, areas: Sequence[Area], *, local: bool) -> None:
-        self._start = partial(Agent, backend, areas, local=local)
+    def __init__(self, backend: str, areas: Sequence[MemoryRegion], *, local: bool) -> None:
+        self._start = partial(NixlAgent, backend, areas, local=local)
         self._enter = _context_of(areas)
         self._enter()
         self._agent = self._start()
         self.offer: NixlOffer | None = self._agent.offer
         self._changed = threading.Condition()
         self._steps: deque[tuple[Step, Callable[[], None]]] = deque()
-        self._work: dict[Half, deque[Callable[[], None]]] = {
+        self._work: dict[WorkQueue, deque[Callable[[], None]]] = {
             "launches": deque(),
             "landings": deque(),
         }
@@ -87,7 +87,9 @@ class NixlWorker:
         """Ask again until it is over. For steps and checks."""
         self._checks.append(check)
 
-    def prepare(self, half: Half, work: Callable[[], None], failed: Callable[[str], None]) -> None:
+    def prepare(
+        self, half: WorkQueue, work: Callable[[], None], failed: Callable[[str], None]
+    ) -> None:
         """Have work done that may take long, in the order of calls; ``failed`` gets the reason if
         it raises."""
         with self._changed:
@@ -127,7 +129,7 @@ class NixlWorker:
         for thread in self._threads:
             thread.join(_CLOSE_S)
 
-    def _replace(self, exposed: NixlOffer | None, reason: str, agent: Agent) -> None:
+    def _replace(self, exposed: NixlOffer | None, reason: str, agent: NixlAgent) -> None:
         if agent.offer is not exposed:
             return  # several peers were lost together
         logger.warning("starting a new NIXL agent: %s", reason)
@@ -196,7 +198,7 @@ class NixlWorker:
                     self._steps.appendleft((step, done))
         done()
 
-    def _prepare(self, half: Half) -> None:
+    def _prepare(self, half: WorkQueue) -> None:
         queue = self._work[half]
         while True:
             with self._changed:
@@ -207,7 +209,7 @@ class NixlWorker:
             work()
 
 
-def _context_of(areas: Sequence[Area]) -> Callable[[], None]:
+def _context_of(areas: Sequence[MemoryRegion]) -> Callable[[], None]:
     """Return what gives the calling thread a context of the device that memory is on.
 
     Without one, UCX takes the machine for one without CUDA and moves pages through the host.

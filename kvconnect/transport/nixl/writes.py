@@ -12,7 +12,7 @@ from functools import partial
 from kvconnect.errors import TransferFailed
 from kvconnect.protocol.nixl_messages import NixlOffer, PagesWritten
 from kvconnect.transport.base import OutgoingPages
-from kvconnect.transport.nixl.agent import Agent
+from kvconnect.transport.nixl.agent import NixlAgent
 from kvconnect.transport.nixl.descriptors import Ints
 from kvconnect.transport.nixl.worker import NixlWorker
 from kvconnect.transport.tcp.context import ConnectionContext
@@ -22,9 +22,9 @@ ROOM = 4
 
 
 @dataclass(eq=False)
-class Write:
+class NixlWrite:
     """Some wire blocks of an order, on their way. ``pieces`` and ``devices``: see
-    :meth:`Agent.write`."""
+    :meth:`NixlAgent.write`."""
 
     order: OutgoingPages
     first: int
@@ -45,7 +45,7 @@ class Write:
         return self.count * self.order.unit.block_bytes
 
 
-class Writes:
+class WriteQueue:
     """Starts writes, tells the reader when each has landed, and gives up those that remain.
 
     ``theirs`` is the reader's offer, to be set before the first write.
@@ -56,16 +56,16 @@ class Writes:
         self._line = line
         self._mover = mover
         self._name = ""
-        self._under_way: dict[Write, Agent] = {}
-        self._queue: deque[Write] = deque()
+        self._under_way: dict[NixlWrite, NixlAgent] = {}
+        self._queue: deque[NixlWrite] = deque()
         self._started = 0
 
-    def start(self, write: Write, agent: Agent) -> None:
+    def start(self, write: NixlWrite, agent: NixlAgent) -> None:
         """Begin to write when its turn comes, unless nobody wants it any more then."""
         self._queue.append(write)
         self._go_on(agent)
 
-    def _go_on(self, agent: Agent) -> None:
+    def _go_on(self, agent: NixlAgent) -> None:
         while self._queue and len(self._under_way) < ROOM:
             write = self._queue.popleft()
             if write.dropped():
@@ -73,7 +73,7 @@ class Writes:
             else:
                 self._begin(write, agent)
 
-    def _begin(self, write: Write, agent: Agent) -> None:
+    def _begin(self, write: NixlWrite, agent: NixlAgent) -> None:
         write.started = time.perf_counter()
         write.watched.enter_context(self._line.watch.over(write.order.want, write.nbytes))
         self._started += 1
@@ -91,7 +91,7 @@ class Writes:
         self._under_way[write] = agent
         self._mover.watch(partial(self._look, write))
 
-    def end(self, agent: Agent) -> None:
+    def end(self, agent: NixlAgent) -> None:
         """Give up what is under way."""
         for write, owner in self._under_way.items():
             owner.release(write.handle)
@@ -101,7 +101,7 @@ class Writes:
         if self._name:
             agent.part(self._name)
 
-    def _look(self, write: Write, agent: Agent) -> bool:
+    def _look(self, write: NixlWrite, agent: NixlAgent) -> bool:
         """Say whether a write is over, and report it if it is."""
         if write not in self._under_way:
             return True

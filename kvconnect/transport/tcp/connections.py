@@ -9,9 +9,15 @@ import threading
 
 from kvconnect.errors import ProtocolError, Refused
 from kvconnect.protocol.auth import SESSION_BYTES, Opening
-from kvconnect.transport.base import STRANGER, EventQueue, LinkOptions, PeerDown, PeerId
+from kvconnect.transport.base import (
+    UNAUTHENTICATED,
+    ConnectionOptions,
+    EventQueue,
+    PeerDown,
+    PeerId,
+)
 from kvconnect.transport.security import AccessPolicy
-from kvconnect.transport.tcp.context import Shared
+from kvconnect.transport.tcp.context import TransportContext
 from kvconnect.transport.tcp.event_loop import EventLoop
 from kvconnect.transport.tcp.listener import UNTRUSTED, Listener, PendingConnection
 from kvconnect.transport.tcp.peer import CLOSED, Peer
@@ -32,9 +38,9 @@ class ConnectionManager:
     Owns the loop, which ends when everything is closed.
     """
 
-    def __init__(self, guard: AccessPolicy, options: LinkOptions) -> None:
+    def __init__(self, guard: AccessPolicy, options: ConnectionOptions) -> None:
         loop = EventLoop(self._tick, options.heartbeat_s / 2, lambda: self.close(DIED))
-        self.shared = Shared(options, EventQueue(), loop)
+        self.shared = TransportContext(options, EventQueue(), loop)
         self._guard = guard
         self._door = Listener(loop, guard, options, self._on_proven, self._on_refused)
         self._numbers = itertools.count(1)
@@ -103,7 +109,7 @@ class ConnectionManager:
         peer.join(opening, guest.handshake.sock, guest.handshake.auth.rest)
 
     def _on_refused(self, reason: str, refused: str) -> None:
-        self.shared.events.put(PeerDown(STRANGER, reason, refused))
+        self.shared.events.put(PeerDown(UNAUTHENTICATED, reason, refused))
 
     def _on_gone(self, peer: Peer) -> None:
         self._door.drop(peer)

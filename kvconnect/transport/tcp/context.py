@@ -13,9 +13,9 @@ from kvconnect.protocol.codec import digested
 from kvconnect.protocol.nixl_messages import NixlMessage
 from kvconnect.transport import page_io
 from kvconnect.transport.base import (
+    ConnectionOptions,
     EventQueue,
     IncomingPages,
-    LinkOptions,
     Memory,
     OutgoingPages,
     PeerId,
@@ -28,10 +28,10 @@ DIGEST_PERIOD = {"off": 0, "sampled": 16, "full": 1}
 
 
 @dataclass
-class Shared:
+class TransportContext:
     """Made once; only ``memory`` and ``make_rail`` are set later."""
 
-    options: LinkOptions
+    options: ConnectionOptions
     events: EventQueue
     loop: EventLoop
     memory: Memory | None = None
@@ -126,7 +126,7 @@ AGAIN_S = 300.0
 LINES_PER_MINUTE = 20
 
 
-class Complaints:
+class RejectionLog:
     """Not thread-safe. ``now`` is in seconds of one monotonic clock."""
 
     def __init__(self) -> None:

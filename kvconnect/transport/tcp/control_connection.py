@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 
 from kvconnect.errors import KVConnectError, ProtocolError, contained
-from kvconnect.protocol.codec import NoteReader, pack_note
+from kvconnect.protocol.codec import MessageReader, pack_message
 from kvconnect.transport.tcp.event_loop import EventLoop
 from kvconnect.transport.tcp.handshake import READ, WRITE
 from kvconnect.transport.tcp.sockets import read_some, shut, write_some
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 MAX_QUEUED_BYTES = 8 << 20
 """Notes that wait for a peer that does not read them; more, and it counts as down."""
 
-PARTED = "closed by the other side"
+CLOSED_BY_PEER = "closed by the other side"
 
 _STEP_BYTES = 64 << 10
 _READS = 16  # at a time, so that one peer does not keep the others waiting
@@ -43,7 +43,7 @@ class ControlConnection:
         self._loop = loop
         self._on_note = on_note
         self._on_end = on_end
-        self._reader = NoteReader()
+        self._reader = MessageReader()
         self._out = bytearray()
         self._last_reason = ""
         self._closed = False
@@ -55,7 +55,7 @@ class ControlConnection:
         if self._closed:
             return
         idle = not self._out
-        self._out += pack_note(payload)
+        self._out += pack_message(payload)
         self.sent_at = self._loop.now()
         if len(self._out) > MAX_QUEUED_BYTES:
             self._on_end(f"does not read its notes: {len(self._out)} bytes wait")
@@ -120,7 +120,7 @@ class ControlConnection:
             if count is None:
                 return
             if count == 0:
-                self._on_end(PARTED)
+                self._on_end(CLOSED_BY_PEER)
                 return
             self.feed(bytes(self._view[:count]))
             if self._closed:

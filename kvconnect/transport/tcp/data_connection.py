@@ -20,8 +20,8 @@ from kvconnect.protocol.codec import (
     unpack_header,
 )
 from kvconnect.transport import page_io
-from kvconnect.transport.base import PeerId, Received
-from kvconnect.transport.tcp.context import Shared
+from kvconnect.transport.base import PagesReceived, PeerId
+from kvconnect.transport.tcp.context import TransportContext
 from kvconnect.transport.tcp.send_queue import FrameTarget, OutboundFrame, SendQueue
 from kvconnect.transport.tcp.sockets import allow_silence, read_exact, shut, write_all
 
@@ -40,7 +40,7 @@ class DataConnection:
         peer: PeerId,
         sock: socket.socket,
         traffic: SendQueue,
-        shared: Shared,
+        shared: TransportContext,
         left: Callable[[str, bool], None],
     ) -> None:
         self._peer = peer
@@ -174,7 +174,7 @@ class DataConnection:
             ours, theirs = memoryview(digests).cast("Q"), memoryview(claimed).cast("Q")
             bad = tuple(block for block, a, b in zip(blocks, ours, theirs, strict=True) if a != b)
         self._shared.events.put(
-            Received(
+            PagesReceived(
                 self._peer,
                 header.want,
                 header.unit,

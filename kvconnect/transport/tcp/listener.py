@@ -13,9 +13,9 @@ from functools import partial
 
 from kvconnect.errors import ProtocolError, Refused, contained
 from kvconnect.protocol.auth import NONCE_BYTES, ClientAuth, Opening, ServerAuth
-from kvconnect.transport.base import LinkOptions
+from kvconnect.transport.base import ConnectionOptions
 from kvconnect.transport.security import AccessPolicy
-from kvconnect.transport.tcp.context import Complaints
+from kvconnect.transport.tcp.context import RejectionLog
 from kvconnect.transport.tcp.event_loop import EventLoop
 from kvconnect.transport.tcp.handshake import READ, Handshake
 from kvconnect.transport.tcp.peer import Peer
@@ -52,7 +52,7 @@ class Listener:
         self,
         loop: EventLoop,
         guard: AccessPolicy,
-        options: LinkOptions,
+        options: ConnectionOptions,
         on_proven: Callable[[PendingConnection, Opening], None],
         on_refused: Callable[[str, str], None],
     ) -> None:
@@ -63,7 +63,7 @@ class Listener:
         self._on_refused = on_refused
         self._listener: socket.socket | None = None
         self._guests: dict[PendingConnection, None] = {}  # oldest first
-        self._complaints = Complaints()
+        self._complaints = RejectionLog()
 
     def open(self, listener: socket.socket) -> None:
         """Accept connections from a listening socket, which it owns from now on."""

@@ -12,18 +12,24 @@ from functools import partial
 from kvconnect.errors import ProtocolError
 from kvconnect.protocol import nixl_messages
 from kvconnect.protocol.auth import Opening
-from kvconnect.protocol.codec import MAX_NOTE, NixlNote, pack_greeting, stricter, unpack_greeting
+from kvconnect.protocol.codec import (
+    MAX_MESSAGE,
+    NixlPayload,
+    pack_greeting,
+    stricter,
+    unpack_greeting,
+)
 from kvconnect.transport.base import (
+    ConnectionOptions,
     IncomingPages,
-    LinkOptions,
-    Noted,
+    MessageReceived,
     OutgoingPages,
     PeerDown,
     PeerId,
     PeerUp,
 )
-from kvconnect.transport.tcp.context import DIGEST_PERIOD, ConnectionContext, Shared
-from kvconnect.transport.tcp.control_connection import PARTED, ControlConnection
+from kvconnect.transport.tcp.context import DIGEST_PERIOD, ConnectionContext, TransportContext
+from kvconnect.transport.tcp.control_connection import CLOSED_BY_PEER, ControlConnection
 from kvconnect.transport.tcp.data_connection import DataConnection
 from kvconnect.transport.tcp.send_queue import SendQueue, StallWatchdog
 
@@ -71,7 +77,7 @@ class Peer:
         number: PeerId,
         opening: Opening,
         address: str,
-        shared: Shared,
+        shared: TransportContext,
         *,
         inbound: bool,
         on_gone: Callable[[Peer], None],
@@ -177,7 +183,7 @@ class Peer:
         if life.reason:
             return
         life.reason = life.ending or reason
-        level = logging.INFO if life.reason in (CLOSED, PARTED) else logging.WARNING
+        level = logging.INFO if life.reason in (CLOSED, CLOSED_BY_PEER) else logging.WARNING
         logger.log(level, "peer %s at %s is down: %s", self.number, self.address, life.reason)
         self.traffic.close()
         if self._control:
@@ -236,12 +242,12 @@ class Peer:
 
     def _on_note(self, payload: bytes) -> None:
         life = self._life
-        if isinstance(payload, NixlNote):
+        if isinstance(payload, NixlPayload):
             if not (self.rail and life.greeted):
                 raise ProtocolError("a note for a path that was not agreed on")
             self.rail.on_note(payload)
         elif life.up:
-            if payload and not self._shared.events.put(Noted(self.number, payload)):
+            if payload and not self._shared.events.put(MessageReceived(self.number, payload)):
                 self.fail("sends notes faster than they are read here")
         elif not life.greeted:
             period, offer = unpack_greeting(payload)
@@ -264,12 +270,12 @@ class Peer:
             self.fail(reason)
 
 
-def _line(peer: Peer, shared: Shared, inbound: bool) -> ConnectionContext:
+def _line(peer: Peer, shared: TransportContext, inbound: bool) -> ConnectionContext:
     """Return what a rail gets of a peer."""
 
     def say(message: nixl_messages.NixlMessage) -> None:
-        note = NixlNote(nixl_messages.encode(message))
-        if len(note) > MAX_NOTE:
+        note = NixlPayload(nixl_messages.encode(message))
+        if len(note) > MAX_MESSAGE:
             kind = type(message).__name__
             shared.loop.call(partial(peer.fail, f"{kind} of {len(note)} bytes is too long to send"))
         else:
@@ -290,7 +296,7 @@ def _line(peer: Peer, shared: Shared, inbound: bool) -> ConnectionContext:
     )
 
 
-def _patience_s(options: LinkOptions, inbound: bool) -> float:
+def _patience_s(options: ConnectionOptions, inbound: bool) -> float:
     """How long a peer may take to be set up: one that called may be busy, one that is called is
     to be there."""
     return options.silent_s if inbound else options.dead_after_s

@@ -19,8 +19,8 @@ from kvconnect.transport.base import (
     Fence,
     IncomingPages,
     OutgoingPages,
+    PagesSent,
     PeerId,
-    Sent,
     Unit,
 )
 
@@ -155,7 +155,7 @@ class SendQueue:
                 self._leave(frame.shipment.order.want)
 
     def sent(self, frame: OutboundFrame) -> None:
-        """Note that a frame is out; emits ``Sent`` with the last one of its order."""
+        """Note that a frame is out; emits ``PagesSent`` with the last one of its order."""
         shipment = frame.shipment
         order = shipment.order
         with self._changed:
@@ -164,7 +164,7 @@ class SendQueue:
                 return
             nbytes = len(order.ids) * order.unit.block_bytes
             seconds = time.perf_counter() - shipment.started
-            self._events.put(Sent(self._peer, order.want, nbytes, seconds))
+            self._events.put(PagesSent(self._peer, order.want, nbytes, seconds))
 
     @contextmanager
     def landing(self, header: FrameHeader) -> Iterator[FrameTarget | None]:

@@ -9,11 +9,11 @@ from functools import partial
 from kvconnect.errors import ConfigError, Misuse, TransferFailed
 from kvconnect.transport import page_io
 from kvconnect.transport.base import (
-    MAX_NOTE_BYTES,
+    MAX_MESSAGE_BYTES,
+    ConnectionOptions,
     Disconnect,
     Event,
     IncomingPages,
-    LinkOptions,
     Memory,
     OutgoingPages,
     PeerId,
@@ -41,7 +41,7 @@ class TcpTransport(Transport):
         ConfigError: a network, certificate or option cannot be used.
     """
 
-    def __init__(self, security: Security, options: LinkOptions) -> None:
+    def __init__(self, security: Security, options: ConnectionOptions) -> None:
         if not 1 <= options.connections <= MAX_CONNECTIONS:
             raise ConfigError("connections", options.connections, f"use 1 to {MAX_CONNECTIONS}")
         if options.digest not in DIGEST_PERIOD:
@@ -86,8 +86,8 @@ class TcpTransport(Transport):
         if peer is None:
             return
         if isinstance(order, PeerMessage):
-            if not 0 < len(order.payload) <= MAX_NOTE_BYTES:
-                raise Misuse(f"a note of {len(order.payload)} bytes, use 1 to {MAX_NOTE_BYTES}")
+            if not 0 < len(order.payload) <= MAX_MESSAGE_BYTES:
+                raise Misuse(f"a note of {len(order.payload)} bytes, use 1 to {MAX_MESSAGE_BYTES}")
             self._shared.loop.call(partial(peer.note, order.payload))
         elif isinstance(order, Disconnect):
             self._shared.loop.call(partial(peer.hang_up, order.reason))

@@ -23,7 +23,7 @@ from kvconnect.errors import ConfigError, Incompatible, Misuse, TransferFailed  
 from kvconnect.offload import host_arena  # noqa: E402
 from kvconnect.offload.host_arena import HostStore  # noqa: E402
 from kvconnect.offload.streams import CudaStreams  # noqa: E402
-from kvconnect.transport.base import Area  # noqa: E402
+from kvconnect.transport.base import MemoryRegion  # noqa: E402
 from kvconnect.transport.nixl import agent as agents  # noqa: E402
 from kvconnect.transport.nixl import worker as movers  # noqa: E402
 from kvconnect.transport.nixl.worker import NixlWorker  # noqa: E402
@@ -112,9 +112,11 @@ def contexts_of_a_mover(monkeypatch: pytest.MonkeyPatch, device: int) -> list[bo
     start of an agent in another one's place."""
     monkeypatch.setattr(movers, "Agent", Recorder)
     monkeypatch.setattr(Recorder, "contexts", [])
-    mover = in_new_thread(lambda: NixlWorker("UCX", [Area(0, 8), Area(0, 8, device)], local=True))
+    mover = in_new_thread(
+        lambda: NixlWorker("UCX", [MemoryRegion(0, 8), MemoryRegion(0, 8, device)], local=True)
+    )
     seen = Recorder.contexts
-    halves: tuple[movers.Half, ...] = ("launches", "landings")
+    halves: tuple[movers.WorkQueue, ...] = ("launches", "landings")
     for half in halves:
         done = threading.Event()
 
@@ -159,14 +161,14 @@ def test_a_context_that_cannot_be_had_is_a_reason_not_to_use_nixl(
 ) -> None:
     monkeypatch.setattr(cuda, "LIBRARY", "libnothing-of-that-name.so.1")
     with pytest.raises(ConfigError, match=r"transport='nixl' is not usable.*does not load"):
-        NixlWorker("UCX", [Area(0, 8, 0)], local=True)
+        NixlWorker("UCX", [MemoryRegion(0, 8, 0)], local=True)
 
 
 def test_an_agent_is_not_started_where_there_is_no_context(
     stub: StubDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start() -> None:
-        agents.Agent("UCX", [Area(0, 8, 0)], local=True)
+        agents.NixlAgent("UCX", [MemoryRegion(0, 8, 0)], local=True)
 
     def enter_and_start() -> None:
         CudaContext(0).enter()
@@ -215,7 +217,7 @@ def test_each_direction_of_staging_has_a_stream_of_its_own(
 ) -> None:
     monkeypatch.setattr(staging._Ring, "_make", lambda self, nbytes: torch.empty(nbytes))
     area = SimpleNamespace(device=torch.device("cuda:0"), nbytes=8, data_ptr=lambda: 0)
-    staging.StagedMemory(area, pieces=(Area(0, 8, 0),))  # type: ignore[arg-type]
+    staging.StagedMemory(area, pieces=(MemoryRegion(0, 8, 0),))  # type: ignore[arg-type]
     assert len(set(external)) == 2
 
 

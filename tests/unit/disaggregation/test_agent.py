@@ -32,7 +32,7 @@ from kvconnect.offload.messages import (  # noqa: E402
 from kvconnect.protocol.messages import GroupHello, Hello  # noqa: E402
 from kvconnect.stats import OffloadingConnectorStats  # noqa: E402
 from kvconnect.transport import make_transport  # noqa: E402
-from kvconnect.transport.base import LinkOptions, Security  # noqa: E402
+from kvconnect.transport.base import ConnectionOptions, Security  # noqa: E402
 from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span, TransferId  # noqa: E402
 
 HEADS, LAYERS, ROW, TOKENS = 4, 3, 8, 256  # of the model; ROW is floats of one head's token
@@ -104,7 +104,7 @@ class Engine:
         raw = area.view(torch.uint8)
         memory = StagedMemory(raw, 1 << 17) if self.staged else HostMemory(raw)
         transport = make_transport(
-            "tcp", Security(key=self.key), LinkOptions(digest=self.digest, dead_after_s=3.0)
+            "tcp", Security(key=self.key), ConnectionOptions(digest=self.digest, dead_after_s=3.0)
         )
         transport.register(ProbedMemory(memory, raw.device))
         address = transport.listen("127.0.0.1", 0) if self.sends else None

@@ -9,7 +9,7 @@ import torch
 
 from kvconnect.disaggregation.staging import Regions, area_of, span, spanning
 from kvconnect.errors import Misuse
-from kvconnect.transport.base import Area, Unit
+from kvconnect.transport.base import MemoryRegion, Unit
 
 
 def tensors(count: int = 3, nbytes: int = 1 << 20) -> list[torch.Tensor]:
@@ -37,7 +37,7 @@ def test_what_is_no_span_is_refused() -> None:
     with pytest.raises(Misuse, match="with gaps"):
         area_of(torch.zeros(4, 4)[:, :2])
     with pytest.raises(Misuse, match=r"\[-1, 0\]"):
-        span([Area(4096, 1), Area(8192, 1, 0)])
+        span([MemoryRegion(4096, 1), MemoryRegion(8192, 1, 0)])
     with pytest.raises(Misuse, match="without memory"):
         Regions([], 1.0)
 
@@ -51,8 +51,11 @@ def test_regions_know_where_their_areas_are_and_no_others() -> None:
     ]
     assert regions.device == torch.device("cpu")
     inside = made[1].data_ptr() + 1
-    assert regions.offset(Area(inside, 8)) == inside - areas[0].address
-    for other in (Area(areas[0].address - 1, 1), Area(areas[-1].address, areas[-1].nbytes + 1)):
+    assert regions.offset(MemoryRegion(inside, 8)) == inside - areas[0].address
+    for other in (
+        MemoryRegion(areas[0].address - 1, 1),
+        MemoryRegion(areas[-1].address, areas[-1].nbytes + 1),
+    ):
         with pytest.raises(Misuse, match="not part of this cache"):
             regions.offset(other)
     with pytest.raises(Misuse, match="not part of this cache"):
@@ -62,9 +65,13 @@ def test_regions_know_where_their_areas_are_and_no_others() -> None:
 def test_regions_register_each_byte_once() -> None:
     whole = torch.zeros(4096, dtype=torch.uint8)
     start = whole.data_ptr()
-    touching = [Area(start, 1024), Area(start + 1024, 1024), Area(start + 3072, 1024)]
-    found = Regions([*touching, touching[0], Area(start + 512, 256)], 1.0).areas()
-    assert found == (Area(start, 2048), Area(start + 3072, 1024))
+    touching = [
+        MemoryRegion(start, 1024),
+        MemoryRegion(start + 1024, 1024),
+        MemoryRegion(start + 3072, 1024),
+    ]
+    found = Regions([*touching, touching[0], MemoryRegion(start + 512, 256)], 1.0).regions()
+    assert found == (MemoryRegion(start, 2048), MemoryRegion(start + 3072, 1024))
 
 
 def test_pages_of_all_pieces_are_found() -> None:
@@ -78,4 +85,4 @@ def test_pages_of_all_pieces_are_found() -> None:
         first = piece.address + offset + piece.ids[0] * stride
         assert first == tensor.data_ptr() + 3 * 512
         assert length == 512
-        assert regions.area_of(unit).address <= first
+        assert regions.region_of(unit).address <= first

@@ -17,7 +17,7 @@ from kvconnect.disaggregation.send_side import SendSide  # noqa: E402
 from kvconnect.disaggregation.sender import Break, Refuse, Sender  # noqa: E402
 from kvconnect.disaggregation.sessions import Sessions  # noqa: E402
 from kvconnect.offload.messages import NoticeKind, OfferBlocks  # noqa: E402
-from kvconnect.protocol.codec import NoteReader  # noqa: E402
+from kvconnect.protocol.codec import MessageReader  # noqa: E402
 from kvconnect.protocol.messages import Hello  # noqa: E402
 from kvconnect.transport.tcp.peer import Peer  # noqa: E402
 from kvconnect.types import FailureCause, Rank, Span, TransferId  # noqa: E402
@@ -117,7 +117,7 @@ def test_carrying_out_an_action_ends_one_connection_alone(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(Peer, "_on_note"), (Peer, "join"), (NoteReader, "feed")]
+    ("owner", "name"), [(Peer, "_on_note"), (Peer, "join"), (MessageReader, "feed")]
 )
 def test_an_error_in_the_transport_s_thread_ends_one_connection_alone(
     owner: type, name: str, stack: ExitStack, monkeypatch: pytest.MonkeyPatch

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvconnect.errors import TransferFailed
 from kvconnect.testing.memory import PageMemory, plain_unit, split_unit
-from kvconnect.transport.base import Piece, Unit
+from kvconnect.transport.base import PageChunk, Unit
 
 torch = pytest.importorskip("torch")
 
@@ -39,7 +39,7 @@ def staged_by_kernel(pages: PageMemory, share_bytes: int, driver: FakeDriver) ->
     return StagedMemory(area, 2 * SHARES * share_bytes, timeout_s=0.0, copier=copier)
 
 
-def runs_of(piece: Piece) -> Iterator[tuple[int, int]]:
+def runs_of(piece: PageChunk) -> Iterator[tuple[int, int]]:
     """Yield (address, bytes) of the runs of a piece, none of them outside it."""
     triples = len(piece.unit.segments) // piece.unit.phases
     for number in piece.ids:
@@ -51,11 +51,11 @@ def runs_of(piece: Piece) -> Iterator[tuple[int, int]]:
             yield piece.address + start, length
 
 
-def read(piece: Piece) -> bytes:
+def read(piece: PageChunk) -> bytes:
     return b"".join(ctypes.string_at(address, length) for address, length in runs_of(piece))
 
 
-def fill(piece: Piece, content: bytes) -> bytes:
+def fill(piece: PageChunk, content: bytes) -> bytes:
     """Put the start of ``content`` into a piece; return what is left."""
     for address, length in runs_of(piece):
         ctypes.memmove(address, content[:length], length)
@@ -200,7 +200,7 @@ def test_closing_early_copies_nothing_more_and_gives_the_share_back() -> None:
 
 
 @pytest.fixture
-def full() -> Iterator[tuple[StagedMemory, list[Generator[Piece, None, None]]]]:
+def full() -> Iterator[tuple[StagedMemory, list[Generator[PageChunk, None, None]]]]:
     """A memory none of whose shares for sending is free, and the calls that hold them."""
     memory = staged(PageMemory(PAGES * BLOCK, 1))
     with ExitStack() as stack:
@@ -211,7 +211,7 @@ def full() -> Iterator[tuple[StagedMemory, list[Generator[Piece, None, None]]]]:
         yield memory, calls
 
 
-Full = tuple[StagedMemory, list[Generator[Piece, None, None]]]
+Full = tuple[StagedMemory, list[Generator[PageChunk, None, None]]]
 
 
 def test_no_room_in_time_is_an_error(full: Full) -> None:

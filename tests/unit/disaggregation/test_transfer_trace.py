@@ -9,7 +9,7 @@ from kvconnect.disaggregation.sessions import TransferMeter
 from kvconnect.disaggregation.transfer_trace import TransferTrace
 from kvconnect.offload.messages import Chunk
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.transport.base import PeerId, Received
+from kvconnect.transport.base import PagesReceived, PeerId
 from kvconnect.types import TransferType
 
 
@@ -63,7 +63,7 @@ def test_what_is_not_open_is_left_alone(clock: Clock) -> None:
 
 
 def test_a_meter_tells_it_and_without_one_nothing(clock: Clock) -> None:
-    event = Received(PeerId(0), 1, 0, 0, 8, (), 64, 0.25)
+    event = PagesReceived(PeerId(0), 1, 0, 0, 8, (), 64, 0.25)
     for book in (TransferTrace(0), None):
         stats, meter = OffloadingConnectorStats(), TransferMeter(path="nixl", journal=book)
         meter.open(1, asked=True)

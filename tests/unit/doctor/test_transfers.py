@@ -44,13 +44,13 @@ from kvconnect.doctor.test_buffer import (
 )
 from kvconnect.errors import ConfigError, ProtocolError, Refused, TransferFailed
 from kvconnect.testing.proxy import FaultProxy
-from kvconnect.transport import LinkOptions, Security, make_transport
+from kvconnect.transport import ConnectionOptions, Security, make_transport
 from kvconnect.transport.base import (
     IncomingPages,
     OutgoingPages,
+    PageChunk,
     PeerDown,
     PeerMessage,
-    Piece,
     Unit,
 )
 
@@ -85,7 +85,7 @@ def served(
 ) -> Iterator[Served]:
     area = HostArea(SMALL.area_bytes)
     area = memory(area) if memory else area
-    link = make_transport("tcp", security or Security(), LinkOptions())
+    link = make_transport("tcp", security or Security(), ConnectionOptions())
     link.register(area.memory)
     port = link.listen(LOOP, 0)[1]
     source, ended = DoctorSource(link, area, LOOP), threading.Event()
@@ -103,7 +103,7 @@ def served(
 @contextmanager
 def reading(port: int, sizes: Sizes = SMALL) -> Iterator[DoctorReader]:
     area = HostArea(sizes.area_bytes)
-    link = make_transport("tcp", Security(), LinkOptions())
+    link = make_transport("tcp", Security(), ConnectionOptions())
     link.register(area.memory)
     try:
         reader = DoctorReader(link, area, sizes)
@@ -339,7 +339,7 @@ class Flipping(HostArea):
     def __init__(self, real: HostArea) -> None:
         super().__init__(real.nbytes)
 
-    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[Piece, None, None]:
+    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
         content = bytearray(self.snapshot())
         content[ids[0] * unit.block_bytes + 100] ^= 1
         self.fill(content)
@@ -441,7 +441,7 @@ class Answering:
     """A source that answers whatever it is told to."""
 
     def __init__(self, answer: bytes) -> None:
-        self._link = make_transport("tcp", Security(), LinkOptions())
+        self._link = make_transport("tcp", Security(), ConnectionOptions())
         self.port = self._link.listen(LOOP, 0)[1]
         self._answer = answer
         self._ended = threading.Event()
@@ -511,7 +511,7 @@ def test_plain_sockets_that_nobody_uses_end_when_told() -> None:
 
 def test_a_refused_reader_is_told_apart_from_a_broken_one() -> None:
     area = HostArea(SMALL.area_bytes)
-    link = make_transport("tcp", Security(), LinkOptions())
+    link = make_transport("tcp", Security(), ConnectionOptions())
     link.register(area.memory)
     try:
         with pytest.raises(Refused) as refusal:

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from kvconnect.errors import Misuse, ProtocolError, Refused
 from kvconnect.protocol.codec import (
     HEADER_BYTES,
-    MAX_NOTE,
+    MAX_MESSAGE,
     FrameHeader,
-    NixlNote,
-    NoteReader,
+    MessageReader,
+    NixlPayload,
     common_protocol,
     digested,
     pack_greeting,
     pack_header,
-    pack_note,
+    pack_message,
     stricter,
     unpack_greeting,
     unpack_header,
@@ -120,21 +120,21 @@ def test_a_block_cut_over_two_frames_is_digested_alike() -> None:
 
 @given(st.lists(st.binary(max_size=40), max_size=8), st.lists(st.integers(0, 400), max_size=8))
 def test_notes_come_out_whatever_the_pieces(payloads: list[bytes], cuts: list[int]) -> None:
-    data = b"".join(map(pack_note, payloads))
+    data = b"".join(map(pack_message, payloads))
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    reader = NoteReader()
+    reader = MessageReader()
     pieces = [data[a:b] for a, b in itertools.pairwise(edges)]
     assert [note for piece in pieces for note in reader.feed(piece)] == payloads
 
 
 def test_notes_of_the_transport_itself_are_told_apart() -> None:
-    plain, rail = NoteReader().feed(pack_note(b"same") + pack_note(NixlNote(b"same")))
+    plain, rail = MessageReader().feed(pack_message(b"same") + pack_message(NixlPayload(b"same")))
     assert plain == rail == b"same"
-    assert (type(plain), type(rail)) == (bytes, NixlNote)
+    assert (type(plain), type(rail)) == (bytes, NixlPayload)
 
 
 def test_a_heartbeat_is_an_empty_note() -> None:
-    assert NoteReader().feed(pack_note(b"")) == [b""]
+    assert MessageReader().feed(pack_message(b"")) == [b""]
 
 
 @pytest.mark.parametrize("period", [0, 1, 16])
@@ -157,16 +157,16 @@ def test_the_stricter_digest_period_hashes_more() -> None:
 
 
 def test_the_longest_note_passes_and_one_byte_more_does_not() -> None:
-    longest = bytes(MAX_NOTE)
-    assert NoteReader().feed(pack_note(longest)) == [longest]
+    longest = bytes(MAX_MESSAGE)
+    assert MessageReader().feed(pack_message(longest)) == [longest]
     with pytest.raises(Misuse):
-        pack_note(longest + b"x")
-    with pytest.raises(ProtocolError, match=str(MAX_NOTE + 1)):
-        NoteReader().feed(struct.pack("<I", MAX_NOTE + 1))
+        pack_message(longest + b"x")
+    with pytest.raises(ProtocolError, match=str(MAX_MESSAGE + 1)):
+        MessageReader().feed(struct.pack("<I", MAX_MESSAGE + 1))
 
 
 def test_nothing_is_kept_for_a_note_that_is_too_long() -> None:
-    reader = NoteReader()
+    reader = MessageReader()
     with pytest.raises(ProtocolError):
         reader.feed(struct.pack("<I", 0xFFFFFFFF))
     with pytest.raises(ProtocolError):

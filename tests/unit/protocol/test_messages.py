@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.errors import KVConnectError, ProtocolError
-from kvconnect.protocol.codec import MAX_NOTE
+from kvconnect.protocol.codec import MAX_MESSAGE
 from kvconnect.protocol.messages import (
     MAX_TEXT,
-    PROBE_WANT,
+    PROBE_READ_ID,
     Alive,
     Cancel,
     Decline,
@@ -65,7 +65,7 @@ MESSAGES: list[Message] = [
     Alive([1, 2, 3]),
     Renew([TRANSFER]),
     Decline(TRANSFER),
-    Probe(want=PROBE_WANT),
+    Probe(want=PROBE_READ_ID),
 ]
 
 
@@ -93,7 +93,7 @@ GROUP = ("groups", 0)
     [
         (WANT, ("want",), -1),
         (WANT, ("want",), 2**63),
-        (WANT, ("want",), PROBE_WANT),
+        (WANT, ("want",), PROBE_READ_ID),
         (WANT, ("want",), "3"),
         (WANT, ("transfer",), TRANSFER[:15]),
         (WANT, ("transfer",), TRANSFER + b"x"),
@@ -185,7 +185,7 @@ def test_texts_of_others_are_cut_and_printable() -> None:
 
 def test_a_message_longer_than_a_note_is_refused_unread() -> None:
     with pytest.raises(ProtocolError, match="at most"):
-        decode(bytes(MAX_NOTE + 1))
+        decode(bytes(MAX_MESSAGE + 1))
 
 
 TRICKS = {

@@ -7,31 +7,31 @@ import pytest
 
 from kvconnect.errors import ProtocolError
 from kvconnect.protocol import nixl_messages
-from kvconnect.protocol.messages import LAST_WANT
+from kvconnect.protocol.messages import LAST_READ_ID
 from kvconnect.protocol.nixl_messages import (
+    Destinations,
     NixlOffer,
     PagesWritten,
-    Places,
-    Plain,
-    Stopped,
     StopWriting,
-    UnitPlace,
-    Units,
+    UnitLocation,
+    UnitLocations,
+    UseTcp,
+    WritesStopped,
 )
 
-UNIT = UnitPlace(
+UNIT = UnitLocation(
     address=1 << 40, nbytes=1 << 30, device=-1, phases=1, block_bytes=8, segments=bytes(24)
 )
 LANDED = PagesWritten(
-    want=LAST_WANT, unit=2, first=3, count=4, nbytes=32, number=1, seconds=0.5, digests=bytes(8)
+    want=LAST_READ_ID, unit=2, first=3, count=4, nbytes=32, number=1, seconds=0.5, digests=bytes(8)
 )
 MESSAGES = [
-    Units(number=3, first=0, units=[UNIT]),
-    Places(want=7, units=3, spans=[(0, 0), (4, 1)], ids=[bytes(8), bytes(16)]),
-    Plain(want=7),
+    UnitLocations(number=3, first=0, units=[UNIT]),
+    Destinations(want=7, units=3, spans=[(0, 0), (4, 1)], ids=[bytes(8), bytes(16)]),
+    UseTcp(want=7),
     LANDED,
     StopWriting(want=7),
-    Stopped(want=7),
+    WritesStopped(want=7),
 ]
 OFFER = NixlOffer(backend="UCX", version="1.5.1", agent="kvconnect-1", metadata=b"opaque")
 
@@ -87,5 +87,5 @@ def test_what_is_no_message_is_refused(data: bytes) -> None:
 )
 def test_sides_that_do_not_fit_say_why(theirs: dict[str, str], why: str) -> None:
     other = msgspec.structs.replace(OFFER, **{"agent": "kvconnect-2", **theirs})
-    found = nixl_messages.misfit(OFFER, other)
+    found = nixl_messages.mismatch(OFFER, other)
     assert (why in found) if why else found == ""

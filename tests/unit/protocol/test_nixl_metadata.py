@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from kvconnect.protocol.nixl_messages import flaw
+from kvconnect.protocol.nixl_messages import metadata_error
 
 AGENT = "kvconnect-1-0123456789abcdef"
 ADDRESS = b"\x00" + bytes(150)
@@ -60,17 +60,20 @@ DOMAINS = (0b101).to_bytes(8, "little") + b"\x01" + b"\x02ab" + b"\x03abc"
     ],
 )
 def test_what_is_whole_is_taken(data: bytes) -> None:
-    assert flaw(data, AGENT, "UCX") == ""
+    assert metadata_error(data, AGENT, "UCX") == ""
 
 
 def test_what_another_backend_says_of_itself_is_its_own() -> None:
     own = memory(b"any", kind=1, backend="LIBFABRIC")
-    assert flaw(metadata(own, address=b"\xff", backend="LIBFABRIC"), AGENT, "LIBFABRIC") == ""
+    assert (
+        metadata_error(metadata(own, address=b"\xff", backend="LIBFABRIC"), AGENT, "LIBFABRIC")
+        == ""
+    )
 
 
 def test_what_is_cut_or_goes_on_is_refused() -> None:
-    assert all(flaw(GOOD[:end], AGENT, "UCX") for end in range(len(GOOD)))
-    assert flaw(GOOD + b"|", AGENT, "UCX") == "1 bytes follow its end"
+    assert all(metadata_error(GOOD[:end], AGENT, "UCX") for end in range(len(GOOD)))
+    assert metadata_error(GOOD + b"|", AGENT, "UCX") == "1 bytes follow its end"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +98,7 @@ def test_what_is_cut_or_goes_on_is_refused() -> None:
     ],
 )
 def test_what_is_damaged_is_refused(data: bytes, why: str) -> None:
-    assert flaw(data, AGENT, "UCX") == why
+    assert metadata_error(data, AGENT, "UCX") == why
 
 
 def test_any_bytes_have_an_answer() -> None:
@@ -104,8 +107,8 @@ def test_any_bytes_have_an_answer() -> None:
         data = bytearray(GOOD)
         for _ in range(rng.randrange(1, 6)):
             data[rng.randrange(len(data))] = rng.randrange(256)
-        flaw(bytes(data), AGENT, "UCX")
-        assert flaw(rng.randbytes(rng.randrange(300)), AGENT, "UCX")
+        metadata_error(bytes(data), AGENT, "UCX")
+        assert metadata_error(rng.randbytes(rng.randrange(300)), AGENT, "UCX")
 
 
 # NIXL itself, in processes that it may end ------------------------------------------------------
@@ -118,10 +121,10 @@ from kvconnect.testing.memory import PageMemory
 from kvconnect.transport.nixl import agent as agents
 
 if sys.argv[1] == "unchecked":
-    agents.flaw = lambda *_: "not looked at"  # so its form counts as unknown
+    agents.metadata_error = lambda *_: "not looked at"  # so its form counts as unknown
 ours, theirs = PageMemory(1 << 16), PageMemory(1 << 16)
-here = agents.Agent("UCX", ours.areas(), local=True)
-there = agents.Agent("UCX", theirs.areas(), local=True)
+here = agents.NixlAgent("UCX", ours.regions(), local=True)
+there = agents.NixlAgent("UCX", theirs.regions(), local=True)
 
 def says(offer):
     try:

@@ -15,10 +15,10 @@ from msgspec.structs import replace
 
 from kvconnect.errors import Misuse, Refused
 from kvconnect.protocol.tickets import (
-    CARD_KEY,
     CLOCK_SKEW_S,
     MAX_TICKET,
-    RANK_KEY,
+    STANDING_TICKET_KEY,
+    STANDING_TICKET_RANK_KEY,
     TICKET_KEY,
     HandoffRequest,
     Ticket,
@@ -211,10 +211,10 @@ def test_roles_are_told_apart() -> None:
 def test_what_belongs_to_a_role_is_read() -> None:
     hexed = TRANSFER.hex()
     assert parse_request(
-        {"do_remote_decode": True, "transfer_id": hexed.upper(), CARD_KEY: True}
-    ) == HandoffRequest("send", TRANSFER, wants_card=True)
-    ranked = {"do_remote_decode": True, CARD_KEY: True, RANK_KEY: 3}
-    assert parse_request(ranked) == HandoffRequest("send", wants_card=True, rank=3)
+        {"do_remote_decode": True, "transfer_id": hexed.upper(), STANDING_TICKET_KEY: True}
+    ) == HandoffRequest("send", TRANSFER, wants_standing_ticket=True)
+    ranked = {"do_remote_decode": True, STANDING_TICKET_KEY: True, STANDING_TICKET_RANK_KEY: 3}
+    assert parse_request(ranked) == HandoffRequest("send", wants_standing_ticket=True, rank=3)
     assert parse_request(
         {"do_remote_prefill": True, "transfer_id": hexed, TICKET_KEY: "text"}
     ) == HandoffRequest("recv", TRANSFER, "text")
@@ -243,10 +243,19 @@ def test_what_a_client_claims_beside_the_ticket_is_ignored() -> None:
         ({"do_remote_decode": True, "do_remote_prefill": True}, "both"),
         ({"do_remote_decode": 1}, "true or false"),
         ({"do_remote_prefill": "yes"}, "true or false"),
-        ({"do_remote_decode": True, CARD_KEY: "please"}, "true or false"),
-        ({"do_remote_decode": True, CARD_KEY: True, RANK_KEY: "1"}, "data-parallel rank"),
-        ({"do_remote_decode": True, CARD_KEY: True, RANK_KEY: True}, "data-parallel rank"),
-        ({"do_remote_decode": True, CARD_KEY: True, RANK_KEY: -1}, "data-parallel rank"),
+        ({"do_remote_decode": True, STANDING_TICKET_KEY: "please"}, "true or false"),
+        (
+            {"do_remote_decode": True, STANDING_TICKET_KEY: True, STANDING_TICKET_RANK_KEY: "1"},
+            "data-parallel rank",
+        ),
+        (
+            {"do_remote_decode": True, STANDING_TICKET_KEY: True, STANDING_TICKET_RANK_KEY: True},
+            "data-parallel rank",
+        ),
+        (
+            {"do_remote_decode": True, STANDING_TICKET_KEY: True, STANDING_TICKET_RANK_KEY: -1},
+            "data-parallel rank",
+        ),
         ({"do_remote_decode": True, "transfer_id": 5}, "hexadecimal"),
         ({"do_remote_decode": True, "transfer_id": ""}, "hexadecimal"),
         ({"do_remote_decode": True, "transfer_id": "ab" * 15}, "hexadecimal"),

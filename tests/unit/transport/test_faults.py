@@ -13,19 +13,26 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from kvconnect.protocol.auth import NONCE_BYTES, ClientAuth, Opening
-from kvconnect.protocol.codec import FrameHeader, NoteReader, pack_greeting, pack_header, pack_note
+from kvconnect.protocol.codec import (
+    FrameHeader,
+    MessageReader,
+    pack_greeting,
+    pack_header,
+    pack_message,
+)
 from kvconnect.testing.memory import plain_unit
 from kvconnect.testing.proxy import FaultProxy
 from kvconnect.testing.transport import ConnectedPair, Side
 from kvconnect.transport.base import (
+    Drained,
     IncomingPages,
-    Noted,
+    MessageReceived,
     OutgoingPages,
+    PagesReceived,
     PeerDown,
     PeerId,
     PeerMessage,
     PeerUp,
-    Received,
 )
 from kvconnect.transport.tcp import connections as hub
 from kvconnect.transport.tcp import listener, send_queue
@@ -59,7 +66,7 @@ def check_what_is_called_good(pair: ConnectedPair) -> set[int]:
     """Check that no wrong page was received as a good one; return those that were called bad."""
     good = good_pages(pair)
     bad: set[int] = set()
-    for event in pair.reader.of(Received):
+    for event in pair.reader.of(PagesReceived):
         bad.update(event.bad)
         blocks = range(event.first, event.first + event.count)
         assert all(good[block] for block in blocks if block not in event.bad)
@@ -83,7 +90,7 @@ def test_without_digests_a_flipped_bit_goes_unseen() -> None:
         move(pair)
         pair.until(lambda: ended(pair), "the end of a corrupt transfer")
         assert good_pages(pair).count(False) == 1
-        assert not any(e.bad for e in pair.reader.of(Received))
+        assert not any(e.bad for e in pair.reader.of(PagesReceived))
 
 
 def test_sampled_digests_see_what_they_sample() -> None:
@@ -91,7 +98,7 @@ def test_sampled_digests_see_what_they_sample() -> None:
         proxy.corrupt(16 * UNIT.block_bytes + 1000)  # one heartbeat may pass before the header
         move(pair)
         pair.until(lambda: ended(pair), "the end of a corrupt transfer")
-        assert [e.bad for e in pair.reader.of(Received)] == [(16,)]
+        assert [e.bad for e in pair.reader.of(PagesReceived)] == [(16,)]
 
 
 @pytest.mark.parametrize("offset", [0, 30, 100_000, 4_000_000])
@@ -153,7 +160,7 @@ def test_a_cancelled_transfer_over_a_slow_link_lands_nowhere_after_quiet() -> No
         move(pair)
         pair.until(lambda: any(pair.reader.memory.data), "the first page")
         pair.reader.transport.cancel(pair.of_reader, 1)
-        pair.until(lambda: "Quiet" in {type(e).__name__ for e in pair.reader.seen}, "Quiet")
+        pair.until(lambda: pair.reader.of(Drained), "the reader's Drained")
         pair.reader.memory.data[:] = bytes(len(pair.reader.memory.data))
         proxy.clear()
         pair.check_works(2)  # on the same connection, so behind the rest of the frame
@@ -185,10 +192,10 @@ class RawPeer:
         return sock
 
     def greet(self) -> None:
-        self.control.sendall(pack_note(pack_greeting(0)))
+        self.control.sendall(pack_message(pack_greeting(0)))
 
     def beat(self) -> None:
-        self.control.sendall(pack_note(b""))
+        self.control.sendall(pack_message(b""))
 
     def is_cut_off(self) -> bool:
         """Wait until the other side has closed the control connection."""
@@ -271,7 +278,7 @@ def test_a_repeated_frame_is_refused() -> None:
         victim.transport.submit(IncomingPages(peer, 1, [UNIT], [(0, ids)]))
         page = frame() + bytes(UNIT.block_bytes)
         raw.data[0].sendall(page)
-        wait_for(victim, lambda: victim.of(Received))
+        wait_for(victim, lambda: victim.of(PagesReceived))
         raw.data[0].sendall(page)
         assert "frame 0 where 1 was due" in reason(victim)
 
@@ -282,7 +289,7 @@ def test_a_frame_that_stops_half_way_is_given_up() -> None:
         victim.transport.submit(IncomingPages(peer, 1, [UNIT], [(0, ids)]))
         raw.data[0].sendall(frame() + bytes(1000))
         assert "stalled" in reason(victim)
-        assert not victim.of(Received)
+        assert not victim.of(PagesReceived)
 
 
 def test_a_reader_that_does_not_read_is_given_up() -> None:
@@ -379,13 +386,13 @@ def test_a_silent_peer_is_dead() -> None:
 
 def test_heartbeats_keep_a_peer_alive_and_are_sent() -> None:
     with raw_peer() as (raw, victim, _):
-        reader, heard = NoteReader(), 0
+        reader, heard = MessageReader(), 0
         while heard < 30:  # three seconds' worth; dead after two
             heard += reader.feed(raw.control.recv(4)).count(b"")
             raw.beat()
         victim.poll()
         assert not victim.of(PeerDown)
-        assert not victim.of(Noted)
+        assert not victim.of(MessageReceived)
 
 
 def test_a_peer_that_does_not_read_its_notes_is_given_up() -> None:
@@ -400,7 +407,7 @@ def test_notes_that_nobody_polls_end_the_peer(monkeypatch: pytest.MonkeyPatch) -
     with raw_peer() as (raw, victim, _):
         with suppress(ConnectionError):
             for _ in range(100):
-                raw.control.sendall(pack_note(bytes(1 << 18)))
+                raw.control.sendall(pack_message(bytes(1 << 18)))
         assert raw.is_cut_off()
         assert "faster than they are read" in reason(victim)
 
@@ -409,7 +416,7 @@ def test_notes_that_nobody_polls_end_the_peer(monkeypatch: pytest.MonkeyPatch) -
 def test_a_first_note_that_is_no_greeting_ends_the_peer(first: bytes) -> None:
     with side() as victim:
         raw = RawPeer(victim.transport.listen("127.0.0.1", 0))
-        raw.control.sendall(pack_note(first))
+        raw.control.sendall(pack_message(first))
         assert raw.is_cut_off()
         assert victim.transport.poll(0) == []
         raw.close()

@@ -11,7 +11,7 @@ import pytest
 from kvconnect.protocol.auth import NONCE_BYTES, SESSION_BYTES, ClientAuth, Opening
 from kvconnect.transport import Security
 from kvconnect.transport.tcp import context, listener
-from kvconnect.transport.tcp.context import Complaints
+from kvconnect.transport.tcp.context import RejectionLog
 from kvconnect.transport.tcp.listener import source_of
 from tests.links import side
 
@@ -118,7 +118,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_the_log_neither_fills_nor_falls_silent(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    said = Complaints()
+    said = RejectionLog()
     for number in range(5000):
         said.say(f"10.0.{number // 256}.{number % 256}", "no key: x", 0.0)
     assert len(lines(caplog)) == context.LINES_PER_MINUTE
@@ -129,7 +129,7 @@ def test_the_log_neither_fills_nor_falls_silent(caplog: pytest.LogCaptureFixture
 
 
 def test_the_same_trouble_is_told_again_after_a_while(caplog: pytest.LogCaptureFixture) -> None:
-    said = Complaints()
+    said = RejectionLog()
     for now in (0.0, 1.0, context.AGAIN_S - 1, context.AGAIN_S, context.AGAIN_S + 1):
         said.say("10.1.2.3", "no key: x", now)
     assert len(lines(caplog)) == 2
@@ -141,7 +141,7 @@ def test_many_addresses_are_remembered_up_to_a_bound(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(context, "LINES_PER_MINUTE", 10_000)
-    said = Complaints()
+    said = RejectionLog()
     for number in range(3000):
         said.say(str(number), "x", 0.0)
     assert len(said._said) == context.MAX_KINDS

@@ -29,19 +29,19 @@ from kvconnect.testing.memory import PageMemory, plain_unit, split_unit
 from kvconnect.testing.transport import ConnectedPair, Side, kinds
 from kvconnect.transport import Security, make_transport
 from kvconnect.transport.base import (
-    Area,
     Disconnect,
     Drained,
     IncomingPages,
+    MemoryRegion,
+    PagesReceived,
+    PagesSent,
     PeerDown,
     PeerMessage,
     PeerUp,
-    Received,
-    Sent,
 )
 from kvconnect.transport.nixl import agent as agents
 from kvconnect.transport.nixl import send
-from kvconnect.transport.nixl.agent import Agent, find_package
+from kvconnect.transport.nixl.agent import NixlAgent, find_package
 from kvconnect.transport.nixl.transport import NixlPath
 from kvconnect.transport.nixl.worker import NixlWorker
 from tests.fakes.nixl_source import BLOCK
@@ -100,7 +100,7 @@ def test_swapped_pages_are_found_by_their_digests(
 ) -> None:
     paired = send.paired
 
-    def swapped(*runs: send.UnitAddresses) -> object:
+    def swapped(*runs: send.LocatedUnit) -> object:
         ours, theirs, _ = (
             array("q", (v + i * 4096 for v in part for i in range(100)))[:100]
             for part in paired(*runs)  # one run of all pages: cut it into pages again
@@ -113,7 +113,7 @@ def test_swapped_pages_are_found_by_their_digests(
         link.want(1, [UNIT], [range(100)])
         link.send(1, 0, UNIT, range(100))
         link.until(lambda: link.arrived(1) == 100, "pages")
-        assert [event.bad for event in link.reader.of(Received)] == [bad]
+        assert [event.bad for event in link.reader.of(PagesReceived)] == [bad]
         first = link.reader.memory.read(UNIT, [0])
         assert first == link.source.memory.read(UNIT, [99])
 
@@ -143,9 +143,9 @@ def test_a_want_that_is_cancelled_before_its_place_is_known_is_thrown_away() -> 
         link.reader.transport.cancel(link.of_reader, 1)
         passed.set()
         link.until(lambda: Drained in kinds(link.reader, link.of_reader), "the reader's Quiet")
-        link.until(lambda: Sent in kinds(link.source, link.of_source), "the source's Sent")
+        link.until(lambda: PagesSent in kinds(link.source, link.of_source), "the source's Sent")
         moves(link, want=2)
-        assert not any(event.want == 1 for event in link.reader.of(Received))
+        assert not any(event.want == 1 for event in link.reader.of(PagesReceived))
 
 
 class _Passing(NamedTuple):
@@ -165,8 +165,8 @@ def test_a_cancel_does_not_wait_for_all_that_was_queued() -> None:
         link.until(lambda: link.arrived(1), "the first pages")
         reader.transport.cancel(link.of_reader, 1)
         link.until(lambda: Drained in kinds(reader, link.of_reader), "the reader's Quiet")
-        link.until(lambda: source.of(Sent), "the source's Sent")
-        assert 0 < source.of(Sent)[0].nbytes < nbytes
+        link.until(lambda: source.of(PagesSent), "the source's Sent")
+        assert 0 < source.of(PagesSent)[0].nbytes < nbytes
         assert not reader.of(PeerDown)
 
 
@@ -192,7 +192,7 @@ def test_peers_that_are_lost_together_cost_one_agent(monkeypatch: pytest.MonkeyP
         mover: NixlWorker = reader.transport._mover  # type: ignore[attr-defined]
         make, made = mover._start, []
 
-        def start() -> Agent:
+        def start() -> NixlAgent:
             made.append(make())
             return made[-1]
 
@@ -214,7 +214,7 @@ def test_a_step_that_raises_ends_the_path_but_no_wait() -> None:
         done, lost = threading.Event(), threading.Event()
         mover.join(lambda _: lost.set())
 
-        def broken(_: Agent) -> None:
+        def broken(_: NixlAgent) -> None:
             raise RuntimeError("injected")
 
         mover.call(broken, done.set)
@@ -229,7 +229,7 @@ def test_a_step_that_raises_ends_the_path_but_no_wait() -> None:
 def overwrite(offer: nixl_messages.NixlOffer, address: int) -> None:
     """Write one page of zeros to an address, with what an offer says and no leave."""
     own = PageMemory(4096)
-    agent = Agent("UCX", own.areas(), local=True)
+    agent = NixlAgent("UCX", own.regions(), local=True)
     ours, theirs, lengths = (np.array([n]) for n in (own.address, address, 4096))
     handle = agent.write(agent.meet(offer), (ours, theirs, lengths), (-1, -1), b"")
     deadline = time.monotonic() + 60
@@ -276,7 +276,7 @@ def test_metadata_of_registered_memory_opens_all_memory() -> None:
     """So it is where UCX has no RDMA device that checks keys: to register less, such as a ring,
     would keep nobody out. docs/security.md says so."""
     registered, other = PageMemory(1 << 16), PageMemory(1 << 16, seed=1)
-    agent = Agent("UCX", registered.areas(), local=True)
+    agent = NixlAgent("UCX", registered.regions(), local=True)
     with pytest.raises(TransferFailed, match="NIXL refuses"):
         overwrite(agent.offer, other.address)  # the one who writes is who refuses
     places = [page.address.to_bytes(8, "little") for page in (registered, other)]
@@ -317,7 +317,7 @@ def begin(reader: Side, port: int, nbytes: int) -> int:
     unit, ids = plain_unit(BLOCK), array("q", range(nbytes // BLOCK))
     reader.transport.submit(IncomingPages(peer, 1, [unit], [(0, ids)], None, "nixl"))
     reader.transport.submit(PeerMessage(peer, b"1"))
-    poll_until(reader, lambda: Received in kinds(reader, peer))
+    poll_until(reader, lambda: PagesReceived in kinds(reader, peer))
     return peer
 
 
@@ -328,7 +328,7 @@ def test_nothing_lands_after_a_peer_is_down(how: signal.Signals) -> None:
         peer = begin(reader, port, nbytes)
         source.send_signal(how)
         poll_until(reader, lambda: PeerDown in kinds(reader, peer))
-        assert sum(event.count for event in reader.of(Received)) < nbytes // BLOCK
+        assert sum(event.count for event in reader.of(PagesReceived)) < nbytes // BLOCK
         reader.memory.data[:] = bytes(nbytes)  # as if the pages were somebody else's now
         source.send_signal(signal.SIGCONT)
         with process(1 << 20) as (_, other):  # which takes a while, and works
@@ -389,7 +389,7 @@ def test_a_peer_without_nixl_gets_tcp() -> None:
 
 def test_metadata_of_another_version_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     change_offers(monkeypatch, version="1.3.2")
-    monkeypatch.setattr(Agent, "meet", None)
+    monkeypatch.setattr(NixlAgent, "meet", None)
     with pair() as link:
         up = link.reader.of(PeerUp)[0]
         assert up.paths == ("tcp",)
@@ -443,8 +443,8 @@ def test_an_offer_that_is_none_ends_the_peer(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_address_that_is_not_registered_ends_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     with pair() as link:
         memory = link.reader.memory
-        far = Area(memory.address + (1 << 30), len(memory.data))
-        monkeypatch.setattr(memory, "area_of", lambda _: far)
+        far = MemoryRegion(memory.address + (1 << 30), len(memory.data))
+        monkeypatch.setattr(memory, "region_of", lambda _: far)
         link.want(1, [UNIT], [range(10)])
         link.send(1, 0, UNIT, range(10))
         link.until_down()
@@ -481,7 +481,7 @@ def test_nixl_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_nixl_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents, "find_package", lambda *_, **__: "kvconnect_no_such_package")
     with pytest.raises(ConfigError, match="does not load"):
-        Agent("UCX", (), local=True)
+        NixlAgent("UCX", (), local=True)
 
 
 @pytest.mark.parametrize("backend", ["LIBFABRIC", "PIGEON"])

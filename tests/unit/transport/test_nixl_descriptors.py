@@ -12,8 +12,8 @@ pytest.importorskip("numpy")
 
 from kvconnect.errors import ProtocolError
 from kvconnect.testing.memory import PageMemory, phased_unit, plain_unit, split_unit
-from kvconnect.transport.base import Area, Unit
-from kvconnect.transport.nixl.descriptors import UnitAddresses, check_place, paired, runs_of
+from kvconnect.transport.base import MemoryRegion, Unit
+from kvconnect.transport.nixl.descriptors import LocatedUnit, check_unit, paired, runs_of
 
 PAGES = 16
 LAYOUTS = [  # all of 48 bytes per wire block
@@ -36,8 +36,8 @@ def test_pieces_copy_what_a_copy_in_wire_order_would(
     source, found, wanted = PageMemory(2048, seed=1), PageMemory(2048), PageMemory(2048)
     wanted.write(there, targets, source.read(here, sources))
     pieces = paired(
-        runs_of(UnitAddresses(here, Area(0, 2048)), sources),
-        runs_of(UnitAddresses(there, Area(0, 2048)), targets),
+        runs_of(LocatedUnit(here, MemoryRegion(0, 2048)), sources),
+        runs_of(LocatedUnit(there, MemoryRegion(0, 2048)), targets),
     )
     for ours, theirs, length in zip(*(array("q", part) for part in pieces), strict=True):
         found.data[theirs : theirs + length] = source.data[ours : ours + length]
@@ -46,7 +46,7 @@ def test_pieces_copy_what_a_copy_in_wire_order_would(
 
 
 def test_pieces_that_follow_one_another_are_one() -> None:
-    whole = UnitAddresses(plain_unit(48), Area(1000, 2048))
+    whole = LocatedUnit(plain_unit(48), MemoryRegion(1000, 2048))
     ids = array("q", [3, 4, 5, 9])
     ours, theirs, lengths = paired(runs_of(whole, ids), runs_of(whole, array("q", [0, 1, 2, 3])))
     assert (list(ours), list(theirs), list(lengths)) == ([1144, 1432], [1000, 1144], [144, 48])
@@ -54,7 +54,7 @@ def test_pieces_that_follow_one_another_are_one() -> None:
 
 @pytest.mark.parametrize("ids", [[-1], [43], [1 << 39], [0, 42, 43]])
 def test_wire_blocks_outside_the_area_are_refused(ids: list[int]) -> None:
-    place = UnitAddresses(plain_unit(48), Area(1000, 43 * 48))
+    place = LocatedUnit(plain_unit(48), MemoryRegion(1000, 43 * 48))
     assert len(runs_of(place, array("q", [0, 42])).lengths) == 2
     with pytest.raises(ProtocolError, match="outside 2064 bytes"):
         runs_of(place, array("q", ids))
@@ -73,6 +73,6 @@ def test_wire_blocks_outside_the_area_are_refused(ids: list[int]) -> None:
 def test_a_unit_that_makes_no_sense_is_refused(
     segments: list[int], phases: int, nbytes: int
 ) -> None:
-    check_place(UnitAddresses(plain_unit(48), Area(0, 4096)))
+    check_unit(LocatedUnit(plain_unit(48), MemoryRegion(0, 4096)))
     with pytest.raises(ProtocolError):
-        check_place(UnitAddresses(Unit(array("q", segments), phases, nbytes), Area(0, 4096)))
+        check_unit(LocatedUnit(Unit(array("q", segments), phases, nbytes), MemoryRegion(0, 4096)))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigError
 from kvconnect.transport import page_io
-from kvconnect.transport.base import Piece, Unit
+from kvconnect.transport.base import PageChunk, Unit
 
 xxhash = pytest.importorskip("xxhash")
 
@@ -58,13 +58,13 @@ def int64(*numbers: int) -> array[int]:
 
 def piece_of(
     memory: bytearray, segments: array[int], phases: int, block_bytes: int, ids: array[int]
-) -> Piece:
+) -> PageChunk:
     """Describe pages in ``memory``, which the caller must keep."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    return Piece(address, len(memory), Unit(segments, phases, block_bytes), ids)
+    return PageChunk(address, len(memory), Unit(segments, phases, block_bytes), ids)
 
 
-def page_bytes(memory: bytes, piece: Piece) -> list[bytes]:
+def page_bytes(memory: bytes, piece: PageChunk) -> list[bytes]:
     """The wire blocks' bytes, the slow way."""
     unit = piece.unit
     triples = [tuple(unit.segments[i : i + 3]) for i in range(0, len(unit.segments), 3)]
@@ -86,7 +86,7 @@ def random_memory(nbytes: int, seed: int = 1) -> bytearray:
     return bytearray(random.Random(seed).randbytes(nbytes))
 
 
-def scattered(memory: bytearray, blocks: int, length: int, seed: int = 2) -> Piece:
+def scattered(memory: bytearray, blocks: int, length: int, seed: int = 2) -> PageChunk:
     """Two runs per block and two phases: ``memory`` holds at least 5 * length * blocks bytes."""
     segments = int64(
         *(0, 5 * length, length, 4 * length, 5 * length, 7),
@@ -186,7 +186,7 @@ def test_pages_arrive_whatever_their_runs(data: st.DataObject) -> None:
     assert untouched == before
 
 
-def places(piece: Piece) -> list[tuple[int, int]]:
+def places(piece: PageChunk) -> list[tuple[int, int]]:
     unit = piece.unit
     count = len(unit.segments) // unit.phases
     found = []
@@ -198,7 +198,7 @@ def places(piece: Piece) -> list[tuple[int, int]]:
     return found
 
 
-def runs_of(memory: bytes, piece: Piece) -> list[bytes]:
+def runs_of(memory: bytes, piece: PageChunk) -> list[bytes]:
     return [memory[start : start + length] for start, length in places(piece)]
 
 

@@ -15,10 +15,10 @@ from kvconnect.transport.base import (
     Drained,
     EventQueue,
     IncomingPages,
-    Noted,
+    MessageReceived,
     OutgoingPages,
+    PagesSent,
     PeerId,
-    Sent,
 )
 from kvconnect.transport.tcp.send_queue import (
     MAX_FRAME_BYTES,
@@ -85,7 +85,7 @@ def test_orders_are_cut_so_that_every_connection_has_work(
     )
     assert [frame.first for frame in got] == [3 + frame.ids[0] - 100 for frame in got]
     (sent,) = fixture.events.drain(0)
-    assert isinstance(sent, Sent)
+    assert isinstance(sent, PagesSent)
     assert (sent.want, sent.nbytes) == (1, nbytes)
 
 
@@ -193,17 +193,17 @@ def test_nothing_happens_after_close() -> None:
 
 def test_a_mailbox_says_when_too_much_is_unread() -> None:
     mailbox = EventQueue()
-    note = Noted(PEER, bytes(1 << 20))
+    note = MessageReceived(PEER, bytes(1 << 20))
     assert all(mailbox.put(note) for _ in range(MAX_UNREAD_BYTES >> 20))
     assert not mailbox.put(note)
-    assert mailbox.put(Noted(PeerId(8), b"x"))  # another peer is not to blame
+    assert mailbox.put(MessageReceived(PeerId(8), b"x"))  # another peer is not to blame
     assert len(mailbox.drain(0)) == (MAX_UNREAD_BYTES >> 20) + 2
     assert mailbox.put(note)
 
 
 def test_a_mailbox_is_not_filled_by_tiny_notes_either() -> None:
     mailbox = EventQueue()
-    note = Noted(PEER, b"x")
+    note = MessageReceived(PEER, b"x")
     assert all(mailbox.put(note) for _ in range(MAX_UNREAD_BYTES // 256))
     assert not mailbox.put(note)
 

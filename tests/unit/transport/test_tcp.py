@@ -15,18 +15,18 @@ import pytest
 from kvconnect.errors import ConfigError, Misuse, TransferFailed
 from kvconnect.testing.memory import plain_unit
 from kvconnect.testing.transport import ConnectedPair, Side, kinds
-from kvconnect.transport import LinkOptions, Security, page_io
+from kvconnect.transport import ConnectionOptions, Security, page_io
 from kvconnect.transport.base import (
-    MAX_NOTE_BYTES,
-    STRANGER,
+    MAX_MESSAGE_BYTES,
+    UNAUTHENTICATED,
     IncomingPages,
-    Noted,
+    MessageReceived,
     OutgoingPages,
+    PagesReceived,
     PeerDown,
     PeerId,
     PeerMessage,
     PeerUp,
-    Received,
 )
 from kvconnect.transport.security import AccessPolicy
 from kvconnect.transport.tcp.event_loop import EventLoop
@@ -76,7 +76,7 @@ def test_a_wrong_key_is_refused_on_both_sides(
         assert "key_file" in down.reason
         source.poll()
         turned = {(event.peer, event.refused) for event in source.of(PeerDown)}
-        assert turned == {(STRANGER, "auth")}  # for each of its connections
+        assert turned == {(UNAUTHENTICATED, "auth")}  # for each of its connections
         assert len(source.seen) == len(source.of(PeerDown))
     assert "127.0.0.1: turned away: a peer with another key" in caplog.text
     assert "kkkk" not in caplog.text
@@ -122,7 +122,7 @@ def test_mutual_tls_keeps_others_out(certificates: Security, who: str, tmp_path:
             assert down.refused == "tls" or who == "plain"
             # Nobody was up; a certificate that is not trusted counts, a broken connection need not.
             assert all(
-                isinstance(e, PeerDown) and (e.peer, e.refused) == (STRANGER, "tls")
+                isinstance(e, PeerDown) and (e.peer, e.refused) == (UNAUTHENTICATED, "tls")
                 for e in source.transport.poll(0.2)
             )
 
@@ -144,9 +144,9 @@ def test_orders_before_a_peer_is_up_wait_for_it() -> None:
         for _ in range(500):
             reader.poll()
             source.poll()
-            if len(source.of(Noted)) == 2:
+            if len(source.of(MessageReceived)) == 2:
                 break
-        assert [e.payload for e in source.of(Noted)] == [b"1", b"2"]
+        assert [e.payload for e in source.of(MessageReceived)] == [b"1", b"2"]
 
 
 def test_a_restart_on_the_same_port_is_a_new_peer() -> None:
@@ -350,7 +350,7 @@ def test_both_sides_use_the_stricter_digest_of_the_two(
         pair.want(1, [unit], [range(16)])
         pair.send(1, 0, unit, range(16))
         pair.until(lambda: pair.arrived(1) == 16, "the pages")
-        (event,) = reader.of(Received)
+        (event,) = reader.of(PagesReceived)
         assert found == [hashed]
         assert len(event.bad) == hashed  # whatever was hashed was compared
 
@@ -377,7 +377,7 @@ def test_a_reader_that_cannot_hash_takes_pages_unverified(monkeypatch: pytest.Mo
         without_hashing(reader, pair.of_reader)
         pair.check_works(2)
         assert [period for period, _ in asked] == [1, 0]
-        assert not any(event.bad for event in reader.of(Received))
+        assert not any(event.bad for event in reader.of(PagesReceived))
 
 
 def test_a_source_that_cannot_hash_says_what_to_do() -> None:
@@ -393,7 +393,7 @@ def test_a_source_that_cannot_hash_says_what_to_do() -> None:
 # Misuse -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [0, MAX_NOTE_BYTES + 1])
+@pytest.mark.parametrize("size", [0, MAX_MESSAGE_BYTES + 1])
 def test_a_note_of_a_wrong_size_is_a_mistake(size: int) -> None:
     with side() as reader, side() as source:
         pair = ConnectedPair(reader, source)
@@ -490,5 +490,5 @@ def test_digests_without_a_way_to_make_them_are_refused_at_the_start(
 
 def test_the_default_options_make_a_transport(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        tcp(**vars(LinkOptions())).close()
+        tcp(**vars(ConnectionOptions())).close()
     assert caplog.text == ""
