@@ -1,18 +1,19 @@
-"""The exception tree, named by what the caller does next.
+"""The exception tree; each class is named by what the caller does next.
 
-Everything the library raises on purpose derives from :class:`KVConnectError`, so a caller can
-tell "KVConnect refused" from a bug. Foreign exceptions are translated where foreign code is
-called and keep their cause.
+Every error raised on purpose derives from :class:`KVConnectError`, so a caller can tell a refusal
+from a bug. Exceptions of other libraries are translated where the library is called, and stay the
+cause.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
 _SECRET = re.compile(
     r"(?i)(^|[_-])(pass|passwd|password|secret|token|credentials?|key)($|[_-](?!file))"
@@ -38,8 +39,8 @@ class ConfigError(KVConnectError, ValueError):
 
 
 class Incompatible(KVConnectError):
-    """Two sides, or this library and an engine, do not fit. The message names what differs;
-    ``fix`` says what to do about it, where there is something better than to do without."""
+    """Two sides, or this library and an engine, do not match. The message names the difference;
+    ``fix`` says what to do, or is empty if only running without KVConnect helps."""
 
     def __init__(self, message: str, fix: str = "") -> None:
         super().__init__(message)
@@ -48,8 +49,8 @@ class Incompatible(KVConnectError):
 
 @contextlib.contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """End an engine's start with one line where :class:`Incompatible` is raised inside: prefix,
-    ``what`` does not fit (a model, for instance), the cause and the fix."""
+    """Turn :class:`Incompatible` raised inside into one line that ends an engine's start: it names
+    ``what`` does not match (a model, for instance), the cause and the fix."""
     try:
         yield
     except Incompatible as error:
@@ -58,7 +59,7 @@ def refusing(what: str) -> Iterator[None]:
 
 
 class Corrupt(KVConnectError):
-    """Bytes are not what was stored. The copy must be quarantined, never used."""
+    """Bytes differ from the bytes stored. The copy must be quarantined, never used."""
 
 
 class Misuse(KVConnectError):
@@ -74,9 +75,9 @@ class ProtocolError(KVConnectError):
 
 
 class Refused(KVConnectError):
-    """A peer, a ticket or a request was turned away.
+    """A peer, a ticket or a request was rejected.
 
-    ``field`` names what did not fit, from a small fixed set of words: it is a metric label.
+    ``field`` names the mismatch, from a small fixed set: it is a metric label.
     """
 
     def __init__(self, field: str, message: str) -> None:
@@ -85,7 +86,7 @@ class Refused(KVConnectError):
 
 
 def _shown(field: str, value: object) -> object:
-    """Return a setting's value without what its name, or its place in a URL, says is a secret."""
+    """Return a setting's value with secrets masked, by the setting's name or place in a URL."""
     if isinstance(value, dict):
         return {key: _shown(str(key), each) for key, each in value.items()}
     if isinstance(value, list):
@@ -95,11 +96,19 @@ def _shown(field: str, value: object) -> object:
     return _IN_URL.sub("***", value) if isinstance(value, str) else value
 
 
+def contained(ended: Callable[[Exception], None]) -> AbstractContextManager[None, bool]:
+    """Contain the errors of one peer, job or call on a thread or task that also works for others.
+
+    Any :class:`Exception` inside is passed to ``ended``, which ends that peer, job or call alone.
+    Every handler of unexpected errors in the package is this one.
+    """
+    # The cast tells the type checker that the code after the block is reached.
+    return cast("AbstractContextManager[None, bool]", _contained(ended))
+
+
 @contextlib.contextmanager
-def contained(ended: Callable[[Exception], None]) -> Iterator[None]:
-    """Do what one peer is the cause of, on a thread that works for others too. Whatever it raises
-    goes to ``ended``, which ends that peer's connection and nothing else."""
+def _contained(ended: Callable[[Exception], None]) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # noqa: BLE001 # boundary: one peer's words end no other's work
+    except Exception as error:  # noqa: BLE001 # boundary: an error in one ends no other's work
         ended(error)

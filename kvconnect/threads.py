@@ -1,7 +1,7 @@
-"""Threads that do not die unseen: an error that ends one is logged, counted, and mended or told.
+"""Supervised threads: an unexpected error is logged and counted, and the thread may be restarted.
 
-Counts are kept per process, since transports and copies know nothing of statistics; whoever hands
-statistics on takes them with :func:`take_failures`.
+Counts are per process, because transports and copies have no access to statistics. The code that
+publishes statistics takes the counts with :func:`take_failures`.
 """
 
 from __future__ import annotations
@@ -11,30 +11,32 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
+
+from kvconnect.errors import contained
 
 logger = logging.getLogger(__name__)
 
-PAUSE_FIRST_S = 0.1  # from an error to the next start; doubles
+PAUSE_FIRST_S = 0.1  # between an error and the restart; doubles
 PAUSE_MOST_S = 10.0
 
 
 class ThreadKind(str, Enum):
-    """What a thread does; a label of the metric that counts their errors."""
+    """The work of a thread; the label of the metric that counts errors."""
 
     COPY = "copy"  # between device and host memory
-    LAYERS = "layers"  # offers layers as they are written
-    HANDOFF = "handoff"  # answers other engines
+    LAYERS = "layers"  # sends layers as the engine writes them
+    HANDOFF = "handoff"  # answers peers
     TCP = "tcp"  # connections
     DATA = "data"  # pages of one connection
     NIXL = "nixl"
-    TIER = "tier"  # calls to a tier below host memory
-    METRICS = "metrics"  # hands numbers on
-    SOURCE = "source"  # of engines of a router
+    TIER = "tier"  # calls to a disk or remote store
+    METRICS = "metrics"  # publishes statistics
+    SOURCE = "source"  # discovers engines for a router
     RESOLVER = "resolver"  # looks up host names of other engines
-    DOCTOR = "doctor"  # answers a test of a link
+    DOCTOR = "doctor"  # answers a link test
 
 
-_TEXT = "thread %s: an error ended its work"
 _failures: Counter[str] = Counter()
 _lock = threading.Lock()
 
@@ -49,23 +51,24 @@ def make(
 ) -> threading.Thread:
     """Return a daemon thread that does ``work`` once it is started.
 
-    An error that ends the work is logged and counted. With ``again``, the work is begun once more
-    after a pause that doubles, until it ends by itself or ``stopped`` says so; ``work`` must then
-    leave nothing half done. Else the thread ends, and its owner has to notice.
+    An error in ``work`` is logged and counted. With ``again``, ``work`` is restarted after a pause
+    that doubles, until it returns or ``stopped`` is true; ``work`` must then be restartable at any
+    point. Without ``again``, the thread ends, and its owner must notice.
     """
     args = (kind, name, work, again, stopped)
     return threading.Thread(target=_run, args=args, name=name, daemon=True)
 
 
 def failed(kind: ThreadKind, name: str, error: BaseException) -> None:
-    """Log and count an error of a thread, or of a call that ran on a pool's thread."""
-    _count(kind)
-    logger.error(_TEXT, name, exc_info=error)
+    """Log and count an error of a thread, or of a call on a pool's thread."""
+    with _lock:
+        _failures[kind.value] += 1
+    logger.error("thread %s: an error ended its work", name, exc_info=error)
 
 
 def take_failures() -> dict[str, int]:
-    """Return how often each kind failed since the last call, by its label. For any thread."""
-    if not _failures:  # as a rule; costs no lock
+    """Return the number of failures since the last call, by kind. Any thread may call this."""
+    if not _failures:  # the usual case; needs no lock
         return {}
     with _lock:
         taken = dict(_failures)
@@ -73,22 +76,14 @@ def take_failures() -> dict[str, int]:
     return taken
 
 
-def _count(kind: ThreadKind) -> None:
-    with _lock:
-        _failures[kind.value] += 1
-
-
 def _run(
     kind: ThreadKind, name: str, work: Callable[[], None], again: bool, stopped: Callable[[], bool]
 ) -> None:
     pause, wait = PAUSE_FIRST_S, threading.Event().wait
     while True:
-        try:
+        with contained(partial(failed, kind, name)):
             work()
             return
-        except Exception:  # boundary: what nobody expects must not vanish with its thread
-            _count(kind)
-            logger.exception(_TEXT, name)
         if not again or stopped():
             return
         wait(pause)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.architecture import (
     BROAD_EXCEPTS,
+    FILE_NAMES,
     broad_excepts,
     calls_to_print,
     folder_cycles,
@@ -20,6 +21,8 @@ from tests.architecture import (
     impure_imports,
     misplaced_packages,
     over_budget,
+    repeated_classes,
+    repeated_files,
     unwatched_starts,
     upward_imports,
 )
@@ -70,6 +73,17 @@ def test_broad_excepts_are_few_and_marked() -> None:
     found = [item for path, text in TEXTS.items() for item in broad_excepts(path, text)]
     assert [place for place, marked in found if not marked] == []
     assert len(found) <= BROAD_EXCEPTS, found
+
+
+def test_a_class_name_stands_for_one_class() -> None:
+    assert repeated_classes(TEXTS) == {}
+
+
+def test_a_file_name_occurs_at_most_twice() -> None:
+    assert repeated_files(TEXTS) == {}
+    # A name that no longer needs its place in the table is found.
+    used = [path.rpartition("/")[2].removesuffix(".py") for path in TEXTS]
+    assert {name for name in FILE_NAMES if used.count(name) < 3} == set()
 
 
 UNWATCHED = {
@@ -241,6 +255,19 @@ def test_print_is_flagged() -> None:
 def test_a_broad_except_is_flagged(handler: str, broad: bool, marked: bool) -> None:
     found = broad_excepts("a.py", f"try:\n    f()\n{handler}\n    pass")
     assert [mark for _, mark in found] == ([marked] if broad else [])
+
+
+def test_a_repeated_class_name_is_flagged() -> None:
+    texts = {"a.py": "class A: ...\nclass B: ...", "b.py": "def f():\n    class A: ..."}
+    assert repeated_classes(texts) == {"A": ["a.py", "b.py"]}
+    assert repeated_classes({"a.py": "class A: ...\nclass A: ..."}) == {"A": ["a.py", "a.py"]}
+
+
+def test_a_file_name_used_three_times_is_flagged() -> None:
+    thrice = ["a/spans.py", "b/spans.py", "c/spans.py"]
+    free = [f"{folder}/{name}.py" for folder in "abc" for name in ("__init__", "base")]
+    assert repeated_files([*thrice, *free]) == {"spans": thrice}
+    assert repeated_files([*thrice[:2], *free]) == {}
 
 
 def test_starts_that_nobody_watches_are_found() -> None:

@@ -15,11 +15,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvconnect import threads
 from kvconnect.cache.layout import Geometry
 from kvconnect.copy.base import Copier
-from kvconnect.errors import TransferFailed
+from kvconnect.errors import TransferFailed, contained
 from kvconnect.offload.chunk_copy import ChunkCopier, ChunkResult, Move
 from kvconnect.offload.host_arena import HostStore
 from kvconnect.offload.layer_loads import SyncLoad, SyncLoads
@@ -193,10 +194,10 @@ class CopyExecutor:
         self._settle(task)
 
     def _launch(self, task: _Task, part: GroupBlocks) -> None:
-        try:
+        move = None
+        with contained(partial(_log_error, task)):
             move = self._mover.start(task.kind, task.fence, part, task.sync)
-        except Exception:  # boundary: whatever a copy raises is a failed job
-            logger.exception("copy of job %d failed; its blocks are recomputed", task.job.job)
+        if move is None:
             _fail(task, part, 0, FailureCause.COPY)
             return
         task.flying += 1
@@ -220,11 +221,9 @@ class CopyExecutor:
             self._settle(task)
 
     def _landing(self, task: _Task, move: Move) -> ChunkResult | None:
-        try:
+        with contained(partial(_log_error, task)):
             return self._mover.land(move)
-        except Exception:  # boundary: what the device or a digest raises is a failed job
-            logger.exception("copy of job %d failed; its blocks are recomputed", task.job.job)
-            return ChunkResult(0, FailureCause.COPY, 0.0)
+        return ChunkResult(0, FailureCause.COPY, 0.0)
 
     def _settle(self, task: _Task) -> None:
         """Take a job without more chunks from its queue; report it when none is on its way."""
@@ -249,6 +248,11 @@ def _chunks(parts: tuple[GroupBlocks, ...], mover: ChunkCopier) -> Iterator[Grou
         for start in range(0, len(part.slots), size):
             end = start + size
             yield GroupBlocks(part.group, part.block_ids[start:end], part.slots[start:end])
+
+
+def _log_error(task: _Task, error: Exception) -> None:
+    text = "copy of job %d failed; its blocks are recomputed"
+    logger.error(text, task.job.job, exc_info=error)
 
 
 def _fail(task: _Task, part: GroupBlocks, good: int, cause: FailureCause) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Coroutine
 from enum import Enum
 from typing import Any
 
+from kvconnect.errors import contained
+
 logger = logging.getLogger(__name__)
 
 PAUSE_FIRST_S = 0.5  # from an error to the next start; doubles
@@ -65,14 +67,14 @@ class Supervisor:
         pause = PAUSE_FIRST_S
         while True:
             began = time.monotonic()
-            try:
+            errors: list[Exception] = []
+            with contained(errors.append):
                 await work()
                 return
-            except Exception:  # boundary: an error of one task must not end what it looks after
-                self._count(kind)
-                if time.monotonic() - began > _WELL_S:
-                    pause = PAUSE_FIRST_S
-                text = "task %s of %s ended with an error, and begins again in %g seconds"
-                logger.exception(text, kind.value, of, pause)
+            self._count(kind)
+            if time.monotonic() - began > _WELL_S:
+                pause = PAUSE_FIRST_S
+            text = "task %s of %s failed; it restarts in %g seconds"
+            logger.error(text, kind.value, of, pause, exc_info=errors[0])
             await asyncio.sleep(pause)
             pause = min(2 * pause, PAUSE_MOST_S)

@@ -14,9 +14,10 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvconnect.breaker import CircuitBreaker
-from kvconnect.errors import Corrupt
+from kvconnect.errors import Corrupt, contained
 from kvconnect.offload.host_arena import HostStore
 from kvconnect.offload.messages import SECONDARY_TIERS
 from kvconnect.stats import OffloadingConnectorStats
@@ -156,12 +157,9 @@ class StoreThreads:
                 due = not self._late and not self._closed and not call.expired(now)
                 if due:
                     self._running[call] = now
-            try:
-                if due:
-                    call.run()
-            except Exception as error:  # noqa: BLE001 # boundary: a store that raises has nothing
-                failed(ThreadKind.TIER, self._name, error)
             if due:
+                with contained(partial(failed, ThreadKind.TIER, self._name)):
+                    call.run()
                 self._finish(call)
             call.ended()
 

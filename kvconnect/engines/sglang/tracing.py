@@ -30,9 +30,9 @@ class RoomSpans:
     """Spans of one rank's hand-offs, by room. For the scheduler's thread."""
 
     def __init__(self) -> None:
-        from kvconnect.observability.tracing import otel, transfers
+        from kvconnect.observability.tracing import otel
 
-        self._otel, self._handoff = otel, transfers
+        self._otel = otel
         self._tracer = otel.Tracer()
         self._open: dict[int, Span] = {}
         self._served: set[int] = set()
@@ -54,14 +54,14 @@ class RoomSpans:
         for report, job in finished:
             span = self._open.pop(int(job.req_id), None)
             if span is not None:
-                self._handoff.end_job(self._tracer, span, [report])
+                self._otel.end_job(self._tracer, span, [report])
         for notice in notices:
             room = room_of(notice.transfer)
             span = self._open.get(room)
             if span is not None and notice.kind is NoticeKind.DONE:
                 self._served.add(room)
                 if notice.moved is not None:
-                    self._handoff.record_send(self._tracer, span, notice.moved)
+                    self._otel.record_send(self._tracer, span, notice.moved)
 
     def end(self, room: int) -> None:
         """A prefill request is over."""

@@ -17,8 +17,16 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports
 from kvconnect.engines.vllm.scheduler import ConnectorScheduler
-from kvconnect.observability.tracing.otel import INTERNAL, Attributes, Context, Span, Tracer, fail
-from kvconnect.observability.tracing.transfers import end_job, record_send
+from kvconnect.observability.tracing.otel import (
+    INTERNAL,
+    Attributes,
+    Context,
+    Span,
+    Tracer,
+    end_job,
+    fail,
+    record_send,
+)
 from kvconnect.offload.messages import JobReport, LoadBlocks, NoticeKind, Receive, TransferEvent
 from kvconnect.types import JobId, Tier, TransferId
 

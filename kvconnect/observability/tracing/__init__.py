@@ -1,8 +1,7 @@
-"""OpenTelemetry spans. Nothing of OpenTelemetry is imported until tracing is on.
+"""OpenTelemetry spans. OpenTelemetry is imported only when tracing is on.
 
-An engine sets OpenTelemetry up in its own processes, and our spans go the way of its own
-(``otel.Tracer``). The router is a program of its own and obeys the usual ``OTEL_*`` variables
-(:func:`of_environment`).
+In an engine, spans use the provider that the engine set up (``otel.Tracer``). The router sets up
+its own from the usual ``OTEL_*`` variables (:func:`of_environment`).
 """
 
 from __future__ import annotations
@@ -20,12 +19,13 @@ _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT
 
 
 def of_environment(service: str) -> Tracer | None:
-    """Return what makes spans if the environment names an OTLP endpoint, else None. ``service`` is
-    the name of this program unless the environment gives one. What is not installed is one line in
-    the log: the variables are often set for a whole fleet.
+    """Return a tracer if the environment names an OTLP endpoint, else None.
+
+    ``service`` is the service name unless the environment gives one. A missing package is logged
+    and not raised, because the variables are often set for a whole fleet.
 
     Raises:
-        ConfigError: a protocol that is not known.
+        ConfigError: unknown protocol.
     """
     wanted = os.environ.get("OTEL_TRACES_EXPORTER", "") in ("", "otlp")
     off = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"

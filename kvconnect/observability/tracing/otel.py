@@ -1,9 +1,10 @@
-"""Spans by OpenTelemetry's API, with times of our own: most are known when they are over."""
+"""Spans by OpenTelemetry's API, with explicit times: most spans are recorded after they end."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 from opentelemetry.context import Context as Context
@@ -17,6 +18,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from kvconnect import versions
 from kvconnect.errors import ConfigError
 
+if TYPE_CHECKING:
+    from kvconnect.offload.messages import JobReport, PeerTransfer
+
 Attributes = Mapping[str, str | int | float | bool]
 
 INTERNAL, SERVER, CLIENT = SpanKind.INTERNAL, SpanKind.SERVER, SpanKind.CLIENT
@@ -25,9 +29,9 @@ _W3C = TraceContextTextMapPropagator()
 
 
 class Tracer:
-    """Makes spans, by the process's own provider or by the given one. Any thread may call it.
+    """Makes spans with ``provider``, or with the process's own. Thread-safe.
 
-    Times are nanoseconds since the epoch. Sampling is decided where a trace begins and obeyed here.
+    Times are nanoseconds since the epoch. The service that begins a trace decides on sampling.
     """
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
@@ -36,19 +40,19 @@ class Tracer:
         self._tracer = trace.get_tracer("kvconnect", version, tracer_provider=provider)
 
     def parent(self, headers: Mapping[str, str] | None) -> Context | None:
-        """Return the context that headers carry; None if there is none, or it is not sampled."""
+        """Return the trace context in ``headers``; None if absent or not sampled."""
         context = _W3C.extract(headers or {})
         found = trace.get_current_span(context).get_span_context()
         return context if found.is_valid and found.trace_flags.sampled else None
 
     def continued(self, headers: Mapping[str, str]) -> Context:
-        """Return the context that headers carry, sampled or not; an empty one begins a trace."""
+        """Return the trace context in ``headers``, sampled or not; an empty one begins a trace."""
         return _W3C.extract(headers)
 
     def start(
         self, name: str, parent: Context, kind: SpanKind, began: int | None, attributes: Attributes
     ) -> Span:
-        """Return a span that its caller ends; None: it begins now."""
+        """Return a span that the caller must end. ``began`` None means now."""
         return self._tracer.start_span(name, parent, kind, attributes, start_time=began)
 
     def record(
@@ -59,7 +63,7 @@ class Tracer:
         attributes: Attributes,
         error: str = "",
     ) -> Context:
-        """Make a span that is over; return the context for spans under it."""
+        """Record a finished span; return the context for its children."""
         span = self.start(name, parent, INTERNAL, times[0], attributes)
         if error:
             fail(span, error)
@@ -67,13 +71,13 @@ class Tracer:
         return within(span)
 
     def close(self) -> None:
-        """Send what has not been sent; may take seconds. For a provider that was given."""
+        """Flush and shut down the given provider; may take seconds. Does nothing without one."""
         if self._provider is not None:
             self._provider.shutdown()
 
 
 def within(span: Span) -> Context:
-    """Return the context for spans under ``span``."""
+    """Return the context for children of ``span``."""
     return trace.set_span_in_context(span, Context())
 
 
@@ -83,14 +87,14 @@ def fail(span: Span, why: str) -> None:
 
 
 def headers_of(span: Span) -> dict[str, str]:
-    """Return the headers that make ``span`` the parent of what another process does."""
+    """Return HTTP headers that make ``span`` the parent in another process."""
     headers: dict[str, str] = {}
     _W3C.inject(headers, within(span))
     return headers
 
 
 def exporting(service: str) -> Tracer:
-    """Return a tracer whose spans are sent by OTLP, as the ``OTEL_*`` variables say."""
+    """Return a tracer that exports by OTLP, configured by the ``OTEL_*`` variables."""
     resource = Resource.create()
     if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
         resource = resource.merge(Resource({SERVICE_NAME: service}))
@@ -113,3 +117,56 @@ def _exporter() -> SpanExporter:
 
         return http.OTLPSpanExporter()
     raise ConfigError(name, protocol, "use grpc or http/protobuf")
+
+
+# Transfers, as every engine shows them ----------------------------------------------------------
+
+
+def end_job(tracer: Tracer, span: Span, reports: Sequence[JobReport]) -> None:
+    """Record the transfers of a finished receive or load under ``span``, then end ``span``."""
+    for moved in (moved for report in reports for moved in report.moved):
+        about = _bytes(moved) | {"kvconnect.transport": moved.path}
+        _record(tracer, span, "kvconnect.wait", (moved.asked, moved.first), moved)
+        _record(tracer, span, "kvconnect.wire", (moved.first, moved.ended), moved, about)
+        if moved.ready:
+            _record(tracer, span, "kvconnect.exposed", (moved.ready, moved.ended), moved)
+    failures = [failure for report in reports for failure in report.failures]
+    if failures:
+        fail(span, failures[0].cause.value)
+    span.end()
+
+
+def record_send(tracer: Tracer, hold: Span, moved: PeerTransfer) -> None:
+    """Record a finished send and its chunks under ``hold``, the span of the request's lease."""
+    began = min((chunk.began for chunk in moved.chunks), default=moved.first)
+    times = began, moved.ended
+    send = _record(tracer, hold, "kvconnect.send", times, moved, _bytes(moved))
+    for chunk in moved.chunks:
+        about = {
+            "kvconnect.worker": moved.worker,
+            "kvconnect.first_block": chunk.first,
+            "kvconnect.blocks": chunk.blocks,
+            "kvconnect.bytes": chunk.nbytes,
+        }
+        tracer.record("kvconnect.send.chunk", send, _ns(chunk.began, chunk.ended), about)
+
+
+def _record(
+    tracer: Tracer,
+    parent: Span,
+    name: str,
+    times: tuple[float, float],
+    moved: PeerTransfer,
+    attributes: Attributes | None = None,
+) -> Context:
+    about = {"kvconnect.worker": moved.worker, **(attributes or {})}
+    return tracer.record(name, within(parent), _ns(*times), about)
+
+
+def _bytes(moved: PeerTransfer) -> dict[str, str | int | float | bool]:
+    return {"kvconnect.bytes": moved.nbytes, "kvconnect.wire_seconds": moved.seconds}
+
+
+def _ns(*seconds: float) -> tuple[int, int]:
+    began, ended = seconds
+    return int(began * 1e9), int(ended * 1e9)
