@@ -92,12 +92,17 @@ FUNCTION_LINES, COMPLEXITY, PARAMETERS, BROAD_EXCEPTS = 60, 10, 6, 1
 
 @dataclass(frozen=True)
 class Import:
-    """One import statement: who imports what. ``registry`` is a local one in an __init__.py."""
+    """One import statement: who imports what. ``local``: inside a function."""
 
     path: str
     line: int
     target: str
-    registry: bool
+    local: bool
+
+    @property
+    def registry(self) -> bool:
+        """Whether an ``__init__.py`` loads one of its parts by name when it is asked for."""
+        return self.local and self.path.endswith("__init__.py")
 
     @property
     def deep(self) -> bool:
@@ -138,14 +143,13 @@ def walk(node: ast.AST, local: bool = False) -> Iterator[tuple[ast.AST, bool]]:
 
 def imports(path: str, text: str) -> Iterator[Import]:
     for node, local in walk(ast.parse(text)):
-        registry = local and path.endswith("__init__.py")
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(path, node.lineno, alias.name, registry)
+                yield Import(path, node.lineno, alias.name, local)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
             for alias in node.names:
-                yield Import(path, node.lineno, f"{node.module}.{alias.name}", registry)
+                yield Import(path, node.lineno, f"{node.module}.{alias.name}", local)
 
 
 def unit(path: str) -> str:
@@ -223,6 +227,19 @@ def folder_cycles(texts: dict[str, str]) -> list[str]:
             if target and not item.registry and not f"{source}/".startswith(f"{target}/"):
                 graph.setdefault(source, set()).add(target)
     return sorted(name for name in graph if name in reachable(graph, name))
+
+
+def module_cycles(texts: dict[str, str]) -> list[str]:
+    """Modules that import themselves through others when they are loaded."""
+    graph = {
+        path: {
+            target
+            for item in imports(path, text)
+            if not item.local and (target := imported_file(item, texts)) not in ("", path)
+        }
+        for path, text in texts.items()
+    }
+    return sorted(path for path in graph if path in reachable(graph, path))
 
 
 def folder(path: str) -> str:

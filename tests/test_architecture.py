@@ -20,6 +20,7 @@ from tests.architecture import (
     imports,
     impure_imports,
     misplaced_packages,
+    module_cycles,
     over_budget,
     repeated_classes,
     repeated_files,
@@ -58,6 +59,10 @@ def test_pure_modules_import_only_pure_modules() -> None:
 
 def test_no_folder_cycles() -> None:
     assert folder_cycles(TEXTS) == []
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    assert module_cycles(TEXTS) == []
 
 
 def test_budgets_hold_but_for_the_listed_exceptions() -> None:
@@ -195,6 +200,16 @@ def test_a_cycle_is_flagged() -> None:
         "engines/sglang/worker.py": "from kvconnect.engines.vllm.worker import Worker",
     }
     assert folder_cycles(across) == ["engines/sglang", "engines/vllm"]
+
+
+def test_a_module_that_imports_itself_is_flagged() -> None:
+    texts = {
+        "offload/index.py": "from kvconnect.offload.jobs import JobBook",
+        "offload/jobs.py": "from kvconnect.offload import index",
+    }
+    assert module_cycles(texts) == ["offload/index.py", "offload/jobs.py"]
+    late = {"offload/jobs.py": "def f():\n    from kvconnect.offload import index"}
+    assert module_cycles(texts | late) == []
 
 
 @pytest.mark.parametrize(
