@@ -235,9 +235,9 @@ class Instructions:
     receives: list[Receive] = field(default_factory=list)
     drops: list[Drop] = field(default_factory=list)
     keeps: list[Keep] = field(default_factory=list)
-    seeks: list[LookupBlocks] = field(default_factory=list)
-    fetches: list[PrefetchBlocks] = field(default_factory=list)
-    spills: list[WriteBackBlocks] = field(default_factory=list)
+    lookups: list[LookupBlocks] = field(default_factory=list)
+    prefetches: list[PrefetchBlocks] = field(default_factory=list)
+    write_backs: list[WriteBackBlocks] = field(default_factory=list)
 
 
 class FailedBlock(NamedTuple):

@@ -1,4 +1,4 @@
-"""The plan of the tiers below host memory: disk, and a remote store that engines share."""
+"""The tiers below host memory: a local disk, and a store that several engines share."""
 
 from kvconnect.tiers.lookup import SHARED, LookupRequest, LookupResult, PrefetchDecision
 from kvconnect.tiers.planner import Promoted, TierLimits, TierPlan

@@ -1,4 +1,4 @@
-"""Which blocks to look for below the host tier, and which of those found to bring up."""
+"""Which blocks to look up in the lower tiers, which to prefetch, and the jobs that do it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,24 @@ from kvconnect.offload.index import HostIndex
 from kvconnect.offload.messages import SECONDARY_TIERS, TierAnswer
 from kvconnect.types import JobId, Tier
 
+logger = logging.getLogger(__name__)
+
 SHARED = bytes(PREFIX_BYTES)
 """Tenant and scope of a request that has neither."""
 
-_ABSENT_S = 5.0  # another engine may write meanwhile what a shared tier lacks
-_MOST_ABSENT = 1 << 16
+_MISS_S = 5.0  # another engine may write a missing block to a shared tier meanwhile
+_MAX_MISSES = 1 << 16
+# Workers count a job's time from its arrival. They must be able to answer before it times out here.
+_ANSWER_FACTOR = 2.0
+
+Block = tuple[int, bytes]
+"""(group, hash)"""
 
 
 class LookupResult(NamedTuple):
-    """What could be brought up for a request: where each block after the first ``context`` tokens
-    is, as far as a prefix goes. ``tokens`` must be computed if nothing is."""
+    """Blocks that lower tiers have for a request: the tier of each block after the first
+    ``context`` tokens, up to the end of the prefix. Without a prefetch, ``tokens`` tokens must be
+    computed."""
 
     context: int
     tokens: int
@@ -35,7 +43,7 @@ class LookupResult(NamedTuple):
 
 
 class PrefetchDecision(NamedTuple):
-    """How many of the blocks to bring up, and after how many seconds to compute after all."""
+    """How many blocks to prefetch, and after how many seconds to compute them instead."""
 
     blocks: int
     give_up_s: float = math.inf
@@ -45,28 +53,31 @@ Choose = Callable[[LookupResult], PrefetchDecision]
 
 
 class LookupRequest(NamedTuple):
-    """What a request could use: tokens [local, most). ``prefix``: its tenant and scope. ``names``:
-    what blocks are called below the host tier, by hash, where that is something else."""
+    """Blocks that a request can use: of tokens [local_tokens, max_tokens).
+
+    ``prefix`` is the tenant and scope. ``block_names`` has, by hash, the names of blocks that the
+    lower tiers know under another name than their hash.
+    """
 
     hashes: Sequence[Sequence[bytes]]
     local_tokens: int
-    most_tokens: int
+    max_tokens: int
     prefix: bytes = SHARED
-    names: Mapping[bytes, bytes] = MappingProxyType({})
+    block_names: Mapping[bytes, bytes] = MappingProxyType({})
 
     def key(self, group: int, block_hash: bytes) -> bytes:
-        """Return what a block is called below the host tier."""
-        return block_key(self.prefix, group, self.names.get(block_hash, block_hash))
+        """Return the key of a block in the lower tiers."""
+        return block_key(self.prefix, group, self.block_names.get(block_hash, block_hash))
 
     def rows(self, groups: Sequence[CacheGroup]) -> Iterator[tuple[int, Sequence[bytes]]]:
-        """Yield each group's number and the hashes of its blocks that could be used."""
+        """Yield each group's number and the hashes of its blocks in the range of tokens."""
         for number, group in enumerate(groups):
             start = self.local_tokens // group.block_tokens
-            yield number, self.hashes[number][start : self.most_tokens // group.block_tokens]
+            yield number, self.hashes[number][start : self.max_tokens // group.block_tokens]
 
 
-class Absent:
-    """Keys that were looked up and not found, for a while. Bounded."""
+class RecentMisses:
+    """Keys that were looked up and not found a short time ago. Bounded."""
 
     def __init__(self) -> None:
         self._until: OrderedDict[bytes, float] = OrderedDict()
@@ -75,17 +86,16 @@ class Absent:
         return key in self._until
 
     def add(self, key: bytes, now: float) -> None:
-        self._until[key] = now + _ABSENT_S
+        self._until[key] = now + _MISS_S
         self._until.move_to_end(key)
-        if len(self._until) > _MOST_ABSENT:
+        if len(self._until) > _MAX_MISSES:
             self._until.popitem(last=False)
 
-    def drop(self, key: bytes) -> None:
-        """It is there now."""
+    def discard(self, key: bytes) -> None:
         self._until.pop(key, None)
 
     def expire(self, now: float) -> None:
-        """Forget what was found absent too long ago; the oldest come first."""
+        """Forget keys that were missing too long ago."""
         while self._until and next(iter(self._until.values())) <= now:
             self._until.popitem(last=False)
 
@@ -93,29 +103,29 @@ class Absent:
         self._until.clear()
 
 
-class Coming:
-    """Blocks that fetches bring, and when they were asked for."""
+class PendingPrefetches:
+    """Blocks that are being prefetched, and since when."""
 
     def __init__(self) -> None:
-        self._asked: dict[Block, float] = {}
+        self._since: dict[Block, float] = {}
 
     def add(self, blocks: Iterable[Block], now: float) -> None:
-        self._asked.update(dict.fromkeys(blocks, now))
+        self._since.update(dict.fromkeys(blocks, now))
 
-    def drop(self, blocks: Iterable[Block]) -> None:
+    def discard(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
-            self._asked.pop(block, None)
+            self._since.pop(block, None)
 
-    def for_other(self, rows: Iterable[tuple[int, Sequence[bytes]]], since: float) -> bool:
-        """Whether any of these blocks was asked for after ``since``: longer nobody waits."""
-        asked = self._asked
-        if not asked:
+    def any_since(self, rows: Iterable[tuple[int, Sequence[bytes]]], start: float) -> bool:
+        """Return whether the prefetch of any of these blocks began after ``start``."""
+        since = self._since
+        if not since:
             return False
-        return any(asked.get((group, it), since) > since for group, row in rows for it in row)
+        return any(since.get((group, it), start) > start for group, row in rows for it in row)
 
 
-class _View:
-    """The host tier and what was found below it, as :func:`longest_prefix` reads an index."""
+class _HostAndFound:
+    """The host tier together with the blocks found in lower tiers, for :func:`longest_prefix`."""
 
     def __init__(self, index: HostIndex, found: Mapping[Block, int]) -> None:
         self._index = index
@@ -135,118 +145,113 @@ class _View:
         return slots
 
 
-def missing(
-    index: HostIndex, groups: Sequence[CacheGroup], wanted: LookupRequest, absent: Absent
+def missing_blocks(
+    index: HostIndex, groups: Sequence[CacheGroup], request: LookupRequest, misses: RecentMisses
 ) -> Iterator[Block]:
-    """Yield the blocks that the host tier lacks, of a full group up to one that is nowhere."""
-    for number, row in wanted.rows(groups):
+    """Yield the blocks that the host tier lacks. In a group with full attention, stop at the first
+    block that no tier has."""
+    for number, row in request.rows(groups):
         for block_hash in row:
             if index.has(number, block_hash):
                 continue
-            if wanted.key(number, block_hash) not in absent:
+            if request.key(number, block_hash) not in misses:
                 yield number, block_hash
             elif groups[number].is_full:
                 break
 
 
-def worth_fetching(
+def blocks_to_prefetch(
     index: HostIndex,
     groups: Sequence[CacheGroup],
-    wanted: LookupRequest,
-    there: Mapping[Block, int],
+    request: LookupRequest,
+    found: Mapping[Block, int],
     choose: Choose,
 ) -> tuple[list[Block], float]:
-    """Return which of the blocks found below to bring up, in prefix order within each group, and
-    how many seconds that is worth waiting for.
+    """Return the blocks to prefetch, in prefix order within each group, and the seconds after which
+    to give up waiting for them.
 
-    ``there``: what was found, by its place in :data:`SECONDARY_TIERS`. What is weighed are the
-    blocks of the leading group, if it is one with full attention; the others' blocks follow from
-    its prefix. Where all groups have windows, it is all or nothing.
+    ``found`` maps blocks to indexes in :data:`SECONDARY_TIERS`. ``choose`` is given the blocks of
+    the leading group, with full attention if there is one; the other groups follow from the length
+    of its prefix. If all groups have windows, all blocks are prefetched or none.
     """
-    view, number = _View(index, there), leading_group(groups)
-    lead, row, local = groups[number], wanted.hashes[number], wanted.local_tokens
-    total = longest_prefix(view, groups, wanted.hashes, local, wanted.most_tokens)
+    view, number = _HostAndFound(index, found), leading_group(groups)
+    lead, row, local = groups[number], request.hashes[number], request.local_tokens
+    total = longest_prefix(view, groups, request.hashes, local, request.max_tokens)
     start, end = local // lead.block_tokens, total // lead.block_tokens
     if not lead.is_full:
         start = max(start, lead.first_block(total))
     start += len(index.ready_slots(number, row[start:end]))
     tiers: list[Tier] = []
     for block_hash in row[start:end]:
-        found = SECONDARY_TIERS[there.get((number, block_hash), 0)]
-        if found or tiers:  # what host memory has between them costs nothing more
-            tiers.append(found or tiers[-1])
+        tier = SECONDARY_TIERS[found.get((number, block_hash), 0)]
+        if tier or tiers:  # blocks in between that host memory has cost nothing more
+            tiers.append(tier or tiers[-1])
     if not tiers:
         return [], 0.0
     context = start * lead.block_tokens
-    worth = choose(LookupResult(context, wanted.most_tokens - context, lead.block_tokens, tiers))
-    if worth.blocks < len(tiers):
+    result = LookupResult(context, request.max_tokens - context, lead.block_tokens, tiers)
+    decision = choose(result)
+    if decision.blocks < len(tiers):
         if not lead.is_full:
             return [], 0.0
-        most = context + worth.blocks * lead.block_tokens
-        total = longest_prefix(view, groups, wanted.hashes, local, most)
-    found_blocks = [
+        max_tokens = context + decision.blocks * lead.block_tokens
+        total = longest_prefix(view, groups, request.hashes, local, max_tokens)
+    blocks = [
         (group_number, block_hash)
         for group_number, group in enumerate(groups)
-        for block_hash in wanted.hashes[group_number][
+        for block_hash in request.hashes[group_number][
             max(group.first_block(total), local // group.block_tokens) : total // group.block_tokens
         ]
-        if (group_number, block_hash) in there and not index.has(group_number, block_hash)
+        if (group_number, block_hash) in found and not index.has(group_number, block_hash)
     ]
-    return found_blocks, worth.give_up_s
+    return blocks, decision.give_up_s
 
 
-logger = logging.getLogger(__name__)
-
-# A worker counts from the moment a job arrives and must be able to answer before we give up.
-_ANSWER_FACTOR = 2.0
-
-Block = tuple[int, bytes]
-"""(group, hash)"""
-
-
-class Question(NamedTuple):
-    """What was asked: about which blocks, into or out of which slots (none: a lookup), and for
-    which request (none: a spill)."""
+class TierJob(NamedTuple):
+    """A lookup (without ``slots``), a prefetch, or a write-back (without ``req_id``)."""
 
     keys: tuple[bytes, ...]
     slots: array[int]
     req_id: str | None = None
-    blocks: tuple[Block, ...] = ()  # that the keys stand for; of a spill nobody asks
+    blocks: tuple[Block, ...] = ()  # of the keys, in their order; () for a write-back
 
 
 @dataclass(eq=False)
-class _Open:
-    question: Question
-    asked: float
+class _OpenJob:
+    job: TierJob
+    started: float
     waiting: int  # workers that have not answered
-    found: bytes | None = None  # what all workers that answered have
-    void: bool = False  # the result is worthless
-    given_up: bool = False  # nobody waits for it any more
+    found: bytes | None = None  # combined answers so far
+    stale: bool = False
+    timed_out: bool = False
 
 
-class Answered(NamedTuple):
-    """A question that all workers have answered. ``found`` as in :class:`TierAnswer`, where a block
-    counts as there if all workers have it, in a tier as slow as the slowest. ``void``: what was
-    found is worthless, since blocks have other names now. ``given_up``: it came too late, see
-    :meth:`Answers.expire`. ``seconds`` between question and last answer."""
+class FinishedJob(NamedTuple):
+    """A job that all workers have answered.
 
-    question: Question
+    ``found`` is as in :class:`TierAnswer`: a block counts as found if all workers have it, with the
+    slowest of their tiers. ``stale``: keys have changed since, so ``found`` must not be used.
+    ``timed_out``: the answer came too late, see :meth:`OpenJobs.expire`. ``seconds`` from the start
+    to the last answer.
+    """
+
+    job: TierJob
     found: bytes
-    void: bool
-    given_up: bool
+    stale: bool
+    timed_out: bool
     seconds: float
 
 
 @dataclass(eq=False)
-class Answers:
-    """Open questions of one engine, to ``workers`` that answer each, within ``deadline_s``.
+class OpenJobs:
+    """Jobs of one engine that ``workers`` workers have to answer within ``deadline_s`` seconds.
 
     Owned by the scheduler's thread.
     """
 
     workers: int
     deadline_s: float
-    _open: dict[JobId, _Open] = field(default_factory=dict)
+    _open: dict[JobId, _OpenJob] = field(default_factory=dict)
     _last: int = 0
 
     def __len__(self) -> int:
@@ -255,54 +260,53 @@ class Answers:
     @property
     def busy(self) -> bool:
         """Whether an answer is awaited."""
-        return any(not job.given_up for job in self._open.values())
+        return any(not it.timed_out for it in self._open.values())
 
     @property
-    def fetching(self) -> int:
-        """Slots that are being read into by what is waited for."""
-        jobs = (job for job in self._open.values() if not job.given_up and job.question.req_id)
-        return sum(len(job.question.slots) for job in jobs)
+    def prefetch_slots(self) -> int:
+        """Slots of the prefetches that have not timed out."""
+        jobs = (it.job for it in self._open.values() if not it.timed_out and it.job.req_id)
+        return sum(len(job.slots) for job in jobs)
 
-    def open(self, question: Question, now: float) -> JobId:
-        """Number a question."""
+    def add(self, job: TierJob, now: float) -> JobId:
+        """Add a job and return its number."""
         self._last += 1
         number = JobId(self._last)
-        self._open[number] = _Open(question, now, self.workers)
+        self._open[number] = _OpenJob(job, now, self.workers)
         return number
 
-    def take(self, answer: TierAnswer, now: float) -> Answered | None:
-        """Take one worker's answer; return what all say once the last one has answered."""
-        job = self._open.get(answer.job)
-        if job is None or len(answer.found) != len(job.question.keys):
+    def on_answer(self, answer: TierAnswer, now: float) -> FinishedJob | None:
+        """Take one worker's answer. Return the job once the last worker has answered."""
+        it = self._open.get(answer.job)
+        if it is None or len(answer.found) != len(it.job.keys):
             logger.warning("a worker answered job %d, which is not open; ignored", answer.job)
             return None
-        if job.found is None:
-            job.found = answer.found
+        if it.found is None:
+            it.found = answer.found
         else:
-            pairs = zip(job.found, answer.found, strict=True)
-            job.found = bytes(max(mine, other) if mine and other else 0 for mine, other in pairs)
-        job.waiting -= 1
-        if job.waiting:
+            pairs = zip(it.found, answer.found, strict=True)
+            it.found = bytes(max(mine, other) if mine and other else 0 for mine, other in pairs)
+        it.waiting -= 1
+        if it.waiting:
             return None
         del self._open[answer.job]
-        return Answered(job.question, job.found, job.void, job.given_up, now - job.asked)
+        return FinishedJob(it.job, it.found, it.stale, it.timed_out, now - it.started)
 
-    def expire(self, now: float) -> list[Question]:
-        """Wait no longer for what has not been answered in time, and return it. Slots stay taken:
-        only the worker can say that it does not read or write them any more. Lookups have none,
-        so they are over."""
+    def expire(self, now: float) -> list[TierJob]:
+        """Return the jobs that time out now. Their slots stay in use, since workers may still read
+        or write them, until all workers have answered. A lookup has no slots, so it ends."""
         late = [
-            (number, job)
-            for number, job in self._open.items()
-            if not job.given_up and now >= job.asked + self.deadline_s * _ANSWER_FACTOR
+            (number, it)
+            for number, it in self._open.items()
+            if not it.timed_out and now >= it.started + self.deadline_s * _ANSWER_FACTOR
         ]
-        for number, job in late:
-            job.given_up = True
-            if not job.question.slots:
+        for number, it in late:
+            it.timed_out = True
+            if not it.job.slots:
                 del self._open[number]
-        return [job.question for _, job in late]
+        return [it.job for _, it in late]
 
-    def void(self) -> None:
-        """Blocks have other names from now on."""
-        for job in self._open.values():
-            job.void = True
+    def mark_stale(self) -> None:
+        """Note that keys have changed: what open jobs find must not be used."""
+        for it in self._open.values():
+            it.stale = True

@@ -1,10 +1,11 @@
-"""The plan of the tiers below host memory: what is looked up, brought up, and written down.
+"""Decides for the tiers below host memory what to look up, to prefetch and to write back.
 
-One object per engine, owned by the scheduler's thread; time is an argument, as in
-:mod:`kvconnect.offload.planner`. A request whose prefix the host tier lacks is told to ask later
-(:meth:`TierPlan.ask`): workers look its blocks up, and what is worth it comes into host slots,
-from where it is loaded like any block of that tier. No request waits longer than ``wait_s``. What
-the host tier has stored is written down behind it, by as much as may be under way at a time.
+One object per engine, owned by the scheduler's thread. Time is an argument, as in
+:mod:`kvconnect.offload.planner`. If the host tier lacks a part of a request's prefix, the request
+waits (:meth:`TierPlan.lookup`): workers look its blocks up, and the blocks worth loading are
+prefetched into host slots, from which they are loaded like any other block of the host tier. No
+request waits longer than ``wait_s``. Blocks stored in the host tier are written back in the
+background, a bounded number at a time.
 """
 
 from __future__ import annotations
@@ -27,27 +28,30 @@ from kvconnect.offload.messages import (
 )
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.lookup import (
-    Absent,
-    Answered,
-    Answers,
     Block,
     Choose,
-    Coming,
+    FinishedJob,
     LookupRequest,
-    Question,
-    missing,
-    worth_fetching,
+    OpenJobs,
+    PendingPrefetches,
+    RecentMisses,
+    TierJob,
+    blocks_to_prefetch,
+    missing_blocks,
 )
 from kvconnect.tiers.writeback import WriteBacks
 from kvconnect.types import FailureCause, Tier
 
-_MOST_KEYS = 1 << 14  # of one lookup
+_MAX_KEYS = 1 << 14  # of one lookup
 
 
 class TierLimits(NamedTuple):
-    """``workers`` must answer each job, which may take ``deadline_s`` seconds; a request waits at
-    most ``wait_s``. ``slots`` of the host tier may be kept from eviction for spills, and as many
-    for what requests wait for. ``reused``: write down only blocks that were loaded once."""
+    """Limits of a :class:`TierPlan`.
+
+    ``workers`` workers must answer each job, which may take ``deadline_s`` seconds. A request waits
+    at most ``wait_s`` seconds. ``slots`` of the host tier may be pinned by write-backs, and as many
+    by prefetches. ``reused``: write back only blocks that were loaded once.
+    """
 
     workers: int
     deadline_s: float
@@ -57,7 +61,7 @@ class TierLimits(NamedTuple):
 
 
 class Promoted(NamedTuple):
-    """Blocks that were brought up for a request."""
+    """Blocks that were prefetched into the host tier for a request."""
 
     req_id: str
     blocks: Sequence[Block]
@@ -65,20 +69,20 @@ class Promoted(NamedTuple):
 
 @dataclass(eq=False)
 class _Waiting:
-    """A request that asked, until it is over."""
+    """A request that was looked up, until it ends."""
 
-    wanted: LookupRequest
+    request: LookupRequest
     asked: float
     deadline: float
     decided: bool = False
-    working: bool = False  # a job is about its blocks; else it waits for another request's
-    pinned: list[int] = field(default_factory=list)  # slots it is about to read
-    brought: dict[Tier, int] = field(default_factory=dict)  # tokens that came for it
+    working: bool = False  # it has a job; otherwise it waits for another request's prefetch
+    pinned: list[int] = field(default_factory=list)  # slots that it is about to load
+    promoted: dict[Tier, int] = field(default_factory=dict)  # tokens prefetched for it
 
     def pin(self, index: HostIndex, groups: Sequence[CacheGroup]) -> None:
-        """Keep what the host tier has of the prefix until its load is planned."""
+        """Pin the part of the prefix in the host tier until its load is planned."""
         self.unpin(index)
-        rows = self.wanted.rows(groups)
+        rows = self.request.rows(groups)
         self.pinned = [slot for number, row in rows for slot in index.ready_slots(number, row)]
         index.pin(self.pinned)
 
@@ -86,18 +90,21 @@ class _Waiting:
         index.unpin(self.pinned)
         self.pinned = []
 
-    def note(self, blocks: Sequence[Block], found: bytes, groups: Sequence[CacheGroup]) -> None:
-        """Remember where the tokens of the prefix came from: those of the leading group."""
+    def count(self, blocks: Sequence[Block], found: bytes, groups: Sequence[CacheGroup]) -> None:
+        """Count promoted tokens by tier, those of the leading group."""
         lead = leading_group(groups)
         for (group, _), number in zip(blocks, found, strict=True):
             tier = SECONDARY_TIERS[number]
             if tier is not None and group == lead:
-                self.brought[tier] = self.brought.get(tier, 0) + groups[lead].block_tokens
+                self.promoted[tier] = self.promoted.get(tier, 0) + groups[lead].block_tokens
 
 
 class TierPlan:
-    """Decides for one engine; see the module docstring. ``choose`` weighs a fetch against
-    computing; ``fetched`` is told (tier, blocks, seconds) of each that brought something."""
+    """Decides for one engine; see the module docstring.
+
+    ``choose`` weighs a prefetch against computing. ``on_prefetched`` is given (tier, blocks,
+    seconds) of each prefetch that found a block.
+    """
 
     def __init__(
         self,
@@ -106,198 +113,202 @@ class TierPlan:
         stats: OffloadingConnectorStats,
         limits: TierLimits,
         choose: Choose,
-        fetched: Callable[[Tier, int, float], None],
+        on_prefetched: Callable[[Tier, int, float], None],
     ) -> None:
         self._index = index
         self._groups = tuple(groups)
         self._stats = stats
         self._limits = limits
         self._choose = choose
-        self._fetched = fetched
+        self._on_prefetched = on_prefetched
         self._waiting: dict[str, _Waiting] = {}
-        self._coming = Coming()
+        self._prefetching = PendingPrefetches()
         self._planned = Instructions()
-        self._answers = Answers(limits.workers, limits.deadline_s)
-        self._absent = Absent()
-        self.spills = WriteBacks(index, limits.slots, limits.reused, stats)
+        self._jobs = OpenJobs(limits.workers, limits.deadline_s)
+        self._misses = RecentMisses()
+        self.write_backs = WriteBacks(index, limits.slots, limits.reused, stats)
 
     def __repr__(self) -> str:
-        return f"<BelowPlan {len(self._waiting)} requests, {len(self._answers)} jobs>"
+        return f"<TierPlan {len(self._waiting)} requests, {len(self._jobs)} jobs>"
 
     @property
     def busy(self) -> bool:
-        """Whether something is planned or an answer is awaited: the engine must step on."""
-        return self._answers.busy or self.spills.ready
+        """Whether work is planned or an answer is awaited: the engine must keep stepping."""
+        return self._jobs.busy or self.write_backs.ready
 
-    def ask(self, req_id: str, wanted: LookupRequest, now: float) -> bool:
-        """Whether the request should ask again later; False once the host tier has what it gets.
+    def lookup(self, req_id: str, request: LookupRequest, now: float) -> bool:
+        """Return True while the request must wait, False once the host tier has what it will get.
 
-        To be asked at every step while a request waits. What was decided stays.
+        Call this at every step while the request waits. A decision is not changed afterwards.
         """
         waiting = self._waiting.get(req_id)
         if waiting is None:
-            waiting = _Waiting(wanted, now, now + self._limits.wait_s)
+            waiting = _Waiting(request, now, now + self._limits.wait_s)
             self._waiting[req_id] = waiting
-        since = now - self._limits.wait_s
-        follows = self._coming.for_other(wanted.rows(self._groups), since)
+        start = now - self._limits.wait_s
+        follows = self._prefetching.any_since(request.rows(self._groups), start)
         if not waiting.decided and not waiting.working and not follows:
-            waiting.working = self._seek(req_id, wanted, now)
+            waiting.working = self._look_up(req_id, request, now)
             waiting.decided = not waiting.working
         return not waiting.decided
 
-    def planned(self, req_id: str) -> dict[Tier, int]:
-        """The request was admitted, and its load pins what it reads. Return how many tokens came
-        for it, by tier."""
+    def on_load_planned(self, req_id: str) -> dict[Tier, int]:
+        """Unpin the slots of a request, whose load pins them now. Return how many tokens were
+        promoted for it, by tier."""
         waiting = self._waiting.get(req_id)
         if waiting is None:
             return {}
         waiting.unpin(self._index)
-        brought, waiting.brought = waiting.brought, {}
-        return brought
+        promoted, waiting.promoted = waiting.promoted, {}
+        return promoted
 
     def forget(self, req_id: str) -> None:
-        """The request is over."""
+        """End a request."""
         waiting = self._waiting.pop(req_id, None)
         if waiting is not None:
             waiting.unpin(self._index)
 
     def take(self, work: Instructions, now: float) -> None:
-        """Add what the workers have to do to a step's work."""
-        for question in self._answers.expire(now):
-            self._give_up(question)
-        self._absent.expire(now)
+        """Add the jobs of the workers to a step's instructions."""
+        for job in self._jobs.expire(now):
+            self._time_out(job)
+        self._misses.expire(now)
         for waiting in self._waiting.values():
             if now >= waiting.deadline and (waiting.pinned or not waiting.decided):
                 if not waiting.decided:
                     self._stats.count("tier_decisions", label="late")
                     waiting.decided = True
                 waiting.unpin(self._index)
-        for keys, slots in self.spills.take():
+        for keys, slots in self.write_backs.take_jobs():
             self._stats.count("tier_written_blocks", len(keys))
             for key in keys:
-                self._absent.drop(key)
-            number = self._answers.open(Question(keys, slots), now)
-            work.spills.append(WriteBackBlocks(number, keys, slots, self._limits.deadline_s))
-        work.seeks, work.fetches = self._planned.seeks, self._planned.fetches
+                self._misses.discard(key)
+            number = self._jobs.add(TierJob(keys, slots), now)
+            write_back = WriteBackBlocks(number, keys, slots, self._limits.deadline_s)
+            work.write_backs.append(write_back)
+        work.lookups, work.prefetches = self._planned.lookups, self._planned.prefetches
         self._planned = Instructions()
 
     def on_answer(self, answer: TierAnswer, now: float) -> Promoted | None:
-        """Take one worker's answer; the last one of a job decides what comes next. Return what the
-        host tier has now, after a fetch."""
-        answered = self._answers.take(answer, now)
-        if answered is None:
+        """Take one worker's answer. The last one of a job decides what comes next. Return the
+        blocks that a prefetch has brought to the host tier."""
+        finished = self._jobs.on_answer(answer, now)
+        if finished is None:
             return None
-        if answered.question.req_id is None:
-            self.spills.ended(answered.question.slots, answered.given_up)
-        elif len(answered.question.slots):
-            return self._end_fetch(answered.question.req_id, answered, now)
+        job = finished.job
+        if job.req_id is None:
+            self.write_backs.ended(job.slots, finished.timed_out)
+        elif len(job.slots):
+            return self._end_prefetch(job.req_id, finished, now)
         else:
-            self._end_seek(answered.question.req_id, answered, now)
+            self._end_lookup(job.req_id, finished, now)
         return None
 
     def reset(self) -> None:
-        """Blocks have other names from now on: what was found is no more, and what is on its way
-        is not used."""
-        self.spills.clear()
-        self._absent.clear()
-        self._answers.void()
+        """Note that blocks have other keys from now on: results so far and those of open jobs are
+        not used."""
+        self.write_backs.clear()
+        self._misses.clear()
+        self._jobs.mark_stale()
         for waiting in self._waiting.values():
             waiting.decided = True
             waiting.unpin(self._index)
 
     def gauges(self) -> Iterator[tuple[str, float, str | None]]:
-        """Yield (name, value, label) of what is going on."""
+        """Yield (name, value, label) of the gauges."""
         waiting = sum(not waiting.decided for waiting in self._waiting.values())
         yield "tier_waiting_requests", waiting, None
-        yield "tier_jobs_in_flight", len(self._answers), None
+        yield "tier_jobs_in_flight", len(self._jobs), None
 
-    def _give_up(self, question: Question) -> None:
-        """A job takes too long: what it is about may be stored, fetched and written by others. Its
-        slots are taken until it has ended."""
-        if question.req_id is None:
-            self.spills.given_up(question.slots)
-        elif question.slots:
-            self._index.abandon(question.slots, held=True)
-            self._coming.drop(question.blocks)
+    def _time_out(self, job: TierJob) -> None:
+        """Let others store, prefetch and write back the blocks of a job that takes too long. Its
+        slots stay in use until it ends."""
+        if job.req_id is None:
+            self.write_backs.timed_out(job.slots)
+        elif job.slots:
+            self._index.abandon(job.slots, held=True)
+            self._prefetching.discard(job.blocks)
             cause = FailureCause.DEADLINE.value
-            self._stats.count("failed_blocks", len(question.slots), label=cause)
+            self._stats.count("failed_blocks", len(job.slots), label=cause)
 
-    def _seek(self, req_id: str, wanted: LookupRequest, now: float) -> bool:
-        """Have blocks looked up; return False if nothing can be below."""
-        lacking = missing(self._index, self._groups, wanted, self._absent)
-        blocks = tuple(islice(lacking, _MOST_KEYS))
+    def _look_up(self, req_id: str, request: LookupRequest, now: float) -> bool:
+        """Plan a lookup. Return False if no lower tier can have a block."""
+        missing = missing_blocks(self._index, self._groups, request, self._misses)
+        blocks = tuple(islice(missing, _MAX_KEYS))
         if not blocks:
             return False
-        keys = tuple(wanted.key(*block) for block in blocks)
-        job = self._answers.open(Question(keys, array("q"), req_id, blocks), now)
-        self._planned.seeks.append(LookupBlocks(job, keys))
+        keys = tuple(request.key(*block) for block in blocks)
+        number = self._jobs.add(TierJob(keys, array("q"), req_id, blocks), now)
+        self._planned.lookups.append(LookupBlocks(number, keys))
         self._stats.count("tier_lookups")
         return True
 
-    def _end_seek(self, req_id: str, answered: Answered, now: float) -> None:
+    def _end_lookup(self, req_id: str, finished: FinishedJob, now: float) -> None:
         waiting = self._waiting.get(req_id)
-        if answered.void:
+        if finished.stale:
             return
-        for key, tier in zip(answered.question.keys, answered.found, strict=True):
+        for key, tier in zip(finished.job.keys, finished.found, strict=True):
             if not tier:
-                self._absent.add(key, now)
+                self._misses.add(key, now)
         if waiting is None or waiting.decided:
             return
-        pairs = zip(answered.question.blocks, answered.found, strict=True)
-        there = {block: tier for block, tier in pairs if tier}
+        pairs = zip(finished.job.blocks, finished.found, strict=True)
+        found = {block: tier for block, tier in pairs if tier}
         blocks: list[Block] = []
-        if there:
-            args = (self._index, self._groups, waiting.wanted, there)
-            blocks, seconds = worth_fetching(*args, self._choose)
+        if found:
+            args = (self._index, self._groups, waiting.request, found)
+            blocks, seconds = blocks_to_prefetch(*args, self._choose)
             waiting.deadline = min(waiting.deadline, now + seconds)
-        waiting.decided = not (blocks and self._fetch(req_id, waiting, blocks, now))
+        waiting.decided = not (blocks and self._prefetch(req_id, waiting, blocks, now))
 
-    def _fetch(self, req_id: str, waiting: _Waiting, blocks: Iterable[Block], now: float) -> bool:
-        """Have blocks brought into slots; return False if there is no room."""
-        waiting.pin(self._index, self._groups)  # before anything is evicted for it
-        kept = sum(len(other.pinned) for other in self._waiting.values())
-        room = self._limits.slots - self._answers.fetching - kept
-        found: list[Block] = []
+    def _prefetch(
+        self, req_id: str, waiting: _Waiting, blocks: Iterable[Block], now: float
+    ) -> bool:
+        """Plan a prefetch of the blocks that get slots. Return False if none gets one."""
+        waiting.pin(self._index, self._groups)  # before slots are evicted for it
+        pinned = sum(len(other.pinned) for other in self._waiting.values())
+        room = self._limits.slots - self._jobs.prefetch_slots - pinned
+        placed: list[Block] = []
         slots: array[int] = array("q")
         for block in blocks:
-            slot = self._index.reserve(*block) if len(found) < room else None
+            slot = self._index.reserve(*block) if len(placed) < room else None
             if slot is None:
                 break
             slots.append(slot)
-            found.append(block)
-        if not found:
+            placed.append(block)
+        if not placed:
             self._stats.count("tier_decisions", label="no_space")
             return False
-        self._coming.add(found, now)
-        keys = tuple(waiting.wanted.key(*block) for block in found)
-        number = self._answers.open(Question(keys, slots, req_id, tuple(found)), now)
-        self._planned.fetches.append(PrefetchBlocks(number, keys, slots, self._limits.deadline_s))
+        self._prefetching.add(placed, now)
+        keys = tuple(waiting.request.key(*block) for block in placed)
+        number = self._jobs.add(TierJob(keys, slots, req_id, tuple(placed)), now)
+        prefetch = PrefetchBlocks(number, keys, slots, self._limits.deadline_s)
+        self._planned.prefetches.append(prefetch)
         return True
 
-    def _end_fetch(self, req_id: str, answered: Answered, now: float) -> Promoted:
-        _, slots, _, blocks = answered.question
-        worthless = answered.void or answered.given_up
-        found = bytes(len(blocks)) if worthless else answered.found
+    def _end_prefetch(self, req_id: str, finished: FinishedJob, now: float) -> Promoted:
+        _, slots, _, blocks = finished.job
+        unusable = finished.stale or finished.timed_out
+        found = bytes(len(blocks)) if unusable else finished.found
         good = [slot for slot, tier in zip(slots, found, strict=True) if tier]
         self._index.abandon([slot for slot, tier in zip(slots, found, strict=True) if not tier])
         self._index.commit(good)
-        self.spills.brought(good)
-        if not answered.given_up:  # else others may bring them by now
-            self._coming.drop(blocks)
+        self.write_backs.promoted(good)
+        if not finished.timed_out:  # otherwise another request may be prefetching them now
+            self._prefetching.discard(blocks)
         tiers = [SECONDARY_TIERS[tier] for tier in found if tier]
         slowest = SECONDARY_TIERS[max(found)]
         if slowest is not None:
-            self._fetched(slowest, len(good), answered.seconds)
-        came = Promoted(req_id, [block for block, tier in zip(blocks, found, strict=True) if tier])
+            self._on_prefetched(slowest, len(good), finished.seconds)
+        promoted = [block for block, tier in zip(blocks, found, strict=True) if tier]
         waiting = self._waiting.get(req_id)
-        if waiting is None or waiting.decided:
-            return came
-        waiting.decided = True
-        for tier in (Tier.DISK, Tier.REMOTE):
-            if tier in tiers:
-                self._stats.observe("load_latency_seconds", answered.seconds, label=tier.value)
-                waited = now - waiting.asked
-                self._stats.observe("load_exposed_seconds", waited, label=tier.value)
-        waiting.note(blocks, found, self._groups)
-        waiting.pin(self._index, self._groups)
-        return came
+        if waiting is not None and not waiting.decided:
+            waiting.decided = True
+            for tier in (Tier.DISK, Tier.REMOTE):
+                if tier in tiers:
+                    self._stats.observe("load_latency_seconds", finished.seconds, label=tier.value)
+                    waited = now - waiting.asked
+                    self._stats.observe("load_exposed_seconds", waited, label=tier.value)
+            waiting.count(blocks, found, self._groups)
+            waiting.pin(self._index, self._groups)
+        return Promoted(req_id, promoted)

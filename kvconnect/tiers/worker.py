@@ -1,7 +1,7 @@
-"""A worker's tiers below host memory: blocks between host slots, a disk and a remote store.
+"""Runs a worker's jobs of the tiers below host memory.
 
 The engine's thread submits jobs and polls for answers; it never waits for a disk or a server. Jobs
-are cut into batches, each of which goes through the tiers by itself (:class:`TieredStore`).
+are cut into batches, and each batch goes through a :class:`TieredStore` on its own.
 """
 
 from __future__ import annotations
@@ -23,22 +23,24 @@ from kvconnect.tiers.backends import Store
 from kvconnect.tiers.tiered_store import BATCH_BYTES, BlockBatch, TieredStore
 from kvconnect.types import Tier
 
-Task = LookupBlocks | PrefetchBlocks | WriteBackBlocks
+Job = LookupBlocks | PrefetchBlocks | WriteBackBlocks
 
 
 @dataclass(eq=False)
-class _Running:
-    task: Task
+class _RunningJob:
+    job: Job
     found: bytearray
     batches: int  # that have not ended
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class TierWorker:
-    """Owned by the worker's main thread. ``stores`` are asked in order, the fastest first; they
-    are closed with this object. A call that raises finds nothing; the worker lives. A lookup is
-    answered after ``wait_s``, which is how long a request waits for it, and a tier whose call takes
-    so long is left alone. The worker of an engine that ``speaks`` says for all how its tiers are.
+    """Owned by the worker's main thread.
+
+    ``stores`` are asked in order, the fastest first, and closed with this object. A store that
+    raises has nothing. A lookup is answered after ``wait_s`` seconds, the time that a request
+    waits for it; a tier that takes longer is not used until its call ends. ``reports_usage``: see
+    :class:`TieredStore`.
     """
 
     def __init__(
@@ -46,42 +48,44 @@ class TierWorker:
         stores: Mapping[Tier, Store],
         host: HostStore,
         geometry: Geometry,
-        speaks: bool = True,
+        reports_usage: bool = True,
         wait_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._tiers = TieredStore(stores, host, wait_s, speaks, clock)
+        self._tiers = TieredStore(stores, host, wait_s, reports_usage, clock)
         self._geometry = geometry
         largest = max(group.block_bytes for group in geometry.groups)
-        self._batch = max(1, BATCH_BYTES // largest)  # blocks
+        self._batch_blocks = max(1, BATCH_BYTES // largest)
         self._wait_s = wait_s
         self._clock = clock
         self._answers: deque[TierAnswer] = deque()
         self._ended = threading.Event()
 
     def __repr__(self) -> str:
-        return f"<LowerTiers {self._tiers}>"
+        return f"<TierWorker {self._tiers}>"
 
-    def submit(self, tasks: Iterable[Task]) -> None:
-        """Queue jobs; does not block."""
-        for task in tasks:
-            batches = list(_batches(task, self._batch))
-            deadline_s = self._wait_s if isinstance(task, LookupBlocks) else task.deadline_s
+    def submit(self, jobs: Iterable[Job]) -> None:
+        """Queue jobs without blocking."""
+        for job in jobs:
+            batches = list(_batches(job, self._batch_blocks))
+            deadline_s = self._wait_s if isinstance(job, LookupBlocks) else job.deadline_s
             expires = self._clock() + deadline_s
-            running = _Running(task, bytearray(len(task.keys)), len(batches))
+            running = _RunningJob(job, bytearray(len(job.keys)), len(batches))
             for start, end in batches:
-                keys = task.keys[start:end]
+                keys = job.keys[start:end]
                 sizes = [self._block_bytes(key) for key in keys]
-                done = partial(self._end, running, start)
-                if isinstance(task, LookupBlocks):
+                done = partial(self._end_batch, running, start)
+                if isinstance(job, LookupBlocks):
                     self._tiers.lookup(BlockBatch(keys, sizes, expires, done))
                     continue
-                prefetches = isinstance(task, PrefetchBlocks)
-                start_batch = self._tiers.prefetch if prefetches else self._tiers.write_back
-                start_batch(BlockBatch(keys, sizes, expires, done, task.slots[start:end]))
+                batch = BlockBatch(keys, sizes, expires, done, job.slots[start:end])
+                if isinstance(job, PrefetchBlocks):
+                    self._tiers.prefetch(batch)
+                else:
+                    self._tiers.write_back(batch)
 
     def poll(self) -> list[TierAnswer]:
-        """Return answers since the last call; each exactly once."""
+        """Return the answers since the last call, each once."""
         self._tiers.drop_expired()
         answers = []
         while self._answers:
@@ -89,36 +93,35 @@ class TierWorker:
         return answers
 
     def wait(self, timeout_s: float) -> None:
-        """Block until there is an answer to poll, ``timeout_s`` at most."""
+        """Block until :meth:`poll` has an answer, ``timeout_s`` seconds at most."""
         if not self._answers:
             self._ended.wait(timeout_s)
         self._ended.clear()
 
     def take_stats(self) -> OffloadingConnectorStats | None:
-        """Return what the stores recorded since the last call, and how they are if that is new."""
+        """Return what the stores recorded since the last call, and changes of their usage."""
         return self._tiers.take_stats()
 
     def close(self) -> None:
-        """Drop what is queued, wait for the calls under way unless they are late, close the
-        stores. Idempotent."""
+        """Drop queued calls, wait for running calls that are not late, close the stores.
+        Idempotent."""
         self._tiers.close()
 
-    def _end(self, running: _Running, start: int, found: bytes) -> None:
-        """A batch of a job ended; answer if it was the last."""
+    def _end_batch(self, running: _RunningJob, start: int, found: bytes) -> None:
+        """End a batch of a job. The last one answers the job."""
         with running.lock:
             running.found[start : start + len(found)] = found
             running.batches -= 1
             last = not running.batches
         if last:
-            self._answers.append(TierAnswer(running.task.job, bytes(running.found)))
+            self._answers.append(TierAnswer(running.job.job, bytes(running.found)))
             self._ended.set()
 
     def _block_bytes(self, key: bytes) -> int:
         return self._geometry.groups[group_of(key)].block_bytes
 
 
-def _batches(task: Task, blocks: int) -> Iterator[tuple[int, int]]:
-    """Yield the (start, end) of what each call to a store is about: at most so many blocks, but
-    all of a lookup."""
-    step = len(task.keys) if isinstance(task, LookupBlocks) else blocks
-    yield from pairwise([*range(0, len(task.keys), step), len(task.keys)])
+def _batches(job: Job, blocks: int) -> Iterator[tuple[int, int]]:
+    """Yield the (start, end) of each call to a store: ``blocks`` at most, but a whole lookup."""
+    step = len(job.keys) if isinstance(job, LookupBlocks) else blocks
+    yield from pairwise([*range(0, len(job.keys), step), len(job.keys)])

@@ -1,4 +1,4 @@
-"""Which blocks of the host tier are written to the tiers below it, and when."""
+"""Which blocks of the host tier are written back to the tiers below it, and when."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import NamedTuple
 from kvconnect.offload.index import HostIndex
 from kvconnect.stats import OffloadingConnectorStats
 
-_JOB_BLOCKS = 256  # of one job: its end lets their slots be evicted
+_JOB_BLOCKS = 256  # the slots of a job stay pinned until it ends, so jobs are small
 
 
-class _Due(NamedTuple):
+class _QueuedBlock(NamedTuple):
     slot: int
     group: int
     block_hash: bytes
@@ -21,85 +21,85 @@ class _Due(NamedTuple):
 
 
 class WriteBacks:
-    """A queue of blocks to write down. At most ``most`` slots are kept from eviction for it; blocks
-    queue up to that number again, and what comes then is not written. ``reused``: only blocks that
-    were used once are.
+    """A queue of blocks to write back.
 
-    A block may be evicted while it waits in the queue: nothing waits for a slow disk.
+    The jobs that run pin at most ``max_slots`` slots. As many blocks are queued at most; further
+    ones are not written back. A queued block may be evicted: no slot waits for a slow disk.
+    ``reused``: write back only blocks that were loaded once.
     """
 
     def __init__(
-        self, index: HostIndex, most: int, reused: bool, stats: OffloadingConnectorStats
+        self, index: HostIndex, max_slots: int, reused: bool, stats: OffloadingConnectorStats
     ) -> None:
         self._index = index
-        self._most = most
+        self._max_slots = max_slots
         self.reused = reused
         self._stats = stats
-        self._queue: deque[_Due] = deque()
-        self._below = bytearray(len(index.slots))  # of each slot: its block is, or will be, below
-        self._writing = 0
+        self._queue: deque[_QueuedBlock] = deque()
+        self._handled = bytearray(len(index.slots))  # per slot: queued, or a lower tier has it
+        self._writing = 0  # slots
 
     @property
     def ready(self) -> bool:
-        """Whether :meth:`take` has something to give."""
-        return bool(self._queue) and self._writing < self._most
+        """Whether :meth:`take_jobs` yields something."""
+        return bool(self._queue) and self._writing < self._max_slots
 
     def stored(self, group: int, block_hash: bytes, key: bytes) -> None:
-        """A block came to the host tier from the device; below that, ``key`` is its name."""
+        """Note a block that was copied from the device. ``key`` names it in the lower tiers."""
         slot = self._index.slot_of(group, block_hash)
         if slot is None:
             return
-        self._below[slot] = False
+        self._handled[slot] = False
         if not self.reused:
-            self._add(_Due(slot, group, block_hash, key))
+            self._add(_QueuedBlock(slot, group, block_hash, key))
 
-    def used(self, group: int, slot: int, key: bytes) -> None:
-        """A block of the host tier is loaded."""
-        if self.reused and not self._below[slot]:
-            self._add(_Due(slot, group, self._index.hash_of(slot), key))
+    def loaded(self, group: int, slot: int, key: bytes) -> None:
+        """Note a block that is loaded from the host tier."""
+        if self.reused and not self._handled[slot]:
+            self._add(_QueuedBlock(slot, group, self._index.hash_of(slot), key))
 
-    def brought(self, slots: Iterable[int]) -> None:
-        """Blocks came to the host tier from below."""
+    def promoted(self, slots: Iterable[int]) -> None:
+        """Note blocks that were prefetched from a lower tier."""
         for slot in slots:
-            self._below[slot] = True
+            self._handled[slot] = True
 
-    def take(self) -> Iterator[tuple[tuple[bytes, ...], array[int]]]:
-        """Yield the (keys, slots) of jobs to start now; the slots are pinned until they end."""
+    def take_jobs(self) -> Iterator[tuple[tuple[bytes, ...], array[int]]]:
+        """Yield the (keys, slots) of jobs to start now. The slots stay pinned until they end."""
         while self.ready:
             keys: list[bytes] = []
             slots: array[int] = array("q")
-            while self._queue and len(slots) < min(_JOB_BLOCKS, self._most - self._writing):
-                due = self._queue.popleft()
-                if self._holds(due):
-                    keys.append(due.key)
-                    slots.append(due.slot)
+            while self._queue and len(slots) < min(_JOB_BLOCKS, self._max_slots - self._writing):
+                block = self._queue.popleft()
+                if self._is_current(block):
+                    keys.append(block.key)
+                    slots.append(block.slot)
             if keys:
                 self._index.pin(slots)
                 self._writing += len(slots)
                 yield tuple(keys), slots
 
-    def ended(self, slots: Sequence[int], given_up: bool = False) -> None:
-        """A job ended, well or not: what was not written is not tried again."""
+    def ended(self, slots: Sequence[int], timed_out: bool = False) -> None:
+        """Unpin the slots of a job. Blocks that were not written are not tried again."""
         self._index.unpin(slots)
-        if not given_up:
+        if not timed_out:
             self._writing -= len(slots)
 
-    def given_up(self, slots: Sequence[int]) -> None:
-        """A job takes too long: others may begin. Its slots stay pinned until it has ended."""
+    def timed_out(self, slots: Sequence[int]) -> None:
+        """Let other jobs start in place of one that takes too long. Its slots stay pinned."""
         self._writing -= len(slots)
 
     def clear(self) -> None:
-        """Blocks have other names from now on."""
+        """Drop the queue: the keys in it are not valid any more."""
         self._queue.clear()
 
-    def _add(self, due: _Due) -> None:
-        if len(self._queue) >= self._most:
+    def _add(self, block: _QueuedBlock) -> None:
+        if len(self._queue) >= self._max_slots:
             self._stats.count("tier_skipped_blocks")
             return
-        self._below[due.slot] = True
-        self._queue.append(due)
+        self._handled[block.slot] = True
+        self._queue.append(block)
 
-    def _holds(self, due: _Due) -> bool:
-        """Whether a slot still has the block that was queued: blocks of other groups, for other
-        layers, have the same hashes."""
-        return self._index.slot_of(due.group, due.block_hash) == due.slot
+    def _is_current(self, block: _QueuedBlock) -> bool:
+        """Return whether the slot still has the queued block. Blocks of other groups may have the
+        same hash."""
+        return self._index.slot_of(block.group, block.block_hash) == block.slot

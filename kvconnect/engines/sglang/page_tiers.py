@@ -87,7 +87,7 @@ class PageTiers:
         self._pages = pages
         self.most = max(1, int(pages.memory.num_slots * _SHARE))
         self._batch = max(1, BATCH_BYTES // pages.memory.slot_bytes)  # pages
-        self._spills = WriteBacks(pages.index, self.most, reused=False, stats=pages.stats)
+        self._write_backs = WriteBacks(pages.index, self.most, reused=False, stats=pages.stats)
         self._reading = 0  # lookups and fetches that have not ended
         self._hanging: list[_Fetch] = []  # fetches that nobody waits for any more
         self._writing: set[_PageWrite] = set()
@@ -96,7 +96,7 @@ class PageTiers:
 
     @property
     def jobs(self) -> int:
-        """Lookups, fetches and spills that have not ended."""
+        """Lookups, prefetches and write-backs that have not ended."""
         return self._reading + len(self._writing)
 
     def seek(self, keys: Sequence[bytes], nbytes: int, deadline: float) -> list[Tier | None]:
@@ -144,7 +144,7 @@ class PageTiers:
     def stored(self, key: bytes) -> None:
         """A page came to a slot from the engine: have it written down by :meth:`launch`, unless too
         many wait for that. The caller holds the lock."""
-        self._spills.stored(GROUP, key, block_key(SHARED, GROUP, key))
+        self._write_backs.stored(GROUP, key, block_key(SHARED, GROUP, key))
 
     def launch(self) -> None:
         """Start writing what is queued. The caller does not hold the lock."""
@@ -157,7 +157,7 @@ class PageTiers:
             finally:
                 self._writes.release()
             with self._pages.lock:
-                if self._closed or not self._spills.ready:
+                if self._closed or not self._write_backs.ready:
                     return
 
     def take_stats(self) -> OffloadingConnectorStats | None:
@@ -215,7 +215,7 @@ class PageTiers:
                 pages.sizes[slot] = fetch.nbytes
             pages.index.commit(good)
             pages.index.abandon(set(fetch.slots).difference(good))
-            self._spills.brought(good)
+            self._write_backs.promoted(good)
             if fetch.awaited:
                 pages.index.pin(good)
                 fetch.kept = kept
@@ -232,8 +232,8 @@ class PageTiers:
             for write in self._writing:
                 if now >= write.expires and not write.given_up:
                     write.given_up = True
-                    self._spills.given_up(write.slots)
-            for keys, slots in self._spills.take() if not self._closed else ():
+                    self._write_backs.timed_out(write.slots)
+            for keys, slots in self._write_backs.take_jobs() if not self._closed else ():
                 calls = -(-len(keys) // self._batch)
                 write = _PageWrite(slots, now + self._deadline_s, calls)
                 self._writing.add(write)
@@ -257,7 +257,7 @@ class PageTiers:
             if write.waiting:
                 return
             self._writing.discard(write)
-            self._spills.ended(write.slots, write.given_up)
+            self._write_backs.ended(write.slots, write.given_up)
         self.launch()
 
 

@@ -25,7 +25,7 @@ from kvconnect.types import Tier
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-_SHARE = 0.25  # of the host tier may be kept by spills, and as much by what requests wait for
+_SHARE = 0.25  # of the host tier may be pinned by write-backs, and as much by prefetches
 _STEPS = 8  # under way at a time, by far
 
 
@@ -76,20 +76,20 @@ class TierScheduler:
     ) -> bool:
         """Whether a request that could use tokens [start, end) should ask again later."""
         wanted = self._names.wanted(request, hashes, tokens)
-        return self.plan.ask(request.request_id, wanted, now)
+        return self.plan.lookup(request.request_id, wanted, now)
 
     def admitted(
         self, request: Request, hashes: Sequence[Sequence[bytes]], tokens: tuple[int, int]
     ) -> dict[Tier, int]:
         """A request was given device blocks, and its load of tokens [start, end) is planned; return
         how many of them came from below, by tier."""
-        if self.plan.spills.reused:
+        if self.plan.write_backs.reused:
             wanted = self._names.wanted(request, hashes, tokens)
             for number, row in wanted.rows(self._groups):
                 for slot in self._index.ready_slots(number, row):
                     key = wanted.key(number, self._index.hash_of(slot))
-                    self.plan.spills.used(number, slot, key)
-        return self.plan.planned(request.request_id)
+                    self.plan.write_backs.loaded(number, slot, key)
+        return self.plan.on_load_planned(request.request_id)
 
     def name(
         self, request: Request, hashes: Sequence[Sequence[bytes]], new: Sequence[tuple[int, int]]
@@ -105,7 +105,7 @@ class TierScheduler:
         for block in settled.stored:
             key = self._keys.pop(block, None)
             if key is not None:
-                self.plan.spills.stored(*block, key)
+                self.plan.write_backs.stored(*block, key)
         for block in settled.dropped:
             self._keys.pop(block, None)
 

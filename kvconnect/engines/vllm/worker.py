@@ -118,7 +118,7 @@ class ConnectorWorker:
         if self._tier is not None:
             self._tier.begin(step.work.loads, step.work.stores)
         if self._below is not None:
-            self._below.submit((*step.work.seeks, *step.work.fetches, *step.work.spills))
+            self._below.submit((*step.work.lookups, *step.work.prefetches, *step.work.write_backs))
         if self._agent is not None:
             self._agent.begin_step(step.work, step.epoch)
         self._idle = step.idle

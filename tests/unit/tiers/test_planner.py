@@ -1,4 +1,4 @@
-"""The plan of the tiers below host memory, event by event and at random."""
+"""The plan of the lower tiers, event by event and at random."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Bench:
     worth: int = 1 << 20  # blocks
     patience: float = math.inf
     share: int = 4
-    below: dict[bytes, int] = field(default_factory=dict)  # what tier has a key
-    fetched: list[tuple[Tier, int, float]] = field(default_factory=list)
+    stored: dict[bytes, int] = field(default_factory=dict)  # what tier has a key
+    prefetched: list[tuple[Tier, int, float]] = field(default_factory=list)
     offered: list[tuple[int, int, tuple[Tier, ...]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class Bench:
         self.index = HostIndex(self.slots, len(self.groups), policy)
         self.stats = OffloadingConnectorStats()
         limits = TierLimits(self.workers, 10.0, WAIT_S, self.share, self.reused)
-        told = lambda *what: self.fetched.append(what)  # noqa: E731
+        told = lambda *what: self.prefetched.append(what)  # noqa: E731
         self.plan = TierPlan(self.index, self.groups, self.stats, limits, self.choose, told)
 
     def choose(self, offer: LookupResult) -> PrefetchDecision:
@@ -72,13 +72,13 @@ class Bench:
     def do(self, task: LookupBlocks | PrefetchBlocks | WriteBackBlocks) -> bytes:
         """What a worker answers: what it has, or takes."""
         if isinstance(task, WriteBackBlocks):
-            self.below.update(dict.fromkeys(task.keys, 1))
-        return bytes(self.below.get(key, 0) for key in task.keys)
+            self.stored.update(dict.fromkeys(task.keys, 1))
+        return bytes(self.stored.get(key, 0) for key in task.keys)
 
     def step(self, now: float = 0.0) -> Instructions:
         """Take the work and have every worker answer it."""
         work = self.take(now)
-        for task in (*work.seeks, *work.fetches, *work.spills):
+        for task in (*work.lookups, *work.prefetches, *work.write_backs):
             for _ in range(self.workers):
                 self.plan.on_answer(TierAnswer(task.job, self.do(task)), now)
         return work
@@ -89,9 +89,9 @@ class Bench:
             slot = self.index.reserve(group, block_hash)
             assert slot is not None
             self.index.commit([slot])
-            self.plan.spills.stored(group, block_hash, block_key(SHARED, group, block_hash))
+            self.plan.write_backs.stored(group, block_hash, block_key(SHARED, group, block_hash))
 
-    def wants(
+    def request(
         self, hashes: Sequence[bytes], local: int = 0, prefix: bytes = SHARED
     ) -> LookupRequest:
         return LookupRequest([hashes] * len(self.groups), local, 4 * len(hashes), prefix)
@@ -112,24 +112,24 @@ def keys(hashes: Sequence[bytes], group: int = 0, prefix: bytes = SHARED) -> lis
     return [block_key(prefix, group, block_hash) for block_hash in hashes]
 
 
-def test_what_host_memory_lost_comes_back_from_below() -> None:
+def test_what_host_memory_lost_comes_back_from_a_lower_tier() -> None:
     bench, hashes = Bench(), prompt("a", 3)
     bench.store(hashes)
-    (spill,) = bench.step().spills
-    assert list(spill.keys) == keys(hashes) and not bench.plan.busy
+    (write_back,) = bench.step().write_backs
+    assert list(write_back.keys) == keys(hashes) and not bench.plan.busy
     bench.index.clear()
-    assert bench.plan.ask("r", bench.wants(hashes), 1.0)
-    (seek,) = bench.step(1.0).seeks
-    assert list(seek.keys) == keys(hashes)
-    assert bench.plan.ask("r", bench.wants(hashes), 2.0)  # found, not there yet
-    (fetch,) = bench.take(2.0).fetches
-    assert list(fetch.keys) == keys(hashes) and bench.ready(hashes) == 0
-    bench.plan.on_answer(TierAnswer(fetch.job, bytes([1, 1, 1])), 4.0)
-    assert not bench.plan.ask("r", bench.wants(hashes), 4.0)
+    assert bench.plan.lookup("r", bench.request(hashes), 1.0)
+    (lookup,) = bench.step(1.0).lookups
+    assert list(lookup.keys) == keys(hashes)
+    assert bench.plan.lookup("r", bench.request(hashes), 2.0)  # found, not there yet
+    (prefetch,) = bench.take(2.0).prefetches
+    assert list(prefetch.keys) == keys(hashes) and bench.ready(hashes) == 0
+    bench.plan.on_answer(TierAnswer(prefetch.job, bytes([1, 1, 1])), 4.0)
+    assert not bench.plan.lookup("r", bench.request(hashes), 4.0)
     assert bench.ready(hashes) == 3
-    assert bench.fetched == [(Tier.DISK, 3, 3.0)]  # asked when its seek ended, at 1.0
-    assert bench.plan.planned("r") == {Tier.DISK: 12}
-    assert bench.step(5.0).spills == []  # what came from below is not written again
+    assert bench.prefetched == [(Tier.DISK, 3, 3.0)]  # asked when its lookup ended, at 1.0
+    assert bench.plan.on_load_planned("r") == {Tier.DISK: 12}
+    assert bench.step(5.0).write_backs == []  # what was prefetched is not written again
     bench.plan.forget("r")
     assert not bench.index.slots.busy
     bench.index.check()
@@ -137,78 +137,78 @@ def test_what_host_memory_lost_comes_back_from_below() -> None:
 
 def test_a_prefix_of_which_host_memory_has_the_head_gets_the_rest() -> None:
     bench, hashes = Bench(), prompt("a", 4)
-    bench.below = dict.fromkeys(keys(hashes), 2)
+    bench.stored = dict.fromkeys(keys(hashes), 2)
     bench.store(hashes[:1])
-    assert bench.plan.ask("r", bench.wants(hashes), 0.0)
-    assert list(bench.step().seeks[0].keys) == keys(hashes[1:])
+    assert bench.plan.lookup("r", bench.request(hashes), 0.0)
+    assert list(bench.step().lookups[0].keys) == keys(hashes[1:])
     assert bench.offered == [(4, 4, (Tier.REMOTE,) * 3)]
     bench.step()
     assert bench.ready(hashes) == 4
 
 
-def test_nothing_below_means_one_lookup_and_then_none_for_a_while() -> None:
+def test_nothing_found_means_one_lookup_and_then_none_for_a_while() -> None:
     bench, hashes = Bench(), prompt("a", 2)
-    assert bench.plan.ask("r1", bench.wants(hashes), 0.0)
+    assert bench.plan.lookup("r1", bench.request(hashes), 0.0)
     bench.step(0.0)
-    assert not bench.plan.ask("r1", bench.wants(hashes), 0.0)
-    assert not bench.plan.ask("r2", bench.wants(hashes), 4.0)
+    assert not bench.plan.lookup("r1", bench.request(hashes), 0.0)
+    assert not bench.plan.lookup("r2", bench.request(hashes), 4.0)
     assert bench.counted("tier_lookups") == {"": 1}
     bench.step(6.0)  # another engine may have written it by now
-    assert bench.plan.ask("r3", bench.wants(hashes), 6.0)
+    assert bench.plan.lookup("r3", bench.request(hashes), 6.0)
 
 
 def test_what_was_absent_and_is_written_can_be_found_at_once() -> None:
     bench, hashes = Bench(), prompt("a", 2)
-    assert bench.plan.ask("r1", bench.wants(hashes), 0.0)
+    assert bench.plan.lookup("r1", bench.request(hashes), 0.0)
     bench.step()
     bench.store(hashes)
     bench.step()
     bench.index.clear()
-    assert bench.plan.ask("r2", bench.wants(hashes), 0.0)
+    assert bench.plan.lookup("r2", bench.request(hashes), 0.0)
 
 
 def test_all_workers_must_have_a_block() -> None:
     bench, hashes = Bench(workers=2), prompt("a", 2)
-    assert bench.plan.ask("r", bench.wants(hashes), 0.0)
-    (seek,) = bench.take().seeks
-    bench.plan.on_answer(TierAnswer(seek.job, bytes([1, 1])), 0.0)
-    assert bench.plan.ask("r", bench.wants(hashes), 0.0)
-    bench.plan.on_answer(TierAnswer(seek.job, bytes([2, 0])), 0.0)
-    (fetch,) = bench.take().fetches
-    assert list(fetch.keys) == keys(hashes[:1])
+    assert bench.plan.lookup("r", bench.request(hashes), 0.0)
+    (lookup,) = bench.take().lookups
+    bench.plan.on_answer(TierAnswer(lookup.job, bytes([1, 1])), 0.0)
+    assert bench.plan.lookup("r", bench.request(hashes), 0.0)
+    bench.plan.on_answer(TierAnswer(lookup.job, bytes([2, 0])), 0.0)
+    (prefetch,) = bench.take().prefetches
+    assert list(prefetch.keys) == keys(hashes[:1])
     assert bench.offered == [(0, 4, (Tier.REMOTE,))]  # as slow as the slowest
-    bench.plan.on_answer(TierAnswer(fetch.job, b"\x01"), 0.0)
-    bench.plan.on_answer(TierAnswer(fetch.job, b"\x00"), 0.0)  # one rank's copy was bad
-    assert not bench.plan.ask("r", bench.wants(hashes), 0.0)
+    bench.plan.on_answer(TierAnswer(prefetch.job, b"\x01"), 0.0)
+    bench.plan.on_answer(TierAnswer(prefetch.job, b"\x00"), 0.0)  # one rank's copy was bad
+    assert not bench.plan.lookup("r", bench.request(hashes), 0.0)
     assert bench.ready(hashes) == 0 and not bench.index.slots.used
 
 
 @pytest.mark.parametrize(("worth", "come"), [(0, 0), (2, 2), (9, 3)])
-def test_only_what_is_worth_it_is_fetched(worth: int, come: int) -> None:
+def test_only_what_is_worth_it_is_prefetched(worth: int, come: int) -> None:
     bench, hashes = Bench(worth=worth), prompt("a", 3)
-    bench.below = dict.fromkeys(keys(hashes), 1)
-    assert bench.plan.ask("r", bench.wants(hashes), 0.0)
+    bench.stored = dict.fromkeys(keys(hashes), 1)
+    assert bench.plan.lookup("r", bench.request(hashes), 0.0)
     bench.step()
     bench.step()
-    assert not bench.plan.ask("r", bench.wants(hashes), 0.0)
+    assert not bench.plan.lookup("r", bench.request(hashes), 0.0)
     assert bench.ready(hashes) == come
 
 
-def test_windowed_groups_fetch_what_their_window_reaches() -> None:
+def test_windowed_groups_prefetch_what_their_window_reaches() -> None:
     bench, hashes = Bench(HYBRID, slots=16, share=16), prompt("a", 4)
-    bench.below = dict.fromkeys([*keys(hashes), *keys(hashes, 1)[2:]], 1)
-    assert bench.plan.ask("r", bench.wants(hashes), 0.0)
+    bench.stored = dict.fromkeys([*keys(hashes), *keys(hashes, 1)[2:]], 1)
+    assert bench.plan.lookup("r", bench.request(hashes), 0.0)
     bench.step()
-    (fetch,) = bench.step().fetches
-    assert sorted(fetch.keys) == sorted([*keys(hashes), keys(hashes, 1)[3]])
+    (prefetch,) = bench.step().prefetches
+    assert sorted(prefetch.keys) == sorted([*keys(hashes), keys(hashes, 1)[3]])
 
 
 def test_where_all_groups_have_windows_it_is_all_or_nothing() -> None:
     windowed = (CacheGroup(4, window=9),)
     for worth, come in ((1, 0), (2, 2)):
         bench, hashes = Bench(windowed, worth=worth), prompt("a", 4)
-        bench.below = dict.fromkeys(keys(hashes), 1)
-        assert bench.plan.ask("r", bench.wants(hashes), 0.0)
+        bench.stored = dict.fromkeys(keys(hashes), 1)
+        assert bench.plan.lookup("r", bench.request(hashes), 0.0)
         bench.step()
         bench.step()
         assert bench.offered == [(8, 4, (Tier.DISK, Tier.DISK))]
@@ -217,44 +217,44 @@ def test_where_all_groups_have_windows_it_is_all_or_nothing() -> None:
 
 def test_tokens_are_those_of_the_group_with_full_attention() -> None:
     bench, hashes = Bench(HYBRID[::-1], slots=16, share=16), prompt("a", 4)
-    bench.below = dict.fromkeys([*keys(hashes), *keys(hashes, 1)], 2)
-    assert bench.plan.ask("r", bench.wants(hashes), 0.0)
+    bench.stored = dict.fromkeys([*keys(hashes), *keys(hashes, 1)], 2)
+    assert bench.plan.lookup("r", bench.request(hashes), 0.0)
     bench.step()
     bench.step()
-    assert bench.plan.planned("r") == {Tier.REMOTE: 16}
+    assert bench.plan.on_load_planned("r") == {Tier.REMOTE: 16}
 
 
 def test_a_request_does_not_wait_longer_than_it_may() -> None:
     bench, hashes = Bench(), prompt("a", 2)
-    bench.below = dict.fromkeys(keys(hashes), 1)
-    assert bench.plan.ask("r", bench.wants(hashes), 0.0)
-    (seek,) = bench.take(0.0).seeks
+    bench.stored = dict.fromkeys(keys(hashes), 1)
+    assert bench.plan.lookup("r", bench.request(hashes), 0.0)
+    (lookup,) = bench.take(0.0).lookups
     bench.take(WAIT_S)
-    assert not bench.plan.ask("r", bench.wants(hashes), WAIT_S)
+    assert not bench.plan.lookup("r", bench.request(hashes), WAIT_S)
     assert bench.counted("tier_decisions") == {"late": 1}
-    bench.plan.on_answer(TierAnswer(seek.job, bytes([1, 1])), 6.0)
-    assert bench.take(6.0).fetches == []
+    bench.plan.on_answer(TierAnswer(lookup.job, bytes([1, 1])), 6.0)
+    assert bench.take(6.0).prefetches == []
 
 
-def test_a_fetch_is_given_up_when_computing_would_have_been_faster() -> None:
+def test_a_prefetch_is_given_up_when_computing_would_have_been_faster() -> None:
     bench, hashes = Bench(patience=1.0), prompt("a", 2)
-    bench.below = dict.fromkeys(keys(hashes), 1)
-    assert bench.plan.ask("r", bench.wants(hashes), 0.0)
+    bench.stored = dict.fromkeys(keys(hashes), 1)
+    assert bench.plan.lookup("r", bench.request(hashes), 0.0)
     bench.step(0.0)
-    (fetch,) = bench.take(0.9).fetches
-    assert bench.plan.ask("r", bench.wants(hashes), 0.9)
+    (prefetch,) = bench.take(0.9).prefetches
+    assert bench.plan.lookup("r", bench.request(hashes), 0.9)
     bench.take(1.0)
-    assert not bench.plan.ask("r", bench.wants(hashes), 1.0)
-    bench.plan.on_answer(TierAnswer(fetch.job, bytes([1, 1])), 3.0)
-    assert bench.fetched == [(Tier.DISK, 2, 3.0)] and bench.plan.planned("r") == {}
+    assert not bench.plan.lookup("r", bench.request(hashes), 1.0)
+    bench.plan.on_answer(TierAnswer(prefetch.job, bytes([1, 1])), 3.0)
+    assert bench.prefetched == [(Tier.DISK, 2, 3.0)] and bench.plan.on_load_planned("r") == {}
 
 
 def test_an_answer_that_never_comes_keeps_no_engine_awake_and_frees_no_slot() -> None:
     bench, hashes = Bench(), prompt("a", 2)
-    bench.below = dict.fromkeys(keys(hashes), 1)
-    assert bench.plan.ask("r", bench.wants(hashes), 0.0)
+    bench.stored = dict.fromkeys(keys(hashes), 1)
+    assert bench.plan.lookup("r", bench.request(hashes), 0.0)
     bench.step(0.0)
-    (fetch,) = bench.take(0.0).fetches
+    (prefetch,) = bench.take(0.0).prefetches
     bench.take(19.9)
     assert bench.plan.busy
     bench.take(20.0)
@@ -264,47 +264,49 @@ def test_an_answer_that_never_comes_keeps_no_engine_awake_and_frees_no_slot() ->
     bench.store(hashes[:1])  # others may bring it now: as here, who computes it
     assert bench.index.slots.used == 3
     bench.index.check()
-    bench.plan.on_answer(TierAnswer(fetch.job, bytes([1, 1])), 99.0)
+    bench.plan.on_answer(TierAnswer(prefetch.job, bytes([1, 1])), 99.0)
     assert (bench.ready(hashes), bench.index.slots.used) == (1, 1)
     bench.index.check()
 
 
-def test_nobody_follows_a_fetch_for_longer_than_a_request_waits() -> None:
+def test_nobody_follows_a_prefetch_for_longer_than_a_request_waits() -> None:
     bench, hashes = Bench(), prompt("a", 2)
-    bench.below = dict.fromkeys(keys(hashes), 1)
-    assert bench.plan.ask("r1", bench.wants(hashes), 0.0)
+    bench.stored = dict.fromkeys(keys(hashes), 1)
+    assert bench.plan.lookup("r1", bench.request(hashes), 0.0)
     bench.step(0.0)
     bench.take(0.0)  # it hangs
-    assert bench.plan.ask("r2", bench.wants(hashes), WAIT_S - 0.1)  # the control
-    assert not bench.plan.ask("r3", bench.wants(hashes), WAIT_S)
+    assert bench.plan.lookup("r2", bench.request(hashes), WAIT_S - 0.1)  # the control
+    assert not bench.plan.lookup("r3", bench.request(hashes), WAIT_S)
     longer = [*hashes, b"a2"]
-    assert bench.plan.ask("r4", bench.wants(longer), WAIT_S)  # what nobody brings is looked for
-    (seek,) = bench.take(WAIT_S).seeks
-    assert list(seek.keys) == keys(longer)[2:]
+    assert bench.plan.lookup(
+        "r4", bench.request(longer), WAIT_S
+    )  # what nobody brings is looked for
+    (lookup,) = bench.take(WAIT_S).lookups
+    assert list(lookup.keys) == keys(longer)[2:]
 
 
 def test_lookups_that_no_worker_answers_are_not_kept() -> None:
     bench = Bench()
     for number in range(100):
-        assert bench.plan.ask(f"r{number}", bench.wants(prompt(f"{number}", 2)), 0.0)
-    seeks = bench.take(0.0).seeks
-    assert len(bench.plan._answers) == len(seeks) == 100
+        assert bench.plan.lookup(f"r{number}", bench.request(prompt(f"{number}", 2)), 0.0)
+    lookups = bench.take(0.0).lookups
+    assert len(bench.plan._jobs) == len(lookups) == 100
     bench.take(20.0)
-    assert len(bench.plan._answers) == 0
-    bench.plan.on_answer(TierAnswer(seeks[0].job, b"\1\1"), 21.0)  # is nobody's any more
+    assert len(bench.plan._jobs) == 0
+    bench.plan.on_answer(TierAnswer(lookups[0].job, b"\1\1"), 21.0)  # is nobody's any more
 
 
-def test_a_fetch_that_hangs_leaves_room_for_others() -> None:
+def test_a_prefetch_that_hangs_leaves_room_for_others() -> None:
     bench, first, second = Bench(share=2), prompt("a", 2), prompt("b", 2)
-    bench.below = dict.fromkeys(keys([*first, *second]), 1)
-    assert bench.plan.ask("r1", bench.wants(first), 0.0)
+    bench.stored = dict.fromkeys(keys([*first, *second]), 1)
+    assert bench.plan.lookup("r1", bench.request(first), 0.0)
     bench.step(0.0)
-    (hung,) = bench.take(0.0).fetches
-    assert bench.plan.ask("r2", bench.wants(second), 0.0)
+    (hung,) = bench.take(0.0).prefetches
+    assert bench.plan.lookup("r2", bench.request(second), 0.0)
     bench.step(0.0)
-    assert not bench.take(0.0).fetches  # the control: all room is taken
+    assert not bench.take(0.0).prefetches  # the control: all room is taken
     bench.take(20.0)
-    assert bench.plan.ask("r3", bench.wants(second), 20.0)
+    assert bench.plan.lookup("r3", bench.request(second), 20.0)
     bench.step(20.0)
     bench.step(20.0)
     assert bench.ready(second) == 2
@@ -313,56 +315,56 @@ def test_a_fetch_that_hangs_leaves_room_for_others() -> None:
     bench.index.check()
 
 
-def test_a_spill_that_hangs_leaves_room_for_others() -> None:
+def test_a_write_back_that_hangs_leaves_room_for_others() -> None:
     bench = Bench(share=2)
     bench.store(prompt("a", 2))
-    (hung,) = bench.take(0.0).spills
+    (hung,) = bench.take(0.0).write_backs
     bench.store(prompt("b", 2))
-    assert not bench.take(0.0).spills  # the control
-    (spill,) = bench.take(20.0).spills
-    assert list(spill.keys) == keys(prompt("b", 2))
+    assert not bench.take(0.0).write_backs  # the control
+    (write_back,) = bench.take(20.0).write_backs
+    assert list(write_back.keys) == keys(prompt("b", 2))
     assert bench.index.slots.busy == 4
     bench.plan.on_answer(TierAnswer(hung.job, b"\0\0"), 30.0)
     assert bench.index.slots.busy == 2
     bench.store(prompt("c", 2))
-    assert not bench.take(30.0).spills  # what hung was counted once
-    bench.plan.on_answer(TierAnswer(spill.job, b"\1\1"), 30.0)
-    assert len(bench.take(30.0).spills) == 1
+    assert not bench.take(30.0).write_backs  # what hung was counted once
+    bench.plan.on_answer(TierAnswer(write_back.job, b"\1\1"), 30.0)
+    assert len(bench.take(30.0).write_backs) == 1
 
 
-def test_a_second_request_for_the_same_prefix_waits_for_the_first_ones_fetch() -> None:
+def test_a_second_request_for_the_same_prefix_waits_for_the_first_ones_prefetch() -> None:
     bench, hashes = Bench(), prompt("a", 2)
-    bench.below = dict.fromkeys(keys(hashes), 1)
-    assert bench.plan.ask("r1", bench.wants(hashes), 0.0)
+    bench.stored = dict.fromkeys(keys(hashes), 1)
+    assert bench.plan.lookup("r1", bench.request(hashes), 0.0)
     bench.step()
-    assert bench.plan.ask("r2", bench.wants(hashes), 0.0)
+    assert bench.plan.lookup("r2", bench.request(hashes), 0.0)
     work = bench.step()
-    assert len(work.fetches) == 1 and not work.seeks
-    assert not bench.plan.ask("r2", bench.wants(hashes), 0.0)
+    assert len(work.prefetches) == 1 and not work.lookups
+    assert not bench.plan.lookup("r2", bench.request(hashes), 0.0)
     assert bench.ready(hashes) == 2
 
 
-def test_what_a_request_waits_for_is_not_displaced_by_other_fetches() -> None:
+def test_what_a_request_waits_for_is_not_displaced_by_other_prefetches() -> None:
     bench, first, second = Bench(slots=4, share=4), prompt("a", 2), prompt("b", 4)
-    bench.below = dict.fromkeys([*keys(first), *keys(second)], 1)
+    bench.stored = dict.fromkeys([*keys(first), *keys(second)], 1)
     for name, hashes in (("r1", first), ("r2", second)):
-        assert bench.plan.ask(name, bench.wants(hashes), 0.0)
+        assert bench.plan.lookup(name, bench.request(hashes), 0.0)
         bench.step()
         bench.step()
     assert bench.ready(first) == 2
     assert bench.ready(second) == 2  # as much as there was room for
-    bench.plan.planned("r1")
-    bench.plan.planned("r2")
+    bench.plan.on_load_planned("r1")
+    bench.plan.on_load_planned("r2")
     assert not bench.index.slots.busy
 
 
-def test_a_fetch_does_not_evict_the_head_of_its_own_prefix() -> None:
+def test_a_prefetch_does_not_evict_the_head_of_its_own_prefix() -> None:
     bench, hashes = Bench(slots=4, share=4), prompt("a", 4)
     bench.store(hashes[:2])
     bench.store(prompt("b", 2))  # newer: by age alone, the head would leave
     bench.step()
-    bench.below = dict.fromkeys(keys(hashes), 1)
-    assert bench.plan.ask("r", bench.wants(hashes), 0.0)
+    bench.stored = dict.fromkeys(keys(hashes), 1)
+    assert bench.plan.lookup("r", bench.request(hashes), 0.0)
     bench.step()
     bench.step()
     assert bench.ready(hashes) == 4
@@ -370,8 +372,8 @@ def test_a_fetch_does_not_evict_the_head_of_its_own_prefix() -> None:
 
 def test_a_request_that_leaves_keeps_no_slot() -> None:
     bench, hashes = Bench(), prompt("a", 2)
-    bench.below = dict.fromkeys(keys(hashes), 1)
-    assert bench.plan.ask("r", bench.wants(hashes), 0.0)
+    bench.stored = dict.fromkeys(keys(hashes), 1)
+    assert bench.plan.lookup("r", bench.request(hashes), 0.0)
     bench.step()
     bench.step()
     assert bench.index.slots.busy == 2
@@ -384,72 +386,74 @@ def test_a_slot_that_got_another_block_is_not_written_under_the_old_name() -> No
     bench.store(old)
     bench.store(new)  # queued behind it; there is room for one
     bench.step()
-    assert bench.below == {}
+    assert bench.stored == {}
     bench.store(prompt("c", 1))
     bench.step()
-    assert list(bench.below) == keys(prompt("c", 1))
+    assert list(bench.stored) == keys(prompt("c", 1))
 
 
 def test_behind_a_block_that_is_nowhere_nothing_is_looked_up() -> None:
     bench, hashes = Bench(), prompt("a", 3)
-    bench.below = dict.fromkeys(keys(hashes[1:]), 1)
-    assert bench.plan.ask("r1", bench.wants(hashes[:1]), 0.0)
+    bench.stored = dict.fromkeys(keys(hashes[1:]), 1)
+    assert bench.plan.lookup("r1", bench.request(hashes[:1]), 0.0)
     bench.step()
-    assert not bench.plan.ask("r2", bench.wants(hashes), 0.0)
+    assert not bench.plan.lookup("r2", bench.request(hashes), 0.0)
 
 
 def test_no_room_is_no_reason_to_wait() -> None:
     bench, hashes = Bench(slots=2, share=2), prompt("a", 2)
     bench.store(prompt("b", 2))
     bench.index.pin([0, 1])
-    bench.below = dict.fromkeys(keys(hashes), 1)
-    assert bench.plan.ask("r", bench.wants(hashes), 0.0)
+    bench.stored = dict.fromkeys(keys(hashes), 1)
+    assert bench.plan.lookup("r", bench.request(hashes), 0.0)
     bench.step()
-    assert not bench.plan.ask("r", bench.wants(hashes), 0.0)
+    assert not bench.plan.lookup("r", bench.request(hashes), 0.0)
     assert bench.counted("tier_decisions") == {"no_space": 1}
 
 
-def test_blocks_may_have_other_names_below() -> None:
+def test_blocks_may_have_other_names_in_lower_tiers() -> None:
     bench, hashes = Bench(), prompt("a", 2)
     names = {block: b"name of " + block for block in hashes}
-    bench.below = dict.fromkeys(keys(list(names.values())), 2)
-    unnamed = bench.wants(hashes)
-    assert bench.plan.ask("control", unnamed, 0.0)
+    bench.stored = dict.fromkeys(keys(list(names.values())), 2)
+    unnamed = bench.request(hashes)
+    assert bench.plan.lookup("control", unnamed, 0.0)
     bench.step()
-    assert not bench.plan.ask("control", unnamed, 0.0) and not bench.ready(hashes)
-    wanted = unnamed._replace(names=names)
-    assert bench.plan.ask("r", wanted, 1.0)
+    assert not bench.plan.lookup("control", unnamed, 0.0) and not bench.ready(hashes)
+    named = unnamed._replace(block_names=names)
+    assert bench.plan.lookup("r", named, 1.0)
     bench.step(1.0)
-    assert bench.plan.ask("r", wanted, 1.0)
-    (fetch,) = bench.take(1.0).fetches
-    came = bench.plan.on_answer(TierAnswer(fetch.job, bytes([2, 2])), 1.0)
+    assert bench.plan.lookup("r", named, 1.0)
+    (prefetch,) = bench.take(1.0).prefetches
+    came = bench.plan.on_answer(TierAnswer(prefetch.job, bytes([2, 2])), 1.0)
     assert came == ("r", [(0, block) for block in hashes])
     assert bench.ready(hashes) == 2
-    assert bench.plan.planned("r") == {Tier.REMOTE: 8}
+    assert bench.plan.on_load_planned("r") == {Tier.REMOTE: 8}
 
 
 def test_another_tenant_finds_nothing() -> None:
     bench, hashes = Bench(), prompt("a", 2)
-    bench.below = dict.fromkeys(keys(hashes), 1)
+    bench.stored = dict.fromkeys(keys(hashes), 1)
     other = tenant_of("salt") + bytes(8)
-    assert bench.plan.ask("r", bench.wants(hashes, prefix=other), 0.0)
-    (seek,) = bench.step().seeks
-    assert list(seek.keys) == keys(hashes, prefix=other)
-    assert not bench.plan.ask("r", bench.wants(hashes, prefix=other), 0.0)
+    assert bench.plan.lookup("r", bench.request(hashes, prefix=other), 0.0)
+    (lookup,) = bench.step().lookups
+    assert list(lookup.keys) == keys(hashes, prefix=other)
+    assert not bench.plan.lookup("r", bench.request(hashes, prefix=other), 0.0)
 
 
-def test_spills_are_bounded_and_evicted_blocks_are_left_out() -> None:
+def test_write_backs_are_bounded_and_evicted_blocks_are_left_out() -> None:
     bench, hashes = Bench(slots=8, share=2), prompt("a", 8)
     bench.store(hashes[:4])
     assert bench.counted("tier_skipped_blocks") == {"": 2}
-    (spill,) = bench.take().spills
-    assert list(spill.keys) == keys(hashes[:2])
+    (write_back,) = bench.take().write_backs
+    assert list(write_back.keys) == keys(hashes[:2])
     bench.store(hashes[4:6])
-    assert bench.take().spills == []  # two are under way
+    assert bench.take().write_backs == []  # two are under way
     bench.index.discard(bench.index.ready_slots(0, hashes[4:5])[0])
-    bench.plan.on_answer(TierAnswer(spill.job, bytes([0, 0])), 0.0)  # not written, not tried again
-    (spill,) = bench.take().spills
-    assert list(spill.keys) == keys(hashes[5:6])
+    bench.plan.on_answer(
+        TierAnswer(write_back.job, bytes([0, 0])), 0.0
+    )  # not written, not tried again
+    (write_back,) = bench.take().write_backs
+    assert list(write_back.keys) == keys(hashes[5:6])
 
 
 def test_a_block_of_another_group_is_not_written_in_place_of_one_that_left() -> None:
@@ -457,48 +461,48 @@ def test_a_block_of_another_group_is_not_written_in_place_of_one_that_left() -> 
     bench = Bench(groups=(CacheGroup(4), CacheGroup(4)), slots=2, share=1)
     first, late = prompt("a", 1), prompt("b", 1)
     bench.store(first)
-    (spill,) = bench.take().spills
+    (write_back,) = bench.take().write_backs
     bench.store(late)  # waits
     (slot,) = bench.index.ready_slots(0, late)
     bench.index.discard(slot)
     assert bench.index.reserve(1, late[0]) == slot
     bench.index.commit([slot])
-    bench.plan.on_answer(TierAnswer(spill.job, bytes([1])), 0.0)
-    assert bench.take().spills == []
+    bench.plan.on_answer(TierAnswer(write_back.job, bytes([1])), 0.0)
+    assert bench.take().write_backs == []
 
 
-def test_only_blocks_that_were_used_are_spilled_where_that_is_set() -> None:
+def test_only_blocks_that_were_used_are_written_back_where_that_is_set() -> None:
     bench, hashes = Bench(reused=True), prompt("a", 2)
     bench.store(hashes)
-    assert bench.step().spills == []
+    assert bench.step().write_backs == []
     (slot,) = bench.index.ready_slots(0, hashes[:1])
     for _ in range(2):
-        bench.plan.spills.used(0, slot, block_key(SHARED, 0, hashes[0]))
-    (spill,) = bench.step().spills
-    assert list(spill.keys) == keys(hashes[:1])
+        bench.plan.write_backs.loaded(0, slot, block_key(SHARED, 0, hashes[0]))
+    (write_back,) = bench.step().write_backs
+    assert list(write_back.keys) == keys(hashes[:1])
 
 
 def test_a_reset_makes_what_is_on_its_way_worthless() -> None:
     bench, hashes = Bench(), prompt("a", 2)
-    bench.below = dict.fromkeys(keys(hashes), 1)
-    assert bench.plan.ask("r", bench.wants(hashes), 0.0)
+    bench.stored = dict.fromkeys(keys(hashes), 1)
+    assert bench.plan.lookup("r", bench.request(hashes), 0.0)
     bench.step()
-    (fetch,) = bench.take().fetches
+    (prefetch,) = bench.take().prefetches
     bench.index.clear()
     bench.plan.reset()
-    assert not bench.plan.ask("r", bench.wants(hashes), 0.0)
-    bench.plan.on_answer(TierAnswer(fetch.job, bytes([1, 1])), 0.0)
+    assert not bench.plan.lookup("r", bench.request(hashes), 0.0)
+    bench.plan.on_answer(TierAnswer(prefetch.job, bytes([1, 1])), 0.0)
     assert bench.ready(hashes) == 0 and not bench.index.slots.used
 
 
 def test_answers_that_nobody_asked_for_change_nothing() -> None:
     bench, hashes = Bench(), prompt("a", 2)
-    bench.below = dict.fromkeys(keys(hashes), 1)
-    assert bench.plan.ask("r", bench.wants(hashes), 0.0)
-    (seek,) = bench.take().seeks
-    bench.plan.on_answer(TierAnswer(seek.job, b"\x01"), 0.0)  # of another length
-    bench.plan.on_answer(TierAnswer(type(seek.job)(99), bytes([1, 1])), 0.0)
-    assert bench.plan.ask("r", bench.wants(hashes), 0.0) and bench.plan.busy
+    bench.stored = dict.fromkeys(keys(hashes), 1)
+    assert bench.plan.lookup("r", bench.request(hashes), 0.0)
+    (lookup,) = bench.take().lookups
+    bench.plan.on_answer(TierAnswer(lookup.job, b"\x01"), 0.0)  # of another length
+    bench.plan.on_answer(TierAnswer(type(lookup.job)(99), bytes([1, 1])), 0.0)
+    assert bench.plan.lookup("r", bench.request(hashes), 0.0) and bench.plan.busy
 
 
 class Life(RuleBasedStateMachine):
@@ -519,12 +523,12 @@ class Life(RuleBasedStateMachine):
     @rule(name=names, blocks=st.integers(1, 5), worth=st.integers(0, 5))
     def ask(self, name: str, blocks: int, worth: int) -> None:
         self.bench.worth = worth
-        self.bench.plan.ask(name, self.bench.wants(prompt(name, blocks)), self.now)
+        self.bench.plan.lookup(name, self.bench.request(prompt(name, blocks)), self.now)
         self.asked.add(name)
 
     @rule(name=names)
     def plan(self, name: str) -> None:
-        self.bench.plan.planned(name)
+        self.bench.plan.on_load_planned(name)
 
     @rule(name=names)
     def forget(self, name: str) -> None:
@@ -539,13 +543,13 @@ class Life(RuleBasedStateMachine):
             if slot is not None:
                 self.bench.index.commit([slot])
                 key = block_key(SHARED, group, block_hash)
-                self.bench.plan.spills.stored(group, block_hash, key)
+                self.bench.plan.write_backs.stored(group, block_hash, key)
 
     @rule(seconds=st.floats(0.0, 6.0))
     def step(self, seconds: float) -> None:
         self.now += seconds
         work = self.bench.take(self.now)
-        self.open += [(task, 2) for task in (*work.seeks, *work.fetches, *work.spills)]
+        self.open += [(task, 2) for task in (*work.lookups, *work.prefetches, *work.write_backs)]
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())

@@ -1,4 +1,4 @@
-"""A worker's tiers below host memory: lookups, fetches and spills on threads of their own."""
+"""A worker's tiers below host memory: lookups, prefetches and write-backs on their own threads."""
 
 from __future__ import annotations
 
@@ -115,20 +115,20 @@ def key(number: int, group: int = 0) -> bytes:
     return block_key(SHARED, group, bytes([number]) * 32)
 
 
-def spill(numbers: Sequence[int], group: int = 0) -> WriteBackBlocks:
+def write_back(numbers: Sequence[int], group: int = 0) -> WriteBackBlocks:
     return WriteBackBlocks(JOB, tuple(key(n, group) for n in numbers), array("q", numbers), 10.0)
 
 
-def fetch(numbers: Sequence[int], slots: Sequence[int], group: int = 0) -> PrefetchBlocks:
+def prefetch(numbers: Sequence[int], slots: Sequence[int], group: int = 0) -> PrefetchBlocks:
     return PrefetchBlocks(JOB, tuple(key(n, group) for n in numbers), array("q", slots), 10.0)
 
 
 @pytest.mark.parametrize("group", [0, 1])
-def test_what_is_spilled_comes_back_sealed(bench: Bench, group: int) -> None:
+def test_blocks_that_were_written_back_come_back_sealed(bench: Bench, group: int) -> None:
     contents = [bench.fill(slot, group) for slot in (0, 1)]
-    assert bench.do(spill([0, 1], group)) == b"\1\1"
+    assert bench.do(write_back([0, 1], group)) == b"\1\1"
     assert bench.do(LookupBlocks(JOB, (key(0, group), key(5, group), key(1, group)))) == b"\1\0\1"
-    assert bench.do(fetch([1, 0], [4, 5], group)) == b"\1\1"
+    assert bench.do(prefetch([1, 0], [4, 5], group)) == b"\1\1"
     for slot, content in ((4, contents[1]), (5, contents[0])):
         assert bench.host.view(slot, SIZES[group]) == content
         bench.host.verify(slot, SIZES[group])
@@ -139,17 +139,17 @@ def test_what_is_spilled_comes_back_sealed(bench: Bench, group: int) -> None:
 
 def test_the_second_tier_has_what_the_first_lost(bench: Bench) -> None:
     bench.fill(0), bench.fill(1)
-    bench.do(spill([0, 1]))
+    bench.do(write_back([0, 1]))
     bench.disk.remove([key(0)])
     assert bench.do(LookupBlocks(JOB, (key(0), key(1)))) == b"\2\1"
-    assert bench.do(fetch([0, 1, 2], [4, 5, 6])) == b"\2\1\0"
+    assert bench.do(prefetch([0, 1, 2], [4, 5, 6])) == b"\2\1\0"
 
 
 def test_what_a_shared_tier_has_is_not_written_again(bench: Bench) -> None:
     bench.fill(0)
-    bench.do(spill([0]))
+    bench.do(write_back([0]))
     bench.fill(0, seed=2)
-    bench.do(spill([0]))
+    bench.do(write_back([0]))
     assert bench.remote.get([key(0)], [bench.host.view(6, SIZES[0])]) == [BlockOutcome.OK]
     assert bench.host.view(6, SIZES[0])[0] == 1
 
@@ -157,34 +157,36 @@ def test_what_a_shared_tier_has_is_not_written_again(bench: Bench) -> None:
 def test_a_block_that_rotted_in_host_memory_is_not_signed_by_a_tier(bench: Bench) -> None:
     bench.fill(0), bench.fill(1)
     bench.host.view(0)[17] ^= 1
-    assert bench.do(spill([0, 1])) == b"\0\1"
+    assert bench.do(write_back([0, 1])) == b"\0\1"
     assert bench.do(LookupBlocks(JOB, (key(0), key(1)))) == b"\0\1"
 
 
 def test_a_record_of_another_length_is_not_there(bench: Bench) -> None:
     bench.disk.put([key(0)], [bench.host.view(0, 100)])
     assert bench.do(LookupBlocks(JOB, (key(0),))) == b"\0"
-    assert bench.do(fetch([0], [1])) == b"\0"
+    assert bench.do(prefetch([0], [1])) == b"\0"
 
 
 def test_a_store_that_raises_finds_nothing_and_the_next_job_is_done(bench: Bench) -> None:
     bench.fill(0)
     bench.disk.broken = True
-    assert bench.do(spill([0])) == b"\2"  # the other tier has taken it
+    assert bench.do(write_back([0])) == b"\2"  # the other tier has taken it
     assert bench.do(LookupBlocks(JOB, (key(0),))) == b"\2"
     bench.disk.broken = False
-    assert bench.do(spill([0])) == b"\1"
+    assert bench.do(write_back([0])) == b"\1"
     bench.disk.broken = True
-    assert bench.do(fetch([0], [1])) == b"\2"
+    assert bench.do(prefetch([0], [1])) == b"\2"
     bench.remote.broken = True
-    assert bench.do(fetch([0], [1])) == b"\0"
+    assert bench.do(prefetch([0], [1])) == b"\0"
 
 
 def test_past_its_deadline_a_job_moves_nothing(bench: Bench) -> None:
     for slot in range(3):
         bench.fill(slot)
     bench.disk.gate.clear(), bench.remote.gate.clear()
-    bench.tiers.submit([spill([0]), spill([1]), spill([2])])  # the third waits for threads
+    bench.tiers.submit(
+        [write_back([0]), write_back([1]), write_back([2])]
+    )  # the third waits for threads
     bench.now = 11.0
     bench.disk.gate.set(), bench.remote.gate.set()
     found: list[TierAnswer] = []
@@ -196,31 +198,31 @@ def test_past_its_deadline_a_job_moves_nothing(bench: Bench) -> None:
     assert bench.do(LookupBlocks(JOB, (key(2),))) == b"\0"
 
 
-def test_a_spill_that_hangs_holds_no_fetch_up(bench: Bench) -> None:
+def test_a_write_back_that_hangs_delays_no_prefetch(bench: Bench) -> None:
     for slot in range(4):
         bench.fill(slot)
-    bench.do(spill([0]))
+    bench.do(write_back([0]))
     bench.disk.gate.clear()
-    bench.tiers.submit([spill([1]), spill([2]), spill([3])])
-    assert bench.do(fetch([0], [4])) == b"\1"
+    bench.tiers.submit([write_back([1]), write_back([2]), write_back([3])])
+    assert bench.do(prefetch([0], [4])) == b"\1"
 
 
 def test_large_jobs_are_cut_and_answered_once(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench.tiers, "_batch", 2)
+    monkeypatch.setattr(bench.tiers, "_batch_blocks", 2)
     contents = [bench.fill(slot) for slot in range(5)]
-    assert bench.do(spill(range(5))) == bytes([1] * 5)
+    assert bench.do(write_back(range(5))) == bytes([1] * 5)
     for slot in range(5):
         bench.host.view(slot)[:] = bytes(GEOMETRY.slot_bytes)
-    assert bench.do(fetch(range(5), range(5))) == bytes([1] * 5)
+    assert bench.do(prefetch(range(5), range(5))) == bytes([1] * 5)
     assert [bench.host.view(slot, SIZES[0]) for slot in range(5)] == contents
 
 
 def test_what_the_stores_record_is_handed_over_with_how_they_are(bench: Bench) -> None:
     bench.fill(0)
     bench.remote.close()
-    bench.do(spill([0]))
+    bench.do(write_back([0]))
     stats = bench.tiers.take_stats()
     assert stats is not None
     assert stats.data["counters"]["store_failed_blocks"] == {"unavailable": 1}
@@ -232,7 +234,7 @@ def test_closing_drops_what_waits_and_ends_what_runs(bench: Bench) -> None:
     for slot in range(3):
         bench.fill(slot)
     bench.disk.gate.clear()
-    bench.tiers.submit([spill([0]), spill([1]), spill([2])])
+    bench.tiers.submit([write_back([0]), write_back([1]), write_back([2])])
     threading.Timer(0.1, bench.disk.gate.set).start()
     bench.tiers.close()
     assert len(bench.tiers.poll()) == 2  # as many threads write
@@ -244,7 +246,7 @@ def test_a_store_that_cannot_be_closed_keeps_no_other_open(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.fill(0)
-    bench.do(spill([0]))
+    bench.do(write_back([0]))
 
     def close() -> None:
         raise OSError("told to")
@@ -262,7 +264,7 @@ def hung(bench: Bench) -> None:
     """Both tiers have blocks 0 to 7; four reads of the disk hang, and are late."""
     for slot in range(8):
         bench.fill(slot)
-    assert bench.do(spill(range(8))) == bytes([1] * 8)
+    assert bench.do(write_back(range(8))) == bytes([1] * 8)
     bench.disk.readable.clear()
     bench.tiers.submit(
         PrefetchBlocks(JobId(10 + n), (key(n),), array("q", [n]), 30.0) for n in range(4)
@@ -276,9 +278,9 @@ def test_when_the_disk_hangs_the_remote_tier_goes_on_serving(bench: Bench) -> No
     hung(bench)
     for number in range(4, 8):
         assert bench.do(LookupBlocks(JOB, (key(number),))) == b"\2"
-        assert bench.do(fetch([number], [number])) == b"\2"
+        assert bench.do(prefetch([number], [number])) == b"\2"
     bench.fill(4, seed=3)
-    assert bench.do(spill([4])) == b"\1"  # what is written has threads of its own
+    assert bench.do(write_back([4])) == b"\1"  # what is written has threads of its own
     stats = bench.tiers.take_stats()
     assert stats is not None
     assert stats.data["gauges"]["tier_available"] == {"disk": False, "remote": True}
@@ -294,19 +296,19 @@ def test_the_control_a_disk_that_does_not_hang_is_asked(bench: Bench) -> None:
     bench.disk.readable.set()
     found = [bench.next_answer() for _ in range(5)]
     assert sorted(answer.found for answer in found) == [b"\1"] * 5
-    assert bench.do(fetch([5], [5])) == b"\1"
+    assert bench.do(prefetch([5], [5])) == b"\1"
 
 
 def test_what_waited_for_a_disk_that_hangs_goes_to_the_next_tier(bench: Bench) -> None:
     for slot in range(6):
         bench.fill(slot)
-    bench.do(spill(range(6)))
+    bench.do(write_back(range(6)))
     bench.disk.readable.clear()
     bench.tiers.submit(
         PrefetchBlocks(JobId(10 + n), (key(n),), array("q", [n]), 30.0) for n in range(4)
     )
     bench.reading(4)
-    bench.tiers.submit([fetch([4], [4]), LookupBlocks(JobId(2), (key(5), key(7)))])
+    bench.tiers.submit([prefetch([4], [4]), LookupBlocks(JobId(2), (key(5), key(7)))])
     bench.now = 4.9
     assert bench.tiers.poll() == []
     bench.now = 5.0
@@ -318,14 +320,14 @@ def test_what_waited_for_a_disk_that_hangs_goes_to_the_next_tier(bench: Bench) -
 
 def test_a_disk_that_comes_back_is_probed_and_used(bench: Bench) -> None:
     hung(bench)
-    assert bench.do(fetch([5], [5])) == b"\2"
+    assert bench.do(prefetch([5], [5])) == b"\2"
     bench.disk.readable.set()
     found = {bench.next_answer() for _ in range(4)}
     assert found == {TierAnswer(JobId(10 + n), b"\1") for n in range(4)}
-    assert bench.do(fetch([5], [5])) == b"\2"  # it hung until just now
+    assert bench.do(prefetch([5], [5])) == b"\2"  # it hung until just now
     bench.now += 1.0
-    assert bench.do(fetch([5], [5])) == b"\1"
-    assert bench.do(fetch([6], [6])) == b"\1"
+    assert bench.do(prefetch([5], [5])) == b"\1"
+    assert bench.do(prefetch([6], [6])) == b"\1"
 
 
 def test_lookups_of_a_disk_that_hangs_do_not_pile_up(bench: Bench) -> None:
@@ -355,7 +357,7 @@ def test_closing_does_not_wait_for_a_call_that_hangs(bench: Bench) -> None:
 
 def test_all_threads_of_a_tier_end_with_it(bench: Bench) -> None:
     bench.fill(0)
-    bench.do(spill([0]))
+    bench.do(write_back([0]))
     mine = [t for t in threading.enumerate() if t.name.startswith("kvconnect-write-")]
     assert mine
     bench.tiers.close()
