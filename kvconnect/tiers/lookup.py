@@ -217,7 +217,7 @@ class TierJob(NamedTuple):
 
 
 @dataclass(eq=False)
-class _OpenJob:
+class _OpenTierJob:
     job: TierJob
     started: float
     waiting: int  # workers that have not answered
@@ -251,7 +251,7 @@ class OpenJobs:
 
     workers: int
     deadline_s: float
-    _open: dict[JobId, _OpenJob] = field(default_factory=dict)
+    _open: dict[JobId, _OpenTierJob] = field(default_factory=dict)
     _last: int = 0
 
     def __len__(self) -> int:
@@ -272,7 +272,7 @@ class OpenJobs:
         """Add a job and return its number."""
         self._last += 1
         number = JobId(self._last)
-        self._open[number] = _OpenJob(job, now, self.workers)
+        self._open[number] = _OpenTierJob(job, now, self.workers)
         return number
 
     def on_answer(self, answer: TierAnswer, now: float) -> FinishedJob | None:
