@@ -33,8 +33,8 @@ import aiohttp
 
 from benchmarks.common import emit, progress
 from kvconnect.router.policy.loads import Loads, Target
-from kvconnect.router.policy.prefixes import CacheTier, Hit, PrefixIndex, Stored
-from kvconnect.router.policy.ranking import Candidate, Job, RankingPolicy, pick
+from kvconnect.router.policy.prefixes import CacheHit, CacheTier, PrefixIndex, StoredBlocks
+from kvconnect.router.policy.ranking import Candidate, RankingJob, RankingPolicy, pick
 from tests.servers import free_port
 
 RANKS = 8
@@ -216,18 +216,18 @@ class Decider:
         prompt = list(prefix_tokens(request)) if request.shared else []
         hits = self.index.match(prompt)
         some = [
-            Candidate(Target(0, rank), load, "w", hits.get(Target(0, rank), Hit()).worth)
+            Candidate(Target(0, rank), load, "w", hits.get(Target(0, rank), CacheHit()).worth)
             for rank, load in enumerate(self.loads.at(now))
         ]
         tokens = int(request.tokens * (1 + self.kind.error * self.draw.uniform(-1, 1)))
-        job = Job(tokens, number, self.draw.random())
+        job = RankingJob(tokens, number, self.draw.random())
         target = pick(self.kind.policy, some, job).candidate.target
         assert target.rank is not None
-        self.begun[number] = tokens - hits.get(target, Hit()).tokens
+        self.begun[number] = tokens - hits.get(target, CacheHit()).tokens
         self.loads.begin(target.rank, self.begun[number], now)
         if prompt:  # the engine's event, at once
             hashes = [request.prefix * 10**6 + n for n in range(len(prompt) // BLOCK)]
-            self.index.stored(target, Stored(hashes, None, prompt, BLOCK, CacheTier.DEVICE))
+            self.index.stored(target, StoredBlocks(hashes, None, prompt, BLOCK, CacheTier.DEVICE))
         return target.rank
 
     def ended(self, number: int, rank: int) -> None:

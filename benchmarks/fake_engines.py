@@ -16,7 +16,7 @@ import uvloop
 
 MODEL = "fake"
 TICKET = {"do_remote_prefill": True, "kvconnect_ticket": "t" * 200}
-CARD = {"kvconnect_card": "c" * 200, "kvconnect_card_expires_in": 3600}
+STANDING_TICKET = {"kvconnect_card": "c" * 200, "kvconnect_card_expires_in": 3600}
 _HEAD_END = b"\r\n\r\n"
 
 
@@ -103,7 +103,7 @@ class Engine(asyncio.Protocol):
         if path in _GETS:
             self._transport.write(_GETS[path])
         elif b'"kvconnect_card"' in body:
-            self._transport.write(_json({"choices": [], "kv_transfer_params": CARD}))
+            self._transport.write(_json({"choices": [], "kv_transfer_params": STANDING_TICKET}))
         elif b'"do_remote_decode": true' in body or b'"do_remote_decode":true' in body:
             self._transport.write(_json({**_DONE, "kv_transfer_params": TICKET}))
         elif b'"stream": true' in body or b'"stream":true' in body:

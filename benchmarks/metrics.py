@@ -219,7 +219,7 @@ def measure_router(endpoint: str) -> dict[str, float]:
     from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason, TargetChoice
     from kvconnect.router.policy.loads import Role, Target
     from kvconnect.router.policy.ranking import RankingReason
-    from kvconnect.router.tracing import Spans
+    from kvconnect.router.tracing import RouterSpans
 
     place = TargetChoice(Target(0), RankingReason.LEAST)
     choice = RoutingChoice(Mode.PUSH, RoutingReason.DEFAULT, place, place)
@@ -233,7 +233,7 @@ def measure_router(endpoint: str) -> dict[str, float]:
     )
     reply: Any = SimpleNamespace(status=200, choice=choice)
 
-    def requests(spans: Spans) -> None:
+    def requests(spans: RouterSpans) -> None:
         for _ in range(REPEAT // 10):
             of = spans.of(request)
             of.chosen(choice)
@@ -243,13 +243,13 @@ def measure_router(endpoint: str) -> dict[str, float]:
                 leg.end(UpstreamOutcome.OK)
             of.end(RequestOutcome.OK, reply)
 
-    off = Spans()
+    off = RouterSpans()
     os.environ |= {
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": endpoint,
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
         "OTEL_BSP_MAX_QUEUE_SIZE": str(100 * REPEAT),  # they come faster than any router makes them
     }
-    on = Spans()
+    on = RouterSpans()
     works: dict[str, Callable[[], object]] = {
         "off": partial(requests, off),
         "on": partial(requests, on),

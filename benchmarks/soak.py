@@ -49,7 +49,7 @@ from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex
 from kvconnect.offload.messages import Instructions, JobReport, OfferBlocks, Receive, Span, Withdraw
 from kvconnect.offload.planner import LoadRequest, OffloadLimits, OffloadPlan
-from kvconnect.router.app import Edge, make_app
+from kvconnect.router.app import RouterHandlers, make_app
 from kvconnect.router.fleet import membership, watch
 from kvconnect.router.fleet.sources import file
 from kvconnect.router.options import Intervals, RouterOptions, Sources
@@ -212,7 +212,7 @@ class RouterPart:
         self._members: deque[_Member] = deque()
         self._ends = AsyncExitStack()
         self._context = zmq.Context()
-        self._edge: Edge
+        self._edge: RouterHandlers
         self._url = ""
 
     async def open(self) -> None:
@@ -227,7 +227,7 @@ class RouterPart:
         )
         app = make_app(options)
         self._edge = app.cleanup_ctx[0].__self__  # there may be others in this process
-        assert isinstance(self._edge, Edge)
+        assert isinstance(self._edge, RouterHandlers)
         runner = web.AppRunner(app, handler_cancellation=True)
         await runner.setup()
         self._ends.push_async_callback(runner.cleanup)
@@ -293,7 +293,7 @@ class RouterPart:
         fleet = self._edge._fleet
         there = {f"{each.role.value} {each.url}" for each in fleet.all()}
         wanted = {member.line.partition(",")[0] for member in self._members}
-        idle = all(each.up and not each.open and each.said.models for each in fleet.all())
+        idle = all(each.up and not each.open and each.info.models for each in fleet.all())
         return there == wanted and idle
 
     async def _until(self, true: Callable[[], bool]) -> None:

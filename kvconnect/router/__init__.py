@@ -1,7 +1,7 @@
 """``kvconnect router``: sends each request to a prefill and a decode engine.
 
 Pure, in this order: ``view`` (what a decision looks at), ``loads`` (tokens per rank), ``prefixes``,
-``kvevents`` and ``history`` (what is cached where), ``breaker``, ``proofs`` (between which engines
+``kvevents`` and ``history`` (what is cached where), ``breaker``, ``pairing`` (between which engines
 KV moves), ``pick`` (one of several targets), ``policy`` (both legs of a request), ``legs`` (what
 each engine is asked), ``reports`` (what engines say of themselves).
 

@@ -20,21 +20,21 @@ class Api(NamedTuple):
         engines: what can serve it.
         salted: it computes KV, so its body gets the client's salt.
         one_token: fields that have a prefill engine compute the prompt only.
-        named: the events of its streams have names.
+        named_events: the events of its streams have names.
         method: of HTTP.
     """
 
     path: str
-    alone: bool = True
+    decode_only: bool = True
     engines: frozenset[Engine] = _ALL
     salted: bool = False
     one_token: Mapping[str, Any] = upstream_requests.ONE_TOKEN
-    named: bool = False
+    named_events: bool = False
     method: str = "POST"
 
 
 def _generates(path: str, **how: Any) -> Api:
-    return Api(path, alone=False, salted=True, **how)
+    return Api(path, decode_only=False, salted=True, **how)
 
 
 _RESPONSES = {"max_output_tokens": 1, "store": False}
@@ -49,10 +49,10 @@ COMPLETIONS = _generates("/v1/completions")
 APIS: tuple[Api, ...] = (
     COMPLETIONS,
     _generates("/v1/chat/completions"),
-    _generates("/v1/responses", one_token=_RESPONSES, named=True),
+    _generates("/v1/responses", one_token=_RESPONSES, named_events=True),
     # SGLang's does not take the room in which its servers meet.
-    _generates("/v1/messages", engines=_OF_VLLM, named=True),
-    _generates(upstream_requests.NATIVE, engines=frozenset({Engine.SGLANG})),
+    _generates("/v1/messages", engines=_OF_VLLM, named_events=True),
+    _generates(upstream_requests.SGLANG_GENERATE, engines=frozenset({Engine.SGLANG})),
     *(Api(path, salted=True) for path in _COMPUTING),
     *(Api(path) for path in _OTHERS),
     *(Api(path, method="GET") for path in _GETS),

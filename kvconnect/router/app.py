@@ -26,17 +26,17 @@ from kvconnect.router.exchange import Exchange, Services
 from kvconnect.router.fleet.membership import Membership
 from kvconnect.router.fleet.upstreams import Fleet, Upstream
 from kvconnect.router.http import upstream_requests
-from kvconnect.router.http.admission import Admission, Bodies, InFlight
+from kvconnect.router.http.admission import Admission, BodyMemory, ClientConcurrency
 from kvconnect.router.http.client import DrainingPrefills
-from kvconnect.router.http.pool import Client
-from kvconnect.router.http.requests import Intake
+from kvconnect.router.http.pool import ConnectionPool
+from kvconnect.router.http.requests import RequestReader
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.options import RouterOptions
 from kvconnect.router.policy.caches import Caches
 from kvconnect.router.policy.loads import Role
 from kvconnect.router.policy.tenants import Tenant, Tenants
 from kvconnect.router.supervisor import Supervisor
-from kvconnect.router.tracing import Spans
+from kvconnect.router.tracing import RouterSpans
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ IDLE_S = 75.0  # a connection may wait so long for a request, until the end of i
 _SHOWN = 200  # characters of what a client sent
 UNREAD_S = 60.0  # a client may take nothing of what waits for it so long
 
-SERVER: dict[str, Any] = {"auto_decompress": False, "handler_cancellation": True}
+SERVER_OPTIONS: dict[str, Any] = {"auto_decompress": False, "handler_cancellation": True}
 """How to serve the application: no body grows, and a client that leaves cancels what it caused."""
 
 _TENANT = "kvconnect.tenant"
@@ -69,7 +69,7 @@ class _Notices:
             self._caches.forget(upstream.role, upstream.index, len(upstream.loads.own))
 
 
-class Edge:
+class RouterHandlers:
     """The handlers of one router. Runs on the event loop."""
 
     def __init__(self, options: RouterOptions) -> None:
@@ -78,7 +78,7 @@ class Edge:
         caches = Caches(options)
         self._fleet = Fleet(options, _Notices(self._metrics, caches))
         self._turns = itertools.count()
-        self._client = Client(options.limits.silence_s)
+        self._client = ConnectionPool(options.limits.silence_s)
         self._membership = Membership(
             options, self._fleet, self._client, self._metrics, caches.indexes
         )
@@ -91,11 +91,11 @@ class Edge:
             self._metrics,
             self._client,
             Admission(limits, self._metrics.queued),
-            InFlight(limits.client_concurrent),
-            Bodies(room, max(room // 2, limits.body_bytes)),
-            Intake(limits.body_bytes, pieces=bool(caches.indexes)),
+            ClientConcurrency(limits.client_concurrent),
+            BodyMemory(room, max(room // 2, limits.body_bytes)),
+            RequestReader(limits.body_bytes, prefix=bool(caches.indexes)),
             caches,
-            Spans(),
+            RouterSpans(),
             DrainingPrefills(Supervisor(self._metrics.count)),
         )
 
@@ -104,7 +104,7 @@ class Edge:
         await self._membership.start()
         yield
         await self._membership.stop()
-        await self._services.leftovers.close()
+        await self._services.draining_prefills.close()
         self._services.intake.close()
         self._client.close()
         await asyncio.to_thread(self._services.spans.close)
@@ -156,8 +156,8 @@ class Edge:
 
 
 def make_app(options: RouterOptions) -> web.Application:
-    """Return the application. Serve it with :data:`SERVER`."""
-    edge = Edge(options)
+    """Return the application. Serve it with :data:`SERVER_OPTIONS`."""
+    edge = RouterHandlers(options)
     app = web.Application(middlewares=[_known_clients(edge.tenants), _openai_errors])
     app.cleanup_ctx.append(edge.run)
     if options.admin.token:
@@ -209,7 +209,7 @@ def serve(options: RouterOptions) -> None:
             access_log=None,
             print=None,
             loop=uvloop.new_event_loop(),
-            **SERVER,
+            **SERVER_OPTIONS,
         )
 
 
@@ -251,7 +251,7 @@ def _room_for_bodies(one: int) -> int:
 
 def _models(upstreams: Iterable[Upstream]) -> dict[str, Any]:
     """Return what engines that are up serve."""
-    return {name: said for each in upstreams if each.up for name, said in each.said.models.items()}
+    return {name: said for each in upstreams if each.up for name, said in each.info.models.items()}
 
 
 def error_response(status: int, message: str) -> web.Response:

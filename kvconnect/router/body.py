@@ -22,7 +22,7 @@ Body = Mapping[str, Any]
 
 CHARS_PER_TOKEN = 4
 """Of English text: an estimate, for decisions that need none better."""
-UNIT = 16
+CHUNK_TOKENS = 16
 """Tokens of a piece of a prompt that is remembered."""
 
 MOST_FIELDS = 1024
@@ -69,7 +69,7 @@ class Prompt(NamedTuple):
     sampled: bool = False
 
 
-class Pieces(NamedTuple):
+class PromptPrefix(NamedTuple):
     """What caches can be searched for.
 
     Attributes:
@@ -79,8 +79,8 @@ class Pieces(NamedTuple):
         plain: neither salt nor adapter is named, so the ids alone name blocks.
     """
 
-    ids: list[int]
-    units: list[int]
+    token_ids: list[int]
+    chunk_hashes: list[int]
     plain: bool
 
 
@@ -129,7 +129,7 @@ def read_body(raw: bytes | bytearray) -> dict[str, Any]:
     return body
 
 
-def look_at(body: Body) -> Prompt:
+def prompt_of(body: Body) -> Prompt:
     """Say what routing needs to know of a body. Never fails: an engine judges the rest."""
     sampled = not _one(body.get("n")) or not all(map(_one, _sampling(body)))
     prompts = sum(_count(_bytes(body, key)) for key in _PROMPTS if key in body)
@@ -143,23 +143,25 @@ def look_at(body: Body) -> Prompt:
     return Prompt(one_prompt and one_answer, tokens, _text(body, "model"), session, sampled)
 
 
-def pieces_of(body: Body) -> Pieces:
+def prefix_of(body: Body) -> PromptPrefix:
     """Cut a body's prompt into pieces. The time is bounded: a long prompt's end is left out."""
-    ids = ids_of(body)
+    ids = token_ids_of(body)
     scope = hash((_bytes(body, "model"), *(_bytes(body, name) for name in _SCOPE)))
     if ids:
-        cut: list[Any] = [tuple(ids[at : at + UNIT]) for at in range(0, len(ids), UNIT)]
-        whole = len(ids) // UNIT
+        cut: list[Any] = [
+            tuple(ids[at : at + CHUNK_TOKENS]) for at in range(0, len(ids), CHUNK_TOKENS)
+        ]
+        whole = len(ids) // CHUNK_TOKENS
     else:
         text = b"\0".join(filter(None, (_words(_bytes(body, key)) for key in _TEXTS)))
-        size = UNIT * CHARS_PER_TOKEN
+        size = CHUNK_TOKENS * CHARS_PER_TOKEN
         whole = len(text) // size
         cut = [text[at * size : (at + 1) * size] for at in range(min(whole, _MOST_UNITS))]
-    units = [hash((scope, piece)) for piece in cut[: min(whole, _MOST_UNITS)]]
-    return Pieces(ids, units, plain=not any(_true(body, name) for name in _SCOPE))
+    chunk_hashes = [hash((scope, piece)) for piece in cut[: min(whole, _MOST_UNITS)]]
+    return PromptPrefix(ids, chunk_hashes, plain=not any(_true(body, name) for name in _SCOPE))
 
 
-def ids_of(body: Body) -> list[int]:
+def token_ids_of(body: Body) -> list[int]:
     """Return the token ids of a body's only prompt, the first of very many; none if it is text."""
     for key in _IDS:
         text = _bytes(body, key)

@@ -21,7 +21,7 @@ from kvconnect.errors import Refused
 from kvconnect.router.apis import Api
 from kvconnect.router.fleet.upstreams import Fleet, Upstream
 from kvconnect.router.http import upstream_requests
-from kvconnect.router.http.admission import Admission, Bodies, Busy, InFlight
+from kvconnect.router.http.admission import Admission, BodyMemory, Busy, ClientConcurrency
 from kvconnect.router.http.client import (
     DrainingPrefills,
     EngineRequest,
@@ -31,9 +31,9 @@ from kvconnect.router.http.client import (
     UpstreamFailed,
     UpstreamRequest,
 )
-from kvconnect.router.http.pool import Client
+from kvconnect.router.http.pool import ConnectionPool
 from kvconnect.router.http.reply import Reply
-from kvconnect.router.http.requests import Intake, ParsedRequest
+from kvconnect.router.http.requests import ParsedRequest, RequestReader
 from kvconnect.router.metrics import RequestOutcome, RouterMetrics
 from kvconnect.router.options import RouterOptions
 from kvconnect.router.policy.caches import Caches
@@ -46,11 +46,11 @@ from kvconnect.router.policy.choice import (
     TargetChoice,
     Unserved,
     choose,
-    unpaired,
+    explain_no_choice,
 )
 from kvconnect.router.policy.loads import Engine, Role
 from kvconnect.router.policy.tenants import Tenant
-from kvconnect.router.tracing import Spans
+from kvconnect.router.tracing import RouterSpans
 
 logger = logging.getLogger(__name__)
 
@@ -65,14 +65,14 @@ class Services(NamedTuple):
     options: RouterOptions
     fleet: Fleet
     metrics: RouterMetrics
-    client: Client
+    client: ConnectionPool
     admission: Admission
-    in_flight: InFlight
-    bodies: Bodies
-    intake: Intake
+    in_flight: ClientConcurrency
+    bodies: BodyMemory
+    intake: RequestReader
     caches: Caches
-    spans: Spans
-    leftovers: DrainingPrefills
+    spans: RouterSpans
+    draining_prefills: DrainingPrefills
 
 
 class Exchange:
@@ -86,10 +86,10 @@ class Exchange:
         self._api = api
         self._tenant = tenant
         hits = services.options.listening.hit_headers
-        self._reply = Reply(request, named=api.named, hits=hits)
+        self._reply = Reply(request, named_events=api.named_events, show_hits=hits)
         self._spans = services.spans.of(request)
         self._turn = turn  # counts requests, and attempts of this one
-        self._came = time.monotonic()
+        self._received_at = time.monotonic()
         self._outcome = RequestOutcome.CANCELLED  # until something else is known
 
     async def serve(self) -> web.StreamResponse:
@@ -116,9 +116,11 @@ class Exchange:
     async def _answer(self) -> web.StreamResponse:
         try:
             client, services = self._tenant.name, self._services
-            with services.in_flight.enter(client), services.bodies.room(client) as room:
-                asked = await services.intake.read(self._request, self._api, self._tenant, room)
-                async with self._spans.turn(services.admission.enter()):
+            with services.in_flight.enter(client), services.bodies.allocation(client) as allocation:
+                asked = await services.intake.read(
+                    self._request, self._api, self._tenant, allocation
+                )
+                async with self._spans.queue_wait(services.admission.enter()):
                     return await self._attempts(asked)
         except Busy as error:
             self._outcome = RequestOutcome.REJECTED
@@ -145,46 +147,50 @@ class Exchange:
             LegFailed: the last attempt's failure, when there is nothing left to try.
             Rejected: an engine finds the request wrong.
         """
-        wish, tried, body = self._wish(asked), FailedTargets(), asked.body
+        routing_request, failed_targets, body = (
+            self._routing_request(asked),
+            FailedTargets(),
+            asked.body,
+        )
         failure: UpstreamFailed | Rejected | None = None
         while True:
-            view = self._services.fleet.view()
-            choice = choose(view, wish, tried, self._services.options)
+            fleet_view = self._services.fleet.view()
+            choice = choose(fleet_view, routing_request, failed_targets, self._services.options)
             self._spans.chosen(choice)
             if choice is None:
                 if failure is not None:
                     raise failure
                 self._outcome = RequestOutcome.FAILED
-                return self._reply.error(503, unpaired(view, wish))
+                return self._reply.error(503, explain_no_choice(fleet_view, routing_request))
             if isinstance(failure, UpstreamFailed):
                 self._services.metrics.retry(failure.role, failure.cause)
             self._reply.choice = choice
             self._services.metrics.chosen(choice)
-            self._services.caches.sent(choice, asked.pieces)
+            self._services.caches.sent(choice, asked.prefix)
             try:
-                async with self._attempt(choice, body) as (leg, first):
-                    return await self._relay(leg, first, choice.mode)
+                async with self._attempt(choice, body) as (upstream_request, first):
+                    return await self._relay(upstream_request, first, choice.mode)
             except Rejected as error:
-                elsewhere = self._api.alone and error.answer.status in _NO_PATH
-                if not (elsewhere and tried.unserved(view, choice)):
+                elsewhere = self._api.decode_only and error.answer.status in _NO_PATH
+                if not (elsewhere and failed_targets.add_unserved(fleet_view, choice)):
                     raise
                 failure = error
             except UpstreamFailed as error:
                 logger.warning("attempt to %s failed: %s", choice.mode.value, error)
-                self._services.fleet.doubt(choice)
-                if not tried.note(choice, error.role, error.cause):
+                self._services.fleet.recheck(choice)
+                if not failed_targets.add(choice, error.role, error.cause):
                     raise
                 failure = error
                 # SGLang takes an id once, and may not have noticed yet that its request was ended.
-                body.pop(upstream_requests.OWN_ID, None)
+                body.pop(upstream_requests.REQUEST_ID, None)
                 keep = choice.decode.target.worker if error.role is Role.PREFILL else None
-                wish = wish._replace(turn=wish.turn + 1, keep=keep)
+                routing_request = routing_request._replace(turn=routing_request.turn + 1, keep=keep)
 
-    def _wish(self, asked: ParsedRequest) -> RoutingRequest:
+    def _routing_request(self, asked: ParsedRequest) -> RoutingRequest:
         services, prompt = self._services, asked.prompt
         session = self._request.headers.get(_SESSION, "") or prompt.session
-        base = asked.pieces is not None and services.fleet.is_base(prompt.model)
-        hits = services.caches.hits(asked.pieces, base=base)
+        base = asked.prefix is not None and services.fleet.is_base(prompt.model)
+        hits = services.caches.hits(asked.prefix, base=base)
         return RoutingRequest(prompt, self._turn, random.random(), session, self._api, hits)
 
     @asynccontextmanager
@@ -200,72 +206,84 @@ class Exchange:
         prefill: asyncio.Task[Any] | None = None
         async with AsyncExitStack() as ends:
             if choice.prefill is not None:
-                first_leg = self._services.fleet.get(Role.PREFILL, choice.prefill.target.worker)
+                prefill_engine = self._services.fleet.get(
+                    Role.PREFILL, choice.prefill.target.worker
+                )
                 one_token = self._api.one_token
-                asked, body = bodies(choice, choice.prefill, first_leg, body, one_token)
-                computed = self._prefill(first_leg, choice.prefill, asked, overhead)
+                asked, body = bodies(choice, choice.prefill, prefill_engine, body, one_token)
+                computed = self._prefill(prefill_engine, choice.prefill, asked, overhead)
                 if choice.mode is Mode.PULL:
                     with decode.awaited():
                         ticket = await computed
                     overhead.answered()
                     rank = choice.prefill.target.rank
-                    pulled = _pulled(body, ticket or mooncake_ticket(first_leg, rank, asked))
+                    pulled = _pulled(body, ticket or mooncake_ticket(prefill_engine, rank, asked))
                     if pulled is body:
                         plain = choice._replace(mode=Mode.PLAIN, reason=RoutingReason.NO_TICKET)
                         self._reply.choice = plain
                     body = pulled
                 else:
                     prefill = asyncio.create_task(computed)
-                    ends.push_async_callback(self._leave, prefill)
-            leg = await ends.enter_async_context(self._leg(decode, choice.decode))
-            beginning = self._begin(leg, body, overhead)
+                    ends.push_async_callback(self._end_prefill, prefill)
+            upstream_request = await ends.enter_async_context(
+                self._upstream_request(decode, choice.decode)
+            )
+            beginning = self._begin(upstream_request, body, overhead)
             first = await (beginning if prefill is None else _beginning(prefill, beginning))
             self._services.metrics.added(choice.mode, overhead.seconds)
-            yield leg, first
+            yield upstream_request, first
 
-    async def _leave(self, prefill: asyncio.Task[Any]) -> None:
+    async def _end_prefill(self, prefill: asyncio.Task[Any]) -> None:
         if self._outcome is RequestOutcome.OK:
-            self._services.leftovers.add(prefill)
+            self._services.draining_prefills.add(prefill)
         else:
             prefill.cancel()
             await asyncio.gather(prefill, return_exceptions=True)
 
     async def _prefill(
-        self, upstream: Upstream, place: TargetChoice, body: Mapping[str, Any], overhead: Overhead
+        self, upstream: Upstream, chosen: TargetChoice, body: Mapping[str, Any], overhead: Overhead
     ) -> dict[str, Any] | None:
         """Have a prompt computed; return what the engine offers for it."""
-        async with self._leg(upstream, place) as leg:
-            await leg.open(self._ask(body, place), overhead.written)
-            if leg.streams:
-                await leg.first_event()
-                await leg.read()
+        async with self._upstream_request(upstream, chosen) as upstream_request:
+            await upstream_request.open(self._engine_request(body, chosen), overhead.written)
+            if upstream_request.streams:
+                await upstream_request.first_event()
+                await upstream_request.read()
                 return None
-            answer = await leg.read()
+            answer = await upstream_request.read()
             try:
                 if self._services.caches.indexes:
-                    self._services.metrics.hit(place.hit, upstream_requests.cached_of(answer))
+                    self._services.metrics.hit(
+                        chosen.hit, upstream_requests.cached_tokens_of(answer)
+                    )
                 return upstream_requests.ticket_of(answer)
             except Refused as error:
-                raise leg.fail(str(error)) from error
+                raise upstream_request.fail(str(error)) from error
 
     async def _begin(
-        self, leg: UpstreamRequest, body: Mapping[str, Any], overhead: Overhead
+        self, upstream_request: UpstreamRequest, body: Mapping[str, Any], overhead: Overhead
     ) -> bytes:
         """Return the first bytes of a decode engine's answer; all of them if it is no stream."""
-        await leg.open(self._ask(body, leg.place), overhead.written)
-        return await (leg.first_event() if leg.streams else leg.read())
+        await upstream_request.open(
+            self._engine_request(body, upstream_request.target_choice), overhead.written
+        )
+        return await (
+            upstream_request.first_event() if upstream_request.streams else upstream_request.read()
+        )
 
-    async def _relay(self, leg: UpstreamRequest, first: bytes, mode: Mode) -> web.StreamResponse:
+    async def _relay(
+        self, upstream_request: UpstreamRequest, first: bytes, mode: Mode
+    ) -> web.StreamResponse:
         """Pass the answer on to the client."""
-        if not leg.streams:
+        if not upstream_request.streams:
             self._outcome = RequestOutcome.OK
-            return self._reply.whole(EngineResponse(200, leg.content_type, first))
-        self._services.metrics.first_byte(mode, time.monotonic() - self._came)
+            return self._reply.whole(EngineResponse(200, upstream_request.content_type, first))
+        self._services.metrics.first_byte(mode, time.monotonic() - self._received_at)
         self._spans.first_byte()
-        stream = await self._reply.begin(leg.content_type)
+        stream = await self._reply.begin(upstream_request.content_type)
         try:
             await self._reply.write(first)
-            async for chunk in leg.chunks(self._reply.forward):
+            async for chunk in upstream_request.chunks(self._reply.forward):
                 await self._reply.write(chunk)
             await stream.write_eof()
             self._outcome = RequestOutcome.OK
@@ -276,22 +294,24 @@ class Exchange:
             logger.debug("a client of %s left", self._request.path)
         return stream
 
-    def _ask(self, body: Mapping[str, Any], place: TargetChoice) -> EngineRequest:
-        came = self._request.headers
-        headers = {name: came[name] for name in _FORWARDED if name in came}
-        if place.target.rank is not None:
-            headers[upstream_requests.RANK_HEADER] = str(place.target.rank)
+    def _engine_request(self, body: Mapping[str, Any], chosen: TargetChoice) -> EngineRequest:
+        headers_in = self._request.headers
+        headers = {name: headers_in[name] for name in _FORWARDED if name in headers_in}
+        if chosen.target.rank is not None:
+            headers[upstream_requests.RANK_HEADER] = str(chosen.target.rank)
         raw = upstream_requests.encoded(body) if self._api.method == "POST" else None
         return EngineRequest(self._api.method, self._api.path, headers, raw)
 
-    def _leg(self, upstream: Upstream, place: TargetChoice) -> UpstreamRequest:
-        span = self._spans.leg(upstream, place)
-        return UpstreamRequest(self._services.client, self._services.metrics, upstream, place, span)
+    def _upstream_request(self, upstream: Upstream, chosen: TargetChoice) -> UpstreamRequest:
+        span = self._spans.upstream_request(upstream, chosen)
+        return UpstreamRequest(
+            self._services.client, self._services.metrics, upstream, chosen, span
+        )
 
 
 def bodies(
     choice: RoutingChoice,
-    place: TargetChoice,
+    chosen: TargetChoice,
     prefill: Upstream,
     body: Mapping[str, Any],
     one_token: Mapping[str, Any] = upstream_requests.ONE_TOKEN,
@@ -299,15 +319,17 @@ def bodies(
     """Return what prefill is asked, and decode, as far as that is known by now."""
     if choice.mode is Mode.BOOTSTRAP:
         worker, room = prefill.worker, secrets.randbelow(upstream_requests.ROOMS)
-        meeting = upstream_requests.Meeting(worker.host, worker.bootstrap, room, place.target.rank)
+        meeting = upstream_requests.BootstrapRoom(
+            worker.host, worker.bootstrap, room, chosen.target.rank
+        )
         return (
-            upstream_requests.room_body(body, meeting, place.target.rank),
-            upstream_requests.room_body(body, meeting, choice.decode.target.rank),
+            upstream_requests.bootstrap_body(body, meeting, chosen.target.rank),
+            upstream_requests.bootstrap_body(body, meeting, choice.decode.target.rank),
         )
     transfer = secrets.token_hex(16)
     asked = upstream_requests.prefill_body(body, transfer, one_token)
     if choice.mode is Mode.PUSH:
-        return asked, upstream_requests.push_body(body, transfer, choice.card)
+        return asked, upstream_requests.push_body(body, transfer, choice.standing_ticket)
     return asked, body
 
 
@@ -315,11 +337,11 @@ def mooncake_ticket(
     prefill: Upstream, rank: int | None, asked: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """Return what an engine with vLLM's MooncakeConnector offers, which does not say so itself."""
-    engine_id = prefill.said.engine_ids.get(rank or 0)
+    engine_id = prefill.info.engine_ids.get(rank or 0)
     if prefill.worker.engine is not Engine.MOONCAKE or engine_id is None:
         return None
     return upstream_requests.mooncake_ticket(
-        upstream_requests.transfer_of(asked), engine_id, prefill.worker.meeting
+        upstream_requests.transfer_of(asked), engine_id, prefill.worker.bootstrap_url
     )
 
 

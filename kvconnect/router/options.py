@@ -56,7 +56,7 @@ class Worker:
         return replace(self, url=parts._replace(netloc=place).geturl())
 
     @property
-    def meeting(self) -> str:
+    def bootstrap_url(self) -> str:
         """URL of its bootstrap server."""
         return f"http://{self.host}:{self.bootstrap}"
 

@@ -26,7 +26,7 @@ class TaskKind(str, Enum):
     PROBE = "probe"  # is an engine well
     LEARN = "learn"  # what it serves
     LOAD = "load"  # how busy it is
-    CARDS = "cards"  # its standing offers
+    STANDING_TICKETS = "standing_tickets"  # its standing offers
     EVENTS = "events"  # what it has cached
     HANDOFFS = "handoffs"  # which hand-offs are to be probed
     HANDOFF = "handoff"  # probes one of them

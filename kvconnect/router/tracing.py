@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from kvconnect.router.fleet.upstreams import Upstream
     from kvconnect.router.http.reply import Reply
 
-_FINE = (RequestOutcome.OK, RequestOutcome.REJECTED, RequestOutcome.CANCELLED)
-_FINE_LEG = (UpstreamOutcome.OK, UpstreamOutcome.REJECTED, UpstreamOutcome.CANCELLED)
+_NOT_FAILED = (RequestOutcome.OK, RequestOutcome.REJECTED, RequestOutcome.CANCELLED)
+_UPSTREAM_NOT_FAILED = (UpstreamOutcome.OK, UpstreamOutcome.REJECTED, UpstreamOutcome.CANCELLED)
 
 
 class UpstreamSpan:
@@ -42,16 +42,18 @@ class UpstreamSpan:
 class RequestSpans:
     """A client's request, from its head on."""
 
-    def turn(self, turn: AbstractAsyncContextManager[None]) -> AbstractAsyncContextManager[None]:
-        """Return ``turn``, which waits when entered."""
-        return turn
+    def queue_wait(
+        self, queue_wait: AbstractAsyncContextManager[None]
+    ) -> AbstractAsyncContextManager[None]:
+        """Return ``queue_wait``, which waits when entered."""
+        return queue_wait
 
     def chosen(self, choice: RoutingChoice | None) -> None:
         """An attempt was given its engines, or there are none."""
 
-    def leg(self, upstream: Upstream, place: TargetChoice) -> UpstreamSpan:  # noqa: ARG002
+    def upstream_request(self, upstream: Upstream, target_choice: TargetChoice) -> UpstreamSpan:  # noqa: ARG002
         """Return the span of a leg that begins."""
-        return _NO_LEG
+        return _NO_UPSTREAM_SPAN
 
     def first_byte(self) -> None:
         """A streamed answer begins."""
@@ -60,10 +62,10 @@ class RequestSpans:
         """The request is over."""
 
 
-_NO_LEG, _NO_SPANS = UpstreamSpan(), RequestSpans()
+_NO_UPSTREAM_SPAN, _NO_SPANS = UpstreamSpan(), RequestSpans()
 
 
-class Spans:
+class RouterSpans:
     """Makes the spans of one router, if the environment wants any."""
 
     def __init__(self) -> None:
@@ -71,7 +73,7 @@ class Spans:
 
     def of(self, request: web.Request) -> RequestSpans:
         """Return those of one request."""
-        return _NO_SPANS if self._tracer is None else _TracedSpans(self._tracer, request)
+        return _NO_SPANS if self._tracer is None else _TracedRequestSpans(self._tracer, request)
 
     def close(self) -> None:
         """Send what has not been sent; may take seconds."""
@@ -79,7 +81,7 @@ class Spans:
             self._tracer.close()
 
 
-class _TracedSpans(RequestSpans):
+class _TracedRequestSpans(RequestSpans):
     def __init__(self, tracer: Tracer, request: web.Request) -> None:
         from kvconnect.observability.tracing import otel
 
@@ -94,9 +96,11 @@ class _TracedSpans(RequestSpans):
         self._context = otel.within(self._root)
 
     @asynccontextmanager
-    async def turn(self, turn: AbstractAsyncContextManager[None]) -> AsyncIterator[None]:
+    async def queue_wait(
+        self, queue_wait: AbstractAsyncContextManager[None]
+    ) -> AsyncIterator[None]:
         began = time.time_ns()
-        async with turn:
+        async with queue_wait:
             self._since = time.time_ns()
             self._tracer.record("queue", self._context, (began, self._since), {})
             yield
@@ -105,20 +109,20 @@ class _TracedSpans(RequestSpans):
         about: dict[str, str | int] = {}
         if choice is not None:
             about = {"kvconnect.mode": choice.mode.value, "kvconnect.reason": choice.reason.value}
-            for leg, place in (("prefill", choice.prefill), ("decode", choice.decode)):
-                if place is not None:
-                    about |= _place(place, f"kvconnect.{leg}")
+            for role, target_choice in (("prefill", choice.prefill), ("decode", choice.decode)):
+                if target_choice is not None:
+                    about |= _target_attributes(target_choice, f"kvconnect.{role}")
         error = "" if choice else "no engines"
         self._tracer.record("choose", self._context, (self._since, time.time_ns()), about, error)
 
-    def leg(self, upstream: Upstream, place: TargetChoice) -> UpstreamSpan:
+    def upstream_request(self, upstream: Upstream, target_choice: TargetChoice) -> UpstreamSpan:
         base, name = upstream.base, upstream.role.value
-        about = _place(place, "kvconnect")
+        about = _target_attributes(target_choice, "kvconnect")
         about |= {"http.request.method": "POST", "url.full": upstream.url + self._path}
         about |= {"server.address": base.host, "server.port": base.port}
         began, client = time.time_ns(), self._otel.CLIENT
         span = self._tracer.start(name, self._context, client, began, about)
-        return _Leg(span, self._otel.headers_of(span), self._ended)
+        return _TracedUpstreamSpan(span, self._otel.headers_of(span), self._ended)
 
     def first_byte(self) -> None:
         self._root.add_event("first_byte")
@@ -130,19 +134,19 @@ class _TracedSpans(RequestSpans):
         if reply.choice is not None:
             self._root.set_attribute("kvconnect.mode", reply.choice.mode.value)
             self._root.set_attribute("kvconnect.reason", reply.choice.reason.value)
-        if outcome not in _FINE:
+        if outcome not in _NOT_FAILED:
             self._otel.fail(self._root, outcome.value)
         self._root.end()
 
     def _ended(self, span: Span, outcome: UpstreamOutcome) -> None:
         span.set_attribute("kvconnect.outcome", outcome.value)
-        if outcome not in _FINE_LEG:
+        if outcome not in _UPSTREAM_NOT_FAILED:
             self._otel.fail(span, outcome.value)
         self._since = time.time_ns()
         span.end(self._since)
 
 
-class _Leg(UpstreamSpan):
+class _TracedUpstreamSpan(UpstreamSpan):
     def __init__(
         self, span: Span, headers: Mapping[str, str], ended: Callable[[Span, UpstreamOutcome], None]
     ) -> None:
@@ -155,13 +159,13 @@ class _Leg(UpstreamSpan):
         self._ended(self._span, outcome)
 
 
-def _place(place: TargetChoice, prefix: str) -> dict[str, str | int]:
+def _target_attributes(target_choice: TargetChoice, prefix: str) -> dict[str, str | int]:
     """Return where a leg runs and why."""
     about: dict[str, str | int] = {
-        f"{prefix}.worker": place.target.worker,
-        f"{prefix}.why": place.why.value,
-        f"{prefix}.expected_hit_tokens": place.hit,
+        f"{prefix}.worker": target_choice.target.worker,
+        f"{prefix}.why": target_choice.why.value,
+        f"{prefix}.expected_hit_tokens": target_choice.hit,
     }
-    if place.target.rank is not None:
-        about[f"{prefix}.rank"] = place.target.rank
+    if target_choice.target.rank is not None:
+        about[f"{prefix}.rank"] = target_choice.target.rank
     return about

@@ -92,7 +92,7 @@ class Load:
             if what:
                 ended.append(what)
             else:
-                names = (answer.headers[f"X-KVConnect-{leg}"] for leg in ("Prefill", "Decode"))
+                names = (answer.headers[f"X-KVConnect-{role}"] for role in ("Prefill", "Decode"))
                 prefill, decode = map(int, names)
                 self.right[prefill, decode] += 1
 

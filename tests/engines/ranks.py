@@ -13,7 +13,7 @@ from tests.engines.models import prompt_tokens
 from tests.engines.server import Answer, Process, Router
 
 RANKS = (0, 1)
-LEGS = ("prefill", "decode")
+ROLES = ("prefill", "decode")
 COUNT, CROWD, NEW = 24, 4, 12
 LOADED = 1000  # tokens; more than all short prompts here together
 WAIT_S = 60.0
@@ -45,15 +45,15 @@ class Ranked:
         return self.least, self.turns, self.turns_least
 
     def handed_off(self) -> dict[str, list[float]]:
-        """Return by leg how many hand-offs each rank has done."""
+        """Return by role how many hand-offs each rank has done."""
         name = f"{self.kind}:kvconnect_handoff_{{}}_requests_total"
-        verbs = zip(LEGS, (self.prefill, self.decode), ("sent", "received"), strict=True)
+        verbs = zip(ROLES, (self.prefill, self.decode), ("sent", "received"), strict=True)
         return {
-            leg: [
+            role: [
                 server.metric(name.format(verb), outcome="done", **{self.label: str(rank)})
                 for rank in RANKS
             ]
-            for leg, server, verb in verbs
+            for role, server, verb in verbs
         }
 
 
@@ -68,21 +68,21 @@ def routed(
         started = [stack.enter_context(router([prefill], [decode], args)) for args in flags]
         fleet = Ranked(prefill, decode, *started, kind, label)
         for each in started:  # how many ranks there are is learned from the first report
-            for leg in LEGS:
-                until(lambda r=each, leg=leg: foreign(r, leg, 1) >= 0)
+            for role in ROLES:
+                until(lambda r=each, role=role: foreign(r, role, 1) >= 0)
         yield fleet
 
 
 def picked(answer: Answer) -> tuple[int, int]:
     """Return the ranks that a router says it took for prefill and decode."""
-    prefill, decode = (int(answer.headers[f"X-KVConnect-{leg}-Rank"]) for leg in LEGS)
+    prefill, decode = (int(answer.headers[f"X-KVConnect-{role}-Rank"]) for role in ROLES)
     return prefill, decode
 
 
-def foreign(router: Router, leg: str, rank: int) -> float:
+def foreign(router: Router, role: str, rank: int) -> float:
     """Return the tokens of others that a router knows of; -1 while it does not."""
     try:
-        return router.metric("kvconnect_router_foreign_tokens", leg=leg, rank=str(rank))
+        return router.metric("kvconnect_router_foreign_tokens", role=role, rank=str(rank))
     except KeyError:
         return -1.0
 
@@ -106,15 +106,17 @@ def check_that_picked_ranks_run(
         answers = list(crowd.map(lambda prompt: fleet.least.complete(prompt, NEW), prompts()))
     assert [answer.tokens for answer in answers] == want
     ranks = list(zip(*map(picked, answers), strict=True))
-    for leg, of_leg in zip(LEGS, ranks, strict=True):
-        expected = [was + of_leg.count(rank) for rank, was in zip(RANKS, before[leg], strict=True)]
-        assert expected > before[leg] and set(of_leg) == set(RANKS)
+    for role, of_role in zip(ROLES, ranks, strict=True):
+        expected = [
+            was + of_role.count(rank) for rank, was in zip(RANKS, before[role], strict=True)
+        ]
+        assert expected > before[role] and set(of_role) == set(RANKS)
 
-        def told(leg: str = leg, expected: list[float] = expected) -> bool:
+        def told(role: str = role, expected: list[float] = expected) -> bool:
             publish()
-            return fleet.handed_off()[leg] == expected
+            return fleet.handed_off()[role] == expected
 
-        until(told, f"{leg} ranks did the hand-offs {expected}")
+        until(told, f"{role} ranks did the hand-offs {expected}")
 
 
 def check_minimum_tokens(fleet: Ranked, long_requests: AbstractContextManager[None]) -> None:
@@ -134,7 +136,7 @@ def check_minimum_tokens(fleet: Ranked, long_requests: AbstractContextManager[No
             until(
                 lambda: (
                     any(one.done() for one in held_up)
-                    or fleet.turns.metric(in_flight, leg="decode") > 0
+                    or fleet.turns.metric(in_flight, role="decode") > 0
                 )
             )
         assert sorted(picked(each.result()) for each in held_up) == [(0, 0), (1, 1)]
@@ -144,4 +146,4 @@ def check_minimum_tokens(fleet: Ranked, long_requests: AbstractContextManager[No
 
 def is_loaded(router: Router) -> bool:
     """Whether a router knows of others' tokens on rank 0 of both servers, and of few on rank 1."""
-    return all(foreign(router, leg, 0) >= LOADED > foreign(router, leg, 1) for leg in LEGS)
+    return all(foreign(router, role, 0) >= LOADED > foreign(router, role, 1) for role in ROLES)

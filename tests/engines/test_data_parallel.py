@@ -26,7 +26,7 @@ from tests.engines.test_handoff import assert_quiet
 MAX_LEN = 8192
 BLOCKS = 320
 LONG = 2000
-CARDS = "kvconnect_router_card_fetches_total"
+CARDS = "kvconnect_router_standing_ticket_fetches_total"
 
 
 @pytest.fixture(scope="module")

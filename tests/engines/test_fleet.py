@@ -140,8 +140,8 @@ def test_requests_go_where_probes_have_seen_kv_move(
 
 
 def served(router: Router, decode: Server) -> float:
-    name = "kvconnect_router_leg_requests_total"
-    return router.metric(name, leg="decode", upstream=decode.url, outcome="ok")
+    name = "kvconnect_router_upstream_requests_total"
+    return router.metric(name, role="decode", upstream=decode.url, outcome="ok")
 
 
 def switch(port: int, role: str, server: Server) -> tuple[int, dict[str, Any]]:

@@ -134,11 +134,11 @@ def assert_tree(spans: list[Seen], client_span: str) -> None:
     root = one(spans, ROOT)
     assert root.parent == client_span
     assert all(span.parent in ids for span in spans if span is not root), text
-    for leg in OUR_ENGINES:
-        span = one(spans, leg, "kvconnect-router")
+    for role in OUR_ENGINES:
+        span = one(spans, role, "kvconnect-router")
         assert span.parent == root.id and root.holds(span)
         inside = children(spans, span)
-        assert {s.service for s in inside} == {leg}, text
+        assert {s.service for s in inside} == {role}, text
         for name in ("kvconnect.queue", "kvconnect.prefill"):
             assert span.holds(one(inside, name)), text
         queue, prefill = one(inside, "kvconnect.queue"), one(inside, "kvconnect.prefill")
@@ -207,7 +207,7 @@ def test_pull(fleet: Fleet) -> None:
     spans = fleet.collector.wait(trace, HANDED_OVER)
     assert_tree(spans, client_span)
     assert one(spans, "choose").attributes["kvconnect.mode"] == "pull"
-    first, second = (one(spans, leg, "kvconnect-router") for leg in OUR_ENGINES)
+    first, second = (one(spans, role, "kvconnect-router") for role in OUR_ENGINES)
     send = one(spans, "kvconnect.send")
     assert first.ended <= second.began <= send.began
 

@@ -17,7 +17,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvconnect.router.app import SERVER, make_app
+from kvconnect.router.app import SERVER_OPTIONS, make_app
 from kvconnect.router.fleet import watch
 from kvconnect.router.options import Intervals, RouterLimits, RouterOptions, workers
 
@@ -40,9 +40,9 @@ class FakeEngine:
         self.paths: list[str] = []
         self.got: Counter[str] = Counter()  # paths of questions that only some tests answer
         self.dropped = 0  # requests whose connection was closed before their end
-        self.cards = 0  # given out; 0 lifetime: none
+        self.standing_tickets = 0  # given out; 0 lifetime: none
         self.card_of_rank: dict[str, str] = {}
-        self.card_lifetime_s = 100.0
+        self.standing_ticket_lifetime_s = 100.0
         self.models: tuple[str, ...] = ("tiny",)
         self.well = True
         self.silent = 0  # to so many probes
@@ -70,7 +70,7 @@ class FakeEngine:
         app.router.add_post("/v1/responses", self._complete)
         app.router.add_post("/v1/messages", self._complete)
         app.router.add_route("*", "/{path:.*}", self._other)
-        self._runner = web.AppRunner(app, **SERVER, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(app, **SERVER_OPTIONS, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=self.tls).start()
         self.port = self._runner.addresses[0][1]
@@ -101,7 +101,7 @@ class FakeEngine:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         if (body.get("kv_transfer_params") or {}).get("kvconnect_card"):
-            return self._card(request, body)
+            return self._standing_ticket(request, body)
         self.asked.append(body)
         self.headers.append(lower(request.headers))
         self.paths.append(request.path)
@@ -111,16 +111,16 @@ class FakeEngine:
             self.dropped += 1
             raise
 
-    def _card(self, request: web.Request, body: dict[str, Any]) -> web.Response:
+    def _standing_ticket(self, request: web.Request, body: dict[str, Any]) -> web.Response:
         assert body["model"] == "tiny" and body["prompt"] == [1] and body["max_tokens"] == 1
-        if not self.card_lifetime_s:
+        if not self.standing_ticket_lifetime_s:
             return web.json_response({"choices": []})
-        self.cards += 1
-        text = f"card {self.cards} of {self.port}"
+        self.standing_tickets += 1
+        text = f"card {self.standing_tickets} of {self.port}"
         self.card_of_rank[request.headers.get("x-data-parallel-rank", "")] = text
         params = {
             "kvconnect_card": text,
-            "kvconnect_card_expires_in": self.card_lifetime_s,
+            "kvconnect_card_expires_in": self.standing_ticket_lifetime_s,
         }
         return web.json_response({"choices": [], "kv_transfer_params": params})
 
@@ -217,15 +217,15 @@ class Bench:
                 return float(value)
         return -1.0
 
-    async def cards_are_held(self) -> None:
+    async def standing_tickets_are_held(self) -> None:
         """Wait until the router can push to every prefill engine that gives out cards."""
         for engine in self.prefill:
-            if engine.card_lifetime_s:
+            if engine.standing_ticket_lifetime_s:
                 await until(lambda url=engine.url: self.fetched(url, "ok"))
 
     async def fetched(self, url: str, outcome: str) -> bool:
         """Whether a card was asked for with that outcome."""
-        return await self.metric("card_fetches_total", upstream=url, outcome=outcome) > 0
+        return await self.metric("standing_ticket_fetches_total", upstream=url, outcome=outcome) > 0
 
 
 def lower(headers: Mapping[str, str]) -> dict[str, str]:
@@ -245,22 +245,22 @@ async def bench(
         limits = RouterLimits(**{k: options.pop(k) for k in LIMITS if k in options})
         named = (workers("test", [e.named for e in engines]) for engines in (prefill, decode))
         app = make_app(RouterOptions(*named, limits=limits, **options))
-        runner = web.AppRunner(app, **SERVER, shutdown_timeout=0.1)
+        runner = web.AppRunner(app, **SERVER_OPTIONS, shutdown_timeout=0.1)
         await runner.setup()
         ends.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         client = await ends.enter_async_context(aiohttp.ClientSession())
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        place = Bench(url, client, (prefill, decode))
-        await place.cards_are_held()
-        yield place
+        router = Bench(url, client, (prefill, decode))
+        await router.standing_tickets_are_held()
+        yield router
 
 
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have routers look after engines more often than one would in earnest."""
     monkeypatch.setattr(watch, "PROBE_EVERY_S", 0.05)
     monkeypatch.setattr(watch, "PROBE_FIRST_S", 0.02)
-    monkeypatch.setattr(watch, "CARD_RETRY_S", 0.02)
+    monkeypatch.setattr(watch, "RETRY_S", 0.02)
     # A busy machine must not decide a verdict.
     monkeypatch.setattr(watch, "PROBE_TIMEOUT_S", 30.0)
 

@@ -17,7 +17,7 @@ import xxhash
 from kvconnect.errors import KVConnectError, Misuse, Refused
 from kvconnect.protocol import codec, messages, nixl_messages, tickets
 from kvconnect.router.fleet import reports
-from kvconnect.router.fleet.kv_events import Feed
+from kvconnect.router.fleet.kv_events import RankEvents
 from kvconnect.router.fleet.sources import etcd, file
 from kvconnect.router.http import http1
 from kvconnect.router.policy.loads import Target as Engine
@@ -92,7 +92,7 @@ def disk_heads(data: bytes) -> None:
 @expecting(Refused)
 def events(data: bytes) -> None:
     index = PrefixIndex()
-    Feed(Engine(0, 0), index).message(0, data)
+    RankEvents(Engine(0, 0), index).message(0, data)
 
 
 def loads(data: bytes) -> None:
@@ -118,7 +118,7 @@ def answer(data: bytes) -> None:
 
     connection = http1.Connection()
     connection.connection_made(Transport())  # type: ignore[arg-type]
-    connection.answer = http1.Arriving()
+    connection.answer = http1.IncomingResponse()
     for piece in (data[: len(data) // 3], data[len(data) // 3 :]):
         connection.data_received(piece)
     connection.connection_lost(None)

@@ -17,15 +17,15 @@ import msgspec
 
 from kvconnect.errors import Refused
 from kvconnect.router.fleet import reports
-from kvconnect.router.fleet.kv_events import Feed
-from kvconnect.router.fleet.sources import at, file
+from kvconnect.router.fleet.kv_events import RankEvents
+from kvconnect.router.fleet.sources import at_addresses, file
 from kvconnect.router.fleet.sources.etcd import Entries
 from kvconnect.router.fleet.sources.kubernetes import Slices
 from kvconnect.router.http import upstream_requests
-from kvconnect.router.metrics import What
+from kvconnect.router.metrics import InputKind
 from kvconnect.router.options import Worker, worker_of
 from kvconnect.router.policy.loads import MOST_RANKS, Loads, Role, Target
-from kvconnect.router.policy.prefixes import CacheTier, PrefixIndex, Stored
+from kvconnect.router.policy.prefixes import CacheTier, PrefixIndex, StoredBlocks
 from tests.hostile import Outcome
 
 LATE_S = 5.0  # for one case, which takes milliseconds
@@ -75,7 +75,7 @@ _JSON: tuple[tuple[str, object, Reader], ...] = (
     ("version", {"version": "1", "more": [1]}, reports.version_of),
     ("registry", {"0": {"engine_id": "e"}, "1": {"engine_id": "f"}}, reports.engine_ids_of),
     ("loads", {"loads": [_LOAD, _LOAD | {"dp_rank": 1}]}, reports.sglang_tokens),
-    ("card", {"choices": [], "kv_transfer_params": _PARAMS}, upstream_requests.card_of),
+    ("card", {"choices": [], "kv_transfer_params": _PARAMS}, upstream_requests.standing_ticket_of),
 )
 _TEXT: tuple[tuple[str, str, Callable[[str], Any]], ...] = (
     ("vllm metrics", _VLLM, reports.vllm_tokens),
@@ -131,7 +131,8 @@ def _answers() -> Iterator[Case]:
             for word in _WORDS:
                 parts = text.split(_PLACE)
                 said = "".join(
-                    part + (word if at == number else "0") for at, part in enumerate(parts[:-1])
+                    part + (word if place == number else "0")
+                    for place, part in enumerate(parts[:-1])
                 )
                 yield (
                     f"{name} {number}: {word[:30]!r}",
@@ -185,8 +186,8 @@ def _messages(chance: random.Random) -> Iterator[Case]:
 def _hear(batch: bytes) -> str | None:
     """Hear a message between good ones, beside a target that must not be affected."""
     index, other = PrefixIndex(), Target(1)
-    index.stored(other, Stored([7], None, [1, 2], 2, CacheTier.DEVICE))
-    feed = Feed(Target(0), index)
+    index.stored(other, StoredBlocks([7], None, [1, 2], 2, CacheTier.DEVICE))
+    feed = RankEvents(Target(0), index)
     good = msgspec.msgpack.encode([0.0, [_STORED], 0])
     feed.message(0, good)
     try:
@@ -250,7 +251,7 @@ def _attributes(value: Any) -> Any:
     return [_attributes(each) for each in value] if isinstance(value, list) else value
 
 
-def _nothing(what: What, text: str) -> None:
+def _nothing(what: InputKind, text: str) -> None:
     """Take a refusal; which ones are due is for unit tests."""
 
 
@@ -274,7 +275,7 @@ def _in_etcd(text: str, key: bytes = b"p/decode/x") -> str | None:
 
 def _at(address: str) -> str | None:
     model = worker_of("dns", "http://pods:8000")
-    found = at(model, ["10.0.0.1", address], What.DNS, _nothing)
+    found = at_addresses(model, ["10.0.0.1", address], InputKind.DNS, _nothing)
     return None if found[:1] == (Worker("http://10.0.0.1:8000"),) else "another address was lost"
 
 

@@ -25,7 +25,7 @@ _HASTE = (
 )
 _RUN = "import sys; from kvconnect import cli; sys.exit(cli.main(sys.argv[1:]))"
 _TICKET = {"do_remote_prefill": True, "kvconnect_ticket": "t" * 20}
-_CARD = {"kvconnect_card": "c" * 20, "kvconnect_card_expires_in": 3600}
+_STANDING_TICKET = {"kvconnect_card": "c" * 20, "kvconnect_card_expires_in": 3600}
 _GETS = {
     b"/health": {},
     b"/v1/models": {"object": "list", "data": [{"id": "fake", "object": "model"}]},
@@ -98,7 +98,9 @@ class Recorder:
         if path == b"/metrics":
             return answer_of(b"")
         if b'"kvconnect_card"' in body:
-            return answer_of(json.dumps({"choices": [], "kv_transfer_params": _CARD}).encode())
+            return answer_of(
+                json.dumps({"choices": [], "kv_transfer_params": _STANDING_TICKET}).encode()
+            )
         async with self._came:
             self.seen.append((head, body))
             self._came.notify_all()

@@ -20,10 +20,9 @@ import zmq
 
 from kvconnect.router import supervisor
 from kvconnect.router.fleet import watch
-from kvconnect.router.fleet.kv_events import subscribe
 from kvconnect.router.fleet.upstreams import Upstream
-from kvconnect.router.fleet.watch import Watcher
-from kvconnect.router.http.pool import Client
+from kvconnect.router.fleet.watch import Watcher, subscribe
+from kvconnect.router.http.pool import ConnectionPool
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.options import worker_of
 from kvconnect.router.policy.loads import Loads, Role, Target
@@ -33,8 +32,8 @@ from tests.hostile import Outcome
 from tests.hostile.engines import NASTY
 
 LATE_S = 60.0
-_QUICK = {"PROBE_EVERY_S": 0.02, "LEARN_EVERY_S": 0.01, "CARD_RETRY_S": 0.01}
-_CARD = {"kvconnect_card": "c", "kvconnect_card_expires_in": 0.05}
+_QUICK = {"PROBE_EVERY_S": 0.02, "LEARN_EVERY_S": 0.01, "RETRY_S": 0.01}
+_STANDING_TICKET = {"kvconnect_card": "c", "kvconnect_card_expires_in": 0.05}
 _LOADS = [{"dp_rank": 0, "num_used_tokens": 1}]
 _GOOD: dict[str, bytes] = {
     "/health": b"",
@@ -44,7 +43,7 @@ _GOOD: dict[str, bytes] = {
     "/metrics": b'vllm:kv_cache_usage_perc{engine="0"} 0.5\n'
     b'vllm:cache_config_info{engine="0",kv_cache_size_tokens="100"} 1\n',
     "/v1/loads": json.dumps({"loads": _LOADS}).encode(),
-    "/v1/completions": json.dumps({"choices": [], "kv_transfer_params": _CARD}).encode(),
+    "/v1/completions": json.dumps({"choices": [], "kv_transfer_params": _STANDING_TICKET}).encode(),
 }
 _WRAPPED = {
     "/v1/models": '{"data": [{"id": %s}]}',
@@ -101,7 +100,7 @@ async def run(limit: int | None = None) -> Outcome:
         upstream = Upstream(Role.PREFILL, number, worker_of("x", name), Loads(60.0), _nothing)
         metrics.add_upstream(Role.PREFILL, upstream.url)
         upstreams.append(upstream)
-    watchers = [Watcher(upstream, Client(60.0), metrics) for upstream in upstreams]
+    watchers = [Watcher(upstream, ConnectionPool(60.0), metrics) for upstream in upstreams]
     tasks = Supervisor(metrics.count)
     reading = tasks.keep(
         TaskKind.EVENTS, "x", lambda: subscribe(upstreams[0], index, metrics.count)

@@ -78,7 +78,7 @@ class FailureCount(msgspec.Struct, frozen=True, kw_only=True):
 class UpstreamRates(msgspec.Struct, frozen=True, kw_only=True):
     """One engine behind a router."""
 
-    leg: str
+    role: str
     url: str
     up: bool
     in_flight: float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvconnect.stats import COUNTERS, GAUGES, HISTOGRAMS
 
@@ -111,3 +111,14 @@ class Family:
     def exposed(self) -> str:
         """Name in a scrape: the Prometheus client appends ``_total`` to counters."""
         return f"{self.name}_total" if self.metric.kind == "counter" else self.name
+
+
+class RouterMetric(NamedTuple):
+    """One metric of the router: its name after ``kvconnect_router_``, its kind, help, label names
+    and, of a histogram, buckets."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()

@@ -253,11 +253,11 @@ def _router(url: str, read: _Reading) -> EndpointFrame:
     rates = {name: rate for name, rate in outcomes.items() if rate is not None}
     upstreams = tuple(
         UpstreamRates(
-            leg=found["leg"],
+            role=found["role"],
             url=found["upstream"],
             up=bool(value),
-            in_flight=read.total("in_flight", leg=found["leg"], upstream=found["upstream"]),
-            tokens=read.total("tokens_in_flight", leg=found["leg"], upstream=found["upstream"]),
+            in_flight=read.total("in_flight", role=found["role"], upstream=found["upstream"]),
+            tokens=read.total("tokens_in_flight", role=found["role"], upstream=found["upstream"]),
         )
         for found, value in read.series("upstream_up")
     )
@@ -270,7 +270,7 @@ def _router(url: str, read: _Reading) -> EndpointFrame:
         router=Router(
             queue=read.total("queue"),
             requests_per_s=rates if read.seconds else None,
-            imbalance=read.by("imbalance", "leg"),
+            imbalance=read.by("imbalance", "role"),
             upstreams=upstreams,
         ),
     )

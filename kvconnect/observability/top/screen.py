@@ -145,9 +145,9 @@ def _failures(one: EndpointFrame) -> Table:
 def _router(router: Router) -> list[Table]:
     rows = [("waiting", count(router.queue))]
     rows += [(f"{name}/s", count(rate)) for name, rate in (router.requests_per_s or {}).items()]
-    rows += [(f"imbalance {leg}", f"{value:.2f}") for leg, value in router.imbalance.items()]
+    rows += [(f"imbalance {role}", f"{value:.2f}") for role, value in router.imbalance.items()]
     engines = (
-        (each.leg, plain(each.url), "up" if each.up else "DOWN", count(each.in_flight),
+        (each.role, plain(each.url), "up" if each.up else "DOWN", count(each.in_flight),
          count(each.tokens))
         for each in router.upstreams
     )  # fmt: skip

@@ -17,14 +17,13 @@ from typing import Any
 
 from kvconnect.errors import Refused
 from kvconnect.router.fleet import sources
-from kvconnect.router.fleet.kv_events import subscribe
 from kvconnect.router.fleet.pairing import EnginePair
 from kvconnect.router.fleet.probe import ProbeFailed, Prober
-from kvconnect.router.fleet.sources import Named, Refusal, Source
+from kvconnect.router.fleet.sources import EngineSource, NamedEngines, OnRefused
 from kvconnect.router.fleet.upstreams import Fleet, Upstream
-from kvconnect.router.fleet.watch import Watcher
-from kvconnect.router.http.pool import Client
-from kvconnect.router.metrics import RouterMetrics, What
+from kvconnect.router.fleet.watch import Watcher, subscribe
+from kvconnect.router.http.pool import ConnectionPool
+from kvconnect.router.metrics import InputKind, RouterMetrics
 from kvconnect.router.options import RouterOptions, Worker
 from kvconnect.router.policy.loads import Role
 from kvconnect.router.policy.prefixes import PrefixIndex
@@ -44,19 +43,19 @@ class Membership:
         self,
         options: RouterOptions,
         fleet: Fleet,
-        client: Client,
+        pool: ConnectionPool,
         metrics: RouterMetrics,
         indexes: Mapping[Role, PrefixIndex],
     ) -> None:
         self._options = options
         self._fleet = fleet
-        self._client = client
+        self._pool = pool
         self._metrics = metrics
         self._watchers: dict[Upstream, Watcher] = {}
         self._source: dict[Upstream, str] = {}
         self._indexes = indexes
         self._readers: dict[Upstream, asyncio.Task[None]] = {}
-        self.prober = Prober(fleet, client, metrics)
+        self.prober = Prober(fleet, pool, metrics)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -70,7 +69,7 @@ class Membership:
             watcher.start(self._options.intervals.load_s)
         if self._options.intervals.probe_s:
             self._background(TaskKind.HANDOFFS, "the fleet", self.prober.run)
-        for name, follow in sources.wanted(self._options.sources):
+        for name, follow in sources.configured_sources(self._options.sources):
             self._background(TaskKind.SOURCE, name, partial(self._follow, name, follow))
 
     async def stop(self) -> None:
@@ -119,7 +118,7 @@ class Membership:
             self._source.pop(upstream, None)
             self._background(TaskKind.REMOVE, upstream.url, partial(self._forget, upstream))
 
-    def update(self, source: str, named: Named) -> None:
+    def update(self, source: str, named: NamedEngines) -> None:
         """A source names these engines now."""
         for role, wanted in named.items():
             mine = {u.url: u for u, of in self._source.items() if of == source and u.role is role}
@@ -135,7 +134,7 @@ class Membership:
                         logger.warning("%s: %s", source, error)
 
     def _adopt(self, upstream: Upstream, source: str) -> Watcher:
-        watcher = Watcher(upstream, self._client, self._metrics)
+        watcher = Watcher(upstream, self._pool, self._metrics)
         self._watchers[upstream], self._source[upstream] = watcher, source
         index = self._indexes.get(upstream.role)
         if index is not None and upstream.worker.events:
@@ -154,7 +153,7 @@ class Membership:
             await asyncio.gather(reader, return_exceptions=True)
         self._watchers.pop(upstream, None)
         self._fleet.remove(upstream)
-        self._client.forget(upstream.base)
+        self._pool.forget(upstream.base)
         logger.info("%s engine %s was removed", upstream.role.value, upstream.url)
 
     def _background(
@@ -165,12 +164,12 @@ class Membership:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _follow(self, name: str, follow: Callable[[Refusal], Source]) -> None:
+    async def _follow(self, name: str, follow: Callable[[OnRefused], EngineSource]) -> None:
         async with aclosing(follow(self._refuse)) as source:
             async for named in source:
                 self.update(name, named)
 
-    def _refuse(self, what: What, text: str) -> None:
+    def _refuse(self, what: InputKind, text: str) -> None:
         self._metrics.count("refused_answers", what.value)
         logger.warning("%s", text)
 
@@ -228,7 +227,7 @@ async def _proven(membership: Membership, fleet: Fleet, old: Upstream, role: Rol
     membership.drain(new)
     proven = False
     try:
-        await _until(lambda: new.up and bool(new.said.models), _UP_S, "it does not answer")
+        await _until(lambda: new.up and bool(new.info.models), _UP_S, "it does not answer")
         partners = _partners(fleet, new, old.role)
         if not partners:
             raise Refused("url", "no engine that it could work with is up any more")
@@ -237,7 +236,7 @@ async def _proven(membership: Membership, fleet: Fleet, old: Upstream, role: Rol
             await membership.prober.probe(*pair)
         except ProbeFailed as error:
             raise Refused("url", f"no KV from {pair[0].url} to {pair[1].url}: {error}") from error
-        fleet.proofs.vouched(EnginePair(*(each.index for each in pair)))
+        fleet.pairing.mark_proven(EnginePair(*(each.index for each in pair)))
         proven = True
         return new
     finally:

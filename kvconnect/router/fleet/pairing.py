@@ -14,7 +14,7 @@ from kvconnect.router.policy.loads import Role
 
 RETRY_S = 10.0  # from a failed probe to the next one of the same engine
 
-Engine = tuple[Role, int]
+EngineKey = tuple[Role, int]
 """An engine by its role and number."""
 
 
@@ -25,12 +25,12 @@ class EnginePair(NamedTuple):
     decode: int
 
     @property
-    def engines(self) -> tuple[Engine, Engine]:
+    def engines(self) -> tuple[EngineKey, EngineKey]:
         """Both."""
         return (Role.PREFILL, self.prefill), (Role.DECODE, self.decode)
 
 
-class Proofs:
+class Pairing:
     """What probes have shown, and which are due. Not thread-safe.
 
     Attributes:
@@ -40,17 +40,17 @@ class Proofs:
     def __init__(self, interval_s: float) -> None:
         self.broken: dict[EnginePair, str] = {}
         self._interval_s = interval_s
-        self._proven: set[Engine] = set()
-        self._next: dict[Engine, float] = {}  # when it is to be probed; of new ones at once
+        self._proven: set[EngineKey] = set()
+        self._next: dict[EngineKey, float] = {}  # when it is to be probed; of new ones at once
         self._again: dict[EnginePair, float] = {}  # when this very pair is to be
         self._open: set[EnginePair] = set()  # being probed
         self._turn = 0
 
-    def proven(self, engine: Engine) -> bool:
+    def proven(self, engine: EngineKey) -> bool:
         """Whether a probe has passed since the engine came up, and it has not been blamed since."""
         return engine in self._proven
 
-    def waits(self, engines: Iterable[Engine], now: float) -> bool:
+    def may_be_due(self, engines: Iterable[EngineKey], now: float) -> bool:
         """Whether :meth:`due` may return anything for these engines."""
         return any(self._next.get(engine, now) <= now for engine in engines) or any(
             at <= now for at in self._again.values()
@@ -75,7 +75,9 @@ class Proofs:
                     waiting.difference_update(pair.engines)
         return found
 
-    def _ranked(self, pairs: Sequence[EnginePair], waiting: Collection[Engine]) -> list[EnginePair]:
+    def _ranked(
+        self, pairs: Sequence[EnginePair], waiting: Collection[EngineKey]
+    ) -> list[EnginePair]:
         """Return pairs with the most telling first: not known to be broken, of use to both, with
         one whose word can be trusted; of equals, with a different partner each time."""
         sides = [sorted({pair[side] for pair in pairs}) for side in (0, 1)]
@@ -105,7 +107,7 @@ class Proofs:
             self._proven.update(pair.engines)
             self._next.update(dict.fromkeys(pair.engines, now + self._interval_s))
 
-    def vouched(self, pair: EnginePair) -> None:
+    def mark_proven(self, pair: EnginePair) -> None:
         """A probe passed that was made for another reason. Where there are no others, it proves
         nothing: engines that are proven get the requests of those that are not."""
         if self._interval_s:
@@ -129,12 +131,12 @@ class Proofs:
         if self._end(pair):
             self._next.update(dict.fromkeys(pair.engines, now + RETRY_S))
 
-    def doubt(self, pair: EnginePair) -> None:
+    def recheck(self, pair: EnginePair) -> None:
         """A request failed on the pair: have it probed, unless it is known to be broken."""
         if pair not in self.broken and pair not in self._open:
             self._again[pair] = 0.0
 
-    def forget(self, engine: Engine) -> None:
+    def forget(self, engine: EngineKey) -> None:
         """An engine was lost; what comes back may be another incarnation."""
         self._proven.discard(engine)
         self._next.pop(engine, None)

@@ -19,8 +19,8 @@ from kvconnect.router.fleet import reports
 from kvconnect.router.fleet.pairing import EnginePair
 from kvconnect.router.fleet.upstreams import Fleet, Upstream
 from kvconnect.router.http import upstream_requests
-from kvconnect.router.http.http1 import Exhausted, Lost, Unreachable, head_of
-from kvconnect.router.http.pool import Client, within
+from kvconnect.router.http.http1 import ConnectionLost, Exhausted, Unreachable, request_head
+from kvconnect.router.http.pool import ConnectionPool, within
 from kvconnect.router.metrics import ProbeOutcome, RouterMetrics
 from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason, TargetChoice
 from kvconnect.router.policy.loads import Role, Target
@@ -48,9 +48,9 @@ class ProbeFailed(KVConnectError):
 class Prober:
     """Probes the engines of a fleet."""
 
-    def __init__(self, fleet: Fleet, client: Client, metrics: RouterMetrics) -> None:
+    def __init__(self, fleet: Fleet, pool: ConnectionPool, metrics: RouterMetrics) -> None:
         self._fleet = fleet
-        self._client = client
+        self._pool = pool
         self._metrics = metrics
         self._tasks = Supervisor(metrics.count)
         self._turn = 0  # counts probes, so that every rank has its turn
@@ -61,7 +61,7 @@ class Prober:
         try:
             while True:
                 for pair in self._due():
-                    self._fleet.proofs.began(pair)
+                    self._fleet.pairing.began(pair)
                     engines = [self._fleet.get(*engine) for engine in pair.engines]
                     task = self._tasks.once(
                         TaskKind.HANDOFF, engines[0].url, self._judge(pair, *engines)
@@ -84,7 +84,7 @@ class Prober:
             outcome = await within(self._probe(prefill, decode), TIMEOUT_S)
         except asyncio.TimeoutError:
             error = ProbeFailed(ProbeOutcome.LATE, f"not done within {TIMEOUT_S:g} seconds")
-        except (Unreachable, Lost, Refused) as cause:
+        except (Unreachable, ConnectionLost, Refused) as cause:
             kind = ProbeOutcome.VOID if isinstance(cause, Exhausted) else ProbeOutcome.FAILED
             error = ProbeFailed(kind, str(cause))
         except ProbeFailed as known:
@@ -96,31 +96,31 @@ class Prober:
         raise error
 
     def _due(self) -> list[EnginePair]:
-        proofs, view, now = self._fleet.proofs, self._fleet.view(), time.monotonic()
+        pairing, view, now = self._fleet.pairing, self._fleet.view(), time.monotonic()
         prefill = [w for w in view.prefill if w.up and w.models]
         decode = [w for w in view.decode if w.up and w.models]
         engines = [(Role.PREFILL, w.index) for w in prefill]
         engines += [(Role.DECODE, w.index) for w in decode]
-        if not proofs.waits(engines, now):
+        if not pairing.may_be_due(engines, now):
             return []
         pairs = [EnginePair(p.index, d.index) for p in prefill for d in decode if p.pairs_with(d)]
-        return proofs.due(pairs, now)
+        return pairing.due(pairs, now)
 
     async def _judge(self, pair: EnginePair, prefill: Upstream, decode: Upstream) -> None:
         """Probe a pair and note what it shows."""
-        proofs = self._fleet.proofs
+        pairing = self._fleet.pairing
         try:
             await self.probe(prefill, decode)
-            if pair in proofs.broken:
+            if pair in pairing.broken:
                 logger.info("KV gets from %s to %s again", prefill.url, decode.url)
-            proofs.passed(pair, time.monotonic())
+            pairing.passed(pair, time.monotonic())
         except ProbeFailed as error:
             if error.outcome is not ProbeOutcome.VOID:
-                if pair not in proofs.broken:
+                if pair not in pairing.broken:
                     logger.warning("no KV from %s to %s: %s", prefill.url, decode.url, error)
-                proofs.failed(pair, str(error), time.monotonic())
+                pairing.failed(pair, str(error), time.monotonic())
         finally:
-            proofs.void(pair, time.monotonic())  # unless there was a verdict
+            pairing.void(pair, time.monotonic())  # unless there was a verdict
 
     async def _probe(self, prefill: Upstream, decode: Upstream) -> ProbeOutcome:
         before = await self._received(decode)
@@ -136,39 +136,41 @@ class Prober:
     async def _ask_both(self, prefill: Upstream, decode: Upstream) -> bytes:
         """Return the decode engine's answer."""
         self._turn += 1
-        p, d = self._place(prefill), self._place(decode)
+        p, d = self._target(prefill), self._target(decode)
         mode = Mode.BOOTSTRAP if prefill.native else Mode.PULL
         choice = RoutingChoice(mode, RoutingReason.DEFAULT, p, d)
-        shared = [name for name in prefill.said.models if name in decode.said.models]
+        shared = [name for name in prefill.info.models if name in decode.info.models]
         if not shared:
             raise Refused("answer", "they serve no model in common")
-        body = upstream_requests.ids_body(
+        body = upstream_requests.token_ids_body(
             shared[0], random.choices(_IDS, k=TOKENS), native=prefill.native
         )
         asked, rest = bodies(choice, p, prefill, body)
         if mode is Mode.BOOTSTRAP:
-            return (await _both(self._ask(prefill, p, asked), self._ask(decode, d, rest)))[1]
-        said = await self._ask(prefill, p, asked)
+            return (await _both(self._send(prefill, p, asked), self._send(decode, d, rest)))[1]
+        said = await self._send(prefill, p, asked)
         ticket = upstream_requests.ticket_of(said) or mooncake_ticket(prefill, p.target.rank, asked)
         if ticket is None:
             raise ProbeFailed(ProbeOutcome.FAILED, "prefill offers no hand-off")
         # With it, vLLM would answer what the prefill engine had cached, not what came from there.
         ticket.pop("remote_prefill_cached_tokens", None)
-        return await self._ask(decode, d, upstream_requests.pull_body(body, ticket))
+        return await self._send(decode, d, upstream_requests.pull_body(body, ticket))
 
-    def _place(self, upstream: Upstream) -> TargetChoice:
+    def _target(self, upstream: Upstream) -> TargetChoice:
         ranks = len(upstream.loads.own)
         return TargetChoice(
             Target(upstream.index, self._turn % ranks if ranks > 1 else None), RankingReason.TURN
         )
 
-    async def _ask(self, upstream: Upstream, place: TargetChoice, body: Mapping[str, Any]) -> bytes:
+    async def _send(
+        self, upstream: Upstream, chosen: TargetChoice, body: Mapping[str, Any]
+    ) -> bytes:
         raw = upstream_requests.encoded(body)
-        rank = place.target.rank
+        rank = chosen.target.rank
         headers = {} if rank is None else {upstream_requests.RANK_HEADER: str(rank)}
-        path = upstream_requests.NATIVE if upstream.native else "/v1/completions"
-        head = head_of(upstream.base, "POST", path, headers, len(raw))
-        status, answer = await self._client.whole(upstream.base, head, raw, TIMEOUT_S)
+        path = upstream_requests.SGLANG_GENERATE if upstream.native else "/v1/completions"
+        head = request_head(upstream.base, "POST", path, headers, len(raw))
+        status, answer = await self._pool.whole(upstream.base, head, raw, TIMEOUT_S)
         if status == 200:
             return answer
         said = (
@@ -184,7 +186,7 @@ class Prober:
         SGLang's decode engines cannot compute prompts."""
         if decode.native:
             return True
-        cached = upstream_requests.cached_of(answer)
+        cached = upstream_requests.cached_tokens_of(answer)
         if cached is not None or before is None:
             return cached != 0
         for pause in _COUNTED_S:
@@ -196,7 +198,7 @@ class Prober:
 
     async def _received(self, decode: Upstream) -> float | None:
         """Return how many tokens it has received so far, None if it does not tell."""
-        status, text = await self._client.get(decode.base, "/metrics", TIMEOUT_S)
+        status, text = await self._pool.get(decode.base, "/metrics", TIMEOUT_S)
         return reports.vllm_received(text.decode("utf-8", "replace")) if status == 200 else None
 
 

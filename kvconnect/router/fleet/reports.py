@@ -27,7 +27,7 @@ _SGLANG_TOKENS = "sglang:num_used_tokens"
 _MOST_MODELS = 4096  # of one engine, with its adapters
 _RANK_DIGITS = len(str(MOST_RANKS))
 
-_NONE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError)
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError)
 """What bytes that are not as they should be may raise."""
 
 _T = TypeVar("_T")
@@ -74,7 +74,7 @@ def models_of(answer: bytes) -> dict[str, Any]:
     for item in _read(answer, _Models).data[:_MOST_MODELS]:
         try:
             named[msgspec.json.decode(item, type=_Model).id] = json_object(bytes(item))
-        except (*_NONE, Refused):
+        except (*_UNREADABLE, Refused):
             continue
     if not named:
         raise Refused("answer", "it lists no model")
@@ -103,7 +103,7 @@ def engine_ids_of(answer: bytes) -> dict[int, str]:
         if number is not None:
             try:
                 found[number] = msgspec.json.decode(entry, type=_Registered).engine_id
-            except _NONE:
+            except _UNREADABLE:
                 continue
     if not found:
         raise Refused("answer", "no engine is registered there")
@@ -113,7 +113,7 @@ def engine_ids_of(answer: bytes) -> dict[int, str]:
 def _read(answer: bytes, kind: type[_T]) -> _T:
     try:
         return msgspec.json.decode(answer, type=kind)
-    except _NONE as error:
+    except _UNREADABLE as error:
         raise Refused("answer", f"it is not of the form that is known: {error}") from error
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvconnect.breaker import CircuitBreaker
-from kvconnect.router.fleet.pairing import EnginePair, Proofs
-from kvconnect.router.http.http1 import Base
+from kvconnect.router.fleet.pairing import EnginePair, Pairing
+from kvconnect.router.http.http1 import BaseUrl
 from kvconnect.router.http.upstream_requests import StandingTicket
 from kvconnect.router.options import RouterOptions, Worker
 from kvconnect.router.policy.choice import RoutingChoice, TargetChoice
@@ -32,7 +32,7 @@ def engine_breaker(since: float = 0.0) -> CircuitBreaker:
 
 
 @dataclass
-class Said:
+class EngineInfo:
     """What an engine has said about itself; kept while it is down, asked anew when it is back.
 
     Attributes:
@@ -70,14 +70,14 @@ class Upstream:
         self.role = role
         self.index = index
         self.worker = worker
-        self.base = Base.of(worker.url)
+        self.base = BaseUrl.of(worker.url)
         self.loads = loads
-        self.said = Said()
+        self.info = EngineInfo()
         self.draining = False
         self.open = 0  # requests under way, or on their way by another engine
         self.breaker = engine_breaker()
         self.signals = Signals()
-        self._cards: dict[int, tuple[str, float]] = {}  # rank -> text, when it ends
+        self._standing_tickets: dict[int, tuple[str, float]] = {}  # rank -> text, when it ends
         self._changed = changed
 
     @property
@@ -102,10 +102,12 @@ class Upstream:
             self.index,
             self.up and not self.draining,
             ranks,
-            tuple(self._card(rank, now) for rank in range(len(ranks))) if self._cards else (),
+            tuple(self._standing_ticket(rank, now) for rank in range(len(ranks)))
+            if self._standing_tickets
+            else (),
             self.worker.engine,
-            frozenset(self.said.models),
-            self.worker.version or self.said.version,
+            frozenset(self.info.models),
+            self.worker.version or self.info.version,
             self.url,
             self.breaker.allows(now),
             proven,
@@ -121,7 +123,7 @@ class Upstream:
             self.signals.down.clear()
             self.signals.up.set()
         else:
-            self._cards.clear()  # what comes back may be another incarnation
+            self._standing_tickets.clear()  # what comes back may be another incarnation
             self.loads.forget()
             self.signals.up.clear()
             self.signals.down.set()
@@ -132,16 +134,16 @@ class Upstream:
         """Something went wrong with it: have it probed at once."""
         self.signals.suspected.set()
 
-    def began(self, place: TargetChoice, now: float) -> None:
+    def began(self, chosen: TargetChoice, now: float) -> None:
         """A request goes there."""
         self.open += 1
-        self.loads.begin(place.target.rank, place.tokens, now)
+        self.loads.begin(chosen.target.rank, chosen.tokens, now)
         self.breaker.begin(now)
 
-    def ended(self, place: TargetChoice) -> None:
+    def ended(self, chosen: TargetChoice) -> None:
         """It is over."""
         self.open -= 1
-        self.loads.end(place.target.rank, place.tokens)
+        self.loads.end(chosen.target.rank, chosen.tokens)
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
@@ -153,13 +155,15 @@ class Upstream:
         finally:
             self.open -= 1
 
-    def hold_card(self, rank: int, card: StandingTicket, asked: float) -> None:
+    def hold_standing_ticket(
+        self, rank: int, standing_ticket: StandingTicket, asked: float
+    ) -> None:
         """It gave out a card, asked for at ``asked``."""
         if self.up:
-            self._cards[rank] = card.text, asked + card.lifetime_s
+            self._standing_tickets[rank] = standing_ticket.text, asked + standing_ticket.lifetime_s
 
-    def _card(self, rank: int, now: float) -> str | None:
-        text, ends = self._cards.get(rank, ("", 0.0))
+    def _standing_ticket(self, rank: int, now: float) -> str | None:
+        text, ends = self._standing_tickets.get(rank, ("", 0.0))
         return text if now < ends else None
 
 
@@ -179,10 +183,10 @@ class FleetObserver(Protocol):
 class Fleet:
     """All engines of one router, by role and number."""
 
-    def __init__(self, options: RouterOptions, notice: FleetObserver) -> None:
+    def __init__(self, options: RouterOptions, observer: FleetObserver) -> None:
         self._stale_s = max(_LEAST_STALE_S, STALE_REPORTS * options.intervals.load_s)
-        self._notice = notice
-        self.proofs = Proofs(options.intervals.probe_s)
+        self._observer = observer
+        self.pairing = Pairing(options.intervals.probe_s)
         self._numbers = dict.fromkeys(Role, 0)
         self._by_role: dict[Role, dict[int, Upstream]] = {role: {} for role in Role}
         for role, workers in ((Role.PREFILL, options.prefill), (Role.DECODE, options.decode)):
@@ -195,7 +199,7 @@ class Fleet:
         self._numbers[role] += 1
         upstream = Upstream(role, index, worker, Loads(self._stale_s), self._changed)
         self._by_role[role][index] = upstream
-        self._notice.add_upstream(role, worker.url)
+        self._observer.add_upstream(role, worker.url)
         return upstream
 
     def remove(self, upstream: Upstream) -> None:
@@ -203,9 +207,9 @@ class Fleet:
         upstream.mark(up=False)  # for those who remember what it was sent
         left = self._by_role[upstream.role]
         left.pop(upstream.index, None)
-        self.proofs.forget((upstream.role, upstream.index))
+        self.pairing.forget((upstream.role, upstream.index))
         if all(other.url != upstream.url for other in left.values()):
-            self._notice.remove_upstream(upstream.role, upstream.url)
+            self._observer.remove_upstream(upstream.role, upstream.url)
 
     def get(self, role: Role, index: int) -> Upstream:
         """Return one by its number."""
@@ -218,7 +222,7 @@ class Fleet:
 
     def is_base(self, model: str) -> bool:
         """Whether an engine says that it serves a model and not as an adapter; none named is."""
-        said = (upstream.said.models.get(model) for upstream in self.all())
+        said = (upstream.info.models.get(model) for upstream in self.all())
         return not model or any(isinstance(m, dict) and not m.get("parent") for m in said)
 
     def view(self) -> FleetView:
@@ -226,12 +230,12 @@ class Fleet:
         now = time.monotonic()
         prefill, decode = (
             tuple(
-                upstream.view(now, proven=self.proofs.proven((role, index)))
+                upstream.view(now, proven=self.pairing.proven((role, index)))
                 for index, upstream in self._by_role[role].items()
             )
             for role in Role
         )
-        return FleetView(prefill, decode, self.proofs.broken)
+        return FleetView(prefill, decode, self.pairing.broken)
 
     def broken(self, upstream: Upstream) -> dict[str, str]:
         """Return to or from which engines, by URL, its KV does not get, and why."""
@@ -239,18 +243,18 @@ class Fleet:
         other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
         return {
             self.get(other, dict(pair.engines)[other]).url: why
-            for pair, why in self.proofs.broken.items()
+            for pair, why in self.pairing.broken.items()
             if (role, index) in pair.engines
         }
 
-    def doubt(self, choice: RoutingChoice) -> None:
+    def recheck(self, choice: RoutingChoice) -> None:
         """A request failed on its engines: their hand-off is worth a probe."""
         if choice.prefill is not None:
             pair = EnginePair(choice.prefill.target.worker, choice.decode.target.worker)
             if all(number in self._by_role[role] for role, number in pair.engines):
-                self.proofs.doubt(pair)
+                self.pairing.recheck(pair)
 
     def _changed(self, upstream: Upstream) -> None:
         if not upstream.up:
-            self.proofs.forget((upstream.role, upstream.index))
-        self._notice.up(upstream)
+            self.pairing.forget((upstream.role, upstream.index))
+        self._observer.up(upstream)

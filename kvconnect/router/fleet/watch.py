@@ -12,14 +12,25 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
+import zmq
+import zmq.asyncio
+
 from kvconnect.errors import Refused
 from kvconnect.router.fleet import reports
+from kvconnect.router.fleet.kv_events import RankEvents
 from kvconnect.router.fleet.upstreams import Upstream
 from kvconnect.router.http import upstream_requests
-from kvconnect.router.http.http1 import Base, Exhausted, Lost, Unreachable, head_of
-from kvconnect.router.http.pool import Client
-from kvconnect.router.metrics import RouterMetrics, What
-from kvconnect.router.policy.loads import Engine, Role
+from kvconnect.router.http.http1 import (
+    BaseUrl,
+    ConnectionLost,
+    Exhausted,
+    Unreachable,
+    request_head,
+)
+from kvconnect.router.http.pool import ConnectionPool
+from kvconnect.router.metrics import InputKind, RouterMetrics
+from kvconnect.router.policy.loads import Engine, Role, Target
+from kvconnect.router.policy.prefixes import PrefixIndex
 from kvconnect.router.supervisor import Supervisor, TaskKind
 
 logger = logging.getLogger(__name__)
@@ -28,12 +39,12 @@ PROBE_EVERY_S = 2.0
 PROBE_FIRST_S = 0.5  # after an engine went down; doubles
 PROBE_SELDOM_S = 8.0  # and stays there: an engine is never given up
 LEARN_EVERY_S = 30.0  # adapters are loaded and unloaded while an engine runs
-CARD_RETRY_S = 5.0
+RETRY_S = 5.0
 PROBE_TIMEOUT_S = 5.0
 ASK_TIMEOUT_S = 30.0  # a card queues behind real prefills
-_CARD_AGE = 0.5  # share of its lifetime after which a card is renewed
+_RENEW_AT = 0.5  # share of its lifetime after which a card is renewed
 
-FAILED = (Unreachable, Lost, asyncio.TimeoutError, Refused)
+FAILED = (Unreachable, ConnectionLost, asyncio.TimeoutError, Refused)
 """What any question to an engine may raise."""
 
 _T = TypeVar("_T")
@@ -42,9 +53,9 @@ _T = TypeVar("_T")
 class Watcher:
     """Looks after one engine."""
 
-    def __init__(self, upstream: Upstream, client: Client, metrics: RouterMetrics) -> None:
+    def __init__(self, upstream: Upstream, pool: ConnectionPool, metrics: RouterMetrics) -> None:
         self._upstream = upstream
-        self._client = client
+        self._pool = pool
         self._metrics = metrics
         self._late = 0  # probes in a row that were not answered in time
         self._polled = asyncio.Event()  # how many ranks it has is known, if it says so
@@ -59,7 +70,7 @@ class Watcher:
             TaskKind.LOAD: partial(self._poll_for_ever, load_interval_s),
         }
         if upstream.role is Role.PREFILL and upstream.worker.engine is Engine.VLLM:
-            work[TaskKind.CARDS] = self._keep_cards
+            work[TaskKind.STANDING_TICKETS] = self._keep_standing_tickets
         keep = Supervisor(self._metrics.count).keep
         self._tasks = [keep(kind, upstream.url, each) for kind, each in work.items()]
 
@@ -74,7 +85,7 @@ class Watcher:
         upstream, late = self._upstream, self._late
         self._late = 0
         try:
-            status, _ = await self._client.get(upstream.base, "/health", PROBE_TIMEOUT_S)
+            status, _ = await self._pool.get(upstream.base, "/health", PROBE_TIMEOUT_S)
             up = status == 200
         except Exhausted as error:  # which says nothing about the engine
             logger.warning("probe of %s: %s", upstream.url, error)
@@ -88,7 +99,7 @@ class Watcher:
             up = False
         upstream.mark(up=up)
 
-    async def get(self, path: str, base: Base | None = None) -> bytes:
+    async def get(self, path: str, base: BaseUrl | None = None) -> bytes:
         """Return what it answers to a GET.
 
         Raises:
@@ -96,7 +107,7 @@ class Watcher:
             Unreachable, Lost, asyncio.TimeoutError: no answer.
         """
         at = base or self._upstream.base
-        return _good(path, await self._client.get(at, path, ASK_TIMEOUT_S))
+        return _body_of(path, await self._pool.get(at, path, ASK_TIMEOUT_S))
 
     async def _probe_for_ever(self) -> None:
         upstream, back_off = self._upstream, PROBE_FIRST_S
@@ -119,26 +130,26 @@ class Watcher:
                 learned = await self._learn()
             except FAILED as error:
                 logger.warning("%s does not say what it is: %s", upstream.url, error or "late")
-            await wait(upstream.signals.down, LEARN_EVERY_S if learned else CARD_RETRY_S)
+            await wait(upstream.signals.down, LEARN_EVERY_S if learned else RETRY_S)
 
     async def _learn(self) -> bool:
         """Ask for each thing by itself: what is not told, or makes no sense, is as it was. Return
         whether all that is needed is known."""
-        worker, said = self._upstream.worker, self._upstream.said
-        models = await self._told(What.MODELS, reports.models_of, "/v1/models")
+        worker, said = self._upstream.worker, self._upstream.info
+        models = await self._ask(InputKind.MODELS, reports.models_of, "/v1/models")
         said.models = models or said.models
         path = "/server_info" if worker.engine is Engine.SGLANG else "/version"
         # It may not say; then it pairs with any.
-        said.version = await self._told(What.VERSION, reports.version_of, path) or said.version
+        said.version = await self._ask(InputKind.VERSION, reports.version_of, path) or said.version
         if worker.engine is not Engine.MOONCAKE or self._upstream.role is Role.DECODE:
             return models is not None
-        at = Base.of(worker.meeting)
-        ids = await self._told(What.REGISTRY, reports.engine_ids_of, "/query", at)
+        at = BaseUrl.of(worker.bootstrap_url)
+        ids = await self._ask(InputKind.REGISTRY, reports.engine_ids_of, "/query", at)
         said.engine_ids = ids or said.engine_ids
         return models is not None and ids is not None
 
-    async def _told(
-        self, what: What, read: Callable[[bytes], _T], path: str, base: Base | None = None
+    async def _ask(
+        self, what: InputKind, read: Callable[[bytes], _T], path: str, base: BaseUrl | None = None
     ) -> _T | None:
         """Return what an answer says, None if nothing of use.
 
@@ -146,15 +157,15 @@ class Watcher:
             Unreachable, Lost, asyncio.TimeoutError: no answer.
         """
         at = base or self._upstream.base
-        status, answer = await self._client.get(at, path, ASK_TIMEOUT_S)
+        status, answer = await self._pool.get(at, path, ASK_TIMEOUT_S)
         try:
-            return self._read(what, read, _good(path, (status, answer)))
+            return self._read(what, read, _body_of(path, (status, answer)))
         except Refused as error:
             level = logging.DEBUG if status == 404 else logging.WARNING
             logger.log(level, "%s does not say what it is: %s", self._upstream.url, error)
             return None
 
-    def _read(self, what: What, read: Callable[[bytes], _T], answer: bytes) -> _T:
+    def _read(self, what: InputKind, read: Callable[[bytes], _T], answer: bytes) -> _T:
         try:
             return read(answer)
         except Refused:
@@ -188,26 +199,30 @@ class Watcher:
 
     async def _tokens(self) -> dict[int, float]:
         if self._upstream.worker.engine is not Engine.SGLANG:
-            return self._read(What.LOAD, _text_of(reports.vllm_tokens), await self.get("/metrics"))
-        status, answer = await self._client.get(
+            return self._read(
+                InputKind.LOAD, _text_of(reports.vllm_tokens), await self.get("/metrics")
+            )
+        status, answer = await self._pool.get(
             self._upstream.base, "/v1/loads?include=core", ASK_TIMEOUT_S
         )
         if status == 404:  # before 0.5.6
             read, answer = _text_of(reports.sglang_metric_tokens), await self.get("/metrics")
-            return self._read(What.LOAD, read, answer)
-        good = _good("/v1/loads", (status, answer))
-        return self._read(What.LOAD, reports.sglang_tokens, good)
+            return self._read(InputKind.LOAD, read, answer)
+        good = _body_of("/v1/loads", (status, answer))
+        return self._read(InputKind.LOAD, reports.sglang_tokens, good)
 
-    async def _keep_cards(self) -> None:
+    async def _keep_standing_tickets(self) -> None:
         """Hold fresh cards: renewed early, and at once when the engine comes back."""
         upstream = self._upstream
         await self._polled.wait()
         while True:
             await upstream.signals.up.wait()
             ranks = len(upstream.loads.at(time.monotonic()))
-            pause = CARD_RETRY_S
+            pause = RETRY_S
             try:
-                pause = min([await self._hold_card(rank, ranks) for rank in range(ranks)])
+                pause = min(
+                    [await self._fetch_standing_ticket(rank, ranks) for rank in range(ranks)]
+                )
             except FAILED as error:
                 logger.warning(
                     "no card from %s, its KV is pulled: %s", upstream.url, error or "late"
@@ -215,26 +230,32 @@ class Watcher:
                 self._metrics.count("card_fetches", upstream.url, "failed")
             await wait(upstream.signals.down, pause)
 
-    async def _hold_card(self, rank: int, ranks: int) -> float:
+    async def _fetch_standing_ticket(self, rank: int, ranks: int) -> float:
         """Fetch a rank's card; return in how many seconds to fetch the next."""
         asked = time.monotonic()
         base = self._upstream.base
         model = next(iter(reports.models_of(await self.get("/v1/models"))))
-        body = json.dumps(upstream_requests.card_body(model, rank if ranks > 1 else None)).encode()
+        body = json.dumps(
+            upstream_requests.standing_ticket_body(model, rank if ranks > 1 else None)
+        ).encode()
         headers = {upstream_requests.RANK_HEADER: str(rank)} if ranks > 1 else {}
-        head = head_of(base, "POST", "/v1/completions", headers, len(body))
-        answer = await self._client.whole(base, head, body, ASK_TIMEOUT_S)
-        card = self._read(What.CARD, upstream_requests.card_of, _good("/v1/completions", answer))
+        head = request_head(base, "POST", "/v1/completions", headers, len(body))
+        answer = await self._pool.whole(base, head, body, ASK_TIMEOUT_S)
+        standing_ticket = self._read(
+            InputKind.STANDING_TICKET,
+            upstream_requests.standing_ticket_of,
+            _body_of("/v1/completions", answer),
+        )
         self._metrics.count("card_fetches", self._upstream.url, "ok")
-        self._upstream.hold_card(rank, card, asked)
-        return card.lifetime_s * _CARD_AGE
+        self._upstream.hold_standing_ticket(rank, standing_ticket, asked)
+        return standing_ticket.lifetime_s * _RENEW_AT
 
 
 def _text_of(read: Callable[[str], _T]) -> Callable[[bytes], _T]:
     return lambda answer: read(answer.decode("utf-8", "replace"))
 
 
-def _good(path: str, answer: tuple[int, bytes]) -> bytes:
+def _body_of(path: str, answer: tuple[int, bytes]) -> bytes:
     status, body = answer
     if status != 200:
         raise Refused("answer", f"{path} answered {status}")
@@ -249,3 +270,113 @@ async def wait(event: asyncio.Event, timeout_s: float) -> None:
         await asyncio.wait({waiting}, timeout=timeout_s)
     finally:
         waiting.cancel()
+
+
+# KV events -------------------------------------------------------------------------------------
+
+
+REPLAY_S = 5.0  # for a whole replay
+LOOK_S = 1.0  # between two looks at how many ranks there are
+_REPLAY_END = (-1).to_bytes(8, "big", signed=True)  # number of the message that ends a replay
+_MOST_BYTES = 64 * 2**20  # of a message: one step's events are a few MB at most
+
+Count = Callable[..., None]
+"""Counts in a metric: its name and labels, such as role, URL and what became of a message."""
+
+
+class Subscriber:
+    """Keeps the index of a role true to what one engine publishes, all its ranks."""
+
+    def __init__(self, upstream: Upstream, index: PrefixIndex, count: Count) -> None:
+        self._upstream = upstream
+        self._index = index
+        self._count = count
+        self._tasks = Supervisor(count)
+        self._context = zmq.asyncio.Context.instance()
+
+    async def run(self) -> None:
+        """Follow the engine for ever: its ranks as they become known."""
+        tasks: dict[int | None, asyncio.Task[None]] = {}
+        try:
+            while True:
+                ranks = self._ranks()
+                for rank in [rank for rank in tasks if rank not in ranks]:
+                    await self._end(rank, tasks.pop(rank))
+                for rank in ranks:
+                    if rank not in tasks:
+                        url, work = self._upstream.url, partial(self._follow, rank)
+                        tasks[rank] = self._tasks.keep(TaskKind.EVENTS, url, work)
+                await asyncio.sleep(LOOK_S)
+        finally:
+            for rank, task in tasks.items():
+                await self._end(rank, task)
+
+    async def _end(self, rank: int | None, task: asyncio.Task[None]) -> None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        self._index.cleared(Target(self._upstream.index, rank))
+
+    def _ranks(self) -> list[int | None]:
+        ranks = len(self._upstream.loads.own)
+        return [None] if ranks == 1 else list(range(ranks))
+
+    async def _follow(self, rank: int | None) -> None:
+        worker = self._upstream.worker
+        feed = RankEvents(Target(self._upstream.index, rank), self._index)
+        with self._context.socket(zmq.SUB) as socket:
+            socket.linger = 0
+            socket.maxmsgsize = _MOST_BYTES
+            socket.subscribe(b"")
+            socket.connect(f"tcp://{worker.host}:{worker.events + (rank or 0)}")
+            while True:
+                frames = await socket.recv_multipart()
+                try:
+                    _, number, payload = frames
+                    await self._receive(feed, rank, _number(number), payload)
+                except (Refused, ValueError) as error:
+                    logger.warning("KV events of %s: %s", self._upstream.url, error)
+                    self._count_outcome("refused")
+
+    async def _receive(
+        self, feed: RankEvents, rank: int | None, number: int, payload: bytes
+    ) -> None:
+        if feed.receive(number, payload):
+            self._count_outcome("ok")
+            return
+        known, whole = feed.next_number > 0, True
+        if self._upstream.worker.replay:
+            whole = await self._replay(feed, rank)
+        whole = feed.recover(number, payload) and whole
+        self._count_outcome("replayed" if whole else "lost" if known else "late")
+
+    async def _replay(self, feed: RankEvents, rank: int | None) -> bool:
+        """Ask for what was lost; return whether what came had no gap."""
+        worker, whole, loop = self._upstream.worker, True, asyncio.get_running_loop()
+        # Not REQ, which takes but one reply to a request.
+        with self._context.socket(zmq.DEALER) as socket:
+            socket.linger = 0
+            socket.maxmsgsize = _MOST_BYTES
+            socket.connect(f"tcp://{worker.host}:{worker.replay + (rank or 0)}")
+            await socket.send_multipart([b"", feed.next_number.to_bytes(8, "big")])
+            end = loop.time() + REPLAY_S
+            while (left := end - loop.time()) > 0 and await socket.poll(int(1000 * left)):
+                *_, number, payload = await socket.recv_multipart()
+                if number == _REPLAY_END:
+                    return whole
+                whole = feed.recover(_number(number), payload) and whole
+        logger.warning("no whole replay from %s in time", self._upstream.url)
+        return False
+
+    def _count_outcome(self, outcome: str) -> None:
+        self._count("kv_events", self._upstream.role.value, self._upstream.url, outcome)
+
+
+def _number(frame: bytes) -> int:
+    if len(frame) != len(_REPLAY_END) or frame[0] >= 128:
+        raise Refused("events", "a message without a number")
+    return int.from_bytes(frame, "big")
+
+
+async def subscribe(upstream: Upstream, index: PrefixIndex, count: Count) -> None:
+    """Keep ``index`` true to what an engine publishes, for ever."""
+    await Subscriber(upstream, index, count).run()

@@ -42,13 +42,13 @@ class Admission:
         if self._inside < self._limits.concurrent:
             self._inside += 1
         else:
-            await self._turn()
+            await self._wait_turn()
         try:
             yield
         finally:
             self._leave()
 
-    async def _turn(self) -> None:
+    async def _wait_turn(self) -> None:
         retry_s = max(1, round(self._limits.queue_s))
         if len(self._queue) >= self._limits.queue:
             raise Busy(f"{self._limits.queue} requests are waiting already", retry_s)
@@ -80,7 +80,7 @@ class Admission:
             self._inside -= 1
 
 
-class InFlight:
+class ClientConcurrency:
     """How many requests each client has open; ``most`` 0: any number."""
 
     def __init__(self, most: int) -> None:
@@ -106,10 +106,10 @@ class InFlight:
                 self._open[client] = left
 
 
-class Room:
+class BodyAllocation:
     """What one request's body takes of the memory for bodies."""
 
-    def __init__(self, bodies: Bodies, client: str) -> None:
+    def __init__(self, bodies: BodyMemory, client: str) -> None:
         self.client = client
         self.taken = 0
         self.lost = False  # others needed it
@@ -126,30 +126,30 @@ class Room:
         self._bodies.taken(self, size)
 
     @contextmanager
-    def coming(self, stop: Callable[[], object]) -> Iterator[None]:
+    def arriving(self, stop: Callable[[], object]) -> Iterator[None]:
         """While in the block, the body is not whole: ``stop`` is called when it loses its room."""
         self._stop = stop
-        self._bodies.coming[self] = None
+        self._bodies.arriving[self] = None
         try:
             yield
         finally:
-            self._bodies.coming.pop(self, None)
+            self._bodies.arriving.pop(self, None)
 
-    def lose(self) -> None:
+    def evict(self) -> None:
         """Give all back to another request."""
         assert self._stop is not None, "only what is coming loses its room"
         self.lost = True
-        self._bodies.coming.pop(self, None)
-        self.leave()
+        self._bodies.arriving.pop(self, None)
+        self.free()
         self._stop()
 
-    def leave(self) -> None:
+    def free(self) -> None:
         """Give all back."""
         size, self.taken = self.taken, 0
         self._bodies.taken(self, -size)
 
 
-class Bodies:
+class BodyMemory:
     """Memory for the bodies of all open requests together, ``most`` bytes, of which one client has
     ``share`` at most.
 
@@ -158,43 +158,43 @@ class Bodies:
     """
 
     def __init__(self, most: int, share: int) -> None:
-        self.coming: dict[Room, None] = {}  # oldest first
-        self._left, self._share = most, share
-        self._of: dict[str, int] = {}
+        self.arriving: dict[BodyAllocation, None] = {}  # oldest first
+        self._free_bytes, self._share = most, share
+        self._by_client: dict[str, int] = {}
 
     @contextmanager
-    def room(self, client: str) -> Iterator[Room]:
+    def allocation(self, client: str) -> Iterator[BodyAllocation]:
         """Yield the room of a request, empty; the block's end gives it back."""
-        room = Room(self, client)
+        allocation = BodyAllocation(self, client)
         try:
-            yield room
+            yield allocation
         finally:
-            room.leave()
+            allocation.free()
 
-    def taken(self, room: Room, size: int) -> None:
+    def taken(self, allocation: BodyAllocation, size: int) -> None:
         """A request takes ``size`` bytes more, or gives back if it is negative.
 
         Raises:
             Busy: there is no room for them now.
         """
-        self._left -= size
-        now = self._of.get(room.client, 0) + size
-        self._of[room.client] = now
+        self._free_bytes -= size
+        now = self._by_client.get(allocation.client, 0) + size
+        self._by_client[allocation.client] = now
         if not now:
-            del self._of[room.client]
+            del self._by_client[allocation.client]
         if size <= 0:
             return
-        while self._of[room.client] > self._share:
-            if not self._free(room, room.client):
+        while self._by_client[allocation.client] > self._share:
+            if not self._evict_oldest(allocation, allocation.client):
                 raise Busy("the bodies of this client's requests take all the memory they may", 1)
-        while self._left < 0:
-            if not self._free(room, ""):
+        while self._free_bytes < 0:
+            if not self._evict_oldest(allocation, ""):
                 raise Busy("the bodies of open requests take all the memory they may", 1)
 
-    def _free(self, room: Room, client: str) -> bool:
+    def _evict_oldest(self, allocation: BodyAllocation, client: str) -> bool:
         """Have the oldest body that is still coming lose its room; of ``client`` if it is named."""
-        others = (other for other in self.coming if other is not room)
+        others = (other for other in self.arriving if other is not allocation)
         oldest = next((other for other in others if client in ("", other.client)), None)
         if oldest is not None:
-            oldest.lose()
+            oldest.evict()
         return oldest is not None

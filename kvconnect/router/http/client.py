@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Any
 from kvconnect.errors import KVConnectError
 from kvconnect.router.http import upstream_requests
 from kvconnect.router.http.admission import Busy
-from kvconnect.router.http.http1 import Connection, Exhausted, Lost, Unreachable, head_of, read
-from kvconnect.router.http.pool import Client
+from kvconnect.router.http.http1 import (
+    Connection,
+    ConnectionLost,
+    Exhausted,
+    Unreachable,
+    read,
+    request_head,
+)
+from kvconnect.router.http.pool import ConnectionPool
 from kvconnect.router.metrics import RouterMetrics, UpstreamOutcome
 from kvconnect.router.policy.choice import Cause, TargetChoice
 from kvconnect.router.policy.loads import Role
@@ -99,25 +106,25 @@ class UpstreamRequest:
 
     def __init__(
         self,
-        client: Client,
+        pool: ConnectionPool,
         metrics: RouterMetrics,
         upstream: Upstream,
-        place: TargetChoice,
+        target_choice: TargetChoice,
         span: UpstreamSpan,
     ) -> None:
         self.upstream = upstream
-        self._client = client
+        self._pool = pool
         self._metrics = metrics
-        self.place = place
+        self.target_choice = target_choice
         self._span = span
         self._began = 0.0
         self._connection: Connection | None = None
         self._outcome = UpstreamOutcome.CANCELLED  # until something else is known
 
     async def __aenter__(self) -> UpstreamRequest:
-        self._metrics.leg_began(self.upstream.role, self.upstream.url)
+        self._metrics.upstream_began(self.upstream.role, self.upstream.url)
         self._began = time.monotonic()
-        self.upstream.began(self.place, self._began)
+        self.upstream.began(self.target_choice, self._began)
         return self
 
     async def __aexit__(
@@ -127,19 +134,19 @@ class UpstreamRequest:
         trace: TracebackType | None,
     ) -> None:
         if self._connection is not None:
-            self._client.release(self.upstream.base, self._connection)
-        self.upstream.ended(self.place)
+            self._pool.release(self.upstream.base, self._connection)
+        self.upstream.ended(self.target_choice)
         if self._outcome in (UpstreamOutcome.OK, UpstreamOutcome.REJECTED):
             self.upstream.breaker.succeeded()
         elif self._outcome is not UpstreamOutcome.CANCELLED:
             self.upstream.breaker.failed(time.monotonic(), self._began)
-        self._metrics.leg_ended(self.upstream.role, self.upstream.url, self._outcome)
+        self._metrics.upstream_ended(self.upstream.role, self.upstream.url, self._outcome)
         self._span.end(self._outcome)
 
     @property
     def content_type(self) -> str:
         """The answer's ``Content-Type``, as it came."""
-        return self._opened.answer.headers.get("content-type", "application/octet-stream")
+        return self._opened.response.headers.get("content-type", "application/octet-stream")
 
     @property
     def streams(self) -> bool:
@@ -157,10 +164,10 @@ class UpstreamRequest:
         base = self.upstream.base
         headers = {**ask.headers, **self._span.headers()}
         length = None if ask.body is None else len(ask.body)
-        head = head_of(base, ask.method, ask.path, headers, length)
+        head = request_head(base, ask.method, ask.path, headers, length)
         with self._failures():
-            self._connection = await self._client.open(base, head, ask.body or b"", on_written)
-            status = self._connection.answer.status
+            self._connection = await self._pool.open(base, head, ask.body or b"", on_written)
+            status = self._connection.response.status
             if status == 200:
                 return
             answer = EngineResponse(status, self.content_type, await read(self._connection))
@@ -186,7 +193,7 @@ class UpstreamRequest:
         with self._failures():
             while True:
                 event, end, after = rest.partition(_EVENT_END)
-                if end and upstream_requests.only_opens(event):
+                if end and upstream_requests.opens_without_content(event):
                     rest = after
                 elif (
                     end
@@ -240,7 +247,7 @@ class UpstreamRequest:
         except Unreachable as error:
             self.upstream.mark(up=False)
             raise self._unreachable("cannot be reached") from error
-        except Lost as error:
+        except ConnectionLost as error:
             self.upstream.suspect()
             raise self._unreachable("was lost") from error
 

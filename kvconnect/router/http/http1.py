@@ -30,15 +30,15 @@ class Exhausted(Unreachable):
     """This process may open no more connections, which is not the engine's fault."""
 
 
-class Lost(KVConnectError):
+class ConnectionLost(KVConnectError):
     """A connection broke, or what came over it is no HTTP."""
 
 
-class Closed(Lost):
+class ClosedEarly(ConnectionLost):
     """The peer closed a connection before any of an answer came."""
 
 
-class Base(NamedTuple):
+class BaseUrl(NamedTuple):
     """A base URL taken apart."""
 
     host: str
@@ -48,7 +48,7 @@ class Base(NamedTuple):
     name: str  # as the Host header has it
 
     @classmethod
-    def of(cls, url: str) -> Base:
+    def of(cls, url: str) -> BaseUrl:
         """Take ``url`` apart; it has been checked."""
         parts = urlsplit(url)
         tls = parts.scheme == "https"
@@ -56,18 +56,18 @@ class Base(NamedTuple):
         return cls(parts.hostname or "", port, tls, parts.path, parts.netloc)
 
 
-class Arriving:
+class IncomingResponse:
     """An answer as far as it has come. The parser calls it."""
 
     def __init__(self) -> None:
-        self.came = False  # any byte of it
+        self.any_bytes = False  # any byte of it
         self.status = 0
         self.headers: dict[str, str] = {}  # names in lower case
         self.began = False  # the head is whole
         self.ended = False  # all of it is there
         self.chunks: deque[bytes] = deque()
         self.keep = False  # the connection can be used again
-        self.surplus = False  # more came than was asked for
+        self.too_many = False  # more came than was asked for
         self._head = 0  # bytes of headers
         self.parser = httptools.HttpResponseParser(self)
 
@@ -82,7 +82,7 @@ class Arriving:
 
     def on_message_begin(self) -> None:
         """httptools: an answer begins: the first, the one after an interim one, or one too many."""
-        self.surplus = self.ended
+        self.too_many = self.ended
         if not self.ended:
             self.headers.clear()
 
@@ -120,11 +120,11 @@ class Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self.used_at = 0.0
         self._transport: asyncio.Transport
-        self.answer = Arriving()  # to the last request
-        self.answer.ended = True  # there was none
+        self.response = IncomingResponse()  # to the last request
+        self.response.ended = True  # there was none
         self._waiting: asyncio.Future[None] | None = None
         self._forward: Callable[[bytes], bool] | None = None
-        self._broken: Lost | None = None
+        self._broken: ConnectionLost | None = None
         self._paused = False
         self._heard = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -137,22 +137,22 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """asyncio: a piece came."""
-        answer, self._heard = self.answer, time.monotonic()
-        if answer.ended:
+        response, self._heard = self.response, time.monotonic()
+        if response.ended:
             self._break("spoke without being asked")
             return
-        answer.came = True
+        response.any_bytes = True
         try:
-            answer.parser.feed_data(data)
+            response.parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._break(f"sent what is no HTTP answer: {error}")
-        if answer.surplus:
+        if response.too_many:
             self._break("sent more than one answer")
-        if self._forward is not None and answer.chunks and self._forward(answer.body()):
-            answer.chunks.clear()
-            if not answer.ended:
+        if self._forward is not None and response.chunks and self._forward(response.body()):
+            response.chunks.clear()
+            if not response.ended:
                 return
-        if not self._paused and sum(map(len, answer.chunks)) > _HIGH:
+        if not self._paused and sum(map(len, response.chunks)) > _HIGH:
             self._paused = True
             self._transport.pause_reading()
         self._wake()
@@ -162,8 +162,8 @@ class Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         if error is None and self._broken is None:  # it was the engine that closed it
-            self.answer.cut_off()
-        kind = Lost if self.answer.came else Closed
+            self.response.cut_off()
+        kind = ConnectionLost if self.response.any_bytes else ClosedEarly
         self._broken = self._broken or kind(str(error or "closed the connection"))
         self._wake()
 
@@ -177,7 +177,7 @@ class Connection(asyncio.Protocol):
     def send(self, head: bytes, body: bytes, silence_s: float) -> None:
         """Begin a request. If the engine sends nothing for ``silence_s`` while the answer is
         awaited, the connection is lost."""
-        self.answer = Arriving()
+        self.response = IncomingResponse()
         self._heard = time.monotonic()
         if self._timer is None:
             self._listen(silence_s)
@@ -187,14 +187,14 @@ class Connection(asyncio.Protocol):
             self._transport.write(head)
             self._transport.write(body)
 
-    async def begun(self) -> None:
+    async def wait_for_head(self) -> None:
         """Wait for the answer's head.
 
         Raises:
             Lost: it does not come.
         """
-        while not self.answer.began:
-            await self._news()
+        while not self.response.began:
+            await self._wait_for_data()
 
     async def readany(self, forward: Callable[[bytes], bool] | None = None) -> bytes:
         """Return what is there of the body, at least a byte; nothing: it is whole.
@@ -206,26 +206,26 @@ class Connection(asyncio.Protocol):
         Raises:
             Lost: it breaks off.
         """
-        answer = self.answer
-        while not answer.chunks:
-            if answer.ended:
+        response = self.response
+        while not response.chunks:
+            if response.ended:
                 return b""
             self._forward = forward
             try:
-                await self._news()
+                await self._wait_for_data()
             finally:
                 self._forward = None
-        data = answer.body()
-        answer.chunks.clear()
+        data = response.body()
+        response.chunks.clear()
         if self._paused:
             self._paused = False
             self._transport.resume_reading()
         return data
 
-    def done(self) -> bool:
+    def finish(self) -> bool:
         """The user is done; return whether it can be kept. Else it is closed, upon which the
         engine drops the request."""
-        keep = self.usable and self.answer.keep and not self.answer.chunks
+        keep = self.usable and self.response.keep and not self.response.chunks
         if not keep:
             self.close()
         return keep
@@ -238,7 +238,7 @@ class Connection(asyncio.Protocol):
         """Look again when the engine could have been silent for so long. The timer outlives
         requests, since most are over long before it fires."""
         now = time.monotonic()
-        if self._paused or self.answer.ended:  # it is we who do not read, or do not ask
+        if self._paused or self.response.ended:  # it is we who do not read, or do not ask
             self._heard = now
         left = self._heard + silence_s - now
         if left <= 0:
@@ -248,10 +248,10 @@ class Connection(asyncio.Protocol):
         self._timer = loop.call_later(left, self._listen, silence_s)
 
     def _break(self, why: str) -> None:
-        self._broken = self._broken or Lost(why)
+        self._broken = self._broken or ConnectionLost(why)
         self._transport.abort()
 
-    async def _news(self) -> None:
+    async def _wait_for_data(self) -> None:
         if self._broken is not None:
             raise self._broken
         self._waiting = asyncio.get_running_loop().create_future()
@@ -276,12 +276,12 @@ async def read(connection: Connection, most: float = inf) -> bytes:
         chunks.append(chunk)
         most -= len(chunk)
         if most < 0:
-            raise Lost("sent a longer answer than could be meant")
+            raise ConnectionLost("sent a longer answer than could be meant")
     return b"".join(chunks)
 
 
-def head_of(
-    base: Base, method: str, path: str, headers: Mapping[str, str], length: int | None = None
+def request_head(
+    base: BaseUrl, method: str, path: str, headers: Mapping[str, str], length: int | None = None
 ) -> bytes:
     """Return the head of a request; ``length`` is that of its JSON body.
 

@@ -10,13 +10,13 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from kvconnect.router.http.http1 import (
-    Base,
-    Closed,
+    BaseUrl,
+    ClosedEarly,
     Connection,
     Exhausted,
     Unreachable,
-    head_of,
     read,
+    request_head,
 )
 
 CONNECT_S = 5.0
@@ -26,17 +26,17 @@ _IDLE_MOST = 256  # connections kept per engine
 _T = TypeVar("_T")
 
 
-class Client:
+class ConnectionPool:
     """Connections to all engines of a router."""
 
     def __init__(self, silence_s: float, tls: ssl.SSLContext | None = None) -> None:
         self._silence_s = silence_s
-        self._idle: dict[Base, list[Connection]] = {}
+        self._idle: dict[BaseUrl, list[Connection]] = {}
         self._tls = tls  # made when first needed: reading the authorities takes a while
 
     async def open(
         self,
-        base: Base,
+        base: BaseUrl,
         head: bytes,
         body: bytes = b"",
         written: Callable[[], None] | None = None,
@@ -54,20 +54,20 @@ class Client:
         if kept is not None:
             try:
                 return await self._ask(kept, head, body, written)
-            except Closed:
+            except ClosedEarly:
                 pass
         return await self._ask(await self._connect(base), head, body, written)
 
-    def release(self, base: Base, connection: Connection) -> None:
+    def release(self, base: BaseUrl, connection: Connection) -> None:
         """Give a connection back; closed unless the answer is whole."""
         idle = self._idle.setdefault(base, [])
-        if connection.done():
+        if connection.finish():
             connection.used_at = time.monotonic()
             idle.append(connection)
             if len(idle) > _IDLE_MOST:
                 idle.pop(0).close()
 
-    def forget(self, base: Base) -> None:
+    def forget(self, base: BaseUrl) -> None:
         """Close what is kept of an engine."""
         for connection in self._idle.pop(base, ()):
             connection.close()
@@ -77,16 +77,16 @@ class Client:
         for base in list(self._idle):
             self.forget(base)
 
-    async def get(self, base: Base, path: str, timeout_s: float) -> tuple[int, bytes]:
+    async def get(self, base: BaseUrl, path: str, timeout_s: float) -> tuple[int, bytes]:
         """Return status and body of a GET.
 
         Raises:
             Unreachable, Lost, asyncio.TimeoutError: no answer.
         """
-        return await self.whole(base, head_of(base, "GET", path, {}), b"", timeout_s)
+        return await self.whole(base, request_head(base, "GET", path, {}), b"", timeout_s)
 
     async def whole(
-        self, base: Base, head: bytes, body: bytes, timeout_s: float
+        self, base: BaseUrl, head: bytes, body: bytes, timeout_s: float
     ) -> tuple[int, bytes]:
         """Return status and body of a whole answer.
 
@@ -95,11 +95,11 @@ class Client:
         """
         return await within(self._whole(base, head, body), timeout_s)
 
-    async def _whole(self, base: Base, head: bytes, body: bytes) -> tuple[int, bytes]:
+    async def _whole(self, base: BaseUrl, head: bytes, body: bytes) -> tuple[int, bytes]:
         """On a connection of its own: what looks after engines must not see old ones break."""
         connection = await self._ask(await self._connect(base), head, body, None)
         try:
-            return connection.answer.status, await read(connection, ANSWER_BYTES)
+            return connection.response.status, await read(connection, ANSWER_BYTES)
         finally:
             connection.close()
 
@@ -115,14 +115,14 @@ class Client:
             connection.send(head, body, self._silence_s)
             if written is not None:
                 written()
-            await connection.begun()
+            await connection.wait_for_head()
             begun = True
         finally:
             if not begun:
                 connection.close()
         return connection
 
-    async def _connect(self, base: Base) -> Connection:
+    async def _connect(self, base: BaseUrl) -> Connection:
         loop = asyncio.get_running_loop()
         if base.tls:
             self._tls = self._tls or ssl.create_default_context()
@@ -143,7 +143,7 @@ class Client:
             if not taken:  # it may be there all the same, and nobody's
                 connecting.add_done_callback(_abandon)
 
-    def _take(self, base: Base) -> Connection | None:
+    def _take(self, base: BaseUrl) -> Connection | None:
         idle = self._idle.get(base)
         now = time.monotonic()
         while idle:

@@ -19,9 +19,9 @@ _LAST_WORDS_S = 1.0  # for a client that does not read
 class Reply:
     """The answer to one request. On the event loop, in the request's own task."""
 
-    def __init__(self, request: web.Request, *, named: bool, hits: bool) -> None:
-        """``named``: the events of its stream have names. ``hits``: tell what caches may have."""
-        self._named, self._hits = named, hits
+    def __init__(self, request: web.Request, *, named_events: bool, show_hits: bool) -> None:
+        """``named_events``: SSE events have names. ``show_hits``: headers tell expected hits."""
+        self._named_events, self._show_hits = named_events, show_hits
         self.choice: RoutingChoice | None = None  # named in the answer's headers
         self.stream: web.StreamResponse | None = None  # once the client has its first byte
         self.status = 0  # of the answer, once there is one
@@ -80,7 +80,7 @@ class Reply:
         """End the stream with an error event, as engines do."""
         assert self.stream is not None, "begin() comes first"
         begin = b"" if self._tail == _EVENT_END else _EVENT_END  # it may have stopped mid-event
-        last = begin + upstream_requests.error_event(message, named=self._named)
+        last = begin + upstream_requests.error_event(message, named_events=self._named_events)
         try:
             await asyncio.wait_for(self.stream.write(last), _LAST_WORDS_S)
         except (asyncio.TimeoutError, ConnectionError):  # it does not read, or is gone
@@ -91,20 +91,20 @@ class Reply:
         headers = {"Content-Type": content_type}
         if self.choice is not None:
             headers["X-KVConnect-Mode"] = self.choice.mode.value
-            self._name(headers, "Decode", self.choice.decode)
+            self._name_target(headers, "Decode", self.choice.decode)
             if self.choice.prefill is not None:
-                self._name(headers, "Prefill", self.choice.prefill)
+                self._name_target(headers, "Prefill", self.choice.prefill)
         return headers
 
-    def _name(self, headers: dict[str, str], leg: str, place: TargetChoice) -> None:
+    def _name_target(self, headers: dict[str, str], role: str, target_choice: TargetChoice) -> None:
         """Say where a leg ran and why: its engine's number, its rank, the reason, the expected hit.
 
         What a cache has tells what others sent, so it is the operator's to ask for.
         """
-        headers[f"X-KVConnect-{leg}"] = str(place.target.worker)
-        if place.target.rank is not None:
-            headers[f"X-KVConnect-{leg}-Rank"] = str(place.target.rank)
-        if self._hits or place.why not in (RankingReason.HIT, RankingReason.NO_HIT):
-            headers[f"X-KVConnect-{leg}-Reason"] = place.why.value
-        if self._hits and place.hit:
-            headers[f"X-KVConnect-{leg}-Hit"] = str(place.hit)
+        headers[f"X-KVConnect-{role}"] = str(target_choice.target.worker)
+        if target_choice.target.rank is not None:
+            headers[f"X-KVConnect-{role}-Rank"] = str(target_choice.target.rank)
+        if self._show_hits or target_choice.why not in (RankingReason.HIT, RankingReason.NO_HIT):
+            headers[f"X-KVConnect-{role}-Reason"] = target_choice.why.value
+        if self._show_hits and target_choice.hit:
+            headers[f"X-KVConnect-{role}-Hit"] = str(target_choice.hit)

@@ -11,8 +11,8 @@ from aiohttp import web
 
 from kvconnect.router import body as bodies
 from kvconnect.router.apis import Api
-from kvconnect.router.body import Pieces, Prompt
-from kvconnect.router.http.admission import Busy, Room
+from kvconnect.router.body import Prompt, PromptPrefix
+from kvconnect.router.http.admission import BodyAllocation, Busy
 from kvconnect.router.http.pool import within
 from kvconnect.router.policy.tenants import Tenant
 
@@ -26,15 +26,15 @@ class ParsedRequest(NamedTuple):
 
     body: dict[str, Any]
     prompt: Prompt
-    pieces: Pieces | None
+    prefix: PromptPrefix | None
 
 
-class Intake:
+class RequestReader:
     """Reads requests of one router."""
 
-    def __init__(self, most: int, *, pieces: bool) -> None:
+    def __init__(self, most: int, *, prefix: bool) -> None:
         self._most = most  # bytes of a body
-        self._pieces = pieces
+        self._prefix = prefix
         self._thread = ThreadPoolExecutor(1, "kvconnect-bodies")
 
     def close(self) -> None:
@@ -42,7 +42,7 @@ class Intake:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def read(
-        self, request: web.Request, api: Api, tenant: Tenant, room: Room
+        self, request: web.Request, api: Api, tenant: Tenant, room: BodyAllocation
     ) -> ParsedRequest:
         """Return what a client asks.
 
@@ -67,10 +67,10 @@ class Intake:
         if tenant.secret and api.salted:
             own = body.get(bodies.SALT)
             body[bodies.SALT] = tenant.salt(b"" if own is None else bytes(own))
-        pieces = bodies.pieces_of(body) if self._pieces and not api.alone else None
-        return ParsedRequest(body, bodies.look_at(body), pieces)
+        prefix = bodies.prefix_of(body) if self._prefix and not api.decode_only else None
+        return ParsedRequest(body, bodies.prompt_of(body), prefix)
 
-    async def _whole(self, request: web.Request, room: Room) -> bytearray:
+    async def _whole(self, request: web.Request, room: BodyAllocation) -> bytearray:
         reading = self._read(request, room)
         if request.content.is_eof():
             return await reading
@@ -84,10 +84,10 @@ class Intake:
                 raise
             raise Busy("the body came slowly, and others needed its memory", 1) from None
 
-    async def _read(self, request: web.Request, room: Room) -> bytearray:
+    async def _read(self, request: web.Request, room: BodyAllocation) -> bytearray:
         body, task = bytearray(), asyncio.current_task()
         assert task is not None
-        with room.coming(task.cancel):
+        with room.arriving(task.cancel):
             while piece := await request.content.readany():
                 room.take(len(piece))
                 body += piece

@@ -18,21 +18,21 @@ from kvconnect.router.body import Body
 
 _PARAMS = "kv_transfer_params"
 _TICKET = "kvconnect_ticket"
-_CARD = "kvconnect_card"
-_CARD_EXPIRY = "kvconnect_card_expires_in"
+_STANDING_TICKET = "kvconnect_card"
+_STANDING_TICKET_EXPIRY = "kvconnect_card_expires_in"
 _RANK = "kvconnect_card_rank"
 _MOONCAKE = "remote_bootstrap_addr"
 _WHOLE_ANSWER = ("stream", "stream_options", "min_tokens")
 _OPENING = ("ping", "message_start", "response.created", "response.queued", "response.in_progress")
 ONE_TOKEN: Mapping[str, Any] = {"max_tokens": 1}
-NATIVE = "/generate"  # SGLang's own form of a completion
-OWN_ID = "rid"  # what a client of SGLang calls its request
+SGLANG_GENERATE = "/generate"  # SGLang's own form of a completion
+REQUEST_ID = "rid"  # what a client of SGLang calls its request
 RANK_HEADER = "X-data-parallel-rank"
 ROOMS = 2**63 - 2**20
 """Rooms are below this: SGLang counts on from one, for further prompts of a request."""
 
 
-class Meeting(NamedTuple):
+class BootstrapRoom(NamedTuple):
     """Where the two SGLang servers of a request meet: the prefill side's bootstrap server, a
     room, and the prefill side's data-parallel rank, None if it chooses one itself."""
 
@@ -66,10 +66,10 @@ def prefill_body(
     return asked | {_PARAMS: params}
 
 
-def push_body(body: Body, transfer: str, card: str) -> dict[str, Any]:
+def push_body(body: Body, transfer: str, standing_ticket: str) -> dict[str, Any]:
     """Return what the decode engine is asked while ``transfer`` is being computed."""
     params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer}
-    return {**body, _PARAMS: params | {_TICKET: card}}
+    return {**body, _PARAMS: params | {_TICKET: standing_ticket}}
 
 
 def pull_body(body: Body, ticket: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def mooncake_ticket(transfer: str, engine_id: str, address: str) -> dict[str, An
     return params | {"remote_engine_id": engine_id, _MOONCAKE: address}
 
 
-def room_body(body: Body, meeting: Meeting, rank: int | None) -> dict[str, Any]:
+def bootstrap_body(body: Body, meeting: BootstrapRoom, rank: int | None) -> dict[str, Any]:
     """Return what an SGLang server is asked, of either role, to run on its ``rank``."""
     asked = {
         **body,
@@ -104,16 +104,16 @@ def transfer_of(asked: Body) -> str:
     return str(asked[_PARAMS]["transfer_id"])
 
 
-def card_body(model: str, rank: int | None) -> dict[str, Any]:
+def standing_ticket_body(model: str, rank: int | None) -> dict[str, Any]:
     """Return the request for a prefill engine's card; ``rank`` is named if all of its requests
     name one."""
-    params: dict[str, Any] = {"do_remote_decode": True, _CARD: True}
+    params: dict[str, Any] = {"do_remote_decode": True, _STANDING_TICKET: True}
     if rank is not None:
         params[_RANK] = rank
     return {"model": model, "prompt": [1], "max_tokens": 1, _PARAMS: params}
 
 
-def ids_body(model: str, ids: list[int], *, native: bool) -> dict[str, Any]:
+def token_ids_body(model: str, ids: list[int], *, native: bool) -> dict[str, Any]:
     """Return the request for one token after a prompt; ``native``: in SGLang's own form, which its
     servers without a tokenizer know too."""
     if native:
@@ -158,7 +158,7 @@ def ticket_of(answer: bytes) -> dict[str, Any] | None:
         return None
 
 
-def cached_of(answer: bytes) -> int | None:
+def cached_tokens_of(answer: bytes) -> int | None:
     """Return how many tokens of the prompt an answer says were cached, None if it does not."""
     try:
         said = _COUNTED.decode(answer)
@@ -169,7 +169,7 @@ def cached_of(answer: bytes) -> int | None:
     return found.cached_tokens if found else None
 
 
-def card_of(answer: bytes) -> StandingTicket:
+def standing_ticket_of(answer: bytes) -> StandingTicket:
     """Return the card in a prefill engine's answer.
 
     Raises:
@@ -178,12 +178,12 @@ def card_of(answer: bytes) -> StandingTicket:
     params = json_object(answer).get(_PARAMS)
     if not isinstance(params, dict):
         raise Refused("answer", "it offers no hand-off: is KVConnect its KV connector?")
-    text, lifetime = params.get(_CARD), params.get(_CARD_EXPIRY)
+    text, lifetime = params.get(_STANDING_TICKET), params.get(_STANDING_TICKET_EXPIRY)
     if not isinstance(text, str) or not text.isascii():
-        raise Refused("answer", f"it has no usable {_CARD}")
+        raise Refused("answer", f"it has no usable {_STANDING_TICKET}")
     if isinstance(lifetime, int | float) and 0 < lifetime < 2**31:
         return StandingTicket(text, float(lifetime))
-    raise Refused("answer", f"it has no usable {_CARD}")
+    raise Refused("answer", f"it has no usable {_STANDING_TICKET}")
 
 
 def error_in(event: bytes) -> tuple[int, bytes] | None:
@@ -201,7 +201,7 @@ def error_in(event: bytes) -> tuple[int, bytes] | None:
     return None
 
 
-def only_opens(event: bytes) -> bool:
+def opens_without_content(event: bytes) -> bool:
     """Whether a server-sent event begins an answer and has nothing of it: engines name the role or
     the response first, also when what comes next is an error."""
     match _said(_data_of(event)):
@@ -221,9 +221,9 @@ def error_body(status: int, message: str) -> bytes:
     return json.dumps({"error": error}).encode()
 
 
-def error_event(message: str, *, named: bool) -> bytes:
-    """Return the end of a stream that broke off; ``named``: its events have names."""
-    if not named:
+def error_event(message: str, *, named_events: bool) -> bytes:
+    """Return the end of a stream that broke off; ``named_events``: its events have names."""
+    if not named_events:
         return b"data: " + error_body(502, message) + b"\n\ndata: [DONE]\n\n"
     error = {"message": message, "type": "api_error", "code": 502}
     said = json.dumps({"type": "error", "error": error}).encode()

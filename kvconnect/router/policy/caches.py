@@ -6,11 +6,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import islice
 
-from kvconnect.router.body import UNIT, Pieces
+from kvconnect.router.body import CHUNK_TOKENS, PromptPrefix
 from kvconnect.router.options import RouterOptions
-from kvconnect.router.policy.choice import Hits, RoutingChoice, TargetChoice
+from kvconnect.router.policy.choice import CacheHits, RoutingChoice, TargetChoice
 from kvconnect.router.policy.loads import Role, Target
-from kvconnect.router.policy.prefixes import CacheTier, Hit, PrefixIndex, Stored
+from kvconnect.router.policy.prefixes import CacheHit, CacheTier, PrefixIndex, StoredBlocks
 from kvconnect.router.policy.ranking import RankingPolicy
 
 
@@ -23,32 +23,32 @@ class Caches:
         self.indexes = {role: PrefixIndex() for role in roles}
         self._histories = {role: History() for role in roles}
 
-    def hits(self, pieces: Pieces | None, *, base: bool) -> Hits:
+    def hits(self, prefix: PromptPrefix | None, *, base: bool) -> CacheHits:
         """Return what is known of a prompt: of token ids what engines' events tell, of the rest
         what was sent where. ``base``: its model is no adapter.
 
         Engines' events name blocks by their tokens alone, so of a prompt with a salt, or of an
         adapter, they tell nothing.
         """
-        if pieces is None:
+        if prefix is None:
             return {}
-        ids = pieces.ids if base and pieces.plain else []
-        found: dict[Role, dict[Target, Hit]] = {}
+        ids = prefix.token_ids if base and prefix.plain else []
+        found: dict[Role, dict[Target, CacheHit]] = {}
         for role, index in self.indexes.items():
             told = index.targets() if ids else frozenset()
-            guessed = self._histories[role].match(pieces.units)
+            guessed = self._histories[role].match(prefix.chunk_hashes)
             found[role] = {target: hit for target, hit in guessed.items() if target not in told}
             found[role] |= index.match(ids)
         return found
 
-    def sent(self, choice: RoutingChoice, pieces: Pieces | None) -> None:
+    def sent(self, choice: RoutingChoice, prefix: PromptPrefix | None) -> None:
         """A prompt goes to the engines of ``choice``."""
-        if pieces is None:
+        if prefix is None:
             return
         for role, history in self._histories.items():
             place = choice.prefill if role is Role.PREFILL else choice.decode
             if isinstance(place, TargetChoice):
-                history.sent(place.target, pieces.units)
+                history.sent(place.target, prefix.chunk_hashes)
 
     def forget(self, role: Role, worker: int, ranks: int) -> None:
         """An engine was lost: what it had been sent is no longer there."""
@@ -57,12 +57,8 @@ class Caches:
                 self._histories[role].forget(Target(worker, rank))
 
 
-# Where prompts were sent before, for those whose cached blocks no engine tells of: prompts that
-# are text, and engines without KV events. A guess, unlike the index. Pure.
-#
-# A prompt is cut into units of about ``UNIT`` tokens; what a target was sent, it is taken to have,
-# until so much was sent since that it is forgotten.
-
+# A guess at the caches of engines without KV events, and for prompts of text. Pure: a target is
+# taken to hold what it was sent, chunk by chunk, until the oldest chunks are forgotten.
 
 _MOST = 500_000  # units remembered, of all targets: some 200 MB
 
@@ -75,17 +71,20 @@ class History:
         self._sent: OrderedDict[tuple[Target, int], None] = OrderedDict()
         self._most = most
 
-    def match(self, units: Sequence[int]) -> dict[Target, Hit]:
+    def match(self, chunk_hashes: Sequence[int]) -> dict[Target, CacheHit]:
         """Return what each target was sent of a prompt's beginning, if anything."""
-        found = self._index.match(units)
-        return {target: Hit(hit.tokens * UNIT, hit.worth * UNIT) for target, hit in found.items()}
+        found = self._index.match(chunk_hashes)
+        return {
+            target: CacheHit(hit.tokens * CHUNK_TOKENS, hit.worth * CHUNK_TOKENS)
+            for target, hit in found.items()
+        }
 
-    def sent(self, target: Target, units: Sequence[int]) -> None:
+    def sent(self, target: Target, chunk_hashes: Sequence[int]) -> None:
         """A prompt goes to ``target``."""
         hashes: list[int] = []
-        for unit in units:
+        for unit in chunk_hashes:
             hashes.append(hash((hashes[-1] if hashes else 0, unit)))
-        self._index.stored(target, Stored(hashes, None, units, 1, CacheTier.DEVICE))
+        self._index.stored(target, StoredBlocks(hashes, None, chunk_hashes, 1, CacheTier.DEVICE))
         for name in reversed(hashes):  # the end of a prompt is forgotten first
             self._sent[target, name] = None
             self._sent.move_to_end((target, name))

@@ -17,8 +17,15 @@ from kvconnect.router.apis import COMPLETIONS, Api
 from kvconnect.router.body import Prompt
 from kvconnect.router.options import RouterOptions
 from kvconnect.router.policy.loads import Engine, FleetView, Role, Target, WorkerView
-from kvconnect.router.policy.prefixes import Hit
-from kvconnect.router.policy.ranking import Candidate, Job, Pick, RankingPolicy, RankingReason, pick
+from kvconnect.router.policy.prefixes import CacheHit
+from kvconnect.router.policy.ranking import (
+    Candidate,
+    Pick,
+    RankingJob,
+    RankingPolicy,
+    RankingReason,
+    pick,
+)
 
 Cause = Literal["unreachable", "error"]
 """Why a leg failed: no connection, or one that broke; or the engine answered with an error."""
@@ -40,7 +47,7 @@ class RoutingReason(str, Enum):
     DEFAULT = "default"
     FORCED = "forced"  # --pull
     SHORT = "short"  # under --push-min-tokens
-    NO_CARD = "no_card"  # the prefill engine has no standing offer (yet)
+    NO_STANDING_TICKET = "no_standing_ticket"  # the prefill engine has no standing offer (yet)
     CONNECTOR = "connector"  # the engines' connector knows no other
     MULTI = "multi"  # several prompts or answers: one transfer id names one prompt
     NO_TICKET = "no_ticket"  # the prefill engine offered nothing
@@ -51,7 +58,7 @@ MODES: tuple[tuple[Mode, RoutingReason], ...] = (
     (Mode.PUSH, RoutingReason.DEFAULT),
     (Mode.PULL, RoutingReason.FORCED),
     (Mode.PULL, RoutingReason.SHORT),
-    (Mode.PULL, RoutingReason.NO_CARD),
+    (Mode.PULL, RoutingReason.NO_STANDING_TICKET),
     (Mode.PULL, RoutingReason.CONNECTOR),
     (Mode.BOOTSTRAP, RoutingReason.DEFAULT),
     (Mode.PLAIN, RoutingReason.MULTI),
@@ -60,7 +67,7 @@ MODES: tuple[tuple[Mode, RoutingReason], ...] = (
 )
 """All that happens."""
 
-Hits = Mapping[Role, Mapping[Target, Hit]]
+CacheHits = Mapping[Role, Mapping[Target, CacheHit]]
 """What targets have cached of a prompt; a role is missing where nothing is known."""
 
 
@@ -79,14 +86,18 @@ class TargetChoice(NamedTuple):
 
 
 class RoutingChoice(NamedTuple):
-    """``prefill`` is None for a request that decode serves alone; ``card`` is that of the prefill
-    engine when pushing."""
+    """Where both requests go, and how KV gets from one engine to the other.
+
+    Attributes:
+        prefill: None for a request that the decode engine serves alone.
+        standing_ticket: the prefill engine's; empty unless the mode is push.
+    """
 
     mode: Mode
     reason: RoutingReason
     prefill: TargetChoice | None
     decode: TargetChoice
-    card: str = ""
+    standing_ticket: str = ""
 
 
 @dataclass
@@ -97,7 +108,7 @@ class FailedTargets:
     decode: set[int] = field(default_factory=set)
     handoff_failed: bool = False
 
-    def unserved(self, view: FleetView, choice: RoutingChoice) -> bool:
+    def add_unserved(self, view: FleetView, choice: RoutingChoice) -> bool:
         """An engine has no such path; return whether it may be another's. Those with the same
         models have the same paths."""
         models = {w.index: w.models for w in view.decode}
@@ -105,7 +116,7 @@ class FailedTargets:
         self.decode.update(index for index, theirs in models.items() if theirs == mine)
         return bool(models.keys() - self.decode)
 
-    def note(self, choice: RoutingChoice, role: Role, cause: Cause) -> bool:
+    def add(self, choice: RoutingChoice, role: Role, cause: Cause) -> bool:
         """An attempt failed; return whether another may fare better.
 
         A decode engine that answers with an error may have lost its hand-off, so once another
@@ -138,42 +149,60 @@ class RoutingRequest(NamedTuple):
     draw: float = 0.0
     session: str = ""
     api: Api = COMPLETIONS
-    hits: Hits = MappingProxyType({})
+    hits: CacheHits = MappingProxyType({})
     keep: int | None = None
 
 
 def choose(
-    view: FleetView, wish: RoutingRequest, tried: FailedTargets, options: RouterOptions
+    view: FleetView, request: RoutingRequest, failed: FailedTargets, options: RouterOptions
 ) -> RoutingChoice | None:
     """Return where the request goes; None if no engine is left of a role that it needs."""
-    decode = _left(view.decode, tried.decode, wish)
-    if wish.api.alone and decode:
-        place = _place(options.decode_policy, decode, wish, Role.DECODE, options)
-        return RoutingChoice(Mode.PLAIN, RoutingReason.API, None, place)
-    alone = [] if wish.prompt.single else [w for w in decode if w.engine is not Engine.SGLANG]
-    if alone:
-        place = _place(options.decode_policy, alone, wish, Role.DECODE, options)
-        return RoutingChoice(Mode.PLAIN, RoutingReason.MULTI, None, place)
-    if wish.prompt.sampled or wish.api.alone:
+    decode = _available(view.decode, failed.decode, request)
+    if request.api.decode_only and decode:
+        target_choice = _choose_target(options.decode_policy, decode, request, Role.DECODE, options)
+        return RoutingChoice(Mode.PLAIN, RoutingReason.API, None, target_choice)
+    decode_only = (
+        [] if request.prompt.single else [w for w in decode if w.engine is not Engine.SGLANG]
+    )
+    if decode_only:
+        target_choice = _choose_target(
+            options.decode_policy, decode_only, request, Role.DECODE, options
+        )
+        return RoutingChoice(Mode.PLAIN, RoutingReason.MULTI, None, target_choice)
+    if request.prompt.sampled or request.api.decode_only:
         return None
-    group = _best_group(view, _left(view.prefill, tried.prefill, wish), decode, wish.turn)
+    group = _best_group(
+        view, _available(view.prefill, failed.prefill, request), decode, request.turn
+    )
     if group is None:
         return None
-    kept = [worker for worker in group.decode if worker.index == wish.keep]
-    wish = wish._replace(turn=group.turn)
-    p = _place(options.prefill_policy, group.prefill, wish, Role.PREFILL, options)
-    d = _place(options.decode_policy, kept or group.decode, wish, Role.DECODE, options)
-    prefill = next(worker for worker in group.prefill if worker.index == p.target.worker)
-    card = prefill.card(p.target.rank)
-    mode, reason = _handover(prefill.engine, card, wish.prompt, options)
-    return RoutingChoice(mode, reason, p, d, (card or "") if mode is Mode.PUSH else "")
+    kept = [worker for worker in group.decode if worker.index == request.keep]
+    request = request._replace(turn=group.turn)
+    prefill_choice = _choose_target(
+        options.prefill_policy, group.prefill, request, Role.PREFILL, options
+    )
+    decode_choice = _choose_target(
+        options.decode_policy, kept or group.decode, request, Role.DECODE, options
+    )
+    prefill = next(
+        worker for worker in group.prefill if worker.index == prefill_choice.target.worker
+    )
+    standing_ticket = prefill.standing_ticket(prefill_choice.target.rank)
+    mode, reason = _handover_mode(prefill.engine, standing_ticket, request.prompt, options)
+    return RoutingChoice(
+        mode,
+        reason,
+        prefill_choice,
+        decode_choice,
+        (standing_ticket or "") if mode is Mode.PUSH else "",
+    )
 
 
 class Unserved(KVConnectError):
     """Every engine has said what it serves, and none serves this."""
 
 
-def unpaired(view: FleetView, wish: RoutingRequest) -> str:
+def explain_no_choice(view: FleetView, request: RoutingRequest) -> str:
     """Say why :func:`choose` found nothing at first.
 
     Raises:
@@ -181,11 +210,11 @@ def unpaired(view: FleetView, wish: RoutingRequest) -> str:
         Refused: no engine that serves it could take it, up or not.
     """
     sides = {Role.PREFILL: view.prefill, Role.DECODE: view.decode}
-    if wish.api.alone:
+    if request.api.decode_only:
         del sides[Role.PREFILL]
-    if any(workers and not _able(workers, wish) for workers in sides.values()):
-        model = wish.prompt.model[:_SHOWN]
-        named = any(w.engine in wish.api.engines for workers in sides.values() for w in workers)
+    if any(workers and not _serving(workers, request) for workers in sides.values()):
+        model = request.prompt.model[:_SHOWN]
+        named = any(w.engine in request.api.engines for workers in sides.values() for w in workers)
         what = (
             f"The model `{model}` does not exist." if named else "No engine here serves this path."
         )
@@ -193,10 +222,10 @@ def unpaired(view: FleetView, wish: RoutingRequest) -> str:
     missing = [role.value for role in view.missing() if role in sides]
     if missing:
         return f"no {' and no '.join(missing)} engine is up"
-    if not all(_left(workers, (), wish) for workers in sides.values()):
-        return f"no engine that is up serves the model {wish.prompt.model[:_SHOWN]!r}"
-    if wish.prompt.sampled:
-        if all(worker.engine is Engine.SGLANG for worker in _able(view.decode, wish)):
+    if not all(_available(workers, (), request) for workers in sides.values()):
+        return f"no engine that is up serves the model {request.prompt.model[:_SHOWN]!r}"
+    if request.prompt.sampled:
+        if all(worker.engine is Engine.SGLANG for worker in _serving(view.decode, request)):
             fix = "send the request without n, once for each answer"
             raise Refused("n", f"SGLang hands over one answer to a prompt: {fix}")
         return "no decode engine of vLLM is up, and n needs one"
@@ -211,17 +240,17 @@ class _PairedEngines(NamedTuple):
     turn: int
 
 
-def _left(
-    workers: Sequence[WorkerView], tried: Collection[int], wish: RoutingRequest
+def _available(
+    workers: Sequence[WorkerView], failed: Collection[int], request: RoutingRequest
 ) -> list[WorkerView]:
-    found = [w for w in _able(workers, wish) if w.up and w.index not in tried]
+    found = [w for w in _serving(workers, request) if w.up and w.index not in failed]
     return [w for w in found if w.trusted] or found
 
 
-def _able(workers: Sequence[WorkerView], wish: RoutingRequest) -> list[WorkerView]:
+def _serving(workers: Sequence[WorkerView], request: RoutingRequest) -> list[WorkerView]:
     """Return those that serve what is asked for, up or not."""
-    found = [w for w in workers if w.serves(wish.prompt.model)]
-    return [w for w in found if w.engine in wish.api.engines]
+    found = [w for w in workers if w.serves(request.prompt.model)]
+    return [w for w in found if w.engine in request.api.engines]
 
 
 def _best_group(
@@ -247,7 +276,7 @@ def _group(
     if not prefill or not decode:
         return None
     first = prefill[0]
-    if not broken and all(_alike(first, worker) for worker in (*prefill, *decode)):
+    if not broken and all(_identical(first, worker) for worker in (*prefill, *decode)):
         return _PairedEngines(prefill, decode, turn)
     groups: dict[tuple[int, ...], _PairedEngines] = {}
     for worker in prefill:
@@ -262,34 +291,35 @@ def _group(
     weights = [min(len(group.prefill), len(group.decode)) for group in groups.values()]
     if not weights:
         return None
-    cycle, place = divmod(turn, sum(weights))
+    cycle, target_choice = divmod(turn, sum(weights))
     for group, weight in zip(groups.values(), weights, strict=True):
-        if place < weight:
-            return group._replace(turn=cycle * weight + place)
-        place -= weight
+        if target_choice < weight:
+            return group._replace(turn=cycle * weight + target_choice)
+        target_choice -= weight
     raise AssertionError("a turn falls into one group")
 
 
-def _alike(one: WorkerView, other: WorkerView) -> bool:
+def _identical(one: WorkerView, other: WorkerView) -> bool:
     return (
         one.engine is other.engine and one.version == other.version and one.models == other.models
     )
 
 
-def _place(
+def _choose_target(
     policy: RankingPolicy,
     workers: Sequence[WorkerView],
-    wish: RoutingRequest,
+    request: RoutingRequest,
     role: Role,
     options: RouterOptions,
 ) -> TargetChoice:
     """Return where one leg goes. Policies that do not look at loads choose an engine first."""
-    draw = wish.draw if role is Role.PREFILL else wish.draw * 2**20 % 1.0
-    hits = wish.hits.get(role, {})
-    job = Job(wish.prompt.tokens, wish.turn, draw, wish.session)
+    draw = request.draw if role is Role.PREFILL else request.draw * 2**20 % 1.0
+    hits = request.hits.get(role, {})
+    job = RankingJob(request.prompt.tokens, request.turn, draw, request.session)
     if policy in (RankingPolicy.ROUND_ROBIN, RankingPolicy.RANDOM):
         engines = [
-            Candidate(Target(place), worker.ranks[0]) for place, worker in enumerate(workers)
+            Candidate(Target(target_choice), worker.ranks[0])
+            for target_choice, worker in enumerate(workers)
         ]
         chosen = pick(policy, engines, job)
         worker = workers[chosen.candidate.target.worker]
@@ -301,11 +331,11 @@ def _place(
         found = Pick(found.candidate, chosen.why)
     else:
         found = pick(policy, _candidates(workers, hits), job)
-    hit = hits.get(found.candidate.target, Hit()).tokens
-    return TargetChoice(found.candidate.target, found.why, max(0, wish.prompt.tokens - hit), hit)
+    hit = hits.get(found.candidate.target, CacheHit()).tokens
+    return TargetChoice(found.candidate.target, found.why, max(0, request.prompt.tokens - hit), hit)
 
 
-def _candidates(workers: Sequence[WorkerView], hits: Mapping[Target, Hit]) -> list[Candidate]:
+def _candidates(workers: Sequence[WorkerView], hits: Mapping[Target, CacheHit]) -> list[Candidate]:
     return [
         Candidate(target, load, worker.name, hits[target].worth if target in hits else 0.0)
         for worker in workers
@@ -313,8 +343,8 @@ def _candidates(workers: Sequence[WorkerView], hits: Mapping[Target, Hit]) -> li
     ]
 
 
-def _handover(
-    engine: Engine, card: str | None, prompt: Prompt, options: RouterOptions
+def _handover_mode(
+    engine: Engine, standing_ticket: str | None, prompt: Prompt, options: RouterOptions
 ) -> tuple[Mode, RoutingReason]:
     if engine is Engine.SGLANG:
         return Mode.BOOTSTRAP, RoutingReason.DEFAULT
@@ -324,6 +354,6 @@ def _handover(
         return Mode.PULL, RoutingReason.FORCED
     if prompt.tokens < options.push_min_tokens:
         return Mode.PULL, RoutingReason.SHORT
-    if card is None:
-        return Mode.PULL, RoutingReason.NO_CARD
+    if standing_ticket is None:
+        return Mode.PULL, RoutingReason.NO_STANDING_TICKET
     return Mode.PUSH, RoutingReason.DEFAULT

@@ -66,7 +66,7 @@ class WorkerView:
     index: int
     up: bool
     ranks: tuple[TargetLoad, ...] = (TargetLoad(),)
-    cards: tuple[str | None, ...] = ()
+    standing_tickets: tuple[str | None, ...] = ()
     engine: Engine = Engine.VLLM
     models: frozenset[str] = frozenset()
     version: str = ""
@@ -80,10 +80,10 @@ class WorkerView:
             return [(Target(self.index), self.ranks[0])]
         return [(Target(self.index, rank), load) for rank, load in enumerate(self.ranks)]
 
-    def card(self, rank: int | None) -> str | None:
+    def standing_ticket(self, rank: int | None) -> str | None:
         """Return its standing offer for a rank, None if there is none that holds."""
-        place = rank or 0
-        return self.cards[place] if place < len(self.cards) else None
+        index = rank or 0
+        return self.standing_tickets[index] if index < len(self.standing_tickets) else None
 
     def serves(self, model: str) -> bool:
         """Whether it may serve ``model``; an engine that has not said what it serves may. SGLang

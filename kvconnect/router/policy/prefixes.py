@@ -25,10 +25,10 @@ class CacheTier(IntEnum):
     REMOTE = 3
 
 
-WORTH = (1.0, 0.9, 0.6, 0.4)
+TIER_WORTH = (1.0, 0.9, 0.6, 0.4)
 """Of a cached token, by tier: the share of computing it that is saved. Loading is not free."""
 
-MEDIA: Mapping[str | None, CacheTier] = {
+TIER_OF_MEDIUM: Mapping[str | None, CacheTier] = {
     None: CacheTier.DEVICE,
     "GPU": CacheTier.DEVICE,
     "CPU": CacheTier.HOST,
@@ -42,11 +42,11 @@ MEDIA: Mapping[str | None, CacheTier] = {
 MOST_BLOCKS = 1_000_000  # of one target: some 400 MB
 MOST_SIZES = 4  # of blocks of one target
 
-Name = int
-Hash = int | bytes
+BlockName = int
+EngineHash = int | bytes
 
 
-class Hit(NamedTuple):
+class CacheHit(NamedTuple):
     """What a target has of a prompt: tokens, and their worth in tokens computed."""
 
     tokens: int = 0
@@ -58,20 +58,20 @@ class TargetBlocks:
     """Blocks of one target: the engine's hash to the name, and the tiers that hold it (a bit
     for each); and the sizes of blocks that it ever told of."""
 
-    names: dict[Hash, Name] = field(default_factory=dict)
-    tiers: dict[Hash, int] = field(default_factory=dict)
+    names: dict[EngineHash, BlockName] = field(default_factory=dict)
+    tiers: dict[EngineHash, int] = field(default_factory=dict)
     sizes: set[int] = field(default_factory=set)
 
 
-class Stored(NamedTuple):
+class StoredBlocks(NamedTuple):
     """Blocks that follow one another in a prompt are now in ``tier``.
 
     ``tokens`` are those of all ``hashes`` together; empty where an engine moves blocks between
     tiers and does not repeat them. ``parent`` is the block before, None at a prompt's start.
     """
 
-    hashes: Sequence[Hash]
-    parent: Hash | None
+    hashes: Sequence[EngineHash]
+    parent: EngineHash | None
     tokens: Sequence[int]
     block_size: int
     tier: CacheTier
@@ -86,8 +86,8 @@ class PrefixIndex:
 
     def __init__(self, most: int = MOST_BLOCKS) -> None:
         self._most = most
-        self._held: dict[Target, TargetBlocks] = {}
-        self._where: dict[Name, dict[Target, int]] = {}
+        self._blocks: dict[Target, TargetBlocks] = {}
+        self._where: dict[BlockName, dict[Target, int]] = {}
         self._sizes: dict[int, int] = {}  # tokens of a block -> targets that have such
 
     def __len__(self) -> int:
@@ -95,112 +95,116 @@ class PrefixIndex:
 
     def targets(self) -> frozenset[Target]:
         """Return those of which anything is known."""
-        return frozenset(self._held)
+        return frozenset(self._blocks)
 
-    def stored(self, target: Target, event: Stored) -> None:
+    def stored(self, target: Target, event: StoredBlocks) -> None:
         """``target`` has more blocks. Blocks whose beginning is unknown are left out."""
-        held = self._held.setdefault(target, TargetBlocks())
+        blocks = self._blocks.setdefault(target, TargetBlocks())
         if not event.tokens:
             for name in event.hashes:
-                self._add(target, held, name, event.tier)
+                self._add(target, blocks, name, event.tier)
             return
         size = event.block_size
         if size <= 0 or len(event.tokens) != size * len(event.hashes):
             return
-        if size not in held.sizes and len(held.sizes) >= MOST_SIZES:
+        if size not in blocks.sizes and len(blocks.sizes) >= MOST_SIZES:
             return
         if event.parent is None:
             before = size  # so that equal tokens in blocks of other sizes have other names
-        elif event.parent in held.names:
-            before = held.names[event.parent]
+        elif event.parent in blocks.names:
+            before = blocks.names[event.parent]
         else:
             return
-        if size not in held.sizes:
-            held.sizes.add(size)
+        if size not in blocks.sizes:
+            blocks.sizes.add(size)
             self._sizes[size] = self._sizes.get(size, 0) + 1
-        for place, block in enumerate(event.hashes):
-            before = _name(before, event.tokens[place * size : (place + 1) * size])
-            if self._rename(target, held, block, before):
-                self._add(target, held, block, event.tier)
+        for index, block in enumerate(event.hashes):
+            before = _block_name(before, event.tokens[index * size : (index + 1) * size])
+            if self._rename(target, blocks, block, before):
+                self._add(target, blocks, block, event.tier)
 
-    def removed(self, target: Target, hashes: Iterable[Hash], tier: CacheTier) -> None:
+    def removed(self, target: Target, hashes: Iterable[EngineHash], tier: CacheTier) -> None:
         """``tier`` of ``target`` lost blocks."""
-        held = self._held.get(target)
-        if held is None:
+        blocks = self._blocks.get(target)
+        if blocks is None:
             return
         for block in hashes:
-            if block not in held.names:
+            if block not in blocks.names:
                 continue
-            left = held.tiers[block] & ~(1 << tier)
-            held.tiers[block] = left
-            self._note(held.names[block], target, left)
+            left = blocks.tiers[block] & ~(1 << tier)
+            blocks.tiers[block] = left
+            self._set_tiers(blocks.names[block], target, left)
             if not left:
-                del held.names[block], held.tiers[block]
+                del blocks.names[block], blocks.tiers[block]
 
     def cleared(self, target: Target) -> None:
         """``target`` has nothing any more, or what it has is not known."""
-        held = self._held.pop(target, None)
-        if held is None:
+        blocks = self._blocks.pop(target, None)
+        if blocks is None:
             return
-        for name in held.names.values():
-            self._note(name, target, 0)
-        for size in held.sizes:
+        for name in blocks.names.values():
+            self._set_tiers(name, target, 0)
+        for size in blocks.sizes:
             self._sizes[size] -= 1
             if not self._sizes[size]:
                 del self._sizes[size]
 
-    def match(self, tokens: Sequence[int]) -> dict[Target, Hit]:
+    def match(self, tokens: Sequence[int]) -> dict[Target, CacheHit]:
         """Return what each target has of a prompt's beginning, if anything.
 
         Time: blocks that any target has, times the targets that have them.
         """
-        found: dict[Target, Hit] = {}
+        found: dict[Target, CacheHit] = {}
         for size in self._sizes:
             for target, hit in self._match(tokens, size).items():
-                if hit.tokens > found.get(target, Hit()).tokens:
+                if hit.tokens > found.get(target, CacheHit()).tokens:
                     found[target] = hit
         return found
 
-    def _match(self, tokens: Sequence[int], size: int) -> dict[Target, Hit]:
-        ended: dict[Target, Hit] = {}
+    def _match(self, tokens: Sequence[int], size: int) -> dict[Target, CacheHit]:
+        ended: dict[Target, CacheHit] = {}
         going: dict[Target, float] | None = None  # worth so far, of those that have all blocks
         before, start = size, 0
         while start + size <= len(tokens):
-            before = _name(before, tokens[start : start + size])
+            before = _block_name(before, tokens[start : start + size])
             here = self._where.get(before)
             if not here:
                 break
             if going is None:
                 going = dict.fromkeys(here, 0.0)
             for target in [target for target in going if target not in here]:
-                ended[target] = Hit(start, going.pop(target))
+                ended[target] = CacheHit(start, going.pop(target))
             if not going:
                 break
             for target in going:
                 going[target] += size * _worth(here[target])
             start += size
         for target, worth in (going or {}).items():
-            ended[target] = Hit(start, worth)
+            ended[target] = CacheHit(start, worth)
         return ended
 
-    def _rename(self, target: Target, held: TargetBlocks, block: Hash, name: Name) -> bool:
+    def _rename(
+        self, target: Target, blocks: TargetBlocks, block: EngineHash, name: BlockName
+    ) -> bool:
         """The engine calls ``name`` by ``block``; return False if that is one block too many."""
-        old = held.names.get(block)
-        if old is None and len(held.names) >= self._most:
+        old = blocks.names.get(block)
+        if old is None and len(blocks.names) >= self._most:
             return False
         if old is not None and old != name:  # it lied, or uses a hash again
-            self._note(old, target, 0)
-            held.tiers.pop(block, None)
-        held.names[block] = name
+            self._set_tiers(old, target, 0)
+            blocks.tiers.pop(block, None)
+        blocks.names[block] = name
         return True
 
-    def _add(self, target: Target, held: TargetBlocks, block: Hash, tier: CacheTier) -> None:
-        name = held.names.get(block)
+    def _add(
+        self, target: Target, blocks: TargetBlocks, block: EngineHash, tier: CacheTier
+    ) -> None:
+        name = blocks.names.get(block)
         if name is not None:
-            held.tiers[block] = held.tiers.get(block, 0) | 1 << tier
-            self._note(name, target, held.tiers[block])
+            blocks.tiers[block] = blocks.tiers.get(block, 0) | 1 << tier
+            self._set_tiers(name, target, blocks.tiers[block])
 
-    def _note(self, name: Name, target: Target, tiers: int) -> None:
+    def _set_tiers(self, name: BlockName, target: Target, tiers: int) -> None:
         if tiers:
             self._where.setdefault(name, {})[target] = tiers
             return
@@ -211,13 +215,13 @@ class PrefixIndex:
                 del self._where[name]
 
 
-def _name(before: Name, tokens: Sequence[int]) -> Name:
+def _block_name(before: BlockName, tokens: Sequence[int]) -> BlockName:
     """Integers, so the same in every process. A collision costs a wrong guess, nothing more."""
     return hash((before, *tokens))
 
 
 _WORTH_OF = tuple(
-    max((WORTH[tier] for tier in CacheTier if tiers >> tier & 1), default=0.0)
+    max((TIER_WORTH[tier] for tier in CacheTier if tiers >> tier & 1), default=0.0)
     for tiers in range(1 << len(CacheTier))
 )
 

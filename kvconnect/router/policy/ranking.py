@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvconnect.router.policy.loads import Target, TargetLoad
 
-_SPILL = 1.25  # of the mean load: above it, a session moves on
+_SPILL_FACTOR = 1.25  # of the mean load: above it, a session moves on
 
 
 class RankingPolicy(str, Enum):
@@ -57,7 +57,7 @@ class Candidate(NamedTuple):
     hit: float = 0.0
 
 
-class Job(NamedTuple):
+class RankingJob(NamedTuple):
     """What is to be placed.
 
     Attributes:
@@ -80,7 +80,7 @@ class Pick(NamedTuple):
     why: RankingReason
 
 
-def pick(policy: RankingPolicy, candidates: Sequence[Candidate], job: Job) -> Pick:
+def pick(policy: RankingPolicy, candidates: Sequence[Candidate], job: RankingJob) -> Pick:
     """Return where ``job`` goes; there is at least one candidate."""
     if len(candidates) == 1:
         return Pick(candidates[0], RankingReason.ONLY)
@@ -108,19 +108,19 @@ def least(candidates: Sequence[Candidate], costs: Sequence[float], turn: int) ->
     return ties[turn % len(ties)]
 
 
-def _least_tokens(candidates: Sequence[Candidate], job: Job) -> Pick:
+def _least_tokens(candidates: Sequence[Candidate], job: RankingJob) -> Pick:
     return Pick(least(candidates, tokens_at(candidates), job.turn), RankingReason.LEAST)
 
 
-def _round_robin(candidates: Sequence[Candidate], job: Job) -> Pick:
+def _round_robin(candidates: Sequence[Candidate], job: RankingJob) -> Pick:
     return Pick(candidates[job.turn % len(candidates)], RankingReason.TURN)
 
 
-def _random(candidates: Sequence[Candidate], job: Job) -> Pick:
+def _random(candidates: Sequence[Candidate], job: RankingJob) -> Pick:
     return Pick(candidates[int(job.draw * len(candidates))], RankingReason.RANDOM)
 
 
-def _power_of_two(candidates: Sequence[Candidate], job: Job) -> Pick:
+def _power_of_two(candidates: Sequence[Candidate], job: RankingJob) -> Pick:
     others = len(candidates) - 1
     first, second = divmod(int(job.draw * len(candidates) * others), others)
     second += second >= first
@@ -129,7 +129,7 @@ def _power_of_two(candidates: Sequence[Candidate], job: Job) -> Pick:
     return Pick(least(two, [loads[first], loads[second]], job.turn), RankingReason.LESS_OF_TWO)
 
 
-def _cache_aware(candidates: Sequence[Candidate], job: Job) -> Pick:
+def _cache_aware(candidates: Sequence[Candidate], job: RankingJob) -> Pick:
     """Take the least work until the prompt is done: what waits there, and what is not cached.
 
     This bounds the load: a target is preferred to the least busy one only while it is busier by
@@ -141,16 +141,16 @@ def _cache_aware(candidates: Sequence[Candidate], job: Job) -> Pick:
     return Pick(best, RankingReason.HIT if best.hit > 0 else RankingReason.NO_HIT)
 
 
-def _session(candidates: Sequence[Candidate], job: Job) -> Pick:
+def _session(candidates: Sequence[Candidate], job: RankingJob) -> Pick:
     """Rendezvous hashing: when a target comes or goes, only its own sessions move."""
     loads = tokens_at(candidates)
     if not job.session:
         return Pick(least(candidates, loads, job.turn), RankingReason.NO_SESSION)
     order = sorted(zip(candidates, loads, strict=True), key=lambda p: _weight(job.session, p[0]))
-    bound = _SPILL * sum(loads) / len(loads) + job.tokens
-    for place, (candidate, load) in enumerate(order):
+    bound = _SPILL_FACTOR * sum(loads) / len(loads) + job.tokens
+    for index, (candidate, load) in enumerate(order):
         if load <= bound:
-            return Pick(candidate, RankingReason.SPILLED if place else RankingReason.STICKY)
+            return Pick(candidate, RankingReason.SPILLED if index else RankingReason.STICKY)
     raise AssertionError("one load is not above their mean")
 
 
@@ -160,7 +160,7 @@ def _weight(session: str, candidate: Candidate) -> bytes:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
-_POLICIES: dict[RankingPolicy, Callable[[Sequence[Candidate], Job], Pick]] = {
+_POLICIES: dict[RankingPolicy, Callable[[Sequence[Candidate], RankingJob], Pick]] = {
     RankingPolicy.LEAST_TOKENS: _least_tokens,
     RankingPolicy.ROUND_ROBIN: _round_robin,
     RankingPolicy.RANDOM: _random,

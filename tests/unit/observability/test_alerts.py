@@ -151,15 +151,15 @@ CASES = (
     Case(
         "KVConnectRouterEngineDown",
         {
-            'kvconnect_router_upstream_up{leg="decode",upstream="a"}': "1x9 0x20 1x20",
-            'kvconnect_router_upstream_up{leg="decode",upstream="b"}': "1x60",
+            'kvconnect_router_upstream_up{role="decode",upstream="a"}': "1x9 0x20 1x20",
+            'kvconnect_router_upstream_up{role="decode",upstream="b"}': "1x60",
         },
         fires=20,
         ends=35,
     ),
     Case(
         "KVConnectRouterNoEngine",
-        {'kvconnect_router_upstream_up{leg="decode",upstream="a"}': "1x9 0x20 1x20"},
+        {'kvconnect_router_upstream_up{role="decode",upstream="a"}': "1x9 0x20 1x20"},
         fires=20,
         ends=35,
         also=("KVConnectRouterEngineDown",),
@@ -167,8 +167,8 @@ CASES = (
     Case(
         "KVConnectRouterImbalance",
         {
-            'kvconnect_router_imbalance{leg="decode"}': "1x9 3x30 1x20",
-            'kvconnect_router_tokens_in_flight{leg="decode",upstream="a",rank="0"}': "20000x90",
+            'kvconnect_router_imbalance{role="decode"}': "1x9 3x30 1x20",
+            'kvconnect_router_tokens_in_flight{role="decode",upstream="a",rank="0"}': "20000x90",
         },
         fires=30,
         ends=45,

@@ -22,12 +22,11 @@ from rich.console import Console
 from kvconnect import cli
 from kvconnect.errors import ConfigError
 from kvconnect.observability.metrics import rates
-from kvconnect.observability.metrics.catalog import CATALOG
+from kvconnect.observability.metrics.catalog import CATALOG, ROUTER_CATALOG
 from kvconnect.observability.metrics.frame import EndpointFrame, Phase, Snapshot
 from kvconnect.observability.metrics.rates import Scrape
 from kvconnect.observability.top import app, screen
 from kvconnect.observability.top import app as fetch
-from kvconnect.router.metrics import ROWS
 from tests.links import make_certificates
 
 BEFORE = """\
@@ -78,12 +77,12 @@ vllm:kvconnect_failed_blocks_total{engine="0",cause="copy"} 0
 ROUTER = """\
 kvconnect_router_requests_total{mode="push",reason="default",outcome="ok"} %d
 kvconnect_router_queue 3
-kvconnect_router_imbalance{leg="prefill"} 1.25
-kvconnect_router_upstream_up{leg="prefill",upstream="http://a:1"} 1
-kvconnect_router_upstream_up{leg="decode",upstream="http://b:2"} 0
-kvconnect_router_in_flight{leg="prefill",upstream="http://a:1"} 4
-kvconnect_router_tokens_in_flight{leg="prefill",upstream="http://a:1",rank="0"} 100
-kvconnect_router_tokens_in_flight{leg="prefill",upstream="http://a:1",rank="1"} 50
+kvconnect_router_imbalance{role="prefill"} 1.25
+kvconnect_router_upstream_up{role="prefill",upstream="http://a:1"} 1
+kvconnect_router_upstream_up{role="decode",upstream="http://b:2"} 0
+kvconnect_router_in_flight{role="prefill",upstream="http://a:1"} 4
+kvconnect_router_tokens_in_flight{role="prefill",upstream="http://a:1",rank="0"} 100
+kvconnect_router_tokens_in_flight{role="prefill",upstream="http://a:1",rank="1"} 50
 """
 
 
@@ -186,7 +185,7 @@ class TestRates:
         """A renamed metric would otherwise just read 0 for ever."""
         source = Path(rates.__file__).read_text()
         named = set(re.findall(r'(?:read\.\w+|over)\(\s*f?"(\w+)"', source)) | set(rates.FAILURES)
-        rows = {row.name for row in CATALOG} | {row.name for row in ROWS}
+        rows = {row.name for row in CATALOG} | {row.name for row in ROUTER_CATALOG}
         plain = {name.removesuffix("_total") for name in named}
         assert len(plain) > 20
         assert plain <= rows

@@ -22,7 +22,7 @@ from tests.fakes.engine import (
     until,
 )
 
-ALONE = [api for api in APIS if api.alone]
+ALONE = [api for api in APIS if api.decode_only]
 NAMED = b'event: message_start\ndata: {"type": "message_start"}\n\n'
 DELTA = b'event: content_block_delta\ndata: {"type": "content_block_delta"}\n\n'
 FAILED = b'event: error\ndata: {"type": "error", "error": {"message": "load failed"}}\n\n'
@@ -152,7 +152,7 @@ async def test_responses_that_need_others_are_not_handed_over() -> None:
 async def test_messages_cannot_be_handed_over_by_sglang() -> None:
     p, d = FakeEngine(prefills), FakeEngine(decodes)
     p.settings = d.settings = ",engine=sglang"
-    p.card_lifetime_s = 0.0
+    p.standing_ticket_lifetime_s = 0.0
     async with bench([p], [d]) as router:
         status, body, _ = await router.post({"model": "tiny", "messages": []}, "/v1/messages")
         assert status == 404 and b"No engine here serves this path" in body

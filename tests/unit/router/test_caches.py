@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.errors import Refused
-from kvconnect.router.body import pieces_of, read_body
-from kvconnect.router.fleet import kv_events as subscribing
+from kvconnect.router.body import prefix_of, read_body
 from kvconnect.router.fleet import watch
-from kvconnect.router.fleet.kv_events import Feed
+from kvconnect.router.fleet import watch as subscribing
+from kvconnect.router.fleet.kv_events import RankEvents
 from kvconnect.router.options import Listening
 from kvconnect.router.policy.caches import History
 from kvconnect.router.policy.loads import Target
-from kvconnect.router.policy.prefixes import MOST_SIZES, Hit, PrefixIndex
+from kvconnect.router.policy.prefixes import MOST_SIZES, CacheHit, PrefixIndex
 from kvconnect.router.policy.ranking import RankingPolicy
 from tests.fakes.engine import FakeEngine, bench, decodes, on_loop, prefills, until
 
@@ -53,7 +53,7 @@ def batch(*events: Any) -> bytes:
 
 def told(*events: Any) -> PrefixIndex:
     index = PrefixIndex()
-    assert Feed(A, index).message(0, batch(*events))
+    assert RankEvents(A, index).message(0, batch(*events))
     return index
 
 
@@ -61,30 +61,30 @@ def told(*events: Any) -> PrefixIndex:
 
 
 def test_events_of_both_engines_and_of_older_ones() -> None:
-    assert told(stored(TOKENS)).match(TOKENS) == {A: Hit(16, 16.0)}
+    assert told(stored(TOKENS)).match(TOKENS) == {A: CacheHit(16, 16.0)}
     old = ["BlockStored", [1, 2, 3, 4], None, TOKENS, 4, None, "GPU"]
-    assert told(old).match(TOKENS) == {A: Hit(16, 16.0)}
-    assert told(stored(TOKENS), ["BlockRemoved", [3], "GPU"]).match(TOKENS) == {A: Hit(8, 8.0)}
+    assert told(old).match(TOKENS) == {A: CacheHit(16, 16.0)}
+    assert told(stored(TOKENS), ["BlockRemoved", [3], "GPU"]).match(TOKENS) == {A: CacheHit(8, 8.0)}
     assert told(stored(TOKENS), {"type": "AllBlocksCleared"}).match(TOKENS) == {}
     names = [bytes([n]) * 32 for n in range(4)]
-    assert told(stored(TOKENS, block_hashes=names)).match(TOKENS) == {A: Hit(16, 16.0)}
+    assert told(stored(TOKENS, block_hashes=names)).match(TOKENS) == {A: CacheHit(16, 16.0)}
     pinned = stored([], block_hashes=[1, 2], medium="CPU_PINNED")
-    assert told(stored(TOKENS), pinned, removed(1, 2, 3, 4)).match(TOKENS) == {A: Hit(8, 7.2)}
-    assert told({"type": "Unheard"}, 7, stored(TOKENS)).match(TOKENS) == {A: Hit(16, 16.0)}
+    assert told(stored(TOKENS), pinned, removed(1, 2, 3, 4)).match(TOKENS) == {A: CacheHit(8, 7.2)}
+    assert told({"type": "Unheard"}, 7, stored(TOKENS)).match(TOKENS) == {A: CacheHit(16, 16.0)}
 
 
 def test_an_index_keeps_so_many_blocks_and_sizes_of_a_target() -> None:
     index = PrefixIndex(most=3)
-    feed = Feed(A, index)
+    feed = RankEvents(A, index)
     feed.message(0, batch(stored(TOKENS)))
-    assert index.match(TOKENS) == {A: Hit(12, 12.0)}, "the fourth was left out"
+    assert index.match(TOKENS) == {A: CacheHit(12, 12.0)}, "the fourth was left out"
     feed.message(1, batch(removed(1, 2, 3)))
     assert len(index) == 0
     feed.message(2, batch(stored(TOKENS[:8], first=11)))
-    assert index.match(TOKENS) == {A: Hit(8, 8.0)}, "there is room again"
+    assert index.match(TOKENS) == {A: CacheHit(8, 8.0)}, "there is room again"
 
     index = PrefixIndex()
-    feed = Feed(A, index)
+    feed = RankEvents(A, index)
     for size in range(1, 100):
         block = stored(TOKENS[:size] * (size <= 16), block_hashes=[size], block_size=size)
         feed.message(size - 1, batch(block))
@@ -96,20 +96,20 @@ def test_an_index_keeps_so_many_blocks_and_sizes_of_a_target() -> None:
 def test_a_hash_that_names_another_block_leaves_nothing_behind() -> None:
     """An engine that names block after block alike must not fill the index."""
     index = PrefixIndex()
-    feed = Feed(A, index)
+    feed = RankEvents(A, index)
     for number in range(100):
         tokens = [number] * 4
         feed.message(number, batch(stored(tokens)))
-        assert index.match(tokens) == {A: Hit(4, 4.0)}
+        assert index.match(tokens) == {A: CacheHit(4, 4.0)}
         assert len(index) == 1
 
 
 def test_tokens_that_come_in_pairs() -> None:
     pairs = [list(pair) for pair in zip(TOKENS, [*TOKENS[1:], 7], strict=True)]
-    assert told(stored(TOKENS, token_ids=pairs)).match(TOKENS) == {A: Hit(16, 16.0)}
+    assert told(stored(TOKENS, token_ids=pairs)).match(TOKENS) == {A: CacheHit(16, 16.0)}
     index = PrefixIndex()
     with pytest.raises(Refused):
-        Feed(A, index).message(0, batch(stored(TOKENS, token_ids=[[]] * 16)))
+        RankEvents(A, index).message(0, batch(stored(TOKENS, token_ids=[[]] * 16)))
     assert index.match(TOKENS) == {}
 
 
@@ -134,14 +134,14 @@ def test_a_sliding_window_takes_no_prefix_with_it() -> None:
     window = stored(TOKENS, group_idx=1, kv_cache_spec_kind="sliding_window")
     old = ["BlockRemoved", [1], "GPU", 1]
     index = PrefixIndex()
-    feed = Feed(A, index)
+    feed = RankEvents(A, index)
     assert feed.message(0, batch(whole, window, removed(1, 2, group_idx=1), old))
-    assert index.match(TOKENS) == {A: Hit(16, 16.0)}
+    assert index.match(TOKENS) == {A: CacheHit(16, 16.0)}
     untold = stored([], block_hashes=[4], medium="CPU", group_idx=1)
     assert feed.message(1, batch(untold, removed(4, group_idx=0)))
-    assert index.match(TOKENS) == {A: Hit(12, 12.0)}
+    assert index.match(TOKENS) == {A: CacheHit(12, 12.0)}
     assert feed.message(0, batch(stored(TOKENS, group_idx=1), removed(3, group_idx=1)))
-    assert index.match(TOKENS) == {A: Hit(8, 8.0)}, "another incarnation numbers anew"
+    assert index.match(TOKENS) == {A: CacheHit(8, 8.0)}, "another incarnation numbers anew"
 
 
 @pytest.mark.parametrize(
@@ -160,11 +160,11 @@ def test_a_sliding_window_takes_no_prefix_with_it() -> None:
 )
 def test_what_is_no_event_is_refused_and_does_no_harm(payload: bytes) -> None:
     index = PrefixIndex()
-    feed = Feed(A, index)
+    feed = RankEvents(A, index)
     with pytest.raises(Refused):
         feed.message(0, payload)
     assert feed.message(1, batch(stored(TOKENS)))
-    assert index.match(TOKENS) == {A: Hit(16, 16.0)}
+    assert index.match(TOKENS) == {A: CacheHit(16, 16.0)}
 
 
 SMALL = st.integers(-(2**63), 2**63)
@@ -174,38 +174,38 @@ SMALL = st.integers(-(2**63), 2**63)
 def test_anything_may_come(noise: Any) -> None:
     payload = noise if isinstance(noise, bytes) else msgspec.msgpack.encode([0.0, [noise]])
     with contextlib.suppress(Refused):
-        Feed(A, PrefixIndex()).message(0, payload)
+        RankEvents(A, PrefixIndex()).message(0, payload)
 
 
 def test_a_gap_is_noticed_and_filled() -> None:
     index = PrefixIndex()
-    feed = Feed(A, index)
+    feed = RankEvents(A, index)
     assert feed.message(0, batch(stored(TOKENS)))
     assert not feed.message(3, batch())
     assert feed.wanted == 1
     for number, event in ((1, removed(4)), (2, removed(3)), (3, removed(2))):
         assert feed.settle(number, batch(event))
     assert feed.settle(3, batch(removed(1))), "the one that came live was repeated too"
-    assert index.match(TOKENS) == {A: Hit(4, 4.0)}
+    assert index.match(TOKENS) == {A: CacheHit(4, 4.0)}
     assert feed.message(4, batch()) and feed.wanted == 5
 
 
 def test_what_cannot_be_had_again_costs_all_that_is_known() -> None:
     index = PrefixIndex()
-    feed = Feed(A, index)
+    feed = RankEvents(A, index)
     assert feed.message(0, batch(stored(TOKENS)))
     assert not feed.message(3, batch(stored(TOKENS[:4], first=9)))
     assert not feed.settle(3, batch(stored(TOKENS[:4], first=9)))
-    assert index.match(TOKENS) == {A: Hit(4, 4.0)}
+    assert index.match(TOKENS) == {A: CacheHit(4, 4.0)}
 
 
 def test_an_engine_that_counts_from_0_again_is_another_one() -> None:
     index = PrefixIndex()
-    feed = Feed(A, index)
+    feed = RankEvents(A, index)
     for number in range(3):
         assert feed.message(number, batch(stored(TOKENS)))
     assert feed.message(0, batch(stored(TOKENS[:8])))
-    assert index.match(TOKENS) == {A: Hit(8, 8.0)}
+    assert index.match(TOKENS) == {A: CacheHit(8, 8.0)}
     assert feed.message(1, batch())
     assert not feed.message(5, batch())
 
@@ -216,7 +216,7 @@ def test_however_much_is_lost_nothing_is_claimed_that_is_gone(
 ) -> None:
     """Blocks are stored and removed; live messages get lost, and a replay has only the last."""
     index, held = PrefixIndex(), set[int]()
-    feed = Feed(A, index)
+    feed = RankEvents(A, index)
     messages: list[bytes] = []
     for number, is_lost in enumerate(lost):
         block = data.draw(st.integers(0, 3))
@@ -303,7 +303,7 @@ async def test_prompts_go_where_events_say_they_are_cached() -> None:
         async with bench(ps, [d], **aware) as router:
 
             async def outcome(name: str) -> float:
-                labels = {"leg": "prefill", "upstream": ps[1].url}
+                labels = {"role": "prefill", "upstream": ps[1].url}
                 return await router.metric("kv_events_total", **labels, outcome=name)
 
             async def heard() -> bool:
@@ -350,7 +350,7 @@ async def test_text_goes_where_it_was_sent_before() -> None:
 
 
 def units_of(body: dict[str, Any]) -> list[int]:
-    return pieces_of(read_body(msgspec.json.encode(body))).units
+    return prefix_of(read_body(msgspec.json.encode(body))).chunk_hashes
 
 
 def test_units_are_equal_for_equal_pieces() -> None:
@@ -367,12 +367,12 @@ def test_units_are_equal_for_equal_pieces() -> None:
 def test_a_history_is_bounded_and_forgets_the_ends_of_old_prompts_first() -> None:
     history = History(most=6)
     history.sent(A, [1, 2, 3, 4])
-    assert history.match([1, 2, 3, 9]) == {A: Hit(48, 48.0)}
+    assert history.match([1, 2, 3, 9]) == {A: CacheHit(48, 48.0)}
     history.sent(Target(1), [5, 6, 7, 8])
-    assert history.match([1, 2, 3, 4]) == {A: Hit(32, 32.0)}
+    assert history.match([1, 2, 3, 4]) == {A: CacheHit(32, 32.0)}
     history.sent(A, [1, 2])
     history.sent(Target(1), [5, 6, 7, 8])
-    assert history.match([1, 2]) == {A: Hit(32, 32.0)}, "what is sent again is kept"
+    assert history.match([1, 2]) == {A: CacheHit(32, 32.0)}, "what is sent again is kept"
     history.forget(A)
     assert history.match([1, 2]) == {}
     for turn in range(50):

@@ -24,7 +24,7 @@ import pytest
 from aiohttp import http_parser
 from multidict import CIMultiDict
 
-from kvconnect.router.app import SERVER
+from kvconnect.router.app import SERVER_OPTIONS
 from kvconnect.router.options import RouterLimits
 from tests.fakes.engine import ASK, FakeEngine, bench, decodes, on_loop, prefills, until
 from tests.links import make_certificates
@@ -216,7 +216,7 @@ async def test_encoded_bodies_are_refused_before_they_are_looked_at(
     decompressed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_parser, "HAS_BROTLI", False)
-    monkeypatch.setitem(SERVER, "auto_decompress", decompressed)
+    monkeypatch.setitem(SERVER_OPTIONS, "auto_decompress", decompressed)
     p, d = FakeEngine(prefills), FakeEngine(decodes)
     async with bench([p], [d]) as router:
 

@@ -41,7 +41,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def sglang(answer: Handler, tokens: list[int]) -> FakeEngine:
     """A server with a rank for each number, which is its load."""
     engine = FakeEngine(answer)
-    engine.settings, engine.card_lifetime_s = ",engine=sglang,bootstrap=9123", 0
+    engine.settings, engine.standing_ticket_lifetime_s = ",engine=sglang,bootstrap=9123", 0
     loads = [{"dp_rank": rank, "num_used_tokens": used} for rank, used in enumerate(tokens)]
     engine.extra["/v1/loads"] = says(200, {"loads": loads})
     engine.extra["/server_info"] = says(200, {"version": "1"})
@@ -53,7 +53,7 @@ def vllm(answer: Handler, shares: list[float], settings: str = "") -> FakeEngine
     engine = FakeEngine(answer)
     engine.settings = settings
     if settings:
-        engine.card_lifetime_s = 0
+        engine.standing_ticket_lifetime_s = 0
     lines = []
     for rank, share in enumerate(shares):
         lines.append(f'vllm:kv_cache_usage_perc{{engine="{rank}"}} {share}')
@@ -71,15 +71,15 @@ def vllm(answer: Handler, shares: list[float], settings: str = "") -> FakeEngine
 
 async def engines_are_known(router: Bench) -> None:
     """Wait until the router knows what every engine is and how busy."""
-    for leg, engines in (("prefill", router.prefill), ("decode", router.decode)):
+    for role, engines in (("prefill", router.prefill), ("decode", router.decode)):
         for engine in engines:
-            await until(lambda e=engine, n=leg: _known(router, n, e))
+            await until(lambda e=engine, n=role: _known(router, n, e))
 
 
-async def _known(router: Bench, leg: str, engine: FakeEngine) -> bool:
+async def _known(router: Bench, role: str, engine: FakeEngine) -> bool:
     if engine.got["/version"] + engine.got["/server_info"] < 2:
         return False  # it is asked again only once its first answers are taken
-    return await router.metric("foreign_tokens", leg=leg, upstream=engine.url, rank="0") >= 0
+    return await router.metric("foreign_tokens", role=role, upstream=engine.url, rank="0") >= 0
 
 
 # SGLang -----------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ async def test_ranks_of_vllm_are_named_in_a_header_and_have_cards_of_their_own()
     p, d = vllm(prefills, [0.5, 0.1]), vllm(decodes, [0.0, 0.0, 0.2])
     async with bench([p], [d]) as router:
         await engines_are_known(router)
-        await until(lambda: p.cards >= 2)
+        await until(lambda: p.standing_tickets >= 2)
         ranks = []
         for _ in range(2):
             status, _, headers = await router.post(ASK)
@@ -210,13 +210,13 @@ async def test_one_leg_after_the_other_for_nixl() -> None:
         assert (status, headers["x-kvconnect-mode"]) == (200, "pull")
         assert d.asked[0][PARAMS]["odd"] == [1, {}], "word for word"
         assert await router.metric("requests_total", mode="pull", reason="connector", outcome="ok")
-        assert p.cards == 0
+        assert p.standing_tickets == 0
 
 
 @on_loop
 async def test_mooncakes_decode_engine_is_told_what_its_prefill_engine_does_not_say() -> None:
     p, d = vllm(says(200, {"choices": []}), [0.0, 0.0]), vllm(decodes, [0.0], ",engine=mooncake")
-    p.card_lifetime_s = 0
+    p.standing_ticket_lifetime_s = 0
     p.extra["/query"] = says(200, {"0": {"engine_id": "e0"}, "1": {"engine_id": "e1"}})
     await p.start()  # its bootstrap server is on its own port here
     p.settings = f",engine=mooncake,bootstrap={p.port}"
@@ -305,7 +305,7 @@ async def test_loads_are_read_and_own_requests_are_not_counted_twice() -> None:
     p, d = vllm(hangs, [0.25]), vllm(decodes, [0.5])
     async with bench([p], [d], intervals=Intervals(0.02, 0), pull=True, timeout_s=3.0) as router:
         await engines_are_known(router)
-        labels = {"leg": "prefill", "upstream": p.url, "rank": "0"}
+        labels = {"role": "prefill", "upstream": p.url, "rank": "0"}
         assert await router.metric("foreign_tokens", **labels) == 400
         prompt = [1] * 300
         asking = asyncio.create_task(router.post(ASK | {"prompt": prompt}))
@@ -333,7 +333,7 @@ async def test_a_load_that_is_not_told_is_unknown(answer: Handler) -> None:
 
         async def heard() -> bool:
             outcomes = ("discarded", "failed")
-            labels = {"leg": "prefill", "upstream": p.url}
+            labels = {"role": "prefill", "upstream": p.url}
             return (
                 sum(
                     [
@@ -345,7 +345,7 @@ async def test_a_load_that_is_not_told_is_unknown(answer: Handler) -> None:
             )
 
         await until(heard)
-        labels = {"leg": "prefill", "upstream": p.url, "rank": "0"}
+        labels = {"role": "prefill", "upstream": p.url, "rank": "0"}
         assert await router.metric("foreign_tokens", **labels) == -1
         assert (await router.post(ASK))[0] == 200
 

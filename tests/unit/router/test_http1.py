@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvconnect.router.http import pool
-from kvconnect.router.http.http1 import Base, Lost, head_of, read
-from kvconnect.router.http.pool import Client
+from kvconnect.router.http.http1 import BaseUrl, ConnectionLost, read, request_head
+from kvconnect.router.http.pool import ConnectionPool
 from tests.fakes.engine import on_loop, until
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -45,10 +45,10 @@ class Engine:
 
 
 @asynccontextmanager
-async def asked(engine: Engine) -> AsyncIterator[tuple[Client, Base]]:
+async def asked(engine: Engine) -> AsyncIterator[tuple[ConnectionPool, BaseUrl]]:
     server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
-    base = Base.of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-    client = Client(SILENCE_S)
+    base = BaseUrl.of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    client = ConnectionPool(SILENCE_S)
     try:
         yield client, base
     finally:
@@ -56,8 +56,8 @@ async def asked(engine: Engine) -> AsyncIterator[tuple[Client, Base]]:
         server.close()
 
 
-async def ask(client: Client, base: Base) -> bytes:
-    connection = await client.open(base, head_of(base, "GET", "/", {}))
+async def ask(client: ConnectionPool, base: BaseUrl) -> bytes:
+    connection = await client.open(base, request_head(base, "GET", "/", {}))
     try:
         return await read(connection)
     finally:
@@ -115,7 +115,7 @@ async def test_an_unframed_answer_is_whole_only_when_the_engine_ends_it() -> Non
     async with asked(Engine([UNFRAMED])) as (client, base):
         assert await ask(client, base) == b"half of it"
     async with asked(Staying([UNFRAMED])) as (client, base):
-        with pytest.raises(Lost, match="sent nothing for"):
+        with pytest.raises(ConnectionLost, match="sent nothing for"):
             await ask(client, base)
 
 
@@ -132,7 +132,7 @@ async def test_what_comes_after_an_answer_is_nobodys(more: bytes) -> None:
 async def test_interim_answers_have_no_part_in_the_real_one() -> None:
     interim = b"HTTP/1.1 103 Early\r\nContent-Type: text/evil\r\n\r\n"
     async with asked(Engine([interim * 100 + OK])) as (client, base):
-        connection = await client.open(base, head_of(base, "GET", "/", {}))
+        connection = await client.open(base, request_head(base, "GET", "/", {}))
         assert await read(connection) == b"ok"
         assert connection.answer.headers == {"content-length": "2"}
         client.release(base, connection)
@@ -142,7 +142,7 @@ async def test_interim_answers_have_no_part_in_the_real_one() -> None:
 async def test_a_head_has_a_bound() -> None:
     endless = b"HTTP/1.1 200 OK\r\n" + b"X: %b\r\n" % bytes(1000).replace(b"\0", b"a") * 100
     async with asked(Engine([endless])) as (client, base):
-        with pytest.raises(Lost, match="no HTTP"):
+        with pytest.raises(ConnectionLost, match="no HTTP"):
             await ask(client, base)
 
 
@@ -157,7 +157,7 @@ async def test_a_request_that_an_engine_has_taken_is_not_repeated(answer: bytes)
     asyncio.get_running_loop().set_exception_handler(lambda _, what: escaped.append(what))
     async with asked(engine) as (client, base):
         assert await ask(client, base) == b"ok"
-        with pytest.raises(Lost):
+        with pytest.raises(ConnectionLost):
             await ask(client, base)
     assert (engine.asked, engine.connections) == (2, 1)
     assert escaped == []
@@ -183,9 +183,9 @@ async def test_a_connection_that_is_made_when_its_request_is_cancelled_is_closed
         return made
 
     monkeypatch.setattr(loop, "create_connection", connect_and_hang_up, raising=False)
-    client = Client(SILENCE_S)
-    base = Base.of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-    asking = asyncio.create_task(client.open(base, head_of(base, "GET", "/", {})))
+    client = ConnectionPool(SILENCE_S)
+    base = BaseUrl.of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    asking = asyncio.create_task(client.open(base, request_head(base, "GET", "/", {})))
     await asyncio.wait({asking})
     assert asking.cancelled()
     await ended.wait()

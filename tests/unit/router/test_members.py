@@ -24,12 +24,12 @@ from hypothesis import strategies as st
 
 from kvconnect import memory
 from kvconnect.router.fleet import upstreams as breakers
-from kvconnect.router.fleet.sources import Refusal, dns, file
+from kvconnect.router.fleet.sources import OnRefused, dns, file
 from kvconnect.router.fleet.upstreams import Upstream, engine_breaker
 from kvconnect.router.http.admission import Admission, Busy
-from kvconnect.router.http.http1 import Base
-from kvconnect.router.http.pool import Client
-from kvconnect.router.metrics import What
+from kvconnect.router.http.http1 import BaseUrl
+from kvconnect.router.http.pool import ConnectionPool
+from kvconnect.router.metrics import InputKind
 from kvconnect.router.options import AdminAccess, RouterLimits, Sources, Worker
 from kvconnect.router.policy.loads import Engine, Loads, Role
 from tests.fakes.engine import (
@@ -265,7 +265,7 @@ async def test_a_silent_engine_is_gone_around() -> None:
     async with bench(ps, [d], pull=True, silence_s=0.2) as router:
         status, _, headers = await router.post(ASK)
         assert (status, headers["x-kvconnect-prefill"]) == (200, "1")
-        assert await router.metric("retries_total", leg="prefill", cause="unreachable") == 1
+        assert await router.metric("retries_total", role="prefill", cause="unreachable") == 1
         await until(lambda: ps[0].dropped == 1)
 
 
@@ -327,7 +327,7 @@ async def test_engines_are_added_drained_and_removed_while_requests_run() -> Non
         running = False
         await asyncio.gather(*clients)
         assert (failed, len(ds[0].asked)) == ([], before)
-        assert await router.metric("upstream_up", leg="decode", upstream=ds[0].url) == -1
+        assert await router.metric("upstream_up", role="decode", upstream=ds[0].url) == -1
         _, listed = await ask("GET", None)
         assert [(each["role"], each["url"], each["up"]) for each in listed] == [
             ("prefill", ps[0].url, True),
@@ -359,7 +359,7 @@ async def test_an_engine_comes_back_where_one_is_drained() -> None:
                 return answer.status, json.loads(await answer.read())
 
         def in_flight() -> Any:
-            return router.metric("in_flight", leg="decode", upstream=d.url)
+            return router.metric("in_flight", role="decode", upstream=d.url)
 
         held = [asyncio.create_task(router.post(ASK))]
         await until(lambda: _requests(ask, d.url, 1))
@@ -413,15 +413,15 @@ async def test_an_engine_that_a_prefill_is_for_is_not_idle() -> None:
 async def test_no_connection_to_an_engine_that_was_removed_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    forgotten: list[Base] = []
-    monkeypatch.setattr(Client, "forget", lambda _, base: forgotten.append(base))
+    forgotten: list[BaseUrl] = []
+    monkeypatch.setattr(ConnectionPool, "forget", lambda _, base: forgotten.append(base))
     p, d, port = FakeEngine(prefills), FakeEngine(decodes), free_port()
     admin, auth = f"http://127.0.0.1:{port}/workers", {"Authorization": f"Bearer {TOKEN}"}
     async with bench([p], [d], admin=AdminAccess(port=port, token=TOKEN)) as router:
         body = {"role": "decode", "url": d.url}
         async with router.client.delete(admin, json=body, headers=auth) as answer:
             assert answer.status == 200
-        await until(lambda: forgotten == [Base.of(d.url)])
+        await until(lambda: forgotten == [BaseUrl.of(d.url)])
 
 
 async def _up(ask: Any, url: str, number: int) -> bool:
@@ -467,13 +467,13 @@ async def test_a_file_adds_and_removes_engines(tmp_path: Path) -> None:
 
 
 async def _series_gone(router: Any, url: str) -> bool:
-    return await router.metric("upstream_up", leg="decode", upstream=url) == -1
+    return await router.metric("upstream_up", role="decode", upstream=url) == -1
 
 
 def test_what_a_file_names() -> None:
     said: list[str] = []
 
-    def refuse(what: What, text: str) -> None:
+    def refuse(what: InputKind, text: str) -> None:
         said.append(f"{what.value}: {text}")
 
     text = "prefill http://a:1,engine=sglang\n# no\n  decode   http://b:2  \n"
@@ -521,7 +521,7 @@ async def test_dns_adds_engines_and_a_failed_lookup_removes_none(
         sources = Sources(dns=names)
         fails = False
 
-        async def found(name: str, refuse: Refusal) -> tuple[Worker, ...]:
+        async def found(name: str, refuse: OnRefused) -> tuple[Worker, ...]:
             if fails:
                 raise OSError("no answer")
             return (Worker(name.replace("localhost", "127.0.0.1")),)

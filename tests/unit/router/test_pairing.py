@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.router.body import Prompt
-from kvconnect.router.fleet.pairing import RETRY_S, EnginePair, Proofs
+from kvconnect.router.fleet.pairing import RETRY_S, EnginePair, Pairing
 from kvconnect.router.options import RouterOptions
 from kvconnect.router.policy.choice import FailedTargets, RoutingRequest, choose
 from kvconnect.router.policy.loads import FleetView, Role, WorkerView
@@ -28,7 +28,7 @@ class Run:
 
     def __init__(self, pairs: list[EnginePair], faulty: set[Any]) -> None:
         self.pairs, self.faulty = pairs, faulty
-        self.proofs = Proofs(INTERVAL_S)
+        self.pairing = Pairing(INTERVAL_S)
         self.now = 0.0
 
     def works(self, pair: EnginePair) -> bool:
@@ -36,19 +36,19 @@ class Run:
 
     def look(self) -> list[EnginePair]:
         """Probe what is due."""
-        due = self.proofs.due(self.pairs, self.now)
+        due = self.pairing.due(self.pairs, self.now)
         for pair in due:
-            self.proofs.began(pair)
+            self.pairing.began(pair)
         for pair in due:
             if self.works(pair):
-                self.proofs.passed(pair, self.now)
+                self.pairing.passed(pair, self.now)
             else:
-                self.proofs.failed(pair, "no KV", self.now)
+                self.pairing.failed(pair, "no KV", self.now)
         self.now += 1.0
         return due
 
     def unproven(self) -> set[Any]:
-        return {engine for engine in self.engines() if not self.proofs.proven(engine)}
+        return {engine for engine in self.engines() if not self.pairing.proven(engine)}
 
     def engines(self) -> set[Any]:
         return {engine for pair in self.pairs for engine in pair.engines}
@@ -82,7 +82,7 @@ def test_faulty_engines_are_found_and_the_others_cleared(
         run.look()
     run.faulty = faulty
     for pair in run.pairs:  # requests fail there, too
-        run.proofs.doubt(pair)
+        run.pairing.recheck(pair)
     for _ in range(int(INTERVAL_S + 4 * RETRY_S)):
         assert len(run.look()) <= len(run.pairs)
     if any(map(run.works, run.pairs)):  # else nobody can tell who is at fault
@@ -90,28 +90,28 @@ def test_faulty_engines_are_found_and_the_others_cleared(
     run.faulty = set()
     for _ in range(int(INTERVAL_S + 2 * RETRY_S)):
         run.look()
-    assert run.unproven() == set() and run.proofs.broken == {}
+    assert run.unproven() == set() and run.pairing.broken == {}
 
 
 def test_a_pair_alone_can_be_broken() -> None:
     run = Run(grid(2, 2), {EnginePair(0, 1)})
     for _ in range(int(4 * INTERVAL_S)):
         run.look()
-    assert run.proofs.broken == {EnginePair(0, 1): "no KV"}
+    assert run.pairing.broken == {EnginePair(0, 1): "no KV"}
     assert run.unproven() == set()
 
 
 def test_what_was_lost_is_probed_anew_and_an_old_verdict_does_not_count() -> None:
-    pair, proofs = EnginePair(0, 0), Proofs(INTERVAL_S)
-    proofs.began(pair)
-    assert proofs.due([pair], 0.0) == [], "one probe at a time"
-    proofs.forget((Role.DECODE, 0))
-    proofs.passed(pair, 0.0)
-    assert not proofs.proven((Role.PREFILL, 0))
-    assert proofs.due([pair], 0.0) == [pair]
-    proofs.began(pair)
-    proofs.void(pair, 0.0)
-    assert proofs.due([pair], RETRY_S - 1) == [] and proofs.due([pair], RETRY_S) == [pair]
+    pair, pairing = EnginePair(0, 0), Pairing(INTERVAL_S)
+    pairing.began(pair)
+    assert pairing.due([pair], 0.0) == [], "one probe at a time"
+    pairing.forget((Role.DECODE, 0))
+    pairing.passed(pair, 0.0)
+    assert not pairing.proven((Role.PREFILL, 0))
+    assert pairing.due([pair], 0.0) == [pair]
+    pairing.began(pair)
+    pairing.void(pair, 0.0)
+    assert pairing.due([pair], RETRY_S - 1) == [] and pairing.due([pair], RETRY_S) == [pair]
 
 
 # Where requests go ------------------------------------------------------------------------------

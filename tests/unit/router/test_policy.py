@@ -24,7 +24,7 @@ from kvconnect.router.policy.choice import (
     RoutingRequest,
     Unserved,
     choose,
-    unpaired,
+    explain_no_choice,
 )
 from kvconnect.router.policy.loads import (
     Engine,
@@ -36,10 +36,10 @@ from kvconnect.router.policy.loads import (
     TargetLoad,
     WorkerView,
 )
-from kvconnect.router.policy.prefixes import CacheTier, Hit, PrefixIndex, Stored
+from kvconnect.router.policy.prefixes import CacheHit, CacheTier, PrefixIndex, StoredBlocks
 from kvconnect.router.policy.ranking import (
     Candidate,
-    Job,
+    RankingJob,
     RankingPolicy,
     RankingReason,
     pick,
@@ -60,7 +60,9 @@ def candidates(*loads: tuple[int, int | None], hits: dict[int, float] | None = N
 
 
 def picked(policy: RankingPolicy, some: list[Candidate], **job: Any) -> int:
-    return pick(policy, some, Job(**{"tokens": 100, "turn": 0, **job})).candidate.target.worker
+    return pick(
+        policy, some, RankingJob(**{"tokens": 100, "turn": 0, **job})
+    ).candidate.target.worker
 
 
 # Picks ------------------------------------------------------------------------------------------
@@ -69,7 +71,7 @@ LOADS = st.lists(
     st.tuples(st.integers(0, 10**6), st.none() | st.integers(0, 10**6)), min_size=1, max_size=9
 )
 JOBS = st.builds(
-    Job,
+    RankingJob,
     tokens=st.integers(0, 10**5),
     turn=st.integers(0, 10**6),
     draw=st.floats(0, 1, exclude_max=True),
@@ -79,7 +81,7 @@ JOBS = st.builds(
 
 @given(st.sampled_from(list(RankingPolicy)), LOADS, JOBS)
 def test_a_pick_is_one_of_the_candidates_and_always_the_same(
-    policy: RankingPolicy, loads: list[tuple[int, int | None]], job: Job
+    policy: RankingPolicy, loads: list[tuple[int, int | None]], job: RankingJob
 ) -> None:
     some = candidates(*loads)
     found = pick(policy, some, job)
@@ -90,7 +92,7 @@ def test_a_pick_is_one_of_the_candidates_and_always_the_same(
 
 @given(st.sampled_from(LOAD_AWARE), LOADS, JOBS)
 def test_unknown_is_never_picked_while_a_known_one_is_idle(
-    policy: RankingPolicy, loads: list[tuple[int, int | None]], job: Job
+    policy: RankingPolicy, loads: list[tuple[int, int | None]], job: RankingJob
 ) -> None:
     some = candidates(*loads, (0, 0))
     assert pick(policy, some, job).candidate.load.foreign is not None
@@ -98,14 +100,14 @@ def test_unknown_is_never_picked_while_a_known_one_is_idle(
 
 @given(LOADS, JOBS)
 def test_of_two_the_unknown_is_not_picked_before_an_idle_one(
-    loads: list[tuple[int, int | None]], job: Job
+    loads: list[tuple[int, int | None]], job: RankingJob
 ) -> None:
     found = pick(RankingPolicy.POWER_OF_TWO, candidates((0, None), (0, 0)), job)
     assert found.candidate.load.foreign == 0
 
 
 @given(LOADS, JOBS)
-def test_least_tokens_takes_the_least(loads: list[tuple[int, int | None]], job: Job) -> None:
+def test_least_tokens_takes_the_least(loads: list[tuple[int, int | None]], job: RankingJob) -> None:
     some = candidates(*loads)
     place = pick(RankingPolicy.LEAST_TOKENS, some, job).candidate.target.worker
     assert tokens_at(some)[place] == min(tokens_at(some))
@@ -152,7 +154,9 @@ def test_power_of_two_takes_the_less_busy_of_its_two() -> None:
 def test_cache_aware_weighs_a_hit_against_the_load() -> None:
     def where(load: int, hit: float) -> tuple[int, RankingReason]:
         found = pick(
-            RankingPolicy.CACHE_AWARE, candidates((load, 0), (0, 0), hits={0: hit}), Job(1000, 1)
+            RankingPolicy.CACHE_AWARE,
+            candidates((load, 0), (0, 0), hits={0: hit}),
+            RankingJob(1000, 1),
         )
         return found.candidate.target.worker, found.why
 
@@ -164,7 +168,7 @@ def test_cache_aware_weighs_a_hit_against_the_load() -> None:
 
 @given(LOADS, st.dictionaries(st.integers(0, 8), st.floats(0, 1000)), JOBS)
 def test_cache_aware_never_adds_more_load_than_it_saves(
-    loads: list[tuple[int, int | None]], hits: dict[int, float], job: Job
+    loads: list[tuple[int, int | None]], hits: dict[int, float], job: RankingJob
 ) -> None:
     some = candidates(*loads, hits=hits)
     found = pick(RankingPolicy.CACHE_AWARE, some, job).candidate
@@ -189,9 +193,9 @@ def test_a_session_moves_on_from_a_target_that_is_too_busy() -> None:
     home = picked(RankingPolicy.SESSION, idle, session="s", tokens=10)
     loads = [(0, 0)] * 4
     loads[home] = (10_000, 0)
-    found = pick(RankingPolicy.SESSION, candidates(*loads), Job(10, 0, 0.0, "s"))
+    found = pick(RankingPolicy.SESSION, candidates(*loads), RankingJob(10, 0, 0.0, "s"))
     assert found.why is RankingReason.SPILLED and found.candidate.target.worker != home
-    assert pick(RankingPolicy.SESSION, idle, Job(10, 0)).why is RankingReason.NO_SESSION
+    assert pick(RankingPolicy.SESSION, idle, RankingJob(10, 0)).why is RankingReason.NO_SESSION
 
 
 @given(st.sampled_from(list(RankingPolicy)), st.integers(2, 6), st.integers(0, 2**32))
@@ -375,12 +379,12 @@ def test_the_minimum_token_rank_of_the_engine_whose_turn_it_is() -> None:
 
 def test_only_uncached_tokens_count() -> None:
     view = FleetView((worker(0, 0, 0), worker(1, 0)), (worker(0),))
-    hits = {Role.PREFILL: {Target(0, 1): Hit(64, 64.0)}}
+    hits = {Role.PREFILL: {Target(0, 1): CacheHit(64, 64.0)}}
     options = RouterOptions((), (), prefill_policy=RankingPolicy.CACHE_AWARE)
     found = chosen(view, options, hits=hits)
     assert (found.prefill.target, found.prefill.tokens, found.prefill.hit) == ((0, 1), 36, 64)
     assert found.decode.tokens == 100
-    long = {Role.PREFILL: {Target(0, 1): Hit(640, 640.0)}}
+    long = {Role.PREFILL: {Target(0, 1): CacheHit(640, 640.0)}}
     assert chosen(view, options, hits=long).prefill.tokens == 0, "never negative"
 
 
@@ -398,7 +402,7 @@ def test_versions_and_engines_pair_only_with_their_like() -> None:
     assert [p.mode for p in pairs[:3]] == [Mode.PULL, Mode.PULL, Mode.BOOTSTRAP]
     split = FleetView((worker(0, version="1"),), (worker(0, version="2"),))
     assert chosen(split) is None
-    assert "version differ" in unpaired(split, RoutingRequest(ASK, 0))
+    assert "version differ" in explain_no_choice(split, RoutingRequest(ASK, 0))
 
 
 def test_an_upgrade_gets_requests_by_the_smaller_side() -> None:
@@ -438,7 +442,7 @@ def test_any_choice_is_a_pair_that_can_hand_over(
     if found is None:
         assert not pairs
         try:
-            assert unpaired(view, RoutingRequest(prompt, turn))
+            assert explain_no_choice(view, RoutingRequest(prompt, turn))
         except Unserved:
             assert not all(
                 any(w.serves(model) for w in side) for side in (view.prefill, view.decode)
@@ -461,10 +465,12 @@ def test_models_decide_who_may_serve() -> None:
     missing = RoutingRequest(ASK._replace(model="c"), 0)
     assert choose(view, missing, FailedTargets(), OPTIONS) is None
     with pytest.raises(Unserved, match="The model `c` does not exist"):
-        unpaired(view, missing)
+        explain_no_choice(view, missing)
     unknown = FleetView((*view.prefill, worker(2, up=False)), (*view.decode, worker(2, up=False)))
-    assert "serves the model 'c'" in unpaired(unknown, missing)
-    assert "no prefill engine is up" in unpaired(FleetView((), view.decode), RoutingRequest(ASK, 0))
+    assert "serves the model 'c'" in explain_no_choice(unknown, missing)
+    assert "no prefill engine is up" in explain_no_choice(
+        FleetView((), view.decode), RoutingRequest(ASK, 0)
+    )
 
 
 @pytest.mark.parametrize(
@@ -498,14 +504,14 @@ def test_sglang_takes_several_prompts_but_not_several_answers() -> None:
     several = Prompt(False, 5, sampled=True)
     assert chosen(view, prompt=several) is None
     with pytest.raises(Refused, match="without n, once for each answer"):
-        unpaired(view, RoutingRequest(several, 0))
+        explain_no_choice(view, RoutingRequest(several, 0))
     mixed = FleetView(view.prefill, (*view.decode, worker(1)))
     assert chosen(mixed, prompt=several).decode.target == Target(1)
     with pytest.raises(Refused):  # vLLM knows no /generate
-        unpaired(mixed, RoutingRequest(several, 0, api=GENERATE))
+        explain_no_choice(mixed, RoutingRequest(several, 0, api=GENERATE))
     down = FleetView(view.prefill, (*view.decode, worker(1, up=False)))
     assert chosen(down, prompt=several) is None
-    assert "no decode engine of vLLM is up" in unpaired(down, RoutingRequest(several, 0))
+    assert "no decode engine of vLLM is up" in explain_no_choice(down, RoutingRequest(several, 0))
 
 
 def test_the_decode_engine_of_an_earlier_attempt_is_kept_if_it_can_be() -> None:
@@ -518,9 +524,11 @@ def test_the_decode_engine_of_an_earlier_attempt_is_kept_if_it_can_be() -> None:
 # Prefixes ---------------------------------------------------------------------------------------
 
 
-def stored(tokens: list[int], first: int = 1, parent: int | None = None, **more: Any) -> Stored:
+def stored(
+    tokens: list[int], first: int = 1, parent: int | None = None, **more: Any
+) -> StoredBlocks:
     hashes = list(range(first, first + len(tokens) // 4))
-    return Stored(hashes, parent, tokens, 4, more.get("tier", CacheTier.DEVICE))
+    return StoredBlocks(hashes, parent, tokens, 4, more.get("tier", CacheTier.DEVICE))
 
 
 A, B = Target(0), Target(1, 2)
@@ -531,11 +539,11 @@ def test_the_longest_cached_prefix_of_each_target() -> None:
     index = PrefixIndex()
     index.stored(A, stored(TOKENS))
     index.stored(B, stored(TOKENS[:8], first=70))
-    assert index.match(TOKENS) == {A: Hit(16, 16.0), B: Hit(8, 8.0)}
-    assert index.match(TOKENS[:15]) == {A: Hit(12, 12.0), B: Hit(8, 8.0)}
+    assert index.match(TOKENS) == {A: CacheHit(16, 16.0), B: CacheHit(8, 8.0)}
+    assert index.match(TOKENS[:15]) == {A: CacheHit(12, 12.0), B: CacheHit(8, 8.0)}
     assert index.match([9, *TOKENS]) == {}
     index.stored(B, stored([50, 51, 52, 53], first=80, parent=71))
-    assert index.match([*TOKENS[:8], 50, 51, 52, 53])[B] == Hit(12, 12.0)
+    assert index.match([*TOKENS[:8], 50, 51, 52, 53])[B] == CacheHit(12, 12.0)
     index.stored(B, stored([1, 2, 3, 4], first=90, parent=999))
     assert index.match([1, 2, 3, 4]) == {}, "its beginning is unknown"
 
@@ -543,11 +551,11 @@ def test_the_longest_cached_prefix_of_each_target() -> None:
 def test_removal_ends_a_prefix_and_tiers_weigh() -> None:
     index = PrefixIndex()
     index.stored(A, stored(TOKENS))
-    index.stored(A, Stored([2], None, [], 4, CacheTier.HOST))
+    index.stored(A, StoredBlocks([2], None, [], 4, CacheTier.HOST))
     index.removed(A, [2], CacheTier.DEVICE)
-    assert index.match(TOKENS) == {A: Hit(16, 4 + 4 * 0.9 + 8)}
+    assert index.match(TOKENS) == {A: CacheHit(16, 4 + 4 * 0.9 + 8)}
     index.removed(A, [2, 2, 99], CacheTier.HOST)
-    assert index.match(TOKENS) == {A: Hit(4, 4.0)}
+    assert index.match(TOKENS) == {A: CacheHit(4, 4.0)}
     index.cleared(A)
     assert (index.match(TOKENS), len(index), index.targets()) == ({}, 0, frozenset())
 
@@ -555,9 +563,9 @@ def test_removal_ends_a_prefix_and_tiers_weigh() -> None:
 def test_blocks_of_different_sizes_do_not_meet() -> None:
     index = PrefixIndex()
     index.stored(A, stored(TOKENS))
-    index.stored(B, Stored([1, 2], None, TOKENS, 8, CacheTier.DEVICE))
-    assert index.match(TOKENS[:13]) == {A: Hit(12, 12.0), B: Hit(8, 8.0)}
-    index.stored(A, Stored([5], None, [1, 2, 3], 4, CacheTier.DEVICE))
+    index.stored(B, StoredBlocks([1, 2], None, TOKENS, 8, CacheTier.DEVICE))
+    assert index.match(TOKENS[:13]) == {A: CacheHit(12, 12.0), B: CacheHit(8, 8.0)}
+    index.stored(A, StoredBlocks([5], None, [1, 2, 3], 4, CacheTier.DEVICE))
     assert index.match([1, 2, 3]) == {}, "the tokens do not fill its blocks"
 
 
@@ -584,10 +592,14 @@ def test_an_index_says_what_was_stored_and_no_more(events: list[Any]) -> None:
         elif what == "clear":
             index.cleared(target)
         else:
-            index.stored(target, Stored(hashes, None, tokens if what == "store" else [], 4, tier))
+            index.stored(
+                target, StoredBlocks(hashes, None, tokens if what == "store" else [], 4, tier)
+            )
     for prompt in names:
         for target in (A, B):
-            assert index.match(prompt).get(target, Hit()).tokens == model.longest(target, prompt)
+            assert index.match(prompt).get(target, CacheHit()).tokens == model.longest(
+                target, prompt
+            )
     for target in (A, B):
         index.cleared(target)
     assert len(index) == 0
@@ -626,19 +638,11 @@ class Model:
 
 
 def test_decisions_do_no_io() -> None:
-    folder = Path(loads_module.__file__).parent
+    folder = Path(loads_module.__file__).parent.parent
     for name in (
-        "view",
-        "loads",
-        "pick",
-        "policy",
-        "prefixes",
-        "legs",
-        "reports",
-        "breaker",
-        "proofs",
-        "kvevents",
-        "history",
+        *("policy/choice", "policy/loads", "policy/prefixes", "policy/ranking"),
+        *("policy/tenants", "http/upstream_requests", "body", "apis"),
+        *("fleet/kv_events", "fleet/pairing", "fleet/reports"),
     ):
         text = (folder / f"{name}.py").read_text()
         assert ast.parse(text)

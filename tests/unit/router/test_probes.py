@@ -61,7 +61,7 @@ async def test_a_probe_is_a_short_request_through_both(engine: str) -> None:
     for each in (p, d):
         each.settings = f",engine={engine}"
     if engine != "vllm":
-        p.card_lifetime_s = d.card_lifetime_s = 0
+        p.standing_ticket_lifetime_s = d.standing_ticket_lifetime_s = 0
     async with bench([p], [d], **OFTEN) as router:
         await received(router, "ok")
     assert len(p.asked) >= 2 and p.headers[0].keys() >= {"content-length"}
@@ -155,7 +155,7 @@ async def test_requests_go_around_an_engine_that_fails_its_probe(
 @on_loop
 async def test_what_says_nothing_about_kv_blames_nobody() -> None:
     p, d = FakeEngine(says(401, {"error": "who are you?"})), FakeEngine(decodes)
-    p.card_lifetime_s = 0
+    p.standing_ticket_lifetime_s = 0
     async with bench([p], [d], **OFTEN) as router:
         await received(router, "refused")
         assert d.asked == []

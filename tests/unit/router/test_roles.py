@@ -106,8 +106,8 @@ async def test_an_engine_switches_there_and_back_under_load() -> None:
             assert (role, ps[1].url) not in await admin.roles()
             before = len(ps[1].asked)
             await until(lambda count=before: len(ps[1].asked) > count + 3)
-            leg = "do_remote_prefill" if other == "decode" else "do_remote_decode"
-            assert ps[1].asked[-1]["kv_transfer_params"][leg] is True
+            role = "do_remote_prefill" if other == "decode" else "do_remote_decode"
+            assert ps[1].asked[-1]["kv_transfer_params"][role] is True
         running = False
         await asyncio.gather(*clients)
         assert failed == []

@@ -156,14 +156,14 @@ async def test_short_prompts_are_pulled() -> None:
 @on_loop
 async def test_without_a_card_it_is_pull() -> None:
     p, d = pair()
-    p.card_lifetime_s = 0
+    p.standing_ticket_lifetime_s = 0
     async with bench([p], [d]) as router:
         _, _, headers = await router.post(ASK)
         assert headers["x-kvconnect-mode"] == "pull"
-        assert await ended(router, "pull", "no_card", "ok") == 1
+        assert await ended(router, "pull", "no_standing_ticket", "ok") == 1
         await until(lambda: router.fetched(p.url, "failed"))
-        p.card_lifetime_s = 100
-        await router.cards_are_held()
+        p.standing_ticket_lifetime_s = 100
+        await router.standing_tickets_are_held()
         _, _, headers = await router.post(ASK)
         assert headers["x-kvconnect-mode"] == "push"
 
@@ -350,7 +350,7 @@ async def test_before_the_first_byte_it_is_retried() -> None:
         status, body, headers = await router.post(STREAM)
         assert (status, body) == (200, b"".join((*EVENTS, DONE)))
         assert headers["x-kvconnect-decode"] == "1"
-        assert await router.metric("retries_total", leg="decode", cause="unreachable") == 1
+        assert await router.metric("retries_total", role="decode", cause="unreachable") == 1
         transfers = [transfer_of(body) for body in ps[0].asked]
         assert len(set(transfers)) == 2, "an id is used once"
 
@@ -385,7 +385,7 @@ async def test_another_prefill_engine_is_tried(pull: bool, bad: Any, cause: str)
         status, _, headers = await router.post(ASK)
         assert (status, headers["x-kvconnect-prefill"]) == (200, "1")
         assert [len(engine.asked) for engine in ps] == [1, 1, 1]
-        assert await router.metric("retries_total", leg="prefill", cause=cause) == 2
+        assert await router.metric("retries_total", role="prefill", cause=cause) == 2
         if not pull:
             assert len(d.asked) == 3
             await until(lambda: d.dropped == 2)  # both failed attempts were ended here too
@@ -400,10 +400,12 @@ async def test_a_dead_prefill_engine_is_passed_over_and_comes_back() -> None:
             status, _, headers = await router.post(ASK)
             assert (status, headers["x-kvconnect-prefill"]) == (200, "1")
         await until(lambda: up(router, ps[0], False))
-        cards = ps[0].cards
+        cards = ps[0].standing_tickets
         await ps[0].start()
         await until(lambda: up(router, ps[0], True))
-        await until(lambda: ps[0].cards > cards)  # another incarnation: its old card is worthless
+        await until(
+            lambda: ps[0].standing_tickets > cards
+        )  # another incarnation: its old card is worthless
         before = len(ps[0].asked)
         for _ in range(2):
             assert (await router.post(ASK))[0] == 200
@@ -412,7 +414,7 @@ async def test_a_dead_prefill_engine_is_passed_over_and_comes_back() -> None:
 
 
 async def up(router: Bench, engine: FakeEngine, wanted: bool) -> bool:
-    return await router.metric("upstream_up", leg="prefill", upstream=engine.url) == wanted
+    return await router.metric("upstream_up", role="prefill", upstream=engine.url) == wanted
 
 
 @on_loop
@@ -431,13 +433,13 @@ async def test_when_every_prefill_engine_failed_it_is_502() -> None:
 
 async def idle(router: Bench) -> None:
     """No request to any engine is open."""
-    for leg, engines in (("prefill", router.prefill), ("decode", router.decode)):
+    for role, engines in (("prefill", router.prefill), ("decode", router.decode)):
         for engine in engines:
-            await until(lambda e=engine, n=leg: _open(router, n, e.url))
+            await until(lambda e=engine, n=role: _open(router, n, e.url))
 
 
-async def _open(router: Bench, leg: str, url: str) -> bool:
-    return await router.metric("in_flight", leg=leg, upstream=url) == 0
+async def _open(router: Bench, role: str, url: str) -> bool:
+    return await router.metric("in_flight", role=role, upstream=url) == 0
 
 
 ROLE = b'data: {"choices":[{"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
@@ -472,7 +474,7 @@ async def test_a_failed_handoff_is_retried_once_on_another_prefill_engine(bad: A
         assert status == 500, "an error before the first token is an HTTP error"
         assert json.loads(body)["error"]["message"] == "load failed"
         assert sorted(len(engine.asked) for engine in ps) == [0, 1, 1]
-        assert await router.metric("retries_total", leg="decode", cause="error") == 1
+        assert await router.metric("retries_total", role="decode", cause="error") == 1
 
         async def fails_once(
             engine: FakeEngine, request: web.Request, asked: dict[str, Any]
@@ -505,7 +507,7 @@ async def test_a_clients_mistake_in_a_stream_is_not_a_failure() -> None:
     async with bench([FakeEngine(prefills)], [FakeEngine(fails_in_stream(400))]) as router:
         status, body, _ = await router.post(STREAM)
         assert status == 200 and b"load failed" in body
-        assert await router.metric("retries_total", leg="decode", cause="error") == 0
+        assert await router.metric("retries_total", role="decode", cause="error") == 0
 
 
 @pytest.mark.parametrize("pull", [False, True])
@@ -523,7 +525,9 @@ async def test_4xx_of_an_engine_is_passed_on(pull: bool, who: str) -> None:
         assert sum(len(engine.asked) for engine in ps) == 1
         await idle(router)
         url = (d if who == "decode" else ps[0]).url
-        count = await router.metric("leg_requests_total", leg=who, upstream=url, outcome="rejected")
+        count = await router.metric(
+            "upstream_requests_total", role=who, upstream=url, outcome="rejected"
+        )
         assert count == 1 or who == "prefill"
 
 
@@ -560,12 +564,12 @@ async def test_a_prefill_engine_may_end_after_the_answer(stream: bool) -> None:
     async with bench([p], [d]) as router:
         status, _, _ = await router.post(ASK | {"stream": stream})
         assert status == 200
-        assert await router.metric("in_flight", leg="prefill", upstream=p.url) == 1
+        assert await router.metric("in_flight", role="prefill", upstream=p.url) == 1
         may_end.set()
         await idle(router)
         assert ended_itself.is_set() and p.dropped == 0
-        done = {"leg": "prefill", "upstream": p.url, "outcome": "ok"}
-        assert await router.metric("leg_requests_total", **done) == 1
+        done = {"role": "prefill", "upstream": p.url, "outcome": "ok"}
+        assert await router.metric("upstream_requests_total", **done) == 1
 
 
 @on_loop
@@ -740,7 +744,7 @@ async def test_every_series_exists_at_the_first_scrape() -> None:
         await until(lambda: up(router, p, False))
         await router.post(ASK)
         assert await series(router) == before
-        assert any("leg_requests_total" in name for name in before)
+        assert any("upstream_requests_total" in name for name in before)
         assert await ended(router, "none", "none", "failed") == 1
 
 
@@ -753,9 +757,9 @@ async def series(router: Bench) -> set[str]:
 @on_loop
 async def test_cards_are_renewed_before_they_expire() -> None:
     p, d = pair()
-    p.card_lifetime_s = 0.1
+    p.standing_ticket_lifetime_s = 0.1
     async with bench([p], [d]) as router:
-        await until(lambda: p.cards >= 5)
+        await until(lambda: p.standing_tickets >= 5)
 
         async def pushed() -> bool:
             return (await router.post(ASK))[2]["x-kvconnect-mode"] == "push"
@@ -771,15 +775,15 @@ async def test_an_engine_silent_to_two_probes_is_down(monkeypatch: pytest.Monkey
     p, d = pair()
     async with bench([p], [d]) as router:
         await until(lambda: up(router, p, True))
-        probed, cards = p.got["/health"], p.cards
+        probed, cards = p.got["/health"], p.standing_tickets
         p.silent = 1
         await until(lambda: p.got["/health"] > probed + 3)
-        assert p.cards == cards, "new ones are fetched from an engine that comes back"
+        assert p.standing_tickets == cards, "new ones are fetched from an engine that comes back"
         p.silent = 10**6
         await until(lambda: up(router, p, False))
         p.silent = 0
         await until(lambda: up(router, p, True))
-        await until(lambda: p.cards > cards)
+        await until(lambda: p.standing_tickets > cards)
 
 
 @on_loop

@@ -17,15 +17,21 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvconnect.router.fleet.sources import Named, Source, etcd, kubernetes, wanted
-from kvconnect.router.metrics import What
+from kvconnect.router.fleet.sources import (
+    EngineSource,
+    NamedEngines,
+    configured_sources,
+    etcd,
+    kubernetes,
+)
+from kvconnect.router.metrics import InputKind
 from kvconnect.router.options import Sources, Worker
 from kvconnect.router.policy.loads import Engine, Role
 from tests.fakes.engine import ASK, FakeEngine, bench, decodes, on_loop, prefills, until
 from tests.servers import free_port
 
 
-def refused(what: What, text: str) -> None:
+def refused(what: InputKind, text: str) -> None:
     """What a source calls for an entry that makes no sense."""
     logging.getLogger(__name__).warning("%s: %s", what.value, text)
 
@@ -33,9 +39,9 @@ def refused(what: What, text: str) -> None:
 class Latest:
     """Follows a source and keeps what it said last."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: EngineSource) -> None:
         self._source = source
-        self.named: Named = {}
+        self.named: NamedEngines = {}
         self.times = 0
 
     async def __aenter__(self) -> Latest:
@@ -310,10 +316,10 @@ def test_each_source_is_opened_once_under_its_name() -> None:
     sources = Sources(
         "/f", {Role.DECODE: ("http://d:1",)}, {Role.PREFILL: ("http://p:1",)}, "http://e/x"
     )
-    assert [name for name, _ in wanted(sources)] == [
+    assert [name for name, _ in configured_sources(sources)] == [
         "file",
         "Kubernetes service http://p:1",
         "DNS http://d:1",
         "etcd",
     ]
-    assert list(wanted(Sources())) == []
+    assert list(configured_sources(Sources())) == []

@@ -80,7 +80,7 @@ async def test_a_cancelled_task_is_over_and_no_failure() -> None:
 
 def sglang(loads: list[Any]) -> FakeEngine:
     engine = FakeEngine(decodes)
-    engine.settings, engine.card_lifetime_s = ",engine=sglang", 0
+    engine.settings, engine.standing_ticket_lifetime_s = ",engine=sglang", 0
     engine.extra["/v1/loads"] = says(200, {"loads": loads})
     engine.extra["/server_info"] = says(200, {"version": "1"})
     return engine
@@ -93,7 +93,7 @@ async def test_null_in_the_loads_of_an_engine_is_refused_and_the_next_ones_are_r
     async with bench([prefill], [engine], intervals=Intervals(0.01, 0)) as router:
 
         async def tokens(number: int) -> bool:
-            known = {"leg": "decode", "upstream": engine.url, "rank": "0"}
+            known = {"role": "decode", "upstream": engine.url, "rank": "0"}
             return await router.metric("foreign_tokens", **known) == number
 
         async def refused() -> bool:
@@ -126,7 +126,7 @@ async def test_an_error_that_nobody_thought_of_is_counted_and_polling_goes_on(
     async with bench([prefill], [engine], intervals=Intervals(0.01, 0)) as router:
 
         async def polled() -> bool:
-            known = {"leg": "decode", "upstream": engine.url, "rank": "0"}
+            known = {"role": "decode", "upstream": engine.url, "rank": "0"}
             return await router.metric("foreign_tokens", **known) == 7
 
         await until(polled)
@@ -172,7 +172,7 @@ async def test_the_corpus_finds_readers_that_do_not_look(monkeypatch: pytest.Mon
     def careless(answer: bytes) -> dict[int, float]:
         return {each["dp_rank"]: each["num_used_tokens"] for each in json.loads(answer)["loads"]}
 
-    monkeypatch.setattr(kv_events, "_NONE", (KeyError,))
+    monkeypatch.setattr(kv_events, "_UNREADABLE", (KeyError,))
     monkeypatch.setattr(engines, "_JSON", (("loads", {"loads": [{"dp_rank": 0}]}, careless),))
     outcome = await engines.run()
     assert outcome.crashes > 50
@@ -189,7 +189,7 @@ async def test_no_answer_and_no_frame_ends_a_task() -> None:
 
 @on_loop
 async def test_the_corpus_finds_tasks_that_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reports, "_NONE", (KeyError,))
+    monkeypatch.setattr(reports, "_UNREADABLE", (KeyError,))
     outcome = await watched.run(limit=5)
     assert outcome.crashes > 0
     assert not outcome.hangs, "they begin again"

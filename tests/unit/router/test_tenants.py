@@ -14,13 +14,13 @@ import msgspec
 import pytest
 
 from kvconnect import memory
-from kvconnect.router.body import pieces_of, read_body
-from kvconnect.router.http.admission import Bodies, Busy, InFlight
-from kvconnect.router.http.requests import Intake
+from kvconnect.router.body import prefix_of, read_body
+from kvconnect.router.http.admission import BodyMemory, Busy, ClientConcurrency
+from kvconnect.router.http.requests import RequestReader
 from kvconnect.router.options import Listening, RouterOptions
 from kvconnect.router.policy.caches import Caches
 from kvconnect.router.policy.loads import Role, Target
-from kvconnect.router.policy.prefixes import CacheTier, Stored
+from kvconnect.router.policy.prefixes import CacheTier, StoredBlocks
 from kvconnect.router.policy.ranking import RankingPolicy
 from kvconnect.router.policy.tenants import Tenants
 from tests.fakes.engine import (
@@ -46,7 +46,7 @@ KEYS = ("tenant a's key", "tenant b's key")
 
 
 def units(**more: Any) -> list[int]:
-    return pieces_of(read_body(msgspec.json.encode(ASK | more))).units
+    return prefix_of(read_body(msgspec.json.encode(ASK | more))).chunk_hashes
 
 
 # Cached prompts ---------------------------------------------------------------------------------
@@ -72,11 +72,11 @@ def test_events_say_nothing_about_prompts_with_a_salt_or_of_adapters() -> None:
     ids, target = list(range(64)), Target(0)
     caches = Caches(RouterOptions((), (), **AWARE))
     for index in caches.indexes.values():
-        index.stored(target, Stored([1, 2, 3, 4], None, ids, 16, CacheTier.DEVICE))
+        index.stored(target, StoredBlocks([1, 2, 3, 4], None, ids, 16, CacheTier.DEVICE))
 
     def hits(base: bool = True, **more: Any) -> Any:
         body = read_body(msgspec.json.encode({"prompt": ids, **more}))
-        return caches.hits(pieces_of(body), base=base)[Role.PREFILL]
+        return caches.hits(prefix_of(body), base=base)[Role.PREFILL]
 
     assert hits()[target].tokens == 64
     assert hits(base=False) == hits(cache_salt="a") == hits(lora_path="a") == {}
@@ -160,7 +160,7 @@ def test_clients_are_their_keys_or_else_their_addresses() -> None:
 
 
 def test_requests_in_flight_are_counted_by_client() -> None:
-    flights = InFlight(2)
+    flights = ClientConcurrency(2)
     with flights.enter("a"), flights.enter("b"), flights.enter("a"):
         with pytest.raises(Busy, match="2 requests open"), flights.enter("a"):
             raise AssertionError
@@ -194,7 +194,7 @@ async def test_a_client_with_many_requests_does_not_hold_up_others() -> None:
 
 
 def test_a_client_has_a_share_of_the_room_for_bodies() -> None:
-    bodies = Bodies(100, 60)
+    bodies = BodyMemory(100, 60)
     with bodies.room("a") as first, bodies.room("a") as second, bodies.room("b") as other:
         first.take(50)
         with pytest.raises(Busy, match="this client's"):
@@ -208,9 +208,12 @@ def test_a_client_has_a_share_of_the_room_for_bodies() -> None:
 
 
 def test_what_is_still_coming_gives_its_room_to_what_needs_it() -> None:
-    bodies, stopped = Bodies(100, 60), list[str]()
+    bodies, stopped = BodyMemory(100, 60), list[str]()
     with bodies.room("a") as old, bodies.room("a") as new, bodies.room("b") as whole:
-        with old.coming(lambda: stopped.append("old")), new.coming(lambda: stopped.append("new")):
+        with (
+            old.arriving(lambda: stopped.append("old")),
+            new.arriving(lambda: stopped.append("new")),
+        ):
             old.take(20)
             new.take(20)
             whole.take(60)
@@ -223,13 +226,13 @@ def test_what_is_still_coming_gives_its_room_to_what_needs_it() -> None:
                 assert stopped == ["old", "new"]
                 with pytest.raises(Busy):
                     more.take(60)
-        assert not bodies.coming
+        assert not bodies.arriving
     assert (bodies._left, bodies._of) == (100, {})
 
 
 @on_loop
 async def test_a_body_keeps_its_room_from_its_last_byte_on() -> None:
-    bodies, refused = Bodies(100, 100), list[Busy]()
+    bodies, refused = BodyMemory(100, 100), list[Busy]()
     with bodies.room("a") as whole, bodies.room("b") as other:
 
         def needs_it() -> None:
@@ -251,7 +254,7 @@ async def test_a_body_keeps_its_room_from_its_last_byte_on() -> None:
                 return piece
 
         request: Any = SimpleNamespace(content=Content())
-        assert await Intake(1000, pieces=False)._whole(request, whole) == b"a" * 60
+        assert await RequestReader(1000, pieces=False)._whole(request, whole) == b"a" * 60
         assert (whole.taken, whole.lost, len(refused)) == (60, False, 1)
 
 
@@ -292,7 +295,7 @@ async def test_large_bodies_are_parsed_off_the_loop(monkeypatch: pytest.MonkeyPa
 
         def spy(body: Any) -> Any:
             names.add(threading.current_thread().name.partition("_")[0])
-            return pieces_of(body)
+            return prefix_of(body)
 
         monkeypatch.setattr("kvconnect.router.body.pieces_of", spy)
         assert (await router.post(ASK | {"prompt": "b" * 900_000}))[0] == 200

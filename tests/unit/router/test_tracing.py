@@ -62,10 +62,10 @@ async def test_a_request_is_one_trace_from_the_client_to_both_engines(collector:
     assert chosen.attributes["kvconnect.mode"] == "push"
     assert chosen.attributes["kvconnect.reason"] == "default"
     assert chosen.attributes["kvconnect.prefill.expected_hit_tokens"] == 0
-    for engine, leg in ((p, first), (d, second)):
-        assert engine.headers[0]["traceparent"] == f"00-{trace}-{leg.id}-01"
-        assert leg.attributes["url.full"] == f"{engine.url}/v1/completions"
-        assert leg.attributes["kvconnect.why"] == "only"
+    for engine, role in ((p, first), (d, second)):
+        assert engine.headers[0]["traceparent"] == f"00-{trace}-{role.id}-01"
+        assert role.attributes["url.full"] == f"{engine.url}/v1/completions"
+        assert role.attributes["kvconnect.why"] == "only"
 
 
 @on_loop

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigError, Refused
-from kvconnect.router.body import Prompt, ids_of, look_at, pieces_of, read_body
+from kvconnect.router.body import Prompt, prefix_of, prompt_of, read_body, token_ids_of
 from kvconnect.router.fleet import reports
 from kvconnect.router.http import upstream_requests
 from kvconnect.router.options import (
@@ -175,7 +175,7 @@ def test_a_body_that_is_none_is_refused(raw: bytes, says: str) -> None:
     ],
 )
 def test_what_routing_needs_to_know(body: dict[str, Any], single: bool, tokens: int) -> None:
-    assert look_at(came(body))[:2] == (single, tokens)
+    assert prompt_of(came(body))[:2] == (single, tokens)
 
 
 @pytest.mark.parametrize(
@@ -192,22 +192,22 @@ def test_what_routing_needs_to_know(body: dict[str, Any], single: bool, tokens: 
     ],
 )
 def test_several_answers_are_told_from_several_prompts(body: dict[str, Any], sampled: bool) -> None:
-    found = look_at(came(body))
+    found = prompt_of(came(body))
     assert found.sampled == sampled
     assert not (found.single and sampled)
 
 
 def test_model_and_session_of_a_body() -> None:
-    assert look_at(came({"prompt": "a", "model": "m", "user": "u"}))[:4] == (True, 0, "m", "u")
+    assert prompt_of(came({"prompt": "a", "model": "m", "user": "u"}))[:4] == (True, 0, "m", "u")
     both = {"prompt": "a", "prompt_cache_key": "k", "user": "u"}
-    assert look_at(came(both)).session == "k"
-    assert look_at(came({"prompt": "a", "model": 7, "user": {}}))[:4] == (True, 0, "", "")
+    assert prompt_of(came(both)).session == "k"
+    assert prompt_of(came({"prompt": "a", "model": 7, "user": {}}))[:4] == (True, 0, "", "")
 
 
 def test_a_session_of_any_length_is_a_short_one() -> None:
     """As text, one character beyond Unicode's first plane makes each take four bytes."""
     one, other = ("s" * 2**20 + end for end in ("\U0001f600", "\U0001f601"))
-    names = [look_at(came({"prompt": "a", "user": name})).session for name in (one, one, other)]
+    names = [prompt_of(came({"prompt": "a", "user": name})).session for name in (one, one, other)]
     assert names[0] == names[1] != names[2]
     assert all(0 < len(name) <= 32 for name in names)
 
@@ -226,21 +226,21 @@ def test_a_session_of_any_length_is_a_short_one() -> None:
     ],
 )
 def test_token_ids_of_a_body(body: dict[str, Any], ids: list[int]) -> None:
-    assert ids_of(came(body)) == ids
+    assert token_ids_of(came(body)) == ids
 
 
 def test_sglangs_servers_are_told_where_to_meet_and_which_ranks() -> None:
     body = {"text": "a", "stream": True}
-    meeting = upstream_requests.Meeting("10.0.0.1", 8998, 77, 3)
+    meeting = upstream_requests.BootstrapRoom("10.0.0.1", 8998, 77, 3)
     met = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 77}
     ranks = {"disagg_prefill_dp_rank": 3}
-    assert upstream_requests.room_body(body, meeting, 3) == body | met | ranks | {
+    assert upstream_requests.bootstrap_body(body, meeting, 3) == body | met | ranks | {
         "routed_dp_rank": 3
     }
-    assert upstream_requests.room_body(body, meeting, 1) == body | met | ranks | {
+    assert upstream_requests.bootstrap_body(body, meeting, 1) == body | met | ranks | {
         "routed_dp_rank": 1
     }
-    assert upstream_requests.room_body(body, meeting._replace(rank=None), None) == body | met
+    assert upstream_requests.bootstrap_body(body, meeting._replace(rank=None), None) == body | met
 
 
 def test_mooncakes_decode_engine_is_told_where_the_kv_is() -> None:
@@ -268,8 +268,8 @@ KEYS = st.sampled_from(["prompt", "messages", "n", "prompt_embeds", "max_tokens"
 def test_any_json_object_can_be_looked_at(body: dict[str, Any]) -> None:
     parsed = came(body)
     assert json.loads(upstream_requests.encoded(parsed)) == body
-    assert look_at(parsed).tokens >= 0
-    assert len(pieces_of(parsed).units) <= len(json.dumps(body))
+    assert prompt_of(parsed).tokens >= 0
+    assert len(prefix_of(parsed).chunk_hashes) <= len(json.dumps(body))
     assert (
         json.loads(upstream_requests.encoded(upstream_requests.prefill_body(parsed, ID)))[
             "max_tokens"
@@ -294,7 +294,9 @@ def test_ticket_of_an_answer(answer: dict[str, Any], ticket: dict[str, Any] | No
 
 def test_card_of_an_answer() -> None:
     def card(**params: object) -> upstream_requests.StandingTicket:
-        return upstream_requests.card_of(json.dumps({"kv_transfer_params": params}).encode())
+        return upstream_requests.standing_ticket_of(
+            json.dumps({"kv_transfer_params": params}).encode()
+        )
 
     assert card(
         kvconnect_card="c", kvconnect_card_expires_in=120
@@ -310,10 +312,10 @@ def test_card_of_an_answer() -> None:
             card(**params)
     for answer in (b"{}", b'{"kv_transfer_params": []}'):
         with pytest.raises(Refused, match="is KVConnect its KV connector"):
-            upstream_requests.card_of(answer)
+            upstream_requests.standing_ticket_of(answer)
     for answer in (b"[]", b"<html>"):
         with pytest.raises(Refused):
-            upstream_requests.card_of(answer)
+            upstream_requests.standing_ticket_of(answer)
 
 
 ABORTED = (
@@ -371,12 +373,12 @@ ROLE = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reaso
     ],
 )
 def test_the_event_of_a_chat_that_only_names_the_role(said: object, opens: bool) -> None:
-    assert upstream_requests.only_opens(b"data: " + json.dumps(said).encode()) == opens
+    assert upstream_requests.opens_without_content(b"data: " + json.dumps(said).encode()) == opens
 
 
 def test_what_is_no_chunk_opens_nothing() -> None:
     for event in (b"", b": comment", b"data: [DONE]", b"data: " + b"[" * 99_999):
-        assert not upstream_requests.only_opens(event)
+        assert not upstream_requests.opens_without_content(event)
 
 
 # Choice -----------------------------------------------------------------------------------------
@@ -390,7 +392,7 @@ def view(prefill: str, decode: str) -> FleetView:
 
     def engines(states: str) -> tuple[WorkerView, ...]:
         return tuple(
-            WorkerView(i, state != "d", cards=(f"card {i}",) if state == "c" else ())
+            WorkerView(i, state != "d", standing_tickets=(f"card {i}",) if state == "c" else ())
             for i, state in enumerate(states)
         )
 
@@ -413,16 +415,18 @@ def test_push_by_default_and_pull_where_it_must_be() -> None:
     assert mode_of(seen, options=long) == (Mode.PULL, RoutingReason.SHORT, "")
     just = RouterOptions((), (), push_min_tokens=100)
     assert mode_of(seen, options=just) == push
-    assert mode_of(view("u", "u")) == (Mode.PULL, RoutingReason.NO_CARD, "")
+    assert mode_of(view("u", "u")) == (Mode.PULL, RoutingReason.NO_STANDING_TICKET, "")
 
 
 def test_a_card_is_one_ranks() -> None:
-    two = WorkerView(0, True, (TargetLoad(9, 0), TargetLoad(0, 0)), cards=(None, "card of 1"))
+    two = WorkerView(
+        0, True, (TargetLoad(9, 0), TargetLoad(0, 0)), standing_tickets=(None, "card of 1")
+    )
     seen = FleetView((two,), (WorkerView(0, True),))
     assert mode_of(seen) == (Mode.PUSH, RoutingReason.DEFAULT, "card of 1")
-    assert mode_of(FleetView((replace(two, cards=("card of 0",)),), seen.decode)) == (
+    assert mode_of(FleetView((replace(two, standing_tickets=("card of 0",)),), seen.decode)) == (
         Mode.PULL,
-        RoutingReason.NO_CARD,
+        RoutingReason.NO_STANDING_TICKET,
         "",
     )
 
@@ -463,13 +467,13 @@ def test_which_failures_are_worth_another_attempt() -> None:
     here = TargetChoice(Target(0), RankingReason.ONLY)
     first = RoutingChoice(Mode.PUSH, RoutingReason.DEFAULT, here, here)
     tried = FailedTargets()
-    assert tried.note(first, Role.PREFILL, "unreachable") and tried.prefill == {0}
-    assert tried.note(first, Role.DECODE, "unreachable") and tried.decode == {0}
-    assert tried.note(first, Role.PREFILL, "error"), "every prefill engine gets its try"
-    assert tried.note(first, Role.DECODE, "error"), "its hand-off may have failed"
-    assert not tried.note(first, Role.DECODE, "error"), "once"
+    assert tried.add(first, Role.PREFILL, "unreachable") and tried.prefill == {0}
+    assert tried.add(first, Role.DECODE, "unreachable") and tried.decode == {0}
+    assert tried.add(first, Role.PREFILL, "error"), "every prefill engine gets its try"
+    assert tried.add(first, Role.DECODE, "error"), "its hand-off may have failed"
+    assert not tried.add(first, Role.DECODE, "error"), "once"
     plain = RoutingChoice(Mode.PLAIN, RoutingReason.MULTI, None, here)
-    assert not FailedTargets().note(plain, Role.DECODE, "error"), "no hand-off failed here"
+    assert not FailedTargets().add(plain, Role.DECODE, "error"), "no hand-off failed here"
 
 
 # What engines say of themselves -----------------------------------------------------------------
@@ -554,7 +558,7 @@ def test_what_stands_after_a_url() -> None:
     text = "http://[::1]:3/,engine=sglang,bootstrap=9000,version=v2,events=5557,replay=5558"
     (found,) = workers("prefill", [text])
     assert found == Worker("http://[::1]:3", Engine.SGLANG, 9000, "v2", 5557, 5558)
-    assert (found.host, found.meeting) == ("[::1]", "http://[::1]:9000")
+    assert (found.host, found.bootstrap_url) == ("[::1]", "http://[::1]:9000")
     for wrong, says in (
         ("engine=tgi", "use one of vllm, nixl, mooncake, sglang"),
         ("bootstrap=x", "use a port"),

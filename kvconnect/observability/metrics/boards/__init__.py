@@ -7,12 +7,10 @@ it, ``promql`` has the expressions, and ``grafana`` turns a board into Grafana's
 
 from __future__ import annotations
 
-from kvconnect.observability.metrics.catalog import CATALOG
+from kvconnect.observability.metrics.catalog import CATALOG, ROUTER_CATALOG
 
 
 def helps() -> dict[str, str]:
     """Return what every metric of KVConnect means, engines' and router's, by its bare name."""
-    from kvconnect.router.metrics import ROWS
-
     found = {f"kvconnect_{row.name}": row.help for row in CATALOG}
-    return found | {f"kvconnect_router_{row.name}": row.text for row in ROWS}
+    return found | {f"kvconnect_router_{row.name}": row.help for row in ROUTER_CATALOG}

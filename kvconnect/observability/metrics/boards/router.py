@@ -42,7 +42,7 @@ _REQUESTS = PanelRow(
             kind="areas",
         ),
         Panel(
-            "Way taken, and why",
+            "Mode, and reason",
             "reqps",
             (Query(rate(router("requests_total"), "mode, reason"), "{{mode}}: {{reason}}"),),
             kind="areas",
@@ -72,12 +72,17 @@ _REQUESTS = PanelRow(
         Panel(
             "Second attempts by cause",
             "reqps",
-            (Query(rate(router("retries_total"), "leg, cause"), "{{leg}}: {{cause}}"),),
+            (Query(rate(router("retries_total"), "role, cause"), "{{role}}: {{cause}}"),),
         ),
         Panel(
             "Requests to engines, by outcome",
             "reqps",
-            (Query(rate(router("leg_requests_total"), "leg, outcome"), "{{leg}}: {{outcome}}"),),
+            (
+                Query(
+                    rate(router("upstream_requests_total"), "role, outcome"),
+                    "{{role}}: {{outcome}}",
+                ),
+            ),
         ),
     ),
 )
@@ -88,12 +93,12 @@ _CHOICES = PanelRow(
         Panel(
             "Why an engine was picked",
             "reqps",
-            (Query(rate(router("picks_total"), "leg, why"), "{{leg}}: {{why}}"),),
+            (Query(rate(router("picks_total"), "role, why"), "{{role}}: {{why}}"),),
         ),
         Panel(
             "Imbalance",
             "short",
-            (Query(most(router("imbalance"), "leg"), "{{leg}}"),),
+            (Query(most(router("imbalance"), "role"), "{{role}}"),),
             about="1: every rank has as many tokens as the others.",
         ),
         Panel(
@@ -107,8 +112,8 @@ _CHOICES = PanelRow(
             "short",
             (
                 Query(
-                    now(router("tokens_in_flight"), "leg, upstream, rank"),
-                    "{{leg}} {{upstream}} {{rank}}",
+                    now(router("tokens_in_flight"), "role, upstream, rank"),
+                    "{{role}} {{upstream}} {{rank}}",
                 ),
             ),
             width=12,
@@ -118,8 +123,8 @@ _CHOICES = PanelRow(
             "short",
             (
                 Query(
-                    most(router("foreign_tokens"), "leg, upstream, rank") + " >= 0",
-                    "{{leg}} {{upstream}} {{rank}}",
+                    most(router("foreign_tokens"), "role, upstream, rank") + " >= 0",
+                    "{{role}} {{upstream}} {{rank}}",
                 ),
             ),
             width=12,
@@ -133,12 +138,12 @@ _MEMBERS = PanelRow(
         Panel(
             "Up",
             "short",
-            (Query(f"min by (leg, upstream) ({router('upstream_up')})", "{{leg}} {{upstream}}"),),
+            (Query(f"min by (role, upstream) ({router('upstream_up')})", "{{role}} {{upstream}}"),),
         ),
         Panel(
             "Open requests",
             "short",
-            (Query(now(router("in_flight"), "leg, upstream"), "{{leg}} {{upstream}}"),),
+            (Query(now(router("in_flight"), "role, upstream"), "{{role}} {{upstream}}"),),
         ),
         Panel(
             "Probes of hand-offs",
@@ -147,17 +152,17 @@ _MEMBERS = PanelRow(
             about="Other than ok: an engine that is up hands no KV over, and gets no requests.",
         ),
         Panel(
-            "Messages about caches",
+            "KV event messages",
             "ops",
-            (Query(rate(router("kv_events_total"), "leg, outcome"), "{{leg}}: {{outcome}}"),),
+            (Query(rate(router("kv_events_total"), "role, outcome"), "{{role}}: {{outcome}}"),),
         ),
         Panel(
-            "Loads asked for",
+            "Load reports requested",
             "ops",
-            (Query(rate(router("load_reports_total"), "leg, outcome"), "{{leg}}: {{outcome}}"),),
+            (Query(rate(router("load_reports_total"), "role, outcome"), "{{role}}: {{outcome}}"),),
         ),
         Panel(
-            "Answers of no use",
+            "Unusable answers",
             "ops",
             (Query(rate(router("refused_answers_total"), "what"), "{{what}}"),),
             about="Of engines and of sources of engines; the log says whose.",
@@ -169,11 +174,11 @@ _MEMBERS = PanelRow(
             about="Each is a bug, and in the log; the task begins again.",
         ),
         Panel(
-            "Cards asked for",
+            "Standing tickets requested",
             "ops",
             (
                 Query(
-                    rate(router("card_fetches_total"), "upstream, outcome"),
+                    rate(router("standing_ticket_fetches_total"), "upstream, outcome"),
                     "{{upstream}}: {{outcome}}",
                 ),
             ),

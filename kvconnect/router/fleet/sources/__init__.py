@@ -12,17 +12,19 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from functools import partial
 
 from kvconnect.errors import ConfigError
-from kvconnect.router.metrics import What
+from kvconnect.router.metrics import InputKind
 from kvconnect.router.options import Sources, Worker, worker_of
 from kvconnect.router.policy.loads import Role
 
-Named = Mapping[Role, tuple[Worker, ...]]
-Source = AsyncGenerator[Named, None]
-Refusal = Callable[[What, str], None]
+NamedEngines = Mapping[Role, tuple[Worker, ...]]
+EngineSource = AsyncGenerator[NamedEngines, None]
+OnRefused = Callable[[InputKind, str], None]
 """Is told what an entry was that could not be used: counts and logs it."""
 
 
-def wanted(sources: Sources) -> Iterator[tuple[str, Callable[[Refusal], Source]]]:
+def configured_sources(
+    sources: Sources,
+) -> Iterator[tuple[str, Callable[[OnRefused], EngineSource]]]:
     """Yield the name of each source that was asked for, and what opens it. What a source needs is
     imported only if it is used."""
     if sources.file:
@@ -44,7 +46,9 @@ def wanted(sources: Sources) -> Iterator[tuple[str, Callable[[Refusal], Source]]
         yield "etcd", partial(etcd.follow, sources.etcd)
 
 
-def at(model: Worker, addresses: Iterable[str], what: What, refuse: Refusal) -> tuple[Worker, ...]:
+def at_addresses(
+    model: Worker, addresses: Iterable[str], what: InputKind, refuse: OnRefused
+) -> tuple[Worker, ...]:
     """Return ``model`` at each address that can stand in a URL; ``refuse`` is told of others."""
     found = []
     for address in addresses:

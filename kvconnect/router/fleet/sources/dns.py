@@ -6,8 +6,8 @@ import asyncio
 import logging
 import socket
 
-from kvconnect.router.fleet.sources import Refusal, Source, at
-from kvconnect.router.metrics import What
+from kvconnect.router.fleet.sources import EngineSource, OnRefused, at_addresses
+from kvconnect.router.metrics import InputKind
 from kvconnect.router.options import Worker, worker_of
 from kvconnect.router.policy.loads import Role
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 EVERY_S = 5.0
 
 
-async def follow(role: Role, name: str, refuse: Refusal) -> Source:
+async def follow(role: Role, name: str, refuse: OnRefused) -> EngineSource:
     """Look a name up again and again."""
     while True:
         try:
@@ -29,7 +29,7 @@ async def follow(role: Role, name: str, refuse: Refusal) -> Source:
         await asyncio.sleep(EVERY_S)
 
 
-async def resolve(name: str, refuse: Refusal) -> tuple[Worker, ...]:
+async def resolve(name: str, refuse: OnRefused) -> tuple[Worker, ...]:
     """Return a worker per address of the host in ``name``, a worker as on the command line.
 
     Raises:
@@ -39,4 +39,4 @@ async def resolve(name: str, refuse: Refusal) -> tuple[Worker, ...]:
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(model.hostname, None, type=socket.SOCK_STREAM)
     addresses = dict.fromkeys(str(address[0]) for *_, address in found)
-    return at(model, addresses, What.DNS, refuse)
+    return at_addresses(model, addresses, InputKind.DNS, refuse)

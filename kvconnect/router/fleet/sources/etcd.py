@@ -13,8 +13,8 @@ from etcd3gw.client import Etcd3Client
 from etcd3gw.exceptions import Etcd3Exception
 
 from kvconnect.errors import ConfigError
-from kvconnect.router.fleet.sources import Named, Refusal, Source
-from kvconnect.router.metrics import What
+from kvconnect.router.fleet.sources import EngineSource, NamedEngines, OnRefused
+from kvconnect.router.metrics import InputKind
 from kvconnect.router.options import Worker, worker_of
 from kvconnect.router.policy.loads import Role
 
@@ -24,7 +24,7 @@ EVERY_S = 1.0
 _ANSWER_S = 5.0
 
 
-async def follow(url: str, refuse: Refusal) -> Source:
+async def follow(url: str, refuse: OnRefused) -> EngineSource:
     """Read all keys under the path of ``url`` again and again."""
     parts = urlsplit(url)
     etcd = Etcd3Client(parts.hostname or "", parts.port or 2379, parts.scheme, timeout=_ANSWER_S)
@@ -37,7 +37,7 @@ async def follow(url: str, refuse: Refusal) -> Source:
         except (Etcd3Exception, OSError) as error:
             logger.warning("etcd: %r", error)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            refuse(What.ETCD, f"etcd: an answer that makes no sense: {error!r}")
+            refuse(InputKind.ETCD, f"etcd: an answer that makes no sense: {error!r}")
         else:
             if said != last:
                 last = said
@@ -49,19 +49,19 @@ class Entries:
     """What the keys under a prefix name. A value that is wrong is its own engine's: what the key
     named before stays, until the key is right again or gone."""
 
-    def __init__(self, prefix: str, refuse: Refusal) -> None:
+    def __init__(self, prefix: str, refuse: OnRefused) -> None:
         self.prefix = prefix
         self._refuse = refuse
         self._good: dict[bytes, tuple[Role, Worker]] = {}
 
-    def named(self, entries: Iterable[tuple[bytes, bytes]]) -> Named:
+    def named(self, entries: Iterable[tuple[bytes, bytes]]) -> NamedEngines:
         """Return what all keys with their values name."""
         before, self._good = self._good, {}
         for key, value in entries:
             try:
                 self._good[key] = self._read(key.decode("utf-8", "replace"), value)
             except ConfigError as error:
-                self._refuse(What.ETCD, str(error))
+                self._refuse(InputKind.ETCD, str(error))
                 if key in before:
                     self._good[key] = before[key]
         named: dict[Role, dict[str, Worker]] = {role: {} for role in Role}

@@ -7,8 +7,8 @@ import logging
 from pathlib import Path
 
 from kvconnect.errors import ConfigError
-from kvconnect.router.fleet.sources import Named, Refusal, Source
-from kvconnect.router.metrics import What
+from kvconnect.router.fleet.sources import EngineSource, NamedEngines, OnRefused
+from kvconnect.router.metrics import InputKind
 from kvconnect.router.options import Worker, worker_of
 from kvconnect.router.policy.loads import Role
 
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 EVERY_S = 1.0
 
 
-async def follow(path: str, refuse: Refusal) -> Source:
+async def follow(path: str, refuse: OnRefused) -> EngineSource:
     """Read it whenever its text changes."""
     last: str | None = None
-    named: Named = {}
+    named: NamedEngines = {}
     while True:
         try:
             text = await asyncio.to_thread(Path(path).read_text)
@@ -34,7 +34,7 @@ async def follow(path: str, refuse: Refusal) -> Source:
         await asyncio.sleep(EVERY_S)
 
 
-def parse(text: str, before: Named, refuse: Refusal) -> Named:
+def parse(text: str, before: NamedEngines, refuse: OnRefused) -> NamedEngines:
     """Return what a file of engines names: a line each, ``prefill`` or ``decode`` and a worker as
     on the command line; empty lines and those that begin with ``#`` do not count.
 
@@ -52,7 +52,7 @@ def parse(text: str, before: Named, refuse: Refusal) -> Named:
                 raise ConfigError(f"line {number}", line, "name each engine once")
             named[role][worker.url] = worker
         except ConfigError as error:
-            refuse(What.FILE, str(error))
+            refuse(InputKind.FILE, str(error))
             wrong = True
     for role, workers in before.items() if wrong else ():
         for worker in workers:

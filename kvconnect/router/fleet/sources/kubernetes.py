@@ -18,8 +18,8 @@ import msgspec
 import urllib3
 from kubernetes import client, config, watch
 
-from kvconnect.router.fleet.sources import Refusal, Source, at
-from kvconnect.router.metrics import What
+from kvconnect.router.fleet.sources import EngineSource, OnRefused, at_addresses
+from kvconnect.router.metrics import InputKind
 from kvconnect.router.options import worker_of
 from kvconnect.router.policy.loads import Role
 from kvconnect.threads import ThreadKind, make
@@ -37,7 +37,7 @@ _FAILED = (
 )
 
 
-async def follow(role: Role, name: str, refuse: Refusal) -> Source:
+async def follow(role: Role, name: str, refuse: OnRefused) -> EngineSource:
     """Follow the service in ``name``, a worker as on the command line."""
     model, loop = worker_of("kubernetes", name), asyncio.get_running_loop()
     found: asyncio.Queue[set[str]] = asyncio.Queue()
@@ -49,7 +49,7 @@ async def follow(role: Role, name: str, refuse: Refusal) -> Source:
                 loop.call_soon_threadsafe(function, *args)
 
     def work() -> None:
-        slices = Slices(lambda text: on_loop(refuse, What.KUBERNETES, f"{name}: {text}"))
+        slices = Slices(lambda text: on_loop(refuse, InputKind.KUBERNETES, f"{name}: {text}"))
         while not closed.is_set():
             try:
                 for addresses in _watch(*_service(model.hostname), slices):
@@ -68,7 +68,7 @@ async def follow(role: Role, name: str, refuse: Refusal) -> Source:
     try:
         while True:
             addresses = sorted(await found.get())
-            yield {role: at(model, addresses, What.KUBERNETES, refuse)}
+            yield {role: at_addresses(model, addresses, InputKind.KUBERNETES, refuse)}
     finally:
         closed.set()
 
