@@ -1,13 +1,10 @@
 """``kvconnect router``: sends each request to a prefill and a decode engine.
 
-Pure, in this order: ``view`` (what a decision looks at), ``loads`` (tokens per rank), ``prefixes``,
-``kvevents`` and ``history`` (what is cached where), ``breaker``, ``pairing`` (between which engines
-KV moves), ``pick`` (one of several targets), ``policy`` (both legs of a request), ``legs`` (what
-each engine is asked), ``reports`` (what engines say of themselves).
-
-On the event loop: ``http1`` and ``pool`` (requests to engines), ``upstreams`` (the engines as last
-seen), ``watch``, ``subscribe`` and ``probe`` (what is always done for them), ``membership`` (which
-there are), ``roles`` (changing them), ``client`` (one leg), ``reply`` (what the client is
-answered), ``exchange`` (one request, with its retries and deadline), ``admission``, ``caches``,
-``admin``, ``app`` (routes). ``options`` and ``flags`` are what a user chooses.
+- ``app``, ``admin``, ``apis``: the HTTP server, the admin API, and the paths that clients see.
+- ``exchange``: one client request, with its attempts and its deadline.
+- ``body``: what routing reads in a request body.
+- ``http/``: admission of requests, connections and requests to engines, replies to clients.
+- ``policy/``: chooses engines and ranks. Pure: time and randomness are arguments.
+- ``fleet/``: the engines: membership, health, load, cached prefixes, pairs that hand over.
+- ``options``, ``flags``: what a user sets. ``metrics``, ``tracing``, ``supervisor``: observability.
 """

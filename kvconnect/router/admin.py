@@ -1,9 +1,8 @@
-"""Adding, draining and removing engines while the router runs: an API on a port of its own, for
-those who have the token.
+"""Admin API on its own port: add, drain, switch and remove engines while the router runs.
 
-``GET /workers`` lists them. ``POST /workers`` adds one: ``{"role": "prefill", "worker": "URL"}``.
-``POST /workers/drain``, ``POST /workers/switch`` (to the other role) and ``DELETE /workers`` name
-one by ``role`` and ``url``.
+``GET /workers`` lists engines. ``POST /workers`` with ``{"role": "prefill", "worker": "URL"}`` adds
+one. ``POST /workers/drain``, ``POST /workers/switch`` (to the other role) and
+``DELETE /workers`` name an engine by ``role`` and ``url``. Every request needs the admin token.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Admin:
-    """The handlers of the API. Runs on the event loop."""
+    """Handlers of the admin API. Event loop only."""
 
     def __init__(self, fleet: Fleet, membership: Membership, drain_s: float) -> None:
         self._fleet = fleet
@@ -35,13 +34,13 @@ class Admin:
         self._drain_s = drain_s
 
     async def workers(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """List all engines, with their state and load."""
+        """List all engines with their state and load."""
         now = time.monotonic()
         return web.json_response([self._described(upstream, now) for upstream in self._fleet.all()])
 
     async def add(self, request: web.Request) -> web.Response:
-        """Add one."""
-        role, text = await _asked(request, "worker")
+        """Add an engine."""
+        role, text = await _named_in(request, "worker")
         try:
             upstream = self._membership.add(role, worker_of("worker", text), ADMIN)
         except ConfigError as error:
@@ -51,16 +50,16 @@ class Admin:
         return web.json_response(self._described(upstream, time.monotonic()), status=201)
 
     async def drain(self, request: web.Request) -> web.Response:
-        """Send no more requests to one."""
+        """Send no more requests to an engine."""
         return await self._end(request, self._membership.drain)
 
     async def remove(self, request: web.Request) -> web.Response:
-        """Drain one and forget it."""
+        """Drain an engine, then forget it."""
         return await self._end(request, self._membership.remove)
 
     async def switch(self, request: web.Request) -> web.Response:
-        """Have one change its role; answered when it has, or goes on as before."""
-        upstream = await self._named(request)
+        """Switch an engine to the other role; answers when it has switched or has been refused."""
+        upstream = await self._engine_in(request)
         try:
             new = await switch(self._membership, self._fleet, upstream, self._drain_s)
         except Refused as error:
@@ -68,21 +67,21 @@ class Admin:
         return web.json_response(self._described(new, time.monotonic()))
 
     async def _end(self, request: web.Request, end: Callable[[Upstream], None]) -> web.Response:
-        upstream = await self._named(request)
+        upstream = await self._engine_in(request)
         end(upstream)
         return web.json_response(self._described(upstream, time.monotonic()))
 
-    async def _named(self, request: web.Request) -> Upstream:
-        """Return the engine that a body names.
+    async def _engine_in(self, request: web.Request) -> Upstream:
+        """Return the engine that the body names.
 
         Raises:
-            _Unknown: there is none.
-            Refused: it names none.
+            _UnknownEngine: there is no such engine.
+            Refused: the body names no engine.
         """
-        role, url = await _asked(request, "url")
+        role, url = await _named_in(request, "url")
         upstream = self._membership.find(role, url.rstrip("/"))
         if upstream is None:
-            raise _Unknown(f"there is no {role.value} engine {url}")
+            raise _UnknownEngine(f"there is no {role.value} engine {url}")
         return upstream
 
     def _described(self, upstream: Upstream, now: float) -> dict[str, Any]:
@@ -104,23 +103,25 @@ class Admin:
         }
 
 
-class _Unknown(KVConnectError):
-    """No such engine."""
+class _UnknownEngine(KVConnectError):
+    """The admin API was asked about an engine that does not exist."""
 
 
 def make_admin(fleet: Fleet, membership: Membership, token: str, drain_s: float) -> web.Application:
-    """Return the application; every request needs ``Authorization: Bearer <token>``. An engine
-    that changes its role is drained within ``drain_s`` seconds."""
-    want = f"Bearer {token}".encode()
+    """Return the application; every request needs ``Authorization: Bearer <token>``.
+
+    An engine that switches its role has ``drain_s`` seconds to finish its requests.
+    """
+    expected = f"Bearer {token}".encode()
 
     @web.middleware
     async def authorised(request: web.Request, handler: _Handler) -> web.StreamResponse:
-        came = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(came, want):
-            return _refused(401, "send Authorization: Bearer and the token")
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, expected):
+            return _refused(401, "send the header Authorization: Bearer <admin token>")
         try:
             return await handler(request)
-        except _Unknown as error:
+        except _UnknownEngine as error:
             return _refused(404, str(error))
         except Refused as error:
             return _refused(400, str(error))
@@ -135,11 +136,11 @@ def make_admin(fleet: Fleet, membership: Membership, token: str, drain_s: float)
     return app
 
 
-async def _asked(request: web.Request, key: str) -> tuple[Role, str]:
-    """Return the role and one more text of a body.
+async def _named_in(request: web.Request, key: str) -> tuple[Role, str]:
+    """Return the role in a body, and the text under ``key``.
 
     Raises:
-        Refused: they are not there.
+        Refused: one of them is missing.
     """
     try:
         body = json.loads(await request.read())
@@ -147,7 +148,7 @@ async def _asked(request: web.Request, key: str) -> tuple[Role, str]:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Refused("body", f'send JSON such as {{"role": "prefill", "{key}": ...}}') from error
     if not isinstance(text, str):
-        raise Refused("body", f"{key} is no text")
+        raise Refused("body", f"{key} is not a string")
     return role, text
 
 

@@ -1,4 +1,4 @@
-"""What clients may ask for, by path, and how each is served. Pure."""
+"""The HTTP API that clients see: each path, and how the router serves it. Pure."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from kvconnect.router.http import upstream_requests
 from kvconnect.router.policy.loads import Engine
 
 _ALL = frozenset(Engine)
-_OF_VLLM = _ALL - {Engine.SGLANG}
+_VLLM_ONLY = _ALL - {Engine.SGLANG}
 
 
 class Api(NamedTuple):
-    """One path.
+    """One path of the API.
 
     Attributes:
-        alone: a decode engine serves it by itself: there is nothing to hand over, or no way to.
-        engines: what can serve it.
-        salted: it computes KV, so its body gets the client's salt.
-        one_token: fields that have a prefill engine compute the prompt only.
-        named_events: the events of its streams have names.
-        method: of HTTP.
+        decode_only: one decode engine serves it alone, without a hand-off.
+        engines: kinds of engines that can serve it.
+        salted: it computes KV, so the router adds the tenant's cache salt to the body.
+        one_token: fields that make a prefill engine compute the prompt only.
+        named_events: its server-sent events have names.
+        method: HTTP method.
     """
 
     path: str
@@ -33,12 +33,12 @@ class Api(NamedTuple):
     method: str = "POST"
 
 
-def _generates(path: str, **how: Any) -> Api:
-    return Api(path, decode_only=False, salted=True, **how)
+def _generates(path: str, **options: Any) -> Api:
+    return Api(path, decode_only=False, salted=True, **options)
 
 
 _RESPONSES = {"max_output_tokens": 1, "store": False}
-_COMPUTING = (
+_POOLING = (
     *("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score"),
     *("/rerank", "/v1/rerank", "/v2/rerank"),
 )
@@ -50,10 +50,10 @@ APIS: tuple[Api, ...] = (
     COMPLETIONS,
     _generates("/v1/chat/completions"),
     _generates("/v1/responses", one_token=_RESPONSES, named_events=True),
-    # SGLang's does not take the room in which its servers meet.
-    _generates("/v1/messages", engines=_OF_VLLM, named_events=True),
+    # SGLang's /v1/messages takes no bootstrap room.
+    _generates("/v1/messages", engines=_VLLM_ONLY, named_events=True),
     _generates(upstream_requests.SGLANG_GENERATE, engines=frozenset({Engine.SGLANG})),
-    *(Api(path, salted=True) for path in _COMPUTING),
+    *(Api(path, salted=True) for path in _POOLING),
     *(Api(path) for path in _OTHERS),
     *(Api(path, method="GET") for path in _GETS),
 )

@@ -1,4 +1,4 @@
-"""The router's HTTP edge: routes, health, metrics, and the server itself."""
+"""The router's HTTP server: routes, health, metrics, start and stop."""
 
 from __future__ import annotations
 
@@ -40,50 +40,50 @@ from kvconnect.router.tracing import RouterSpans
 
 logger = logging.getLogger(__name__)
 
-_OPEN = ("/health", "/metrics")
-_GARBAGE = 10_000  # new objects between two looks for unreachable ones
+_PUBLIC_PATHS = ("/health", "/metrics")
+_GC_THRESHOLD = 10_000  # new objects between two garbage collections
 _BACKLOG = 1024  # connections that wait to be accepted
-IDLE_S = 75.0  # a connection may wait so long for a request, until the end of its head
-_SHOWN = 200  # characters of what a client sent
-UNREAD_S = 60.0  # a client may take nothing of what waits for it so long
+IDLE_S = 75.0  # an idle connection is closed after this time without a complete request head
+_SHOWN = 200  # characters of a client's input that are logged
+UNREAD_S = 60.0  # a connection is closed when the client reads nothing for this time
 
 SERVER_OPTIONS: dict[str, Any] = {"auto_decompress": False, "handler_cancellation": True}
-"""How to serve the application: no body grows, and a client that leaves cancels what it caused."""
+"""Server options: bodies are not decompressed; a client's disconnect cancels its handler."""
 
 _TENANT = "kvconnect.tenant"
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class _Notices:
-    """Passes on what becomes of engines."""
+class _FleetObserver:
+    """Tells metrics and caches about changes in the fleet."""
 
     def __init__(self, metrics: RouterMetrics, caches: Caches) -> None:
         self.add_upstream, self.remove_upstream = metrics.add_upstream, metrics.remove_upstream
         self._metrics, self._caches = metrics, caches
 
     def up(self, upstream: Upstream) -> None:
-        """One was found up or down."""
+        """Record an engine's new state; forget the cache of one that went down."""
         self._metrics.up(upstream)
         if not upstream.up:
             self._caches.forget(upstream.role, upstream.index, len(upstream.loads.own))
 
 
 class RouterHandlers:
-    """The handlers of one router. Runs on the event loop."""
+    """HTTP handlers of one router. Event loop only."""
 
     def __init__(self, options: RouterOptions) -> None:
         self._options = options
         self._metrics = RouterMetrics()
         caches = Caches(options)
-        self._fleet = Fleet(options, _Notices(self._metrics, caches))
+        self._fleet = Fleet(options, _FleetObserver(self._metrics, caches))
         self._turns = itertools.count()
         self._client = ConnectionPool(options.limits.silence_s)
         self._membership = Membership(
             options, self._fleet, self._client, self._metrics, caches.indexes
         )
         limits = options.limits
-        room = _room_for_bodies(limits.body_bytes)
+        body_memory = _body_memory_bytes(limits.body_bytes)
         self.tenants = Tenants(options.listening.api_keys, isolate=options.listening.isolate)
         self._services = Services(
             options,
@@ -92,7 +92,7 @@ class RouterHandlers:
             self._client,
             Admission(limits, self._metrics.queued),
             ClientConcurrency(limits.client_concurrent),
-            BodyMemory(room, max(room // 2, limits.body_bytes)),
+            BodyMemory(body_memory, max(body_memory // 2, limits.body_bytes)),
             RequestReader(limits.body_bytes, prefix=bool(caches.indexes)),
             caches,
             RouterSpans(),
@@ -100,7 +100,7 @@ class RouterHandlers:
         )
 
     async def run(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
-        """Look after the engines while the application runs."""
+        """Run the background tasks while the application runs."""
         await self._membership.start()
         yield
         await self._membership.stop()
@@ -110,7 +110,7 @@ class RouterHandlers:
         await asyncio.to_thread(self._services.spans.close)
 
     async def administer(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
-        """Serve the administrators' API while the application runs."""
+        """Serve the admin API while the application runs."""
         admin = self._options.admin
         drain_s = self._options.limits.drain_s
         runner = web.AppRunner(make_admin(self._fleet, self._membership, admin.token, drain_s))
@@ -121,7 +121,7 @@ class RouterHandlers:
         await runner.cleanup()
 
     def serving(self, api: Api) -> _Handler:
-        """Return the handler of what engines serve."""
+        """Return the handler of an API path that engines serve."""
 
         async def serve(request: web.Request) -> web.StreamResponse:
             tenant: Tenant = request[_TENANT]
@@ -130,26 +130,26 @@ class RouterHandlers:
         return serve
 
     async def models(self, request: web.Request) -> web.StreamResponse:  # noqa: ARG002
-        """``/v1/models``: what prefill and decode engines that are up both serve."""
+        """``/v1/models``: models that both a prefill and a decode engine serve now."""
         prefill, decode = (_models(self._fleet.all(role)) for role in Role)
         if not decode:
-            return error_response(503, "no decode engine that is up has said what it serves")
-        served = [said for name, said in decode.items() if not prefill or name in prefill]
+            return error_response(503, "no decode engine that is up has listed its models yet")
+        served = [entry for name, entry in decode.items() if not prefill or name in prefill]
         return web.json_response({"object": "list", "data": served})
 
     async def health(self, request: web.Request) -> web.StreamResponse:  # noqa: ARG002
-        """200 while a prefill and a decode engine are up, else 503; says which are."""
+        """200 while a prefill and a decode engine are up, else 503; lists every engine's state."""
         missing = self._fleet.view().missing()
-        said = {
+        state = {
             "status": "unavailable" if missing else "ok",
             "missing": [role.value for role in missing],
             "prefill": {upstream.url: upstream.up for upstream in self._fleet.all(Role.PREFILL)},
             "decode": {upstream.url: upstream.up for upstream in self._fleet.all(Role.DECODE)},
         }
-        return web.json_response(said, status=503 if missing else 200)
+        return web.json_response(state, status=503 if missing else 200)
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:  # noqa: ARG002
-        """The router's metrics, for Prometheus."""
+        """The router's metrics in Prometheus' text format."""
         self._metrics.tokens(self._fleet.all(), time.monotonic())
         body = generate_latest(self._metrics.registry)
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
@@ -158,7 +158,7 @@ class RouterHandlers:
 def make_app(options: RouterOptions) -> web.Application:
     """Return the application. Serve it with :data:`SERVER_OPTIONS`."""
     edge = RouterHandlers(options)
-    app = web.Application(middlewares=[_known_clients(edge.tenants), _openai_errors])
+    app = web.Application(middlewares=[_authenticate(edge.tenants), _openai_errors])
     app.cleanup_ctx.append(edge.run)
     if options.admin.token:
         app.cleanup_ctx.append(edge.administer)
@@ -171,34 +171,34 @@ def make_app(options: RouterOptions) -> web.Application:
 
 
 def serve(options: RouterOptions) -> None:
-    """Run a router until SIGINT or SIGTERM; port 0 picks a free one, which the log names.
+    """Run a router until SIGINT or SIGTERM. Port 0 picks a free port, which the log names.
 
     Raises:
-        OSError: the address cannot be listened on, or the certificate cannot be used.
-        ConfigError: a variable of tracing cannot be used.
+        OSError: the address or the certificate cannot be used.
+        ConfigError: a tracing variable has a bad value.
     """
-    disable_created_metrics()  # type: ignore[no-untyped-call]  # a third of all series
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # they are a third of all series
     at, context = options.listening, None
     if at.cert:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(at.cert, at.key)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a file for each connection
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each connection needs a file
     family = socket.AF_INET6 if ":" in at.host else socket.AF_INET
     address = (at.host, at.port)
     with socket.create_server(
         address, family=family, backlog=_BACKLOG, reuse_port=at.shared
     ) as listener:
-        # Accepted connections inherit it. It also finds clients that vanished.
+        # Accepted connections inherit this option. It also detects vanished clients.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_S * 1000))
         host = f"[{at.host}]" if ":" in at.host else at.host
         scheme = "http" if context is None else "https"
         logger.info("router on %s://%s:%d", scheme, host, listener.getsockname()[1])
-        # To look through all that start-up made holds up every request for milliseconds.
-        logging.getLogger("aiohttp.server").addFilter(_OneLine())
+        # A collection over all start-up objects would delay requests by milliseconds.
+        logging.getLogger("aiohttp.server").addFilter(_OneLineErrors())
         gc.collect()
         gc.freeze()
-        gc.set_threshold(_GARBAGE)
+        gc.set_threshold(_GC_THRESHOLD)
         web.run_app(
             make_app(options),
             sock=listener,
@@ -213,26 +213,26 @@ def serve(options: RouterOptions) -> None:
         )
 
 
-def _known_clients(tenants: Tenants) -> Middleware:
-    """Turn away who names no key, where there are keys; health and metrics are for all."""
+def _authenticate(tenants: Tenants) -> Middleware:
+    """Reject requests without a known API key, if keys are set. Public paths need none."""
 
     @web.middleware
     async def known(request: web.Request, handler: _Handler) -> web.StreamResponse:
         named = request.headers.get("Authorization", "")
         tenant = tenants.find(named, request.remote or "")
-        if tenant is None and request.path not in _OPEN:
-            return error_response(401, "send Authorization: Bearer and an API key")
+        if tenant is None and request.path not in _PUBLIC_PATHS:
+            return error_response(401, "send the header Authorization: Bearer <API key>")
         request[_TENANT] = tenant
         return await handler(request)
 
     return known
 
 
-class _OneLine(logging.Filter):
-    """Has a request that is no HTTP, which anybody can send, leave one line and no traceback."""
+class _OneLineErrors(logging.Filter):
+    """Logs input that is not HTTP as one debug line, without a traceback."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """logging: whether to write a record."""
+        """Return whether to log a record (called by ``logging``)."""
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError):
             record.exc_info = record.exc_text = None
@@ -243,19 +243,22 @@ class _OneLine(logging.Filter):
         return True
 
 
-def _room_for_bodies(one: int) -> int:
-    """An eighth of free memory, and room for one: with what goes to the two engines, and what is
-    read of it, a body takes up to four times its bytes."""
-    return max(one, (memory.available_bytes() or 2**33) // 8)
+def _body_memory_bytes(largest: int) -> int:
+    """Return the bytes that all bodies may take: an eighth of free memory, at least one body.
+
+    A body takes up to four times its size: as received, parsed, and as sent to two engines.
+    """
+    return max(largest, (memory.available_bytes() or 2**33) // 8)
 
 
 def _models(upstreams: Iterable[Upstream]) -> dict[str, Any]:
-    """Return what engines that are up serve."""
-    return {name: said for each in upstreams if each.up for name, said in each.info.models.items()}
+    """Return the models of all engines that are up: name -> entry of ``/v1/models``."""
+    up = [each.info.models for each in upstreams if each.up]
+    return {name: entry for models in up for name, entry in models.items()}
 
 
 def error_response(status: int, message: str) -> web.Response:
-    """Return an error as OpenAI clients expect it."""
+    """Return an error in OpenAI's format."""
     body = upstream_requests.error_body(status, message)
     return web.Response(status=status, body=body, content_type="application/json")
 
@@ -266,5 +269,5 @@ async def _openai_errors(request: web.Request, handler: _Handler) -> web.StreamR
         return await handler(request)
     except web.HTTPException as error:  # no such route or method, body too large
         return error_response(error.status, error.reason)
-    except ConnectionResetError:  # the client left while it was still asking
-        return error_response(400, "the request was cut off")
+    except ConnectionResetError:  # the client disconnected before its body was complete
+        return error_response(400, "the request body is incomplete")

@@ -144,7 +144,7 @@ class Exchange:
         """Try pairs of engines until one answers.
 
         Raises:
-            LegFailed: the last attempt's failure, when there is nothing left to try.
+            UpstreamFailed: the last attempt's failure, when there is nothing left to try.
             Rejected: an engine finds the request wrong.
         """
         routing_request, failed_targets, body = (

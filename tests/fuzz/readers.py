@@ -92,7 +92,7 @@ def disk_heads(data: bytes) -> None:
 @expecting(Refused)
 def events(data: bytes) -> None:
     index = PrefixIndex()
-    RankEvents(Engine(0, 0), index).message(0, data)
+    RankEvents(Engine(0, 0), index).receive(0, data)
 
 
 def loads(data: bytes) -> None:

@@ -189,9 +189,9 @@ def _hear(batch: bytes) -> str | None:
     index.stored(other, StoredBlocks([7], None, [1, 2], 2, CacheTier.DEVICE))
     feed = RankEvents(Target(0), index)
     good = msgspec.msgpack.encode([0.0, [_STORED], 0])
-    feed.message(0, good)
+    feed.receive(0, good)
     try:
-        feed.message(1, batch)
+        feed.receive(1, batch)
     except Refused:
         if Target(0) in index.match([1, 2, 3, 4]):
             return "what it has is not known, and is believed all the same"
@@ -199,7 +199,7 @@ def _hear(batch: bytes) -> str | None:
     if index.match([1, 2])[other].tokens != 2:
         return "another engine's blocks were lost"
     whole = _STORED | {"group_idx": None}  # the group may be known for another kind by now
-    feed.message(2, msgspec.msgpack.encode([0.0, [{"type": "AllBlocksCleared"}, whole], 0]))
+    feed.receive(2, msgspec.msgpack.encode([0.0, [{"type": "AllBlocksCleared"}, whole], 0]))
     return None if index.match([1, 2, 3, 4])[Target(0)].tokens == 4 else "it is deaf now"
 
 

@@ -104,7 +104,7 @@ class Watcher:
 
         Raises:
             Refused: not with 200.
-            Unreachable, Lost, asyncio.TimeoutError: no answer.
+            Unreachable, ConnectionLost, asyncio.TimeoutError: no response.
         """
         at = base or self._upstream.base
         return _body_of(path, await self._pool.get(at, path, ASK_TIMEOUT_S))
@@ -154,7 +154,7 @@ class Watcher:
         """Return what an answer says, None if nothing of use.
 
         Raises:
-            Unreachable, Lost, asyncio.TimeoutError: no answer.
+            Unreachable, ConnectionLost, asyncio.TimeoutError: no response.
         """
         at = base or self._upstream.base
         status, answer = await self._pool.get(at, path, ASK_TIMEOUT_S)
@@ -227,7 +227,7 @@ class Watcher:
                 logger.warning(
                     "no card from %s, its KV is pulled: %s", upstream.url, error or "late"
                 )
-                self._metrics.count("card_fetches", upstream.url, "failed")
+                self._metrics.count("standing_ticket_fetches", upstream.url, "failed")
             await wait(upstream.signals.down, pause)
 
     async def _fetch_standing_ticket(self, rank: int, ranks: int) -> float:
@@ -246,7 +246,7 @@ class Watcher:
             upstream_requests.standing_ticket_of,
             _body_of("/v1/completions", answer),
         )
-        self._metrics.count("card_fetches", self._upstream.url, "ok")
+        self._metrics.count("standing_ticket_fetches", self._upstream.url, "ok")
         self._upstream.hold_standing_ticket(rank, standing_ticket, asked)
         return standing_ticket.lifetime_s * _RENEW_AT
 

@@ -1,5 +1,7 @@
-"""How many requests a router works on at a time, how many may wait, and what memory they may take.
-On the event loop."""
+"""Limits on requests: how many run, wait, or are open per client, and the memory of their bodies.
+
+Everything here runs on the event loop.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from kvconnect.router.options import RouterLimits
 
 
 class Busy(KVConnectError):
-    """The request cannot be taken now. ``retry_s``: seconds after which to ask again."""
+    """The router cannot take the request now. ``retry_s``: seconds after which to retry."""
 
     def __init__(self, message: str, retry_s: int) -> None:
         super().__init__(message)
@@ -21,20 +23,20 @@ class Busy(KVConnectError):
 
 
 class Admission:
-    """The door: first come, first served."""
+    """A queue for running requests: first come, first served."""
 
     def __init__(self, limits: RouterLimits, waiting: Callable[[int], None]) -> None:
         self._limits = limits
         self._inside = 0
         self._queue: deque[asyncio.Future[None]] = deque()
-        self._waiting = waiting  # told how many wait
+        self._waiting = waiting  # is told the queue's length
 
     @asynccontextmanager
     async def enter(self) -> AsyncIterator[None]:
-        """Wait for one's turn; the block is the work.
+        """Wait for a turn, then hold it for the block.
 
         Raises:
-            Busy: too many wait already, or the turn does not come in time.
+            Busy: the queue is full, or the turn does not come in time.
         """
         if not self._limits.concurrent:
             yield
@@ -51,7 +53,7 @@ class Admission:
     async def _wait_turn(self) -> None:
         retry_s = max(1, round(self._limits.queue_s))
         if len(self._queue) >= self._limits.queue:
-            raise Busy(f"{self._limits.queue} requests are waiting already", retry_s)
+            raise Busy(f"the queue is full: {self._limits.queue} requests wait", retry_s)
         turn = asyncio.get_running_loop().create_future()
         self._queue.append(turn)
         self._waiting(len(self._queue))
@@ -65,7 +67,7 @@ class Admission:
             raise Busy(f"no turn within {self._limits.queue_s:g} seconds", retry_s)
 
     def _give_up(self, turn: asyncio.Future[None]) -> None:
-        """Who waited goes; if it was just being let in, the next one is."""
+        """Leave the queue; a turn that was just granted goes to the next request."""
         if turn.done():
             self._leave()
             return
@@ -74,14 +76,14 @@ class Admission:
 
     def _leave(self) -> None:
         if self._queue:
-            self._queue.popleft().set_result(None)  # takes the place that is given up
+            self._queue.popleft().set_result(None)  # the next request takes the turn
             self._waiting(len(self._queue))
         else:
             self._inside -= 1
 
 
 class ClientConcurrency:
-    """How many requests each client has open; ``most`` 0: any number."""
+    """Limits the open requests of each client to ``most``; 0: no limit."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -89,14 +91,14 @@ class ClientConcurrency:
 
     @contextmanager
     def enter(self, client: str) -> Iterator[None]:
-        """The block is a request of ``client``.
+        """Count a request of ``client`` as open during the block.
 
         Raises:
-            Busy: it has too many open.
+            Busy: the client has ``most`` requests open.
         """
         now = self._open.get(client, 0)
         if self._most and now >= self._most:
-            raise Busy(f"this client has {now} requests open, as many as it may", 1)
+            raise Busy(f"this client has {now} open requests, the limit", 1)
         self._open[client] = now + 1
         try:
             yield
@@ -107,27 +109,27 @@ class ClientConcurrency:
 
 
 class BodyAllocation:
-    """What one request's body takes of the memory for bodies."""
+    """The memory that one request's body takes."""
 
     def __init__(self, bodies: BodyMemory, client: str) -> None:
         self.client = client
         self.taken = 0
-        self.lost = False  # others needed it
+        self.lost = False  # evicted, because other bodies needed the memory
         self._bodies = bodies
         self._stop: Callable[[], object] | None = None
 
     def take(self, size: int) -> None:
-        """Take room for so many bytes more.
+        """Take ``size`` more bytes.
 
         Raises:
-            Busy: there is none now.
+            Busy: no memory is left.
         """
         self.taken += size
         self._bodies.taken(self, size)
 
     @contextmanager
     def arriving(self, stop: Callable[[], object]) -> Iterator[None]:
-        """While in the block, the body is not whole: ``stop`` is called when it loses its room."""
+        """Mark the body as incomplete for the block: it may be evicted, which calls ``stop``."""
         self._stop = stop
         self._bodies.arriving[self] = None
         try:
@@ -136,25 +138,23 @@ class BodyAllocation:
             self._bodies.arriving.pop(self, None)
 
     def evict(self) -> None:
-        """Give all back to another request."""
-        assert self._stop is not None, "only what is coming loses its room"
+        """Give all memory to another request, and stop this one."""
+        assert self._stop is not None, "only an incomplete body is evicted"
         self.lost = True
         self._bodies.arriving.pop(self, None)
         self.free()
         self._stop()
 
     def free(self) -> None:
-        """Give all back."""
+        """Give all memory back."""
         size, self.taken = self.taken, 0
         self._bodies.taken(self, -size)
 
 
 class BodyMemory:
-    """Memory for the bodies of all open requests together, ``most`` bytes, of which one client has
-    ``share`` at most.
+    """Limits the memory of all request bodies to ``most`` bytes, and of one client's to ``share``.
 
-    A body that is not whole yet holds its room only as long as no other needs it: of those, the one
-    that has been coming longest loses it first.
+    When memory runs out, incomplete bodies are evicted, the oldest first.
     """
 
     def __init__(self, most: int, share: int) -> None:
@@ -164,7 +164,7 @@ class BodyMemory:
 
     @contextmanager
     def allocation(self, client: str) -> Iterator[BodyAllocation]:
-        """Yield the room of a request, empty; the block's end gives it back."""
+        """Yield an empty allocation; the block's end gives its memory back."""
         allocation = BodyAllocation(self, client)
         try:
             yield allocation
@@ -172,10 +172,10 @@ class BodyMemory:
             allocation.free()
 
     def taken(self, allocation: BodyAllocation, size: int) -> None:
-        """A request takes ``size`` bytes more, or gives back if it is negative.
+        """Record that a request takes ``size`` bytes; a negative size gives bytes back.
 
         Raises:
-            Busy: there is no room for them now.
+            Busy: not even evicting incomplete bodies makes enough room.
         """
         self._free_bytes -= size
         now = self._by_client.get(allocation.client, 0) + size
@@ -186,13 +186,13 @@ class BodyMemory:
             return
         while self._by_client[allocation.client] > self._share:
             if not self._evict_oldest(allocation, allocation.client):
-                raise Busy("the bodies of this client's requests take all the memory they may", 1)
+                raise Busy("the request bodies of this client take all the memory they may", 1)
         while self._free_bytes < 0:
             if not self._evict_oldest(allocation, ""):
                 raise Busy("the bodies of open requests take all the memory they may", 1)
 
     def _evict_oldest(self, allocation: BodyAllocation, client: str) -> bool:
-        """Have the oldest body that is still coming lose its room; of ``client`` if it is named."""
+        """Evict the oldest incomplete body (of ``client`` if named); return whether one was."""
         others = (other for other in self.arriving if other is not allocation)
         oldest = next((other for other in others if client in ("", other.client)), None)
         if oldest is not None:

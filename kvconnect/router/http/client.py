@@ -1,4 +1,4 @@
-"""One request to one engine. Everything here runs on the event loop."""
+"""One request to one engine: send, read, and report how it ended. Event loop only."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 _EVENT_STREAM = "text/event-stream"
 _EVENT_END = b"\n\n"
-_MOST_BEGINNING = 1 << 20  # bytes of a stream that are looked at before they are passed on
+_MOST_BEGINNING = 1 << 20  # bytes of a stream that are inspected before it is passed on
 
 
 @dataclass(frozen=True)
 class EngineResponse:
-    """A whole answer of an engine."""
+    """An engine's complete response."""
 
     status: int
     content_type: str
@@ -47,7 +47,7 @@ class EngineResponse:
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """What to send: method, path, headers, and a JSON body unless it is None."""
+    """A request to an engine; ``body`` is JSON, None for a request without one."""
 
     method: str
     path: str
@@ -56,7 +56,7 @@ class EngineRequest:
 
 
 class UpstreamFailed(KVConnectError):
-    """An engine could not be reached, was lost, or failed; ``answer`` is what it said, if any."""
+    """An engine could not be reached, was lost, or failed; ``answer`` is its response, if any."""
 
     def __init__(
         self, role: Role, cause: Cause, message: str, answer: EngineResponse | None = None
@@ -68,7 +68,7 @@ class UpstreamFailed(KVConnectError):
 
 
 class Rejected(KVConnectError):
-    """An engine says that the client's request is wrong (4xx)."""
+    """An engine rejected the client's request (4xx)."""
 
     def __init__(self, answer: EngineResponse) -> None:
         super().__init__(f"{answer.status}")
@@ -76,32 +76,32 @@ class Rejected(KVConnectError):
 
 
 class Overhead:
-    """The time a router adds: from when it could send a request to when it had sent it."""
+    """Time that the router adds: from when it could send a request to when it has sent it."""
 
     def __init__(self) -> None:
         self._spent = 0.0
         self._since = self._written = time.monotonic()
 
     def written(self) -> None:
-        """A piece of a request went out."""
+        """Note that a request was written."""
         self._written = time.monotonic()
 
     def answered(self) -> None:
-        """What the next request had to wait for is there; the wait itself does not count."""
+        """Restart the clock: the wait for the engine that just answered does not count."""
         self._spent = self.seconds
         self._since = self._written = time.monotonic()
 
     @property
     def seconds(self) -> float:
-        """Time added so far."""
+        """Seconds added so far."""
         return self._spent + self._written - self._since
 
 
 class UpstreamRequest:
-    """A request to one engine, from its dispatch to its last byte.
+    """A request to one engine, from its start to its last byte; an async context manager.
 
-    Use as a context: leaving it closes the connection, upon which the engine drops what is not
-    finished. Every call raises :class:`UpstreamFailed` when the engine fails or is lost.
+    Leaving the context early closes the connection, and the engine then aborts the request. Every
+    method raises :class:`UpstreamFailed` when the engine fails or is lost.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class UpstreamRequest:
         self._span = span
         self._began = 0.0
         self._connection: Connection | None = None
-        self._outcome = UpstreamOutcome.CANCELLED  # until something else is known
+        self._outcome = UpstreamOutcome.CANCELLED  # until another outcome is known
 
     async def __aenter__(self) -> UpstreamRequest:
         self._metrics.upstream_began(self.upstream.role, self.upstream.url)
@@ -145,21 +145,21 @@ class UpstreamRequest:
 
     @property
     def content_type(self) -> str:
-        """The answer's ``Content-Type``, as it came."""
+        """The response's ``Content-Type``, unchanged."""
         return self._opened.response.headers.get("content-type", "application/octet-stream")
 
     @property
     def streams(self) -> bool:
-        """Whether the answer is a stream of events."""
+        """Whether the response is a stream of server-sent events."""
         return self.content_type.startswith(_EVENT_STREAM)
 
     async def open(self, ask: EngineRequest, on_written: Callable[[], None]) -> None:
-        """Send the request and wait for the head of a good answer.
+        """Send the request and wait for the head of a response with status 200.
 
         Raises:
             Rejected: the engine answered with 4xx.
-            LegFailed: it answered otherwise but not with 200, or not at all.
-            Busy: the router may open no more connections.
+            UpstreamFailed: it answered with another status, or not at all.
+            Busy: the router cannot open more connections.
         """
         base = self.upstream.base
         headers = {**ask.headers, **self._span.headers()}
@@ -177,17 +177,16 @@ class UpstreamRequest:
         raise self._error(answer)
 
     async def read(self) -> bytes:
-        """Return the whole answer."""
+        """Return the whole response body."""
         with self._failures():
             body = await read(self._opened)
         self._outcome = UpstreamOutcome.OK
         return body
 
     async def first_event(self) -> bytes:
-        """Return the beginning of a stream: its first event that tells anything, and what came
-        before and with it.
+        """Return a stream's first bytes, up to and including its first event with content.
 
-        An engine that fails a request before its first token says so in that event.
+        An engine that fails a request before its first token reports the error in that event.
         """
         begin = rest = b""
         with self._failures():
@@ -210,14 +209,14 @@ class UpstreamRequest:
         return begin
 
     async def chunks(self, forward: Callable[[bytes], bool]) -> AsyncIterator[bytes]:
-        """Yield of the rest of a stream, as it comes, what ``forward`` does not take."""
+        """Yield the rest of a stream as it arrives, except chunks that ``forward`` accepts."""
         with self._failures():
             while chunk := await self._opened.readany(forward):
                 yield chunk
         self._outcome = UpstreamOutcome.OK
 
     def fail(self, message: str) -> UpstreamFailed:
-        """Return the error for an answer that makes no sense."""
+        """Return the error for an unusable response."""
         self._outcome = UpstreamOutcome.ERROR
         return UpstreamFailed(self.upstream.role, "error", f"{self._name}: {message}")
 
@@ -233,17 +232,17 @@ class UpstreamRequest:
     def _error(self, answer: EngineResponse) -> UpstreamFailed:
         self._outcome = UpstreamOutcome.ERROR
         message = f"{self._name} answered {answer.status}"
-        # What is neither an answer nor an error is the router's to explain.
+        # The router explains a status that is neither success nor error itself.
         said = answer if 500 <= answer.status < 600 else None
         return UpstreamFailed(self.upstream.role, "error", message, said)
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """Translate what the connection raises, and let the engine's watcher know."""
+        """Translate connection errors, and have the engine's health checked."""
         try:
             yield
         except Exhausted as error:
-            raise Busy("the router has as many connections as it may have", 1) from error
+            raise Busy("the router cannot open more connections", 1) from error
         except Unreachable as error:
             self.upstream.mark(up=False)
             raise self._unreachable("cannot be reached") from error
@@ -256,18 +255,17 @@ class UpstreamRequest:
         return UpstreamFailed(self.upstream.role, "unreachable", f"{self._name} {what}")
 
 
-# Prefill legs that outlive the answer they were for.
-
+# Prefill requests that outlive the response they were for -----------------------------------------
 
 END_S = 10.0
 
 
 class DrainingPrefills:
-    """Prefills whose blocks are all there, but who have not said so yet.
+    """Prefill requests whose blocks have arrived and whose response is pending.
 
-    Decode can be done first: what prefill answers has to go through its own engine's steps. To hang
-    up then would have that engine count a request as aborted, and cost the next one a connection.
-    So they may end by themselves, within ``END_S`` seconds. On the event loop.
+    Decode can end first. Closing the connection then would make the prefill engine count an aborted
+    request, and cost the next request a new connection. So these requests have ``END_S`` seconds
+    to end by themselves. Event loop only.
     """
 
     def __init__(self, tasks: Supervisor) -> None:
@@ -275,15 +273,15 @@ class DrainingPrefills:
         self._timers: dict[asyncio.Task[Any], asyncio.TimerHandle] = {}
 
     def add(self, prefill: asyncio.Task[Any]) -> None:
-        """Let a task end. That an engine fails it is of no interest, only a bug is."""
+        """Let a prefill request end. An engine's failure is ignored; other errors are reported."""
         if prefill.done():
-            self._look_at(prefill)
+            self._report(prefill)
             return
         self._timers[prefill] = asyncio.get_running_loop().call_later(END_S, prefill.cancel)
         prefill.add_done_callback(self._ended)
 
     async def close(self) -> None:
-        """Cancel those that are left."""
+        """Cancel the requests that are left."""
         tasks = list(self._timers)
         for task in tasks:
             task.cancel()
@@ -291,9 +289,9 @@ class DrainingPrefills:
 
     def _ended(self, prefill: asyncio.Task[Any]) -> None:
         self._timers.pop(prefill).cancel()
-        self._look_at(prefill)
+        self._report(prefill)
 
-    def _look_at(self, prefill: asyncio.Task[Any]) -> None:
+    def _report(self, prefill: asyncio.Task[Any]) -> None:
         error = None if prefill.cancelled() else prefill.exception()
         if not isinstance(error, KVConnectError):
             self._tasks.look(TaskKind.PREFILL, "a client's request", prefill)

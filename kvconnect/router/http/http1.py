@@ -1,7 +1,7 @@
-"""HTTP/1.1 to engines: one request at a time on a connection. Everything runs on the event loop.
+"""HTTP/1.1 client connections to engines, one request at a time each. Event loop only.
 
-A router sends two requests for each that it gets and passes on every token; with a general client
-that is most of its time. This one does what engines need: JSON out, an answer or a stream in.
+The router sends two requests for each that it receives and forwards every token, so this path is
+its hottest. It supports only what engines need: a JSON body out, a whole response or a stream in.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ import httptools
 
 from kvconnect.errors import KVConnectError
 
-_HIGH = 256 * 1024  # bytes of an answer that wait here before the engine has to
-_MOST_HEAD = 64 * 1024  # bytes of an answer's headers
+_HIGH = 256 * 1024  # buffered bytes at which reading from the engine pauses
+_MOST_HEAD = 64 * 1024  # bytes of a response's headers
 
 
 class Unreachable(KVConnectError):
-    """No connection to the engine."""
+    """No connection to the engine could be opened."""
 
 
 class Exhausted(Unreachable):
-    """This process may open no more connections, which is not the engine's fault."""
+    """This process cannot open more connections (file limit); the engine is not at fault."""
 
 
 class ConnectionLost(KVConnectError):
-    """A connection broke, or what came over it is no HTTP."""
+    """A connection broke, or the engine sent something that is not HTTP."""
 
 
 class ClosedEarly(ConnectionLost):
-    """The peer closed a connection before any of an answer came."""
+    """The engine closed the connection before any byte of the response."""
 
 
 class BaseUrl(NamedTuple):
-    """A base URL taken apart."""
+    """A parsed base URL."""
 
     host: str
     port: int
     tls: bool
     path: str
-    name: str  # as the Host header has it
+    name: str  # value of the Host header
 
     @classmethod
     def of(cls, url: str) -> BaseUrl:
-        """Take ``url`` apart; it has been checked."""
+        """Parse ``url``, which has been validated."""
         parts = urlsplit(url)
         tls = parts.scheme == "https"
         port = parts.port or (443 if tls else 80)
@@ -57,71 +57,71 @@ class BaseUrl(NamedTuple):
 
 
 class IncomingResponse:
-    """An answer as far as it has come. The parser calls it."""
+    """A response as far as it has been received; the callbacks of the HTTP parser."""
 
     def __init__(self) -> None:
-        self.any_bytes = False  # any byte of it
+        self.any_bytes = False  # whether any byte was received
         self.status = 0
         self.headers: dict[str, str] = {}  # names in lower case
-        self.began = False  # the head is whole
-        self.ended = False  # all of it is there
+        self.began = False  # the head is complete
+        self.ended = False  # the body is complete
         self.chunks: deque[bytes] = deque()
-        self.keep = False  # the connection can be used again
-        self.too_many = False  # more came than was asked for
+        self.keep = False  # the connection can be reused
+        self.too_many = False  # a second response followed
         self._head = 0  # bytes of headers
         self.parser = httptools.HttpResponseParser(self)
 
     def cut_off(self) -> None:
-        """The connection was closed in order: the end of an answer that does not say its length."""
+        """Note an orderly close, which ends a response without a length."""
         framed = "content-length" in self.headers or "transfer-encoding" in self.headers
         self.ended = self.ended or (self.began and not framed)
 
     def body(self) -> bytes:
-        """Return what waits of the body."""
+        """Return the buffered part of the body."""
         return self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
 
     def on_message_begin(self) -> None:
-        """httptools: an answer begins: the first, the one after an interim one, or one too many."""
+        """httptools: a response begins (the first, one after an interim one, or a surplus one)."""
         self.too_many = self.ended
         if not self.ended:
             self.headers.clear()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """httptools: a header came."""
+        """httptools: one header."""
         self._head += len(name) + len(value)
         if self._head > _MOST_HEAD:
-            raise ValueError(f"a head of more than {_MOST_HEAD} bytes")
+            raise ValueError(f"the response head has more than {_MOST_HEAD} bytes")
         if self.ended:
             return
         self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        """httptools: the head is whole."""
+        """httptools: the head is complete."""
         if self.ended:
             return
         self.status = self.parser.get_status_code()
-        self.began = self.status >= 200  # else the real one follows
+        self.began = self.status >= 200  # an interim response (1xx) precedes the real one
 
     def on_body(self, body: bytes) -> None:
-        """httptools: a piece of the body."""
+        """httptools: a part of the body."""
         if self.began and not self.ended:
             self.chunks.append(body)
 
     def on_message_complete(self) -> None:
-        """httptools: the answer is whole."""
+        """httptools: the response is complete."""
         if not self.ended:
             self.ended = self.began
             self.keep = self.ended and bool(self.parser.should_keep_alive())
 
 
 class Connection(asyncio.Protocol):
-    """One connection; carries one request at a time."""
+    """One connection to an engine; carries one request at a time."""
 
     def __init__(self) -> None:
         self.used_at = 0.0
         self._transport: asyncio.Transport
-        self.response = IncomingResponse()  # to the last request
-        self.response.ended = True  # there was none
+        self.response = IncomingResponse()  # the response to the last request
+        self.response.ended = True  # no request was sent yet
         self._waiting: asyncio.Future[None] | None = None
         self._forward: Callable[[bytes], bool] | None = None
         self._broken: ConnectionLost | None = None
@@ -129,25 +129,25 @@ class Connection(asyncio.Protocol):
         self._heard = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    # asyncio's side
+    # Called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """asyncio: it is there."""
+        """asyncio: the connection is open."""
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """asyncio: a piece came."""
+        """asyncio: data was received."""
         response, self._heard = self.response, time.monotonic()
         if response.ended:
-            self._break("spoke without being asked")
+            self._break("sent data without a request")
             return
         response.any_bytes = True
         try:
             response.parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._break(f"sent what is no HTTP answer: {error}")
+            self._break(f"sent an invalid HTTP response: {error}")
         if response.too_many:
-            self._break("sent more than one answer")
+            self._break("sent more than one response")
         if self._forward is not None and response.chunks and self._forward(response.body()):
             response.chunks.clear()
             if not response.ended:
@@ -158,25 +158,25 @@ class Connection(asyncio.Protocol):
         self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """asyncio: it is gone."""
+        """asyncio: the connection is closed."""
         if self._timer is not None:
             self._timer.cancel()
-        if error is None and self._broken is None:  # it was the engine that closed it
+        if error is None and self._broken is None:  # the engine closed it
             self.response.cut_off()
         kind = ConnectionLost if self.response.any_bytes else ClosedEarly
         self._broken = self._broken or kind(str(error or "closed the connection"))
         self._wake()
 
-    # the user's side
+    # Called by the owner of the request
 
     @property
     def usable(self) -> bool:
-        """Whether another request can be sent on it."""
+        """Whether another request can be sent on this connection."""
         return self._broken is None and not self._transport.is_closing()
 
     def send(self, head: bytes, body: bytes, silence_s: float) -> None:
-        """Begin a request. If the engine sends nothing for ``silence_s`` while the answer is
-        awaited, the connection is lost."""
+        """Send a request. The connection counts as lost when the engine sends nothing for
+        ``silence_s`` seconds before the response is complete."""
         self.response = IncomingResponse()
         self._heard = time.monotonic()
         if self._timer is None:
@@ -188,23 +188,23 @@ class Connection(asyncio.Protocol):
             self._transport.write(body)
 
     async def wait_for_head(self) -> None:
-        """Wait for the answer's head.
+        """Wait for the response's head.
 
         Raises:
-            Lost: it does not come.
+            ConnectionLost: the connection broke first.
         """
         while not self.response.began:
             await self._wait_for_data()
 
     async def readany(self, forward: Callable[[bytes], bool] | None = None) -> bytes:
-        """Return what is there of the body, at least a byte; nothing: it is whole.
+        """Return the received part of the body, at least one byte; empty at its end.
 
-        While nothing is there, ``forward`` gets what comes, at once where it arrives; what it
-        returns False for is returned here. To wake a task for each token took a fifth of a
-        stream's CPU time.
+        While this waits, data goes to ``forward`` directly from the callback, without waking a
+        task: waking one for each token took a fifth of a stream's CPU time. Data for which
+        ``forward`` returns False is returned here.
 
         Raises:
-            Lost: it breaks off.
+            ConnectionLost: the connection broke.
         """
         response = self.response
         while not response.chunks:
@@ -223,22 +223,22 @@ class Connection(asyncio.Protocol):
         return data
 
     def finish(self) -> bool:
-        """The user is done; return whether it can be kept. Else it is closed, upon which the
-        engine drops the request."""
+        """End the request; return whether the connection can be reused. If not, close it; the
+        engine then aborts an unfinished request."""
         keep = self.usable and self.response.keep and not self.response.chunks
         if not keep:
             self.close()
         return keep
 
     def close(self) -> None:
-        """Close it at once."""
+        """Close the connection at once."""
         self._transport.abort()
 
     def _listen(self, silence_s: float) -> None:
-        """Look again when the engine could have been silent for so long. The timer outlives
-        requests, since most are over long before it fires."""
+        """Check for silence, and set the next check. The timer outlives requests: most end long
+        before it fires, so setting one per request would be waste."""
         now = time.monotonic()
-        if self._paused or self.response.ended:  # it is we who do not read, or do not ask
+        if self._paused or self.response.ended:  # the router is not reading, or has no request open
             self._heard = now
         left = self._heard + silence_s - now
         if left <= 0:
@@ -266,26 +266,26 @@ class Connection(asyncio.Protocol):
 
 
 async def read(connection: Connection, most: float = inf) -> bytes:
-    """Return the rest of an answer, of at most so many bytes.
+    """Return the rest of a response body, of at most ``most`` bytes.
 
     Raises:
-        Lost: it breaks off, or is longer.
+        ConnectionLost: the connection broke, or the body is longer.
     """
     chunks = []
     while chunk := await connection.readany():
         chunks.append(chunk)
         most -= len(chunk)
         if most < 0:
-            raise ConnectionLost("sent a longer answer than could be meant")
+            raise ConnectionLost("sent a response over the size limit")
     return b"".join(chunks)
 
 
 def request_head(
     base: BaseUrl, method: str, path: str, headers: Mapping[str, str], length: int | None = None
 ) -> bytes:
-    """Return the head of a request; ``length`` is that of its JSON body.
+    """Return the head of a request; ``length`` is that of its JSON body, None without one.
 
-    Header values have come through an HTTP parser, which lets no line end pass.
+    Header values come from an HTTP parser, so they contain no line ends.
     """
     lines = [f"{method} {base.path}{path} HTTP/1.1", f"Host: {base.name}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]

@@ -1,4 +1,4 @@
-"""Connections to engines, kept for the next request. Everything here runs on the event loop."""
+"""Connections to engines, kept for the next request. Event loop only."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from kvconnect.router.http.http1 import (
 )
 
 CONNECT_S = 5.0
-ANSWER_BYTES = 64 * 2**20  # of an answer that is read as a whole
-IDLE_S = 2.0  # a connection is used again this long; engines (uvicorn) close theirs after 5
+ANSWER_BYTES = 64 * 2**20  # limit of a response that is read as a whole
+IDLE_S = 2.0  # idle connections are reused this long; engines (uvicorn) close theirs after 5
 _IDLE_MOST = 256  # connections kept per engine
 _T = TypeVar("_T")
 
 
 class ConnectionPool:
-    """Connections to all engines of a router."""
+    """Connections to all engines of one router."""
 
     def __init__(self, silence_s: float, tls: ssl.SSLContext | None = None) -> None:
         self._silence_s = silence_s
         self._idle: dict[BaseUrl, list[Connection]] = {}
-        self._tls = tls  # made when first needed: reading the authorities takes a while
+        self._tls = tls  # created on first use: loading certificate authorities is slow
 
     async def open(
         self,
@@ -41,14 +41,14 @@ class ConnectionPool:
         body: bytes = b"",
         written: Callable[[], None] | None = None,
     ) -> Connection:
-        """Send a request; return its connection with the head of the answer.
+        """Send a request; return its connection once the response's head has been received.
 
-        A kept connection may have been closed by the engine just now: if none of an answer comes
-        before that, the request goes out once more, on a new one.
+        The engine may close a kept connection at any time. If it does so before the first byte of
+        the response, the request is sent again on a new connection.
 
         Raises:
-            Unreachable: no connection within ``CONNECT_S``.
-            Lost: the answer does not begin.
+            Unreachable: no connection within ``CONNECT_S`` seconds.
+            ConnectionLost: the connection broke before the response began.
         """
         kept = self._take(base)
         if kept is not None:
@@ -59,7 +59,7 @@ class ConnectionPool:
         return await self._ask(await self._connect(base), head, body, written)
 
     def release(self, base: BaseUrl, connection: Connection) -> None:
-        """Give a connection back; closed unless the answer is whole."""
+        """Give a connection back; it is closed unless its response is complete."""
         idle = self._idle.setdefault(base, [])
         if connection.finish():
             connection.used_at = time.monotonic()
@@ -68,12 +68,12 @@ class ConnectionPool:
                 idle.pop(0).close()
 
     def forget(self, base: BaseUrl) -> None:
-        """Close what is kept of an engine."""
+        """Close the kept connections to one engine."""
         for connection in self._idle.pop(base, ()):
             connection.close()
 
     def close(self) -> None:
-        """Close what is kept."""
+        """Close all kept connections."""
         for base in list(self._idle):
             self.forget(base)
 
@@ -81,22 +81,22 @@ class ConnectionPool:
         """Return status and body of a GET.
 
         Raises:
-            Unreachable, Lost, asyncio.TimeoutError: no answer.
+            Unreachable, ConnectionLost, asyncio.TimeoutError: no response.
         """
         return await self.whole(base, request_head(base, "GET", path, {}), b"", timeout_s)
 
     async def whole(
         self, base: BaseUrl, head: bytes, body: bytes, timeout_s: float
     ) -> tuple[int, bytes]:
-        """Return status and body of a whole answer.
+        """Send a request on a new connection; return status and body.
 
         Raises:
-            Unreachable, Lost, asyncio.TimeoutError: no answer.
+            Unreachable, ConnectionLost, asyncio.TimeoutError: no response.
         """
         return await within(self._whole(base, head, body), timeout_s)
 
     async def _whole(self, base: BaseUrl, head: bytes, body: bytes) -> tuple[int, bytes]:
-        """On a connection of its own: what looks after engines must not see old ones break."""
+        """Use a new connection, so that background checks never see a kept one break."""
         connection = await self._ask(await self._connect(base), head, body, None)
         try:
             return connection.response.status, await read(connection, ANSWER_BYTES)
@@ -140,7 +140,7 @@ class ConnectionPool:
             kind = Exhausted if full else Unreachable
             raise kind(f"{base.name}: {error or 'no connection in time'}") from error
         finally:
-            if not taken:  # it may be there all the same, and nobody's
+            if not taken:  # the connection may still open, without an owner
                 connecting.add_done_callback(_abandon)
 
     def _take(self, base: BaseUrl) -> Connection | None:

@@ -1,4 +1,4 @@
-"""What a client is answered: whole, or as a stream."""
+"""The response to a client, whole or streamed."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from kvconnect.router.policy.choice import RoutingChoice, TargetChoice
 from kvconnect.router.policy.ranking import RankingReason
 
 _EVENT_END = b"\n\n"
-_LAST_WORDS_S = 1.0  # for a client that does not read
+_ERROR_EVENT_S = 1.0  # time to send the error event to a client that does not read
 
 
 class Reply:
-    """The answer to one request. On the event loop, in the request's own task."""
+    """The response to one request. Runs in the request's own task."""
 
     def __init__(self, request: web.Request, *, named_events: bool, show_hits: bool) -> None:
         """``named_events``: SSE events have names. ``show_hits``: headers tell expected hits."""
         self._named_events, self._show_hits = named_events, show_hits
-        self.choice: RoutingChoice | None = None  # named in the answer's headers
-        self.stream: web.StreamResponse | None = None  # once the client has its first byte
-        self.status = 0  # of the answer, once there is one
+        self.choice: RoutingChoice | None = None  # shown in the response's headers
+        self.stream: web.StreamResponse | None = None  # set once the stream has begun
+        self.status = 0  # HTTP status, 0 before the response
         self._request = request
         self._tail = b""  # last bytes of the stream
 
     def whole(self, answer: EngineResponse) -> web.Response:
-        """Return an engine's answer as it is."""
+        """Return an engine's response unchanged."""
         headers = self._headers(answer.content_type)
         self.status = answer.status
         return web.Response(status=answer.status, body=answer.body, headers=headers)
@@ -37,7 +37,7 @@ class Reply:
     def error(
         self, status: int, message: str, headers: Mapping[str, str] | None = None
     ) -> web.Response:
-        """Return an error of the router."""
+        """Return an error response of the router."""
         body = upstream_requests.error_body(status, message)
         answer = self.whole(EngineResponse(status, "application/json", body))
         answer.headers.update(headers or {})
@@ -47,25 +47,25 @@ class Reply:
         """Start a stream.
 
         Raises:
-            ConnectionError: the client is gone; so do :meth:`write` and the stream's end.
+            ConnectionError: the client has disconnected; also raised by :meth:`write`.
         """
         stream = web.StreamResponse(headers=self._headers(content_type))
         if self._request.version >= HttpVersion11:
             stream.enable_chunked_encoding()
         else:
-            stream.force_close()  # only that ends it, and aiohttp would keep the connection
+            stream.force_close()  # HTTP/1.0 marks the end of a stream by closing
         await stream.prepare(self._request)
         self.stream, self.status = stream, stream.status
         return stream
 
     async def write(self, chunk: bytes) -> None:
-        """Send a piece of the stream; waits while the client does not read."""
+        """Send a chunk of the stream; wait while the client does not read."""
         assert self.stream is not None, "begin() comes first"
         self._tail = (self._tail + chunk)[-len(_EVENT_END) :]
         await self.stream.write(chunk)
 
     def forward(self, chunk: bytes) -> bool:
-        """Send a piece after the first, if that can be done at once; return whether it was."""
+        """Send a chunk if that needs no wait; return whether it was sent."""
         transport = self._request.transport
         if transport is None or transport.is_closing() or transport.get_write_buffer_size():
             return False
@@ -77,13 +77,16 @@ class Reply:
         return True
 
     async def break_off(self, message: str) -> None:
-        """End the stream with an error event, as engines do."""
+        """End the stream with an error event in the engines' format."""
         assert self.stream is not None, "begin() comes first"
-        begin = b"" if self._tail == _EVENT_END else _EVENT_END  # it may have stopped mid-event
+        begin = b"" if self._tail == _EVENT_END else _EVENT_END  # the last event may be incomplete
         last = begin + upstream_requests.error_event(message, named_events=self._named_events)
         try:
-            await asyncio.wait_for(self.stream.write(last), _LAST_WORDS_S)
-        except (asyncio.TimeoutError, ConnectionError):  # it does not read, or is gone
+            await asyncio.wait_for(self.stream.write(last), _ERROR_EVENT_S)
+        except (
+            asyncio.TimeoutError,
+            ConnectionError,
+        ):  # the client does not read, or has disconnected
             if self._request.transport is not None:
                 self._request.transport.abort()
 
@@ -97,9 +100,9 @@ class Reply:
         return headers
 
     def _name_target(self, headers: dict[str, str], role: str, target_choice: TargetChoice) -> None:
-        """Say where a leg ran and why: its engine's number, its rank, the reason, the expected hit.
+        """Add headers with the engine's number, its rank, the reason, and the expected cache hit.
 
-        What a cache has tells what others sent, so it is the operator's to ask for.
+        A cache hit reveals what other clients sent, so hits are shown only if the operator says so.
         """
         headers[f"X-KVConnect-{role}"] = str(target_choice.target.worker)
         if target_choice.target.rank is not None:

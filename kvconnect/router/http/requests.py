@@ -1,5 +1,7 @@
-"""From a client's bytes to what routing needs: the body is read, parsed and salted. On the event
-loop; large bodies are parsed by a thread, one at a time, so that what this takes is bounded."""
+"""Reads, parses and salts the bodies of client requests.
+
+Runs on the event loop. One thread parses large bodies, one at a time, which bounds memory.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ from kvconnect.router.http.admission import BodyAllocation, Busy
 from kvconnect.router.http.pool import within
 from kvconnect.router.policy.tenants import Tenant
 
-BODY_S = 60.0  # for a request's body: who sends slower holds memory
-_LARGE = 128 * 1024  # bytes that take long enough to be parsed elsewhere
+BODY_S = 60.0  # limit for receiving a body: a slow client holds memory
+_LARGE = 128 * 1024  # bytes from which on a body is parsed in the thread
 
 
 class ParsedRequest(NamedTuple):
-    """A request: its body's fields, what routing needs to know of it, and what caches can be
-    searched for, None if no policy wants to."""
+    """A request: its body's fields, a summary of its prompt, and the prompt's prefix for cache
+    lookups, None if no policy uses them."""
 
     body: dict[str, Any]
     prompt: Prompt
@@ -30,7 +32,7 @@ class ParsedRequest(NamedTuple):
 
 
 class RequestReader:
-    """Reads requests of one router."""
+    """Reads the requests of one router."""
 
     def __init__(self, most: int, *, prefix: bool) -> None:
         self._most = most  # bytes of a body
@@ -38,18 +40,18 @@ class RequestReader:
         self._thread = ThreadPoolExecutor(1, "kvconnect-bodies")
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop the parser thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def read(
         self, request: web.Request, api: Api, tenant: Tenant, room: BodyAllocation
     ) -> ParsedRequest:
-        """Return what a client asks.
+        """Return the parsed request.
 
         Raises:
-            Busy: the router holds too many bodies already.
-            Refused: the body is no JSON object.
-            web.HTTPException: it is encoded, too large, or too slow.
+            Busy: there is no memory for the body.
+            Refused: the body is not a JSON object.
+            web.HTTPException: the body is encoded, too large, or too slow.
         """
         if api.method == "GET":
             return ParsedRequest({}, Prompt(), None)
@@ -77,12 +79,14 @@ class RequestReader:
         try:
             return await within(reading, BODY_S)
         except asyncio.TimeoutError:
-            late = f"the body was not there within {BODY_S:g} seconds"
+            late = f"the request body was not complete within {BODY_S:g} seconds"
             raise web.HTTPRequestTimeout(reason=late) from None
         except asyncio.CancelledError:
             if not room.lost:
                 raise
-            raise Busy("the body came slowly, and others needed its memory", 1) from None
+            raise Busy(
+                "the request body arrived slowly, and other requests needed its memory", 1
+            ) from None
 
     async def _read(self, request: web.Request, room: BodyAllocation) -> bytearray:
         body, task = bytearray(), asyncio.current_task()
@@ -97,7 +101,7 @@ class RequestReader:
 
 
 def _refuse_encoded(request: web.Request) -> None:
-    """Refuse what could be a thousand times as long as it came."""
+    """Refuse an encoded body, which could expand a thousandfold."""
     named = request.headers.getall("Content-Encoding", ())
     if any(each.lower() != "identity" for each in named):
         raise web.HTTPUnsupportedMediaType(reason="send the body without Content-Encoding")

@@ -53,7 +53,7 @@ def batch(*events: Any) -> bytes:
 
 def told(*events: Any) -> PrefixIndex:
     index = PrefixIndex()
-    assert RankEvents(A, index).message(0, batch(*events))
+    assert RankEvents(A, index).receive(0, batch(*events))
     return index
 
 
@@ -76,20 +76,20 @@ def test_events_of_both_engines_and_of_older_ones() -> None:
 def test_an_index_keeps_so_many_blocks_and_sizes_of_a_target() -> None:
     index = PrefixIndex(most=3)
     feed = RankEvents(A, index)
-    feed.message(0, batch(stored(TOKENS)))
+    feed.receive(0, batch(stored(TOKENS)))
     assert index.match(TOKENS) == {A: CacheHit(12, 12.0)}, "the fourth was left out"
-    feed.message(1, batch(removed(1, 2, 3)))
+    feed.receive(1, batch(removed(1, 2, 3)))
     assert len(index) == 0
-    feed.message(2, batch(stored(TOKENS[:8], first=11)))
+    feed.receive(2, batch(stored(TOKENS[:8], first=11)))
     assert index.match(TOKENS) == {A: CacheHit(8, 8.0)}, "there is room again"
 
     index = PrefixIndex()
     feed = RankEvents(A, index)
     for size in range(1, 100):
         block = stored(TOKENS[:size] * (size <= 16), block_hashes=[size], block_size=size)
-        feed.message(size - 1, batch(block))
+        feed.receive(size - 1, batch(block))
     assert len(index._sizes) == MOST_SIZES, "each costs every request a look"
-    feed.message(99, batch({"type": "AllBlocksCleared"}))
+    feed.receive(99, batch({"type": "AllBlocksCleared"}))
     assert not index._sizes and not len(index)
 
 
@@ -99,7 +99,7 @@ def test_a_hash_that_names_another_block_leaves_nothing_behind() -> None:
     feed = RankEvents(A, index)
     for number in range(100):
         tokens = [number] * 4
-        feed.message(number, batch(stored(tokens)))
+        feed.receive(number, batch(stored(tokens)))
         assert index.match(tokens) == {A: CacheHit(4, 4.0)}
         assert len(index) == 1
 
@@ -109,7 +109,7 @@ def test_tokens_that_come_in_pairs() -> None:
     assert told(stored(TOKENS, token_ids=pairs)).match(TOKENS) == {A: CacheHit(16, 16.0)}
     index = PrefixIndex()
     with pytest.raises(Refused):
-        RankEvents(A, index).message(0, batch(stored(TOKENS, token_ids=[[]] * 16)))
+        RankEvents(A, index).receive(0, batch(stored(TOKENS, token_ids=[[]] * 16)))
     assert index.match(TOKENS) == {}
 
 
@@ -135,12 +135,12 @@ def test_a_sliding_window_takes_no_prefix_with_it() -> None:
     old = ["BlockRemoved", [1], "GPU", 1]
     index = PrefixIndex()
     feed = RankEvents(A, index)
-    assert feed.message(0, batch(whole, window, removed(1, 2, group_idx=1), old))
+    assert feed.receive(0, batch(whole, window, removed(1, 2, group_idx=1), old))
     assert index.match(TOKENS) == {A: CacheHit(16, 16.0)}
     untold = stored([], block_hashes=[4], medium="CPU", group_idx=1)
-    assert feed.message(1, batch(untold, removed(4, group_idx=0)))
+    assert feed.receive(1, batch(untold, removed(4, group_idx=0)))
     assert index.match(TOKENS) == {A: CacheHit(12, 12.0)}
-    assert feed.message(0, batch(stored(TOKENS, group_idx=1), removed(3, group_idx=1)))
+    assert feed.receive(0, batch(stored(TOKENS, group_idx=1), removed(3, group_idx=1)))
     assert index.match(TOKENS) == {A: CacheHit(8, 8.0)}, "another incarnation numbers anew"
 
 
@@ -162,8 +162,8 @@ def test_what_is_no_event_is_refused_and_does_no_harm(payload: bytes) -> None:
     index = PrefixIndex()
     feed = RankEvents(A, index)
     with pytest.raises(Refused):
-        feed.message(0, payload)
-    assert feed.message(1, batch(stored(TOKENS)))
+        feed.receive(0, payload)
+    assert feed.receive(1, batch(stored(TOKENS)))
     assert index.match(TOKENS) == {A: CacheHit(16, 16.0)}
 
 
@@ -174,28 +174,28 @@ SMALL = st.integers(-(2**63), 2**63)
 def test_anything_may_come(noise: Any) -> None:
     payload = noise if isinstance(noise, bytes) else msgspec.msgpack.encode([0.0, [noise]])
     with contextlib.suppress(Refused):
-        RankEvents(A, PrefixIndex()).message(0, payload)
+        RankEvents(A, PrefixIndex()).receive(0, payload)
 
 
 def test_a_gap_is_noticed_and_filled() -> None:
     index = PrefixIndex()
     feed = RankEvents(A, index)
-    assert feed.message(0, batch(stored(TOKENS)))
-    assert not feed.message(3, batch())
-    assert feed.wanted == 1
+    assert feed.receive(0, batch(stored(TOKENS)))
+    assert not feed.receive(3, batch())
+    assert feed.next_number == 1
     for number, event in ((1, removed(4)), (2, removed(3)), (3, removed(2))):
-        assert feed.settle(number, batch(event))
-    assert feed.settle(3, batch(removed(1))), "the one that came live was repeated too"
+        assert feed.recover(number, batch(event))
+    assert feed.recover(3, batch(removed(1))), "the one that came live was repeated too"
     assert index.match(TOKENS) == {A: CacheHit(4, 4.0)}
-    assert feed.message(4, batch()) and feed.wanted == 5
+    assert feed.receive(4, batch()) and feed.next_number == 5
 
 
 def test_what_cannot_be_had_again_costs_all_that_is_known() -> None:
     index = PrefixIndex()
     feed = RankEvents(A, index)
-    assert feed.message(0, batch(stored(TOKENS)))
-    assert not feed.message(3, batch(stored(TOKENS[:4], first=9)))
-    assert not feed.settle(3, batch(stored(TOKENS[:4], first=9)))
+    assert feed.receive(0, batch(stored(TOKENS)))
+    assert not feed.receive(3, batch(stored(TOKENS[:4], first=9)))
+    assert not feed.recover(3, batch(stored(TOKENS[:4], first=9)))
     assert index.match(TOKENS) == {A: CacheHit(4, 4.0)}
 
 
@@ -203,11 +203,11 @@ def test_an_engine_that_counts_from_0_again_is_another_one() -> None:
     index = PrefixIndex()
     feed = RankEvents(A, index)
     for number in range(3):
-        assert feed.message(number, batch(stored(TOKENS)))
-    assert feed.message(0, batch(stored(TOKENS[:8])))
+        assert feed.receive(number, batch(stored(TOKENS)))
+    assert feed.receive(0, batch(stored(TOKENS[:8])))
     assert index.match(TOKENS) == {A: CacheHit(8, 8.0)}
-    assert feed.message(1, batch())
-    assert not feed.message(5, batch())
+    assert feed.receive(1, batch())
+    assert not feed.receive(5, batch())
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=20), st.integers(0, 20), st.data())
@@ -227,12 +227,12 @@ def test_however_much_is_lost_nothing_is_claimed_that_is_gone(
             held.add(block)
             event = stored([block] * 4, first=block)
         messages.append(batch(event))
-        if is_lost or feed.message(number, messages[-1]):
+        if is_lost or feed.receive(number, messages[-1]):
             continue
-        first = max(feed.wanted, len(messages) - kept)
+        first = max(feed.next_number, len(messages) - kept)
         for again in range(first, len(messages)):
-            feed.settle(again, messages[again])
-        feed.settle(number, messages[-1])
+            feed.recover(again, messages[again])
+        feed.recover(number, messages[-1])
         claimed = {block for block in range(4) if index.match([block] * 4)}
         assert claimed <= held
 

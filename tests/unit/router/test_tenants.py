@@ -181,7 +181,7 @@ async def test_a_client_with_many_requests_does_not_hold_up_others() -> None:
         await until(lambda: len(d.asked) == 1)
         status, body, headers = await router.post(ASK, headers=a)
         assert (status, headers["retry-after"]) == (429, "1")
-        assert "this client has 1 requests open" in json.loads(body)["error"]["message"]
+        assert "this client has 1 open requests" in json.loads(body)["error"]["message"]
         d.answer = decodes
         assert (await router.post(ASK, headers=b))[0] == 200
         first.cancel()
@@ -195,21 +195,29 @@ async def test_a_client_with_many_requests_does_not_hold_up_others() -> None:
 
 def test_a_client_has_a_share_of_the_room_for_bodies() -> None:
     bodies = BodyMemory(100, 60)
-    with bodies.room("a") as first, bodies.room("a") as second, bodies.room("b") as other:
+    with (
+        bodies.allocation("a") as first,
+        bodies.allocation("a") as second,
+        bodies.allocation("b") as other,
+    ):
         first.take(50)
-        with pytest.raises(Busy, match="this client's"):
+        with pytest.raises(Busy, match="this client take"):
             second.take(20)
         other.take(30)
         with pytest.raises(Busy, match="of open requests"):
             other.take(20)
-    with bodies.room("c") as third:
+    with bodies.allocation("c") as third:
         third.take(60)
-    assert (bodies._left, bodies._of) == (100, {})
+    assert (bodies._free_bytes, bodies._by_client) == (100, {})
 
 
 def test_what_is_still_coming_gives_its_room_to_what_needs_it() -> None:
     bodies, stopped = BodyMemory(100, 60), list[str]()
-    with bodies.room("a") as old, bodies.room("a") as new, bodies.room("b") as whole:
+    with (
+        bodies.allocation("a") as old,
+        bodies.allocation("a") as new,
+        bodies.allocation("b") as whole,
+    ):
         with (
             old.arriving(lambda: stopped.append("old")),
             new.arriving(lambda: stopped.append("new")),
@@ -218,7 +226,7 @@ def test_what_is_still_coming_gives_its_room_to_what_needs_it() -> None:
             new.take(20)
             whole.take(60)
             assert stopped == []
-            with bodies.room("c") as more:
+            with bodies.allocation("c") as more:
                 more.take(10)
                 assert (stopped, old.lost, new.lost) == (["old"], True, False)
                 more.take(10)
@@ -227,13 +235,13 @@ def test_what_is_still_coming_gives_its_room_to_what_needs_it() -> None:
                 with pytest.raises(Busy):
                     more.take(60)
         assert not bodies.arriving
-    assert (bodies._left, bodies._of) == (100, {})
+    assert (bodies._free_bytes, bodies._by_client) == (100, {})
 
 
 @on_loop
 async def test_a_body_keeps_its_room_from_its_last_byte_on() -> None:
     bodies, refused = BodyMemory(100, 100), list[Busy]()
-    with bodies.room("a") as whole, bodies.room("b") as other:
+    with bodies.allocation("a") as whole, bodies.allocation("b") as other:
 
         def needs_it() -> None:
             try:
@@ -254,7 +262,7 @@ async def test_a_body_keeps_its_room_from_its_last_byte_on() -> None:
                 return piece
 
         request: Any = SimpleNamespace(content=Content())
-        assert await RequestReader(1000, pieces=False)._whole(request, whole) == b"a" * 60
+        assert await RequestReader(1000, prefix=False)._whole(request, whole) == b"a" * 60
         assert (whole.taken, whole.lost, len(refused)) == (60, False, 1)
 
 
@@ -283,7 +291,7 @@ async def test_slow_bodies_do_not_keep_others_out(monkeypatch: pytest.MonkeyPatc
             assert status == 200
         going.set()
         status, said = await late
-        assert status == 429 and "the body came slowly" in said
+        assert status == 429 and "the request body arrived slowly" in said
         assert (await router.post(ASK))[0] == 200
 
 
@@ -297,7 +305,7 @@ async def test_large_bodies_are_parsed_off_the_loop(monkeypatch: pytest.MonkeyPa
             names.add(threading.current_thread().name.partition("_")[0])
             return prefix_of(body)
 
-        monkeypatch.setattr("kvconnect.router.body.pieces_of", spy)
+        monkeypatch.setattr("kvconnect.router.body.prefix_of", spy)
         assert (await router.post(ASK | {"prompt": "b" * 900_000}))[0] == 200
         assert names == {"kvconnect-bodies"}
         assert (await router.post(ASK))[0] == 200

@@ -403,7 +403,7 @@ def mode_of(
     seen: FleetView, prompt: Prompt = ONE, options: RouterOptions = OPTIONS
 ) -> tuple[Mode, RoutingReason, str] | None:
     found = choose(seen, RoutingRequest(prompt, 0), FailedTargets(), options)
-    return found and (found.mode, found.reason, found.card)
+    return found and (found.mode, found.reason, found.standing_ticket)
 
 
 def test_push_by_default_and_pull_where_it_must_be() -> None:
