@@ -162,7 +162,7 @@ def test_clients_are_their_keys_or_else_their_addresses() -> None:
 def test_requests_in_flight_are_counted_by_client() -> None:
     flights = ClientConcurrency(2)
     with flights.enter("a"), flights.enter("b"), flights.enter("a"):
-        with pytest.raises(Busy, match="2 requests open"), flights.enter("a"):
+        with pytest.raises(Busy, match="2 open requests"), flights.enter("a"):
             raise AssertionError
         with flights.enter("b"):
             pass
@@ -201,7 +201,7 @@ def test_a_client_has_a_share_of_the_room_for_bodies() -> None:
         bodies.allocation("b") as other,
     ):
         first.take(50)
-        with pytest.raises(Busy, match="this client take"):
+        with pytest.raises(Busy, match="of this client take"):
             second.take(20)
         other.take(30)
         with pytest.raises(Busy, match="of open requests"):
