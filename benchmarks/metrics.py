@@ -75,7 +75,7 @@ class Timer:
 
 def watch_all() -> tuple[Timer, Timer]:
     """Return the timers of metrics and of tracing."""
-    from kvconnect.disaggregation.transfer_trace import TransferTrace
+    from kvconnect.disaggregation.transfer_meter import TransferTrace
     from kvconnect.engines.vllm import tracing as spans
     from kvconnect.engines.vllm.scheduler import ConnectorScheduler
     from kvconnect.engines.vllm.stats import KVConnectPromMetrics, KVConnectStats
@@ -185,21 +185,20 @@ def measure_requests(rounds: int) -> dict[str, float]:
 
 def measure_transfers() -> dict[str, float]:
     """Return the microseconds that one transfer of a hand-off costs."""
-    from kvconnect.disaggregation.sessions import TransferMeter
-    from kvconnect.disaggregation.transfer_trace import TransferTrace
+    from kvconnect.disaggregation.transfer_meter import TransferMeter, TransferTrace
     from kvconnect.stats import OffloadingConnectorStats
     from kvconnect.transport.base import PagesReceived, PeerId
     from kvconnect.types import TransferType
 
-    def moves(journal: TransferTrace | None) -> Callable[[], None]:
-        meter, stats = TransferMeter(journal=journal), OffloadingConnectorStats()
+    def moves(trace: TransferTrace | None) -> Callable[[], None]:
+        meter, stats = TransferMeter(trace=trace), OffloadingConnectorStats()
         event = PagesReceived(PeerId(0), 1, 0, 0, 8, (), 1 << 20, 0.001)
 
         def work() -> None:
             meter.open(1, asked=True)
             for _ in range(REPEAT):
-                if journal is not None:
-                    journal.queued(1, (0, 0, 8))
+                if trace is not None:
+                    trace.queued(1, (0, 0, 8))
                 meter.record(stats, TransferType.RECV, event, "10.0.0.1/abcdef")
             meter.finish(stats, 1, "recv")
 

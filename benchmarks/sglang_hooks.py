@@ -20,11 +20,10 @@ import torch
 
 from benchmarks.common import timed
 from kvconnect.config import Config
-from kvconnect.disaggregation.agent import HandoffAgent
-from kvconnect.disaggregation.factory import start_agent
+from kvconnect.disaggregation.agent import HandoffAgent, start_agent
 from kvconnect.engines.sglang import layerwise, translate
-from kvconnect.engines.sglang.inbox import Inbox, RoomRequest
-from kvconnect.engines.sglang.rooms import Outbox
+from kvconnect.engines.sglang.decode_rooms import DecodeRooms, RoomRequest
+from kvconnect.engines.sglang.rooms import PrefillRooms
 from kvconnect.types import Endpoint, Rank
 
 LAYERS, HEADS, WIDTH, PAGE = 32, 8, 128, 16  # of a model of 8 billion weights
@@ -79,12 +78,12 @@ def hook_us(rounds: int) -> float:
 
 def _measure(source: Side, target: Side, rounds: int) -> float:
     ready, served, arrived = set[int](), set[int](), set[int]()
-    outbox = Outbox(source.agent, ALONE, [HEADS], ready.add, served.add, _fail)
-    inbox = Inbox(target.agent, ALONE, [(PAGE, HEADS)], TIMEOUT_S, arrived.add, _fail)
+    outbox = PrefillRooms(source.agent, ALONE, [HEADS], ready.add, served.add, _fail)
+    inbox = DecodeRooms(target.agent, ALONE, [(PAGE, HEADS)], TIMEOUT_S, arrived.add, _fail)
     assert source.agent.address is not None
     peer = (Endpoint(0, 0, *source.agent.address),)
     pages = array("q", range(PAGES))
-    layerwise.serve(source.agent, outbox, translate.layer_names(source.cache), once=True)
+    layerwise.follow_layers(source.agent, outbox, translate.layer_names(source.cache), once=True)
     hooked, plain = [], []
     for room in range(1, rounds + 1):
         outbox.open(room)

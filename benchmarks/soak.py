@@ -379,7 +379,7 @@ class HandoffPart:
                 reports: list[JobReport] = []
                 self._until(decode, partial(_all_there, reports, receives), reports)
             prefill.step(withdrawals=[Withdraw(transfer, FailureCause.GONE)])
-        self._until(prefill, lambda: not agent._links._links, [])
+        self._until(prefill, lambda: not agent._sessions._sessions, [])
 
     def _until(
         self, engine: HandoffEngine, true: Callable[[], bool], reports: list[JobReport]

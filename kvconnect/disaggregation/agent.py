@@ -2,36 +2,56 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
+from typing import NamedTuple
+
+import torch
 
 from kvconnect import threads
+from kvconnect.config import Config
 from kvconnect.disaggregation import bandwidth_probe
-from kvconnect.disaggregation.peer_boundary import guard
+from kvconnect.disaggregation.bandwidth_probe import ProbedMemory
 from kvconnect.disaggregation.receive_side import ReceiveSide
 from kvconnect.disaggregation.send_side import SendSide
-from kvconnect.disaggregation.sessions import Session, Sessions
-from kvconnect.errors import ProtocolError, TransferFailed
+from kvconnect.disaggregation.sessions import (
+    GroupPages,
+    PathPreference,
+    Session,
+    Sessions,
+    isolate,
+)
+from kvconnect.errors import ConfigError, ProtocolError, TransferFailed
 from kvconnect.offload.messages import Instructions, JobReport, Receive, TransferEvent
+from kvconnect.offload.streams import make_streams
 from kvconnect.protocol import messages
 from kvconnect.protocol.messages import PROBE_READ_ID, Hello, Message, Probe, Reject
 from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.transport import make_transport
 from kvconnect.transport.base import (
+    ConnectionOptions,
     Drained,
     Event,
     Fence,
+    Memory,
     MessageReceived,
     PagesReceived,
     PagesSent,
     PeerDown,
     PeerUp,
+    Security,
+    Transport,
 )
+from kvconnect.transport.security import read_key, tls_files
 from kvconnect.types import Endpoint
+
+logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _JOIN_TIMEOUT_S = 10.0
@@ -52,16 +72,16 @@ class HandoffAgent:
 
     def __init__(
         self,
-        links: Sessions,
+        sessions: Sessions,
         deadline_s: float,
         mark: Callable[[], Fence | None],
         address: tuple[str, int] | None,
     ) -> None:
         self.address = address
-        self.refusals: Mapping[Endpoint, str] = links.refusals
-        self._links = links
-        self._sending = SendSide(links, deadline_s)
-        self._receiving = ReceiveSide(links)
+        self.refusals: Mapping[Endpoint, str] = sessions.refusals
+        self._sessions = sessions
+        self._sending = SendSide(sessions, deadline_s)
+        self._receiving = ReceiveSide(sessions)
         self._mark = mark
         self._offering = False  # this step's blocks are on offer, so layer hooks matter
         self._lock = threading.Lock()
@@ -76,8 +96,8 @@ class HandoffAgent:
         """Take a step's instructions, before its forward."""
         self.end_step()  # a pipeline stage may end a step without saying so
         with self._lock:
-            self._links.hello.epoch = epoch
-            self._sending.stepped_at = self._receiving.stepped_at = math.inf
+            self._sessions.hello.epoch = epoch
+            self._sending.step_ended_at = self._receiving.step_ended_at = math.inf
             self._written.catch_up()
             self._sending.begin_step(work)
             fence = self._mark() if work.receives else None
@@ -130,24 +150,24 @@ class HandoffAgent:
         with self._lock:
             self._news.clear()
             if ends_step:
-                self._sending.stepped_at = self._receiving.stepped_at = time.monotonic()
+                self._sending.step_ended_at = self._receiving.step_ended_at = time.monotonic()
             return self._receiving.take_finished(), self._sending.take_notices()
 
     @contextmanager
     def stats(self) -> Iterator[OffloadingConnectorStats]:
         """Lend what is counted, for the engine's side to add what it alone knows."""
         with self._lock:
-            yield self._links.stats
+            yield self._sessions.stats
 
     def take_stats(self) -> OffloadingConnectorStats | None:
         """Return what was counted since the last call."""
         with self._lock:
-            return self._links.stats.take()
+            return self._sessions.stats.take()
 
     def close(self) -> None:
         """Close every connection. Idempotent."""
         self._closed.set()
-        self._links.transport.close()
+        self._sessions.transport.close()
         self._thread.join(_JOIN_TIMEOUT_S)
         self._written.close(_JOIN_TIMEOUT_S)
 
@@ -155,7 +175,7 @@ class HandoffAgent:
         ticked = 0.0
         try:
             while not self._closed.is_set():
-                for event in self._links.transport.poll(_TICK_S):
+                for event in self._sessions.transport.poll(_TICK_S):
                     with self._lock:  # for each: the engine's thread must not wait for a flood
                         self._on_event(event)
                         if self._receiving.has_finished or self._sending.has_notices:
@@ -165,59 +185,59 @@ class HandoffAgent:
                     ticked = now
                     self._written.check()
                     with self._lock:
-                        self._links.tick(now)
+                        self._sessions.tick(now)
                         self._sending.tick(now)
                         self._receiving.tick(now)
         finally:
-            self._links.transport.close()  # or the others would believe that all is well
+            self._sessions.transport.close()  # or the others would believe that all is well
 
     def _on_event(self, event: Event) -> None:
-        with guard(self._links, event.peer):
+        with isolate(self._sessions, event.peer):
             if isinstance(event, PeerUp):
-                self._links.on_up(event)
+                self._sessions.on_up(event)
             elif isinstance(event, PeerDown):
                 self._on_down(event)
-            elif (link := self._links.get(event.peer)) is not None:
-                self._on_link_event(link, event)
+            elif (session := self._sessions.get(event.peer)) is not None:
+                self._on_session_event(session, event)
 
     def _on_down(self, event: PeerDown) -> None:
-        origin, cause = self._links.on_down(event)
-        with guard(self._links, event.peer):  # the other half has to know in any case
+        origin, cause = self._sessions.on_down(event)
+        with isolate(self._sessions, event.peer):  # the other half has to know in any case
             self._sending.on_lost(event.peer)
         self._receiving.on_lost(event.peer, origin, cause)
 
-    def _on_link_event(
-        self, link: Session, event: MessageReceived | PagesSent | PagesReceived | Drained
+    def _on_session_event(
+        self, session: Session, event: MessageReceived | PagesSent | PagesReceived | Drained
     ) -> None:
         if not isinstance(event, MessageReceived) and event.want >= PROBE_READ_ID:
-            if bandwidth_probe.on_event(self._links, link, event):
-                self._receiving.on_connected(self._links.origin(link), link)
+            if bandwidth_probe.on_event(self._sessions, session, event):
+                self._receiving.on_connected(self._sessions.origin(session), session)
         elif isinstance(event, MessageReceived):
-            self._on_message(link, messages.decode(event.payload))
+            self._on_message(session, messages.decode(event.payload))
         elif isinstance(event, PagesSent):
-            self._sending.on_sent(link, event)
+            self._sending.on_sent(session, event)
         elif isinstance(event, PagesReceived):
-            self._receiving.on_received(link, event)
-        elif link.inbound:
-            self._sending.on_quiet(event)
+            self._receiving.on_received(session, event)
+        elif session.inbound:
+            self._sending.on_drained(event)
         else:
-            self._receiving.on_quiet(event)
+            self._receiving.on_drained(event)
 
-    def _on_message(self, link: Session, message: Message) -> None:
+    def _on_message(self, session: Session, message: Message) -> None:
         if isinstance(message, Reject):
-            self._links.on_turned(link, message)
+            self._sessions.on_reject(session, message)
         elif isinstance(message, Hello):
-            origin = self._links.on_hello(link, message)
+            origin = self._sessions.on_hello(session, message)
             if origin is not None:
-                bandwidth_probe.start(self._links, link)
-        elif not link.agreed:
+                bandwidth_probe.request_next(self._sessions, session)
+        elif not session.agreed:
             raise ProtocolError(f"{type(message).__name__} before an agreement")
         elif isinstance(message, Probe):
-            bandwidth_probe.answer(self._links, link, message.want)
-        elif link.inbound:
-            self._sending.on_message(link, message)
+            bandwidth_probe.answer(self._sessions, session, message.want)
+        elif session.inbound:
+            self._sending.on_message(session, message)
         else:
-            self._receiving.on_message(link, message)
+            self._receiving.on_message(session, message)
 
 
 # What the engine's thread has launched of a step, on its way to a thread that sends it.
@@ -269,3 +289,71 @@ class LayerQueue:
         while self._wake.get():
             with self._lock:
                 self.catch_up()
+
+
+class WorkerCache(NamedTuple):
+    """A worker's KV cache: what it says of it to others, where each layer of each group has its
+    pages, and how a transport reaches them. ``device`` is the model's."""
+
+    hello: Hello
+    pages: Sequence[GroupPages]
+    memory: Memory
+    device: torch.device
+
+
+def start_agent(
+    config: Config,
+    cache: WorkerCache,
+    address: tuple[str, int] | None,
+    deadline_s: float,
+    alone: bool = False,
+    traced: bool = False,
+) -> HandoffAgent:
+    """Return the running agent of a worker's hand-offs, listening at ``address`` if there is one.
+
+    ``deadline_s``: how long readers may ask before this side knows of what they ask for.
+    ``alone``: this worker is told other things than its engine's first one, so it speaks for
+    itself. ``traced``: the engine traces, so its hand-offs are told with their times.
+
+    Raises:
+        ConfigError: an address, key, certificate or transport that cannot be used.
+    """
+    network = config.network
+    tls = tls_files(network.tls_dir)
+    security = Security(read_key(network), network.peers, *tls, key_file=network.key_file)
+    options = ConnectionOptions(
+        connections=network.connections,
+        digest=config.digest,
+        backend=network.nixl_backend,
+        local=not (network.key_file or network.peers),
+        stall_s=config.deadline_s,
+    )
+    memory = ProbedMemory(cache.memory, cache.device)
+    # NIXL does not encrypt: with TLS, NIXL is used only if the setting names it.
+    name = "tcp" if network.transport == "auto" and network.tls_dir else network.transport
+    transport = _make_transport(name, security, options, memory)
+    found = None
+    if address:
+        found = transport.listen(*address)
+        logger.info("handing out KV blocks at %s:%d", *found)
+    preference = PathPreference(name, network.min_rate)
+    sessions = Sessions(cache.hello, cache.pages, transport, OffloadingConnectorStats(), preference)
+    sessions.speaks_for_engine, sessions.traced = sessions.speaks_for_engine or alone, traced
+    return HandoffAgent(sessions, deadline_s, make_streams(cache.device).mark, found)
+
+
+def _make_transport(
+    name: str, security: Security, options: ConnectionOptions, memory: Memory
+) -> Transport:
+    """Return a transport that serves ``memory`` over the path called ``name``; for ``auto``, over
+    as many as work here."""
+    transport = make_transport("tcp" if name == "tcp" else "nixl", security, options)
+    try:
+        transport.register(memory)
+    except ConfigError as error:
+        transport.close()
+        if name != "auto":
+            raise
+        logger.info("pages are handed off over tcp alone: %s", error)
+        return _make_transport("tcp", security, options, memory)
+    return transport

@@ -1,8 +1,7 @@
-"""How fast a new connection really is: mebibytes of real bytes, on each path that pages can take.
+"""Bandwidth probe: measures each path of a new session with some MiB, and picks the fastest.
 
-The reader asks for probes when both sides have agreed, one after the other, and then picks the
-faster path. Their pages are not those of the KV cache: they are read from and written to a scratch
-buffer, over and over.
+The reader requests probes one after the other once both sides have agreed. Probe pages are not
+pages of the KV cache: they are read from and written to one scratch block.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 64 << 10
 _ROUNDS = (array("q", range(16)), array("q", range(128)))
-"""Per path; the last one counts: the first also sets things up."""
-_RING_BYTES = 8 << 20  # for staging, where pages are on a device
+"""Blocks of each probe on one path. Only the last counts, since the first also sets up."""
+_RING_BYTES = 8 << 20  # staging buffers, for a cache on a device
 
 _UNIT = Unit(array("q", [0, 0, _BLOCK_BYTES]), 1, _BLOCK_BYTES)  # stride 0: always the same bytes
 
 
 class ProbedMemory:
-    """A memory that also has the probe's pages, on the same device."""
+    """A memory extended by the probe's scratch block, on the same device."""
 
     def __init__(self, memory: Memory, device: torch.device) -> None:
         self._memory = memory
@@ -62,72 +61,72 @@ class ProbedMemory:
         return self._scratch if unit is _UNIT else self._memory
 
 
-def start(links: Sessions, link: Session) -> None:
-    """Reader: ask for the next probe."""
-    want = PROBE_READ_ID + link.meter.probes
-    order = IncomingPages(link.peer, want, [_UNIT], [(0, _ids(link))], None, _path(link))
-    links.transport.submit(order)
-    links.tell(link.peer, Probe(want=want))
+def request_next(sessions: Sessions, session: Session) -> None:
+    """Reader: request the next probe."""
+    want = PROBE_READ_ID + session.meter.probes
+    order = IncomingPages(session.peer, want, [_UNIT], [(0, _ids(session))], None, _path(session))
+    sessions.transport.submit(order)
+    sessions.send(session.peer, Probe(want=want))
 
 
-def answer(links: Sessions, link: Session, want: int) -> None:
-    """Source: send what was asked for, once for each want.
-
-    Raises:
-        ProtocolError: asked again, or by a source.
-    """
-    if want != PROBE_READ_ID + link.meter.probes or want > LAST_READ_ID or not link.inbound:
-        raise ProtocolError("a probe out of turn")
-    links.transport.submit(OutgoingPages(link.peer, want, 0, _UNIT, 0, _ids(link)))
-    link.meter.probes += 1
-
-
-def on_event(links: Sessions, link: Session, event: Event) -> bool:
-    """Reader: pages of a probe came; go on to the next one once they are complete. Say whether
-    that was the last, and the path is chosen. Connections of a peer work side by side, so the
-    slowest of them is what it took.
+def answer(sessions: Sessions, session: Session, want: int) -> None:
+    """Source: send a requested probe; each is sent once.
 
     Raises:
-        Refused: field ``rate``, even the faster path is slower than it has to be.
+        ProtocolError: the probe is out of turn, or this worker is the reader.
     """
-    meter = link.meter
+    if want != PROBE_READ_ID + session.meter.probes or want > LAST_READ_ID or not session.inbound:
+        raise ProtocolError(f"probe {want - PROBE_READ_ID} is out of turn")
+    sessions.transport.submit(OutgoingPages(session.peer, want, 0, _UNIT, 0, _ids(session)))
+    session.meter.probes += 1
+
+
+def on_event(sessions: Sessions, session: Session, event: Event) -> bool:
+    """Reader: take a probe's pages; request the next probe once they are complete. Return whether
+    that was the last one, and the path is chosen. Data connections work in parallel, so the
+    slowest one counts.
+
+    Raises:
+        Refused: field ``rate``; even the fastest path is slower than ``min_rate``.
+    """
+    meter = session.meter
     if not isinstance(event, PagesReceived) or event.want != PROBE_READ_ID + meter.probes:
         return False
     meter.probed_bytes += event.nbytes
     meter.probed_seconds = max(meter.probed_seconds, event.seconds)
-    if meter.probed_bytes < len(_ids(link)) * _BLOCK_BYTES:
+    if meter.probed_bytes < len(_ids(session)) * _BLOCK_BYTES:
         return False
-    links.transport.cancel(link.peer, event.want)
-    meter.rates[_path(link)] = meter.probed_bytes / max(meter.probed_seconds, 1e-9)
+    sessions.transport.cancel(session.peer, event.want)
+    meter.rates[_path(session)] = meter.probed_bytes / max(meter.probed_seconds, 1e-9)
     meter.probes += 1
     meter.probed_bytes, meter.probed_seconds = 0, 0.0
-    if meter.probes < len(_ROUNDS) * len(link.meter.paths):
-        start(links, link)
+    if meter.probes < len(_ROUNDS) * len(session.meter.paths):
+        request_next(sessions, session)
         return False
-    _choose(links, link)
+    _choose_path(sessions, session)
     return True
 
 
-def _path(link: Session) -> str:
-    """Return the path of the probe that is due."""
-    return link.meter.paths[link.meter.probes // len(_ROUNDS)]
+def _path(session: Session) -> str:
+    """Return the path of the next probe."""
+    return session.meter.paths[session.meter.probes // len(_ROUNDS)]
 
 
-def _ids(link: Session) -> array[int]:
-    """Return its wire blocks; both sides count probes alike."""
-    return _ROUNDS[link.meter.probes % len(_ROUNDS)]
+def _ids(session: Session) -> array[int]:
+    """Return the wire blocks of the next probe; both sides count probes alike."""
+    return _ROUNDS[session.meter.probes % len(_ROUNDS)]
 
 
-def _choose(links: Sessions, link: Session) -> None:
-    meter = link.meter
+def _choose_path(sessions: Sessions, session: Session) -> None:
+    meter = session.meter
     fastest = max(meter.paths, key=lambda path: meter.rates[path])
-    if links.is_first:
+    if sessions.speaks_for_engine:
         for path, rate in meter.rates.items():
-            links.stats.gauge("handoff_transport_bytes_per_second", rate, label=path)
+            sessions.stats.gauge("handoff_transport_bytes_per_second", rate, label=path)
     measured = ", ".join(f"{path} {rate / 1e9:.2f} GB/s" for path, rate in meter.rates.items())
-    logger.info("%s: pages go over %s; measured at connect: %s", link.name, fastest, measured)
-    if meter.rates[fastest] < links.choice.min_rate:
-        floor = links.choice.min_rate / 1e9
-        raise Refused("rate", f"{measured} to {link.name}, min_rate is {floor:.2f} GB/s")
+    logger.info("%s: pages go over %s; measured at connect: %s", session.name, fastest, measured)
+    if meter.rates[fastest] < sessions.preference.min_rate:
+        floor = sessions.preference.min_rate / 1e9
+        raise Refused("rate", f"{measured} to {session.name}, min_rate is {floor:.2f} GB/s")
     meter.path = fastest
-    links.count()
+    sessions.publish_counts()

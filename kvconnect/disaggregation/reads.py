@@ -1,6 +1,6 @@
-"""What a prefill worker's side of hand-offs is made of: readers, transfers, the current step.
+"""Parts of the prefill worker's state machine: served reads, offered transfers, the current step.
 
-:mod:`kvconnect.disaggregation.sender` puts them together and explains the rules.
+:mod:`kvconnect.disaggregation.sender` combines them and states the rules.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kvconnect.types import FailureCause, Rank, Span, TransferId
 
 
 class GroupView(NamedTuple):
-    """How this worker and a peer number one group's units.
+    """How this worker and one peer number the units of a KV-cache group.
 
-    ``ratio``: wire blocks per block here. ``unit_all``: the unit of all layers that the two
-    share. ``unit_of_layer[i]``: the unit of this worker's layer i, -1 if the peer has no part in
-    it. The wire block w of block b has the id ``b * ratio + w``.
+    ``ratio``: wire blocks per block here. ``unit_all``: the unit of all layers that both workers
+    have. ``unit_of_layer[i]``: the unit of this worker's layer i, or -1 if the peer does not have
+    the layer. Wire block w of block b has the id ``b * ratio + w``.
     """
 
     ratio: int
@@ -31,12 +31,12 @@ class GroupView(NamedTuple):
 
 
 class AcceptedRead(NamedTuple):
-    """A reader's want. ``views`` by group; groups that the two do not share are missing.
-    ``parts``: (group, first wire block, count), groups ascending. ``early``: the transfer may not
-    be known here yet."""
+    """A read request of a peer. ``views``: by group; groups that only one worker has are missing.
+    ``parts``: (group, first wire block, count), groups ascending. ``early``: this worker may not
+    know the transfer yet."""
 
     peer: int
-    want: int
+    read_id: int
     transfer: TransferId
     early: bool
     reader: Rank
@@ -44,15 +44,15 @@ class AcceptedRead(NamedTuple):
     parts: Sequence[tuple[int, int, int]]
 
 
-# What to do ---------------------------------------------------------------------------------
+# Actions ---------------------------------------------------------------------------------
 
 
 class SendPages(NamedTuple):
-    """Submit an ``Outgoing``: wire blocks ``first ...`` of unit ``number`` at wire-block ids
-    ``ids``, once ``fence`` has passed. ``sent`` is to be called for each."""
+    """Submit an ``OutgoingPages``: wire blocks ``first ...`` of unit ``number`` at wire-block ids
+    ``ids``, once ``fence`` has passed. The caller reports each with ``Sender.sent``."""
 
     peer: int
-    want: int
+    read_id: int
     group: int
     number: int
     first: int
@@ -61,70 +61,79 @@ class SendPages(NamedTuple):
 
 
 class CancelRead(NamedTuple):
-    """Cancel a want at the transport; ``quiet`` follows."""
+    """Cancel a read at the transport; the caller reports its end with ``Sender.drained``."""
 
     peer: int
-    want: int
+    read_id: int
 
 
-class Refuse(NamedTuple):
-    """Tell a reader that its want is not, or no longer, served."""
+class RefuseRead(NamedTuple):
+    """Tell a reader that its read request is not, or no longer, served."""
 
     peer: int
-    want: int
+    read_id: int
     cause: FailureCause
     detail: str
 
 
-class StillThere(NamedTuple):
-    """Tell a reader that these wants are being worked on."""
+class SendAlive(NamedTuple):
+    """Tell a reader that these read requests are still being served."""
 
     peer: int
-    wants: tuple[int, ...]
+    read_ids: tuple[int, ...]
 
 
-class AllReady(NamedTuple):
-    """Tell a reader that the last of what it wants has been computed and is on its way."""
+class AnnounceReady(NamedTuple):
+    """Tell a reader that its last page has been computed; only the transfer remains."""
 
     peer: int
-    want: int
+    read_id: int
 
 
-class Tell(NamedTuple):
+class ReportNotice(NamedTuple):
     """Report a notice to the scheduler."""
 
     notice: TransferEvent
 
 
-class Served(NamedTuple):
-    """A reader has everything and nothing of it is in flight any more: report the notice, with
-    what was moved for the want."""
+class ReportServed(NamedTuple):
+    """Report to the scheduler that a reader has every page, with the bytes and seconds of the
+    read. Nothing of the read is in flight any more."""
 
     peer: int
-    want: int
+    read_id: int
     notice: TransferEvent
 
 
-class Break(NamedTuple):
-    """End a peer's connection: what it asked for raised an error that nobody foresaw."""
+class DropPeer(NamedTuple):
+    """End a peer's connection: serving it raised an unexpected error."""
 
     peer: int
     error: Exception
 
 
-Action = SendPages | CancelRead | Refuse | StillThere | AllReady | Tell | Served | Break
+Action = (
+    SendPages
+    | CancelRead
+    | RefuseRead
+    | SendAlive
+    | AnnounceReady
+    | ReportNotice
+    | ReportServed
+    | DropPeer
+)
 
 
-def guarded(peer: int, work: Callable[[], list[Action]]) -> list[Action]:
-    """Work for one peer, on a thread that works for others too: the engine's, for instance. An
-    error ends that peer's connection, and nothing else."""
+def isolated(peer: int, work: Callable[[], list[Action]]) -> list[Action]:
+    """Run ``work`` for one peer. An error ends that peer's connection only, although the thread
+    (the engine's, for instance) also serves other peers."""
     actions: list[Action] = []
-    with contained(lambda error: actions.append(Break(peer, error))):
+    with contained(lambda error: actions.append(DropPeer(peer, error))):
         actions += work()
     return actions
 
 
-# Who is served what -------------------------------------------------------------------------
+# State -----------------------------------------------------------------------------------
 
 
 def wire_ids(span: Span, ratio: int, first: int, stop: int) -> array[int]:
@@ -139,96 +148,98 @@ def wire_ids(span: Span, ratio: int, first: int, stop: int) -> array[int]:
 
 @dataclass(eq=False)
 class ServedRead:
-    """One want that is, or was, served."""
+    """One read request that is, or was, served."""
 
-    ask: AcceptedRead
+    request: AcceptedRead
     state: TransferState = TRANSFER.start
     left: int = 0  # wire blocks, once per layer, that were not submitted yet
     in_flight: int = 0  # orders submitted and not sent
     moved: bool = False  # something was sent since the last heartbeat
 
-    def start(self) -> Tell:
+    def start(self) -> ReportNotice:
         self.state = TRANSFER.after(self.state, Event.STARTED)
         self.left = sum(
             count * len(self._units(group, view.unit_all))
-            for group, _, count in self.ask.parts
-            for view in (self.ask.views[group],)
+            for group, _, count in self.request.parts
+            for view in (self.request.views[group],)
         )
-        group, first, _ = self.ask.parts[0]
-        block = 0 if group else first // self.ask.views[group].ratio
-        return Tell(TransferEvent(self.ask.transfer, NoticeKind.JOINED, self.ask.reader, block))
+        group, first, _ = self.request.parts[0]
+        block = 0 if group else first // self.request.views[group].ratio
+        return ReportNotice(
+            TransferEvent(self.request.transfer, NoticeKind.JOINED, self.request.reader, block)
+        )
 
     def send(self, span: Span, number: int, fence: Any) -> list[Action]:
-        """Submit what the reader wants of a span, in one unit; -1 is of no layer it takes."""
-        for group, first, count in self.ask.parts if number >= 0 else ():
+        """Submit the requested blocks of a span in one unit; -1: the reader takes no such layer."""
+        for group, first, count in self.request.parts if number >= 0 else ():
             if group == span.group:
-                ratio = self.ask.views[group].ratio
+                ratio = self.request.views[group].ratio
                 start = max(first, span.first * ratio)
                 stop = min(first + count, (span.first + len(span.block_ids)) * ratio)
                 if start < stop:
                     self.left -= (stop - start) * len(self._units(group, number))
                     self.in_flight += 1
                     ids = wire_ids(span, ratio, start, stop)
-                    peer, want = self.ask.peer, self.ask.want
-                    pages = SendPages(peer, want, group, number, start, ids, fence)
-                    return [pages] if self.left else [pages, AllReady(peer, want)]
+                    peer, read_id = self.request.peer, self.request.read_id
+                    pages = SendPages(peer, read_id, group, number, start, ids, fence)
+                    return [pages] if self.left else [pages, AnnounceReady(peer, read_id)]
         return []
 
     def send_all(self, span: Span, fence: Any) -> list[Action]:
         """Submit a span's blocks in all layers at once."""
-        view = self.ask.views.get(span.group)
+        view = self.request.views.get(span.group)
         return [] if view is None else self.send(span, view.unit_all, fence)
 
     def send_layer(self, span: Span, layer: int, fence: Any) -> list[Action]:
         """Submit one of this worker's layers."""
-        view = self.ask.views.get(span.group)
+        view = self.request.views.get(span.group)
         return [] if view is None else self.send(span, view.unit_of_layer[layer], fence)
 
     def stop(self) -> list[Action]:
-        """Begin nothing new; cancel what is under way."""
+        """Submit nothing more; cancel pages in flight."""
         self.state = TRANSFER.after(self.state, Event.ABORT)
         if self.in_flight:
-            return [CancelRead(self.ask.peer, self.ask.want)]
-        self.state = TRANSFER.after(self.state, Event.QUIET)
+            return [CancelRead(self.request.peer, self.request.read_id)]
+        self.state = TRANSFER.after(self.state, Event.DRAINED)
         return []
 
     def sent(self, in_flight: int) -> None:
-        """Some of it has left; ``in_flight`` orders have not."""
+        """Pages were sent; ``in_flight`` orders remain."""
         self.in_flight = in_flight
         self.moved = True
         if self.state is TransferState.STOPPING and not in_flight:
-            self.state = TRANSFER.after(self.state, Event.QUIET)
+            self.state = TRANSFER.after(self.state, Event.DRAINED)
 
     def served(self) -> list[Action]:
-        """Say so once the reader has everything and the last of it has left: its word may be
-        faster than that of our own sockets."""
+        """Report the read once the reader has confirmed it and no order is in flight: the
+        confirmation can overtake the transport's own report."""
         if self.state is not TransferState.COMPLETE or self.in_flight:
             return []
-        notice = TransferEvent(self.ask.transfer, NoticeKind.DONE, self.ask.reader)
-        return [Served(self.ask.peer, self.ask.want, notice)]
+        notice = TransferEvent(self.request.transfer, NoticeKind.DONE, self.request.reader)
+        return [ReportServed(self.request.peer, self.request.read_id, notice)]
 
-    def tell(self, kind: NoticeKind) -> Tell:
-        return Tell(TransferEvent(self.ask.transfer, kind, self.ask.reader))
+    def notice(self, kind: NoticeKind) -> ReportNotice:
+        return ReportNotice(TransferEvent(self.request.transfer, kind, self.request.reader))
 
     def _units(self, group: int, number: int) -> list[int]:
-        """Return the units of the layers that a unit is made of."""
-        view = self.ask.views[group]
+        """Return the per-layer units that unit ``number`` consists of."""
+        view = self.request.views[group]
         return [u for u in view.unit_of_layer if u >= 0] if number == view.unit_all else [number]
 
 
 @dataclass(eq=False)
-class Known:
-    """A transfer that was announced here."""
+class OfferedTransfer:
+    """A transfer that the scheduler has announced."""
 
     ready: dict[int, tuple[Span, Any]] = field(default_factory=dict)  # by group, with the fence
     readers: dict[tuple[int, int], ServedRead] = field(default_factory=dict)  # by peer and want
     cause: FailureCause | None = None  # why it is withdrawn
 
     def add(self, span: Span, fence: Any) -> None:
-        """All layers of a span can be read once ``fence`` has passed, as can earlier spans.
+        """All layers of a span, and of earlier spans, can be read once ``fence`` has passed.
 
         Raises:
-            Misuse: it does not follow on the group's earlier spans.
+            Misuse: the span does not continue the group's earlier spans.
         """
         before, _ = self.ready.get(span.group, (Span(span.group, span.first, array("q")), None))
         if span.first != before.first + len(before.block_ids):
@@ -237,9 +248,9 @@ class Known:
         self.ready[span.group] = before, fence
 
     def serves(self, rank: Rank) -> bool:
-        """Whether that reader is being served, or was."""
+        """Whether a reader of this rank is being served, or was."""
         kept = (TransferState.MOVING, TransferState.COMPLETE)
-        return any(r.ask.reader == rank and r.state in kept for r in self.readers.values())
+        return any(r.request.reader == rank and r.state in kept for r in self.readers.values())
 
     def moving(self) -> list[ServedRead]:
         """Return the readers that are being served."""
@@ -251,18 +262,20 @@ class Known:
         actions: list[Action] = []
         for reader in self.readers.values():
             if reader.state is TransferState.MOVING:
-                detail = "the prefill side gives the blocks up"
-                actions.append(Refuse(reader.ask.peer, reader.ask.want, cause, detail))
+                detail = "the prefill engine releases the blocks"
+                actions.append(
+                    RefuseRead(reader.request.peer, reader.request.read_id, cause, detail)
+                )
             if reader.state in (TransferState.MOVING, TransferState.COMPLETE):
                 actions += reader.stop()
         return actions
 
 
 @dataclass(eq=False)
-class Step:
-    """What the current step of the engine writes."""
+class StepWrites:
+    """The blocks that the engine's current step writes."""
 
-    pending: list[tuple[Known, Span]] = field(default_factory=list)
+    pending: list[tuple[OfferedTransfer, Span]] = field(default_factory=list)
     written: dict[tuple[int, int], Any] = field(default_factory=dict)  # (group, layer) -> fence
 
     def write_layer(self, group: int, layer: int, fence: Any) -> list[Action]:
@@ -270,35 +283,38 @@ class Step:
         self.written[group, layer] = fence
         return [
             action
-            for known, span in self.pending
+            for offered, span in self.pending
             if span.group == group
-            for reader in known.moving()
-            for action in guarded(reader.ask.peer, partial(reader.send_layer, span, layer, fence))
+            for reader in offered.moving()
+            for action in isolated(
+                reader.request.peer, partial(reader.send_layer, span, layer, fence)
+            )
         ]
 
-    def catch_up(self, known: Known, reader: ServedRead) -> list[Action]:
+    def catch_up(self, offered: OfferedTransfer, reader: ServedRead) -> list[Action]:
         """Send a new reader the layers that are written already."""
         return [
             action
             for owner, span in self.pending
-            if owner is known
+            if owner is offered
             for (group, layer), fence in self.written.items()
             if group == span.group
             for action in reader.send_layer(span, layer, fence)
         ]
 
     def write_rest(self, layers: Sequence[int], fence: Any) -> list[Action]:
-        """All of it can be read once ``fence`` has passed; ``layers`` there are, by group."""
+        """All layers of the step can be read once ``fence`` has passed. ``layers``: how many this
+        worker has, by group."""
         actions: list[Action] = []
-        for known, span in self.pending:
+        for offered, span in self.pending:
             rest = [n for n in range(layers[span.group]) if (span.group, n) not in self.written]
-            for reader in known.moving():
+            for reader in offered.moving():
                 if len(rest) == layers[span.group]:
                     work = partial(reader.send_all, span, fence)
                 else:
                     work = partial(_send_layers, reader, span, rest, fence)
-                actions += guarded(reader.ask.peer, work)
-            known.add(span, fence)
+                actions += isolated(reader.request.peer, work)
+            offered.add(span, fence)
         return actions
 
 
@@ -306,18 +322,19 @@ def _send_layers(reader: ServedRead, span: Span, layers: Sequence[int], fence: A
     return [action for layer in layers for action in reader.send_layer(span, layer, fence)]
 
 
-def check(ask: AcceptedRead, last_want: int) -> None:
-    """Check what a peer asks for.
+def check_read(request: AcceptedRead, last_read_id: int) -> None:
+    """Check the id and the parts of a peer's read request.
 
     Raises:
-        ProtocolError: nothing that it may ask for.
+        ProtocolError: the id is not above ``last_read_id``, or a part is not one the peer may read.
     """
-    if ask.want <= last_want:
-        raise ProtocolError(f"want {ask.want} is not new")
+    if request.read_id <= last_read_id:
+        raise ProtocolError(f"read request {request.read_id} does not follow {last_read_id}")
     previous = -1
-    for group, first, count in ask.parts:
-        if group not in ask.views or group <= previous or first < 0 or count <= 0:
-            raise ProtocolError(f"want {ask.want} asks for ({group}, {first}, {count})")
+    for group, first, count in request.parts:
+        if group not in request.views or group <= previous or first < 0 or count <= 0:
+            part = f"group {group}, blocks {first} + {count}"
+            raise ProtocolError(f"read request {request.read_id} has an invalid part: {part}")
         previous = group
     if previous < 0:
-        raise ProtocolError(f"want {ask.want} asks for nothing")
+        raise ProtocolError(f"read request {request.read_id} names no blocks")

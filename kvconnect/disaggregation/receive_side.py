@@ -1,4 +1,4 @@
-"""The decode side of one worker's hand-offs: carries out what ``receiver.py`` decides."""
+"""Decode side of one worker's hand-offs: carries out the actions of ``receiver.py``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvconnect.disaggregation import receiver
-from kvconnect.disaggregation.peer_boundary import guard
-from kvconnect.disaggregation.receiver import Action, AskPages, CancelWant, Origin, Receiver, Thank
-from kvconnect.disaggregation.sessions import Session, Sessions
+from kvconnect.disaggregation.receiver import (
+    Action,
+    CancelReceive,
+    ConfirmRead,
+    Origin,
+    Receiver,
+    RequestPages,
+)
+from kvconnect.disaggregation.sessions import Session, Sessions, isolate
 from kvconnect.errors import ProtocolError, Refused
 from kvconnect.offload.messages import Instructions, JobReport, Keep, PeerTransfer, Receive
 from kvconnect.protocol.messages import (
@@ -32,7 +38,7 @@ from kvconnect.types import Endpoint, FailureCause, JobId, TransferId, TransferT
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 3  # renewals for an engine that stands still: as long as a lease lasts
+_PAUSED_RENEWALS = 3  # of a paused engine: as many as cover one lease
 
 _CAUSES = {cause.value: cause for cause in FailureCause}
 
@@ -40,45 +46,47 @@ _CAUSES = {cause.value: cause for cause in FailureCause}
 class ReceiveSide:
     """Not synchronised: the agent holds its lock around every call."""
 
-    def __init__(self, links: Sessions) -> None:
-        self._links = links
-        groups = links.hello.groups
-        self._machine = Receiver(
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+        groups = sessions.hello.groups
+        self._receiver = Receiver(
             [group.block_tokens for group in groups], [len(group.layers) for group in groups]
         )
         self._keeps: dict[Origin, list[Keep]] = {}  # until the connection is there
-        self._renewals: dict[TransferId, tuple[Keep, float]] = {}  # and when the next is due
-        self.stepped_at = math.inf  # when the engine's last step ended; inf: in one, or not known
+        self._renewals: dict[TransferId, tuple[Keep, float]] = {}  # with the next due time
+        self.step_ended_at = (
+            math.inf
+        )  # end of the engine's last step; inf: a step runs, or none was seen
         self._finished: list[tuple[JobReport, Receive]] = []
-        self._moved: dict[JobId, list[PeerTransfer]] = {}  # of receives that are not over
+        self._moved: dict[JobId, list[PeerTransfer]] = {}  # of unfinished receives
         self._fence: Fence | None = None  # of the last step that received something
 
     def begin_step(self, work: Instructions, now: float, fence: Fence | None) -> None:
-        """Take a step's receives, drops and renewals. Pages land only after ``fence``: work
-        launched before may still use the blocks."""
+        """Take a step's receives, drops and renewals. Pages are written only after ``fence``, since
+        work launched earlier may still use the blocks."""
         if work.receives:
             self._fence = fence
         for job in work.receives:
             self._renewals.pop(job.transfer, None)
-            self._run(self._machine.receive(job, self._endpoints(job), now))
+            self._run_actions(self._receiver.receive(job, self._endpoints(job), now))
         for drop in work.drops:
-            self._run(self._machine.drop(drop.job))
-        for keep in work.keeps if self._links.is_first else ():
+            self._run_actions(self._receiver.drop(drop.job))
+        for keep in work.keeps if self._sessions.speaks_for_engine else ():
             if keep.every_s:
                 self._renewals[keep.transfer] = keep, now + keep.every_s
             else:
                 self._renewals.pop(keep.transfer, None)
-                self._keep(keep)
+                self._send_keep(keep)
 
     def tick(self, now: float) -> None:
-        """Time has passed; a few times per second. Leases of requests that wait for their turn are
-        renewed, also for an engine that stands still, but not for long: the other side may stand
-        still as well, and wait for them."""
-        self._run(self._machine.tick(now))
+        """Expire receives and renew leases of requests that wait to be scheduled; call it a few
+        times per second. For a paused engine, renewals stop after a while: the prefill engine may
+        be paused too, and wait for these blocks."""
+        self._run_actions(self._receiver.tick(now))
         for transfer, (keep, due) in self._renewals.items():
-            if due <= now <= self.stepped_at + _PATIENCE * keep.every_s:
+            if due <= now <= self.step_ended_at + _PAUSED_RENEWALS * keep.every_s:
                 self._renewals[transfer] = keep, now + keep.every_s
-                self._keep(keep)
+                self._send_keep(keep)
 
     @property
     def has_finished(self) -> bool:
@@ -90,121 +98,132 @@ class ReceiveSide:
         finished, self._finished = self._finished, []
         return finished
 
-    def on_message(self, link: Session, message: Message) -> None:
-        """A source says something.
+    def on_message(self, session: Session, message: Message) -> None:
+        """Handle a source's message.
 
         Raises:
-            ProtocolError: nothing a source may say.
+            ProtocolError: a source may not send this message.
         """
         if isinstance(message, Fail):
             cause = _CAUSES.get(message.cause, FailureCause.PEER)
-            self._run(self._machine.failed(link.peer, message.want, cause))
+            self._run_actions(self._receiver.failed(session.peer, message.want, cause))
         elif isinstance(message, Alive):
-            self._machine.alive(link.peer, message.wants, time.monotonic())
+            self._receiver.alive(session.peer, message.wants, time.monotonic())
         elif isinstance(message, PagesReady):
-            link.meter.all_ready(message.want)
+            session.meter.all_ready(message.want)
         else:
             raise ProtocolError(f"{type(message).__name__} from a source")
 
-    def on_received(self, link: Session, event: PagesReceived) -> None:
-        """Pages have landed.
+    def on_received(self, session: Session, event: PagesReceived) -> None:
+        """Pages have arrived.
 
         Raises:
-            ProtocolError: pages that were not asked for.
+            ProtocolError: the pages were not requested.
         """
-        link.meter.record(self._links.stats, TransferType.RECV, event, link.name)
-        self._links.stats.count("handoff_digest_failed_blocks", len(event.bad))
+        session.meter.record(self._sessions.stats, TransferType.RECV, event, session.name)
+        self._sessions.stats.count("handoff_digest_failed_blocks", len(event.bad))
         blocks = range(event.first, event.first + event.count)
         now = time.monotonic()
-        self._run(
-            self._machine.received(event.peer, event.want, event.number, blocks, event.bad, now)
+        self._run_actions(
+            self._receiver.received(event.peer, event.want, event.number, blocks, event.bad, now)
         )
 
-    def on_quiet(self, event: Drained) -> None:
-        """The transport has stopped a want."""
-        self._run(self._machine.quiet(event.peer, event.want))
+    def on_drained(self, event: Drained) -> None:
+        """The transport has ended a cancelled read."""
+        self._run_actions(self._receiver.drained(event.peer, event.want))
 
-    def on_connected(self, origin: Origin, link: Session) -> None:
-        """There is an agreement with a worker that was needed."""
-        self._run(self._machine.connected(origin, link.peer, link.views))
+    def on_connected(self, origin: Origin, session: Session) -> None:
+        """The session with a needed worker is ready."""
+        self._run_actions(self._receiver.connected(origin, session.peer, session.views))
         for keep in self._keeps.pop(origin, ()):
-            _tell_keep(self._links, link, keep)
+            _send_keep_to(self._sessions, session, keep)
 
     def on_lost(self, peer: PeerId, origin: Origin | None, cause: FailureCause) -> None:
-        """A connection is gone, or could not be made; ``origin``: what it was made for."""
-        self._run(self._machine.peer_lost(peer))
+        """A connection is gone, or could not be made. ``origin``: the worker it was made to."""
+        self._run_actions(self._receiver.peer_lost(peer))
         if origin is not None:
             self._keeps.pop(origin, None)
-            self._run(self._machine.refused(origin, cause))
+            self._run_actions(self._receiver.refused(origin, cause))
 
     def _endpoints(self, job: Receive) -> list[Endpoint]:
-        """Return those workers of the source that have something for this one; none if its heads
-        cannot be ours, upon which the job fails."""
+        """Return the source workers that hold heads or layers of this worker. If the heads cannot
+        be mapped, return none, and the job fails."""
         if job.source is None:
             return []
-        hello = self._links.hello
+        hello = self._sessions.hello
         heads = [group.kv_heads for group in hello.groups]
         try:
             needed = sources_for(hello.rank, job.source.tp, job.source.pp, heads)
         except Refused as error:
             logger.warning("hand-off from engine %s refused: %s", job.source.engine_id, error)
-            self._links.stats.count("handoff_refused", label=error.field)
+            self._sessions.stats.count("handoff_refused", label=error.field)
             return []
-        # A source may leave out workers that it knows to have nothing for this one.
+        # A source may leave out workers that have nothing for this one.
         by_rank = {(e.pp_rank, e.tp_rank): e for e in job.source.endpoints}
         return [by_rank[place] for place in needed if place in by_rank]
 
-    def _run(self, actions: Sequence[Action]) -> None:
+    def _run_actions(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            if isinstance(action, receiver.Finished):
+            if isinstance(action, receiver.ReportFinished):
                 came = tuple(self._moved.pop(action.job.job, ()))
                 self._finished.append((replace(action.report, moved=came), action.job))
-            elif isinstance(action, receiver.NeedPeer):
-                link = self._links.need(action.origin)
-                if link is not None:
-                    self.on_connected(action.origin, link)
-            elif (link := self._links.get(PeerId(action.peer))) is not None:
-                with guard(self._links, link.peer):  # the engine's thread comes by here too
-                    self._do(link, action)
+            elif isinstance(action, receiver.ConnectPeer):
+                session = self._sessions.get_or_connect(action.origin)
+                if session is not None:
+                    self.on_connected(action.origin, session)
+            elif (session := self._sessions.get(PeerId(action.peer))) is not None:
+                with isolate(self._sessions, session.peer):  # this may be the engine's thread
+                    self._run_action(session, action)
 
-    def _do(self, link: Session, action: AskPages | CancelWant | Thank) -> None:
-        if isinstance(action, AskPages):
-            self._ask(link, action)
-        elif isinstance(action, CancelWant):
-            link.meter.forget(action.want)
-            self._links.tell(link.peer, Cancel(want=action.want))
-            self._links.transport.cancel(link.peer, action.want)
+    def _run_action(
+        self, session: Session, action: RequestPages | CancelReceive | ConfirmRead
+    ) -> None:
+        if isinstance(action, RequestPages):
+            self._request(session, action)
+        elif isinstance(action, CancelReceive):
+            session.meter.forget(action.read_id)
+            self._sessions.send(session.peer, Cancel(want=action.read_id))
+            self._sessions.transport.cancel(session.peer, action.read_id)
         else:
-            *_, moved = link.meter.finish(self._links.stats, action.want, "recv")
+            *_, moved = session.meter.finish(self._sessions.stats, action.read_id, "recv")
             if moved is not None:
                 self._moved.setdefault(action.job, []).append(moved)
-            self._links.tell(link.peer, ReadDone(want=action.want))
-            self._links.transport.cancel(link.peer, action.want)
+            self._sessions.send(session.peer, ReadDone(want=action.read_id))
+            self._sessions.transport.cancel(session.peer, action.read_id)
 
-    def _ask(self, link: Session, ask: AskPages) -> None:
-        spans = {span.group: (span.first, span.block_ids) for span in ask.spans}
+    def _request(self, session: Session, request: RequestPages) -> None:
+        spans = {span.group: (span.first, span.block_ids) for span in request.spans}
         nothing = (0, array("q"))
-        by_unit = [spans.get(group, nothing) for group in link.unit_group]
-        link.meter.open(ask.want, asked=True)
-        self._links.transport.submit(
-            IncomingPages(link.peer, ask.want, link.units, by_unit, self._fence, link.meter.path)
+        by_unit = [spans.get(group, nothing) for group in session.unit_group]
+        session.meter.open(request.read_id, asked=True)
+        self._sessions.transport.submit(
+            IncomingPages(
+                session.peer,
+                request.read_id,
+                session.units,
+                by_unit,
+                self._fence,
+                session.meter.path,
+            )
         )
-        parts = [(span.group, span.first, len(span.block_ids)) for span in ask.spans]
-        self._links.tell(
-            link.peer,
-            ReadRequest(want=ask.want, transfer=ask.transfer, early=ask.early, parts=parts),
+        parts = [(span.group, span.first, len(span.block_ids)) for span in request.spans]
+        self._sessions.send(
+            session.peer,
+            ReadRequest(
+                want=request.read_id, transfer=request.transfer, early=request.early, parts=parts
+            ),
         )
 
-    def _keep(self, keep: Keep) -> None:
+    def _send_keep(self, keep: Keep) -> None:
         origin = Origin(keep.source.endpoints[0], keep.source.engine_id, keep.source.epoch)
-        link = self._links.need(origin)
-        if link is None:
+        session = self._sessions.get_or_connect(origin)
+        if session is None:
             self._keeps.setdefault(origin, []).append(keep)
         else:
-            _tell_keep(self._links, link, keep)
+            _send_keep_to(self._sessions, session, keep)
 
 
-def _tell_keep(links: Sessions, link: Session, keep: Keep) -> None:
+def _send_keep_to(sessions: Sessions, session: Session, keep: Keep) -> None:
     transfer = keep.transfer
     message = Renew(transfers=[transfer]) if keep.every_s else Decline(transfer=transfer)
-    links.tell(link.peer, message)
+    sessions.send(session.peer, message)

@@ -1,7 +1,7 @@
-"""A decode worker's side of hand-offs: what is asked from whom, what has come, when a job is over.
+"""State machine of a decode worker: which pages are requested, which arrived, when a job is over.
 
-A job is finished only when no page of it can land any more, however it ends: every want of it is
-cancelled at the transport, also one that is complete, and the transport has answered.
+A job is finished only when none of its pages can be written any more, however it ends: each of its
+reads, complete or not, was cancelled at the transport, and the transport has confirmed that.
 """
 
 from __future__ import annotations
@@ -17,80 +17,87 @@ from kvconnect.offload.messages import FailedBlock, JobReport, Receive
 from kvconnect.types import Endpoint, FailureCause, JobId, Span, TransferId
 
 MAX_WAIT_S = 600.0
-"""Seconds after which a receive ends even if the other side keeps saying that it is coming."""
+"""Seconds after which a receive ends even if the source still sends heartbeats."""
 
 
 class Origin(NamedTuple):
-    """One worker of one incarnation of a prefill engine. No ``engine_id``: whoever is there."""
+    """One worker of one incarnation of a prefill engine. ``engine_id`` "": any engine at the
+    endpoint."""
 
     endpoint: Endpoint
     engine_id: str
     epoch: int
 
 
-# What to do ---------------------------------------------------------------------------------
+# Actions ---------------------------------------------------------------------------------
 
 
-class NeedPeer(NamedTuple):
-    """Connect; ``connected`` or ``refused`` follows. Asked once until it has."""
+class ConnectPeer(NamedTuple):
+    """Connect to a worker; the caller answers with ``connected`` or ``refused``. Not repeated
+    before the answer."""
 
     origin: Origin
 
 
-class AskPages(NamedTuple):
-    """Submit an ``Incoming`` and send the want. ``spans``: per group the first wire block and the
-    wire-block ids here; the want's parts are (group, first, count) of each."""
+class RequestPages(NamedTuple):
+    """Submit an ``IncomingPages`` and send a read request. ``spans``: per group the first wire
+    block and the wire-block ids here; the request's parts are (group, first, count) of each."""
 
     peer: int
-    want: int
+    read_id: int
     transfer: TransferId
     early: bool
     spans: tuple[Span, ...]
 
 
-class CancelWant(NamedTuple):
-    """Tell the peer, and cancel at the transport; ``quiet`` follows."""
+class CancelReceive(NamedTuple):
+    """Tell the peer, and cancel the read at the transport; the caller answers with ``drained``."""
 
     peer: int
-    want: int
+    read_id: int
 
 
-class Thank(NamedTuple):
-    """Tell the peer that the reader is done, and cancel at the transport, so that no stray page
-    can land later; ``quiet`` follows. The want is of ``job``, which may have others."""
+class ConfirmRead(NamedTuple):
+    """Tell the peer that the read is complete, and cancel it at the transport, so that no stray
+    page is written later; the caller answers with ``drained``. ``job`` may have other reads."""
 
     peer: int
-    want: int
+    read_id: int
     job: JobId
 
 
-class Finished(NamedTuple):
-    """The job is over; nothing of it is written any more."""
+class ReportFinished(NamedTuple):
+    """The job is over; no page of it is written any more."""
 
     report: JobReport
     job: Receive
 
 
-Action = NeedPeer | AskPages | CancelWant | Thank | Finished
+Action = ConnectPeer | RequestPages | CancelReceive | ConfirmRead | ReportFinished
+
+
+class _UnitLayers(NamedTuple):
+    group: int
+    layers: tuple[int, ...]
 
 
 @dataclass(eq=False)
 class _AwaitedPages:
-    """What one peer owes to a job."""
+    """One read request of a job: the pages that one peer has to send."""
 
     job: _ReceiveJob
     origin: Origin
-    number: int
+    read_id: int
     state: TransferState = TRANSFER.start
     peer: int = -1
     spans: dict[int, Span] = field(default_factory=dict)  # by group, in wire blocks
     ratios: dict[int, int] = field(default_factory=dict)
-    units: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)  # group, layers
+    units: dict[int, _UnitLayers] = field(default_factory=dict)
     got: dict[tuple[int, int], int] = field(default_factory=dict)  # (group, layer) -> bit set
-    left: int = 0  # wire blocks, once per layer, that have not come
+    left: int = 0  # wire blocks, once per layer, that have not arrived
 
     def start(self, peer: int, views: Mapping[int, GroupView], block_tokens: Sequence[int]) -> None:
-        """Work out what the peer is to send."""
+        """Derive the pages that the peer has to send."""
         self.state, self.peer = TRANSFER.after(self.state, Event.STARTED), peer
         for span, (begin, end) in zip(self.job.receive.spans, self.job.receive.tokens, strict=True):
             view = views.get(span.group)
@@ -104,32 +111,32 @@ class _AwaitedPages:
             self.spans[group] = Span(group, first, wire_ids(span, view.ratio, first, stop))
             self.ratios[group] = view.ratio
             layers = [layer for layer, unit in enumerate(units) if unit >= 0]
-            self.units.update({units[layer]: (group, (layer,)) for layer in layers})
-            self.units[view.unit_all] = group, tuple(layers)
+            self.units.update({units[layer]: _UnitLayers(group, (layer,)) for layer in layers})
+            self.units[view.unit_all] = _UnitLayers(group, tuple(layers))
             self.got.update({(group, layer): 0 for layer in layers})
             self.left += (stop - first) * len(layers)
 
     def take(self, number: int, blocks: range) -> int:
-        """Mark what has come; return its group.
+        """Mark pages as arrived; return their group.
 
         Raises:
-            ProtocolError: not asked for, or a second time.
+            ProtocolError: the pages were not requested, or arrived before.
         """
         group, layers = self.units.get(number, (-1, ()))
         span = self.spans.get(group)
         end = span.first + len(span.block_ids) if span else 0
         if not span or not span.first <= blocks.start < blocks.stop <= end:
-            raise ProtocolError(f"pages {blocks} of unit {number} were not asked for")
+            raise ProtocolError(f"pages {blocks} of unit {number} were not requested")
         bits = ((1 << len(blocks)) - 1) << (blocks.start - span.first)
         for layer in layers:
             if self.got[group, layer] & bits:
-                raise ProtocolError(f"pages {blocks} of unit {number} came twice")
+                raise ProtocolError(f"pages {blocks} of unit {number} arrived twice")
             self.got[group, layer] |= bits
         self.left -= len(blocks) * len(layers)
         return group
 
     def missing(self) -> Iterator[tuple[int, int]]:
-        """Yield (group, block id) of blocks here that lack something."""
+        """Yield (group, block id) of incomplete blocks here."""
         if self.peer < 0:
             for span in self.job.receive.spans:
                 yield from ((span.group, block) for block in span.block_ids)
@@ -145,35 +152,35 @@ class _ReceiveJob:
     receive: Receive
     started: float
     progress_at: float
-    wants: list[_AwaitedPages] = field(default_factory=list)
-    cause: FailureCause | None = None  # why it was given up
+    reads: list[_AwaitedPages] = field(default_factory=list)
+    cause: FailureCause | None = None  # why the job was given up
     failures: dict[tuple[int, int], FailureCause] = field(default_factory=dict)
 
     def give_up(self, cause: FailureCause) -> list[Action]:
-        """Begin nothing new, and cancel what is under way."""
+        """Start nothing more, and cancel reads in flight."""
         self.cause = self.cause or cause
         actions: list[Action] = []
-        for want in self.wants:
-            if want.state in (TransferState.MOVING, TransferState.COMPLETE):
-                actions.append(CancelWant(want.peer, want.number))
-            want.state = TRANSFER.after(want.state, Event.ABORT)
+        for read in self.reads:
+            if read.state in (TransferState.MOVING, TransferState.COMPLETE):
+                actions.append(CancelReceive(read.peer, read.read_id))
+            read.state = TRANSFER.after(read.state, Event.ABORT)
         return actions
 
-    def thank(self) -> list[Action]:
-        """Thank every peer, once all have delivered everything."""
+    def confirm(self) -> list[Action]:
+        """Confirm every read, once all of them are complete."""
         served = (TransferState.COMPLETE, TransferState.OVER)
-        if self.cause is not None or any(want.state not in served for want in self.wants):
+        if self.cause is not None or any(read.state not in served for read in self.reads):
             return []
-        complete = [want for want in self.wants if want.state is TransferState.COMPLETE]
-        for want in complete:
-            want.state = TRANSFER.after(want.state, Event.ABORT)
-        return [Thank(want.peer, want.number, self.receive.job) for want in complete]
+        complete = [read for read in self.reads if read.state is TransferState.COMPLETE]
+        for read in complete:
+            read.state = TRANSFER.after(read.state, Event.ABORT)
+        return [ConfirmRead(read.peer, read.read_id, self.receive.job) for read in complete]
 
     def report(self, layers: Sequence[int]) -> JobReport:
-        """Say which blocks are not what they should be; ``layers`` there are, by group."""
-        places = [place for want in self.wants for place in want.missing()]
+        """Return the report, with failed blocks; ``layers``: how many this worker has, by group."""
+        places = [place for read in self.reads for place in read.missing()]
         for span, (begin, end) in zip(self.receive.spans, self.receive.tokens, strict=True):
-            brought = {layer for w in self.wants for group, layer in w.got if group == span.group}
+            brought = {layer for w in self.reads for group, layer in w.got if group == span.group}
             if begin < end and len(brought) < layers[span.group]:
                 places += [(span.group, block) for block in span.block_ids]
         for place in places:
@@ -182,133 +189,139 @@ class _ReceiveJob:
         return JobReport(self.receive.job, tuple(failures))
 
 
+class _ConnectedPeer(NamedTuple):
+    peer: int
+    views: Mapping[int, GroupView]
+
+
 class Receiver:
     """Receives of one decode worker. One thread; ``now`` is in seconds of one monotonic clock.
 
-    Events about wants that are over are ignored: messages cross.
+    Events about finished reads are ignored, since messages cross.
     """
 
     def __init__(self, block_tokens: Sequence[int], layers: Sequence[int]) -> None:
-        """By group, ``block_tokens`` says how many tokens a block has here, ``layers`` how many
-        layers this worker has: what no peer brings has failed."""
+        """By group: ``block_tokens``, tokens per block here, and ``layers``, how many layers this
+        worker has. Layers that no peer sends count as failed."""
         self._block_tokens = tuple(block_tokens)
         self._layers = tuple(layers)
-        self._peers: dict[Origin, tuple[int, Mapping[int, GroupView]]] = {}
+        self._peers: dict[Origin, _ConnectedPeer] = {}
         self._connecting: set[Origin] = set()
         self._jobs: dict[JobId, _ReceiveJob] = {}
-        self._wants: dict[tuple[int, int], _AwaitedPages] = {}  # by peer and number
+        self._reads: dict[tuple[int, int], _AwaitedPages] = {}  # by peer and number
         self._last = 0
 
     def __repr__(self) -> str:
-        return f"<Receiver {len(self._jobs)} jobs, {len(self._wants)} wants>"
+        return f"<Receiver {len(self._jobs)} jobs, {len(self._reads)} reads>"
 
     def receive(self, job: Receive, endpoints: Sequence[Endpoint], now: float) -> list[Action]:
-        """Start a receive from those workers of its source that this worker needs; none if the
-        job has no source."""
+        """Start a receive from the source workers at ``endpoints``. A job without a source fails
+        at once."""
         record = self._jobs[job.job] = _ReceiveJob(job, now, now)
         actions: list[Action] = []
         source = job.source
         origins = [Origin(e, source.engine_id, source.epoch) for e in endpoints] if source else []
         for origin in origins:
             self._last += 1
-            want = _AwaitedPages(record, origin, self._last)
-            record.wants.append(want)
+            read = _AwaitedPages(record, origin, self._last)
+            record.reads.append(read)
             if origin in self._peers:
-                actions += self._start(want)
+                actions += self._start(read)
             elif origin not in self._connecting:
                 self._connecting.add(origin)
-                actions.append(NeedPeer(origin))
+                actions.append(ConnectPeer(origin))
         return actions + self._advance(record)
 
     def connected(self, origin: Origin, peer: int, views: Mapping[int, GroupView]) -> list[Action]:
-        """A peer can be asked. ``views`` by group; groups that the two do not share are
+        """A peer accepts read requests. ``views``: by group; groups that only one worker has are
         missing."""
         self._connecting.discard(origin)
-        self._peers[origin] = peer, views
+        self._peers[origin] = _ConnectedPeer(peer, views)
         actions: list[Action] = []
         for job in list(self._jobs.values()):
-            for want in list(job.wants):
-                if want.origin == origin and want.state is TransferState.ASKED:
-                    actions += self._start(want)
+            for read in list(job.reads):
+                if read.origin == origin and read.state is TransferState.REQUESTED:
+                    actions += self._start(read)
             actions += self._advance(job)
         return actions
 
     def refused(self, origin: Origin, cause: FailureCause) -> list[Action]:
-        """No connection, or no agreement."""
+        """The connection or the negotiation failed."""
         self._connecting.discard(origin)
         waiting = [
-            want.job
+            read.job
             for job in self._jobs.values()
-            for want in job.wants
-            if want.origin == origin and want.state is TransferState.ASKED
+            for read in job.reads
+            if read.origin == origin and read.state is TransferState.REQUESTED
         ]
         return [action for job in waiting for action in self._fail(job, cause)]
 
     def received(
-        self, peer: int, want: int, number: int, blocks: range, bad: Sequence[int], now: float
+        self, peer: int, read_id: int, number: int, blocks: range, bad: Sequence[int], now: float
     ) -> list[Action]:
-        """Wire blocks ``blocks`` of unit ``number`` landed; the digest of ``bad`` ones differs.
+        """Wire blocks ``blocks`` of unit ``number`` arrived; ``bad`` ones have a wrong digest.
 
         Raises:
-            ProtocolError: not asked for, or a second time. The caller closes the peer.
+            ProtocolError: the pages were not requested, or arrived before. The caller closes the
+                connection.
         """
-        record = self._wants.get((peer, want))
-        if record is None or record.state in (TransferState.STOPPING, TransferState.OVER):
+        read = self._reads.get((peer, read_id))
+        if read is None or read.state in (TransferState.STOPPING, TransferState.OVER):
             return []
-        group = record.take(number, blocks)
-        job, span = record.job, record.spans[group]
+        group = read.take(number, blocks)
+        job, span = read.job, read.spans[group]
         for block in bad:
-            block_id = span.block_ids[block - span.first] // record.ratios[group]
+            block_id = span.block_ids[block - span.first] // read.ratios[group]
             job.failures[group, block_id] = FailureCause.DIGEST
         job.progress_at = now
-        if record.left:
+        if read.left:
             return []
-        record.state = TRANSFER.after(record.state, Event.COMPLETED)
+        read.state = TRANSFER.after(read.state, Event.COMPLETED)
         return self._advance(job)
 
-    def failed(self, peer: int, want: int, cause: FailureCause) -> list[Action]:
-        """The peer does not, or no longer, serve a want."""
-        record = self._wants.get((peer, want))
-        if record is None or record.state is not TransferState.MOVING:
+    def failed(self, peer: int, read_id: int, cause: FailureCause) -> list[Action]:
+        """The peer does not, or no longer, serve a read_id."""
+        read = self._reads.get((peer, read_id))
+        if read is None or read.state is not TransferState.MOVING:
             return []
-        return self._fail(record.job, cause)
+        return self._fail(read.job, cause)
 
-    def alive(self, peer: int, wants: Sequence[int], now: float) -> None:
-        """The peer works on these wants."""
-        for number in wants:
-            record = self._wants.get((peer, number))
-            if record is not None:
-                record.job.progress_at = now
+    def alive(self, peer: int, read_ids: Sequence[int], now: float) -> None:
+        """The peer still serves these read requests."""
+        for read_id in read_ids:
+            read = self._reads.get((peer, read_id))
+            if read is not None:
+                read.job.progress_at = now
 
-    def quiet(self, peer: int, want: int) -> list[Action]:
-        """The transport answered a ``CancelWant`` or ``Thank``."""
-        record = self._wants.pop((peer, want), None)
-        if record is None:
+    def drained(self, peer: int, read_id: int) -> list[Action]:
+        """The transport has ended a cancelled or confirmed read."""
+        read = self._reads.pop((peer, read_id), None)
+        if read is None:
             return []
-        record.state = TRANSFER.after(record.state, Event.QUIET)
-        return self._advance(record.job)
+        read.state = TRANSFER.after(read.state, Event.DRAINED)
+        return self._advance(read.job)
 
     def peer_lost(self, peer: int) -> list[Action]:
-        """The connection is gone; nothing of the peer lands any more."""
-        self._peers = {origin: item for origin, item in self._peers.items() if item[0] != peer}
+        """A connection is gone; no page of the peer is written any more."""
+        self._peers = {o: known for o, known in self._peers.items() if known.peer != peer}
         actions: list[Action] = []
-        for key in [key for key in self._wants if key[0] == peer]:
-            record = self._wants.pop(key)
-            moving = record.state is TransferState.MOVING
-            record.state = TRANSFER.after(record.state, Event.PEER_LOST)
+        for key in [key for key in self._reads if key[0] == peer]:
+            read = self._reads.pop(key)
+            moving = read.state is TransferState.MOVING
+            read.state = TRANSFER.after(read.state, Event.PEER_LOST)
             if moving:
-                actions += self._fail(record.job, FailureCause.PEER)
+                actions += self._fail(read.job, FailureCause.PEER)
             else:
-                actions += self._advance(record.job)
+                actions += self._advance(read.job)
         return actions
 
     def drop(self, job: JobId) -> list[Action]:
-        """The job is not wanted any more; it is finished all the same."""
+        """The job is not needed any more; its report still follows."""
         record = self._jobs.get(job)
         return [] if record is None else self._fail(record, FailureCause.SKIPPED)
 
     def tick(self, now: float) -> list[Action]:
-        """End jobs without progress; call it about every second."""
+        """Fail jobs without progress; call it about every second."""
         late = [
             job
             for job in self._jobs.values()
@@ -316,25 +329,25 @@ class Receiver:
         ]
         return [action for job in late for action in self._fail(job, FailureCause.DEADLINE)]
 
-    def _start(self, want: _AwaitedPages) -> list[Action]:
-        peer, views = self._peers[want.origin]
-        want.start(peer, views, self._block_tokens)
-        if not want.left:  # this peer has nothing that the job lacks
-            want.job.wants.remove(want)
+    def _start(self, read: _AwaitedPages) -> list[Action]:
+        peer, views = self._peers[read.origin]
+        read.start(peer, views, self._block_tokens)
+        if not read.left:  # the job needs no page of this peer
+            read.job.reads.remove(read)
             return []
-        self._wants[peer, want.number] = want
-        job = want.job.receive
-        spans = tuple(span for _, span in sorted(want.spans.items()))
-        return [AskPages(peer, want.number, job.transfer, job.early, spans)]
+        self._reads[peer, read.read_id] = read
+        job = read.job.receive
+        spans = tuple(span for _, span in sorted(read.spans.items()))
+        return [RequestPages(peer, read.read_id, job.transfer, job.early, spans)]
 
     def _fail(self, job: _ReceiveJob, cause: FailureCause) -> list[Action]:
         return job.give_up(cause) + self._advance(job)
 
     def _advance(self, job: _ReceiveJob) -> list[Action]:
-        """Go on if nothing is missing; finish if nothing can land any more."""
-        actions = job.thank()
-        if any(want.state is not TransferState.OVER for want in job.wants):
+        """Confirm complete reads; finish the job once no page of it can be written any more."""
+        actions = job.confirm()
+        if any(read.state is not TransferState.OVER for read in job.reads):
             return actions
         if self._jobs.pop(job.receive.job, None) is not None:
-            actions.append(Finished(job.report(self._layers), job.receive))
+            actions.append(ReportFinished(job.report(self._layers), job.receive))
         return actions

@@ -46,23 +46,23 @@ class SettledReceive(NamedTuple):
 
 
 @dataclass
-class _Receive:
+class _OpenHandoff:
     """A request's hand-off, until the request is over."""
 
     req_id: str
     transfer: TransferId
     source: PrefillSource | None  # None: refused
     early: bool
-    kept: bool  # whether the workers renew its lease, or need not
+    renewed: bool  # whether the workers renew its lease, or need not
     state: Handoff = HANDOFF.start
     job: JobId | None = None
 
 
 @dataclass
-class _Flight:
+class _ReceiveInFlight:
     """A receive, until its last answer."""
 
-    arrival: _Receive
+    handoff: _OpenHandoff
     receive: Receive
     planned: float
     local_tokens: int
@@ -83,8 +83,8 @@ class Receives:
         self._groups = tuple(groups)
         self._stats = stats
         self._limits = limits
-        self._requests: dict[str, _Receive] = {}
-        self._jobs: dict[JobId, _Flight] = {}
+        self._requests: dict[str, _OpenHandoff] = {}
+        self._jobs: dict[JobId, _ReceiveInFlight] = {}
         self._last = _JOBS
         self._receives: list[Receive] = []
         self._drops: list[Drop] = []
@@ -98,7 +98,7 @@ class Receives:
         """Whether a receive is unanswered or workers must be told something, so the engine must
         keep stepping. A request that waits for its turn is no reason to: workers renew its lease
         by themselves, however long the engine stands still."""
-        untold = any(_is_untold(arrival) for arrival in self._requests.values())
+        untold = any(_needs_renewal(handoff) for handoff in self._requests.values())
         return bool(untold or self._jobs or self._keeps)
 
     def owns(self, job: JobId) -> bool:
@@ -111,9 +111,9 @@ class Receives:
         Return False if another one brings the same blocks: this is an ordinary one. A transfer is
         sent once, and a client that wants several answers gets a request for each.
         """
-        if any(arrival.transfer == transfer for arrival in self._requests.values()):
+        if any(handoff.transfer == transfer for handoff in self._requests.values()):
             return False
-        self._requests[req_id] = _Receive(req_id, transfer, source, early, kept=False)
+        self._requests[req_id] = _OpenHandoff(req_id, transfer, source, early, renewed=False)
         return True
 
     def refuse(self, req_id: str, field: str) -> None:
@@ -121,12 +121,12 @@ class Receives:
         :class:`~kvconnect.errors.Refused`. What it plans, every worker reports as failed."""
         self._stats.count("handoff_refused", label=field)
         nothing = TransferId(bytes(16))
-        self._requests[req_id] = _Receive(req_id, nothing, None, early=False, kept=True)
+        self._requests[req_id] = _OpenHandoff(req_id, nothing, None, early=False, renewed=True)
 
     def pending(self, req_id: str) -> bool:
         """Whether a hand-off is wanted and not yet planned."""
-        arrival = self._requests.get(req_id)
-        return arrival is not None and arrival.state is Handoff.WANTED
+        handoff = self._requests.get(req_id)
+        return handoff is not None and handoff.state is Handoff.PENDING
 
     def plan(
         self, req_id: str, spans: Sequence[Span], local_tokens: int, total_tokens: int, now: float
@@ -141,86 +141,91 @@ class Receives:
         Raises:
             Misuse: it was planned before, or a block is being received into already.
         """
-        arrival = self._requests[req_id]
-        arrival.state = HANDOFF.after(arrival.state, Event.PLANNED)
+        handoff = self._requests[req_id]
+        handoff.state = HANDOFF.after(handoff.state, Event.PLANNED)
         self._last += 1
-        arrival.job = JobId(self._last)
+        handoff.job = JobId(self._last)
         receive = Receive(
-            arrival.job,
+            handoff.job,
             req_id,
-            arrival.transfer,
-            arrival.source,
+            handoff.transfer,
+            handoff.source,
             tuple(spans),
             tuple(_needed(self._groups[span.group], span, total_tokens) for span in spans),
-            arrival.early,
+            handoff.early,
             self._limits.deadline_s,
         )
         blocks = tuple(block for span in spans for block in span.block_ids)
         end = now + _ANSWER_FACTOR * receive.deadline_s
         self.ledger.grant(Hold(receive.job, Owner.RECV, blocks, now, end))
-        self._jobs[receive.job] = _Flight(arrival, receive, now, local_tokens, total_tokens)
+        self._jobs[receive.job] = _ReceiveInFlight(
+            handoff, receive, now, local_tokens, total_tokens
+        )
         self._receives.append(receive)
         return receive
 
     def decline(self, req_id: str) -> None:
         """A pending hand-off is not needed: everything is here already."""
-        arrival = self._requests[req_id]
-        arrival.state = HANDOFF.after(arrival.state, Event.ABORT)
-        if arrival.source is not None:
-            self._keeps.append(Keep(arrival.transfer, arrival.source))
+        handoff = self._requests[req_id]
+        handoff.state = HANDOFF.after(handoff.state, Event.ABORT)
+        if handoff.source is not None:
+            self._keeps.append(Keep(handoff.transfer, handoff.source))
 
     def finish(self, req_id: str) -> None:
         """The request is over, whatever became of its hand-off."""
-        arrival = self._requests.get(req_id)
-        if arrival is None:
+        handoff = self._requests.get(req_id)
+        if handoff is None:
             return
-        if arrival.state is Handoff.WANTED:
+        if handoff.state is Handoff.PENDING:
             self._stats.count("handoff_received_requests", label="aborted")
             self.decline(req_id)
-        elif arrival.state is Handoff.RECEIVING and arrival.job is not None:
-            arrival.state = HANDOFF.after(arrival.state, Event.ABORT)
-            self._drops.append(Drop(arrival.job))
+        elif handoff.state is Handoff.RECEIVING and handoff.job is not None:
+            handoff.state = HANDOFF.after(handoff.state, Event.ABORT)
+            self._drops.append(Drop(handoff.job))
         del self._requests[req_id]
 
     def on_report(self, report: JobReport, now: float) -> SettledReceive | None:
         """Take one worker's answer; return what came of it once the last one has answered."""
-        flight = self._jobs.get(report.job)
-        if flight is None:
+        in_flight = self._jobs.get(report.job)
+        if in_flight is None:
             logger.warning("a worker reported receive %d, which is not open; ignored", report.job)
             return None
         for failure in report.failures:
             place = failure.group, failure.block_id
-            if flight.failures.get(place) in (None, FailureCause.SKIPPED):  # others name a reason
-                flight.failures[place] = failure.cause
-        flight.answers += 1
-        if flight.answers < self._limits.workers:
+            if in_flight.failures.get(place) in (
+                None,
+                FailureCause.SKIPPED,
+            ):  # others name a reason
+                in_flight.failures[place] = failure.cause
+        in_flight.answers += 1
+        if in_flight.answers < self._limits.workers:
             return None
         del self._jobs[report.job]
         self.ledger.settle(report.job)
-        arrival = flight.arrival
-        dropped = arrival.state is Handoff.DROPPING
-        arrival.state = HANDOFF.after(arrival.state, Event.ANSWERED)
-        cause = min(flight.failures.values(), key=_is_skipped, default=None)
-        settled = SettledReceive(arrival.req_id, cause, dropped)
+        handoff = in_flight.handoff
+        dropped = handoff.state is Handoff.DROPPING
+        handoff.state = HANDOFF.after(handoff.state, Event.ANSWERED)
+        cause = min(in_flight.failures.values(), key=_is_skipped, default=None)
+        settled = SettledReceive(handoff.req_id, cause, dropped)
         # A request that is over computes nothing any more.
-        lost = 0 if cause is None or dropped else _lost_tokens(self._groups, flight)
-        _count(self._stats, flight, settled, lost, now)
+        lost = 0 if cause is None or dropped else _lost_tokens(self._groups, in_flight)
+        _count(self._stats, in_flight, settled, lost, now)
         return settled
 
     def tick(self, now: float) -> None:
         """Have the leases of pending requests renewed; count receives that nobody answers. Their
         blocks stay held: only workers can say that no page lands any more, and they have a
         deadline."""
-        for arrival in self._requests.values():
-            if _is_untold(arrival) and arrival.source is not None:
+        for handoff in self._requests.values():
+            if _needs_renewal(handoff) and handoff.source is not None:
                 every_s = self._limits.lease_s / _RENEWALS
-                self._keeps.append(Keep(arrival.transfer, arrival.source, every_s))
-                arrival.kept = True
+                self._keeps.append(Keep(handoff.transfer, handoff.source, every_s))
+                handoff.renewed = True
         for hold in self.ledger.expired(now):
-            flight = self._jobs[hold.job]
-            if not flight.overdue:
+            in_flight = self._jobs[hold.job]
+            if not in_flight.overdue:
                 self._stats.count("expired_jobs", label=TransferType.RECV.value)
-            flight.overdue = True
+            in_flight.overdue = True
 
     def take(self) -> tuple[list[Receive], list[Drop], list[Keep]]:
         """Return the instructions since the last call, to be run in this order."""
@@ -241,14 +246,14 @@ class Receives:
             Misuse: naming what does not add up.
         """
         self.ledger.check()
-        spans = (span for flight in self._jobs.values() for span in flight.receive.spans)
+        spans = (span for in_flight in self._jobs.values() for span in in_flight.receive.spans)
         blocks = sum(len(span.block_ids) for span in spans)
         if blocks != self.ledger.held:
             raise Misuse(f"{blocks} blocks are received into, {self.ledger.held} are held")
 
 
-def _is_untold(arrival: _Receive) -> bool:
-    return arrival.state is Handoff.WANTED and not arrival.kept
+def _needs_renewal(handoff: _OpenHandoff) -> bool:
+    return handoff.state is Handoff.PENDING and not handoff.renewed
 
 
 def _needed(group: CacheGroup, span: Span, total_tokens: int) -> tuple[int, int]:
@@ -258,14 +263,14 @@ def _needed(group: CacheGroup, span: Span, total_tokens: int) -> tuple[int, int]
     return max(first, replace(group, block_tokens=1).first_block(total_tokens)), end
 
 
-def _lost_tokens(groups: Sequence[CacheGroup], flight: _Flight) -> int:
+def _lost_tokens(groups: Sequence[CacheGroup], in_flight: _ReceiveInFlight) -> int:
     """Tokens to compute here: from the first bad block on, where those before it are kept."""
-    first = flight.local_tokens
+    first = in_flight.local_tokens
     if keeps_prefix(groups):
-        span, size = flight.receive.spans[0], groups[0].block_tokens
-        bad = min(span.block_ids.index(block) for _, block in flight.failures)
+        span, size = in_flight.receive.spans[0], groups[0].block_tokens
+        bad = min(span.block_ids.index(block) for _, block in in_flight.failures)
         first = max(first, (span.first + bad) * size)
-    return flight.total_tokens - first
+    return in_flight.total_tokens - first
 
 
 def _is_skipped(cause: FailureCause) -> bool:
@@ -273,14 +278,18 @@ def _is_skipped(cause: FailureCause) -> bool:
 
 
 def _count(
-    stats: OffloadingConnectorStats, flight: _Flight, settled: SettledReceive, lost: int, now: float
+    stats: OffloadingConnectorStats,
+    in_flight: _ReceiveInFlight,
+    settled: SettledReceive,
+    lost: int,
+    now: float,
 ) -> None:
     # An engine that fails requests whose hand-off failed ends them before it passes the reports
     # on, so a request that is over says nothing of which came first; the cause does.
     if settled.dropped and settled.cause in (None, FailureCause.SKIPPED):
         stats.count("handoff_received_requests", label="aborted")
         return
-    seconds = now - flight.planned
+    seconds = now - in_flight.planned
     if settled.cause is None:
         stats.observe("handoff_latency_seconds", seconds)
         stats.count("handoff_received_requests", label="done")

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 RING_BYTES = 64 << 20
 """Page-locked memory of one worker, half of it for sending and half for receiving."""
 
-SHARES = 4
+BUFFERS = 4
 """Transfers in each direction that find room at a time."""
 
-ROOM_TIMEOUT_S = 30.0
+BUFFER_TIMEOUT_S = 30.0
 """How long a transfer waits for room before it fails."""
 
 _Run = tuple[torch.Tensor, torch.Tensor]
@@ -78,14 +78,14 @@ class StagedMemory:
         self,
         area: torch.Tensor,
         ring_bytes: int = RING_BYTES,
-        timeout_s: float = ROOM_TIMEOUT_S,
+        timeout_s: float = BUFFER_TIMEOUT_S,
         copier: BlockCopier | None = None,
         pieces: tuple[MemoryRegion, ...] = (),
     ) -> None:
         self._area = area
         self._pieces = pieces or (whole_area(area),)
         self._copier = copier
-        share_bytes = ring_bytes // (2 * SHARES)
+        share_bytes = ring_bytes // (2 * BUFFERS)
         self._sending = _Ring(area.device, share_bytes, timeout_s)
         self._receiving = _Ring(area.device, share_bytes, timeout_s)
 
@@ -140,7 +140,7 @@ class _Ring:
         self._timeout_s = timeout_s
         self._pinned = device.type == "cuda"
         self._stream = own_stream(device) if self._pinned else None
-        self._free = [self._make(share_bytes) for _ in range(SHARES)]
+        self._free = [self._make(share_bytes) for _ in range(BUFFERS)]
         self._room = threading.Condition()
 
     @contextmanager
@@ -210,7 +210,7 @@ def whole_area(area: torch.Tensor) -> MemoryRegion:
 
 def make_memory(
     area: torch.Tensor,
-    timeout_s: float = ROOM_TIMEOUT_S,
+    timeout_s: float = BUFFER_TIMEOUT_S,
     ring_bytes: int = RING_BYTES,
     pieces: tuple[MemoryRegion, ...] = (),
 ) -> Memory:
@@ -246,7 +246,7 @@ def area_of(tensor: torch.Tensor) -> MemoryRegion:
     return whole_area(tensor)
 
 
-def spanning(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def spanning_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return one uint8 view ``[bytes]`` from the first to the last byte of contiguous tensors on
     one device. It does not keep them alive.
 
@@ -257,7 +257,7 @@ def spanning(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def span(areas: Sequence[MemoryRegion]) -> torch.Tensor:
-    """As :func:`spanning`, of areas."""
+    """As :func:`spanning_view`, of areas."""
     if not areas or len({area.device for area in areas}) != 1:
         raise Misuse(f"no span of {len(areas)} areas on {sorted({a.device for a in areas})}")
     start = min(area.address for area in areas)
@@ -279,7 +279,7 @@ class _OnDevice:
         }
 
 
-class Regions:
+class PiecewiseMemory:
     """A cache in pieces, maybe on several devices, as a transport sees it.
 
     Each device's span takes a range of one space of offsets; :meth:`offset` says where an address
@@ -297,7 +297,7 @@ class Regions:
         # Devices first: what is first is not shifted on every transfer.
         ordered = sorted(set(areas), key=lambda area: (area.device < 0, area.device, area.address))
         for _, group in groupby(ordered, key=lambda area: area.device):
-            pieces = _joined(tuple(group))
+            pieces = _merge_adjacent(tuple(group))
             whole = span(pieces)
             self._starts.append(start)
             self._spans.append(whole)
@@ -349,7 +349,7 @@ class Regions:
         return self._parts[number], Unit(segments, unit.phases, unit.block_bytes)
 
 
-def _joined(areas: Sequence[MemoryRegion]) -> tuple[MemoryRegion, ...]:
+def _merge_adjacent(areas: Sequence[MemoryRegion]) -> tuple[MemoryRegion, ...]:
     """Return areas, sorted by address, with those that touch or overlap made one: pages that
     follow one another are written as one, which must not cross a border."""
     joined = [areas[0]]

@@ -29,7 +29,7 @@ class Event(str, Enum):
     ANSWERED = "Answered"  # every worker has answered
     STARTED = "Started"  # pages may move from now on
     COMPLETED = "Completed"  # the reader has every page it asked for
-    QUIET = "Quiet"  # nothing is under way any more
+    DRAINED = "Quiet"  # nothing is under way any more
     PLANNED = "Planned"  # blocks are allocated and the receive is ordered
 
 
@@ -60,7 +60,7 @@ class Lease(str, Enum):
 class TransferState(str, Enum):
     """One want, at either end of a connection."""
 
-    ASKED = "asked"  # waits for the connection, or for the transfer to be known
+    REQUESTED = "asked"  # waits for the connection, or for the transfer to be known
     MOVING = "moving"
     COMPLETE = "complete"  # the reader has everything
     STOPPING = "stopping"  # what is under way ends, nothing is begun
@@ -70,7 +70,7 @@ class TransferState(str, Enum):
 class Handoff(str, Enum):
     """One request's hand-off, as the decode scheduler sees it."""
 
-    WANTED = "wanted"
+    PENDING = "wanted"
     RECEIVING = "receiving"
     DROPPING = "dropping"  # not wanted any more, but pages may still land
     SETTLED = "settled"
@@ -167,9 +167,9 @@ LEASE = StateTable(
 )
 
 TRANSFER = StateTable(
-    TransferState.ASKED,
+    TransferState.REQUESTED,
     {
-        TransferState.ASKED: _row(
+        TransferState.REQUESTED: _row(
             TransferState.OVER, TransferState.OVER, {Event.STARTED: TransferState.MOVING}
         ),
         TransferState.MOVING: _row(
@@ -177,17 +177,17 @@ TRANSFER = StateTable(
         ),
         TransferState.COMPLETE: _row(TransferState.OVER, TransferState.STOPPING, {}),
         TransferState.STOPPING: _row(
-            TransferState.OVER, TransferState.STOPPING, {Event.QUIET: TransferState.OVER}
+            TransferState.OVER, TransferState.STOPPING, {Event.DRAINED: TransferState.OVER}
         ),
     },
 )
 
 HANDOFF = StateTable(
-    Handoff.WANTED,
+    Handoff.PENDING,
     {
-        Handoff.WANTED: {
-            Event.PEER_LOST: Handoff.WANTED,
-            Event.EXPIRE: Handoff.WANTED,  # the engine decides how long a request may wait
+        Handoff.PENDING: {
+            Event.PEER_LOST: Handoff.PENDING,
+            Event.EXPIRE: Handoff.PENDING,  # the engine decides how long a request may wait
             Event.ABORT: Handoff.SETTLED,
             Event.PLANNED: Handoff.RECEIVING,
         },

@@ -30,7 +30,7 @@ from kvconnect.disaggregation.agent import HandoffAgent
 from kvconnect.disaggregation.bandwidth_probe import ProbedMemory
 from kvconnect.disaggregation.sessions import PathPreference, Sessions
 from kvconnect.disaggregation.staging import StagedMemory
-from kvconnect.engines.sglang.duplicates import BothStreams
+from kvconnect.engines.sglang.layerwise import EngineStreams
 from kvconnect.offload.messages import (
     Drop,
     Instructions,
@@ -117,7 +117,7 @@ class Side:
         self.area = torch.zeros(LAYERS * BLOCKS * RUN, dtype=torch.uint8)
         self.scheduling = emulator.stream()
         self.forward = emulator.stream() if style.two_streams else self.scheduling
-        self.both = BothStreams(CUDA)
+        self.both = EngineStreams(CUDA)
         self.both.forward = self.forward if style.joined else None
         self.free = list(range(BLOCKS))
         self.launched: deque[EmulatedEvent] = deque()

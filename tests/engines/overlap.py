@@ -40,7 +40,7 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from kvconnect.engines.vllm import register, translate
 from kvconnect.engines.vllm.connector import KVConnect
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
-from kvconnect.engines.vllm.tickets import TicketDesk
+from kvconnect.engines.vllm.tickets import TicketIssuer
 from kvconnect.offload.messages import (
     FailedBlock,
     JobReport,
@@ -360,7 +360,7 @@ class Engine:
         self.runner = ActiveKVConnector(config, {})
         if metadata := worker.get_handshake_metadata():
             connector.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
-        self.desk = TicketDesk(self.half.handoff._desk._keys, -1, 1e6, PEER)
+        self.desk = TicketIssuer(self.half.handoff._desk._keys, -1, 1e6, PEER)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
         self.pool = self.scheduler.kv_cache_manager.block_pool
 

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvconnect.disaggregation.staging import SHARES, StagedMemory, make_memory  # noqa: E402
+from kvconnect.disaggregation.staging import BUFFERS, StagedMemory, make_memory  # noqa: E402
 from kvconnect.offload.streams import DeviceFence, make_streams  # noqa: E402
 from kvconnect.testing.memory import phased_unit, plain_unit, split_unit  # noqa: E402
 from kvconnect.transport import ConnectionOptions, Security, make_transport  # noqa: E402
@@ -53,7 +53,7 @@ def zero_area() -> torch.Tensor:
 
 
 def staged(area: torch.Tensor) -> StagedMemory:
-    return StagedMemory(area, 2 * SHARES * SHARE_BYTES, timeout_s=0.0)
+    return StagedMemory(area, 2 * BUFFERS * SHARE_BYTES, timeout_s=0.0)
 
 
 def places(unit: Unit, ids: array[int]) -> Iterator[slice]:

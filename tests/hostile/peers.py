@@ -647,9 +647,9 @@ def _kept(p: Engine) -> int:
     """What is kept of readers that are gone."""
     agent = p.agents[0]
     with agent._lock:
-        machine = agent._sending._machine
-        readers = sum(map(len, machine._book.readers.values()))
-        return len(agent._links) + readers + len(machine._parked)
+        machine = agent._sending._sender
+        readers = sum(map(len, machine._transfers.readers.values()))
+        return len(agent._sessions) + readers + len(machine._parked)
 
 
 def _until(outcome: Outcome, fact: Callable[[], object], what: str) -> None:

@@ -19,12 +19,12 @@ from kvconnect.disaggregation.sender import (
     AcceptedRead,
     CancelRead,
     GroupView,
+    ReportNotice,
+    ReportServed,
     Sender,
     SendPages,
-    Served,
-    Tell,
 )
-from kvconnect.engines.sglang.rooms import Outbox, transfer_of
+from kvconnect.engines.sglang.rooms import PrefillRooms, transfer_of
 from kvconnect.errors import ProtocolError
 from kvconnect.offload.messages import Instructions, OfferBlocks, TransferEvent
 from kvconnect.stats import OffloadingConnectorStats
@@ -81,13 +81,13 @@ class Agent:
 
     def do(self, actions: Any) -> None:
         for action in actions:
-            if isinstance(action, Tell | Served):
+            if isinstance(action, ReportNotice | ReportServed):
                 self.notices[action.notice] = None
             elif isinstance(action, SendPages):
-                self.in_flight.append((action.peer, action.want))
+                self.in_flight.append((action.peer, action.read_id))
             elif isinstance(action, CancelRead):
-                self.in_flight = [w for w in self.in_flight if w != (action.peer, action.want)]
-                self.stopped.append((action.peer, action.want))
+                self.in_flight = [w for w in self.in_flight if w != (action.peer, action.read_id)]
+                self.stopped.append((action.peer, action.read_id))
 
     def take(self) -> list[TransferEvent]:
         found, self.notices = list(self.notices), {}
@@ -106,7 +106,7 @@ class Agent:
 class Request:
     """What SGLang does with one room: it reads the prefix once, and sends chunk after chunk."""
 
-    def __init__(self, box: Outbox, agent: Agent, room: int) -> None:
+    def __init__(self, box: PrefillRooms, agent: Agent, room: int) -> None:
         self.box, self.agent, self.room = box, agent, room
         self.pages = array("q", range(10 * room, 10 * room + BLOCKS))
         self.next: int | None = None
@@ -149,7 +149,7 @@ class Peers(RuleBasedStateMachine):
         self.ready: set[int] = set()
         self.served: list[int] = []
         self.failed: list[tuple[int, str]] = []
-        self.box = Outbox(
+        self.box = PrefillRooms(
             self.agent,  # type: ignore[arg-type]
             Rank(0, 1, 0, 1),
             [4, 1],
@@ -177,7 +177,7 @@ class Peers(RuleBasedStateMachine):
         self.wants += 1
         ask = AcceptedRead(peer, self.wants, transfer_of(room), early, rank, VIEWS, parts)
         try:
-            self.agent.do(self.agent.sender.want(ask, 0.0))
+            self.agent.do(self.agent.sender.on_request(ask, 0.0))
         except ProtocolError:
             self.lost(peer)
 
@@ -199,7 +199,7 @@ class Peers(RuleBasedStateMachine):
     def pages_leave(self) -> None:
         self.agent.everything_leaves()
         for link in self.agent.stopped:
-            self.agent.do(self.agent.sender.quiet(*link))
+            self.agent.do(self.agent.sender.drained(*link))
         self.agent.stopped = []
 
     @rule(now=st.floats(0.0, 100.0))
@@ -248,7 +248,7 @@ class Peers(RuleBasedStateMachine):
         self.wants += 1
         parts = [(KV, 0, BLOCKS), (AUX, 0, 1)]
         ask = AcceptedRead(8, self.wants, transfer_of(HONEST), True, RANKS[0], VIEWS, parts)
-        self.agent.do(self.agent.sender.want(ask, 0.0))
+        self.agent.do(self.agent.sender.on_request(ask, 0.0))
         self.box.take(self.agent.take())
         assert HONEST in self.ready
         request.begin()

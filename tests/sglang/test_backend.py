@@ -14,7 +14,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVManager
 from kvconnect.config import Config
 from kvconnect.engines.sglang import tracing
 from kvconnect.engines.sglang.backend import KVConnectManager, KVConnectReceiver
-from kvconnect.engines.sglang.bootstrap import Addresses
+from kvconnect.engines.sglang.bootstrap import BootstrapAddresses
 from kvconnect.engines.sglang.rooms import SendRoom
 from kvconnect.stats import OffloadingConnectorStats
 
@@ -124,7 +124,7 @@ def test_a_server_that_says_what_nobody_expects_is_not_asked_for_a_while(
         raise error("attn_tp_size")
 
     monkeypatch.setattr(CommonKVManager, "try_ensure_parallel_info", answers)
-    made = manager(addresses=Addresses(Config(), "192.0.2.9"))
+    made = manager(addresses=BootstrapAddresses(Config(), "192.0.2.9"))
     assert not made.try_ensure_parallel_info("127.0.0.1:1")
     assert "attn_tp_size" in made.addresses.objection("127.0.0.1:1")
 

@@ -32,12 +32,12 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.server_args import ServerArgs
 
 from kvconnect.config import Config, config_from_environment, listen_address
-from kvconnect.disaggregation.factory import start_agent
+from kvconnect.disaggregation.agent import start_agent
 from kvconnect.engines.sglang import layerwise, runtime_context, translate
-from kvconnect.engines.sglang.bootstrap import Addresses
-from kvconnect.engines.sglang.duplicates import BothStreams
-from kvconnect.engines.sglang.inbox import Inbox, RoomRequest
-from kvconnect.engines.sglang.rooms import Outbox, is_room, within
+from kvconnect.engines.sglang.bootstrap import BootstrapAddresses
+from kvconnect.engines.sglang.decode_rooms import DecodeRooms, RoomRequest
+from kvconnect.engines.sglang.layerwise import EngineStreams
+from kvconnect.engines.sglang.rooms import PrefillRooms, contain_room_errors, is_room
 from kvconnect.engines.sglang.stats import publish_regularly
 from kvconnect.engines.sglang.tracing import make_spans
 from kvconnect.errors import ConfigError, Refused, refusing
@@ -48,7 +48,7 @@ from kvconnect.types import Endpoint, Span
 logger = logging.getLogger(__name__)
 
 # What SGLang raises of a server that does not fit, or says what nobody expects.
-_UNFIT = (
+_SGLANG_ERRORS = (
     *(RuntimeError, AssertionError, TypeError, ValueError, LookupError),
     *(AttributeError, ArithmeticError),
 )
@@ -88,22 +88,22 @@ class KVConnectManager(CommonKVManager):
         self.spans = make_spans()
         traced = self.spans is not None
         self.agent = start_agent(config, cache, address, patience, alone=True, traced=traced)
-        self.streams = BothStreams(cache.device)
+        self.streams = EngineStreams(cache.device)
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.server_socket.close(linger=0)  # SGLang's own frames have no authentication
         kinds = [(group.block_tokens, group.kv_heads) for group in cache.hello.groups]
         ended = self._on_success, self._on_failure
         if self._sends:
             heads = [kv_heads for _, kv_heads in kinds]
-            self.outbox = Outbox(self.agent, model.rank, heads, self._on_ready, *ended)
+            self.outbox = PrefillRooms(self.agent, model.rank, heads, self._on_ready, *ended)
             names, once = (
                 translate.layer_names(cache),
                 runtime_context.calls_layers_once(server_args),
             )
-            layerwise.serve(self.agent, self.outbox, names, once)
+            layerwise.follow_layers(self.agent, self.outbox, names, once)
         else:
-            self.addresses = Addresses(config, self.local_ip)
-            self.inbox = Inbox(self.agent, model.rank, kinds, patience, *ended)
+            self.addresses = BootstrapAddresses(config, self.local_ip)
+            self.inbox = DecodeRooms(self.agent, model.rank, kinds, patience, *ended)
             self._start_heartbeat_checker_thread()
         publish_regularly(self.agent.take_stats)
 
@@ -143,7 +143,7 @@ class KVConnectManager(CommonKVManager):
         ids = _ids(kv_indices)
         rest: list[Span] = []
         if is_last_chunk:
-            rest = _rest(more.get("aux_index"), more.get("state_indices"))
+            rest = _other_spans(more.get("aux_index"), more.get("state_indices"))
         event = more.get("wait_event")
         fence: Fence | None = DeviceFence(event) if event is not None else None
         if fence is None and not (is_last_chunk or self.overlaps):
@@ -160,7 +160,7 @@ class KVConnectManager(CommonKVManager):
             return False
         try:
             found: bool = super().try_ensure_parallel_info(bootstrap_addr)
-        except _UNFIT as error:
+        except _SGLANG_ERRORS as error:
             self.addresses.refuse(bootstrap_addr, repr(error))
             return False
         return found
@@ -268,7 +268,7 @@ class KVConnectReceiver(CommonKVReceiver):
             raise NotImplementedError(f"kvconnect receives into device pools, not {destination}")
         if self.bootstrap_infos is None:
             return  # it has failed already
-        with within(self.kv_mgr.agent, self.bootstrap_room, self.kv_mgr.fail):
+        with contain_room_errors(self.kv_mgr.agent, self.bootstrap_room, self.kv_mgr.fail):
             self._ask(kv_indices, aux_index, state_indices, decode_prefix_len or 0)
         self.init_time = time.time()  # SGLang's own limit for an answer runs from now
 
@@ -284,7 +284,7 @@ class KVConnectReceiver(CommonKVReceiver):
             wanted = RoomRequest(
                 first=prefix_tokens // self.kv_mgr.kv_args.page_size,
                 ids=_ids(kv_indices),
-                rest=tuple(_rest(aux_index, state_indices)),
+                rest=tuple(_other_spans(aux_index, state_indices)),
                 workers=tuple(_endpoint(found) for found in self.bootstrap_infos),
                 tp=int(info.attn_tp_size),
                 pp=int(info.pp_size),
@@ -364,7 +364,7 @@ def _ids(indices: Any) -> array[int]:
     return array("q", indices if isinstance(indices, list) else indices.tolist())
 
 
-def _rest(aux_index: int | None, state_indices: Sequence[Any] | None) -> list[Span]:
+def _other_spans(aux_index: int | None, state_indices: Sequence[Any] | None) -> list[Span]:
     """Return the spans of a request's row and of its state components."""
     spans = [] if aux_index is None else [Span(translate.AUX, 0, array("q", [aux_index]))]
     for number, indices in enumerate(state_indices or ()):

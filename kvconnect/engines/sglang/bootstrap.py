@@ -23,7 +23,7 @@ def _resolve(host: str) -> str:
     return str(socket.getaddrinfo(host, None)[0][4][0])
 
 
-class Addresses:
+class BootstrapAddresses:
     """Not synchronised: for the scheduler's thread, which never waits here; names are looked up by
     threads of their own. ``own`` is this machine's address; ``resolve`` returns a name's address
     or raises ``OSError`` or ``ValueError``."""

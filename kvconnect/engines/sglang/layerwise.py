@@ -20,12 +20,17 @@ import logging
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import torch
+
+from kvconnect.copy.driver import own_stream
 from kvconnect.disaggregation.agent import HandoffAgent
-from kvconnect.engines.sglang.duplicates import kept
-from kvconnect.engines.sglang.rooms import Outbox, transfer_of
+from kvconnect.engines.sglang.rooms import PrefillRooms, transfer_of
 from kvconnect.offload.messages import Instructions, OfferBlocks
+from kvconnect.offload.streams import DeviceFence
+from kvconnect.transport.base import Fence
 from kvconnect.types import Span
 
 logger = logging.getLogger(__name__)
@@ -35,7 +40,7 @@ CHECKPOINT = "sglang.srt.managers.scheduler.Scheduler.checkpoint_disagg_prefill"
 ATTENTION = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward"
 
 
-class LayerPush:
+class LayerwisePush:
     """The pages that the current batch fills, offered before it runs. For the scheduler's thread.
 
     ``names``: by layer id, the name of what that layer writes. ``once``: a forward calls each
@@ -43,7 +48,7 @@ class LayerPush:
     """
 
     def __init__(
-        self, agent: HandoffAgent, outbox: Outbox, names: Mapping[int, str], once: bool = True
+        self, agent: HandoffAgent, outbox: PrefillRooms, names: Mapping[int, str], once: bool = True
     ) -> None:
         self._agent = agent
         self._outbox = outbox
@@ -88,7 +93,7 @@ class LayerPush:
             yield
             return
         allocator = scheduler.token_to_kv_pool_allocator
-        with kept(allocator) as found:
+        with deferring_frees(allocator) as found:
             yield
         if found.frees:
             room.keep(found.pages(allocator.page_size), found.frees)
@@ -120,14 +125,16 @@ def _page_ids(scheduler: Any, req: Any, blocks: range, size: int) -> array[int]:
     return array("q", [slot // size for slot in slots.tolist()])
 
 
-_push: LayerPush | None = None  # of this process; there is one prefill rank in it
+_push: LayerwisePush | None = None  # of this process; there is one prefill rank in it
 
 
-def serve(agent: HandoffAgent, outbox: Outbox, names: Mapping[int, str], once: bool) -> None:
+def follow_layers(
+    agent: HandoffAgent, outbox: PrefillRooms, names: Mapping[int, str], once: bool
+) -> None:
     """From now on, follow the layers of this process's prefills, if the hooks are set. ``once``
-    as for :class:`LayerPush`."""
+    as for :class:`LayerwisePush`."""
     global _push
-    _push = LayerPush(agent, outbox, names, once)
+    _push = LayerwisePush(agent, outbox, names, once)
 
 
 def around_run_batch(
@@ -166,3 +173,78 @@ def around_attention(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
         layer = kwargs["layer"] if "layer" in kwargs else args[4]
         _push.layer(layer.layer_id)
     return output
+
+
+# ---
+
+
+_FREES = ("free", "free_full", "free_segment", "free_full_segment")
+"""What of SGLang's allocators gives pages of the group that is offered back. Slots of a sliding
+window, which are sent with the last chunk only, have functions of their own."""
+
+
+class DeferredFrees:
+    """Frees that wait, and the slots they are of. For the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self.frees: list[Callable[[], object]] = []
+        self._slots: list[torch.Tensor] = []
+
+    def pages(self, size: int) -> set[int]:
+        """Return the pages of ``size`` tokens that wait; waits for the device."""
+        return {slot // size for slots in self._slots for slot in slots.tolist()}
+
+    def add(self, free: Callable[..., object], slots: torch.Tensor, **more: Any) -> None:
+        """Stand in for ``free``."""
+        slots = slots.clone()  # it may be a part of the row, which is about to change
+        self._slots.append(slots)
+        self.frees.append(partial(free, slots, **more))
+
+
+@contextmanager
+def deferring_frees(allocator: Any) -> Iterator[DeferredFrees]:
+    """Collect what ``allocator`` is told to free."""
+    found = DeferredFrees()
+    names = [name for name in _FREES if hasattr(allocator, name)]
+    for name in names:
+        setattr(allocator, name, partial(found.add, getattr(allocator, name)))
+    try:
+        yield found
+    finally:
+        for name in names:
+            delattr(allocator, name)
+
+
+# Points after what SGLang has launched on both of its streams: its scheduler's and the model's.
+
+
+class EngineStreams:
+    """For the scheduler's thread. ``forward`` is SGLang's stream of forwards, set once known."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.forward: Any = None
+        self._join = own_stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Make a stream the current one that comes after both; no other one waits for it.
+
+        A request that has ended can have its forward on its way still, which writes to slots that
+        the next request was given already.
+        """
+        if self._join is None or self.forward is None:
+            yield
+            return
+        self._join.wait_stream(torch.cuda.current_stream(self._join.device))
+        self._join.wait_stream(self.forward)
+        with torch.cuda.stream(self._join):
+            yield
+
+    def mark(self) -> Fence | None:
+        """Return a fence after both; None where there is nothing to wait for."""
+        if self._join is None:
+            return None
+        with self.joined():
+            event = torch.cuda.Event(blocking=True)  # whoever waits must not spin on a core
+            event.record()
+        return DeviceFence(event)

@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_parallel
 
 from kvconnect.cache.layout import SLOT_ALIGNMENT, ByteRun, Geometry, GroupGeometry
-from kvconnect.disaggregation.staging import spanning
+from kvconnect.disaggregation.staging import spanning_view
 from kvconnect.errors import Incompatible, Misuse
 
 _MOST_STAGES = 16  # each is a job of its own; the first layer waits for a sixteenth, at worst
@@ -190,7 +190,7 @@ def map_pool(entry: DevicePoolEntry) -> PoolMap:
         Incompatible: its buffers have gaps, or a buffer belongs to no layer.
     """
     try:
-        area = spanning(entry.kv_buffer)
+        area = spanning_view(entry.kv_buffer)
     except Misuse as error:
         raise Incompatible(f"pool {entry.name} cannot be offloaded: {error}") from error
     first = entry.kv_buffer[0]

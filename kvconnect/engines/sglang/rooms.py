@@ -1,7 +1,7 @@
 """What becomes of the requests of one SGLang rank, by *bootstrap room*: SGLang's number for one
 hand-off, which the router gives to both sides.
 
-``Outbox`` is the prefill side, ``Inbox`` (``inbox.py``) the decode side. Both turn calls of
+``PrefillRooms`` is the prefill side, ``Inbox`` (``inbox.py``) the decode side. Both turn calls of
 SGLang's scheduler into instructions for the agent, and the agent's answers into outcomes. Neither
 knows SGLang.
 """
@@ -55,7 +55,7 @@ def _announced(room: int) -> Instructions:
     return Instructions(offers=[OfferBlocks(transfer_of(room))])
 
 
-def within(
+def contain_room_errors(
     agent: HandoffAgent, room: int, failed: Callable[[int, str], None]
 ) -> AbstractContextManager[None]:
     """End one room, and nothing else, with whatever is raised inside; counted and logged.
@@ -136,7 +136,7 @@ class SendRoom:
         return ""
 
 
-class Outbox:
+class PrefillRooms:
     """The prefill side. For the scheduler's thread.
 
     ``ready(room)``, ``served(room)`` and ``failed(room, why)`` are called from :meth:`take`: all
@@ -163,7 +163,7 @@ class Outbox:
     def open(self, room: int) -> None:
         """A request was given to this rank: readers may ask for its blocks, from when nothing of
         an earlier request with this room is on its way any more."""
-        with within(self._agent, room, self.give_up):
+        with contain_room_errors(self._agent, room, self.give_up):
             self._given_up.pop(room, None)
             if room not in self._rooms:
                 self._rooms[room] = SendRoom()
@@ -192,7 +192,7 @@ class Outbox:
         found = self._rooms.get(room)
         if found is None or found.lost:
             return
-        with within(self._agent, room, self.give_up):
+        with contain_room_errors(self._agent, room, self.give_up):
             why = found.check(first, ids)
             if why:
                 logger.error("kvconnect: the hand-off of room %s is given up: %s", room, why)
@@ -218,7 +218,7 @@ class Outbox:
         found = self._rooms.get(room)
         if found is not None and not found.lost:
             found.complete = True
-            with within(self._agent, room, self.give_up):
+            with contain_room_errors(self._agent, room, self.give_up):
                 self._settle(room, found)
 
     def close(self, room: int) -> None:
@@ -226,7 +226,7 @@ class Outbox:
         found = self._rooms.pop(room, None)
         if found is None:
             return
-        with within(self._agent, room, self._failed):
+        with contain_room_errors(self._agent, room, self._failed):
             # What was offered is not kept: the next request of this room must not begin with it.
             if found.joined or found.served or found.lost or found.offered is not None:
                 self._withdraw(room)
@@ -250,7 +250,7 @@ class Outbox:
         """Take what the agent saw of readers."""
         for notice in notices:
             room = room_of(notice.transfer)
-            with within(self._agent, room, self.give_up):
+            with contain_room_errors(self._agent, room, self.give_up):
                 if room not in self._leaving:
                     self._take(room, notice)
                 elif notice.kind is NoticeKind.WITHDRAWN:  # the last one of what was withdrawn

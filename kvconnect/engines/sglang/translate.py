@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from kvconnect import versions
 from kvconnect.cache.pages import LayerPages
-from kvconnect.disaggregation.factory import Cache
+from kvconnect.disaggregation.agent import WorkerCache
 from kvconnect.disaggregation.sessions import GroupPages
-from kvconnect.disaggregation.staging import Regions
+from kvconnect.disaggregation.staging import PiecewiseMemory
 from kvconnect.errors import Incompatible
 from kvconnect.protocol.messages import GroupHello, Hello
 from kvconnect.protocol.topology import head_range
@@ -53,7 +53,7 @@ class Buffer(NamedTuple):
     item_bytes: int
 
 
-def describe(args: Any, model: Model, timeout_s: float) -> Cache:
+def describe(args: Any, model: Model, timeout_s: float) -> WorkerCache:
     """Return the cache that SGLang's ``KVArgs`` describe, for an agent.
 
     Raises:
@@ -64,7 +64,7 @@ def describe(args: Any, model: Model, timeout_s: float) -> Cache:
     states = [tuple(_state_buffers(args, number)) for number in range(len(args.state_types))]
     kinds = (kv, aux, *states)
     places = [[_area(buffer, model, kind is aux) for buffer in kind] for kind in kinds]
-    regions = Regions([area for areas in places for area in areas], timeout_s)
+    regions = PiecewiseMemory([area for areas in places for area in areas], timeout_s)
     offsets = [[regions.offset(area) for area in areas] for areas in places]
 
     heads = _heads(model)
@@ -80,10 +80,10 @@ def describe(args: Any, model: Model, timeout_s: float) -> Cache:
         format=_format(args, model, (aux, *states)),
         groups=groups,
     )
-    return Cache(hello, pages, regions, regions.device)
+    return WorkerCache(hello, pages, regions, regions.device)
 
 
-def layer_names(cache: Cache) -> dict[int, str]:
+def layer_names(cache: WorkerCache) -> dict[int, str]:
     """Return, by layer id, the name of what a layer's attention writes."""
     return {int(name): name for name in cache.hello.groups[KV].layers if name.isdecimal()}
 

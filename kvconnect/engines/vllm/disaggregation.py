@@ -16,7 +16,7 @@ from kvconnect.disaggregation.leases import LeaseLimits, Leases
 from kvconnect.disaggregation.receives import ReceiveLimits, Receives
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.messages import WorkerHello
-from kvconnect.engines.vllm.tickets import TicketDesk
+from kvconnect.engines.vllm.tickets import TicketIssuer
 from kvconnect.errors import Refused
 from kvconnect.offload.jobs import NULL_BLOCK
 from kvconnect.offload.messages import Instructions, JobReport, PrefillSource, TransferEvent
@@ -66,7 +66,7 @@ class DisaggregationScheduler:
         self.alone = False  # known with the addresses: no other connector of this engine hands off
         # A card names the workers of one engine, and vLLM may send the request to another one.
         alone = translate.engines_beside(parallel) == 1 or parallel.data_parallel_external_lb
-        self._desk = TicketDesk(
+        self._desk = TicketIssuer(
             Keys(read_key(config.network), config.network.key_file),
             -1 if alone else parallel.data_parallel_index,
             config.disaggregation.lease_s,

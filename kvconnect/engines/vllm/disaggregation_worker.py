@@ -12,8 +12,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvconnect import versions
 from kvconnect.config import Config, listen_address
-from kvconnect.disaggregation.agent import HandoffAgent
-from kvconnect.disaggregation.factory import Cache, start_agent
+from kvconnect.disaggregation.agent import HandoffAgent, WorkerCache, start_agent
 from kvconnect.disaggregation.sessions import GroupPages
 from kvconnect.disaggregation.staging import make_memory
 from kvconnect.engines.vllm import translate
@@ -52,7 +51,7 @@ def make_handoffs(
     address = _address(vllm_config, config) if sends else None
     hello = _hello(vllm_config, cache, kv_caches, pages)
     memory = make_memory(area, config.deadline_s)
-    found = Cache(hello, pages, memory, area.device)
+    found = WorkerCache(hello, pages, memory, area.device)
     traced = translate.is_traced(vllm_config)
     return start_agent(config, found, address, config.deadline_s, traced=traced)
 

@@ -20,17 +20,17 @@ from kvconnect.protocol.tickets import (
 from kvconnect.transport.security import Keys
 from kvconnect.types import TransferId
 
-CARD_LIFETIME_S = 120.0  # routers fetch a new one in time; a restart makes it worthless at once
+STANDING_TICKET_S = 120.0  # routers fetch a new one in time; a restart makes it worthless at once
 CARD_EXPIRY_KEY = "kvconnect_card_expires_in"
 
 
-def _bind(raw: bytes, content: bytes) -> TransferId:
+def _transfer_id(raw: bytes, content: bytes) -> TransferId:
     """Return the id of a transfer of this content. Both sides work it out for themselves, so
     blocks of one prompt can never be taken for those of another."""
     return TransferId(hashlib.sha256(raw + content).digest()[:16])
 
 
-class TicketDesk:
+class TicketIssuer:
     """Issues tickets in the name of ``source``, this engine, and checks those of others.
 
     ``rank`` is that of this engine if vLLM chooses among several for whoever names none; else -1.
@@ -58,7 +58,7 @@ class TicketDesk:
     def name_transfer(self, req_id: str, asked: HandoffRequest, content: bytes) -> TransferId:
         """Return the id of a hand-off that starts here, of a prompt with this content."""
         raw = self._raw[req_id] = asked.transfer_id or secrets.token_bytes(16)
-        return _bind(raw, content)
+        return _transfer_id(raw, content)
 
     def answer(
         self, req_id: str, transfer: TransferId | None, tokens: int, alone: bool = True
@@ -71,8 +71,8 @@ class TicketDesk:
         if req_id in self._cards:
             self._cards.remove(req_id)
             return {
-                STANDING_TICKET_KEY: self._issue(TransferId(b""), 0, CARD_LIFETIME_S),
-                CARD_EXPIRY_KEY: CARD_LIFETIME_S,
+                STANDING_TICKET_KEY: self._issue(TransferId(b""), 0, STANDING_TICKET_S),
+                CARD_EXPIRY_KEY: STANDING_TICKET_S,
             }
         if transfer is None:
             return None
@@ -111,7 +111,7 @@ class TicketDesk:
         ticket = verify(asked.ticket, key, time.time(), self.source.engine_id, also)
         if not asked.transfer_id:
             raise Refused("params", "transfer_id is missing: pass on what came with the ticket")
-        transfer = _bind(asked.transfer_id, content)
+        transfer = _transfer_id(asked.transfer_id, content)
         if ticket.transfer and tokens and (ticket.transfer, ticket.tokens) != (transfer, tokens):
             raise Refused("ticket", "the ticket is for another prompt: send the one it came with")
         source = PrefillSource(

@@ -296,7 +296,7 @@ def test_who_asked_too_early_is_news_once_the_transfer_is_known(stack: ExitStack
     p.step()
     d.step(receives=[receive(p.source(), array("q", [1, 2]), 32, early=True)])
     deadline = time.monotonic() + WAIT_S
-    while not agent._sending._machine._parked:
+    while not agent._sending._sender._parked:
         assert time.monotonic() < deadline
         time.sleep(0.005)
     assert not agent.has_news
@@ -331,14 +331,14 @@ def test_a_decode_engine_that_makes_no_steps_renews_leases(stack: ExitStack) -> 
 def test_readers_do_not_wait_for_an_engine_that_makes_no_steps(stack: ExitStack) -> None:
     p = stack.enter_context(Engine(sends=True))
     agent = p.agents[0]
-    machine = agent._sending._machine
+    machine = agent._sending._sender
     agent._sending._deadline_s = 0.0
 
     def stands(wanted: bool) -> bool:
         deadline = time.monotonic() + WAIT_S
-        while machine.stands is not wanted and time.monotonic() < deadline:
+        while machine.engine_paused is not wanted and time.monotonic() < deadline:
             time.sleep(0.005)
-        return machine.stands
+        return machine.engine_paused
 
     p.step(offers=[OfferBlocks(TRANSFER)])
     agent.poll(idle=False, ends_step=True)
@@ -348,7 +348,7 @@ def test_readers_do_not_wait_for_an_engine_that_makes_no_steps(stack: ExitStack)
     p.step()
     assert not stands(False)
     agent.poll(idle=False)
-    assert agent._sending.stepped_at == math.inf
+    assert agent._sending.step_ended_at == math.inf
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

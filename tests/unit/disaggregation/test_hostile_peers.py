@@ -23,7 +23,7 @@ def test_hostile_peers_end_their_own_connections_alone() -> None:
 
 def test_a_bug_that_a_peer_finds_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    monkeypatch.setattr(Sender, "want", lambda *_: 1 / 0)  # what most of them say first
+    monkeypatch.setattr(Sender, "on_request", lambda *_: 1 / 0)  # what most of them say first
     assert peers.run(limit=400, seed=3).crashes
 
 

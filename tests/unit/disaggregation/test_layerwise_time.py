@@ -34,15 +34,15 @@ def a_connection_outlives_an_hour(stack: ExitStack, monkeypatch: pytest.MonkeyPa
     p = stack.enter_context(Engine(sends=True))
     d = stack.enter_context(Engine())
     hand_off(p, d, TRANSFER)
-    (before,) = d.agents[0]._links._links
+    (before,) = d.agents[0]._sessions._sessions
     monkeypatch.setattr(time, "monotonic", lambda: _monotonic() + HOUR_S)
-    loop = d.agents[0]._links.transport._hub.shared.loop  # type: ignore[attr-defined]
+    loop = d.agents[0]._sessions.transport._hub.shared.loop  # type: ignore[attr-defined]
     deadline = _monotonic() + 60
     heard = loop.now()
     while loop.now() < heard + 2 and _monotonic() < deadline:  # several looks at the silence
         time.sleep(0.01)
     hand_off(p, d, LATER)
-    return list(d.agents[0]._links._links) == [before]
+    return list(d.agents[0]._sessions._sessions) == [before]
 
 
 def test_an_hour_in_which_the_process_was_stopped_is_nobody_s_silence(

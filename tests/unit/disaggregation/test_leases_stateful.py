@@ -448,37 +448,39 @@ class World:
 
     def do(self, worker: PrefillWorker, actions: Iterable[prefill.Action]) -> None:
         for action in actions:
-            if isinstance(action, prefill.Tell):
+            if isinstance(action, prefill.ReportNotice):
                 worker.output.append(action.notice)
                 continue
             link = next(link for link in self.links if link.peer == action.peer)
             if isinstance(action, prefill.SendPages):
                 link.orders.append(action)
             elif isinstance(action, prefill.CancelRead):
-                link.source_stops.add(action.want)
-            elif isinstance(action, prefill.Refuse):
-                link.to_reader.append(("fail", action.want, action.cause))
-            elif isinstance(action, prefill.StillThere):
-                link.to_reader.append(("alive", action.wants))
+                link.source_stops.add(action.read_id)
+            elif isinstance(action, prefill.RefuseRead):
+                link.to_reader.append(("fail", action.read_id, action.cause))
+            elif isinstance(action, prefill.SendAlive):
+                link.to_reader.append(("alive", action.read_ids))
 
     def act(self, worker: DecodeWorker, actions: Iterable[decode.Action]) -> None:
         for action in actions:
-            if isinstance(action, decode.NeedPeer):
+            if isinstance(action, decode.ConnectPeer):
                 worker.connecting.append(action.origin)
                 continue
-            if isinstance(action, decode.Finished):
+            if isinstance(action, decode.ReportFinished):
                 worker.output.append(action.report)
                 del worker.writable[action.report.job]
                 continue
             link = next(link for link in self.links if link.peer == action.peer)
-            if isinstance(action, decode.AskPages):
-                link.incoming[action.want] = {span.group: span for span in action.spans}
+            if isinstance(action, decode.RequestPages):
+                link.incoming[action.read_id] = {span.group: span for span in action.spans}
                 parts = [(s.group, s.first, len(s.block_ids)) for s in action.spans]
-                link.to_source.append(("want", action.want, action.transfer, action.early, parts))
+                link.to_source.append(
+                    ("want", action.read_id, action.transfer, action.early, parts)
+                )
             else:
-                done = isinstance(action, decode.Thank)
-                link.to_source.append(("done" if done else "cancel", action.want))
-                link.reader_stops.add(action.want)
+                done = isinstance(action, decode.ConfirmRead)
+                link.to_source.append(("done" if done else "cancel", action.read_id))
+                link.reader_stops.add(action.read_id)
 
     # -- the link ---------------------------------------------------------------------------------
 
@@ -541,7 +543,7 @@ class World:
             want, transfer, early, parts = rest
             views = self.views(link, link.source, self.sizes[0])
             ask = AcceptedRead(link.peer, want, transfer, early, link.reader.rank, views, parts)
-            self.do(link.source, machine.want(ask, self.now))
+            self.do(link.source, machine.on_request(ask, self.now))
         elif what in ("renew", "decline"):
             self.do(link.source, getattr(machine, what)(*rest))
         else:
@@ -578,9 +580,9 @@ class World:
                 moved = {(p - begin, *rest): cell for (p, *rest), cell in cells.items()}
                 bad = choose.rarely()
                 link.frames.append(
-                    Frame(order.want, order.number, first, tokens, moved, end - begin, bad)
+                    Frame(order.read_id, order.number, first, tokens, moved, end - begin, bad)
                 )
-        self.do(link.source, link.source.machine.sent(link.peer, order.want))
+        self.do(link.source, link.source.machine.sent(link.peer, order.read_id))
 
     def arrive(self, link: Link, choose: Choose) -> None:
         """Write a frame's pages, if its want has not been let go."""
@@ -607,13 +609,13 @@ class World:
 
     def source_quiet(self, link: Link, want: int) -> None:
         link.source_stops.discard(want)
-        link.orders = [order for order in link.orders if order.want != want]
-        self.do(link.source, link.source.machine.quiet(link.peer, want))
+        link.orders = [order for order in link.orders if order.read_id != want]
+        self.do(link.source, link.source.machine.drained(link.peer, want))
 
     def reader_quiet(self, link: Link, want: int) -> None:
         link.reader_stops.discard(want)
         del link.incoming[want]
-        self.act(link.reader, link.reader.machine.quiet(link.peer, want))
+        self.act(link.reader, link.reader.machine.drained(link.peer, want))
 
     def cut(self, link: Link) -> None:
         """The other end learns that the connection is gone."""
@@ -687,9 +689,9 @@ class World:
             self.pass_time(DEADLINE_S)
         for worker in self.sources:
             machine = worker.machine
-            assert not (machine._book.known or machine._parked or machine._declined)
+            assert not (machine._transfers.offered or machine._parked or machine._declined)
         for reader in self.readers:
-            assert not (reader.machine._jobs or reader.machine._wants or reader.writable)
+            assert not (reader.machine._jobs or reader.machine._reads or reader.writable)
 
 
 class Handoffs(RuleBasedStateMachine):
@@ -803,12 +805,12 @@ def test_hand_offs_are_never_wrong_and_leak_nothing() -> None:
 class SendsWrongBlocks(Sender):
     """Takes the last block of a range for the first."""
 
-    def want(self, ask: AcceptedRead, now: float) -> list[prefill.Action]:
+    def on_request(self, ask: AcceptedRead, now: float) -> list[prefill.Action]:
         return [
             action._replace(ids=action.ids[::-1])
             if isinstance(action, prefill.SendPages)
             else action
-            for action in super().want(ask, now)
+            for action in super().on_request(ask, now)
         ]
 
 
@@ -823,10 +825,10 @@ class ReportsBeforeQuiet(Receiver):
     """Takes a cancelled want for one of which nothing lands any more."""
 
     def _advance(self, job: Any) -> list[decode.Action]:
-        actions = job.thank()
-        for want in job.wants:
-            if want.state is TransferState.STOPPING:
-                want.state = TransferState.OVER
+        actions = job.confirm()
+        for read in job.reads:
+            if read.state is TransferState.STOPPING:
+                read.state = TransferState.OVER
         return actions + super()._advance(job)
 
 

@@ -7,7 +7,7 @@ from array import array
 import pytest
 import torch
 
-from kvconnect.disaggregation.staging import Regions, area_of, span, spanning
+from kvconnect.disaggregation.staging import PiecewiseMemory, area_of, span, spanning_view
 from kvconnect.errors import Misuse
 from kvconnect.transport.base import MemoryRegion, Unit
 
@@ -19,7 +19,7 @@ def tensors(count: int = 3, nbytes: int = 1 << 20) -> list[torch.Tensor]:
 
 def test_a_span_shows_every_byte_of_its_tensors() -> None:
     made = tensors()
-    whole = spanning(made)
+    whole = spanning_view(made)
     for number, tensor in enumerate(made):
         tensor.fill_(number + 1)
         at = tensor.data_ptr() - whole.data_ptr()
@@ -33,19 +33,19 @@ def test_a_span_shows_every_byte_of_its_tensors() -> None:
 
 def test_what_is_no_span_is_refused() -> None:
     with pytest.raises(Misuse, match="no span of 0"):
-        spanning([])
+        spanning_view([])
     with pytest.raises(Misuse, match="with gaps"):
         area_of(torch.zeros(4, 4)[:, :2])
     with pytest.raises(Misuse, match=r"\[-1, 0\]"):
         span([MemoryRegion(4096, 1), MemoryRegion(8192, 1, 0)])
     with pytest.raises(Misuse, match="without memory"):
-        Regions([], 1.0)
+        PiecewiseMemory([], 1.0)
 
 
 def test_regions_know_where_their_areas_are_and_no_others() -> None:
     made = tensors()
     areas = [area_of(tensor) for tensor in made]
-    regions = Regions(areas, 1.0)
+    regions = PiecewiseMemory(areas, 1.0)
     assert [regions.offset(area) for area in areas] == [
         area.address - areas[0].address for area in areas
     ]
@@ -70,13 +70,13 @@ def test_regions_register_each_byte_once() -> None:
         MemoryRegion(start + 1024, 1024),
         MemoryRegion(start + 3072, 1024),
     ]
-    found = Regions([*touching, touching[0], MemoryRegion(start + 512, 256)], 1.0).regions()
+    found = PiecewiseMemory([*touching, touching[0], MemoryRegion(start + 512, 256)], 1.0).regions()
     assert found == (MemoryRegion(start, 2048), MemoryRegion(start + 3072, 1024))
 
 
 def test_pages_of_all_pieces_are_found() -> None:
     made = tensors(2)
-    regions = Regions([area_of(tensor) for tensor in made], 1.0)
+    regions = PiecewiseMemory([area_of(tensor) for tensor in made], 1.0)
     for number, tensor in enumerate(made):
         tensor[512 * 3 : 512 * 4] = number + 5
         unit = Unit(array("q", [regions.offset(area_of(tensor)), 512, 512]), 1, 512)

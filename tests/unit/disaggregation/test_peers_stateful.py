@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.disaggregation import receiver, sender
 from kvconnect.disaggregation.leases import LeaseLimits, Leases
-from kvconnect.disaggregation.reads import AcceptedRead, GroupView, Known
+from kvconnect.disaggregation.reads import AcceptedRead, GroupView, OfferedTransfer
 from kvconnect.disaggregation.receiver import Origin, Receiver
 from kvconnect.disaggregation.sender import Sender
 from kvconnect.errors import Misuse, ProtocolError
@@ -92,7 +92,7 @@ class SourceMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         ask = AcceptedRead(HONEST, 1, TRANSFERS[0], True, RANKS[0], {0: VIEW}, [(0, 0, BLOCKS)])
         self.of[HONEST, 1] = TRANSFERS[0]
-        self.carry_out(self.machine.want(ask, self.now))
+        self.carry_out(self.machine.on_request(ask, self.now))
         self.open(0)
 
     def open(self, number: int) -> None:
@@ -112,18 +112,18 @@ class SourceMachine(RuleBasedStateMachine):
 
     def carry_out(self, actions: Sequence[sender.Action]) -> None:
         for action in actions:
-            assert not isinstance(action, sender.Break), action
+            assert not isinstance(action, sender.DropPeer), action
             if isinstance(action, sender.SendPages):
-                key = action.peer, action.want
+                key = action.peer, action.read_id
                 self.in_flight.append((*key, self.of[key]))
                 layers = [action.number] if action.number < LAYERS else range(LAYERS)
                 for layer in layers if key == (HONEST, 1) else ():
                     self.got.update((layer, action.first + i) for i in range(len(action.ids)))
             elif isinstance(action, sender.CancelRead):
-                self.stopping.append((action.peer, action.want))
-            elif isinstance(action, sender.Refuse):
+                self.stopping.append((action.peer, action.read_id))
+            elif isinstance(action, sender.RefuseRead):
                 self.refused |= action.peer == HONEST
-            elif isinstance(action, sender.Tell | sender.Served):
+            elif isinstance(action, sender.ReportNotice | sender.ReportServed):
                 self.tell(action.notice)
 
     def tell(self, notice: TransferEvent) -> None:
@@ -168,11 +168,11 @@ class SourceMachine(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.stopping)
     def fall_quiet(self) -> None:
-        self.quiet(*self.stopping.pop(0))
+        self.drained(*self.stopping.pop(0))
 
-    def quiet(self, peer: int, want: int) -> None:
+    def drained(self, peer: int, want: int) -> None:
         self.in_flight = [item for item in self.in_flight if item[:2] != (peer, want)]
-        self.carry_out(self.machine.quiet(peer, want))
+        self.carry_out(self.machine.drained(peer, want))
 
     # What hostile peers say ---------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class SourceMachine(RuleBasedStateMachine):
         number = self.last[peer] + 1 if fresh else number
         self.of.setdefault((peer, number), said["transfer"])
         try:
-            actions = self.machine.want(
+            actions = self.machine.on_request(
                 AcceptedRead(peer, number, views={0: VIEW}, **said), self.now
             )
         except ProtocolError:
@@ -219,9 +219,9 @@ class SourceMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_kept_is_needed(self) -> None:
-        book = self.machine._book
+        book = self.machine._transfers
         kept = {(peer, want) for peer, wants in book.readers.items() for want in wants}
-        assert kept == {key for known in book.known.values() for key in known.readers}
+        assert kept == {key for known in book.offered.values() for key in known.readers}
         for peer, wants in book.readers.items():
             for want, reader in wants.items():
                 count = sum(item[:2] == (peer, want) for item in self.in_flight)
@@ -247,8 +247,8 @@ class SourceMachine(RuleBasedStateMachine):
             self.leases.finish(f"r{number}", False, self.now)
         self.leases.withdraw_all(self.now)
         self.hand_over()
-        assert not self.machine._book.readers
-        assert not self.machine._book.known
+        assert not self.machine._transfers.readers
+        assert not self.machine._transfers.offered
         assert self.withdrawn == self.ordered
         assert self.leases.granted == self.leases.returned
 
@@ -290,11 +290,11 @@ class ReaderMachine(RuleBasedStateMachine):
 
     def carry_out(self, actions: Sequence[receiver.Action]) -> None:
         for action in actions:
-            if isinstance(action, receiver.AskPages):
-                self.asked[action.peer] = action.want
-            elif isinstance(action, receiver.CancelWant | receiver.Thank):
-                self.cancelled.append((action.peer, action.want))
-            elif isinstance(action, receiver.Finished):
+            if isinstance(action, receiver.RequestPages):
+                self.asked[action.peer] = action.read_id
+            elif isinstance(action, receiver.CancelReceive | receiver.ConfirmRead):
+                self.cancelled.append((action.peer, action.read_id))
+            elif isinstance(action, receiver.ReportFinished):
                 job = int(action.report.job)
                 self.finished[job] += 1
                 self.failures[job] = len(action.report.failures)
@@ -360,7 +360,7 @@ class ReaderMachine(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.cancelled)
     def fall_quiet(self) -> None:
-        self.carry_out(self.machine.quiet(*self.cancelled.pop(0)))
+        self.carry_out(self.machine.drained(*self.cancelled.pop(0)))
 
     @rule(job=st.integers(2, 5))
     def drop(self, job: int) -> None:
@@ -394,7 +394,7 @@ class ReaderMachine(RuleBasedStateMachine):
         while self.cancelled:
             self.fall_quiet()
         assert sorted(self.finished) == list(range(1, self.jobs + 1))
-        assert not (self.machine._jobs or self.machine._wants or self.machine._peers)
+        assert not (self.machine._jobs or self.machine._reads or self.machine._peers)
 
 
 @pytest.mark.parametrize("machine", [SourceMachine, ReaderMachine])
@@ -405,19 +405,19 @@ def test_hostile_peers_harm_no_one_else(machine: type[RuleBasedStateMachine]) ->
 def test_a_machine_that_raises_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the defect of one that took a second join for the engine's own mistake."""
 
-    def serves(self: Known, rank: Rank) -> bool:
+    def serves(self: OfferedTransfer, rank: Rank) -> bool:
         if self.readers and rank.tp > 1:
             raise Misuse("out of turn")
         return False
 
-    monkeypatch.setattr(Known, "serves", serves)
+    monkeypatch.setattr(OfferedTransfer, "serves", serves)
     with pytest.raises((Misuse, AssertionError)):
         run_state_machine_as_test(SourceMachine, settings=CONTROL)
 
 
 def test_readers_that_are_kept_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: nothing was ever forgotten before."""
-    monkeypatch.setattr(sender._Book, "_forget", lambda *_: None)
+    monkeypatch.setattr(sender._TransferTable, "_forget", lambda *_: None)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(SourceMachine, settings=CONTROL)
 
@@ -443,7 +443,7 @@ def test_a_source_that_ends_the_job_of_another_is_found(monkeypatch: pytest.Monk
     failed = Receiver.failed
 
     def fail(self: Receiver, peer: int, want: int, cause: FailureCause) -> list[receiver.Action]:
-        owner = next((known for known, number in self._wants if number == want), peer)
+        owner = next((known for known, number in self._reads if number == want), peer)
         return failed(self, owner, want, cause)
 
     monkeypatch.setattr(Receiver, "failed", fail)

@@ -10,13 +10,13 @@ import pytest
 from kvconnect.disaggregation.receiver import (
     MAX_WAIT_S,
     Action,
-    AskPages,
-    CancelWant,
-    Finished,
-    NeedPeer,
+    CancelReceive,
+    ConfirmRead,
+    ConnectPeer,
     Origin,
     Receiver,
-    Thank,
+    ReportFinished,
+    RequestPages,
 )
 from kvconnect.disaggregation.sender import GroupView
 from kvconnect.errors import ProtocolError
@@ -50,13 +50,13 @@ def receiver() -> Receiver:
 
 def asked(actions: list[Action]) -> list[tuple[int, int, int, list[int]]]:
     """(peer, want, first, ids) of what is asked for in group 0."""
-    asks = [action for action in actions if isinstance(action, AskPages)]
-    return [(a.peer, a.want, s.first, list(s.block_ids)) for a in asks for s in a.spans]
+    asks = [action for action in actions if isinstance(action, RequestPages)]
+    return [(a.peer, a.read_id, s.first, list(s.block_ids)) for a in asks for s in a.spans]
 
 
 def ended(actions: list[Action]) -> dict[int, str] | None:
     """Block -> cause of the failures of the one job that is finished; None if none is."""
-    done = [action for action in actions if isinstance(action, Finished)]
+    done = [action for action in actions if isinstance(action, ReportFinished)]
     if not done:
         return None
     (finished,) = done
@@ -68,7 +68,7 @@ def one_peer(job: Receive | None = None, views: Any = VIEWS) -> Receiver:
     """A receiver that has asked peer 3 under want 1."""
     one = receiver()
     job = job or receive()
-    assert one.receive(job, ENDS[:1], 0.0) == [NeedPeer(ORIGINS[0])]
+    assert one.receive(job, ENDS[:1], 0.0) == [ConnectPeer(ORIGINS[0])]
     assert asked(one.connected(ORIGINS[0], 3, views))
     return one
 
@@ -85,22 +85,22 @@ def test_a_job_is_finished_when_everything_came_and_the_transport_let_go() -> No
     one = one_peer()
     assert one.received(3, 1, 9, range(0, 2), (), 1.0) == []
     assert one.received(3, 1, 1, range(2, 3), (), 1.0) == []
-    assert one.received(3, 1, 0, range(2, 3), (), 1.0) == [Thank(3, 1, JobId(1))]
-    assert ended(one.quiet(3, 1)) == {}
-    assert repr(one) == "<Receiver 0 jobs, 0 wants>"
-    assert one.quiet(3, 1) == one.peer_lost(3) == one.drop(JobId(1)) == []
+    assert one.received(3, 1, 0, range(2, 3), (), 1.0) == [ConfirmRead(3, 1, JobId(1))]
+    assert ended(one.drained(3, 1)) == {}
+    assert repr(one) == "<Receiver 0 jobs, 0 reads>"
+    assert one.drained(3, 1) == one.peer_lost(3) == one.drop(JobId(1)) == []
 
 
 def test_peers_are_asked_for_once_and_shared() -> None:
     one = receiver()
-    assert one.receive(receive(1), ENDS[:1], 0.0) == [NeedPeer(ORIGINS[0])]
+    assert one.receive(receive(1), ENDS[:1], 0.0) == [ConnectPeer(ORIGINS[0])]
     assert one.receive(receive(2, ids=(8, 9)), ENDS[:1], 0.0) == []
     assert asked(one.connected(ORIGINS[0], 3, VIEWS)) == [(3, 1, 0, [5, 6, 7]), (3, 2, 0, [8, 9])]
     assert asked(one.receive(receive(3, ids=[1]), ENDS[:1], 0.0)) == [(3, 3, 0, [1])]
     one.peer_lost(3)
     newer = PrefillSource("p", 8, tuple(ENDS), 2, 1)  # another incarnation is another peer
     assert one.receive(receive(4, source=newer), ENDS[:1], 0.0) == [
-        NeedPeer(Origin(ENDS[0], "p", 8))
+        ConnectPeer(Origin(ENDS[0], "p", 8))
     ]
 
 
@@ -108,10 +108,10 @@ def test_peers_are_thanked_when_all_have_delivered() -> None:
     one = two_peers()
     assert one.received(3, 1, 9, range(3), (), 0.0) == []
     assert one.received(4, 2, 9, range(3), (), 0.0) == [
-        Thank(3, 1, JobId(1)),
-        Thank(4, 2, JobId(1)),
+        ConfirmRead(3, 1, JobId(1)),
+        ConfirmRead(4, 2, JobId(1)),
     ]
-    assert ended(one.quiet(4, 2)) is None
+    assert ended(one.drained(4, 2)) is None
     assert ended(one.peer_lost(3)) == {}  # as good as quiet
 
 
@@ -122,7 +122,7 @@ def test_only_tokens_that_are_needed_are_asked_for() -> None:
     one.receive(job, ENDS[:1], 0.0)
     assert asked(one.connected(ORIGINS[0], 3, views)) == [(3, 1, 3, [11, 12, 13, 14])]
     one.received(3, 1, 9, range(3, 7), (), 0.0)
-    assert ended(one.quiet(3, 1)) == {}
+    assert ended(one.drained(3, 1)) == {}
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_only_tokens_that_are_needed_are_asked_for() -> None:
 def test_what_was_not_asked_for_breaks_the_protocol(number: int, blocks: range) -> None:
     one = one_peer()
     one.received(3, 1, 9, range(0, 2), (), 0.0)
-    with pytest.raises(ProtocolError, match=r"twice|not asked for"):
+    with pytest.raises(ProtocolError, match=r"twice|not requested"):
         one.received(3, 1, number, blocks, (), 0.0)
     one.received(3, 1, 9, range(2, 3), (), 0.0)
 
@@ -147,7 +147,7 @@ def test_pages_that_come_after_everything_did_break_the_protocol() -> None:
 def test_bad_digests_fail_their_blocks_only() -> None:
     one = one_peer(receive(), {0: GroupView(2, 9, (0, 1))})
     one.received(3, 1, 9, range(6), (3,), 0.0)
-    assert ended(one.quiet(3, 1)) == {6: "digest"}
+    assert ended(one.drained(3, 1)) == {6: "digest"}
 
 
 def test_missing_blocks_fail_when_nothing_can_land_any_more() -> None:
@@ -155,35 +155,35 @@ def test_missing_blocks_fail_when_nothing_can_land_any_more() -> None:
     one.received(3, 1, 9, range(0, 1), (), 0.0)
     one.received(3, 1, 0, range(1, 2), (), 0.0)
     actions = one.failed(3, 1, FailureCause.GONE)
-    assert actions == [CancelWant(3, 1)]
+    assert actions == [CancelReceive(3, 1)]
     assert one.failed(3, 1, FailureCause.PEER) == []
     assert one.received(3, 1, 1, range(1, 2), (), 0.0) == []  # on its way before; ignored
-    assert ended(one.quiet(3, 1)) == {6: "gone", 7: "gone"}
+    assert ended(one.drained(3, 1)) == {6: "gone", 7: "gone"}
 
 
 def test_a_lost_peer_ends_the_job_but_not_before_the_others_are_quiet() -> None:
     one = two_peers()
     one.received(3, 1, 9, range(2), (), 0.0)
     one.received(4, 2, 9, range(1), (), 0.0)
-    assert one.peer_lost(3) == [CancelWant(4, 2)]
-    assert ended(one.quiet(4, 2)) == {6: "peer", 7: "peer"}
+    assert one.peer_lost(3) == [CancelReceive(4, 2)]
+    assert ended(one.drained(4, 2)) == {6: "peer", 7: "peer"}
 
 
 def test_a_peer_that_is_lost_after_it_delivered_does_no_harm() -> None:
     one = two_peers()
     one.received(3, 1, 9, range(3), (), 0.0)
     assert one.peer_lost(3) == []
-    assert one.received(4, 2, 9, range(3), (), 0.0) == [Thank(4, 2, JobId(1))]
-    assert ended(one.quiet(4, 2)) == {}
+    assert one.received(4, 2, 9, range(3), (), 0.0) == [ConfirmRead(4, 2, JobId(1))]
+    assert ended(one.drained(4, 2)) == {}
 
 
 def test_no_connection_is_a_failure_of_everything() -> None:
     one = receiver()
     one.receive(receive(), ENDS, 0.0)
     one.connected(ORIGINS[0], 3, STAGES[0])
-    assert one.refused(ORIGINS[1], FailureCause.REFUSED) == [CancelWant(3, 1)]
-    assert ended(one.quiet(3, 1)) == {5: "refused", 6: "refused", 7: "refused"}
-    assert NeedPeer(ORIGINS[1]) in one.receive(receive(2), ENDS, 0.0)  # tried anew
+    assert one.refused(ORIGINS[1], FailureCause.REFUSED) == [CancelReceive(3, 1)]
+    assert ended(one.drained(3, 1)) == {5: "refused", 6: "refused", 7: "refused"}
+    assert ConnectPeer(ORIGINS[1]) in one.receive(receive(2), ENDS, 0.0)  # tried anew
 
 
 def test_a_job_without_a_source_fails_at_once() -> None:
@@ -203,7 +203,7 @@ def test_layers_that_nobody_brings_have_failed(views: Any) -> None:
     actions = one.connected(ORIGINS[0], 3, views)
     if views:
         one.received(3, 1, 9, range(3), (), 0.0)
-        actions = one.quiet(3, 1)
+        actions = one.drained(3, 1)
     assert ended(actions) == {5: "refused", 6: "refused", 7: "refused"}
 
 
@@ -213,9 +213,9 @@ def test_without_progress_a_job_ends_at_its_deadline() -> None:
     one.received(3, 1, 0, range(1), (), 9.9)
     one.alive(3, [7, 1], 19.8)
     assert one.tick(29.7) == []
-    assert one.tick(29.9) == [CancelWant(3, 1)]
+    assert one.tick(29.9) == [CancelReceive(3, 1)]
     assert one.tick(99.9) == []  # the transport has not answered: the blocks are not safe
-    assert ended(one.quiet(3, 1)) == {5: "deadline", 6: "deadline", 7: "deadline"}
+    assert ended(one.drained(3, 1)) == {5: "deadline", 6: "deadline", 7: "deadline"}
 
 
 def test_signs_of_life_do_not_keep_a_job_for_ever() -> None:
@@ -223,15 +223,15 @@ def test_signs_of_life_do_not_keep_a_job_for_ever() -> None:
     one.alive(3, [1], MAX_WAIT_S - 1)
     assert one.tick(MAX_WAIT_S - 1) == []
     one.alive(3, [1], MAX_WAIT_S)
-    assert one.tick(MAX_WAIT_S) == [CancelWant(3, 1)]
+    assert one.tick(MAX_WAIT_S) == [CancelReceive(3, 1)]
 
 
 def test_a_dropped_job_is_finished_all_the_same() -> None:
     one = one_peer()
     one.received(3, 1, 9, range(0, 2), (), 0.0)
-    assert one.drop(JobId(1)) == [CancelWant(3, 1)]
+    assert one.drop(JobId(1)) == [CancelReceive(3, 1)]
     assert one.drop(JobId(1)) == []
-    assert ended(one.quiet(3, 1)) == {7: "skipped"}
+    assert ended(one.drained(3, 1)) == {7: "skipped"}
     waiting = receiver()
     waiting.receive(receive(), ENDS[:1], 0.0)
     assert ended(waiting.drop(JobId(1))) == {5: "skipped", 6: "skipped", 7: "skipped"}
@@ -242,5 +242,5 @@ def test_the_report_names_the_job() -> None:
     job = receive(source=None, ids=[5])
     failure = FailedBlock(0, 5, -1, FailureCause.REFUSED)
     (finished,) = receiver().receive(job, [], 0.0)
-    assert isinstance(finished, Finished)
+    assert isinstance(finished, ReportFinished)
     assert (finished.job, finished.report.job, finished.report.failures) == (job, 1, (failure,))

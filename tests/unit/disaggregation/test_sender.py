@@ -16,15 +16,15 @@ from kvconnect.disaggregation.reads import wire_ids
 from kvconnect.disaggregation.sender import (
     AcceptedRead,
     Action,
-    AllReady,
+    AnnounceReady,
     CancelRead,
     GroupView,
-    Refuse,
+    RefuseRead,
+    ReportNotice,
+    ReportServed,
+    SendAlive,
     Sender,
     SendPages,
-    Served,
-    StillThere,
-    Tell,
 )
 from kvconnect.errors import Misuse, ProtocolError
 from kvconnect.offload.messages import NoticeKind, OfferBlocks, TransferEvent, Withdraw
@@ -46,7 +46,7 @@ def span(first: int, *ids: int, group: int = 0) -> Span:
 
 def ask(want: int = 1, peer: int = 3, early: bool = False, **other: Any) -> AcceptedRead:
     fields = {"transfer": T, "reader": ONE, "views": VIEWS, "parts": [(0, 0, 4)], **other}
-    return AcceptedRead(peer=peer, want=want, early=early, **fields)
+    return AcceptedRead(peer=peer, read_id=want, early=early, **fields)
 
 
 def pages(actions: list[Action]) -> list[tuple[int, int, list[int], Any]]:
@@ -56,11 +56,15 @@ def pages(actions: list[Action]) -> list[tuple[int, int, list[int], Any]]:
 
 
 def notices(actions: list[Action]) -> list[str]:
-    return [action.notice.kind.value for action in actions if isinstance(action, Tell | Served)]
+    return [
+        action.notice.kind.value
+        for action in actions
+        if isinstance(action, ReportNotice | ReportServed)
+    ]
 
 
 def refusals(actions: list[Action]) -> list[tuple[int, int, str]]:
-    return [(a.peer, a.want, a.cause.value) for a in actions if isinstance(a, Refuse)]
+    return [(a.peer, a.read_id, a.cause.value) for a in actions if isinstance(a, RefuseRead)]
 
 
 def written(*spans: Span, layers: tuple[int, ...] = (2,)) -> Sender:
@@ -75,7 +79,7 @@ def written(*spans: Span, layers: tuple[int, ...] = (2,)) -> Sender:
 
 def test_what_is_readable_goes_out_at_once() -> None:
     one = written(span(0, 5, 6), span(2, 7))
-    actions = one.want(ask(parts=[(0, 1, 9)]), 0.0)
+    actions = one.on_request(ask(parts=[(0, 1, 9)]), 0.0)
     assert notices(actions) == ["joined"]
     assert pages(actions) == [(9, 1, [6, 7], "step")]
 
@@ -83,7 +87,7 @@ def test_what_is_readable_goes_out_at_once() -> None:
 def test_layers_go_out_as_they_are_written_and_the_rest_with_the_step() -> None:
     one = sender(3)
     one.offer(OfferBlocks(T))
-    one.want(ask(views={0: GroupView(1, 9, (0, -1, 1))}), 0.0)
+    one.on_request(ask(views={0: GroupView(1, 9, (0, -1, 1))}), 0.0)
     one.offer(OfferBlocks(T, (span(0, 5, 6),)))
     assert pages(one.layer_written(0, 2, "f2")) == [(1, 0, [5, 6], "f2")]
     assert pages(one.layer_written(0, 1, "f1")) == []  # the reader does not take it
@@ -97,20 +101,20 @@ def test_layers_go_out_as_they_are_written_and_the_rest_with_the_step() -> None:
 def test_a_layer_that_runs_again_in_a_step_sends_nothing_again() -> None:
     one = written(span(0, 5))
     one.offer(OfferBlocks(T, (span(1, 6),)))
-    one.want(ask(), 0.0)
+    one.on_request(ask(), 0.0)
     assert pages(one.layer_written(0, 1, "first")) == [(1, 1, [6], "first")]
     assert one.layer_written(0, 1, "again") == []
-    late = one.want(ask(want=2, reader=Rank(1, 2, 0, 1)), 0.0)
+    late = one.on_request(ask(want=2, reader=Rank(1, 2, 0, 1)), 0.0)
     assert pages(late) == [(9, 0, [5], "step"), (1, 1, [6], "first")]
     assert pages(one.step_written("end")) == [(0, 1, [6], "end")] * 2
 
 
 def test_a_reader_hears_when_its_last_page_is_computed() -> None:
     one = written(span(0, 5))
-    assert AllReady(3, 1) not in one.want(ask(), 0.0)  # three more blocks are wanted
+    assert AnnounceReady(3, 1) not in one.on_request(ask(), 0.0)  # three more blocks are wanted
     one.offer(OfferBlocks(T, (span(1, 6, 7, 8, 9),)))
-    assert AllReady(3, 1) not in one.layer_written(0, 0, None)
-    assert one.step_written(None)[-1] == AllReady(3, 1)
+    assert AnnounceReady(3, 1) not in one.layer_written(0, 0, None)
+    assert one.step_written(None)[-1] == AnnounceReady(3, 1)
 
 
 def test_a_reader_that_comes_during_a_step_gets_the_layers_written_so_far() -> None:
@@ -118,7 +122,7 @@ def test_a_reader_that_comes_during_a_step_gets_the_layers_written_so_far() -> N
     one.offer(OfferBlocks(U, (span(0, 1),)))  # of no interest
     one.offer(OfferBlocks(T, (span(1, 6),)))
     one.layer_written(0, 0, "f0")
-    actions = one.want(ask(), 0.0)
+    actions = one.on_request(ask(), 0.0)
     assert pages(actions) == [(9, 0, [5], "step"), (0, 1, [6], "f0")]
     assert pages(one.layer_written(0, 1, "f1")) == [(1, 1, [6], "f1")]
     assert pages(one.step_written("end")) == []
@@ -126,7 +130,7 @@ def test_a_reader_that_comes_during_a_step_gets_the_layers_written_so_far() -> N
 
 def test_readers_with_smaller_blocks_are_sent_parts_of_ours() -> None:
     one = written(span(1, 5, 6))
-    actions = one.want(ask(views={0: GroupView(4, 9, (0, 1))}, parts=[(0, 3, 4)]), 0.0)
+    actions = one.on_request(ask(views={0: GroupView(4, 9, (0, 1))}, parts=[(0, 3, 4)]), 0.0)
     assert pages(actions) == [(9, 4, [20, 21, 22], "step")]
     assert list(wire_ids(span(1, 5, 6), 4, 5, 10)) == [21, 22, 23, 24, 25]
 
@@ -134,7 +138,7 @@ def test_readers_with_smaller_blocks_are_sent_parts_of_ours() -> None:
 def test_groups_that_the_two_do_not_share_stay_here() -> None:
     one = sender(2, 1)
     one.offer(OfferBlocks(T))
-    one.want(ask(), 0.0)
+    one.on_request(ask(), 0.0)
     one.offer(OfferBlocks(T, (span(0, 5), span(0, 30, group=1))))
     assert pages(one.layer_written(1, 0, "f")) == []
     assert pages(one.step_written("end")) == [(9, 0, [5], "end")]
@@ -162,7 +166,7 @@ def test_every_wanted_page_is_sent_exactly_once(data: st.DataObject) -> None:
             actions += one.layer_written(0, layer, None) if layer is not None else []
             if not joined and data.draw(st.booleans()):
                 joined = True
-                actions += one.want(ask(views={0: view}, parts=[(0, first, count)]), 0.0)
+                actions += one.on_request(ask(views={0: view}, parts=[(0, first, count)]), 0.0)
         actions += one.step_written(None)
     there = range(first, min(first + count, blocks * view.ratio))
     wanted = Counter((block, unit) for block in there for unit in (4, 5))
@@ -176,8 +180,8 @@ def test_every_wanted_page_is_sent_exactly_once(data: st.DataObject) -> None:
 
 def test_early_readers_wait_for_the_prefill() -> None:
     one = sender()
-    assert one.want(ask(early=True), 0.0) == []
-    assert refusals(one.want(ask(want=2), 0.0)) == [(3, 2, "gone")]
+    assert one.on_request(ask(early=True), 0.0) == []
+    assert refusals(one.on_request(ask(want=2), 0.0)) == [(3, 2, "gone")]
     assert notices(one.offer(OfferBlocks(T))) == ["joined"]
     assert refusals(one.tick(100.0)) == []
 
@@ -185,7 +189,7 @@ def test_early_readers_wait_for_the_prefill() -> None:
 def test_an_early_decline_is_told_when_the_prefill_begins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(machine, "MAX_PARKED", 1)
+    monkeypatch.setattr(machine, "MAX_PARKED_READS", 1)
     one = sender()
     one.tick(50.0)
     assert one.decline(T) == one.decline(T) == one.decline(U) == []
@@ -199,7 +203,7 @@ def test_an_early_decline_is_forgotten_in_time_or_when_someone_asks() -> None:
     one = sender()
     one.decline(T)
     one.decline(U)
-    assert one.want(ask(early=True), 0.0) == []
+    assert one.on_request(ask(early=True), 0.0) == []
     assert notices(one.offer(OfferBlocks(T))) == ["joined"]
     for now in (1.0, 11.0):
         one.tick(now)
@@ -209,15 +213,15 @@ def test_an_early_decline_is_forgotten_in_time_or_when_someone_asks() -> None:
 def test_early_readers_wait_for_a_time_and_in_limited_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(machine, "MAX_PARKED", 1)
+    monkeypatch.setattr(machine, "MAX_PARKED_READS", 1)
     one = sender()
-    one.want(ask(early=True), 0.0)
-    assert refusals(one.want(ask(want=2, early=True), 0.0)) == [(3, 2, "refused")]
+    one.on_request(ask(early=True), 0.0)
+    assert refusals(one.on_request(ask(want=2, early=True), 0.0)) == [(3, 2, "refused")]
     assert refusals(one.tick(9.9)) == []
     assert refusals(one.tick(10.0)) == [(3, 1, "gone")]
-    one.want(ask(want=3, early=True), 10.0)
+    one.on_request(ask(want=3, early=True), 10.0)
     one.cancel(3, 3)
-    one.want(ask(want=4, early=True), 10.0)
+    one.on_request(ask(want=4, early=True), 10.0)
     one.peer_lost(3)
     assert one.offer(OfferBlocks(T)) == []
 
@@ -228,48 +232,48 @@ def test_early_readers_wait_for_a_time_and_in_limited_number(
 )
 def test_what_must_not_be_asked(parts: list[tuple[int, int, int]]) -> None:
     with pytest.raises(ProtocolError):
-        written(span(0, 5)).want(ask(parts=parts), 0.0)
+        written(span(0, 5)).on_request(ask(parts=parts), 0.0)
 
 
 def test_a_want_is_asked_once() -> None:
     one = written(span(0, 5))
-    one.want(ask(want=4), 0.0)
+    one.on_request(ask(want=4), 0.0)
     for want in (4, 3):
-        with pytest.raises(ProtocolError, match="not new"):
-            one.want(ask(want=want), 0.0)
-    one.want(ask(want=4, peer=8, reader=Rank(1, 2, 0, 1)), 0.0)  # numbers are the peer's own
+        with pytest.raises(ProtocolError, match="does not follow"):
+            one.on_request(ask(want=want), 0.0)
+    one.on_request(ask(want=4, peer=8, reader=Rank(1, 2, 0, 1)), 0.0)  # numbers are the peer's own
 
 
 def test_a_replay_is_refused_unless_the_first_reader_left() -> None:
     one = written(span(0, 5))
-    one.want(ask(), 0.0)
-    assert refusals(one.want(ask(want=2), 0.0)) == [(3, 2, "refused")]
+    one.on_request(ask(), 0.0)
+    assert refusals(one.on_request(ask(want=2), 0.0)) == [(3, 2, "refused")]
     assert one.cancel(3, 1)[0] == CancelRead(3, 1)
-    actions = one.want(ask(want=3), 0.0)
+    actions = one.on_request(ask(want=3), 0.0)
     assert pages(actions) == [(9, 0, [5], "step")]
     one.sent(3, 3)
     assert notices(one.done(3, 3)) == ["done"]
-    assert refusals(one.want(ask(want=4), 0.0)) == [(3, 4, "refused")]
+    assert refusals(one.on_request(ask(want=4), 0.0)) == [(3, 4, "refused")]
 
 
 def test_a_reader_whose_thanks_overtake_our_sockets_is_done_when_the_last_page_has_left() -> None:
     one = written(span(0, 5), span(1, 6))
-    one.want(ask(parts=[(0, 0, 2)]), 0.0)
+    one.on_request(ask(parts=[(0, 0, 2)]), 0.0)
     assert one.done(3, 1) == []
     (served,) = one.sent(3, 1)
-    assert served == Served(3, 1, TransferEvent(T, NoticeKind.DONE, ONE))
+    assert served == ReportServed(3, 1, TransferEvent(T, NoticeKind.DONE, ONE))
     assert one.sent(3, 1) == []
 
     one = written(span(0, 5))
-    one.want(ask(), 0.0)
+    one.on_request(ask(), 0.0)
     one.done(3, 1)
     assert notices(one.peer_lost(3)) == ["done"]  # not "left": it has everything
 
 
 def test_readers_that_are_gone_get_nothing() -> None:
     one = written(span(0, 5))
-    one.want(ask(), 0.0)
-    one.want(ask(want=1, peer=4, reader=Rank(1, 2, 0, 1)), 0.0)
+    one.on_request(ask(), 0.0)
+    one.on_request(ask(want=1, peer=4, reader=Rank(1, 2, 0, 1)), 0.0)
     assert notices(one.cancel(3, 1)) == ["left"]
     assert notices(one.peer_lost(4)) == ["left"]
     assert one.cancel(3, 1) == one.done(3, 1) == one.peer_lost(4) == one.sent(4, 1) == []
@@ -284,8 +288,8 @@ def lose(one: Sender) -> list[Action]:
     return one.peer_lost(3)
 
 
-def quiet(one: Sender) -> list[Action]:
-    return one.quiet(3, 1)
+def drained(one: Sender) -> list[Action]:
+    return one.drained(3, 1)
 
 
 def send(one: Sender) -> list[Action]:
@@ -293,10 +297,10 @@ def send(one: Sender) -> list[Action]:
     return one.sent(3, 1)
 
 
-@pytest.mark.parametrize("end", [lose, quiet, send])
+@pytest.mark.parametrize("end", [lose, drained, send])
 def test_withdrawn_is_told_when_nothing_is_in_flight(end: Callable[[Sender], Any]) -> None:
     one = written(span(0, 5))
-    one.want(ask(), 0.0)
+    one.on_request(ask(), 0.0)
     one.offer(OfferBlocks(T, (span(1, 6),)))
     one.step_written(None)  # two orders are in flight
     one.offer(OfferBlocks(T, (span(2, 7),)))
@@ -304,26 +308,26 @@ def test_withdrawn_is_told_when_nothing_is_in_flight(end: Callable[[Sender], Any
     assert refusals(actions) == [(3, 1, "deadline")]
     assert CancelRead(3, 1) in actions and notices(actions) == []
     assert one.step_written(None) == []  # what was on offer is not sent
-    assert refusals(one.want(ask(want=2), 0.0)) == ([(3, 2, "deadline")])
-    assert end(one) == [Tell(TransferEvent(T, NoticeKind.WITHDRAWN))]
-    assert refusals(one.want(ask(want=5, peer=7), 0.0)) == [(7, 5, "gone")]
-    assert repr(one) == "<Sender 0 transfers, 0 wants>"
+    assert refusals(one.on_request(ask(want=2), 0.0)) == ([(3, 2, "deadline")])
+    assert end(one) == [ReportNotice(TransferEvent(T, NoticeKind.WITHDRAWN))]
+    assert refusals(one.on_request(ask(want=5, peer=7), 0.0)) == [(7, 5, "gone")]
+    assert repr(one) == "<Sender 0 transfers, 0 reads>"
 
 
 def test_an_idle_or_unknown_transfer_is_withdrawn_at_once() -> None:
     one = written(span(0, 5))
-    one.want(ask(), 0.0)
+    one.on_request(ask(), 0.0)
     one.sent(3, 1)
     one.done(3, 1)
-    done = [Tell(TransferEvent(T, NoticeKind.WITHDRAWN))]
+    done = [ReportNotice(TransferEvent(T, NoticeKind.WITHDRAWN))]
     assert one.withdraw(Withdraw(T, FailureCause.GONE)) == done
     assert one.withdraw(Withdraw(T, FailureCause.GONE)) == done
-    assert one.quiet(3, 1) == []
+    assert one.drained(3, 1) == []
 
 
 def test_a_reader_that_is_done_is_not_told_of_the_end() -> None:
     one = written(span(0, 5))
-    one.want(ask(), 0.0)
+    one.on_request(ask(), 0.0)
     one.done(3, 1)
     assert one.withdraw(Withdraw(T, FailureCause.GONE)) == [CancelRead(3, 1)]  # still in flight
 
@@ -333,12 +337,12 @@ def test_a_reader_that_is_done_is_not_told_of_the_end() -> None:
 
 def test_heartbeats_say_what_is_still_to_come() -> None:
     one = written(span(0, 5))
-    one.want(ask(), 0.0)  # four wire blocks wanted, one is there
+    one.on_request(ask(), 0.0)  # four wire blocks wanted, one is there
     one.offer(OfferBlocks(U))
-    one.want(ask(want=2, transfer=U), 0.0)
-    one.want(ask(want=1, peer=4, transfer=U, reader=Rank(1, 2, 0, 1)), 0.0)
-    renewed = Tell(TransferEvent(T, NoticeKind.RENEWED))
-    assert one.tick(1.0) == [renewed, StillThere(3, (1, 2)), StillThere(4, (1,))]
+    one.on_request(ask(want=2, transfer=U), 0.0)
+    one.on_request(ask(want=1, peer=4, transfer=U, reader=Rank(1, 2, 0, 1)), 0.0)
+    renewed = ReportNotice(TransferEvent(T, NoticeKind.RENEWED))
+    assert one.tick(1.0) == [renewed, SendAlive(3, (1, 2)), SendAlive(4, (1,))]
     assert one.tick(1.5) == []
     one.sent(3, 1)
     assert renewed in one.tick(2.0)  # something moved
@@ -346,10 +350,10 @@ def test_heartbeats_say_what_is_still_to_come() -> None:
     one.offer(OfferBlocks(T, (span(1, 6, 7, 8),)))
     one.step_written(None)
     one.sent(3, 1)
-    one.stands = True  # a paused engine computes nothing, and readers need not wait for it
-    assert not [action for action in one.tick(4.0) if isinstance(action, StillThere)]
-    one.stands = False
-    assert StillThere(3, (2,)) in one.tick(5.0)  # all of the other is sent
+    one.engine_paused = True  # a paused engine computes nothing, and readers need not wait for it
+    assert not [action for action in one.tick(4.0) if isinstance(action, SendAlive)]
+    one.engine_paused = False
+    assert SendAlive(3, (2,)) in one.tick(5.0)  # all of the other is sent
 
 
 def test_words_of_the_decode_engine_reach_the_scheduler() -> None:

@@ -69,7 +69,7 @@ def make_links(transport: str = "auto") -> tuple[Sessions, Recording]:
 
 def connected(links: Sessions, paths: tuple[str, ...] = ("tcp", "nixl")) -> Session:
     """Connect to the origin; both sides have agreed, nothing is measured yet."""
-    assert links.need(ORIGIN) is None
+    assert links.get_or_connect(ORIGIN) is None
     peer = PeerId(links.transport.peers)  # type: ignore[attr-defined]
     links.on_up(PeerUp(peer, False, "127.0.0.1:1", paths, "no NIXL there"))
     link = links.get(peer)
@@ -83,9 +83,9 @@ def test_no_pages_move_before_the_path_is_chosen() -> None:
     links, _ = make_links()
     link = connected(links)
     assert link.meter.paths == ("tcp", "nixl")
-    assert links.need(ORIGIN) is None
+    assert links.get_or_connect(ORIGIN) is None
     link.meter.path = "nixl"
-    assert links.need(ORIGIN) is link
+    assert links.get_or_connect(ORIGIN) is link
 
 
 @pytest.mark.parametrize(("measured", "paths"), [({"tcp": 1e9}, ("tcp",)), ({}, ("tcp", "nixl"))])
@@ -151,7 +151,7 @@ def test_leases_are_renewed_for_an_engine_that_stands_still_but_not_for_long() -
         return bool(notes)
 
     assert [renewed(now) for now in (9.0, 10.0, 19.0, 20.0)] == [False, True, False, True]
-    side.stepped_at = 12.0
+    side.step_ended_at = 12.0
     assert [renewed(now) for now in (30.0, 40.0, 42.1, 50.0)] == [True, True, False, False]
-    side.stepped_at = math.inf  # it goes on
+    side.step_ended_at = math.inf  # it goes on
     assert renewed(60.0)

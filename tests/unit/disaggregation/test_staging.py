@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 
 from kvconnect import copy  # noqa: E402
 from kvconnect.copy.wire_blocks import BlockCopier  # noqa: E402
-from kvconnect.disaggregation.staging import SHARES, HostMemory, StagedMemory, make_memory  # noqa: E402
+from kvconnect.disaggregation.staging import BUFFERS, HostMemory, StagedMemory, make_memory  # noqa: E402
 from kvconnect.errors import Incompatible  # noqa: E402
 from tests.fakes.cuda_driver import FakeDriver  # noqa: E402
 
@@ -30,13 +30,13 @@ BLOCK = 64
 
 def staged(pages: PageMemory, share_bytes: int = BLOCK, timeout_s: float = 0.0) -> StagedMemory:
     area = torch.frombuffer(pages.data, dtype=torch.uint8)
-    return StagedMemory(area, 2 * SHARES * share_bytes, timeout_s)
+    return StagedMemory(area, 2 * BUFFERS * share_bytes, timeout_s)
 
 
 def staged_by_kernel(pages: PageMemory, share_bytes: int, driver: FakeDriver) -> StagedMemory:
     area = torch.frombuffer(pages.data, dtype=torch.uint8)
     copier = BlockCopier(area, driver)
-    return StagedMemory(area, 2 * SHARES * share_bytes, timeout_s=0.0, copier=copier)
+    return StagedMemory(area, 2 * BUFFERS * share_bytes, timeout_s=0.0, copier=copier)
 
 
 def runs_of(piece: PageChunk) -> Iterator[tuple[int, int]]:
@@ -134,7 +134,7 @@ def test_a_kernel_that_fails_is_a_failed_transfer_and_gives_the_share_back() -> 
     for number in range(len(healthy.calls)):
         driver = FakeDriver(number)
         memory = staged_by_kernel(PageMemory(PAGES * BLOCK, seed=1), BLOCK, driver)
-        for _ in range(SHARES + 1):
+        for _ in range(BUFFERS + 1):
             driver.fail_at = len(driver.calls) if driver.fail_at is None else driver.fail_at
             with pytest.raises(TransferFailed, match="call"):
                 list(memory.outgoing(unit, ids))
@@ -170,7 +170,7 @@ def test_a_block_larger_than_a_share_makes_it_grow() -> None:
     source = PageMemory(PAGES * unit.block_bytes, 1)
     memory = staged(source)
     ids = array("q", [4, 0, 5])
-    for _ in range(SHARES + 1):
+    for _ in range(BUFFERS + 1):
         pieces = memory.outgoing(unit, ids)
         assert b"".join(map(read, pieces)) == source.read(unit, ids)
     counts = [len(piece.ids) for piece in memory.outgoing(small, array("q", range(12)))]
@@ -179,7 +179,7 @@ def test_a_block_larger_than_a_share_makes_it_grow() -> None:
 
 def test_a_block_too_large_for_any_memory_fails_and_takes_no_room() -> None:
     memory = staged(PageMemory(BLOCK))
-    for _ in range(SHARES + 1):
+    for _ in range(BUFFERS + 1):
         with pytest.raises(TransferFailed, match="no memory for"):
             next(memory.outgoing(plain_unit(1 << 60), array("q", [0])))
     assert list(memory.outgoing(plain_unit(BLOCK), array("q", [0])))
@@ -189,7 +189,7 @@ def test_closing_early_copies_nothing_more_and_gives_the_share_back() -> None:
     target = PageMemory(PAGES * BLOCK)
     memory = staged(target)
     unit, ids = plain_unit(BLOCK), array("q", range(PAGES))
-    for _ in range(SHARES + 1):
+    for _ in range(BUFFERS + 1):
         with closing(memory.incoming(unit, ids)) as pieces:
             fill(next(pieces), b"1" * BLOCK)
             fill(next(pieces), b"2" * BLOCK)  # the first is moved, this one must not be
@@ -204,7 +204,7 @@ def full() -> Iterator[tuple[StagedMemory, list[Generator[PageChunk, None, None]
     """A memory none of whose shares for sending is free, and the calls that hold them."""
     memory = staged(PageMemory(PAGES * BLOCK, 1))
     with ExitStack() as stack:
-        calls = [memory.outgoing(plain_unit(BLOCK), array("q", range(3))) for _ in range(SHARES)]
+        calls = [memory.outgoing(plain_unit(BLOCK), array("q", range(3))) for _ in range(BUFFERS)]
         for call in calls:
             stack.enter_context(closing(call))
             next(call)
@@ -244,7 +244,7 @@ def test_one_that_finds_no_room_waits_for_it() -> None:
     source = PageMemory(PAGES * BLOCK, 1)
     memory = staged(source, timeout_s=60.0)
     unit, ids = plain_unit(BLOCK), array("q", [3, 1])
-    held = [memory.outgoing(unit, array("q", [0, 1])) for _ in range(SHARES)]
+    held = [memory.outgoing(unit, array("q", [0, 1])) for _ in range(BUFFERS)]
     for call in held:
         next(call)
     got: list[bytes] = []

@@ -85,7 +85,7 @@ def test_the_walk_sees_bad_tables() -> None:
     assert faults(good, [up, closing, down]) == [f"{closing} is never reached"]
     deaf = StateTable(up, {up: {Event.PEER_LOST: down, Event.ABORT: down}})
     assert f"{up} does not handle {Event.EXPIRE}" in faults(deaf, [up, down])
-    endless = StateTable(up, {up: row(closing) | {Event.QUIET: down}, closing: row(closing)})
+    endless = StateTable(up, {up: row(closing) | {Event.DRAINED: down}, closing: row(closing)})
     assert faults(endless, [up, closing, down]) == [f"{closing} never ends"]
 
 

@@ -14,13 +14,12 @@ import pytest
 import torch
 
 from kvconnect.config import Config
-from kvconnect.disaggregation.factory import start_agent
+from kvconnect.disaggregation.agent import start_agent
 from kvconnect.engines.sglang import translate
-from kvconnect.engines.sglang.bootstrap import Addresses
-from kvconnect.engines.sglang.duplicates import kept
-from kvconnect.engines.sglang.inbox import Inbox, RoomRequest
-from kvconnect.engines.sglang.layerwise import LayerPush
-from kvconnect.engines.sglang.rooms import Outbox, is_room, room_of, transfer_of
+from kvconnect.engines.sglang.bootstrap import BootstrapAddresses
+from kvconnect.engines.sglang.decode_rooms import DecodeRooms, RoomRequest
+from kvconnect.engines.sglang.layerwise import LayerwisePush, deferring_frees
+from kvconnect.engines.sglang.rooms import PrefillRooms, is_room, room_of, transfer_of
 from kvconnect.errors import Incompatible
 from kvconnect.offload.messages import Instructions, OfferBlocks
 from kvconnect.protocol.topology import head_range
@@ -98,7 +97,7 @@ class Prefill(Rank1):
         for tensor in (*self.aux, *self.state):
             tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape))
         heads_by_group = [group.kv_heads for group in self.cache.hello.groups]
-        self.outbox = Outbox(
+        self.outbox = PrefillRooms(
             self.agent,
             rank,
             heads_by_group,
@@ -134,7 +133,7 @@ class Decode(Rank1):
     def __init__(self, rank: Rank, kv_heads: int, state: bool = False) -> None:
         super().__init__(rank, kv_heads, False, state)
         kinds = [(group.block_tokens, group.kv_heads) for group in self.cache.hello.groups]
-        self.inbox = Inbox(
+        self.inbox = DecodeRooms(
             self.agent,
             rank,
             kinds,
@@ -455,7 +454,7 @@ def batch_of(*requests: Any) -> Any:
 def test_layers_go_while_the_chunk_computes(closing: ExitStack) -> None:
     (source,), (reader,) = engines(closing, (1, 1), 4)
     here, there = [3, 9, 4], [7, 2, 13]
-    push = LayerPush(source.agent, source.outbox, translate.layer_names(source.cache))
+    push = LayerwisePush(source.agent, source.outbox, translate.layer_names(source.cache))
     source.outbox.open(ROOM)
     reader.ask(there, [source])
     until([source, reader], lambda: bool(source.ready))
@@ -485,7 +484,7 @@ def test_a_silent_forward_is_handed_off_at_its_end(
     closing: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     (source,), (reader,) = engines(closing, (1, 1), 4)
-    push = LayerPush(source.agent, source.outbox, translate.layer_names(source.cache))
+    push = LayerwisePush(source.agent, source.outbox, translate.layer_names(source.cache))
     source.outbox.open(ROOM)
     reader.ask([7], [source])
     until([source, reader], lambda: bool(source.ready))
@@ -501,7 +500,7 @@ class Held:
     """A link that is busy with other pages: what is submitted goes when it is let go."""
 
     def __init__(self, source: Prefill) -> None:
-        self.transport = source.agent._links.transport
+        self.transport = source.agent._sessions.transport
         self.queued: list[Any] = []
         self.submit = self.transport.submit
         self.transport.submit = self.queued.append  # type: ignore[method-assign]
@@ -512,8 +511,8 @@ class Held:
             self.submit(job)
 
 
-@pytest.mark.parametrize("kept", [True, False], ids=["kept", "freed"])
-def test_pages_that_the_tree_frees_while_they_are_sent(closing: ExitStack, kept: bool) -> None:
+@pytest.mark.parametrize("deferred", [True, False], ids=["deferred", "freed"])
+def test_pages_that_the_tree_frees_while_they_are_sent(closing: ExitStack, deferred: bool) -> None:
     """Another prompt with the same beginning was entered first: SGLang frees this one's own pages,
     and the next batch writes to those that are free. Without the hook that is seen, and fails."""
     (source,), (reader,) = engines(closing, (1, 1), 4)
@@ -521,7 +520,7 @@ def test_pages_that_the_tree_frees_while_they_are_sent(closing: ExitStack, kept:
     for one, other in zip(own[:2], tree[:2], strict=True):  # the same was computed twice
         for layer in range(len(source.kv)):
             source.page(layer, other).copy_(source.page(layer, one))
-    push = LayerPush(source.agent, source.outbox, translate.layer_names(source.cache))
+    push = LayerwisePush(source.agent, source.outbox, translate.layer_names(source.cache))
     source.outbox.open(ROOM)
     reader.ask(there, [source])
     until([source, reader], lambda: bool(source.ready))
@@ -532,17 +531,17 @@ def test_pages_that_the_tree_frees_while_they_are_sent(closing: ExitStack, kept:
         push.layer(layer)
     push.end()
     until([source, reader], lambda: len(link.queued) >= LAYERS)
-    with push.entering(scheduler, request) if kept else nullcontext():
+    with push.entering(scheduler, request) if deferred else nullcontext():
         scheduler.checkpoint(2, tree)
     allocator = scheduler.token_to_kv_pool_allocator
-    assert allocator.freed == ([] if kept else own[:2])
+    assert allocator.freed == ([] if deferred else own[:2])
     for page in allocator.freed:
         for layer in range(len(source.kv)):
             source.page(layer, page).fill_(-1.0)
     source.send_all(tree, chunks=1)  # what SGLang sends: the row as it is now
     link.let_go()
     until([source, reader], lambda: bool(reader.done or reader.failed))
-    if kept:
+    if deferred:
         until([source], lambda: bool(source.done))
         for layer in range(len(reader.kv)):
             for ours, page in zip(there, own, strict=True):
@@ -559,7 +558,7 @@ def test_a_room_that_keeps_pages_offers_no_more_of_its_own_ahead(closing: ExitSt
     own, tree, there = [3, 9, 4], [15, 9, 4], [7, 2, 13]
     for layer in range(len(source.kv)):
         source.page(layer, 15).copy_(source.page(layer, 3))
-    push = LayerPush(source.agent, source.outbox, translate.layer_names(source.cache))
+    push = LayerwisePush(source.agent, source.outbox, translate.layer_names(source.cache))
     source.outbox.open(ROOM)
     reader.ask(there, [source])
     until([source, reader], lambda: bool(source.ready))
@@ -584,7 +583,7 @@ def test_a_room_that_keeps_pages_offers_no_more_of_its_own_ahead(closing: ExitSt
 
 def test_an_allocator_is_as_it_was_when_nothing_was_ahead() -> None:
     allocator = Allocator()
-    with kept(allocator) as found:
+    with deferring_frees(allocator) as found:
         allocator.free_segment(slots_of([3, 4]), start_pos=0)
         assert not allocator.freed
     assert found.pages(TOKENS) == {3, 4}
@@ -603,7 +602,7 @@ def test_layers_of_two_halves_are_not_followed(
     are not written yet. The control follows it, and sends what is not there."""
     (source,), (reader,) = engines(closing, (1, 1), 4)
     names = translate.layer_names(source.cache)
-    push = LayerPush(source.agent, source.outbox, names, once)
+    push = LayerwisePush(source.agent, source.outbox, names, once)
     source.outbox.open(ROOM)
     reader.ask([7, 2], [source])
     until([source, reader], lambda: bool(source.ready))
@@ -684,7 +683,7 @@ def test_a_cache_of_another_kind_is_refused(closing: ExitStack) -> None:
 def test_only_known_bootstrap_servers_are_asked(
     peers: tuple[str, ...], address: str, allowed: bool
 ) -> None:
-    addresses = Addresses(Config().replace(peers=peers), "192.0.2.9")
+    addresses = BootstrapAddresses(Config().replace(peers=peers), "192.0.2.9")
     deadline = time.monotonic() + PATIENCE_S
     while not (addresses.allows(address) or addresses.objection(address)):
         assert time.monotonic() < deadline
@@ -702,7 +701,7 @@ def test_a_name_that_hangs_holds_nobody_up() -> None:
         assert answers.wait(PATIENCE_S)
         return "127.0.0.1"
 
-    addresses = Addresses(Config(), "192.0.2.9", resolve)
+    addresses = BootstrapAddresses(Config(), "192.0.2.9", resolve)
     for number in range(100):  # it would wait for ever if it waited
         assert not addresses.allows(f"name{number}:1")
         assert not addresses.objection(f"name{number}:1")
@@ -715,7 +714,7 @@ def test_a_name_that_hangs_holds_nobody_up() -> None:
 
 
 def test_what_is_remembered_of_servers_is_bounded() -> None:
-    addresses = Addresses(Config(), "192.0.2.9", lambda _: "127.0.0.1")
+    addresses = BootstrapAddresses(Config(), "192.0.2.9", lambda _: "127.0.0.1")
     for number in range(5000):
         addresses.refuse(f"10.0.0.{number}:1", "no")
         addresses.allows(f"name{number}:1")
@@ -726,7 +725,7 @@ def test_what_is_remembered_of_servers_is_bounded() -> None:
 
 
 def test_a_prefill_engine_that_does_not_fit_says_why() -> None:
-    addresses = Addresses(Config(), "192.0.2.9")
+    addresses = BootstrapAddresses(Config(), "192.0.2.9")
     addresses.refuse("127.0.0.1:1", "Page size mismatch: 16 and 32")
     assert "Page size mismatch: 16 and 32" in addresses.objection("127.0.0.1:1")
     assert not addresses.objection("127.0.0.1:2")

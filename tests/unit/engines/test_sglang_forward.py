@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvconnect.engines.sglang import duplicates
-from kvconnect.engines.sglang.duplicates import BothStreams
+from kvconnect.engines.sglang import layerwise
+from kvconnect.engines.sglang.layerwise import EngineStreams
 
 
 class Stream:
@@ -27,7 +27,7 @@ class Streams:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.current = Stream("scheduler")
         self.join = Stream("join")
-        monkeypatch.setattr(duplicates, "own_stream", lambda _: self.join)
+        monkeypatch.setattr(layerwise, "own_stream", lambda _: self.join)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: self.current)
         monkeypatch.setattr(torch.cuda, "stream", self.use)
         monkeypatch.setattr(torch.cuda, "Event", lambda **_: Event(self))
@@ -49,7 +49,7 @@ class Event:
 
 def test_what_is_received_comes_after_the_forward_too(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams(monkeypatch)
-    both = BothStreams(torch.device("cuda", 0))
+    both = EngineStreams(torch.device("cuda", 0))
     scheduler = streams.current
     with both.joined():
         assert streams.current is scheduler  # nothing has run yet: no stream of forwards is known
@@ -62,14 +62,14 @@ def test_what_is_received_comes_after_the_forward_too(monkeypatch: pytest.Monkey
 
 def test_a_mark_is_after_both(monkeypatch: pytest.MonkeyPatch) -> None:
     Streams(monkeypatch)
-    both = BothStreams(torch.device("cuda", 0))
+    both = EngineStreams(torch.device("cuda", 0))
     both.forward = Stream("forward")
     fence: Any = both.mark()
     assert fence._event.after == ["join", "scheduler", "forward"]
 
 
 def test_on_a_cpu_there_is_nothing_to_wait_for() -> None:
-    both = BothStreams(torch.device("cpu"))
+    both = EngineStreams(torch.device("cpu"))
     both.forward = Stream("forward")
     with both.joined():
         pass

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvconnect.engines.sglang import rooms as rooms_module
-from kvconnect.engines.sglang.rooms import Outbox
+from kvconnect.engines.sglang.rooms import PrefillRooms
 from kvconnect.errors import Misuse
 from kvconnect.offload.messages import TransferEvent
 from tests.hostile import rooms as hostile
@@ -46,7 +46,7 @@ def test_the_play_finds_a_prefix_that_moves(monkeypatch: pytest.MonkeyPatch) -> 
         found.waiting = frozenset(found.joined)
         self._ready(room)
 
-    monkeypatch.setattr(Outbox, "_join", joins)
+    monkeypatch.setattr(PrefillRooms, "_join", joins)
     assert hostile.run(2000).crashes
 
 
@@ -123,7 +123,7 @@ def test_an_error_of_one_room_ends_that_room(
 ) -> None:
     """Whatever it is: it is counted and logged, and the scheduler's thread goes on."""
     agent, failed = hostile.Agent(), []
-    box = Outbox(
+    box = PrefillRooms(
         agent,  # type: ignore[arg-type]
         hostile.RANKS[0],
         [4, 1],

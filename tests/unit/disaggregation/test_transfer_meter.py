@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvconnect.disaggregation import transfer_trace
-from kvconnect.disaggregation.sessions import TransferMeter
-from kvconnect.disaggregation.transfer_trace import TransferTrace
+from kvconnect.disaggregation import transfer_meter
+from kvconnect.disaggregation.transfer_meter import TransferMeter, TransferTrace
 from kvconnect.offload.messages import Chunk
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport.base import PagesReceived, PeerId
@@ -24,7 +23,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(transfer_trace, "time", clock)
+    monkeypatch.setattr(transfer_meter, "time", clock)
     return clock
 
 
@@ -65,7 +64,7 @@ def test_what_is_not_open_is_left_alone(clock: Clock) -> None:
 def test_a_meter_tells_it_and_without_one_nothing(clock: Clock) -> None:
     event = PagesReceived(PeerId(0), 1, 0, 0, 8, (), 64, 0.25)
     for book in (TransferTrace(0), None):
-        stats, meter = OffloadingConnectorStats(), TransferMeter(path="nixl", journal=book)
+        stats, meter = OffloadingConnectorStats(), TransferMeter(path="nixl", trace=book)
         meter.open(1, asked=True)
         clock.now += 1
         meter.record(stats, TransferType.RECV, event, "peer")

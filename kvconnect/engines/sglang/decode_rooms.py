@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvconnect.disaggregation.agent import HandoffAgent
-from kvconnect.engines.sglang.rooms import transfer_of, within
+from kvconnect.engines.sglang.rooms import contain_room_errors, transfer_of
 from kvconnect.offload.messages import Drop, Instructions, JobReport, Keep, PrefillSource, Receive
 from kvconnect.protocol.topology import sources_for
 from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span
@@ -28,7 +28,7 @@ class RoomRequest(NamedTuple):
     pp: int
 
 
-class Inbox:
+class DecodeRooms:
     """The decode side. For the scheduler's thread.
 
     ``arrived(room)`` and ``failed(room, why)`` are called from :meth:`take`. A room is ``over``
@@ -94,7 +94,7 @@ class Inbox:
         """Take receives that ended."""
         for report, job in finished:
             room = int(job.req_id)
-            with within(self._agent, room, self._failed):
+            with contain_room_errors(self._agent, room, self._failed):
                 self._jobs[room].discard(job.job)
                 if not self._jobs[room]:
                     del self._jobs[room]

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from kvconnect.disaggregation import sender as machine  # noqa: E402
 from kvconnect.disaggregation.reads import SendPages, ServedRead  # noqa: E402
 from kvconnect.disaggregation.send_side import SendSide  # noqa: E402
-from kvconnect.disaggregation.sender import Break, Refuse, Sender  # noqa: E402
+from kvconnect.disaggregation.sender import DropPeer, RefuseRead, Sender  # noqa: E402
 from kvconnect.disaggregation.sessions import Sessions  # noqa: E402
 from kvconnect.offload.messages import NoticeKind, OfferBlocks  # noqa: E402
 from kvconnect.protocol.codec import MessageReader  # noqa: E402
@@ -87,7 +87,7 @@ def test_an_error_for_a_reader_in_the_engine_s_step_ends_its_connection_alone(
     p.step()
     d.step(receives=[receive(p.source(), array("q", [1, 2]), 32, early=True)])
     agent = p.agents[0]
-    until(lambda: agent._sending._machine._parked)
+    until(lambda: agent._sending._sender._parked)
     with monkeypatch.context() as patch:
         patch.setattr(ServedRead, "start", lambda self: 1 / 0)
         p.step(
@@ -96,7 +96,7 @@ def test_an_error_for_a_reader_in_the_engine_s_step_ends_its_connection_alone(
         (report,) = finished(d)
     assert {failure.cause for failure in report.failures} == {FailureCause.PEER}
     assert errors_counted(p) == 1
-    until(lambda: not len(agent._links))
+    until(lambda: not len(agent._sessions))
     hand_off(p, d)
 
 
@@ -137,65 +137,65 @@ def test_an_error_in_the_transport_s_thread_ends_one_connection_alone(
 
 
 def kept(one: Sender) -> int:
-    book = one._book
-    return sum(map(len, book.readers.values())) + sum(len(k.readers) for k in book.known.values())
+    book = one._transfers
+    return sum(map(len, book.readers.values())) + sum(len(k.readers) for k in book.offered.values())
 
 
 def test_asking_and_giving_up_again_and_again_keeps_nothing() -> None:
     one = written(span(0, 5, 6))
     for want in range(1000):
-        actions = one.want(ask(want), 0.0)
+        actions = one.on_request(ask(want), 0.0)
         sent = sum(isinstance(action, SendPages) for action in actions)
         assert sent == 1
         one.cancel(3, want)
-        one.quiet(3, want)
+        one.drained(3, want)
         assert kept(one) == 0
 
 
 def test_wants_that_do_not_fall_quiet_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "MAX_WANTS", 4)
+    monkeypatch.setattr(machine, "MAX_READS", 4)
     one = written(span(0, 5, 6))
     for want in range(6):
-        actions = one.want(ask(want), 0.0)
+        actions = one.on_request(ask(want), 0.0)
         one.cancel(3, want)
     assert refusals(actions) == [(3, 5, "refused")]
     assert kept(one) == 2 * 4
-    assert not refusals(one.want(ask(0, peer=4), 0.0))  # another peer is served
+    assert not refusals(one.on_request(ask(0, peer=4), 0.0))  # another peer is served
     for want in range(4):
-        one.quiet(3, want)
-    assert not refusals(one.want(ask(9, reader=Rank(0, 2, 0, 1)), 0.0))
+        one.drained(3, want)
+    assert not refusals(one.on_request(ask(9, reader=Rank(0, 2, 0, 1)), 0.0))
 
 
 def test_a_reader_that_has_everything_is_remembered_until_the_transfer_ends() -> None:
     one = written(span(0, 5, 6, 7, 8))
-    one.want(ask(0), 0.0)
+    one.on_request(ask(0), 0.0)
     one.sent(3, 0)
     one.done(3, 0)
     assert kept(one) == 2
-    assert refusals(one.want(ask(1), 0.0)) == [(3, 1, "refused")]
+    assert refusals(one.on_request(ask(1), 0.0)) == [(3, 1, "refused")]
     one.peer_lost(3)
     assert kept(one) == 0
 
 
 def test_one_peer_cannot_take_all_room_for_early_wants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "MAX_PARKED", 10)
+    monkeypatch.setattr(machine, "MAX_PARKED_READS", 10)
     one = sender()
     for want in range(20):
-        one.want(ask(want, early=True, transfer=TransferId(bytes([want]) * 16)), 0.0)
+        one.on_request(ask(want, early=True, transfer=TransferId(bytes([want]) * 16)), 0.0)
     assert len(one._parked) == 5
-    assert not refusals(one.want(ask(0, peer=4, early=True), 0.0))
+    assert not refusals(one.on_request(ask(0, peer=4, early=True), 0.0))
 
 
 def test_an_error_in_the_step_names_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     one = written(span(0, 5, 6))
-    one.want(ask(0), 0.0)
+    one.on_request(ask(0), 0.0)
     one.offer(OfferBlocks(T, (span(2, 7),)))
     monkeypatch.setattr(ServedRead, "send", lambda *_: 1 / 0)
     for actions in (one.layer_written(0, 0, None), one.step_written(None)):
         (only,) = actions
-        assert isinstance(only, Break)
+        assert isinstance(only, DropPeer)
         assert only.peer == 3
-        assert not isinstance(only, Refuse)
+        assert not isinstance(only, RefuseRead)
 
 
 def test_the_last_word_of_a_reader_is_the_last_notice(stack: ExitStack) -> None:
@@ -204,8 +204,10 @@ def test_the_last_word_of_a_reader_is_the_last_notice(stack: ExitStack) -> None:
     side = p.agents[0]._sending
     p.step(offers=[OfferBlocks(TRANSFER)])
     for want in range(3):
-        side._run(side._machine.want(ask(want, transfer=TRANSFER, parts=[(0, want, 1)]), 0.0))
+        side._run_actions(
+            side._sender.on_request(ask(want, transfer=TRANSFER, parts=[(0, want, 1)]), 0.0)
+        )
         if want < 2:
-            side._run(side._machine.cancel(3, want))
+            side._run_actions(side._sender.cancel(3, want))
     kinds = [(n.kind, n.first) for n in side.take_notices()]
     assert kinds == [(NoticeKind.LEFT, 0), (NoticeKind.JOINED, 2)]
