@@ -185,7 +185,7 @@ def measure_requests(rounds: int) -> dict[str, float]:
 
 def measure_transfers() -> dict[str, float]:
     """Return the microseconds that one transfer of a hand-off costs."""
-    from kvconnect.disaggregation.transfer_meter import TransferMeter, TransferTrace
+    from kvconnect.disaggregation.transfer_meter import ChunkKey, TransferMeter, TransferTrace
     from kvconnect.stats import OffloadingConnectorStats
     from kvconnect.transport.base import PagesReceived, PeerId
     from kvconnect.types import TransferType
@@ -198,7 +198,7 @@ def measure_transfers() -> dict[str, float]:
             meter.open(1, asked=True)
             for _ in range(REPEAT):
                 if trace is not None:
-                    trace.queued(1, (0, 0, 8))
+                    trace.queued(1, ChunkKey(0, 0, 8))
                 meter.record(stats, TransferType.RECV, event, "10.0.0.1/abcdef")
             meter.finish(stats, 1, "recv")
 

@@ -185,7 +185,7 @@ class ReceiveSide:
             self._sessions.send(session.peer, Cancel(want=action.read_id))
             self._sessions.transport.cancel(session.peer, action.read_id)
         else:
-            *_, moved = session.meter.finish(self._sessions.stats, action.read_id, "recv")
+            moved = session.meter.finish(self._sessions.stats, action.read_id, "recv").moved
             if moved is not None:
                 self._moved.setdefault(action.job, []).append(moved)
             self._sessions.send(session.peer, ReadDone(want=action.read_id))

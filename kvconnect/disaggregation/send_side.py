@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from kvconnect.disaggregation import sender, sessions
 from kvconnect.disaggregation.sender import AcceptedRead, Action, Sender
 from kvconnect.disaggregation.sessions import Session, Sessions, isolate
+from kvconnect.disaggregation.transfer_meter import ChunkKey
 from kvconnect.errors import ProtocolError
 from kvconnect.offload.messages import Instructions, NoticeKind, TransferEvent
 from kvconnect.protocol.messages import (
@@ -122,14 +123,14 @@ class SendSide:
     def _run_actions(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, sender.ReportNotice):
-                self._note(action.notice)
+                self._keep_notice(action.notice)
                 continue
             session = self._sessions.get(PeerId(action.peer))
             if session is None:
                 if isinstance(
                     action, sender.ReportServed
                 ):  # the connection ended before its last Sent event
-                    self._note(action.notice)
+                    self._keep_notice(action.notice)
                 continue
             with isolate(self._sessions, session.peer):  # this may be the engine's thread
                 self._run_action(session, action)
@@ -138,10 +139,8 @@ class SendSide:
         if isinstance(action, sender.SendPages):
             self._send(session, action)
         elif isinstance(action, sender.ReportServed):
-            nbytes, seconds, moved = session.meter.finish(
-                self._sessions.stats, action.read_id, "send"
-            )
-            self._note(action.notice._replace(nbytes=nbytes, seconds=seconds, moved=moved))
+            measured = session.meter.finish(self._sessions.stats, action.read_id, "send")
+            self._keep_notice(action.notice._replace(**measured._asdict()))
         elif isinstance(action, sender.CancelRead):
             session.meter.forget(action.read_id)
             self._sessions.transport.cancel(session.peer, action.read_id)
@@ -157,7 +156,7 @@ class SendSide:
             assert isinstance(action, sender.DropPeer)
             sessions.end_session(self._sessions, session.peer, action.error)
 
-    def _note(self, notice: TransferEvent) -> None:
+    def _keep_notice(self, notice: TransferEvent) -> None:
         """Keep the latest notice per transfer, kind and reader, in order: a reader may ask, leave
         and ask again before the scheduler polls."""
         key = notice.transfer, notice.kind, notice.reader
@@ -167,7 +166,7 @@ class SendSide:
     def _send(self, session: Session, pages: sender.SendPages) -> None:
         unit = session.units[pages.number]
         if session.meter.trace is not None:
-            chunk = pages.group, pages.first, len(pages.ids)
+            chunk = ChunkKey(pages.group, pages.first, len(pages.ids))
             session.meter.trace.queued(pages.read_id, chunk)
         self._sessions.transport.submit(
             OutgoingPages(

@@ -1,10 +1,14 @@
-"""When the pages of a hand-off moved, for its trace. Kept only where the engine traces."""
+"""Bytes and seconds of one session's reads, for metrics and, where the engine traces, for spans.
+
+Both classes ignore reads that are not open, since messages cross.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvconnect.offload.messages import Chunk, PeerTransfer
 from kvconnect.stats import OffloadingConnectorStats
@@ -12,9 +16,17 @@ from kvconnect.transport.base import Received, Sent
 from kvconnect.types import TransferType
 
 
+class ChunkKey(NamedTuple):
+    """Wire blocks that were offered together, in one group."""
+
+    group: int
+    first: int
+    blocks: int
+
+
 @dataclass(eq=False)
-class _Sending:
-    """A chunk that is on its way."""
+class _SentChunk:
+    """A chunk in flight, or sent."""
 
     first: int
     blocks: int
@@ -28,97 +40,104 @@ class _TracedRead:
     asked: float
     first: float = 0.0
     ready: float = 0.0
-    chunks: dict[tuple[int, int, int], _Sending] = field(default_factory=dict)
-    queue: deque[_Sending] = field(default_factory=deque)  # one entry per order not sent
+    chunks: dict[ChunkKey, _SentChunk] = field(default_factory=dict)
+    queue: deque[_SentChunk] = field(default_factory=deque)  # one entry per unsent order
 
 
 class TransferTrace:
-    """Open wants of one connection. Not synchronised; a want that is not open is left alone."""
+    """Times of the open reads of one session, in seconds of the wall clock. Not synchronised."""
 
     def __init__(self, worker: int) -> None:
         self._worker = worker
-        self._wants: dict[int, _TracedRead] = {}
+        self._reads: dict[int, _TracedRead] = {}
 
-    def open(self, want: int) -> None:
-        """Pages are asked for."""
-        self._wants[want] = _TracedRead(time.time())
+    def open(self, read_id: int) -> None:
+        """Pages are requested."""
+        self._reads[read_id] = _TracedRead(time.time())
 
-    def queued(self, want: int, chunk: tuple[int, int, int]) -> None:
-        """An order was given to the transport, of one or all layers of a chunk: its group, its
-        first wire block and their number."""
-        found = self._wants.get(want)
-        if found is not None:
-            sending = found.chunks.get(chunk)
-            if sending is None:
-                sending = found.chunks[chunk] = _Sending(*chunk[1:], began=time.time())
-            found.queue.append(sending)
+    def queued(self, read_id: int, key: ChunkKey) -> None:
+        """The transport was given an order for one or all layers of a chunk."""
+        read = self._reads.get(read_id)
+        if read is not None:
+            chunk = read.chunks.get(key)
+            if chunk is None:
+                chunk = read.chunks[key] = _SentChunk(key.first, key.blocks, began=time.time())
+            read.queue.append(chunk)
 
-    def moved(self, want: int, nbytes: int, seconds: float) -> None:
-        """Pages have moved. Orders of one want leave in the order in which they were given."""
-        found = self._wants.get(want)
-        if found is None:
+    def moved(self, read_id: int, nbytes: int, seconds: float) -> None:
+        """Pages were transferred. Orders of one read are sent in the order of :meth:`queued`."""
+        read = self._reads.get(read_id)
+        if read is None:
             return
         now = time.time()
-        found.first = found.first or now - seconds
-        if found.queue:
-            sending = found.queue.popleft()
-            sending.nbytes += nbytes
-            sending.ended = now
+        read.first = read.first or now - seconds
+        if read.queue:
+            chunk = read.queue.popleft()
+            chunk.nbytes += nbytes
+            chunk.ended = now
 
-    def ready(self, want: int) -> None:
-        """The other side has computed all of a want."""
-        found = self._wants.get(want)
-        if found is not None:
-            found.ready = time.time()
+    def ready(self, read_id: int) -> None:
+        """The source has computed every page of a read."""
+        read = self._reads.get(read_id)
+        if read is not None:
+            read.ready = time.time()
 
-    def close(self, want: int, path: str, nbytes: int, seconds: float) -> PeerTransfer | None:
-        """A want has everything; return what became of it."""
-        found = self._wants.pop(want, None)
-        if found is None:
+    def close(self, read_id: int, path: str, nbytes: int, seconds: float) -> PeerTransfer | None:
+        """Forget a complete read and return its times."""
+        read = self._reads.pop(read_id, None)
+        if read is None:
             return None
         ended = time.time()
-        sent = found.chunks.values()
+        sent = read.chunks.values()
         return PeerTransfer(
             worker=self._worker,
             path=path,
-            asked=found.asked,
-            first=found.first or ended,
-            ready=found.ready,
+            asked=read.asked,
+            first=read.first or ended,
+            ready=read.ready,
             ended=ended,
             nbytes=nbytes,
             seconds=seconds,
             chunks=tuple(Chunk(c.first, c.blocks, c.began, c.ended, c.nbytes) for c in sent),
         )
 
-    def forget(self, want: int) -> None:
-        """A want ended without everything."""
-        self._wants.pop(want, None)
+    def forget(self, read_id: int) -> None:
+        """Forget an incomplete read."""
+        self._reads.pop(read_id, None)
+
+
+class MeasuredRead(NamedTuple):
+    """What was transferred for one complete read. ``moved``: for the trace, if there is one."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
+    moved: PeerTransfer | None = None
 
 
 @dataclass
 class TransferMeter:
-    """What is measured on one connection, by want; times in seconds of the monotonic clock. A
-    want that is not open (any more) is not measured: messages cross."""
+    """Measurements of one session: of its open reads, by read id, and of its bandwidth probe. Times
+    in seconds of the monotonic clock. Not synchronised."""
 
-    wire: dict[int, float] = field(default_factory=dict)  # open wants: how long pages moved
-    moved: dict[int, int] = field(default_factory=dict)  # and how many bytes of them
-    asked: dict[int, float] = field(default_factory=dict)  # since when, until the first page
-    ready: dict[int, float] = field(default_factory=dict)  # when its last page was computed
-    probes: int = 0  # that are over
-    probed_bytes: int = 0  # of the one under way
+    seconds: dict[int, float] = field(default_factory=dict)  # open reads: duration of transfers
+    nbytes: dict[int, int] = field(default_factory=dict)  # open reads: bytes transferred
+    requested_at: dict[int, float] = field(default_factory=dict)  # until the first page arrives
+    ready_at: dict[int, float] = field(default_factory=dict)  # when the last page was computed
+    probes: int = 0  # finished
+    probed_bytes: int = 0  # of the current probe
     probed_seconds: float = 0.0
     rates: dict[str, float] = field(default_factory=dict)  # bytes per second, by path
     paths: tuple[str, ...] = ("tcp",)  # that pages may take
-    path: str = ""  # that they do take, once that is measured
+    path: str = ""  # that pages take, once the probes are finished
     trace: TransferTrace | None = None  # where the engine traces
 
-    def open(self, want: int, asked: bool) -> None:
-        """Begin to measure a want; ``asked``: it is ours."""
-        self.wire[want], self.moved[want] = 0.0, 0
+    def open(self, read_id: int, asked: bool) -> None:
+        """Begin to measure a read; ``asked``: this worker is the reader."""
+        self.seconds[read_id], self.nbytes[read_id] = 0.0, 0
         if asked:
-            self.asked[want] = time.monotonic()
+            self.requested_at[read_id] = time.monotonic()
         if self.trace is not None:
-            self.trace.open(want)
+            self.trace.open(read_id)
 
     def record(
         self,
@@ -127,47 +146,46 @@ class TransferMeter:
         event: Sent | Received,
         peer: str,
     ) -> None:
-        """Count pages that moved."""
+        """Count transferred pages."""
         stats.record_transfer(kind.value, event.nbytes, event.seconds)
         stats.count("handoff_peer_bytes", event.nbytes, label=peer)
         stats.count("handoff_peer_seconds", event.seconds, label=peer)
-        if event.want in self.wire:
-            self.wire[event.want] += event.seconds
-            self.moved[event.want] += event.nbytes
+        if event.want in self.seconds:
+            self.seconds[event.want] += event.seconds
+            self.nbytes[event.want] += event.nbytes
         if self.trace is not None:
             self.trace.moved(event.want, event.nbytes, event.seconds)
-        asked = self.asked.pop(event.want, None)
-        if asked is not None:
-            waited = time.monotonic() - asked - event.seconds
+        requested_at = self.requested_at.pop(event.want, None)
+        if requested_at is not None:
+            waited = time.monotonic() - requested_at - event.seconds
             stats.observe("handoff_wait_seconds", max(0.0, waited))
 
-    def all_ready(self, want: int) -> None:
-        """The other side has computed all of a want."""
-        if want in self.wire:
-            self.ready[want] = time.monotonic()
+    def all_ready(self, read_id: int) -> None:
+        """The source has computed every page of a read."""
+        if read_id in self.seconds:
+            self.ready_at[read_id] = time.monotonic()
         if self.trace is not None:
-            self.trace.ready(want)
+            self.trace.ready(read_id)
 
-    def finish(
-        self, stats: OffloadingConnectorStats, want: int, role: str
-    ) -> tuple[int, float, PeerTransfer | None]:
-        """A want has everything: note how long its pages moved and, on the side that asked, how
-        much of that came after the other side's prefill. Return the bytes and these seconds, and
-        the same for a trace."""
-        if want not in self.wire:
-            return 0, 0.0, None
-        moved = self.moved[want], self.wire[want]
-        stats.observe("handoff_wire_seconds", self.wire[want], label=role)
-        if role == "recv":  # no word of its being ready: the pages overtook it
+    def finish(self, stats: OffloadingConnectorStats, read_id: int, role: str) -> MeasuredRead:
+        """A read is complete: observe how long its transfers took and, for the reader, how much of
+        that came after the prefill. ``role``: ``send`` or ``recv``."""
+        if read_id not in self.seconds:
+            return MeasuredRead()
+        nbytes, seconds = self.nbytes[read_id], self.seconds[read_id]
+        stats.observe("handoff_wire_seconds", seconds, label=role)
+        if role == "recv":  # without PagesReady, the pages overtook the message
             now = time.monotonic()
-            stats.observe("handoff_exposed_seconds", now - self.ready.get(want, now))
-        trace = None if self.trace is None else self.trace.close(want, self.path, *moved)
-        self.forget(want)
-        return *moved, trace
-
-    def forget(self, want: int) -> None:
-        """A want ended."""
+            stats.observe("handoff_exposed_seconds", now - self.ready_at.get(read_id, now))
+        moved = None
         if self.trace is not None:
-            self.trace.forget(want)
-        for book in (self.wire, self.moved, self.asked, self.ready):
-            book.pop(want, None)
+            moved = self.trace.close(read_id, self.path, nbytes, seconds)
+        self.forget(read_id)
+        return MeasuredRead(nbytes, seconds, moved)
+
+    def forget(self, read_id: int) -> None:
+        """Stop to measure a read."""
+        if self.trace is not None:
+            self.trace.forget(read_id)
+        for table in (self.seconds, self.nbytes, self.requested_at, self.ready_at):
+            table.pop(read_id, None)

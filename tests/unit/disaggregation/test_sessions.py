@@ -114,7 +114,7 @@ def test_a_measurement_that_never_ends_is_given_up() -> None:
     links.tick(time.monotonic())
     assert not any(isinstance(order, Disconnect) for order in seam.orders)
     links.tick(time.monotonic() + 61)
-    assert Disconnect(link.peer, "its speed could not be measured in 60 s") in seam.orders
+    assert Disconnect(link.peer, "the bandwidth probe did not finish within 60 s") in seam.orders
 
 
 def test_a_path_that_is_asked_for_and_missing_is_refused_with_the_reason() -> None:

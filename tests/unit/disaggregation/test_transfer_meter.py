@@ -1,11 +1,11 @@
-"""When the pages of a want moved, as its trace is told."""
+"""Times and bytes of a session's reads, for metrics and traces."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvconnect.disaggregation import transfer_meter
-from kvconnect.disaggregation.transfer_meter import TransferMeter, TransferTrace
+from kvconnect.disaggregation.transfer_meter import ChunkKey, TransferMeter, TransferTrace
 from kvconnect.offload.messages import Chunk
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport.base import PagesReceived, PeerId
@@ -19,6 +19,8 @@ class Clock:
     def time(self) -> float:
         return self.now
 
+    monotonic = time
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
@@ -30,7 +32,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_layers_of_a_chunk_are_one_and_chunks_stay_apart(clock: Clock) -> None:
     book = TransferTrace(worker=3)
     book.open(7)
-    first, second = (0, 0, 8), (0, 8, 5)
+    first, second = ChunkKey(0, 0, 8), ChunkKey(0, 8, 5)
     for chunk in (first, first, second):  # two layers of one, all layers of the other
         clock.now += 1
         book.queued(7, chunk)
@@ -47,12 +49,12 @@ def test_layers_of_a_chunk_are_one_and_chunks_stay_apart(clock: Clock) -> None:
 
 
 def test_what_is_not_open_is_left_alone(clock: Clock) -> None:
-    """Messages cross: a want may be over when more of it is heard."""
+    """Messages cross: events of a finished read may still arrive."""
     book = TransferTrace(worker=0)
     book.open(1)
     book.forget(1)
     for event in (
-        lambda: book.queued(1, (0, 0, 1)),
+        lambda: book.queued(1, ChunkKey(0, 0, 1)),
         lambda: book.moved(1, 1, 0.0),
         lambda: book.ready(1),
         lambda: book.forget(1),
@@ -69,8 +71,9 @@ def test_a_meter_tells_it_and_without_one_nothing(clock: Clock) -> None:
         clock.now += 1
         meter.record(stats, TransferType.RECV, event, "peer")
         meter.all_ready(1)
-        nbytes, seconds, moved = meter.finish(stats, 1, "recv")
-        assert (nbytes, seconds) == (64, 0.25)
+        measured = meter.finish(stats, 1, "recv")
+        moved = measured.moved
+        assert (measured.nbytes, measured.seconds) == (64, 0.25)
         if book is None:
             assert moved is None
         else:
