@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvconnect.offload.messages import Chunk, PeerTransfer
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.transport.base import Received, Sent
+from kvconnect.transport.base import PagesReceived, PagesSent
 from kvconnect.types import TransferType
 
 
@@ -143,7 +143,7 @@ class TransferMeter:
         self,
         stats: OffloadingConnectorStats,
         kind: TransferType,
-        event: Sent | Received,
+        event: PagesSent | PagesReceived,
         peer: str,
     ) -> None:
         """Count transferred pages."""
