@@ -371,7 +371,7 @@ def test_every_failure_has_a_row() -> None:
     assert rows("failures.md", "Causes") == {cause.value for cause in FailureCause}
     labels = {row.name: row.label.values for row in CATALOG if row.label}
     assert rows("failures.md", "Refused") == set(labels["handoff_refused"])
-    below = rows("failures.md", "Tiers below host memory")
+    below = rows("failures.md", "Secondary tiers")
     assert below == set(labels["store_failed_blocks"])
     assert below == {outcome.value for outcome in BlockOutcome} - {"ok", "absent"}
 
