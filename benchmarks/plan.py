@@ -285,7 +285,7 @@ class Decoding:
 
     def answer(self, meta: StepInstructions) -> None:
         """Report all of a step's stores done, as its worker would."""
-        reports = StepReports([JobReport(store.job) for store in meta.work.stores])
+        reports = StepReports([JobReport(store.job) for store in meta.offload.stores])
         self.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=reports))
 
     def _admit(self, number: int) -> Request:
@@ -328,7 +328,7 @@ def measure_steps(seed: int, steps: int) -> dict[str, float]:
     for _ in range(steps):
         output, metas = decoding.decode(), []
         samples["plan"].append(timed(lambda: metas.append(decoding.plan(output))))  # noqa: B023
-        stored += sum(len(p.slots) for store in metas[0].work.stores for p in store.parts)
+        stored += sum(len(p.slots) for store in metas[0].offload.stores for p in store.parts)
         samples["answer"].append(timed(lambda: decoding.answer(metas[0])))  # noqa: B023
         samples["stats"].append(timed(decoding.connector.get_kv_connector_stats))
     gc.unfreeze()

@@ -45,9 +45,15 @@ from benchmarks.fake_engines import MODEL
 from benchmarks.fake_engines import Engine as FakeEngine
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.cache.keys import scope_of
+from kvconnect.disaggregation.messages import (
+    DisaggregationInstructions,
+    OfferBlocks,
+    Receive,
+    Withdraw,
+)
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex
-from kvconnect.offload.messages import Instructions, JobReport, OfferBlocks, Receive, Span, Withdraw
+from kvconnect.offload.messages import JobReport
 from kvconnect.offload.planner import LoadRequest, OffloadLimits, OffloadPlan
 from kvconnect.router.app import RouterHandlers, make_app
 from kvconnect.router.fleet import membership, watch
@@ -57,7 +63,7 @@ from kvconnect.router.policy.caches import History
 from kvconnect.router.policy.ranking import RankingPolicy
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends import make_store
-from kvconnect.types import FailureCause, JobId, TransferId
+from kvconnect.types import FailureCause, JobId, Span, TransferId
 from tests.unit.disaggregation.test_agent import Engine as HandoffEngine
 
 WARM_UP, WARM_ROUNDS = 0.4, 10  # of the time; and at least
@@ -390,7 +396,7 @@ class HandoffPart:
                 raise TimeoutError("a hand-off did not end")
             for agent in engine.agents:
                 reports += [report for report, _ in agent.poll(idle=True)[0]]
-                agent.run(Instructions())
+                agent.run(DisaggregationInstructions())
                 agent.take_stats()
             for agent in self._prefill.agents:
                 agent.poll(idle=False)

@@ -18,6 +18,12 @@ from kvconnect import threads
 from kvconnect.config import Config
 from kvconnect.disaggregation import bandwidth_probe
 from kvconnect.disaggregation.bandwidth_probe import ProbedMemory
+from kvconnect.disaggregation.messages import (
+    DisaggregationInstructions,
+    Receive,
+    ReceiveReport,
+    TransferEvent,
+)
 from kvconnect.disaggregation.receive_side import ReceiveSide
 from kvconnect.disaggregation.send_side import SendSide
 from kvconnect.disaggregation.sessions import (
@@ -28,7 +34,6 @@ from kvconnect.disaggregation.sessions import (
     isolate,
 )
 from kvconnect.errors import ConfigError, ProtocolError, TransferFailed
-from kvconnect.offload.messages import Instructions, JobReport, Receive, TransferEvent
 from kvconnect.offload.streams import make_streams
 from kvconnect.protocol import messages
 from kvconnect.protocol.messages import PROBE_READ_ID, Hello, Message, Probe, Reject
@@ -92,7 +97,7 @@ class HandoffAgent:
         self._thread = threads.make(kind, "kvconnect-handoff", self._loop)
         self._thread.start()
 
-    def begin_step(self, work: Instructions, epoch: int) -> None:
+    def begin_step(self, work: DisaggregationInstructions, epoch: int) -> None:
         """Take a step's instructions, before its forward."""
         self.end_step()  # a pipeline stage may end a step without saying so
         with self._lock:
@@ -104,7 +109,7 @@ class HandoffAgent:
             self._receiving.begin_step(work, time.monotonic(), fence)
         self._offering = any(offer.spans for offer in work.offers)
 
-    def run(self, work: Instructions, fence: Fence | None = None) -> None:
+    def run(self, work: DisaggregationInstructions, fence: Fence | None = None) -> None:
         """Take instructions outside of a step. What they offer is there once ``fence`` passed;
         if it is a step's after all, at its end."""
         with self._lock:
@@ -134,7 +139,7 @@ class HandoffAgent:
 
     def poll(
         self, idle: bool, ends_step: bool = False
-    ) -> tuple[list[tuple[JobReport, Receive]], list[TransferEvent]]:
+    ) -> tuple[list[tuple[ReceiveReport, Receive]], list[TransferEvent]]:
         """Return receives that ended, and notices, since the last call. An ``idle`` engine, which
         has nothing to compute until one comes, waits a moment for it instead of spinning.
         ``ends_step``: until the next one begins, the engine computes nothing.

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvconnect.cache.groups import CacheGroup
+from kvconnect.disaggregation.messages import NoticeKind, OfferBlocks, TransferEvent, Withdraw
 from kvconnect.disaggregation.states import LEASE, Event, Lease
 from kvconnect.errors import Misuse
 from kvconnect.offload.jobs import NULL_BLOCK, Owner
-from kvconnect.offload.messages import NoticeKind, OfferBlocks, TransferEvent, Withdraw
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause, Rank, Span, TransferId, TransferType
 

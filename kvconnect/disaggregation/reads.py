@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from kvconnect.disaggregation.messages import NoticeKind, TransferEvent
 from kvconnect.disaggregation.states import TRANSFER, Event, TransferState
 from kvconnect.errors import Misuse, ProtocolError, contained
-from kvconnect.offload.messages import NoticeKind, TransferEvent
 from kvconnect.types import FailureCause, Rank, Span, TransferId
 
 

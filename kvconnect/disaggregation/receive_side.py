@@ -10,6 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvconnect.disaggregation import receiver
+from kvconnect.disaggregation.messages import (
+    DisaggregationInstructions,
+    Keep,
+    PeerTransfer,
+    Receive,
+    ReceiveReport,
+)
 from kvconnect.disaggregation.receiver import (
     Action,
     CancelReceive,
@@ -20,7 +27,6 @@ from kvconnect.disaggregation.receiver import (
 )
 from kvconnect.disaggregation.sessions import Session, Sessions, isolate
 from kvconnect.errors import ProtocolError, Refused
-from kvconnect.offload.messages import Instructions, JobReport, Keep, PeerTransfer, Receive
 from kvconnect.protocol.messages import (
     Alive,
     Cancel,
@@ -57,11 +63,11 @@ class ReceiveSide:
         self.step_ended_at = (
             math.inf
         )  # end of the engine's last step; inf: a step runs, or none was seen
-        self._finished: list[tuple[JobReport, Receive]] = []
+        self._finished: list[tuple[ReceiveReport, Receive]] = []
         self._moved: dict[JobId, list[PeerTransfer]] = {}  # of unfinished receives
         self._fence: Fence | None = None  # of the last step that received something
 
-    def begin_step(self, work: Instructions, now: float, fence: Fence | None) -> None:
+    def begin_step(self, work: DisaggregationInstructions, now: float, fence: Fence | None) -> None:
         """Take a step's receives, drops and renewals. Pages are written only after ``fence``, since
         work launched earlier may still use the blocks."""
         if work.receives:
@@ -93,7 +99,7 @@ class ReceiveSide:
         """Whether :meth:`take_finished` has something."""
         return bool(self._finished)
 
-    def take_finished(self) -> list[tuple[JobReport, Receive]]:
+    def take_finished(self) -> list[tuple[ReceiveReport, Receive]]:
         """Return receives that ended since the last call."""
         finished, self._finished = self._finished, []
         return finished

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvconnect.disaggregation.messages import Receive, ReceiveReport
 from kvconnect.disaggregation.reads import GroupView, wire_ids
 from kvconnect.disaggregation.states import TRANSFER, Event, TransferState
 from kvconnect.errors import ProtocolError
-from kvconnect.offload.messages import FailedBlock, JobReport, Receive
+from kvconnect.offload.messages import FailedBlock
 from kvconnect.types import Endpoint, FailureCause, JobId, Span, TransferId
 
 MAX_WAIT_S = 600.0
@@ -69,7 +70,7 @@ class ConfirmRead(NamedTuple):
 class ReportFinished(NamedTuple):
     """The job is over; no page of it is written any more."""
 
-    report: JobReport
+    report: ReceiveReport
     job: Receive
 
 
@@ -176,7 +177,7 @@ class _ReceiveJob:
             read.state = TRANSFER.after(read.state, Event.ABORT)
         return [ConfirmRead(read.peer, read.read_id, self.receive.job) for read in complete]
 
-    def report(self, layers: Sequence[int]) -> JobReport:
+    def report(self, layers: Sequence[int]) -> ReceiveReport:
         """Return the report, with failed blocks; ``layers``: how many this worker has, by group."""
         places = [place for read in self.reads for place in read.missing()]
         for span, (begin, end) in zip(self.receive.spans, self.receive.tokens, strict=True):
@@ -186,7 +187,7 @@ class _ReceiveJob:
         for place in places:
             self.failures.setdefault(place, self.cause or FailureCause.REFUSED)
         failures = (FailedBlock(*place, -1, cause) for place, cause in self.failures.items())
-        return JobReport(self.receive.job, tuple(failures))
+        return ReceiveReport(self.receive.job, tuple(failures))
 
 
 class _ConnectedPeer(NamedTuple):

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvconnect.cache.groups import CacheGroup, keeps_prefix
+from kvconnect.disaggregation.messages import Drop, Keep, PrefillSource, Receive, ReceiveReport
 from kvconnect.disaggregation.states import HANDOFF, Event, Handoff
 from kvconnect.errors import Misuse
 from kvconnect.offload.jobs import Hold, Ledger, Owner
-from kvconnect.offload.messages import Drop, JobReport, Keep, PrefillSource, Receive
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause, JobId, Span, TransferId, TransferType
 
@@ -184,7 +184,7 @@ class Receives:
             self._drops.append(Drop(handoff.job))
         del self._requests[req_id]
 
-    def on_report(self, report: JobReport, now: float) -> SettledReceive | None:
+    def on_report(self, report: ReceiveReport, now: float) -> SettledReceive | None:
         """Take one worker's answer; return what came of it once the last one has answered."""
         in_flight = self._jobs.get(report.job)
         if in_flight is None:

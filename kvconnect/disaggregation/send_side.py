@@ -7,11 +7,11 @@ import time
 from collections.abc import Sequence
 
 from kvconnect.disaggregation import sender, sessions
+from kvconnect.disaggregation.messages import DisaggregationInstructions, NoticeKind, TransferEvent
 from kvconnect.disaggregation.sender import AcceptedRead, Action, Sender
 from kvconnect.disaggregation.sessions import Session, Sessions, isolate
 from kvconnect.disaggregation.transfer_meter import ChunkKey
 from kvconnect.errors import ProtocolError
-from kvconnect.offload.messages import Instructions, NoticeKind, TransferEvent
 from kvconnect.protocol.messages import (
     Alive,
     Cancel,
@@ -50,7 +50,7 @@ class SendSide:
             math.inf
         )  # end of the engine's last step; inf: a step runs, or none was seen
 
-    def begin_step(self, work: Instructions) -> None:
+    def begin_step(self, work: DisaggregationInstructions) -> None:
         """Take a step's offers and withdrawals; call it before the forward."""
         for offer in work.offers:
             self._run_actions(self._sender.offer(offer))

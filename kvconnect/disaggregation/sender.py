@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from kvconnect.disaggregation.messages import NoticeKind, OfferBlocks, TransferEvent, Withdraw
 from kvconnect.disaggregation.reads import (
     AcceptedRead,
     Action,
@@ -32,7 +33,6 @@ from kvconnect.disaggregation.reads import (
 )
 from kvconnect.disaggregation.states import TRANSFER, Event, TransferState
 from kvconnect.errors import Misuse
-from kvconnect.offload.messages import NoticeKind, OfferBlocks, TransferEvent, Withdraw
 from kvconnect.types import FailureCause, TransferId
 
 __all__ = [

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvconnect.offload.messages import Chunk, PeerTransfer
+from kvconnect.disaggregation.messages import Chunk, PeerTransfer
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport.base import PagesReceived, PagesSent
 from kvconnect.types import TransferType

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from kvconnect.cache.groups import CacheGroup, keeps_prefix, longest_prefix
 from kvconnect.offload.index import HostIndex, Removed
 from kvconnect.offload.jobs import NULL_BLOCK, JobBook, JobLimits, Owner, Settled
-from kvconnect.offload.messages import GroupBlocks, Instructions, JobReport, LoadBlocks
+from kvconnect.offload.messages import GroupBlocks, JobReport, LoadBlocks, OffloadInstructions
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Tier
 
@@ -178,9 +178,9 @@ class OffloadPlan:
         self._planned += len(new)
         return new
 
-    def take(self, now: float) -> Instructions:
+    def take(self, now: float) -> OffloadInstructions:
         """Hand out what was planned since the last call; all stores of a step are one job."""
-        instructions = Instructions(loads=self._loads)
+        instructions = OffloadInstructions(loads=self._loads)
         if self._store_parts:
             parts = tuple(self._store_parts.values())
             instructions.stores.append(self.jobs.open_store(parts, now))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from kvconnect.cache.groups import CacheGroup, leading_group, longest_prefix
 from kvconnect.cache.keys import PREFIX_BYTES, block_key
 from kvconnect.offload.index import HostIndex
-from kvconnect.offload.messages import SECONDARY_TIERS, TierAnswer
+from kvconnect.tiers.messages import SECONDARY_TIERS, TierAnswer
 from kvconnect.types import JobId, Tier
 
 logger = logging.getLogger(__name__)

@@ -18,14 +18,6 @@ from typing import NamedTuple
 
 from kvconnect.cache.groups import CacheGroup, leading_group
 from kvconnect.offload.index import HostIndex
-from kvconnect.offload.messages import (
-    SECONDARY_TIERS,
-    Instructions,
-    LookupBlocks,
-    PrefetchBlocks,
-    TierAnswer,
-    WriteBackBlocks,
-)
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.lookup import (
     Block,
@@ -38,6 +30,14 @@ from kvconnect.tiers.lookup import (
     TierJob,
     blocks_to_prefetch,
     missing_blocks,
+)
+from kvconnect.tiers.messages import (
+    SECONDARY_TIERS,
+    LookupBlocks,
+    PrefetchBlocks,
+    TierAnswer,
+    TierInstructions,
+    WriteBackBlocks,
 )
 from kvconnect.tiers.writeback import WriteBacks
 from kvconnect.types import FailureCause, Tier
@@ -123,7 +123,7 @@ class TierPlan:
         self._on_prefetched = on_prefetched
         self._waiting: dict[str, _Waiting] = {}
         self._prefetching = PendingPrefetches()
-        self._planned = Instructions()
+        self._planned = TierInstructions()
         self._jobs = OpenJobs(limits.workers, limits.deadline_s)
         self._misses = RecentMisses()
         self.write_backs = WriteBacks(index, limits.slots, limits.reused, stats)
@@ -168,8 +168,9 @@ class TierPlan:
         if waiting is not None:
             waiting.unpin(self._index)
 
-    def take(self, work: Instructions, now: float) -> None:
-        """Add the jobs of the workers to a step's instructions."""
+    def take(self, now: float) -> TierInstructions:
+        """Return this step's instructions for the workers."""
+        work, self._planned = self._planned, TierInstructions()
         for job in self._jobs.expire(now):
             self._time_out(job)
         self._misses.expire(now)
@@ -186,8 +187,7 @@ class TierPlan:
             number = self._jobs.add(TierJob(keys, slots), now)
             write_back = WriteBackBlocks(number, keys, slots, self._limits.deadline_s)
             work.write_backs.append(write_back)
-        work.lookups, work.prefetches = self._planned.lookups, self._planned.prefetches
-        self._planned = Instructions()
+        return work
 
     def on_answer(self, answer: TierAnswer, now: float) -> Promoted | None:
         """Take one worker's answer. The last one of a job decides what comes next. Return the

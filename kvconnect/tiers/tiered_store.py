@@ -19,10 +19,10 @@ from functools import partial
 from kvconnect.breaker import CircuitBreaker
 from kvconnect.errors import Corrupt, contained
 from kvconnect.offload.host_arena import HostStore
-from kvconnect.offload.messages import SECONDARY_TIERS
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.threads import ThreadKind, failed, make
 from kvconnect.tiers.backends import BlockOutcome, Store, Usage
+from kvconnect.tiers.messages import SECONDARY_TIERS
 from kvconnect.types import Tier
 
 logger = logging.getLogger(__name__)

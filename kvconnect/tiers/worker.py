@@ -17,9 +17,9 @@ from itertools import pairwise
 from kvconnect.cache.keys import group_of
 from kvconnect.cache.layout import Geometry
 from kvconnect.offload.host_arena import HostStore
-from kvconnect.offload.messages import LookupBlocks, PrefetchBlocks, TierAnswer, WriteBackBlocks
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends import Store
+from kvconnect.tiers.messages import LookupBlocks, PrefetchBlocks, TierAnswer, WriteBackBlocks
 from kvconnect.tiers.tiered_store import BATCH_BYTES, BlockBatch, TieredStore
 from kvconnect.types import Tier
 

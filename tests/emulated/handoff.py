@@ -28,18 +28,18 @@ from kvconnect.disaggregation import (
 )
 from kvconnect.disaggregation.agent import HandoffAgent
 from kvconnect.disaggregation.bandwidth_probe import ProbedMemory
-from kvconnect.disaggregation.sessions import PathPreference, Sessions
-from kvconnect.disaggregation.staging import StagedMemory
-from kvconnect.engines.sglang.layerwise import EngineStreams
-from kvconnect.offload.messages import (
+from kvconnect.disaggregation.messages import (
+    DisaggregationInstructions,
     Drop,
-    Instructions,
     NoticeKind,
     OfferBlocks,
     PrefillSource,
     Receive,
     Withdraw,
 )
+from kvconnect.disaggregation.sessions import PathPreference, Sessions
+from kvconnect.disaggregation.staging import StagedMemory
+from kvconnect.engines.sglang.layerwise import EngineStreams
 from kvconnect.offload.streams import DeviceFence, make_streams
 from kvconnect.protocol.messages import GroupHello, Hello
 from kvconnect.stats import OffloadingConnectorStats
@@ -251,14 +251,16 @@ class Prefill(Side):
             for t, first in chunks
         ]
         if self.style.two_streams and not self.style.layerwise:
-            self.agent.run(Instructions(withdrawals=withdrawals))
+            self.agent.run(DisaggregationInstructions(withdrawals=withdrawals))
             self._forward(chunks)
             fence: Fence | None = DeviceFence(self.end_of_forward())  # type: ignore[arg-type]
             if self.random.random() < 0.5:  # the engine does not say where the forward ends
                 fence = self.both.mark()
-            self.agent.run(Instructions(offers=offers), fence)
+            self.agent.run(DisaggregationInstructions(offers=offers), fence)
             return True
-        self.agent.begin_step(Instructions(offers=offers, withdrawals=withdrawals), EPOCH)
+        self.agent.begin_step(
+            DisaggregationInstructions(offers=offers, withdrawals=withdrawals), EPOCH
+        )
         self._forward(chunks)
         with self.model():
             self.agent.end_step()
@@ -357,7 +359,7 @@ class Decode(Side):
         ]
         for request in self.requests:
             request.dropped = request.dropped or request.job in [drop.job for drop in drops]
-        work = Instructions(receives=receives, drops=drops)
+        work = DisaggregationInstructions(receives=receives, drops=drops)
         if self.style.two_streams:
             self._tell(work)
         else:
@@ -375,7 +377,7 @@ class Decode(Side):
                 self._end(request)
         return bool(receives or running or drops)
 
-    def _tell(self, work: Instructions) -> None:
+    def _tell(self, work: DisaggregationInstructions) -> None:
         """As SGLang's scheduler asks: outside of a step."""
         with self.both.joined():
             self.agent.run(work)

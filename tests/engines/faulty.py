@@ -26,7 +26,7 @@ class FlipsByte(KVConnect):
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         assert isinstance(connector_metadata, StepInstructions)
-        for load in connector_metadata.work.loads:
+        for load in connector_metadata.offload.loads:
             # The high byte of a float32: sign and exponent.
             self.worker.tier.store.view(load.parts[0].slots[1])[3] ^= 0x7F
         super().bind_connector_metadata(connector_metadata)

@@ -37,20 +37,12 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
+from kvconnect.disaggregation.messages import NoticeKind, PrefillSource, Receive, TransferEvent
 from kvconnect.engines.vllm import register, translate
 from kvconnect.engines.vllm.connector import KVConnect
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.tickets import TicketIssuer
-from kvconnect.offload.messages import (
-    FailedBlock,
-    JobReport,
-    LoadBlocks,
-    NoticeKind,
-    PrefillSource,
-    Receive,
-    StoreBlocks,
-    TransferEvent,
-)
+from kvconnect.offload.messages import FailedBlock, JobReport, LoadBlocks, StoreBlocks
 from kvconnect.protocol.tickets import parse_request
 from kvconnect.types import Endpoint, FailureCause, Rank, TransferId
 from tests.engines.models import engine_args
@@ -200,19 +192,19 @@ class Device:
         self.step = step
         if step.greet:
             self.reports.hellos[0, 0] = self.hello()
-        for load in step.work.loads:
+        for load in step.offload.loads:
             assert not load.sync, "no load is to be part of a step"
-        self.jobs += [*step.work.loads, *step.work.receives]
-        for offer in step.work.offers:
+        self.jobs += [*step.offload.loads, *step.disaggregation.receives]
+        for offer in step.disaggregation.offers:
             self.offered.setdefault(offer.transfer, [])
-        self.withdrawn += [order.transfer for order in step.work.withdrawals]
+        self.withdrawn += [order.transfer for order in step.disaggregation.withdrawals]
 
     def start_forward(self, hooks: bool) -> None:
         pass
 
     def end_step(self) -> None:
-        self.jobs += self.step.work.stores
-        for offer in self.step.work.offers:
+        self.jobs += self.step.offload.stores
+        for offer in self.step.disaggregation.offers:
             for span in offer.spans:
                 known = self.offered[offer.transfer]
                 assert len(known) == span.first

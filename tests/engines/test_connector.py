@@ -31,7 +31,7 @@ from kvconnect.engines.vllm.connector import KVConnect
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports
 from kvconnect.engines.vllm.stats import KVConnectStats
 from kvconnect.errors import ConfigError, Incompatible, Misuse
-from kvconnect.offload.messages import FailedBlock, Instructions, JobReport
+from kvconnect.offload.messages import FailedBlock, JobReport
 from kvconnect.types import FailureCause, JobId
 
 FULL = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=16, dtype=torch.float32)
@@ -349,7 +349,7 @@ def test_messages_survive_the_trip_between_processes() -> None:
     report = JobReport(JobId(1), (FailedBlock(0, 5, 7, FailureCause.DIGEST),))
     both = StepReports([report]).aggregate(StepReports([JobReport(JobId(1))]))
     assert pickle.loads(pickle.dumps(both)).reports == [report, JobReport(JobId(1))]
-    step = StepInstructions(Instructions())
+    step = StepInstructions()
     assert pickle.loads(pickle.dumps(step)) == step
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvconnect.config import Config, parse_config
+from kvconnect.disaggregation.messages import ReceiveReport
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.checks import MOST_RELOADED, LiveRequests
 from kvconnect.engines.vllm.connector import KVConnect
@@ -28,8 +30,8 @@ from kvconnect.errors import ConfigError, Incompatible
 from kvconnect.offload.messages import (
     FailedBlock,
     GroupBlocks,
-    Instructions,
     JobReport,
+    OffloadInstructions,
     StoreBlocks,
 )
 from kvconnect.offload.planner import LoadMode
@@ -55,7 +57,7 @@ def make_worker(**config: Any) -> ConnectorWorker:
 
 
 def step(*stores: StoreBlocks) -> StepInstructions:
-    return StepInstructions(Instructions(stores=list(stores)))
+    return StepInstructions(OffloadInstructions(stores=list(stores)))
 
 
 def store(job: int) -> StoreBlocks:
@@ -141,7 +143,7 @@ def stored(half: ConnectorScheduler) -> Any:
     half.add_request(request)
     assert half.match(request, 0) == (0, False)
     half.after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1, 2],)), 0)
-    (job,) = half.build_step(output(64, ([1, 2],))).work.stores
+    (job,) = half.build_step(output(64, ([1, 2],))).offload.stores
     half.on_reports(StepReports([JobReport(job.job)]))
     return request
 
@@ -186,7 +188,7 @@ def test_a_load_and_a_step_are_measured() -> None:
     half.add_request(again)
     half.match(again, 0)
     half.after_alloc(again, SimpleNamespace(get_block_ids=lambda: ([3, 4],)), 64)
-    (load,) = half.build_step(output(0, ([3, 4],))).work.loads
+    (load,) = half.build_step(output(0, ([3, 4],))).offload.loads
     half.on_reports(StepReports([JobReport(load.job, seconds=0.25)]))
     assert seen[-1] == (2, 0.25)
 
@@ -206,7 +208,7 @@ def test_pooling_of_all_tokens_is_never_given_a_part_of_them(pooled: bool) -> No
     half.add_request(request)
     half.match(request, 0)
     half.after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1, 2],)), 0)
-    stores = half.build_step(output(64, ([1, 2],))).work.stores
+    stores = half.build_step(output(64, ([1, 2],))).offload.stores
     assert bool(stores) == (not pooled)
     half.on_reports(StepReports([JobReport(job.job) for job in stores]))
     assert half.finish_request(request) is None
@@ -230,7 +232,8 @@ def test_a_model_without_kv_cache_has_an_idle_connector() -> None:
     assert half.match(request, 0) == (0, False)
     half.after_alloc(request, SimpleNamespace(get_block_ids=lambda: ()), 0)
     scheduled = half.build_step(output(64, ()))
-    assert scheduled.work == Instructions() and not half.busy
+    assert replace(scheduled, epoch=0, idle=False, greet=False) == StepInstructions()
+    assert not half.busy
     worker.begin_step(scheduled)
     worker.end_step()
     assert worker.collect() == (set(), set()) and worker.take_reports() is None
@@ -328,7 +331,7 @@ def test_an_adapter_that_is_loaded_again_in_place_is_not_served_from_the_tier() 
         step = output(64, ([1, 2],))
         step.num_scheduled_tokens = {name: 64}
         step.scheduled_new_reqs = [SimpleNamespace(req_id=name, num_computed_tokens=0)]
-        work = half.build_step(step).work
+        work = half.build_step(step).offload
         half.on_reports(StepReports([JobReport(job.job) for job in (*work.stores, *work.loads)]))
         half.finish_request(request)
         return found[0], work.stores
@@ -401,7 +404,7 @@ def running(half: ConnectorScheduler) -> tuple[Any, StoreBlocks]:
     half.add_request(request)
     half.match(request, 0)
     half.after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1, 2],)), 0)
-    (job,) = half.build_step(output(64, ([1, 2],))).work.stores
+    (job,) = half.build_step(output(64, ([1, 2],))).offload.stores
     return request, job
 
 
@@ -461,7 +464,7 @@ def test_an_own_failed_load_takes_back_nothing_but_itself() -> None:
     half = make_scheduler()
     _, job = running(half)
     failure = FailedBlock(0, 5, 3, FailureCause.COPY)
-    half.on_reports(StepReports(arrivals=[JobReport(JobId(99), (failure,))]), {5})
+    half.on_reports(StepReports(arrivals=[ReceiveReport(JobId(99), (failure,))]), {5})
     half.on_reports(StepReports([JobReport(job.job)]))
     again = make_request(65)
     again.request_id = "r2"
@@ -548,7 +551,7 @@ def test_a_step_that_only_waits_publishes_nothing_but_an_age(
     half.add_request(request)
     half.match(request, 0)
     half.after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1, 2],)), 0)
-    (job,) = half.build_step(output(64, ([1, 2],))).work.stores
+    (job,) = half.build_step(output(64, ([1, 2],))).offload.stores
     begun = half.take_stats()
     assert begun is not None and begun.data["gauges"]["jobs_in_flight"]["GPU_to_CPU"] == 1
     waiting = output(64, ([1, 2],))
@@ -573,7 +576,7 @@ def test_a_preempted_request_is_stored_from_its_new_blocks() -> None:
     half.reset()
     half.match(request, 0)
     half.after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([3, 4],)), 0)
-    (job,) = half.build_step(output(64, ([3, 4],))).work.stores
+    (job,) = half.build_step(output(64, ([3, 4],))).offload.stores
     assert list(job.parts[0].block_ids) == [3, 4]
 
 

@@ -16,8 +16,8 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 
+from kvconnect.disaggregation.messages import OfferBlocks, PrefillSource
 from kvconnect.errors import ProtocolError, Refused, TransferFailed
-from kvconnect.offload.messages import OfferBlocks, PrefillSource
 from kvconnect.protocol import codec, messages, nixl_messages, tickets
 from kvconnect.protocol.auth import NONCE_BYTES, SESSION_BYTES, ClientAuth, Opening, ServerAuth
 from kvconnect.protocol.messages import PROBE_READ_ID, GroupHello, Hello

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from kvconnect.disaggregation.messages import DisaggregationInstructions, OfferBlocks, TransferEvent
 from kvconnect.disaggregation.sender import (
     AcceptedRead,
     CancelRead,
@@ -26,7 +27,6 @@ from kvconnect.disaggregation.sender import (
 )
 from kvconnect.engines.sglang.rooms import PrefillRooms, transfer_of
 from kvconnect.errors import ProtocolError
-from kvconnect.offload.messages import Instructions, OfferBlocks, TransferEvent
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Rank, Span
 from tests.hostile import Outcome
@@ -66,7 +66,7 @@ class Agent:
         self.in_flight: list[tuple[int, int]] = []
         self.stopped: list[tuple[int, int]] = []
 
-    def run(self, work: Instructions, fence: object = None) -> None:
+    def run(self, work: DisaggregationInstructions, fence: object = None) -> None:
         for offer in work.offers:
             self.do(self.sender.offer(offer))
         for order in work.withdrawals:

@@ -9,8 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvconnect.disaggregation.agent import HandoffAgent
+from kvconnect.disaggregation.messages import (
+    DisaggregationInstructions,
+    Drop,
+    Keep,
+    PrefillSource,
+    Receive,
+)
 from kvconnect.engines.sglang.rooms import contain_room_errors, transfer_of
-from kvconnect.offload.messages import Drop, Instructions, JobReport, Keep, PrefillSource, Receive
+from kvconnect.offload.messages import JobReport
 from kvconnect.protocol.topology import sources_for
 from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span
 
@@ -78,13 +85,13 @@ class DecodeRooms:
             early=True,
             deadline_s=self._deadline_s,
         )
-        self._agent.run(Instructions(receives=[receive], keeps=refusals))
+        self._agent.run(DisaggregationInstructions(receives=[receive], keeps=refusals))
 
     def drop(self, room: int) -> None:
         """The room is not wanted any more; it is over some time later."""
         drops = [Drop(job) for job in self._jobs.get(room, ())]
         if drops:
-            self._agent.run(Instructions(drops=drops))
+            self._agent.run(DisaggregationInstructions(drops=drops))
 
     def is_over(self, room: int) -> bool:
         """Whether no page of a room can land any more."""

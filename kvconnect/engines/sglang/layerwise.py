@@ -27,8 +27,8 @@ import torch
 
 from kvconnect.copy.driver import own_stream
 from kvconnect.disaggregation.agent import HandoffAgent
+from kvconnect.disaggregation.messages import DisaggregationInstructions, OfferBlocks
 from kvconnect.engines.sglang.rooms import PrefillRooms, transfer_of
-from kvconnect.offload.messages import Instructions, OfferBlocks
 from kvconnect.offload.streams import DeviceFence
 from kvconnect.transport.base import Fence
 from kvconnect.types import Span
@@ -62,7 +62,7 @@ class LayerwisePush:
         """Offer the whole pages that a batch fills, and those before it that were not yet."""
         offers = list(self._offers(scheduler, batch)) if batch.forward_mode.is_extend() else []
         if offers:
-            self._agent.begin_step(Instructions(offers=offers), epoch=0)
+            self._agent.begin_step(DisaggregationInstructions(offers=offers), epoch=0)
             self._open, self._heard = True, False
 
     def layer(self, layer_id: int) -> None:

@@ -13,10 +13,10 @@ from itertools import pairwise
 from kvconnect.cache.keys import block_key
 from kvconnect.offload.host_arena import HostStore
 from kvconnect.offload.index import HostIndex
-from kvconnect.offload.messages import SECONDARY_TIERS
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers import SHARED
 from kvconnect.tiers.backends import Store
+from kvconnect.tiers.messages import SECONDARY_TIERS
 from kvconnect.tiers.tiered_store import BATCH_BYTES, BlockBatch, TieredStore
 from kvconnect.tiers.writeback import WriteBacks
 from kvconnect.types import FailureCause, Tier

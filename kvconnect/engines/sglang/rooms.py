@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvconnect.disaggregation.agent import HandoffAgent
-from kvconnect.errors import Refused, contained
-from kvconnect.offload.messages import (
-    Instructions,
+from kvconnect.disaggregation.messages import (
+    DisaggregationInstructions,
     NoticeKind,
     OfferBlocks,
     TransferEvent,
     Withdraw,
 )
+from kvconnect.errors import Refused, contained
 from kvconnect.protocol.topology import readers_for
 from kvconnect.stats import OTHER
 from kvconnect.transport.base import Fence
@@ -51,8 +51,8 @@ def room_of(transfer: TransferId) -> int:
     return int.from_bytes(transfer[len(_PREFIX) :], "big")
 
 
-def _announced(room: int) -> Instructions:
-    return Instructions(offers=[OfferBlocks(transfer_of(room))])
+def _announced(room: int) -> DisaggregationInstructions:
+    return DisaggregationInstructions(offers=[OfferBlocks(transfer_of(room))])
 
 
 def contain_room_errors(
@@ -203,7 +203,7 @@ class PrefillRooms:
             found.offered = found.next + len(new)
             if spans or rest:
                 offer = OfferBlocks(transfer_of(room), (*spans, *rest))
-                self._agent.run(Instructions(offers=[offer]), fence)
+                self._agent.run(DisaggregationInstructions(offers=[offer]), fence)
 
     def give_up(self, room: int, why: str) -> None:
         """Tell a room's readers, and SGLang, that this side cannot go on with it."""
@@ -286,7 +286,7 @@ class PrefillRooms:
     def _withdraw(self, room: int) -> None:
         if room not in self._leaving:
             order = Withdraw(transfer_of(room), FailureCause.GONE)
-            self._agent.run(Instructions(withdrawals=[order]))
+            self._agent.run(DisaggregationInstructions(withdrawals=[order]))
             self._leaving.add(room)
 
     def _join(self, room: int, found: SendRoom, notice: TransferEvent) -> None:

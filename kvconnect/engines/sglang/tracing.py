@@ -6,13 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvconnect.disaggregation.messages import NoticeKind, Receive, ReceiveReport, TransferEvent
 from kvconnect.engines.sglang.rooms import room_of
-from kvconnect.offload.messages import (
-    JobReport,
-    NoticeKind,
-    Receive,
-    TransferEvent,
-)
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -48,7 +43,7 @@ class RoomSpans:
             self._open[room] = self._tracer.start(name, parent, self._otel.INTERNAL, None, about)
 
     def take(
-        self, finished: Sequence[tuple[JobReport, Receive]], notices: Sequence[TransferEvent]
+        self, finished: Sequence[tuple[ReceiveReport, Receive]], notices: Sequence[TransferEvent]
     ) -> None:
         """Take what the agent has seen."""
         for report, job in finished:

@@ -13,13 +13,18 @@ from typing import TYPE_CHECKING, Any
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.config import Config
 from kvconnect.disaggregation.leases import LeaseLimits, Leases
+from kvconnect.disaggregation.messages import (
+    DisaggregationInstructions,
+    PrefillSource,
+    ReceiveReport,
+    TransferEvent,
+)
 from kvconnect.disaggregation.receives import ReceiveLimits, Receives
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.messages import WorkerHello
 from kvconnect.engines.vllm.tickets import TicketIssuer
 from kvconnect.errors import Refused
 from kvconnect.offload.jobs import NULL_BLOCK
-from kvconnect.offload.messages import Instructions, JobReport, PrefillSource, TransferEvent
 from kvconnect.protocol.tickets import (
     STANDING_TICKET_KEY,
     TICKET_KEY,
@@ -182,15 +187,15 @@ class DisaggregationScheduler:
             held += self.leases.offer(req_id, computed, state.resolve_block_ids(req_id))
         return held
 
-    def take(self, work: Instructions, now: float) -> None:
-        """Add what the workers have to do to a step's work."""
+    def take(self, now: float) -> DisaggregationInstructions:
+        """Return this step's instructions for the workers."""
         self.leases.tick(now)
         self.arrivals.tick(now)
-        work.offers, work.withdrawals = self.leases.take()
-        work.receives, work.drops, work.keeps = self.arrivals.take()
+        offers, withdrawals = self.leases.take()
+        return DisaggregationInstructions(offers, withdrawals, *self.arrivals.take())
 
     def on_reports(
-        self, reports: Iterable[JobReport], notices: Iterable[TransferEvent], now: float
+        self, reports: Iterable[ReceiveReport], notices: Iterable[TransferEvent], now: float
     ) -> list[int]:
         """Take the workers' answers; return blocks that are not held any more."""
         for report in reports:

@@ -10,7 +10,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvconnect.offload.messages import Instructions, JobReport, TierAnswer, TransferEvent
+from kvconnect.disaggregation.messages import (
+    DisaggregationInstructions,
+    ReceiveReport,
+    TransferEvent,
+)
+from kvconnect.offload.messages import JobReport, OffloadInstructions
+from kvconnect.tiers.messages import TierAnswer, TierInstructions
 
 
 @dataclass
@@ -30,7 +36,9 @@ class StepInstructions(KVConnectorMetadata):
     ``idle``: the step computes nothing, it is made for the sake of transfers. ``greet``: workers
     are to say who they are; vLLM hands that over for one connector only."""
 
-    work: Instructions = field(default_factory=Instructions)
+    offload: OffloadInstructions = field(default_factory=OffloadInstructions)
+    tiers: TierInstructions = field(default_factory=TierInstructions)
+    disaggregation: DisaggregationInstructions = field(default_factory=DisaggregationInstructions)
     epoch: int = 0
     idle: bool = False
     greet: bool = False
@@ -46,7 +54,7 @@ class StepReports(KVConnectorWorkerMetadata):
     """
 
     reports: list[JobReport] = field(default_factory=list)
-    arrivals: list[JobReport] = field(default_factory=list)
+    arrivals: list[ReceiveReport] = field(default_factory=list)
     notices: list[TransferEvent] = field(default_factory=list)
     answers: list[TierAnswer] = field(default_factory=list)
     hellos: dict[tuple[int, int], WorkerHello] = field(default_factory=dict)

@@ -25,7 +25,6 @@ from kvconnect.engines.vllm.tiers import TierScheduler
 from kvconnect.errors import Incompatible
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex
-from kvconnect.offload.messages import Instructions
 from kvconnect.offload.planner import (
     LoadRequest,
     OffloadLimits,
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NOTHING = Instructions()
+_NOTHING = StepInstructions()
 _STORE_SHARE = 0.25  # of the device's blocks may be held by stores; the rest is the engine's
 
 
@@ -188,20 +187,20 @@ class ConnectorScheduler:
         offered = self.handoff.offer(output, now)
         if offered:
             self.device.hold(offered)
-        work = self.plan.take(now)
-        computes = bool(output.num_scheduled_tokens)
-        self.plan.load_mode.began(now, computes and not any(load.sync for load in work.loads))
-        self.handoff.take(work, now)
+        offload, computes = self.plan.take(now), bool(output.num_scheduled_tokens)
+        self.plan.load_mode.began(now, computes and not any(load.sync for load in offload.loads))
+        step = StepInstructions(offload, disaggregation=self.handoff.take(now))
         if self.below is not None:
-            self.below.take(work, output, now)
-        for store in work.stores:
+            step.tiers = self.below.take(output, now)
+        for store in offload.stores:
             for part in store.parts:
                 self.device.hold_stored(part.block_ids)
         self.events.removed(self.plan.take_removed())
-        if output.num_scheduled_tokens or work != _NOTHING:
+        if computes or step != _NOTHING:
             self._gauges.moved = True
-        idle = not output.num_scheduled_tokens and self.busy and not self.plan.busy
-        return StepInstructions(work, self.handoff.epoch, idle, not self.handoff.greeted)
+        step.epoch, step.greet = self.handoff.epoch, not self.handoff.greeted
+        step.idle = not computes and self.busy and not self.plan.busy
+        return step
 
     def on_reports(self, reports: StepReports | None, failed: Collection[int] = ()) -> None:
         """Take the workers' answers of a step, and the device blocks that a load failed to fill."""

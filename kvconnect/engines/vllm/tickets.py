@@ -7,8 +7,8 @@ import secrets
 import time
 from typing import Any
 
+from kvconnect.disaggregation.messages import PrefillSource
 from kvconnect.errors import Refused
-from kvconnect.offload.messages import PrefillSource
 from kvconnect.protocol.tickets import (
     STANDING_TICKET_KEY,
     TICKET_KEY,

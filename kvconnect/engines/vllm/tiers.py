@@ -16,10 +16,10 @@ from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.tier_stores import Names
 from kvconnect.offload.index import HostIndex
 from kvconnect.offload.jobs import Settled
-from kvconnect.offload.messages import Instructions, TierAnswer
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers import LookupResult, PrefetchDecision, Promoted, TierLimits, TierPlan
 from kvconnect.tiers.cost_model import CostModel, LoadReason, TierSegment
+from kvconnect.tiers.messages import TierAnswer, TierInstructions
 from kvconnect.types import Tier
 
 if TYPE_CHECKING:
@@ -114,11 +114,11 @@ class TierScheduler:
         self._names.forget(req_id)
         self.plan.forget(req_id)
 
-    def take(self, work: Instructions, output: SchedulerOutput, now: float) -> None:
-        """Add what the workers have to do to a step's work."""
+    def take(self, output: SchedulerOutput, now: float) -> TierInstructions:
+        """Return this step's instructions for the workers."""
         if self._cost is not None:
             self._steps.append(_Step(now, *_prompt_tokens(output)))
-        self.plan.take(work, now)
+        return self.plan.take(now)
 
     def on_answers(self, answers: Iterable[TierAnswer], now: float) -> list[Promoted]:
         """Take the workers' answers at the end of a step, and learn what it took. Return which

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from kvconnect.disaggregation.messages import NoticeKind, Receive, TransferEvent
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports
 from kvconnect.engines.vllm.scheduler import ConnectorScheduler
@@ -27,7 +28,7 @@ from kvconnect.observability.tracing.otel import (
     fail,
     record_send,
 )
-from kvconnect.offload.messages import JobReport, LoadBlocks, NoticeKind, Receive, TransferEvent
+from kvconnect.offload.messages import JobReport, LoadBlocks
 from kvconnect.types import JobId, Tier, TransferId
 
 if TYPE_CHECKING:
@@ -190,15 +191,15 @@ class TracedScheduler(ConnectorScheduler):
 
     def build_step(self, output: SchedulerOutput) -> StepInstructions:
         step = super().build_step(output)
-        for load in step.work.loads:
+        for load in step.offload.loads:
             self._begin(load, "kvconnect.load")
-        for receive in step.work.receives:
+        for receive in step.disaggregation.receives:
             self._begin(receive, "kvconnect.receive")
-        for offer in step.work.offers:
+        for offer in step.disaggregation.offers:
             hold = self._holds.get(offer.transfer)
             if hold is not None and offer.spans:
                 hold.span = hold.span or hold.traced.start("kvconnect.hold", {})
-        for store in step.work.stores if self._new_blocks else ():
+        for store in step.offload.stores if self._new_blocks else ():
             for traced, blocks in self._new_blocks.items():
                 traced.stores(blocks)
             self._jobs[store.job] = _TracedJob(partial(_end_store, tuple(self._new_blocks)))

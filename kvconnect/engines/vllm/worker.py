@@ -116,11 +116,13 @@ class ConnectorWorker:
             place = translate.place(self._vllm_config.parallel_config)
             self._reports.hellos[place] = self.hello()
         if self._tier is not None:
-            self._tier.begin(step.work.loads, step.work.stores)
+            self._tier.begin(step.offload.loads, step.offload.stores)
         if self._below is not None:
-            self._below.submit((*step.work.lookups, *step.work.prefetches, *step.work.write_backs))
+            self._below.submit(
+                (*step.tiers.lookups, *step.tiers.prefetches, *step.tiers.write_backs)
+            )
         if self._agent is not None:
-            self._agent.begin_step(step.work, step.epoch)
+            self._agent.begin_step(step.disaggregation, step.epoch)
         self._idle = step.idle
 
     def layer_written(self, layer_name: str) -> None:

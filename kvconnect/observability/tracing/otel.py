@@ -16,10 +16,11 @@ from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kvconnect import versions
+from kvconnect.disaggregation.messages import PeerTransfer, ReceiveReport
 from kvconnect.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvconnect.offload.messages import JobReport, PeerTransfer
+    from kvconnect.offload.messages import JobReport
 
 Attributes = Mapping[str, str | int | float | bool]
 
@@ -124,7 +125,7 @@ def _exporter() -> SpanExporter:
 
 def end_job(tracer: Tracer, span: Span, reports: Sequence[JobReport]) -> None:
     """Record the transfers of a finished receive or load under ``span``, then end ``span``."""
-    for moved in (moved for report in reports for moved in report.moved):
+    for moved in (moved for r in reports if isinstance(r, ReceiveReport) for moved in r.moved):
         about = _bytes(moved) | {"kvconnect.transport": moved.path}
         _record(tracer, span, "kvconnect.wait", (moved.asked, moved.first), moved)
         _record(tracer, span, "kvconnect.wire", (moved.first, moved.ended), moved, about)

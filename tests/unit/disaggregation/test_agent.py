@@ -15,20 +15,20 @@ torch = pytest.importorskip("torch")
 from kvconnect.cache.pages import layer_pages  # noqa: E402
 from kvconnect.disaggregation.agent import HandoffAgent  # noqa: E402
 from kvconnect.disaggregation.bandwidth_probe import ProbedMemory  # noqa: E402
-from kvconnect.disaggregation.sessions import PathPreference, Sessions  # noqa: E402
-from kvconnect.disaggregation.staging import HostMemory, StagedMemory  # noqa: E402
-from kvconnect.errors import TransferFailed  # noqa: E402
-from kvconnect.offload.messages import (  # noqa: E402
-    Instructions,
-    JobReport,
+from kvconnect.disaggregation.messages import (  # noqa: E402
+    DisaggregationInstructions,
     Keep,
     NoticeKind,
     OfferBlocks,
     PrefillSource,
     Receive,
+    ReceiveReport,
     TransferEvent,
     Withdraw,
 )
+from kvconnect.disaggregation.sessions import PathPreference, Sessions  # noqa: E402
+from kvconnect.disaggregation.staging import HostMemory, StagedMemory  # noqa: E402
+from kvconnect.errors import TransferFailed  # noqa: E402
 from kvconnect.protocol.messages import GroupHello, Hello  # noqa: E402
 from kvconnect.stats import OffloadingConnectorStats  # noqa: E402
 from kvconnect.transport import make_transport  # noqa: E402
@@ -115,7 +115,7 @@ class Engine:
     def step(self, **work: list[object]) -> None:
         """Give every worker a step's work, and end the step as the engine does."""
         for agent in self.agents:
-            agent.begin_step(Instructions(**work), EPOCH)  # type: ignore[arg-type]
+            agent.begin_step(DisaggregationInstructions(**work), EPOCH)  # type: ignore[arg-type]
             for layer in range(LAYERS - 1):  # one hook does not fire
                 agent.layer_written(f"layer{layer}")
             agent.end_step()
@@ -156,9 +156,9 @@ def receive(
     return Receive(JobId(1), "r", TRANSFER, source, (span,), ((0, tokens),), early, 5.0)
 
 
-def finished(engine: Engine) -> list[JobReport]:
+def finished(engine: Engine) -> list[ReceiveReport]:
     """Wait for the report of every worker."""
-    reports: list[JobReport] = []
+    reports: list[ReceiveReport] = []
     deadline = time.monotonic() + WAIT_S
     while len(reports) < engine.tp and time.monotonic() < deadline:
         for agent in engine.agents:
@@ -300,7 +300,7 @@ def test_who_asked_too_early_is_news_once_the_transfer_is_known(stack: ExitStack
         assert time.monotonic() < deadline
         time.sleep(0.005)
     assert not agent.has_news
-    agent.run(Instructions(offers=[OfferBlocks(TRANSFER)]))
+    agent.run(DisaggregationInstructions(offers=[OfferBlocks(TRANSFER)]))
     assert agent.has_news
     assert [notice.kind for notice in agent.poll(idle=False)[1]] == [NoticeKind.JOINED]
     assert not agent.has_news
@@ -343,7 +343,7 @@ def test_readers_do_not_wait_for_an_engine_that_makes_no_steps(stack: ExitStack)
     p.step(offers=[OfferBlocks(TRANSFER)])
     agent.poll(idle=False, ends_step=True)
     assert stands(True)
-    agent.run(Instructions())  # what comes beside steps says nothing of them
+    agent.run(DisaggregationInstructions())  # what comes beside steps says nothing of them
     assert stands(True)
     p.step()
     assert not stands(False)
@@ -365,7 +365,8 @@ def test_a_bug_in_the_thread_of_layers_is_not_silence(
     assert not agent.has_news
     monkeypatch.setattr(agent._written, "_take", lambda *_: 1 / 0)
     agent.begin_step(
-        Instructions(offers=[OfferBlocks(TRANSFER, (Span(0, 0, array("q", [1])),))]), EPOCH
+        DisaggregationInstructions(offers=[OfferBlocks(TRANSFER, (Span(0, 0, array("q", [1])),))]),
+        EPOCH,
     )
     agent.layer_written("layer0")
     deadline = time.monotonic() + WAIT_S

@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from kvconnect.disaggregation.messages import NoticeKind, OfferBlocks  # noqa: E402
 from kvconnect.errors import Refused  # noqa: E402
-from kvconnect.offload.messages import NoticeKind, OfferBlocks  # noqa: E402
 from kvconnect.protocol.tickets import Ticket, issue, verify  # noqa: E402
 from kvconnect.types import Endpoint, TransferId  # noqa: E402
 from tests.unit.disaggregation.test_agent import (  # noqa: E402

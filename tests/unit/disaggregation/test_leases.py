@@ -11,20 +11,20 @@ import pytest
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.disaggregation import leases as handoff
 from kvconnect.disaggregation.leases import LONGEST_LIFE_S, LeaseLimits, Leases
-from kvconnect.disaggregation.receives import ReceiveLimits, Receives, SettledReceive
-from kvconnect.errors import Misuse
-from kvconnect.offload.messages import (
+from kvconnect.disaggregation.messages import (
     Drop,
-    FailedBlock,
-    JobReport,
     Keep,
     NoticeKind,
     OfferBlocks,
     PrefillSource,
     Receive,
+    ReceiveReport,
     TransferEvent,
     Withdraw,
 )
+from kvconnect.disaggregation.receives import ReceiveLimits, Receives, SettledReceive
+from kvconnect.errors import Misuse
+from kvconnect.offload.messages import FailedBlock
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span, TransferId
 
@@ -419,8 +419,8 @@ def planned(book: Receives, first: int = 1) -> Receive:
     return receive
 
 
-def failed(receive: Receive, *blocks: int, cause: Any = FailureCause.PEER) -> JobReport:
-    return JobReport(receive.job, tuple(FailedBlock(0, block, -1, cause) for block in blocks))
+def failed(receive: Receive, *blocks: int, cause: Any = FailureCause.PEER) -> ReceiveReport:
+    return ReceiveReport(receive.job, tuple(FailedBlock(0, block, -1, cause) for block in blocks))
 
 
 def test_a_receive_holds_its_blocks_until_every_worker_has_reported() -> None:
@@ -430,14 +430,14 @@ def test_a_receive_holds_its_blocks_until_every_worker_has_reported() -> None:
     assert receive.tokens == ((4, 14),)
     assert book.owns(receive.job) and not book.owns(JobId(1))
     assert not book.pending("r") and book.busy
-    assert book.on_report(JobReport(receive.job), 2.0) is None
+    assert book.on_report(ReceiveReport(receive.job), 2.0) is None
     assert ("ledger_held_blocks", 3, "recv") in list(book.gauges(2.0))
     book.check()
-    assert book.on_report(JobReport(receive.job), 3.0) == SettledReceive("r", None, False)
+    assert book.on_report(ReceiveReport(receive.job), 3.0) == SettledReceive("r", None, False)
     assert not book.busy and book.ledger.held == 0
     assert counters(book._stats) == {"handoff_received_requests": {"done": 1}}
     assert book._stats.data["histograms"]["handoff_latency_seconds"][""][0] == 2.0
-    assert book.on_report(JobReport(receive.job), 3.0) is None  # a second answer
+    assert book.on_report(ReceiveReport(receive.job), 3.0) is None  # a second answer
     book.finish("r")
     assert book.take() == ([], [], [])
     book.check()
@@ -510,7 +510,7 @@ def test_of_requests_for_one_transfer_the_first_receives_it() -> None:
     assert book.pending("0_r") and book.take() == ([], [], [])
     receive = book.plan("0_r", [Span(0, 0, array("q", [5]))], 0, 4, 0.0)
     assert not book.open("2_r", T, SOURCE, False)
-    book.on_report(JobReport(receive.job), 1.0)
+    book.on_report(ReceiveReport(receive.job), 1.0)
     assert not book.open("3_r", T, SOURCE, False)
     book.finish("0_r")
     assert book.open("later", T, SOURCE, False)

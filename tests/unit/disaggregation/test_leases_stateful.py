@@ -29,19 +29,19 @@ from kvconnect.cache.groups import CacheGroup
 from kvconnect.disaggregation import receiver as decode
 from kvconnect.disaggregation import sender as prefill
 from kvconnect.disaggregation.leases import LeaseLimits, Leases
+from kvconnect.disaggregation.messages import (
+    Keep,
+    NoticeKind,
+    PrefillSource,
+    Receive,
+    ReceiveReport,
+    TransferEvent,
+)
 from kvconnect.disaggregation.receiver import Origin, Receiver
 from kvconnect.disaggregation.receives import ReceiveLimits, Receives
 from kvconnect.disaggregation.sender import AcceptedRead, GroupView, Sender
 from kvconnect.disaggregation.states import TransferState
 from kvconnect.errors import KVConnectError
-from kvconnect.offload.messages import (
-    JobReport,
-    Keep,
-    NoticeKind,
-    PrefillSource,
-    Receive,
-    TransferEvent,
-)
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Endpoint, FailureCause, Rank, Span, TransferId
 
@@ -230,7 +230,7 @@ class World:
         limits = ReceiveLimits(len(ranks), LEASE_S, DEADLINE_S)
         self.arrivals = Receives(self.decode_groups, OffloadingConnectorStats(), limits)
         self.decode_pool, self.decodes = Pool(), dict[str, Request]()
-        self.reports: dict[int, list[JobReport]] = {}
+        self.reports: dict[int, list[ReceiveReport]] = {}
 
     def ask(self, tokens: int, local: int, early: bool, prefill_too: bool) -> None:
         """A router sends a prompt to both engines (``early``), or to one after the other."""
@@ -335,7 +335,7 @@ class World:
         else:
             request.state = "leaving"  # its blocks stay until the receive is over
 
-    def on_report(self, worker: DecodeWorker, report: JobReport) -> None:
+    def on_report(self, worker: DecodeWorker, report: ReceiveReport) -> None:
         receive = worker.open.get(report.job)
         self.reports.setdefault(report.job, []).append(report)
         settled = self.arrivals.on_report(report, self.now)

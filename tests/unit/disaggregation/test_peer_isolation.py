@@ -12,11 +12,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvconnect.disaggregation import sender as machine  # noqa: E402
+from kvconnect.disaggregation.messages import NoticeKind, OfferBlocks  # noqa: E402
 from kvconnect.disaggregation.reads import SendPages, ServedRead  # noqa: E402
 from kvconnect.disaggregation.send_side import SendSide  # noqa: E402
 from kvconnect.disaggregation.sender import DropPeer, RefuseRead, Sender  # noqa: E402
 from kvconnect.disaggregation.sessions import Sessions  # noqa: E402
-from kvconnect.offload.messages import NoticeKind, OfferBlocks  # noqa: E402
 from kvconnect.protocol.codec import MessageReader  # noqa: E402
 from kvconnect.protocol.messages import Hello  # noqa: E402
 from kvconnect.transport.tcp.peer import Peer  # noqa: E402

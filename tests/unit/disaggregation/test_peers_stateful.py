@@ -27,11 +27,11 @@ from hypothesis.stateful import (
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.disaggregation import receiver, sender
 from kvconnect.disaggregation.leases import LeaseLimits, Leases
+from kvconnect.disaggregation.messages import NoticeKind, PrefillSource, Receive, TransferEvent
 from kvconnect.disaggregation.reads import AcceptedRead, GroupView, OfferedTransfer
 from kvconnect.disaggregation.receiver import Origin, Receiver
 from kvconnect.disaggregation.sender import Sender
 from kvconnect.errors import Misuse, ProtocolError
-from kvconnect.offload.messages import NoticeKind, PrefillSource, Receive, TransferEvent
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span, TransferId
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvconnect.disaggregation.messages import PrefillSource, Receive
 from kvconnect.disaggregation.receiver import (
     MAX_WAIT_S,
     Action,
@@ -20,7 +21,7 @@ from kvconnect.disaggregation.receiver import (
 )
 from kvconnect.disaggregation.sender import GroupView
 from kvconnect.errors import ProtocolError
-from kvconnect.offload.messages import FailedBlock, PrefillSource, Receive
+from kvconnect.offload.messages import FailedBlock
 from kvconnect.types import Endpoint, FailureCause, JobId, Span, TransferId
 
 T = TransferId(b"t" * 16)

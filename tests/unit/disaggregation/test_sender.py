@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.disaggregation import sender as machine
+from kvconnect.disaggregation.messages import NoticeKind, OfferBlocks, TransferEvent, Withdraw
 from kvconnect.disaggregation.reads import wire_ids
 from kvconnect.disaggregation.sender import (
     AcceptedRead,
@@ -27,7 +28,6 @@ from kvconnect.disaggregation.sender import (
     SendPages,
 )
 from kvconnect.errors import Misuse, ProtocolError
-from kvconnect.offload.messages import NoticeKind, OfferBlocks, TransferEvent, Withdraw
 from kvconnect.types import FailureCause, Rank, Span, TransferId
 
 T, U = TransferId(b"t" * 16), TransferId(b"u" * 16)

@@ -9,12 +9,12 @@ import pytest
 
 pytest.importorskip("torch")
 
+from kvconnect.disaggregation.messages import DisaggregationInstructions, Keep, PrefillSource
 from kvconnect.disaggregation.receive_side import ReceiveSide
 from kvconnect.disaggregation.receiver import Origin
 from kvconnect.disaggregation.sessions import PathPreference, Session, Sessions
 from kvconnect.disaggregation.states import SessionState
 from kvconnect.errors import Refused
-from kvconnect.offload.messages import Instructions, Keep, PrefillSource
 from kvconnect.protocol import messages
 from kvconnect.protocol.messages import GroupHello, Hello, Reject, Renew
 from kvconnect.stats import OffloadingConnectorStats
@@ -139,7 +139,9 @@ def test_leases_are_renewed_for_an_engine_that_stands_still_but_not_for_long() -
     side = ReceiveSide(links)
     transfer = TransferId(b"t" * 16)
     source = PrefillSource("there", 1, (ORIGIN.endpoint,), 1, 1)
-    side.begin_step(Instructions(keeps=[Keep(transfer, source, every_s=10.0)]), 0.0, None)
+    side.begin_step(
+        DisaggregationInstructions(keeps=[Keep(transfer, source, every_s=10.0)]), 0.0, None
+    )
 
     def renewed(now: float) -> bool:
         seam.orders.clear()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvconnect.disaggregation import transfer_meter
+from kvconnect.disaggregation.messages import Chunk
 from kvconnect.disaggregation.transfer_meter import ChunkKey, TransferMeter, TransferTrace
-from kvconnect.offload.messages import Chunk
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport.base import PagesReceived, PeerId
 from kvconnect.types import TransferType

@@ -15,13 +15,13 @@ import torch
 
 from kvconnect.config import Config
 from kvconnect.disaggregation.agent import start_agent
+from kvconnect.disaggregation.messages import DisaggregationInstructions, OfferBlocks
 from kvconnect.engines.sglang import translate
 from kvconnect.engines.sglang.bootstrap import BootstrapAddresses
 from kvconnect.engines.sglang.decode_rooms import DecodeRooms, RoomRequest
 from kvconnect.engines.sglang.layerwise import LayerwisePush, deferring_frees
 from kvconnect.engines.sglang.rooms import PrefillRooms, is_room, room_of, transfer_of
 from kvconnect.errors import Incompatible
-from kvconnect.offload.messages import Instructions, OfferBlocks
 from kvconnect.protocol.topology import head_range
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Endpoint, Rank, Span
@@ -632,7 +632,7 @@ def test_shifted_pages_would_be_seen(closing: ExitStack) -> None:
     reader.ask([7, 2], [source])
     until([source, reader], lambda: bool(source.ready))
     source.agent.run(
-        Instructions(
+        DisaggregationInstructions(
             offers=[
                 OfferBlocks(
                     transfer_of(ROOM),

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from kvconnect.disaggregation.messages import TransferEvent
 from kvconnect.engines.sglang import rooms as rooms_module
 from kvconnect.engines.sglang.rooms import PrefillRooms
 from kvconnect.errors import Misuse
-from kvconnect.offload.messages import TransferEvent
 from tests.hostile import rooms as hostile
 
 ROOM = hostile.ROOMS[0]

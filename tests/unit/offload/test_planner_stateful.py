@@ -29,7 +29,13 @@ from kvconnect.errors import Misuse
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex
 from kvconnect.offload.jobs import NULL_BLOCK, JobBook, JobLimits, Settled
-from kvconnect.offload.messages import FailedBlock, Instructions, JobReport, LoadBlocks, StoreBlocks
+from kvconnect.offload.messages import (
+    FailedBlock,
+    JobReport,
+    LoadBlocks,
+    OffloadInstructions,
+    StoreBlocks,
+)
 from kvconnect.offload.planner import LoadRequest, OffloadLimits, OffloadPlan
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause
@@ -313,7 +319,7 @@ class Engine(RuleBasedStateMachine):
                 return local, tables
         return 0, [[] for _ in self.groups]
 
-    def schedule(self, most: int) -> tuple[Instructions, dict[str, int]]:
+    def schedule(self, most: int) -> tuple[OffloadInstructions, dict[str, int]]:
         """Plan stores and take the step's work; return it and how far each request computes."""
         self.release(self.plan.jobs.expire(self.now))
         ends: dict[str, int] = {}

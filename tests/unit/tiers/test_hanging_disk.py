@@ -16,9 +16,9 @@ import pytest
 from kvconnect.cache.keys import block_key
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.offload.host_arena import HostStore
-from kvconnect.offload.messages import LookupBlocks, PrefetchBlocks, TierAnswer, WriteBackBlocks
 from kvconnect.tiers import SHARED
 from kvconnect.tiers.backends.disk import DiskOptions, DiskStore
+from kvconnect.tiers.messages import LookupBlocks, PrefetchBlocks, TierAnswer, WriteBackBlocks
 from kvconnect.tiers.worker import TierWorker
 from kvconnect.types import JobId, Tier
 

@@ -14,13 +14,6 @@ from kvconnect.cache.groups import CacheGroup
 from kvconnect.cache.keys import block_key, tenant_of
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex
-from kvconnect.offload.messages import (
-    Instructions,
-    LookupBlocks,
-    PrefetchBlocks,
-    TierAnswer,
-    WriteBackBlocks,
-)
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers import (
     SHARED,
@@ -29,6 +22,13 @@ from kvconnect.tiers import (
     PrefetchDecision,
     TierLimits,
     TierPlan,
+)
+from kvconnect.tiers.messages import (
+    LookupBlocks,
+    PrefetchBlocks,
+    TierAnswer,
+    TierInstructions,
+    WriteBackBlocks,
 )
 from kvconnect.types import Tier
 
@@ -64,10 +64,8 @@ class Bench:
         self.offered.append((offer.context, offer.block_tokens, tuple(offer.tiers)))
         return PrefetchDecision(min(self.worth, len(offer.tiers)), self.patience)
 
-    def take(self, now: float = 0.0) -> Instructions:
-        work = Instructions()
-        self.plan.take(work, now)
-        return work
+    def take(self, now: float = 0.0) -> TierInstructions:
+        return self.plan.take(now)
 
     def do(self, task: LookupBlocks | PrefetchBlocks | WriteBackBlocks) -> bytes:
         """What a worker answers: what it has, or takes."""
@@ -75,7 +73,7 @@ class Bench:
             self.stored.update(dict.fromkeys(task.keys, 1))
         return bytes(self.stored.get(key, 0) for key in task.keys)
 
-    def step(self, now: float = 0.0) -> Instructions:
+    def step(self, now: float = 0.0) -> TierInstructions:
         """Take the work and have every worker answer it."""
         work = self.take(now)
         for task in (*work.lookups, *work.prefetches, *work.write_backs):

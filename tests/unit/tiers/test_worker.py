@@ -13,10 +13,10 @@ from kvconnect.cache.keys import block_key
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.errors import Corrupt
 from kvconnect.offload.host_arena import HostStore
-from kvconnect.offload.messages import LookupBlocks, PrefetchBlocks, TierAnswer, WriteBackBlocks
 from kvconnect.tiers import SHARED
 from kvconnect.tiers.backends import BlockOutcome, Store
 from kvconnect.tiers.backends.memory import MemoryStore
+from kvconnect.tiers.messages import LookupBlocks, PrefetchBlocks, TierAnswer, WriteBackBlocks
 from kvconnect.tiers.worker import TierWorker
 from kvconnect.types import JobId, Tier
 

@@ -1,0 +1,61 @@
+"""Scheduler to worker: blocks to look up, read and write below host memory. Back: answers."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from kvconnect.types import JobId, Tier
+
+
+@dataclass(frozen=True)
+class LookupBlocks:
+    """Find out which blocks are in the tiers below host memory."""
+
+    job: JobId
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class PrefetchBlocks:
+    """Read blocks from the tiers below host memory: ``keys[i]`` into ``slots[i]``."""
+
+    job: JobId
+    keys: tuple[bytes, ...]
+    slots: array[int]
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class WriteBackBlocks:
+    """Write blocks to the tiers below host memory: ``slots[i]`` as ``keys[i]``."""
+
+    job: JobId
+    keys: tuple[bytes, ...]
+    slots: array[int]
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class TierAnswer:
+    """One worker's answer to a lookup, prefetch or write-back of blocks.
+
+    ``found[i]`` tells of ``keys[i]`` which tier has it now, or gave it: a place in
+    :data:`SECONDARY_TIERS`, the first one of several.
+    """
+
+    job: JobId
+    found: bytes
+
+
+SECONDARY_TIERS = (None, Tier.DISK, Tier.REMOTE)
+"""What an :class:`TierAnswer` says of a block: 0 for none, and the slower the tier the higher."""
+
+
+@dataclass
+class TierInstructions:
+    """One step's work on the tiers below host memory, for every worker."""
+
+    lookups: list[LookupBlocks] = field(default_factory=list)
+    prefetches: list[PrefetchBlocks] = field(default_factory=list)
+    write_backs: list[WriteBackBlocks] = field(default_factory=list)
