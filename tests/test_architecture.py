@@ -31,8 +31,10 @@ from tests.architecture import (
 PACKAGE = Path(__file__).resolve().parents[1] / "kvconnect"
 
 EXCEPTIONS: dict[tuple[str, str], int] = {
-    # vLLM's connector interface asks for this many hooks in one class; each forwards to a half.
+    # vLLM's connector interface asks for this many hooks in one class; each forwards one call.
     ("class methods", "engines/vllm/connector.py::KVConnect"): 34,
+    # One object meets vLLM's scheduler: host tier, lower tiers, hand-off, events and an observer.
+    ("class attributes", "engines/vllm/scheduler.py::ConnectorScheduler"): 13,
 }
 """(budget, place) -> the size it has now. Growing fails; so does a number left too high."""
 

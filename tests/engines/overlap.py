@@ -585,7 +585,7 @@ class Engine:
             self.settle("one more request")
         assert not self.scheduler.requests and not self.half.busy
         half = self.half
-        assert not (half._requests or half._promised or half.plan._requests), "not forgotten"
+        assert not (half._requests or half._matched or half.plan._requests), "not forgotten"
         assert not (half.handoff.arrivals._requests or half.handoff.leases._requests)
         assert not (self.device.jobs or self.device.offered or self.device.withdrawn)
         assert self.pool.get_num_free_blocks() == BLOCKS - 1

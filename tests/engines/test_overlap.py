@@ -24,7 +24,6 @@ from hypothesis.stateful import (
 from kvconnect.disaggregation.leases import Leases
 from kvconnect.engines.vllm import disaggregation, scheduler
 from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
-from kvconnect.engines.vllm.scheduler import ConnectorScheduler
 from kvconnect.errors import Misuse
 from kvconnect.protocol.tickets import TICKET_KEY
 from tests.engines.overlap import Clock, Engine, Mode
@@ -263,7 +262,7 @@ def test_another_connector_s_failed_load_spoils_nothing_here(place: int) -> None
 
 
 def test_control_of_another_connector_s_failed_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ConnectorScheduler, "_on_failed", lambda *_: None)
+    monkeypatch.setattr(scheduler, "_foreign_failures", lambda *_: set())
     with pytest.raises(AssertionError, match="reads wrong KV"):
         _load_in_vain(0)
 

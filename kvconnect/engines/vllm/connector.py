@@ -85,11 +85,12 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         if idle:
             logger.warning("KVConnect stores and loads nothing: %s", idle)
             return IdleScheduler(*made)
+        scheduler = ConnectorScheduler(*made)
         if translate.is_traced(self._vllm_config):
-            from kvconnect.engines.vllm.tracing import TracedScheduler
+            from kvconnect.engines.vllm.tracing import RequestTracing
 
-            return TracedScheduler(*made)
-        return ConnectorScheduler(*made)
+            scheduler.observer = RequestTracing(self._vllm_config.parallel_config.world_size)
+        return scheduler
 
     @cached_property
     def worker(self) -> ConnectorWorker:

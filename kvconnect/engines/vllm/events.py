@@ -86,30 +86,29 @@ class EventLog:
                 locality=_LOCAL,
             )
 
-    def brought(
+    def promoted(
         self,
         request: Request,
         hashes: Sequence[Sequence[bytes]],
         blocks: Sequence[tuple[int, bytes]],
     ) -> None:
-        """Blocks of a request, as (group, hash), came to the tier from below."""
+        """Blocks of a request, as (group, hash), came to the host tier from a lower tier."""
         if self._enabled:
             places = [{name: place for place, name in enumerate(row)} for row in hashes]
-            # Another request may have come with the id of one that was given up.
+            # Another request may have taken the id of one that was given up.
             known = [(group, name) for group, name in blocks if name in places[group]]
             self.planned(request, hashes, ((group, places[group][name]) for group, name in known))
-            self.stored(known)
+            self.settled(known)
 
-    def stored(self, blocks: Iterable[tuple[int, bytes]]) -> None:
-        """Blocks, as (group, hash), can be loaded from now on."""
-        for key in blocks:
+    def settled(
+        self, stored: Iterable[tuple[int, bytes]], dropped: Iterable[tuple[int, bytes]] = ()
+    ) -> None:
+        """Planned blocks, as (group, hash), can be loaded from now on, or were not stored."""
+        for key in stored:
             event = self._planned.pop(key, None)
             if event is not None:
                 self._ready.append(event)
-
-    def dropped(self, blocks: Iterable[tuple[int, bytes]]) -> None:
-        """Blocks, as (group, hash), were planned but not stored."""
-        for key in blocks:
+        for key in dropped:
             self._planned.pop(key, None)
 
     def removed(self, blocks: Iterable[Removed]) -> None:

@@ -6,14 +6,14 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvconnect.cache.groups import CacheGroup, keeps_prefix
-from kvconnect.config import AUTO, Config
+from kvconnect.config import AUTO, Config, PolicyName
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.checks import LiveRequests
 from kvconnect.engines.vllm.disaggregation import DisaggregationScheduler
@@ -33,6 +33,7 @@ from kvconnect.offload.planner import (
     gauges,
     hits_by_tier,
 )
+from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Tier, TransferId
 
 if TYPE_CHECKING:
@@ -45,12 +46,40 @@ _NOTHING = StepInstructions()
 _STORE_SHARE = 0.25  # of the device's blocks may be held by stores; the rest is the engine's
 
 
-class _Promise(NamedTuple):
+class _Match(NamedTuple):
     """What :meth:`ConnectorScheduler.match` answered for a request that is not admitted yet."""
 
     local_tokens: int
     sync: bool = False  # load inside the step
     handoff: bool = False  # brought by another engine
+
+
+class SchedulerObserver(Protocol):
+    """Is told what the scheduler did, on the scheduler's thread. It must not raise."""
+
+    def request_added(self, request: Request, transfer: TransferId | None) -> None:
+        """A request arrived; other engines may ask for ``transfer``."""
+
+    def looked_up(self, req_id: str, seconds: float, waits: bool) -> None:
+        """A lookup that took ``seconds`` has ended; it is repeated if the request ``waits``."""
+
+    def admitted(
+        self, req_id: str, loaded_tokens: int, tiers: Mapping[Tier, int], handoff: bool
+    ) -> None:
+        """A request has device blocks. ``loaded_tokens`` are loaded from ``tiers``, or received
+        from another engine (``handoff``)."""
+
+    def store_planned(self, req_id: str, blocks: int) -> None:
+        """The next step stores new blocks of a request."""
+
+    def step_built(self, step: StepInstructions, scheduled_tokens: Mapping[str, int]) -> None:
+        """The instructions of a step go to the workers."""
+
+    def reports_taken(self, reports: StepReports) -> None:
+        """The workers' answers of a step were taken."""
+
+    def request_finished(self, req_id: str) -> None:
+        """A request is over. Its jobs may still be open."""
 
 
 class ConnectorScheduler:
@@ -61,24 +90,23 @@ class ConnectorScheduler:
     def __init__(
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config
     ) -> None:
+        self.observer: SchedulerObserver | None = None
         translate.recompute_failed_loads(vllm_config)
         self._config = config = _settings_for(vllm_config, config)
         groups = translate.cache_groups(kv_cache_config)
         self._hash_tokens = translate.hash_block_tokens(vllm_config, kv_cache_config)
-        self._limits = OffloadLimits(
-            workers=vllm_config.parallel_config.world_size,
-            deadline_s=config.deadline_s,
-            held_blocks=max(1, int(kv_cache_config.num_blocks * _STORE_SHARE)),
-        )
+        workers, blocks = vllm_config.parallel_config.world_size, kv_cache_config.num_blocks
+        held_blocks = max(1, int(blocks * _STORE_SHARE))
+        self._limits = OffloadLimits(workers, config.deadline_s, held_blocks)
         self._requests = LiveRequests()
         # Of requests asked about and not admitted yet; None for one that reads no cache.
-        self._promised: dict[str, _Promise | None] = {}
+        self._matched: dict[str, _Match | None] = {}
         self._slot_bytes = 0
         self._gauges = Gauges()
         self.events = EventLog(vllm_config, groups, kv_cache_config)
         self.handoff = DisaggregationScheduler(vllm_config, config, groups, KVConnectStats())
-        self.plan = self._make_plan(groups, num_slots=0)
-        self.below: TierScheduler | None = None
+        self.plan = _make_plan(groups, 0, config.offload.policy, self.handoff.stats, self._limits)
+        self.tiers: TierScheduler | None = None
 
     def greet(self, hellos: Mapping[tuple[int, int], WorkerHello], alone: bool = True) -> None:
         """Learn the workers' host tiers and addresses; the smallest tier counts, since all use the
@@ -87,24 +115,21 @@ class ConnectorScheduler:
         Raises:
             Incompatible: not every worker answered.
         """
-        if len(hellos) != self._limits.workers:
+        workers = self._limits.workers
+        if len(hellos) != workers:
             fix = "see the log for why others did not, and start again"
-            raise Incompatible(f"{len(hellos)} of {self._limits.workers} workers came up", fix)
+            raise Incompatible(f"{len(hellos)} of {workers} workers came up", fix)
         self._gauges.moved = True
         num_slots = min(hello.num_slots for hello in hellos.values())
         self._slot_bytes = sum(hello.slot_bytes for hello in hellos.values())
-        self.plan = self._make_plan(self.plan.groups, num_slots)
-        if self._config.tiers.disk or self._config.tiers.remote:
-            sizes = len(hellos), self._slot_bytes
-            args = (self._config, self.plan.groups, self.plan.index, self.handoff.stats)
-            self.below = TierScheduler(*args, sizes)
+        stats, groups, config = self.handoff.stats, self.plan.groups, self._config
+        self.plan = _make_plan(groups, num_slots, config.offload.policy, stats, self._limits)
+        if config.tiers.disk or config.tiers.remote:
+            sizes = workers, self._slot_bytes
+            self.tiers = TierScheduler(config, groups, self.plan.index, stats, sizes)
         self.handoff.greet(hellos, alone)
-        logger.info(
-            "KVConnect host tier: %d blocks, %.2f GiB over %d workers",
-            num_slots,
-            num_slots * self._slot_bytes / 2**30,
-            len(hellos),
-        )
+        gib = num_slots * self._slot_bytes / 2**30
+        logger.info("host tier: %d blocks, %.2f GiB over %d workers", num_slots, gib, workers)
 
     def add_request(self, request: Request) -> TransferId | None:
         """A request arrived; return the transfer that other engines may ask for, if any."""
@@ -112,35 +137,44 @@ class ConnectorScheduler:
         self._requests[request.request_id] = request
         if self._requests.may_reuse(request):
             self.plan.add_request(request.request_id)
-        if not request.kv_transfer_params:
-            return None
-        return self.handoff.add_request(request, time.monotonic())
+        now, asks = time.monotonic(), request.kv_transfer_params
+        transfer = self.handoff.add_request(request, now) if asks else None
+        if self.observer is not None:
+            self.observer.request_added(request, transfer)
+        return transfer
 
     def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Return (tokens that can be added to ``local_tokens``, whether asynchronously): all a
         hand-off brings, or what the host tier has. None: ask again at the next step."""
+        if self.observer is None:
+            return self._match(request, local_tokens)
+        began, answer = time.monotonic(), self._match(request, local_tokens)
+        self.observer.looked_up(request.request_id, time.monotonic() - began, answer[0] is None)
+        return answer
+
+    def _match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         req_id = request.request_id
         if request.skip_reading_prefix_cache:
             self.handoff.decline(req_id)  # it needs its prompt computed here
-            self._promised[req_id] = None
+            self._matched[req_id] = None
             return 0, False
         arriving = self.handoff.match(request, local_tokens)
         if arriving:
-            self._promised[req_id] = _Promise(local_tokens, handoff=True)
+            self._matched[req_id] = _Match(local_tokens, handoff=True)
             return arriving, True
         if not self._requests.may_reuse(request):
-            self._promised[req_id] = None
+            self._matched[req_id] = None
             return 0, False
         # The engine samples from the last token's output, so a windowed group's load must leave
         # that token (and with it the window before it) to compute.
         whole = all(group.is_full for group in self.plan.groups)
         limit = request.num_tokens if whole else request.num_tokens - 1
         hashes = self._hashes(request)
-        usable = local_tokens, limit
-        if self.below and self.below.ask(request, hashes, usable, time.monotonic()):
+        now = time.monotonic()
+        if self.tiers and self.tiers.ask(request, hashes, (local_tokens, limit), now):
             return None, False
         found = self.plan.match(req_id, hashes, local_tokens, limit)
-        if req_id in self.handoff.failed and req_id in self._promised:
+        if req_id in self.handoff.failed and req_id in self._matched:
             found = 0  # vLLM (0.32) did not admit this load and may never do, see `failed`
         # Pages on offer leave while the step runs, when it is not known yet that a load failed.
         most, others = self._config.offload.sync_load_bytes, len(self._requests) - 1
@@ -148,7 +182,7 @@ class ConnectorScheduler:
         # Inside a step, the last block of a prompt that is there as a whole would be computed.
         whole_prompt = local_tokens + found >= request.num_tokens
         sync = sync and not self.handoff.leases and not whole_prompt
-        self._promised[req_id] = _Promise(local_tokens, sync)
+        self._matched[req_id] = _Match(local_tokens, sync)
         return found, found > 0 and not sync
 
     def after_alloc(
@@ -156,14 +190,22 @@ class ConnectorScheduler:
     ) -> Mapping[Tier, int]:
         """The engine admitted the request and allocated its blocks; plan the load, if any. Return
         how many of its tokens come from each tier; none of them if another engine brings them."""
-        if request.request_id not in self._promised:
+        if request.request_id not in self._matched:
             return {}  # called again for a request whose load is done
-        promised = self._promised.pop(request.request_id)
+        match = self._matched.pop(request.request_id)
         if self._requests.may_reuse(request):
             self.plan.add_request(request.request_id)  # after a preemption its blocks are new
-        if promised is None:
+        if match is None:
             return {}  # it reads no cache
-        local_tokens, sync, handoff = promised
+        tiers = self._admit(request, blocks, match, num_external)
+        if self.observer is not None:
+            self.observer.admitted(request.request_id, num_external, tiers, match.handoff)
+        return tiers
+
+    def _admit(
+        self, request: Request, blocks: KVCacheBlocks, match: _Match, num_external: int
+    ) -> Mapping[Tier, int]:
+        local_tokens, sync, handoff = match
         if handoff and num_external:
             self.handoff.after_alloc(request, blocks, local_tokens, num_external)
             return {}
@@ -173,8 +215,8 @@ class ConnectorScheduler:
         if num_external:
             wanted = LoadRequest(local_tokens, total, hashes, blocks.get_block_ids(), sync)
             self.plan.plan_load(request.request_id, wanted, time.monotonic())
-        below = self.below.admitted(request, hashes, (local_tokens, total)) if self.below else {}
-        hits = hits_by_tier(num_external, below)
+        promoted = self.tiers.admitted(request, hashes, (local_tokens, total)) if self.tiers else {}
+        hits = hits_by_tier(num_external, promoted)
         count_lookup(self.plan.stats, request.num_tokens - local_tokens, hits)
         return hits
 
@@ -183,73 +225,80 @@ class ConnectorScheduler:
         now = time.monotonic()
         self.device.release_stored(self.plan.jobs.expire(now))
         for req_id, computed in self.plan.due(translate.computed_tokens(output)):
-            self.store(req_id, computed, output)
+            self._store(req_id, computed, output)
         offered = self.handoff.offer(output, now)
         if offered:
             self.device.hold(offered)
         offload, computes = self.plan.take(now), bool(output.num_scheduled_tokens)
         self.plan.load_mode.began(now, computes and not any(load.sync for load in offload.loads))
         step = StepInstructions(offload, disaggregation=self.handoff.take(now))
-        if self.below is not None:
-            step.tiers = self.below.take(output, now)
+        if self.tiers is not None:
+            step.tiers = self.tiers.take(output, now)
         for store in offload.stores:
             for part in store.parts:
                 self.device.hold_stored(part.block_ids)
         self.events.removed(self.plan.take_removed())
-        if computes or step != _NOTHING:
-            self._gauges.moved = True
+        self._gauges.moved |= computes or step != _NOTHING
         step.epoch, step.greet = self.handoff.epoch, not self.handoff.greeted
         step.idle = not computes and self.busy and not self.plan.busy
+        if self.observer is not None:
+            self.observer.step_built(step, output.num_scheduled_tokens)
         return step
 
     def on_reports(self, reports: StepReports | None, failed: Collection[int] = ()) -> None:
         """Take the workers' answers of a step, and the device blocks that a load failed to fill."""
         now = time.monotonic()
         self.plan.load_mode.ended(now)
-        self._gauges.moved = self._gauges.moved or reports is not None
+        self._gauges.moved |= reports is not None
         reports = reports or StepReports()
         if reports.hellos and not self.handoff.greeted:  # steps overlap: they may come twice
             self.greet(reports.hellos, alone=False)
-        if failed:
-            self._on_failed(reports, failed, now)
+        if failed and _foreign_failures(reports, failed):
+            # A step computed with blocks that another connector failed to load, so no copy in
+            # flight may be used.
+            self.device.release_stored(self.plan.jobs.void_stores())
+            self.handoff.leases.withdraw_all(now)
         self.device.release(self.handoff.on_reports(reports.arrivals, reports.notices, now))
         for report in reports.reports:
             settled = self.plan.on_report(report, now)
             if settled is None:
                 continue
             self.device.release_stored(settled.released)
-            if self.below is not None:
-                self.below.settled(settled)
-            self.events.stored(settled.stored)
-            self.events.dropped(settled.dropped)
-        if self.below is not None:
-            for came in self.below.on_answers(reports.answers, now):
-                request = self._requests.get(came.req_id)
+            if self.tiers is not None:
+                self.tiers.settled(settled)
+            self.events.settled(settled.stored, settled.dropped)
+        if self.tiers is not None:
+            for promoted in self.tiers.on_answers(reports.answers, now):
+                request = self._requests.get(promoted.req_id)
                 if request is not None:
-                    self.events.brought(request, self._hashes(request), came.blocks)
+                    self.events.promoted(request, self._hashes(request), promoted.blocks)
         self.events.removed(self.plan.take_removed())
+        if self.observer is not None:
+            self.observer.reports_taken(reports)
 
     def finish_request(self, request: Request) -> dict[str, Any] | None:
         """The request is over; blocks still being stored or handed off stay held until that is
         done. Return what the answer says in ``kv_transfer_params``."""
         self._gauges.moved = True
         self._requests.pop(request.request_id, None)
-        self._promised.pop(request.request_id, None)
+        self._matched.pop(request.request_id, None)
         self.plan.finish_request(request.request_id, self._hashes(request))
         if not self._requests:
             self.device.rest()
-        if self.below is not None:
-            self.below.forget(request.request_id)
-        if not request.kv_transfer_params:
-            return None
-        return self.handoff.finish(request, time.monotonic())
+        if self.tiers is not None:
+            self.tiers.forget(request.request_id)
+        now, asked = time.monotonic(), request.kv_transfer_params
+        answer = self.handoff.finish(request, now) if asked else None
+        if self.observer is not None:
+            self.observer.request_finished(request.request_id)
+        return answer
 
     def reset(self) -> None:
         """Forget the whole host tier, as the engine forgets its prefix cache."""
         self._gauges.moved = True
         self.device.release_stored(self.plan.reset())
-        if self.below is not None:
-            self.below.reset()
+        if self.tiers is not None:
+            self.tiers.reset()
         self.handoff.leases.withdraw_all(time.monotonic())
         self.events.cleared()
 
@@ -257,47 +306,49 @@ class ConnectorScheduler:
         """Return what was counted since the last call, with the gauges if one moved."""
         now = time.monotonic()
         if self._gauges.due(now, at_rest=not self._requests and not self.busy):
-            below = self.below.gauges() if self.below else ()
-            read = chain(gauges(self.plan, now, self._slot_bytes), self.handoff.gauges(now), below)
-            for (name, label), value in self._gauges.news(read, now).items():
-                self.plan.stats.gauge(name, value, label)
-        taken = self.plan.stats.take()
-        assert taken is None or isinstance(taken, KVConnectStats)
-        return taken
+            tiers = self.tiers.gauges() if self.tiers else ()
+            read = chain(gauges(self.plan, now, self._slot_bytes), self.handoff.gauges(now), tiers)
+            self._gauges.publish(read, self.plan.stats, now)
+        return cast("KVConnectStats | None", self.plan.stats.take())
 
     @property
     def busy(self) -> bool:
         """Whether a job is open, so that the engine must keep stepping."""
-        below = self.below is not None and self.below.plan.busy
-        return self.plan.busy or self.handoff.busy or below
-
-    def _make_plan(self, groups: Sequence[CacheGroup], num_slots: int) -> OffloadPlan:
-        policy = make_policy(self._config.offload.policy, num_slots)
-        index = HostIndex(num_slots, len(groups), policy)
-        return OffloadPlan(groups, index, self.handoff.stats, self._limits)
+        tiers = self.tiers is not None and self.tiers.plan.busy
+        return self.plan.busy or self.handoff.busy or tiers
 
     def _hashes(self, request: Request) -> tuple[Sequence[bytes], ...]:
         return translate.group_hashes(request, self.plan.groups, self._hash_tokens)
 
-    def store(self, req_id: str, computed: int, output: SchedulerOutput) -> int:
-        """Plan to store a request's new blocks; return how many were given a slot."""
+    def _store(self, req_id: str, computed: int, output: SchedulerOutput) -> None:
+        """Plan to store a request's new blocks."""
         request = self._requests[req_id]
         state = output.kv_connector_block_state
         assert state is not None
         hashes = self._hashes(request)
         new = self.plan.plan_store(req_id, computed, hashes, state.resolve_block_ids(req_id))
-        if self.below is not None:
-            self.below.name(request, hashes, new)
+        if self.tiers is not None:
+            self.tiers.name(request, hashes, new)
         self.events.planned(request, hashes, new)
-        return len(new)
+        if self.observer is not None and new:
+            self.observer.store_planned(req_id, len(new))
 
-    def _on_failed(self, reports: StepReports, failed: Collection[int], now: float) -> None:
-        """Blocks were computed from what another connector failed to load inside the step: nothing
-        that copies in flight hold may be used. This one's own loads say so in their reports."""
-        own = {f.block_id for r in chain(reports.reports, reports.arrivals) for f in r.failures}
-        if not own.issuperset(failed):
-            self.device.release_stored(self.plan.jobs.void_stores())
-            self.handoff.leases.withdraw_all(now)
+
+def _foreign_failures(reports: StepReports, failed: Collection[int]) -> set[int]:
+    """Return those failed device blocks that no load or receive of this connector reports."""
+    jobs = chain(reports.reports, reports.arrivals)
+    return set(failed).difference(f.block_id for report in jobs for f in report.failures)
+
+
+def _make_plan(
+    groups: Sequence[CacheGroup],
+    num_slots: int,
+    policy: PolicyName,
+    stats: OffloadingConnectorStats,
+    limits: OffloadLimits,
+) -> OffloadPlan:
+    index = HostIndex(num_slots, len(groups), make_policy(policy, num_slots))
+    return OffloadPlan(groups, index, stats, limits)
 
 
 def _settings_for(vllm_config: VllmConfig, config: Config) -> Config:

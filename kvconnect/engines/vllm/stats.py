@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -67,16 +67,20 @@ class Gauges:
         """Whether to look at them again. The oldest hold's age moves by itself."""
         return now - self._looked >= (_LOOK_S if self.moved else 1.0) or (self.moved and at_rest)
 
-    def news(
-        self, read: Iterable[tuple[str, float, str | None]], now: float
-    ) -> Mapping[tuple[str, str | None], float]:
-        """Return all of them if one has moved: some series are quotients of two."""
+    def publish(
+        self,
+        read: Iterable[tuple[str, float, str | None]],
+        stats: OffloadingConnectorStats,
+        now: float,
+    ) -> None:
+        """Set all gauges in ``stats`` if one has moved: some series are quotients of two."""
         self.moved, self._looked = False, now
         found: dict[tuple[str, str | None], float] = {}
         for name, value, label in read:
-            # Only the age comes from several books; in whole seconds, it moves once in a while.
+            # Only the age has several sources; in whole seconds, it seldom moves.
             found[name, label] = max(int(value), found.get((name, label), 0))
         if found == self._values:
-            return {}
+            return
         self._values = found
-        return found
+        for (name, label), value in found.items():
+            stats.gauge(name, value, label)

@@ -1,23 +1,20 @@
-"""Spans of traced requests in vLLM's scheduler: made from what passes by its half of the connector.
+"""Spans of traced requests in vLLM's scheduler, made from the events of its connector.
 
-vLLM makes a request's own span when it has ended, so these are not below it but beside it: children
-of the span that the request's headers name.
+vLLM makes a request's own span at the request's end, so these spans are its siblings: children of
+the span that the request's headers name.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
-
-from vllm.v1.core.sched.output import SchedulerOutput
+from typing import TYPE_CHECKING
 
 from kvconnect.disaggregation.messages import NoticeKind, Receive, TransferEvent
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports
-from kvconnect.engines.vllm.scheduler import ConnectorScheduler
 from kvconnect.observability.tracing.otel import (
     INTERNAL,
     Attributes,
@@ -32,7 +29,6 @@ from kvconnect.offload.messages import JobReport, LoadBlocks
 from kvconnect.types import JobId, Tier, TransferId
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.request import Request
 
 
@@ -143,11 +139,12 @@ class _Hold:
     served: bool = False
 
 
-class TracedScheduler(ConnectorScheduler):
-    """A half that also makes spans, of requests whose headers carry a sampled trace."""
+class RequestTracing:
+    """Makes spans of requests whose headers carry a sampled trace; a
+    :class:`~kvconnect.engines.vllm.scheduler.SchedulerObserver`. ``workers`` answer each job."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
         self._tracer = Tracer()
         self._traced: dict[str, _TracedRequest] = {}
         self._prefilling: dict[str, _TracedRequest] = {}
@@ -155,42 +152,33 @@ class TracedScheduler(ConnectorScheduler):
         self._jobs: dict[JobId, _TracedJob] = {}
         self._holds: dict[TransferId, _Hold] = {}
 
-    def add_request(self, request: Request) -> TransferId | None:
-        transfer = super().add_request(request)
+    def request_added(self, request: Request, transfer: TransferId | None) -> None:
+        """See :class:`SchedulerObserver`; so for the methods below."""
         parent = self._tracer.parent(request.trace_headers)
         if parent is not None:
             traced = _TracedRequest(self._tracer, parent, request)
             self._traced[request.request_id] = self._prefilling[request.request_id] = traced
             if transfer is not None:
                 self._holds[transfer] = _Hold(traced)
-        return transfer
 
-    def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
-        began, answer = time.time_ns(), super().match(request, local_tokens)
-        traced = self._traced.get(request.request_id)
-        if traced is not None:
-            traced.looked_up(began, waits=answer[0] is None)
-        return answer
-
-    def after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external: int
-    ) -> Mapping[Tier, int]:
-        promised = self._promised.get(request.request_id)
-        brought = super().after_alloc(request, blocks, num_external)
-        traced = self._traced.get(request.request_id)
-        if traced is not None and promised is not None:
-            traced.admitted(num_external, brought, promised.handoff)
-        return brought
-
-    def store(self, req_id: str, computed: int, output: SchedulerOutput) -> int:
-        blocks = super().store(req_id, computed, output)
+    def looked_up(self, req_id: str, seconds: float, waits: bool) -> None:
         traced = self._traced.get(req_id)
-        if traced is not None and blocks:
-            self._new_blocks[traced] = blocks
-        return blocks
+        if traced is not None:
+            traced.looked_up(time.time_ns() - int(seconds * 1e9), waits)
 
-    def build_step(self, output: SchedulerOutput) -> StepInstructions:
-        step = super().build_step(output)
+    def admitted(
+        self, req_id: str, loaded_tokens: int, tiers: Mapping[Tier, int], handoff: bool
+    ) -> None:
+        traced = self._traced.get(req_id)
+        if traced is not None:
+            traced.admitted(loaded_tokens, tiers, handoff)
+
+    def store_planned(self, req_id: str, blocks: int) -> None:
+        traced = self._traced.get(req_id)
+        if traced is not None:
+            self._new_blocks[traced] = blocks
+
+    def step_built(self, step: StepInstructions, scheduled_tokens: Mapping[str, int]) -> None:
         for load in step.offload.loads:
             self._begin(load, "kvconnect.load")
         for receive in step.disaggregation.receives:
@@ -205,28 +193,23 @@ class TracedScheduler(ConnectorScheduler):
             self._jobs[store.job] = _TracedJob(partial(_end_store, tuple(self._new_blocks)))
         self._new_blocks.clear()
         for req_id, traced in self._prefilling.items():
-            tokens = output.num_scheduled_tokens.get(req_id)
+            tokens = scheduled_tokens.get(req_id)
             if tokens and not traced.has_output:
                 traced.computes(tokens)
-        return step
 
-    def on_reports(self, reports: StepReports | None, failed: Collection[int] = ()) -> None:
-        super().on_reports(reports, failed)
-        if reports is not None:
-            for report in (*reports.reports, *reports.arrivals):
-                self._on_report(report)
-            for notice in reports.notices if self._holds else ():
-                self._on_notice(notice)
+    def reports_taken(self, reports: StepReports) -> None:
+        for report in (*reports.reports, *reports.arrivals):
+            self._on_report(report)
+        for notice in reports.notices if self._holds else ():
+            self._on_notice(notice)
         for req_id in [r for r, traced in self._prefilling.items() if traced.has_output]:
             self._prefilling.pop(req_id).computed()
 
-    def finish_request(self, request: Request) -> dict[str, Any] | None:
-        answer = super().finish_request(request)
-        self._prefilling.pop(request.request_id, None)
-        traced = self._traced.pop(request.request_id, None)
+    def request_finished(self, req_id: str) -> None:
+        self._prefilling.pop(req_id, None)
+        traced = self._traced.pop(req_id, None)
         if traced is not None:
             traced.finish()
-        return answer
 
     def _begin(self, job: LoadBlocks | Receive, name: str) -> None:
         traced = self._traced.get(job.req_id)
@@ -240,7 +223,7 @@ class TracedScheduler(ConnectorScheduler):
         job = self._jobs.get(report.job)
         if job is not None:
             job.reports.append(report)
-            if len(job.reports) == self._limits.workers:
+            if len(job.reports) == self._workers:
                 del self._jobs[report.job]
                 job.end(job.reports)
 
@@ -250,7 +233,7 @@ class TracedScheduler(ConnectorScheduler):
             return
         if notice.kind is NoticeKind.WITHDRAWN:
             hold.withdrawn += 1
-            if hold.withdrawn == self._limits.workers:
+            if hold.withdrawn == self._workers:
                 del self._holds[notice.transfer]
                 if hold.span is not None:
                     hold.span.set_attribute("kvconnect.served", hold.served)
