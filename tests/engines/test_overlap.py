@@ -192,7 +192,7 @@ def run(mode: Mode, examples: int = 60) -> Counter[str]:
 def test_any_order_of_events(name: str) -> None:
     mode = MODES[name]
     seen = run(mode)
-    wanted = {"Store done", "Load done", "new weights", *(["accepted"] if mode.drafts else [])}
+    wanted = {"StoreBlocks done", "LoadBlocks done", "new weights", *(["accepted"] if mode.drafts else [])}
     wanted |= {"handed off"} if sends(mode) else set()
     wanted |= {"Receive done"} if receives(mode) else set()
     wanted |= {"loaded inside"} if mode.place is not None else set()
@@ -232,10 +232,10 @@ def test_load_after_failed_hand_off(name: str) -> None:
     and all other requests wait behind it."""
     engine = _fail_hand_off(Engine(MODES[name], CLOCK), tuple(range(30)))
     engine.end()
-    assert engine.seen["Load done"] == 1  # there is room for both
+    assert engine.seen["LoadBlocks done"] == 1  # there is room for both
     engine = _fail_hand_off(Engine(MODES[name], CLOCK), tuple(range(60)))
     engine.end()
-    assert engine.seen["Load done"] == 0
+    assert engine.seen["LoadBlocks done"] == 0
     engine = Engine(MODES[name], CLOCK)
     engine.half.handoff.failed = Forgetful()
     with pytest.raises(AssertionError, match="never ends"):
@@ -285,7 +285,7 @@ def _load_in_vain(place: int) -> None:
     assert engine.scheduler.reset_prefix_cache()
     third = engine.add(prompt)
     engine.settle("a request that loads what was stored")
-    assert engine.seen["Load done"] >= 1
+    assert engine.seen["LoadBlocks done"] >= 1
     for name in (first, second, third):
         engine.expect_right(name)
     assert Sibling.ended == 3
