@@ -192,7 +192,12 @@ def run(mode: Mode, examples: int = 60) -> Counter[str]:
 def test_any_order_of_events(name: str) -> None:
     mode = MODES[name]
     seen = run(mode)
-    wanted = {"StoreBlocks done", "LoadBlocks done", "new weights", *(["accepted"] if mode.drafts else [])}
+    wanted = {
+        "StoreBlocks done",
+        "LoadBlocks done",
+        "new weights",
+        *(["accepted"] if mode.drafts else []),
+    }
     wanted |= {"handed off"} if sends(mode) else set()
     wanted |= {"Receive done"} if receives(mode) else set()
     wanted |= {"loaded inside"} if mode.place is not None else set()
