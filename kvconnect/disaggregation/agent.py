@@ -214,7 +214,7 @@ class HandoffAgent:
     def _on_session_event(
         self, session: Session, event: MessageReceived | PagesSent | PagesReceived | Drained
     ) -> None:
-        if not isinstance(event, MessageReceived) and event.want >= PROBE_READ_ID:
+        if not isinstance(event, MessageReceived) and event.read_id >= PROBE_READ_ID:
             if bandwidth_probe.on_event(self._sessions, session, event):
                 self._receiving.on_connected(self._sessions.origin(session), session)
         elif isinstance(event, MessageReceived):

@@ -90,13 +90,13 @@ def on_event(sessions: Sessions, session: Session, event: Event) -> bool:
         Refused: field ``rate``; even the fastest path is slower than ``min_rate``.
     """
     meter = session.meter
-    if not isinstance(event, PagesReceived) or event.want != PROBE_READ_ID + meter.probes:
+    if not isinstance(event, PagesReceived) or event.read_id != PROBE_READ_ID + meter.probes:
         return False
     meter.probed_bytes += event.nbytes
     meter.probed_seconds = max(meter.probed_seconds, event.seconds)
     if meter.probed_bytes < len(_ids(session)) * _BLOCK_BYTES:
         return False
-    sessions.transport.cancel(session.peer, event.want)
+    sessions.transport.cancel(session.peer, event.read_id)
     meter.rates[_path(session)] = meter.probed_bytes / max(meter.probed_seconds, 1e-9)
     meter.probes += 1
     meter.probed_bytes, meter.probed_seconds = 0, 0.0

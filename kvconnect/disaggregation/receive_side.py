@@ -131,12 +131,12 @@ class ReceiveSide:
         blocks = range(event.first, event.first + event.count)
         now = time.monotonic()
         self._run_actions(
-            self._receiver.received(event.peer, event.want, event.number, blocks, event.bad, now)
+            self._receiver.received(event.peer, event.read_id, event.number, blocks, event.bad, now)
         )
 
     def on_drained(self, event: Drained) -> None:
         """The transport has ended a cancelled read."""
-        self._run_actions(self._receiver.drained(event.peer, event.want))
+        self._run_actions(self._receiver.drained(event.peer, event.read_id))
 
     def on_connected(self, origin: Origin, session: Session) -> None:
         """The session with a needed worker is ready."""

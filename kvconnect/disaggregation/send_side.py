@@ -110,11 +110,11 @@ class SendSide:
     def on_sent(self, session: Session, event: PagesSent) -> None:
         """The transport has sent pages."""
         session.meter.record(self._sessions.stats, TransferType.SEND, event, session.name)
-        self._run_actions(self._sender.sent(event.peer, event.want))
+        self._run_actions(self._sender.sent(event.peer, event.read_id))
 
     def on_drained(self, event: Drained) -> None:
         """The transport has ended a cancelled read."""
-        self._run_actions(self._sender.drained(event.peer, event.want))
+        self._run_actions(self._sender.drained(event.peer, event.read_id))
 
     def on_lost(self, peer: PeerId) -> None:
         """A connection is gone."""

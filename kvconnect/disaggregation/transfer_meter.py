@@ -150,12 +150,12 @@ class TransferMeter:
         stats.record_transfer(kind.value, event.nbytes, event.seconds)
         stats.count("handoff_peer_bytes", event.nbytes, label=peer)
         stats.count("handoff_peer_seconds", event.seconds, label=peer)
-        if event.want in self.seconds:
-            self.seconds[event.want] += event.seconds
-            self.nbytes[event.want] += event.nbytes
+        if event.read_id in self.seconds:
+            self.seconds[event.read_id] += event.seconds
+            self.nbytes[event.read_id] += event.nbytes
         if self.trace is not None:
-            self.trace.moved(event.want, event.nbytes, event.seconds)
-        requested_at = self.requested_at.pop(event.want, None)
+            self.trace.moved(event.read_id, event.nbytes, event.seconds)
+        requested_at = self.requested_at.pop(event.read_id, None)
         if requested_at is not None:
             waited = time.monotonic() - requested_at - event.seconds
             stats.observe("handoff_wait_seconds", max(0.0, waited))

@@ -191,7 +191,7 @@ class DoctorReader:
         self._tell(TransferRequest(want, page_bytes, there))
         left = len(pages)
         for event in self._events():
-            if isinstance(event, PagesReceived) and event.want == want:
+            if isinstance(event, PagesReceived) and event.read_id == want:
                 left -= event.count
                 result.bad += len(event.bad)
                 if left == 0:

@@ -86,7 +86,7 @@ class FrameHeader(NamedTuple):
     """What one data frame holds. All counts start at 0; ``nbytes`` leaves the digests out."""
 
     sequence: int  # of the frame on its connection
-    want: int
+    read_id: int
     unit: int
     first: int  # wire block
     count: int  # type: ignore[assignment]  # wire blocks, at least 1; hides tuple.count
@@ -98,7 +98,7 @@ def pack_header(h: FrameHeader) -> bytes:
     """Return the header's ``HEADER_BYTES``; :class:`Misuse` if a number is out of range."""
     try:
         body = _HEADER.pack(
-            *(_MAGIC, _FRAME_VERSION, h.digest_period, h.sequence, h.want, h.first, h.nbytes),
+            *(_MAGIC, _FRAME_VERSION, h.digest_period, h.sequence, h.read_id, h.first, h.nbytes),
             *(h.unit, h.count, _RESERVED),
         )
     except struct.error as error:
@@ -111,7 +111,7 @@ def pack_header(h: FrameHeader) -> bytes:
 def unpack_header(data: bytes | memoryview) -> FrameHeader:
     """Return what a header says.
 
-    Whether want, unit and blocks are expected, and whether ``nbytes`` fits them, is for the
+    Whether read_id, unit and blocks are expected, and whether ``nbytes`` fits them, is for the
     receiver to check: it alone knows.
 
     Raises:
@@ -119,7 +119,7 @@ def unpack_header(data: bytes | memoryview) -> FrameHeader:
     """
     if len(data) != HEADER_BYTES:
         raise ProtocolError(f"frame header of {len(data)} bytes, not {HEADER_BYTES}")
-    magic, version, period, sequence, want, first, nbytes, unit, count, reserved = (
+    magic, version, period, sequence, read_id, first, nbytes, unit, count, reserved = (
         _HEADER.unpack_from(data)
     )
     if magic != _MAGIC:
@@ -128,7 +128,7 @@ def unpack_header(data: bytes | memoryview) -> FrameHeader:
         raise ProtocolError("frame header does not match its checksum")
     if version != _FRAME_VERSION or reserved != _RESERVED:
         raise ProtocolError(f"frame header of version {version}, {_FRAME_VERSION} is known")
-    header = FrameHeader(sequence, want, unit, first, count, nbytes, period)
+    header = FrameHeader(sequence, read_id, unit, first, count, nbytes, period)
     if not _is_sound(header):
         raise ProtocolError(f"{header} is out of range")
     return header
@@ -136,7 +136,7 @@ def unpack_header(data: bytes | memoryview) -> FrameHeader:
 
 def _is_sound(h: FrameHeader) -> bool:
     return (
-        min(h.sequence, h.want, h.unit, h.first) >= 0
+        min(h.sequence, h.read_id, h.unit, h.first) >= 0
         and min(h.count, h.nbytes) >= 1
         and h.digest_period in DIGEST_PERIODS
     )

@@ -1,7 +1,4 @@
-"""What every transport must do, checked from outside through the seam.
-
-``check_transport(make)`` raises :class:`AssertionError` naming the check and what went wrong.
-"""
+"""Conformance checks for transports: ``check_transport(make)`` runs them all."""
 
 from __future__ import annotations
 
@@ -40,13 +37,13 @@ _MIB = 1 << 20
 
 
 def check_transport(make: Make, path: str = "tcp") -> None:
-    """Run every check on transports from ``make``, which returns a fresh one at each call.
+    """Run every check on transports from ``make``, which returns a new one at each call.
 
-    All must be able to meet at 127.0.0.1, and with another ``path`` for pages than tcp have a
-    ``stall_s`` of a few seconds. Takes a few seconds and 200 MiB.
+    The transports must reach each other at 127.0.0.1. For a ``path`` other than tcp, set their
+    ``stall_s`` to a few seconds. Takes a few seconds and 200 MiB.
 
     Raises:
-        AssertionError: a check failed; the text begins with its name.
+        AssertionError: a check failed; the message begins with its name.
     """
     for check in CHECKS:
         try:
@@ -56,7 +53,7 @@ def check_transport(make: Make, path: str = "tcp") -> None:
 
 
 class Side:
-    """One transport with what happened to it. ``seen`` holds all events so far."""
+    """One transport and all events that it has returned so far (``seen``)."""
 
     def __init__(self, transport: Transport, memory: PageMemory) -> None:
         self.transport = transport
@@ -69,13 +66,12 @@ class Side:
         return [event for event in self.seen if isinstance(event, kind)]
 
     def poll(self) -> None:
-        """Take in what happened since."""
+        """Append new events to ``seen``."""
         self.seen += self.transport.poll(_POLL_S)
 
 
 class ConnectedPair:
-    """A reader that is connected to a source. ``of_reader`` and ``of_source`` are the other's
-    number on each side."""
+    """A connected pair: ``of_reader`` is the peer id at the reader, ``of_source`` at the source."""
 
     def __init__(self, reader: Side, source: Side, path: str = "tcp") -> None:
         self.reader = reader
@@ -85,7 +81,7 @@ class ConnectedPair:
         self.of_reader, self.of_source = self.connect()
 
     def connect(self) -> tuple[PeerId, PeerId]:
-        """Connect once more; return the new peer's number here and there."""
+        """Connect again; return the new peer id on the reader and on the source."""
         number = self.reader.transport.connect(*self.address)
         before = len(self.source.of(PeerUp))
         self.until(lambda: PeerUp in kinds(self.reader, number), "the reader's PeerUp")
@@ -101,13 +97,13 @@ class ConnectedPair:
             self.source.poll()
 
     def until_down(self) -> None:
-        """Poll until the link is down on both sides."""
+        """Poll until the connection is down on both sides."""
         self.until(lambda: self.reader.of(PeerDown), "the reader's PeerDown")
         self.until(lambda: self.source.of(PeerDown), "the source's PeerDown")
 
-    def want(
+    def expect(
         self,
-        want: int,
+        read_id: int,
         units: Sequence[Unit],
         spans: Sequence[Sequence[int]],
         fence: Fence | None = None,
@@ -115,12 +111,12 @@ class ConnectedPair:
         """Have the reader expect wire blocks from 0 on in each unit."""
         places = [(0, array("q", ids)) for ids in spans]
         self.reader.transport.submit(
-            IncomingPages(self.of_reader, want, units, places, fence, self.path)
+            IncomingPages(self.of_reader, read_id, units, places, fence, self.path)
         )
 
     def send(
         self,
-        want: int,
+        read_id: int,
         number: int,
         unit: Unit,
         ids: Sequence[int],
@@ -128,24 +124,24 @@ class ConnectedPair:
         fence: Fence | None = None,
     ) -> None:
         """Have the source send wire blocks."""
-        order = OutgoingPages(self.of_source, want, number, unit, first, array("q", ids), fence)
+        order = OutgoingPages(self.of_source, read_id, number, unit, first, array("q", ids), fence)
         self.source.transport.submit(order)
 
-    def arrived(self, want: int) -> int:
-        """Return how many wire blocks of a want were received."""
-        return sum(e.count for e in self.reader.of(PagesReceived) if e.want == want)
+    def arrived(self, read_id: int) -> int:
+        """Return how many wire blocks of a read were received."""
+        return sum(e.count for e in self.reader.of(PagesReceived) if e.read_id == read_id)
 
-    def check_works(self, want: int) -> None:
-        """Move one page to see that the link is alive."""
+    def check_works(self, read_id: int) -> None:
+        """Move one page, to show that the connection works."""
         unit = plain_unit(64)
-        self.want(want, [unit], [[0]])
-        self.send(want, 0, unit, [1])
-        self.until(lambda: self.arrived(want), f"a page of want {want}")
+        self.expect(read_id, [unit], [[0]])
+        self.send(read_id, 0, unit, [1])
+        self.until(lambda: self.arrived(read_id), f"a page of read {read_id}")
 
 
 @contextmanager
 def pair(make: Make, path: str = "tcp", nbytes: int = _MIB) -> Iterator[ConnectedPair]:
-    """Two connected transports, the source's memory random and the reader's zero."""
+    """Two connected transports: the source's memory is random, the reader's is zero."""
     reader, source = make(), make()
     try:
         yield ConnectedPair(
@@ -157,31 +153,29 @@ def pair(make: Make, path: str = "tcp", nbytes: int = _MIB) -> Iterator[Connecte
 
 
 def kinds(side: Side, peer: PeerId) -> list[type[Event]]:
-    """Return the kinds of what happened to one peer, in order."""
+    """Return the types of one peer's events, in order."""
     return [type(event) for event in side.seen if event.peer == peer]
 
 
-# The checks -------------------------------------------------------------------------------------
-
-
-def check_notes(make: Make, path: str) -> None:
-    """Notes of all sizes arrive in order, both ways."""
+def check_messages(make: Make, path: str) -> None:
+    """Messages of all sizes arrive in order, in both directions."""
     with pair(make, path) as link:
         sizes = [1, 5, 1000, 10_000] * 25 + [_MIB] * 4
-        notes = [bytes([i]) * size for i, size in enumerate(sizes)]
-        for number, note in enumerate(notes):
-            link.reader.transport.submit(PeerMessage(link.of_reader, note))
-            link.source.transport.submit(PeerMessage(link.of_source, note))
+        messages = [bytes([i]) * size for i, size in enumerate(sizes)]
+        for number, message in enumerate(messages):
+            link.reader.transport.submit(PeerMessage(link.of_reader, message))
+            link.source.transport.submit(PeerMessage(link.of_source, message))
             if number % 5 == 4:
                 link.reader.poll()
                 link.source.poll()
         sides = (link.reader, link.source)
         link.until(
-            lambda: all(len(side.of(MessageReceived)) == len(notes) for side in sides), "all notes"
+            lambda: all(len(side.of(MessageReceived)) == len(messages) for side in sides),
+            "all messages",
         )
         for side in sides:
             got = [event.payload for event in side.of(MessageReceived)]
-            require(got == notes, "notes were changed or reordered")
+            require(got == messages, "messages were changed or reordered")
 
 
 def check_pages(make: Make, path: str) -> None:
@@ -197,7 +191,7 @@ def check_pages(make: Make, path: str) -> None:
     with pair(make, path) as link:
         model = PageMemory(len(link.reader.memory.data))
         spans = [rng.sample(range(pages), 40) for _ in layouts]
-        link.want(5, [there for _, there in layouts], spans)
+        link.expect(5, [there for _, there in layouts], spans)
         for number, (here, there) in enumerate(layouts):
             ids = rng.sample(range(pages), 40)
             model.write(there, spans[number], link.source.memory.read(here, ids))
@@ -221,7 +215,7 @@ def check_fence(make: Make, path: str) -> None:
     unit = plain_unit(4096)
     with pair(make, path) as link:
         data = b"\x77" * 4096
-        link.want(1, [unit], [[3]])
+        link.expect(1, [unit], [[3]])
         with _fence_after(lambda: link.source.memory.write(unit, [0], data)) as fence:
             link.send(1, 0, unit, [0], fence=fence)
             link.until(lambda: link.arrived(1), "the page behind a fence")
@@ -229,15 +223,15 @@ def check_fence(make: Make, path: str) -> None:
 
 
 def check_reader_fence(make: Make, path: str) -> None:
-    """Pages are not written before the fence of their want has passed."""
+    """Pages are not written before the fence of their read has passed."""
     unit = plain_unit(4096)
     with pair(make, path) as link:
         before: list[bytes] = []
         with _fence_after(lambda: before.append(link.reader.memory.read(unit, [3]))) as fence:
-            link.want(1, [unit], [[3]], fence)
+            link.expect(1, [unit], [[3]], fence)
             link.send(1, 0, unit, [0])
             link.until(lambda: link.arrived(1), "the page for a fenced place")
-        require(before == [bytes(4096)], "a page was written before its want's fence")
+        require(before == [bytes(4096)], "a page was written before its read_id's fence")
 
 
 @contextmanager
@@ -257,21 +251,21 @@ class _EventFence(NamedTuple):
         self.event.wait(_PATIENCE_S)
 
 
-def check_many_wants(make: Make, path: str) -> None:
-    """Wants that are under way together do not mix."""
+def check_concurrent_reads(make: Make, path: str) -> None:
+    """Concurrent reads do not mix."""
     unit = plain_unit(512)
     with pair(make, path) as link:
-        for want in range(200):
-            link.want(want, [unit], [[want, 200 + want]])
-        for want in random.Random(3).sample(range(200), 200):
-            link.send(want, 0, unit, [want + 400], 1)
-            link.send(want, 0, unit, [want + 800], 0)
-        link.until(lambda: all(link.arrived(want) == 2 for want in range(200)), "all wants")
+        for read_id in range(200):
+            link.expect(read_id, [unit], [[read_id, 200 + read_id]])
+        for read_id in random.Random(3).sample(range(200), 200):
+            link.send(read_id, 0, unit, [read_id + 400], 1)
+            link.send(read_id, 0, unit, [read_id + 800], 0)
+        link.until(lambda: all(link.arrived(read_id) == 2 for read_id in range(200)), "all reads")
         reader, source = link.reader.memory, link.source.memory
-        for want in range(200):
-            there = source.read(unit, [want + 400, want + 800])
-            same = reader.read(unit, [200 + want, want]) == there
-            require(same, f"want {want} got other pages")
+        for read_id in range(200):
+            there = source.read(unit, [read_id + 400, read_id + 800])
+            same = reader.read(unit, [200 + read_id, read_id]) == there
+            require(same, f"read {read_id} got other pages")
 
 
 def check_big(make: Make, path: str) -> None:
@@ -279,7 +273,7 @@ def check_big(make: Make, path: str) -> None:
     unit = plain_unit(64 << 10)
     with pair(make, path, 64 * _MIB) as link:
         ids = random.Random(4).sample(range(1024), 1024)
-        link.want(1, [unit], [ids])
+        link.expect(1, [unit], [ids])
         link.send(1, 0, unit, range(1024))
         link.until(lambda: link.arrived(1) == 1024, "64 MiB")
         found = link.reader.memory.read(unit, ids)
@@ -289,71 +283,74 @@ def check_big(make: Make, path: str) -> None:
 
 
 def check_cancel_by_reader(make: Make, path: str) -> None:
-    """After ``Drained`` no page of a cancelled want is touched, whatever still arrives."""
+    """After ``Drained`` no page of a cancelled read is touched, whatever still arrives."""
     unit = plain_unit(64 << 10)
     with pair(make, path, 32 * _MIB) as link:
-        link.want(1, [unit], [range(512)])
+        link.expect(1, [unit], [range(512)])
         link.send(1, 0, unit, range(512))
         link.source.poll()
         link.reader.transport.cancel(link.of_reader, 1)
-        link.until(lambda: Drained in kinds(link.reader, link.of_reader), "the reader's Quiet")
-        link.reader.memory.data[:] = bytes(32 * _MIB)  # as if the pages were somebody else's now
-        link.send(1, 0, unit, range(100))  # the source has not heard of it yet
+        link.until(lambda: Drained in kinds(link.reader, link.of_reader), "the reader's Drained")
+        link.reader.memory.data[:] = bytes(32 * _MIB)  # as if the pages had a new owner
+        link.send(1, 0, unit, range(100))  # the source does not know of the cancel yet
         link.until(lambda: len(link.source.of(PagesSent)) == 2, "the source to finish")
         link.check_works(2)
         expected = link.source.memory.data[64:128] + bytes(32 * _MIB - 64)
-        require(link.reader.memory.data == expected, "a cancelled want still landed")
+        require(link.reader.memory.data == expected, "pages of a cancelled read were written")
 
 
 def check_cancel_by_source(make: Make, path: str) -> None:
-    """What a source cancels ends with ``Drained``; the link works on."""
+    """A source's cancel ends with ``Drained``; the connection still works."""
     unit = plain_unit(64 << 10)
     with pair(make, path, 16 * _MIB) as link:
         passed = threading.Event()
-        link.want(1, [unit], [range(256)])
+        link.expect(1, [unit], [range(256)])
         link.send(1, 0, unit, range(256), fence=_EventFence(passed))
         for _ in range(4):
             link.send(1, 0, unit, range(256))
         link.source.transport.cancel(link.of_source, 1)
         passed.set()
-        link.until(lambda: Drained in kinds(link.source, link.of_source), "the source's Quiet")
+        link.until(lambda: Drained in kinds(link.source, link.of_source), "the source's Drained")
         link.check_works(2)
-        sent = [event for event in link.source.of(PagesSent) if event.want == 1]
-        require(len(sent) <= 1, "what was queued for a cancelled want was sent")
+        sent = [event for event in link.source.of(PagesSent) if event.read_id == 1]
+        require(len(sent) <= 1, "what was queued for a cancelled read was sent")
 
 
 def check_unasked(make: Make, path: str) -> None:
-    """Pages that nobody asked for end the connection and land nowhere."""
+    """Pages that nobody asked for end the connection and are not written."""
     unit = plain_unit(512)
     wrong: list[tuple[int, int, Unit, int]] = [
-        (9, 0, unit, 0),  # unknown want
+        (9, 0, unit, 0),  # unknown read
         (1, 1, unit, 0),  # unknown unit
         (1, 0, unit, 2),  # outside the span
         (1, 0, plain_unit(256), 0),  # other size of a wire block
     ]
-    for want, number, sent, first in wrong:
+    for read_id, number, sent, first in wrong:
         with pair(make, path) as link:
-            link.want(1, [unit], [[0, 1]])
-            link.send(want, number, sent, [5], first)
+            link.expect(1, [unit], [[0, 1]])
+            link.send(read_id, number, sent, [5], first)
             link.until_down()
-            require(not any(link.reader.memory.data), f"pages nobody asked for landed: {sent}")
+            require(
+                not any(link.reader.memory.data),
+                f"pages that nobody asked for were written: {sent}",
+            )
 
 
-def check_hangup(make: Make, path: str) -> None:
-    """Notes before a hang-up arrive; both sides learn that the link is gone."""
+def check_disconnect(make: Make, path: str) -> None:
+    """Messages before a disconnect arrive; both sides learn that the connection is gone."""
     with pair(make, path) as link:
         link.source.transport.submit(PeerMessage(link.of_source, b"because"))
         link.source.transport.submit(Disconnect(link.of_source, "enough"))
         link.until_down()
-        require(MessageReceived in kinds(link.reader, link.of_reader), "the last note was lost")
+        require(MessageReceived in kinds(link.reader, link.of_reader), "the last message was lost")
         require(link.source.of(PeerDown)[0].reason == "enough", "PeerDown gives another reason")
 
 
 def check_end(make: Make, path: str) -> None:
-    """``PeerDown`` is a peer's last event, orders for it are dropped, and who comes back is new."""
+    """``PeerDown`` is a peer's last event; later orders are dropped; a reconnect has a new id."""
     unit = plain_unit(64 << 10)
     with pair(make, path, 32 * _MIB) as link:
-        link.want(1, [unit], [range(512)])
+        link.expect(1, [unit], [range(512)])
         link.send(1, 0, unit, range(512))
         link.source.poll()
         link.reader.transport.submit(Disconnect(link.of_reader, "enough"))
@@ -362,20 +359,20 @@ def check_end(make: Make, path: str) -> None:
         link.until(lambda: link.source.of(PeerDown), "the source's PeerDown")
         for order in (PeerMessage(link.of_reader, b"x"), Disconnect(link.of_reader, "again")):
             link.reader.transport.submit(order)
-        link.want(2, [unit], [[0]])
+        link.expect(2, [unit], [[0]])
         link.reader.transport.cancel(link.of_reader, 1)
         link.send(1, 0, unit, [0])
         old = link.of_reader, link.of_source
         link.of_reader, link.of_source = link.connect()
-        require(old[0] != link.of_reader and old[1] != link.of_source, "a peer's number came back")
-        require(not any(link.reader.memory.data), "a page landed after PeerDown")
+        require(old[0] != link.of_reader and old[1] != link.of_source, "a peer id was used twice")
+        require(not any(link.reader.memory.data), "a page was written after PeerDown")
         link.check_works(1)
         for side, peer in zip((link.reader, link.source), old, strict=True):
             require(kinds(side, peer)[-1] is PeerDown, "something happened after PeerDown")
 
 
 def check_close(make: Make, path: str) -> None:
-    """Closing tells the other side, can be done twice, and leaves nobody at the address."""
+    """``close`` informs the other side, may be called twice, and frees the address."""
     with pair(make, path) as link:
         link.source.transport.close()
         link.source.transport.close()
@@ -386,16 +383,16 @@ def check_close(make: Make, path: str) -> None:
 
 
 CHECKS: tuple[Callable[[Make, str], None], ...] = (
-    check_notes,
+    check_messages,
     check_pages,
     check_fence,
     check_reader_fence,
-    check_many_wants,
+    check_concurrent_reads,
     check_big,
     check_cancel_by_reader,
     check_cancel_by_source,
     check_unasked,
-    check_hangup,
+    check_disconnect,
     check_end,
     check_close,
 )

@@ -5,7 +5,7 @@ and when, is decided and carried out by ``kvconnect.disaggregation``. Whoever re
 pages says where they go, from tables it made itself; a sender has no say in it. Addresses are told
 to the other side only where its hardware writes (``nixl``), and only the receiver's own.
 
-Terms: a *want* is one receiver's number for what it expects from one peer. A *unit* is a set of
+Terms: a *read* is one receiver's number for what it expects from one peer. A *unit* is a set of
 byte runs that every wire block of a group has (all layers of the group, or one of them); both
 sides number units alike because both derive them from the same agreement. A *wire block* is the
 smallest piece of a block table that both sides can address.
@@ -100,13 +100,13 @@ class PeerMessage(NamedTuple):
 
 
 class IncomingPages(NamedTuple):
-    """Expect pages under ``want``. ``units[u]`` says where unit number u lies here and
+    """Expect pages for read ``read_id``. ``units[u]`` says where unit number u lies here and
     ``spans[u]`` the (first wire block, ids) its wire blocks are taken from. None of them is
     written before ``fence`` passed. ``path`` is one of those in the peer's ``PeerUp``;
     to a side that was connected to, pages go over ``tcp`` alone."""
 
     peer: PeerId
-    want: int
+    read_id: int
     units: Sequence[Unit]
     spans: Sequence[tuple[int, array[int]]]
     fence: Fence | None = None
@@ -117,7 +117,7 @@ class OutgoingPages(NamedTuple):
     """Send the wire blocks ``first ... first + len(ids) - 1`` of a unit, once ``fence`` passed."""
 
     peer: PeerId
-    want: int
+    read_id: int
     number: int  # of the unit
     unit: Unit
     first: int
@@ -167,7 +167,7 @@ class PagesSent(NamedTuple):
     """One ``OutgoingPages`` was handed to the network whole; its source may be overwritten."""
 
     peer: PeerId
-    want: int
+    read_id: int
     nbytes: int
     seconds: float
 
@@ -176,7 +176,7 @@ class PagesReceived(NamedTuple):
     """Pages arrived. ``bad``: wire blocks among them whose digest does not match."""
 
     peer: PeerId
-    want: int
+    read_id: int
     number: int
     first: int
     count: int  # type: ignore[assignment]  # hides tuple.count
@@ -186,10 +186,10 @@ class PagesReceived(NamedTuple):
 
 
 class Drained(NamedTuple):
-    """A cancelled want: no page of it is read or written any more."""
+    """A cancelled read: no page of it is read or written any more."""
 
     peer: PeerId
-    want: int
+    read_id: int
 
 
 Event = PeerUp | PeerDown | MessageReceived | PagesSent | PagesReceived | Drained
@@ -261,8 +261,8 @@ class Transport(ABC):
         """Return what happened, waiting up to ``timeout`` seconds for the first event."""
 
     @abstractmethod
-    def cancel(self, peer: PeerId, want: int) -> None:
-        """Drop what is queued for a want and let what is under way land nowhere; ``Drained``
+    def cancel(self, peer: PeerId, read_id: int) -> None:
+        """Drop what is queued for a read and let what is under way land nowhere; ``Drained``
         follows, unless ``PeerDown`` does. Pages that still arrive are thrown away, or land before
         ``Drained`` does where hardware writes them."""
 

@@ -125,7 +125,7 @@ class InprocTransport(Transport):
             if end is None:
                 return
             if isinstance(order, IncomingPages):
-                end.expected[order.want] = order
+                end.expected[order.read_id] = order
             else:
                 end.orders.append(order)
 
@@ -134,7 +134,7 @@ class InprocTransport(Transport):
             self._carry_out(end)
         return self._events.drain(timeout)
 
-    def cancel(self, peer: PeerId, want: int) -> None:
+    def cancel(self, peer: PeerId, read_id: int) -> None:
         with self._network.lock:
             end = self._ends.get(peer)
             if end is None:
@@ -142,11 +142,11 @@ class InprocTransport(Transport):
             end.orders = deque(
                 order
                 for order in end.orders
-                if not (isinstance(order, OutgoingPages) and order.want == want)
+                if not (isinstance(order, OutgoingPages) and order.read_id == read_id)
             )
-            if end.expected.pop(want, None):
-                end.ended.add(want)
-            self._events.put(Drained(peer, want))
+            if end.expected.pop(read_id, None):
+                end.ended.add(read_id)
+            self._events.put(Drained(peer, read_id))
 
     def close(self) -> None:
         self._network.leave(self)
@@ -178,12 +178,12 @@ class InprocTransport(Transport):
             self._part(end, order.reason, "closed by the other side")
         else:
             nbytes = len(order.ids) * order.unit.block_bytes
-            if order.want not in other.ended:
+            if order.read_id not in other.ended:
                 self._copy(order, other)
                 other.owner._events.put(
                     PagesReceived(
                         other.number,
-                        order.want,
+                        order.read_id,
                         order.number,
                         order.first,
                         len(order.ids),
@@ -192,7 +192,7 @@ class InprocTransport(Transport):
                         0.0,
                     )
                 )
-            self._events.put(PagesSent(end.number, order.want, nbytes, 0.0))
+            self._events.put(PagesSent(end.number, order.read_id, nbytes, 0.0))
 
     def _copy(self, order: OutgoingPages, other: _End) -> None:
         unit, ids = _destination(order, other)
@@ -217,7 +217,7 @@ class InprocTransport(Transport):
 
 
 def _fence_there(order: OutgoingPages, other: _End) -> Fence | None:
-    expected = other.expected.get(order.want)
+    expected = other.expected.get(order.read_id)
     return expected.fence if expected else None
 
 
@@ -227,14 +227,14 @@ def _destination(order: OutgoingPages, other: _End) -> tuple[Unit, array[int]]:
     Raises:
         ProtocolError: it did not ask for them.
     """
-    expected = other.expected.get(order.want)
+    expected = other.expected.get(order.read_id)
     if expected is None or order.number >= len(expected.units):
-        raise ProtocolError(f"unit {order.number} of want {order.want} is not known here")
+        raise ProtocolError(f"unit {order.number} of read {order.read_id} is not known here")
     unit = expected.units[order.number]
     first, ids = expected.spans[order.number]
     start = order.first - first
     if start < 0 or start + len(order.ids) > len(ids) or unit.block_bytes != order.unit.block_bytes:
-        raise ProtocolError(f"pages of want {order.want} that are not expected")
+        raise ProtocolError(f"pages of read {order.read_id} that are not expected")
     return unit, ids[start : start + len(order.ids)]
 
 

@@ -95,10 +95,10 @@ class Hasty(InprocTransport):
 
 
 class Deaf(InprocTransport):
-    """Says that a cancelled want is quiet, but does nothing about it."""
+    """Says that a cancelled read has ended, but does nothing about it."""
 
-    def cancel(self, peer: PeerId, want: int) -> None:
-        self._events.put(Drained(peer, want))
+    def cancel(self, peer: PeerId, read_id: int) -> None:
+        self._events.put(Drained(peer, read_id))
 
 
 class Talkative(InprocTransport):
@@ -113,7 +113,7 @@ class Forgiving(InprocTransport):
     """Swallows pages that nobody asked for."""
 
     def submit(self, order: Order) -> None:
-        if isinstance(order, OutgoingPages) and order.want == 9:
+        if isinstance(order, OutgoingPages) and order.read_id == 9:
             return
         super().submit(order)
 
@@ -131,16 +131,16 @@ class Rude(InprocTransport):
 @pytest.mark.parametrize(
     ("make", "check"),
     [
-        (Reordering, checks.check_notes),
+        (Reordering, checks.check_messages),
         (Corrupting, checks.check_pages),
-        (Corrupting, checks.check_many_wants),
+        (Corrupting, checks.check_concurrent_reads),
         (Corrupting, checks.check_big),
         (Impatient, checks.check_fence),
         (Hasty, checks.check_reader_fence),
         (Deaf, checks.check_cancel_by_reader),
         (Deaf, checks.check_cancel_by_source),
         (Forgiving, checks.check_unasked),
-        (Rude, checks.check_hangup),
+        (Rude, checks.check_disconnect),
         (Talkative, checks.check_end),
     ],
 )
@@ -155,5 +155,5 @@ def test_a_wrong_transport_is_noticed(
 
 
 def test_a_failed_check_is_named() -> None:
-    with pytest.raises(AssertionError, match="check_notes: notes were changed or reordered"):
+    with pytest.raises(AssertionError, match="check_messages: messages were changed or reordered"):
         check_transport(Reordering)

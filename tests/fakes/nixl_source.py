@@ -1,6 +1,6 @@
 """A process that hands out pages over NIXL till killed: ``python -m tests.fakes.nixl_source BYTES``
 
-Prints the port it listens at. A note is the number of a want: all its pages are sent, in order.
+Prints the port it listens at. A message holds a read id: all pages of that read are sent, in order.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def main() -> None:
     while True:
         for event in transport.poll(1.0):
             if isinstance(event, MessageReceived):
-                want = int(event.payload)
-                transport.submit(OutgoingPages(event.peer, want, 0, unit, 0, ids))
+                read_id = int(event.payload)
+                transport.submit(OutgoingPages(event.peer, read_id, 0, unit, 0, ids))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The reader's half of a NIXL path: where wants go, what has landed, and when writes have ended."""
+"""The reader's half of a NIXL path: where reads go, what has landed, and when writes have ended."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvconnect.transport.nixl.agent import NixlAgent
 from kvconnect.transport.nixl.worker import NixlWorker
 from kvconnect.transport.tcp.context import ConnectionContext
 
-_ENDED_WANTS = 4096  # the source learns of an end within a round trip; this is far more
+_MAX_ENDED = 4096  # the source learns of an end within a round trip; this is far more
 
 
 @dataclass(eq=False)
@@ -54,7 +54,7 @@ class InboundWrites:
         self._period = 0
         self._lock = threading.Lock()
         self._closed = False
-        self._wants: dict[int, _InboundRead] = {}
+        self._reads: dict[int, _InboundRead] = {}
         self._ended: dict[int, None] = {}  # oldest first
         # For the thread that prepares: lists of units by number, and whether the source has them.
         self._units: list[tuple[Sequence[Unit], bool]] = []
@@ -64,50 +64,50 @@ class InboundWrites:
         self._period = period
 
     def expect(self, order: IncomingPages) -> None:
-        """Let pages of a want in."""
-        want = _InboundRead(
+        """Let pages of a read in."""
+        read = _InboundRead(
             order, sum(len(ids) for _, ids in order.spans), plain=order.path == "tcp"
         )
         with self._lock:
             if self._closed:
                 return
-            self._wants[order.want] = want
-        if want.plain:
-            self._tell_place(want, None)
+            self._reads[order.read_id] = read
+        if read.plain:
+            self._tell_place(read, None)
         else:
-            self._mover.prepare("landings", partial(self._place, want), self._line.fail)
+            self._mover.prepare("landings", partial(self._place, read), self._line.fail)
 
     def cancel(self, number: int) -> bool:
-        """End a want; say False if there is none of that number. ``Drained`` follows."""
+        """End a read; say False if there is none of that number. ``Drained`` follows."""
         with self._lock:
-            want = self._wants.get(number)
-            if want is None or want.ended or self._closed:
-                return want is not None
-            want.ended = True
+            read = self._reads.get(number)
+            if read is None or read.ended or self._closed:
+                return read is not None
+            read.ended = True
             self._ended[number] = None
-            if len(self._ended) > _ENDED_WANTS:
+            if len(self._ended) > _MAX_ENDED:
                 del self._ended[next(iter(self._ended))]
-            want.stopped = not want.exposed
-            if not want.stopped:
-                want.waits.enter_context(self._line.watch.over(number, 0))
-        if want.plain:
+            read.stopped = not read.exposed
+            if not read.stopped:
+                read.waits.enter_context(self._line.watch.over(number, 0))
+        if read.plain:
             self._line.cancel_plain(number)
         self._line.say(
             StopWriting(want=number)
         )  # also of one without a place: its pages are not held
-        self._fall_quiet(want)
+        self._fall_quiet(read)
         return True
 
     def on_stopped(self, number: int) -> None:
-        """The source writes no more of a want."""
+        """The source writes no more of a read."""
         with self._lock:
-            want = self._wants.get(number)
-            if want is None:
+            read = self._reads.get(number)
+            if read is None:
                 return  # it had no place
-            if not want.ended:
-                raise ProtocolError(f"want {number} stopped, which was not asked for")
-            want.stopped = True
-        self._fall_quiet(want)
+            if not read.ended:
+                raise ProtocolError(f"read {number} stopped, which was not asked for")
+            read.stopped = True
+        self._fall_quiet(read)
 
     def on_landed(self, landed: PagesWritten) -> None:
         """A write is complete; look at it once its mark is there too.
@@ -116,59 +116,59 @@ class InboundWrites:
             ProtocolError: it is not one that was asked for.
         """
         with self._lock:
-            want = self._wants.get(landed.want)
-            if want is None:
+            read = self._reads.get(landed.want)
+            if read is None:
                 if landed.want not in self._ended:
-                    raise ProtocolError(f"pages of want {landed.want}, which is not known here")
+                    raise ProtocolError(f"pages of read {landed.want}, which is not known here")
                 return
-            if want.plain or not want.placed:
-                raise ProtocolError(f"pages of want {landed.want}, which has no place yet")
-            self._check(want.order, landed)
-            want.left -= landed.count
-            if want.left < 0:
-                raise ProtocolError(f"more pages of want {landed.want} than were asked for")
-            want.busy += 1
+            if read.plain or not read.placed:
+                raise ProtocolError(f"pages of read {landed.want}, which has no place yet")
+            self._check(read.order, landed)
+            read.left -= landed.count
+            if read.left < 0:
+                raise ProtocolError(f"more pages of read {landed.want} than were asked for")
+            read.busy += 1
         waiting = ExitStack()
         waiting.enter_context(self._line.watch.over(landed.want, 0))
         self._mover.call(
-            lambda _: self._mover.watch(partial(self._look_for_mark, want, landed, waiting))
+            lambda _: self._mover.watch(partial(self._look_for_mark, read, landed, waiting))
         )
 
     def close(self) -> bool:
         """End everything; say whether writes may still land."""
         with self._lock:
             self._closed = True
-            wants, self._wants = self._wants, {}
-        for want in wants.values():
-            want.waits.close()
-        return any(want.exposed for want in wants.values())
+            reads, self._reads = self._reads, {}
+        for read in reads.values():
+            read.waits.close()
+        return any(read.exposed for read in reads.values())
 
-    def _place(self, want: _InboundRead) -> None:
-        """Tell the source where a want goes, once the device is done with these places."""
-        order = want.order
+    def _place(self, read: _InboundRead) -> None:
+        """Tell the source where a read goes, once the device is done with these places."""
+        order = read.order
         if order.fence:
             order.fence.wait()
         number = self._number_of(order.units)
         if number is None:
-            self._tell_place(want, None)
+            self._tell_place(read, None)
             return
         chosen: dict[bytes, int] = {}
         spans = [
             (first, chosen.setdefault(ids.tobytes(), len(chosen))) for first, ids in order.spans
         ]
-        places = Destinations(want=order.want, units=number, spans=spans, ids=list(chosen))
+        places = Destinations(want=order.read_id, units=number, spans=spans, ids=list(chosen))
         fits = len(nixl_messages.encode(places)) <= MAX_MESSAGE
-        self._tell_place(want, places if fits else None)
+        self._tell_place(read, places if fits else None)
 
-    def _tell_place(self, want: _InboundRead, places: Destinations | None) -> None:
-        """Let the source send a want, by the data connections if it has no places."""
+    def _tell_place(self, read: _InboundRead, places: Destinations | None) -> None:
+        """Let the source send a read, by the data connections if it has no places."""
         with self._lock:
-            if want.ended or self._closed:
+            if read.ended or self._closed:
                 return
-            want.placed, want.plain = True, places is None
-            if want.plain:  # under the lock, so that a cancel comes before or after it
-                self._line.plain(want.order)
-        self._line.say(places or UseTcp(want=want.order.want))
+            read.placed, read.plain = True, places is None
+            if read.plain:  # under the lock, so that a cancel comes before or after it
+                self._line.plain(read.order)
+        self._line.say(places or UseTcp(want=read.order.read_id))
 
     def _number_of(self, units: Sequence[Unit]) -> int | None:
         """Return the number that the source knows a list of units by; None if it is too much to
@@ -202,7 +202,7 @@ class InboundWrites:
 
     def _check(self, order: IncomingPages, landed: PagesWritten) -> None:
         if landed.unit >= len(order.units):
-            raise ProtocolError(f"unit {landed.unit} of want {landed.want}, of {len(order.units)}")
+            raise ProtocolError(f"unit {landed.unit} of read {landed.want}, of {len(order.units)}")
         first, ids = order.spans[landed.unit]
         start, size = landed.first - first, order.units[landed.unit].block_bytes
         if start < 0 or start + landed.count > len(ids):
@@ -215,7 +215,7 @@ class InboundWrites:
             raise ProtocolError(f"{landed.nbytes} bytes for {landed.count} blocks of {size} bytes")
 
     def _look_for_mark(
-        self, want: _InboundRead, landed: PagesWritten, waiting: ExitStack, agent: NixlAgent
+        self, read: _InboundRead, landed: PagesWritten, waiting: ExitStack, agent: NixlAgent
     ) -> bool:
         if self._closed:
             waiting.close()
@@ -227,21 +227,21 @@ class InboundWrites:
             self._line.fail(str(error))
             return True
         waiting.close()
-        self._mover.prepare("landings", partial(self._verify, want, landed), self._line.fail)
+        self._mover.prepare("landings", partial(self._verify, read, landed), self._line.fail)
         return True
 
-    def _verify(self, want: _InboundRead, landed: PagesWritten) -> None:
-        order, number = want.order, landed.unit
+    def _verify(self, read: _InboundRead, landed: PagesWritten) -> None:
+        order, number = read.order, landed.unit
         first, ids = order.spans[number]
         ids = ids[landed.first - first : landed.first - first + landed.count]
         bad: tuple[int, ...] = ()
-        if not want.ended and landed.digests:
+        if not read.ended and landed.digests:
             unit = order.units[number]
             ours = self._line.digests(unit, number, landed.first, ids, self._period)
             bad = _differing(landed, ours, self._period)
         with self._lock:
-            want.busy -= 1
-            if not (want.ended or self._closed):
+            read.busy -= 1
+            if not (read.ended or self._closed):
                 self._line.events.put(
                     PagesReceived(
                         self._line.peer,
@@ -254,17 +254,17 @@ class InboundWrites:
                         landed.seconds,
                     )
                 )
-        self._fall_quiet(want)
+        self._fall_quiet(read)
 
-    def _fall_quiet(self, want: _InboundRead) -> None:
-        number = want.order.want
+    def _fall_quiet(self, read: _InboundRead) -> None:
+        number = read.order.read_id
         with self._lock:
-            over = want.ended and want.stopped and not want.busy
-            if not over or self._wants.get(number) is not want:
+            over = read.ended and read.stopped and not read.busy
+            if not over or self._reads.get(number) is not read:
                 return
-            del self._wants[number]
-            want.waits.close()
-            if not (self._closed or want.plain):  # the data connections say so themselves
+            del self._reads[number]
+            read.waits.close()
+            if not (self._closed or read.plain):  # the data connections say so themselves
                 self._line.events.put(Drained(self._line.peer, number))
 
 

@@ -29,10 +29,10 @@ from kvconnect.transport.tcp.context import ConnectionContext
 MAX_WRITE_BYTES = 32 << 20
 MAX_WRITE_BLOCKS = 1 << 16  # whose digests fit into one message
 MAX_WRITE_RUNS = 1 << 18
-_MAX_WANTS = 4096  # of one reader
-_MAX_ID_BYTES = 64 << 20  # of all its wants
+_MAX_READS = 4096  # of one reader
+_MAX_ID_BYTES = 64 << 20  # of all its reads
 _MAX_SEGMENT_BYTES = 64 << 20
-_STOPPED_WANTS = 4096
+_MAX_STOPPED = 4096
 
 
 class _Span(NamedTuple):
@@ -55,7 +55,7 @@ class _OutboundRead:
 
 @dataclass(eq=False)
 class _WriteRequest:
-    want: _OutboundRead
+    read: _OutboundRead
     order: OutgoingPages
     left: int = 1  # writes
     nbytes: int = 0  # that were written
@@ -71,7 +71,7 @@ class OutboundWrites:
         self._period = 0
         self._lock = threading.Lock()
         self._closed = False
-        self._wants: dict[int, _OutboundRead] = {}
+        self._reads: dict[int, _OutboundRead] = {}
         self._stopped: dict[int, None] = {}  # oldest first
         self._units: dict[int, list[LocatedUnit]] = {}
         self._segment_bytes = 0
@@ -89,31 +89,31 @@ class OutboundWrites:
         with self._lock:
             if self._closed:
                 return
-            if order.want in self._stopped:
-                self._line.events.put(PagesSent(self._line.peer, order.want, 0, 0.0))
+            if order.read_id in self._stopped:
+                self._line.events.put(PagesSent(self._line.peer, order.read_id, 0, 0.0))
                 return
-            want = self._wants.setdefault(order.want, _OutboundRead())
-            if want.spans is None and not want.plain:
-                if not want.held:
-                    want.waits.enter_context(self._line.watch.over(order.want, 0))
-                want.held.append(order)
+            read = self._reads.setdefault(order.read_id, _OutboundRead())
+            if read.spans is None and not read.plain:
+                if not read.held:
+                    read.waits.enter_context(self._line.watch.over(order.read_id, 0))
+                read.held.append(order)
                 return
-            want.busy += not want.plain
-        self._go(want, order)
+            read.busy += not read.plain
+        self._go(read, order)
 
     def cancel(self, number: int) -> None:
-        """Drop what is queued for a want; ``Drained`` follows."""
+        """Drop what is queued for a read; ``Drained`` follows."""
         with self._lock:
             if self._closed:
                 return
-            want = self._wants.get(number)
-            if want is not None:
-                want.held.clear()
-                want.waits.close()
-                want.cancelled = True
-                if not (want.plain or want.busy):
+            read = self._reads.get(number)
+            if read is not None:
+                read.held.clear()
+                read.waits.close()
+                read.cancelled = True
+                if not (read.plain or read.busy):
                     self._line.events.put(Drained(self._line.peer, number))
-        if want is None or want.plain:  # the reader may have ended a plain one already
+        if read is None or read.plain:  # the reader may have ended a plain one already
             self._line.cancel_plain(number)
 
     def on_units(self, message: UnitLocations) -> None:
@@ -126,7 +126,7 @@ class OutboundWrites:
         known += map(_place, message.units)
 
     def on_places(self, message: Destinations) -> None:
-        """The reader says where a want goes; raises :class:`ProtocolError` if it cannot be."""
+        """The reader says where a read goes; raises :class:`ProtocolError` if it cannot be."""
         places = self._units.get(message.units)
         if places is None or len(places) != len(message.spans):
             raise ProtocolError(f"{len(message.spans)} spans of units number {message.units}")
@@ -145,25 +145,25 @@ class OutboundWrites:
         )
 
     def on_plain(self, number: int) -> None:
-        """The reader wants this over the data connections."""
+        """The reader reads this over the data connections."""
         self._answer(number, None, 0)
 
     def on_stop(self, number: int) -> None:
-        """The reader wants no more of this: say when nothing can land any more."""
+        """The reader reads no more of this: say when nothing can land any more."""
         with self._lock:
             self._stopped[number] = None
-            if len(self._stopped) > _STOPPED_WANTS:
+            if len(self._stopped) > _MAX_STOPPED:
                 del self._stopped[next(iter(self._stopped))]
-            want = self._wants.get(number)
-            if want is not None:
-                want.stopped = True
-                want.waits.close()
-                held, want.held = want.held, []
+            read = self._reads.get(number)
+            if read is not None:
+                read.stopped = True
+                read.waits.close()
+                held, read.held = read.held, []
                 for _ in held:
                     self._line.events.put(PagesSent(self._line.peer, number, 0, 0.0))
-                if want.busy:
+                if read.busy:
                     return
-                del self._wants[number]
+                del self._reads[number]
         self._line.say(WritesStopped(want=number))
 
     def end(self, agent: NixlAgent) -> None:
@@ -174,38 +174,38 @@ class OutboundWrites:
         """Drop everything."""
         with self._lock:
             self._closed = True
-            for want in self._wants.values():
-                want.waits.close()
-            self._wants.clear()
+            for read in self._reads.values():
+                read.waits.close()
+            self._reads.clear()
 
     def _answer(self, number: int, spans: list[_Span] | None, id_bytes: int) -> None:
         with self._lock:
             if number in self._stopped or self._closed:
                 return
-            want = self._wants.setdefault(number, _OutboundRead())
-            if want.spans is not None or want.plain or len(self._wants) > _MAX_WANTS:
-                raise ProtocolError(f"places of want {number}, of {len(self._wants)}")
-            if sum(each.id_bytes for each in self._wants.values()) + id_bytes > _MAX_ID_BYTES:
+            read = self._reads.setdefault(number, _OutboundRead())
+            if read.spans is not None or read.plain or len(self._reads) > _MAX_READS:
+                raise ProtocolError(f"places of read {number}, of {len(self._reads)}")
+            if sum(each.id_bytes for each in self._reads.values()) + id_bytes > _MAX_ID_BYTES:
                 raise ProtocolError(f"{id_bytes} bytes of block numbers, and many before")
-            want.id_bytes = id_bytes
-            want.spans, want.plain = spans, spans is None
-            want.waits.close()
-            held, want.held = want.held, []
-            want.busy += 0 if want.plain else len(held)
+            read.id_bytes = id_bytes
+            read.spans, read.plain = spans, spans is None
+            read.waits.close()
+            held, read.held = read.held, []
+            read.busy += 0 if read.plain else len(held)
         for order in held:
-            self._go(want, order)
+            self._go(read, order)
 
-    def _go(self, want: _OutboundRead, order: OutgoingPages) -> None:
+    def _go(self, read: _OutboundRead, order: OutgoingPages) -> None:
         """Hand an order on; it counts as busy already, unless it is plain."""
-        if want.plain:
+        if read.plain:
             self._line.plain(order)
             return
-        work = partial(self._prepare, _WriteRequest(want, order))
+        work = partial(self._prepare, _WriteRequest(read, order))
         self._mover.prepare("launches", work, self._line.fail)
 
     def _prepare(self, shipment: _WriteRequest) -> None:
         """Work out the writes of an order, once the device has its pages."""
-        order, spans = shipment.order, shipment.want.spans
+        order, spans = shipment.order, shipment.read.spans
         assert spans is not None
         if order.fence:
             order.fence.wait()
@@ -222,7 +222,7 @@ class OutboundWrites:
         starts = range(0, count, step)
         with self._lock:
             shipment.left = len(starts)
-            shipment.want.busy += len(starts) - 1
+            shipment.read.busy += len(starts) - 1
         here = LocatedUnit(order.unit, self._line.pages().region_of(order.unit))
         for at in starts:
             ids = order.ids[at : at + step]
@@ -235,34 +235,34 @@ class OutboundWrites:
                 digests=self._line.digests(
                     order.unit, order.number, order.first + at, ids, self._period
                 ),
-                dropped=partial(self._dropped, shipment.want),
+                dropped=partial(self._dropped, shipment.read),
                 over=partial(self._finish, shipment, len(ids)),
             )
             self._mover.call(partial(self._writes.start, write))
 
-    def _dropped(self, want: _OutboundRead) -> bool:
-        return self._closed or want.stopped or want.cancelled
+    def _dropped(self, read: _OutboundRead) -> bool:
+        return self._closed or read.stopped or read.cancelled
 
     def _finish(self, shipment: _WriteRequest, count: int, started: float | None) -> None:
-        want, number = shipment.want, shipment.order.want
+        read, number = shipment.read, shipment.order.read_id
         with self._lock:
-            want.busy -= 1
+            read.busy -= 1
             shipment.left -= 1
             if started is not None:
                 shipment.started = shipment.started or started
                 shipment.nbytes += count * shipment.order.unit.block_bytes
             if self._closed:
                 return
-            if not (shipment.left or want.cancelled):
+            if not (shipment.left or read.cancelled):
                 seconds = time.perf_counter() - shipment.started if shipment.started else 0.0
                 self._line.events.put(PagesSent(self._line.peer, number, shipment.nbytes, seconds))
-            if want.busy:
+            if read.busy:
                 return
-            if want.cancelled:
+            if read.cancelled:
                 self._line.events.put(Drained(self._line.peer, number))
-            if want.stopped:
-                del self._wants[number]  # once: from then on nothing is sent for it
-        if want.stopped:
+            if read.stopped:
+                del self._reads[number]  # once: from then on nothing is sent for it
+        if read.stopped:
             self._line.say(WritesStopped(want=number))
 
 

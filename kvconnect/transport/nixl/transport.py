@@ -72,7 +72,7 @@ class NixlPath:
     """``submit`` and ``cancel`` are for any thread, the rest is for the loop's.
 
     Until both sides have greeted, orders wait here. Where they cannot work together, all of them
-    go over the data connections; where they can, the reader says of each want which way it goes.
+    go over the data connections; where they can, the reader says of each read_id which way it goes.
     """
 
     def __init__(self, mover: NixlWorker, line: ConnectionContext) -> None:
@@ -130,15 +130,15 @@ class NixlPath:
         else:
             self._launches.send(order)
 
-    def cancel(self, want: int) -> None:
+    def cancel(self, read_id: int) -> None:
         """See :meth:`Transport.cancel`."""
         with self._lock:
-            self._early = [order for order in self._early if order.want != want]
+            self._early = [order for order in self._early if order.read_id != read_id]
             usable = self._usable
         if not usable:
-            self._line.cancel_plain(want)
-        elif not self._landings.cancel(want):
-            self._launches.cancel(want)
+            self._line.cancel_plain(read_id)
+        elif not self._landings.cancel(read_id):
+            self._launches.cancel(read_id)
 
     def on_note(self, payload: bytes) -> None:
         """Take what the other side says; raises :class:`ProtocolError` if it may not."""

@@ -75,7 +75,7 @@ class WriteQueue:
 
     def _begin(self, write: NixlWrite, agent: NixlAgent) -> None:
         write.started = time.perf_counter()
-        write.watched.enter_context(self._line.watch.over(write.order.want, write.nbytes))
+        write.watched.enter_context(self._line.watch.over(write.order.read_id, write.nbytes))
         self._started += 1
         write.number = self._started
         try:
@@ -116,7 +116,7 @@ class WriteQueue:
         agent.release(write.handle)
         write.watched.close()
         landed = PagesWritten(
-            want=write.order.want,
+            want=write.order.read_id,
             unit=write.order.number,
             first=write.first,
             count=write.count,

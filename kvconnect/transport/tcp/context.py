@@ -65,7 +65,7 @@ class PagePath(Protocol):
     def submit(self, order: IncomingPages | OutgoingPages) -> None:
         """Take an order, for whichever path."""
 
-    def cancel(self, want: int) -> None:
+    def cancel(self, read_id: int) -> None:
         """See :meth:`Transport.cancel`."""
 
     def on_note(self, payload: bytes) -> None:

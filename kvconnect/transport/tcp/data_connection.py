@@ -109,9 +109,9 @@ class DataConnection:
                     order.fence.wait()
                 nbytes = count * order.unit.block_bytes
                 header = FrameHeader(
-                    sequence, order.want, order.number, frame.first, count, nbytes, period
+                    sequence, order.read_id, order.number, frame.first, count, nbytes, period
                 )
-                with self._traffic.watch.over(order.want, nbytes):
+                with self._traffic.watch.over(order.read_id, nbytes):
                     self._send(frame, header)
                 self._traffic.sent(frame)
             sequence += 1
@@ -153,7 +153,7 @@ class DataConnection:
             with self._traffic.landing(header) as landing:
                 if landing and landing.fence:
                     landing.fence.wait()
-                with self._traffic.watch.over(header.want, header.nbytes):
+                with self._traffic.watch.over(header.read_id, header.nbytes):
                     self._receive(header, landing, started)
 
     def _receive(self, header: FrameHeader, landing: FrameTarget | None, started: float) -> None:
@@ -176,7 +176,7 @@ class DataConnection:
         self._shared.events.put(
             PagesReceived(
                 self._peer,
-                header.want,
+                header.read_id,
                 header.unit,
                 header.first,
                 header.count,

@@ -25,8 +25,8 @@ from kvconnect.transport.base import (
 )
 
 MIN_FRAME_BYTES = 4 << 20  # smaller ones cost more in headers and wake-ups than they share out
-MAX_FRAME_BYTES = 128 << 20  # what a cancelled want may keep a connection busy with
-_ENDED_WANTS = 4096  # the source learns of a cancel within a round trip; this is far more
+MAX_FRAME_BYTES = 128 << 20  # what a cancelled read may keep a connection busy with
+_MAX_ENDED = 4096  # the source learns of a cancel within a round trip; this is far more
 
 
 @dataclass
@@ -77,15 +77,15 @@ class SendQueue:
         self._changed = threading.Condition()
         self._queue: deque[OutboundFrame] = deque()
         self._expected: dict[int, _Expected] = {}
-        self._ended: dict[int, None] = {}  # wants cancelled here, oldest first
-        self._busy: Counter[int] = Counter()  # frames under way per want
+        self._ended: dict[int, None] = {}  # reads cancelled here, oldest first
+        self._busy: Counter[int] = Counter()  # frames under way per read
         self._falling_quiet: set[int] = set()
 
     def expect(self, order: IncomingPages) -> None:
-        """Let pages of a want in."""
+        """Let pages of a read in."""
         with self._changed:
             if not self.stop[0]:
-                self._expected[order.want] = _Expected(order, bytearray(1))
+                self._expected[order.read_id] = _Expected(order, bytearray(1))
 
     def send(self, order: OutgoingPages) -> None:
         """Queue pages, cut into frames so that every connection has its share."""
@@ -112,21 +112,21 @@ class SendQueue:
         frame_bytes = min(max(share, MIN_FRAME_BYTES), MAX_FRAME_BYTES)
         return max(1, -(-frame_bytes // order.unit.block_bytes))
 
-    def cancel(self, want: int) -> None:
-        """Drop what is queued for a want and let the rest land nowhere; emits ``Drained``."""
+    def cancel(self, read_id: int) -> None:
+        """Drop what is queued for a read and let the rest land nowhere; emits ``Drained``."""
         with self._changed:
             if self.stop[0]:
                 return
-            self._queue = deque(f for f in self._queue if f.shipment.order.want != want)
-            expected = self._expected.pop(want, None)
+            self._queue = deque(f for f in self._queue if f.shipment.order.read_id != read_id)
+            expected = self._expected.pop(read_id, None)
             if expected:
                 expected.stop[0] = 1
-                self._ended[want] = None
-                if len(self._ended) > _ENDED_WANTS:
+                self._ended[read_id] = None
+                if len(self._ended) > _MAX_ENDED:
                     del self._ended[next(iter(self._ended))]
-            self._falling_quiet.add(want)
-            self.watch.hurry(want)
-            self._fall_quiet(want)
+            self._falling_quiet.add(read_id)
+            self.watch.hurry(read_id)
+            self._fall_quiet(read_id)
 
     def close(self) -> None:
         """Drop everything: the peer is gone."""
@@ -147,12 +147,12 @@ class SendQueue:
             self._changed.wait_for(lambda: self._queue or self.stop[0])
             frame = None if self.stop[0] else self._queue.popleft()
             if frame:
-                self._busy[frame.shipment.order.want] += 1
+                self._busy[frame.shipment.order.read_id] += 1
         try:
             yield frame
         finally:
             if frame:
-                self._leave(frame.shipment.order.want)
+                self._leave(frame.shipment.order.read_id)
 
     def sent(self, frame: OutboundFrame) -> None:
         """Note that a frame is out; emits ``PagesSent`` with the last one of its order."""
@@ -164,41 +164,43 @@ class SendQueue:
                 return
             nbytes = len(order.ids) * order.unit.block_bytes
             seconds = time.perf_counter() - shipment.started
-            self._events.put(PagesSent(self._peer, order.want, nbytes, seconds))
+            self._events.put(PagesSent(self._peer, order.read_id, nbytes, seconds))
 
     @contextmanager
     def landing(self, header: FrameHeader) -> Iterator[FrameTarget | None]:
-        """Hold a frame that arrives under way; None if its want was cancelled.
+        """Hold a frame that arrives under way; None if its read_id was cancelled.
 
         Raises:
             ProtocolError: nobody asked for this.
         """
         with self._changed:
             landing = self._find(header)
-            self._busy[header.want] += 1
+            self._busy[header.read_id] += 1
         try:
             yield landing
         finally:
-            self._leave(header.want)
+            self._leave(header.read_id)
 
     def _find(self, header: FrameHeader) -> FrameTarget | None:
         if header.nbytes > MAX_FRAME_BYTES + header.nbytes // header.count:
             raise ProtocolError(f"a frame of {header.nbytes} bytes in {header.count} blocks")
-        expected = self._expected.get(header.want)
+        expected = self._expected.get(header.read_id)
         if expected is None:
-            if header.want in self._ended or self.stop[0]:
+            if header.read_id in self._ended or self.stop[0]:
                 return None
-            raise ProtocolError(f"pages of want {header.want}, which is not known here")
+            raise ProtocolError(f"pages of read {header.read_id}, which is not known here")
         order = expected.order
         if header.unit >= len(order.units):
-            raise ProtocolError(f"unit {header.unit} of want {header.want}, of {len(order.units)}")
+            raise ProtocolError(
+                f"unit {header.unit} of read {header.read_id}, of {len(order.units)}"
+            )
         unit = order.units[header.unit]
         first, ids = order.spans[header.unit]
         start = header.first - first
         if start < 0 or start + header.count > len(ids):
             raise ProtocolError(
                 f"blocks {header.first} to {header.first + header.count - 1} of unit {header.unit} "
-                f"of want {header.want}, expected are {first} to {first + len(ids) - 1}"
+                f"of read {header.read_id}, expected are {first} to {first + len(ids) - 1}"
             )
         if header.nbytes != header.count * unit.block_bytes:
             raise ProtocolError(
@@ -207,17 +209,17 @@ class SendQueue:
         ids = ids[start : start + header.count]
         return FrameTarget(unit, ids, expected.stop, order.fence)
 
-    def _leave(self, want: int) -> None:
+    def _leave(self, read_id: int) -> None:
         with self._changed:
-            self._busy[want] -= 1
-            self._fall_quiet(want)
+            self._busy[read_id] -= 1
+            self._fall_quiet(read_id)
 
-    def _fall_quiet(self, want: int) -> None:
-        if self._busy[want] == 0:
-            del self._busy[want]
-            if want in self._falling_quiet and not self.stop[0]:
-                self._falling_quiet.discard(want)
-                self._events.put(Drained(self._peer, want))
+    def _fall_quiet(self, read_id: int) -> None:
+        if self._busy[read_id] == 0:
+            del self._busy[read_id]
+            if read_id in self._falling_quiet and not self.stop[0]:
+                self._falling_quiet.discard(read_id)
+                self._events.put(Drained(self._peer, read_id))
 
 
 # How long single frames may take, whatever keeps trickling in or out.
@@ -229,7 +231,7 @@ MIN_BYTES_PER_S = 1_000_000
 
 @dataclass(eq=False)
 class _Frame:
-    want: int
+    read_id: int
     due: float
 
 
@@ -247,9 +249,9 @@ class StallWatchdog:
         self._frames: set[_Frame] = set()
 
     @contextmanager
-    def over(self, want: int, nbytes: int) -> Iterator[None]:
+    def over(self, read_id: int, nbytes: int) -> Iterator[None]:
         """Move one frame. What it waits for on this side comes before or after, not inside."""
-        frame = _Frame(want, self._now() + self._stall_s + nbytes / MIN_BYTES_PER_S)
+        frame = _Frame(read_id, self._now() + self._stall_s + nbytes / MIN_BYTES_PER_S)
         with self._lock:
             self._frames.add(frame)
         try:
@@ -258,12 +260,12 @@ class StallWatchdog:
             with self._lock:
                 self._frames.discard(frame)
 
-    def hurry(self, want: int) -> None:
-        """What still moves of a want is of no use any more: give it ``stall_s`` to end."""
+    def hurry(self, read_id: int) -> None:
+        """What still moves of a read is of no use any more: give it ``stall_s`` to end."""
         due = self._now() + self._stall_s
         with self._lock:
             for frame in self._frames:
-                if frame.want == want:
+                if frame.read_id == read_id:
                     frame.due = min(frame.due, due)
 
     def overdue(self, now: float) -> bool:

@@ -105,10 +105,10 @@ class TcpTransport(Transport):
             raise TransferFailed(DIED)
         return self._shared.events.drain(timeout)
 
-    def cancel(self, peer: PeerId, want: int) -> None:
+    def cancel(self, peer: PeerId, read_id: int) -> None:
         found = self._hub.find(peer)
         if found:
-            (found.rail or found.traffic).cancel(want)
+            (found.rail or found.traffic).cancel(read_id)
 
     def close(self) -> None:
         if self._closed:

@@ -27,7 +27,7 @@ from kvconnect.protocol.codec import (
 )
 
 HEADER = FrameHeader(
-    sequence=7, want=3, unit=2, first=40, count=5, nbytes=5 * 65536, digest_period=16
+    sequence=7, read_id=3, unit=2, first=40, count=5, nbytes=5 * 65536, digest_period=16
 )
 INT64 = st.integers(0, 2**63 - 1)
 INT31 = st.integers(0, 2**31 - 1)
@@ -39,7 +39,7 @@ INT31 = st.integers(0, 2**31 - 1)
     st.builds(
         FrameHeader,
         sequence=INT64,
-        want=INT64,
+        read_id=INT64,
         unit=INT31,
         first=INT64,
         count=st.integers(1, 2**31 - 1),
@@ -70,7 +70,7 @@ def test_a_header_has_one_length(length: int) -> None:
 
 WRONG = [
     {"sequence": -1},
-    {"want": -1},
+    {"read_id": -1},
     {"unit": -1},
     {"first": -1},
     {"count": 0},
@@ -80,7 +80,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("wrong", [*WRONG, {"want": 2**63}, {"unit": 2**31}])
+@pytest.mark.parametrize("wrong", [*WRONG, {"read_id": 2**63}, {"unit": 2**31}])
 def test_a_header_out_of_range_is_not_packed(wrong: dict[str, int]) -> None:
     with pytest.raises(Misuse):
         pack_header(HEADER._replace(**wrong))

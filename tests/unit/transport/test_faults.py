@@ -43,14 +43,14 @@ UNIT = plain_unit(64 << 10)
 PAGES = 64  # 4 MiB
 
 
-def move(pair: ConnectedPair, want: int = 1) -> None:
+def move(pair: ConnectedPair, read_id: int = 1) -> None:
     """Ask for all pages and have them sent."""
-    pair.want(want, [UNIT], [range(PAGES)])
-    pair.send(want, 0, UNIT, range(PAGES))
+    pair.expect(read_id, [UNIT], [range(PAGES)])
+    pair.send(read_id, 0, UNIT, range(PAGES))
 
 
-def ended(pair: ConnectedPair, want: int = 1) -> bool:
-    return bool(pair.reader.of(PeerDown)) or pair.arrived(want) == PAGES
+def ended(pair: ConnectedPair, read_id: int = 1) -> bool:
+    return bool(pair.reader.of(PeerDown)) or pair.arrived(read_id) == PAGES
 
 
 def good_pages(pair: ConnectedPair) -> list[bool]:
@@ -240,7 +240,7 @@ def reason(victim: Side) -> str:
 
 def frame(**changes: int) -> bytes:
     sound = FrameHeader(
-        0, want=1, unit=0, first=0, count=1, nbytes=UNIT.block_bytes, digest_period=0
+        0, read_id=1, unit=0, first=0, count=1, nbytes=UNIT.block_bytes, digest_period=0
     )
     return pack_header(sound._replace(**changes))
 
@@ -251,8 +251,8 @@ def frame(**changes: int) -> bytes:
         (b"garbage " * 8, "no frame starts with"),
         (frame()[:10] + b"\xff" + frame()[11:], "checksum"),
         (frame(sequence=1), "frame 1 where 0 was due"),
-        (frame(want=2), "want 2, which is not known"),
-        (frame(unit=3), "unit 3 of want 1"),
+        (frame(read_id=2), "read 2, which is not known"),
+        (frame(unit=3), "unit 3 of read 1"),
         (frame(first=PAGES), "expected are 0 to 63"),
         (frame(nbytes=100), "100 bytes for 1 blocks"),
         (frame(nbytes=1 << 62), "bytes for 1 blocks"),
@@ -543,7 +543,7 @@ def test_a_thread_that_dies_in_the_memory_ends_the_peer(
     monkeypatch.setattr("threading.excepthook", lambda _: None)
     with side() as reader, side() as source:
         pair = ConnectedPair(reader, source)
-        pair.want(1, [UNIT], [[10_000]])  # outside its memory
+        pair.expect(1, [UNIT], [[10_000]])  # outside its memory
         pair.send(1, 0, UNIT, [0])
         pair.until(lambda: reader.of(PeerDown), "the reader's PeerDown")
         (down,) = reader.of(PeerDown)

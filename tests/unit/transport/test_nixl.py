@@ -65,16 +65,18 @@ def pair(**options: str) -> Iterator[ConnectedPair]:
         yield ConnectedPair(reader, source, "nixl")
 
 
-def moves(link: ConnectedPair, want: int = 1) -> None:
-    """Move some pages, compare them, and end the want."""
-    link.want(want, [UNIT], [range(100)])
-    link.send(want, 0, UNIT, range(100, 200))
-    link.until(lambda: link.arrived(want) == 100, "pages")
+def moves(link: ConnectedPair, read_id: int = 1) -> None:
+    """Move some pages, compare them, and end the read."""
+    link.expect(read_id, [UNIT], [range(100)])
+    link.send(read_id, 0, UNIT, range(100, 200))
+    link.until(lambda: link.arrived(read_id) == 100, "pages")
     assert link.reader.memory.read(UNIT, range(100)) == link.source.memory.read(
         UNIT, range(100, 200)
     )
-    link.reader.transport.cancel(link.of_reader, want)
-    link.until(lambda: any(event.want == want for event in link.reader.of(Drained)), "its Quiet")
+    link.reader.transport.cancel(link.of_reader, read_id)
+    link.until(
+        lambda: any(event.read_id == read_id for event in link.reader.of(Drained)), "its Drained"
+    )
 
 
 def test_pages_move_and_threads_end() -> None:
@@ -91,7 +93,7 @@ def test_both_paths_serve_one_peer() -> None:
     with pair() as link:
         moves(link)
         link.path = "tcp"
-        moves(link, want=2)
+        moves(link, read_id=2)
 
 
 @pytest.mark.parametrize(("digest", "bad"), [("full", (0, 99)), ("off", ())])
@@ -110,7 +112,7 @@ def test_swapped_pages_are_found_by_their_digests(
 
     monkeypatch.setattr(send, "paired", swapped)
     with pair(digest=digest) as link:
-        link.want(1, [UNIT], [range(100)])
+        link.expect(1, [UNIT], [range(100)])
         link.send(1, 0, UNIT, range(100))
         link.until(lambda: link.arrived(1) == 100, "pages")
         assert [event.bad for event in link.reader.of(PagesReceived)] == [bad]
@@ -122,9 +124,9 @@ def test_places_that_take_many_notes_or_too_many_of_them() -> None:
     """Several units that do not fit into one note, and one that does not on its own: over TCP."""
     with pair() as link:
         several = [split_unit(8, 15_000, 2, offset) for offset in range(0, 720_000, 240_000)]
-        link.want(1, several, [[0, 1]] * len(several))
+        link.expect(1, several, [[0, 1]] * len(several))
         one = split_unit(2, 45_000, 2, 800_000)
-        link.want(2, [one], [[0, 1]])
+        link.expect(2, [one], [[0, 1]])
         for number, unit in enumerate(several):
             link.send(1, number, unit, [1, 0])
         link.send(2, 0, one, [1, 0])
@@ -138,14 +140,14 @@ def test_places_that_take_many_notes_or_too_many_of_them() -> None:
 def test_a_want_that_is_cancelled_before_its_place_is_known_is_thrown_away() -> None:
     passed = threading.Event()
     with pair() as link:
-        link.want(1, [UNIT], [range(10)], fence=_Passing(passed))
+        link.expect(1, [UNIT], [range(10)], fence=_Passing(passed))
         link.send(1, 0, UNIT, range(10))
         link.reader.transport.cancel(link.of_reader, 1)
         passed.set()
         link.until(lambda: Drained in kinds(link.reader, link.of_reader), "the reader's Quiet")
         link.until(lambda: PagesSent in kinds(link.source, link.of_source), "the source's Sent")
-        moves(link, want=2)
-        assert not any(event.want == 1 for event in link.reader.of(PagesReceived))
+        moves(link, read_id=2)
+        assert not any(event.read_id == 1 for event in link.reader.of(PagesReceived))
 
 
 class _Passing(NamedTuple):
@@ -160,7 +162,7 @@ def test_a_cancel_does_not_wait_for_all_that_was_queued() -> None:
     unit, ids = plain_unit(BLOCK), range(nbytes // BLOCK)
     with side(nbytes) as reader, side(nbytes) as source:
         link = ConnectedPair(reader, source, "nixl")
-        link.want(1, [unit], [ids])
+        link.expect(1, [unit], [ids])
         link.send(1, 0, unit, ids)
         link.until(lambda: link.arrived(1), "the first pages")
         reader.transport.cancel(link.of_reader, 1)
@@ -175,11 +177,11 @@ def test_two_connections_of_one_reader_do_not_hurt_each_other() -> None:
         moves(link)
         first = link.of_reader
         link.of_reader, link.of_source = link.connect()
-        moves(link, want=2)
+        moves(link, read_id=2)
         link.reader.transport.submit(Disconnect(first, "enough"))
         link.until(lambda: PeerDown in kinds(link.reader, first), "the first one's PeerDown")
         link.until(lambda: link.source.of(PeerDown), "the same at the source")
-        moves(link, want=3)
+        moves(link, read_id=3)
 
 
 def test_peers_that_are_lost_together_cost_one_agent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,13 +200,13 @@ def test_peers_that_are_lost_together_cost_one_agent(monkeypatch: pytest.MonkeyP
 
         monkeypatch.setattr(mover, "_start", start)
         link.of_reader, link.of_source = link.connect()
-        moves(link, want=2)  # by now all places have been told
+        moves(link, read_id=2)  # by now all places have been told
         reader.transport.submit(Disconnect(peers[0], "enough"))
         link.until(lambda: {e.peer for e in reader.of(PeerDown)} >= set(peers), "all PeerDown")
         link.until(lambda: len(source.of(PeerDown)) == len(peers) + 1, "the same at the source")
         assert len(made) == 1
         link.of_reader, link.of_source = link.connect()
-        moves(link, want=3)
+        moves(link, read_id=3)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -355,7 +357,7 @@ def test_who_comes_back_has_another_name() -> None:
         for seed in (1, 2):
             with side(seed=seed) as source:
                 link = ConnectedPair(reader, source, "nixl")
-                moves(link, want=seed)
+                moves(link, read_id=seed)
                 mover = source.transport._mover  # type: ignore[attr-defined]
                 names.append(mover.offer.agent)
         assert names[0] != names[1]
@@ -413,19 +415,19 @@ def test_metadata_that_nixl_cannot_read_ends_the_peer_alone(
 ) -> None:
     change_offers(monkeypatch, metadata=metadata)
     with pair() as link:
-        link.want(1, [UNIT], [range(10)])
+        link.expect(1, [UNIT], [range(10)])
         link.send(1, 0, UNIT, range(10))
         link.until_down()
         assert "NIXL cannot read the other side's metadata" in link.source.of(PeerDown)[0].reason
         monkeypatch.undo()
         link.of_reader, link.of_source = link.connect()
-        moves(link, want=2)
+        moves(link, read_id=2)
 
 
 def test_metadata_of_another_agent_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     change_offers(monkeypatch, agent="somebody else")
     with pair() as link:
-        link.want(1, [UNIT], [range(10)])
+        link.expect(1, [UNIT], [range(10)])
         link.send(1, 0, UNIT, range(10))
         link.until_down()
         assert "it is another's" in link.source.of(PeerDown)[0].reason
@@ -445,7 +447,7 @@ def test_an_address_that_is_not_registered_ends_the_peer(monkeypatch: pytest.Mon
         memory = link.reader.memory
         far = MemoryRegion(memory.address + (1 << 30), len(memory.data))
         monkeypatch.setattr(memory, "region_of", lambda _: far)
-        link.want(1, [UNIT], [range(10)])
+        link.expect(1, [UNIT], [range(10)])
         link.send(1, 0, UNIT, range(10))
         link.until_down()
         assert "NIXL refuses to write these pages" in link.source.of(PeerDown)[0].reason

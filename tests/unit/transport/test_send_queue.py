@@ -40,10 +40,10 @@ class Fixture:
         self.watch = StallWatchdog(30.0, lambda: self.now)
         self.traffic = SendQueue(PEER, self.events, connections, self.watch)
 
-    def send(self, blocks: int, block_bytes: int = KIB64, want: int = 1, first: int = 0) -> None:
+    def send(self, blocks: int, block_bytes: int = KIB64, read_id: int = 1, first: int = 0) -> None:
         unit = plain_unit(block_bytes)
         ids = array("q", range(100, 100 + blocks))
-        self.traffic.send(OutgoingPages(PEER, want, 0, unit, first, ids))
+        self.traffic.send(OutgoingPages(PEER, read_id, 0, unit, first, ids))
 
     def frames(self) -> Iterator[OutboundFrame]:
         while self.traffic.has_queued():
@@ -52,13 +52,13 @@ class Fixture:
                 self.traffic.sent(frame)
                 yield frame
 
-    def expect(self, want: int = 1, first: int = 10, blocks: int = 5) -> None:
+    def expect(self, read_id: int = 1, first: int = 10, blocks: int = 5) -> None:
         span = (first, array("q", range(blocks)))
-        self.traffic.expect(IncomingPages(PEER, want, [plain_unit(KIB64)], [span]))
+        self.traffic.expect(IncomingPages(PEER, read_id, [plain_unit(KIB64)], [span]))
 
 
 def header(**changes: int) -> FrameHeader:
-    sound = FrameHeader(0, want=1, unit=0, first=10, count=5, nbytes=5 * KIB64, digest_period=0)
+    sound = FrameHeader(0, read_id=1, unit=0, first=10, count=5, nbytes=5 * KIB64, digest_period=0)
     return sound._replace(**changes)
 
 
@@ -86,7 +86,7 @@ def test_orders_are_cut_so_that_every_connection_has_work(
     assert [frame.first for frame in got] == [3 + frame.ids[0] - 100 for frame in got]
     (sent,) = fixture.events.drain(0)
     assert isinstance(sent, PagesSent)
-    assert (sent.want, sent.nbytes) == (1, nbytes)
+    assert (sent.read_id, sent.nbytes) == (1, nbytes)
 
 
 def test_a_block_larger_than_a_frame_goes_alone() -> None:
@@ -112,8 +112,8 @@ def test_an_expected_frame_finds_its_pages() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"want": 2}, "want 2, which is not known"),
-        ({"unit": 1}, "unit 1 of want 1, of 1"),
+        ({"read_id": 2}, "read 2, which is not known"),
+        ({"unit": 1}, "unit 1 of read 1, of 1"),
         ({"first": 9}, "blocks 9 to 13 .* expected are 10 to 14"),
         ({"first": 11}, "blocks 11 to 15"),
         ({"count": 6, "nbytes": 6 * KIB64}, "blocks 10 to 15"),
@@ -146,26 +146,26 @@ def test_a_cancelled_want_falls_quiet_when_its_last_frame_has_ended() -> None:
 
 def test_only_so_many_cancelled_wants_are_remembered() -> None:
     fixture = Fixture()
-    for want in range(5000):
-        fixture.expect(want)
-        fixture.traffic.cancel(want)
-    with fixture.traffic.landing(header(want=4999)) as late:
+    for read_id in range(5000):
+        fixture.expect(read_id)
+        fixture.traffic.cancel(read_id)
+    with fixture.traffic.landing(header(read_id=4999)) as late:
         assert late is None
-    with pytest.raises(ProtocolError), fixture.traffic.landing(header(want=0)):
+    with pytest.raises(ProtocolError), fixture.traffic.landing(header(read_id=0)):
         raise AssertionError("it was let in")
 
 
 def test_cancelling_drops_what_is_queued_and_lets_the_rest_finish() -> None:
     fixture = Fixture()
     fixture.send(2 * MIN_FRAME_BYTES // KIB64)
-    fixture.send(1, want=2)
+    fixture.send(1, read_id=2)
     with fixture.traffic.next_frame() as frame:
         assert frame is not None
         fixture.traffic.cancel(1)
         assert fixture.events.drain(0) == []
         fixture.traffic.sent(frame)
     assert fixture.events.drain(0) == [Drained(PEER, 1)]  # and no Sent: half of it was not sent
-    assert [frame.shipment.order.want for frame in fixture.frames()] == [2]
+    assert [frame.shipment.order.read_id for frame in fixture.frames()] == [2]
 
 
 def test_cancelling_an_unknown_want_is_quiet_at_once() -> None:
@@ -224,7 +224,7 @@ def test_a_cancelled_frame_has_less_time() -> None:
     with fixture.watch.over(1, 500 * MIN_BYTES_PER_S):
         fixture.now = 200.0
         fixture.traffic.cancel(2)
-        assert not fixture.watch.overdue(300.0)  # that was another want
+        assert not fixture.watch.overdue(300.0)  # that was another read
         fixture.traffic.cancel(1)
         fixture.traffic.cancel(1)
         assert not fixture.watch.overdue(230.0)

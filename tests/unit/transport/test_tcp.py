@@ -238,7 +238,7 @@ def test_closing_waits_for_a_page_that_is_being_sent() -> None:
     with side() as reader, side() as source:
         pair = ConnectedPair(reader, source)
         unit = plain_unit(64)
-        pair.want(1, [unit], [[0]])
+        pair.expect(1, [unit], [[0]])
         pair.send(1, 0, unit, [1], fence=fence)
         assert fence.asked.wait(30)
         threading.Timer(0.2, fence.passed.set).start()
@@ -347,7 +347,7 @@ def test_both_sides_use_the_stricter_digest_of_the_two(
     with side(digest=ours) as reader, side(digest=theirs) as source:
         pair = ConnectedPair(reader, source)
         unit = plain_unit(64)
-        pair.want(1, [unit], [range(16)])
+        pair.expect(1, [unit], [range(16)])
         pair.send(1, 0, unit, range(16))
         pair.until(lambda: pair.arrived(1) == 16, "the pages")
         (event,) = reader.of(PagesReceived)
@@ -384,7 +384,7 @@ def test_a_source_that_cannot_hash_says_what_to_do() -> None:
     with side(digest="full") as reader, side(digest="off") as source:
         pair = ConnectedPair(reader, source)
         without_hashing(source, pair.of_source)
-        pair.want(1, [plain_unit(64)], [[0]])
+        pair.expect(1, [plain_unit(64)], [[0]])
         pair.send(1, 0, plain_unit(64), [1])
         pair.until_down()
         assert "need xxhash here: install it, or set digest" in source.of(PeerDown)[0].reason
