@@ -78,23 +78,25 @@ def hook_us(rounds: int) -> float:
 
 def _measure(source: Side, target: Side, rounds: int) -> float:
     ready, served, arrived = set[int](), set[int](), set[int]()
-    outbox = PrefillRooms(source.agent, ALONE, [HEADS], ready.add, served.add, _fail)
-    inbox = DecodeRooms(target.agent, ALONE, [(PAGE, HEADS)], TIMEOUT_S, arrived.add, _fail)
+    prefill_rooms = PrefillRooms(source.agent, ALONE, [HEADS], ready.add, served.add, _fail)
+    decode_rooms = DecodeRooms(target.agent, ALONE, [(PAGE, HEADS)], TIMEOUT_S, arrived.add, _fail)
     assert source.agent.address is not None
     peer = (Endpoint(0, 0, *source.agent.address),)
     pages = array("q", range(PAGES))
-    layerwise.follow_layers(source.agent, outbox, translate.layer_names(source.cache), once=True)
+    layerwise.follow_layers(
+        source.agent, prefill_rooms, translate.layer_names(source.cache), once=True
+    )
     hooked, plain = [], []
     for room in range(1, rounds + 1):
-        outbox.open(room)
-        inbox.ask(room, RoomRequest(0, pages, (), peer, 1, 1))
-        _until(lambda room=room: room in ready, source.agent, outbox.take)
+        prefill_rooms.open(room)
+        decode_rooms.request(room, RoomRequest(0, pages, (), peer, 1, 1))
+        _until(lambda room=room: room in ready, source.agent, prefill_rooms.take)
         scheduler, batch = _scheduler(), _batch(room)
         hooked.append(_forward(scheduler, batch, layerwise))
         plain.append(_forward(scheduler, batch, _NoHooks))
-        outbox.complete(room)
-        _until(lambda room=room: room in arrived, target.agent, inbox.take, finished=True)
-        outbox.close(room)
+        prefill_rooms.complete(room)
+        _until(lambda room=room: room in arrived, target.agent, decode_rooms.take, finished=True)
+        prefill_rooms.close(room)
     return (statistics.median(hooked) - statistics.median(plain)) / LAYERS * 1e6
 
 

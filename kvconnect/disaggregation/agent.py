@@ -1,4 +1,4 @@
-"""The thread that runs a worker's hand-offs, and the engine's door to them."""
+"""The hand-off agent of one worker: its thread, and the methods that the engine calls."""
 
 from __future__ import annotations
 
@@ -60,19 +60,18 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _JOIN_TIMEOUT_S = 10.0
-_IDLE_S = 0.003  # what a request that arrives meanwhile may lose
+_IDLE_S = 0.003  # bounds the delay of a request that arrives meanwhile
 
 
 class HandoffAgent:
-    """Hand-offs of one worker, both roles.
+    """Hand-offs of one worker, in both roles.
 
-    Threads: the public methods are for the engine's thread; they take the lock for microseconds
-    and never wait for a peer. The agent's own thread answers peers while the engine computes or
-    sleeps, and another one submits what a step wrote; they are started here and ended by ``close``.
+    Threads: the engine's thread calls the public methods; they hold the lock for microseconds and
+    never wait for a peer. One thread of the agent answers peers while the engine computes or
+    sleeps, and one submits the layers that a step wrote. ``close`` ends both.
 
-    ``mark`` returns a fence
-    after all that the engine's thread has launched. ``address`` is where the transport listens,
-    ``refusals`` says why there was no agreement with workers when last met.
+    ``mark`` returns a fence after everything that the engine's thread has launched. ``address``:
+    where the transport listens. ``refusals``: by endpoint, why the last session was refused.
     """
 
     def __init__(
@@ -88,18 +87,18 @@ class HandoffAgent:
         self._sending = SendSide(sessions, deadline_s)
         self._receiving = ReceiveSide(sessions)
         self._mark = mark
-        self._offering = False  # this step's blocks are on offer, so layer hooks matter
+        self._offering = False  # this step offers blocks, so layer hooks matter
         self._lock = threading.Lock()
         self._written = LayerQueue(self._lock, self._sending.written)
-        self._news = threading.Event()  # something for the engine to take
+        self._news = threading.Event()  # the engine should poll
         self._closed = threading.Event()
         kind = threads.ThreadKind.HANDOFF
         self._thread = threads.make(kind, "kvconnect-handoff", self._loop)
         self._thread.start()
 
     def begin_step(self, work: DisaggregationInstructions, epoch: int) -> None:
-        """Take a step's instructions, before its forward."""
-        self.end_step()  # a pipeline stage may end a step without saying so
+        """Take a step's instructions; call it before the forward."""
+        self.end_step()  # a pipeline stage may skip end_step
         with self._lock:
             self._sessions.hello.epoch = epoch
             self._sending.step_ended_at = self._receiving.step_ended_at = math.inf
@@ -110,8 +109,8 @@ class HandoffAgent:
         self._offering = any(offer.spans for offer in work.offers)
 
     def run(self, work: DisaggregationInstructions, fence: Fence | None = None) -> None:
-        """Take instructions outside of a step. What they offer is there once ``fence`` passed;
-        if it is a step's after all, at its end."""
+        """Take instructions outside of a step. Offered blocks can be read once ``fence`` has
+        passed; inside a step, at its end."""
         with self._lock:
             self._written.catch_up()
             self._sending.begin_step(work)
@@ -120,7 +119,7 @@ class HandoffAgent:
             self._receiving.begin_step(work, time.monotonic(), self._mark())
 
     def layer_written(self, name: str) -> None:
-        """A layer's work of this step has been launched. Takes no lock."""
+        """A layer of this step has been launched. Takes no lock."""
         if self._offering:
             self._written.put(name, self._mark())
 
@@ -132,24 +131,25 @@ class HandoffAgent:
 
     @property
     def has_news(self) -> bool:
-        """Whether :meth:`poll` has something to tell; costs no lock. Not all of it comes from a
-        peer's event: who asked too early joins when the engine's own thread makes the offer."""
+        """Whether :meth:`poll` has news; takes no lock. Some news comes from the engine's own
+        thread: a reader that asked early joins when the blocks are offered."""
         told = self._sending.has_notices or self._receiving.has_finished
         return told or self._news.is_set() or not self._thread.is_alive()
 
     def poll(
         self, idle: bool, ends_step: bool = False
     ) -> tuple[list[tuple[ReceiveReport, Receive]], list[TransferEvent]]:
-        """Return receives that ended, and notices, since the last call. An ``idle`` engine, which
-        has nothing to compute until one comes, waits a moment for it instead of spinning.
-        ``ends_step``: until the next one begins, the engine computes nothing.
+        """Return the receives that ended and the notices since the last call.
+
+        Args:
+            idle: the engine has nothing to compute; wait up to 3 ms for news.
+            ends_step: the engine computes nothing until the next step begins.
 
         Raises:
-            TransferFailed: the agent's thread has died of a bug. What waits for it would wait
-                for ever.
+            TransferFailed: a bug ended the agent's thread; requests would wait for ever.
         """
         if not self._thread.is_alive() and not self._closed.is_set():
-            raise TransferFailed("the thread of the hand-offs has ended, see its traceback above")
+            raise TransferFailed("the hand-off thread has ended, see its traceback above")
         if idle:
             self._news.wait(_IDLE_S)
         with self._lock:
@@ -160,12 +160,12 @@ class HandoffAgent:
 
     @contextmanager
     def stats(self) -> Iterator[OffloadingConnectorStats]:
-        """Lend what is counted, for the engine's side to add what it alone knows."""
+        """Lend the counters under the lock, so that the engine's side can add to them."""
         with self._lock:
             yield self._sessions.stats
 
     def take_stats(self) -> OffloadingConnectorStats | None:
-        """Return what was counted since the last call."""
+        """Return the counts since the last call."""
         with self._lock:
             return self._sessions.stats.take()
 
@@ -181,7 +181,9 @@ class HandoffAgent:
         try:
             while not self._closed.is_set():
                 for event in self._sessions.transport.poll(_TICK_S):
-                    with self._lock:  # for each: the engine's thread must not wait for a flood
+                    with (
+                        self._lock
+                    ):  # per event, so that a flood does not block the engine's thread
                         self._on_event(event)
                         if self._receiving.has_finished or self._sending.has_notices:
                             self._news.set()
@@ -194,7 +196,7 @@ class HandoffAgent:
                         self._sending.tick(now)
                         self._receiving.tick(now)
         finally:
-            self._sessions.transport.close()  # or the others would believe that all is well
+            self._sessions.transport.close()  # else peers would believe that the worker is alive
 
     def _on_event(self, event: Event) -> None:
         with isolate(self._sessions, event.peer):
@@ -207,7 +209,7 @@ class HandoffAgent:
 
     def _on_down(self, event: PeerDown) -> None:
         origin, cause = self._sessions.on_down(event)
-        with isolate(self._sessions, event.peer):  # the other half has to know in any case
+        with isolate(self._sessions, event.peer):  # the receive side must hear of it in any case
             self._sending.on_lost(event.peer)
         self._receiving.on_lost(event.peer, origin, cause)
 
@@ -245,16 +247,12 @@ class HandoffAgent:
             self._receiving.on_message(session, message)
 
 
-# What the engine's thread has launched of a step, on its way to a thread that sends it.
-
-
 class LayerQueue:
-    """Calls ``take(name, fence)`` for each layer, and ``take(None, fence)`` for the rest of a step,
-    in order and with ``lock`` held.
+    """Queue of launched layers, drained by a thread of its own.
 
-    Threads: :meth:`put` is for the engine's; it takes no lock and leaves the work to a thread of
-    its own, started here. :meth:`catch_up` is for whoever holds ``lock``: what it does from then
-    on comes after all that was put.
+    The thread calls ``take(name, fence)`` for each layer and ``take(None, fence)`` for the rest of
+    a step, in order and with ``lock`` held. Threads: the engine's thread calls :meth:`put`, which
+    takes no lock; a holder of ``lock`` calls :meth:`catch_up` to drain the queue at once.
     """
 
     def __init__(
@@ -274,16 +272,16 @@ class LayerQueue:
         self._wake.put(True)
 
     def catch_up(self) -> None:
-        """Take all that was put. Raises what ``take`` raises."""
-        # Off the queue with the lock held only: a layer in nobody's hands would be taken late,
-        # for one of the next step.
+        """Drain the queue. The caller holds ``lock``. Raises the errors of ``take``."""
+        # Entries leave the queue under the lock only; otherwise a layer could be taken late, as one
+        # of the next step.
         while self._layers:
             self._take(*self._layers.popleft())
 
     def check(self) -> None:
         """Raise :class:`TransferFailed` if the thread has died of a bug."""
         if not self._thread.is_alive():
-            raise TransferFailed("the thread of written layers has ended, see its traceback above")
+            raise TransferFailed("the thread that sends layers has ended, see its traceback above")
 
     def close(self, timeout_s: float) -> None:
         """End the thread. Idempotent."""
@@ -297,8 +295,8 @@ class LayerQueue:
 
 
 class WorkerCache(NamedTuple):
-    """A worker's KV cache: what it says of it to others, where each layer of each group has its
-    pages, and how a transport reaches them. ``device`` is the model's."""
+    """A worker's KV cache: its Hello, where each layer of each group has its pages, and how a
+    transport reaches them. ``device``: of the model."""
 
     hello: Hello
     pages: Sequence[GroupPages]
@@ -314,11 +312,11 @@ def start_agent(
     alone: bool = False,
     traced: bool = False,
 ) -> HandoffAgent:
-    """Return the running agent of a worker's hand-offs, listening at ``address`` if there is one.
+    """Start a worker's hand-off agent; it listens at ``address``, if given.
 
-    ``deadline_s``: how long readers may ask before this side knows of what they ask for.
-    ``alone``: this worker is told other things than its engine's first one, so it speaks for
-    itself. ``traced``: the engine traces, so its hand-offs are told with their times.
+    ``deadline_s``: how long a read request may wait for an unknown transfer. ``alone``: this worker
+    gets instructions of its own, so it renews leases and reports gauges itself. ``traced``: the
+    engine traces, so the agent keeps times of transfers.
 
     Raises:
         ConfigError: an address, key, certificate or transport that cannot be used.
@@ -350,8 +348,8 @@ def start_agent(
 def _make_transport(
     name: str, security: Security, options: ConnectionOptions, memory: Memory
 ) -> Transport:
-    """Return a transport that serves ``memory`` over the path called ``name``; for ``auto``, over
-    as many as work here."""
+    """Return a transport for ``memory`` over the path ``name``; ``auto``: over every path that
+    works here."""
     transport = make_transport("tcp" if name == "tcp" else "nixl", security, options)
     try:
         transport.register(memory)
@@ -359,6 +357,6 @@ def _make_transport(
         transport.close()
         if name != "auto":
             raise
-        logger.info("pages are handed off over tcp alone: %s", error)
+        logger.info("pages go over tcp only: %s", error)
         return _make_transport("tcp", security, options, memory)
     return transport

@@ -1,8 +1,8 @@
-"""The prefill side of hand-offs: which blocks are kept for whom, and until when.
+"""Leases of the prefill scheduler: which blocks are held for readers, and until when.
 
-A request that another engine will decode gets a *lease*: its blocks are held from the moment they
-are offered to readers until every worker has said that nothing reads them any more. Several leases
-may hold one block, since requests share prefixes; the engine counts references.
+A request that another engine will decode gets a *lease*: its blocks are held from their offer until
+every worker has confirmed that nothing reads them any more. Several leases may hold one block,
+since requests share prefixes; the engine counts references.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from kvconnect.types import FailureCause, Rank, Span, TransferId, TransferType
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_FACTOR = 2.0  # a withdrawal unanswered for so many deadlines is worth a line in the log
+_ANSWER_FACTOR = 2.0  # deadlines after which an unanswered withdrawal is logged
 _MOST_READERS = 1024  # workers of one decode engine
 _OVER = (NoticeKind.DONE, NoticeKind.LEFT)
 
 
 LONGEST_LIFE_S = 600.0
-"""Seconds after the end of its prefill for which a lease lives at most, whatever peers say: as long
-as a reader goes on receiving. A longer ``lease_s`` counts instead."""
+"""Limit on the life of a lease after its prefill in seconds, even if peers renew it. A longer
+``lease_s`` counts instead. Readers have the same limit."""
 
 
 class LeaseLimits(NamedTuple):
-    """``workers`` must answer each withdrawal. Blocks of a finished prefill are kept ``lease_s``
-    seconds for a reader, and ``deadline_s`` seconds after a reader's last sign of life; but no
-    longer than ``LONGEST_LIFE_S``."""
+    """``workers`` must answer each withdrawal. Blocks of a finished prefill are held ``lease_s``
+    seconds until a reader asks, then ``deadline_s`` seconds after each sign of life of a reader,
+    but no longer than ``LONGEST_LIFE_S``."""
 
     workers: int
     lease_s: float
@@ -47,7 +47,7 @@ class LeaseLimits(NamedTuple):
 @dataclass
 class _LeaseLife:
     since: float
-    end: float = math.inf  # no sign of life extends a deadline beyond it
+    end: float = math.inf  # limit on every deadline
 
 
 @dataclass
@@ -59,25 +59,25 @@ class _Lease:
     end_block: list[int]  # per group: the first block beyond ``tokens``
     state: Lease = LEASE.start
     blocks: list[int] = field(default_factory=list)  # held by the caller until released
-    readers: dict[Rank, NoticeKind] = field(default_factory=dict)  # the last seen of each
-    deadline: float = math.inf  # the engine decides how long its own request lives
-    overdue: bool = False  # past the deadline when the engine last looked
-    gap: bool = False  # a block that readers need is not there
+    readers: dict[Rank, NoticeKind] = field(default_factory=dict)  # the last notice of each
+    deadline: float = math.inf  # infinite while the request is alive
+    overdue: bool = False  # past the deadline at the last tick
+    gap: bool = False  # a block that readers need is missing
     answers: int = 0  # workers that have answered the withdrawal
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is offered any more, though its request may live on."""
+        """Whether the lease offers nothing more; its request may live on."""
         return self.gap or self.state in (Lease.WITHDRAWN, Lease.RELEASED)
 
     @property
     def computed(self) -> bool:
-        """Whether everything was offered."""
+        """Whether every block was offered."""
         return self.next_block == self.end_block
 
     @property
     def served(self) -> bool:
-        """Whether every worker of the reading engine has everything, or left."""
+        """Whether every worker of the reading engine has every page, or left."""
         kinds = self.readers.values()
         return all(kind in _OVER for kind in kinds) and any(
             len(self.readers) == rank.tp * rank.pp for rank in self.readers
@@ -88,13 +88,13 @@ class _Lease:
     ) -> Span | None:
         """Take the blocks of a group that are complete and were not offered yet."""
         first, end = self.next_block[number], self.end_block[number]
-        if computed_tokens < self.tokens:  # else nobody looks at the rest of a partly filled one
+        if computed_tokens < self.tokens:  # else a partly filled last block counts too
             end = computed_tokens // group.block_tokens
         if first >= end:
             return None
         block_ids = array("q", table[first:end])
         if not group.is_full and first == group.first_block(self.tokens):
-            # The engine may let go of more than a window needs, but only at its far end.
+            # The engine may free blocks at the far end of a window.
             while block_ids and block_ids[0] == NULL_BLOCK:
                 del block_ids[0]
                 first += 1
@@ -104,25 +104,25 @@ class _Lease:
         self.next_block[number] = end
         return Span(number, first, block_ids)
 
-    def note(self, reader: Rank, kind: NoticeKind) -> None:
-        """Remember what a reader did."""
+    def record_reader(self, reader: Rank, kind: NoticeKind) -> None:
+        """Record a reader's notice."""
         self.state = LEASE.after(self.state, Event.JOINED)
-        # Notices of different workers overtake each other, but a reader that has thanked one of
-        # them has everything from all of them.
+        # Notices of different workers may overtake each other, but a reader confirms to one worker
+        # only when it has every page from all of them.
         if self.readers.get(reader) is NoticeKind.DONE:
             return
         if reader in self.readers or len(self.readers) < _MOST_READERS:
             self.readers[reader] = kind
 
-    def close(self, limits: LeaseLimits, now: float) -> None:
-        """Everything was offered: readers have a deadline from now on."""
-        if self.state in (Lease.GROWING, Lease.STREAMING):  # else it was preempted since
+    def start_deadline(self, limits: LeaseLimits, now: float) -> None:
+        """Every block was offered: readers have a deadline from now on."""
+        if self.state in (Lease.GROWING, Lease.STREAMING):  # else it was preempted
             self.state = LEASE.after(self.state, Event.COMPUTED)
         self.life.end = min(self.life.end, now + max(LONGEST_LIFE_S, limits.lease_s))
         self.extend(limits, now)
 
     def extend(self, limits: LeaseLimits, now: float) -> None:
-        """Somebody gave a sign of life."""
+        """A reader gave a sign of life."""
         if now >= self.life.end:
             return
         self.overdue = False
@@ -134,7 +134,7 @@ class _Lease:
 
 class Leases:
     """Leases of one prefill engine. Owned by the scheduler's thread; ``now`` is in seconds of one
-    monotonic clock. Each step: ``on_notice`` for what workers saw, ``offer`` for scheduled
+    monotonic clock. Each step: ``on_notice`` for workers' notices, ``offer`` for scheduled
     requests, ``tick``, ``take``."""
 
     def __init__(
@@ -146,7 +146,7 @@ class Leases:
         self._stats = stats
         self._limits = limits
         self._leases: dict[TransferId, _Lease] = {}
-        self._requests: dict[str, _Lease] = {}  # whose request is alive
+        self._requests: dict[str, _Lease] = {}  # of live requests
         self._offers: list[OfferBlocks] = []
         self._withdrawals: list[Withdraw] = []
         self._released: list[int] = []
@@ -158,14 +158,14 @@ class Leases:
     @property
     def busy(self) -> bool:
         """Whether blocks are held or an answer is awaited, so that the engine must keep stepping.
-        A request that waits for its turn is no reason to: a paused engine gives it none."""
+        Requests that wait to be scheduled do not count: a paused engine schedules none."""
         leases = self._leases.values()
         return any(lease.blocks or lease.state is Lease.WITHDRAWN for lease in leases)
 
     def open(self, req_id: str, transfer: TransferId, tokens: int, now: float) -> bool:
         """Start a lease of the prompt's first ``tokens`` and announce it to the workers.
 
-        Return False if the transfer has a lease already: the request is an ordinary one.
+        Return False if the transfer already has a lease; the request is then an ordinary one.
         """
         if transfer in self._leases:
             return False
@@ -197,7 +197,9 @@ class Leases:
             if span is not None:
                 spans.append(span)
         if lease.gap:
-            logger.warning("request %s: not all of its blocks are there to hand off", req_id)
+            logger.warning(
+                "request %s: some of its blocks are missing, so it is not handed off", req_id
+            )
             return []
         held = [block for span in spans for block in span.block_ids]
         if spans:
@@ -207,25 +209,24 @@ class Leases:
         return held
 
     def preempted(self, req_id: str | None, now: float) -> None:
-        """The engine took the request's blocks to compute it again later, and may be short of
-        them. A lease that has them all needs no more of the request: it stays, but no longer than
-        that of a request that is over. Any other one ends, and the request is an ordinary one.
+        """The engine preempted a request, since it is short of blocks. A complete lease stays, with
+        the deadline of a finished request. An incomplete one ends; the request is an ordinary one.
 
-        None: the engine stands still and waits for the blocks of all, to forget what they hold.
+        ``req_id`` None: the paused engine waits for all blocks, to reset its prefix cache.
         """
         for name in list(self._requests) if req_id is None else [req_id]:
             lease = self._requests.get(name)
             if lease is None or lease.ended or lease.deadline < math.inf:
                 continue
             if lease.computed:
-                lease.close(self._limits, now)
+                lease.start_deadline(self._limits, now)
             elif lease.blocks or req_id is not None:
                 del self._requests[name]
                 self._withdraw(lease, Event.ABORT, now)
 
     def withdraw_all(self, now: float) -> None:
-        """The engine forgets what it has computed, perhaps with other weights: end every lease of
-        it, those of live requests too."""
+        """The engine resets its prefix cache, perhaps for new weights: end every lease with blocks,
+        also those of live requests."""
         for lease in self._leases.values():
             if lease.blocks:
                 self._withdraw(lease, Event.ABORT, now)
@@ -233,7 +234,7 @@ class Leases:
     def finish(self, req_id: str, completed: bool, now: float) -> TransferId | None:
         """The request is over; return the transfer if its blocks stay available.
 
-        They do if it was ``completed``, everything was offered and somebody may still want it.
+        They do if the request was ``completed``, every block was offered and the lease is live.
         """
         lease = self._requests.pop(req_id, None)
         if lease is None or lease.ended:
@@ -241,13 +242,13 @@ class Leases:
         if not (completed and lease.computed):
             self._withdraw(lease, Event.ABORT, now)
             return None
-        lease.close(self._limits, now)
+        lease.start_deadline(self._limits, now)
         return lease.transfer
 
     def on_notice(self, notice: TransferEvent, now: float) -> None:
-        """Take what a worker saw of a reader, or its answer to a withdrawal."""
+        """Take a worker's notice about a reader, or its answer to a withdrawal."""
         lease = self._leases.get(notice.transfer)
-        if lease is None:  # an answer to a request that is long over
+        if lease is None:  # a late answer
             return
         if notice.kind is NoticeKind.WITHDRAWN:
             lease.answers += 1
@@ -260,16 +261,16 @@ class Leases:
             self._withdraw(lease, Event.ABORT, now)
         elif not lease.ended:
             if notice.reader is not None:
-                lease.note(notice.reader, notice.kind)
+                lease.record_reader(notice.reader, notice.kind)
             if lease.served:
                 self._withdraw(lease, Event.SERVED, now)
             else:
                 lease.extend(self._limits, now)
 
     def tick(self, now: float) -> None:
-        """Withdraw leases at the second look past their deadline, so that notices which arrived
-        during a long step are read first. Blocks of a withdrawal that some worker does not answer
-        stay held, since a read may be under way."""
+        """Withdraw leases at the second tick past their deadline, so that notices which arrived
+        during a long step are read first. If a worker does not answer a withdrawal, its blocks
+        stay held, since a read may be in flight."""
         for lease in self._leases.values():
             if lease.gap:
                 self._withdraw(lease, Event.ABORT, now)
@@ -277,7 +278,7 @@ class Leases:
                 continue
             if lease.state is Lease.WITHDRAWN and not lease.overdue:
                 missing = self._limits.workers - lease.answers
-                logger.warning("%d workers do not answer the end of a hand-off", missing)
+                logger.warning("%d workers have not answered the withdrawal of a hand-off", missing)
             elif lease.overdue:
                 self._withdraw(lease, Event.EXPIRE, now)
             lease.overdue = True
@@ -294,7 +295,7 @@ class Leases:
         return released
 
     def gauges(self, now: float) -> Iterator[tuple[str, float, str | None]]:
-        """Yield (name, value, label) of what is held."""
+        """Yield gauges as (name, value, label)."""
         yield "ledger_held_blocks", self.granted - self.returned, Owner.SEND.value
         yield "handoff_leases", len(self._leases), None
         yield "jobs_in_flight", len(self._leases), TransferType.SEND.value
@@ -305,7 +306,7 @@ class Leases:
         """Prove that granted = returned + held, and that every lease has an end.
 
         Raises:
-            Misuse: naming what does not add up.
+            Misuse: the numbers differ, or a lease has no end.
         """
         held = sum(len(lease.blocks) for lease in self._leases.values())
         if self.granted != self.returned + held:
@@ -316,7 +317,7 @@ class Leases:
                 raise Misuse(f"lease {transfer.hex()} has neither a deadline nor a live request")
 
     def _withdraw(self, lease: _Lease, event: Event, now: float) -> None:
-        """End a lease, once; ``event`` says why."""
+        """End a lease once; ``event`` is the reason."""
         before, lease.state = lease.state, LEASE.after(lease.state, event)
         if before is Lease.WITHDRAWN:
             return

@@ -1,8 +1,8 @@
-"""The decode side of hand-offs: which requests wait for blocks of another engine.
+"""Receives of the decode scheduler: which requests wait for blocks of a prefill engine.
 
-A hand-off is opened when its request comes, planned when the engine has allocated blocks for it,
-and settled when every worker has reported: only workers know that no page can land any more. It
-is tried once; what fails is computed here.
+A hand-off is opened when its request arrives, planned when the engine has allocated its blocks, and
+settled when every worker has reported, since only workers know that no page is written any more.
+Each hand-off is tried once; failed blocks are computed here.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kvconnect.types import FailureCause, JobId, Span, TransferId, TransferType
 
 logger = logging.getLogger(__name__)
 
-_JOBS = 1 << 40  # numbers above are of receives, below of the host tier's jobs
-_ANSWER_FACTOR = 2.0  # a receive unanswered for so many deadlines is counted
+_JOBS = 1 << 40  # receives have higher job numbers, the host tier lower ones
+_ANSWER_FACTOR = 2.0  # deadlines after which an unanswered receive is counted
 _RENEWALS = 3  # per lease, so that one may be late
 
 
 class ReceiveLimits(NamedTuple):
     """``workers`` must answer each receive, which ends after ``deadline_s`` seconds without
-    progress. The other side keeps blocks for ``lease_s`` seconds after each renewal."""
+    progress. The prefill engine holds blocks for ``lease_s`` seconds after each renewal."""
 
     workers: int
     lease_s: float
@@ -37,8 +37,8 @@ class ReceiveLimits(NamedTuple):
 
 
 class SettledReceive(NamedTuple):
-    """A receive that every worker has answered. ``cause`` says why it failed, if it did, which is
-    ``SKIPPED`` if nothing but the drop ended it; ``dropped``: the request was over before."""
+    """A receive that every worker has answered. ``cause``: why it failed, or None; ``SKIPPED`` if
+    only the drop ended it. ``dropped``: the request was over before."""
 
     req_id: str
     cause: FailureCause | None
@@ -47,20 +47,20 @@ class SettledReceive(NamedTuple):
 
 @dataclass
 class _OpenHandoff:
-    """A request's hand-off, until the request is over."""
+    """A request's hand-off; it lives as long as the request."""
 
     req_id: str
     transfer: TransferId
     source: PrefillSource | None  # None: refused
     early: bool
-    renewed: bool  # whether the workers renew its lease, or need not
+    renewed: bool  # the workers renew its lease, or need not
     state: Handoff = HANDOFF.start
     job: JobId | None = None
 
 
 @dataclass
 class _ReceiveInFlight:
-    """A receive, until its last answer."""
+    """A receive that some worker has not answered."""
 
     handoff: _OpenHandoff
     receive: Receive
@@ -91,25 +91,25 @@ class Receives:
         self._keeps: list[Keep] = []
 
     def __repr__(self) -> str:
-        return f"<Arrivals {len(self._requests)} requests, {len(self._jobs)} receives in flight>"
+        return f"<Receives {len(self._requests)} requests, {len(self._jobs)} receives in flight>"
 
     @property
     def busy(self) -> bool:
-        """Whether a receive is unanswered or workers must be told something, so the engine must
-        keep stepping. A request that waits for its turn is no reason to: workers renew its lease
-        by themselves, however long the engine stands still."""
-        untold = any(_needs_renewal(handoff) for handoff in self._requests.values())
-        return bool(untold or self._jobs or self._keeps)
+        """Whether a receive is unanswered or an instruction is due, so that the engine must keep
+        stepping. Requests that wait to be scheduled do not count: workers renew their leases
+        without steps."""
+        unsent = any(_needs_renewal(handoff) for handoff in self._requests.values())
+        return bool(unsent or self._jobs or self._keeps)
 
     def owns(self, job: JobId) -> bool:
         """Whether a report's job was numbered here."""
         return job > _JOBS
 
     def open(self, req_id: str, transfer: TransferId, source: PrefillSource, early: bool) -> bool:
-        """A request came whose blocks another engine has, or (``early``) will have.
+        """A request arrived whose blocks another engine has, or (``early``) will have.
 
-        Return False if another one brings the same blocks: this is an ordinary one. A transfer is
-        sent once, and a client that wants several answers gets a request for each.
+        Return False if another request receives the same transfer; this one is then an ordinary
+        request. A transfer is sent once, but a client may ask for several answers.
         """
         if any(handoff.transfer == transfer for handoff in self._requests.values()):
             return False
@@ -117,14 +117,14 @@ class Receives:
         return True
 
     def refuse(self, req_id: str, field: str) -> None:
-        """A request came whose hand-off cannot be tried; ``field`` as in
-        :class:`~kvconnect.errors.Refused`. What it plans, every worker reports as failed."""
+        """A request arrived whose hand-off is refused; ``field`` as in
+        :class:`~kvconnect.errors.Refused`. Workers report its planned blocks as failed."""
         self._stats.count("handoff_refused", label=field)
         nothing = TransferId(bytes(16))
         self._requests[req_id] = _OpenHandoff(req_id, nothing, None, early=False, renewed=True)
 
     def pending(self, req_id: str) -> bool:
-        """Whether a hand-off is wanted and not yet planned."""
+        """Whether a request has a hand-off that is not planned yet."""
         handoff = self._requests.get(req_id)
         return handoff is not None and handoff.state is Handoff.PENDING
 
@@ -136,7 +136,7 @@ class Receives:
 
         Args:
             spans: the blocks to fill, at most one span per group, without null blocks.
-            total_tokens: as many as the other side offers; what follows is computed here.
+            total_tokens: as many as the prefill engine offers; later tokens are computed here.
 
         Raises:
             Misuse: it was planned before, or a block is being received into already.
@@ -165,14 +165,14 @@ class Receives:
         return receive
 
     def decline(self, req_id: str) -> None:
-        """A pending hand-off is not needed: everything is here already."""
+        """A pending hand-off is not needed: every block is here already."""
         handoff = self._requests[req_id]
         handoff.state = HANDOFF.after(handoff.state, Event.ABORT)
         if handoff.source is not None:
             self._keeps.append(Keep(handoff.transfer, handoff.source))
 
     def finish(self, req_id: str) -> None:
-        """The request is over, whatever became of its hand-off."""
+        """The request is over, whatever the state of its hand-off."""
         handoff = self._requests.get(req_id)
         if handoff is None:
             return
@@ -185,17 +185,17 @@ class Receives:
         del self._requests[req_id]
 
     def on_report(self, report: ReceiveReport, now: float) -> SettledReceive | None:
-        """Take one worker's answer; return what came of it once the last one has answered."""
+        """Take one worker's report; return the result once the last worker has reported."""
         in_flight = self._jobs.get(report.job)
         if in_flight is None:
-            logger.warning("a worker reported receive %d, which is not open; ignored", report.job)
+            logger.warning("ignored a worker's report of receive %d, which is not open", report.job)
             return None
         for failure in report.failures:
             place = failure.group, failure.block_id
             if in_flight.failures.get(place) in (
                 None,
                 FailureCause.SKIPPED,
-            ):  # others name a reason
+            ):  # other causes say more
                 in_flight.failures[place] = failure.cause
         in_flight.answers += 1
         if in_flight.answers < self._limits.workers:
@@ -207,15 +207,14 @@ class Receives:
         handoff.state = HANDOFF.after(handoff.state, Event.ANSWERED)
         cause = min(in_flight.failures.values(), key=_is_skipped, default=None)
         settled = SettledReceive(handoff.req_id, cause, dropped)
-        # A request that is over computes nothing any more.
+        # A finished request computes nothing more.
         lost = 0 if cause is None or dropped else _lost_tokens(self._groups, in_flight)
         _count(self._stats, in_flight, settled, lost, now)
         return settled
 
     def tick(self, now: float) -> None:
-        """Have the leases of pending requests renewed; count receives that nobody answers. Their
-        blocks stay held: only workers can say that no page lands any more, and they have a
-        deadline."""
+        """Order renewals of pending requests' leases; count overdue receives. Their blocks stay
+        held: only workers know that no page is written any more, and workers have a deadline."""
         for handoff in self._requests.values():
             if _needs_renewal(handoff) and handoff.source is not None:
                 every_s = self._limits.lease_s / _RENEWALS

@@ -1,8 +1,8 @@
 """Life cycles as tables: state -> event -> state.
 
-What is not in a table is a bug in the machine that asks, not bad input: it raises, naming both.
-Every table handles a lost peer, a deadline and an abort in every state; in a final state whatever
-comes late changes nothing.
+An event that is missing in a state's row is a bug of the caller, never bad input: it raises, naming
+state and event. Every state handles a lost peer, a deadline and an abort; final states ignore every
+event.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from kvconnect.errors import Misuse
 
 
 class Event(str, Enum):
-    """What moves a life cycle on. The first three can happen at any time."""
+    """Events of all life cycles. The first three can happen at any time."""
 
     PEER_LOST = "PeerLost"
     EXPIRE = "Expire"
     ABORT = "Abort"
     CONNECTED = "Connected"  # the connection is authenticated
     AGREED = "Agreed"  # both sides' geometry fits
-    REFUSED = "Refused"  # it does not
+    REFUSED = "Refused"  # the geometry does not fit
     JOINED = "Joined"  # a reader asked
-    COMPUTED = "Computed"  # the request is over and all of its blocks are offered
-    SERVED = "Served"  # every reader has everything, or left
+    COMPUTED = "Computed"  # the request is over, and all of its blocks are offered
+    SERVED = "Served"  # every reader has every page, or left
     ANSWERED = "Answered"  # every worker has answered
     STARTED = "Started"  # pages may move from now on
-    COMPLETED = "Completed"  # the reader has every page it asked for
-    DRAINED = "Quiet"  # nothing is under way any more
+    COMPLETED = "Completed"  # the reader has every requested page
+    DRAINED = "Quiet"  # nothing is in flight any more
     PLANNED = "Planned"  # blocks are allocated and the receive is ordered
 
 
@@ -40,9 +40,9 @@ class SessionState(str, Enum):
     """A connection between two workers."""
 
     CONNECTING = "connecting"
-    GREETING = "greeting"  # hellos under way
+    GREETING = "greeting"  # Hellos are exchanged
     UP = "up"
-    CLOSING = "closing"  # hung up; the transport still has to let go
+    CLOSING = "closing"  # disconnected; the transport still has to confirm
     DOWN = "down"
 
 
@@ -58,12 +58,12 @@ class Lease(str, Enum):
 
 
 class TransferState(str, Enum):
-    """One want, at either end of a connection."""
+    """One read request, on either side."""
 
-    REQUESTED = "asked"  # waits for the connection, or for the transfer to be known
+    REQUESTED = "asked"  # waits for the connection or the transfer's offer
     MOVING = "moving"
-    COMPLETE = "complete"  # the reader has everything
-    STOPPING = "stopping"  # what is under way ends, nothing is begun
+    COMPLETE = "complete"  # the reader has every page
+    STOPPING = "stopping"  # pages in flight end, no more are sent
     OVER = "over"
 
 
@@ -72,7 +72,7 @@ class Handoff(str, Enum):
 
     PENDING = "wanted"
     RECEIVING = "receiving"
-    DROPPING = "dropping"  # not wanted any more, but pages may still land
+    DROPPING = "dropping"  # not needed any more, but pages may still be written
     SETTLED = "settled"
 
 
@@ -83,8 +83,8 @@ class StateTable(Generic[S]):
     """One life cycle. Immutable; any thread."""
 
     def __init__(self, start: S, table: Mapping[S, Mapping[Event, S]]) -> None:
-        """``table``: state -> event -> state. The states it leads to without listing them are
-        final: they stay as they are at every event of the table."""
+        """``table``: state -> event -> state. States without a row of their own are final: no event
+        of the table changes them."""
         self.start = start
         events = {event for row in table.values() for event in row}
         reached = {state for row in table.values() for state in row.values()}
@@ -97,7 +97,7 @@ class StateTable(Generic[S]):
         return self._table
 
     def after(self, state: S, event: Event) -> S:
-        """Return the state that follows.
+        """Return the next state.
 
         Raises:
             Misuse: the event cannot happen in this state.
@@ -110,7 +110,7 @@ class StateTable(Generic[S]):
 
 
 def _row(lost: S, ended: S, others: Mapping[Event, S]) -> dict[Event, S]:
-    """``lost``: where a lost peer leads; ``ended``: where a deadline or an abort does."""
+    """Return a row. ``lost``: state after a lost peer; ``ended``: after a deadline or an abort."""
     return {Event.PEER_LOST: lost, Event.EXPIRE: ended, Event.ABORT: ended, **others}
 
 
@@ -192,7 +192,7 @@ HANDOFF = StateTable(
             Event.PLANNED: Handoff.RECEIVING,
         },
         Handoff.RECEIVING: {
-            Event.PEER_LOST: Handoff.RECEIVING,  # only workers can say that nothing lands any more
+            Event.PEER_LOST: Handoff.RECEIVING,  # only workers know when writes end
             Event.EXPIRE: Handoff.RECEIVING,
             Event.ABORT: Handoff.DROPPING,
             Event.ANSWERED: Handoff.SETTLED,

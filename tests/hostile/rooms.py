@@ -114,7 +114,7 @@ class Request:
         box.open(room)
         found = box.find(room)
         assert found is not None
-        found.most = BLOCKS
+        found.prompt_blocks = BLOCKS
 
     def begin(self) -> None:
         self.next = self.prefix = self.box.prefix(self.room)
@@ -124,10 +124,10 @@ class Request:
         found = self.box.find(self.room)
         if self.next is None or found is None:
             return
-        blocks = found.ahead_to(min(BLOCKS, self.next + count))
+        blocks = found.unoffered_until(min(BLOCKS, self.next + count))
         if blocks:
             ids = self.pages[blocks.start : blocks.stop]
-            found.note_ahead(blocks.start, ids)
+            found.record_ahead(blocks.start, ids)
             self.agent.step(OfferBlocks(transfer_of(self.room), (Span(KV, blocks.start, ids),)))
 
     def send(self, count: int) -> None:

@@ -60,7 +60,7 @@ def receiver(ask: Any, infos: list[dict[str, Any]]) -> tuple[Any, list[str]]:
     failed: list[str] = []
     made = object.__new__(KVConnectReceiver)
     made.kv_mgr = manager(
-        inbox=SimpleNamespace(ask=ask), fail=lambda _room, why: failed.append(why)
+        decode_rooms=SimpleNamespace(request=ask), fail=lambda _room, why: failed.append(why)
     )
     made.bootstrap_room, made.bootstrap_infos = ROOM, infos
     made.prefill_info = SimpleNamespace(attn_tp_size=1, pp_size=1)
@@ -107,10 +107,10 @@ def test_a_chunk_of_a_pipeline_stage_waits_for_its_forward(
 ) -> None:
     """Stages have several batches on their way, and send a chunk when the next one is made."""
     sent: list[Any] = []
-    outbox = SimpleNamespace(
+    prefill_rooms = SimpleNamespace(
         prefix=lambda _: 1, send=lambda *args: sent.append(args), complete=lambda _: None
     )
-    made = manager(outbox=outbox, overlaps=overlaps)
+    made = manager(prefill_rooms=prefill_rooms, overlaps=overlaps)
     made.add_transfer_request(ROOM, [7, 8], slice(2, 4), last, aux_index=0)
     ((room, first, ids, _rest, found),) = sent
     assert (room, first, list(ids), found) == (ROOM, 3, [7, 8], fence)
@@ -126,19 +126,19 @@ def test_a_server_that_says_what_nobody_expects_is_not_asked_for_a_while(
     monkeypatch.setattr(CommonKVManager, "try_ensure_parallel_info", answers)
     made = manager(addresses=BootstrapAddresses(Config(), "192.0.2.9"))
     assert not made.try_ensure_parallel_info("127.0.0.1:1")
-    assert "attn_tp_size" in made.addresses.objection("127.0.0.1:1")
+    assert "attn_tp_size" in made.addresses.refusal("127.0.0.1:1")
 
 
 def test_what_is_known_of_a_request_from_its_queue() -> None:
     room = SendRoom()
-    outbox = SimpleNamespace(find=lambda number: room if number == ROOM else None)
+    prefill_rooms = SimpleNamespace(find=lambda number: room if number == ROOM else None)
     scheduler = SimpleNamespace(forward_stream="forward", enable_overlap=False)
-    queue = SimpleNamespace(kv_manager=manager(outbox=outbox), scheduler=scheduler)
+    queue = SimpleNamespace(kv_manager=manager(prefill_rooms=prefill_rooms), scheduler=scheduler)
     req = SimpleNamespace(
         bootstrap_room=ROOM, disagg_kv_sender=object(), origin_input_ids=range(3 * PAGE + 1)
     )
     tracing._after_sender(True, queue, req, 4)
-    assert room.most == 3
+    assert room.prompt_blocks == 3
     assert (queue.kv_manager.streams.forward, queue.kv_manager.overlaps) == ("forward", False)
     stock = SimpleNamespace(kv_manager=SimpleNamespace(), scheduler=scheduler)
     tracing._after_sender(True, stock, req, 4)  # SGLang's own backends are left alone

@@ -95,15 +95,15 @@ class KVConnectManager(CommonKVManager):
         ended = self._on_success, self._on_failure
         if self._sends:
             heads = [kv_heads for _, kv_heads in kinds]
-            self.outbox = PrefillRooms(self.agent, model.rank, heads, self._on_ready, *ended)
+            self.prefill_rooms = PrefillRooms(self.agent, model.rank, heads, self._on_ready, *ended)
             names, once = (
                 translate.layer_names(cache),
                 runtime_context.calls_layers_once(server_args),
             )
-            layerwise.follow_layers(self.agent, self.outbox, names, once)
+            layerwise.follow_layers(self.agent, self.prefill_rooms, names, once)
         else:
             self.addresses = BootstrapAddresses(config, self.local_ip)
-            self.inbox = DecodeRooms(self.agent, model.rank, kinds, patience, *ended)
+            self.decode_rooms = DecodeRooms(self.agent, model.rank, kinds, patience, *ended)
             self._start_heartbeat_checker_thread()
         publish_regularly(self.agent.take_stats)
 
@@ -113,7 +113,7 @@ class KVConnectManager(CommonKVManager):
         self.local_ip, self.rank_port = self.agent.address
         super().register_to_bootstrap()
 
-    def pump(self) -> None:
+    def poll_agent(self) -> None:
         """Take what the agent has seen; a few hundred nanoseconds if that is nothing."""
         if not self.agent.has_news:
             return
@@ -121,9 +121,9 @@ class KVConnectManager(CommonKVManager):
         if self.spans is not None:
             self.spans.take(finished, notices)
         if self._sends:
-            self.outbox.take(notices)
+            self.prefill_rooms.take(notices)
         else:
-            self.inbox.take(finished)
+            self.decode_rooms.take(finished)
 
     def add_transfer_request(
         self,
@@ -148,10 +148,10 @@ class KVConnectManager(CommonKVManager):
         fence: Fence | None = DeviceFence(event) if event is not None else None
         if fence is None and not (is_last_chunk or self.overlaps):
             fence = self.streams.mark()
-        first = self.outbox.prefix(bootstrap_room) + index_slice.start
-        self.outbox.send(bootstrap_room, first, ids, rest, fence)
+        first = self.prefill_rooms.prefix(bootstrap_room) + index_slice.start
+        self.prefill_rooms.send(bootstrap_room, first, ids, rest, fence)
         if is_last_chunk:
-            self.outbox.complete(bootstrap_room)
+            self.prefill_rooms.complete(bootstrap_room)
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Fetch what a prefill engine says of itself, from an address that may be asked at all.
@@ -167,8 +167,8 @@ class KVConnectManager(CommonKVManager):
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:  # noqa: ARG002
         """Whether nothing can land any more in the pages of an aborted room."""
-        self.pump()
-        return self.inbox.is_over(bootstrap_room)
+        self.poll_agent()
+        return self.decode_rooms.is_over(bootstrap_room)
 
     def teardown(self) -> None:
         """Close every connection. Idempotent."""
@@ -205,16 +205,16 @@ class KVConnectSender(CommonKVSender):
         if not is_room(bootstrap_room):
             mgr.fail(bootstrap_room, f"bootstrap_room={bootstrap_room!r} is no 64-bit number")
         elif mgr.request_status.get(bootstrap_room) == KVPoll.Bootstrapping:
-            mgr.outbox.open(bootstrap_room)
+            mgr.prefill_rooms.open(bootstrap_room)
 
     def pop_decode_prefix_len(self) -> int:
         """Return how many tokens decode has already."""
-        pages = self.kv_mgr.outbox.prefix(self.bootstrap_room)
+        pages = self.kv_mgr.prefill_rooms.prefix(self.bootstrap_room)
         tokens: int = pages * self.kv_mgr.kv_args.page_size
         return tokens
 
     def poll(self) -> int:
-        self.kv_mgr.pump()
+        self.kv_mgr.poll_agent()
         status: int = super().poll()
         return status
 
@@ -223,7 +223,7 @@ class KVConnectSender(CommonKVSender):
         return self._transfer_metric
 
     def clear(self) -> None:
-        moved = self.kv_mgr.outbox.moved(self.bootstrap_room)
+        moved = self.kv_mgr.prefill_rooms.moved(self.bootstrap_room)
         if moved is not None:
             self._transfer_metric.transfer_total_bytes = moved.nbytes
             self._transfer_metric.transfer_latency_s = moved.seconds
@@ -235,7 +235,7 @@ class KVConnectSender(CommonKVSender):
         self._close()
 
     def _close(self) -> None:
-        self.kv_mgr.outbox.close(self.bootstrap_room)
+        self.kv_mgr.prefill_rooms.close(self.bootstrap_room)
         if self.kv_mgr.spans is not None:
             self.kv_mgr.spans.end(self.bootstrap_room)
 
@@ -269,10 +269,10 @@ class KVConnectReceiver(CommonKVReceiver):
         if self.bootstrap_infos is None:
             return  # it has failed already
         with contain_room_errors(self.kv_mgr.agent, self.bootstrap_room, self.kv_mgr.fail):
-            self._ask(kv_indices, aux_index, state_indices, decode_prefix_len or 0)
+            self._request_pages(kv_indices, aux_index, state_indices, decode_prefix_len or 0)
         self.init_time = time.time()  # SGLang's own limit for an answer runs from now
 
-    def _ask(
+    def _request_pages(
         self,
         kv_indices: Any,
         aux_index: int | None,
@@ -281,7 +281,7 @@ class KVConnectReceiver(CommonKVReceiver):
     ) -> None:
         info = self.prefill_info
         try:
-            wanted = RoomRequest(
+            request = RoomRequest(
                 first=prefix_tokens // self.kv_mgr.kv_args.page_size,
                 ids=_ids(kv_indices),
                 rest=tuple(_other_spans(aux_index, state_indices)),
@@ -290,19 +290,19 @@ class KVConnectReceiver(CommonKVReceiver):
                 pp=int(info.pp_size),
             )
             with self.kv_mgr.streams.joined():
-                self.kv_mgr.inbox.ask(self.bootstrap_room, wanted)
+                self.kv_mgr.decode_rooms.ask(self.bootstrap_room, request)
             if self.kv_mgr.spans is not None:
-                name, blocks = "kvconnect.receive", len(wanted.ids)
+                name, blocks = "kvconnect.receive", len(request.ids)
                 self.kv_mgr.spans.begin(name, self.bootstrap_room, self.parent, blocks)
         except (KeyError, TypeError, ValueError, Refused) as error:
             why = f"the bootstrap server's answer cannot be used ({type(error).__name__}: {error})"
             self.kv_mgr.fail(self.bootstrap_room, why)
 
     def poll(self) -> int:
-        self.kv_mgr.pump()
+        self.kv_mgr.poll_agent()
         status: int = super().poll()
         if status == KVPoll.Bootstrapping:
-            why = self.kv_mgr.addresses.objection(self.bootstrap_addr)
+            why = self.kv_mgr.addresses.refusal(self.bootstrap_addr)
             if why:
                 self.kv_mgr.fail(self.bootstrap_room, why)
                 status = super().poll()
@@ -330,7 +330,7 @@ class KVConnectReceiver(CommonKVReceiver):
         return found
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:  # noqa: ARG002
-        self.kv_mgr.inbox.drop(self.bootstrap_room)
+        self.kv_mgr.decode_rooms.drop(self.bootstrap_room)
 
 
 class KVConnectBootstrapServer(CommonKVBootstrapServer):

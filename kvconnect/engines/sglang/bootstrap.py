@@ -1,4 +1,4 @@
-"""Which bootstrap servers a decode rank asks: their address comes from the client."""
+"""Which bootstrap servers a decode rank may contact: clients name their addresses."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import TypeVar
 from kvconnect import threads
 from kvconnect.config import Config
 
-_REMEMBERED_S = 60.0  # then a name is looked up again
-_REFUSED_S = 3.0  # then one that did not fit is asked again: it may have been restarted
+_REMEMBERED_S = 60.0  # how long a resolved name is used
+_REFUSED_S = 3.0  # how long a failure counts: the server may be restarted
 _MOST_NAMES = 1024
-_MOST_LOOKUPS = 16  # at a time: names come from clients, and each may take a thread for a while
+_MOST_LOOKUPS = 16  # at a time: clients choose the names, and each takes a thread
 T = TypeVar("T")
 
 
@@ -24,33 +24,36 @@ def _resolve(host: str) -> str:
 
 
 class BootstrapAddresses:
-    """Not synchronised: for the scheduler's thread, which never waits here; names are looked up by
-    threads of their own. ``own`` is this machine's address; ``resolve`` returns a name's address
-    or raises ``OSError`` or ``ValueError``."""
+    """Checks addresses of bootstrap servers. For the scheduler's thread, which never blocks here:
+    names are resolved on other threads.
+
+    ``own``: this machine's address. ``resolve`` returns a name's address, or raises ``OSError`` or
+    ``ValueError``.
+    """
 
     def __init__(self, config: Config, own: str, resolve: Callable[[str], str] = _resolve) -> None:
         self._networks = [ipaddress.ip_network(peer) for peer in config.network.peers]
         self._own = own
         self._resolve = resolve
-        self._names: dict[str, tuple[str | Exception, float]] = {}  # what was found out, and when
+        self._names: dict[str, tuple[str | Exception, float]] = {}  # result and time
         self._asking: set[str] = set()
-        self._lock = threading.Lock()  # of those who look up, against one another
+        self._lock = threading.Lock()  # for the resolving threads
         self._refused: dict[str, tuple[str, float]] = {}
 
     def allows(self, bootstrap: str) -> bool:
-        """Return whether a server ``HOST:PORT`` is asked now; False also while its name is being
-        looked up."""
-        return self._judge(bootstrap) == ""
+        """Return whether a server ``HOST:PORT`` may be contacted; False also while its name is
+        being resolved."""
+        return self._check(bootstrap) == ""
 
-    def objection(self, bootstrap: str) -> str:
-        """Return why a server ``HOST:PORT`` is not asked, "" if it may be or is not known yet."""
-        return self._judge(bootstrap) or ""
+    def refusal(self, bootstrap: str) -> str:
+        """Return why a server ``HOST:PORT`` is refused; "" if it is allowed or not resolved yet."""
+        return self._check(bootstrap) or ""
 
     def refuse(self, bootstrap: str, why: str) -> None:
-        """A server that may be asked does not fit this engine."""
+        """Record that an allowed server does not fit this engine."""
         _remember(self._refused, bootstrap, (why, time.monotonic()))
 
-    def _judge(self, bootstrap: str) -> str | None:
+    def _check(self, bootstrap: str) -> str | None:
         why, since = self._refused.get(bootstrap, ("", 0.0))
         if why and time.monotonic() - since < _REFUSED_S:
             return f"prefill engine {bootstrap} does not fit this one: {why}"
@@ -72,7 +75,7 @@ class BootstrapAddresses:
         )
 
     def _address(self, host: str) -> str | Exception | None:
-        """Return a host's address, or why it has none; None while that is being found out."""
+        """Return a host's address or the error; None while the name is being resolved."""
         try:
             return str(ipaddress.ip_address(host))
         except ValueError:
@@ -101,12 +104,12 @@ class BootstrapAddresses:
     def _find(self, host: str) -> str | Exception:
         try:
             return str(ipaddress.ip_address(self._resolve(host)))
-        except (OSError, ValueError) as error:  # the latter also of what is no name
+        except (OSError, ValueError) as error:  # ValueError: not a valid name
             return error
 
 
 def _remember(known: dict[str, T], key: str, value: T) -> None:
-    """Forget the oldest where there are too many."""
+    """Add an entry; drop the oldest above the limit."""
     known.pop(key, None)
     known[key] = value
     while len(known) > _MOST_NAMES:

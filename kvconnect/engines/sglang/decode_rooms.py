@@ -1,4 +1,4 @@
-"""The decode side of the requests of one SGLang rank, by bootstrap room; see ``rooms.py``."""
+"""Decode side of the hand-offs of one SGLang rank, by bootstrap room; see ``rooms.py``."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span
 
 
 class RoomRequest(NamedTuple):
-    """What a decode rank asks for: the KV blocks ``first ...`` into ``ids``, and other groups'
-    spans. ``workers`` are the prefill ranks that SGLang pairs it with, ``tp`` and ``pp`` how many
-    that engine has."""
+    """Blocks that a decode rank requests: KV blocks ``first ...`` into pages ``ids``, and other
+    groups' spans. ``workers``: the prefill ranks that SGLang pairs it with. ``tp``, ``pp``: sizes
+    of the prefill engine."""
 
     first: int
     ids: array[int]
@@ -38,8 +38,8 @@ class RoomRequest(NamedTuple):
 class DecodeRooms:
     """The decode side. For the scheduler's thread.
 
-    ``arrived(room)`` and ``failed(room, why)`` are called from :meth:`take`. A room is ``over``
-    when no page of it can land any more.
+    :meth:`take` calls ``arrived(room)`` and ``failed(room, why)``. A room is over when none of its
+    pages can be written any more.
     """
 
     def __init__(
@@ -57,23 +57,23 @@ class DecodeRooms:
         self._groups = tuple(groups)
         self._deadline_s = deadline_s
         self._arrived, self._failed = arrived, failed
-        self._asked: dict[JobId, float] = {}  # when, in monotonic seconds; of jobs not over
-        self._jobs: dict[int, set[JobId]] = {}  # by room, which clients may give to two requests
+        self._requested_at: dict[JobId, float] = {}  # monotonic seconds, of unfinished jobs
+        self._jobs: dict[int, set[JobId]] = {}  # by room; clients may give a room to two requests
         self._last = 0
 
-    def ask(self, room: int, wanted: RoomRequest) -> None:
-        """Ask for a room's blocks.
+    def request(self, room: int, request: RoomRequest) -> None:
+        """Request a room's blocks.
 
         Raises:
             Refused: this rank and that engine cannot share the heads evenly.
         """
-        source = PrefillSource("", 0, wanted.workers, wanted.tp, wanted.pp)
+        source = PrefillSource("", 0, request.workers, request.tp, request.pp)
         refusals = self._refusals(room, source)
         self._last += 1
         job = JobId(self._last)
-        self._asked[job] = time.monotonic()
+        self._requested_at[job] = time.monotonic()
         self._jobs.setdefault(room, set()).add(job)
-        spans = (Span(0, wanted.first, wanted.ids), *wanted.rest)
+        spans = (Span(0, request.first, request.ids), *request.rest)
         spans = tuple(span for span in spans if span.block_ids)
         receive = Receive(
             job=job,
@@ -88,13 +88,13 @@ class DecodeRooms:
         self._agent.run(DisaggregationInstructions(receives=[receive], keeps=refusals))
 
     def drop(self, room: int) -> None:
-        """The room is not wanted any more; it is over some time later."""
+        """Stop receiving a room; :meth:`is_over` says when that is done."""
         drops = [Drop(job) for job in self._jobs.get(room, ())]
         if drops:
             self._agent.run(DisaggregationInstructions(drops=drops))
 
     def is_over(self, room: int) -> bool:
-        """Whether no page of a room can land any more."""
+        """Whether no page of a room can be written any more."""
         return room not in self._jobs
 
     def take(self, finished: Sequence[tuple[JobReport, Receive]]) -> None:
@@ -105,7 +105,7 @@ class DecodeRooms:
                 self._jobs[room].discard(job.job)
                 if not self._jobs[room]:
                     del self._jobs[room]
-                self._count(time.monotonic() - self._asked.pop(job.job), report)
+                self._count(time.monotonic() - self._requested_at.pop(job.job), report)
                 if report.failures:
                     self._failed(room, self._why(report, job))
                 else:
@@ -116,14 +116,14 @@ class DecodeRooms:
             if not report.failures:
                 stats.observe("handoff_latency_seconds", seconds)
                 stats.count("handoff_received_requests", label="done")
-            elif report.failures[0].cause is FailureCause.SKIPPED:  # nobody wanted it any more
+            elif report.failures[0].cause is FailureCause.SKIPPED:  # the request was aborted
                 stats.count("handoff_received_requests", label="aborted")
             else:
                 stats.count("handoff_received_requests", label="failed")
                 stats.count("handoff_failures", label=report.failures[0].cause.value)
 
     def _why(self, report: JobReport, job: Receive) -> str:
-        """Return in words what a report says."""
+        """Return why a receive failed, for the client."""
         causes = Counter(failure.cause for failure in report.failures)
         found = ", ".join(f"{count} x {cause.value}" for cause, count in causes.items())
         for endpoint in job.source.endpoints if job.source else ():
@@ -136,8 +136,8 @@ class DecodeRooms:
         return span.first * size, (span.first + len(span.block_ids)) * size
 
     def _refusals(self, room: int, source: PrefillSource) -> list[Keep]:
-        """Return word to workers that SGLang pairs this one with but that it needs nothing of, so
-        that they do not wait for it."""
+        """Return declines for workers that SGLang pairs with this one but whose blocks it does not
+        need, so that they do not wait for it."""
         heads = [kv_heads for _, kv_heads in self._groups]
         needed = set(sources_for(self._rank, source.tp, source.pp, heads))
         idle = [e for e in source.endpoints if (e.pp_rank, e.tp_rank) not in needed]

@@ -1,17 +1,20 @@
-"""Layer-wise push: each layer's KV leaves as soon as its attention has been launched.
+"""Layer-wise push: each layer's KV is sent as soon as its attention has been launched.
 
 SGLang hands a chunk to its backend when the chunk's forward is over. With ``KVCONNECT_LAYERWISE=1``
-hooks are set in its scheduler processes: around ``Scheduler.run_batch``, where the whole pages
-that a batch will fill are put on offer, and around ``AttentionBackend.forward``, after which one
-layer of them can be sent. What SGLang sends later is only what has not gone. A forward in which
-the second hook stays silent (full CUDA graphs, torch.compile) is handed off as a whole at its end.
+hooks are set in its scheduler processes: around ``Scheduler.run_batch``, which offers the whole
+pages that a batch will fill, and around ``AttentionBackend.forward``, after which one layer of
+these pages can be sent. SGLang's own send then covers only the rest. A forward that never calls the
+second hook (full CUDA graphs, torch.compile) is handed off as a whole at its end. So is one with
+two-batch overlap, which calls each layer once per half of a batch.
 
-Pages on offer must stay what they are until they have been sent, so a third hook is set around
-``Scheduler.checkpoint_disagg_prefill``: see ``duplicates.py``. Two-batch overlap calls each layer
-once per half of a batch; chunks are then handed off at the end of their forward.
+Offered pages must not change until they have been sent. But when SGLang enters the request into its
+prefix cache, the tree may already have such a page: another prompt with the same beginning was
+entered first, or the page was computed again because the last token always is. SGLang then frees
+the request's own page, and the next batch may overwrite it while it is being sent. So a third hook,
+around ``Scheduler.checkpoint_disagg_prefill``, defers these frees until the hand-off is over.
 
-The idea of following the attention layers, with an event for each, is that of SGLang's open pull
-request 19931, which does so inside its Mooncake backend.
+Following the attention layers with an event for each is the idea of SGLang's pull request 19931,
+which does so inside its Mooncake backend.
 """
 
 from __future__ import annotations
@@ -41,44 +44,48 @@ ATTENTION = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forw
 
 
 class LayerwisePush:
-    """The pages that the current batch fills, offered before it runs. For the scheduler's thread.
+    """Offers the pages that the current batch fills, before it runs. For the scheduler's thread.
 
-    ``names``: by layer id, the name of what that layer writes. ``once``: a forward calls each
-    layer's attention for all of the batch at a time; otherwise layers are not followed.
+    ``names``: names of layers, by layer id. ``once``: a forward calls each layer's attention once
+    for the whole batch; otherwise layers are not followed.
     """
 
     def __init__(
-        self, agent: HandoffAgent, outbox: PrefillRooms, names: Mapping[int, str], once: bool = True
+        self,
+        agent: HandoffAgent,
+        prefill_rooms: PrefillRooms,
+        names: Mapping[int, str],
+        once: bool = True,
     ) -> None:
         self._agent = agent
-        self._outbox = outbox
+        self._prefill_rooms = prefill_rooms
         self._names = names
-        self._once = once
-        self._open = False  # pages of the batch that runs are on offer
-        self._heard = False  # of one of its layers
-        self._told = False
+        self._layers_called_once = once
+        self._offering = False  # the running batch has offered pages
+        self._layer_seen = False  # in the running batch
+        self._warned = False
 
     def begin(self, scheduler: Any, batch: Any) -> None:
-        """Offer the whole pages that a batch fills, and those before it that were not yet."""
+        """Offer the whole pages that a batch fills, and earlier ones that were not offered yet."""
         offers = list(self._offers(scheduler, batch)) if batch.forward_mode.is_extend() else []
         if offers:
             self._agent.begin_step(DisaggregationInstructions(offers=offers), epoch=0)
-            self._open, self._heard = True, False
+            self._offering, self._layer_seen = True, False
 
     def layer(self, layer_id: int) -> None:
         """A layer's attention has been launched."""
-        if self._open and self._once:
-            self._heard = True
+        if self._offering and self._layers_called_once:
+            self._layer_seen = True
             self._agent.layer_written(self._names.get(layer_id, ""))
 
     def end(self) -> None:
-        """The batch has been launched; the current stream is the one it runs on."""
-        if not self._open:
+        """The batch has been launched on the current stream."""
+        if not self._offering:
             return
-        self._open = False
+        self._offering = False
         self._agent.end_step()
-        if not (self._heard or self._told):
-            self._told = True
+        if not (self._layer_seen or self._warned):
+            self._warned = True
             logger.warning(
                 "kvconnect: the attention layers of a prefill could not be followed (a full CUDA "
                 "graph, torch.compile or two-batch overlap): such chunks are handed off at the end "
@@ -87,9 +94,9 @@ class LayerwisePush:
 
     @contextmanager
     def entering(self, scheduler: Any, req: Any) -> Iterator[None]:
-        """SGLang enters a request into its prefix cache."""
-        room = self._outbox.find(req.bootstrap_room)
-        if room is None or not room.ahead:
+        """Wrap SGLang's entry of a request into its prefix cache: defer frees of offered pages."""
+        room = self._prefill_rooms.find(req.bootstrap_room)
+        if room is None or not room.offered_ahead:
             yield
             return
         allocator = scheduler.token_to_kv_pool_allocator
@@ -103,22 +110,22 @@ class LayerwisePush:
         for req in batch.reqs:
             if req.pending_bootstrap or getattr(req, "disagg_kv_sender", None) is None:
                 continue
-            room = self._outbox.find(req.bootstrap_room)
+            room = self._prefill_rooms.find(req.bootstrap_room)
             if room is None:
                 continue
             end = min(req.extend_end, len(req.origin_input_ids)) // size
-            if room.frees:  # it keeps pages already: a long prompt must not take its room twice
+            if room.deferred_frees:  # a long prompt must not take its memory twice
                 end = min(end, req.kv.cache_protected_len // size)
-            blocks = room.ahead_to(end)
+            blocks = room.unoffered_until(end)
             if blocks:
                 ids = _page_ids(scheduler, req, blocks, size)
-                room.note_ahead(blocks.start, ids)
+                room.record_ahead(blocks.start, ids)
                 span = Span(0, blocks.start, ids)
                 yield OfferBlocks(transfer_of(req.bootstrap_room), (span,))
 
 
 def _page_ids(scheduler: Any, req: Any, blocks: range, size: int) -> array[int]:
-    """Return the pool's pages of some of a request's blocks, as SGLang's own sending finds them."""
+    """Return the pool's pages of a request's blocks, found as SGLang's own sender does."""
     table = scheduler.req_to_token_pool.req_to_token
     first = table[req.kv.req_pool_idx, blocks.start * size : blocks.stop * size : size]
     slots = scheduler.token_to_kv_pool_allocator.translate_kv_indices_for_transfer(first)
@@ -129,12 +136,12 @@ _push: LayerwisePush | None = None  # of this process; there is one prefill rank
 
 
 def follow_layers(
-    agent: HandoffAgent, outbox: PrefillRooms, names: Mapping[int, str], once: bool
+    agent: HandoffAgent, prefill_rooms: PrefillRooms, names: Mapping[int, str], once: bool
 ) -> None:
-    """From now on, follow the layers of this process's prefills, if the hooks are set. ``once``
-    as for :class:`LayerwisePush`."""
+    """Follow the layers of this process's prefills from now on, if the hooks are set. ``once``: as
+    for :class:`LayerwisePush`."""
     global _push
-    _push = LayerwisePush(agent, outbox, names, once)
+    _push = LayerwisePush(agent, prefill_rooms, names, once)
 
 
 def around_run_batch(
@@ -175,35 +182,32 @@ def around_attention(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return output
 
 
-# ---
-
-
 _FREES = ("free", "free_full", "free_segment", "free_full_segment")
-"""What of SGLang's allocators gives pages of the group that is offered back. Slots of a sliding
-window, which are sent with the last chunk only, have functions of their own."""
+"""Functions of SGLang's allocators that free pages of the offered group. Slots of a sliding window
+have other functions; they are sent with the last chunk only."""
 
 
 class DeferredFrees:
-    """Frees that wait, and the slots they are of. For the scheduler's thread."""
+    """Deferred frees and their slots. For the scheduler's thread."""
 
     def __init__(self) -> None:
         self.frees: list[Callable[[], object]] = []
         self._slots: list[torch.Tensor] = []
 
     def pages(self, size: int) -> set[int]:
-        """Return the pages of ``size`` tokens that wait; waits for the device."""
+        """Return the deferred pages, of ``size`` tokens each; waits for the device."""
         return {slot // size for slots in self._slots for slot in slots.tolist()}
 
     def add(self, free: Callable[..., object], slots: torch.Tensor, **more: Any) -> None:
-        """Stand in for ``free``."""
-        slots = slots.clone()  # it may be a part of the row, which is about to change
+        """Defer a call of ``free``."""
+        slots = slots.clone()  # a view of the request's row, which is about to change
         self._slots.append(slots)
         self.frees.append(partial(free, slots, **more))
 
 
 @contextmanager
 def deferring_frees(allocator: Any) -> Iterator[DeferredFrees]:
-    """Collect what ``allocator`` is told to free."""
+    """Defer the frees of ``allocator`` inside the context."""
     found = DeferredFrees()
     names = [name for name in _FREES if hasattr(allocator, name)]
     for name in names:
@@ -215,11 +219,11 @@ def deferring_frees(allocator: Any) -> Iterator[DeferredFrees]:
             delattr(allocator, name)
 
 
-# Points after what SGLang has launched on both of its streams: its scheduler's and the model's.
-
-
 class EngineStreams:
-    """For the scheduler's thread. ``forward`` is SGLang's stream of forwards, set once known."""
+    """SGLang's two streams, of its scheduler and of forwards. For the scheduler's thread.
+
+    ``forward``: the stream of forwards, set once known.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.forward: Any = None
@@ -227,10 +231,10 @@ class EngineStreams:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Make a stream the current one that comes after both; no other one waits for it.
+        """Make current a stream that waits for both; neither waits for it.
 
-        A request that has ended can have its forward on its way still, which writes to slots that
-        the next request was given already.
+        The forward of a finished request may still run, and write to slots that the next request
+        already has.
         """
         if self._join is None or self.forward is None:
             yield
@@ -241,7 +245,7 @@ class EngineStreams:
             yield
 
     def mark(self) -> Fence | None:
-        """Return a fence after both; None where there is nothing to wait for."""
+        """Return a fence after both streams; None on the CPU."""
         if self._join is None:
             return None
         with self.joined():

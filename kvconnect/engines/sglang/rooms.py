@@ -1,9 +1,8 @@
-"""What becomes of the requests of one SGLang rank, by *bootstrap room*: SGLang's number for one
-hand-off, which the router gives to both sides.
+"""Hand-offs of one SGLang rank, by *bootstrap room*: the router's number for one hand-off.
 
-``PrefillRooms`` is the prefill side, ``Inbox`` (``inbox.py``) the decode side. Both turn calls of
+:class:`PrefillRooms` is the prefill side, ``decode_rooms.py`` the decode side. Both turn calls of
 SGLang's scheduler into instructions for the agent, and the agent's answers into outcomes. Neither
-knows SGLang.
+imports SGLang.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ _MOST_GIVEN_UP = 1024
 
 
 def is_room(value: object) -> bool:
-    """Whether a client's value is a room: an unsigned number of 64 bits."""
+    """Whether a client's value is a valid room: an unsigned 64-bit integer."""
     return type(value) is int and 0 <= value < 1 << 64
 
 
 def transfer_of(room: int) -> TransferId:
-    """Return the transfer that a room stands for. Both sides work it out for themselves."""
+    """Return the transfer of a room. Both sides derive it."""
     return TransferId(_PREFIX + room.to_bytes(8, "big"))
 
 
@@ -58,10 +57,10 @@ def _announced(room: int) -> DisaggregationInstructions:
 def contain_room_errors(
     agent: HandoffAgent, room: int, failed: Callable[[int, str], None]
 ) -> AbstractContextManager[None]:
-    """End one room, and nothing else, with whatever is raised inside; counted and logged.
+    """Contain errors of work for one room: an error ends this room only, and is counted and logged.
 
-    SGLang ends its server when its scheduler's thread raises, and it is in that thread that we
-    work on what peers said. So all that is done for a room is done in here.
+    SGLang ends its server when its scheduler's thread raises, and peers' messages are handled on
+    that thread. So all work for a room runs inside this context.
     """
 
     def ended(error: Exception) -> None:
@@ -74,7 +73,7 @@ def contain_room_errors(
 
 
 class RoomTransfer(NamedTuple):
-    """What readers were sent of one room, and how long these bytes were on their way."""
+    """Bytes that readers of one room were sent, and the seconds that took."""
 
     nbytes: int = 0
     seconds: float = 0.0
@@ -88,12 +87,16 @@ class SendRoom:
     """A room of the prefill side. Blocks are counted from the start of the prompt."""
 
     prefix: int = 0  # blocks that decode has already; fixed when the first reader joins
-    most: int | None = None  # blocks of the prompt, where that is known
-    offered: int | None = None  # up to which block, once something was
-    ahead: dict[int, int] = field(default_factory=dict)  # block -> page, until SGLang sends it
-    kept: set[int] = field(default_factory=set)  # pages that are freed when the room is closed
-    frees: list[Callable[[], object]] = field(default_factory=list)  # which does that
-    lost: bool = False  # given up by this side
+    prompt_blocks: int | None = None  # blocks of the prompt, where that is known
+    offered: int | None = None  # first block not offered, once something was
+    offered_ahead: dict[int, int] = field(
+        default_factory=dict
+    )  # block -> page, until SGLang sends it
+    deferred_pages: set[int] = field(
+        default_factory=set
+    )  # pages that are freed when the room is closed
+    deferred_frees: list[Callable[[], object]] = field(default_factory=list)  # which does that
+    given_up: bool = False  # by this side
     waiting: frozenset[Rank] | None = None  # readers still to finish; None: none is known
     joined: set[Rank] = field(default_factory=set)
     complete: bool = False  # the last chunk was offered
@@ -101,37 +104,37 @@ class SendRoom:
 
     @property
     def served(self) -> bool:
-        """Whether everyone who needs something has everything."""
+        """Whether every reader has every page."""
         return self.complete and self.waiting is not None and not self.waiting
 
     @property
-    def next(self) -> int:
+    def next_block(self) -> int:
         """The first block that was not offered."""
         return self.prefix if self.offered is None else self.offered
 
-    def ahead_to(self, end: int) -> range:
-        """Return the blocks up to ``end`` that were not offered yet, to be offered in a step."""
-        return range(0) if self.waiting is None else range(self.next, end)
+    def unoffered_until(self, end: int) -> range:
+        """Return the blocks up to ``end`` that were not offered yet."""
+        return range(0) if self.waiting is None else range(self.next_block, end)
 
-    def note_ahead(self, first: int, ids: array[int]) -> None:
-        """The blocks ``first ...`` are offered in the step that now begins, from pages ``ids``."""
+    def record_ahead(self, first: int, ids: array[int]) -> None:
+        """The blocks ``first ...`` are offered in the beginning step, from pages ``ids``."""
         self.offered = first + len(ids)
-        self.ahead.update(enumerate(ids, first))
+        self.offered_ahead.update(enumerate(ids, first))
 
     def keep(self, pages: set[int], frees: Sequence[Callable[[], object]]) -> None:
-        """These pages are not the request's any more, but may be on their way: ``frees``, which
-        give them back, are called when the room is closed, at the same point on every rank."""
-        self.kept |= pages
-        self.frees += frees
+        """Keep pages that the request does not own any more but that may still be read. ``frees``
+        are called when the room is closed, at the same point on every rank."""
+        self.deferred_pages |= pages
+        self.deferred_frees += frees
 
     def check(self, first: int, ids: array[int]) -> str:
         """Return why the blocks ``first ...`` cannot be sent from pages ``ids``, "" if they can."""
-        if ids and first > self.next:
-            return f"blocks from {first} on were to be sent when {self.next} was the next one"
-        if self.ahead:
+        if ids and first > self.next_block:
+            return f"blocks from {first} on were to be sent when {self.next_block} was the next one"
+        if self.offered_ahead:
             for block, page in enumerate(ids, first):
-                before = self.ahead.pop(block, page)
-                if before != page and before not in self.kept:
+                before = self.offered_ahead.pop(block, page)
+                if before != page and before not in self.deferred_pages:
                     return f"block {block} was moved to another page while it was being sent"
         return ""
 
@@ -139,8 +142,8 @@ class SendRoom:
 class PrefillRooms:
     """The prefill side. For the scheduler's thread.
 
-    ``ready(room)``, ``served(room)`` and ``failed(room, why)`` are called from :meth:`take`: all
-    readers have asked; all have everything; one gave up. ``kv_heads``: over all ranks, by group.
+    :meth:`take` calls ``ready(room)`` when all readers have asked, ``served(room)`` when all have
+    every page, ``failed(room, why)`` when one gave up. ``kv_heads``: over all ranks, by group.
     """
 
     def __init__(
@@ -157,17 +160,17 @@ class PrefillRooms:
         self._kv_heads = tuple(kv_heads)
         self._ready, self._served, self._failed = ready, served, failed
         self._rooms: dict[int, SendRoom] = {}
-        self._given_up: dict[int, None] = {}  # before anybody asked; oldest first
-        self._leaving: set[int] = set()  # withdrawn, and not known to be over
+        self._unasked: dict[int, None] = {}  # closed before a reader asked; oldest first
+        self._withdrawing: set[int] = set()  # withdrawals that were not answered
 
     def open(self, room: int) -> None:
-        """A request was given to this rank: readers may ask for its blocks, from when nothing of
-        an earlier request with this room is on its way any more."""
+        """A request was given to this rank. Readers may ask for its blocks once nothing of an
+        earlier request with this room is in flight."""
         with contain_room_errors(self._agent, room, self.give_up):
-            self._given_up.pop(room, None)
+            self._unasked.pop(room, None)
             if room not in self._rooms:
                 self._rooms[room] = SendRoom()
-                if room not in self._leaving:
+                if room not in self._withdrawing:
                     self._agent.run(_announced(room))
 
     def find(self, room: int) -> SendRoom | None:
@@ -175,22 +178,22 @@ class PrefillRooms:
         return self._rooms.get(room)
 
     def prefix(self, room: int) -> int:
-        """Return how many blocks decode has already."""
+        """Return how many blocks the decode engine already has."""
         found = self._rooms.get(room)
         return found.prefix if found else 0
 
     def send(
         self, room: int, first: int, ids: array[int], rest: Sequence[Span], fence: Fence | None
     ) -> None:
-        """Offer the KV blocks ``first ...``, those left out that a step has offered, and, with
-        the last of them, one span per other group. They are there once ``fence`` passed.
+        """Offer the KV blocks ``first ...`` that no step has offered, and with the last of them
+        one span per other group. They can be read once ``fence`` passed.
 
-        A block that a step has offered from another page, which is not kept, ends the room: what
-        was sent may be of that page's next owner. Decode has not got the last span yet, so it has
-        not used any of it.
+        If a step has offered a block from another page that was not deferred, the room fails: the
+        page's next owner may have overwritten what was sent. The decode engine has not received
+        the last span yet, so it has used none of the pages.
         """
         found = self._rooms.get(room)
-        if found is None or found.lost:
+        if found is None or found.given_up:
             return
         with contain_room_errors(self._agent, room, self.give_up):
             why = found.check(first, ids)
@@ -198,25 +201,25 @@ class PrefillRooms:
                 logger.error("kvconnect: the hand-off of room %s is given up: %s", room, why)
                 self.give_up(room, why)
                 return
-            new = ids[found.next - first :]
-            spans = [Span(0, found.next, new)] if new else []
-            found.offered = found.next + len(new)
+            new = ids[found.next_block - first :]
+            spans = [Span(0, found.next_block, new)] if new else []
+            found.offered = found.next_block + len(new)
             if spans or rest:
                 offer = OfferBlocks(transfer_of(room), (*spans, *rest))
                 self._agent.run(DisaggregationInstructions(offers=[offer]), fence)
 
     def give_up(self, room: int, why: str) -> None:
-        """Tell a room's readers, and SGLang, that this side cannot go on with it."""
+        """Fail a room: tell its readers and SGLang."""
         found = self._rooms.get(room)
-        if found is not None and not found.lost:
-            found.lost = True
+        if found is not None and not found.given_up:
+            found.given_up = True
             self._failed(room, why)
             self._withdraw(room)
 
     def complete(self, room: int) -> None:
         """The last chunk was offered."""
         found = self._rooms.get(room)
-        if found is not None and not found.lost:
+        if found is not None and not found.given_up:
             found.complete = True
             with contain_room_errors(self._agent, room, self.give_up):
                 self._settle(room, found)
@@ -227,56 +230,56 @@ class PrefillRooms:
         if found is None:
             return
         with contain_room_errors(self._agent, room, self._failed):
-            # What was offered is not kept: the next request of this room must not begin with it.
-            if found.joined or found.served or found.lost or found.offered is not None:
+            # Withdraw what was offered: the next request of this room must not begin with it.
+            if found.joined or found.served or found.given_up or found.offered is not None:
                 self._withdraw(room)
-            elif room not in self._leaving:  # whoever asks later is told at once, and need not wait
-                self._given_up[room] = None
-                if len(self._given_up) > _MOST_GIVEN_UP:
-                    oldest = next(iter(self._given_up))
-                    del self._given_up[oldest]
+            elif room not in self._withdrawing:  # later readers are refused at once
+                self._unasked[room] = None
+                if len(self._unasked) > _MOST_GIVEN_UP:
+                    oldest = next(iter(self._unasked))
+                    del self._unasked[oldest]
                     self._withdraw(oldest)
             with self._agent.stats() as stats:
                 stats.count("handoff_sent_requests", label="done" if found.served else "aborted")
-        for free in found.frees:
+        for free in found.deferred_frees:
             free()
 
     def moved(self, room: int) -> RoomTransfer | None:
-        """Return what readers were sent; None of a room that is closed."""
+        """Return what readers were sent; None if the room is closed."""
         found = self._rooms.get(room)
         return found.moved if found else None
 
     def take(self, notices: Sequence[TransferEvent]) -> None:
-        """Take what the agent saw of readers."""
+        """Take the agent's notices about readers."""
         for notice in notices:
             room = room_of(notice.transfer)
             with contain_room_errors(self._agent, room, self.give_up):
-                if room not in self._leaving:
+                if room not in self._withdrawing:
                     self._take(room, notice)
-                elif notice.kind is NoticeKind.WITHDRAWN:  # the last one of what was withdrawn
-                    self._leaving.remove(room)
+                elif notice.kind is NoticeKind.WITHDRAWN:  # the answer to the withdrawal
+                    self._withdrawing.remove(room)
                     found = self._rooms.get(room)
-                    if found is not None and not found.lost:
+                    if found is not None and not found.given_up:
                         self._agent.run(_announced(room))
 
     def _take(self, room: int, notice: TransferEvent) -> None:
-        if room in self._given_up and notice.kind is NoticeKind.JOINED:
-            del self._given_up[room]
+        if room in self._unasked and notice.kind is NoticeKind.JOINED:
+            del self._unasked[room]
             self._withdraw(room)
         found = self._rooms.get(room)
         if found is None or notice.kind in (NoticeKind.RENEWED, NoticeKind.WITHDRAWN):
             return
         if notice.kind is NoticeKind.DECLINED:
             if found.joined:
-                return  # somebody else does want it
-            found.waiting = frozenset()  # decode takes this rank's share from another one
+                return  # another reader needs it
+            found.waiting = frozenset()  # decode reads these heads from another rank
             self._ready(room)
         elif notice.reader is not None and notice.kind is NoticeKind.JOINED:
             self._join(room, found, notice)
         elif notice.reader not in found.joined:
-            return  # it was never let in
+            return  # it was not accepted
         elif notice.kind is NoticeKind.LEFT:
-            self._failed(room, "the decode engine gave up, or was lost")
+            self._failed(room, "the decode engine cancelled the transfer, or was lost")
         elif notice.reader is not None and found.waiting is not None:
             found.waiting -= {notice.reader}
             nbytes, seconds = found.moved
@@ -284,10 +287,10 @@ class PrefillRooms:
         self._settle(room, found)
 
     def _withdraw(self, room: int) -> None:
-        if room not in self._leaving:
+        if room not in self._withdrawing:
             order = Withdraw(transfer_of(room), FailureCause.GONE)
             self._agent.run(DisaggregationInstructions(withdrawals=[order]))
-            self._leaving.add(room)
+            self._withdrawing.add(room)
 
     def _join(self, room: int, found: SendRoom, notice: TransferEvent) -> None:
         reader = notice.reader
@@ -296,29 +299,29 @@ class PrefillRooms:
         if needed is None:
             with self._agent.stats() as stats:
                 stats.count("handoff_refused", label="params")
-            return  # it waits in vain, until its own deadline
-        if found.most is not None and notice.first > found.most:
-            why = f"decode has {notice.first} blocks of a prompt of {found.most}"
-            self.give_up(room, f"the decode engine asks for what there is not: {why}")
+            return  # it waits until its own deadline
+        if found.prompt_blocks is not None and notice.first > found.prompt_blocks:
+            why = f"decode has {notice.first} blocks of a prompt of {found.prompt_blocks}"
+            self.give_up(room, f"the decode engine asks for blocks that do not exist: {why}")
             return
         if not found.joined:
             found.prefix = notice.first
-            found.waiting = None  # also where another one has declined
+            found.waiting = None  # also if another reader has declined
         found.joined.add(reader)
         if found.waiting is None and found.joined >= needed:
             found.waiting = needed | found.joined
             self._ready(room)
 
     def _needed(self, found: SendRoom, reader: Rank, first: int) -> frozenset[Rank] | None:
-        """Return all readers that a room waits for if this one is let in; None if it is not."""
+        """Return all readers that a room waits for if this one is accepted; None if it is not."""
         known = found.joined or found.waiting is not None
         if known and first != found.prefix:
-            return None  # what was sent, and SGLang's own count of it, go by the first word
+            return None  # the first reader's prefix counts, also for SGLang
         try:
             return _readers(self._rank, reader.tp, reader.pp, self._kv_heads)
         except Refused:
             return None
 
     def _settle(self, room: int, found: SendRoom) -> None:
-        if found.served and not found.lost:
+        if found.served and not found.given_up:
             self._served(room)

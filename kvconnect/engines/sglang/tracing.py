@@ -94,14 +94,14 @@ def watch() -> None:
 
 def _after_sender(_result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
     manager = queue.kv_manager
-    outbox = getattr(manager, "outbox", None)  # other backends have none
-    if outbox is None or getattr(req, "disagg_kv_sender", None) is None:
+    prefill_rooms = getattr(manager, "outbox", None)  # other backends have none
+    if prefill_rooms is None or getattr(req, "disagg_kv_sender", None) is None:
         return
     manager.streams.forward = queue.scheduler.forward_stream
     manager.overlaps = queue.scheduler.enable_overlap
-    room = outbox.find(req.bootstrap_room)
+    room = prefill_rooms.find(req.bootstrap_room)
     if room is not None:
-        room.most = len(req.origin_input_ids) // manager.kv_args.page_size
+        room.prompt_blocks = len(req.origin_input_ids) // manager.kv_args.page_size
     if manager.spans is not None:
         manager.spans.begin("kvconnect.hold", req.bootstrap_room, context_of(req), None)
 

@@ -97,7 +97,7 @@ class Prefill(Rank1):
         for tensor in (*self.aux, *self.state):
             tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape))
         heads_by_group = [group.kv_heads for group in self.cache.hello.groups]
-        self.outbox = PrefillRooms(
+        self.prefill_rooms = PrefillRooms(
             self.agent,
             rank,
             heads_by_group,
@@ -111,8 +111,8 @@ class Prefill(Rank1):
         assert self.agent.address is not None
         return Endpoint(self.rank.tp_rank, self.rank.pp_rank, *self.agent.address)
 
-    def pump(self) -> None:
-        self.outbox.take(self.agent.poll(idle=True)[1])
+    def poll_agent(self) -> None:
+        self.prefill_rooms.take(self.agent.poll(idle=True)[1])
 
     def send_all(self, pages: Sequence[int], prefix: int = 0, chunks: int = 2) -> None:
         """Send the pages after ``prefix`` in chunks, as SGLang does; the last one with the rest."""
@@ -125,15 +125,15 @@ class Prefill(Rank1):
             if last and self.state:
                 rest.append(Span(translate.FIRST_STATE, 0, array("q", [3])))
             ids = array("q", todo[start : start + cut])
-            self.outbox.send(ROOM, prefix + start, ids, rest, None)
-        self.outbox.complete(ROOM)
+            self.prefill_rooms.send(ROOM, prefix + start, ids, rest, None)
+        self.prefill_rooms.complete(ROOM)
 
 
 class Decode(Rank1):
     def __init__(self, rank: Rank, kv_heads: int, state: bool = False) -> None:
         super().__init__(rank, kv_heads, False, state)
         kinds = [(group.block_tokens, group.kv_heads) for group in self.cache.hello.groups]
-        self.inbox = DecodeRooms(
+        self.decode_rooms = DecodeRooms(
             self.agent,
             rank,
             kinds,
@@ -142,8 +142,8 @@ class Decode(Rank1):
             lambda _, why: self.failed.append(why),
         )
 
-    def pump(self) -> None:
-        self.inbox.take(self.agent.poll(idle=True)[0])
+    def poll_agent(self) -> None:
+        self.decode_rooms.take(self.agent.poll(idle=True)[0])
 
     def ask(self, pages: Sequence[int], sources: Sequence[Prefill], prefix: int = 0) -> None:
         rest = [Span(translate.AUX, 0, array("q", [4]))]
@@ -151,7 +151,7 @@ class Decode(Rank1):
             rest.append(Span(translate.FIRST_STATE, 0, array("q", [1])))
         tp, pp = sources[0].rank.tp, sources[0].rank.pp
         mine = tuple(source.endpoint for source in sources)
-        self.inbox.ask(
+        self.decode_rooms.request(
             ROOM, RoomRequest(prefix, array("q", pages[prefix:]), tuple(rest), mine, tp, pp)
         )
 
@@ -177,7 +177,7 @@ def until(ranks: Sequence[Rank1], over: Callable[[], bool]) -> None:
     while not over():
         assert time.monotonic() < deadline, [(r.ready, r.done, r.failed) for r in ranks]
         for rank in ranks:
-            rank.pump()  # type: ignore[attr-defined]
+            rank.poll_agent()  # type: ignore[attr-defined]
 
 
 def paired(decode: Decode, prefill: Sequence[Prefill], sizes: tuple[int, int]) -> list[Prefill]:
@@ -207,7 +207,7 @@ def test_every_rank_gets_its_heads(
     prefill, decode = engines(closing, sizes, kv_heads)
     here, there = [3, 9, 4, 11, 5], [7, 2, 13, 1, 20]
     for source in prefill:
-        source.outbox.open(ROOM)
+        source.prefill_rooms.open(ROOM)
     for reader in decode:
         reader.ask(there, paired(reader, prefill, sizes))
     until([*prefill, *decode], lambda: all(source.ready for source in prefill))
@@ -218,7 +218,7 @@ def test_every_rank_gets_its_heads(
     until(everyone, lambda: all(rank.done == [ROOM] for rank in everyone))
     assert not [why for rank in everyone for why in rank.failed]
     for reader in decode:
-        assert reader.inbox.is_over(ROOM)
+        assert reader.decode_rooms.is_over(ROOM)
         for layer in range(len(reader.kv)):
             for ours, theirs in zip(there, here, strict=True):
                 got, want = reader.page(layer, ours), expected(reader, layer, theirs)
@@ -226,7 +226,7 @@ def test_every_rank_gets_its_heads(
             assert not reader.page(layer, 8).any()  # nobody asked for it
         for row, tensor in enumerate(reader.aux):
             assert torch.equal(tensor[4], prefill[0].aux[row][2])
-    sent = sum(moved.nbytes for s in prefill if (moved := s.outbox.moved(ROOM)) is not None)
+    sent = sum(moved.nbytes for s in prefill if (moved := s.prefill_rooms.moved(ROOM)) is not None)
     page_bytes = sum(r.page(n, 0).nbytes for r in decode for n in range(len(r.kv)))
     aux_bytes = sum(tensor[0].nbytes for tensor in decode[0].aux) * len(decode)
     assert sent == page_bytes * len(here) + aux_bytes
@@ -235,10 +235,10 @@ def test_every_rank_gets_its_heads(
 def test_a_prefix_that_decode_has_is_not_sent_again(closing: ExitStack) -> None:
     (source,), (reader,) = engines(closing, (1, 1), 2)
     here, there = [3, 9, 4, 11], [7, 2, 13, 1]
-    source.outbox.open(ROOM)
+    source.prefill_rooms.open(ROOM)
     reader.ask(there, [source], prefix=3)
     until([source, reader], lambda: bool(source.ready))
-    assert source.outbox.prefix(ROOM) == 3
+    assert source.prefill_rooms.prefix(ROOM) == 3
     source.send_all(here, prefix=3)
     until([source, reader], lambda: bool(reader.done and source.done))
     assert torch.equal(reader.page(0, 1), expected(reader, 0, 11))
@@ -247,7 +247,7 @@ def test_a_prefix_that_decode_has_is_not_sent_again(closing: ExitStack) -> None:
 
 def test_a_prompt_that_decode_has_whole_still_brings_its_row(closing: ExitStack) -> None:
     (source,), (reader,) = engines(closing, (1, 1), 2)
-    source.outbox.open(ROOM)
+    source.prefill_rooms.open(ROOM)
     reader.ask([7, 2], [source], prefix=2)
     until([source, reader], lambda: bool(source.ready))
     source.send_all([3, 9], prefix=2)
@@ -259,7 +259,7 @@ def test_a_prompt_that_decode_has_whole_still_brings_its_row(closing: ExitStack)
 def test_state_goes_with_the_last_chunk(closing: ExitStack) -> None:
     prefill, decode = engines(closing, (2, 2), 4, state=True)
     for source in prefill:
-        source.outbox.open(ROOM)
+        source.prefill_rooms.open(ROOM)
     for reader, source in zip(decode, prefill, strict=True):
         reader.ask([7], [source])
     until([*prefill, *decode], lambda: all(source.ready for source in prefill))
@@ -273,7 +273,7 @@ def test_state_goes_with_the_last_chunk(closing: ExitStack) -> None:
 
 def test_state_of_another_number_of_ranks_is_refused_at_once(closing: ExitStack) -> None:
     (source,), decode = engines(closing, (1, 2), 4, state=True)
-    source.outbox.open(ROOM)
+    source.prefill_rooms.open(ROOM)
     decode[0].ask([7], [source])
     until([source, decode[0]], lambda: bool(decode[0].failed))
     assert "refused" in decode[0].failed[0]
@@ -289,7 +289,7 @@ def test_one_that_cannot_be_served_leaves_others_alone(closing: ExitStack) -> No
     (source,), (good,) = engines(closing, (1, 1), 4)
     bad = Decode(Rank(0, 1, 0, 1), 2)  # another model
     closing.callback(bad.agent.close)
-    source.outbox.open(ROOM)
+    source.prefill_rooms.open(ROOM)
     bad.ask([7], [source])
     until([source, bad], lambda: bool(bad.failed))
     good.ask([7], [source])
@@ -301,27 +301,27 @@ def test_one_that_cannot_be_served_leaves_others_alone(closing: ExitStack) -> No
 
 def test_pages_are_not_free_before_nothing_can_land(closing: ExitStack) -> None:
     (source,), (reader,) = engines(closing, (1, 1), 4)
-    source.outbox.open(ROOM)
+    source.prefill_rooms.open(ROOM)
     reader.ask([7], [source])
     until([source, reader], lambda: bool(source.ready))
-    reader.inbox.drop(ROOM)
-    until([source, reader], lambda: reader.inbox.is_over(ROOM))
+    reader.decode_rooms.drop(ROOM)
+    until([source, reader], lambda: reader.decode_rooms.is_over(ROOM))
     until([source, reader], lambda: bool(source.failed))
-    assert "gave up" in source.failed[0]
+    assert "cancelled the transfer" in source.failed[0]
     source.send_all([3])
     assert not reader.page(0, 7).any()
 
 
 def test_a_room_given_to_two_requests_is_over_when_both_are(closing: ExitStack) -> None:
     (source,), (reader,) = engines(closing, (1, 1), 4)
-    source.outbox.open(ROOM)
+    source.prefill_rooms.open(ROOM)
     reader.ask([7], [source])
     until([source, reader], lambda: bool(source.ready))
     reader.ask([8], [source])  # refused: this reader is served already
     until([source, reader], lambda: bool(reader.failed))
-    assert not reader.inbox.is_over(ROOM)  # page 7 may still be written
-    reader.inbox.drop(ROOM)
-    until([source, reader], lambda: reader.inbox.is_over(ROOM))
+    assert not reader.decode_rooms.is_over(ROOM)  # page 7 may still be written
+    reader.decode_rooms.drop(ROOM)
+    until([source, reader], lambda: reader.decode_rooms.is_over(ROOM))
 
 
 def test_a_second_reader_does_not_move_what_the_first_one_has(closing: ExitStack) -> None:
@@ -330,10 +330,12 @@ def test_a_second_reader_does_not_move_what_the_first_one_has(closing: ExitStack
     second = Decode(Rank(1, 2, 0, 1), 4)
     closing.callback(second.agent.close)
     here, there = [3, 9, 4, 11, 5], [7, 2, 13, 1, 20]
-    source.outbox.open(ROOM)
+    source.prefill_rooms.open(ROOM)
     reader.ask(there, [source])
     until([source, reader], lambda: bool(source.ready))
-    source.outbox.send(ROOM, source.outbox.prefix(ROOM), array("q", here[:2]), [], None)
+    source.prefill_rooms.send(
+        ROOM, source.prefill_rooms.prefix(ROOM), array("q", here[:2]), [], None
+    )
     second.ask(there, [source], prefix=3)
     stats = OffloadingConnectorStats()
 
@@ -342,10 +344,10 @@ def test_a_second_reader_does_not_move_what_the_first_one_has(closing: ExitStack
         return bool(stats.data.get("counters", {}).get("handoff_refused"))
 
     until([source, reader, second], turned_away)
-    assert source.outbox.prefix(ROOM) == 0
+    assert source.prefill_rooms.prefix(ROOM) == 0
     rest = [Span(translate.AUX, 0, array("q", [2]))]
-    source.outbox.send(ROOM, 2, array("q", here[2:]), rest, None)
-    source.outbox.complete(ROOM)
+    source.prefill_rooms.send(ROOM, 2, array("q", here[2:]), rest, None)
+    source.prefill_rooms.complete(ROOM)
     until([source, reader, second], lambda: bool(reader.done and source.done))
     assert not source.failed
     for ours, page in zip(there, here, strict=True):
@@ -355,10 +357,10 @@ def test_a_second_reader_does_not_move_what_the_first_one_has(closing: ExitStack
 def test_a_reader_that_has_more_than_the_prompt_fails_at_once(closing: ExitStack) -> None:
     """SGLang would send nothing, and wait for ever."""
     (source,), (reader,) = engines(closing, (1, 1), 4)
-    source.outbox.open(ROOM)
-    room = source.outbox.find(ROOM)
+    source.prefill_rooms.open(ROOM)
+    room = source.prefill_rooms.find(ROOM)
     assert room is not None
-    room.most = 2
+    room.prompt_blocks = 2
     reader.ask([7, 2, 13, 1], [source], prefix=3)
     until([source, reader], lambda: bool(source.failed and reader.failed))
     assert "3 blocks of a prompt of 2" in source.failed[0]
@@ -367,25 +369,25 @@ def test_a_reader_that_has_more_than_the_prompt_fails_at_once(closing: ExitStack
 
 def test_a_request_that_prefill_gives_up_fails_on_decode(closing: ExitStack) -> None:
     (source,), (reader,) = engines(closing, (1, 1), 4)
-    source.outbox.open(ROOM)
+    source.prefill_rooms.open(ROOM)
     reader.ask([7], [source])
     until([source, reader], lambda: bool(source.ready))
-    source.outbox.close(ROOM)
+    source.prefill_rooms.close(ROOM)
     until([source, reader], lambda: bool(reader.failed))
     assert "gone" in reader.failed[0]
-    assert reader.inbox.is_over(ROOM)
+    assert reader.decode_rooms.is_over(ROOM)
 
 
 def test_who_asks_for_a_request_that_is_over_is_told_at_once(closing: ExitStack) -> None:
     (source,), (reader,) = engines(closing, (1, 1), 4)
-    source.outbox.open(ROOM)
-    source.outbox.close(ROOM)  # before anybody asked
+    source.prefill_rooms.open(ROOM)
+    source.prefill_rooms.close(ROOM)  # before anybody asked
     reader.ask([7], [source])
     until([source, reader], lambda: bool(reader.failed))
     assert "gone" in reader.failed[0]
-    source.outbox.open(ROOM)
-    source.outbox.close(ROOM)
-    source.outbox.open(ROOM)  # used again: that request is another one
+    source.prefill_rooms.open(ROOM)
+    source.prefill_rooms.close(ROOM)
+    source.prefill_rooms.open(ROOM)  # used again: that request is another one
     reader.ask([7], [source])
     until([source, reader], lambda: bool(source.ready))
     source.send_all([3])
@@ -394,7 +396,7 @@ def test_who_asks_for_a_request_that_is_over_is_told_at_once(closing: ExitStack)
 
 def test_a_prefill_rank_that_dies_fails_what_waits_for_it(closing: ExitStack) -> None:
     (source,), (reader,) = engines(closing, (1, 1), 4)
-    source.outbox.open(ROOM)
+    source.prefill_rooms.open(ROOM)
     reader.ask([7], [source])
     until([source, reader], lambda: bool(source.ready))
     source.agent.close()
@@ -454,8 +456,8 @@ def batch_of(*requests: Any) -> Any:
 def test_layers_go_while_the_chunk_computes(closing: ExitStack) -> None:
     (source,), (reader,) = engines(closing, (1, 1), 4)
     here, there = [3, 9, 4], [7, 2, 13]
-    push = LayerwisePush(source.agent, source.outbox, translate.layer_names(source.cache))
-    source.outbox.open(ROOM)
+    push = LayerwisePush(source.agent, source.prefill_rooms, translate.layer_names(source.cache))
+    source.prefill_rooms.open(ROOM)
     reader.ask(there, [source])
     until([source, reader], lambda: bool(source.ready))
     request = request_of(TOKENS * 3, TOKENS * 2 + 1)  # the third page is begun, not full
@@ -484,8 +486,8 @@ def test_a_silent_forward_is_handed_off_at_its_end(
     closing: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     (source,), (reader,) = engines(closing, (1, 1), 4)
-    push = LayerwisePush(source.agent, source.outbox, translate.layer_names(source.cache))
-    source.outbox.open(ROOM)
+    push = LayerwisePush(source.agent, source.prefill_rooms, translate.layer_names(source.cache))
+    source.prefill_rooms.open(ROOM)
     reader.ask([7], [source])
     until([source, reader], lambda: bool(source.ready))
     push.begin(Scheduler([3]), batch_of(request_of(TOKENS, TOKENS)))
@@ -520,8 +522,8 @@ def test_pages_that_the_tree_frees_while_they_are_sent(closing: ExitStack, defer
     for one, other in zip(own[:2], tree[:2], strict=True):  # the same was computed twice
         for layer in range(len(source.kv)):
             source.page(layer, other).copy_(source.page(layer, one))
-    push = LayerwisePush(source.agent, source.outbox, translate.layer_names(source.cache))
-    source.outbox.open(ROOM)
+    push = LayerwisePush(source.agent, source.prefill_rooms, translate.layer_names(source.cache))
+    source.prefill_rooms.open(ROOM)
     reader.ask(there, [source])
     until([source, reader], lambda: bool(source.ready))
     link = Held(source)
@@ -549,7 +551,7 @@ def test_pages_that_the_tree_frees_while_they_are_sent(closing: ExitStack, defer
     else:
         assert reader.failed and not reader.done
         assert "moved to another page" in source.failed[0]
-    source.outbox.close(ROOM)
+    source.prefill_rooms.close(ROOM)
     assert allocator.freed == own[:2]  # once
 
 
@@ -558,8 +560,8 @@ def test_a_room_that_keeps_pages_offers_no_more_of_its_own_ahead(closing: ExitSt
     own, tree, there = [3, 9, 4], [15, 9, 4], [7, 2, 13]
     for layer in range(len(source.kv)):
         source.page(layer, 15).copy_(source.page(layer, 3))
-    push = LayerwisePush(source.agent, source.outbox, translate.layer_names(source.cache))
-    source.outbox.open(ROOM)
+    push = LayerwisePush(source.agent, source.prefill_rooms, translate.layer_names(source.cache))
+    source.prefill_rooms.open(ROOM)
     reader.ask(there, [source])
     until([source, reader], lambda: bool(source.ready))
     scheduler, request = Scheduler(own), request_of(TOKENS * 3, TOKENS)
@@ -567,13 +569,13 @@ def test_a_room_that_keeps_pages_offers_no_more_of_its_own_ahead(closing: ExitSt
     push.end()
     with push.entering(scheduler, request):
         scheduler.checkpoint(1, tree)
-    room = source.outbox.find(ROOM)
-    assert room is not None and room.kept == {3}
+    room = source.prefill_rooms.find(ROOM)
+    assert room is not None and room.deferred_pages == {3}
     request.kv.cache_protected_len = TOKENS
     request.extend_end = 3 * TOKENS
     push.begin(scheduler, batch_of(request))
     push.end()
-    assert room.next == 1
+    assert room.next_block == 1
     source.send_all(tree, chunks=1)
     until([source, reader], lambda: bool(reader.done and source.done))
     for layer in range(len(reader.kv)):
@@ -602,8 +604,8 @@ def test_layers_of_two_halves_are_not_followed(
     are not written yet. The control follows it, and sends what is not there."""
     (source,), (reader,) = engines(closing, (1, 1), 4)
     names = translate.layer_names(source.cache)
-    push = LayerwisePush(source.agent, source.outbox, names, once)
-    source.outbox.open(ROOM)
+    push = LayerwisePush(source.agent, source.prefill_rooms, names, once)
+    source.prefill_rooms.open(ROOM)
     reader.ask([7, 2], [source])
     until([source, reader], lambda: bool(source.ready))
     for layer in range(len(source.kv)):
@@ -628,7 +630,7 @@ def test_layers_of_two_halves_are_not_followed(
 def test_shifted_pages_would_be_seen(closing: ExitStack) -> None:
     """The control of the tests above: pages sent to the wrong place are not what is expected."""
     (source,), (reader,) = engines(closing, (1, 1), 4)
-    source.outbox.open(ROOM)
+    source.prefill_rooms.open(ROOM)
     reader.ask([7, 2], [source])
     until([source, reader], lambda: bool(source.ready))
     source.agent.run(
@@ -685,11 +687,11 @@ def test_only_known_bootstrap_servers_are_asked(
 ) -> None:
     addresses = BootstrapAddresses(Config().replace(peers=peers), "192.0.2.9")
     deadline = time.monotonic() + PATIENCE_S
-    while not (addresses.allows(address) or addresses.objection(address)):
+    while not (addresses.allows(address) or addresses.refusal(address)):
         assert time.monotonic() < deadline
-    objection = addresses.objection(address)
-    assert (not objection) is allowed
-    assert allowed or repr(address) in objection
+    refusal = addresses.refusal(address)
+    assert (not refusal) is allowed
+    assert allowed or repr(address) in refusal
 
 
 def test_a_name_that_hangs_holds_nobody_up() -> None:
@@ -704,7 +706,7 @@ def test_a_name_that_hangs_holds_nobody_up() -> None:
     addresses = BootstrapAddresses(Config(), "192.0.2.9", resolve)
     for number in range(100):  # it would wait for ever if it waited
         assert not addresses.allows(f"name{number}:1")
-        assert not addresses.objection(f"name{number}:1")
+        assert not addresses.refusal(f"name{number}:1")
     assert addresses.allows("127.0.0.1:1")
     assert len(asked) < 100  # not a thread for each
     answers.set()
@@ -727,5 +729,5 @@ def test_what_is_remembered_of_servers_is_bounded() -> None:
 def test_a_prefill_engine_that_does_not_fit_says_why() -> None:
     addresses = BootstrapAddresses(Config(), "192.0.2.9")
     addresses.refuse("127.0.0.1:1", "Page size mismatch: 16 and 32")
-    assert "Page size mismatch: 16 and 32" in addresses.objection("127.0.0.1:1")
-    assert not addresses.objection("127.0.0.1:2")
+    assert "Page size mismatch: 16 and 32" in addresses.refusal("127.0.0.1:1")
+    assert not addresses.refusal("127.0.0.1:2")
