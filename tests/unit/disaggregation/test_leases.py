@@ -147,7 +147,7 @@ def test_a_block_that_is_not_there_ends_the_lease(
     other = [1, 2, 3, 4, 8]
     assert book.offer("r", 4, [other, table]) == [1, 2, 5]
     assert book.offer("r", 10, [other, table]) == []
-    assert "request r: not all" in caplog.text
+    assert "request r: some of its blocks are missing" in caplog.text
     book.on_notice(TransferEvent(T, NoticeKind.JOINED, ONE), 1.0)  # before the engine's tick
     book.tick(1.0)
     book.tick(2.0)
@@ -576,4 +576,4 @@ def test_a_hand_off_is_planned_once_and_check_sees_damage() -> None:
     book.ledger.settle(receive.job)
     with pytest.raises(Misuse, match="3 blocks are received into, 0 are held"):
         book.check()
-    assert repr(book) == "<Arrivals 1 requests, 1 receives in flight>"
+    assert repr(book) == "<Receives 1 requests, 1 receives in flight>"
