@@ -22,8 +22,7 @@ from typing import Any, NoReturn
 from kvconnect import versions
 from kvconnect.cache.keys import TENANT_BYTES, tenant_of
 from kvconnect.config import parse_bytes
-from kvconnect.doctor import checks, disk, transfers
-from kvconnect.doctor.findings import Finding, FindingsReport
+from kvconnect.doctor import Finding, FindingsReport, checks, disk, transfers
 from kvconnect.doctor.peer_process import Task
 from kvconnect.errors import ConfigError
 from kvconnect.observability.metrics import dashboards
@@ -35,7 +34,7 @@ Refuse = Callable[[str], NoReturn]
 """Ends the command with a usage error."""
 
 _DISK_BYTES = "256MiB"
-_TENANTS = 10  # that are shown, those with most first; there may be one per user
+_TENANTS = 10  # most to show; there may be one per user
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,24 +47,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:
-        return 130  # as a shell says it; what was started has been ended
+        return 130  # as shells do; every started process has ended
     except BrokenPipeError:
-        # The reader left, as `head` does. The interpreter flushes once more when it ends.
+        # The reader closed the pipe, as `head` does. The interpreter flushes once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # as a shell says it of SIGPIPE
+        return 141  # as shells do for SIGPIPE
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command; what it parses names what to ``run``."""
+    """Return the parser of the whole command; its result has the function to ``run``."""
     parser = argparse.ArgumentParser(prog="kvconnect", description="KV-cache connector tools")
     version = versions.installed("kvconnect") or "(not installed: running from a checkout)"
     parser.add_argument("--version", action="version", version=f"%(prog)s {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    doctor = commands.add_parser(
-        "doctor", help="say what can work here and how fast, and what to fix"
-    )
+    doctor = commands.add_parser("doctor", help="check what works here and how fast, with fixes")
     _add_doctor_flags(doctor)
-    cache = commands.add_parser("cache", help="look into a folder of the disk tier, or clear it")
+    cache = commands.add_parser("cache", help="inspect or clear a folder of the disk tier")
     _add_cache_flags(cache)
     boards = commands.add_parser("dashboards", help="Grafana dashboards and Prometheus alerts")
     _add_dashboards_flags(boards)
@@ -81,7 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run_checks(arguments: argparse.Namespace) -> int:
-    """Look at what is installed; return the exit code."""
+    """Check the installation; return the exit code."""
     return _show(checks.run(), arguments)
 
 
@@ -92,7 +89,7 @@ def run_transport(refuse: Refuse, arguments: argparse.Namespace) -> int:
         at = arguments.listen or arguments.peer
         host, port = parse_address("listen" if arguments.listen else "peer", at) if at else ("", 0)
         if arguments.peer and not port:
-            raise ConfigError("peer", at, "use the port that the other half names")
+            raise ConfigError("peer", at, "use the port that the listening side prints")
         task = Task(
             "source" if arguments.listen else "reader",
             host,
@@ -135,7 +132,7 @@ def parse_address(field: str, text: str) -> tuple[str, int]:
     """Return (IP address, port) of ``HOST:PORT``; names are looked up.
 
     Raises:
-        ConfigError: not of that form, or a name that nobody knows.
+        ConfigError: malformed, or an unknown host name.
     """
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) >= 2**16:
@@ -143,7 +140,7 @@ def parse_address(field: str, text: str) -> tuple[str, int]:
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(field, text, f"name a host that can be looked up: {error}") from error
+        raise ConfigError(field, text, f"use a host that can be resolved: {error}") from error
     return str(ipaddress.ip_address(found[0][4][0])), int(port)
 
 
@@ -164,18 +161,18 @@ def _add_doctor_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help=as_json)
     parser.set_defaults(run=run_checks)
     what = parser.add_subparsers(dest="what", metavar="WHAT")
-    way = what.add_parser("transport", help="move pages to another process or machine")
+    transport = what.add_parser("transport", help="move pages to another process or machine")
     copy = what.add_parser("copy", help="copy blocks between the KV cache and host memory")
     folder = what.add_parser("disk", help="write and read a file")
-    for each in (way, copy, folder):
-        # Without a default of its own, so that a --json before the word counts as well.
+    for each in (transport, copy, folder):
+        # No default, so that a --json before the subcommand counts too.
         each.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=as_json)
-    _add_transport_flags(way)
+    _add_transport_flags(transport)
     copy.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the KV cache")
     folder.add_argument("folder", metavar="DIR", help="where to write")
     size = "how much (default: %(default)s)"
     folder.add_argument("--bytes", default=_DISK_BYTES, metavar="SIZE", help=size)
-    way.set_defaults(run=partial(run_transport, way.error))
+    transport.set_defaults(run=partial(run_transport, transport.error))
     copy.set_defaults(run=run_copy)
     folder.set_defaults(run=partial(run_disk, folder.error))
 
@@ -183,12 +180,17 @@ def _add_doctor_flags(parser: argparse.ArgumentParser) -> None:
 def _add_transport_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     other = parser.add_mutually_exclusive_group()
-    other.add_argument("--peer", default="", metavar="HOST:PORT", help="the other half, elsewhere")
-    other.add_argument("--listen", default="", metavar="HOST:PORT", help="be the other half")
-    add("--path", choices=["tcp", "nixl", "all"], default="all", help="ways to measure")
+    other.add_argument("--peer", default="", metavar="HOST:PORT", help="the listening side")
+    other.add_argument("--listen", default="", metavar="HOST:PORT", help="be the listening side")
+    add("--path", choices=["tcp", "nixl", "all"], default="all", help="transports to measure")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="where the pages are")
-    add("--min-rate", default="0", metavar="SIZE", help="fail under so much per second, as 1GB")
-    add("--key-file", default="", metavar="FILE", help="key that both sides have")
+    add(
+        "--min-rate",
+        default="0",
+        metavar="SIZE",
+        help="fail below this per second, such as 1GB",
+    )
+    add("--key-file", default="", metavar="FILE", help="key file; the same on both sides")
     add("--tls-dir", default="", metavar="DIR", help="tls.crt, tls.key and ca.crt of this side")
 
 
@@ -196,7 +198,7 @@ def _add_transport_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_cache(refuse: Refuse, arguments: argparse.Namespace) -> int:
-    """Look into a folder of the disk tier, or clear it; return the exit code."""
+    """Inspect or clear a folder of the disk tier; return the exit code."""
     try:
         inspect = importlib.import_module("kvconnect.tiers.backends.disk.inspect")
     except ImportError as error:
@@ -224,7 +226,7 @@ def _cache_stats(inspect: ModuleType, arguments: argparse.Namespace) -> int:
         for tenant, nbytes in tenants[:_TENANTS]:
             print(f"    tenant {tenant}  {nbytes / 2**20:.1f} MiB")
         if len(tenants) > _TENANTS:
-            print(f"    and {len(tenants) - _TENANTS} tenants more")
+            print(f"    and {len(tenants) - _TENANTS} more tenants")
     return 0
 
 
@@ -262,7 +264,7 @@ _CACHE: dict[str, Callable[[ModuleType, argparse.Namespace], int]] = {
 
 
 def _wanted(inspect: ModuleType, arguments: argparse.Namespace) -> Any:
-    """Return which blocks the command is about; raise :class:`ConfigError`."""
+    """Return the selection of blocks; raise :class:`ConfigError`."""
     before = tenant = None
     if arguments.older_than:
         before = time.time() - parse_seconds("older-than", arguments.older_than)
@@ -274,10 +276,10 @@ def _wanted(inspect: ModuleType, arguments: argparse.Namespace) -> Any:
 
 
 def parse_tenant(field: str, text: str) -> bytes:
-    """Return a tenant's id, which has 16 hexadecimal digits, or fewer with keys of other makers.
+    """Return a tenant's id: 16 hexadecimal digits, or fewer in folders of other software.
 
     Raises:
-        ConfigError: not of that form.
+        ConfigError: malformed.
     """
     if not re.fullmatch(rf"([0-9a-fA-F]{{2}}){{1,{TENANT_BYTES}}}", text):
         raise ConfigError(field, text, "use the 16 hexadecimal digits that stats shows")
@@ -288,7 +290,7 @@ def parse_seconds(field: str, text: str) -> float:
     """Return seconds of a duration such as ``90s``, ``30m``, ``12h`` or ``7d``.
 
     Raises:
-        ConfigError: not of that form.
+        ConfigError: malformed.
     """
     unit = {"s": 1, "m": 60, "h": 3600, "d": 86_400}.get(text[-1:])
     if unit is None or not text[:-1].isdecimal():
@@ -297,7 +299,7 @@ def parse_seconds(field: str, text: str) -> float:
 
 
 def _named(model: str) -> str:
-    """Return a model's name as part of a line; it comes from a file that anybody may have made."""
+    """Return a model's name, made safe for a terminal: it comes from an untrusted file."""
     plain = "".join(letter if letter.isprintable() else "?" for letter in model)
     return f"  {plain}" if plain else ""
 
@@ -312,13 +314,13 @@ def _show_progress(done: int, total: int) -> None:
 
 
 def _hide(done: int, total: int) -> None:
-    """Show nothing: nobody looks."""
+    """Show no progress: standard error is not a terminal."""
 
 
 def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
     what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
-    stats = what.add_parser("stats", help="how much each worker holds, in which formats")
-    ls = what.add_parser("ls", help="every block: worker, time, bytes and key")
+    stats = what.add_parser("stats", help="blocks and bytes by worker and format")
+    ls = what.add_parser("ls", help="list every block: worker, time, bytes and key")
     verify = what.add_parser("verify", help="read every block; remove bad ones if not in use")
     clear = what.add_parser("clear", help="remove blocks; no engine may use the folder")
     for each in (stats, ls, verify, clear):
@@ -326,15 +328,15 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
         each.add_argument("--json", action="store_true", help="print JSON instead of lines")
         each.set_defaults(run=partial(run_cache, each.error))
     for each in (stats, ls, clear):
-        of_model = "only formats of this model; '' for those whose model is not known"
+        of_model = "only formats of this model; '' for formats of unknown models"
         each.add_argument("--model", metavar="NAME", help=of_model)
     for each in (ls, clear):
-        old = "only those put longer ago, such as 7d, 12h or 30m"
+        old = "only blocks stored longer ago than 7d, 12h or 30m"
         each.add_argument("--older-than", default="", metavar="TIME", help=old)
-        of_format = "only formats whose fingerprint (see stats) begins so"
+        of_format = "only formats whose fingerprint (see stats) starts with HEX"
         each.add_argument("--format", default="", metavar="HEX", help=of_format)
         tenant = each.add_mutually_exclusive_group()
-        tenant.add_argument("--tenant", metavar="SALT", help="only requests of this cache_salt")
+        tenant.add_argument("--tenant", metavar="SALT", help="only blocks of this cache_salt")
         tenant.add_argument("--tenant-id", metavar="HEX", help="the same, by its id (see stats)")
 
 
@@ -342,7 +344,7 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_dashboards(arguments: argparse.Namespace) -> int:
-    """Write dashboards and alerts into a folder; return the exit code."""
+    """Write dashboards and alerts to a folder; return the exit code."""
     try:
         written = dashboards.export(Path(arguments.folder))
     except OSError as error:
@@ -354,8 +356,8 @@ def run_dashboards(arguments: argparse.Namespace) -> int:
 
 def _add_dashboards_flags(parser: argparse.ArgumentParser) -> None:
     what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
-    export = what.add_parser("export", help="write them into a folder")
-    export.add_argument("folder", metavar="DIR", help="where to; made if need be")
+    export = what.add_parser("export", help="write dashboards and alerts to a folder")
+    export.add_argument("folder", metavar="DIR", help="target folder; created if missing")
     export.set_defaults(run=run_dashboards)
 
 
@@ -363,7 +365,7 @@ def _add_dashboards_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_router(refuse: Refuse, arguments: argparse.Namespace) -> int:
-    """Run the router until it is told to stop; return the exit code."""
+    """Run the router until a signal stops it; return the exit code."""
     try:
         app = importlib.import_module("kvconnect.router.app")
     except ImportError as error:

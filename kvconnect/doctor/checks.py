@@ -1,4 +1,4 @@
-"""What offloading and hand-off need on this machine, one small check each.
+"""The needs of offloading and hand-off on this machine, one small check each.
 
 To add a check, write a function that returns a :class:`Finding` and append it to ``CHECKS``.
 """
@@ -14,18 +14,18 @@ from importlib.metadata import entry_points
 
 from kvconnect import memory, versions
 from kvconnect.copy import native_unavailable_reason
-from kvconnect.doctor.findings import Finding, FindingsReport
+from kvconnect.doctor import Finding, FindingsReport
 
 _GIB = 2**30
 _PLUGIN_GROUP = "vllm.general_plugins"
 _PLUGIN = "kvconnect"
 _MIN_HOST_BYTES = 1 * _GIB
 _MIN_SHARED_BYTES = 512 * 2**20  # a worker's message queue takes about 160 MiB
-_NIXL = "nixl_cu"  # and the major version of CUDA that it was built for; "nixl" only finds one
+_NIXL = "nixl_cu"  # followed by the major version of CUDA; the package "nixl" only selects one
 
 
 def check_python() -> Finding:
-    """The interpreter (pip already refuses one that is too old)."""
+    """The interpreter; pip refuses one that is too old."""
     return Finding("python", "ok", platform.python_version())
 
 
@@ -40,24 +40,24 @@ def check_msgspec() -> Finding:
 
 
 def check_torch() -> Finding:
-    """The engine brings it; the copies use it."""
+    """PyTorch, which the engine installs and the copies use."""
     return _required("torch", "install the engine: pip install 'kvconnect[vllm]'")
 
 
 def check_engine() -> Finding:
-    """A vLLM in the tested range."""
+    """A vLLM of a supported version."""
     found = versions.installed_vllm()
     tested = versions.supported_vllm_text()
     if found is None:
         return Finding("engine", "fail", "no vLLM found", "pip install 'kvconnect[vllm]'")
     value = " ".join(found)
     if not versions.vllm_is_supported(found[1]):
-        return Finding("engine", "fail", value, f"install vLLM {tested}, which this version knows")
+        return Finding("engine", "fail", value, f"install a supported vLLM: {tested}")
     return Finding("engine", "ok", f"{value} (supported: {tested})")
 
 
 def check_plugin() -> Finding:
-    """Whether vLLM finds the entry point and its allow-list lets it load."""
+    """Whether vLLM finds the entry point, and VLLM_PLUGINS allows it."""
     visible = {entry.name: entry.value for entry in entry_points(group=_PLUGIN_GROUP)}
     if _PLUGIN not in visible:
         fix = "install kvconnect into the environment that runs the engine"
@@ -84,10 +84,10 @@ def check_xxhash() -> Finding:
 
 
 def check_memory() -> Finding:
-    """Memory that the host tier can have."""
+    """Free memory for the host tier."""
     total, free = memory.total_bytes(), memory.available_bytes()
     if total is None or free is None:
-        fix = "host_bytes cannot be checked against free memory here; choose it with care"
+        fix = "choose host_bytes with care: it cannot be checked against free memory here"
         return Finding("memory", "warn", "unknown", fix)
     value = f"{_gib(free)} available of {_gib(total)}"
     if free < _MIN_HOST_BYTES:
@@ -96,7 +96,7 @@ def check_memory() -> Finding:
 
 
 def check_container() -> Finding:
-    """The control group's limit, which kills where ``free`` still looks fine."""
+    """The memory limit of the control group, which may be far below the machine's memory."""
     group = memory.control_group()
     if group is None:
         return Finding("container limit", "ok", "none")
@@ -107,7 +107,7 @@ def check_container() -> Finding:
 
 
 def check_shared_memory() -> Finding:
-    """``/dev/shm``, where the engine's own processes meet (KVConnect itself uses none)."""
+    """``/dev/shm``, which the engine's processes share; KVConnect does not use it."""
     free = memory.shared_memory_bytes()
     if free is None:
         fix = "mount a tmpfs there; an engine with several workers needs it"
@@ -120,7 +120,7 @@ def check_shared_memory() -> Finding:
 
 
 def check_memlock() -> Finding:
-    """Locked memory, which drivers may count page-locked host memory against."""
+    """The limit of locked memory; drivers may count page-locked host memory."""
     limit = memory.memlock_bytes()
     if limit is None:
         return Finding("memlock", "ok", "unlimited")
@@ -148,7 +148,7 @@ def check_cuda() -> Finding:
 
 
 def check_nixl() -> Finding:
-    """NIXL, the other way for hand-offs, and whether it is the build for torch's CUDA."""
+    """NIXL, the other transport for hand-offs, and whether its build matches torch's CUDA."""
     found = nixl_distributions()
     if not found:
         return Finding("nixl", "ok", "not installed (hand-offs go over TCP)")
@@ -164,13 +164,13 @@ def check_nixl() -> Finding:
 
 
 def nixl_distributions() -> list[str]:
-    """Return the builds of NIXL that are installed, by distribution. Imports none of them."""
+    """Return the distributions of installed NIXL builds. Imports none of them."""
     names = [f"{_NIXL}{major}" for major in (12, 13)]
     return [name.replace("_", "-") for name in names if importlib.util.find_spec(name)]
 
 
 def _torch_cuda() -> str | None:
-    """The version of CUDA that torch was built for; None without CUDA or torch."""
+    """Return the CUDA version of torch's build; None without CUDA or torch."""
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError):

@@ -1,4 +1,4 @@
-"""``kvconnect doctor copy``: blocks between KV cache and host tier, as engines copy them."""
+"""``kvconnect doctor copy``: copies blocks between KV cache and host tier, as engines do."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.copy import make_copier, native_unavailable_reason
 from kvconnect.copy.base import Copier
-from kvconnect.doctor.findings import Finding, FindingsReport, rate
-from kvconnect.doctor.test_buffer import pattern
+from kvconnect.doctor import Finding, FindingsReport, rate
+from kvconnect.doctor.buffers import pattern
 from kvconnect.errors import KVConnectError
 from kvconnect.offload.host_arena import HostStore
 from kvconnect.offload.streams import Streams, make_streams
@@ -22,7 +22,7 @@ from kvconnect.types import TransferType
 
 PAGES = (64 << 10, 1 << 20)
 SLOW = 0.5
-"""A copy under this share of one large memcpy is worth a warning."""
+"""A copy slower than this share of one large memcpy gets a warning."""
 
 _MIB = 1 << 20
 _GOOD = "blocks can be copied here"
@@ -31,19 +31,19 @@ _KINDS = {"store": TransferType.GPU_TO_CPU, "load": TransferType.CPU_TO_GPU}
 
 
 def examine(
-    device: str, area_bytes: int = 192 * _MIB, sample_bytes: int = 64 * _MIB
+    device: str, buffer_bytes: int = 192 * _MIB, sample_bytes: int = 64 * _MIB
 ) -> FindingsReport:
-    """Copy ``sample_bytes`` of scattered pages between areas of ``area_bytes``, both ways.
+    """Copy ``sample_bytes`` of random pages between buffers of ``buffer_bytes``, both ways.
 
-    ``device`` holds the KV cache: ``cpu`` or ``cuda``. Both sizes are whole MiB.
+    ``device`` holds the KV cache: ``cpu`` or ``cuda``. Both sizes must be whole MiB.
     """
     if device == "cuda" and not torch.cuda.is_available():
         fix = "check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu"
         return FindingsReport((Finding("copy", "fail", "no CUDA device", fix),), _GOOD, _BAD)
     try:
-        bench = _Bench(device, area_bytes, sample_bytes)
+        bench = _Bench(device, buffer_bytes, sample_bytes)
     except (OSError, RuntimeError, MemoryError) as error:
-        fix = f"free {2 * area_bytes / 2**20:.0f} MiB of memory"
+        fix = f"free {2 * buffer_bytes / 2**20:.0f} MiB of memory"
         return FindingsReport((Finding("copy", "fail", str(error), fix),), _GOOD, _BAD)
     findings: list[Finding] = []
     measured: dict[str, object] = {"device": device, "pinned": bench.pinned}
@@ -60,18 +60,18 @@ def examine(
 
 
 class _Bench:
-    """A KV area, a host tier, and the ways to move a sample between them."""
+    """A KV cache, a host tier, and copies of a sample between them."""
 
-    def __init__(self, device: str, area_bytes: int, sample_bytes: int) -> None:
+    def __init__(self, device: str, buffer_bytes: int, sample_bytes: int) -> None:
         self._random = random.Random(0)
-        self._nbytes = area_bytes
+        self._nbytes = buffer_bytes
         self._sample = sample_bytes
-        self._area = torch.frombuffer(pattern(area_bytes), dtype=torch.uint8).to(device)
-        self._store = HostStore(area_bytes // _MIB, _MIB, "off")
-        self._on_cuda = self._area.is_cuda
+        self._cache = torch.frombuffer(pattern(buffer_bytes), dtype=torch.uint8).to(device)
+        self._store = HostStore(buffer_bytes // _MIB, _MIB, "off")
+        self._on_cuda = self._cache.is_cuda
         self.pinned = self._on_cuda and self._store.pin()
         self._arena = self._store.tensor()
-        self._streams: Streams = make_streams(self._area.device)
+        self._streams: Streams = make_streams(self._cache.device)
 
     def close(self) -> None:
         self._store.close()
@@ -81,23 +81,23 @@ class _Bench:
         copier = self._copier(page)
         label = f"{page >> 10}k"
         findings, figures = [], dict[str, object]()
-        for way in _KINDS:
+        for direction in _KINDS:
             copy, whole = [], []
-            for number in range(rounds + 1):  # the first is compared and not counted
+            for number in range(rounds + 1):  # the first round is verified, not counted
                 pages = self._pick(page)
-                seconds = self._seconds(way, partial(getattr(copier, way), 0, *pages))
+                seconds = self._seconds(direction, partial(getattr(copier, direction), 0, *pages))
                 if not number and (wrong := self._wrong(page, *pages)):
                     value = f"{wrong} of {len(pages[0])} pages were copied wrong"
                     fix = "do not offload here: check memory, and report this"
-                    return [Finding(f"{way} {label}", "fail", value, fix)], figures
-                large = self._seconds(way, partial(self._memcpy, way))
+                    return [Finding(f"{direction} {label}", "fail", value, fix)], figures
+                large = self._seconds(direction, partial(self._memcpy, direction))
                 if number:
                     copy.append(self._sample / seconds)
                     whole.append(self._sample / large)
             speed, best = statistics.median(copy), statistics.median(whole)
-            findings.append(self._finding(f"{way} {label}", speed, best))
-            figures[f"{way}_{label}_bytes_per_s"] = speed
-            figures[f"{way}_{label}_ratio"] = speed / best
+            findings.append(self._finding(f"{direction} {label}", speed, best))
+            figures[f"{direction}_{label}_bytes_per_s"] = speed
+            figures[f"{direction}_{label}_ratio"] = speed / best
         return findings, figures
 
     def _finding(self, name: str, speed: float, best: float) -> Finding:
@@ -119,31 +119,31 @@ class _Bench:
 
     def _copier(self, page: int) -> Copier:
         blocks = GroupGeometry((ByteRun(0, page, page),), self._nbytes // page)
-        return make_copier(self._area, self._arena, Geometry((blocks,)))
+        return make_copier(self._cache, self._arena, Geometry((blocks,)))
 
     def _pick(self, page: int) -> tuple[list[int], list[int]]:
-        """Return random blocks and slots, as many as a sample has pages."""
+        """Return random blocks and slots, one per page of a sample."""
         everything, count = range(self._nbytes // page), self._sample // page
         return self._random.sample(everything, count), self._random.sample(everything, count)
 
-    def _seconds(self, way: str, copy: Callable[[], None]) -> float:
-        return self._streams.run(_KINDS[way], self._streams.fence(), copy)
+    def _seconds(self, direction: str, copy: Callable[[], None]) -> float:
+        return self._streams.run(_KINDS[direction], self._streams.fence(), copy)
 
-    def _memcpy(self, way: str) -> None:
+    def _memcpy(self, direction: str) -> None:
         """Move a sample in one piece."""
         last = (self._nbytes - self._sample) // _MIB
         here, there = (self._random.randint(0, last) * _MIB for _ in range(2))
-        area = self._area.narrow(0, here, self._sample)
+        cache = self._cache.narrow(0, here, self._sample)
         arena = self._arena.narrow(0, there, self._sample)
-        target, source = (arena, area) if way == "store" else (area, arena)
+        target, source = (arena, cache) if direction == "store" else (cache, arena)
         if self._on_cuda:
             target.copy_(source, non_blocking=self.pinned)
-        else:  # torch would use several threads, a copier uses one
+        else:  # one thread, like a copier; torch would use several
             ctypes.memmove(target.data_ptr(), source.data_ptr(), self._sample)
 
     def _wrong(self, page: int, blocks: list[int], slots: list[int]) -> int:
-        """Return how many pages differ between area and arena."""
+        """Return how many pages differ between cache and arena."""
         shape = (-1, page // 8)
-        area = self._area.view(torch.int64).view(shape)[blocks].cpu()
+        cache = self._cache.view(torch.int64).view(shape)[blocks].cpu()
         arena = self._arena.view(torch.int64).view(shape)[slots]
-        return int((area != arena).any(dim=1).sum())
+        return int((cache != arena).any(dim=1).sum())

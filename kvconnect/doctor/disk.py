@@ -1,4 +1,4 @@
-"""``kvconnect doctor disk``: how fast a folder's file system takes and gives large blocks."""
+"""``kvconnect doctor disk``: measures large writes and reads in a folder."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvconnect.doctor.findings import Finding, FindingsReport, rate
+from kvconnect.doctor import Finding, FindingsReport, rate
 
 CHUNK_BYTES = 4 << 20
-"""Written and read at a time."""
+"""Size of one write or read."""
 
 _GOOD = "the folder can hold KV blocks"
 _BAD = "the folder cannot be used: see the fail lines"
-_OTHER = "choose another folder, or mount a file system there that can be written to"
+_OTHER = "choose another folder, or mount a writable file system there"
 
 
 def examine(folder: str, nbytes: int) -> FindingsReport:
     """Write and read a file of ``nbytes``, rounded up to whole chunks, in ``folder``.
 
-    The file has no name while it is used, so nothing is left of it even if this process is killed.
+    The file is unlinked at once, so nothing remains even if this process is killed.
     """
     chunks = -(-nbytes // CHUNK_BYTES)
     try:
@@ -46,7 +46,7 @@ def _check_room(folder: str, nbytes: int) -> None:
 
 
 def _refused(folder: str, error: OSError) -> Finding:
-    """The one finding for a folder that cannot be used."""
+    """Return the finding for an unusable folder."""
     value = f"{folder}: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         with contextlib.suppress(OSError):
@@ -60,8 +60,8 @@ def _refused(folder: str, error: OSError) -> Finding:
 
 
 def _measure(folder: str, chunks: int) -> FindingsReport:
-    with _nameless(folder) as (handle, direct):
-        # Bytes of a file system's own compression or deduplication would not be the disk's.
+    with _unlinked_file(folder) as (handle, direct):
+        # Random bytes: compression or deduplication would falsify the speed.
         buffer = mmap.mmap(-1, CHUNK_BYTES)
         buffer[:] = random.Random(0).randbytes(CHUNK_BYTES)
         direct, write_s = _write(handle, buffer, chunks, direct)
@@ -84,15 +84,15 @@ def _measure(folder: str, chunks: int) -> FindingsReport:
     elif direct:
         finding = Finding("disk", "ok", f"{speed}, past the page cache")
     else:
-        value = f"{speed}, with fsync: {kind} takes no O_DIRECT, so memory may have helped"
+        value = f"{speed}, with fsync: {kind} has no O_DIRECT, so the page cache may have helped"
         finding = Finding("disk", "warn", value, "use a file system with O_DIRECT (ext4, xfs)")
     space = Finding("space", "ok", f"{free / 2**30:.1f} GiB free, {kind}")
     return FindingsReport((finding, space), _GOOD, _BAD, measured)
 
 
 @contextmanager
-def _nameless(folder: str) -> Iterator[tuple[int, bool]]:
-    """A new file's descriptor, and whether it goes past the page cache."""
+def _unlinked_file(folder: str) -> Iterator[tuple[int, bool]]:
+    """Yield a new file's descriptor, and whether it bypasses the page cache."""
     path = os.path.join(folder, f".kvconnect-doctor-{secrets.token_hex(8)}")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
@@ -101,7 +101,7 @@ def _nameless(folder: str) -> Iterator[tuple[int, bool]]:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            # Some kernels refuse the flag after they have made the file.
+            # Some kernels refuse the flag after creating the file.
             handle, direct = os.open(path, flags & ~os.O_EXCL, 0o600), False
     finally:
         with contextlib.suppress(OSError):
@@ -113,12 +113,12 @@ def _nameless(folder: str) -> Iterator[tuple[int, bool]]:
 
 
 def _write(handle: int, buffer: mmap.mmap, chunks: int, direct: bool) -> tuple[bool, float]:
-    """Write all chunks; return whether past the page cache, and the seconds."""
+    """Write all chunks; return whether O_DIRECT was used, and the seconds."""
     started = time.perf_counter()
     for number in range(chunks):
         _stamp(buffer, number)
         try:
-            _whole(os.pwrite(handle, buffer, number * CHUNK_BYTES))
+            _require_chunk(os.pwrite(handle, buffer, number * CHUNK_BYTES))
         except OSError as error:
             if number or not direct or error.errno != errno.EINVAL:
                 raise
@@ -130,12 +130,12 @@ def _write(handle: int, buffer: mmap.mmap, chunks: int, direct: bool) -> tuple[b
 
 
 def _read(handle: int, expected: mmap.mmap, chunks: int) -> tuple[float, int]:
-    """Read all chunks; return the seconds, and how many are not what was written."""
+    """Read all chunks; return the seconds, and the number of wrong chunks."""
     buffer = mmap.mmap(-1, CHUNK_BYTES)
     seconds, wrong = 0.0, 0
     for number in range(chunks):
         started = time.perf_counter()
-        _whole(os.preadv(handle, [buffer], number * CHUNK_BYTES))
+        _require_chunk(os.preadv(handle, [buffer], number * CHUNK_BYTES))
         seconds += time.perf_counter() - started
         _stamp(expected, number)
         wrong += buffer[:] != expected[:]
@@ -146,8 +146,8 @@ def _stamp(buffer: mmap.mmap, number: int) -> None:
     buffer[:8] = number.to_bytes(8, "little")
 
 
-def _whole(count: int) -> None:
-    if count != CHUNK_BYTES:  # what a file system does when it fills up or hits a limit
+def _require_chunk(count: int) -> None:
+    if count != CHUNK_BYTES:  # the file system is full or at a limit
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -157,7 +157,7 @@ def _free_bytes(folder: str) -> int:
 
 
 def _file_system(folder: str, mounts: str = "/proc/self/mountinfo") -> str:
-    """Return the type of the file system that a folder is on, ``unknown`` if nobody says."""
+    """Return the type of a folder's file system, or ``unknown``."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     with contextlib.suppress(OSError), open(mounts, encoding="utf-8") as lines:

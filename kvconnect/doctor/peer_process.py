@@ -1,10 +1,11 @@
-"""One half of ``doctor transport`` as a process of its own: UCX reads its settings from the
-environment when it is loaded, and CPU time is counted per process.
+"""A peer of ``doctor transport`` as a process of its own.
 
     python -m kvconnect.doctor.peer_process
 
-It reads one line, a :class:`Task`, and writes one line. A source writes a :class:`SourceReady` and
-answers until its standard input is closed; a reader writes a :class:`Result` and ends.
+The process reads one line, a :class:`Task`, and writes one line. A source writes a
+:class:`SourceReady` and answers until its standard input is closed; a reader writes a
+:class:`Result` and ends. A separate process is needed because UCX reads its settings when it is
+loaded, and CPU time is counted per process.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from kvconnect.doctor.reader import DoctorReader, Measured, Sizes
-from kvconnect.doctor.source import DoctorSource
-from kvconnect.doctor.test_buffer import make_area
+from kvconnect.doctor.buffers import make_buffer
+from kvconnect.doctor.peers import DoctorReader, DoctorSource, PathMeasurement, Sizes
 from kvconnect.errors import ConfigError, KVConnectError, Refused, TransferFailed
 from kvconnect.transport import ConnectionOptions, Security, Transport, make_transport
 from kvconnect.transport.base import Memory
@@ -38,7 +38,7 @@ Device = Literal["cpu", "cuda"]
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What a half is to do. ``host`` and ``port``: where to listen, or whom to connect to."""
+    """A peer's task. ``host`` and ``port``: where a source listens, or a reader connects to."""
 
     role: Literal["source", "reader"]
     host: str
@@ -50,36 +50,36 @@ class Task(msgspec.Struct, frozen=True):
     sizes: Sizes = Sizes()
 
 
-class Trouble(msgspec.Struct):
-    """Why something cannot be used, and what to do about it; both empty if it can."""
+class Problem(msgspec.Struct):
+    """Why something is unusable, and the fix; both are empty if it is usable."""
 
     reason: str = ""
     fix: str = ""
 
 
-def trouble_of(error: ConfigError) -> Trouble:
-    """Return what an unusable setting means for people."""
-    return Trouble(f"not usable: {error.field}={error.value!r}", error.fix)
+def problem_of(error: ConfigError) -> Problem:
+    """Return the problem of an unusable setting."""
+    return Problem(f"not usable: {error.field}={error.value!r}", error.fix)
 
 
 class SourceReady(msgspec.Struct):
-    """A source: where it listens, or why it does not."""
+    """A source's answer: its port, or why it does not listen."""
 
     port: int = 0
-    trouble: Trouble = msgspec.field(default_factory=Trouble)
+    problem: Problem = msgspec.field(default_factory=Problem)
 
 
 class Result(msgspec.Struct):
-    """A reader: what it found out.
+    """A reader's answer.
 
     Attributes:
         local: this side's address of the connection.
-        devices: where the pages are, here and there.
+        devices: of the reader's and the source's test buffer.
         connections: of the transport, and of the plain sockets.
-        link_bytes_per_s: of plain sockets; 0 if ``link_failed`` says why not.
-        measured: path by path.
-        lacking: why there is no path nixl.
-        trouble: why nothing was measured. ``refused``: its cause, see ``PeerDown``.
+        link_bytes_per_s: of plain sockets; 0 if they failed. ``link_failed``: why.
+        measured: one entry per path.
+        nixl_problem: why NIXL was not measured.
+        problem: why nothing was measured. ``refused``: the field of a rejection, see ``PeerDown``.
     """
 
     local: str = ""
@@ -87,30 +87,30 @@ class Result(msgspec.Struct):
     connections: int = 0
     link_bytes_per_s: float = 0.0
     link_failed: str = ""
-    measured: list[Measured] = msgspec.field(default_factory=list)
-    lacking: Trouble = msgspec.field(default_factory=Trouble)
-    trouble: Trouble = msgspec.field(default_factory=Trouble)
+    measured: list[PathMeasurement] = msgspec.field(default_factory=list)
+    nixl_problem: Problem = msgspec.field(default_factory=Problem)
+    problem: Problem = msgspec.field(default_factory=Problem)
     refused: str = ""
 
 
 def open_transport(
     task: Task, options: ConnectionOptions, memory: Memory
-) -> tuple[Transport, Trouble]:
-    """Return the transport with the most of the paths asked for, which has the memory, and why
-    nixl is not among them.
+) -> tuple[Transport, Problem]:
+    """Return a transport for the paths of ``task``, with ``memory`` registered, and why it lacks
+    NIXL.
 
     Raises:
-        ConfigError: the key, the certificates or TCP itself cannot be used.
+        ConfigError: the key, the certificates or TCP cannot be used.
     """
     key = read_key_file(task.key_file) if task.key_file else b""
     security = Security(key, (), *tls_files(task.tls_dir))
-    lacking = Trouble()
+    nixl_problem = Problem()
     if task.path != "tcp":
         try:
-            return _registered(make_transport("nixl", security, options), memory), lacking
+            return _registered(make_transport("nixl", security, options), memory), nixl_problem
         except ConfigError as error:
-            lacking = trouble_of(error)
-    return _registered(make_transport("tcp", security, options), memory), lacking
+            nixl_problem = problem_of(error)
+    return _registered(make_transport("tcp", security, options), memory), nixl_problem
 
 
 def _options(task: Task) -> ConnectionOptions:
@@ -127,25 +127,27 @@ def _registered(transport: Transport, memory: Memory) -> Transport:
 
 
 def read(task: Task) -> Result:
-    """Connect to a source and measure it; whatever goes wrong is in the result."""
+    """Connect to a source and measure it. Every failure is in the result."""
     result = Result()
     options = _options(task)
     transport: Transport | None = None
     try:
-        area = make_area(task.device, task.sizes.area_bytes)
-        transport, result.lacking = open_transport(task, options, area.memory)
-        reader = DoctorReader(transport, area, task.sizes)
-        up, hello = reader.meet(task.host, task.port)
+        buffer = make_buffer(task.device, task.sizes.buffer_bytes)
+        transport, result.nixl_problem = open_transport(task, options, buffer.memory)
+        reader = DoctorReader(transport, buffer, task.sizes)
+        up, hello = reader.connect(task.host, task.port)
         result.local = local_address(task.host, task.port)
         result.devices = (task.device, hello.device)
-        if "nixl" not in up.paths and not result.lacking.reason:
-            result.lacking = Trouble(f"not usable: {up.lacking}", "make nixl usable on both sides")
+        if "nixl" not in up.paths and not result.nixl_problem.reason:
+            result.nixl_problem = Problem(
+                f"not usable: {up.lacking}", "make nixl usable on both sides"
+            )
         _measure(reader, task, up.paths, result)
     except ConfigError as error:
-        result.trouble = trouble_of(error)
+        result.problem = problem_of(error)
     except KVConnectError as error:
         result.refused = error.field if isinstance(error, Refused) else ""
-        result.trouble = Trouble(str(error))
+        result.problem = Problem(str(error))
     finally:
         if transport:
             transport.close()
@@ -158,15 +160,15 @@ def _measure(reader: DoctorReader, task: Task, paths: tuple[str, ...], result: R
         if path in paths and task.path in (path, "all"):
             result.measured.append(reader.measure(path))
             if result.measured[-1].failed:
-                return  # the connection may be gone, and the other half with it
+                return  # the connection may be gone
     try:
-        result.link_bytes_per_s = reader.link(task.host, result.connections)
+        result.link_bytes_per_s = reader.measure_sockets(task.host, result.connections)
     except OSError as error:
         result.link_failed = str(error)
 
 
 def local_address(host: str, port: int) -> str:
-    """Return the address that this machine uses towards another; sends nothing."""
+    """Return this machine's address on the route to ``host``; sends nothing."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         sock.connect((host, port))
@@ -176,29 +178,29 @@ def local_address(host: str, port: int) -> str:
 def answer(task: Task) -> None:
     """Listen and answer until standard input is closed."""
     try:
-        serve(task, lambda address, _: _say(SourceReady(address[1])), _input_closed)
+        serve(task, lambda address, _: _write(SourceReady(address[1])), _input_closed)
     except ConfigError as error:
-        _say(SourceReady(trouble=trouble_of(error)))
+        _write(SourceReady(problem=problem_of(error)))
 
 
 def serve(
     task: Task,
-    announce: Callable[[tuple[str, int], Trouble], None],
+    announce: Callable[[tuple[str, int], Problem], None],
     ended: Callable[[], bool],
 ) -> None:
-    """Be a source until ``ended`` says so, on the calling thread.
+    """Run a source on the calling thread until ``ended`` returns true.
 
-    ``announce`` is told once where it listens, and why there is no path nixl.
+    ``announce`` is called once, with the address and why NIXL is not served.
 
     Raises:
         ConfigError: the address, the key, the certificates or the device cannot be used.
     """
-    area = make_area(task.device, task.sizes.area_bytes)
-    transport, lacking = open_transport(task, _options(task), area.memory)
+    buffer = make_buffer(task.device, task.sizes.buffer_bytes)
+    transport, nixl_problem = open_transport(task, _options(task), buffer.memory)
     with closing(transport):
         address = transport.listen(task.host, task.port)
-        with closing(DoctorSource(transport, area, task.host)) as source:
-            announce(address, lacking)
+        with closing(DoctorSource(transport, buffer, task.host)) as source:
+            announce(address, nixl_problem)
             source.serve(ended)
 
 
@@ -207,44 +209,42 @@ def _input_closed() -> bool:
     return bool(ready)
 
 
-def _say(line: msgspec.Struct) -> None:
+def _write(line: msgspec.Struct) -> None:
     sys.stdout.write(msgspec.json.encode(line).decode() + "\n")
     sys.stdout.flush()
 
 
 def main() -> None:
-    """Do the task on standard input."""
+    """Run the task that standard input gives."""
     task = msgspec.json.decode(sys.stdin.readline(), type=Task)
     if task.role == "source":
         answer(task)
     else:
-        _say(read(task))
+        _write(read(task))
 
 
 if __name__ == "__main__":
     main()
 
 
-# A half of ``doctor transport`` that runs as a child process.
-
+# The parent's side ------------------------------------------------------------------------------
 
 S = TypeVar("S", bound=msgspec.Struct)
 
 LOG_ENV = {"UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": "stderr", "UCX_PROTO_INFO": "y"}
-"""Has UCX say which ways it chooses. Not into a file of its own: it would write that only when the
-process ends in peace."""
+"""Makes UCX log its choices to standard error. A log file of its own would be lost on a kill."""
 
-_TALK = re.compile(r"^\[.*(UCX +(INFO|DIAG) |\] +[|+])")  # what LOG_ENV has UCX say
+_UCX_LOG = re.compile(r"^\[.*(UCX +(INFO|DIAG) |\] +[|+])")  # lines due to LOG_ENV
 
 _END_S = 5.0
 _MAX_LINE = 1 << 20
 _LOG_BYTES = 4 << 20
 
 
-class Child:
-    """A process with one task. As a context manager: killed and waited for, whatever happens.
+class PeerProcess:
+    """A child process with one task. The context manager always kills it and waits for its end.
 
-    Everything it writes to standard error ends in a file without a name.
+    Its standard error goes to an unnamed file.
     """
 
     def __init__(self, task: Task, env: Mapping[str, str]) -> None:
@@ -254,13 +254,13 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            bufsize=0,  # nothing is left to write when it is gone
+            bufsize=0,  # no writes are pending when the process dies
             env={**os.environ, **env},
         )
         self.pid = self._process.pid
         self._task = task
 
-    def __enter__(self) -> Child:
+    def __enter__(self) -> PeerProcess:
         return self
 
     def __exit__(
@@ -277,16 +277,16 @@ class Child:
         self._errors.close()
 
     def start(self) -> None:
-        """Give it its task."""
+        """Send the task."""
         assert self._process.stdin
-        with suppress(BrokenPipeError):  # it died; ``line`` says so
+        with suppress(BrokenPipeError):  # it died, which ``read_line`` reports
             self._process.stdin.write(msgspec.json.encode(self._task) + b"\n")
 
-    def line(self, kind: type[S], timeout_s: float) -> S:
-        """Return the line that it writes.
+    def read_line(self, kind: type[S], timeout_s: float) -> S:
+        """Return the line that the process writes.
 
         Raises:
-            TransferFailed: it died, or wrote nothing in time.
+            TransferFailed: the process died, or wrote nothing in time.
         """
         assert self._process.stdout
         handle = self._process.stdout.fileno()
@@ -295,23 +295,23 @@ class Child:
         while not data.endswith(b"\n"):
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([handle], [], [], left)[0]:
-                raise TransferFailed(f"the {self._task.role} said nothing for {timeout_s:g} s")
+                raise TransferFailed(f"the {self._task.role} wrote nothing for {timeout_s:g} s")
             part = os.read(handle, _MAX_LINE)
             if not part:
                 code = self._process.wait(_END_S)
-                words = last_words(self.log()) or "no message"
+                words = last_error(self.log()) or "no message"
                 raise TransferFailed(f"the {self._task.role}'s process died with {code}: {words}")
             data += part
         return msgspec.json.decode(data, type=kind)
 
     def log(self) -> str:
-        """Return the end of what it has written to standard error."""
+        """Return the end of the process's standard error."""
         size = self._errors.seek(0, os.SEEK_END)
         self._errors.seek(max(0, size - _LOG_BYTES))
         return self._errors.read().decode(errors="replace")
 
 
-def last_words(log: str) -> str:
-    """Return the last line of a log that is not UCX's talk about its choices."""
-    lines = [line.strip() for line in log.splitlines() if not _TALK.match(line)]
+def last_error(log: str) -> str:
+    """Return the last line of a log, without UCX's log of its choices."""
+    lines = [line.strip() for line in log.splitlines() if not _UCX_LOG.match(line)]
     return next((line for line in reversed(lines) if line.strip("=-+ ")), "")

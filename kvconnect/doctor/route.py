@@ -1,4 +1,4 @@
-"""Which hardware a path really takes: interfaces, RDMA devices, and what UCX says it chose."""
+"""The hardware that a path uses: interfaces, RDMA devices, and the choice that UCX logs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Route:
 
     Attributes:
         lanes: transports and devices as ``cma/memory``, ``tcp/eth0`` or ``rc_mlx5/mlx5_0:1``.
-        how: ``zero-copy``, ``software emulation`` ...; empty if UCX did not say.
+        how: ``zero-copy``, ``software emulation`` ...; empty if UCX did not log it.
     """
 
     lanes: tuple[str, ...]
@@ -41,19 +41,19 @@ class Route:
 
     @property
     def over_rdma(self) -> bool:
-        """Whether pages go through a device that does remote memory access itself."""
+        """Whether pages go through an RDMA device."""
         return any(not lane.startswith(_OVER_TCP + _SHARED) for lane in self.lanes)
 
     def __str__(self) -> str:
         return " + ".join(self.lanes) + (f" ({self.how})" if self.how else "")
 
 
-def ucx_way(log: str) -> Route | None:
-    """Return the way that large pages take to and from another process, None if it is not said.
+def ucx_route(log: str) -> Route | None:
+    """Return the route of large pages to and from another process, or None if the log lacks it.
 
-    From the tables of ``UCX_PROTO_INFO=y``; a read's before a write's, the last of each, since
-    that is the one for the memory that was registered. Where there are no tables, from the lines
-    of ``UCX_LOG_LEVEL=info`` about endpoints: those list what UCX may use, which is more.
+    The tables of ``UCX_PROTO_INFO=y`` are read first: reads before writes, and the last table of
+    each, which is for the registered memory. Without tables, the endpoint lines of
+    ``UCX_LOG_LEVEL=info`` are read: these list all that UCX may use.
     """
     found: dict[str, Route] = {}
     operation, own = "", False
@@ -74,7 +74,7 @@ def ucx_way(log: str) -> Route | None:
 
 
 def _configured(log: str) -> Route | None:
-    """The last endpoint to another process: its lanes for remote memory, or for messages."""
+    """Return the lanes of the last endpoint to another process, for RMA or for messages."""
     lines = [match[1] for line in log.splitlines() if (match := _CONFIGURED.search(line))]
     for kind in ("rma_bw", "rma", "rma_am", "am"):
         match = re.search(rf"(?<!\w){kind}\(([^)]*)\)", lines[-1]) if lines else None
@@ -87,8 +87,8 @@ def _lanes(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_LANE.findall(text)))
 
 
-def tcp_way(local: str, peer: str) -> str:
-    """Return the interface that TCP between two addresses goes through."""
+def tcp_route(local: str, peer: str) -> str:
+    """Return the interface of TCP between two addresses."""
     if local == peer or ipaddress.ip_address(local).is_loopback:
         return "loopback"
     return _interface(ipaddress.ip_address(local)) or local
@@ -121,14 +121,14 @@ def _interface_v6(address: ipaddress.IPv6Address, root: Path = _ROOT) -> str:
 
 
 def rdma_devices(root: Path = _ROOT) -> list[str]:
-    """Return the names of RDMA devices that the kernel knows."""
+    """Return the names of the kernel's RDMA devices."""
     try:
         return sorted(path.name for path in (root / "sys/class/infiniband").iterdir())
     except OSError:
         return []
 
 
-def ucx_cuda_trouble(distribution: str) -> str:
+def ucx_cuda_problem(distribution: str) -> str:
     """Return why the UCX in an installed NIXL cannot reach CUDA memory; empty if it can."""
     try:
         modules = [

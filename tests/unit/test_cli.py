@@ -12,8 +12,7 @@ import pytest
 
 import kvconnect
 from kvconnect import cli
-from kvconnect.doctor import checks, disk, transfers
-from kvconnect.doctor.findings import Finding, FindingsReport, Status
+from kvconnect.doctor import Finding, FindingsReport, Status, checks, disk, transfers
 from kvconnect.doctor.peer_process import Task
 
 
@@ -81,8 +80,8 @@ def test_a_wrong_command_line_is_refused(
     [
         (["transport", "--peer", "127.0.0.1"], "--peer 127.0.0.1: use HOST:PORT"),
         (["transport", "--peer", "127.0.0.1:70000"], "--peer 127.0.0.1:70000: use HOST:PORT"),
-        (["transport", "--peer", "127.0.0.1:0"], "use the port that the other half names"),
-        (["transport", "--peer", "no.such.host.invalid:1"], "name a host that can be looked up"),
+        (["transport", "--peer", "127.0.0.1:0"], "use the port that the listening side prints"),
+        (["transport", "--peer", "no.such.host.invalid:1"], "use a host that can be resolved"),
         (["transport", "--min-rate", "1 parsec"], "--min-rate 1 parsec: unknown unit"),
         (["transport", "--listen", "0.0.0.0:0", "--path", "tcp"], "--listen 0.0.0.0"),
         (["disk", "/tmp", "--bytes", "much"], "--bytes much: write a size"),

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from kvconnect import memory, versions
-from kvconnect.doctor import checks
-from kvconnect.doctor.findings import Finding
+from kvconnect.doctor import Finding, checks
 
 GIB = 2**30
 

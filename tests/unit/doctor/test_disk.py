@@ -52,7 +52,7 @@ def test_without_o_direct_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     report = disk.examine(str(tmp_path), MIB)
     finding = report.findings[0]
     assert (report.ok, finding.status, report.measured["direct"]) == (True, "warn", False)
-    assert "takes no O_DIRECT" in finding.value
+    assert "has no O_DIRECT" in finding.value
     assert os.listdir(tmp_path) == []
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect.doctor.route import Route, rdma_devices, tcp_way, ucx_cuda_trouble, ucx_way
+from kvconnect.doctor.route import Route, rdma_devices, tcp_route, ucx_cuda_problem, ucx_route
 
 # As UCX 1.23 of nixl-cu12 1.5.1 wrote them, for two processes on one machine.
 SHARED = """
@@ -81,7 +81,7 @@ RDMA = """
 def test_the_way_of_large_pages_is_read_from_what_ucx_writes(
     log: str, said: str, over_tcp: bool, over_rdma: bool
 ) -> None:
-    way = ucx_way(log)
+    way = ucx_route(log)
     assert way is not None
     assert (str(way), way.over_tcp, way.over_rdma) == (said, over_tcp, over_rdma)
 
@@ -99,7 +99,7 @@ def test_without_tables_the_line_about_the_endpoint_counts(
     line: str, lanes: tuple[str, ...]
 ) -> None:
     log = f"[1.0] [vm:1 :0]  ucp_worker.c:1997 UCX  INFO    {line}"
-    assert ucx_way(log) == Route(lanes)
+    assert ucx_route(log) == Route(lanes)
 
 
 @pytest.mark.parametrize(
@@ -113,14 +113,14 @@ def test_without_tables_the_line_about_the_endpoint_counts(
     ],
 )
 def test_nothing_is_made_up_where_ucx_does_not_say(log: str) -> None:
-    assert ucx_way(log) is None
+    assert ucx_route(log) is None
 
 
 def test_interfaces() -> None:
-    assert tcp_way("127.0.0.1", "127.0.0.1") == "loopback"
-    assert tcp_way("10.9.8.7", "10.9.8.7") == "loopback"  # this machine's own address
-    assert tcp_way("::1", "::1") == "loopback"
-    assert tcp_way("192.0.2.1", "192.0.2.2") == "192.0.2.1"  # of no interface
+    assert tcp_route("127.0.0.1", "127.0.0.1") == "loopback"
+    assert tcp_route("10.9.8.7", "10.9.8.7") == "loopback"  # this machine's own address
+    assert tcp_route("::1", "::1") == "loopback"
+    assert tcp_route("192.0.2.1", "192.0.2.2") == "192.0.2.1"  # of no interface
 
 
 def test_rdma_devices_are_those_the_kernel_knows(tmp_path: Path) -> None:
@@ -131,5 +131,5 @@ def test_rdma_devices_are_those_the_kernel_knows(tmp_path: Path) -> None:
 
 
 def test_a_distribution_without_the_cuda_module_is_named() -> None:
-    assert ucx_cuda_trouble("no-such-distribution") == "no-such-distribution is not installed"
-    assert ucx_cuda_trouble("msgspec") == "msgspec has no libuct_cuda"
+    assert ucx_cuda_problem("no-such-distribution") == "no-such-distribution is not installed"
+    assert ucx_cuda_problem("msgspec") == "msgspec has no libuct_cuda"

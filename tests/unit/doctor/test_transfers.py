@@ -17,31 +17,30 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvconnect.doctor import peer_process, transfers
-from kvconnect.doctor.findings import Finding, FindingsReport
-from kvconnect.doctor.link import LinkServer, measure_link
-from kvconnect.doctor.messages import (
-    Cpu,
+from kvconnect.doctor import Finding, FindingsReport, peer_process, transfers
+from kvconnect.doctor.buffers import (
+    HostBuffer,
+    cuda_unavailable_reason,
+    differing,
+    make_buffer,
+    pattern,
+)
+from kvconnect.doctor.exchange import (
+    CpuRequest,
+    CpuSeconds,
     DoctorHello,
-    GetCpu,
-    GetLink,
-    LinkPort,
-    Message,
-    No,
+    DoctorMessage,
+    SocketTestPort,
+    SocketTestRequest,
+    SocketTestServer,
+    SourceClosed,
     TransferRequest,
     decode,
     encode,
+    measure_sockets,
 )
-from kvconnect.doctor.peer_process import Child, Result, SourceReady, Task, last_words
-from kvconnect.doctor.reader import DoctorReader, Sizes
-from kvconnect.doctor.source import DoctorSource
-from kvconnect.doctor.test_buffer import (
-    HostArea,
-    cuda_unavailable_reason,
-    differing,
-    make_area,
-    pattern,
-)
+from kvconnect.doctor.peer_process import PeerProcess, Result, SourceReady, Task, last_error
+from kvconnect.doctor.peers import DoctorReader, DoctorSource, Sizes
 from kvconnect.errors import ConfigError, ProtocolError, Refused, TransferFailed
 from kvconnect.testing.proxy import FaultProxy
 from kvconnect.transport import ConnectionOptions, Security, make_transport
@@ -55,7 +54,12 @@ from kvconnect.transport.base import (
 )
 
 SMALL = Sizes(
-    area_bytes=4 << 20, page_bytes=64 << 10, round_bytes=1 << 20, rounds=2, trips=10, patience_s=10
+    buffer_bytes=4 << 20,
+    page_bytes=64 << 10,
+    round_bytes=1 << 20,
+    rounds=2,
+    trips=10,
+    patience_s=10,
 )
 LOOP = "127.0.0.1"
 
@@ -76,14 +80,14 @@ class Served:
     """A source on a thread of this process. ``area`` is its memory."""
 
     port: int
-    area: HostArea
+    area: HostBuffer
 
 
 @contextmanager
 def served(
-    security: Security | None = None, memory: Callable[[HostArea], HostArea] | None = None
+    security: Security | None = None, memory: Callable[[HostBuffer], HostBuffer] | None = None
 ) -> Iterator[Served]:
-    area = HostArea(SMALL.area_bytes)
+    area = HostBuffer(SMALL.buffer_bytes)
     area = memory(area) if memory else area
     link = make_transport("tcp", security or Security(), ConnectionOptions())
     link.register(area.memory)
@@ -102,12 +106,12 @@ def served(
 
 @contextmanager
 def reading(port: int, sizes: Sizes = SMALL) -> Iterator[DoctorReader]:
-    area = HostArea(sizes.area_bytes)
+    area = HostBuffer(sizes.buffer_bytes)
     link = make_transport("tcp", Security(), ConnectionOptions())
     link.register(area.memory)
     try:
         reader = DoctorReader(link, area, sizes)
-        reader.meet(LOOP, port)
+        reader.connect(LOOP, port)
         yield reader
     finally:
         link.close()
@@ -116,7 +120,7 @@ def reading(port: int, sizes: Sizes = SMALL) -> Iterator[DoctorReader]:
 # What works --------------------------------------------------------------------------------------
 
 
-def test_two_halves_of_our_own_move_real_pages() -> None:
+def test_two_peer_of_our_own_move_real_pages() -> None:
     report = transfers.examine(task())
     assert report.ok
     finding = one(report, "tcp")
@@ -131,7 +135,7 @@ def test_two_halves_of_our_own_move_real_pages() -> None:
     assert float(str(report.measured["link_bytes_per_s"])) > 0
 
 
-def test_somebody_elses_half_serves_one_reader_after_the_other(tmp_path: Path) -> None:
+def test_somebody_elses_peer_serves_one_reader_after_the_other(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_bytes(KEY)
     with served(Security(KEY)) as source:
@@ -170,8 +174,8 @@ def test_a_transport_that_is_not_there_is_a_warning_with_its_fix(
         result = peer_process.read(task(source.port, path="all"))
     assert made == ["nixl", "tcp"]
     assert [measured.path for measured in result.measured] == ["tcp"]
-    assert result.lacking.reason == "not usable: transport='nixl'"
-    assert result.lacking.fix == "pip install nixl-cu12"
+    assert result.nixl_problem.reason == "not usable: transport='nixl'"
+    assert result.nixl_problem.fix == "pip install nixl-cu12"
 
 
 needs_nixl = pytest.mark.skipif(
@@ -180,16 +184,16 @@ needs_nixl = pytest.mark.skipif(
 
 
 @needs_nixl
-@pytest.mark.parametrize(("tls", "way"), [("tcp", "tcp/lo ("), ("tcp,cma", "cma/memory (")])
+@pytest.mark.parametrize(("tls", "route"), [("tcp", "tcp/lo ("), ("tcp,cma", "cma/memory (")])
 def test_nixl_is_measured_and_says_which_way_it_goes(
-    monkeypatch: pytest.MonkeyPatch, tls: str, way: str
+    monkeypatch: pytest.MonkeyPatch, tls: str, route: str
 ) -> None:
     monkeypatch.setenv("UCX_TLS", tls)
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
     report = transfers.examine(task(path="nixl"))
     finding = one(report, "nixl")
     assert report.ok, report.text()
-    assert f"58 pages verified; {way}" in finding.value
+    assert f"58 pages verified; {route}" in finding.value
     assert [each for each in report.measured if each in ("tcp", "nixl")] == ["nixl"]
 
 
@@ -248,7 +252,7 @@ def test_a_connection_that_is_cut_in_the_middle_ends_with_a_finding() -> None:
 
 KILLED = """
 import os, sys
-from kvconnect.doctor import peer_process, source
+from kvconnect.doctor import peer_process, peers
 
 asked = []
 
@@ -258,7 +262,7 @@ def die(self, peer, ask):
         os._exit(9)
     send(self, peer, ask)
 
-send, source.DoctorSource._send = source.DoctorSource._send, die
+send, peers.DoctorSource._send = peers.DoctorSource._send, die
 peer_process.main()
 """
 
@@ -286,13 +290,13 @@ def test_a_peer_that_falls_silent_ends_with_a_finding() -> None:
         reader._sizes = msgspec.structs.replace(SMALL, patience_s=0.3)
         proxy.stall()
         measured = reader.measure("tcp")
-    assert measured.failed == "nothing came from the other half for 0.3 s"
+    assert measured.failed == "the source sent nothing for 0.3 s"
 
 
-def test_a_half_whose_process_dies_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_whose_process_dies_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "LOG_ENV", {"PYTHONHOME": os.devnull})
     report = transfers.examine(task(path="all"))
-    finding = one(report, "halves")
+    finding = one(report, "peer process")
     assert finding.status == "fail"
     assert "the source's process died with 1" in finding.value
 
@@ -310,33 +314,33 @@ def test_a_half_whose_process_dies_is_a_finding(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_last_words_are_not_talk_of_ucx(log: str, words: str) -> None:
-    assert last_words(log).removeprefix("WARNING ") == words
+    assert last_error(log).removeprefix("WARNING ") == words
 
 
-def test_a_half_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    child = Child(task(), {})
-    with child:  # it was never told what to do
-        with pytest.raises(TransferFailed, match=r"the reader said nothing for 0\.01 s"):
-            child.line(Result, 0.01)
-        assert os.path.exists(f"/proc/{child.pid}")
-    assert not os.path.exists(f"/proc/{child.pid}")
+def test_a_peer_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = PeerProcess(task(), {})
+    with process:  # it was never told what to do
+        with pytest.raises(TransferFailed, match=r"the reader wrote nothing for 0\.01 s"):
+            process.read_line(Result, 0.01)
+        assert os.path.exists(f"/proc/{process.pid}")
+    assert not os.path.exists(f"/proc/{process.pid}")
 
 
 def test_cuda_without_a_device_is_refused() -> None:
     if not cuda_unavailable_reason():
         pytest.skip("needs a machine without CUDA")
     with pytest.raises(ConfigError, match="use --device cpu"):
-        make_area("cuda", 4096)
-    assert make_area("cpu", 4096).snapshot() == bytes(4096)
+        make_buffer("cuda", 4096)
+    assert make_buffer("cpu", 4096).snapshot() == bytes(4096)
 
 
 # Pages that are not what they should be ----------------------------------------------------------
 
 
-class Flipping(HostArea):
+class Flipping(HostBuffer):
     """Gives one byte of what it sends another value, before any digest is taken."""
 
-    def __init__(self, real: HostArea) -> None:
+    def __init__(self, real: HostBuffer) -> None:
         super().__init__(real.nbytes)
 
     def outgoing(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
@@ -374,19 +378,19 @@ def test_no_two_grains_of_the_pattern_are_alike() -> None:
 
 # The exchange ------------------------------------------------------------------------------------
 
-MESSAGES: list[Message] = [
+MESSAGES: list[DoctorMessage] = [
     DoctorHello(4096, "cpu"),
     TransferRequest(1, 4096, [0, 5]),
-    GetCpu(),
-    Cpu(1.5),
-    GetLink(2, 1 << 20),
-    LinkPort(7000, bytes(16)),
-    No("because"),
+    CpuRequest(),
+    CpuSeconds(1.5),
+    SocketTestRequest(2, 1 << 20),
+    SocketTestPort(7000, bytes(16)),
+    SourceClosed("because"),
 ]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
-def test_messages_arrive_as_they_were(message: Message) -> None:
+def test_messages_arrive_as_they_were(message: DoctorMessage) -> None:
     assert decode(encode(message)) == message
 
 
@@ -400,38 +404,44 @@ def test_messages_arrive_as_they_were(message: Message) -> None:
         TransferRequest(1, 4096, []),
         TransferRequest(1, 4096, [-1]),
         TransferRequest(1, 4096, [0] * ((1 << 16) + 1)),
-        GetLink(0, 1),
-        GetLink(17, 1),
-        GetLink(1, 1 << 33),
-        LinkPort(0, bytes(16)),
-        LinkPort(1, b"short"),
+        SocketTestRequest(0, 1),
+        SocketTestRequest(17, 1),
+        SocketTestRequest(1, 1 << 33),
+        SocketTestPort(0, bytes(16)),
+        SocketTestPort(1, b"short"),
     ],
 )
-def test_numbers_out_of_range_are_refused(message: Message) -> None:
+def test_numbers_out_of_range_are_refused(message: DoctorMessage) -> None:
     with pytest.raises(ProtocolError):
         decode(encode(message))
 
 
-@pytest.mark.parametrize("note", [b"", b"\xc1", b"hello", bytes((1 << 20) + 1)])
-def test_what_is_no_message_is_refused(note: bytes) -> None:
+@pytest.mark.parametrize("payload", [b"", b"\xc1", b"hello", bytes((1 << 20) + 1)])
+def test_what_is_no_message_is_refused(payload: bytes) -> None:
     with pytest.raises(ProtocolError):
-        decode(note)
+        decode(payload)
 
 
 @pytest.mark.parametrize(
-    ("note", "reason"),
+    ("payload", "reason"),
     [
-        (encode(TransferRequest(1, 64 << 10, [64])), "page 64 does not exist, there are 64"),
-        (encode(DoctorHello(1, "cpu", version=2)), "version 2 of the exchange there, 1 here"),
-        (encode(Cpu(1.0)), "a Cpu that nobody asked for"),
+        (
+            encode(TransferRequest(1, 64 << 10, [64])),
+            "page 64 does not exist; the test buffer has 64",
+        ),
+        (
+            encode(DoctorHello(1, "cpu", version=2)),
+            "version 2 of the doctor's protocol, this side 1",
+        ),
+        (encode(CpuSeconds(1.0)), "unexpected message CpuSeconds"),
         (b"engine", "cannot be read"),
     ],
 )
-def test_a_reader_that_breaks_the_rules_is_told_why(note: bytes, reason: str) -> None:
+def test_a_reader_that_breaks_the_rules_is_told_why(payload: bytes, reason: str) -> None:
     with served() as source:
         with reading(source.port) as reader:
-            reader._transport.submit(PeerMessage(reader._peer, note))
-            with pytest.raises(TransferFailed, match=f"hung up: .*{reason}"):
+            reader._transport.submit(PeerMessage(reader._peer, payload))
+            with pytest.raises(TransferFailed, match=f"closed the connection: .*{reason}"):
                 reader._cpu_s()
         with reading(source.port) as reader:  # the next one is served
             assert reader._cpu_s() > 0
@@ -467,8 +477,8 @@ class Answering:
     ("answer", "reason"),
     [
         (b"an engine", "cannot be read"),
-        (encode(Cpu(1.0)), "a Cpu instead of a Hello"),
-        (encode(DoctorHello(4096, "cpu", version=7)), "version 7 of the exchange there"),
+        (encode(CpuSeconds(1.0)), "message CpuSeconds instead of DoctorHello"),
+        (encode(DoctorHello(4096, "cpu", version=7)), "version 7 of the doctor's protocol"),
     ],
 )
 def test_something_else_at_the_address_is_named(answer: bytes, reason: str) -> None:
@@ -484,38 +494,38 @@ def test_something_else_at_the_address_is_named(answer: bytes, reason: str) -> N
 
 
 def test_plain_sockets_are_measured() -> None:
-    server = LinkServer(LOOP, 2, 3_000_000)
+    server = SocketTestServer(LOOP, 2, 3_000_000)
     try:
         address = (LOOP, server.port)
-        assert measure_link(address, server.word, [3_000_000, 3_000_000], 2) > 0
+        assert measure_sockets(address, server.word, [3_000_000, 3_000_000], 2) > 0
     finally:
         server.close()
 
 
 def test_plain_sockets_serve_only_who_knows_the_word() -> None:
-    server = LinkServer(LOOP, 1, 1000)
+    server = SocketTestServer(LOOP, 1, 1000)
     try:
         with pytest.raises(OSError):
-            measure_link((LOOP, server.port), bytes(16), [1000], 1)
+            measure_sockets((LOOP, server.port), bytes(16), [1000], 1)
     finally:
         server.close()
 
 
 def test_plain_sockets_that_nobody_uses_end_when_told() -> None:
     before = threading.active_count()
-    server = LinkServer(LOOP, 2, 1000)
+    server = SocketTestServer(LOOP, 2, 1000)
     assert threading.active_count() == before + 2
     server.close()
     assert threading.active_count() == before
 
 
 def test_a_refused_reader_is_told_apart_from_a_broken_one() -> None:
-    area = HostArea(SMALL.area_bytes)
+    area = HostBuffer(SMALL.buffer_bytes)
     link = make_transport("tcp", Security(), ConnectionOptions())
     link.register(area.memory)
     try:
         with pytest.raises(Refused) as refusal:
-            DoctorReader(link, area, SMALL).meet("192.0.2.1", 7000)
+            DoctorReader(link, area, SMALL).connect("192.0.2.1", 7000)
         assert refusal.value.field == "address"
     finally:
         link.close()

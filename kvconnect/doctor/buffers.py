@@ -1,4 +1,4 @@
-"""Memory whose every page says which page it is, as the two halves move it."""
+"""Test buffers: memory in which every page contains its own number."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from kvconnect.errors import ConfigError
 from kvconnect.transport.base import Memory, MemoryRegion, PageChunk, Unit
 
 GRAIN_BYTES = 4 << 10
-"""Each piece of this size begins with its own number, so no two pages are alike."""
+"""Every this many bytes stands a running number, so no two pages are equal."""
 
 MAX_DEVICE = 64
-"""Characters of a device's name."""
+"""Maximum length of a device's name, in characters."""
 
 _TILE_BYTES = 1 << 20
 _NUMBER = struct.Struct("<Q")
 
 
 def pattern(nbytes: int) -> bytearray:
-    """Return the contents of an area, the same wherever it is computed."""
+    """Return the contents of a test buffer, the same on every machine."""
     tile = random.Random(0).randbytes(min(nbytes, _TILE_BYTES))
     content = bytearray(tile * (nbytes // len(tile) + 1))[:nbytes]
     for number, start in enumerate(range(0, nbytes - _NUMBER.size + 1, GRAIN_BYTES)):
@@ -33,14 +33,14 @@ def pattern(nbytes: int) -> bytearray:
 
 
 def page_unit(page_bytes: int) -> Unit:
-    """Return the unit whose wire blocks are pages that lie one after the other."""
+    """Return the unit whose wire blocks are consecutive pages."""
     return Unit(array("q", [0, page_bytes, page_bytes]), 1, page_bytes)
 
 
 def differing(
     found: bytes, expected: bytearray, page_bytes: int, pages: Sequence[tuple[int, int]]
 ) -> int:
-    """Return how many of the pages ``(here, there)`` are not in ``found`` what they should be."""
+    """Return how many of the pages ``(here, there)`` differ between ``found`` and ``expected``."""
     view = memoryview(expected)
     return sum(
         found[here * page_bytes : (here + 1) * page_bytes]
@@ -49,22 +49,22 @@ def differing(
     )
 
 
-class PageArea(Protocol):
-    """Memory with pages. ``memory`` is how a transport reaches it, ``device`` its name."""
+class PatternBuffer(Protocol):
+    """Memory with pages. A transport reaches it through ``memory``; ``device`` is a name."""
 
     device: str
     nbytes: int
     memory: Memory
 
     def fill(self, content: bytes | bytearray) -> None:
-        """Put ``content``, of ``nbytes``, into it."""
+        """Write ``content``, of ``nbytes``, to the whole buffer."""
 
     def snapshot(self) -> bytes:
-        """Return what it holds."""
+        """Return a copy of the contents."""
 
 
-class HostArea:
-    """In CPU memory; sent from and received into in place, as an engine's cache on a CPU is."""
+class HostBuffer:
+    """Test buffer in CPU memory, used in place like the cache of an engine on a CPU."""
 
     device = "cpu"
 
@@ -92,8 +92,8 @@ class HostArea:
     incoming = outgoing
 
 
-class DeviceArea:
-    """On the first CUDA device; reached as an engine's cache there is."""
+class DeviceBuffer:
+    """Test buffer on the first CUDA device, staged like the cache of an engine there."""
 
     def __init__(self, nbytes: int) -> None:
         import torch
@@ -116,22 +116,22 @@ class DeviceArea:
         return ctypes.string_at(host.data_ptr(), self.nbytes)
 
 
-def make_area(device: str, nbytes: int) -> PageArea:
-    """Return zeroed memory on ``cpu`` or ``cuda``.
+def make_buffer(device: str, nbytes: int) -> PatternBuffer:
+    """Return a zeroed test buffer on ``cpu`` or ``cuda``.
 
     Raises:
-        ConfigError: there is no CUDA device that torch can use.
+        ConfigError: torch can use no CUDA device.
     """
     if device == "cpu":
-        return HostArea(nbytes)
+        return HostBuffer(nbytes)
     reason = cuda_unavailable_reason()
     if reason:
         raise ConfigError("device", device, f"{reason}; use --device cpu")
-    return DeviceArea(nbytes)
+    return DeviceBuffer(nbytes)
 
 
 def cuda_unavailable_reason() -> str:
-    """Return why torch can use no CUDA device here; empty if it can. Imports torch."""
+    """Return why torch can use no CUDA device; empty if it can. Imports torch."""
     try:
         import torch
     except (ImportError, OSError) as error:

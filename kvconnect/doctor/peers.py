@@ -1,0 +1,362 @@
+"""The two peers of ``doctor transport``: a source that answers, and a reader that measures."""
+
+from __future__ import annotations
+
+import logging
+import random
+import statistics
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import msgspec
+
+from kvconnect.doctor.buffers import GRAIN_BYTES, PatternBuffer, differing, page_unit, pattern
+from kvconnect.doctor.exchange import (
+    VERSION,
+    CpuRequest,
+    CpuSeconds,
+    DoctorHello,
+    DoctorMessage,
+    SocketTestPort,
+    SocketTestRequest,
+    SocketTestServer,
+    SourceClosed,
+    TransferRequest,
+    decode,
+    encode,
+    measure_sockets,
+)
+from kvconnect.errors import ProtocolError, Refused, TransferFailed
+from kvconnect.transport.base import (
+    Disconnect,
+    Event,
+    IncomingPages,
+    MessageReceived,
+    OutgoingPages,
+    PagesReceived,
+    PeerDown,
+    PeerId,
+    PeerMessage,
+    PeerUp,
+    Transport,
+)
+
+logger = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=DoctorMessage)
+
+IDLE_S = 60.0
+"""Time without a request after which the source closes a reader's connection."""
+
+_SOURCE_POLL_S = 0.2
+_READER_POLL_S = 0.1
+_MAX_REASON = 1000
+_MIB = 1 << 20
+
+
+def _check_version(hello: DoctorHello) -> None:
+    if hello.version != VERSION:
+        text = f"peer has version {hello.version} of the doctor's protocol, this side {VERSION}"
+        raise ProtocolError(f"{text}: use the same kvconnect on both sides")
+
+
+class DoctorSource:
+    """Answers one reader at a time, whenever ``step`` is called. For one thread.
+
+    ``buffer`` must be registered with ``transport``, which the caller closes. A second reader is
+    rejected, because two measurements at a time disturb each other.
+    """
+
+    def __init__(self, transport: Transport, buffer: PatternBuffer, host: str) -> None:
+        self._transport = transport
+        self._buffer = buffer
+        self._host = host
+        self._peer: PeerId | None = None
+        self._socket_test: SocketTestServer | None = None
+        self._last_message = 0.0
+        buffer.fill(pattern(buffer.nbytes))
+
+    def serve(self, ended: Callable[[], bool]) -> None:
+        """Answer until ``ended`` returns true; it is called several times a second."""
+        while not ended():
+            self.step(_SOURCE_POLL_S)
+
+    def step(self, timeout: float) -> None:
+        """Answer pending events, waiting up to ``timeout`` seconds for one."""
+        for event in self._transport.poll(timeout):
+            self._handle(event)
+        if self._peer is not None and time.monotonic() - self._last_message > IDLE_S:
+            self._disconnect(self._peer, f"no request for {IDLE_S:g} s")
+
+    def close(self) -> None:
+        """Close the socket test; the transport stays open."""
+        if self._socket_test:
+            self._socket_test.close()
+            self._socket_test = None
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, PeerUp):
+            if self._peer is not None:
+                self._disconnect(event.peer, "busy with another reader; try again later")
+                return
+            logger.info("reader %s connected", event.address)
+            self._peer, self._last_message = event.peer, time.monotonic()
+        elif isinstance(event, PeerDown) and event.peer == self._peer:
+            logger.info("reader disconnected: %s", event.reason)
+            self._peer = None
+            self.close()
+        elif isinstance(event, MessageReceived) and event.peer == self._peer:
+            self._last_message = time.monotonic()
+            try:
+                self._answer(event.peer, decode(event.payload))
+            except (ProtocolError, OSError) as error:
+                self._disconnect(event.peer, str(error))
+
+    def _answer(self, peer: PeerId, message: DoctorMessage) -> None:
+        if isinstance(message, TransferRequest):
+            self._send(peer, message)
+        elif isinstance(message, CpuRequest):
+            self._reply(peer, CpuSeconds(time.process_time()))
+        elif isinstance(message, SocketTestRequest):
+            self.close()
+            self._socket_test = SocketTestServer(self._host, message.connections, message.nbytes)
+            self._reply(peer, SocketTestPort(self._socket_test.port, self._socket_test.word))
+        elif isinstance(message, DoctorHello):
+            _check_version(message)
+            self._reply(peer, DoctorHello(self._buffer.nbytes, self._buffer.device))
+        else:
+            raise ProtocolError(f"unexpected message {type(message).__name__}")
+
+    def _send(self, peer: PeerId, request: TransferRequest) -> None:
+        pages = self._buffer.nbytes // request.page_bytes
+        if max(request.ids) >= pages:
+            raise ProtocolError(
+                f"page {max(request.ids)} does not exist; the test buffer has {pages}"
+            )
+        unit = page_unit(request.page_bytes)
+        self._transport.submit(
+            OutgoingPages(peer, request.want, 0, unit, 0, array("q", request.ids))
+        )
+
+    def _reply(self, peer: PeerId, message: DoctorMessage) -> None:
+        self._transport.submit(PeerMessage(peer, encode(message)))
+
+    def _disconnect(self, peer: PeerId, reason: str) -> None:
+        # PeerDown always follows, and frees the peer.
+        logger.info("closing the connection: %s", reason)
+        self._reply(peer, SourceClosed(reason[:_MAX_REASON]))
+        self._transport.submit(Disconnect(peer, reason))
+
+
+class Sizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Sizes and limits of a measurement.
+
+    Attributes:
+        buffer_bytes: test buffer on each side; its random pages are moved, so caches hold few.
+        page_bytes, round_bytes: of one page, and of all pages of one request.
+        rounds: rounds that count, after one warm-up round.
+        budget_s: no round begins after this time, for slow links.
+        trips: single pages of 4 KiB, moved to measure latency.
+        patience_s: longest time without an event before the measurement fails.
+    """
+
+    buffer_bytes: int = 128 * _MIB
+    page_bytes: int = 64 << 10
+    round_bytes: int = 64 * _MIB
+    rounds: int = 5
+    budget_s: float = 10.0
+    trips: int = 200
+    patience_s: float = 15.0
+
+
+class PathMeasurement(msgspec.Struct):
+    """The figures of one path.
+
+    Attributes:
+        bytes_per_s: median of the rounds.
+        page_s: median time from the request for a page of 4 KiB until it is usable.
+        cpu_s_per_gb: of both processes together, per 1e9 bytes.
+        verified: pages compared byte for byte with the expected contents.
+        wrong: verified pages that differ.
+        bad: pages with a wrong digest, as the transport reports.
+        failed: why the measurement ended early; empty if it is complete.
+    """
+
+    path: str
+    bytes_per_s: float = 0.0
+    page_s: float = 0.0
+    cpu_s_per_gb: float = 0.0
+    verified: int = 0
+    wrong: int = 0
+    bad: int = 0
+    failed: str = ""
+
+
+class DoctorReader:
+    """Measures one source. For one thread; every wait ends within ``patience_s``.
+
+    ``buffer`` must be registered with ``transport``, which the caller closes.
+
+    All methods raise :class:`TransferFailed` if the source is gone or sends nothing in time,
+    :class:`Refused` if the handshake rejects it, and :class:`ProtocolError` if it is no source.
+    """
+
+    def __init__(self, transport: Transport, buffer: PatternBuffer, sizes: Sizes) -> None:
+        self._transport = transport
+        self._buffer = buffer
+        self._sizes = sizes
+        self._random = random.Random(1)
+        self._expected = pattern(buffer.nbytes)
+        self._zeros = bytes(buffer.nbytes)
+        self._shared_bytes = buffer.nbytes
+        self._reads = 0
+        self._peer = PeerId(0)
+        self._pending: deque[Event] = deque()
+
+    def connect(self, host: str, port: int) -> tuple[PeerUp, DoctorHello]:
+        """Connect to a source; return the connection's event and the source's hello."""
+        self._peer = self._transport.connect(host, port)
+        up = next(event for event in self._events() if isinstance(event, PeerUp))
+        hello = self._ask(DoctorHello(self._buffer.nbytes, self._buffer.device), DoctorHello)
+        _check_version(hello)
+        self._shared_bytes = min(hello.area_bytes, self._buffer.nbytes)
+        return up, hello
+
+    def measure_sockets(self, host: str, connections: int) -> float:
+        """Return the bytes per second of plain sockets between the same hosts.
+
+        Raises:
+            OSError: a socket cannot connect, or breaks.
+        """
+        nbytes = self._sizes.round_bytes // connections
+        test = self._ask(SocketTestRequest(connections, nbytes), SocketTestPort)
+        return measure_sockets((host, test.port), test.word, [nbytes] * connections, 3)
+
+    def measure(self, path: str) -> PathMeasurement:
+        """Move pages on a path. A failure ends the measurement and is in the result."""
+        result = PathMeasurement(path)
+        try:
+            self._rounds(result)
+            if not (result.wrong or result.bad):
+                self._trips(result)
+        except (TransferFailed, ProtocolError, Refused) as error:
+            result.failed = str(error)
+        return result
+
+    def _rounds(self, result: PathMeasurement) -> None:
+        sizes = self._sizes
+        count = sizes.round_bytes // sizes.page_bytes
+        rates, cpu_s = [], 0.0
+        ends = time.monotonic() + sizes.budget_s
+        for number in range(sizes.rounds + 1):
+            pages = self._pick(sizes.page_bytes, count)
+            self._buffer.fill(self._zeros)
+            before = self._cpu_s()
+            seconds = self._move(result, sizes.page_bytes, pages)
+            if number:
+                cpu_s += self._cpu_s() - before
+                rates.append(sizes.round_bytes / seconds)
+            self._verify(result, sizes.page_bytes, pages)
+            if rates and time.monotonic() > ends:
+                break
+        result.bytes_per_s = statistics.median(rates)
+        result.cpu_s_per_gb = cpu_s / (len(rates) * sizes.round_bytes) * 1e9
+
+    def _trips(self, result: PathMeasurement) -> None:
+        count = min(self._sizes.trips, self._shared_bytes // GRAIN_BYTES)
+        pages = self._pick(GRAIN_BYTES, count)
+        self._buffer.fill(self._zeros)
+        ends = time.monotonic() + self._sizes.budget_s
+        seconds = []
+        for page in pages:
+            seconds.append(self._move(result, GRAIN_BYTES, [page]))
+            if time.monotonic() > ends:
+                break
+        self._verify(result, GRAIN_BYTES, pages[: len(seconds)])
+        result.page_s = statistics.median(seconds)
+
+    def _pick(self, page_bytes: int, count: int) -> list[tuple[int, int]]:
+        """Return pairs of page numbers (here, there), each page at most once."""
+        here = self._random.sample(range(self._buffer.nbytes // page_bytes), count)
+        there = self._random.sample(range(self._shared_bytes // page_bytes), count)
+        return list(zip(here, there, strict=True))
+
+    def _move(
+        self, result: PathMeasurement, page_bytes: int, pages: list[tuple[int, int]]
+    ) -> float:
+        """Read pages; return the seconds from the request until all are usable."""
+        self._reads += 1
+        here = array("q", (page for page, _ in pages))
+        there = [page for _, page in pages]
+        peer, read_id, unit = self._peer, self._reads, page_unit(page_bytes)
+        started = time.perf_counter()
+        self._transport.submit(IncomingPages(peer, read_id, [unit], [(0, here)], path=result.path))
+        self._send(TransferRequest(read_id, page_bytes, there))
+        left = len(pages)
+        for event in self._events():
+            if isinstance(event, PagesReceived) and event.read_id == read_id:
+                left -= event.count
+                result.bad += len(event.bad)
+                if left == 0:
+                    break
+        seconds = time.perf_counter() - started
+        self._transport.cancel(peer, read_id)
+        return seconds
+
+    def _verify(
+        self, result: PathMeasurement, page_bytes: int, pages: list[tuple[int, int]]
+    ) -> None:
+        found = self._buffer.snapshot()
+        result.wrong += differing(found, self._expected, page_bytes, pages)
+        result.verified += len(pages)
+
+    def _cpu_s(self) -> float:
+        """CPU seconds of both processes so far."""
+        return self._ask(CpuRequest(), CpuSeconds).seconds + time.process_time()
+
+    def _ask(self, message: DoctorMessage, kind: type[M]) -> M:
+        self._send(message)
+        for event in self._events():
+            if isinstance(event, MessageReceived):
+                answer = decode(event.payload)
+                if isinstance(answer, kind):
+                    return answer
+                raise ProtocolError(f"message {type(answer).__name__} instead of {kind.__name__}")
+        raise TransferFailed("the source did not answer")
+
+    def _send(self, message: DoctorMessage) -> None:
+        self._transport.submit(PeerMessage(self._peer, encode(message)))
+
+    def _events(self) -> Iterator[Event]:
+        """Yield the source's events; raise if it is gone or sends nothing for ``patience_s``."""
+        patience_s = self._sizes.patience_s
+        deadline = time.monotonic() + patience_s
+        while self._pending or time.monotonic() < deadline:
+            if not self._pending:
+                events = self._transport.poll(_READER_POLL_S)
+                self._pending.extend(event for event in events if event.peer == self._peer)
+                continue
+            event = self._pending.popleft()
+            if isinstance(event, PeerDown):
+                _raise_down(event)
+            _raise_closed(event)
+            if isinstance(event, MessageReceived | PagesReceived | PeerUp):
+                deadline = time.monotonic() + patience_s
+            yield event
+        raise TransferFailed(f"the source sent nothing for {patience_s:g} s")
+
+
+def _raise_down(event: PeerDown) -> None:
+    if event.refused:
+        raise Refused(event.refused, event.reason)
+    raise TransferFailed(f"the connection is gone: {event.reason}")
+
+
+def _raise_closed(event: Event) -> None:
+    if isinstance(event, MessageReceived) and isinstance(
+        answer := decode(event.payload), SourceClosed
+    ):
+        raise TransferFailed(f"the source closed the connection: {answer.reason}")
