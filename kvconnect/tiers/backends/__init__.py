@@ -13,7 +13,7 @@ from kvconnect.tiers.backends.base import BlockOutcome, Store, Usage
 from kvconnect.types import Tier
 
 if TYPE_CHECKING:
-    from kvconnect.tiers.backends.remote import Keys
+    from kvconnect.tiers.backends.remote import RecordKeys
 
 __all__ = [
     "ENTRY_POINTS",
@@ -35,7 +35,7 @@ ENTRY_POINTS = "kvconnect.stores"
 
 
 def make_store(
-    kind: str, settings: Mapping[str, object], fingerprint: bytes, keys: Keys | None = None
+    kind: str, settings: Mapping[str, object], fingerprint: bytes, keys: RecordKeys | None = None
 ) -> Store:
     """Return a new store of a kind; nothing of the others is loaded.
 
@@ -66,7 +66,7 @@ def make_store(
 
 
 def make_remote(
-    settings: Mapping[str, object], fingerprint: bytes, keys: Keys | None = None
+    settings: Mapping[str, object], fingerprint: bytes, keys: RecordKeys | None = None
 ) -> Store:
     """Return a store as a user describes it, with its ``kind`` among the settings.
 
@@ -90,7 +90,7 @@ def make_tiers(makers: Mapping[Tier, Callable[[], Store]]) -> dict[Tier, Store]:
 
 
 def _make_large(
-    kind: str, settings: Mapping[str, object], fingerprint: bytes, keys: Keys | None
+    kind: str, settings: Mapping[str, object], fingerprint: bytes, keys: RecordKeys | None
 ) -> Store:
     """Return a store that needs packages which may be missing; raise :class:`ImportError`."""
     if kind == "disk":

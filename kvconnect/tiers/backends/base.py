@@ -153,7 +153,7 @@ def parse_settings(kind: type[S], settings: Mapping[str, object], sizes: Sequenc
         raise ConfigError(missing, settings.get(missing), str(error)) from error
 
 
-class Budget:
+class WriteBudget:
     """A bound on the bytes written per day; 0 is none. Threads: any.
 
     What is not used is saved up for an hour, so a day sees at most a twenty-fourth more. One
@@ -195,13 +195,13 @@ class InFlightGuard:
     def enter(self) -> Iterator[bool]:
         """Be inside during the context, if this yields True."""
         with self._changed:
-            let_in = not self.closed
-            self._inside += let_in
+            entered = not self.closed
+            self._inside += entered
         try:
-            yield let_in
+            yield entered
         finally:
             with self._changed:
-                self._inside -= let_in
+                self._inside -= entered
                 self._changed.notify_all()
 
     def close(self) -> bool:
@@ -235,7 +235,7 @@ class StoreMeter:
             with self._lock:
                 self._stats.record_transfer(kind, nbytes, seconds)
 
-    def ended(self, outcomes: Iterable[BlockOutcome]) -> None:
+    def count_failed(self, outcomes: Iterable[BlockOutcome]) -> None:
         """Count the blocks of a call that failed, by why."""
         failed = [found for found in outcomes if found not in _QUIET]
         if failed:
@@ -266,7 +266,7 @@ class PagePool:
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []
 
-    def lend(self, nbytes: int) -> mmap.mmap:
+    def acquire(self, nbytes: int) -> mmap.mmap:
         """Return memory of at least so many bytes; what is in it is unknown."""
         with contextlib.suppress(IndexError):
             memory = self._free.pop()
@@ -278,16 +278,16 @@ class PagePool:
             memory.madvise(mmap.MADV_DONTFORK)
         return memory
 
-    def give_back(self, memory: mmap.mmap) -> None:
+    def release(self, memory: mmap.mmap) -> None:
         """Take memory back that nobody uses any more."""
         if len(self._free) < _POOLED:
             self._free.append(memory)
 
     @contextlib.contextmanager
-    def lent(self, nbytes: int) -> Iterator[memoryview]:
+    def borrow(self, nbytes: int) -> Iterator[memoryview]:
         """Lend just so many bytes, during the context."""
-        memory = self.lend(nbytes)
+        memory = self.acquire(nbytes)
         try:
             yield memoryview(memory)[:nbytes]
         finally:
-            self.give_back(memory)
+            self.release(memory)

@@ -83,10 +83,10 @@ class HeadShardedStore(Store):
                 not of a block.
         """
         self._inner = inner
-        self._cuts = [_cut(layout) for layout in layouts]
+        self._cuts = [_unit_layout(layout) for layout in layouts]
         self._group_of = group_of
         self._pool = PagePool()
-        self._turns = _Turns()
+        self._turns = _KeyLocks()
 
     def __repr__(self) -> str:
         return f"SlicedStore({self._inner!r}, {[len(cut.parts) for cut in self._cuts]} units)"
@@ -128,10 +128,10 @@ class HeadShardedStore(Store):
         self,
         keys: Sequence[bytes],
         buffers: Sequence[memoryview],
-        move: Callable[[_Cut, Sequence[bytes], Sequence[memoryview]], list[BlockOutcome]],
+        move: Callable[[_UnitLayout, Sequence[bytes], Sequence[memoryview]], list[BlockOutcome]],
     ) -> list[BlockOutcome]:
         """Move blocks, some at a time, all of one group; return what became of each."""
-        fitting: defaultdict[_Cut, list[int]] = defaultdict(list)
+        fitting: defaultdict[_UnitLayout, list[int]] = defaultdict(list)
         for number, cut in enumerate(self._cuts_of(keys)):
             if buffers[number].nbytes == cut.nbytes:
                 fitting[cut].append(number)
@@ -146,12 +146,12 @@ class HeadShardedStore(Store):
         return outcomes
 
     def _put(
-        self, cut: _Cut, keys: Sequence[bytes], payloads: Sequence[memoryview]
+        self, cut: _UnitLayout, keys: Sequence[bytes], payloads: Sequence[memoryview]
     ) -> list[BlockOutcome]:
         # Python gives no address of read-only memory.
         sources = [memoryview(bytearray(p)) if p.readonly else p for p in payloads]
         names = [name for key in keys for name in cut.names(key)]
-        with self._turns.taken(keys, alone=True), self._pool.lent(cut.room(len(keys))) as memory:
+        with self._turns.taken(keys, alone=True), self._pool.borrow(cut.room(len(keys))) as memory:
             cut.copy(_native.gather, memory, list(enumerate(sources)))
             units = _by_block(
                 self._inner.put(names, cut.records(memory, sources)), [cut] * len(keys)
@@ -162,10 +162,10 @@ class HeadShardedStore(Store):
         return [_worst(found) for found in units]
 
     def _get(
-        self, cut: _Cut, keys: Sequence[bytes], buffers: Sequence[memoryview]
+        self, cut: _UnitLayout, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> list[BlockOutcome]:
         names = [name for key in keys for name in cut.names(key)]
-        with self._pool.lent(cut.room(len(keys))) as memory:
+        with self._pool.borrow(cut.room(len(keys))) as memory:
             with self._turns.taken(keys, alone=False):
                 units = self._inner.get(names, cut.records(memory, buffers))
             outcomes = [_worst(found) for found in _by_block(units, [cut] * len(keys))]
@@ -173,7 +173,7 @@ class HeadShardedStore(Store):
             cut.copy(_native.scatter, memory, [(n, buffers[n]) for n in good])
         return outcomes
 
-    def _cuts_of(self, keys: Sequence[bytes]) -> list[_Cut]:
+    def _cuts_of(self, keys: Sequence[bytes]) -> list[_UnitLayout]:
         """Return the layout of each key's group; raise :class:`Misuse` where there is none."""
         groups = [self._group_of(key) for key in keys]
         for group in set(groups):
@@ -195,7 +195,7 @@ class _UnitPart:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Cut:
+class _UnitLayout:
     """A group's layout. While blocks move, memory has a place of ``place_bytes``, whole pages, for
     each unit that is not in one piece, block by block."""
 
@@ -244,7 +244,7 @@ class _Cut:
             move(area, arena, self.place_bytes, part.segments, ids, places)
 
 
-def _cut(layout: Sequence[HeadUnit]) -> _Cut:
+def _unit_layout(layout: Sequence[HeadUnit]) -> _UnitLayout:
     """Return what is needed to move blocks of a layout."""
     nbytes = sum(unit.nbytes for unit in layout)
     if not layout or len({unit.number for unit in layout}) < len(layout):
@@ -261,7 +261,7 @@ def _cut(layout: Sequence[HeadUnit]) -> _Cut:
         for unit in layout
     )
     largest = max(part.nbytes for part in parts)
-    return _Cut(
+    return _UnitLayout(
         nbytes=nbytes,
         parts=parts,
         copied=tuple(part for part in parts if part.start < 0),
@@ -269,7 +269,7 @@ def _cut(layout: Sequence[HeadUnit]) -> _Cut:
     )
 
 
-class _Turns:
+class _KeyLocks:
     """Keys that calls are at work on: many may read one, or one may write it. Threads: any.
 
     A wait lasts no longer than the calls that are ahead.
@@ -316,7 +316,7 @@ def _is_torn(outcomes: Sequence[BlockOutcome]) -> bool:
     }.isdisjoint(outcomes)
 
 
-def _by_block(found: Sequence[T], cuts: Sequence[_Cut]) -> list[list[T]]:
+def _by_block(found: Sequence[T], cuts: Sequence[_UnitLayout]) -> list[list[T]]:
     """Cut a list of one thing per unit into one list per block."""
     units = iter(found)
     return [list(islice(units, len(cut.parts))) for cut in cuts]

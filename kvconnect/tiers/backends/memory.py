@@ -22,7 +22,7 @@ from kvconnect.tiers.backends.base import (
 )
 
 
-class Kept(NamedTuple):
+class _StoredBlock(NamedTuple):
     """One block."""
 
     payload: bytes
@@ -40,7 +40,7 @@ class MemoryStore(Store):
         self._capacity = capacity
         self._hash = load_hash("store", "memory", "install xxhash")
         self._lock = threading.Lock()
-        self._blocks: OrderedDict[bytes, Kept] = OrderedDict()
+        self._blocks: OrderedDict[bytes, _StoredBlock] = OrderedDict()
         self._nbytes = 0
         self._meter = StoreMeter()
         self._closed = False
@@ -54,14 +54,14 @@ class MemoryStore(Store):
         check_buffers(keys, payloads, writable=False)
         with self._lock:
             outcomes = [self._put(*pair) for pair in zip(keys, payloads, strict=True)]
-        self._meter.ended(outcomes)
+        self._meter.count_failed(outcomes)
         return outcomes
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
         check_buffers(keys, buffers, writable=True)
         with self._lock:
             outcomes = [self._get(*pair) for pair in zip(keys, buffers, strict=True)]
-        self._meter.ended(outcomes)
+        self._meter.count_failed(outcomes)
         return outcomes
 
     def exists(self, keys: Sequence[bytes]) -> list[int]:
@@ -98,7 +98,7 @@ class MemoryStore(Store):
         while self._nbytes + payload.nbytes > self._capacity:
             self._drop(next(iter(self._blocks)))
             self._meter.evicted(1)
-        self._blocks[key] = Kept(bytes(payload), self._hash(payload))
+        self._blocks[key] = _StoredBlock(bytes(payload), self._hash(payload))
         self._nbytes += payload.nbytes
         return BlockOutcome.OK
 

@@ -16,7 +16,7 @@ import msgspec
 
 from kvconnect.errors import ConfigError, TransferFailed
 from kvconnect.tiers.backends.base import BlockOutcome, parse_settings
-from kvconnect.tiers.backends.remote import Keys, RemoteStore, Server
+from kvconnect.tiers.backends.remote import RecordKeys, RemoteStore, Server
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class MooncakeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_mooncake_store(
-    settings: Mapping[str, object], fingerprint: bytes, keys: Keys | None = None
+    settings: Mapping[str, object], fingerprint: bytes, keys: RecordKeys | None = None
 ) -> RemoteStore:
     """Return a store with the settings of :class:`MooncakeOptions`.
 
@@ -97,7 +97,7 @@ class MooncakeServer(Server):
         self._library = library
         self._client: Any = None
         self._connecting = threading.Lock()
-        self._names = _Names()
+        self._names = _NameLocks()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvconnect-mooncake")
 
     def __repr__(self) -> str:
@@ -224,7 +224,7 @@ class MooncakeServer(Server):
         return client
 
 
-class _Names:
+class _NameLocks:
     """Gives names to one call at a time. Threads: any.
 
     The store writes new bytes of the same length over the old ones: who reads meanwhile gets a

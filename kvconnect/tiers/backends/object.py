@@ -16,7 +16,7 @@ from obstore.store import LocalStore, from_url
 
 from kvconnect.errors import ConfigError, TransferFailed
 from kvconnect.tiers.backends.base import BlockOutcome, parse_settings
-from kvconnect.tiers.backends.remote import Keys, RemoteStore, Server
+from kvconnect.tiers.backends.remote import RecordKeys, RemoteStore, Server
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class ObjectOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_object_store(
-    settings: Mapping[str, object], fingerprint: bytes, keys: Keys | None = None
+    settings: Mapping[str, object], fingerprint: bytes, keys: RecordKeys | None = None
 ) -> RemoteStore:
     """Return a store with the settings of :class:`ObjectOptions`.
 

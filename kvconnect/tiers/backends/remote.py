@@ -84,7 +84,7 @@ class RemoteStore(Store):
         prefix: str,
         fingerprint: bytes,
         clock: Callable[[], float] = time.monotonic,
-        keys: Keys | None = None,
+        keys: RecordKeys | None = None,
     ) -> None:
         self._server = server
         self._seal: Seal = Mac(keys) if keys else Digest()
@@ -92,11 +92,11 @@ class RemoteStore(Store):
         self._clock = clock
         self._meter = StoreMeter()
         self._breaker = CircuitBreaker(1, trial_factor=2)
-        self._gate = InFlightGuard()
+        self._in_flight = InFlightGuard()
         self._pool = PagePool()
 
     def __repr__(self) -> str:
-        state = "closed" if self._gate.closed else "open"
+        state = "closed" if self._in_flight.closed else "open"
         return f"RemoteStore({self._server!r}, {self._prefix}, {state})"
 
     def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
@@ -131,18 +131,18 @@ class RemoteStore(Store):
             outcomes = [found] * len(keys)
         else:
             outcomes = [BlockOutcome.OK if there else BlockOutcome.ABSENT for there in found]
-        self._meter.ended(outcomes)
+        self._meter.count_failed(outcomes)
         return outcomes
 
     def usage(self) -> Usage:
-        available = not self._gate.closed and self._breaker.allows(self._clock())
+        available = not self._in_flight.closed and self._breaker.allows(self._clock())
         return Usage(-1, 0, 0, available)
 
     def take_stats(self) -> OffloadingConnectorStats | None:
         return self._meter.take()
 
     def close(self) -> None:
-        if self._gate.close() and self._gate.wait(_CLOSE_S):
+        if self._in_flight.close() and self._in_flight.wait(_CLOSE_S):
             self._server.close()
 
     def _ask(
@@ -156,8 +156,8 @@ class RemoteStore(Store):
 
     def _call(self, call: Callable[[], T]) -> T | BlockOutcome:
         """Return what the server says, or why it was not asked or did not answer."""
-        with self._gate.enter() as let_in:
-            if not let_in or not self._breaker.enter(self._clock()):
+        with self._in_flight.enter() as entered:
+            if not entered or not self._breaker.enter(self._clock()):
                 return BlockOutcome.UNAVAILABLE
             try:
                 answer = call()
@@ -172,7 +172,7 @@ class RemoteStore(Store):
         last = dict(zip(keys, payloads, strict=True))  # servers may be sent values in any order
         names = self._names(list(last))
         sizes = [self._seal.nbytes + payload.nbytes for payload in last.values()]
-        with self._pool.lent(sum(sizes)) as memory:
+        with self._pool.borrow(sum(sizes)) as memory:
             values, at = [], 0
             for name, (key, payload), size in zip(names, last.items(), sizes, strict=True):
                 value = memory[at : at + size]
@@ -214,7 +214,7 @@ class RemoteStore(Store):
         outcomes: Sequence[BlockOutcome],
         started: float,
     ) -> None:
-        self._meter.ended(outcomes)
+        self._meter.count_failed(outcomes)
         moved = (b.nbytes for b, o in zip(buffers, outcomes, strict=True) if o is BlockOutcome.OK)
         self._meter.moved(kind, sum(moved), time.perf_counter() - started)
 
@@ -238,7 +238,7 @@ def _parts(lengths: Sequence[int]) -> Iterator[slice]:
 # name. hashlib lets go of the GIL for it.
 
 
-Keys = Callable[[], tuple[bytes, tuple[bytes, ...]]]
+RecordKeys = Callable[[], tuple[bytes, tuple[bytes, ...]]]
 """Returns the key to seal with, and others that are good, too. Threads: any."""
 
 _FRONT = struct.Struct("<8sI")  # of every head: magic and length of the payload
@@ -246,7 +246,7 @@ _DIGEST = struct.Struct("<Q")
 _ID_BYTES, _MAC_BYTES = 4, 32
 
 
-class _What(NamedTuple):
+class _SealedFields(NamedTuple):
     """What a proof is about, beside the payload: the head before it, and names of the record."""
 
     front: bytes
@@ -265,7 +265,7 @@ class Seal(ABC):
     def head(self, name: str, key: bytes, payload: memoryview) -> bytes:
         """Return what goes before a payload."""
         front = _FRONT.pack(self._magic, payload.nbytes)
-        return front + self._proof(_What(front, name, key), payload)
+        return front + self._proof(_SealedFields(front, name, key), payload)
 
     def open(self, name: str, key: bytes, value: memoryview, buffer: memoryview) -> BlockOutcome:
         """Put a value's payload into a buffer; OK, SIZE or CORRUPT."""
@@ -284,15 +284,15 @@ class Seal(ABC):
         if magic != self._magic or length != there:
             return BlockOutcome.CORRUPT
         buffer[:] = value[self.nbytes :]  # first: others may be able to write to the value
-        what = _What(head[: _FRONT.size], name, key)
+        what = _SealedFields(head[: _FRONT.size], name, key)
         good = self._is_proven(head[_FRONT.size :], what, buffer)
         return BlockOutcome.OK if good else BlockOutcome.CORRUPT
 
     @abstractmethod
-    def _proof(self, what: _What, payload: memoryview) -> bytes: ...
+    def _proof(self, what: _SealedFields, payload: memoryview) -> bytes: ...
 
     @abstractmethod
-    def _is_proven(self, proof: bytes, what: _What, payload: memoryview) -> bool: ...
+    def _is_proven(self, proof: bytes, what: _SealedFields, payload: memoryview) -> bool: ...
 
 
 class Digest(Seal):
@@ -302,11 +302,11 @@ class Digest(Seal):
     nbytes = _FRONT.size + _DIGEST.size
     _magic = b"KVC-val\n"
 
-    def _proof(self, what: _What, payload: memoryview) -> bytes:
+    def _proof(self, what: _SealedFields, payload: memoryview) -> bytes:
         # Another key's block is not taken for it.
         return _DIGEST.pack(xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(what.key)))
 
-    def _is_proven(self, proof: bytes, what: _What, payload: memoryview) -> bool:
+    def _is_proven(self, proof: bytes, what: _SealedFields, payload: memoryview) -> bool:
         return proof == self._proof(what, payload)
 
 
@@ -317,14 +317,14 @@ class Mac(Seal):
     nbytes = _FRONT.size + _ID_BYTES + _MAC_BYTES
     _magic = b"KVC-mac\n"
 
-    def __init__(self, keys: Keys) -> None:
+    def __init__(self, keys: RecordKeys) -> None:
         self._keys = keys
 
-    def _proof(self, what: _What, payload: memoryview) -> bytes:
+    def _proof(self, what: _SealedFields, payload: memoryview) -> bytes:
         number, secret = _derived(self._keys()[0])
         return number + _mac(secret, what, payload)
 
-    def _is_proven(self, proof: bytes, what: _What, payload: memoryview) -> bool:
+    def _is_proven(self, proof: bytes, what: _SealedFields, payload: memoryview) -> bool:
         current, others = self._keys()
         number, mac = proof[:_ID_BYTES], proof[_ID_BYTES:]
         return any(
@@ -341,7 +341,7 @@ def _derived(key: bytes) -> tuple[bytes, bytes]:
     return blake2b(secret, digest_size=_ID_BYTES, person=b"kvc record key").digest(), secret
 
 
-def _mac(secret: bytes, what: _What, payload: memoryview) -> bytes:
+def _mac(secret: bytes, what: _SealedFields, payload: memoryview) -> bytes:
     name = what.name.encode()
     mac = blake2b(what.front, key=secret, digest_size=_MAC_BYTES)
     mac.update(_DIGEST.pack(len(name)) + name)

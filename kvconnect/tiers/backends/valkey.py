@@ -27,7 +27,7 @@ from valkey.retry import Retry
 
 from kvconnect.errors import ConfigError, TransferFailed
 from kvconnect.tiers.backends.base import BlockOutcome, parse_settings
-from kvconnect.tiers.backends.remote import Keys, RemoteStore, Server
+from kvconnect.tiers.backends.remote import RecordKeys, RemoteStore, Server
 
 _PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
@@ -84,7 +84,7 @@ class ValkeyOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_valkey_store(
-    settings: Mapping[str, object], fingerprint: bytes, keys: Keys | None = None
+    settings: Mapping[str, object], fingerprint: bytes, keys: RecordKeys | None = None
 ) -> RemoteStore:
     """Return a store with the settings of :class:`ValkeyOptions`.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvconnect.breaker import CircuitBreaker
-from kvconnect.tiers.backends.base import Budget
+from kvconnect.tiers.backends.base import WriteBudget
 
 
 def test_it_is_left_alone_after_failures_in_a_row() -> None:
@@ -51,15 +51,15 @@ def test_a_probe_that_nobody_reports_on_is_not_the_last() -> None:
 
 def test_a_budget_bounds_a_day() -> None:
     per_day = 24 * 3600 * 100
-    budget = Budget(per_day, 0.0)
+    budget = WriteBudget(per_day, 0.0)
     written = sum(1000 for second in range(86_400) if budget.spend(1000, float(second)))
     assert 0.99 * per_day < written <= per_day * 25 / 24 + 1000
     # Control: without a bound everything goes.
-    assert all(Budget(0, 0.0).spend(1 << 40, 0.0) for _ in range(3))
+    assert all(WriteBudget(0, 0.0).spend(1 << 40, 0.0) for _ in range(3))
 
 
 def test_a_batch_may_overdraw_a_budget_once() -> None:
-    budget = Budget(24 * 100, 0.0)  # an hour's is 100
+    budget = WriteBudget(24 * 100, 0.0)  # an hour's is 100
     assert budget.spend(1000, 0.0)
     assert not budget.spend(1, 3600.0 * 8)
     assert budget.spend(1, 3600.0 * 9.1)

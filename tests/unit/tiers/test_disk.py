@@ -118,7 +118,7 @@ def abandon(store: DiskStore) -> None:
     for segment in store._table.segments.values():
         segment.file.close()
     store._folder.close()
-    store._gate.close()
+    store._in_flight.close()
 
 
 def test_a_torn_record_is_found_and_dropped(opened: Open, tmp_path: Path) -> None:
@@ -507,7 +507,7 @@ def test_a_bad_spot_costs_one_block(opened: Open, monkeypatch: pytest.MonkeyPatc
     faulty = Faulty(monkeypatch, "preadv", errno.EIO)
     bad = store._table.find([keys[4]], 0.0)[0]
     assert bad is not None
-    store._table.give_back([bad])
+    store._table.release([bad])
     faulty.wrong = lambda offset: offset == bad.page * 4096 + 4096
     assert get(store, keys) == [OK] * 4 + [BlockOutcome.FAILED] + [OK] * 5
     faulty.code = 0
@@ -650,9 +650,9 @@ def test_whole_pages_move_straight_between_caller_and_disk(
 
 def test_nothing_but_records_gets_to_the_disk(opened: Open, tmp_path: Path) -> None:
     store = opened()
-    memory = store._pool.lend(1)
+    memory = store._pool.acquire(1)
     memory[:] = b"\xa5" * len(memory)  # what another call left there
-    store._pool.give_back(memory)
+    store._pool.release(memory)
     assert store.put([b"k"], [memoryview(b"x" * 5000)]) == [OK]
     written = segments(tmp_path)[0].read_bytes()
     assert b"x" * 5000 in written
@@ -692,7 +692,7 @@ def test_a_call_under_way_ends_before_the_files_are_closed(
     assert inside.wait(30)
     closer = threading.Thread(target=store.close)
     closer.start()
-    while not store._gate.closed:
+    while not store._in_flight.closed:
         pass
     assert get(store, [b"first"]) == [BlockOutcome.UNAVAILABLE]
     assert closer.is_alive()

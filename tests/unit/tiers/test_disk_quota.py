@@ -19,7 +19,7 @@ from kvconnect.tiers.backends import BlockOutcome, make_store
 from kvconnect.tiers.backends.disk import DiskOptions, DiskStore, files
 from kvconnect.tiers.backends.disk import folder as about
 from kvconnect.tiers.backends.disk.files import Directory
-from kvconnect.tiers.backends.disk.folder import recall
+from kvconnect.tiers.backends.disk.folder import read_format
 from kvconnect.tiers.backends.disk.segment import Segment
 from kvconnect.tiers.backends.disk.table import TenantQuota, record_bytes
 from tests.unit.tiers import disk_stores
@@ -59,7 +59,7 @@ def abandon(store: DiskStore) -> None:
     for segment in store._table.segments.values():
         segment.file.close()
     store._folder.close()
-    store._gate.close()
+    store._in_flight.close()
 
 
 def counted(store: DiskStore) -> dict[bytes, int]:
@@ -391,13 +391,16 @@ def test_a_store_writes_down_what_its_fingerprint_means(opened: Open, tmp_path: 
     store = opened(b"\x0a", about={"model": "org/model", "dtype": "bfloat16"})
     store.close()
     folder = tmp_path / "0"
-    assert recall(Directory(str(folder)), b"\x0a") == {"model": "org/model", "dtype": "bfloat16"}
+    assert read_format(Directory(str(folder)), b"\x0a") == {
+        "model": "org/model",
+        "dtype": "bfloat16",
+    }
     assert [path.name for path in (folder / "formats").iterdir()] == ["0a.json"]
-    assert recall(Directory(str(folder)), b"\x0b") == {}
+    assert read_format(Directory(str(folder)), b"\x0b") == {}
     opened(b"\x0a").close()  # says nothing, and takes nothing back
-    assert recall(Directory(str(folder)), b"\x0a")["model"] == "org/model"
+    assert read_format(Directory(str(folder)), b"\x0a")["model"] == "org/model"
     opened(b"\x0a", about={"model": "renamed"}).close()
-    assert recall(Directory(str(folder)), b"\x0a") == {"model": "renamed"}
+    assert read_format(Directory(str(folder)), b"\x0a") == {"model": "renamed"}
 
 
 @pytest.mark.parametrize(
@@ -409,15 +412,15 @@ def test_a_store_writes_down_what_its_fingerprint_means(opened: Open, tmp_path: 
         b'{"model": "\xff"}',
         b'{"model": "\\ud800"}',
         b'{"model":' + b"[" * 10_000,
-        b'{"model": "' + b"x" * about.MOST_ABOUT + b'"}',
+        b'{"model": "' + b"x" * about.MAX_FORMAT_BYTES + b'"}',
     ],
 )
 def test_what_is_written_there_is_not_trusted(opened: Open, tmp_path: Path, text: bytes) -> None:
     opened(b"\x0a", about={"model": "m"}).close()
     path = tmp_path / "0" / "formats" / "0a.json"
-    assert recall(Directory(str(tmp_path / "0")), b"\x0a") == {"model": "m"}
+    assert read_format(Directory(str(tmp_path / "0")), b"\x0a") == {"model": "m"}
     path.write_bytes(text)
-    assert recall(Directory(str(tmp_path / "0")), b"\x0a") == {}
+    assert read_format(Directory(str(tmp_path / "0")), b"\x0a") == {}
     assert put(opened(b"\x0a"), [b"k"]) == [OK]  # blocks have nothing to do with it
 
 
@@ -426,7 +429,7 @@ def test_a_store_opens_where_that_cannot_be_written(opened: Open, tmp_path: Path
     (tmp_path / "0" / "formats").write_bytes(b"in the way")
     store = opened(b"\x0a", about={"model": "m"})
     assert put(store, [b"k"]) == [OK]
-    assert recall(Directory(str(tmp_path / "0")), b"\x0a") == {}
+    assert read_format(Directory(str(tmp_path / "0")), b"\x0a") == {}
 
 
 def test_the_file_is_replaced_in_one_piece(
@@ -440,7 +443,7 @@ def test_the_file_is_replaced_in_one_piece(
 
     monkeypatch.setattr(files.os, "write", torn)
     opened(b"\x0a", about={"model": "new"}).close()
-    assert recall(Directory(str(tmp_path / "0")), b"\x0a") == {"model": "old"}
+    assert read_format(Directory(str(tmp_path / "0")), b"\x0a") == {"model": "old"}
 
 
 @pytest.mark.parametrize(
@@ -448,7 +451,7 @@ def test_the_file_is_replaced_in_one_piece(
     [
         ({"model": 1}, "Expected `str`"),
         ("model", "Expected `object`"),
-        ({"model": "x" * about.MOST_ABOUT}, "about='164.. bytes'.*use 16384"),
+        ({"model": "x" * about.MAX_FORMAT_BYTES}, "about='164.. bytes'.*use 16384"),
     ],
 )
 def test_what_it_means_is_words(tmp_path: Path, value: object, text: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from kvconnect.config import NetworkConfig
 from kvconnect.tiers.backends import BlockOutcome, make_store
-from kvconnect.tiers.backends.remote import Keys, RemoteStore, Server
+from kvconnect.tiers.backends.remote import RecordKeys, RemoteStore, Server
 from kvconnect.transport.security import ALSO, record_keys
 
 pytest.importorskip("xxhash")
@@ -43,11 +43,13 @@ class Shared(Server):
         pass
 
 
-def keys(current: bytes, *others: bytes) -> Keys:
+def keys(current: bytes, *others: bytes) -> RecordKeys:
     return lambda: (current, others)
 
 
-def make(server: Shared, found: Keys | None, prefix: str = "p", form: bytes = b"f") -> RemoteStore:
+def make(
+    server: Shared, found: RecordKeys | None, prefix: str = "p", form: bytes = b"f"
+) -> RemoteStore:
     return RemoteStore(server, prefix, form, keys=found)
 
 
@@ -61,7 +63,7 @@ def get(store: RemoteStore, key: bytes, nbytes: int = 100) -> bytes | BlockOutco
     return bytes(buffer) if outcome is OK else outcome
 
 
-def forged(server: Shared, how: Keys | None, payload: bytes) -> None:
+def forged(server: Shared, how: RecordKeys | None, payload: bytes) -> None:
     """Write a record in the place of the only one, as whoever has no key of the victim's can."""
     [name] = server.values
     other = Shared()
@@ -73,7 +75,7 @@ def forged(server: Shared, how: Keys | None, payload: bytes) -> None:
 @pytest.mark.parametrize(
     "how", [None, keys(FOREIGN), keys(FOREIGN, OLD)], ids=["digest", "foreign", "accepts"]
 )
-def test_a_record_that_no_key_of_ours_sealed_is_a_miss_and_removed(how: Keys | None) -> None:
+def test_a_record_that_no_key_of_ours_sealed_is_a_miss_and_removed(how: RecordKeys | None) -> None:
     server = Shared()
     victim = make(server, keys(NEW, OLD))
     put(victim, b"k", b"x" * 100)

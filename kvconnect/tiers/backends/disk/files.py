@@ -191,12 +191,12 @@ def starts_at_page(view: memoryview) -> bool:
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) % PAGE == 0
 
 
-MOST_RECORDS = 128  # three buffers each; the system takes 1,024 at a time
-MOST_BYTES = 8 << 20  # of one transfer: more would only make others wait
-MOST_PAYLOAD = 1 << 30  # the system moves less than twice that at a time
+MAX_RECORDS = 128  # three buffers each; the system takes 1,024 at a time
+MAX_BYTES = 8 << 20  # of one transfer: more would only make others wait
+MAX_PAYLOAD = 1 << 30  # the system moves less than twice that at a time
 
 
-class Frames:
+class TransferBuffers:
     """Buffers for a run of records, each payload as the caller has it wherever that can be.
 
     A disk that is used past the page cache takes whole pages of memory. Heads, the last part of a
@@ -214,7 +214,7 @@ class Frames:
             -(-(buffer.nbytes - direct) // PAGE) * PAGE
             for buffer, direct in zip(buffers, self._direct, strict=True)
         ]
-        self._memory = pool.lend(len(buffers) * PAGE + sum(rests))
+        self._memory = pool.acquire(len(buffers) * PAGE + sum(rests))
         self._heads: list[memoryview] = []
         self._rests: list[memoryview] = []
         whole, at = memoryview(self._memory), 0
@@ -223,7 +223,7 @@ class Frames:
             self._rests.append(whole[at + PAGE : at + PAGE + rest])
             at += PAGE + rest
 
-    def __enter__(self) -> Frames:
+    def __enter__(self) -> TransferBuffers:
         return self
 
     def __exit__(
@@ -232,7 +232,7 @@ class Frames:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._pool.give_back(self._memory)
+        self._pool.release(self._memory)
 
     def views(self) -> list[memoryview]:
         """Return what is to be read or written, in the order of the disk."""
@@ -245,7 +245,7 @@ class Frames:
                 found.append(self._rests[number])
         return found
 
-    def fill(self, heads: Sequence[RecordHead], identity: bytes) -> None:
+    def prepare_write(self, heads: Sequence[RecordHead], identity: bytes) -> None:
         """Get ready for a write."""
         for number, (head, buffer) in enumerate(zip(heads, self._buffers, strict=True)):
             # What others left in the borrowed memory must not get to the disk.
@@ -255,8 +255,8 @@ class Frames:
             rest[: tail.nbytes] = tail
             rest[tail.nbytes :] = bytes(rest.nbytes - tail.nbytes)
 
-    def take(self, number: int, identity: bytes) -> RecordHead | None:
-        """After a read, complete the payload of one record; return the head that came with it."""
+    def finish_read(self, number: int, identity: bytes) -> RecordHead | None:
+        """After a read, complete the payload of one record; return its head."""
         tail = self._buffers[number][self._direct[number] :]
         tail[:] = self._rests[number][: tail.nbytes]
         return unpack_record(self._heads[number], identity)

@@ -20,7 +20,7 @@ from kvconnect.config import PolicyName
 from kvconnect.errors import ConfigError
 from kvconnect.tiers.backends.base import parse_settings
 from kvconnect.tiers.backends.disk.files import Directory, close_handle
-from kvconnect.tiers.backends.disk.segment import INDEX, SEGMENT, Stem
+from kvconnect.tiers.backends.disk.segment import INDEX, SEGMENT, SegmentPath
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +49,13 @@ class Folder:
                 self._check(path)
                 self._handle = _lock_soon(self.files)
                 if self._handle < 0:
-                    user = holder(self.files)
+                    user = lock_holder(self.files)
                     fix = f"it is in use by {user}: end that, or give every worker its own owner"
                     raise ConfigError("owner", owner, fix)
                 _locked.add(self)
                 os.ftruncate(self._handle, 0)
                 os.pwrite(self._handle, b"%d\n" % os.getpid(), 0)
-                sweep(self.files)
+                remove_leftovers(self.files)
                 self._next = 1 + max(numbers_in(self.files), default=0)
             except OSError as error:
                 fix = f"{error.strerror}: name a folder that can be written to"
@@ -79,14 +79,14 @@ class Folder:
             fix = f"{self.path} holds other files: name an empty folder or a new one"
             raise ConfigError("path", path, fix)
 
-    def stem(self, number: int) -> Stem:
+    def path_of(self, number: int) -> SegmentPath:
         """Return where a segment is."""
-        return stem_of(self.files, number)
+        return segment_path(self.files, number)
 
-    def new_stem(self) -> Stem:
+    def new_path(self) -> SegmentPath:
         """Return the place of a segment that never was."""
         self._next += 1
-        return self.stem(self._next - 1)
+        return self.path_of(self._next - 1)
 
     def free_bytes(self) -> int:
         """Return what the file system has left; raise :class:`OSError`."""
@@ -121,9 +121,9 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def stem_of(folder: Directory, number: int) -> Stem:
+def segment_path(folder: Directory, number: int) -> SegmentPath:
     """Return where a segment is."""
-    return Stem(folder, f"{number:08d}")
+    return SegmentPath(folder, f"{number:08d}")
 
 
 def numbers_in(folder: Directory) -> list[int]:
@@ -132,7 +132,7 @@ def numbers_in(folder: Directory) -> list[int]:
     return sorted(int(match[1]) for match in found if match and match[0].endswith(SEGMENT))
 
 
-def sweep(folder: Directory) -> None:
+def remove_leftovers(folder: Directory) -> None:
     """Remove what a process left that was killed: indexes without a segment, or half written.
 
     Raises :class:`OSError`.
@@ -145,7 +145,7 @@ def sweep(folder: Directory) -> None:
                 folder.unlink(name)
 
 
-def lock(folder: Directory, make: bool = False) -> int:
+def lock_folder(folder: Directory, make: bool = False) -> int:
     """Lock a worker's folder; return the open handle, -1 if another has it.
 
     Raises :class:`OSError` if there is no way to know.
@@ -162,16 +162,16 @@ def lock(folder: Directory, make: bool = False) -> int:
 
 
 def _lock_soon(folder: Directory) -> int:
-    """As :func:`lock`, but not put off by who only looks, or is about to end."""
+    """As :func:`lock_folder`, but not put off by who only looks, or is about to end."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
-        handle = lock(folder, make=True)
+        handle = lock_folder(folder, make=True)
         if handle >= 0 or time.monotonic() >= deadline:
             return handle
         time.sleep(_PATIENCE_S / 20)
 
 
-def holder(folder: Directory) -> str:
+def lock_holder(folder: Directory) -> str:
     """Return who has a folder, in words."""
     try:
         found = folder.read(LOCK, 32)
@@ -188,18 +188,18 @@ def holder(folder: Directory) -> str:
 MODEL = "model"
 """The word under which the model's name stands."""
 
-MOST_ABOUT = 16 << 10
+MAX_FORMAT_BYTES = 16 << 10
 """Bytes of such a file at most."""
 
 _FOLDER = "formats"
 
 
-def pack_about(about: Mapping[str, str]) -> bytes:
+def pack_format(about: Mapping[str, str]) -> bytes:
     """Return the content of the file."""
     return json.dumps(dict(about), indent=1).encode() + b"\n"
 
 
-def remember(folder: Directory, fingerprint: bytes, about: Mapping[str, str]) -> None:
+def write_format(folder: Directory, fingerprint: bytes, about: Mapping[str, str]) -> None:
     """Write down what a fingerprint means, in place of what was said before.
 
     Nothing depends on it, so a disk that is full is only logged.
@@ -208,16 +208,16 @@ def remember(folder: Directory, fingerprint: bytes, about: Mapping[str, str]) ->
         return  # what is known stays known
     try:
         with contextlib.closing(folder.folder(_FOLDER, make=True)) as formats:
-            formats.put(_name(fingerprint), pack_about(about))
+            formats.put(_name(fingerprint), pack_format(about))
     except OSError as error:
         logger.warning("disk tier: %s of %s cannot be written: %s", _FOLDER, folder.path, error)
 
 
-def recall(folder: Directory, fingerprint: bytes) -> dict[str, str]:
+def read_format(folder: Directory, fingerprint: bytes) -> dict[str, str]:
     """Return what a fingerprint means; nothing if that is not known, or not readable."""
     try:
         with contextlib.closing(folder.folder(_FOLDER)) as formats:
-            data = formats.read(_name(fingerprint), MOST_ABOUT)
+            data = formats.read(_name(fingerprint), MAX_FORMAT_BYTES)
         if data is not None:
             return msgspec.json.decode(data, type=dict[str, str])
     except FileNotFoundError:
@@ -279,8 +279,8 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("ttl_s", self.ttl_s, "use seconds, 0 for no limit")
         if not 0 < self.tenant_share <= 1:
             raise ConfigError("tenant_share", self.tenant_share, "use more than 0, up to 1")
-        if (nbytes := len(pack_about(self.about))) > MOST_ABOUT:
-            raise ConfigError("about", f"{nbytes} bytes", f"use {MOST_ABOUT} of JSON at most")
+        if (nbytes := len(pack_format(self.about))) > MAX_FORMAT_BYTES:
+            raise ConfigError("about", f"{nbytes} bytes", f"use {MAX_FORMAT_BYTES} of JSON at most")
 
     @property
     def segment_bytes(self) -> int:
@@ -289,7 +289,7 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
         return min(wanted, _LARGEST_SEGMENT) & ~4095
 
     @property
-    def share_bytes(self) -> int | None:
+    def quota_bytes(self) -> int | None:
         """Bytes that the blocks of one tenant may take, None for no bound."""
         return int(self.tenant_share * self.capacity) if self.tenant_share < 1 else None
 

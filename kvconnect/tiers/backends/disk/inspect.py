@@ -18,13 +18,20 @@ from kvconnect.tiers.backends.disk.folder import (
     LOCK,
     MODEL,
     Folder,
-    holder,
-    lock,
+    lock_folder,
+    lock_holder,
     numbers_in,
-    recall,
-    stem_of,
+    read_format,
+    segment_path,
 )
-from kvconnect.tiers.backends.disk.segment import Segment, Stem, delete, intact, look, read_head
+from kvconnect.tiers.backends.disk.segment import (
+    Segment,
+    SegmentPath,
+    delete_segment,
+    is_intact,
+    read_head,
+    read_records,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +39,7 @@ Progress = Callable[[int, int], None]
 """Is told how many bytes are done, of how many."""
 
 
-class Entry(NamedTuple):
+class BlockEntry(NamedTuple):
     """One block. ``seconds`` since 1970; ``model`` is "" where it is not known."""
 
     owner: str
@@ -87,7 +94,7 @@ class WorkerBlocks:
     newest: int = 0
     tenants: dict[str, int] = field(default_factory=dict)
 
-    def take_in(self, segment: Segment) -> None:
+    def add(self, segment: Segment) -> None:
         """Add a segment's numbers."""
         seconds = segment.rows.seconds
         self.segments += 1
@@ -163,14 +170,14 @@ def stats(path: str, model: str | None = None) -> list[WorkerBlocks]:
             user = _user(folder)
             for segment, called in _of(folder, BlockFilter(model=model)):
                 name = segment.head.fingerprint.hex()
-                by_format.setdefault(name, WorkerBlocks(owner, name, user, called)).take_in(segment)
+                by_format.setdefault(name, WorkerBlocks(owner, name, user, called)).add(segment)
         parts += by_format.values()
         if not by_format and model is None:
             parts.append(WorkerBlocks(owner, "", user))
     return parts
 
 
-def ls(path: str, wanted: BlockFilter) -> Iterator[Entry]:
+def ls(path: str, wanted: BlockFilter) -> Iterator[BlockEntry]:
     """Yield blocks, worker by worker, oldest segment first. Raises :class:`ConfigError`."""
     for owner in owners(path):
         with _opened(path, owner) as folder:
@@ -178,7 +185,7 @@ def ls(path: str, wanted: BlockFilter) -> Iterator[Entry]:
                 name, (keys, _, lengths, seconds) = segment.head.fingerprint.hex(), segment.rows
                 for row in wanted.rows(segment):
                     tenant, key = keys[row][:TENANT_BYTES].hex(), keys[row].hex()
-                    yield Entry(owner, name, model, tenant, key, lengths[row], seconds[row])
+                    yield BlockEntry(owner, name, model, tenant, key, lengths[row], seconds[row])
 
 
 def verify(path: str, progress: Progress) -> Verification:
@@ -242,14 +249,14 @@ def segments(folder: Directory, mode: int = os.O_RDONLY) -> Iterator[Segment]:
     """
     pool = PagePool()
     for number in numbers_in(folder):
-        stem = stem_of(folder, number)
+        path = segment_path(folder, number)
         try:
-            file = PageFile(folder, stem.segment_file, mode)
+            file = PageFile(folder, path.segment_file, mode)
         except OSError as error:  # removed since, or not ours to read
-            logger.debug("disk tier: %s: %s", stem, error)
+            logger.debug("disk tier: %s: %s", path, error)
             continue
         try:
-            segment = _look(stem, file, pool)
+            segment = _look(path, file, pool)
             if segment is not None:
                 yield segment
         finally:
@@ -264,30 +271,30 @@ def _of(
     for segment in segments(folder, mode):
         fingerprint = segment.head.fingerprint
         if fingerprint not in models:
-            models[fingerprint] = recall(folder, fingerprint).get(MODEL, "")
+            models[fingerprint] = read_format(folder, fingerprint).get(MODEL, "")
         model = models[fingerprint]
         if fingerprint.hex().startswith(wanted.formats) and wanted.model in (None, model):
             yield segment, model
 
 
-def _look(stem: Stem, file: PageFile, pool: PagePool) -> Segment | None:
+def _look(path: SegmentPath, file: PageFile, pool: PagePool) -> Segment | None:
     try:
         head = read_head(file, pool)
         if head is None:
             return None
-        segment = Segment(stem, head, file)
-        look(segment, pool)
+        segment = Segment(path, head, file)
+        read_records(segment, pool)
         return segment
     except OSError as error:
-        logger.warning("disk tier: %s cannot be read: %s", stem, error)
+        logger.warning("disk tier: %s cannot be read: %s", path, error)
         return None
 
 
 def _good(segment: Segment, row: int, pool: PagePool) -> bool:
     try:
-        return intact(segment, row, pool)
+        return is_intact(segment, row, pool)
     except OSError as error:
-        logger.warning("disk tier: %s cannot be read: %s", segment.stem, error)
+        logger.warning("disk tier: %s cannot be read: %s", segment.path, error)
         return False
 
 
@@ -301,8 +308,8 @@ def _reused(segment: Segment, pool: PagePool) -> bool:
 def _remove(segment: Segment, rows: list[int]) -> int:
     """Remove some records of a segment that nobody uses; return how many."""
     if len(rows) == len(segment.rows.keys):
-        delete(segment.stem)
-    elif segment.kill(rows):
+        delete_segment(segment.path)
+    elif segment.mark_deleted(rows):
         gone = set(rows)
         segment.seal([row for row in range(len(segment.rows.keys)) if row not in gone])
     else:
@@ -314,7 +321,7 @@ def _user(folder: Directory) -> str:
     """Return which process uses a worker's folder, "" for none."""
     handle = _try_lock(folder)
     if handle < 0:
-        return holder(folder)
+        return lock_holder(folder)
     os.close(handle)
     return ""
 
@@ -322,7 +329,7 @@ def _user(folder: Directory) -> str:
 def _try_lock(folder: Directory) -> int:
     """Lock a folder; return the handle, -1 if it is in use or cannot be written."""
     try:
-        return lock(folder)
+        return lock_folder(folder)
     except OSError as error:
         logger.debug("disk tier: %s cannot be locked: %s", folder.path, error)
         return -1

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 from kvconnect.tiers.backends.base import PagePool
 from kvconnect.tiers.backends.disk.folder import DiskOptions, Folder, numbers_in
 from kvconnect.tiers.backends.disk.record import LAST_SECOND, RecordHead, SegmentHead
-from kvconnect.tiers.backends.disk.segment import Segment, create, open_segment
-from kvconnect.tiers.backends.disk.table import SLOTS, RecordRun, Table
+from kvconnect.tiers.backends.disk.segment import Segment, create_segment, open_segment
+from kvconnect.tiers.backends.disk.table import SLOTS, RecordRun, RecordTable
 
 logger = logging.getLogger(__name__)
 
 _REOPEN = 0.75  # a segment that is filled to less than this is written on after a restart
 
 
-class Log:
+class SegmentLog:
     """What is done to whole segments, one thing at a time, beside reads and writes of records.
 
     Those need no lock: a reader's place pins its segment, a writer counts as one of its writers,
@@ -30,7 +30,7 @@ class Log:
     def __init__(
         self,
         folder: Folder,
-        table: Table,
+        table: RecordTable,
         options: DiskOptions,
         fingerprint: bytes,
         clock: Callable[[], float],
@@ -63,7 +63,7 @@ class Log:
         replaced, complete = self._table.commit(run, heads, offsets)
         if replaced or complete:
             with self._changing:
-                self._kill(replaced)
+                self._mark_deleted(replaced)
                 if complete:
                     self._seal(run.segment)
 
@@ -76,7 +76,7 @@ class Log:
         """Forget blocks; per block, whether the disk took note of it, None if it was not there."""
         with self._changing:
             pairs = self._table.pop(keys)
-            noted = self._kill([pair for pair in pairs if pair is not None])
+            noted = self._mark_deleted([pair for pair in pairs if pair is not None])
         return [None if pair is None else noted[pair[0]] for pair in pairs]
 
     def expire(self) -> None:
@@ -115,7 +115,7 @@ class Log:
             created = min(max(int(self._clock()), 0), LAST_SECOND)
             head = SegmentHead(secrets.token_bytes(16), created, self._fingerprint)
             nbytes = self._options.segment_bytes
-            segment = create(self._folder.new_stem(), head, nbytes, spare)
+            segment = create_segment(self._folder.new_path(), head, nbytes, spare)
             self._table.add(segment, ours=True)
             self._table.active = segment
 
@@ -128,9 +128,9 @@ class Log:
         nbytes, most = self._options.segment_bytes, self._options.capacity
         spare = None
         while True:
-            held = self._table.held()
+            totals = self._table.totals()
             own = spare.file.size() if spare else 0
-            fits = held.nbytes + nbytes <= most and held.segments < SLOTS
+            fits = totals.nbytes + nbytes <= most and totals.segments < SLOTS
             if fits and self._folder.free_bytes() - nbytes + own >= self._options.min_free:
                 return spare
             if spare is not None:
@@ -143,7 +143,7 @@ class Log:
             self._evicted(blocks)
 
     def _drop_one(self, before: float | None) -> bool:
-        """Drop a segment, see :meth:`Table.evict`; return False if there was none to drop."""
+        """Drop a segment, see :meth:`RecordTable.evict`; return False if there was none to drop."""
         found = self._table.evict(before)
         if found is not None:
             found[0].delete()
@@ -159,9 +159,9 @@ class Log:
         try:
             segment.seal(self._table.live(segment))
         except OSError as error:  # it is scanned at the next start
-            logger.warning("disk tier: no index of %s: %s", segment.stem, error)
+            logger.warning("disk tier: no index of %s: %s", segment.path, error)
 
-    def _kill(self, pairs: Iterable[tuple[Segment, int]]) -> dict[Segment, bool]:
+    def _mark_deleted(self, pairs: Iterable[tuple[Segment, int]]) -> dict[Segment, bool]:
         """Mark records as gone on the disk; return per segment whether it took note."""
         rows: dict[Segment, list[int]] = {}
         for segment, row in pairs:
@@ -169,7 +169,7 @@ class Log:
         # A segment that was dropped meanwhile has taken its records with it.
         there = self._table.segments
         return {
-            segment: there.get(segment.slot) is not segment or segment.kill(which)
+            segment: there.get(segment.slot) is not segment or segment.mark_deleted(which)
             for segment, which in rows.items()
         }
 
@@ -178,7 +178,7 @@ class Log:
         pool = PagePool()
         last = None
         for number in numbers_in(self._folder.files)[-SLOTS:]:
-            segment = open_segment(self._folder.stem(number), self._fingerprint, pool)
+            segment = open_segment(self._folder.path_of(number), self._fingerprint, pool)
             if segment is not None:
                 ours = segment.head.fingerprint == self._fingerprint
                 self._table.add(segment, ours)
@@ -190,7 +190,7 @@ class Log:
                 else:
                     self._seal(segment)
         self.expire()
-        while self._table.held().nbytes > self._options.capacity and self._drop_one(None):
+        while self._table.totals().nbytes > self._options.capacity and self._drop_one(None):
             pass  # it was larger before
 
     def _write_on(self, segment: Segment) -> bool:
@@ -200,7 +200,7 @@ class Log:
         try:
             segment.reopen(self._options.segment_bytes)
         except OSError as error:
-            logger.warning("disk tier: %s cannot be written on: %s", segment.stem, error)
+            logger.warning("disk tier: %s cannot be written on: %s", segment.path, error)
             return False
         self._table.active = segment
         return True

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import xxhash
 
 from kvconnect.tiers.backends.base import PagePool
-from kvconnect.tiers.backends.disk.files import MOST_BYTES, Directory, PageFile
+from kvconnect.tiers.backends.disk.files import MAX_BYTES, Directory, PageFile
 from kvconnect.tiers.backends.disk.record import (
     PAGE,
     Columns,
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 SEGMENT, INDEX = ".seg", ".idx"
 
 
-class Stem(NamedTuple):
+class SegmentPath(NamedTuple):
     """Where a segment's two files are. ``name`` has no ending."""
 
     folder: Directory
@@ -58,8 +58,8 @@ class Segment:
     everything but ``file``, and whoever kills or seals does so alone.
     """
 
-    def __init__(self, stem: Stem, head: SegmentHead, file: PageFile) -> None:
-        self.stem = stem
+    def __init__(self, path: SegmentPath, head: SegmentHead, file: PageFile) -> None:
+        self.path = path
         self.head = head
         self.file = file
         self.slot = -1
@@ -75,7 +75,7 @@ class Segment:
     def __repr__(self) -> str:
         state = "full" if self.full else "open"
         return (
-            f"Segment({self.stem.name}, {len(self.rows.keys)} records, {self.used} bytes, {state})"
+            f"Segment({self.path.name}, {len(self.rows.keys)} records, {self.used} bytes, {state})"
         )
 
     def reserve(self, keys: Sequence[bytes], lengths: Sequence[int], limit: int) -> int:
@@ -100,7 +100,7 @@ class Segment:
         """Return when the last record was written, in seconds since 1970."""
         return self.rows.seconds[-1] if self.rows.seconds else self.head.created
 
-    def kill(self, rows: Iterable[int]) -> bool:
+    def mark_deleted(self, rows: Iterable[int]) -> bool:
         """Mark records as gone, on the disk too; return False if the disk refused.
 
         The segment's index goes first: it knows them as live.
@@ -114,14 +114,14 @@ class Segment:
                 pack_record(gone, self.head.identity, memoryview(page))
                 self.file.write_page(page, self.rows.pages[row] * PAGE)
         except OSError as error:
-            logger.warning("disk tier: cannot mark records of %s as gone: %s", self.stem, error)
+            logger.warning("disk tier: cannot mark records of %s as gone: %s", self.path, error)
             return False
         return True
 
     def drop_index(self) -> None:
         """Remove the index from the disk, before it is wrong."""
         if self.indexed:
-            self.stem.folder.unlink(self.stem.index_file)
+            self.path.folder.unlink(self.path.index_file)
             self.indexed = False
 
     def seal(self, live: Sequence[int]) -> None:
@@ -132,7 +132,7 @@ class Segment:
         self.full = self.sealed = True
         self.file.finish(self.used)
         packed = pack_index(self.head.identity, self.rows.pick(live), self.used // PAGE)
-        self.stem.folder.put(self.stem.index_file, packed)
+        self.path.folder.put(self.path.index_file, packed)
         self.indexed = True
         self.nbytes = self.used + len(packed)
 
@@ -146,45 +146,47 @@ class Segment:
     def delete(self) -> None:
         """Close the file and remove it. Idempotent on the disk; errors are logged."""
         self.file.close()
-        delete(self.stem)
+        delete_segment(self.path)
 
 
-def create(stem: Stem, head: SegmentHead, nbytes: int, spare: Segment | None) -> Segment:
+def create_segment(
+    path: SegmentPath, head: SegmentHead, nbytes: int, spare: Segment | None
+) -> Segment:
     """Make a new segment with room for ``nbytes``, out of the file of a ``spare`` one if there is.
 
     What has been written before is written faster than what is new to the file system. Records of
     the old segment are none of the new one's. Raises :class:`OSError` if that fails.
     """
     if spare is None:
-        file = PageFile(stem.folder, stem.segment_file, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        file = PageFile(path.folder, path.segment_file, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     else:
         file = spare.file
     try:
         if spare is not None:
             # Whether one of another format has an index was not looked at.
             with contextlib.suppress(FileNotFoundError):
-                spare.stem.folder.unlink(spare.stem.index_file)
+                spare.path.folder.unlink(spare.path.index_file)
         file.write_page(pack_segment(head), 0)
         if spare is not None:
-            stem.folder.rename(spare.stem.segment_file, stem.segment_file)
+            path.folder.rename(spare.path.segment_file, path.segment_file)
         file.allocate(nbytes)
-        return Segment(stem, head, file)
+        return Segment(path, head, file)
     except OSError:
         file.close()
-        for made in (stem, spare.stem if spare else stem):
-            delete(made)
+        for made in (path, spare.path if spare else path):
+            delete_segment(made)
         raise
 
 
-def delete(stem: Stem) -> None:
+def delete_segment(path: SegmentPath) -> None:
     """Remove a segment's files, the index first: alone it says nothing."""
-    for name in (stem.index_file, stem.segment_file):
+    for name in (path.index_file, path.segment_file):
         try:
-            stem.folder.unlink(name)
+            path.folder.unlink(name)
         except FileNotFoundError:
             pass
         except OSError as error:
-            logger.warning("disk tier: cannot remove %s of %s: %s", name, stem, error)
+            logger.warning("disk tier: cannot remove %s of %s: %s", name, path, error)
 
 
 _SMALL_BYTES = 64 << 10  # of a record: up to here it is faster to read all than to skip
@@ -193,26 +195,26 @@ _TAIL_BYTES = 64 << 20
 """Records this near the end of a scanned segment may have been under way when the process died."""
 
 
-def open_segment(stem: Stem, fingerprint: bytes, pool: PagePool) -> Segment | None:
+def open_segment(path: SegmentPath, fingerprint: bytes, pool: PagePool) -> Segment | None:
     """Open a segment of an earlier process, with its records if they are of this format.
 
     One that cannot be read is removed, and None returned.
     """
     file = None
     try:
-        file = PageFile(stem.folder, stem.segment_file, os.O_RDWR)
+        file = PageFile(path.folder, path.segment_file, os.O_RDWR)
         head = read_head(file, pool)
         if head is not None:
-            segment = Segment(stem, head, file)
+            segment = Segment(path, head, file)
             if head.fingerprint == fingerprint:
-                load(segment, pool)
+                load_records(segment, pool)
             return segment
-        logger.warning("disk tier: %s is damaged and is removed", stem)
+        logger.warning("disk tier: %s is damaged and is removed", path)
     except OSError as error:
-        logger.warning("disk tier: %s cannot be read and is removed: %s", stem, error)
+        logger.warning("disk tier: %s cannot be read and is removed: %s", path, error)
     if file is not None:
         file.close()
-    delete(stem)
+    delete_segment(path)
     return None
 
 
@@ -223,41 +225,41 @@ def read_head(file: PageFile, pool: PagePool) -> SegmentHead | None:
     """
     if file.size() < PAGE:
         return None
-    with pool.lent(PAGE) as memory:
+    with pool.borrow(PAGE) as memory:
         file.read([memory], 0)
         return unpack_segment(memory)
 
 
-def load(segment: Segment, pool: PagePool) -> None:
+def load_records(segment: Segment, pool: PagePool) -> None:
     """Fill in what a segment holds, and drop the records that were torn by a crash.
 
     A torn record is marked as gone. Raises :class:`OSError`.
     """
-    look(segment, pool)
+    read_records(segment, pool)
     rows = segment.rows
     if segment.indexed or segment.file.size() == segment.used:
         return  # it was complete: the room that is left is cut off then
-    torn = [row for row in _tail(rows, segment.used) if not intact(segment, row, pool)]
+    torn = [row for row in _tail(rows, segment.used) if not is_intact(segment, row, pool)]
     if torn:
-        logger.info("disk tier: %d torn records dropped from %s", len(torn), segment.stem)
-        segment.kill(torn)
+        logger.info("disk tier: %d torn records dropped from %s", len(torn), segment.path)
+        segment.mark_deleted(torn)
         segment.rows = rows.pick(sorted(set(range(len(rows.keys))) - set(torn)))
 
 
-def look(segment: Segment, pool: PagePool) -> None:
+def read_records(segment: Segment, pool: PagePool) -> None:
     """Fill in what a segment holds, from its index if that is intact, else by a scan.
 
     Raises :class:`OSError`.
     """
     found = _read_index(segment)
     if found is None:
-        segment.rows, segment.used = scan(segment.file, segment.head, pool)
+        segment.rows, segment.used = scan_records(segment.file, segment.head, pool)
     else:
         segment.rows, segment.used = found[0], found[1] * PAGE
         segment.indexed = True
 
 
-def scan(file: PageFile, head: SegmentHead, pool: PagePool) -> tuple[Columns, int]:
+def scan_records(file: PageFile, head: SegmentHead, pool: PagePool) -> tuple[Columns, int]:
     """Return the live records of a segment, read from their heads, and where the last one ends.
 
     What is no record is stepped over: room that was given out and never written, or what was in
@@ -289,14 +291,14 @@ class _Pages:
         self._file = file
         self._size = size
         self._pool = pool
-        self._memory = pool.lend(_AHEAD_BYTES)
+        self._memory = pool.acquire(_AHEAD_BYTES)
         self._window = range(0)  # offsets in memory
 
     def __enter__(self) -> _Pages:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.give_back(self._memory)
+        self._pool.release(self._memory)
 
     def at(self, offset: int) -> bytes:
         """Return the page at an offset within the file; raise :class:`OSError`."""
@@ -308,16 +310,16 @@ class _Pages:
         return self._memory[start : start + PAGE]
 
 
-def intact(segment: Segment, row: int, pool: PagePool) -> bool:
+def is_intact(segment: Segment, row: int, pool: PagePool) -> bool:
     """Whether a record on the disk is the one the row tells of, and its payload what was stored.
 
     Raises :class:`OSError`.
     """
     rows = segment.rows
     length = rows.lengths[row]
-    with pool.lent(pages_of(length) * PAGE) as memory:
-        for start in range(0, memory.nbytes, MOST_BYTES):
-            part = memory[start : start + MOST_BYTES]
+    with pool.borrow(pages_of(length) * PAGE) as memory:
+        for start in range(0, memory.nbytes, MAX_BYTES):
+            part = memory[start : start + MAX_BYTES]
             segment.file.read([part], rows.pages[row] * PAGE + start)
         record = unpack_record(memory[:PAGE], segment.head.identity)
         if record is None or (record.key, record.length) != (rows.keys[row], length):
@@ -330,12 +332,12 @@ def _read_index(segment: Segment) -> tuple[Columns, int] | None:
     """Return a segment's columns and pages, None if there is no index that is intact."""
     try:
         # A bad index costs a scan; a huge one must not cost memory.
-        data = segment.stem.folder.read(segment.stem.index_file, segment.nbytes)
+        data = segment.path.folder.read(segment.path.index_file, segment.nbytes)
     except FileNotFoundError:
         return None
     found = None if data is None else unpack_index(data, segment.head.identity)
     if found is None or found[1] * PAGE > segment.file.size():
-        logger.warning("disk tier: the index of %s is damaged, reading it anew", segment.stem)
+        logger.warning("disk tier: the index of %s is damaged, reading it anew", segment.path)
         return None
     return found
 

@@ -14,22 +14,22 @@ from kvconnect.offload.eviction import make_policy
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends.base import (
     BlockOutcome,
-    Budget,
     InFlightGuard,
     PagePool,
     Store,
     StoreMeter,
     Usage,
+    WriteBudget,
     check_buffers,
     check_fingerprint,
     check_keys,
 )
-from kvconnect.tiers.backends.disk.files import MOST_PAYLOAD
-from kvconnect.tiers.backends.disk.folder import DiskOptions, Folder, parse_options, remember
-from kvconnect.tiers.backends.disk.log import Log
+from kvconnect.tiers.backends.disk.files import MAX_PAYLOAD
+from kvconnect.tiers.backends.disk.folder import DiskOptions, Folder, parse_options, write_format
+from kvconnect.tiers.backends.disk.log import SegmentLog
 from kvconnect.tiers.backends.disk.record import PAGE, index_bytes, pages_of
-from kvconnect.tiers.backends.disk.table import SLOTS, Table
-from kvconnect.tiers.backends.disk.transfers import Reading, Writing
+from kvconnect.tiers.backends.disk.table import SLOTS, RecordTable
+from kvconnect.tiers.backends.disk.transfers import BlockRead, BlockWrite
 from kvconnect.types import TransferType
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Guards(NamedTuple):
 
     writes: CircuitBreaker
     reads: CircuitBreaker
-    budget: Budget
+    budget: WriteBudget
 
 
 class DiskStore(Store):
@@ -73,20 +73,20 @@ class DiskStore(Store):
         self._meter = StoreMeter()
         self._folder = Folder(options.path, options.owner)
         policy = make_policy(options.policy, SLOTS)
-        self._table = Table(policy, options.ttl_s, options.share_bytes)
+        self._table = RecordTable(policy, options.ttl_s, options.quota_bytes)
         with contextlib.ExitStack() as undo:
             undo.callback(self._folder.close)
-            self._log = Log(
+            self._log = SegmentLog(
                 self._folder, self._table, options, fingerprint, clock, self._meter.evicted
             )
-            remember(self._folder.files, fingerprint, options.about)
+            write_format(self._folder.files, fingerprint, options.about)
             undo.pop_all()
         self._pool = PagePool()
-        self._gate = InFlightGuard()
+        self._in_flight = InFlightGuard()
         self._guards = Guards(
             CircuitBreaker(1, trial_factor=2),
             CircuitBreaker(_PATIENCE, trial_factor=2),
-            Budget(options.daily_write_bytes, steady()),
+            WriteBudget(options.daily_write_bytes, steady()),
         )
 
     @classmethod
@@ -95,62 +95,64 @@ class DiskStore(Store):
         return cls(parse_options(settings), fingerprint)
 
     def __repr__(self) -> str:
-        held = self._table.held()
-        state = "closed" if self._gate.closed else "open"
-        return f"DiskStore({self._folder.path}, {held.blocks} blocks, {state})"
+        totals = self._table.totals()
+        state = "closed" if self._in_flight.closed else "open"
+        return f"DiskStore({self._folder.path}, {totals.blocks} blocks, {state})"
 
     def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
         check_buffers(keys, payloads, writable=False)
-        with self._gate.enter() as let_in:
-            outcomes = [BlockOutcome.SIZE if let_in else BlockOutcome.UNAVAILABLE] * len(keys)
+        with self._in_flight.enter() as entered:
+            outcomes = [BlockOutcome.SIZE if entered else BlockOutcome.UNAVAILABLE] * len(keys)
             fitting = [n for n, key in enumerate(keys) if self._fits(key, payloads[n].nbytes)]
-            if let_in and fitting:
-                done = self._share([keys[n] for n in fitting], [payloads[n] for n in fitting])
+            if entered and fitting:
+                done = self._put_admitted(
+                    [keys[n] for n in fitting], [payloads[n] for n in fitting]
+                )
                 for number, outcome in zip(fitting, done, strict=True):
                     outcomes[number] = outcome
-        self._meter.ended(outcomes)
+        self._meter.count_failed(outcomes)
         return outcomes
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
         check_buffers(keys, buffers, writable=True)
-        with self._gate.enter() as let_in:
-            if let_in and keys and self._guards.reads.enter(self._steady()):
+        with self._in_flight.enter() as entered:
+            if entered and keys and self._guards.reads.enter(self._steady()):
                 outcomes = self._read(keys, buffers)
             else:
                 outcomes = [BlockOutcome.UNAVAILABLE] * len(keys)
-        self._meter.ended(outcomes)
+        self._meter.count_failed(outcomes)
         return outcomes
 
     def exists(self, keys: Sequence[bytes]) -> list[int]:
         check_keys(keys)
-        with self._gate.enter() as let_in:
-            if let_in and self._guards.reads.allows(self._steady()):
+        with self._in_flight.enter() as entered:
+            if entered and self._guards.reads.allows(self._steady()):
                 return self._table.lengths(keys, self._clock())
         return [0] * len(keys)
 
     def remove(self, keys: Sequence[bytes]) -> list[BlockOutcome]:
         check_keys(keys)
-        with self._gate.enter() as let_in:
-            if not let_in:
+        with self._in_flight.enter() as entered:
+            if not entered:
                 return [BlockOutcome.UNAVAILABLE] * len(keys)
             meaning = {None: BlockOutcome.ABSENT, True: BlockOutcome.OK, False: BlockOutcome.FAILED}
             outcomes = [meaning[noted] for noted in self._log.drop(keys)]
-        self._meter.ended(outcomes)
+        self._meter.count_failed(outcomes)
         return outcomes
 
     def usage(self) -> Usage:
-        held, now = self._table.held(), self._steady()
+        totals, now = self._table.totals(), self._steady()
         guards = (self._guards.reads, self._guards.writes)
-        available = not self._gate.closed and all(guard.allows(now) for guard in guards)
-        return Usage(held.blocks, held.nbytes, self._options.capacity, available)
+        available = not self._in_flight.closed and all(guard.allows(now) for guard in guards)
+        return Usage(totals.blocks, totals.nbytes, self._options.capacity, available)
 
     def take_stats(self) -> OffloadingConnectorStats | None:
         return self._meter.take()
 
     def close(self) -> None:
-        if not self._gate.close():
+        if not self._in_flight.close():
             return  # it was closed before
-        if self._gate.wait(_CLOSE_S):
+        if self._in_flight.wait(_CLOSE_S):
             self._log.close()
             self._folder.close()
         else:  # the files stay open, and the folder locked, until this process ends
@@ -159,9 +161,11 @@ class DiskStore(Store):
     def _fits(self, key: bytes, nbytes: int) -> bool:
         """Whether a block can be written, and an empty segment has room for it."""
         needed = PAGE + pages_of(nbytes) * PAGE + index_bytes((key,))
-        return nbytes <= MOST_PAYLOAD and needed <= self._options.segment_bytes
+        return nbytes <= MAX_PAYLOAD and needed <= self._options.segment_bytes
 
-    def _share(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
+    def _put_admitted(
+        self, keys: Sequence[bytes], payloads: Sequence[memoryview]
+    ) -> list[BlockOutcome]:
         """Write the blocks that their tenants may store."""
         lengths = [payload.nbytes for payload in payloads]
         with self._table.admit(keys, lengths) as admitted:
@@ -182,7 +186,7 @@ class DiskStore(Store):
             return [BlockOutcome.UNAVAILABLE] * len(keys)
         if not self._guards.budget.spend(nbytes, now):
             return [BlockOutcome.LIMITED] * len(keys)
-        writing = Writing(self._log, self._pool, self._fingerprint, self._clock())
+        writing = BlockWrite(self._log, self._pool, self._fingerprint, self._clock())
         outcomes = writing.run(keys, payloads)
         if writing.error is None:
             self._guards.writes.succeeded()
@@ -195,7 +199,7 @@ class DiskStore(Store):
         return outcomes
 
     def _read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
-        reading = Reading(self._table, self._pool, self._clock)
+        reading = BlockRead(self._table, self._pool, self._clock)
         outcomes = reading.run(keys, buffers)
         if reading.error is not None:
             self._guards.reads.failed(self._steady())

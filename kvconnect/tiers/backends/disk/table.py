@@ -44,16 +44,16 @@ class TableTotals(NamedTuple):
     segments: int
 
 
-class Table:
+class RecordTable:
     """All segments, and for each key the row of one of them. Threads: any; every call is atomic.
 
     ``ttl_s`` is the age in seconds from which on a block is not found, 0 for never. A segment that
-    is being read or written is never the one to be dropped. ``share_bytes`` bounds what a tenant
+    is being read or written is never the one to be dropped. ``quota_bytes`` bounds what a tenant
     may have, see :class:`TenantQuota`; without it nothing is counted.
     """
 
     def __init__(
-        self, policy: EvictionPolicy, ttl_s: float, share_bytes: int | None = None
+        self, policy: EvictionPolicy, ttl_s: float, quota_bytes: int | None = None
     ) -> None:
         self.active: Segment | None = None  # the one that gives out room
         self.segments: dict[int, Segment] = {}
@@ -62,7 +62,7 @@ class Table:
         self._lock = threading.RLock()
         self._index: dict[bytes, int] = {}  # key -> slot << _ROW | row
         self._pins = array("I", bytes(4 * SLOTS))
-        self._shares = None if share_bytes is None else TenantQuota(share_bytes)
+        self._quota = None if quota_bytes is None else TenantQuota(quota_bytes)
 
     def find(self, keys: Sequence[bytes], now: float) -> list[RecordPlace | None]:
         """Return where blocks are, None for those that are not there. Give the places back."""
@@ -75,7 +75,7 @@ class Table:
             self._policy.touch([slot for slot, segment in used.items() if segment.sealed])
         return found
 
-    def give_back(self, places: Iterable[RecordPlace]) -> None:
+    def release(self, places: Iterable[RecordPlace]) -> None:
         """Let go of places that were found."""
         with self._lock:
             for place in places:
@@ -86,7 +86,7 @@ class Table:
         with self._lock:
             return [place.length if place else 0 for place in (self._place(k, now) for k in keys)]
 
-    def held(self) -> TableTotals:
+    def totals(self) -> TableTotals:
         """Return what there is."""
         with self._lock:
             nbytes = sum(segment.nbytes for segment in self.segments.values())
@@ -95,19 +95,19 @@ class Table:
     @contextmanager
     def admit(self, keys: Sequence[bytes], lengths: Sequence[int]) -> Iterator[Sequence[int]]:
         """Give the numbers of the blocks that their tenants may store during this context."""
-        shares = self._shares
-        if shares is None:
+        quota = self._quota
+        if quota is None:
             yield range(len(keys))
             return
         with self._lock:
             there = {key: self._index[key] for key in keys if key in self._index}
             stored = dict(_blocks(_record(self.segments, at) for at in there.values()))
-            admitted, came = shares.enter(keys, lengths, stored)
+            admitted, reserved = quota.reserve(keys, lengths, stored)
         try:
             yield admitted
         finally:
             with self._lock:
-                shares.leave(came)
+                quota.release(reserved)
 
     def reserve(
         self, keys: Sequence[bytes], lengths: Sequence[int], limit: int
@@ -136,8 +136,8 @@ class Table:
                     replaced.append(_record(self.segments, before))
                 self._index[head.key] = segment.slot << _ROW | len(segment.rows.keys)
                 segment.rows.add(offset // PAGE, head)
-            if self._shares is not None:
-                self._shares.note(((h.key, h.length) for h in heads), _blocks(replaced))
+            if self._quota is not None:
+                self._quota.update(((h.key, h.length) for h in heads), _blocks(replaced))
             segment.writers -= 1
             return replaced, segment.full and not segment.writers
 
@@ -152,8 +152,8 @@ class Table:
         with self._lock:
             found = [self._index.pop(key, None) for key in keys]
             pairs = [None if at is None else _record(self.segments, at) for at in found]
-            if self._shares is not None:
-                self._shares.note((), _blocks(pair for pair in pairs if pair is not None))
+            if self._quota is not None:
+                self._quota.update((), _blocks(pair for pair in pairs if pair is not None))
             return pairs
 
     def add(self, segment: Segment, ours: bool) -> None:
@@ -169,12 +169,12 @@ class Table:
                 return
             keys = segment.rows.keys
             first = slot << _ROW
-            if self._shares is not None:
+            if self._quota is not None:
                 older = {self._index[key] for key in keys if key in self._index}
-                self._shares.note((), _blocks(_record(self.segments, at) for at in older))
+                self._quota.update((), _blocks(_record(self.segments, at) for at in older))
             self._index.update(zip(keys, range(first, first + len(keys)), strict=True))
-            if self._shares is not None:  # a segment may have a key more than once
-                self._shares.note(_blocks((segment, row) for row in self.live(segment)), ())
+            if self._quota is not None:  # a segment may have a key more than once
+                self._quota.update(_blocks((segment, row) for row in self.live(segment)), ())
 
     def live(self, segment: Segment) -> list[int]:
         """Return the rows of a segment that count."""
@@ -210,8 +210,8 @@ class Table:
             live = self.live(segment)
             for row in live:
                 del self._index[segment.rows.keys[row]]
-            if self._shares is not None:
-                self._shares.note((), _blocks((segment, row) for row in live))
+            if self._quota is not None:
+                self._quota.update((), _blocks((segment, row) for row in live))
             return segment, len(live)
 
     def _place(self, key: bytes, now: float) -> RecordPlace | None:
@@ -252,21 +252,21 @@ class TenantQuota:
     def __init__(self, most: int) -> None:
         self.held: dict[bytes, int] = {}  # by tenant; none that has nothing
         self._most = most
-        self._coming: dict[bytes, int] = {}  # what was let in and may not be there yet
+        self._reserved: dict[bytes, int] = {}  # what was let in and may not be there yet
 
     def __repr__(self) -> str:
         return f"<Shares of {self._most} bytes, {len(self.held)} tenants>"
 
-    def note(self, came: Iterable[Block], went: Iterable[Block]) -> None:
+    def update(self, added: Iterable[Block], removed: Iterable[Block]) -> None:
         """Count blocks that are found from now on, and those that are not any more."""
         held = self.held
-        for key, length in came:  # a restart comes here with a million
+        for key, length in added:  # a restart comes here with a million
             tenant = key[:TENANT_BYTES]
             held[tenant] = held.get(tenant, 0) + pages_of(length) * PAGE
-        for key, length in went:
+        for key, length in removed:
             _change(held, key[:TENANT_BYTES], -record_bytes(length))
 
-    def enter(
+    def reserve(
         self, keys: Sequence[bytes], lengths: Sequence[int], stored: Mapping[bytes, int]
     ) -> tuple[list[int], dict[bytes, int]]:
         """Let in the blocks that their tenants have room for, in the place of those that are there.
@@ -276,26 +276,26 @@ class TenantQuota:
         Return the blocks' numbers, and bytes by tenant.
         """
         admitted: list[int] = []
-        came: dict[bytes, int] = {}
+        reserved: dict[bytes, int] = {}
         spared: dict[bytes, int] = {}  # what is replaced, by tenant
         there = dict(stored)  # a key that comes twice replaces that block once
         for number, key in enumerate(keys):
             tenant, nbytes = key[:TENANT_BYTES], record_bytes(lengths[number])
             freed = spared.get(tenant, 0) + (record_bytes(there[key]) if key in there else 0)
-            comes = came.get(tenant, 0) + nbytes
-            taken = self.held.get(tenant, 0) + self._coming.get(tenant, 0) + comes
+            comes = reserved.get(tenant, 0) + nbytes
+            taken = self.held.get(tenant, 0) + self._reserved.get(tenant, 0) + comes
             if taken - freed <= self._most:
                 admitted.append(number)
                 there.pop(key, None)
-                spared[tenant], came[tenant] = freed, comes
-        for tenant, nbytes in came.items():
-            _change(self._coming, tenant, nbytes)
-        return admitted, came
+                spared[tenant], reserved[tenant] = freed, comes
+        for tenant, nbytes in reserved.items():
+            _change(self._reserved, tenant, nbytes)
+        return admitted, reserved
 
-    def leave(self, came: dict[bytes, int]) -> None:
+    def release(self, reserved: dict[bytes, int]) -> None:
         """End what :meth:`enter` began, with what it returned."""
-        for tenant, nbytes in came.items():
-            _change(self._coming, tenant, -nbytes)
+        for tenant, nbytes in reserved.items():
+            _change(self._reserved, tenant, -nbytes)
 
 
 def record_bytes(length: int) -> int:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 import xxhash
 
 from kvconnect.tiers.backends.base import BlockOutcome, PagePool
-from kvconnect.tiers.backends.disk.files import MOST_BYTES, MOST_RECORDS, Frames
-from kvconnect.tiers.backends.disk.log import Log
+from kvconnect.tiers.backends.disk.files import MAX_BYTES, MAX_RECORDS, TransferBuffers
+from kvconnect.tiers.backends.disk.log import SegmentLog
 from kvconnect.tiers.backends.disk.record import (
     LAST_SECOND,
     PAGE,
@@ -18,20 +18,20 @@ from kvconnect.tiers.backends.disk.record import (
     pages_of,
 )
 from kvconnect.tiers.backends.disk.segment import Segment
-from kvconnect.tiers.backends.disk.table import RecordPlace, Table
+from kvconnect.tiers.backends.disk.table import RecordPlace, RecordTable
 
 logger = logging.getLogger(__name__)
 
 _TURNS = 3  # a block may be replaced while it is read, but hardly three times
 
 
-class Writing:
+class BlockWrite:
     """One call's blocks on their way to the disk. ``seconds`` is the time the disk took.
 
     ``error`` is the last one that the system raised. For one thread.
     """
 
-    def __init__(self, log: Log, pool: PagePool, fingerprint: bytes, now: float) -> None:
+    def __init__(self, log: SegmentLog, pool: PagePool, fingerprint: bytes, now: float) -> None:
         self._log = log
         self._pool = pool
         self._fingerprint = fingerprint
@@ -69,10 +69,10 @@ class Writing:
             offsets.append(offset)
             offset += pages_of(head.length) * PAGE
         try:
-            with Frames(self._pool, payloads) as frames:
-                frames.fill(heads, run.segment.head.identity)
+            with TransferBuffers(self._pool, payloads) as run_buffers:
+                run_buffers.prepare_write(heads, run.segment.head.identity)
                 started = time.perf_counter()
-                run.segment.file.write(frames.views(), run.offset)
+                run.segment.file.write(run_buffers.views(), run.offset)
                 self.seconds += time.perf_counter() - started
         except OSError:
             self._log.abandon(run)
@@ -81,13 +81,13 @@ class Writing:
         return run.records
 
 
-class Reading:
+class BlockRead:
     """One call's blocks on their way from the disk. ``seconds`` is the time the disk took.
 
     ``error`` is the last one that the system raised. For one thread.
     """
 
-    def __init__(self, table: Table, pool: PagePool, clock: Callable[[], float]) -> None:
+    def __init__(self, table: RecordTable, pool: PagePool, clock: Callable[[], float]) -> None:
         self._table = table
         self._pool = pool
         self._clock = clock
@@ -104,7 +104,7 @@ class Reading:
             try:
                 self._read(keys, buffers, found, outcomes, side_by_side=turn == 0)
             finally:
-                self._table.give_back([place for place in places if place is not None])
+                self._table.release([place for place in places if place is not None])
             # Replaced while it was read; or near a spot of the disk that cannot be read.
             again = (
                 (BlockOutcome.CORRUPT, BlockOutcome.FAILED)
@@ -132,14 +132,16 @@ class Reading:
                 outcomes[number] = BlockOutcome.SIZE
             else:
                 wanted.append((place, number))
-        for segment, page, numbers in _runs(wanted, MOST_RECORDS if side_by_side else 1):
+        for segment, page, numbers in _runs(wanted, MAX_RECORDS if side_by_side else 1):
             try:
-                with Frames(self._pool, [buffers[number] for number in numbers]) as frames:
+                with TransferBuffers(
+                    self._pool, [buffers[number] for number in numbers]
+                ) as run_buffers:
                     started = time.perf_counter()
-                    segment.file.read(frames.views(), page * PAGE)
+                    segment.file.read(run_buffers.views(), page * PAGE)
                     self.seconds += time.perf_counter() - started
                     for at, number in enumerate(numbers):
-                        head = frames.take(at, segment.head.identity)
+                        head = run_buffers.finish_read(at, segment.head.identity)
                         good = _is(head, keys[number], buffers[number])
                         outcomes[number] = BlockOutcome.OK if good else BlockOutcome.CORRUPT
             except OSError as error:
@@ -169,7 +171,7 @@ def _runs(
         place, number = wanted[at]
         numbers, end, nbytes = [number], place.page + pages_of(place.length), place.length
         at += 1
-        while at < len(wanted) and len(numbers) < most and nbytes < MOST_BYTES:
+        while at < len(wanted) and len(numbers) < most and nbytes < MAX_BYTES:
             following, number = wanted[at]
             if following.segment is not place.segment or following.page != end:
                 break
@@ -183,7 +185,7 @@ def _runs(
 def _batch_end(lengths: Sequence[int], start: int) -> int:
     """Return where the blocks from ``start`` on end that are written at once; at least one is."""
     end, nbytes = start, 0
-    while end < len(lengths) and end - start < MOST_RECORDS and nbytes < MOST_BYTES:
+    while end < len(lengths) and end - start < MAX_RECORDS and nbytes < MAX_BYTES:
         nbytes += lengths[end]
         end += 1
     return end
