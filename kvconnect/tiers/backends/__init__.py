@@ -1,4 +1,4 @@
-"""Places that keep blocks below the device: host memory, and by name the tiers below it."""
+"""Stores of the tiers below host memory, made by name."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ logger = logging.getLogger(__name__)
 _OWN = ("disk", "valkey", "object", "mooncake", "memory", "null")
 
 ENTRY_POINTS = "kvconnect.stores"
-"""Entry-point group of stores that other packages bring: callables that are given the settings
-(a mapping) and the fingerprint, and return a :class:`Store` or raise :class:`ConfigError`."""
+"""Entry-point group of stores in other packages: callables that take the settings (a mapping) and
+the fingerprint, and return a :class:`Store` or raise :class:`ConfigError`."""
 
 
 def make_store(
     kind: str, settings: Mapping[str, object], fingerprint: bytes, keys: RecordKeys | None = None
 ) -> Store:
-    """Return a new store of a kind; nothing of the others is loaded.
+    """Return a new store. Only the modules of its kind are imported.
 
     Args:
         kind: ``disk``, ``valkey``, ``object``, ``mooncake``, ``memory``, ``null``, or the name of
             another package's entry point.
-        settings: those of the kind; see its class.
-        fingerprint: names the format of the blocks. Blocks of other formats are not found.
-        keys: what records on shared servers are sealed with. Stores of other packages do not.
+        settings: settings of the kind; see its class.
+        fingerprint: identifies the block format. Blocks of other formats are not found.
+        keys: keys that seal records on shared servers. Stores of other packages do not use them.
 
     Raises:
-        ConfigError: no store is called that, or it cannot be used with these settings.
+        ConfigError: the kind is unknown, or the settings cannot be used.
     """
     if kind in ("disk", "valkey", "object", "mooncake"):
         try:
@@ -68,7 +68,7 @@ def make_store(
 def make_remote(
     settings: Mapping[str, object], fingerprint: bytes, keys: RecordKeys | None = None
 ) -> Store:
-    """Return a store as a user describes it, with its ``kind`` among the settings.
+    """Return the store that a user's settings describe; ``kind`` is one of the settings.
 
     Raises:
         ConfigError: as of :func:`make_store`.
@@ -78,8 +78,8 @@ def make_remote(
 
 
 def make_tiers(makers: Mapping[Tier, Callable[[], Store]]) -> dict[Tier, Store]:
-    """Return a worker's tiers, in the same order. Where one cannot be made, those before it are
-    closed, and what its maker raises is raised."""
+    """Return a worker's stores by tier, in the same order. If one cannot be made, close those
+    before it and raise its error."""
     stores: dict[Tier, Store] = {}
     with ExitStack() as undo:
         for tier, make in makers.items():
@@ -92,7 +92,7 @@ def make_tiers(makers: Mapping[Tier, Callable[[], Store]]) -> dict[Tier, Store]:
 def _make_large(
     kind: str, settings: Mapping[str, object], fingerprint: bytes, keys: RecordKeys | None
 ) -> Store:
-    """Return a store that needs packages which may be missing; raise :class:`ImportError`."""
+    """Return a store that needs optional packages; raise :class:`ImportError` without them."""
     if kind == "disk":
         from kvconnect.tiers.backends.disk import DiskStore
 
@@ -115,7 +115,7 @@ def _from_elsewhere(kind: str, settings: Mapping[str, object], fingerprint: byte
         try:
             make = entry.load()
         except (ImportError, AttributeError) as error:
-            fix = f"its package cannot be loaded ({error}): install it again, or name another"
+            fix = f"its package cannot be loaded ({error}): reinstall it or use another store"
             raise ConfigError("store", kind, fix) from error
         store: Store = make(settings, fingerprint)
         return store

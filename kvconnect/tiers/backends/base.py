@@ -1,4 +1,4 @@
-"""The seam of the tiers below host memory: blocks of bytes under keys, on a disk or a server."""
+"""The contract of a store, which keeps blocks of a tier below host memory, and shared helpers."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ MAX_FINGERPRINT_BYTES = 64
 
 
 class BlockOutcome(str, Enum):
-    """What became of one block of a call. Values but the first two are metric labels."""
+    """Result for one block of a call. Values except the first two are metric labels."""
 
     OK = "ok"
-    ABSENT = "absent"  # get, remove: not there: never stored, evicted, expired or removed
-    CORRUPT = "corrupt"  # get: not the bytes that were stored; this copy will not be found again
-    SIZE = "size"  # get: stored with another length; put: longer than this store ever takes
-    FULL = "full"  # put: no room, not even after eviction
-    LIMITED = "limited"  # put: a bound on what may be written is used up for now
-    FAILED = "failed"  # tried, and the disk or the server said no
-    LATE = "late"  # of no store: its call takes longer than a request waits, and is not waited for
-    UNAVAILABLE = "unavailable"  # not tried: closed, or failed so often that it is left alone
+    ABSENT = "absent"  # get, remove: never stored, evicted, expired or removed
+    CORRUPT = "corrupt"  # get: the bytes do not match their digest; the copy is removed
+    SIZE = "size"  # get: stored with another length; put: longer than the store accepts
+    FULL = "full"  # put: no room, even after eviction
+    LIMITED = "limited"  # put: a write budget or tenant quota is used up for now
+    FAILED = "failed"  # the disk or the server returned an error
+    LATE = "late"  # the call takes longer than a request waits; no store returns this
+    UNAVAILABLE = "unavailable"  # not tried: the store is closed, or its circuit breaker is open
 
 
 class Usage(NamedTuple):
-    """What a store holds. ``nbytes`` and ``capacity_bytes`` count all it takes, not payloads alone.
-    A store that others use too does not know: ``blocks`` is -1 then, and the others are 0.
-    ``available`` is False while the store is left alone."""
+    """Usage of a store. ``nbytes`` and ``capacity_bytes`` include headers and indexes. A store that
+    other engines use too does not know its usage: ``blocks`` is -1, the byte counts are 0.
+    ``available`` is False while the store is closed or its circuit breaker is open."""
 
     blocks: int
     nbytes: int
@@ -52,64 +52,64 @@ class Usage(NamedTuple):
 class Store(ABC):
     """Keeps the bytes of blocks under keys, with their length and digest, until room is needed.
 
-    A store is a cache: any block may be gone at any time, but what ``get`` calls OK is what was
-    put last under that key, byte for byte. It belongs to one format of blocks: it is made with
-    the format's fingerprint, and blocks that were put under another one do not exist for it.
+    A store is a cache: any block may disappear at any time. A block that ``get`` returns as OK is,
+    byte for byte, the one that was put last under its key. A store is made with the fingerprint of
+    one block format; blocks that were put under another fingerprint do not exist for it.
 
     Contract:
 
-    - *Blocks* the calling thread while it moves bytes, for a bounded time: calls come from I/O
-      threads, and their number bounds what is under way.
-    - *Threads*: any, several at a time, for the same keys too. A get during a put of its key
-      finds the old block, the new one or none, never a mixture. The GIL is not held for long.
-    - *Order*: a put that returned is seen by every call that starts later.
-    - *Idempotent*: all calls are.
-    - *Memory*: buffers are the caller's. During a call nobody else writes them; afterwards the
-      store has no more to do with them. A get into buffers that start at whole pages and a put
-      from writable ones of that kind need no copy where the system allows it.
-    - *Raises* only :class:`Misuse`, before anything moved, for arguments that cannot be meant. What
-      goes wrong later is a :class:`BlockOutcome` per block, in the order of the keys. Of a get
-      that is not OK the buffer's content is unknown.
+    - *Blocking*: a call blocks its thread for a bounded time. Calls come from I/O threads, whose
+      number limits the calls in flight.
+    - *Threads*: any, several at a time, also for the same keys. A get during a put of its key
+      returns the old block, the new one or none, never a mixture. The GIL is not held for long.
+    - *Order*: a call that starts after a put returned sees that put.
+    - *Idempotent*: all calls.
+    - *Memory*: buffers belong to the caller. Nobody else writes them during a call, and the store
+      does not use them afterwards. Page-aligned buffers for get and page-aligned writable ones for
+      put avoid a copy where the system allows it.
+    - *Raises* only :class:`Misuse`, for wrong arguments, before any byte is moved. Later errors are
+      a :class:`BlockOutcome` per block, in the order of the keys. After a get that is not OK the
+      content of the buffer is unknown.
     """
 
     @abstractmethod
     def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
-        """Store blocks, in place of what was there. If a key occurs twice the last one counts."""
+        """Store blocks and replace older ones. If a key occurs twice, its last block is stored."""
 
     @abstractmethod
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
-        """Fill each buffer with a block, which must be exactly as long; verified by its digest."""
+        """Read blocks into buffers of exactly their length and verify their digests."""
 
     @abstractmethod
     def exists(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the length in bytes of each block, 0 where there is none (or none to be had)."""
+        """Return the length in bytes of each block, 0 if it is absent or cannot be read now."""
 
     @abstractmethod
     def remove(self, keys: Sequence[bytes]) -> list[BlockOutcome]:
-        """Forget blocks, for good: a restart does not bring them back."""
+        """Remove blocks permanently: a restart does not bring them back."""
 
     @abstractmethod
     def usage(self) -> Usage:
-        """Return what the store holds now."""
+        """Return the current usage."""
 
     @abstractmethod
     def take_stats(self) -> OffloadingConnectorStats | None:
-        """Hand over what was recorded since the last time, None if nothing was."""
+        """Return the statistics since the last call, None if there are none."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything. Idempotent; calls under way end first, later ones do nothing."""
+        """Wait for running calls and free all resources. Later calls do nothing. Idempotent."""
 
 
 def check_keys(keys: Sequence[bytes]) -> None:
     """Raise :class:`Misuse` for a key that is empty or too long."""
     for key in keys:
         if not 0 < len(key) <= MAX_KEY_BYTES:
-            raise Misuse(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(key)}")
+            raise Misuse(f"a key must have 1 to {MAX_KEY_BYTES} bytes, not {len(key)}")
 
 
 def check_buffers(keys: Sequence[bytes], buffers: Sequence[memoryview], writable: bool) -> None:
-    """Raise :class:`Misuse` for keys and buffers that no call can be meant for."""
+    """Raise :class:`Misuse` for keys or buffers that no store can use."""
     check_keys(keys)
     if len(keys) != len(buffers):
         raise Misuse(f"{len(keys)} keys but {len(buffers)} buffers")
@@ -124,13 +124,13 @@ def check_fingerprint(fingerprint: bytes) -> bytes:
     """Return the fingerprint; raise :class:`Misuse` if it is empty or too long."""
     if not 0 < len(fingerprint) <= MAX_FINGERPRINT_BYTES:
         raise Misuse(
-            f"a fingerprint has 1 to {MAX_FINGERPRINT_BYTES} bytes, not {len(fingerprint)}"
+            f"a fingerprint must have 1 to {MAX_FINGERPRINT_BYTES} bytes, not {len(fingerprint)}"
         )
     return fingerprint
 
 
 def parse_settings(kind: type[S], settings: Mapping[str, object], sizes: Sequence[str]) -> S:
-    """Return a store's settings as its struct. ``sizes`` names the fields that are bytes.
+    """Return a store's settings as its struct. ``sizes`` names the fields that are byte counts.
 
     Raises:
         ConfigError: unknown key (names the nearest one), missing, or of the wrong type.
@@ -140,7 +140,9 @@ def parse_settings(kind: type[S], settings: Mapping[str, object], sizes: Sequenc
     for key in settings:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-            fix = f"unknown setting of the store, did you mean {near[0]!r}?" if near else "leave it"
+            fix = (
+                f"unknown setting of the store, did you mean {near[0]!r}?" if near else "remove it"
+            )
             raise ConfigError(key, settings[key], fix)
     for field in sizes:
         if field in values:
@@ -154,10 +156,10 @@ def parse_settings(kind: type[S], settings: Mapping[str, object], sizes: Sequenc
 
 
 class WriteBudget:
-    """A bound on the bytes written per day; 0 is none. Threads: any.
+    """Limits the bytes written per day; 0 for no limit. Thread-safe.
 
-    What is not used is saved up for an hour, so a day sees at most a twenty-fourth more. One
-    batch may overdraw it; then nothing is written until that is made good.
+    Unused budget is kept for an hour, so one day can exceed the limit by 1/24. One batch may
+    overdraw the budget; nothing is written then until the budget is positive again.
     """
 
     def __init__(self, bytes_per_day: int, now: float) -> None:
@@ -168,7 +170,7 @@ class WriteBudget:
         self._at = now
 
     def spend(self, nbytes: int, now: float) -> bool:
-        """Take bytes from the budget; False if it is used up."""
+        """Take bytes from the budget. Return False if it is used up."""
         if not self._most:
             return True
         with self._lock:
@@ -180,11 +182,8 @@ class WriteBudget:
             return True
 
 
-# Who is inside a store, so that it can be closed.
-
-
 class InFlightGuard:
-    """Counts calls under way, and lets none in once it is closed. Threads: any."""
+    """Counts running calls and refuses new ones once it is closed. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -193,7 +192,7 @@ class InFlightGuard:
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[bool]:
-        """Be inside during the context, if this yields True."""
+        """Count a call while the context lasts. Yield False if the guard is closed."""
         with self._changed:
             entered = not self.closed
             self._inside += entered
@@ -205,87 +204,81 @@ class InFlightGuard:
                 self._changed.notify_all()
 
     def close(self) -> bool:
-        """Let nobody in any more; return False if that was so before."""
+        """Refuse new calls. Return False if the guard was closed before."""
         with self._changed:
             was, self.closed = self.closed, True
             return not was
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until nobody is inside; return False if that takes too long."""
+        """Wait until no call is running. Return False after ``timeout_s`` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._inside == 0, timeout_s)
 
 
-# What a store records about itself, from several threads.
-
-
-_QUIET = {BlockOutcome.OK, BlockOutcome.ABSENT}  # a block that is not there is no failure
+_NOT_FAILED = {BlockOutcome.OK, BlockOutcome.ABSENT}
 
 
 class StoreMeter:
-    """Statistics behind a lock."""
+    """Collects a store's statistics. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stats = OffloadingConnectorStats()
 
     def moved(self, kind: TransferType, nbytes: int, seconds: float) -> None:
-        """Record one call that moved bytes of payload; none moved is no operation."""
+        """Record a call that moved ``nbytes`` of payload; nothing is recorded for 0 bytes."""
         if nbytes:
             with self._lock:
                 self._stats.record_transfer(kind, nbytes, seconds)
 
     def count_failed(self, outcomes: Iterable[BlockOutcome]) -> None:
-        """Count the blocks of a call that failed, by why."""
-        failed = [found for found in outcomes if found not in _QUIET]
+        """Count the failed blocks of a call by outcome."""
+        failed = [outcome for outcome in outcomes if outcome not in _NOT_FAILED]
         if failed:
             with self._lock:
                 for outcome in failed:
                     self._stats.count("store_failed_blocks", label=outcome)
 
     def evicted(self, blocks: int) -> None:
-        """Count blocks dropped to make room, or because they were too old."""
+        """Count blocks that were evicted or that expired."""
         with self._lock:
             self._stats.count("store_evicted_blocks", blocks)
 
     def take(self) -> OffloadingConnectorStats | None:
-        """Hand over what was recorded since the last time, None if nothing was."""
+        """Return the statistics since the last call, None if there are none."""
         with self._lock:
             return self._stats.take()
 
 
-# Memory that is lent for one transfer and used again: new pages cost more than copying.
-
-
-_POOLED = 16
+_MAX_POOLED = 16
 
 
 class PagePool:
-    """Lends memory that starts at a page. Threads: any."""
+    """Page-aligned buffers that transfers reuse: new pages cost more than a copy. Thread-safe."""
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []
 
     def acquire(self, nbytes: int) -> mmap.mmap:
-        """Return memory of at least so many bytes; what is in it is unknown."""
+        """Return memory of at least ``nbytes`` bytes with unknown content."""
         with contextlib.suppress(IndexError):
             memory = self._free.pop()
             if len(memory) >= nbytes:
                 return memory
         memory = mmap.mmap(-1, max(nbytes, 64 * mmap.PAGESIZE))
         with contextlib.suppress(OSError):
-            # A child process would keep the pages, or have them copied under a transfer.
+            # A forked child would keep the pages, or cause copy-on-write during a transfer.
             memory.madvise(mmap.MADV_DONTFORK)
         return memory
 
     def release(self, memory: mmap.mmap) -> None:
-        """Take memory back that nobody uses any more."""
-        if len(self._free) < _POOLED:
+        """Take back memory that is not used any more."""
+        if len(self._free) < _MAX_POOLED:
             self._free.append(memory)
 
     @contextlib.contextmanager
     def borrow(self, nbytes: int) -> Iterator[memoryview]:
-        """Lend just so many bytes, during the context."""
+        """Yield a buffer of exactly ``nbytes`` bytes for the duration of the context."""
         memory = self.acquire(nbytes)
         try:
             yield memoryview(memory)[:nbytes]

@@ -1,4 +1,4 @@
-"""A store in this process's memory: the reference of the seam, and a fake for tests."""
+"""A store in this process's memory, the reference for other stores, and one that keeps nothing."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class _StoredBlock(NamedTuple):
 
 
 class MemoryStore(Store):
-    """Up to ``capacity`` bytes of blocks; what was used least recently leaves first.
+    """Keeps up to ``capacity`` bytes of blocks and evicts the least recently used.
 
-    It lives and dies with the process, and so do its blocks: no fingerprint is needed.
-    Raises :class:`ConfigError` if the hash library is missing.
+    The blocks end with the process, so the store needs no fingerprint. Raises
+    :class:`ConfigError` if the hash library is missing.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -118,7 +118,7 @@ class MemoryStore(Store):
         return BlockOutcome.OK
 
     def _drop(self, key: bytes) -> bool:
-        """Forget a block; return whether there was one."""
+        """Remove a block. Return whether it existed."""
         kept = self._blocks.pop(key, None)
         self._nbytes -= len(kept.payload) if kept else 0
         return kept is not None
@@ -128,11 +128,8 @@ class _Settings(msgspec.Struct, frozen=True):
     capacity: int
 
 
-# A store that keeps nothing: what a tier costs that never has anything.
-
-
 class NullStore(Store):
-    """Takes every block and forgets it. Has no settings."""
+    """Discards every block; measures the overhead of a tier that always misses. No settings."""
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, object]) -> NullStore:
@@ -163,8 +160,8 @@ class NullStore(Store):
         return None
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing."""
 
 
 class _NoSettings(msgspec.Struct, frozen=True):
-    """None."""
+    """No settings."""

@@ -119,11 +119,11 @@ def test_verify_tells_damage_from_a_file_that_was_used_again(
     def overtaken(segment: Segment, row: int, pool: PagePool) -> bool:
         """Stand for an engine that drops the segment while it is looked at."""
         head = segment.head._replace(identity=bytes(16))
-        with open(f"{segment.stem}.seg", "r+b") as file:
+        with open(f"{segment.path}.seg", "r+b") as file:
             file.write(pack_segment(head))
         return False
 
-    monkeypatch.setattr(inspect, "intact", overtaken)
+    monkeypatch.setattr(inspect, "is_intact", overtaken)
     code, out = answer(capsys, "verify", str(tier), "--json")
     assert (code, json.loads(out)["bad"]) == (0, 0)
 

@@ -339,7 +339,7 @@ def test_some_of_the_disk_stays_free(
     assert store.usage().nbytes <= 4 * MIB  # it shrank
     assert len(segments(tmp_path)) <= 1
     free[0] = 100 * MIB
-    store._guards.writes.worked()
+    store._guards.writes.succeeded()
     assert put(store, names("d", 80), 100_000) == [OK] * 80
 
 

@@ -64,10 +64,10 @@ def abandon(store: DiskStore) -> None:
 
 def counted(store: DiskStore) -> dict[bytes, int]:
     """What the store believes that tenants hold; nothing may be on its way."""
-    shares = store._table._shares
-    assert shares is not None
-    assert shares._coming == {}, "something is still on its way"
-    return shares.held
+    quota = store._table._quota
+    assert quota is not None
+    assert quota._reserved == {}, "something is still on its way"
+    return quota.held
 
 
 def found(store: DiskStore) -> dict[bytes, int]:
@@ -102,7 +102,7 @@ def test_a_tenant_stores_up_to_its_share(opened: Open) -> None:
 def test_without_a_share_nothing_is_bound_or_counted(opened: Open) -> None:
     store = opened()
     assert put(store, keys_of("greedy", 120)) == [OK] * 120
-    assert store._table._shares is None
+    assert store._table._quota is None
 
 
 def test_a_tenant_that_is_bound_still_has_its_blocks_replaced(opened: Open) -> None:
@@ -236,7 +236,7 @@ def test_a_block_that_is_there_twice_counts_once(
     """A process was killed, or the disk failed, before the old record was marked as gone."""
     store = opened(tenant_share=0.5)
     with monkeypatch.context() as patch:
-        patch.setattr(Segment, "kill", lambda self, rows: True)
+        patch.setattr(Segment, "mark_deleted", lambda self, rows: True)
         for turn in range(3):
             put(store, keys_of("a", 25), BLOCK + turn)
     assert len(store._table.segments) > 1
@@ -315,13 +315,15 @@ def test_a_count_that_is_wrong_is_found(
     tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_steps(opener(tmp_path / "good"), PLAIN)
-    note = TenantQuota.note
+    update = TenantQuota.update
     if fault == "went":
-        monkeypatch.setattr(TenantQuota, "note", lambda self, came, went: note(self, came, ()))
+        monkeypatch.setattr(
+            TenantQuota, "update", lambda self, added, gone: update(self, added, ())
+        )
     elif fault == "came":
-        monkeypatch.setattr(TenantQuota, "note", lambda self, came, went: note(self, (), went))
+        monkeypatch.setattr(TenantQuota, "update", lambda self, added, gone: update(self, (), gone))
     else:
-        monkeypatch.setattr(TenantQuota, "leave", lambda self, came: None)
+        monkeypatch.setattr(TenantQuota, "release", lambda self, reserved: None)
     with pytest.raises(AssertionError):
         run_steps(opener(tmp_path / "bad"), PLAIN)
 
@@ -357,23 +359,23 @@ def test_what_is_on_its_way_counts() -> None:
     """Two calls of which the second begins before the first has ended."""
     key, other = keys_of("t", 2)
     size = record_bytes(BLOCK)
-    shares = TenantQuota(size)
-    admitted, came = shares.enter([key], [BLOCK], {})
-    assert (admitted, came) == ([0], {tenant_of("t"): size})
-    assert shares.enter([other], [BLOCK], {}) == ([], {})
-    shares.leave(came)  # it failed
-    assert shares.enter([other], [BLOCK], {})[0] == [0]
+    quota = TenantQuota(size)
+    admitted, reserved = quota.reserve([key], [BLOCK], {})
+    assert (admitted, reserved) == ([0], {tenant_of("t"): size})
+    assert quota.reserve([other], [BLOCK], {}) == ([], {})
+    quota.release(reserved)  # it failed
+    assert quota.reserve([other], [BLOCK], {})[0] == [0]
 
 
 def test_a_block_is_replaced_once_however_often_a_call_has_it() -> None:
     [key] = keys_of("t", 1)
     long, short = 40_000, 5_000
-    shares = TenantQuota(record_bytes(long))
-    shares.note([(key, long)], ())
-    admitted, came = shares.enter([key, key], [short, long], {key: long})
-    assert (admitted, came) == ([0], {tenant_of("t"): record_bytes(short)})
-    shares.leave(came)
-    assert shares.enter([key], [long], {key: long})[0] == [0]
+    quota = TenantQuota(record_bytes(long))
+    quota.update([(key, long)], ())
+    admitted, reserved = quota.reserve([key, key], [short, long], {key: long})
+    assert (admitted, reserved) == ([0], {tenant_of("t"): record_bytes(short)})
+    quota.release(reserved)
+    assert quota.reserve([key], [long], {key: long})[0] == [0]
 
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.01, float("nan"), float("inf")])

@@ -1,4 +1,4 @@
-"""Blocks in a folder: a log of segments, each with its records and, once full, its index."""
+"""The disk tier: a folder with a log of segments. A full segment has an index beside it."""
 
 from kvconnect.tiers.backends.disk.folder import DiskOptions
 from kvconnect.tiers.backends.disk.store import DiskStore

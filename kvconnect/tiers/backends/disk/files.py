@@ -1,4 +1,4 @@
-"""An open folder, and open files of whole pages in it, past the page cache where that can be."""
+"""Folders, files of whole pages that bypass the page cache, and the buffers of a transfer."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from kvconnect.tiers.backends.disk.record import PAGE, RecordHead, pack_record, 
 
 
 class Directory:
-    """An open folder. Its files are reached by its descriptor, so nobody can put another folder in
-    its place; symbolic links are not followed. All calls raise :class:`OSError`. Threads: any.
+    """An open folder. Its files are opened relative to its descriptor, so it cannot be exchanged
+    for another folder; symbolic links are not followed. All calls raise :class:`OSError`.
+    Thread-safe.
 
-    ``within``: the folder that it is looked for in, again without following links.
+    ``within``: the parent folder to open it in, without following links.
     """
 
     def __init__(self, path: str, within: Directory | None = None) -> None:
@@ -33,18 +34,18 @@ class Directory:
         self.user = os.fstat(self.fd).st_uid
 
     def folder(self, name: str, make: bool = False) -> Directory:
-        """Open a folder in this one, made for its owner alone if there is none."""
+        """Open a folder in this one. With ``make``, create it for its owner alone if absent."""
         if make:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=self.fd)
         return Directory(os.path.join(self.path, name), self)
 
     def open(self, name: str, flags: int) -> int:
-        """Open a plain file that belongs to the folder's user, under no other name as well.
+        """Open a regular file that belongs to the folder's user and has no other hard link.
 
-        Anything else is EPERM: whoever could put it here must not choose what is read or written.
+        Anything else raises EPERM: another user must not choose which file is read or written.
         """
-        # One that waits for a writer, as pipes do, must not hold anybody up.
+        # Opening a pipe must not block.
         flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         handle = os.open(name, flags, 0o600, dir_fd=self.fd)
         with contextlib.ExitStack() as undo:
@@ -55,16 +56,16 @@ class Directory:
             if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1 and found.st_uid == self.user:
                 undo.pop_all()
                 return handle
-        raise OSError(errno.EPERM, f"{name} is no file of the folder's owner alone")
+        raise OSError(errno.EPERM, f"{name} is not a regular file of the folder's owner")
 
     def read(self, name: str, most: int) -> bytes | None:
-        """Return what a file holds, None if that is more than ``most`` bytes."""
+        """Return a file's content, None if it is longer than ``most`` bytes."""
         with open(self.open(name, os.O_RDONLY), "rb") as file:
             data = file.read(most + 1)
         return data if len(data) <= most else None
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a small file in one piece: after a crash it is there as a whole or not at all."""
+        """Write a small file atomically: after a crash it is complete or absent."""
         spare = f"{name}.new"
         with contextlib.suppress(FileNotFoundError):
             self.unlink(spare)
@@ -77,29 +78,29 @@ class Directory:
         self.rename(spare, name)
 
     def names(self) -> list[str]:
-        """Return what is in it."""
+        """Return the names in the folder."""
         return os.listdir(self.fd)
 
     def unlink(self, name: str) -> None:
-        """Remove a file, or a link and not what it leads to."""
+        """Remove a file or a link, not the target of a link."""
         os.unlink(name, dir_fd=self.fd)
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file another name, in place of who has it."""
+        """Rename a file, replacing the one with the new name."""
         os.rename(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def close(self) -> None:
-        """Close it. Idempotent; open files stay open."""
+        """Close the folder. Open files stay open. Idempotent."""
         if self.fd >= 0:
             close_handle(self.fd)
             self.fd = -1
 
 
 class PageFile:
-    """Reads and writes whole pages at page offsets. Threads: any, but for ``close``.
+    """Reads and writes whole pages at page offsets. Thread-safe except for ``close``.
 
-    Buffers must start at pages of memory. All calls raise :class:`OSError`; a transfer that ends
-    early is ENOSPC for a write and EIO for a read.
+    Buffers must be page-aligned. All calls raise :class:`OSError`: ENOSPC for a short write, EIO
+    for a short read.
     """
 
     def __init__(self, folder: Directory, name: str, flags: int) -> None:
@@ -109,12 +110,12 @@ class PageFile:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            # Some kernels refuse the flag after they have made the file.
+            # Some kernels refuse O_DIRECT after they have created the file.
             self.fd = folder.open(name, flags & ~os.O_EXCL)
             self.direct = False
 
     def read(self, views: Sequence[memoryview], offset: int) -> None:
-        """Fill buffers from an offset on."""
+        """Fill buffers with the bytes at an offset."""
         count = self._retried(lambda: os.preadv(self.fd, views, offset))
         if count != sum(view.nbytes for view in views):
             raise OSError(errno.EIO, "the file ends early")
@@ -135,11 +136,11 @@ class PageFile:
                 self.write([view], offset)
 
     def allocate(self, nbytes: int) -> None:
-        """Have room for so many bytes, so that later writes neither grow the file nor run out."""
+        """Allocate ``nbytes`` bytes, so that later writes do not run out of space."""
         os.posix_fallocate(self.fd, 0, nbytes)
 
     def finish(self, nbytes: int) -> None:
-        """Cut the file to what is used of it, and drop what the page cache has."""
+        """Truncate the file to its used part and drop it from the page cache."""
         os.ftruncate(self.fd, nbytes)
         if not self.direct:
             os.fdatasync(self.fd)  # dirty pages cannot be dropped
@@ -150,13 +151,13 @@ class PageFile:
         return os.fstat(self.fd).st_size
 
     def next_data(self, offset: int) -> int:
-        """Return the page from this offset on that may not be empty; the file's end at most."""
+        """Return the offset of the next page that is not in a hole, at most the file's end."""
         try:
             return os.lseek(self.fd, offset, os.SEEK_DATA) // PAGE * PAGE
         except OSError as error:
             if error.errno == errno.ENXIO:
                 return self.size()
-            if error.errno == errno.EINVAL:  # a file system that does not tell
+            if error.errno == errno.EINVAL:  # the file system does not know its holes
                 return offset
             raise
 
@@ -170,7 +171,7 @@ class PageFile:
         except OSError as error:
             if error.errno != errno.EINVAL or not self.direct:
                 raise
-        # It took the flag at opening and cannot keep to it.
+        # The file system accepted O_DIRECT at opening but does not support it.
         flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
         fcntl.fcntl(self.fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         self.direct = False
@@ -178,30 +179,31 @@ class PageFile:
 
 
 def close_handle(handle: int) -> None:
-    """Close an open file or folder. On a disk that is gone Linux closes it and says EIO, of which
-    nothing follows: what was not written is found out by its digest."""
+    """Close a file or folder descriptor. An EIO of a lost disk is ignored: Linux closes the
+    descriptor anyway, and digests reveal bytes that were not written."""
     with contextlib.suppress(OSError):
         os.close(handle)
 
 
 def starts_at_page(view: memoryview) -> bool:
-    """Whether a buffer starts at a page of memory; a read-only one counts as if it did not."""
+    """Return whether a buffer is page-aligned; False for a read-only one, whose address Python
+    does not give."""
     if view.readonly:
-        return False  # Python gives no address of those
+        return False
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) % PAGE == 0
 
 
-MAX_RECORDS = 128  # three buffers each; the system takes 1,024 at a time
-MAX_BYTES = 8 << 20  # of one transfer: more would only make others wait
-MAX_PAYLOAD = 1 << 30  # the system moves less than twice that at a time
+MAX_RECORDS = 128  # of one transfer; each has three buffers, and the system takes 1,024
+MAX_BYTES = 8 << 20  # of one transfer; a larger one only delays others
+MAX_PAYLOAD = 1 << 30  # of a record; the system moves less than 2 GiB at a time
 
 
 class TransferBuffers:
-    """Buffers for a run of records, each payload as the caller has it wherever that can be.
+    """Buffers of consecutive records for one read or write; uses the caller's memory if possible.
 
-    A disk that is used past the page cache takes whole pages of memory. Heads, the last part of a
-    payload that is no whole page, and payloads that do not start at a page go through memory
-    that is borrowed for the run: this is a context. For one thread.
+    Direct I/O needs whole pages. Heads, the last incomplete page of a payload, and payloads that
+    are not page-aligned go through a pooled buffer, which is released at the end of the context.
+    For one thread.
     """
 
     def __init__(self, pool: PagePool, buffers: Sequence[memoryview]) -> None:
@@ -235,7 +237,7 @@ class TransferBuffers:
         self._pool.release(self._memory)
 
     def views(self) -> list[memoryview]:
-        """Return what is to be read or written, in the order of the disk."""
+        """Return the buffers to read or write, in the order of the disk."""
         found = []
         for number, buffer in enumerate(self._buffers):
             found.append(self._heads[number])
@@ -246,9 +248,9 @@ class TransferBuffers:
         return found
 
     def prepare_write(self, heads: Sequence[RecordHead], identity: bytes) -> None:
-        """Get ready for a write."""
+        """Fill the pooled buffer with heads and remainders of payloads."""
         for number, (head, buffer) in enumerate(zip(heads, self._buffers, strict=True)):
-            # What others left in the borrowed memory must not get to the disk.
+            # Bytes of earlier transfers in the pooled buffer must not reach the disk.
             self._heads[number][:] = bytes(PAGE)
             pack_record(head, identity, self._heads[number])
             rest, tail = self._rests[number], buffer[self._direct[number] :]
@@ -256,7 +258,7 @@ class TransferBuffers:
             rest[tail.nbytes :] = bytes(rest.nbytes - tail.nbytes)
 
     def finish_read(self, number: int, identity: bytes) -> RecordHead | None:
-        """After a read, complete the payload of one record; return its head."""
+        """After a read, copy the remainder of a payload from the pooled buffer; return the head."""
         tail = self._buffers[number][self._direct[number] :]
         tail[:] = self._rests[number][: tail.nbytes]
         return unpack_record(self._heads[number], identity)

@@ -1,4 +1,4 @@
-"""A worker's folder: who owns it, and which segments are in it."""
+"""A worker's folder: its settings, its lock, its segments, and descriptions of block formats."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from kvconnect.tiers.backends.disk.segment import INDEX, SEGMENT, SegmentPath
 logger = logging.getLogger(__name__)
 
 LOCK = "LOCK"
-_PATIENCE_S = 1.0
+_LOCK_WAIT_S = 1.0
 _FILE = re.compile(rf"(\d{{8}})(?:\{SEGMENT}|\{INDEX}|\{INDEX}\.new)")
 
 
 class Folder:
-    """``path/owner``, made if needed and locked for this process until ``close``.
+    """The folder ``path/owner``, created if needed and locked for this process until ``close``.
 
     Raises:
-        ConfigError: another process has it, it holds other files, it cannot be written, or others
-            than its user can write there: they would decide what this process reads and writes.
+        ConfigError: another process has locked it, it holds other files, it cannot be written, or
+            any user can write to it and so decide what this process reads and writes.
     """
 
     def __init__(self, path: str, owner: str) -> None:
@@ -63,7 +63,8 @@ class Folder:
             undo.pop_all()
 
     def _check(self, path: str) -> None:
-        """Raise :class:`ConfigError` if the folder is not this user's alone, or not the tier's."""
+        """Raise :class:`ConfigError` if other users can write to the folder, or it is not a
+        folder of the disk tier."""
         mode, user = os.fstat(self.files.fd).st_mode, os.geteuid()
         if self.files.user != user:
             fix = f"{self.path} belongs to user {self.files.user}: name a folder of user {user}"
@@ -72,7 +73,7 @@ class Folder:
             fix = f"anybody can write to {self.path}: name a new folder, or run chmod o-w"
             raise ConfigError("path", path, fix)
         if mode & stat.S_IWGRP:  # as Kubernetes sets it for the volume's group
-            logger.warning("disk tier: %s is not open to its group any more", self.path)
+            logger.warning("disk tier: removed the group's write permission of %s", self.path)
             os.fchmod(self.files.fd, stat.S_IMODE(mode) & ~stat.S_IWGRP)
         others = set(self.files.names()) - {LOCK}
         if others and LOCK not in self.files.names():
@@ -80,28 +81,28 @@ class Folder:
             raise ConfigError("path", path, fix)
 
     def path_of(self, number: int) -> SegmentPath:
-        """Return where a segment is."""
+        """Return the path of a segment."""
         return segment_path(self.files, number)
 
     def new_path(self) -> SegmentPath:
-        """Return the place of a segment that never was."""
+        """Return the path of a new segment."""
         self._next += 1
         return self.path_of(self._next - 1)
 
     def free_bytes(self) -> int:
-        """Return what the file system has left; raise :class:`OSError`."""
+        """Return the free bytes of the file system. Raises :class:`OSError`."""
         found = os.fstatvfs(self.files.fd)
         return found.f_bavail * found.f_frsize
 
     def close(self) -> None:
-        """Let others have the folder, also while a child of this process lives. Idempotent."""
+        """Unlock and close the folder, even if a child process still has it open. Idempotent."""
         if self._handle >= 0:
-            with contextlib.suppress(OSError):  # of a disk that is gone, closing unlocks as well
+            with contextlib.suppress(OSError):  # of a lost disk; closing unlocks as well
                 fcntl.flock(self._handle, fcntl.LOCK_UN)
-        self.let_go()
+        self.close_in_child()
 
-    def let_go(self) -> None:
-        """Close what is open, and leave the lock to the process that has it. Idempotent."""
+    def close_in_child(self) -> None:
+        """Close the folder without unlocking it for the parent process. Idempotent."""
         _locked.discard(self)
         if self._handle >= 0:
             close_handle(self._handle)
@@ -113,16 +114,16 @@ _locked: set[Folder] = set()
 
 
 def _forked() -> None:
-    """In a child that was forked: it would keep the lock for as long as it lives."""
+    """Close the folders in a forked child, which would hold the lock while it lives."""
     for folder in list(_locked):
-        folder.let_go()
+        folder.close_in_child()
 
 
 os.register_at_fork(after_in_child=_forked)
 
 
 def segment_path(folder: Directory, number: int) -> SegmentPath:
-    """Return where a segment is."""
+    """Return the path of a segment."""
     return SegmentPath(folder, f"{number:08d}")
 
 
@@ -133,22 +134,22 @@ def numbers_in(folder: Directory) -> list[int]:
 
 
 def remove_leftovers(folder: Directory) -> None:
-    """Remove what a process left that was killed: indexes without a segment, or half written.
+    """Delete files of a process that was killed: indexes without a segment or half written.
 
     Raises :class:`OSError`.
     """
-    whole = set(numbers_in(folder))
+    existing = set(numbers_in(folder))
     for name in folder.names():
         match = _FILE.fullmatch(name)
-        if match and (int(match[1]) not in whole or name.endswith(".new")):
+        if match and (int(match[1]) not in existing or name.endswith(".new")):
             with contextlib.suppress(OSError):
                 folder.unlink(name)
 
 
 def lock_folder(folder: Directory, make: bool = False) -> int:
-    """Lock a worker's folder; return the open handle, -1 if another has it.
+    """Lock a worker's folder. Return the open handle, -1 if another process has locked it.
 
-    Raises :class:`OSError` if there is no way to know.
+    Raises :class:`OSError`.
     """
     handle = folder.open(LOCK, os.O_RDWR | (os.O_CREAT if make else 0))
     try:
@@ -163,16 +164,16 @@ def lock_folder(folder: Directory, make: bool = False) -> int:
 
 def _lock_soon(folder: Directory) -> int:
     """As :func:`lock_folder`, but not put off by who only looks, or is about to end."""
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + _LOCK_WAIT_S
     while True:
         handle = lock_folder(folder, make=True)
         if handle >= 0 or time.monotonic() >= deadline:
             return handle
-        time.sleep(_PATIENCE_S / 20)
+        time.sleep(_LOCK_WAIT_S / 20)
 
 
 def lock_holder(folder: Directory) -> str:
-    """Return who has a folder, in words."""
+    """Return the process that has locked a folder, as text."""
     try:
         found = folder.read(LOCK, 32)
         return f"process {int(found or b'')}"
@@ -180,32 +181,28 @@ def lock_holder(folder: Directory) -> str:
         return "another process"
 
 
-# What fingerprints mean in words: a small file per format, beside a worker's segments.
-#
-# People and filters go by it, nothing else: whoever can write the folder can write anything here.
+# Descriptions of block formats: a small file per fingerprint beside a worker's segments. Only
+# people and filters of commands read them, so a wrong description cannot make a block be used.
 
 
 MODEL = "model"
-"""The word under which the model's name stands."""
+"""Key of the model's name."""
 
 MAX_FORMAT_BYTES = 16 << 10
-"""Bytes of such a file at most."""
+"""Maximum bytes of a description."""
 
 _FOLDER = "formats"
 
 
 def pack_format(about: Mapping[str, str]) -> bytes:
-    """Return the content of the file."""
+    """Return a description as JSON."""
     return json.dumps(dict(about), indent=1).encode() + b"\n"
 
 
 def write_format(folder: Directory, fingerprint: bytes, about: Mapping[str, str]) -> None:
-    """Write down what a fingerprint means, in place of what was said before.
-
-    Nothing depends on it, so a disk that is full is only logged.
-    """
+    """Write the description of a fingerprint, replacing an older one. An error is only logged."""
     if not about:
-        return  # what is known stays known
+        return  # keep an older description
     try:
         with contextlib.closing(folder.folder(_FOLDER, make=True)) as formats:
             formats.put(_name(fingerprint), pack_format(about))
@@ -214,7 +211,7 @@ def write_format(folder: Directory, fingerprint: bytes, about: Mapping[str, str]
 
 
 def read_format(folder: Directory, fingerprint: bytes) -> dict[str, str]:
-    """Return what a fingerprint means; nothing if that is not known, or not readable."""
+    """Return the description of a fingerprint, an empty one if it is missing or not readable."""
     try:
         with contextlib.closing(folder.folder(_FOLDER)) as formats:
             data = formats.read(_name(fingerprint), MAX_FORMAT_BYTES)
@@ -236,7 +233,7 @@ def _name(fingerprint: bytes) -> str:
 _LEAST_BYTES = 16 << 20
 _SEGMENTS = 256
 _SEGMENT_BYTES = 64 << 20
-_LARGEST_SEGMENT = 1 << 36  # pages of a segment are numbered with 24 bits
+_MAX_SEGMENT_BYTES = 1 << 36  # pages of a segment are numbered with 24 bits
 _OWNER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
 
@@ -284,13 +281,13 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def segment_bytes(self) -> int:
-        """Bytes of a full segment, which is what eviction drops at a time."""
+        """Bytes of a full segment, the unit of eviction."""
         wanted = max(self.capacity // _SEGMENTS, min(_SEGMENT_BYTES, self.capacity // 4))
-        return min(wanted, _LARGEST_SEGMENT) & ~4095
+        return min(wanted, _MAX_SEGMENT_BYTES) & ~4095
 
     @property
     def quota_bytes(self) -> int | None:
-        """Bytes that the blocks of one tenant may take, None for no bound."""
+        """Maximum bytes of one tenant's blocks, None for no limit."""
         return int(self.tenant_share * self.capacity) if self.tenant_share < 1 else None
 
 

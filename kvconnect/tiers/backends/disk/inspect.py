@@ -1,4 +1,4 @@
-"""Looks into a folder of the disk tier from outside, while engines use it or not."""
+"""Inspects a folder of the disk tier for ``kvconnect cache``, also while engines use it."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from kvconnect.tiers.backends.disk.segment import (
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-"""Is told how many bytes are done, of how many."""
+"""Called with the bytes done and the total bytes."""
 
 
 class BlockEntry(NamedTuple):
-    """One block. ``seconds`` since 1970; ``model`` is "" where it is not known."""
+    """One block. ``seconds`` since 1970; ``model`` is "" if unknown."""
 
     owner: str
     format: str
@@ -52,13 +52,13 @@ class BlockEntry(NamedTuple):
 
 
 class BlockFilter(NamedTuple):
-    """Which blocks are meant: those for which all of this is so.
+    """Selects blocks that meet all conditions.
 
     Attributes:
         before: put before this time in seconds since 1970; None: at any time.
-        formats: what the hexadecimal fingerprint begins with.
-        model: name of the model; "": where it is not known; None: any.
-        tenant: what the key begins with, see ``plan.keys``; None: any.
+        formats: prefix of the hexadecimal fingerprint.
+        model: name of the model; "" for unknown; None: any.
+        tenant: first bytes of the key, see :mod:`kvconnect.cache.keys`; None: any.
     """
 
     before: float | None = None
@@ -67,7 +67,7 @@ class BlockFilter(NamedTuple):
     tenant: bytes | None = None
 
     def rows(self, segment: Segment) -> list[int]:
-        """Return the rows of a segment of a wanted format."""
+        """Return the selected rows of a segment, whose format is selected."""
         keys, _, _, seconds = segment.rows
         return [
             row
@@ -79,8 +79,8 @@ class BlockFilter(NamedTuple):
 
 @dataclass
 class WorkerBlocks:
-    """What one worker's folder holds in one format. Times in seconds since 1970, 0 for none;
-    ``model`` is "" where it is not known; ``tenants`` has the bytes of blocks by tenant id."""
+    """Blocks of one format in one worker's folder. Times in seconds since 1970, 0 for none;
+    ``model`` is "" if unknown; ``tenants`` has the bytes of blocks by tenant id."""
 
     owner: str
     format: str
@@ -117,8 +117,8 @@ class WorkerBlocks:
 
 @dataclass
 class Verification:
-    """What a look at every byte found. ``bad`` blocks are damaged or cannot be read; ``removed``
-    of them were, those of a folder that no engine uses."""
+    """Result of :func:`verify`. ``bad`` blocks are damaged or cannot be read; ``removed`` of them
+    were removed, which happens only in folders that no engine uses."""
 
     blocks: int = 0
     nbytes: int = 0
@@ -147,7 +147,7 @@ def owners(path: str) -> list[str]:
 
 @contextmanager
 def _opened(path: str, owner: str) -> Iterator[Directory]:
-    """Open a worker's folder; raise :class:`ConfigError` if that cannot be."""
+    """Open a worker's folder. Raises :class:`ConfigError`."""
     try:
         with closing(Directory(path)) as top:
             folder = top.folder(owner)
@@ -159,10 +159,7 @@ def _opened(path: str, owner: str) -> Iterator[Directory]:
 
 
 def stats(path: str, model: str | None = None) -> list[WorkerBlocks]:
-    """Return what each worker holds in each format, see :class:`BlockFilter`.
-
-    Raises :class:`ConfigError`.
-    """
+    """Return the blocks of each worker by format. Raises :class:`ConfigError`."""
     parts: list[WorkerBlocks] = []
     for owner in owners(path):
         by_format: dict[str, WorkerBlocks] = {}
@@ -191,7 +188,7 @@ def ls(path: str, wanted: BlockFilter) -> Iterator[BlockEntry]:
 def verify(path: str, progress: Progress) -> Verification:
     """Read every block and compare its digest.
 
-    Bad ones are removed where no engine uses the folder; an engine does so when it meets them.
+    Bad blocks are removed if no engine uses the folder; an engine removes them when it reads them.
     Raises :class:`ConfigError`.
     """
     verdict = Verification()
@@ -209,7 +206,7 @@ def verify(path: str, progress: Progress) -> Verification:
                         verdict.nbytes += nbytes
                         progress(verdict.nbytes, total)
                     if bad and _reused(segment, pool):
-                        continue  # its file has become another segment's meanwhile
+                        continue  # its file now belongs to another segment
                     verdict.blocks += len(segment.rows.keys)
                     verdict.bad += len(bad)
                     if bad and handle >= 0:
@@ -221,10 +218,10 @@ def verify(path: str, progress: Progress) -> Verification:
 
 
 def clear(path: str, wanted: BlockFilter) -> int:
-    """Remove blocks; return how many. Their bytes are not overwritten, but not found again.
+    """Remove blocks and return their number. Their bytes are not overwritten.
 
     Raises:
-        ConfigError: an engine uses a worker's folder; nothing has been removed then.
+        ConfigError: an engine uses one of the folders; nothing is removed then.
     """
     folders = []
     removed = 0
@@ -243,16 +240,16 @@ def clear(path: str, wanted: BlockFilter) -> int:
 
 
 def segments(folder: Directory, mode: int = os.O_RDONLY) -> Iterator[Segment]:
-    """Yield the segments of a worker's folder, open until the next one is asked for.
+    """Yield the segments of a worker's folder, each open until the next one is requested.
 
-    What is being written or removed meanwhile may be among them or not.
+    Segments that an engine creates or deletes meanwhile may be missing.
     """
     pool = PagePool()
     for number in numbers_in(folder):
         path = segment_path(folder, number)
         try:
             file = PageFile(folder, path.segment_file, mode)
-        except OSError as error:  # removed since, or not ours to read
+        except OSError as error:  # deleted meanwhile, or not readable
             logger.debug("disk tier: %s: %s", path, error)
             continue
         try:
@@ -306,7 +303,7 @@ def _reused(segment: Segment, pool: PagePool) -> bool:
 
 
 def _remove(segment: Segment, rows: list[int]) -> int:
-    """Remove some records of a segment that nobody uses; return how many."""
+    """Remove records of a segment that no engine uses. Return their number."""
     if len(rows) == len(segment.rows.keys):
         delete_segment(segment.path)
     elif segment.mark_deleted(rows):
@@ -318,7 +315,7 @@ def _remove(segment: Segment, rows: list[int]) -> int:
 
 
 def _user(folder: Directory) -> str:
-    """Return which process uses a worker's folder, "" for none."""
+    """Return the process that uses a worker's folder as text, "" for none."""
     handle = _try_lock(folder)
     if handle < 0:
         return lock_holder(folder)
@@ -327,7 +324,7 @@ def _user(folder: Directory) -> str:
 
 
 def _try_lock(folder: Directory) -> int:
-    """Lock a folder; return the handle, -1 if it is in use or cannot be written."""
+    """Lock a folder. Return the handle, -1 if it is in use or cannot be written."""
     try:
         return lock_folder(folder)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The segments as files: made, completed, changed, dropped, and found again after a restart."""
+"""The segments as files: creates, seals, changes, deletes and, after a restart, reopens them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kvconnect.tiers.backends.disk.table import SLOTS, RecordRun, RecordTable
 
 logger = logging.getLogger(__name__)
 
-_REOPEN = 0.75  # a segment that is filled to less than this is written on after a restart
+_REOPEN = 0.75  # after a restart, a segment filled to less than this takes more records
 
 
 class SegmentLog:
-    """What is done to whole segments, one thing at a time, beside reads and writes of records.
+    """Changes whole segments, one at a time. Thread-safe.
 
-    Those need no lock: a reader's place pins its segment, a writer counts as one of its writers,
-    and a record is never written twice in one place. Threads: any. ``evicted`` is told how many
-    blocks were dropped.
+    Reads and writes of records run beside it without a lock: a reader's place pins the segment, a
+    writer is counted in the segment, and no place is written twice. ``evicted`` is called with the
+    number of evicted blocks.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class SegmentLog:
         self._load()
 
     def reserve(self, keys: Sequence[bytes], lengths: Sequence[int]) -> RecordRun:
-        """Give out room for the first of these blocks, as many as fit side by side.
+        """Reserve consecutive space for the first of these blocks, as many as fit.
 
-        Each must fit into an empty segment. Raises :class:`OSError`: with ENOSPC or EBUSY if there
-        is no room even after eviction, or what the file system says.
+        Each must fit into an empty segment. Raises :class:`OSError`: ENOSPC or EBUSY if there is no
+        room even after eviction, or the file system's error.
         """
         while True:
             active = self._table.active
@@ -59,7 +59,7 @@ class SegmentLog:
             self._roll(active)
 
     def commit(self, run: RecordRun, heads: Sequence[RecordHead], offsets: Sequence[int]) -> None:
-        """Have the records found that were written at these offsets of a run."""
+        """Index the records that were written at these offsets of a run."""
         replaced, complete = self._table.commit(run, heads, offsets)
         if replaced or complete:
             with self._changing:
@@ -68,19 +68,19 @@ class SegmentLog:
                     self._seal(run.segment)
 
     def abandon(self, run: RecordRun) -> None:
-        """Give up records that could not be written. Their segment takes no more."""
+        """Release a run that could not be written. Its segment takes no more records."""
         self._table.retire(run.segment)
         self.commit(run, [], [])
 
     def drop(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """Forget blocks; per block, whether the disk took note of it, None if it was not there."""
+        """Remove blocks. Return for each whether it is deleted on disk too, None if absent."""
         with self._changing:
             pairs = self._table.pop(keys)
             noted = self._mark_deleted([pair for pair in pairs if pair is not None])
         return [None if pair is None else noted[pair[0]] for pair in pairs]
 
     def expire(self) -> None:
-        """Drop segments in which every block is too old."""
+        """Delete segments in which every block has expired."""
         ttl_s = self._options.ttl_s
         if not ttl_s:
             return
@@ -94,7 +94,7 @@ class SegmentLog:
                 pass
 
     def close(self) -> None:
-        """Complete all indexes and close all files. Nobody may be reading or writing."""
+        """Write missing indexes and close all files. No call may be reading or writing."""
         with self._changing:
             self._table.active = None
             for segment in list(self._table.segments.values()):
@@ -103,7 +103,7 @@ class SegmentLog:
                 segment.file.close()
 
     def _roll(self, seen: Segment | None) -> None:
-        """Start a new segment, unless another thread has since ``seen`` was the active one."""
+        """Start a new segment, unless ``seen`` is not the active one any more."""
         with self._changing:
             if self._table.active is not seen:
                 return
@@ -120,10 +120,9 @@ class SegmentLog:
             self._table.active = segment
 
     def _make_room(self) -> Segment | None:
-        """Drop segments until there is room for one more; the last one's file is for it, if any.
-
-        Raises :class:`OSError` if none can be dropped: EBUSY if that is because all are being read
-        or written, ENOSPC if others have filled the disk.
+        """Evict segments until a new one fits. Return the last evicted, to reuse its file, or None.
+        Raises :class:`OSError` if no segment can be evicted: EBUSY if all are being read or
+        written, ENOSPC if other files fill the disk.
         """
         nbytes, most = self._options.segment_bytes, self._options.capacity
         spare = None
@@ -138,12 +137,12 @@ class SegmentLog:
             found = self._table.evict()
             if found is None:
                 code = errno.ENOSPC if fits else errno.EBUSY
-                raise OSError(code, "no segment can be dropped to make room now")
+                raise OSError(code, "no segment can be evicted now")
             spare, blocks = found
             self._evicted(blocks)
 
     def _drop_one(self, before: float | None) -> bool:
-        """Drop a segment, see :meth:`RecordTable.evict`; return False if there was none to drop."""
+        """Evict a segment, see :meth:`RecordTable.evict`. Return False if there is none."""
         found = self._table.evict(before)
         if found is not None:
             found[0].delete()
@@ -158,23 +157,23 @@ class SegmentLog:
     def _write_index(self, segment: Segment) -> None:
         try:
             segment.seal(self._table.live(segment))
-        except OSError as error:  # it is scanned at the next start
-            logger.warning("disk tier: no index of %s: %s", segment.path, error)
+        except OSError as error:  # the segment is scanned at the next start
+            logger.warning("disk tier: cannot write the index of %s: %s", segment.path, error)
 
     def _mark_deleted(self, pairs: Iterable[tuple[Segment, int]]) -> dict[Segment, bool]:
-        """Mark records as gone on the disk; return per segment whether it took note."""
+        """Mark records as deleted on disk. Return for each segment whether that succeeded."""
         rows: dict[Segment, list[int]] = {}
         for segment, row in pairs:
             rows.setdefault(segment, []).append(row)
-        # A segment that was dropped meanwhile has taken its records with it.
-        there = self._table.segments
+        # The records of a segment that was evicted meanwhile are deleted already.
+        current = self._table.segments
         return {
-            segment: there.get(segment.slot) is not segment or segment.mark_deleted(which)
+            segment: current.get(segment.slot) is not segment or segment.mark_deleted(which)
             for segment, which in rows.items()
         }
 
     def _load(self) -> None:
-        """Take in what an earlier process left, and write on where it stopped."""
+        """Add the segments of an earlier process, and continue its last one."""
         pool = PagePool()
         last = None
         for number in numbers_in(self._folder.files)[-SLOTS:]:
@@ -191,16 +190,16 @@ class SegmentLog:
                     self._seal(segment)
         self.expire()
         while self._table.totals().nbytes > self._options.capacity and self._drop_one(None):
-            pass  # it was larger before
+            pass  # the capacity was larger before
 
     def _write_on(self, segment: Segment) -> bool:
-        """Have a segment of an earlier process take more records; return whether it can."""
+        """Reopen a segment of an earlier process for more records. Return whether that works."""
         if segment.used > _REOPEN * self._options.segment_bytes:
             return False
         try:
             segment.reopen(self._options.segment_bytes)
         except OSError as error:
-            logger.warning("disk tier: %s cannot be written on: %s", segment.path, error)
+            logger.warning("disk tier: cannot continue %s: %s", segment.path, error)
             return False
         self._table.active = segment
         return True

@@ -1,13 +1,13 @@
-"""What is on the disk, as bytes. Nothing here is trusted before its digest has been compared.
+"""The disk format. Bytes read from the disk are used only after their digest matches.
 
 A segment is a file of whole pages::
 
     | head | record | record | ... |        record: | head | payload, padded to whole pages |
 
-Each head fills a page. The digest in it covers the rest of it, and the segment's random identity
-is part of every record's head: no bytes of a payload and no page of an older file can pass for a
-record. When a segment is full, a second file is written beside it, its *index*: all keys with their
-pages, lengths and times as columns, under a digest. It can be made anew from the segment.
+Each head fills a page and has a digest of its fields. Each record's head has the segment's random
+identity, so no payload and no page of an older file can be mistaken for a record. Beside a full
+segment lies its *index*: the keys with their pages, lengths and times as columns, and a digest. The
+index can be rebuilt from the segment.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ class SegmentHead(NamedTuple):
 
 
 class RecordHead(NamedTuple):
-    """What is known of a block beside its bytes. ``length`` of the payload in bytes, ``seconds``
-    since 1970, ``digest`` XXH3-64 of the payload. Of a record that is not live only the length
-    counts."""
+    """Head of a record. ``length`` of the payload in bytes, ``seconds`` since 1970, ``digest`` is
+    XXH3-64 of the payload. Of a deleted record (not ``live``) only the length is valid."""
 
     key: bytes
     fingerprint: bytes
@@ -52,7 +51,7 @@ class RecordHead(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Records of one segment, in the order of their pages. ``pages`` counts from its start."""
+    """Records of one segment in page order. ``pages`` counts from the segment's start."""
 
     keys: list[bytes]
     pages: array[int]
@@ -81,12 +80,12 @@ class Columns(NamedTuple):
 
 
 def pages_of(length: int) -> int:
-    """Return how many pages a record with so many bytes of payload takes."""
+    """Return the pages of a record with ``length`` bytes of payload."""
     return 1 + -(-length // PAGE)
 
 
 def index_bytes(keys: Iterable[bytes]) -> int:
-    """Return how large the index of a segment with these keys gets, at most."""
+    """Return the maximum bytes of the index of a segment with these keys."""
     return _INDEX.size + _DIGEST.size + sum(13 + len(key) for key in keys)
 
 
@@ -97,7 +96,7 @@ def pack_segment(head: SegmentHead) -> bytes:
 
 
 def unpack_segment(page: bytes | memoryview) -> SegmentHead | None:
-    """Return a segment's head, None if it is damaged or of another version."""
+    """Return a segment's head, None if it is damaged or has another version."""
     if not _intact(page, _SEGMENT.size):
         return None
     magic, version, page_bytes, *head = _SEGMENT.unpack_from(page)
@@ -122,7 +121,7 @@ def pack_record(head: RecordHead, identity: bytes, into: memoryview) -> None:
 
 
 def unpack_record(page: bytes | memoryview, identity: bytes) -> RecordHead | None:
-    """Return the head of a record of the segment of this identity, None if there is none."""
+    """Return the head of a record in the segment with this identity, None for other bytes."""
     if bytes(page[:8]) != _RECORD_MAGIC or not _intact(page, _RECORD.size):
         return None
     _, found, length, seconds, digest, live, fingerprint, key = _RECORD.unpack_from(page)
@@ -132,7 +131,7 @@ def unpack_record(page: bytes | memoryview, identity: bytes) -> RecordHead | Non
 
 
 def pack_index(identity: bytes, columns: Columns, used: int) -> bytes:
-    """Return a segment's index. ``used`` is how many pages the segment has."""
+    """Return a segment's index. ``used`` is the segment's number of pages."""
     keys = columns.keys
     width = len(keys[0]) if keys and len({len(key) for key in keys}) == 1 else 0
     blob = b"".join(keys)
@@ -143,7 +142,8 @@ def pack_index(identity: bytes, columns: Columns, used: int) -> bytes:
 
 
 def unpack_index(data: bytes, identity: bytes) -> tuple[Columns, int] | None:
-    """Return a segment's columns and its pages, None if the index is damaged or another's."""
+    """Return a segment's columns and its pages, None if the index is damaged or of another
+    segment."""
     if len(data) < _INDEX.size + _DIGEST.size or not _intact(data, len(data) - _DIGEST.size):
         return None
     magic, version, found, used, count, blob_bytes, width = _INDEX.unpack_from(data)
@@ -164,7 +164,8 @@ def unpack_index(data: bytes, identity: bytes) -> tuple[Columns, int] | None:
 
 
 def _split(blob: bytes, width: int, count: int, lengths: bytes) -> list[bytes] | None:
-    """Return ``count`` keys, of one width or of these lengths; None if they are not as long."""
+    """Return ``count`` keys of one width or of these lengths; None if their lengths do not add
+    up."""
     if (width * count if width else sum(lengths)) != len(blob) or 0 in lengths:
         return None
     if width:
@@ -177,7 +178,7 @@ def _split(blob: bytes, width: int, count: int, lengths: bytes) -> list[bytes] |
 
 
 def _lie_within(pages: array[int], lengths: array[int], used: int) -> bool:
-    """Whether all records are behind the head and end with the segment's ``used`` pages."""
+    """Return whether all records lie between the head and the end of the ``used`` pages."""
     if not pages:
         return True
     ends = max(page + -(-length // PAGE) for page, length in zip(pages, lengths, strict=True))
@@ -189,6 +190,6 @@ def _sealed(packed: bytes) -> bytes:
 
 
 def _intact(data: bytes | memoryview, nbytes: int) -> bool:
-    """Whether the digest behind the first ``nbytes`` is theirs."""
+    """Return whether the digest after the first ``nbytes`` bytes matches them."""
     (digest,) = _DIGEST.unpack_from(data, nbytes)
     return bool(xxhash.xxh3_64_intdigest(data[:nbytes]) == digest)

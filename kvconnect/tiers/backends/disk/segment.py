@@ -1,4 +1,4 @@
-"""One segment: a file of records, and what is in it."""
+"""One segment, a file of records: writes it, and reads it again after a restart."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SEGMENT, INDEX = ".seg", ".idx"
 
 
 class SegmentPath(NamedTuple):
-    """Where a segment's two files are. ``name`` has no ending."""
+    """Folder of a segment's two files, and their name without suffix."""
 
     folder: Directory
     name: str
@@ -51,11 +51,11 @@ class SegmentPath(NamedTuple):
 
 
 class Segment:
-    """A segment that is open for reading, and for writing until it is full.
+    """A segment that is open for reading and, until it is full, for writing.
 
-    ``rows`` are the records that were written, those that do not count any more among them.
-    ``slot`` is the number that the table gives it. Not synchronised: the table's lock guards
-    everything but ``file``, and whoever kills or seals does so alone.
+    ``rows`` has all written records, also those that were replaced or removed. ``slot`` is its
+    number in the table. Not thread-safe: the table's lock guards everything except ``file``, and
+    one thread at a time deletes records or seals.
     """
 
     def __init__(self, path: SegmentPath, head: SegmentHead, file: PageFile) -> None:
@@ -64,13 +64,13 @@ class Segment:
         self.file = file
         self.slot = -1
         self.rows = Columns.empty()
-        self.used = PAGE  # bytes that are written or given out
-        self.index_bytes = index_bytes(())  # what the index takes for what was given out
+        self.used = PAGE  # bytes that are written or reserved
+        self.index_bytes = index_bytes(())  # of the index with the reserved records
         self.writers = 0
         self.nbytes = file.size()
-        self.indexed = False  # whether the index on the disk is right
-        self.full = False  # gives out no more room
-        self.sealed = False  # full, and nobody writes it any more
+        self.indexed = False  # the index on the disk is current
+        self.full = False  # no more space is reserved
+        self.sealed = False  # full, and without writers
 
     def __repr__(self) -> str:
         state = "full" if self.full else "open"
@@ -79,9 +79,9 @@ class Segment:
         )
 
     def reserve(self, keys: Sequence[bytes], lengths: Sequence[int], limit: int) -> int:
-        """Give out room for records, side by side from ``used`` on; return for how many.
+        """Reserve consecutive space for records from ``used`` on. Return for how many.
 
-        ``limit`` is the bytes that the segment and its index may have.
+        ``limit`` is the maximum size of segment and index in bytes.
         """
         if self.full:
             return 0
@@ -97,37 +97,37 @@ class Segment:
         return count
 
     def newest(self) -> int:
-        """Return when the last record was written, in seconds since 1970."""
+        """Return the time of the last record in seconds since 1970."""
         return self.rows.seconds[-1] if self.rows.seconds else self.head.created
 
     def mark_deleted(self, rows: Iterable[int]) -> bool:
-        """Mark records as gone, on the disk too; return False if the disk refused.
+        """Mark records as deleted on disk. Return False if the disk returns an error.
 
-        The segment's index goes first: it knows them as live.
+        The index is deleted first, since it lists these records.
         """
         try:
             self.drop_index()
             for row in rows:
                 page = bytearray(PAGE)
                 key, length = self.rows.keys[row], self.rows.lengths[row]
-                gone = RecordHead(key, self.head.fingerprint, length, 0, 0, live=False)
-                pack_record(gone, self.head.identity, memoryview(page))
+                head = RecordHead(key, self.head.fingerprint, length, 0, 0, live=False)
+                pack_record(head, self.head.identity, memoryview(page))
                 self.file.write_page(page, self.rows.pages[row] * PAGE)
         except OSError as error:
-            logger.warning("disk tier: cannot mark records of %s as gone: %s", self.path, error)
+            logger.warning("disk tier: cannot delete records of %s: %s", self.path, error)
             return False
         return True
 
     def drop_index(self) -> None:
-        """Remove the index from the disk, before it is wrong."""
+        """Delete the index on disk before the segment changes."""
         if self.indexed:
             self.path.folder.unlink(self.path.index_file)
             self.indexed = False
 
     def seal(self, live: Sequence[int]) -> None:
-        """Write the index, of the rows that count, and give back what was not used.
+        """Write the index of the ``live`` rows, and cut off unused space.
 
-        Raises :class:`OSError`; the segment can be read all the same, and be scanned later.
+        Raises :class:`OSError`; the segment stays readable and is scanned after a restart.
         """
         self.full = self.sealed = True
         self.file.finish(self.used)
@@ -137,14 +137,14 @@ class Segment:
         self.nbytes = self.used + len(packed)
 
     def reopen(self, nbytes: int) -> None:
-        """Make a segment ready to give out room again; raise :class:`OSError` if it cannot be."""
+        """Prepare a segment for more records. Raises :class:`OSError`."""
         self.drop_index()
         self.file.allocate(nbytes)
         self.nbytes = self.file.size()
         self.index_bytes = index_bytes(self.rows.keys)
 
     def delete(self) -> None:
-        """Close the file and remove it. Idempotent on the disk; errors are logged."""
+        """Close the file and delete it. Errors are logged."""
         self.file.close()
         delete_segment(self.path)
 
@@ -152,10 +152,10 @@ class Segment:
 def create_segment(
     path: SegmentPath, head: SegmentHead, nbytes: int, spare: Segment | None
 ) -> Segment:
-    """Make a new segment with room for ``nbytes``, out of the file of a ``spare`` one if there is.
+    """Create a segment of ``nbytes`` bytes; if there is a ``spare`` one, from its file.
 
-    What has been written before is written faster than what is new to the file system. Records of
-    the old segment are none of the new one's. Raises :class:`OSError` if that fails.
+    Rewriting a file is faster than growing a new one. Records of the old segment are not valid in
+    the new one, since its identity differs. Raises :class:`OSError`.
     """
     if spare is None:
         file = PageFile(path.folder, path.segment_file, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -163,7 +163,7 @@ def create_segment(
         file = spare.file
     try:
         if spare is not None:
-            # Whether one of another format has an index was not looked at.
+            # A segment of another format may have an index although ``indexed`` is False.
             with contextlib.suppress(FileNotFoundError):
                 spare.path.folder.unlink(spare.path.index_file)
         file.write_page(pack_segment(head), 0)
@@ -179,7 +179,7 @@ def create_segment(
 
 
 def delete_segment(path: SegmentPath) -> None:
-    """Remove a segment's files, the index first: alone it says nothing."""
+    """Delete a segment's files, the index first, since it is useless alone."""
     for name in (path.index_file, path.segment_file):
         try:
             path.folder.unlink(name)
@@ -189,16 +189,16 @@ def delete_segment(path: SegmentPath) -> None:
             logger.warning("disk tier: cannot remove %s of %s: %s", name, path, error)
 
 
-_SMALL_BYTES = 64 << 10  # of a record: up to here it is faster to read all than to skip
+_SMALL_BYTES = 64 << 10  # reading records up to this size is faster than skipping them
 _AHEAD_BYTES = 1 << 20
 _TAIL_BYTES = 64 << 20
-"""Records this near the end of a scanned segment may have been under way when the process died."""
+"""Records this close to the end of a scanned segment may be torn by a crash."""
 
 
 def open_segment(path: SegmentPath, fingerprint: bytes, pool: PagePool) -> Segment | None:
-    """Open a segment of an earlier process, with its records if they are of this format.
+    """Open a segment of an earlier process, and read its records if they have this format.
 
-    One that cannot be read is removed, and None returned.
+    If it cannot be read, delete it and return None.
     """
     file = None
     try:
@@ -219,7 +219,7 @@ def open_segment(path: SegmentPath, fingerprint: bytes, pool: PagePool) -> Segme
 
 
 def read_head(file: PageFile, pool: PagePool) -> SegmentHead | None:
-    """Return what a file says about itself, None if it is no segment.
+    """Return a file's head, None if the file is not a segment.
 
     Raises :class:`OSError`.
     """
@@ -231,14 +231,11 @@ def read_head(file: PageFile, pool: PagePool) -> SegmentHead | None:
 
 
 def load_records(segment: Segment, pool: PagePool) -> None:
-    """Fill in what a segment holds, and drop the records that were torn by a crash.
-
-    A torn record is marked as gone. Raises :class:`OSError`.
-    """
+    """Read a segment's records and delete those that a crash has torn. Raises :class:`OSError`."""
     read_records(segment, pool)
     rows = segment.rows
     if segment.indexed or segment.file.size() == segment.used:
-        return  # it was complete: the room that is left is cut off then
+        return  # complete: sealing has cut off the unused space
     torn = [row for row in _tail(rows, segment.used) if not is_intact(segment, row, pool)]
     if torn:
         logger.info("disk tier: %d torn records dropped from %s", len(torn), segment.path)
@@ -247,7 +244,7 @@ def load_records(segment: Segment, pool: PagePool) -> None:
 
 
 def read_records(segment: Segment, pool: PagePool) -> None:
-    """Fill in what a segment holds, from its index if that is intact, else by a scan.
+    """Read a segment's records from its index, or by a scan if the index is not intact.
 
     Raises :class:`OSError`.
     """
@@ -260,11 +257,10 @@ def read_records(segment: Segment, pool: PagePool) -> None:
 
 
 def scan_records(file: PageFile, head: SegmentHead, pool: PagePool) -> tuple[Columns, int]:
-    """Return the live records of a segment, read from their heads, and where the last one ends.
+    """Read the heads of a segment's records. Return the live records and the end of the last one.
 
-    What is no record is stepped over: room that was given out and never written, or what was in
-    the file when it was another segment's.
-    Raises :class:`OSError`.
+    Other pages are skipped: reserved space that was never written, and bytes of an earlier segment
+    in the same file. Raises :class:`OSError`.
     """
     rows, end = Columns.empty(), PAGE
     size, offset = file.size() // PAGE * PAGE, PAGE
@@ -273,7 +269,7 @@ def scan_records(file: PageFile, head: SegmentHead, pool: PagePool) -> tuple[Col
             record = unpack_record(pages.at(offset), head.identity)
             after = offset + pages_of(record.length) * PAGE if record else size + 1
             if record is None or after > size or record.fingerprint != head.fingerprint:
-                pages.ahead = _AHEAD_BYTES  # a file that was used before has no holes to skip
+                pages.ahead = _AHEAD_BYTES  # a reused file has no holes to skip
                 offset = file.next_data(offset + PAGE)
                 continue
             if record.live:
@@ -284,7 +280,7 @@ def scan_records(file: PageFile, head: SegmentHead, pool: PagePool) -> tuple[Col
 
 
 class _Pages:
-    """Reads pages of a file in ascending order, ``ahead`` bytes at a time where they are dense."""
+    """Reads pages of a file in ascending order, ``ahead`` bytes at a time."""
 
     def __init__(self, file: PageFile, size: int, pool: PagePool) -> None:
         self.ahead = PAGE
@@ -311,7 +307,7 @@ class _Pages:
 
 
 def is_intact(segment: Segment, row: int, pool: PagePool) -> bool:
-    """Whether a record on the disk is the one the row tells of, and its payload what was stored.
+    """Return whether the record on disk belongs to the row and its payload matches its digest.
 
     Raises :class:`OSError`.
     """
@@ -329,15 +325,15 @@ def is_intact(segment: Segment, row: int, pool: PagePool) -> bool:
 
 
 def _read_index(segment: Segment) -> tuple[Columns, int] | None:
-    """Return a segment's columns and pages, None if there is no index that is intact."""
+    """Return a segment's columns and pages, None without an intact index."""
     try:
-        # A bad index costs a scan; a huge one must not cost memory.
+        # The limit keeps a wrong, huge file from using up memory.
         data = segment.path.folder.read(segment.path.index_file, segment.nbytes)
     except FileNotFoundError:
         return None
     found = None if data is None else unpack_index(data, segment.head.identity)
     if found is None or found[1] * PAGE > segment.file.size():
-        logger.warning("disk tier: the index of %s is damaged, reading it anew", segment.path)
+        logger.warning("disk tier: the index of %s is damaged; scanning the segment", segment.path)
         return None
     return found
 

@@ -1,4 +1,4 @@
-"""The disk tier behind the seam."""
+"""The disk tier as a store."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from kvconnect.types import TransferType
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 30.0  # a disk that hangs must not keep the process
-_PATIENCE = 3  # reads that fail before the disk is left alone: one bad spot is no bad disk
+_READ_FAILURES = 3  # open the circuit breaker; fewer may be one bad spot of the disk
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EBUSY)
 
 
 class Guards(NamedTuple):
-    """What keeps a disk from being used."""
+    """Limits on the use of a disk."""
 
     writes: CircuitBreaker
     reads: CircuitBreaker
@@ -50,13 +50,13 @@ class Guards(NamedTuple):
 class DiskStore(Store):
     """Blocks of one worker in a folder of its own.
 
-    Blocks are appended to segments; a full disk drops the segment that the policy names. Nothing
-    is waited for to reach the disk: a crash costs what was under way, and after a power failure
-    a block that did not get there is found out by its digest. A block is read and written past the
-    page cache where the file system can do that.
+    Blocks are appended to segments. When the capacity is used, the eviction policy chooses a
+    segment to delete. Writes are not flushed: a crash loses the blocks in flight, and after a power
+    failure digests reveal blocks that did not reach the disk. Reads and writes bypass the page
+    cache if the file system can do that.
 
-    ``clock`` gives seconds since 1970 and ``steady`` those of a clock that never jumps.
-    Raises :class:`ConfigError` for a folder that cannot be used.
+    ``clock`` returns seconds since 1970, ``steady`` seconds of a clock that never jumps. Raises
+    :class:`ConfigError` for a folder that cannot be used.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class DiskStore(Store):
         self._in_flight = InFlightGuard()
         self._guards = Guards(
             CircuitBreaker(1, trial_factor=2),
-            CircuitBreaker(_PATIENCE, trial_factor=2),
+            CircuitBreaker(_READ_FAILURES, trial_factor=2),
             WriteBudget(options.daily_write_bytes, steady()),
         )
 
@@ -136,7 +136,7 @@ class DiskStore(Store):
             if not entered:
                 return [BlockOutcome.UNAVAILABLE] * len(keys)
             meaning = {None: BlockOutcome.ABSENT, True: BlockOutcome.OK, False: BlockOutcome.FAILED}
-            outcomes = [meaning[noted] for noted in self._log.drop(keys)]
+            outcomes = [meaning[deleted] for deleted in self._log.drop(keys)]
         self._meter.count_failed(outcomes)
         return outcomes
 
@@ -151,22 +151,22 @@ class DiskStore(Store):
 
     def close(self) -> None:
         if not self._in_flight.close():
-            return  # it was closed before
+            return  # closed before
         if self._in_flight.wait(_CLOSE_S):
             self._log.close()
             self._folder.close()
-        else:  # the files stay open, and the folder locked, until this process ends
-            logger.warning("disk tier: calls on %s do not end", self._folder.path)
+        else:  # the files stay open and the folder stays locked until this process ends
+            logger.warning("disk tier: calls to %s do not end; not closed", self._folder.path)
 
     def _fits(self, key: bytes, nbytes: int) -> bool:
-        """Whether a block can be written, and an empty segment has room for it."""
+        """Return whether an empty segment has room for a block."""
         needed = PAGE + pages_of(nbytes) * PAGE + index_bytes((key,))
         return nbytes <= MAX_PAYLOAD and needed <= self._options.segment_bytes
 
     def _put_admitted(
         self, keys: Sequence[bytes], payloads: Sequence[memoryview]
     ) -> list[BlockOutcome]:
-        """Write the blocks that their tenants may store."""
+        """Write the blocks that their tenants' quotas admit."""
         lengths = [payload.nbytes for payload in payloads]
         with self._table.admit(keys, lengths) as admitted:
             if len(admitted) == len(keys):
@@ -176,7 +176,7 @@ class DiskStore(Store):
                 done = self._write([keys[n] for n in admitted], [payloads[n] for n in admitted])
                 for number, outcome in zip(admitted, done, strict=True):
                     outcomes[number] = outcome
-        self._log.expire()  # else a tenant that is alone would wait for others to write
+        self._log.expire()  # otherwise only writes would expire the tenant's old blocks
         return outcomes
 
     def _write(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
@@ -190,7 +190,7 @@ class DiskStore(Store):
         outcomes = writing.run(keys, payloads)
         if writing.error is None:
             self._guards.writes.succeeded()
-        elif writing.error.errno != errno.EBUSY:  # that is over in a moment
+        elif writing.error.errno != errno.EBUSY:  # EBUSY ends with the running calls
             self._guards.writes.failed(now)
             logger.warning("disk tier: cannot write to %s: %s", self._folder.path, writing.error)
         if writing.error is not None and writing.error.errno in _NO_ROOM:

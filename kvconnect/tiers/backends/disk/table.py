@@ -1,4 +1,4 @@
-"""Where every block of one worker is: the index in memory, and which segment may be dropped."""
+"""The index in memory: where each block of a worker is, and which segment may be evicted."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvconnect.tiers.backends.disk.record import PAGE, RecordHead, pages_of
 from kvconnect.tiers.backends.disk.segment import Segment
 
 SLOTS = 1024
-"""Segments at most. There are some 256 full ones; formats that are not in use add a few."""
+"""Maximum number of segments. About 256 are full; formats not in use add a few."""
 
 _ROW = 32  # bits
 
 
 class RecordPlace(NamedTuple):
-    """Where a block is. Its segment is kept until the place is given back."""
+    """Place of a block. Its segment stays pinned until the place is released."""
 
     segment: Segment
     row: int
@@ -29,7 +29,7 @@ class RecordPlace(NamedTuple):
 
 
 class RecordRun(NamedTuple):
-    """Room for so many records side by side, until it is committed."""
+    """Space reserved for consecutive records until it is committed."""
 
     segment: Segment
     offset: int
@@ -37,7 +37,7 @@ class RecordRun(NamedTuple):
 
 
 class TableTotals(NamedTuple):
-    """What there is. ``nbytes`` of all files."""
+    """Totals of a table; ``nbytes`` is the size of all files."""
 
     blocks: int
     nbytes: int
@@ -45,17 +45,17 @@ class TableTotals(NamedTuple):
 
 
 class RecordTable:
-    """All segments, and for each key the row of one of them. Threads: any; every call is atomic.
+    """All segments, and for each key the row of one of them. Thread-safe; each call is atomic.
 
-    ``ttl_s`` is the age in seconds from which on a block is not found, 0 for never. A segment that
-    is being read or written is never the one to be dropped. ``quota_bytes`` bounds what a tenant
-    may have, see :class:`TenantQuota`; without it nothing is counted.
+    Blocks older than ``ttl_s`` seconds are not found; 0 for no limit. A segment that is being read
+    or written is not evicted. ``quota_bytes`` limits the bytes of a tenant, see
+    :class:`TenantQuota`; None for no limit.
     """
 
     def __init__(
         self, policy: EvictionPolicy, ttl_s: float, quota_bytes: int | None = None
     ) -> None:
-        self.active: Segment | None = None  # the one that gives out room
+        self.active: Segment | None = None  # new records go here
         self.segments: dict[int, Segment] = {}
         self._policy = policy
         self._ttl_s = ttl_s
@@ -65,7 +65,7 @@ class RecordTable:
         self._quota = None if quota_bytes is None else TenantQuota(quota_bytes)
 
     def find(self, keys: Sequence[bytes], now: float) -> list[RecordPlace | None]:
-        """Return where blocks are, None for those that are not there. Give the places back."""
+        """Return the places of blocks, None for absent ones. The caller releases the places."""
         with self._lock:
             found = [self._place(key, now) for key in keys]
             for place in found:
@@ -76,25 +76,25 @@ class RecordTable:
         return found
 
     def release(self, places: Iterable[RecordPlace]) -> None:
-        """Let go of places that were found."""
+        """Unpin places that :meth:`find` returned."""
         with self._lock:
             for place in places:
                 self._pins[place.segment.slot] -= 1
 
     def lengths(self, keys: Sequence[bytes], now: float) -> list[int]:
-        """Return the length of each block, 0 for those that are not there."""
+        """Return the length of each block, 0 for absent ones."""
         with self._lock:
             return [place.length if place else 0 for place in (self._place(k, now) for k in keys)]
 
     def totals(self) -> TableTotals:
-        """Return what there is."""
+        """Return the totals."""
         with self._lock:
             nbytes = sum(segment.nbytes for segment in self.segments.values())
             return TableTotals(len(self._index), nbytes, len(self.segments))
 
     @contextmanager
     def admit(self, keys: Sequence[bytes], lengths: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Give the numbers of the blocks that their tenants may store during this context."""
+        """Yield the indexes of the blocks that their tenants may store during this context."""
         quota = self._quota
         if quota is None:
             yield range(len(keys))
@@ -112,7 +112,7 @@ class RecordTable:
     def reserve(
         self, keys: Sequence[bytes], lengths: Sequence[int], limit: int
     ) -> RecordRun | None:
-        """Give out room for the first of these blocks, None if not even one fits."""
+        """Reserve space for the first of these blocks. Return None if none fits."""
         with self._lock:
             if self.active is None:
                 return None
@@ -123,9 +123,9 @@ class RecordTable:
     def commit(
         self, run: RecordRun, heads: Sequence[RecordHead], offsets: Sequence[int]
     ) -> tuple[list[tuple[Segment, int]], bool]:
-        """Have the records of a run found that were written, none if that failed.
+        """Add the written records of a run to the index; pass none if the write failed.
 
-        Return the (segment, row) of those they replace, and whether the segment is complete now.
+        Return the (segment, row) of replaced records, and whether the segment is complete now.
         """
         replaced: list[tuple[Segment, int]] = []
         segment = run.segment
@@ -142,13 +142,13 @@ class RecordTable:
             return replaced, segment.full and not segment.writers
 
     def retire(self, segment: Segment) -> bool:
-        """Give out no more room of a segment; return whether nobody writes it any more."""
+        """Reserve no more space in a segment. Return whether it has no writers left."""
         with self._lock:
             segment.full = True
             return not segment.writers
 
     def pop(self, keys: Sequence[bytes]) -> list[tuple[Segment, int] | None]:
-        """Forget blocks; return the (segment, row) of each, None for those not there."""
+        """Remove blocks. Return the (segment, row) of each, None for absent ones."""
         with self._lock:
             found = [self._index.pop(key, None) for key in keys]
             pairs = [None if at is None else _record(self.segments, at) for at in found]
@@ -157,9 +157,9 @@ class RecordTable:
             return pairs
 
     def add(self, segment: Segment, ours: bool) -> None:
-        """Take in a segment; its blocks are found if they are ``ours``, of this format.
+        """Add a segment. Its blocks are indexed only if they have this store's format (``ours``).
 
-        If a key is there already, the newer segment's block counts.
+        A key that exists already now refers to this segment's block.
         """
         with self._lock:
             slot = next(slot for slot in range(SLOTS) if slot not in self.segments)
@@ -177,23 +177,23 @@ class RecordTable:
                 self._quota.update(_blocks((segment, row) for row in self.live(segment)), ())
 
     def live(self, segment: Segment) -> list[int]:
-        """Return the rows of a segment that count."""
+        """Return the rows of a segment that the index refers to."""
         first = segment.slot << _ROW
         with self._lock:
             get = self._index.get
             return [row for row, key in enumerate(segment.rows.keys) if get(key) == first + row]
 
     def complete(self, segment: Segment) -> None:
-        """Let the policy have a segment that is sealed."""
+        """Seal a segment and add it to the eviction policy."""
         with self._lock:
             segment.sealed = True
             self._policy.insert([segment.slot], [segment.slot])
 
     def evict(self, before: float | None = None) -> tuple[Segment, int] | None:
-        """Take out the segment to drop next; return it and how many blocks it had.
+        """Remove the segment to evict next. Return it and its number of blocks, None if none.
 
-        With ``before``, one whose blocks are all older than that, in seconds since 1970; without,
-        the policy's choice. None if there is none.
+        Without ``before``, the eviction policy chooses. With ``before``, in seconds since 1970, it
+        is a segment whose blocks are all older.
         """
         with self._lock:
             if before is None:
@@ -220,14 +220,14 @@ class RecordTable:
             return None
         segment, row = _record(self.segments, at)
         rows = segment.rows
-        # Put by a clock that was ahead, a block would stay until that time has come.
+        # A block with a future time, from a clock that was ahead, must not stay longer.
         if self._ttl_s and abs(now - rows.seconds[row]) >= self._ttl_s:
             return None
         return RecordPlace(segment, row, rows.pages[row], rows.lengths[row])
 
 
 def _record(segments: dict[int, Segment], at: int) -> tuple[Segment, int]:
-    """Return the (segment, row) that the index names."""
+    """Return the (segment, row) of an index entry."""
     return segments[at >> _ROW], at & (1 << _ROW) - 1
 
 
@@ -236,31 +236,28 @@ def _blocks(records: Iterable[tuple[Segment, int]]) -> Iterator[Block]:
         yield segment.rows.keys[row], segment.rows.lengths[row]
 
 
-# What each tenant's blocks take of a disk, and which more may come.
-
-
 Block = tuple[bytes, int]
 """Key, and length of the payload in bytes."""
 
 
 class TenantQuota:
-    """Bytes per tenant, each block in whole pages with its head, and a bound on them.
+    """Limits the bytes of each tenant. A block counts as whole pages, its head included.
 
-    A tenant is what a key begins with; a shorter key is a tenant of its own. Not synchronised.
+    The first bytes of a key are its tenant; a shorter key is a tenant of its own. Not thread-safe.
     """
 
-    def __init__(self, most: int) -> None:
-        self.held: dict[bytes, int] = {}  # by tenant; none that has nothing
-        self._most = most
-        self._reserved: dict[bytes, int] = {}  # what was let in and may not be there yet
+    def __init__(self, max_bytes: int) -> None:
+        self.held: dict[bytes, int] = {}  # by tenant, without zeros
+        self._max_bytes = max_bytes
+        self._reserved: dict[bytes, int] = {}  # of admitted blocks that are being written
 
     def __repr__(self) -> str:
-        return f"<Shares of {self._most} bytes, {len(self.held)} tenants>"
+        return f"<TenantQuota of {self._max_bytes} bytes, {len(self.held)} tenants>"
 
     def update(self, added: Iterable[Block], removed: Iterable[Block]) -> None:
-        """Count blocks that are found from now on, and those that are not any more."""
+        """Count blocks that were added to the index and removed from it."""
         held = self.held
-        for key, length in added:  # a restart comes here with a million
+        for key, length in added:  # inlined, since a restart adds a million blocks
             tenant = key[:TENANT_BYTES]
             held[tenant] = held.get(tenant, 0) + pages_of(length) * PAGE
         for key, length in removed:
@@ -269,37 +266,38 @@ class TenantQuota:
     def reserve(
         self, keys: Sequence[bytes], lengths: Sequence[int], stored: Mapping[bytes, int]
     ) -> tuple[list[int], dict[bytes, int]]:
-        """Let in the blocks that their tenants have room for, in the place of those that are there.
+        """Admit the blocks that fit into their tenants' quotas; return their indexes, and the
+        reserved bytes by tenant.
 
-        ``stored`` are those, with the lengths that they have now. Until :meth:`leave` what was let
-        in counts beside what is held, so calls at the same time do not pass the bound together.
-        Return the blocks' numbers, and bytes by tenant.
+        ``stored`` has the current lengths of blocks that will be replaced. Until :meth:`release`,
+        admitted blocks count in addition, so concurrent calls cannot exceed the quota together.
         """
         admitted: list[int] = []
         reserved: dict[bytes, int] = {}
-        spared: dict[bytes, int] = {}  # what is replaced, by tenant
-        there = dict(stored)  # a key that comes twice replaces that block once
+        replaced: dict[bytes, int] = {}  # bytes by tenant
+        existing = dict(stored)  # a key that occurs twice replaces its block once
         for number, key in enumerate(keys):
             tenant, nbytes = key[:TENANT_BYTES], record_bytes(lengths[number])
-            freed = spared.get(tenant, 0) + (record_bytes(there[key]) if key in there else 0)
-            comes = reserved.get(tenant, 0) + nbytes
-            taken = self.held.get(tenant, 0) + self._reserved.get(tenant, 0) + comes
-            if taken - freed <= self._most:
+            freed = replaced.get(tenant, 0)
+            freed += record_bytes(existing[key]) if key in existing else 0
+            added = reserved.get(tenant, 0) + nbytes
+            used = self.held.get(tenant, 0) + self._reserved.get(tenant, 0) + added
+            if used - freed <= self._max_bytes:
                 admitted.append(number)
-                there.pop(key, None)
-                spared[tenant], reserved[tenant] = freed, comes
+                existing.pop(key, None)
+                replaced[tenant], reserved[tenant] = freed, added
         for tenant, nbytes in reserved.items():
             _change(self._reserved, tenant, nbytes)
         return admitted, reserved
 
     def release(self, reserved: dict[bytes, int]) -> None:
-        """End what :meth:`enter` began, with what it returned."""
+        """Release the bytes that :meth:`reserve` returned."""
         for tenant, nbytes in reserved.items():
             _change(self._reserved, tenant, -nbytes)
 
 
 def record_bytes(length: int) -> int:
-    """Return what a block of this length takes of the disk."""
+    """Return the bytes that a block of this length needs on the disk."""
     return pages_of(length) * PAGE
 
 

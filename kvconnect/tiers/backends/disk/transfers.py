@@ -1,4 +1,4 @@
-"""Blocks between memory and the segments, in as few and as large transfers as can be."""
+"""Moves blocks between memory and segments, in few and large transfers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from kvconnect.tiers.backends.disk.table import RecordPlace, RecordTable
 
 logger = logging.getLogger(__name__)
 
-_TURNS = 3  # a block may be replaced while it is read, but hardly three times
+_ATTEMPTS = 3  # a block may be replaced while it is read, but hardly three times
 
 
 class BlockWrite:
-    """One call's blocks on their way to the disk. ``seconds`` is the time the disk took.
+    """Writes the blocks of one call. For one thread.
 
-    ``error`` is the last one that the system raised. For one thread.
+    ``seconds`` is the time of the disk; ``error`` is the last error of the system.
     """
 
     def __init__(self, log: SegmentLog, pool: PagePool, fingerprint: bytes, now: float) -> None:
@@ -40,10 +40,7 @@ class BlockWrite:
         self.error: OSError | None = None
 
     def run(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
-        """Write blocks until one fails; return the outcome of each.
-
-        Those after a failure are not tried: what is wrong with the disk is wrong for them, too.
-        """
+        """Write blocks and return the outcome of each. After an error, the rest is not tried."""
         outcomes: list[BlockOutcome] = []
         digests = [xxhash.xxh3_64_intdigest(payload) for payload in payloads]
         heads = [
@@ -61,7 +58,7 @@ class BlockWrite:
         return outcomes + [BlockOutcome.FAILED] * (len(keys) - len(outcomes))
 
     def _write(self, heads: Sequence[RecordHead], payloads: Sequence[memoryview]) -> int:
-        """Write the first of these records, as many as fit side by side; return how many."""
+        """Write the first of these records, as many as fit consecutively. Return their number."""
         run = self._log.reserve([h.key for h in heads], [h.length for h in heads])
         heads, payloads = heads[: run.records], payloads[: run.records]
         offsets, offset = [], run.offset
@@ -82,9 +79,9 @@ class BlockWrite:
 
 
 class BlockRead:
-    """One call's blocks on their way from the disk. ``seconds`` is the time the disk took.
+    """Reads the blocks of one call. For one thread.
 
-    ``error`` is the last one that the system raised. For one thread.
+    ``seconds`` is the time of the disk; ``error`` is the last error of the system.
     """
 
     def __init__(self, table: RecordTable, pool: PagePool, clock: Callable[[], float]) -> None:
@@ -98,17 +95,17 @@ class BlockRead:
         """Read blocks; return the outcome of each."""
         outcomes = [BlockOutcome.ABSENT] * len(keys)
         todo = list(range(len(keys)))
-        for turn in range(_TURNS):
+        for attempt in range(_ATTEMPTS):
             places = self._table.find([keys[n] for n in todo], self._clock())
             found = dict(zip(todo, places, strict=True))
             try:
-                self._read(keys, buffers, found, outcomes, side_by_side=turn == 0)
+                self._read(keys, buffers, found, outcomes, side_by_side=attempt == 0)
             finally:
                 self._table.release([place for place in places if place is not None])
-            # Replaced while it was read; or near a spot of the disk that cannot be read.
+            # CORRUPT: maybe replaced during the read. FAILED: maybe only a neighbour is unreadable.
             again = (
                 (BlockOutcome.CORRUPT, BlockOutcome.FAILED)
-                if turn == 0
+                if attempt == 0
                 else (BlockOutcome.CORRUPT,)
             )
             todo = [n for n in todo if outcomes[n] in again]
@@ -151,7 +148,7 @@ class BlockRead:
 
 
 def _is(head: RecordHead | None, key: bytes, payload: memoryview) -> bool:
-    """Whether a record is that of a key, and the payload is what was stored."""
+    """Return whether a record belongs to a key and its payload matches its digest."""
     return (
         head is not None
         and head.live
@@ -164,7 +161,7 @@ def _is(head: RecordHead | None, key: bytes, payload: memoryview) -> bool:
 def _runs(
     wanted: list[tuple[RecordPlace, int]], most: int
 ) -> Iterator[tuple[Segment, int, list[int]]]:
-    """Yield (segment, first page, numbers) of blocks that lie side by side, ``most`` at a time."""
+    """Yield (segment, first page, numbers) of consecutive blocks, at most ``most`` at a time."""
     wanted.sort(key=lambda pair: (pair[0].segment.slot, pair[0].page))
     at = 0
     while at < len(wanted):
@@ -183,7 +180,7 @@ def _runs(
 
 
 def _batch_end(lengths: Sequence[int], start: int) -> int:
-    """Return where the blocks from ``start`` on end that are written at once; at least one is."""
+    """Return the end of the batch that begins at ``start``. It has at least one block."""
     end, nbytes = start, 0
     while end < len(lengths) and end - start < MAX_RECORDS and nbytes < MAX_BYTES:
         nbytes += lengths[end]
