@@ -18,8 +18,8 @@ from kvconnect.errors import Incompatible, TransferFailed
 if TYPE_CHECKING:
     import torch
 
+    from kvconnect.copy.cuda import BlockCopier
     from kvconnect.copy.driver import Driver
-    from kvconnect.copy.wire_blocks import BlockCopier
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def make_block_copier(area: torch.Tensor) -> BlockCopier | None:
     """Return what packs wire blocks on the area's device; None, said once, if nothing can."""
     if area.device.type != "cuda":
         return None
-    from kvconnect.copy.wire_blocks import BlockCopier
+    from kvconnect.copy.cuda import BlockCopier
 
     try:
         return BlockCopier(area, open_driver(area.device))
@@ -102,7 +102,7 @@ def make_block_copier(area: torch.Tensor) -> BlockCopier | None:
 
 def open_driver(device: torch.device) -> Driver:
     """Return the driver of a CUDA device; raise :class:`Incompatible` for what is missing."""
-    from kvconnect.copy.cuda_driver import CudaDriver
+    from kvconnect.copy.driver import CudaDriver
 
     return CudaDriver(device)
 

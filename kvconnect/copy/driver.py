@@ -1,18 +1,40 @@
-"""What copies on a device need of CUDA: few calls, so that a test can stand in for all of them.
+"""CUDA calls of the copies: :class:`Driver` is the contract, :class:`CudaDriver` implements it.
 
-Addresses and stream handles are plain ints. Whatever goes wrong inside is raised as
-:class:`TransferFailed`; a device that was lost fails every later call in the same way.
+The contract has few calls, so that a test can stand in for all of them. Addresses and stream
+handles are plain ints. Every failure is raised as :class:`TransferFailed`; a lost device fails
+every later call in the same way.
+
+The real driver uses torch for streams and memory, CuPy to load kernels and libcuda, through ctypes,
+to launch them: libcuda takes torch's streams whatever the version of CuPy, and releases the GIL.
+cuda-bindings would take three Python lists with one object per address for a batch, which alone
+takes longer than a launch may (30 us per 1,000 pages); here the arrays are passed as they are.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import hashlib
+import logging
+import platform
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from kvconnect.cuda import CudaContext
+from kvconnect.copy import kernels
+from kvconnect.cuda import CudaContext, check
+from kvconnect.errors import Incompatible, TransferFailed
+
+logger = logging.getLogger(__name__)
+
+_ORDER_STREAM, _ORDER_ANY = 1, 3
+_OVERLAP_WITH_COMPUTE = 1
+_NO_HINT = 0
+_OPTIONS = ("-std=c++17",)
 
 
 class Driver(ABC):
@@ -69,9 +91,6 @@ class Driver(ABC):
         """Run ``work`` on a stream of its own, wait for it, and return the device's seconds."""
 
 
-# Streams that nobody else in the process has.
-
-
 def own_stream(device: torch.device, urgent: bool = False) -> torch.cuda.Stream:
     """Return a new stream of a CUDA device; ``urgent``: work on it goes before the model's.
 
@@ -86,3 +105,196 @@ def own_stream(device: torch.device, urgent: bool = False) -> torch.cuda.Stream:
     index = torch.cuda.current_device() if device.index is None else device.index
     handle = CudaContext(index).stream(urgent)
     return torch.cuda.ExternalStream(handle, device=torch.device("cuda", index))
+
+
+class _CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes of cuda.h: order, hints for source and target, flags."""
+
+    _fields_ = (
+        ("order", ctypes.c_int),
+        ("source_hint", ctypes.c_int * 2),
+        ("target_hint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
+
+
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    """Raise what torch and CuPy say as :class:`TransferFailed`; both derive from RuntimeError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransferFailed(f"{what} failed on the device") from error
+
+
+class CudaDriver(Driver):
+    """Raises :class:`Incompatible` in the constructor for what is missing, by name."""
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
+        self._functions = _load_kernels(index)
+        self._context = CudaContext(index)
+        self._cuda = _typed(self._context.library)
+        self._batch, self._has_index = _find_batch(self._cuda)
+        properties = torch.cuda.get_device_properties(device)
+        self._name = f"{platform.node()} {properties.name} {self._context.version}"
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def has_batch(self) -> bool:
+        return self._batch is not None
+
+    def launch(self, kernel: str, grid: int, threads: int, arguments: Sequence[int]) -> None:
+        count = len(arguments)
+        values = (ctypes.c_int64 * count)(*arguments)
+        start = ctypes.addressof(values)
+        pointers = (ctypes.c_void_p * count)(*range(start, start + 8 * count, 8))
+        self._context.enter()  # libcuda, unlike torch, needs one
+        status = self._cuda.cuLaunchKernel(
+            self._functions[kernel].kernel.ptr,
+            *(grid, 1, 1, threads, 1, 1),
+            *(0, self._stream(), pointers, None),
+        )
+        check(status, kernel)
+
+    def copy_batch(
+        self, targets: array[int], sources: array[int], sizes: array[int], early: bool
+    ) -> None:
+        handle = self._stream()
+        stream = ctypes.c_void_p(handle)
+        self._context.enter()  # libcuda, unlike torch, needs one
+        if self._batch is None or not handle:  # the default stream takes no batches
+            copy = self._cuda.cuMemcpyAsync
+            for target, source, size in zip(targets, sources, sizes, strict=True):
+                check(copy(target, source, size, stream), "cuMemcpyAsync")
+            return
+        order = _ORDER_ANY if early else _ORDER_STREAM
+        hint = (ctypes.c_int * 2)(_NO_HINT, 0)
+        attributes = _CopyAttributes(order, hint, hint, _OVERLAP_WITH_COMPUTE)
+        first, index = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        arguments: list[Any] = [
+            *(numbers.buffer_info()[0] for numbers in (targets, sources, sizes)),
+            *(len(sizes), ctypes.byref(attributes), ctypes.byref(first), 1),
+            *((ctypes.byref(index),) if self._has_index else ()),
+            stream,
+        ]
+        check(self._batch(*arguments), "cuMemcpyBatchAsync")
+
+    def upload(self, numbers: array[int]) -> torch.Tensor:
+        with _translated("upload of a table"):
+            # torch's allocators reuse both only when the stream has passed.
+            host = torch.empty(len(numbers), dtype=torch.int64, pin_memory=True)
+            ctypes.memmove(host.data_ptr(), numbers.buffer_info()[0], host.nbytes)
+            return host.to(self._device, non_blocking=True)
+
+    def device_memory(self, nbytes: int) -> torch.Tensor:
+        with _translated(f"allocation of {nbytes} bytes"):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        with _translated(f"allocation of {nbytes} page-locked bytes"):
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def synchronize(self) -> None:
+        with _translated("copy"):
+            done = torch.cuda.Event(blocking=True)  # whoever waits must not spin on a core
+            done.record(torch.cuda.current_stream(self._device))
+            done.synchronize()
+
+    def seconds(self, work: Callable[[], None]) -> float:
+        with _translated("measurement"), torch.cuda.stream(own_stream(self._device)):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            return float(start.elapsed_time(end)) / 1e3
+
+    def _stream(self) -> int:
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+
+@functools.cache
+def _load_kernels(index: int) -> dict[str, Any]:
+    """Return every kernel for a device, from its fat binary if it was built and loads, else
+    compiled now. CuPy keeps what it compiles on disk, so that happens once per machine.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        fix = "install kvconnect[cuda12] or kvconnect[cuda13]"
+        raise Incompatible(f"CuPy is not installed ({error}); {fix}") from error
+    functions: dict[str, Any] = {}
+    try:
+        with cupy.cuda.Device(index):
+            for family in kernels.SOURCES:
+                names = [name for name, place in kernels.KERNELS.items() if place == family]
+                functions |= _load_family(cupy, family, names)
+    except RuntimeError as error:  # of another CUDA version than the machine's driver, usually
+        raise Incompatible(f"CuPy does not work on device {index}: {error}") from error
+    return functions
+
+
+def _load_family(cupy: Any, family: str, names: Sequence[str]) -> dict[str, Any]:
+    binary = kernels.folder() / binary_name(family)
+    if binary.exists():
+        try:
+            return _functions(cupy.RawModule(path=str(binary)), names)
+        except RuntimeError as error:  # made for newer drivers than this machine has
+            logger.info("%s does not load (%s), compiling it here", binary.name, error)
+    refused = (RuntimeError, OSError, ImportError, cupy.cuda.compiler.CompileException)
+    try:
+        module = cupy.RawModule(code=kernel_source(family), options=_OPTIONS)
+        return _functions(module, names)
+    except refused as error:
+        raise Incompatible(f"{family}.cu does not compile here: {error}") from error
+
+
+def _functions(module: Any, names: Sequence[str]) -> dict[str, Any]:
+    functions = {name: module.get_function(name) for name in names}
+    for function in functions.values():
+        _ = function.kernel.ptr  # loads it, for the current device
+    return functions
+
+
+def kernel_source(family: str) -> str:
+    """Return the source of a kernel family in one piece, as NVRTC wants it."""
+    header = (kernels.folder() / "runs.cuh").read_text().replace("#pragma once\n", "")
+    return (kernels.folder() / f"{family}.cu").read_text().replace('#include "runs.cuh"\n', header)
+
+
+def binary_name(family: str) -> str:
+    """Return what the fat binary of these very sources is called; another is never loaded."""
+    sources = (kernels.folder() / "runs.cuh", kernels.folder() / f"{family}.cu")
+    content = b"".join(path.read_bytes() for path in sources)
+    return f"{family}-{hashlib.sha256(content).hexdigest()[:12]}.fatbin"
+
+
+def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Say what the calls take whose numbers are handed over as they are."""
+    address, size, number = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint
+    library.cuMemcpyAsync.argtypes = (address, address, size, ctypes.c_void_p)
+    library.cuLaunchKernel.argtypes = (
+        *(ctypes.c_void_p, *(number,) * 6, number),
+        *(ctypes.c_void_p,) * 3,
+    )
+    return library
+
+
+def _find_batch(library: ctypes.CDLL) -> tuple[Callable[..., int] | None, bool]:
+    """Return cuMemcpyBatchAsync (None before CUDA 12.8), and whether it takes a failure's index.
+
+    The index is an argument of the first version, which CUDA 13 drivers have beside the second.
+    """
+    numbers = (ctypes.c_void_p,) * 3
+    head = (*numbers, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    for name, more in (("cuMemcpyBatchAsync_v2", 1), ("cuMemcpyBatchAsync", 2)):
+        function = getattr(library, name, None)
+        if function is not None:
+            function.argtypes = head + (ctypes.c_void_p,) * more
+            return function, more == 2
+    return None, False

@@ -19,9 +19,12 @@ pytest.importorskip("cupy")
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry  # noqa: E402
 from kvconnect.copy import open_driver  # noqa: E402
 from kvconnect.copy.calibration import PAGES, CopyThreshold, measure  # noqa: E402
-from kvconnect.copy.cuda import CudaCopier, sample_move  # noqa: E402
+from kvconnect.copy.cuda import (  # noqa: E402
+    BlockCopier,
+    CudaCopier,
+    sample_move,
+)
 from kvconnect.copy.reference import ReferenceCopier  # noqa: E402
-from kvconnect.copy.wire_blocks import BlockCopier  # noqa: E402
 from kvconnect.errors import TransferFailed  # noqa: E402
 from kvconnect.offload.copy_executor import CopyExecutor  # noqa: E402
 from kvconnect.offload.host_arena import HostStore  # noqa: E402

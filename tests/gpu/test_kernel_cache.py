@@ -10,10 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 cupy = pytest.importorskip("cupy")
 
-from kvconnect.copy import (  # noqa: E402
-    cuda_driver,
-    kernels,
-)
+from kvconnect.copy import driver as cuda_driver  # noqa: E402
+from kvconnect.copy import kernels  # noqa: E402
 from scripts import build_kernels  # noqa: E402
 
 

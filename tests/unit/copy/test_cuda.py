@@ -20,13 +20,11 @@ xxhash = pytest.importorskip("xxhash")
 
 from kvconnect import copy  # noqa: E402
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry  # noqa: E402
-from kvconnect.copy import (  # noqa: E402
-    cuda_driver,
-    kernels,
-)
+from kvconnect.copy import driver as cuda_driver  # noqa: E402
+from kvconnect.copy import kernels  # noqa: E402
 from kvconnect.copy.calibration import PAGES, CopyThreshold  # noqa: E402
 from kvconnect.copy.cuda import CudaCopier  # noqa: E402
-from kvconnect.copy.cuda_driver import CudaDriver, kernel_source  # noqa: E402
+from kvconnect.copy.driver import CudaDriver, kernel_source  # noqa: E402
 from kvconnect.copy.kernels import PIECE_BYTES  # noqa: E402
 from kvconnect.copy.reference import ReferenceCopier  # noqa: E402
 from kvconnect.cuda import CudaContext  # noqa: E402
