@@ -191,7 +191,7 @@ class Emulator:
         monkeypatch.setattr(torch.cuda, "current_stream", self.current_stream)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-        for module in ("offload.streams", "disaggregation.staging", "engines.sglang.duplicates"):
+        for module in ("offload.streams", "disaggregation.staging", "engines.sglang.layerwise"):
             monkeypatch.setattr(f"kvconnect.{module}.own_stream", self.stream)
 
 

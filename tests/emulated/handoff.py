@@ -435,7 +435,7 @@ def _replace_modules(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
     monkeypatch.setattr(agent, "SimpleQueue", world.simple_queue)
     monkeypatch.setattr(bandwidth_probe, "_ROUNDS", (array("q", [0]), array("q", [0])))
     monkeypatch.setattr(receiver, "MAX_WAIT_S", PATIENCE_S)
-    for name in ("_GREETING_S", "_PROBES_S"):
+    for name in ("_HELLO_TIMEOUT_S", "_PROBE_TIMEOUT_S"):
         monkeypatch.setattr(sessions, name, PATIENCE_S)
 
     def room(self: object, nbytes: int) -> torch.Tensor:

@@ -110,7 +110,7 @@ class Recorder:
 def contexts_of_a_mover(monkeypatch: pytest.MonkeyPatch, device: int) -> list[bool]:
     """Return who had a context: an agent's first start and steps, work of both halves, and the
     start of an agent in another one's place."""
-    monkeypatch.setattr(movers, "Agent", Recorder)
+    monkeypatch.setattr(movers, "NixlAgent", Recorder)
     monkeypatch.setattr(Recorder, "contexts", [])
     mover = in_new_thread(
         lambda: NixlWorker("UCX", [MemoryRegion(0, 8), MemoryRegion(0, 8, device)], local=True)
