@@ -25,9 +25,8 @@ from kvconnect.config import parse_bytes
 from kvconnect.doctor import Finding, FindingsReport, checks, disk, transfers
 from kvconnect.doctor.peer_process import Task
 from kvconnect.errors import ConfigError
+from kvconnect.observability import report, top
 from kvconnect.observability.metrics import dashboards
-from kvconnect.observability.report import command as report_command
-from kvconnect.observability.top import command as top_command
 from kvconnect.router import flags as router_flags
 
 Refuse = Callable[[str], NoReturn]
@@ -69,8 +68,8 @@ def make_parser() -> argparse.ArgumentParser:
     router = commands.add_parser("router", help="serve prefill and decode engines as one")
     router_flags.add_flags(router)
     router.set_defaults(run=partial(run_router, router.error))
-    top_command.add_command(commands)
-    report_command.add_command(commands)
+    top.add_command(commands)
+    report.add_command(commands)
     return parser
 
 
@@ -151,9 +150,9 @@ def _listen(task: Task) -> int:
     return 0
 
 
-def _show(report: FindingsReport, arguments: argparse.Namespace) -> int:
-    print(report.json() if arguments.json else report.text())
-    return 0 if report.ok else 1
+def _show(found: FindingsReport, arguments: argparse.Namespace) -> int:
+    print(found.json() if arguments.json else found.text())
+    return 0 if found.ok else 1
 
 
 def _add_doctor_flags(parser: argparse.ArgumentParser) -> None:

@@ -1,5 +1,4 @@
-"""Reads dashboards and alerts as Grafana and Prometheus do, and evaluates them in a real
-Prometheus. Shared by the tests of both engines."""
+"""Reads dashboards and alerts, and evaluates them in a real Prometheus, for both engines."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ PATIENCE_S = 60.0
 
 
 class Shown(NamedTuple):
-    """One expression, and where it stands: a board's panel, or the name of an alert. ``legend``
-    says what its series are called."""
+    """One expression of a panel or an alert. ``legend`` names its series."""
 
     board: str
     title: str
@@ -54,7 +52,7 @@ ALL = {
     "$role": ".*",
     "$instance": ".*",
 }
-"""What Grafana puts in where all is chosen, for a time range of half an hour."""
+"""Grafana's values of the variables when all are selected, for half an hour."""
 
 
 def of_board(name: str, board: dict[str, Any]) -> list[Shown]:

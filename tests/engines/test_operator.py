@@ -24,7 +24,7 @@ from vllm import envs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from kvconnect.observability.metrics.frame import EndpointFrame, Snapshot
+from kvconnect.observability.metrics.rates import EndpointFrame, Snapshot
 from tests.documents import PAGES, Command, commands, commands_of
 from tests.engines.models import BLOCK_SIZE
 from tests.engines.pd import decode_config, prefill_config, side_by_side

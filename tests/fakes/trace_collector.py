@@ -1,4 +1,4 @@
-"""What stands in for an OpenTelemetry collector: takes OTLP over HTTP and keeps the spans."""
+"""A fake OpenTelemetry collector: accepts OTLP over HTTP and keeps the spans."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATIENCE_S = 30.0
 
 @dataclass(frozen=True)
 class Seen:
-    """A span as it came. Times are in nanoseconds since the epoch."""
+    """A received span. Times are nanoseconds since the epoch."""
 
     name: str
     service: str
@@ -51,7 +51,7 @@ class Collector:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return what makes a program send its spans here, soon."""
+        """Return environment variables that make a program export its spans here, soon."""
         return {
             "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": self.endpoint,
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",

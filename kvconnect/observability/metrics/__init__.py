@@ -1,4 +1,4 @@
-"""Metrics: ``catalog`` has one row per metric, ``model`` its columns, ``prometheus`` publishes it.
+"""Metrics: ``catalog`` has one row per metric, ``model`` the columns, ``prometheus`` publishes.
 
-Nothing is imported here, so that reading the catalogue does not need ``prometheus_client``.
+This module imports nothing, so the catalogue is usable without ``prometheus_client``.
 """

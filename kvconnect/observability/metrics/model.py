@@ -1,4 +1,4 @@
-"""What a metric is: the columns of the catalogue, and the Prometheus family a row becomes."""
+"""The columns of the metric catalogue, and the Prometheus family of a row."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ Kind = Literal["counter", "gauge", "histogram"]
 
 
 class EntryPart(Enum):
-    """Which part of a recorded entry a row shows."""
+    """The part of a recorded entry that a row publishes."""
 
-    VALUE = "value"  # the number of a counter or gauge
+    VALUE = "value"  # a counter's or gauge's number
     SUM = "sum"  # a histogram's sum
     COUNT = "count"  # a histogram's number of samples
-    BUCKETS = "buckets"  # a histogram as such
+    BUCKETS = "buckets"  # the whole histogram
 
 
 @dataclass(frozen=True)
 class Label:
     """A label name with all its values.
 
-    A label with the value ``OTHER`` is open: up to ``limit`` values that are not listed get
-    series of their own when they are first seen, and the rest is shown as ``OTHER``.
+    A label with the value ``OTHER`` is open: the first ``limit`` unlisted values get series of
+    their own, and the rest are added up as ``OTHER``.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Alias:
-    """Another full name, an engine's own, under which a row's fact is also published.
+    """An engine's own name under which a row is also published.
 
     ``only`` selects label values; an alias of a single one has no label, any other has the
     row's. ``per`` names a gauge, recorded in the same payloads, by which the value is divided.
@@ -50,9 +50,8 @@ class Alias:
 class Metric:
     """One metric. ``name`` lacks the ``<engine>:kvconnect_`` in front.
 
-    ``source`` is the name it is recorded under, the row's own unless the row shows a part of a
-    histogram that is recorded once for several rows. ``absent`` names the prefixes of engines in
-    which nothing like it can happen.
+    ``source`` is the recorded name: the row's own, unless several rows publish parts of one
+    recorded histogram. ``absent`` has the prefixes of engines that cannot record it.
     """
 
     name: str
@@ -97,7 +96,7 @@ class Family:
 
     @property
     def limit(self) -> int:
-        """Most series that appear later, of label values not in ``values``."""
+        """Limit of series for label values not in ``values``."""
         return self.metric.label.limit if self.metric.label else 0
 
     @property
@@ -109,7 +108,7 @@ class Family:
 
     @property
     def exposed(self) -> str:
-        """Name in a scrape: the Prometheus client appends ``_total`` to counters."""
+        """Name in a scrape. The Prometheus client appends ``_total`` to counters."""
         return f"{self.name}_total" if self.metric.kind == "counter" else self.name
 
 

@@ -1,7 +1,7 @@
-"""Publish stats payloads as Prometheus metrics. The only file that imports ``prometheus_client``.
+"""Publishes stats payloads as Prometheus metrics.
 
-The engine says which classes to use: those of ``prometheus_client``, or wrappers with the same
-small interface (Ray's). A payload holds deltas; here they become cumulative.
+The engine chooses the metric classes: those of ``prometheus_client``, or wrappers with the same
+interface (Ray's). A payload holds deltas; the series are cumulative.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PLAIN: Mapping[type[Any], Any] = {cls: cls for cls in _CLASSES.values()}
 
 
 class PromMetrics:
-    """All families of the catalogue for the engines one process serves.
+    """All families of the catalogue, for the engines of one process.
 
-    Not synchronised with itself: one thread calls :meth:`observe`; scrapes may run meanwhile.
+    Not thread-safe: one thread calls :meth:`observe`. Scrapes may run concurrently.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class PromMetrics:
         *,
         aliases: bool = True,
     ) -> None:
-        """Register every family and create every series, so that it reads 0 before its event.
+        """Register every family and create every series with the value 0.
 
         Args:
             metric_types: maps ``prometheus_client``'s ``Counter``, ``Gauge`` and ``Histogram``
@@ -48,18 +48,18 @@ class PromMetrics:
             labelnames: the engine's own labels, which come first.
             per_engine_labelvalues: their values for each engine index.
             prefix: of every metric name; with its colon.
-            aliases: whether to register names of the engine's own now, or in
-                :meth:`add_aliases`, when others have had their chance to.
+            aliases: whether to register the engine's own names now, or later in
+                :meth:`add_aliases`, after other connectors.
 
         Raises:
             ValueError: one of KVConnect's own names is registered already. An alias that is
                 taken is left to its owner, with one log line.
         """
         self._engines = frozenset(per_engine_labelvalues)
-        # By what they are recorded as, because a payload has few of the catalogue's names.
+        # By recorded name, because a payload has few names of the catalogue.
         self._feeds: dict[tuple[str, str], list[_Feed]] = {}
         self._classes = metric_types, labelnames
-        self._labelvalues, self._seen = per_engine_labelvalues, _Seen()
+        self._labelvalues, self._seen = per_engine_labelvalues, _OpenLabels()
         self._aliases: list[Family] = []
         for family in families(prefix):
             if family.alias is None:
@@ -68,7 +68,7 @@ class PromMetrics:
                 self._aliases.append(family)
         if aliases:
             self.add_aliases()
-        # Names and labels of payloads that need no (further) remark.
+        # Names and labels that were not, or need not be, logged as unknown.
         self._known = {
             (family.metric.section, family.metric.recorded_as, value)
             for family in families(prefix)
@@ -76,7 +76,7 @@ class PromMetrics:
         }
 
     def add_aliases(self) -> None:
-        """Register what was left for later. Calling again changes nothing."""
+        """Register aliases that were deferred. Idempotent."""
         while self._aliases:
             self._add(self._aliases.pop(0))
 
@@ -90,8 +90,8 @@ class PromMetrics:
     def observe(self, data: Mapping[str, Any], engine_idx: int = 0) -> None:
         """Add one payload, ``OffloadingConnectorStats.data``, to engine ``engine_idx``'s series.
 
-        ``data`` stays unchanged. What this version does not know, as a newer worker may send
-        it, is left out.
+        ``data`` stays unchanged. Names that this version does not know, which a newer worker
+        may send, are ignored.
 
         Raises:
             Misuse: the payload is malformed or the engine unknown; nothing was added.
@@ -99,13 +99,13 @@ class PromMetrics:
         if engine_idx not in self._engines:
             raise Misuse(f"no metrics for engine {engine_idx}, only for {sorted(self._engines)}")
         payload = OffloadingConnectorStats(data).data
-        self._remark_unknown(payload)
+        self._log_unknown(payload)
         for section, names in payload.items():
             for name in names:
                 for feed in self._feeds.get((section, name), ()):
                     feed.observe(payload, engine_idx)
 
-    def _remark_unknown(self, payload: dict[str, Any]) -> None:
+    def _log_unknown(self, payload: dict[str, Any]) -> None:
         sent = {
             (section, name, label)
             for section, names in payload.items()
@@ -115,22 +115,22 @@ class PromMetrics:
         }
         unknown = sent - self._known
         if unknown:
-            logger.debug("metrics unknown to this version are left out: %s", sorted(unknown))
+            logger.debug("metrics unknown to this version are ignored: %s", sorted(unknown))
             self._known |= unknown
 
 
-class _Seen:
-    """The values of open labels that were given series of their own, by label and engine.
+class _OpenLabels:
+    """Values of open labels that have series of their own, by label and engine.
 
-    All families share it: a peer is shown by name in each of them or in none, so that queries
-    over two of them cover the same work.
+    All families share it: a peer has its own series in all of them or in none, so that queries
+    over two families cover the same peers.
     """
 
     def __init__(self) -> None:
         self._values: dict[tuple[str | None, int], set[str]] = {}
 
     def shown(self, family: Family, engine_idx: int, value: str) -> str | None:
-        """Return the label value under which ``value`` is shown; None if it is not."""
+        """Return the label value that ``value`` is published under; None if it is ignored."""
         if value in family.values:
             return value
         if OTHER not in family.values:
@@ -149,7 +149,7 @@ class _Feed:
         family: Family,
         built: Any,
         per_engine_labelvalues: Mapping[int, list[object]],
-        seen: _Seen,
+        seen: _OpenLabels,
     ) -> None:
         self.family = family
         self._built = built

@@ -1,7 +1,8 @@
-"""From two scrapes of one endpoint to what is going on there. No I/O, no clock.
+"""Rates from two scrapes of an endpoint, without I/O and clock.
 
-Series of one metric are added up over ranks and engines, as the catalogue means them. A counter
-that fell belongs to an engine that started again: it has risen by what it shows.
+Rates are per second over the interval between the scrapes, ``None`` with one scrape. Series of one
+metric are summed over ranks and engines. A counter that fell means that the engine restarted: it
+has risen by its present value.
 """
 
 from __future__ import annotations
@@ -10,24 +11,14 @@ from collections.abc import Iterator, Mapping
 from math import inf
 from typing import NamedTuple
 
+import msgspec
+
 from kvconnect.observability.metrics.catalog import CATALOG, SGLANG, VLLM
-from kvconnect.observability.metrics.frame import (
-    EndpointFrame,
-    FailureCount,
-    LedgerCounts,
-    Lookups,
-    PeerTraffic,
-    Phase,
-    Router,
-    TierUse,
-    TransferRates,
-    UpstreamRates,
-)
 from kvconnect.types import Tier, TransferType
 
 Labels = frozenset[tuple[str, str]]
 Samples = Mapping[str, Mapping[Labels, float]]
-"""Sample name, as a scrape has it -> labels -> value."""
+"""Sample name as in the scrape -> labels -> value."""
 
 FAILURES = {
     "failed_blocks": "cause",
@@ -43,7 +34,7 @@ FAILURES = {
     "handoff_digest_failed_blocks": "",
     "thread_failures": "thread",
 }
-"""Counters of what went wrong -> the label that says more."""
+"""Failure counters -> the label to show."""
 ROUTER = "kvconnect_router_"
 _KINDS = {f"{VLLM}kvconnect_": "vllm", f"{SGLANG}kvconnect_": "sglang", ROUTER: "router"}
 _ROUTER_PHASES = {"ttft_seconds": "mode", "added_latency_seconds": "mode"}
@@ -55,9 +46,123 @@ _PHASES = {
 _PERCENTILE = 0.99
 
 
+class Lookups(msgspec.Struct, frozen=True, kw_only=True):
+    """Prompt tokens beyond the device's own prefix hits, and the share of hits."""
+
+    query_tokens_per_s: float | None
+    hit_share: float | None
+
+
+class TransferRates(msgspec.Struct, frozen=True, kw_only=True):
+    """One transfer type. ``copy_bytes_per_s`` is bytes over wire time: the speed of one copy."""
+
+    transfer_type: str
+    bytes_total: float
+    bytes_per_s: float | None = None
+    operations_per_s: float | None = None
+    seconds_per_operation: float | None = None
+    copy_bytes_per_s: float | None = None
+
+
+class TierUse(msgspec.Struct, frozen=True, kw_only=True):
+    """One tier. ``None`` means that the tier does not publish the figure."""
+
+    tier: str
+    hit_tokens_total: float
+    hit_tokens_per_s: float | None = None
+    evicted_blocks_per_s: float | None = None
+    used_bytes: float | None = None
+    capacity_bytes: float | None = None
+    available: bool | None = None
+
+
+class PeerTraffic(msgspec.Struct, frozen=True, kw_only=True):
+    """Pages exchanged with one peer."""
+
+    peer: str
+    bytes_total: float
+    failures_total: float
+    bytes_per_s: float | None = None
+    copy_bytes_per_s: float | None = None
+
+
+class LedgerCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Device blocks by holder, and jobs that not every rank has finished."""
+
+    held_blocks: dict[str, float]
+    jobs_in_flight: dict[str, float]
+    oldest_hold_s: float
+
+
+class Phase(msgspec.Struct, frozen=True, kw_only=True):
+    """One histogram of seconds over the interval. ``p99_s`` is its bucket's upper bound, ``None``
+    for the last bucket."""
+
+    name: str
+    per_s: float
+    mean_s: float
+    p99_s: float | None
+
+
+class FailureCount(msgspec.Struct, frozen=True, kw_only=True):
+    """A failure counter above 0; ``label`` is its cause, or another label."""
+
+    name: str
+    label: str
+    total: float
+    per_s: float | None = None
+
+
+class UpstreamRates(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine behind a router."""
+
+    role: str
+    url: str
+    up: bool
+    in_flight: float
+    tokens: float
+
+
+class Router(msgspec.Struct, frozen=True, kw_only=True):
+    """A router's own figures."""
+
+    queue: float
+    requests_per_s: dict[str, float] | None
+    imbalance: dict[str, float]
+    upstreams: tuple[UpstreamRates, ...]
+
+
+class EndpointFrame(msgspec.Struct, frozen=True, kw_only=True):
+    """One endpoint. ``kind``: ``vllm``, ``sglang`` or ``router``; ``error``: why it is down."""
+
+    url: str
+    error: str = ""
+    kind: str = ""
+    seconds: float | None = None
+    lookups: Lookups | None = None
+    transfers: tuple[TransferRates, ...] = ()
+    tiers: tuple[TierUse, ...] = ()
+    peers: tuple[PeerTraffic, ...] = ()
+    ledger: LedgerCounts | None = None
+    phases: tuple[Phase, ...] = ()
+    failures: tuple[FailureCount, ...] = ()
+    router: Router | None = None
+
+    @property
+    def up(self) -> bool:
+        """Whether the last scrape succeeded."""
+        return not self.error
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """All endpoints at one time; ``at`` is seconds since 1970. One line of a recording."""
+
+    at: float
+    endpoints: tuple[EndpointFrame, ...]
+
+
 class Scrape(NamedTuple):
-    """One look at an endpoint. ``at``: seconds of any clock that does not jump; ``error``: why
-    there are no samples."""
+    """One scrape of an endpoint. ``at``: seconds of a monotonic clock; ``error``: why it failed."""
 
     url: str
     at: float
@@ -65,8 +170,8 @@ class Scrape(NamedTuple):
     error: str = ""
 
 
-class _Reading:
-    """What two scrapes say of the metrics whose names start with ``prefix``."""
+class _ScrapePair:
+    """Two scrapes, and the metrics in them whose names start with ``prefix``."""
 
     def __init__(self, prefix: str, before: Scrape | None, after: Scrape) -> None:
         self._prefix = prefix
@@ -76,14 +181,14 @@ class _Reading:
         self.seconds = after.at - before.at if before is not None and known else None
 
     def series(self, name: str, **labels: str) -> Iterator[tuple[dict[str, str], float]]:
-        """Yield labels and value of every series that has ``labels``."""
+        """Yield labels and value of every series with ``labels``."""
         wanted = labels.items()
         for found, value in self._now.get(self._prefix + name, {}).items():
             if wanted <= (named := dict(found)).items():
                 yield named, value
 
     def values(self, name: str, label: str) -> list[str]:
-        """Return the values of a label, in the order of the scrape; [""] without a label."""
+        """Return the values of a label in the scrape's order; [""] for no label."""
         return list(dict.fromkeys(found.get(label, "") for found, _ in self.series(name)))
 
     def total(self, name: str, **labels: str) -> float:
@@ -93,7 +198,7 @@ class _Reading:
         return max((value for _, value in self.series(name)), default=0.0)
 
     def rise(self, name: str, **labels: str) -> float | None:
-        """Return by how much counters have risen, None with one scrape alone."""
+        """Return the rise of counters between the scrapes, None with one scrape."""
         if self._then is None:
             return None
         then = self._then.get(self._prefix + name, {})
@@ -107,7 +212,7 @@ class _Reading:
         return over(self.rise(name, **labels), self.seconds)
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """Return a gauge's sum for each value of a label."""
+        """Return a gauge's sum by value of a label."""
         return {
             value: self.total(name, **{label: value} if label else {})
             for value in self.values(name, label)
@@ -115,24 +220,24 @@ class _Reading:
 
 
 def over(value: float | None, whole: float | None) -> float | None:
-    """Return a quotient, None where either is unknown or there is nothing to divide by."""
+    """Return a quotient, None if either is unknown or the divisor is 0."""
     return value / whole if value is not None and whole else None
 
 
 def endpoint(before: Scrape | None, after: Scrape) -> EndpointFrame:
-    """Return what an endpoint says now, with rates if the scrape ``before`` succeeded."""
+    """Return an endpoint's frame, with rates if the scrape ``before`` succeeded."""
     if after.error:
         return EndpointFrame(url=after.url, error=after.error)
     for prefix, kind in _KINDS.items():
         if any(name.startswith(prefix) for name in after.samples):
-            read = _Reading(prefix, before, after)
+            read = _ScrapePair(prefix, before, after)
             return _router(after.url, read) if prefix == ROUTER else _engine(after.url, kind, read)
     return EndpointFrame(url=after.url, error="no metrics of KVConnect there")
 
 
-def _engine(url: str, kind: str, read: _Reading) -> EndpointFrame:
+def _engine(url: str, kind: str, read: _ScrapePair) -> EndpointFrame:
     asked, hits = read.rise("query_tokens_total"), read.rise("hit_tokens_total")
-    # Without a host tier, stores that find no room in it are no news.
+    # Without a host tier, skipped stores are not failures.
     unused = "" if read.total("host_bytes_capacity") else "skipped_store_blocks"
     return EndpointFrame(
         url=url,
@@ -152,7 +257,7 @@ def _engine(url: str, kind: str, read: _Reading) -> EndpointFrame:
     )
 
 
-def _transfer(read: _Reading, kind: str) -> TransferRates:
+def _transfer(read: _ScrapePair, kind: str) -> TransferRates:
     moved = read.rise("transfer_bytes_total", transfer_type=kind)
     busy = read.rise("transfer_seconds_total", transfer_type=kind)
     operations = read.rise("transfer_operations_total", transfer_type=kind)
@@ -166,7 +271,7 @@ def _transfer(read: _Reading, kind: str) -> TransferRates:
     )
 
 
-def _tier(read: _Reading, tier: str) -> TierUse:
+def _tier(read: _ScrapePair, tier: str) -> TierUse:
     hits = read.total("hit_tokens_total", tier=tier)
     rate = read.rate("hit_tokens_total", tier=tier)
     if tier == Tier.HOST.value:
@@ -178,7 +283,7 @@ def _tier(read: _Reading, tier: str) -> TierUse:
             used_bytes=read.total("host_bytes_used"),
             capacity_bytes=read.total("host_bytes_capacity"),
         )
-    # The first rank speaks for all; of several engines, one without the tier counts.
+    # Only the first rank publishes this. Of several engines, one unavailable tier counts.
     available = [value for _, value in read.series("tier_available", tier=tier)]
     return TierUse(
         tier=tier,
@@ -190,7 +295,7 @@ def _tier(read: _Reading, tier: str) -> TierUse:
     )
 
 
-def _peer(read: _Reading, peer: str) -> PeerTraffic:
+def _peer(read: _ScrapePair, peer: str) -> PeerTraffic:
     moved = read.rise("handoff_peer_bytes_total", peer=peer)
     busy = read.rise("handoff_peer_seconds_total", peer=peer)
     return PeerTraffic(
@@ -202,8 +307,8 @@ def _peer(read: _Reading, peer: str) -> PeerTraffic:
     )
 
 
-def _phases(read: _Reading, histograms: Mapping[str, str]) -> tuple[Phase, ...]:
-    """Return those that had a sample in the interval, slowest first."""
+def _phases(read: _ScrapePair, histograms: Mapping[str, str]) -> tuple[Phase, ...]:
+    """Return the histograms with samples in the interval, slowest first."""
     found = []
     for name, label in histograms.items():
         for value in read.values(f"{name}_count", label):
@@ -223,7 +328,7 @@ def _phases(read: _Reading, histograms: Mapping[str, str]) -> tuple[Phase, ...]:
     return tuple(sorted(found, key=lambda phase: -phase.mean_s))
 
 
-def _percentile(read: _Reading, name: str, labels: Mapping[str, str]) -> float | None:
+def _percentile(read: _ScrapePair, name: str, labels: Mapping[str, str]) -> float | None:
     bounds = sorted({float(found["le"]) for found, _ in read.series(f"{name}_bucket", **labels)})
     counts = dict.fromkeys(bounds, 0.0)
     for text in read.values(f"{name}_bucket", "le"):
@@ -233,7 +338,7 @@ def _percentile(read: _Reading, name: str, labels: Mapping[str, str]) -> float |
     return found if found < inf else None
 
 
-def _failures(read: _Reading, counters: Mapping[str, str]) -> tuple[FailureCount, ...]:
+def _failures(read: _ScrapePair, counters: Mapping[str, str]) -> tuple[FailureCount, ...]:
     found = []
     for name, label in counters.items():
         for value in read.values(f"{name}_total", label):
@@ -245,7 +350,7 @@ def _failures(read: _Reading, counters: Mapping[str, str]) -> tuple[FailureCount
     return tuple(found)
 
 
-def _router(url: str, read: _Reading) -> EndpointFrame:
+def _router(url: str, read: _ScrapePair) -> EndpointFrame:
     outcomes = {
         outcome: read.rate("requests_total", outcome=outcome)
         for outcome in read.values("requests_total", "outcome")

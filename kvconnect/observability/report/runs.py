@@ -1,4 +1,4 @@
-"""What a report is about: benchmark results, or what ``kvconnect top --record`` wrote."""
+"""Runs of a report, read and compared: benchmark results, or recordings of ``kvconnect top``."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 import msgspec
 
 from kvconnect.errors import ConfigError
-from kvconnect.observability.metrics.frame import EndpointFrame, Snapshot
+from kvconnect.observability.metrics.rates import EndpointFrame, Snapshot
 
 _MOST_BYTES = 256 << 20
 Points = list[tuple[float, float]]
-"""(seconds since the run began, value), in the order of time."""
+"""(seconds since the run began, value), in time order."""
 
 
 @dataclass(frozen=True)
 class Section:
     """One benchmark, or one endpoint of a history.
 
-    ``about`` says where the figures come from; ``series`` is empty for a benchmark.
+    ``about`` describes the source of the figures; ``series`` is empty for a benchmark.
     """
 
     name: str
@@ -52,13 +52,13 @@ def read(path: str) -> RecordedRun:
     """Read a run.
 
     Raises:
-        ConfigError: nothing there, or something that is neither kind.
+        ConfigError: the path is empty, unreadable or of neither kind.
     """
     place = Path(path)
     files = sorted(place.glob("*.json")) if place.is_dir() else [place]
     sections = [section for file in files for section in _sections(file)]
     if not sections:
-        raise ConfigError("run", path, "there is nothing in it to report on")
+        raise ConfigError("run", path, "name a run that has results")
     return RecordedRun(path, {section.name: section for section in sections})
 
 
@@ -73,7 +73,7 @@ def _sections(file: Path) -> Iterator[Section]:
         else:
             yield _benchmark(msgspec.json.decode(data, type=_Result))
     except (OSError, msgspec.MsgspecError) as error:
-        fix = f"name a benchmark's result, a folder of them, or what top --record wrote: {error}"
+        fix = f"name a benchmark's result, a folder of them, or a recording of top: {error}"
         raise ConfigError("run", str(file), fix) from error
 
 
@@ -90,7 +90,7 @@ def _figure(value: Any) -> float | str:
 
 
 def _history(frames: list[Snapshot]) -> Iterator[Section]:
-    """Yield a section per endpoint: the nth of a kind is compared with the other run's nth."""
+    """Yield a section per endpoint. The nth of a kind is compared with the nth of the other run."""
     began = min(frame.at for frame in frames)
     series: dict[str, dict[str, Points]] = defaultdict(lambda: defaultdict(list))
     kinds: dict[str, str] = {}
@@ -110,7 +110,7 @@ def _history(frames: list[Snapshot]) -> Iterator[Section]:
 
 
 def _values(one: EndpointFrame) -> Iterator[tuple[str, float | None]]:
-    """Yield what is drawn over time. The unit ends the name, after a comma."""
+    """Yield the figures that are drawn over time. A name ends in a comma and the unit."""
     yield "up, 1 or 0", float(one.up)
     if one.lookups:
         yield "hit share, ratio", one.lookups.hit_share
@@ -143,14 +143,13 @@ def _length(series: Mapping[str, Points]) -> float:
     return max((points[-1][0] - points[0][0] for points in series.values()), default=0.0)
 
 
-# Runs side by side: rows of a table, groups of bars, pairs of lines. No I/O.
-
+# Comparison -------------------------------------------------------------------------------------
 
 UNITS = {
     **dict.fromkeys(("over", "ratio", "vs", "share", "cost"), "ratios"),
     **{"ms": "ms", "us": "us", "s": "s", "gbps": "GB/s", "bytes": "bytes"},
 }
-"""A word of a figure's name -> what it counts. Figures of one unit share a plot."""
+"""Word in a figure's name -> unit. Figures of one unit share a plot."""
 _MOST_BARS = 24
 _MOST_CHANGES = 12
 
@@ -164,7 +163,7 @@ class ComparisonRow:
 
     @property
     def ratio(self) -> float | None:
-        """The second run's over the first's, None unless both are numbers and the first not 0."""
+        """Second run over first; None unless both are numbers and the first is not 0."""
         if len(self.values) < 2:
             return None
         first, second = self.values[:2]
@@ -191,7 +190,7 @@ def compare(runs: Sequence[RecordedRun]) -> list[Compared]:
 
 
 def largest_changes(sections: Sequence[Compared]) -> list[tuple[str, ComparisonRow]]:
-    """Return (section, figure) of those that differ most, as a factor either way."""
+    """Return (section, figure) of the largest changes, as a factor in either direction."""
     found = [
         (max(ratio, 1 / ratio), section.name, row)
         for section in sections
@@ -241,6 +240,6 @@ def _bars(rows: Sequence[ComparisonRow]) -> dict[str, tuple[ComparisonRow, ...]]
 
 
 def unit_of(name: str) -> str:
-    """Return what a figure counts, "" if its name does not tell."""
+    """Return a figure's unit, "" if its name has none."""
     words = name.split("_")
     return next((unit for word, unit in UNITS.items() if word in words), "")

@@ -1,4 +1,4 @@
-"""The loop of ``kvconnect top``: scrape, work out rates, show, record, wait."""
+"""The loop of ``kvconnect top``: scrape, compute rates, show, record, wait."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from rich.live import Live
 
 from kvconnect.errors import ConfigError
 from kvconnect.observability.metrics import rates
-from kvconnect.observability.metrics.frame import Snapshot
-from kvconnect.observability.metrics.rates import Labels, Samples, Scrape
+from kvconnect.observability.metrics.rates import Labels, Samples, Scrape, Snapshot
 from kvconnect.observability.top import screen
 
 Show = Callable[[Snapshot], None]
 
 
 class TopOptions(NamedTuple):
-    """What to look at and how. ``record``: file that frames are appended to, "" for none."""
+    """Options of the command. ``record``: file to append snapshots to, "" for none."""
 
     urls: tuple[str, ...]
     interval_s: float
@@ -38,7 +37,7 @@ class TopOptions(NamedTuple):
 
 
 def options_of(arguments: argparse.Namespace) -> TopOptions:
-    """Return the options that parsed flags stand for.
+    """Return the options of parsed flags.
 
     Raises:
         ConfigError: names the URL and the fix.
@@ -48,11 +47,11 @@ def options_of(arguments: argparse.Namespace) -> TopOptions:
 
 
 def run(options: TopOptions, out: TextIO) -> bool:
-    """Show frames on ``out`` until interrupted, or one; return whether all of the last were up.
+    """Show snapshots on ``out``, one or until interrupted; return whether all endpoints are up.
 
     Raises:
-        ConfigError: the file to record to cannot be written.
-        OSError: ``out`` cannot.
+        ConfigError: the recording cannot be written.
+        OSError: ``out`` cannot be written.
     """
     all_up = False
     with contextlib.ExitStack() as stack:
@@ -66,7 +65,7 @@ def run(options: TopOptions, out: TextIO) -> bool:
 
 
 def frames(options: TopOptions) -> Iterator[Snapshot]:
-    """Yield a frame per interval, without an end; with ``once``, the first that has rates."""
+    """Yield a snapshot per interval, without end; with ``once``, only the first with rates."""
     before: dict[str, Scrape] = {}
     due = time.monotonic()
     first = True
@@ -100,7 +99,7 @@ def _append(path: str, frame: Snapshot) -> None:
         with Path(path).open("ab") as file:
             file.write(msgspec.json.encode(frame) + b"\n")
     except OSError as error:
-        raise ConfigError("record", path, f"name a file that can be written: {error}") from error
+        raise ConfigError("record", path, f"name a writable file: {error}") from error
 
 
 def _write(out: TextIO, line: str) -> None:
@@ -108,8 +107,7 @@ def _write(out: TextIO, line: str) -> None:
     out.flush()
 
 
-# Scrapes endpoints. Whatever one does, the answer is a scrape: with samples or an error.
-
+# Scraping ---------------------------------------------------------------------------------------
 
 _TIMEOUT_S = 5.0
 _MOST_BYTES = 64 << 20
@@ -117,7 +115,7 @@ _AT_ONCE = 16
 
 
 def metrics_url(text: str) -> str:
-    """Return the URL to scrape: ``HOST:PORT`` is http, and without a path it is ``/metrics``.
+    """Return the URL to scrape. The default scheme is http, the default path ``/metrics``.
 
     Raises:
         ConfigError: neither http nor https, or no host.
@@ -135,13 +133,13 @@ def metrics_url(text: str) -> str:
 
 
 def scrape_all(urls: Sequence[str]) -> list[Scrape]:
-    """Scrape all URLs at the same time; takes as long as the slowest, at most some seconds."""
+    """Scrape all URLs in parallel, each within a time limit of seconds."""
     with ThreadPoolExecutor(min(len(urls), _AT_ONCE)) as pool:
         return list(pool.map(scrape, urls))
 
 
 def scrape(url: str) -> Scrape:
-    """Scrape one URL. Never raises for what the other side does."""
+    """Scrape one URL. A failure of the endpoint is in the result, not raised."""
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as reply:
             body = reply.read(_MOST_BYTES + 1)
@@ -153,10 +151,10 @@ def scrape(url: str) -> Scrape:
 
 
 def parse(text: str) -> Samples:
-    """Return KVConnect's samples of a scrape; the engine's own are passed over unread.
+    """Return KVConnect's samples of a scrape; other lines are not parsed.
 
     Raises:
-        ValueError: no Prometheus text.
+        ValueError: malformed Prometheus text.
     """
     ours = "\n".join(line for line in text.splitlines() if "kvconnect_" in line)
     samples: dict[str, dict[Labels, float]] = {}

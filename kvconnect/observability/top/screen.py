@@ -1,5 +1,6 @@
-"""Draws a frame with rich. Whatever stands in a frame is shown as plain text: a peer's name comes
-from another machine, and may hold what a terminal would obey.
+"""Draws a snapshot with rich.
+
+All text is shown without control characters, because peers' names come from other machines.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from kvconnect.observability.metrics.frame import (
+from kvconnect.observability.metrics.rates import (
     EndpointFrame,
     LedgerCounts,
     Lookups,
@@ -27,12 +28,12 @@ _MOST_PEERS = 10
 
 
 def draw(frame: Snapshot) -> RenderableType:
-    """Return what to show of a frame."""
+    """Return the drawing of a snapshot."""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(frame.at))
     down = sum(not endpoint.up for endpoint in frame.endpoints)
     state = f"{len(frame.endpoints)} endpoints, {down} down" if down else "all up"
     head = Text(f"kvconnect top  {when}  {state}", style="bold")
-    # What is down comes first: a terminal may be too short for all.
+    # Endpoints that are down come first: a terminal may be too short for all.
     return Group(head, *map(_endpoint, sorted(frame.endpoints, key=lambda each: each.up)))
 
 
@@ -55,7 +56,7 @@ def _engine(one: EndpointFrame) -> list[Table]:
 
 def _lookups(lookups: Lookups) -> Table:
     share = "-" if lookups.hit_share is None else f"{lookups.hit_share:.1%}"
-    rows = [("asked for", f"{count(lookups.query_tokens_per_s)} tokens/s"), ("found", share)]
+    rows = [("queried", f"{count(lookups.query_tokens_per_s)} tokens/s"), ("hits", share)]
     return _table("lookups", (), rows)
 
 
@@ -85,7 +86,7 @@ def _tiers(tiers: Iterable[TierUse]) -> Table:
             count(each.evicted_blocks_per_s),
             size(each.used_bytes),
             size(each.capacity_bytes) if each.capacity_bytes else "-",
-            {None: "", True: "", False: "left alone"}[each.available],
+            {None: "", True: "", False: "unavailable"}[each.available],
         )
         for each in tiers
         if each.hit_tokens_total or each.used_bytes or each.capacity_bytes or each.available
@@ -139,7 +140,7 @@ def _failures(one: EndpointFrame) -> Table:
         (f"{each.name} {plain(each.label)}", count(each.per_s), count(each.total))
         for each in one.failures
     )
-    return _table("went wrong", ("", "per s", "total"), rows)
+    return _table("failures", ("", "per s", "total"), rows)
 
 
 def _router(router: Router) -> list[Table]:
@@ -173,12 +174,12 @@ def _table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]
 
 
 def plain(text: str) -> str:
-    """Return text without anything that a terminal takes for a command."""
+    """Return text without control characters."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def size(nbytes: float | None) -> str:
-    """Return bytes for people, in powers of 1000 as links and disks are named."""
+    """Return bytes for people, in powers of 1000."""
     return "-" if nbytes is None else "{:.3g} {}B".format(*_scaled(nbytes))
 
 

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from kvconnect import cli
-from kvconnect.observability.metrics.frame import EndpointFrame, Phase, Snapshot, TransferRates
+from kvconnect.observability.metrics.rates import EndpointFrame, Phase, Snapshot, TransferRates
 from kvconnect.observability.report import runs
 from kvconnect.observability.report.page import html as page
 from kvconnect.observability.report.runs import compare, largest_changes, unit_of

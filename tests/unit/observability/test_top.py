@@ -23,8 +23,7 @@ from kvconnect import cli
 from kvconnect.errors import ConfigError
 from kvconnect.observability.metrics import rates
 from kvconnect.observability.metrics.catalog import CATALOG, ROUTER_CATALOG
-from kvconnect.observability.metrics.frame import EndpointFrame, Phase, Snapshot
-from kvconnect.observability.metrics.rates import Scrape
+from kvconnect.observability.metrics.rates import EndpointFrame, Phase, Scrape, Snapshot
 from kvconnect.observability.top import app, screen
 from kvconnect.observability.top import app as fetch
 from tests.links import make_certificates

@@ -1,4 +1,4 @@
-"""What a dashboard is, in few words: rows of panels, each of which shows queries."""
+"""Dashboards as rows of panels with queries, and their JSON for Grafana."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from kvconnect.observability.metrics.boards import helps
 from kvconnect.observability.metrics.boards.promql import ENGINE, PREFIXES
 
 Kind = Literal["lines", "areas", "number", "bars"]
-"""``lines`` over time, ``areas`` on top of one another, one ``number`` or ``bars`` for the whole
-time range."""
+"""``lines`` or stacked ``areas`` over time, or one ``number`` or ``bars`` for the whole range."""
 
 
 @dataclass(frozen=True)
 class Query:
-    """A PromQL expression, and what its series are called: ``{{label}}`` stands for a value."""
+    """A PromQL expression and its legend, in which ``{{label}}`` stands for a label's value."""
 
     expr: str
     legend: str = ""
@@ -33,8 +32,8 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel. ``unit`` is Grafana's word for it; ``width`` is of 24; ``about`` says how to read
-    it, before the meaning of its metrics, which comes from the catalogue."""
+    """One panel. ``unit`` is Grafana's name; ``width`` is of 24 columns. Its description is
+    ``about``, then the catalogue's help texts of its metrics."""
 
     title: str
     unit: str
@@ -54,8 +53,8 @@ class PanelRow:
 
 @dataclass(frozen=True)
 class Board:
-    """One dashboard; ``uid`` is its file name and its address in Grafana. ``engines``: whether it
-    is about engines, and so has variables for which of them."""
+    """One dashboard. ``uid`` is its file name and its address in Grafana. ``engines``: whether it
+    has variables that select engines."""
 
     uid: str
     title: str
@@ -64,8 +63,7 @@ class Board:
     engines: bool = True
 
 
-# Turns a board into Grafana's JSON, by the builders of Grafana's own SDK.
-
+# Grafana's JSON ---------------------------------------------------------------------------------
 
 Builder = Any  # the SDK has no base class that panels, or variables, share
 
@@ -77,7 +75,7 @@ _HELPS = helps()
 
 
 def to_json(board: Board) -> str:
-    """Return the text of a board's file."""
+    """Return a board as Grafana's JSON."""
     built = builders.Dashboard(board.title)
     built.uid(board.uid)
     built.description(board.about)
@@ -85,7 +83,7 @@ def to_json(board: Board) -> str:
     built.time("now-1h", "now")
     built.refresh("30s")
     built.tooltip(dashboard.DashboardCursorSync.CROSSHAIR)
-    built.link(_to_the_other_boards())
+    built.link(_links_to_other_boards())
     for variable in _variables(board):
         built.with_variable(variable)
     for row in board.rows:
@@ -98,7 +96,7 @@ def to_json(board: Board) -> str:
     return json.dumps(whole, cls=JSONEncoder, indent=1, sort_keys=True) + "\n"
 
 
-def _to_the_other_boards() -> Builder:
+def _links_to_other_boards() -> Builder:
     link = builders.DashboardLink("KVConnect")
     link.type(dashboard.DashboardLinkType.DASHBOARDS)
     link.tags([_TAG])
@@ -204,7 +202,7 @@ def _shape(panel: Panel) -> Builder:
 
 
 def _description(panel: Panel) -> str:
-    """How to read a panel, then what its metrics mean, in the catalogue's words."""
+    """Return a panel's description: ``about``, then the help texts of its metrics."""
     words = re.findall(r"kvconnect_\w+", " ".join(query.expr for query in panel.queries))
     stems = [word if word in _HELPS else re.sub(r"_[a-z]+$", "", word) for word in words]
     meanings = [f"`{stem}`: {_HELPS[stem]}" for stem in dict.fromkeys(stems)]

@@ -1,8 +1,8 @@
-"""Expressions of the boards. A metric is named as in its catalogue; an unknown one is an error.
+"""PromQL of the dashboards. Metrics are named as in the catalogue; unknown names are errors.
 
-One board serves both engines: the name is matched, with the variable ``engine`` as its prefix.
-SGLang's names reach Prometheus with ``sglang:`` or with ``sglang_``, as its client library and
-Prometheus agree (https://github.com/prometheus/client_python/issues/1177).
+One dashboard serves both engines: the variable ``engine`` matches the prefix of the metric name.
+SGLang's names reach Prometheus with ``sglang:`` or ``sglang_``, depending on its client library and
+Prometheus (https://github.com/prometheus/client_python/issues/1177).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from kvconnect.observability.metrics.boards import helps
 from kvconnect.observability.metrics.catalog import CATALOG
 
 PREFIXES = {"vLLM": "vllm:", "SGLang": "sglang:|sglang_"}
-"""What the metric names of an engine start with."""
+"""Prefixes of an engine's metric names, as a regular expression."""
 
 ENGINE = "(${engine:pipe})"
-"""The prefixes of the chosen engines."""
+"""Prefixes of the selected engines."""
 
-_PICKED = 'model_name=~"$model", job=~"$role", instance=~"$instance"'
+_SELECTED = 'model_name=~"$model", job=~"$role", instance=~"$instance"'
 _EXPOSED = {row.name: row.name for row in CATALOG if row.kind == "gauge"}
 _EXPOSED |= {row.name: f"{row.name}_total" for row in CATALOG if row.kind == "counter"}
 _EXPOSED |= {
@@ -32,13 +32,13 @@ def series(name: str, *more: str) -> str:
     """Return the selector of a row of the engines' catalogue. A histogram's name needs its part
     (``_sum``, ``_count``, ``_bucket``); ``more`` are further matchers."""
     assert name in _EXPOSED, f"{name} is not in the catalogue"
-    return f'{{__name__=~"{ENGINE}kvconnect_{_EXPOSED[name]}", {", ".join((_PICKED, *more))}}}'
+    return f'{{__name__=~"{ENGINE}kvconnect_{_EXPOSED[name]}", {", ".join((_SELECTED, *more))}}}'
 
 
 def own(*names: str, more: tuple[str, ...] = ()) -> str:
-    """Return the selector of a fact that the engines publish themselves, under these names."""
+    """Return the selector of a metric that the engines publish under their own ``names``."""
     any_of = "|".join(names).replace("sglang:", "sglang[:_]")
-    matchers = (f'__name__=~"{ENGINE}.+"', f'__name__=~"{any_of}"', _PICKED, *more)
+    matchers = (f'__name__=~"{ENGINE}.+"', f'__name__=~"{any_of}"', _SELECTED, *more)
     return f"{{{', '.join(matchers)}}}"
 
 
@@ -52,32 +52,32 @@ def router(name: str, *more: str) -> str:
 
 
 def rate(selector: str, by: str = "") -> str:
-    """Per second, summed over all but ``by``."""
+    """Return the rate per second, summed over all labels but ``by``."""
     return _sum(f"rate({selector}[$__rate_interval])", by)
 
 
 def during(selector: str, by: str = "") -> str:
-    """How much a counter grew in the whole time range."""
+    """Return a counter's rise in the whole time range."""
     return _sum(f"increase({selector}[$__range])", by)
 
 
 def now(selector: str, by: str = "") -> str:
-    """The value of a gauge."""
+    """Return a gauge's value, summed over all labels but ``by``."""
     return _sum(selector, by)
 
 
 def most(selector: str, by: str) -> str:
-    """The largest of a gauge's values, of those that do not add up."""
+    """Return a gauge's largest value, for gauges that do not add up."""
     return f"max by ({by}) ({selector})"
 
 
 def share(part: str, whole: str, by: str = "") -> str:
-    """Part over whole; ``by`` names labels that only the part has."""
+    """Return part over whole; ``by`` names labels that only the part has."""
     return f"{part} / ignoring ({by}) group_left {whole}" if by else f"{part} / {whole}"
 
 
 def quantile(q: float, buckets: str, by: str = "") -> str:
-    """Quantile of a histogram, from the selector of its buckets."""
+    """Return a histogram's quantile, from the selector of its buckets."""
     return f"histogram_quantile({q}, {rate(buckets, ', '.join(filter(None, ('le', by))))})"
 
 
