@@ -352,7 +352,7 @@ class Engine:
         self.runner = ActiveKVConnector(config, {})
         if metadata := worker.get_handshake_metadata():
             connector.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
-        self.desk = TicketIssuer(self.half.handoff._desk._keys, -1, 1e6, PEER)
+        self.tickets = TicketIssuer(self.half.handoff._tickets._keys, -1, 1e6, PEER)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
         self.pool = self.scheduler.kv_cache_manager.block_pool
 
@@ -410,8 +410,8 @@ class Engine:
         """Return what a prefill engine gives out for a prompt."""
         plain = Request("plain", list(prompt), SamplingParams(max_tokens=1), None)
         asked = parse_request({"do_remote_decode": True})
-        transfer = self.desk.name_transfer("plain", asked, translate.prompt_content(plain))
-        answer = self.desk.answer("plain", transfer, len(prompt) - 1)
+        transfer = self.tickets.transfer_id_of("plain", asked, translate.prompt_content(plain))
+        answer = self.tickets.answer("plain", transfer, len(prompt) - 1)
         assert answer is not None
         return answer
 
@@ -522,7 +522,7 @@ class Engine:
         half = self.half
         half.plan.check()
         half.handoff.leases.check()
-        half.handoff.arrivals.check()
+        half.handoff.receives.check()
         free = sum(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)
         assert free == self.pool.get_num_free_blocks()
 
@@ -586,7 +586,7 @@ class Engine:
         assert not self.scheduler.requests and not self.half.busy
         half = self.half
         assert not (half._requests or half._matched or half.plan._requests), "not forgotten"
-        assert not (half.handoff.arrivals._requests or half.handoff.leases._requests)
+        assert not (half.handoff.receives._requests or half.handoff.leases._requests)
         assert not (self.device.jobs or self.device.offered or self.device.withdrawn)
         assert self.pool.get_num_free_blocks() == BLOCKS - 1
         assert self.half.plan.jobs.ledger.held == 0 and len(self.half.handoff.leases) == 0

@@ -1,4 +1,4 @@
-"""Hand-off in vLLM's scheduler: tickets out, tickets in, and who holds blocks until when."""
+"""Hand-off in vLLM's scheduler: tickets, leases of sent blocks, receives of awaited blocks."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ logger = logging.getLogger(__name__)
 
 
 class DisaggregationScheduler:
-    """Both roles of the scheduler's side; owned by the scheduler's thread.
+    """The scheduler's side of both roles; owned by the scheduler's thread.
 
-    Prefill: a request with ``do_remote_decode`` is offered block by block while it computes, and
-    its blocks are held after its end until a decode engine has them or its lease runs out.
-    Decode: a request with ``do_remote_prefill`` and a valid ticket is parked until its blocks
-    have arrived. What a client writes into ``kv_transfer_params`` is never used as an address.
+    Prefill: a request with ``do_remote_decode`` offers its blocks while it computes; they are held
+    after its end until a decode engine has them or the lease expires. Decode: a request with
+    ``do_remote_prefill`` and a valid ticket waits until its blocks have arrived. An address that a
+    client writes into ``kv_transfer_params`` is never used.
     """
 
     def __init__(
@@ -69,83 +69,83 @@ class DisaggregationScheduler:
         self._receives: bool = transfer.is_kv_consumer
         self.greeted = False
         self.alone = False  # known with the addresses: no other connector of this engine hands off
-        # A card names the workers of one engine, and vLLM may send the request to another one.
+        # A standing ticket names one engine's workers, but vLLM may route to another engine.
         alone = translate.engines_beside(parallel) == 1 or parallel.data_parallel_external_lb
-        self._desk = TicketIssuer(
+        self._tickets = TicketIssuer(
             Keys(read_key(config.network), config.network.key_file),
             -1 if alone else parallel.data_parallel_index,
             config.disaggregation.lease_s,
             PrefillSource(
                 engine_id=transfer.engine_id,
                 epoch=secrets.randbits(62),
-                endpoints=(),  # until the workers have said theirs
+                endpoints=(),  # known once the workers have reported them
                 tp=parallel.tensor_parallel_size,
                 pp=parallel.pipeline_parallel_size,
             ),
         )
         limits = (parallel.world_size, config.disaggregation.lease_s, config.deadline_s)
         self.leases = Leases(groups, stats, LeaseLimits(*limits))
-        self.arrivals = Receives(groups, stats, ReceiveLimits(*limits))
-        # Live requests whose hand-off failed. To one that loads once more, vLLM (0.32) gives blocks
-        # if there are as many beside them as the failed load gave back; till then all others wait.
+        self.receives = Receives(groups, stats, ReceiveLimits(*limits))
+        # Live requests whose hand-off failed. If one loads again, vLLM 0.32 wants as many free
+        # blocks beside its own as the failed load returned; until then all other requests wait.
         self.failed: set[str] = set()
 
     @property
     def epoch(self) -> int:
-        """This incarnation's number, which tickets and workers carry."""
-        return self._desk.source.epoch
+        """The number of this incarnation of the engine, in tickets and Hellos."""
+        return self._tickets.source.epoch
 
     @property
     def busy(self) -> bool:
-        """Whether the engine must keep stepping for a hand-off's sake, or until its workers have
-        said who they are."""
-        return self.leases.busy or self.arrivals.busy or not self.greeted
+        """Whether the engine must keep stepping: for a hand-off, or until its workers have reported
+        their addresses."""
+        return self.leases.busy or self.receives.busy or not self.greeted
 
     def gauges(self, now: float) -> Iterator[tuple[str, float, str | None]]:
-        """Yield (name, value, label) of what is held and under way now."""
+        """Yield gauges as (name, value, label)."""
         yield from self.leases.gauges(now)
-        yield from self.arrivals.gauges(now)
+        yield from self.receives.gauges(now)
 
     def greet(self, hellos: Mapping[tuple[int, int], WorkerHello], alone: bool) -> None:
-        """Learn where the workers listen."""
+        """Take the addresses where the workers listen."""
         self.greeted, self.alone = True, alone
         endpoints = tuple(
             Endpoint(tp_rank, pp_rank, *hello.address)
             for (pp_rank, tp_rank), hello in sorted(hellos.items())
             if hello.address is not None
         )
-        self._desk.source = replace(self._desk.source, endpoints=endpoints)
+        self._tickets.source = replace(self._tickets.source, endpoints=endpoints)
         self._sends = self._sends and bool(endpoints)
         self._receives = self._receives and all(hello.receives for hello in hellos.values())
 
     def add_request(self, request: Request, now: float) -> TransferId | None:
-        """Look at what a new request's ``kv_transfer_params`` ask for; return the transfer that
-        other engines may ask for from now on, if any."""
+        """Handle a new request's ``kv_transfer_params``; return the transfer that it offers to
+        other engines, if any."""
         params = request.kv_transfer_params or {}
-        # Without a word that only KVConnect uses, another connector may be meant.
+        # Without a key of KVConnect, the parameters may be for another connector.
         ours = self.alone or TICKET_KEY in params or STANDING_TICKET_KEY in params
         try:
             asked = parse_request(params)
             if asked.role == "send":
                 return self._open_lease(request, asked, now)
             if asked.role == "recv" and ours:
-                self._open_arrival(request, asked)
+                self._open_receive(request, asked)
         except Refused as error:
             if not ours:
                 return None
             if request.num_prompt_tokens < 2:
-                return None  # vLLM's word that it turned a request down, which was refused before
+                return None  # vLLM reports a rejected request, whose hand-off was refused before
             logger.warning("request %s: hand-off refused: %s", request.request_id, error)
             if self._receives and (params.get("do_remote_prefill") or TICKET_KEY in params):
-                self.arrivals.refuse(request.request_id, error.field)
+                self.receives.refuse(request.request_id, error.field)
             else:  # an ordinary request
                 self.stats.count("handoff_refused", label=error.field)
         return None
 
     def match(self, request: Request, local_tokens: int) -> int | None:
-        """Return how many tokens a hand-off brings beyond ``local_tokens``; None if the request
-        has none (any more). The last token is always computed here, to sample from it."""
-        if not self.arrivals.pending(request.request_id):
+        """Return how many tokens a hand-off brings beyond ``local_tokens``; None if none is
+        pending. The last token is always computed here, to sample from it."""
+        if not self.receives.pending(request.request_id):
             return None
         tokens: int = request.num_prompt_tokens - 1 - local_tokens
         if tokens > 0:
@@ -154,9 +154,9 @@ class DisaggregationScheduler:
         return None
 
     def decline(self, req_id: str) -> None:
-        """A request computes its prompt here, or has it already: the other side need not wait."""
-        if self.arrivals.pending(req_id):
-            self.arrivals.decline(req_id)
+        """A request needs no hand-off (any more): tell the prefill engine."""
+        if self.receives.pending(req_id):
+            self.receives.decline(req_id)
 
     def after_alloc(
         self, request: Request, blocks: KVCacheBlocks, local_tokens: int, num_external: int
@@ -170,7 +170,7 @@ class DisaggregationScheduler:
             )
             if (span := _span(number, group, table, local_tokens, total)) is not None
         )
-        self.arrivals.plan(request.request_id, spans, local_tokens, total, time.monotonic())
+        self.receives.plan(request.request_id, spans, local_tokens, total, time.monotonic())
 
     def offer(self, output: SchedulerOutput, now: float) -> list[int]:
         """Offer what this step computes; return blocks to hold from now on."""
@@ -190,16 +190,16 @@ class DisaggregationScheduler:
     def take(self, now: float) -> DisaggregationInstructions:
         """Return this step's instructions for the workers."""
         self.leases.tick(now)
-        self.arrivals.tick(now)
+        self.receives.tick(now)
         offers, withdrawals = self.leases.take()
-        return DisaggregationInstructions(offers, withdrawals, *self.arrivals.take())
+        return DisaggregationInstructions(offers, withdrawals, *self.receives.take())
 
     def on_reports(
         self, reports: Iterable[ReceiveReport], notices: Iterable[TransferEvent], now: float
     ) -> list[int]:
-        """Take the workers' answers; return blocks that are not held any more."""
+        """Take the workers' reports; return the blocks to release."""
         for report in reports:
-            settled = self.arrivals.on_report(report, now)
+            settled = self.receives.on_report(report, now)
             if settled is not None and settled.cause is not None and not settled.dropped:
                 self.failed.add(settled.req_id)
         for notice in notices:
@@ -207,33 +207,37 @@ class DisaggregationScheduler:
         return self.leases.take_released()
 
     def finish(self, request: Request, now: float) -> dict[str, Any] | None:
-        """The request is over; return what its answer says in ``kv_transfer_params``."""
+        """The request is over; return the ``kv_transfer_params`` of its response."""
         req_id = request.request_id
-        self.arrivals.finish(req_id)
+        self.receives.finish(req_id)
         self.failed.discard(req_id)
         transfer = self.leases.finish(req_id, translate.ended_well(request), now)
-        return self._desk.answer(req_id, transfer, request.num_prompt_tokens - 1, self.alone)
+        return self._tickets.answer(req_id, transfer, request.num_prompt_tokens - 1, self.alone)
 
     def _open_lease(self, request: Request, asked: HandoffRequest, now: float) -> TransferId | None:
         if not self._sends:
-            raise Refused("params", "this engine does not send: kv_role kv_producer or kv_both")
+            raise Refused(
+                "params", "this engine does not send: set kv_role to kv_producer or kv_both"
+            )
         if asked.wants_standing_ticket:
-            self._desk.want_card(request.request_id, asked.rank)
+            self._tickets.request_standing_ticket(request.request_id, asked.rank)
             return None
         content = translate.prompt_content(request)
-        transfer = self._desk.name_transfer(request.request_id, asked, content)
-        tokens = request.num_prompt_tokens - 1  # the last one is computed by the other side
+        transfer = self._tickets.transfer_id_of(request.request_id, asked, content)
+        tokens = request.num_prompt_tokens - 1  # the decode engine computes the last one
         if tokens and not self.leases.open(request.request_id, transfer, tokens, now):
-            raise Refused("params", "a request with this transfer_id and prompt is there already")
+            raise Refused("params", "a live request has the same transfer_id and prompt")
         return transfer if tokens else None
 
-    def _open_arrival(self, request: Request, asked: HandoffRequest) -> None:
+    def _open_receive(self, request: Request, asked: HandoffRequest) -> None:
         if not self._receives:
-            raise Refused("params", "this engine does not receive: kv_role kv_consumer or kv_both")
+            raise Refused(
+                "params", "this engine does not receive: set kv_role to kv_consumer or kv_both"
+            )
         tokens, content = request.num_prompt_tokens - 1, translate.prompt_content(request)
-        transfer, source, early = self._desk.admit(asked, tokens, content)
-        opened = self.arrivals.open(request.request_id, transfer, source, early)
-        if opened and not tokens:  # so short, or rejected by the engine's front end
+        admitted = self._tickets.admit(asked, tokens, content)
+        opened = self.receives.open(request.request_id, *admitted)
+        if opened and not tokens:  # one token, or rejected by vLLM's front end
             self.decline(request.request_id)
 
 

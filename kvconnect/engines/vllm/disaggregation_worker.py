@@ -1,4 +1,4 @@
-"""Hand-off in a vLLM worker: what the cache looks like, and which hooks drive the agent."""
+"""Hand-off in a vLLM worker: describes its KV cache and starts its agent."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def make_handoffs(
     kv_caches: Mapping[str, torch.Tensor],
     area: torch.Tensor,
 ) -> HandoffAgent | None:
-    """Return the agent of a worker's hand-offs, listening if its role sends; None if it does
-    neither send nor receive.
+    """Start a worker's hand-off agent, which listens if the role sends; return None if the worker
+    neither sends nor receives.
 
     Raises:
         ConfigError: an address, key or certificate that cannot be used.
@@ -57,7 +57,7 @@ def make_handoffs(
 
 
 def _address(vllm_config: VllmConfig, config: Config) -> tuple[str, int]:
-    """Return where to listen: each worker of each engine at a port of its own."""
+    """Return the address to listen at; each worker of each engine has its own port."""
     address = listen_address(config.network.listen)
     assert address is not None
     host, port = address
@@ -73,7 +73,7 @@ def _hello(
     kv_caches: Mapping[str, torch.Tensor],
     pages: tuple[GroupPages, ...],
 ) -> Hello:
-    """Return what this worker says of itself to others; the epoch comes with the first step."""
+    """Return this worker's Hello; the first step sets the epoch."""
     parallel = vllm_config.parallel_config
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     splittable = translate.can_split_pages(vllm_config, kv_caches)
@@ -105,20 +105,17 @@ def _hello(
     )
 
 
-# vLLM's pool of device blocks, as those that copy from it hold them.
-
-
 class DeviceBlocks:
-    """Keeps blocks from reuse, whatever becomes of their request. Owned by the scheduler's thread.
+    """Holds blocks of vLLM's pool, independent of their requests. Owned by the scheduler's thread.
 
-    What stores read is held only while requests live: without one nothing is computed, and nobody
-    is given a block. So the pool can be reset as soon as the engine has nothing to do, also where
-    it is stepped for requests alone (in the caller's process) and the last stores go unanswered.
+    Blocks that stores read are held only while a request is alive: without one, nothing is computed
+    and no block is allocated. So an idle engine can reset the pool at once, even if it runs in the
+    caller's process, is stepped for requests only, and the last stores stay unanswered.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._stores: dict[int, None] = {}  # in the order in which they came
+        self._stores: dict[int, None] = {}  # in order
         self._rests = False
 
     def hold(self, block_ids: Iterable[int]) -> None:
@@ -131,13 +128,13 @@ class DeviceBlocks:
             self._pool.free_blocks(self._pool.blocks[block_id] for block_id in reversed(block_ids))
 
     def hold_stored(self, block_ids: Sequence[int]) -> None:
-        """A store reads blocks from now on."""
+        """Hold blocks that a store reads."""
         self._stores.update(dict.fromkeys(block_ids))
         if not self._rests:
             self.hold(block_ids)
 
     def release_stored(self, block_ids: Sequence[int]) -> None:
-        """It does not, any more."""
+        """Undo :meth:`hold_stored`."""
         for block_id in block_ids:
             del self._stores[block_id]
         if not self._rests:
@@ -150,7 +147,7 @@ class DeviceBlocks:
             self._rests = True
 
     def wake(self) -> None:
-        """A request is there, and the engine has not scheduled it yet."""
+        """A request arrived that is not scheduled yet."""
         if self._rests:
             self.hold(self._stores)
             self._rests = False

@@ -1,11 +1,11 @@
-"""What an engine writes into ``kv_transfer_params``, and what it believes of what stands there."""
+"""Tickets in ``kv_transfer_params``: this engine issues its own and verifies those of others."""
 
 from __future__ import annotations
 
 import hashlib
 import secrets
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvconnect.disaggregation.messages import PrefillSource
 from kvconnect.errors import Refused
@@ -20,20 +20,30 @@ from kvconnect.protocol.tickets import (
 from kvconnect.transport.security import Keys
 from kvconnect.types import TransferId
 
-STANDING_TICKET_S = 120.0  # routers fetch a new one in time; a restart makes it worthless at once
+STANDING_TICKET_S = 120.0  # routers renew it in time; an engine restart ends it at once
 CARD_EXPIRY_KEY = "kvconnect_card_expires_in"
 
 
 def _transfer_id(raw: bytes, content: bytes) -> TransferId:
-    """Return the id of a transfer of this content. Both sides work it out for themselves, so
-    blocks of one prompt can never be taken for those of another."""
+    """Return the id of a transfer of this prompt content. Both sides derive it, so that blocks of
+    one prompt can never be taken for those of another."""
     return TransferId(hashlib.sha256(raw + content).digest()[:16])
 
 
-class TicketIssuer:
-    """Issues tickets in the name of ``source``, this engine, and checks those of others.
+class AdmittedTransfer(NamedTuple):
+    """A transfer that a request may receive. ``early``: it comes from a standing ticket, so the
+    prefill engine may not know it yet."""
 
-    ``rank`` is that of this engine if vLLM chooses among several for whoever names none; else -1.
+    transfer: TransferId
+    source: PrefillSource
+    early: bool
+
+
+class TicketIssuer:
+    """Issues tickets for ``source``, this engine, and verifies tickets of other engines.
+
+    ``rank``: this engine's data-parallel rank if vLLM picks one of several engines for requests
+    without a rank; otherwise -1.
     """
 
     def __init__(self, keys: Keys, rank: int, lease_s: float, source: PrefillSource) -> None:
@@ -41,35 +51,35 @@ class TicketIssuer:
         self._keys = keys
         self._rank = rank
         self._lease_s = lease_s
-        self._cards: set[str] = set()  # requests that asked for a card instead of a hand-off
-        self._raw: dict[str, bytes] = {}  # by request: the transfer id as the dispatcher knows it
+        self._standing: set[str] = set()  # requests for a standing ticket
+        self._raw_ids: dict[str, bytes] = {}  # by request: the transfer id that the router knows
 
-    def want_card(self, req_id: str, rank: int) -> None:
-        """A request asks for a card, of an engine by its rank or of any (-1).
+    def request_standing_ticket(self, req_id: str, rank: int) -> None:
+        """A request asks for a standing ticket, of the engine with this rank or of any (-1).
 
         Raises:
-            Refused: it has to name this engine's rank.
+            Refused: the request must name this engine's rank.
         """
         if self._rank not in (-1, rank):
-            fix = "of several data-parallel engines behind one address, name the one you ask"
-            raise Refused("params", f"no card: {fix}")
-        self._cards.add(req_id)
+            fix = f"several data-parallel engines share this address, so name rank {self._rank}"
+            raise Refused("params", f"no standing ticket: {fix}")
+        self._standing.add(req_id)
 
-    def name_transfer(self, req_id: str, asked: HandoffRequest, content: bytes) -> TransferId:
-        """Return the id of a hand-off that starts here, of a prompt with this content."""
-        raw = self._raw[req_id] = asked.transfer_id or secrets.token_bytes(16)
+    def transfer_id_of(self, req_id: str, asked: HandoffRequest, content: bytes) -> TransferId:
+        """Return the id of a transfer that starts here, for a prompt with this content."""
+        raw = self._raw_ids[req_id] = asked.transfer_id or secrets.token_bytes(16)
         return _transfer_id(raw, content)
 
     def answer(
         self, req_id: str, transfer: TransferId | None, tokens: int, alone: bool = True
     ) -> dict[str, Any] | None:
-        """Return what the answer to a request that is over carries: a card, a ticket for the
-        ``transfer`` if its blocks stay available, or nothing. Of two connectors that use the same
-        word in one answer, MultiConnector makes an error that ends the engine, so one that is not
-        ``alone`` leaves out what others say."""
-        raw = self._raw.pop(req_id, b"")
-        if req_id in self._cards:
-            self._cards.remove(req_id)
+        """Return the ``kv_transfer_params`` of a finished request: a standing ticket, a ticket for
+        ``transfer`` if its blocks stay available, or None. If two connectors return the same key,
+        MultiConnector ends the engine; so a connector that is not ``alone`` returns its own only.
+        """
+        raw = self._raw_ids.pop(req_id, b"")
+        if req_id in self._standing:
+            self._standing.remove(req_id)
             return {
                 STANDING_TICKET_KEY: self._issue(TransferId(b""), 0, STANDING_TICKET_S),
                 CARD_EXPIRY_KEY: STANDING_TICKET_S,
@@ -83,41 +93,43 @@ class TicketIssuer:
         if not alone:
             return ticket
         first = self.source.endpoints[0]
-        return {  # what proxies know from vLLM's own connectors, and the ticket, which alone counts
+        return {  # keys of vLLM's own connectors, for proxies; only the ticket counts
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self.source.engine_id,
             "remote_request_id": req_id,
-            "remote_block_ids": [],  # nobody but this engine has a use for them
+            "remote_block_ids": [],  # only this engine can use block ids
             "remote_host": first.host,
             "remote_port": first.port,
             "tp_size": self.source.tp,
             **ticket,
         }
 
-    def admit(
-        self, asked: HandoffRequest, tokens: int, content: bytes
-    ) -> tuple[TransferId, PrefillSource, bool]:
-        """Return the transfer that a request may receive, from whom, and whether it asks before
-        the other side has computed (it shows a card).
+    def admit(self, asked: HandoffRequest, tokens: int, content: bytes) -> AdmittedTransfer:
+        """Verify a request's ticket; return the transfer that it may receive.
 
-        A request with nothing to load (``tokens`` 0) is not compared with its ticket: so look
-        those that vLLM's front end rejected, and the other side must hear of them.
+        A request with nothing to load (``tokens`` 0) is not compared with its ticket: requests
+        that vLLM's front end rejected look like this, and the prefill engine must be told.
 
         Raises:
-            Refused: the ticket is not valid, or not for this prompt.
+            Refused: the ticket is invalid, or for another prompt.
         """
         key, also = self._keys.current()
         ticket = verify(asked.ticket, key, time.time(), self.source.engine_id, also)
         if not asked.transfer_id:
-            raise Refused("params", "transfer_id is missing: pass on what came with the ticket")
+            raise Refused(
+                "params", "transfer_id is missing: pass on the one that came with the ticket"
+            )
         transfer = _transfer_id(asked.transfer_id, content)
         if ticket.transfer and tokens and (ticket.transfer, ticket.tokens) != (transfer, tokens):
-            raise Refused("ticket", "the ticket is for another prompt: send the one it came with")
+            raise Refused(
+                "ticket", "the ticket is for another prompt: send the prompt it came with"
+            )
         source = PrefillSource(
             ticket.engine_id, ticket.epoch, ticket.endpoints, ticket.tp, ticket.pp
         )
-        return TransferId(ticket.transfer or transfer), source, not ticket.transfer
+        transfer = TransferId(ticket.transfer or transfer)
+        return AdmittedTransfer(transfer, source, early=not ticket.transfer)
 
     def _issue(self, transfer: TransferId, tokens: int, lifetime_s: float) -> str:
         source = self.source
