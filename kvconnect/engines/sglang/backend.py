@@ -290,7 +290,7 @@ class KVConnectReceiver(CommonKVReceiver):
                 pp=int(info.pp_size),
             )
             with self.kv_mgr.streams.joined():
-                self.kv_mgr.decode_rooms.ask(self.bootstrap_room, request)
+                self.kv_mgr.decode_rooms.request(self.bootstrap_room, request)
             if self.kv_mgr.spans is not None:
                 name, blocks = "kvconnect.receive", len(request.ids)
                 self.kv_mgr.spans.begin(name, self.bootstrap_room, self.parent, blocks)

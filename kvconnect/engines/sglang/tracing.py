@@ -94,7 +94,7 @@ def watch() -> None:
 
 def _after_sender(_result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
     manager = queue.kv_manager
-    prefill_rooms = getattr(manager, "outbox", None)  # other backends have none
+    prefill_rooms = getattr(manager, "prefill_rooms", None)  # other backends have none
     if prefill_rooms is None or getattr(req, "disagg_kv_sender", None) is None:
         return
     manager.streams.forward = queue.scheduler.forward_stream
@@ -108,6 +108,6 @@ def _after_sender(_result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> Non
 
 def _after_receiver(made: Any, queue: Any, *_: Any, **__: Any) -> None:
     manager = queue.kv_manager
-    if getattr(manager, "inbox", None) is not None:
+    if getattr(manager, "decode_rooms", None) is not None:
         manager.streams.forward = queue.scheduler.forward_stream
         made.kv_receiver.parent = context_of(made.req)
