@@ -303,10 +303,10 @@ def server(library: Library) -> Iterator[MooncakeServer]:
 def test_what_comes_and_goes(server: MooncakeServer) -> None:
     names = ["a", "b"]
     assert server.store(names, [memoryview(b"1"), memoryview(b"22")]) == [OK, OK]
-    assert server.fetch(["b", "no", "b", "a"], 100) == [b"22", None, b"22", b"1"]
+    assert server.load(["b", "no", "b", "a"], 100) == [b"22", None, b"22", b"1"]
     assert server.sizes(["b", "no", "a"]) == [2, 0, 1]
     assert server.delete(["b", "no"]) == [True, False]
-    assert server.fetch(names, 100) == [b"1", None]
+    assert server.load(names, 100) == [b"1", None]
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -329,13 +329,13 @@ def test_only_what_is_there_is_replaced(server: MooncakeServer, library: Library
     values = [memoryview(value) for value in (b"1", b"new", b"3")]
     assert server.store(["a", "b", "c"], values) == [OK] * 3
     assert library.added == ["b", "a", "c"]
-    assert server.fetch(["a", "b", "c"], 100) == [b"1", b"new", b"3"]
+    assert server.load(["a", "b", "c"], 100) == [b"1", b"new", b"3"]
 
 
 def test_what_another_process_is_writing(server: MooncakeServer, library: Library) -> None:
     server.store(["a", "b"], [memoryview(b"1")] * 2)
     library.unreadable = 2
-    assert server.fetch(["a"], 100) == [b"1"]
+    assert server.load(["a"], 100) == [b"1"]
     library.codes["a"] = -703
     assert server.sizes(["a", "b"]) == [0, 1]
     assert server.delete(["a"]) == [True]
@@ -348,7 +348,7 @@ def test_what_another_process_is_writing(server: MooncakeServer, library: Librar
 def test_a_master_that_does_not_answer(server: MooncakeServer, library: Library, code: int) -> None:
     server.store(["a"], [memoryview(b"1")])
     library.code = code
-    for call in (partial(server.fetch, most=100), server.sizes, server.delete):
+    for call in (partial(server.load, most=100), server.sizes, server.delete):
         with pytest.raises(TransferFailed, match=str(code)):
             call(["a"])
     with pytest.raises(TransferFailed, match=str(code)):
@@ -359,7 +359,7 @@ def test_a_value_whose_process_died_is_a_failure(server: MooncakeServer, library
     server.store(["a"], [memoryview(b"1")])
     library.unreadable = 100
     with pytest.raises(TransferFailed, match="cannot be read"):
-        server.fetch(["a"], 100)
+        server.load(["a"], 100)
 
 
 def test_a_client_that_cannot_be_set_up_is_tried_again(
@@ -384,7 +384,7 @@ def test_a_name_is_one_call_s_at_a_time(library: Library, other: str, together: 
         wait_until(lambda: not library.inside, "a call did not end")
         assert library.most_inside == together
         # A call without its turn in time does nothing later: its memory is another's by then.
-        assert server.fetch(["a", "b"], 100) == [b"1", b"2" if other == "b" else None]
+        assert server.load(["a", "b"], 100) == [b"1", b"2" if other == "b" else None]
 
 
 @pytest.mark.parametrize(

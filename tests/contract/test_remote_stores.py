@@ -22,6 +22,7 @@ from kvconnect.tiers.backends import BlockOutcome, Store, make_store
 from kvconnect.tiers.backends.remote import RemoteStore, Server
 from tests.links import make_certificates
 from tests.servers import PASSWORD, Valkey
+from tests.stores import get, put
 
 OK, ABSENT = BlockOutcome.OK, BlockOutcome.ABSENT
 
@@ -35,24 +36,11 @@ def valkey(tmp_path: Path) -> Iterator[Valkey]:
     server.kill()
 
 
-def put(store: Store, keys: Sequence[bytes], nbytes: int = 5000) -> list[BlockOutcome]:
-    return store.put(keys, [memoryview(payload_of(key, nbytes)) for key in keys])
-
-
-def get(store: Store, keys: Sequence[bytes], nbytes: int = 5000) -> list[BlockOutcome]:
-    """Get blocks; OK is given only for the right bytes."""
-    buffers = [memoryview(bytearray(nbytes)) for _ in keys]
-    outcomes = store.get(keys, buffers)
-    for key, buffer, outcome in zip(keys, buffers, outcomes, strict=True):
-        assert outcome is not OK or buffer == payload_of(key, nbytes), "other bytes"
-    return outcomes
-
-
 def spoil(store: Store, key: bytes) -> None:
     """Change a byte of a value on the server."""
     assert isinstance(store, RemoteStore)
     [name] = store._names([key])
-    [value] = store._server.fetch([name], 1 << 20)
+    [value] = store._server.load([name], 1 << 20)
     assert value is not None
     changed = bytearray(value)
     changed[-1] ^= 1
@@ -346,7 +334,7 @@ class Counting(Server):
         self.values.update(zip(names, map(bytes, values), strict=True))
         return [OK] * len(names)
 
-    def fetch(self, names: Sequence[str], most: int) -> list[memoryview | None]:
+    def load(self, names: Sequence[str], most: int) -> list[memoryview | None]:
         self._exchange(len(names))
         found = [self.values.get(name) for name in names]
         return [None if value is None else memoryview(value)[:most] for value in found]

@@ -1,10 +1,9 @@
-"""Records that engines with any number of tensor-parallel ranks write and read: one per unit.
+"""Records per unit of heads, which engines with any number of tensor-parallel ranks can share.
 
-Units in one piece are handed on where they lie. The others are copied by the loop in C that also
-copies blocks, without the GIL and in one call per unit, not per block. On one core that moves
-10 GB/s from slots of 8 heads (256 runs of 8 KiB, or 4096 of 512 bytes), where memcpy of as much in
-one piece reaches 14. Slices of memoryviews reach 11 on the long runs and 2 on the short ones, those
-of numpy 8 and 1; both with the GIL.
+A contiguous unit is stored from where it lies. Other units are copied by the C loop that copies
+blocks, without the GIL, in one call per unit. On one core it moves 10 GB/s from slots of 8 heads
+(256 runs of 8 KiB, or 4096 of 512 bytes); one contiguous memcpy reaches 14 GB/s. Slices of
+memoryviews reach 11 GB/s on the long runs and 2 on the short ones, numpy 8 and 1, with the GIL.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from kvconnect.tiers.backends.base import (
 
 T = TypeVar("T")
 
-_MOST_BYTES = 16 << 20  # of blocks in one call of the inner store: bounds what is copied at a time
-_MOST_NAMES = 4096  # in one call that moves no bytes
-_SUFFIX_BYTES = 2  # of a unit's number behind the key
+_MAX_BYTES = 16 << 20  # of blocks in one call of the inner store; bounds the memory for copies
+_MAX_NAMES = 4096  # in one call that moves no bytes
+_SUFFIX_BYTES = 2  # of a unit's number after the key
 _DIGEST_BYTES = 64
 
 _WORST_FIRST = (
@@ -55,16 +54,16 @@ _Copy = Callable[
 class HeadShardedStore(Store):
     """Keeps a rank's blocks as units of heads (``cache/head_shards.py``) in another store.
 
-    A block is there if all units of this rank are, whoever put them. Its outcome is the worst of
-    its units': ABSENT if one is absent. A block whose put failed half-way is removed. Buffers
-    must be as long as the layout of their group says: others are SIZE, and nothing is asked.
+    A block exists if all units of this rank exist, whoever put them. Its outcome is the worst
+    outcome of its units: ABSENT if one is absent. A block whose put failed in part is removed.
+    Buffers must have the length of their group's layout; others are SIZE without a call.
 
-    The seam's promise that no get finds a mixture of two puts holds for the calls of one object.
-    Ranks and engines put their units each on its own, so a block may have units of several: any
-    unit is whole, and they are all of the same tokens.
+    Within one object, no get returns a mixture of two puts. Ranks and engines put their units
+    independently, so a block may have units of several engines. Each unit is complete, and all are
+    of the same tokens.
 
-    ``usage`` knows whether the inner store is available and nothing else: others have units in it.
-    The statistics are the inner store's, and count units.
+    ``usage`` has only the availability of the inner store, which others use too. Statistics are
+    those of the inner store and count units.
     """
 
     def __init__(
@@ -73,23 +72,22 @@ class HeadShardedStore(Store):
         """Wrap a store, which is closed with this one.
 
         Args:
-            inner: made with a fingerprint that says all that ``cache/head_shards.py`` leaves open.
-            layouts: the units of a block, per group. Of a group that cannot be cut, one unit with
+            inner: store with a fingerprint of the whole block format.
+            layouts: the units of a block, per group. A group that cannot be cut has one unit with
                 one run.
             group_of: returns the group of a key. Called from any thread.
 
         Raises:
-            Misuse: a layout that is empty, in which a number occurs twice, or with runs that are
-                not of a block.
+            Misuse: a layout is empty, has a unit number twice, or has runs outside the block.
         """
         self._inner = inner
-        self._cuts = [_unit_layout(layout) for layout in layouts]
+        self._layouts = [_unit_layout(layout) for layout in layouts]
         self._group_of = group_of
         self._pool = PagePool()
-        self._turns = _KeyLocks()
+        self._locks = _KeyLocks()
 
     def __repr__(self) -> str:
-        return f"SlicedStore({self._inner!r}, {[len(cut.parts) for cut in self._cuts]} units)"
+        return f"HeadShardedStore({self._inner!r}, {[len(it.parts) for it in self._layouts]} units)"
 
     def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
         check_buffers(keys, payloads, writable=False)
@@ -101,19 +99,26 @@ class HeadShardedStore(Store):
 
     def exists(self, keys: Sequence[bytes]) -> list[int]:
         check_keys(keys)
-        cuts = self._cuts_of(keys)
-        names = [name for key, cut in zip(keys, cuts, strict=True) for name in cut.names(key)]
+        layouts = self._layouts_of(keys)
+        names = [
+            name for key, layout in zip(keys, layouts, strict=True) for name in layout.names(key)
+        ]
         sizes = [n for part in _batches(names) for n in self._inner.exists(part)]
-        found = zip(cuts, _by_block(sizes, cuts), strict=True)
-        return [cut.nbytes if units == [p.nbytes for p in cut.parts] else 0 for cut, units in found]
+        found = zip(layouts, _by_block(sizes, layouts), strict=True)
+        return [
+            layout.nbytes if units == [p.nbytes for p in layout.parts] else 0
+            for layout, units in found
+        ]
 
     def remove(self, keys: Sequence[bytes]) -> list[BlockOutcome]:
         check_keys(keys)
-        cuts = self._cuts_of(keys)
-        names = [name for key, cut in zip(keys, cuts, strict=True) for name in cut.names(key)]
-        with self._turns.taken(keys, alone=True):
+        layouts = self._layouts_of(keys)
+        names = [
+            name for key, layout in zip(keys, layouts, strict=True) for name in layout.names(key)
+        ]
+        with self._locks.locked(keys, exclusive=True):
             units = [o for part in _batches(names) for o in self._inner.remove(part)]
-        return [_worst(outcomes) for outcomes in _by_block(units, cuts)]
+        return [_worst(outcomes) for outcomes in _by_block(units, layouts)]
 
     def usage(self) -> Usage:
         return Usage(-1, 0, 0, self._inner.usage().available)
@@ -130,56 +135,59 @@ class HeadShardedStore(Store):
         buffers: Sequence[memoryview],
         move: Callable[[_UnitLayout, Sequence[bytes], Sequence[memoryview]], list[BlockOutcome]],
     ) -> list[BlockOutcome]:
-        """Move blocks, some at a time, all of one group; return what became of each."""
+        """Move blocks in batches of one group; return the outcome of each."""
         fitting: defaultdict[_UnitLayout, list[int]] = defaultdict(list)
-        for number, cut in enumerate(self._cuts_of(keys)):
-            if buffers[number].nbytes == cut.nbytes:
-                fitting[cut].append(number)
+        for number, layout in enumerate(self._layouts_of(keys)):
+            if buffers[number].nbytes == layout.nbytes:
+                fitting[layout].append(number)
         outcomes = [BlockOutcome.SIZE] * len(keys)
-        for cut, numbers in fitting.items():
-            step = max(_MOST_BYTES // max(cut.nbytes, cut.room(1)), 1)
+        for layout, numbers in fitting.items():
+            step = max(_MAX_BYTES // max(layout.nbytes, layout.memory_bytes(1)), 1)
             for start in range(0, len(numbers), step):
                 some = numbers[start : start + step]
-                moved = move(cut, [keys[n] for n in some], [buffers[n] for n in some])
+                moved = move(layout, [keys[n] for n in some], [buffers[n] for n in some])
                 for number, outcome in zip(some, moved, strict=True):
                     outcomes[number] = outcome
         return outcomes
 
     def _put(
-        self, cut: _UnitLayout, keys: Sequence[bytes], payloads: Sequence[memoryview]
+        self, layout: _UnitLayout, keys: Sequence[bytes], payloads: Sequence[memoryview]
     ) -> list[BlockOutcome]:
-        # Python gives no address of read-only memory.
+        # Python does not give the address of read-only memory.
         sources = [memoryview(bytearray(p)) if p.readonly else p for p in payloads]
-        names = [name for key in keys for name in cut.names(key)]
-        with self._turns.taken(keys, alone=True), self._pool.borrow(cut.room(len(keys))) as memory:
-            cut.copy(_native.gather, memory, list(enumerate(sources)))
+        names = [name for key in keys for name in layout.names(key)]
+        with (
+            self._locks.locked(keys, exclusive=True),
+            self._pool.borrow(layout.memory_bytes(len(keys))) as memory,
+        ):
+            layout.copy(_native.gather, memory, list(enumerate(sources)))
             units = _by_block(
-                self._inner.put(names, cut.records(memory, sources)), [cut] * len(keys)
+                self._inner.put(names, layout.records(memory, sources)), [layout] * len(keys)
             )
             torn = [key for key, found in zip(keys, units, strict=True) if _is_torn(found)]
             if torn:
-                self._inner.remove([name for key in torn for name in cut.names(key)])
+                self._inner.remove([name for key in torn for name in layout.names(key)])
         return [_worst(found) for found in units]
 
     def _get(
-        self, cut: _UnitLayout, keys: Sequence[bytes], buffers: Sequence[memoryview]
+        self, layout: _UnitLayout, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> list[BlockOutcome]:
-        names = [name for key in keys for name in cut.names(key)]
-        with self._pool.borrow(cut.room(len(keys))) as memory:
-            with self._turns.taken(keys, alone=False):
-                units = self._inner.get(names, cut.records(memory, buffers))
-            outcomes = [_worst(found) for found in _by_block(units, [cut] * len(keys))]
+        names = [name for key in keys for name in layout.names(key)]
+        with self._pool.borrow(layout.memory_bytes(len(keys))) as memory:
+            with self._locks.locked(keys, exclusive=False):
+                units = self._inner.get(names, layout.records(memory, buffers))
+            outcomes = [_worst(found) for found in _by_block(units, [layout] * len(keys))]
             good = [n for n, outcome in enumerate(outcomes) if outcome is BlockOutcome.OK]
-            cut.copy(_native.scatter, memory, [(n, buffers[n]) for n in good])
+            layout.copy(_native.scatter, memory, [(n, buffers[n]) for n in good])
         return outcomes
 
-    def _cuts_of(self, keys: Sequence[bytes]) -> list[_UnitLayout]:
+    def _layouts_of(self, keys: Sequence[bytes]) -> list[_UnitLayout]:
         """Return the layout of each key's group; raise :class:`Misuse` where there is none."""
         groups = [self._group_of(key) for key in keys]
         for group in set(groups):
-            if not 0 <= group < len(self._cuts):
-                raise Misuse(f"a key of group {group}, there are {len(self._cuts)}")
-        return [self._cuts[group] for group in groups]
+            if not 0 <= group < len(self._layouts):
+                raise Misuse(f"a key of group {group}, there are {len(self._layouts)}")
+        return [self._layouts[group] for group in groups]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,15 +197,15 @@ class _UnitPart:
     suffix: bytes
     nbytes: int
     start: int
-    """Where it lies in a block if it is in one piece there and needs no copy; else -1."""
+    """Offset in a block of a contiguous unit, which needs no copy; otherwise -1."""
     segments: array[int]
-    """As the copying loop takes them. A stride of 1, so that its block numbers are addresses."""
+    """Arguments of the copy loop, with a stride of 1, so that block numbers are addresses."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _UnitLayout:
-    """A group's layout. While blocks move, memory has a place of ``place_bytes``, whole pages, for
-    each unit that is not in one piece, block by block."""
+    """A group's layout. During a transfer, each unit that is not contiguous has ``place_bytes``
+    bytes, whole pages, of temporary memory."""
 
     nbytes: int
     parts: tuple[_UnitPart, ...]
@@ -205,19 +213,19 @@ class _UnitLayout:
     place_bytes: int
 
     def names(self, key: bytes) -> list[bytes]:
-        """Return the keys of a block's records. Two blocks never have one in common."""
+        """Return the keys of a block's records, which are different for all blocks."""
         room = MAX_KEY_BYTES - _SUFFIX_BYTES
-        if len(key) >= room:  # shorter keys stand for themselves, and have other lengths
+        if len(key) >= room:  # shorter keys are used unchanged, and have other lengths
             digest = blake2b(key, digest_size=_DIGEST_BYTES).digest()
             key = key[: room - _DIGEST_BYTES] + digest
         return [key + part.suffix for part in self.parts]
 
-    def room(self, blocks: int) -> int:
-        """Return the memory that so many blocks need."""
+    def memory_bytes(self, blocks: int) -> int:
+        """Return the bytes of temporary memory for ``blocks`` blocks."""
         return blocks * len(self.copied) * self.place_bytes
 
     def records(self, memory: memoryview, buffers: Sequence[memoryview]) -> list[memoryview]:
-        """Return where the units are, block by block: in the block itself or in the memory."""
+        """Return the buffers of the units by block: in the block itself or in the memory."""
         found, at = [], 0
         for buffer in buffers:
             for part in self.parts:
@@ -231,7 +239,7 @@ class _UnitLayout:
     def copy(
         self, move: _Copy, memory: memoryview, blocks: Sequence[tuple[int, memoryview]]
     ) -> None:
-        """Gather blocks into the memory, or scatter it into them. Blocks are (number, buffer)."""
+        """Gather blocks into the memory or scatter it into blocks, given as (number, buffer)."""
         if not blocks or not self.copied:
             return
         addresses = [_address(buffer) for _, buffer in blocks]
@@ -245,12 +253,13 @@ class _UnitLayout:
 
 
 def _unit_layout(layout: Sequence[HeadUnit]) -> _UnitLayout:
-    """Return what is needed to move blocks of a layout."""
+    """Return a layout prepared for transfers."""
     nbytes = sum(unit.nbytes for unit in layout)
     if not layout or len({unit.number for unit in layout}) < len(layout):
-        raise Misuse(f"a layout of units {[unit.number for unit in layout]}")
+        numbers = [unit.number for unit in layout]
+        raise Misuse(f"a layout of units {numbers} is empty or repeats a unit")
     if any(offset + length > nbytes for unit in layout for offset, length in unit.runs):
-        raise Misuse(f"a layout of {nbytes} bytes has runs past its end")
+        raise Misuse(f"a layout of {nbytes} bytes has runs beyond its end")
     parts = tuple(
         _UnitPart(
             suffix=unit.number.to_bytes(_SUFFIX_BYTES, "big"),
@@ -270,34 +279,31 @@ def _unit_layout(layout: Sequence[HeadUnit]) -> _UnitLayout:
 
 
 class _KeyLocks:
-    """Keys that calls are at work on: many may read one, or one may write it. Threads: any.
-
-    A wait lasts no longer than the calls that are ahead.
-    """
+    """Read-write locks of keys. Thread-safe. A wait lasts no longer than the calls before it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._held: dict[bytes, int] = {}  # readers, or -1 for a writer
 
     @contextlib.contextmanager
-    def taken(self, keys: Sequence[bytes], alone: bool) -> Iterator[None]:
-        """Hold all of the keys at once during the context."""
+    def locked(self, keys: Sequence[bytes], exclusive: bool) -> Iterator[None]:
+        """Lock all keys during the context, ``exclusive`` for writing."""
         wanted = set(keys)
 
         def free() -> bool:
             held = (self._held.get(key, 0) for key in wanted)
-            return not any(n != 0 if alone else n < 0 for n in held)
+            return not any(n != 0 if exclusive else n < 0 for n in held)
 
         with self._changed:
             self._changed.wait_for(free)
             for key in wanted:
-                self._held[key] = -1 if alone else self._held.get(key, 0) + 1
+                self._held[key] = -1 if exclusive else self._held.get(key, 0) + 1
         try:
             yield
         finally:
             with self._changed:
                 for key in wanted:
-                    self._held[key] += 1 if alone else -1
+                    self._held[key] += 1 if exclusive else -1
                     if not self._held[key]:
                         del self._held[key]
                 self._changed.notify_all()
@@ -308,25 +314,25 @@ def _worst(outcomes: Sequence[BlockOutcome]) -> BlockOutcome:
 
 
 def _is_torn(outcomes: Sequence[BlockOutcome]) -> bool:
-    """Whether units of a new block may lie beside those of an old one; a put that FAILED may have
-    done its work."""
+    """Return whether units of a new block may be mixed with those of an old one. A unit that
+    FAILED may have been written."""
     return _worst(outcomes) is not BlockOutcome.OK and not {
         BlockOutcome.OK,
         BlockOutcome.FAILED,
     }.isdisjoint(outcomes)
 
 
-def _by_block(found: Sequence[T], cuts: Sequence[_UnitLayout]) -> list[list[T]]:
-    """Cut a list of one thing per unit into one list per block."""
+def _by_block(found: Sequence[T], layouts: Sequence[_UnitLayout]) -> list[list[T]]:
+    """Split a list with one item per unit into one list per block."""
     units = iter(found)
-    return [list(islice(units, len(cut.parts))) for cut in cuts]
+    return [list(islice(units, len(layout.parts))) for layout in layouts]
 
 
 def _batches(names: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    for start in range(0, len(names), _MOST_NAMES):
-        yield names[start : start + _MOST_NAMES]
+    for start in range(0, len(names), _MAX_NAMES):
+        yield names[start : start + _MAX_NAMES]
 
 
 def _address(view: memoryview) -> int:
-    """Return where writable memory is."""
+    """Return the address of writable memory."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))

@@ -1,4 +1,4 @@
-"""A shared tier on Mooncake Store: memory that other processes lend, found through its master."""
+"""A shared tier on Mooncake Store: memory of other processes, found through a master."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as TooLate
+from concurrent.futures import TimeoutError as TimedOut
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -23,8 +23,8 @@ T = TypeVar("T")
 _PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _LEAST_BUFFER = 16 << 20
 _THREADS = 4  # an exchange is 8 MiB and at most a value more: four of them fit into the buffer
-# This client lends nothing, so nobody looks for it. With a port in its name it tries once to
-# reach the master, not twenty times; a name that is no address of a network is not used as one.
+# This client provides no memory, so no other client connects to it. With a port in its name, it
+# tries once to reach the master instead of twenty times.
 _OWN_NAME = "127.0.0.1:1"
 _ATTEMPTS = 3  # at values that another process may be replacing
 _NO_ROOM, _IN_WORK, _NOT_THERE = -200, -703, -704
@@ -68,8 +68,8 @@ def make_mooncake_store(
 ) -> RemoteStore:
     """Return a store with the settings of :class:`MooncakeOptions`.
 
-    A master that cannot be reached now may be there later, so that is no error.
-    Raises :class:`ConfigError` for settings that cannot be used, or without the client library.
+    Raises :class:`ConfigError` for settings that cannot be used, or without the client library. A
+    master that cannot be reached is not an error.
     """
     options = parse_settings(MooncakeOptions, settings, ("buffer",))
     return RemoteStore(MooncakeServer(options, _library()), options.prefix, fingerprint, keys=keys)
@@ -86,10 +86,10 @@ def _library() -> Callable[[], Any]:
 
 
 class MooncakeServer(Server):
-    """Batches of the client library, in threads of its own. Connects at the first call.
+    """Calls the client library's batches on its own threads. Connects at the first call.
 
-    The library waits half a minute for a process that hangs and cannot be told otherwise, so
-    its calls run in threads that their caller leaves behind when the time is up.
+    The library waits 30 s for a process that hangs, which cannot be changed. Its calls run on
+    threads that the caller stops waiting for after the timeout.
     """
 
     def __init__(self, options: MooncakeOptions, library: Callable[[], Any]) -> None:
@@ -97,7 +97,7 @@ class MooncakeServer(Server):
         self._library = library
         self._client: Any = None
         self._connecting = threading.Lock()
-        self._names = _NameLocks()
+        self._name_locks = _NameLocks()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvconnect-mooncake")
 
     def __repr__(self) -> str:
@@ -105,9 +105,10 @@ class MooncakeServer(Server):
 
     def store(self, names: Sequence[str], values: Sequence[memoryview]) -> list[BlockOutcome]:
         def put(client: Any) -> list[BlockOutcome]:
-            # Replacing what another process is writing costs both their room for ten minutes, so
-            # what is not there is only added; if another was faster, its value is as good.
-            replace = set(self._there(client, names))
+            # Replacing a value that another process is writing blocks the space of both for ten
+            # minutes. So an absent value is only added; if another process was faster, its value
+            # is the same block.
+            replace = set(self._existing(client, names))
             outcomes = dict.fromkeys(names, BlockOutcome.OK)
             pairs = list(zip(names, values, strict=True))
             for batch, one, group in (
@@ -115,17 +116,17 @@ class MooncakeServer(Server):
                 (client.upsert_batch, client.upsert, [p for p in pairs if p[0] in replace]),
             ):
                 if group and batch(*map(list, zip(*group, strict=True))):
-                    # Its answer is that of the whole batch: find those that have no room.
+                    # The answer is for the whole batch: repeat the values one by one.
                     outcomes |= {name: self._stored(one(name, value)) for name, value in group}
             return [outcomes[name] for name in names]
 
         return self._run(names, put)
 
-    def fetch(self, names: Sequence[str], most: int) -> list[memoryview | None]:
+    def load(self, names: Sequence[str], most: int) -> list[memoryview | None]:
         def get(client: Any) -> dict[str, memoryview]:
             found: dict[str, memoryview] = {}
             for _ in range(_ATTEMPTS):
-                there = self._there(client, [name for name in names if name not in found])
+                there = self._existing(client, [name for name in names if name not in found])
                 if not there:
                     return found
                 handles = client.batch_get_buffer(there)
@@ -140,7 +141,7 @@ class MooncakeServer(Server):
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         def ask(client: Any) -> dict[str, int]:
-            there = self._there(client, names)
+            there = self._existing(client, names)
             return {name: self._answer(client.get_size(name)) for name in there}
 
         found = self._run((), ask)
@@ -148,8 +149,8 @@ class MooncakeServer(Server):
 
     def delete(self, names: Sequence[str]) -> list[bool]:
         def drop(client: Any) -> list[bool]:
-            # Forced: what was just read has a lease, and would stay. What another process is
-            # replacing counts as removed before that.
+            # Forced, since a value that was just read has a lease. A value that another process
+            # is replacing counts as removed.
             codes = client.batch_remove(list(names), True)
             if not {0, _NOT_THERE, _IN_WORK}.issuperset(codes):
                 raise TransferFailed(f"{self!r}: not removed, errors {set(codes)}")
@@ -162,14 +163,14 @@ class MooncakeServer(Server):
         if self._client is not None:
             self._client.close()
 
-    def _there(self, client: Any, names: Sequence[str]) -> list[str]:
-        """Return those names, once each, that have a value; their leases keep it for now."""
-        once = list(dict.fromkeys(names))  # a name twice in a batch gets wrong bytes
+    def _existing(self, client: Any, names: Sequence[str]) -> list[str]:
+        """Return the names that have a value, each once. A lease keeps their values for now."""
+        once = list(dict.fromkeys(names))  # a name that occurs twice gets wrong bytes
         answers = client.batch_is_exist(once)
         return [n for n, code in zip(once, answers, strict=True) if self._answer(code) > 0]
 
     def _answer(self, code: int) -> int:
-        """Return what the store says; negative numbers are errors of one value."""
+        """Return the store's code; a negative one is an error of one value."""
         if code <= _NO_ANSWER:
             raise TransferFailed(f"{self!r}: error {code}")
         return code
@@ -180,19 +181,19 @@ class MooncakeServer(Server):
         return BlockOutcome.FULL if code == _NO_ROOM else BlockOutcome.FAILED
 
     def _run(self, names: Sequence[str], call: Callable[[Any], T]) -> T:
-        """Make a call for which the bytes under the names are its own."""
+        """Make a call while no other call of this process uses the names."""
         deadline = time.monotonic() + self._options.timeout_s
 
         def work() -> T:
-            with self._names.taken(names, deadline) as taken:
-                if not taken:  # or the caller's memory may have been given to others
-                    raise TooLate
+            with self._name_locks.locked(names, deadline) as locked:
+                if not locked:  # the caller has given up, and its memory may be reused
+                    raise TimedOut
                 return call(self._connected())
 
         future = self._threads.submit(work)
         try:
             return future.result(max(0.0, deadline - time.monotonic()))
-        except TooLate as error:
+        except TimedOut as error:
             future.cancel()
             text = f"{self!r}: no answer in {self._options.timeout_s:g} s"
             raise TransferFailed(text) from error
@@ -204,7 +205,7 @@ class MooncakeServer(Server):
             return self._client
 
     def _connect(self) -> Any:
-        try:  # the library itself takes several seconds to find that nobody is there
+        try:  # the library takes several seconds to find that the master is not there
             socket.create_connection(self._options.node(), self._options.timeout_s).close()
         except OSError as error:
             raise TransferFailed(f"{self!r}: {error}") from error
@@ -225,30 +226,30 @@ class MooncakeServer(Server):
 
 
 class _NameLocks:
-    """Gives names to one call at a time. Threads: any.
+    """Locks names for one call at a time. Thread-safe.
 
-    The store writes new bytes of the same length over the old ones: who reads meanwhile gets a
-    mixture, and of two writers one fails. That stays so between processes, where digests tell.
+    The store overwrites a value of the same length in place: a concurrent reader gets a mixture,
+    and one of two writers fails. Between processes this can still happen; digests detect it.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._taken: set[str] = set()
+        self._locked: set[str] = set()
 
     @contextmanager
-    def taken(self, names: Sequence[str], deadline: float) -> Iterator[bool]:
-        """Have all the names during the context; yield whether that was so by the deadline."""
+    def locked(self, names: Sequence[str], deadline: float) -> Iterator[bool]:
+        """Lock the names during the context. Yield False if they are not free by the deadline."""
         mine = set(names)
         with self._changed:
             left = max(0.0, deadline - time.monotonic())
-            free = self._changed.wait_for(lambda: mine.isdisjoint(self._taken), left)
+            free = self._changed.wait_for(lambda: mine.isdisjoint(self._locked), left)
             free = free and time.monotonic() < deadline
             if free:
-                self._taken |= mine
+                self._locked |= mine
         try:
             yield free
         finally:
             if free:
                 with self._changed:
-                    self._taken -= mine
+                    self._locked -= mine
                     self._changed.notify_all()

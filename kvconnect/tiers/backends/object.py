@@ -1,4 +1,4 @@
-"""A shared tier on an object store: S3 and what speaks like it, GCS, Azure, or a file system."""
+"""A shared tier on an object store: S3 and compatible ones, GCS, Azure, or a file system."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def make_object_store(
 ) -> RemoteStore:
     """Return a store with the settings of :class:`ObjectOptions`.
 
-    Raises :class:`ConfigError` for settings that cannot be used; a server that cannot be reached
-    now is no error.
+    Raises :class:`ConfigError` for settings that cannot be used. A server that cannot be reached
+    is not an error.
     """
     options = parse_settings(ObjectOptions, settings, ())
     return RemoteStore(ObjectServer(options), options.prefix, fingerprint, keys=keys)
@@ -85,10 +85,10 @@ class ObjectServer(Server):
 
         return self._each(put, list(zip(names, values, strict=True)))
 
-    def fetch(self, names: Sequence[str], most: int) -> list[memoryview | None]:
+    def load(self, names: Sequence[str], most: int) -> list[memoryview | None]:
         def get(name: str) -> memoryview | None:
             try:
-                found = obstore.get(self._client, _path(name))  # no more than the head, as yet
+                found = obstore.get(self._client, _path(name))  # receives the head only
                 if found.meta["size"] <= most:
                     return memoryview(found.bytes())
                 return memoryview(
@@ -138,7 +138,7 @@ def _client(options: ObjectOptions) -> Any:
             options.url,
             config=config,
             client_options={"timeout": timeout, "connect_timeout": timeout, "allow_http": http},
-            # Servers now and then say that they are busy; one that stays so is left alone.
+            # A server may be busy for a moment. If it stays busy, the circuit breaker opens.
             retry_config={"max_retries": 3, "retry_timeout": timeout},
         )
     except (BaseError, OSError, ValueError, TypeError) as error:
@@ -157,7 +157,7 @@ def _config(path: str) -> dict[str, Any]:
 
 
 def _path(name: str) -> str:
-    """Return an object's path. Its last part has an ending that no folder has."""
+    """Return an object's path. Its last part has a suffix that no folder has."""
     folder, _, key = name.rpartition("/")
     parts = [key[start : start + _PART] for start in range(0, len(key), _PART)]
     return "/".join([folder, *parts]) + ".kv"

@@ -1,4 +1,4 @@
-"""Stores on servers that several engines share: what all of them do around their client library."""
+"""Stores on servers that several engines share; each server needs a small client, ``Server``."""
 
 from __future__ import annotations
 
@@ -40,42 +40,40 @@ _CLOSE_S = 30.0
 
 
 class Server(ABC):
-    """A client of a server that keeps values under names. Threads: any.
+    """A client of a server that keeps values under names. Thread-safe.
 
-    Every call takes a bounded time and raises :class:`TransferFailed` if the server does not
-    answer as it should. Names are ASCII: letters, digits and ``/ . : _ -``.
+    Every call takes a bounded time and raises :class:`TransferFailed` if the server fails or does
+    not answer. Names are ASCII: letters, digits and ``/ . : _ -``.
     """
 
     @abstractmethod
     def store(self, names: Sequence[str], values: Sequence[memoryview]) -> list[BlockOutcome]:
-        """Keep values, which are the caller's again afterwards; OK, FULL or FAILED for each."""
+        """Store values; return OK, FULL or FAILED for each. Their memory is free afterwards."""
 
     @abstractmethod
-    def fetch(self, names: Sequence[str], most: int) -> list[memoryview | None]:
-        """Return values, None for those that are not there. Of one that is longer than ``most``
-        bytes, only so many: others may have put anything there."""
+    def load(self, names: Sequence[str], most: int) -> list[memoryview | None]:
+        """Return values, None for absent ones. A value longer than ``most`` bytes is cut to that,
+        since another client may have stored anything."""
 
     @abstractmethod
     def sizes(self, names: Sequence[str]) -> list[int]:
-        """Return the bytes of each value, 0 for those that are not there."""
+        """Return the bytes of each value, 0 for absent ones."""
 
     @abstractmethod
     def delete(self, names: Sequence[str]) -> list[bool]:
-        """Forget values; return whether each was there."""
+        """Delete values; return whether each existed."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close all connections. Nobody is in a call."""
+        """Close all connections. No call is running."""
 
 
 class RemoteStore(Store):
-    """Blocks as values of a server, each with its length and digest in front of it; with ``keys``,
-    a MAC. What was put with keys is not there for who has none, and the other way round; what is
-    not sealed by one of them is CORRUPT, and removed.
+    """Blocks as values of a server, each with a head of length and digest or, with ``keys``, a MAC.
 
-    What is too much for the server, and how long it keeps a value, is the server's to decide. A
-    server that fails is left alone and probed with back-off; nothing is waited for longer than
-    the client's time-out.
+    Stores with and without keys do not see each other's blocks. A block without a valid MAC is
+    CORRUPT and is removed. The server decides how much it accepts and how long it keeps values. A
+    server that fails is tried again with back-off. No call takes longer than the client's timeout.
     """
 
     def __init__(
@@ -155,7 +153,7 @@ class RemoteStore(Store):
         return [answer] * len(keys) if isinstance(answer, BlockOutcome) else answer
 
     def _call(self, call: Callable[[], T]) -> T | BlockOutcome:
-        """Return what the server says, or why it was not asked or did not answer."""
+        """Return the server's answer, or the outcome if it was not asked or failed."""
         with self._in_flight.enter() as entered:
             if not entered or not self._breaker.enter(self._clock()):
                 return BlockOutcome.UNAVAILABLE
@@ -169,7 +167,7 @@ class RemoteStore(Store):
             return answer
 
     def _put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
-        last = dict(zip(keys, payloads, strict=True))  # servers may be sent values in any order
+        last = dict(zip(keys, payloads, strict=True))  # a server may store values in any order
         names = self._names(list(last))
         sizes = [self._seal.nbytes + payload.nbytes for payload in last.values()]
         with self._pool.borrow(sum(sizes)) as memory:
@@ -177,8 +175,8 @@ class RemoteStore(Store):
             for name, (key, payload), size in zip(names, last.items(), sizes, strict=True):
                 value = memory[at : at + size]
                 value[self._seal.nbytes :] = payload
-                own = value[self._seal.nbytes :]  # what goes out is what was signed
-                value[: self._seal.nbytes] = self._seal.head(name, key, own)
+                copy = value[self._seal.nbytes :]  # seal the bytes that are sent
+                value[: self._seal.nbytes] = self._seal.head(name, key, copy)
                 values.append(value)
                 at += size
             outcomes = self._server.store(names, values)
@@ -188,7 +186,7 @@ class RemoteStore(Store):
     def _get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
         names = self._names(keys)
         most = self._seal.nbytes + max(buffer.nbytes for buffer in buffers) + 1
-        values = self._server.fetch(names, most)
+        values = self._server.load(names, most)
         outcomes = [
             BlockOutcome.ABSENT if value is None else self._seal.open(name, key, value, buffer)
             for name, key, value, buffer in zip(names, keys, values, buffers, strict=True)
@@ -196,8 +194,7 @@ class RemoteStore(Store):
         bad = [name for name, o in zip(names, outcomes, strict=True) if o is BlockOutcome.CORRUPT]
         if bad:
             logger.warning(
-                "shared tier: %d records of %s are damaged or not sealed by a key of ours, "
-                "and are removed",
+                "shared tier: removed %d records of %s that are damaged or have no valid seal",
                 len(bad),
                 self._prefix,
             )
@@ -220,7 +217,7 @@ class RemoteStore(Store):
 
 
 def _parts(lengths: Sequence[int]) -> Iterator[slice]:
-    """Yield slices of a batch that go to the server at once; one value at least."""
+    """Yield slices of a batch, one per exchange with the server, of at least one value."""
     start = 0
     while start < len(lengths):
         end, nbytes = start, 0
@@ -231,23 +228,21 @@ def _parts(lengths: Sequence[int]) -> Iterator[slice]:
         start = end
 
 
-# What stands in front of a record on a shared server, and tells it from others' bytes.
-#
-# Without a key that is a digest, which finds accidents. With one it is a MAC: who can write to the
-# server and does not have the key cannot make a record that is used, nor pass one off under another
-# name. hashlib lets go of the GIL for it.
+# The head of a record on a shared server. Without a key it has a digest, which detects accidents.
+# With a key it has a MAC: a client without the key can neither forge a record nor store a valid one
+# under another name. hashlib releases the GIL.
 
 
 RecordKeys = Callable[[], tuple[bytes, tuple[bytes, ...]]]
-"""Returns the key to seal with, and others that are good, too. Threads: any."""
+"""Returns the key to seal with, and other valid keys. Thread-safe."""
 
-_FRONT = struct.Struct("<8sI")  # of every head: magic and length of the payload
+_FRONT = struct.Struct("<8sI")  # of every head: magic, length of the payload
 _DIGEST = struct.Struct("<Q")
 _ID_BYTES, _MAC_BYTES = 4, 32
 
 
 class _SealedFields(NamedTuple):
-    """What a proof is about, beside the payload: the head before it, and names of the record."""
+    """Fields that a proof covers beside the payload: start of the head, name, key."""
 
     front: bytes
     name: str
@@ -255,27 +250,30 @@ class _SealedFields(NamedTuple):
 
 
 class Seal(ABC):
-    """Makes and checks heads of ``nbytes``. Records of one kind of seal have a ``scope``, which is
-    part of their names: they are not found by who has another. Threads: any."""
+    """Makes and checks heads of ``nbytes`` bytes. Thread-safe.
+
+    ``scope`` is part of the names of records, so stores with different seals do not see each
+    other's records.
+    """
 
     scope: str
     nbytes: int
     _magic: bytes
 
     def head(self, name: str, key: bytes, payload: memoryview) -> bytes:
-        """Return what goes before a payload."""
+        """Return the head of a payload."""
         front = _FRONT.pack(self._magic, payload.nbytes)
         return front + self._proof(_SealedFields(front, name, key), payload)
 
     def open(self, name: str, key: bytes, value: memoryview, buffer: memoryview) -> BlockOutcome:
-        """Put a value's payload into a buffer; OK, SIZE or CORRUPT."""
+        """Copy a value's payload into a buffer; return OK, SIZE or CORRUPT."""
         if value.nbytes < self.nbytes:
             return BlockOutcome.CORRUPT
         head = bytes(value[: self.nbytes])
         magic, length = _FRONT.unpack_from(head)
         there = value.nbytes - self.nbytes
         if there != buffer.nbytes and magic == self._magic:
-            # Put with another length. A longer value may have been cut on its way.
+            # Stored with another length. A longer value may have been cut by load.
             return (
                 BlockOutcome.SIZE
                 if length == there or there > buffer.nbytes
@@ -283,16 +281,16 @@ class Seal(ABC):
             )
         if magic != self._magic or length != there:
             return BlockOutcome.CORRUPT
-        buffer[:] = value[self.nbytes :]  # first: others may be able to write to the value
-        what = _SealedFields(head[: _FRONT.size], name, key)
-        good = self._is_proven(head[_FRONT.size :], what, buffer)
+        buffer[:] = value[self.nbytes :]  # copy first, since others may still write to the value
+        fields = _SealedFields(head[: _FRONT.size], name, key)
+        good = self._is_proven(head[_FRONT.size :], fields, buffer)
         return BlockOutcome.OK if good else BlockOutcome.CORRUPT
 
     @abstractmethod
-    def _proof(self, what: _SealedFields, payload: memoryview) -> bytes: ...
+    def _proof(self, fields: _SealedFields, payload: memoryview) -> bytes: ...
 
     @abstractmethod
-    def _is_proven(self, proof: bytes, what: _SealedFields, payload: memoryview) -> bool: ...
+    def _is_proven(self, proof: bytes, fields: _SealedFields, payload: memoryview) -> bool: ...
 
 
 class Digest(Seal):
@@ -302,16 +300,16 @@ class Digest(Seal):
     nbytes = _FRONT.size + _DIGEST.size
     _magic = b"KVC-val\n"
 
-    def _proof(self, what: _SealedFields, payload: memoryview) -> bytes:
-        # Another key's block is not taken for it.
-        return _DIGEST.pack(xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(what.key)))
+    def _proof(self, fields: _SealedFields, payload: memoryview) -> bytes:
+        # The key is included, so the block of another key does not match.
+        return _DIGEST.pack(xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(fields.key)))
 
-    def _is_proven(self, proof: bytes, what: _SealedFields, payload: memoryview) -> bool:
-        return proof == self._proof(what, payload)
+    def _is_proven(self, proof: bytes, fields: _SealedFields, payload: memoryview) -> bool:
+        return proof == self._proof(fields, payload)
 
 
 class Mac(Seal):
-    """Keyed BLAKE2b of name (which says the format), length and payload; before it, which key."""
+    """Key number, and keyed BLAKE2b of name (with the format), length and payload."""
 
     scope = "sealed/"
     nbytes = _FRONT.size + _ID_BYTES + _MAC_BYTES
@@ -320,15 +318,15 @@ class Mac(Seal):
     def __init__(self, keys: RecordKeys) -> None:
         self._keys = keys
 
-    def _proof(self, what: _SealedFields, payload: memoryview) -> bytes:
+    def _proof(self, fields: _SealedFields, payload: memoryview) -> bytes:
         number, secret = _derived(self._keys()[0])
-        return number + _mac(secret, what, payload)
+        return number + _mac(secret, fields, payload)
 
-    def _is_proven(self, proof: bytes, what: _SealedFields, payload: memoryview) -> bool:
+    def _is_proven(self, proof: bytes, fields: _SealedFields, payload: memoryview) -> bool:
         current, others = self._keys()
         number, mac = proof[:_ID_BYTES], proof[_ID_BYTES:]
         return any(
-            hmac.compare_digest(mac, _mac(secret, what, payload))
+            hmac.compare_digest(mac, _mac(secret, fields, payload))
             for mine, secret in map(_derived, (current, *others))
             if mine == number
         )
@@ -336,14 +334,14 @@ class Mac(Seal):
 
 @lru_cache(maxsize=16)
 def _derived(key: bytes) -> tuple[bytes, bytes]:
-    """Return a key's number and what records are sealed with: the key itself has other uses."""
+    """Return a key's number and the secret derived from it, since the key has other uses too."""
     secret = blake2b(key, digest_size=_MAC_BYTES, person=b"kvc record seal").digest()
     return blake2b(secret, digest_size=_ID_BYTES, person=b"kvc record key").digest(), secret
 
 
-def _mac(secret: bytes, what: _SealedFields, payload: memoryview) -> bytes:
-    name = what.name.encode()
-    mac = blake2b(what.front, key=secret, digest_size=_MAC_BYTES)
+def _mac(secret: bytes, fields: _SealedFields, payload: memoryview) -> bytes:
+    name = fields.name.encode()
+    mac = blake2b(fields.front, key=secret, digest_size=_MAC_BYTES)
     mac.update(_DIGEST.pack(len(name)) + name)
     mac.update(payload)
     return mac.digest()

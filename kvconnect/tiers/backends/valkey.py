@@ -88,8 +88,8 @@ def make_valkey_store(
 ) -> RemoteStore:
     """Return a store with the settings of :class:`ValkeyOptions`.
 
-    A server that cannot be reached now may be there later, so that is no error.
-    Raises :class:`ConfigError` for settings that cannot be used.
+    Raises :class:`ConfigError` for settings that cannot be used. A server that cannot be reached
+    is not an error.
     """
     options = parse_settings(ValkeyOptions, settings, ())
     return RemoteStore(ValkeyServer(options), options.prefix, fingerprint, keys=keys)
@@ -114,9 +114,9 @@ class ValkeyServer(Server):
 
         return [_stored(answer) for answer in self._run(add)]
 
-    def fetch(self, names: Sequence[str], most: int) -> list[memoryview | None]:
+    def load(self, names: Sequence[str], most: int) -> list[memoryview | None]:
         values = self._all(names, lambda p, name: p.getrange(name, 0, most - 1))
-        # An empty value is none; what is no string is one, which nobody can use.
+        # An empty value is absent. A value that is not a string is returned as an unusable one.
         return [memoryview(value or b"") if value != b"" else None for value in values]
 
     def sizes(self, names: Sequence[str]) -> list[int]:
@@ -130,8 +130,8 @@ class ValkeyServer(Server):
             self._client.close()
 
     def _all(self, names: Sequence[str], add: Callable[[Any, str], object]) -> list[Any]:
-        """Send one command per name; return the answers: None where something else than a string
-        has that name. No other answer may be an error."""
+        """Send one command per name. Return the answers, None for a value that is not a string.
+        Any other error raises :class:`TransferFailed`."""
 
         def add_all(pipeline: Any) -> None:
             for name in names:
@@ -149,7 +149,7 @@ class ValkeyServer(Server):
         try:
             if self._client is None:
                 self._client = self._connect()
-            # A cluster's pipelines are never transactions, and take no argument that says so.
+            # Pipelines of a cluster are never transactions and do not take the argument.
             kind = {} if self._options.cluster else {"transaction": False}
             with self._client.pipeline(**kind) as pipeline:
                 add(pipeline)
@@ -161,18 +161,18 @@ class ValkeyServer(Server):
         (host, port), *_ = self._nodes
         if self._options.cluster:
             nodes = [ClusterNode(*node) for node in self._nodes[1:]]
-            # As a URL, its nodes' pools take another class of connections.
+            # Only with a URL do the nodes' pools accept another class of connections.
             url = f"valkey://{f'[{host}]' if ':' in host else host}:{port}"
             return ValkeyCluster(url=url, startup_nodes=nodes, **self._arguments)
-        # A connection that the server closed while it was idle is worth a second attempt.
+        # Retry once, since the server may have closed an idle connection.
         retry = Retry(NoBackoff(), 1, supported_errors=(Disconnected,))
         pool = ConnectionPool(host=host, port=port, retry=retry, **self._arguments)
         return valkey.Valkey.from_pool(pool)
 
 
 class _TlsConnection(Connection):  # type: ignore[misc]
-    """A connection to who has a certificate of our authority, of no other, for its name. The
-    client's own class trusts all authorities of the system too, and in a cluster any name."""
+    """A connection to a server with a certificate of the configured authority for its name. The
+    client's own class also trusts the system's authorities and, in a cluster, any name."""
 
     def __init__(self, context: ssl.SSLContext, name: str, **arguments: Any) -> None:
         self._context = context
@@ -195,7 +195,7 @@ def _stored(answer: object) -> BlockOutcome:
 
 
 def _arguments(options: ValkeyOptions) -> dict[str, Any]:
-    """Return what the client takes beside the address."""
+    """Return the client's arguments except the address."""
     found: dict[str, Any] = {
         "socket_timeout": options.timeout_s,
         "socket_connect_timeout": options.timeout_s,
@@ -215,7 +215,8 @@ def _arguments(options: ValkeyOptions) -> dict[str, Any]:
 
 
 def _tls(folder: str) -> ssl.SSLContext:
-    """Return what says who the server must be, and who we are if there is a certificate."""
+    """Return a context with the authority of the server's certificate and our own, if there is
+    one."""
     ca, own, key = (os.path.join(folder, name) for name in ("ca.crt", "tls.crt", "tls.key"))
     if not os.path.isfile(ca):
         raise ConfigError("tls_dir", folder, "put the file ca.crt there")
@@ -225,7 +226,7 @@ def _tls(folder: str) -> ssl.SSLContext:
         context.load_verify_locations(ca)
         if os.path.isfile(own) or os.path.isfile(key):
             context.load_cert_chain(own, key)
-    except OSError as error:  # and what the library for certificates raises
+    except OSError as error:  # ssl.SSLError is one
         fix = f"put certificates there that can be read: {error}"
         raise ConfigError("tls_dir", folder, fix) from error
     return context

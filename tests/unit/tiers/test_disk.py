@@ -19,7 +19,7 @@ from kvconnect.tiers.backends import BlockOutcome, make_store
 from kvconnect.tiers.backends.disk import DiskStore, files
 from kvconnect.tiers.backends.disk.files import PageFile
 from tests.fuzz.crash_disk import crash_loop
-from tests.unit.tiers.disk_stores import Clock, Open, get, opening, put
+from tests.stores import Clock, Open, get, opening, put
 
 MIB = 1 << 20
 OK, ABSENT, CORRUPT = BlockOutcome.OK, BlockOutcome.ABSENT, BlockOutcome.CORRUPT

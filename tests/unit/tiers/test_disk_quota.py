@@ -22,8 +22,8 @@ from kvconnect.tiers.backends.disk.files import Directory
 from kvconnect.tiers.backends.disk.folder import read_format
 from kvconnect.tiers.backends.disk.segment import Segment
 from kvconnect.tiers.backends.disk.table import TenantQuota, record_bytes
-from tests.unit.tiers import disk_stores
-from tests.unit.tiers.disk_stores import Clock, Open, opening
+from tests import stores
+from tests.stores import Clock, Open, opening
 
 MIB = 1 << 20
 OK, ABSENT, LIMITED = BlockOutcome.OK, BlockOutcome.ABSENT, BlockOutcome.LIMITED
@@ -47,11 +47,11 @@ def keys_of(salt: str, count: int, first: int = 0) -> list[bytes]:
 
 
 def put(store: DiskStore, keys: Sequence[bytes], nbytes: int = BLOCK) -> list[BlockOutcome]:
-    return disk_stores.put(store, keys, nbytes)
+    return stores.put(store, keys, nbytes)
 
 
 def get(store: DiskStore, keys: Sequence[bytes], nbytes: int = BLOCK) -> list[BlockOutcome]:
-    return disk_stores.get(store, keys, nbytes)
+    return stores.get(store, keys, nbytes)
 
 
 def abandon(store: DiskStore) -> None:

@@ -210,7 +210,7 @@ def test_long_keys_have_records_of_their_own() -> None:
     keys = [b"k" * length for length in range(MAX_KEY_BYTES - 4, MAX_KEY_BYTES + 1)]
     keys += [key[:-1] + b"l" for key in keys] + [key + record(b"", 0) for key in keys[:2]]
     # What stands for a long key in the names of its records is a key, too.
-    keys += [name[:-2] for key in keys if len(key) > 253 for name in store._cuts[0].names(key)]
+    keys += [name[:-2] for key in keys if len(key) > 253 for name in store._layouts[0].names(key)]
     blocks = {key: payload_of(key, 100) for key in keys}
     assert put(store, blocks) == [BlockOutcome.OK] * len(keys)
     assert get(store, keys, 100) == list(blocks.values())

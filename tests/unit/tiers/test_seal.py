@@ -29,7 +29,7 @@ class Shared(Server):
         self.values.update(zip(names, map(bytes, values), strict=True))
         return [OK] * len(names)
 
-    def fetch(self, names: Sequence[str], most: int) -> list[memoryview | None]:
+    def load(self, names: Sequence[str], most: int) -> list[memoryview | None]:
         found = [self.values.get(name) for name in names]
         return [None if value is None else memoryview(value)[:most] for value in found]
 

@@ -1,4 +1,4 @@
-"""Disk stores for tests, with a clock that stands still."""
+"""Stores for tests: disk stores with a manual clock, and puts and gets that check the bytes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvconnect.testing.memory import payload_of
-from kvconnect.tiers.backends import BlockOutcome
+from kvconnect.tiers.backends import BlockOutcome, Store
 from kvconnect.tiers.backends.disk import DiskOptions, DiskStore
 
 Open = Callable[..., DiskStore]
 
 
 class Clock:
-    """Seconds since 1970, which pass when told to."""
+    """Seconds since 1970; only the test advances them."""
 
     def __init__(self) -> None:
         self.now = 1_700_000_000.0
@@ -25,7 +25,7 @@ class Clock:
 
 @contextlib.contextmanager
 def opening(path: Path, clock: Clock) -> Iterator[Open]:
-    """Yield what opens stores of 16 MiB, with segments of 4 MiB, that are closed at the end."""
+    """Yield a function that opens stores of 16 MiB with segments of 4 MiB and closes them."""
     with contextlib.ExitStack() as ends:
 
         def make(fingerprint: bytes = b"format", **options: object) -> DiskStore:
@@ -37,12 +37,12 @@ def opening(path: Path, clock: Clock) -> Iterator[Open]:
         yield make
 
 
-def put(store: DiskStore, keys: Sequence[bytes], nbytes: int = 5000) -> list[BlockOutcome]:
+def put(store: Store, keys: Sequence[bytes], nbytes: int = 5000) -> list[BlockOutcome]:
     """Put blocks that follow from their keys."""
     return store.put(keys, [memoryview(payload_of(key, nbytes)) for key in keys])
 
 
-def get(store: DiskStore, keys: Sequence[bytes], nbytes: int = 5000) -> list[BlockOutcome]:
+def get(store: Store, keys: Sequence[bytes], nbytes: int = 5000) -> list[BlockOutcome]:
     """Get blocks; OK is given only for the right bytes."""
     buffers = [memoryview(bytearray(nbytes)) for _ in keys]
     outcomes = store.get(keys, buffers)
