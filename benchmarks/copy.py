@@ -28,7 +28,7 @@ from benchmarks.common import emit, interleave, medians, progress
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.copy import make_copier, native_unavailable_reason
 from kvconnect.copy.base import Copier
-from kvconnect.offload.host_arena import HostStore
+from kvconnect.offload.host_arena import HostArena
 
 MIB = 1 << 20
 AREA_BYTES = 768 * MIB
@@ -50,7 +50,7 @@ class Bench:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.area = torch.empty(AREA_BYTES, dtype=torch.uint8).random_()
-        self.store = HostStore(AREA_BYTES // PAGES["2m"], PAGES["2m"], "off")
+        self.store = HostArena(AREA_BYTES // PAGES["2m"], PAGES["2m"], "off")
         self.arena = self.store.tensor()
 
     def copier(self, page: int) -> Copier:
@@ -112,7 +112,7 @@ def measure_digest(bench: Bench, rounds: int) -> dict[str, float]:
     """Store with and without a seal after each block, as a worker does it."""
     page = PAGES[DIGEST_PAGE]
     progress(f"digests of {DIGEST_PAGE} blocks: {rounds} rounds")
-    sealed = HostStore(AREA_BYTES // page, page, "full")
+    sealed = HostArena(AREA_BYTES // page, page, "full")
     blocks = GroupGeometry((ByteRun(0, page, page),), AREA_BYTES // page)
     copier = make_copier(bench.area, sealed.tensor(), Geometry((blocks,)))
     picks = iter([bench.pick(page) for _ in range(2 * (rounds + 1))])

@@ -26,7 +26,7 @@ from kvconnect.copy import make_copier, open_driver
 from kvconnect.copy.base import Copier
 from kvconnect.copy.calibration import CopyThreshold
 from kvconnect.copy.cuda import CudaCopier
-from kvconnect.offload.host_arena import HostStore
+from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.streams import Streams, make_streams
 from kvconnect.types import TransferType
 
@@ -56,7 +56,7 @@ class CudaBench:
         self.random = random.Random(seed)
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.area = torch.empty(AREA_BYTES, dtype=torch.uint8, device=self.device).random_()
-        self.store = HostStore(AREA_BYTES // PAGES["4m"], PAGES["4m"], "off")
+        self.store = HostArena(AREA_BYTES // PAGES["4m"], PAGES["4m"], "off")
         if not self.store.pin():
             raise SystemExit("the arena cannot be page-locked: raise ulimit -l")
         self.arena = self.store.tensor()

@@ -175,7 +175,7 @@ def test_a_good_import_is_not_flagged(path: str, code: str) -> None:
 
 
 def test_a_pure_module_that_imports_an_impure_one_is_flagged() -> None:
-    texts = {"offload/index.py": "from kvconnect.offload.host_arena import HostStore"}
+    texts = {"offload/index.py": "from kvconnect.offload.host_arena import HostArena"}
     assert impure_imports(texts | {"offload/host_arena.py": ""})
     assert not impure_imports(texts | {"offload/host_arena/planner.py": "", "errors.py": ""})
 

@@ -41,7 +41,7 @@ class CopyThreshold:
 DEFAULT = CopyThreshold(store=0, load=28 << 10)
 """Where nothing can be measured: what was published for an H100 on PCIe 5."""
 
-Move = Callable[[str, str, int], None]
+SampleCopy = Callable[[str, str, int], None]
 """Copies a sample: direction, way ("kernel" or "dma"), page size."""
 
 
@@ -63,7 +63,7 @@ def choose(seconds: Mapping[tuple[str, str, int], float]) -> CopyThreshold:
     return CopyThreshold(store=largest("store"), load=largest("load"))
 
 
-def measure(driver: Driver, move: Move) -> CopyThreshold:
+def measure(driver: Driver, move: SampleCopy) -> CopyThreshold:
     """Time both ways for every page size and direction; the best of some rounds counts.
 
     Raises:
@@ -83,7 +83,7 @@ def measure(driver: Driver, move: Move) -> CopyThreshold:
 
 
 def calibrated(
-    driver: Driver, make_move: Callable[[], Move], folder: Path | None = None
+    driver: Driver, make_move: Callable[[], SampleCopy], folder: Path | None = None
 ) -> CopyThreshold:
     """Return the choice for this machine, from its file or measured now.
 

@@ -16,7 +16,7 @@ import torch
 
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.copy.base import Copier, Digests, Runs, check_request, check_sizes
-from kvconnect.copy.calibration import PAGES, SAMPLE_BYTES, CopyThreshold, Move, scattered
+from kvconnect.copy.calibration import PAGES, SAMPLE_BYTES, CopyThreshold, SampleCopy, scattered
 from kvconnect.copy.driver import Driver
 from kvconnect.copy.kernels import DIGEST_OVER, PIECE_BYTES, ROW, lanes_for, page_table, unit_table
 from kvconnect.errors import Misuse
@@ -180,7 +180,7 @@ def _numbers(tensor: torch.Tensor) -> array[int]:
     return array("q", tensor.numpy().tobytes())
 
 
-def sample_move(driver: Driver) -> Move:
+def sample_move(driver: Driver) -> SampleCopy:
     """Return the copy that :func:`kvconnect.copy.calibration.calibrated` measures.
 
     It owns scratch memory of ``SAMPLE_BYTES`` on either side. Raises :class:`TransferFailed` if

@@ -16,7 +16,7 @@ from kvconnect.copy.base import Copier
 from kvconnect.doctor import Finding, FindingsReport, rate
 from kvconnect.doctor.buffers import pattern
 from kvconnect.errors import KVConnectError
-from kvconnect.offload.host_arena import HostStore
+from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.streams import Streams, make_streams
 from kvconnect.types import TransferType
 
@@ -67,7 +67,7 @@ class _Bench:
         self._nbytes = buffer_bytes
         self._sample = sample_bytes
         self._cache = torch.frombuffer(pattern(buffer_bytes), dtype=torch.uint8).to(device)
-        self._store = HostStore(buffer_bytes // _MIB, _MIB, "off")
+        self._store = HostArena(buffer_bytes // _MIB, _MIB, "off")
         self._on_cuda = self._cache.is_cuda
         self.pinned = self._on_cuda and self._store.pin()
         self._arena = self._store.tensor()

@@ -1,4 +1,4 @@
-"""One chunk of a job on its way between device and host tier: checked, launched, landed."""
+"""One chunk of a job on its way between device and host tier: verify, launch, take the result."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from dataclasses import dataclass
 from kvconnect.cache.layout import Geometry
 from kvconnect.copy.base import Copier, Digests
 from kvconnect.errors import Corrupt
-from kvconnect.offload.host_arena import HostStore
+from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.layer_loads import SyncLoad, pieces
 from kvconnect.offload.messages import GroupBlocks
-from kvconnect.offload.streams import Fence, Flight, Streams
+from kvconnect.offload.streams import Fence, InFlightCopy, Streams
 from kvconnect.types import FailureCause, TransferType
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class Move:
-    """A chunk that was launched: its ``good`` leading blocks, and why the next one was not."""
+class ChunkCopy:
+    """A launched chunk: its ``good`` leading blocks, and why the next block was not copied."""
 
     part: GroupBlocks
     kind: TransferType
     good: int
     cause: FailureCause | None
-    flight: Flight
-    sealed: list[int]  # places in the part whose blocks have a digest
-    digests: list[Digests]  # one, if the device works them out
+    in_flight: InFlightCopy
+    sealed: list[int]  # indices in the part of the blocks that have a digest
+    digests: list[Digests]  # one, if the device computes them
 
 
 @dataclass(frozen=True)
 class ChunkResult:
-    """What became of a chunk: its ``good`` leading blocks are there."""
+    """Result of a chunk: its ``good`` leading blocks were copied."""
 
     good: int
     cause: FailureCause | None
@@ -42,15 +42,15 @@ class ChunkResult:
 
 
 class ChunkCopier:
-    """For the copy thread. What a copier or the device raises is raised to it.
+    """Copies chunks; for the copy thread, which gets all errors of the copier and the device.
 
-    Digests are worked out on the device, behind the copy, where the copier can do that: of a
-    store's blocks before the host could change them, of a load's after the whole way. Otherwise
-    the host hashes the slots, before a load and after a store.
+    If the copier can, the device computes the digests behind the copy: a store's before the host
+    could change the blocks, a load's after the whole path. Otherwise the host hashes the slots,
+    before a load and after a store.
     """
 
     def __init__(
-        self, copier: Copier, store: HostStore, geometry: Geometry, streams: Streams
+        self, copier: Copier, store: HostArena, geometry: Geometry, streams: Streams
     ) -> None:
         self._copier = copier
         self._store = store
@@ -58,7 +58,7 @@ class ChunkCopier:
         self._streams = streams
 
     def fence(self) -> Fence:
-        """Mark the device's work so far; for the engine's thread."""
+        """Return a fence behind the device's work so far; for the engine's thread."""
         return self._streams.fence()
 
     def block_bytes(self, part: GroupBlocks) -> int:
@@ -67,26 +67,29 @@ class ChunkCopier:
 
     def start(
         self, kind: TransferType, fence: Fence, part: GroupBlocks, sync: SyncLoad | None = None
-    ) -> Move:
-        """Launch a chunk behind ``fence``; of a load that is followed, layer by layer."""
+    ) -> ChunkCopy:
+        """Launch a chunk behind ``fence``; a synchronous load layer by layer."""
         if kind is TransferType.CPU_TO_GPU:
             return self._load(fence, part, sync)
         return self._store_blocks(fence, part)
 
-    def land(self, move: Move) -> ChunkResult | None:
-        """Return what became of a chunk, None while it is on its way; does not block."""
-        seconds = move.flight.poll()
+    def poll(self, chunk: ChunkCopy) -> ChunkResult | None:
+        """Return the result of a chunk, None while it is in flight; does not block."""
+        seconds = chunk.in_flight.poll()
         if seconds is None:
             return None
-        if move.kind is TransferType.GPU_TO_CPU:
-            self._seal(move)
-            return ChunkResult(move.good, move.cause, seconds)
-        good, cause = move.good, move.cause
-        if move.digests:
-            good, cause = self._verified(move.part, move.sealed, move.digests[0]()) or (good, cause)
+        if chunk.kind is TransferType.GPU_TO_CPU:
+            self._seal(chunk)
+            return ChunkResult(chunk.good, chunk.cause, seconds)
+        good, cause = chunk.good, chunk.cause
+        if chunk.digests:
+            good, cause = self._verified(chunk.part, chunk.sealed, chunk.digests[0]()) or (
+                good,
+                cause,
+            )
         return ChunkResult(good, cause, seconds)
 
-    def _store_blocks(self, fence: Fence, part: GroupBlocks) -> Move:
+    def _store_blocks(self, fence: Fence, part: GroupBlocks) -> ChunkCopy:
         sealed = [i for i, slot in enumerate(part.slots) if self._store.digests.begin(slot)]
         found: list[Digests] = []
 
@@ -95,10 +98,10 @@ class ChunkCopier:
             found.extend(self._hashes(part, sealed))
 
         kind = TransferType.GPU_TO_CPU
-        flight = self._streams.launch(kind, fence, copy)
-        return Move(part, kind, len(part.slots), None, flight, sealed, found)
+        in_flight = self._streams.launch(kind, fence, copy)
+        return ChunkCopy(part, kind, len(part.slots), None, in_flight, sealed, found)
 
-    def _load(self, fence: Fence, part: GroupBlocks, sync: SyncLoad | None) -> Move:
+    def _load(self, fence: Fence, part: GroupBlocks, sync: SyncLoad | None) -> ChunkCopy:
         good, cause = self._present(part)
         sealed = [i for i in range(good) if self._store.digests.is_sealed(part.slots[i])]
         if not self._copier.hashes(part.group):
@@ -114,15 +117,15 @@ class ChunkCopier:
             found.extend(self._hashes(part, sealed))
 
         kind = TransferType.CPU_TO_GPU
-        flight = self._streams.launch(kind, fence, copy)
-        return Move(part, kind, good, cause, flight, sealed, found)
+        in_flight = self._streams.launch(kind, fence, copy)
+        return ChunkCopy(part, kind, good, cause, in_flight, sealed, found)
 
     def _load_layers(
         self, sync: SyncLoad, group: int, blocks: array[int], slots: array[int]
     ) -> None:
         for runs in pieces(self._geometry.groups[group], len(slots)):
             self._copier.enqueue_runs(group, blocks, slots, runs)
-            sync.reach(group, runs[1], self._streams.fence())
+            sync.mark_loaded(group, runs[1], self._streams.fence())
 
     def _hashes(self, part: GroupBlocks, places: Sequence[int]) -> list[Digests]:
         if not places or not self._copier.hashes(part.group):
@@ -131,27 +134,27 @@ class ChunkCopier:
         return [self._copier.enqueue_digests(part.group, blocks)]
 
     def _present(self, part: GroupBlocks) -> tuple[int, FailureCause | None]:
-        """Return how many leading slots there are, and what is wrong with the next."""
+        """Return how many leading blocks have a slot, and the cause of failure of the next one."""
         for number, slot in enumerate(part.slots):
             if slot < 0:
                 return number, FailureCause.MISSING
         return len(part.slots), None
 
-    def _seal(self, move: Move) -> None:
-        slots = [move.part.slots[i] for i in move.sealed]
-        if move.digests:
-            for slot, digest in zip(slots, move.digests[0](), strict=True):
+    def _seal(self, chunk: ChunkCopy) -> None:
+        slots = [chunk.part.slots[i] for i in chunk.sealed]
+        if chunk.digests:
+            for slot, digest in zip(slots, chunk.digests[0](), strict=True):
                 self._store.digests.put(slot, digest)
             return
         for slot in slots:
-            self._store.digests.seal(slot, self._content(slot, move.part))
+            self._store.digests.seal(slot, self._content(slot, chunk.part))
 
     def _verified(
         self, part: GroupBlocks, sealed: Sequence[int], found: array[int] | None
     ) -> tuple[int, FailureCause] | None:
-        """Return the first place whose block is not what was stored, None if all are.
+        """Return the first index whose block differs from the stored one, None if none does.
 
-        ``found`` are digests of the blocks at ``sealed``; None: the slots are hashed here.
+        ``found`` holds the digests of the blocks at ``sealed``; None: hash the slots here.
         """
         for number, place in enumerate(sealed):
             slot = part.slots[place]

@@ -1,9 +1,9 @@
-"""Copies blocks on a thread of its own, loads before stores, and reports what became of them.
+"""Copies blocks on a thread of its own, loads before stores, and reports the results.
 
-The engine's thread submits jobs and polls for results; it never waits for a store. Jobs are cut
-into chunks, so that a load waits for at most one chunk of a store. On a device several chunks of
-each direction are on their way at a time, and each is taken in when it lands, in any order.
-Synchronous loads are not cut by blocks, but come layer by layer (``layers``).
+The engine's thread submits jobs and polls for results; it never waits for a store. The executor
+cuts jobs into chunks, so that a load waits for at most one chunk of a store. On a device, several
+chunks of each direction are in flight at a time and may end in any order. Synchronous loads are
+copied layer by layer instead (``layer_loads``).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvconnect import threads
 from kvconnect.cache.layout import Geometry
 from kvconnect.copy.base import Copier
 from kvconnect.errors import TransferFailed, contained
-from kvconnect.offload.chunk_copy import ChunkCopier, ChunkResult, Move
-from kvconnect.offload.host_arena import HostStore
+from kvconnect.offload.chunk_copy import ChunkCopier, ChunkCopy, ChunkResult
+from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.layer_loads import SyncLoad, SyncLoads
 from kvconnect.offload.messages import FailedBlock, GroupBlocks, JobReport, LoadBlocks, StoreBlocks
 from kvconnect.offload.streams import Fence, Streams
@@ -30,17 +30,17 @@ from kvconnect.types import FailureCause, TransferType
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 8 << 20  # a few milliseconds: what a load may wait for a store
-FLIGHTS = 4
-"""Chunks of one direction on their way at a time, so that the next is there when one ends."""
+CHUNK_BYTES = 8 << 20  # takes a few milliseconds: the longest a load waits for a store
+MAX_IN_FLIGHT = 4
+"""Chunks of one direction in flight at a time: the next one is queued before one ends."""
 
-_POLL_S = 0.0005  # shorter than the chunks on their way take, long enough to leave the GIL alone
+_POLL_S = 0.0005  # shorter than a chunk takes, long enough to spare the GIL
 _JOIN_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
 class FinishedCopy:
-    """A job that ended, and what it moved in ``seconds`` of copying (waits left out)."""
+    """A finished job with the bytes it copied. ``seconds``: time of copying, without waits."""
 
     job: StoreBlocks | LoadBlocks
     report: JobReport
@@ -55,12 +55,12 @@ class _Task:
     fence: Fence
     expires: float
     chunks: deque[GroupBlocks]  # not launched yet
-    sync: SyncLoad | None  # the engine's thread follows it
+    sync: SyncLoad | None  # progress that the engine's thread follows
     failures: list[FailedBlock] = field(default_factory=list)
     nbytes: int = 0
     seconds: float = 0.0
     queued: bool = True
-    flying: int = 0  # chunks on their way
+    in_flight: int = 0
     ended: Callable[[FinishedCopy], None] | None = None
 
     @property
@@ -75,27 +75,27 @@ class CopyExecutor:
     ``submit``, ``poll``, ``close`` and ``sync`` are for the engine's thread; the copy thread is
     started here and ended by ``close``. A copy that raises ends as a failed job, never as a dead
     thread. Past a job's deadline no further chunk of it is copied, and what is left has failed.
-    Stores move at most ``store_rate`` bytes per second; 0: as many as they can.
+    Stores chunk at most ``store_rate`` bytes per second; 0: as many as they can.
     """
 
     def __init__(
         self,
         copier: Copier,
-        store: HostStore,
+        store: HostArena,
         geometry: Geometry,
         streams: Streams,
         clock: Callable[[], float] = time.monotonic,
         store_rate: int = 0,
     ) -> None:
         self.sync = SyncLoads(streams)
-        self._mover = ChunkCopier(copier, store, geometry, streams)
+        self._copier = ChunkCopier(copier, store, geometry, streams)
         self._geometry = geometry
         self._clock = clock
-        self._pace = RateLimiter(store_rate, clock)
+        self._rate_limiter = RateLimiter(store_rate, clock)
         self._wake = threading.Condition()
         self._loads: deque[_Task] = deque()
         self._stores: deque[_Task] = deque()
-        self._flying: list[tuple[_Task, Move]] = []
+        self._in_flight: list[tuple[_Task, ChunkCopy]] = []
         self._done: deque[FinishedCopy] = deque()
         self._closed = False
         kind = threads.ThreadKind.COPY
@@ -108,8 +108,8 @@ class CopyExecutor:
         return f"<CopyExecutor {len(self._loads)} loads, {len(self._stores)} stores queued>"
 
     def fence(self) -> Fence:
-        """Mark the device's work so far, for jobs submitted with it."""
-        return self._mover.fence()
+        """Return a fence behind the device's work so far, for jobs to be submitted."""
+        return self._copier.fence()
 
     def submit(
         self,
@@ -119,13 +119,13 @@ class CopyExecutor:
     ) -> None:
         """Queue a job that must come after ``fence``; does not block.
 
-        ``ended`` is called by the copy thread as soon as the job can be polled, for those who
-        cannot wait until they poll next. It must be quick and not raise.
+        The copy thread calls ``ended`` as soon as the job can be polled, for callers that
+        cannot wait until their next poll. It must be quick and not raise.
         """
-        sync = self._followed(job)
+        sync = self._sync_load(job)
         chunks = deque(part for part in job.parts if part.slots)
         if sync is None:
-            chunks = deque(_chunks(job.parts, self._mover))
+            chunks = deque(_chunks(job.parts, self._copier))
         task = _Task(job, fence, self._clock() + job.deadline_s, chunks, sync, ended=ended)
         with self._wake:
             (self._loads if isinstance(job, LoadBlocks) else self._stores).append(task)
@@ -138,8 +138,8 @@ class CopyExecutor:
             done.append(self._done.popleft())
         return done
 
-    def _followed(self, job: StoreBlocks | LoadBlocks) -> SyncLoad | None:
-        """Return what the engine's thread follows of a synchronous load, None for other jobs."""
+    def _sync_load(self, job: StoreBlocks | LoadBlocks) -> SyncLoad | None:
+        """Return the progress of a synchronous load, None for other jobs."""
         if not isinstance(job, LoadBlocks) or not job.sync:
             return None
         groups = self._geometry.groups
@@ -157,29 +157,35 @@ class CopyExecutor:
 
     def _loop(self) -> None:
         while self._await_work():
-            self._take_in()
-            self._advance()
-        for _, move in self._flying:  # the memory must outlast them
+            self._collect()
+            self._launch_next()
+        for _, chunk in self._in_flight:  # the memory must outlast them
             with suppress(TransferFailed):
-                move.flight.wait()
+                chunk.in_flight.wait()
 
     def _await_work(self) -> bool:
-        """Block until a chunk can be launched or may have landed; return False once closed."""
+        """Block until a chunk can be launched or may have ended; return False once closed."""
         with self._wake:
-            patience = _POLL_S if self._flying else self._pace.delay() if self._stores else None
+            patience = (
+                _POLL_S if self._in_flight else self._rate_limiter.delay() if self._stores else None
+            )
             self._wake.wait_for(lambda: self._closed or self._next() is not None, patience)
             return not self._closed
 
     def _next(self) -> deque[_Task] | None:
         """Return the queue whose first job may launch a chunk now, if any."""
-        loads = sum(isinstance(task.job, LoadBlocks) for task, _ in self._flying)
-        if self._loads and loads < FLIGHTS:
+        loads = sum(isinstance(task.job, LoadBlocks) for task, _ in self._in_flight)
+        if self._loads and loads < MAX_IN_FLIGHT:
             return self._loads
-        if self._stores and len(self._flying) - loads < FLIGHTS and not self._pace.delay():
+        if (
+            self._stores
+            and len(self._in_flight) - loads < MAX_IN_FLIGHT
+            and not self._rate_limiter.delay()
+        ):
             return self._stores
         return None
 
-    def _advance(self) -> None:
+    def _launch_next(self) -> None:
         """Launch the next chunk."""
         queue = self._next()
         if queue is None:
@@ -191,47 +197,47 @@ class CopyExecutor:
                 _fail(task, part, 0, FailureCause.DEADLINE)
             else:
                 self._launch(task, part)
-        self._settle(task)
+        self._finish_if_done(task)
 
     def _launch(self, task: _Task, part: GroupBlocks) -> None:
-        move = None
+        chunk = None
         with contained(partial(_log_error, task)):
-            move = self._mover.start(task.kind, task.fence, part, task.sync)
-        if move is None:
+            chunk = self._copier.start(task.kind, task.fence, part, task.sync)
+        if chunk is None:
             _fail(task, part, 0, FailureCause.COPY)
             return
-        task.flying += 1
-        self._flying.append((task, move))
+        task.in_flight += 1
+        self._in_flight.append((task, chunk))
         if task.kind is TransferType.GPU_TO_CPU:
-            self._pace.spend(len(part.slots) * self._mover.block_bytes(part))
+            self._rate_limiter.consume(len(part.slots) * self._copier.block_bytes(part))
 
-    def _take_in(self) -> None:
-        """Note what became of the chunks that have landed, in whatever order they did."""
-        for entry in tuple(self._flying):
-            task, move = entry
-            landed = self._landing(task, move)
-            if landed is None:
+    def _collect(self) -> None:
+        """Take the results of the chunks that have ended."""
+        for entry in tuple(self._in_flight):
+            task, chunk = entry
+            result = self._poll_chunk(task, chunk)
+            if result is None:
                 continue
-            self._flying.remove(entry)
-            task.flying -= 1
-            task.seconds += landed.seconds
-            task.nbytes += landed.good * self._mover.block_bytes(move.part)
-            if landed.cause is not None:
-                _fail(task, move.part, landed.good, landed.cause)
-            self._settle(task)
+            self._in_flight.remove(entry)
+            task.in_flight -= 1
+            task.seconds += result.seconds
+            task.nbytes += result.good * self._copier.block_bytes(chunk.part)
+            if result.cause is not None:
+                _fail(task, chunk.part, result.good, result.cause)
+            self._finish_if_done(task)
 
-    def _landing(self, task: _Task, move: Move) -> ChunkResult | None:
+    def _poll_chunk(self, task: _Task, chunk: ChunkCopy) -> ChunkResult | None:
         with contained(partial(_log_error, task)):
-            return self._mover.land(move)
+            return self._copier.poll(chunk)
         return ChunkResult(0, FailureCause.COPY, 0.0)
 
-    def _settle(self, task: _Task) -> None:
-        """Take a job without more chunks from its queue; report it when none is on its way."""
+    def _finish_if_done(self, task: _Task) -> None:
+        """Take a job without more chunks from its queue; report it when none is in flight."""
         if task.queued and not task.chunks:
             with self._wake:
                 (self._loads if isinstance(task.job, LoadBlocks) else self._stores).remove(task)
             task.queued = False
-        if task.queued or task.flying:
+        if task.queued or task.in_flight:
             return
         report = JobReport(task.job.job, tuple(task.failures), seconds=task.seconds)
         done = FinishedCopy(task.job, report, task.kind, task.nbytes, task.seconds)
@@ -242,9 +248,9 @@ class CopyExecutor:
             task.ended(done)
 
 
-def _chunks(parts: tuple[GroupBlocks, ...], mover: ChunkCopier) -> Iterator[GroupBlocks]:
+def _chunks(parts: tuple[GroupBlocks, ...], copier: ChunkCopier) -> Iterator[GroupBlocks]:
     for part in parts:
-        size = max(1, CHUNK_BYTES // mover.block_bytes(part))
+        size = max(1, CHUNK_BYTES // copier.block_bytes(part))
         for start in range(0, len(part.slots), size):
             end = start + size
             yield GroupBlocks(part.group, part.block_ids[start:end], part.slots[start:end])
@@ -256,7 +262,7 @@ def _log_error(task: _Task, error: Exception) -> None:
 
 
 def _fail(task: _Task, part: GroupBlocks, good: int, cause: FailureCause) -> None:
-    """Note that a chunk stopped behind its ``good`` first blocks, and launch no more of its job."""
+    """Record that a chunk failed after its ``good`` first blocks; drop the rest of its job."""
     # A broken copy leaves its whole chunk unknown; other causes name one block.
     known = len(part.slots) if cause is FailureCause.COPY else good + 1
     task.failures.extend(_failures(part, good, known, cause))
@@ -273,13 +279,10 @@ def _failures(
         yield FailedBlock(part.group, part.block_ids[number], part.slots[number], cause)
 
 
-# A bound on the bytes per second of stores, where they would take bandwidth that others need.
-
-
 class RateLimiter:
-    """Says when the next bytes may go. ``rate`` in bytes per second; 0: always. For one thread.
+    """Limits stores to ``rate`` bytes per second; 0: no limit. For one thread.
 
-    What was not used is not saved up: after a pause there is no burst over the rate.
+    Unused bytes are not saved up: after a pause there is no burst over the rate.
     """
 
     def __init__(self, rate: int, clock: Callable[[], float]) -> None:
@@ -288,10 +291,10 @@ class RateLimiter:
         self._free_at = 0.0
 
     def delay(self) -> float:
-        """Return the seconds until bytes may go, 0 if they may now."""
+        """Return the seconds until the next copy may start."""
         return max(0.0, self._free_at - self._clock()) if self._rate else 0.0
 
-    def spend(self, nbytes: int) -> None:
-        """Note that ``nbytes`` go now."""
+    def consume(self, nbytes: int) -> None:
+        """Record a copy of ``nbytes`` that starts now."""
         if self._rate:
             self._free_at = max(self._free_at, self._clock()) + nbytes / self._rate

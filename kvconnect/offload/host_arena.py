@@ -33,7 +33,7 @@ _ADVICE = (
 )
 
 
-class HostStore:
+class HostArena:
     """``num_slots`` slots of ``slot_bytes`` each in one anonymous, private, populated mapping.
 
     The mapping has no name and no second owner, so a killed process leaves nothing behind: the
@@ -76,7 +76,7 @@ class HostStore:
 
     def __repr__(self) -> str:
         state = "closed" if self._map is None else "pinned" if self._pinned else "open"
-        return f"HostStore({self.num_slots} x {self.slot_bytes} bytes, {state})"
+        return f"HostArena({self.num_slots} x {self.slot_bytes} bytes, {state})"
 
     def tensor(self) -> torch.Tensor:
         """Return the arena as a uint8 tensor of shape ``[nbytes]``, without copying.

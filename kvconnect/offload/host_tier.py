@@ -12,7 +12,7 @@ from kvconnect.config import DigestMode, check_fits
 from kvconnect.copy import Copier
 from kvconnect.errors import ConfigError
 from kvconnect.offload.copy_executor import CopyExecutor, FinishedCopy
-from kvconnect.offload.host_arena import HostStore, device_node
+from kvconnect.offload.host_arena import HostArena, device_node
 from kvconnect.offload.messages import LoadBlocks, StoreBlocks
 from kvconnect.offload.streams import make_streams
 
@@ -49,7 +49,7 @@ class HostTier:
             what="available now for this worker's share",
         )
         node = device_node(area.device)
-        self.store = HostStore(num_slots, geometry.slot_bytes, digest, node)
+        self.store = HostArena(num_slots, geometry.slot_bytes, digest, node)
         if area.device.type == "cuda":
             self.store.pin()
         copier = make_copier(area, self.store.tensor(), geometry)
@@ -58,7 +58,7 @@ class HostTier:
         self._pending: list[StoreBlocks] = []
 
     def begin(self, loads: Sequence[LoadBlocks], stores: Sequence[StoreBlocks]) -> None:
-        """Start the step's loads, ahead of the forward; note its stores for after it."""
+        """Start the step's loads, ahead of the forward; keep its stores for after it."""
         self.submit_stores()  # a pipeline stage may end a step without asking for that
         self._pending = list(stores)
         if loads:

@@ -11,7 +11,7 @@ from kvconnect.errors import Misuse
 from kvconnect.offload.eviction import EvictionPolicy
 
 
-class Removed(NamedTuple):
+class RemovedBlock(NamedTuple):
     """A block that left the tier to make room, or because it was quarantined."""
 
     group: int
@@ -36,7 +36,7 @@ class HostIndex:
     def __init__(self, num_slots: int, num_groups: int, policy: EvictionPolicy) -> None:
         self.slots = Slots(num_slots)
         self.policy = policy
-        self.removed: list[Removed] = []
+        self.removed: list[RemovedBlock] = []
         self.evictions = 0
         self._ready: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
         self._pending: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
@@ -195,7 +195,7 @@ class HostIndex:
         del self._ready[group][block_hash]
         self._readable[slot] = b""
         self.slots.drop(slot)
-        self.removed.append(Removed(group, block_hash))
+        self.removed.append(RemovedBlock(group, block_hash))
 
 
 # The life of the host tier's slots: who may write one, who reads it, when it is free again.

@@ -145,7 +145,7 @@ class JobLimits(NamedTuple):
     keeps_prefix: bool
 
 
-class Settled(NamedTuple):
+class SettledJob(NamedTuple):
     """A finished job.
 
     ``released`` device blocks are no longer held by a store and go back to the engine's pool;
@@ -178,7 +178,7 @@ class _OpenJob:
     given_up: bool = False  # a reset or expiry made the result worthless: nobody waits for it
 
 
-class JobBook:
+class JobTable:
     """Open jobs of one engine. Owned by the scheduler's thread."""
 
     def __init__(
@@ -217,7 +217,7 @@ class JobBook:
         )
         return LoadBlocks(job, req_id, parts, self._limits.deadline_s, sync)
 
-    def on_report(self, report: JobReport, now: float) -> Settled | None:
+    def on_report(self, report: JobReport, now: float) -> SettledJob | None:
         """Take one worker's answer; return what changed once the last one has answered."""
         job = self._jobs.get(report.job)
         if job is None:
@@ -289,7 +289,7 @@ class JobBook:
         self._jobs[number] = job
         return number
 
-    def _end_store(self, job: _OpenJob, released: tuple[int, ...]) -> Settled:
+    def _end_store(self, job: _OpenJob, released: tuple[int, ...]) -> SettledJob:
         failed = {failure.slot for failure in job.failures.values()}
         stored: list[tuple[int, bytes]] = []
         dropped: list[tuple[int, bytes]] = []
@@ -298,9 +298,9 @@ class JobBook:
             dropped += self._index.abandon(set(part.slots).difference(good))
             self._index.commit(good)
             stored += [(part.group, self._index.hash_of(slot)) for slot in good]
-        return Settled(job.owner, released, tuple(stored), tuple(dropped))
+        return SettledJob(job.owner, released, tuple(stored), tuple(dropped))
 
-    def _end_load(self, job: _OpenJob, now: float) -> Settled:
+    def _end_load(self, job: _OpenJob, now: float) -> SettledJob:
         for part in job.parts:
             self._index.unpin(slot for slot in part.slots if slot >= 0)
         for failure in job.failures.values():
@@ -313,14 +313,14 @@ class JobBook:
         if not job.failures:
             self._stats.observe("load_latency_seconds", latency, label=Tier.HOST.value)
             loaded = sum(len(part.slots) for part in job.parts)
-            return Settled(job.owner, loaded=loaded, seconds=job.seconds)
+            return SettledJob(job.owner, loaded=loaded, seconds=job.seconds)
         # A step that reads its loads went on without the blocks, and its stores may hold the
         # result.
         released = tuple(self.void_stores()) if job.sync else ()
         first = next(iter(job.failures.values()))
         self._stats.count("failed_requests", label=first.cause.value)
         self._stats.count("recomputed_tokens", _lost_tokens(job, self._limits.keeps_prefix))
-        return Settled(job.owner, released, failed_req_id=job.req_id)
+        return SettledJob(job.owner, released, failed_req_id=job.req_id)
 
 
 def _lost_tokens(job: _OpenJob, keeps_prefix: bool) -> int:

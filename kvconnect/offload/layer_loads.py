@@ -1,6 +1,6 @@
-"""Loads that a step's forward reads: a layer waits for its own bytes, while later ones still come.
+"""Loads inside a step: each layer of the forward waits only for its own bytes.
 
-The copy thread launches such a load some layers at a time and notes a fence behind each piece
+The copy thread launches such a load some layers at a time and records a fence behind each piece
 (:class:`SyncLoad`); the engine's thread puts its work behind the fences (:class:`SyncLoads`).
 """
 
@@ -17,13 +17,13 @@ from kvconnect.offload.streams import Fence, Streams
 from kvconnect.types import JobId
 
 PIECE_BYTES = 4 << 20
-"""Least bytes of a piece: about what the link moves while the next one is launched."""
+"""Smallest piece: about what the link copies while the next piece is launched."""
 
 _STUCK_S = 120.0  # no memory copy of one step takes this long on a device that is alive
 
 
 def pieces(group: GroupGeometry, num_blocks: int) -> Iterator[Runs]:
-    """Cut the runs of so many blocks, all layers of them, into pieces."""
+    """Yield ranges of runs that cut ``num_blocks`` blocks into pieces."""
     first, nbytes, count = 0, 0, len(group.segments)
     for end, segment in enumerate(group.segments, start=1):
         nbytes += segment.length * num_blocks
@@ -33,36 +33,36 @@ def pieces(group: GroupGeometry, num_blocks: int) -> Iterator[Runs]:
 
 
 class SyncLoad:
-    """How far a load is. ``reach`` and ``end`` are for the copy thread.
+    """Progress of a load. ``mark_loaded`` and ``end`` are for the copy thread.
 
-    ``runs``: of each group that it loads, how many runs a block has.
+    ``runs``: per loaded group, the number of runs of a block.
     """
 
     def __init__(self, job: JobId, runs: Mapping[int, int]) -> None:
         self.runs = runs
         self._job = job
-        self._news = threading.Condition()
-        self._reached: dict[int, list[tuple[int, Fence]]] = {group: [] for group in runs}
+        self._changed = threading.Condition()
+        self._loaded: dict[int, list[tuple[int, Fence]]] = {group: [] for group in runs}
         self._ended = False
 
-    def reach(self, group: int, runs: int, fence: Fence) -> None:
-        """The first ``runs`` runs of a group's blocks are there behind ``fence``."""
-        with self._news:
-            self._reached[group].append((runs, fence))
-            self._news.notify_all()
+    def mark_loaded(self, group: int, runs: int, fence: Fence) -> None:
+        """The first ``runs`` runs of a group's blocks are loaded behind ``fence``."""
+        with self._changed:
+            self._loaded[group].append((runs, fence))
+            self._changed.notify_all()
 
     def end(self) -> None:
-        """The load ended, well or not: nothing of it lands any more."""
-        with self._news:
+        """The load ended, successfully or not; it writes nothing any more."""
+        with self._changed:
             self._ended = True
-            self._news.notify_all()
+            self._changed.notify_all()
 
     def fence(self, group: int, runs: int) -> Fence | None:
-        """Return what the first ``runs`` runs are behind, None if they are there or never will be.
+        """Return the fence behind the first ``runs`` runs; None if the load has ended.
 
-        Blocks until they were launched. Raises :class:`TransferFailed` like :meth:`wait`.
+        Blocks until the runs were launched. Raises :class:`TransferFailed` like :meth:`wait`.
         """
-        reached = self._reached[group]
+        reached = self._loaded[group]
         self._wait_for(lambda: self._ended or bool(reached and reached[-1][0] >= runs))
         return None if self._ended else next(fence for end, fence in reached if end >= runs)
 
@@ -70,14 +70,14 @@ class SyncLoad:
         """Block until the load has ended.
 
         Raises:
-            TransferFailed: the copy thread is stuck in it. Its bytes may still land, so the step
-                that needs them cannot go on.
+            TransferFailed: the copy thread is stuck in the load. Its bytes may still be written,
+                so the step that needs them cannot go on.
         """
         self._wait_for(lambda: self._ended)
 
     def _wait_for(self, what: Callable[[], bool]) -> None:
-        with self._news:
-            if not self._news.wait_for(what, _STUCK_S):
+        with self._changed:
+            if not self._changed.wait_for(what, _STUCK_S):
                 error = f"synchronous load {self._job} did not end within {_STUCK_S:.0f} s"
                 raise TransferFailed(error)
 
@@ -103,13 +103,13 @@ class SyncLoads:
         self._waited = 0.0
 
     def add(self, load: SyncLoad) -> None:
-        """A load was submitted for the next forward."""
+        """Add a load that the next forward reads."""
         self._loads.append(load)
 
     def before_forward(self, hooks: bool) -> None:
-        """Have the forward come after all layers that :meth:`before_layer` will not be called for.
+        """Make the forward wait for all layers that :meth:`before_layer` will not be called for.
 
-        ``hooks``: it is called in this step.
+        ``hooks``: this step calls :meth:`before_layer`.
         """
         if not self._loads:
             return
@@ -123,15 +123,15 @@ class SyncLoads:
                 self._follow(load, group, runs)
 
     def before_layer(self, name: str) -> None:
-        """Have what is launched next come after a layer's bytes."""
+        """Make later launches wait for a layer's bytes."""
         if name in self.layers:
             self._hooked.add(name)
             for load in self._loads:
                 self._follow(load, *self.layers[name])
 
     def finish(self) -> float:
-        """Block until all loads have ended, so that they can be polled; return for how many
-        seconds the step was held up. What a device waits for itself is not in them."""
+        """Block until all loads have ended and can be polled. Return the seconds that the engine's
+        thread has waited in this step, without waits of the device."""
         for load in self._loads:
             load.wait()
         self._loads.clear()

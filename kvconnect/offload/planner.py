@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvconnect.cache.groups import CacheGroup, keeps_prefix, longest_prefix
-from kvconnect.offload.index import HostIndex, Removed
-from kvconnect.offload.jobs import NULL_BLOCK, JobBook, JobLimits, Owner, Settled
+from kvconnect.offload.index import HostIndex, RemovedBlock
+from kvconnect.offload.jobs import NULL_BLOCK, JobLimits, JobTable, Owner, SettledJob
 from kvconnect.offload.messages import GroupBlocks, JobReport, LoadBlocks, OffloadInstructions
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Tier
@@ -78,7 +78,7 @@ class OffloadPlan:
         self.index = index
         self.stats = stats
         job_limits = JobLimits(limits.workers, limits.deadline_s, keeps_prefix(self.groups))
-        self.jobs = JobBook(index, stats, job_limits)
+        self.jobs = JobTable(index, stats, job_limits)
         self.load_mode = LoadMode()
         self._held_limit = limits.held_blocks
         self._requests: dict[str, _PlannedRequest] = {}
@@ -187,7 +187,7 @@ class OffloadPlan:
         self._loads, self._store_parts, self._planned = [], {}, 0
         return instructions
 
-    def on_report(self, report: JobReport, now: float) -> Settled | None:
+    def on_report(self, report: JobReport, now: float) -> SettledJob | None:
         """Take one worker's answer; return what changed once the last one has answered."""
         settled = self.jobs.on_report(report, now)
         if settled is not None:
@@ -209,7 +209,7 @@ class OffloadPlan:
             request.due_tokens = _NEVER
         return self.jobs.void_stores()
 
-    def take_removed(self) -> list[Removed]:
+    def take_removed(self) -> list[RemovedBlock]:
         """Return the blocks that left the tier since the last call, and count the evicted."""
         removed, self.index.removed = self.index.removed, []
         fresh = self.index.evictions - self._evictions_counted

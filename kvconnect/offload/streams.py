@@ -1,8 +1,8 @@
-"""Ordering copies against the model's own work on the device, and timing them.
+"""Orders copies against the model's work on the device, and times them.
 
-A *fence* is taken on the engine's thread at the point a copy must come after; the copy thread
-waits for it on its own stream. Nothing here synchronises the device or the compute stream. A
-*flight* is a copy that was launched; several of one direction may be on their way.
+The engine's thread takes a *fence* where a copy may start; the copy thread's stream waits for it.
+Nothing here synchronises the device or the compute stream. Several copies of one direction may be
+in flight.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ Fence = object
 
 
 def use_device(device: torch.device) -> None:
-    """Make a CUDA device the calling thread's own; other devices need nothing.
+    """Set the calling thread's current CUDA device; other devices need nothing.
 
-    A new thread is on device 0. Left there, it would switch to and fro at each call, and make a
-    context on the GPU of rank 0, of hundreds of MB, for every other rank.
+    A new thread is on device 0. There it would switch devices at each call, and every rank would
+    make a context of hundreds of MB on the GPU of rank 0.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 class DeviceFence:
-    """A point in the device's work; the event has been recorded."""
+    """A point in the device's work, as a recorded event."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
 
     def wait(self) -> None:
-        """Block the calling thread, and nothing else, until the device has passed it."""
+        """Block only the calling thread until the device has passed the event."""
         use_device(self._event.device)
         self._event.synchronize()
 
 
-class Flight(ABC):
-    """One copy on its way. For the thread that launched it.
+class InFlightCopy(ABC):
+    """One launched copy. For the thread that launched it.
 
-    Both calls raise :class:`TransferFailed` if the device could not do it.
+    Both calls raise :class:`TransferFailed` if the device failed.
     """
 
     @abstractmethod
     def poll(self) -> float | None:
-        """Return the seconds it took, None while it is on its way; does not block."""
+        """Return the seconds the copy took, None while it is in flight; does not block."""
 
     @abstractmethod
     def wait(self) -> float:
-        """Block the calling thread, and nothing else, until it is there; return its seconds."""
+        """Block only the calling thread until the copy is done; return its seconds."""
 
 
-class CompletedFlight(Flight):
-    """A copy that was done when it was launched."""
+class CompletedCopy(InFlightCopy):
+    """A copy that its launch completed."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -72,32 +72,31 @@ class CompletedFlight(Flight):
 
 
 class Streams(ABC):
-    """Where copies run. ``launch`` belongs to the copy thread, the rest to the engine's thread."""
+    """Runs copies. ``launch`` is for the copy thread, the rest for the engine's thread."""
 
     @abstractmethod
     def fence(self) -> Fence:
-        """Mark what the calling thread's current stream was given so far; does not block. May also
-        be called in a ``copy`` of :meth:`launch`."""
+        """Return a fence behind the work of the calling thread's current stream; does not block.
+        A ``copy`` of :meth:`launch` may call it too."""
 
     @abstractmethod
     def follow(self, fence: Fence) -> None:
-        """Have the device do what the current stream is given next after ``fence``; does not
-        block."""
+        """Make later work of the current stream wait for ``fence``; does not block."""
 
     @abstractmethod
     def mark(self) -> DeviceFence | None:
         """Return a fence that any thread can wait for; None if there is nothing to wait for."""
 
     @abstractmethod
-    def launch(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> Flight:
-        """Start ``copy`` after ``fence``, where it runs in order with others of its kind.
+    def launch(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> InFlightCopy:
+        """Start ``copy`` after ``fence``, in order with other copies of its kind.
 
-        What ``copy`` raises is raised here; :class:`TransferFailed` if the device refuses. Nothing
-        of a copy that failed is still on its way then.
+        Raises what ``copy`` raises; :class:`TransferFailed` if the device refuses. After an error,
+        nothing of the copy is in flight.
         """
 
     def run(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> float:
-        """Run ``copy`` after ``fence``; block until its bytes are there; return its seconds."""
+        """Run ``copy`` after ``fence``; block until it is done; return its seconds."""
         return self.launch(kind, fence, copy).wait()
 
 
@@ -112,17 +111,17 @@ class HostStreams(Streams):
     def mark(self) -> DeviceFence | None:
         return None
 
-    def launch(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> Flight:  # noqa: ARG002
+    def launch(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> InFlightCopy:  # noqa: ARG002
         started = time.perf_counter()
         copy()
-        return CompletedFlight(time.perf_counter() - started)
+        return CompletedCopy(time.perf_counter() - started)
 
 
 _Pair = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
 class EventPool:
-    """Pairs of timing events: making one costs more than a launch. For one thread."""
+    """Pairs of timing events for reuse: making one costs more than a launch. For one thread."""
 
     def __init__(self) -> None:
         self._free: list[_Pair] = []
@@ -139,10 +138,10 @@ class EventPool:
         self._free.append(pair)
 
 
-class CudaFlight(Flight):
-    """A copy between two events, which go back to ``pool`` when it has landed.
+class CudaInFlightCopy(InFlightCopy):
+    """A copy between two events, which go back to ``pool`` when it is done.
 
-    Events of a copy that failed do not: what they say is unknown.
+    The events of a failed copy do not go back: their state is unknown.
     """
 
     def __init__(self, pair: _Pair, pool: EventPool) -> None:
@@ -153,7 +152,7 @@ class CudaFlight(Flight):
     def poll(self) -> float | None:
         try:
             if self._seconds is None and self._pair[1].query():
-                self._land()
+                self._finish()
         except RuntimeError as error:
             raise TransferFailed("the device failed during a copy") from error
         return self._seconds
@@ -162,11 +161,11 @@ class CudaFlight(Flight):
         try:
             if self._seconds is None:
                 self._pair[1].synchronize()  # blocks this thread only
-            return self._land() if self._seconds is None else self._seconds
+            return self._finish() if self._seconds is None else self._seconds
         except RuntimeError as error:
             raise TransferFailed("the device failed during a copy") from error
 
-    def _land(self) -> float:
+    def _finish(self) -> float:
         start, end = self._pair
         self._seconds = float(start.elapsed_time(end)) / 1e3
         self._pool.give(self._pair)
@@ -175,10 +174,9 @@ class CudaFlight(Flight):
 
 @contextmanager
 def draining(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Launch on ``stream``; where that breaks off, wait for what was launched, then raise.
+    """Launch on ``stream``; on an error, wait for what was launched, then raise.
 
-    Its bytes would otherwise land in blocks and slots that were given up, and perhaps belong to
-    somebody else by then.
+    Otherwise its bytes could still be written to blocks and slots that have a new owner.
     """
     whole = False
     with torch.cuda.stream(stream):
@@ -216,7 +214,7 @@ class CudaStreams(Streams):
         event.record()
         return DeviceFence(event)
 
-    def launch(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> Flight:
+    def launch(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> InFlightCopy:
         use_device(self._device)
         stream = self._streams[kind]
         try:
@@ -228,15 +226,14 @@ class CudaStreams(Streams):
                 pair[1].record()
         except RuntimeError as error:
             raise TransferFailed("a copy could not be launched") from error
-        return CudaFlight(pair, self._pool)
+        return CudaInFlightCopy(pair, self._pool)
 
 
 def check_device(kind: str) -> None:
-    """Refuse a kind of device that nothing here was written for.
+    """Check that copies can be ordered against a device's work.
 
     Raises:
-        Incompatible: neither CPUs nor NVIDIA's GPUs. Its copies would not be ordered against what
-            it computes.
+        Incompatible: neither a CPU nor an NVIDIA GPU.
     """
     name = "rocm" if kind == "cuda" and torch.version.hip else kind
     if name not in ("cpu", "cuda"):

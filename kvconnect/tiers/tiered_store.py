@@ -18,7 +18,7 @@ from functools import partial
 
 from kvconnect.breaker import CircuitBreaker
 from kvconnect.errors import Corrupt, contained
-from kvconnect.offload.host_arena import HostStore
+from kvconnect.offload.host_arena import HostArena
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.threads import ThreadKind, failed, make
 from kvconnect.tiers.backends import BlockOutcome, Store, Usage
@@ -213,7 +213,7 @@ class TieredStore:
     def __init__(
         self,
         stores: Mapping[Tier, Store],
-        host: HostStore,
+        host: HostArena,
         wait_s: float,
         reports_usage: bool = True,
         clock: Callable[[], float] = time.monotonic,

@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from kvconnect.cache.keys import group_of
 from kvconnect.cache.layout import Geometry
-from kvconnect.offload.host_arena import HostStore
+from kvconnect.offload.host_arena import HostArena
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends import Store
 from kvconnect.tiers.messages import LookupBlocks, PrefetchBlocks, TierAnswer, WriteBackBlocks
@@ -46,7 +46,7 @@ class TierWorker:
     def __init__(
         self,
         stores: Mapping[Tier, Store],
-        host: HostStore,
+        host: HostArena,
         geometry: Geometry,
         reports_usage: bool = True,
         wait_s: float = 5.0,

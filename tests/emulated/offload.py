@@ -285,7 +285,7 @@ def play(random: Random, disabled: frozenset[Site] = frozenset()) -> Emulator:
         emulator = Emulator(world, disabled)
         emulator.install(monkeypatch)
         monkeypatch.setattr(host_tier, "device_node", lambda device: None)
-        monkeypatch.setattr(host_tier.HostStore, "pin", lambda self: True)
+        monkeypatch.setattr(host_tier.HostArena, "pin", lambda self: True)
         monkeypatch.setattr(layer_loads, "PIECE_BYTES", 1)  # a piece per layer
         monkeypatch.setattr(copy_executor, "CHUNK_BYTES", 2 * LAYERS * RUN)
         for module in (copy_executor, layer_loads):

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 from kvconnect.copy.driver import own_stream  # noqa: E402
 from kvconnect.cuda import CudaContext, has_context, load_driver  # noqa: E402
 from kvconnect.errors import TransferFailed  # noqa: E402
-from kvconnect.offload.host_arena import HostStore  # noqa: E402
+from kvconnect.offload.host_arena import HostArena  # noqa: E402
 from kvconnect.offload.streams import CudaStreams  # noqa: E402
 from kvconnect.transport.base import MemoryRegion  # noqa: E402
 from kvconnect.transport.nixl import worker as movers  # noqa: E402
@@ -72,9 +72,9 @@ def launch() -> None:
 
 
 def test_a_refused_page_lock_breaks_nothing_that_follows() -> None:
-    store = HostStore(4, 1 << 20, "off")
+    store = HostArena(4, 1 << 20, "off")
     assert store.pin()
-    twice = HostStore(4, 1 << 20, "off")
+    twice = HostArena(4, 1 << 20, "off")
     context = CudaContext(torch.cuda.current_device())
     with pytest.raises(TransferFailed):
         context.lock(store.address, store.nbytes)  # it is locked already

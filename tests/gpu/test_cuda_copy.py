@@ -27,7 +27,7 @@ from kvconnect.copy.cuda import (  # noqa: E402
 from kvconnect.copy.reference import ReferenceCopier  # noqa: E402
 from kvconnect.errors import TransferFailed  # noqa: E402
 from kvconnect.offload.copy_executor import CopyExecutor  # noqa: E402
-from kvconnect.offload.host_arena import HostStore  # noqa: E402
+from kvconnect.offload.host_arena import HostArena  # noqa: E402
 from kvconnect.offload.messages import GroupBlocks, LoadBlocks, StoreBlocks  # noqa: E402
 from kvconnect.offload.streams import make_streams  # noqa: E402
 from kvconnect.testing.memory import PageMemory, phased_unit, plain_unit, split_unit  # noqa: E402
@@ -147,7 +147,7 @@ class Worker:
     def __init__(self, choice: CopyThreshold, blocks: int = 64, page: int = 256 << 10) -> None:
         self.geometry = layers(2, blocks, page, 0, 0)
         self.area = noise(self.geometry.area_bytes, 6).to(DEVICE)
-        self.store = HostStore(blocks, self.geometry.slot_bytes, "full")
+        self.store = HostArena(blocks, self.geometry.slot_bytes, "full")
         assert self.store.pin()
         driver = open_driver(DEVICE)
         copier = CudaCopier(self.area, self.store.tensor(), self.geometry, driver, choice)

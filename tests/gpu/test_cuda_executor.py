@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry  # noqa: E402
 from kvconnect.copy import make_copier  # noqa: E402
 from kvconnect.offload.copy_executor import CopyExecutor, FinishedCopy  # noqa: E402
-from kvconnect.offload.host_arena import HostStore  # noqa: E402
+from kvconnect.offload.host_arena import HostArena  # noqa: E402
 from kvconnect.offload.messages import GroupBlocks, LoadBlocks, StoreBlocks  # noqa: E402
 from kvconnect.offload.streams import make_streams  # noqa: E402
 from kvconnect.types import JobId, TransferType  # noqa: E402
@@ -38,7 +38,7 @@ def test_the_device_waits_for_each_layer_of_a_synchronous_load(
     area = wanted.clone()
     segments = tuple(ByteRun(layer * BLOCKS * PAGE, PAGE, PAGE) for layer in range(2))
     geometry = Geometry((GroupGeometry(segments, BLOCKS),))
-    store = HostStore(BLOCKS, geometry.slot_bytes, "full")
+    store = HostArena(BLOCKS, geometry.slot_bytes, "full")
     assert store.pin()
     copier = make_copier(area, store.tensor(), geometry)
     executor = CopyExecutor(copier, store, geometry, make_streams(device))
@@ -77,7 +77,7 @@ def test_blocks_survive_the_trip_behind_the_work_that_wrote_them() -> None:
     area = torch.zeros(2 * BLOCKS * PAGE, dtype=torch.uint8, device=device)
     segments = tuple(ByteRun(layer * BLOCKS * PAGE, PAGE, PAGE) for layer in range(2))
     geometry = Geometry((GroupGeometry(segments, BLOCKS),))
-    store = HostStore(BLOCKS, geometry.slot_bytes, "full")
+    store = HostArena(BLOCKS, geometry.slot_bytes, "full")
     assert store.pin()
     copier = make_copier(area, store.tensor(), geometry)
     executor = CopyExecutor(copier, store, geometry, make_streams(device))

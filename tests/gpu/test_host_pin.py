@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
-from kvconnect.offload.host_arena import HostStore
+from kvconnect.offload.host_arena import HostArena
 
 torch = pytest.importorskip("torch")
 
@@ -21,7 +21,7 @@ def test_blocks_come_back_from_the_arena(pinned: bool) -> None:
 
     block, num_blocks = 64 << 10, 16
     geometry = Geometry((GroupGeometry((ByteRun(0, block, block),), num_blocks),))
-    store = HostStore(num_blocks, geometry.slot_bytes, "full")
+    store = HostArena(num_blocks, geometry.slot_bytes, "full")
     assert not store.tensor().is_pinned()  # negative control
     if pinned:
         assert store.pin()

@@ -204,7 +204,7 @@ def play(random: Random, disabled: frozenset[Site] = frozenset()) -> Emulator:
         monkeypatch.setattr(linker_module, "map_pool", on_device)
         monkeypatch.setattr(PoolTier, "make_copier", staticmethod(copier))
         monkeypatch.setattr(host_tier, "device_node", lambda device: None)
-        monkeypatch.setattr(host_tier.HostStore, "pin", lambda self: True)
+        monkeypatch.setattr(host_tier.HostArena, "pin", lambda self: True)
         runtime = SimpleNamespace(Event=emulator.event)
         monkeypatch.setattr(unified_cache_linker, "device_module", runtime)
         monkeypatch.setattr(unified_cache_linker, "Future", world.future)

@@ -12,7 +12,7 @@ from kvconnect.config import Config
 from kvconnect.engines.sglang.page_tiers import GROUP, PageCache, PageTiers
 from kvconnect.errors import Corrupt
 from kvconnect.offload.eviction import make_policy
-from kvconnect.offload.host_arena import HostStore
+from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.index import HostIndex
 from kvconnect.offload.planner import count_lookup, hits_by_tier
 from kvconnect.stats import OffloadingConnectorStats
@@ -39,7 +39,7 @@ class PageStore:
         stores: Mapping[Tier, Store] | None = None,
     ) -> None:
         self.index = HostIndex(num_slots, 1, make_policy(config.offload.policy, num_slots))
-        self.memory = HostStore(num_slots, slot_bytes, config.digest)
+        self.memory = HostArena(num_slots, slot_bytes, config.digest)
         self._pages = PageCache(self.index, self.memory)
         limits = (config.tiers.wait_s, config.deadline_s)
         self.below = PageTiers(stores, self._pages, limits) if stores else None

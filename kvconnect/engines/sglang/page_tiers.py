@@ -11,7 +11,7 @@ from functools import partial
 from itertools import pairwise
 
 from kvconnect.cache.keys import block_key
-from kvconnect.offload.host_arena import HostStore
+from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.index import HostIndex
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers import SHARED
@@ -31,7 +31,7 @@ class PageCache:
     """What a page store and its tiers share. The lock is held while anything else but ``memory``
     is used; bytes are moved without it, in slots that are reserved or pinned."""
 
-    def __init__(self, index: HostIndex, memory: HostStore) -> None:
+    def __init__(self, index: HostIndex, memory: HostArena) -> None:
         self.index = index
         self.memory = memory
         self.sizes = array("q", bytes(8 * memory.num_slots))  # of the page in each slot

@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvconnect.cache.groups import CacheGroup
-from kvconnect.offload.index import Removed
+from kvconnect.offload.index import RemovedBlock
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -111,7 +111,7 @@ class EventLog:
         for key in dropped:
             self._planned.pop(key, None)
 
-    def removed(self, blocks: Iterable[Removed]) -> None:
+    def removed(self, blocks: Iterable[RemovedBlock]) -> None:
         """Blocks left the host tier."""
         if self._enabled:
             self._ready.extend(

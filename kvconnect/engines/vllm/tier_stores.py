@@ -25,7 +25,7 @@ from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.records import records_for_all
 from kvconnect.engines.vllm.translate import is_of_tokens
 from kvconnect.errors import ConfigError, Incompatible, Refused
-from kvconnect.offload.host_arena import HostStore
+from kvconnect.offload.host_arena import HostArena
 from kvconnect.protocol.topology import head_range
 from kvconnect.tiers import LookupRequest
 from kvconnect.tiers.backends import Store, make_remote, make_store, make_tiers
@@ -54,7 +54,7 @@ def make_lower_tiers(
     kv_cache_config: KVCacheConfig,
     config: Config,
     kv_caches: Mapping[str, torch.Tensor],
-    host: tuple[HostStore, Geometry],
+    host: tuple[HostArena, Geometry],
 ) -> TierWorker | None:
     """Return a worker's tiers below its host tier, None if there are none.
 

@@ -15,7 +15,7 @@ from kvconnect.config import Config
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.tier_stores import Names
 from kvconnect.offload.index import HostIndex
-from kvconnect.offload.jobs import Settled
+from kvconnect.offload.jobs import SettledJob
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers import LookupResult, PrefetchDecision, Promoted, TierLimits, TierPlan
 from kvconnect.tiers.cost_model import CostModel, LoadReason, TierSegment
@@ -100,7 +100,7 @@ class TierScheduler:
             blocks = [(group, hashes[group][block]) for group, block in new]
             self._keys.update((block, wanted.key(*block)) for block in blocks)
 
-    def settled(self, settled: Settled) -> None:
+    def settled(self, settled: SettledJob) -> None:
         """A job of the host tier ended."""
         for block in settled.stored:
             key = self._keys.pop(block, None)

@@ -12,7 +12,7 @@ from benchmarks import copy_cuda  # noqa: E402
 from kvconnect.cache.layout import Geometry  # noqa: E402
 from kvconnect.copy.calibration import CopyThreshold  # noqa: E402
 from kvconnect.copy.cuda import CudaCopier  # noqa: E402
-from kvconnect.offload.host_arena import HostStore  # noqa: E402
+from kvconnect.offload.host_arena import HostArena  # noqa: E402
 from kvconnect.offload.streams import HostStreams  # noqa: E402
 from tests.fakes.cuda_driver import FakeDriver  # noqa: E402
 
@@ -40,7 +40,7 @@ class HostBench(copy_cuda.CudaBench):
         self.device = torch.device("cpu")
         self.area = torch.empty(copy_cuda.AREA_BYTES, dtype=torch.uint8).random_()
         slots = copy_cuda.AREA_BYTES // copy_cuda.PAGES["4m"]
-        self.store = HostStore(slots, copy_cuda.PAGES["4m"], "off")
+        self.store = HostArena(slots, copy_cuda.PAGES["4m"], "off")
         self.arena = self.store.tensor()
         self.streams = HostStreams()
 

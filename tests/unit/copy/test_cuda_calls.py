@@ -21,7 +21,7 @@ from kvconnect.cuda import CudaContext, check, has_context, load_driver  # noqa:
 from kvconnect.disaggregation import staging  # noqa: E402
 from kvconnect.errors import ConfigError, Incompatible, Misuse, TransferFailed  # noqa: E402
 from kvconnect.offload import host_arena  # noqa: E402
-from kvconnect.offload.host_arena import HostStore  # noqa: E402
+from kvconnect.offload.host_arena import HostArena  # noqa: E402
 from kvconnect.offload.streams import CudaStreams  # noqa: E402
 from kvconnect.transport.base import MemoryRegion  # noqa: E402
 from kvconnect.transport.nixl import agent as agents  # noqa: E402
@@ -235,12 +235,12 @@ def test_nothing_takes_a_stream_from_torchs_pool() -> None:
 
 
 @pytest.fixture
-def store() -> HostStore:
-    return HostStore(num_slots=8, slot_bytes=2 * PAGE, digest_mode="full")
+def store() -> HostArena:
+    return HostArena(num_slots=8, slot_bytes=2 * PAGE, digest_mode="full")
 
 
 def test_pin_locks_whole_slots_and_close_unlocks(
-    stub: StubDriver, store: HostStore, monkeypatch: pytest.MonkeyPatch
+    stub: StubDriver, store: HostArena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_arena, "_PIN_PIECE_BYTES", 7 * PAGE)  # three slots and a half
     assert store.pin()
@@ -254,7 +254,7 @@ def test_pin_locks_whole_slots_and_close_unlocks(
 
 def test_a_page_lock_that_is_refused_leaves_nothing_locked_and_no_error_behind(
     stub: StubDriver,
-    store: HostStore,
+    store: HostArena,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -274,7 +274,7 @@ def test_a_page_lock_that_is_refused_leaves_nothing_locked_and_no_error_behind(
     store.close()
 
 
-def test_closing_on_a_lost_device_is_quiet(stub: StubDriver, store: HostStore) -> None:
+def test_closing_on_a_lost_device_is_quiet(stub: StubDriver, store: HostArena) -> None:
     assert store.pin()
     stub.lose_device(LOST)
     store.close()

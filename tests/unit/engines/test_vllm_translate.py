@@ -16,7 +16,7 @@ from kvconnect.engines.vllm.events import EventLog
 from kvconnect.engines.vllm.records import records_for_all
 from kvconnect.engines.vllm.translate import long_ropes, total_kv_heads
 from kvconnect.errors import Incompatible, Refused
-from kvconnect.offload.index import Removed
+from kvconnect.offload.index import RemovedBlock
 
 
 def config(tp: int, total: int, **fields: int) -> Any:
@@ -151,7 +151,7 @@ def test_events_say_all_that_a_block_s_hash_is_made_of() -> None:
     log.planned(request, hashes, blocks)
     log.planned(asked(), [[b"c" * 32]], [(0, 0)])  # control: nothing but tokens
     log.stored([(0, b"a" * 32), (1, b"b" * 32), (0, b"c" * 32)])
-    log.removed([Removed(0, b"a" * 32)])
+    log.removed([RemovedBlock(0, b"a" * 32)])
     events: list[Any] = list(log.take())
     assert [event.extra_keys for event in events[:3]] == [
         [("poet", "tenant")],

@@ -12,7 +12,7 @@ import pytest
 
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.errors import TransferFailed
-from kvconnect.offload.host_arena import DigestMode, HostStore
+from kvconnect.offload.host_arena import DigestMode, HostArena
 from kvconnect.offload.messages import FailedBlock, GroupBlocks, LoadBlocks, StoreBlocks
 from kvconnect.types import JobId, TransferType
 
@@ -66,7 +66,7 @@ class Bench:
         generator = torch.Generator().manual_seed(3)
         size = (NUM_BLOCKS * BLOCK_BYTES,)
         self.area = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
-        self.store = HostStore(NUM_SLOTS, GEOMETRY.slot_bytes, digest)
+        self.store = HostArena(NUM_SLOTS, GEOMETRY.slot_bytes, digest)
         self.spy = Spy(kind(self.area, self.store.tensor(), GEOMETRY))
         self.now = 0.0
         self.executor = CopyExecutor(

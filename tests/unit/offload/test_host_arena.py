@@ -15,14 +15,14 @@ import pytest
 
 from kvconnect.errors import ConfigError, Corrupt, Misuse
 from kvconnect.offload import host_arena
-from kvconnect.offload.host_arena import DigestMode, HostStore
+from kvconnect.offload.host_arena import DigestMode, HostArena
 
 PAGE = mmap.PAGESIZE
 
 
 @pytest.fixture
-def store() -> Iterator[HostStore]:
-    store = HostStore(num_slots=8, slot_bytes=2 * PAGE, digest_mode="full")
+def store() -> Iterator[HostArena]:
+    store = HostArena(num_slots=8, slot_bytes=2 * PAGE, digest_mode="full")
     yield store
     store.close()
 
@@ -55,7 +55,7 @@ def address_of(mapping: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
 
-def test_views_address_the_slots(store: HostStore) -> None:
+def test_views_address_the_slots(store: HostArena) -> None:
     assert store.nbytes == 16 * PAGE
     assert len(store.view(3)) == 2 * PAGE
     store.view(3)[:4] = b"kvkv"
@@ -67,7 +67,7 @@ def test_views_address_the_slots(store: HostStore) -> None:
             store.view(slot, nbytes)
 
 
-def test_tensor_shares_the_memory(store: HostStore) -> None:
+def test_tensor_shares_the_memory(store: HostArena) -> None:
     torch = pytest.importorskip("torch")
     tensor = store.tensor()
     assert (tensor.dtype, tuple(tensor.shape)) == (torch.uint8, (store.nbytes,))
@@ -76,7 +76,7 @@ def test_tensor_shares_the_memory(store: HostStore) -> None:
     assert store.view(1)[0] == 7
 
 
-def test_mapping_is_anonymous_private_and_kept_from_children(store: HostStore) -> None:
+def test_mapping_is_anonymous_private_and_kept_from_children(store: HostArena) -> None:
     def leaves_nothing_behind(entry: str) -> bool:
         head, flags = entry.splitlines()[0], re.search(r"^VmFlags: (.*)$", entry, re.M)[1].split()
         anonymous = len(head.split()) == 5 or "[anon" in head
@@ -88,7 +88,7 @@ def test_mapping_is_anonymous_private_and_kept_from_children(store: HostStore) -
     assert not leaves_nothing_behind(mapping_at(address_of(shared)))
 
 
-def test_tensor_outlives_close(store: HostStore) -> None:
+def test_tensor_outlives_close(store: HostArena) -> None:
     pytest.importorskip("torch")
     tensor = store.tensor()
     tensor[0] = 5
@@ -107,7 +107,7 @@ def test_every_page_is_there_from_the_start(native: bool, monkeypatch: pytest.Mo
         monkeypatch.delattr(kvconnect, "_native", raising=False)
         monkeypatch.setitem(sys.modules, "kvconnect._native", None)
     monkeypatch.setattr(host_arena, "_POPULATE_PIECE_BYTES", 3 * PAGE)  # the last piece is smaller
-    store = HostStore(1000, PAGE, "off")
+    store = HostArena(1000, PAGE, "off")
     assert present_pages(store.address, store.nbytes) == 1000
     store.close()
 
@@ -137,18 +137,18 @@ def test_progress_is_logged(
     monkeypatch.setattr(host_arena, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     monkeypatch.setattr(host_arena, "_POPULATE_PIECE_BYTES", PAGE)
     caplog.set_level("INFO", logger="kvconnect.offload.host_arena")
-    HostStore(4, PAGE, "off").close()
+    HostArena(4, PAGE, "off").close()
     lines = [r.getMessage() for r in caplog.records]
     assert len(lines) == 3  # every second piece, as 4 s are under the interval, and the end
     assert "ready in 20.0 s" in lines[-1]
 
 
 def test_close_frees_once_the_last_view_is_gone() -> None:
-    store = HostStore(num_slots=64, slot_bytes=1 << 20, digest_mode="full")
+    store = HostArena(num_slots=64, slot_bytes=1 << 20, digest_mode="full")
     view, full = store.view(1), resident_bytes()
     store.close()
     store.close()
-    assert repr(store) == "HostStore(64 x 1048576 bytes, closed)"
+    assert repr(store) == "HostArena(64 x 1048576 bytes, closed)"
     view[0] = 1  # still mapped: no crash
     assert resident_bytes() > full - store.nbytes // 2
     del view
@@ -163,19 +163,19 @@ def test_close_frees_once_the_last_view_is_gone() -> None:
 )
 def test_impossible_sizes_are_refused(num_slots: int, slot_bytes: int) -> None:
     with pytest.raises(Misuse):
-        HostStore(num_slots, slot_bytes, "off")
+        HostArena(num_slots, slot_bytes, "off")
 
 
 def test_digest_mode_is_checked_before_the_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_arena, "_map_private", lambda nbytes: pytest.fail("mapped"))
     with pytest.raises(ConfigError, match=r"digest='crc'.*off, sampled, full"):
-        HostStore(1, PAGE, "crc")  # type: ignore[arg-type]
+        HostArena(1, PAGE, "crc")  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(ConfigError, match="install xxhash"):
-        HostStore(1, PAGE, "full")
+        HostArena(1, PAGE, "full")
 
 
-def test_full_finds_every_flipped_bit(store: HostStore) -> None:
+def test_full_finds_every_flipped_bit(store: HostArena) -> None:
     store.view(2)[:100] = bytes(range(100))
     store.seal(2, 100)
     store.verify(2, 100)
@@ -191,12 +191,12 @@ def test_full_finds_every_flipped_bit(store: HostStore) -> None:
         store.verify(2, 99)
 
 
-def test_full_refuses_a_slot_never_sealed(store: HostStore) -> None:
+def test_full_refuses_a_slot_never_sealed(store: HostArena) -> None:
     with pytest.raises(Misuse, match="never sealed"):
         store.verify(1, 10)
 
 
-def catches(store: HostStore, slot: int) -> bool:
+def catches(store: HostArena, slot: int) -> bool:
     store.view(slot)[0] ^= 1
     try:
         store.verify(slot, PAGE)
@@ -210,7 +210,7 @@ def catches(store: HostStore, slot: int) -> bool:
 
 @pytest.mark.parametrize(("mode", "caught"), [("off", 0), ("sampled", 2), ("full", 32)])
 def test_share_of_slots_covered(mode: DigestMode, caught: int) -> None:
-    store = HostStore(32, PAGE, mode)
+    store = HostArena(32, PAGE, mode)
     seen: list[int] = []
     for _ in range(16):
         for slot in range(32):
@@ -224,7 +224,7 @@ def test_share_of_slots_covered(mode: DigestMode, caught: int) -> None:
 
 
 def test_sampled_forgets_a_digest_when_the_slot_is_used_again() -> None:
-    store = HostStore(1, PAGE, "sampled")
+    store = HostArena(1, PAGE, "sampled")
     for use in range(40):
         store.view(0)[0] = use
         store.seal(0, PAGE)

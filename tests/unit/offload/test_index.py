@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvconnect.errors import Misuse
 from kvconnect.offload.eviction import make_policy
-from kvconnect.offload.index import CONDEMNED, FREE, PENDING, READY, HostIndex, Removed
+from kvconnect.offload.index import CONDEMNED, FREE, PENDING, READY, HostIndex, RemovedBlock
 
 A, B, C, D = b"a", b"b", b"c", b"d"
 
@@ -125,7 +125,7 @@ def test_a_full_tier_evicts_and_says_what() -> None:
     put(index, A)
     put(index, B, group=1)
     put(index, C)
-    assert index.removed == [Removed(0, A)] and index.evictions == 1
+    assert index.removed == [RemovedBlock(0, A)] and index.evictions == 1
     assert not index.has(0, A) and index.has(1, B) and index.has(0, C)
     index.check()
 
@@ -161,7 +161,7 @@ def test_a_block_that_goes_while_read_keeps_its_slot_until_read(remove: str) -> 
     index.pin([slot])
     if remove == "discard":
         assert index.discard(slot)
-        assert index.removed == [Removed(0, A)]
+        assert index.removed == [RemovedBlock(0, A)]
     else:
         index.clear()
         assert index.removed == []  # the caller cleared everything and knows

@@ -8,7 +8,7 @@ import pytest
 
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex
-from kvconnect.offload.jobs import JobBook, JobLimits, Owner
+from kvconnect.offload.jobs import JobLimits, JobTable, Owner
 from kvconnect.offload.messages import FailedBlock, GroupBlocks, JobReport, LoadBlocks, StoreBlocks
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause, JobId
@@ -25,7 +25,7 @@ class Desk:
     def __init__(self, workers: int = 1) -> None:
         self.index = HostIndex(4, 1, make_policy("lru", 4))
         self.stats = OffloadingConnectorStats()
-        self.book = JobBook(
+        self.book = JobTable(
             self.index, self.stats, JobLimits(workers, DEADLINE_S, keeps_prefix=True)
         )
 

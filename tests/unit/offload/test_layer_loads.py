@@ -10,7 +10,7 @@ import pytest
 
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.errors import TransferFailed
-from kvconnect.offload.host_arena import HostStore
+from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.messages import GroupBlocks, LoadBlocks
 from kvconnect.types import JobId
 
@@ -77,7 +77,7 @@ class Rig:
         generator = torch.Generator().manual_seed(1)
         size = (LAYERS * BLOCKS * RUN,)
         self.area = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
-        self.store = HostStore(BLOCKS, GEOMETRY.slot_bytes, "off")
+        self.store = HostArena(BLOCKS, GEOMETRY.slot_bytes, "off")
         self.copier = Stepwise(self.area, self.store.tensor())
         self.streams = MarkedStreams()
         self.executor = CopyExecutor(self.copier, self.store, GEOMETRY, self.streams)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvconnect.offload import host_arena
-from kvconnect.offload.host_arena import HostStore
+from kvconnect.offload.host_arena import HostArena
 
 torch = pytest.importorskip("torch")
 
@@ -38,7 +38,7 @@ def test_a_torch_that_does_not_name_the_device(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_arena_is_usable_whether_or_not_its_node_is_there() -> None:
     for node in (0, 1023, 5000, -1):
-        store = HostStore(2, mmap.PAGESIZE, "off", node)
+        store = HostArena(2, mmap.PAGESIZE, "off", node)
         store.view(1)[:] = bytes([7]) * mmap.PAGESIZE
         assert bytes(store.view(1)) == bytes([7]) * mmap.PAGESIZE
         store.close()

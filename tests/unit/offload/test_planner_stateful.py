@@ -28,7 +28,7 @@ from kvconnect.cache.groups import CacheGroup, alignment, keeps_prefix
 from kvconnect.errors import Misuse
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex
-from kvconnect.offload.jobs import NULL_BLOCK, JobBook, JobLimits, Settled
+from kvconnect.offload.jobs import NULL_BLOCK, JobLimits, JobTable, SettledJob
 from kvconnect.offload.messages import (
     FailedBlock,
     JobReport,
@@ -106,7 +106,7 @@ class Engine(RuleBasedStateMachine):
     """Drives :class:`OffloadPlan`, in the order in which an engine does."""
 
     index_class: ClassVar[type[HostIndex]] = HostIndex
-    book_class: ClassVar[type[JobBook]] = JobBook
+    book_class: ClassVar[type[JobTable]] = JobTable
     plan_class: ClassVar[type[OffloadPlan]] = OffloadPlan
 
     @initialize(
@@ -471,22 +471,22 @@ class NeverPins(HostIndex):
     unpin = pin
 
 
-class PublishesAll(JobBook):
+class PublishesAll(JobTable):
     """Takes blocks for stored although a worker said they were not."""
 
-    def _end_store(self, job: Any, released: tuple[int, ...]) -> Settled:
+    def _end_store(self, job: Any, released: tuple[int, ...]) -> SettledJob:
         job.failures.clear()
         return super()._end_store(job, released)
 
 
-class TrustsEveryStep(JobBook):
+class TrustsEveryStep(JobTable):
     """Publishes what a step computed on top of a synchronous load that failed."""
 
     def void_stores(self) -> list[int]:
         return []
 
 
-class PublishesLate(JobBook):
+class PublishesLate(JobTable):
     """Publishes stores that expired, whose blocks changed hands under the copy."""
 
     def expire(self, now: float) -> list[int]:

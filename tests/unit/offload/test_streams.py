@@ -25,14 +25,14 @@ from kvconnect.errors import TransferFailed  # noqa: E402
 from kvconnect.offload import copy_executor as executor_module  # noqa: E402
 from kvconnect.offload import streams as streams_module  # noqa: E402
 from kvconnect.offload.copy_executor import (  # noqa: E402
-    FLIGHTS,
+    MAX_IN_FLIGHT,
     CopyExecutor,
     FinishedCopy,
     RateLimiter,
 )
-from kvconnect.offload.host_arena import HostStore  # noqa: E402
+from kvconnect.offload.host_arena import HostArena  # noqa: E402
 from kvconnect.offload.messages import GroupBlocks, LoadBlocks, StoreBlocks  # noqa: E402
-from kvconnect.offload.streams import CudaStreams, Fence, Flight, Streams, make_streams  # noqa: E402
+from kvconnect.offload.streams import CudaStreams, Fence, InFlightCopy, Streams, make_streams  # noqa: E402
 from kvconnect.types import JobId, TransferType  # noqa: E402
 from tests.fakes.cuda_driver import FakeDriver  # noqa: E402
 from tests.kernels import host_library  # noqa: E402
@@ -42,7 +42,7 @@ GEOMETRY = Geometry((GroupGeometry((ByteRun(0, BLOCK, BLOCK),), BLOCKS),))
 WAIT_S = 20.0  # a bound for a test that would hang, not a time that is measured
 
 
-class Held(Flight):
+class Held(InFlightCopy):
     """Lands when told to; ``seconds`` below 0 means it failed."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class HeldStreams(Streams):
     def mark(self) -> None:
         return None
 
-    def launch(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> Flight:
+    def launch(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> InFlightCopy:
         copy()
         flight = Held()
         if self.free:
@@ -98,7 +98,7 @@ class Rig:
         generator = torch.Generator().manual_seed(1)
         size = (BLOCKS * BLOCK,)
         self.area = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
-        self.store = HostStore(BLOCKS, GEOMETRY.slot_bytes, "full")
+        self.store = HostArena(BLOCKS, GEOMETRY.slot_bytes, "full")
         self.driver = FakeDriver()
         kernel = CopyThreshold(1 << 30, 1 << 30)
         self.copier = CudaCopier(self.area, self.store.tensor(), GEOMETRY, self.driver, kernel)
@@ -155,9 +155,9 @@ def causes(done: FinishedCopy) -> list[tuple[int, str]]:
 
 
 def test_several_chunks_are_on_their_way_and_no_more(rig: Rig) -> None:
-    rig.submit(1, StoreBlocks, range(2 * FLIGHTS + 4))
-    rig.await_launches(FLIGHTS)
-    assert len(rig.streams.flights) == FLIGHTS
+    rig.submit(1, StoreBlocks, range(2 * MAX_IN_FLIGHT + 4))
+    rig.await_launches(MAX_IN_FLIGHT)
+    assert len(rig.streams.flights) == MAX_IN_FLIGHT
     assert not rig.streams.launched.acquire(timeout=0.05)  # there is no room for the next
     rig.streams.flights[1][1].land(0.5)  # any of them makes room
     rig.await_launches(1)
@@ -183,7 +183,7 @@ def test_a_load_passes_stores_that_are_on_their_way(rig: Rig) -> None:
     rig.ended(1)
     rig.streams.free = False
     rig.submit(2, StoreBlocks, range(4, 20))
-    rig.await_launches(2 + FLIGHTS)
+    rig.await_launches(2 + MAX_IN_FLIGHT)
     rig.submit(3, LoadBlocks, range(2))
     rig.await_launches(1)
     assert rig.streams.flights[-1][0] is TransferType.CPU_TO_GPU
@@ -192,13 +192,13 @@ def test_a_load_passes_stores_that_are_on_their_way(rig: Rig) -> None:
 
 
 def test_one_failed_flight_fails_its_chunk_and_what_was_not_launched(rig: Rig) -> None:
-    blocks = range(2 * FLIGHTS + 2)
+    blocks = range(2 * MAX_IN_FLIGHT + 2)
     rig.submit(1, StoreBlocks, blocks)
-    rig.await_launches(FLIGHTS)
+    rig.await_launches(MAX_IN_FLIGHT)
     rig.streams.flights[1][1].land(-1.0)
     for number in (0, 2, 3):
         rig.streams.flights[number][1].land(0.5)
-    while len(rig.streams.flights) > FLIGHTS and rig.streams.flights[-1][1].seconds is None:
+    while len(rig.streams.flights) > MAX_IN_FLIGHT and rig.streams.flights[-1][1].seconds is None:
         rig.streams.flights[-1][1].land(0.5)
     (done,) = rig.ended(1)
     assert causes(done)[:2] == [(2, "copy"), (3, "copy")]
@@ -291,14 +291,14 @@ def test_stores_keep_to_their_rate(rig: Rig) -> None:
 def test_a_pause_saves_nothing_up() -> None:
     now = 0.0
     pace = RateLimiter(100, lambda: now)
-    pace.spend(50)
+    pace.consume(50)
     assert pace.delay() == 0.5
     now = 100.0
     assert pace.delay() == 0.0
-    pace.spend(200)
+    pace.consume(200)
     assert pace.delay() == 2.0
     free = RateLimiter(0, lambda: now)
-    free.spend(1 << 40)
+    free.consume(1 << 40)
     assert free.delay() == 0.0  # negative control
 
 

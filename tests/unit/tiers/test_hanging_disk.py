@@ -15,7 +15,7 @@ import pytest
 
 from kvconnect.cache.keys import block_key
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
-from kvconnect.offload.host_arena import HostStore
+from kvconnect.offload.host_arena import HostArena
 from kvconnect.tiers import SHARED
 from kvconnect.tiers.backends.disk import DiskOptions, DiskStore
 from kvconnect.tiers.messages import LookupBlocks, PrefetchBlocks, TierAnswer, WriteBackBlocks
@@ -98,7 +98,7 @@ class Bench:
 
     def __init__(self, disk: Mount) -> None:
         geometry = Geometry((GroupGeometry((ByteRun(0, SIZE, SIZE),), 4),))
-        self.host = HostStore(8, geometry.slot_bytes, "full")
+        self.host = HostArena(8, geometry.slot_bytes, "full")
         options = DiskOptions(path=str(disk.path / "kv"), capacity=16 << 20, min_free=0)
         self.now = 0.0
         self.store = DiskStore(options, b"f", steady=lambda: self.now)

@@ -12,7 +12,7 @@ import pytest
 from kvconnect.cache.keys import block_key
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.errors import Corrupt
-from kvconnect.offload.host_arena import HostStore
+from kvconnect.offload.host_arena import HostArena
 from kvconnect.tiers import SHARED
 from kvconnect.tiers.backends import BlockOutcome, Store
 from kvconnect.tiers.backends.memory import MemoryStore
@@ -59,7 +59,7 @@ class Fragile(MemoryStore):
 
 class Bench:
     def __init__(self) -> None:
-        self.host = HostStore(SLOTS, GEOMETRY.slot_bytes, "full")
+        self.host = HostArena(SLOTS, GEOMETRY.slot_bytes, "full")
         self.disk, self.remote = Fragile(), Fragile()
         self.now = 0.0
         self.later: list[TierAnswer] = []
