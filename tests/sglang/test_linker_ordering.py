@@ -29,12 +29,10 @@ import kvconnect
 from kvconnect.cache.layout import Geometry
 from kvconnect.copy.calibration import CopyThreshold
 from kvconnect.copy.cuda import CudaCopier
-from kvconnect.engines.sglang import layer_loads as sglang_layers
 from kvconnect.engines.sglang import linker as linker_module
 from kvconnect.engines.sglang import pool_tier
-from kvconnect.engines.sglang.layer_loads import LayerCounter
 from kvconnect.engines.sglang.linker import KVConnectLinker
-from kvconnect.engines.sglang.pool_tier import PoolTier
+from kvconnect.engines.sglang.pool_tier import LayerCounter, PoolTier
 from kvconnect.offload import copy_executor, host_tier, layer_loads
 from tests.emulated.device import EmulatedDriver, EmulatedEvent, Emulator, OnDevice, Site
 from tests.emulated.mutants import lines_of, sites_of, unnoticed, waits_in
@@ -208,7 +206,7 @@ def play(random: Random, disabled: frozenset[Site] = frozenset()) -> Emulator:
         runtime = SimpleNamespace(Event=emulator.event)
         monkeypatch.setattr(unified_cache_linker, "device_module", runtime)
         monkeypatch.setattr(unified_cache_linker, "Future", world.future)
-        for module in (copy_executor, layer_loads, pool_tier, sglang_layers):
+        for module in (copy_executor, layer_loads, pool_tier):
             monkeypatch.setattr(module, "threading", world.threading)
             monkeypatch.setattr(module, "time", world.time)
         world.run(lambda: Scheduler(emulator).run())

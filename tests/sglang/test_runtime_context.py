@@ -17,7 +17,7 @@ from sglang.test.parallel_groups import publish
 from kvconnect import memory
 from kvconnect.config import Config
 from kvconnect.engines.sglang import runtime_context
-from kvconnect.engines.sglang.layer_loads import LayerCounter, LoadBatch
+from kvconnect.engines.sglang.pool_tier import LayerCounter, LoadBatch
 from kvconnect.engines.sglang.runtime_context import worker_share
 from kvconnect.errors import ConfigError
 

@@ -396,7 +396,7 @@ def latent_pool(monkeypatch: pytest.MonkeyPatch) -> MLATokenToKVPoolHost:
     ("settings", "words"),
     [
         ({"disk": {"path": "/x", "capacity": "1MiB"}}, "capacity=1048576 is not usable"),
-        ({"disk": {"path": "/x", "capacity": "1GiB", "owner": "a"}}, "each rank sets its own"),
+        ({"disk": {"path": "/x", "capacity": "1GiB", "owner": "a"}}, "each worker sets its own"),
         ({"remote": {"kind": "valky"}}, "store='valky' is not usable"),
         ({**REMOTE, "spill": "reused"}, "spill='reused' is not usable"),
     ],

@@ -27,8 +27,14 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 
 from kvconnect.config import Config
 from kvconnect.copy.driver import own_stream
-from kvconnect.engines.sglang.layer_loads import LayerCounter, LoadBatch
-from kvconnect.engines.sglang.pool_tier import PoolLoad, PoolTier, Space, worst
+from kvconnect.engines.sglang.pool_tier import (
+    LayerCounter,
+    LoadBatch,
+    PoolLoad,
+    PoolTier,
+    Space,
+    worst,
+)
 from kvconnect.engines.sglang.pools import device_pools, map_pool, window_ends
 from kvconnect.engines.sglang.runtime_context import own_config, worker_share
 from kvconnect.engines.sglang.stats import LinkerStats

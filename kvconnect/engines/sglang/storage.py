@@ -8,11 +8,13 @@ time, and wait for what a disk or a server has.
 from __future__ import annotations
 
 import logging
+import os
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from hashlib import blake2b
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -23,6 +25,10 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     PoolTransferResult,
 )
+from sglang.srt.mem_cache.pool_host.mha import (
+    MHATokenToKOnlyPoolHost,
+    MHATokenToKVPoolHost,
+)
 
 from kvconnect import memory
 from kvconnect.cache.layout import SLOT_ALIGNMENT
@@ -30,11 +36,11 @@ from kvconnect.config import check_fits
 from kvconnect.engines.sglang import plugin
 from kvconnect.engines.sglang.page_store import PageStore
 from kvconnect.engines.sglang.pools import window_ends
-from kvconnect.engines.sglang.records import HostPages, Records, records_for_all
 from kvconnect.engines.sglang.runtime_context import own_config, worker_share
 from kvconnect.engines.sglang.stats import publish_regularly
-from kvconnect.engines.sglang.tier_stores import make_stores
+from kvconnect.engines.sglang.tier_stores import Records, make_stores, records_for_all
 from kvconnect.errors import ConfigError, Incompatible, Misuse, refusing
+from kvconnect.types import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -263,3 +269,127 @@ def _copied(page: torch.Tensor | None, target: torch.Tensor | None) -> torch.Ten
     if page.nbytes != target.nbytes:
         return None
     return target.copy_(page.view(target.shape))
+
+
+# Pages of HiCache's host pools by name: what their bytes depend on, and moving them.
+
+
+class _Form(NamedTuple):
+    """What a pool's pages are like; ``text`` is all that tells them from those of other pools."""
+
+    nbytes: int
+    dtype: torch.dtype
+    text: str
+
+
+class HostPages:
+    """Moves pages between HiCache's host pools and a store. Any thread may call.
+
+    A page's name stands for its pool, how that arranges it, and the rank whose part it is; what
+    else its bytes depend on is the format of the store's tiers. ``by_tokens``: pages of the only
+    pool go by HiCache's own names, which any engine knows, and all else is in the format.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        pools: Mapping[PoolName, Any],
+        ranks: HiCacheStorageConfig,
+        by_tokens: bool = False,
+    ) -> None:
+        self.store = store
+        self._by_tokens = by_tokens
+        self._pools = pools  # HiCache may add to it
+        self._ranks = ranks
+        self._forms: dict[PoolName, _Form] = {}
+        self._generation = b""
+
+    def where(self, name: PoolName, keys: Sequence[str]) -> list[Tier | None]:
+        """Return which tier, if any, has each page."""
+        return self.store.where(self._names(name, keys), self._form(name).nbytes)
+
+    def put(self, name: PoolName, key: str, page: torch.Tensor) -> bool:
+        """Store a page; return whether it is there now."""
+        return self.store.put(self._names(name, [key])[0], page)
+
+    def parts(self, count: int) -> Iterator[slice]:
+        """Cut so many pages into what :meth:`reading` should be asked for at a time."""
+        for start in range(0, count, self.store.most):
+            yield slice(start, min(count, start + self.store.most))
+
+    @contextmanager
+    def reading(
+        self, name: PoolName, keys: Sequence[str], deadline: float | None = None
+    ) -> Iterator[list[torch.Tensor | None]]:
+        """Give pages, flat, for as long as the block lasts; None for one that is not there, broken,
+        or has not come up by the ``deadline`` of :meth:`PageStore.deadline`."""
+        form = self._form(name)
+        until = self.store.deadline() if deadline is None else deadline
+        with self.store.reading(self._names(name, keys), form.nbytes, until) as contents:
+            yield [None if content is None else content.view(form.dtype) for content in contents]
+
+    def write(self, transfer: PoolTransfer) -> list[bool]:
+        """Store the pages of a transfer; return which are there now."""
+        pool = self._pools[transfer.name]
+        return [
+            start is not None and self.put(transfer.name, key, pool.get_data_page(start, flat=True))
+            for key, start in self._starts(transfer)
+        ]
+
+    def read(self, transfer: PoolTransfer) -> list[bool]:
+        """Read the pages of a transfer; return which are right."""
+        pool, right = self._pools[transfer.name], []
+        starts, deadline = self._starts(transfer), self.store.deadline()
+        for part in self.parts(len(starts)):
+            keys = [key for key, _ in starts[part]]
+            with self.reading(transfer.name, keys, deadline) as pages:
+                for page, (_, start) in zip(pages, starts[part], strict=True):
+                    there = page is not None and start is not None
+                    if there:
+                        pool.set_from_flat_data_page(start, page)
+                    right.append(there)
+        return right
+
+    def forget(self) -> None:
+        """Find nothing that was stored so far. Tiers below keep it, under names that this process
+        uses no more."""
+        self._generation = os.urandom(16)
+        self.store.clear()
+
+    def _starts(self, transfer: PoolTransfer) -> list[tuple[str, int | None]]:
+        """Return each key with the first token of its page in the host pool; None, said in the
+        log, if the tokens are not those of whole pages."""
+        keys, tokens = transfer.keys or [], self._pools[transfer.name].page_size or 1
+        indices = [] if transfer.host_indices is None else transfer.host_indices.tolist()
+        if len(indices) == len(keys) * tokens:
+            return list(zip(keys, indices[::tokens], strict=True))
+        logger.error("%d tokens of pool %s for %d pages", len(indices), transfer.name, len(keys))
+        return [(key, None) for key in keys]
+
+    def _names(self, name: PoolName, keys: Sequence[str]) -> list[bytes]:
+        generations = plugin.generation() + self._generation
+        if self._by_tokens and name is PoolName.KV and not generations:
+            return [bytes.fromhex(key) for key in keys]
+        text = f"{generations.hex()}|{self._form(name).text}|"
+        return [blake2b((text + key).encode(), digest_size=32).digest() for key in keys]
+
+    def _form(self, name: PoolName) -> _Form:
+        form = self._forms.get(name)
+        if form is None:
+            pool = self._pools[name]
+            page = pool.get_data_page(0, flat=True)
+            layers = getattr(pool, "start_layer", None), getattr(pool, "end_layer", None)
+            shape = pool.dtype, pool.layout, pool.page_size, pool.storage_format_tag, page.nbytes
+            part = f"{type(pool).__name__}|{shape}|{layers}|{self._share(name, pool)}"
+            form = self._forms[name] = _Form(page.nbytes, page.dtype, f"{name}|{part}")
+        return form
+
+    def _share(self, name: PoolName, pool: Any) -> str:
+        """Return which rank's part a pool has. Of latent attention all ranks have the same, which
+        one of them writes, but not of other pools beside it."""
+        divided = name is PoolName.MAMBA or isinstance(
+            pool, MHATokenToKVPoolHost | MHATokenToKOnlyPoolHost
+        )
+        if self._ranks.is_mla_model and not divided:
+            return "all"
+        return f"{self._ranks.tp_rank} of {self._ranks.tp_size}"

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
-from sglang.srt.runtime_context import get_lora, get_model, get_parallel, get_spec
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
+from sglang.srt.mem_cache.pool_host.mha import (
+    MHATokenToKVPoolHost,
+)
+from sglang.srt.runtime_context import get_lora, get_model, get_parallel, get_server_args, get_spec
 
 from kvconnect import versions
+from kvconnect.cache.head_shards import HeadUnit, Rows, unit_heads, units
 from kvconnect.cache.keys import group_of
-from kvconnect.cache.model_identity import model_folder, weights_name
-from kvconnect.cache.record_format import fingerprint
+from kvconnect.cache.layout import ByteRun, GroupGeometry
+from kvconnect.cache.model_identity import model_folder, model_name, weights_name
+from kvconnect.cache.pages import LayerPages
+from kvconnect.cache.record_format import RecordFormat, fingerprint
 from kvconnect.config import Config
-from kvconnect.engines.sglang.records import Records
-from kvconnect.errors import ConfigError
-from kvconnect.tiers.backends import Store, make_remote, make_store, make_tiers
+from kvconnect.errors import ConfigError, Incompatible
+from kvconnect.tiers.backends import Store, make_disk, make_remote, make_tiers
 from kvconnect.transport.security import record_keys
 from kvconnect.types import Tier
 
@@ -45,14 +52,8 @@ def make_stores(
         fields["page"] = f"{records.form.fingerprint.hex()} {records.layout}"
         fields["share"] = f"{ranks.tp_rank} of {ranks.tp_size}"
     name = fingerprint(fields)
-    makers: dict[Tier, Callable[[], Store]] = {}
-    if config.tiers.disk:
-        makers[Tier.DISK] = partial(
-            make_store, "disk", _disk_settings(config.tiers.disk, fields), name
-        )
-    if config.tiers.remote:
-        makers[Tier.REMOTE] = partial(_make_remote, config, name, records)
-    return make_tiers(makers)
+    disk = partial(make_disk, config.tiers.disk, _owner(), fields, name)
+    return make_tiers(config.tiers, disk, partial(_make_remote, config, name, records))
 
 
 def _make_remote(config: Config, name: bytes, records: Records | None) -> Store:
@@ -91,16 +92,11 @@ def stored_format(ranks: HiCacheStorageConfig) -> dict[str, Any]:
     }
 
 
-def _disk_settings(settings: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Each rank has a folder of its own."""
-    for name in ("owner", "about"):
-        if name in settings:
-            raise ConfigError(name, settings[name], "each rank sets its own: leave it out")
+def _owner() -> str:
+    """Return the name of this rank's own folder on a disk."""
     parallel = get_parallel()
-    about = {name: str(value) for name, value in fields.items()}
-    # Ranks of the attention, which HiCache counts by, come again in every data-parallel group.
-    owner = f"dp{parallel.dp_rank or 0}-tp{parallel.tp_rank}-pp{parallel.pp_rank}"
-    return {**settings, "owner": owner, "about": about}
+    # Attention ranks, which HiCache counts by, have the same numbers in every data-parallel group.
+    return f"dp{parallel.dp_rank or 0}-tp{parallel.tp_rank}-pp{parallel.pp_rank}"
 
 
 def _draft() -> str:
@@ -132,3 +128,89 @@ def _digest(folder: Path | None, name: str) -> str:
     if folder is None or not (folder / name).is_file():
         return ""
     return blake2b((folder / name).read_bytes(), digest_size=16).hexdigest()
+
+
+# Records that engines of both kinds read.
+
+
+class Records(NamedTuple):
+    """How this rank's pages become records: what all engines know them by, and where their parts
+    are in a page of its host pool's ``layout``."""
+
+    form: RecordFormat
+    units: Sequence[HeadUnit]
+    layout: str
+
+
+_AXES = {"layer_first": "LNH", "page_first_direct": "LNH", "page_first": "NLH", "page_head": "HNL"}
+"""Layers, tokens and heads of a page's K, and then of its V, outermost first, by layout."""
+
+
+def records_for_all(pools: Mapping[PoolName, Any], ranks: HiCacheStorageConfig) -> Records:
+    """Return this rank's pages as vLLM has them too.
+
+    Raises:
+        Incompatible: only servers like this one can use them. The message says why.
+    """
+    pool, model = pools[PoolName.KV], get_model()
+    for what, there in (
+        ("several pools", len(pools) > 1),
+        (f"a pool of {type(pool).__name__}", type(pool) is not MHATokenToKVPoolHost),
+        (f"layout {pool.layout}", pool.layout not in _AXES),
+        ("quantized weights", model.quantization),
+        ("a draft model", get_spec().speculative_algorithm),
+        ("adapters, whose pages go by their names", get_lora().enable_lora),
+        ("weights without files", model.load_format == "dummy"),
+        ("context parallelism", ranks.attn_cp_size > 1 or ranks.dcp_size > 1),
+    ):
+        if there:
+            raise Incompatible(what)
+    overrides = json.loads(model.json_model_override_args or "{}")
+    name = model_name(str(model.model_path), model.revision, overrides)
+    config = ModelConfig.from_server_args(get_server_args())
+    if "longrope" in config.hf_config.to_json_string():
+        raise Incompatible("LongRoPE, which rotates the same tokens in two ways")
+    if pool.dtype != config.dtype:
+        raise Incompatible(f"K and V are kept as {pool.dtype}, computed as {config.dtype}")
+    total = config.get_total_num_kv_heads()
+    width = pool.head_dim * pool.dtype.itemsize
+    form = RecordFormat(
+        model=name,
+        dtype=str(pool.dtype).removeprefix("torch."),
+        layers=tuple(range(pool.start_layer, pool.end_layer)),
+        tokens=pool.page_size,
+        heads=total,
+        unit=unit_heads(total, pool.head_num),
+        row=(width, width),
+    )
+    rows = _rows(pool, width)
+    nbytes = pool.get_data_page(0, flat=True).nbytes
+    first = ranks.tp_rank * total // ranks.tp_size
+    group = GroupGeometry((ByteRun(0, nbytes, nbytes),), 1)
+    found = units(group, rows, (first, first + pool.head_num), total)
+    return Records(form, found, str(pool.layout))
+
+
+def _rows(pool: Any, width: int) -> list[Rows]:
+    """Return the rows of a flat page, layer by layer: a token's K lies apart from its V."""
+    sizes = {"L": pool.layer_num, "N": pool.page_size, "H": pool.head_num}
+    steps, step = {}, width
+    for axis in reversed(_AXES[pool.layout]):
+        steps[axis] = step
+        step *= sizes[axis]
+    return [
+        tuple(
+            LayerPages(
+                name=f"{part} of layer {layer}",
+                offset=number * step + layer * steps["L"],
+                page_stride=2 * step,
+                head_stride=steps["H"],
+                token_stride=steps["N"],
+                heads=pool.head_num,
+                tokens=pool.page_size,
+                row_bytes=width,
+            )
+            for number, part in enumerate("KV")
+        )
+        for layer in range(pool.layer_num)
+    ]

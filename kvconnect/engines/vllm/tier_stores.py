@@ -3,39 +3,29 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
-from kvconnect.cache.groups import CacheGroup
-from kvconnect.cache.head_shards import HeadUnit, unit_heads, units
-from kvconnect.cache.keys import group_of, scope_of, seed_of, tenant_of
+from kvconnect.cache.head_shards import HeadUnit, Rows, unit_heads, units
+from kvconnect.cache.keys import group_of
 from kvconnect.cache.layout import Geometry
 from kvconnect.cache.model_identity import model_name, weights_name
-from kvconnect.cache.record_format import fingerprint, page_names
+from kvconnect.cache.record_format import RecordFormat, fingerprint, parts
 from kvconnect.config import Config
 from kvconnect.engines.vllm import translate
-from kvconnect.engines.vllm.records import records_for_all
-from kvconnect.engines.vllm.translate import is_of_tokens
-from kvconnect.errors import ConfigError, Incompatible, Refused
+from kvconnect.engines.vllm.tiers import named_by_tokens
+from kvconnect.errors import Incompatible, Refused
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.protocol.topology import head_range
-from kvconnect.tiers import LookupRequest
-from kvconnect.tiers.backends import Store, make_remote, make_store, make_tiers
+from kvconnect.tiers.backends import Store, make_disk, make_remote, make_tiers
 from kvconnect.tiers.worker import TierWorker
 from kvconnect.transport.security import record_keys
-from kvconnect.types import Tier
-
-if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
-    from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -66,12 +56,8 @@ def make_lower_tiers(
     store, geometry = host
     cache = _Cache(vllm_config, kv_cache_config, kv_caches, geometry)
     fields = stored_format(vllm_config, kv_cache_config, kv_caches)
-    makers: dict[Tier, Callable[[], Store]] = {}
-    if config.tiers.disk:
-        makers[Tier.DISK] = partial(_make_disk, cache, fields, config.tiers.disk)
-    if config.tiers.remote:
-        makers[Tier.REMOTE] = partial(_make_remote, cache, fields, config)
-    stores = make_tiers(makers)
+    disk = partial(_make_disk, cache, fields, config.tiers.disk)
+    stores = make_tiers(config.tiers, disk, partial(_make_remote, cache, fields, config))
     speaks = vllm_config.parallel_config.rank == 0
     return TierWorker(stores, store, geometry, speaks, config.tiers.wait_s)
 
@@ -112,15 +98,11 @@ def _draft(config: Any) -> str:
 
 
 def _make_disk(cache: _Cache, fields: Mapping[str, Any], settings: Mapping[str, Any]) -> Store:
-    """Each worker has a folder of its own, with slots as they are."""
-    for name in ("owner", "about"):
-        if name in settings:
-            raise ConfigError(name, settings[name], "each worker sets its own: leave it out")
+    """Return the worker's own disk store, which keeps slots as they are."""
     parallel = cache.vllm_config.parallel_config
     own = {**fields, "rank": _rank(cache.vllm_config), "layout": _layout(cache)}
-    about = {name: str(value) for name, value in fields.items()}
     owner = f"dp{parallel.data_parallel_index}-rank{parallel.rank}"
-    return make_store("disk", {**settings, "owner": owner, "about": about}, fingerprint(own))
+    return make_disk(settings, owner, fields, fingerprint(own))
 
 
 def _make_remote(cache: _Cache, fields: Mapping[str, Any], config: Config) -> Store:
@@ -187,92 +169,92 @@ def _stage(config: VllmConfig) -> str:
     return f"{parallel.rank // tp % pp} of {pp}"
 
 
-# What vLLM's blocks are called below the host tier: by their tokens, so that others find them.
+# Records that engines of both kinds read.
 
 
-MOST_ADAPTERS = 4096  # remembered; far more than an engine has loaded
-_NONE: Mapping[bytes, bytes] = MappingProxyType({})
+_ROWS = {"FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION"}
+_PLANES = {"CPU_ATTN:vec", "CPU_ATTN:vec16"}
+"""Attention kernels whose rows have K and then V; and those that keep K in planes."""
 
 
-def named_by_tokens(groups: Sequence[CacheGroup]) -> bool:
-    """Whether blocks go by their tokens: where there is one size of them. Others, and prompts with
-    images or embeddings, go by vLLM's hashes."""
-    return len(groups) == 1 and groups[0].is_full
+class _PlainRows(NamedTuple):
+    """A cache of nothing but K and V as the model computed them: numbers and rows of the layers,
+    the values' type, and the bytes of K and of V in a row."""
+
+    layers: tuple[int, ...]
+    rows: Sequence[Rows]
+    dtype: str
+    row: tuple[int, int]
 
 
-class Names:
-    """Names of live requests' blocks. Owned by the scheduler's thread."""
+def records_for_all(
+    config: VllmConfig,
+    cache: KVCacheConfig,
+    kv_caches: Mapping[str, torch.Tensor],
+    geometry: Geometry,
+) -> tuple[RecordFormat, Sequence[HeadUnit]]:
+    """Return the format of this worker's blocks as SGLang has it too, and their units.
 
-    def __init__(self, groups: Sequence[CacheGroup]) -> None:
-        self._tokens = groups[0].block_tokens if named_by_tokens(groups) else 0
-        self._prefixes: dict[str, bytes] = {}
-        self._names: dict[str, dict[bytes, bytes]] = {}
-        # What tells them apart, by name, number and path: vLLM numbers what it loads anew.
-        # Only those used last. The files of one that was forgotten may be others by now than those
-        # that were loaded, so from then on its blocks are for this engine alone.
-        self._forgotten = 0  # the highest number of one
-        self._adapters: OrderedDict[tuple[str, int, str], bytes] = OrderedDict()
-        self._generation = b""
+    Raises:
+        Incompatible: only engines of vLLM can use them. The message says why.
+    """
+    model = config.model_config
+    overrides = model.hf_overrides
+    for what, there in (
+        ("quantized weights", model.quantization),
+        ("a draft model", config.speculative_config),
+        ("overrides made by a function", callable(overrides)),
+        ("a configuration from elsewhere", model.hf_config_path),
+        ("LongRoPE, which rotates the same tokens in two ways", translate.long_ropes(model)),
+        ("weights without files", config.load_config.load_format == "dummy"),
+    ):
+        if there:
+            raise Incompatible(what)
+    plain = _plain_rows(config, cache, kv_caches)
+    parallel = config.parallel_config
+    total = model.get_total_num_kv_heads()
+    own = plain.rows[0][0].heads
+    tp = parallel.tensor_parallel_size
+    first = parallel.rank % tp * total // tp
+    form = RecordFormat(
+        model=model_name(str(model.model), model.revision, dict(overrides)),
+        dtype=plain.dtype,
+        layers=plain.layers,
+        tokens=cache.kv_cache_groups[0].kv_cache_spec.block_size,
+        heads=total,
+        unit=unit_heads(total, own),
+        row=plain.row,
+    )
+    return form, units(geometry.groups[0], plain.rows, (first, first + own), total)
 
-    def wanted(
-        self, request: Request, hashes: Sequence[Sequence[bytes]], tokens: tuple[int, int]
-    ) -> LookupRequest:
-        """Return what a request could use of its tokens [start, end)."""
-        return LookupRequest(
-            hashes, *tokens, self._prefix(request), self._chain(request, hashes[0])
-        )
 
-    def forget(self, req_id: str) -> None:
-        """The request is over."""
-        self._prefixes.pop(req_id, None)
-        self._names.pop(req_id, None)
+def _plain_rows(
+    config: VllmConfig, cache: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
+) -> _PlainRows:
+    """Return where a cache has K and V, if it is one of full attention only.
 
-    def reset(self, generation: bytes) -> None:
-        """Blocks have names of another ``generation`` from now on."""
-        self._generation = generation
-        self._prefixes.clear()
-
-    def _prefix(self, request: Request) -> bytes:
-        """Return tenant and scope of a request, which its keys begin with."""
-        known = self._prefixes.get(request.request_id)
-        if known is None:
-            lora = request.lora_request
-            adapter = self._adapter(lora) if lora else b""
-            known = tenant_of(request.cache_salt or "") + scope_of(adapter, self._generation)
-            self._prefixes[request.request_id] = known
-        return known
-
-    def _adapter(self, lora: LoRARequest) -> bytes:
-        """Return what tells an adapter from others: its files. Without any that can be read, it is
-        told from all that other engines have."""
-        loaded = lora.lora_name, lora.lora_int_id, lora.lora_path
-        known = self._adapters.get(loaded)
-        if known is None:
-            try:
-                if lora.lora_int_id <= self._forgotten:
-                    raise Incompatible("it was not used for long")
-                known = model_name(lora.lora_path, None, {}, "adapter_config.json").encode()
-            except (Incompatible, OSError) as error:
-                logger.warning("blocks of adapter %s are for this engine alone: %s", loaded, error)
-                known = os.urandom(16)
-            self._adapters[loaded] = known
-            if len(self._adapters) > MOST_ADAPTERS:
-                (_, number, _), _ = self._adapters.popitem(last=False)
-                self._forgotten = max(self._forgotten, number)
-        self._adapters.move_to_end(loaded)
-        return known
-
-    def _chain(self, request: Request, hashes: Sequence[bytes]) -> Mapping[bytes, bytes]:
-        """Return the names of a request's full blocks, by vLLM's hash."""
-        if not self._tokens or request.mm_features or not is_of_tokens(request):
-            return _NONE
-        known = self._names.setdefault(request.request_id, {})
-        done = len(known)
-        if done < len(hashes):
-            if done and hashes[done - 1] not in known:  # it has other tokens now
-                known.clear()
-                done = 0
-            parent = known[hashes[done - 1]] if done else seed_of(request.cache_salt or "")
-            tokens = request.all_token_ids[done * self._tokens : len(hashes) * self._tokens]
-            known.update(zip(hashes[done:], page_names(tokens, self._tokens, parent), strict=True))
-        return known
+    Raises:
+        Incompatible: it is another one. The message says why.
+    """
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    if [type(spec) for spec in specs] != [FullAttentionSpec]:
+        raise Incompatible(f"a cache of {', '.join(type(spec).__name__ for spec in specs)}")
+    spec, computed = specs[0], config.model_config.dtype
+    if {view.dtype for view in kv_caches.values()} != {computed} or not computed.is_floating_point:
+        raise Incompatible(f"K and V are kept in another type than {computed}")
+    kernels = translate.packings(config)
+    in_planes = kernels <= _PLANES
+    if not kernels <= _ROWS and not in_planes:
+        raise Incompatible(f"the attention kernel {'+'.join(sorted(kernels))} packs pages")
+    (pages,) = translate.handoff_pages(cache, kv_caches)
+    if len(pages) != len(kv_caches):
+        raise Incompatible("layers that share K and V")
+    numbered = sorted((extract_layer_index(page.name), page) for page in pages)
+    item = computed.itemsize
+    row = (spec.head_size * item, spec.head_size_v * item)
+    if sum(row) != pages[0].row_bytes:
+        raise Incompatible(f"rows of {pages[0].row_bytes} bytes for K and V of {row}")
+    planes = [*[item] * spec.head_size, row[1]]
+    rows = [parts(page, planes, in_planes=True) if in_planes else (page,) for _, page in numbered]
+    layers = tuple(number for number, _ in numbered)
+    return _PlainRows(layers, rows, str(computed).removeprefix("torch."), row)

@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
+from kvconnect.config import TierConfig
 from kvconnect.errors import ConfigError
 from kvconnect.tiers.backends.base import BlockOutcome, Store, Usage
 from kvconnect.types import Tier
@@ -20,6 +21,7 @@ __all__ = [
     "BlockOutcome",
     "Store",
     "Usage",
+    "make_disk",
     "make_remote",
     "make_store",
     "make_tiers",
@@ -77,9 +79,29 @@ def make_remote(
     return make_store(str(settings["kind"]), rest, fingerprint, keys)
 
 
-def make_tiers(makers: Mapping[Tier, Callable[[], Store]]) -> dict[Tier, Store]:
-    """Return a worker's stores by tier, in the same order. If one cannot be made, close those
-    before it and raise its error."""
+def make_disk(
+    settings: Mapping[str, object], owner: str, fields: Mapping[str, object], fingerprint: bytes
+) -> Store:
+    """Return a worker's disk store, in the folder of ``owner``; ``fields`` describe the format.
+
+    Raises:
+        ConfigError: as of :func:`make_store`, or a setting that each worker sets by itself.
+    """
+    for name in ("owner", "about"):
+        if name in settings:
+            raise ConfigError(name, settings[name], "each worker sets its own: leave it out")
+    about = {name: str(value) for name, value in fields.items()}
+    return make_store("disk", {**settings, "owner": owner, "about": about}, fingerprint)
+
+
+def make_tiers(
+    config: TierConfig, disk: Callable[[], Store], remote: Callable[[], Store]
+) -> dict[Tier, Store]:
+    """Return those of a worker's lower tiers that ``config`` asks for, the fastest first. Where one
+    cannot be made, those before it are closed, and the error of its maker is raised."""
+    makers = {Tier.DISK: disk} if config.disk else {}
+    if config.remote:
+        makers[Tier.REMOTE] = remote
     stores: dict[Tier, Store] = {}
     with ExitStack() as undo:
         for tier, make in makers.items():

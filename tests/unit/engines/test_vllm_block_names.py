@@ -11,8 +11,8 @@ import pytest
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.cache.keys import block_key, seed_of
 from kvconnect.cache.record_format import page_names
-from kvconnect.engines.vllm import tier_stores as naming
-from kvconnect.engines.vllm.tier_stores import Names, named_by_tokens
+from kvconnect.engines.vllm import tiers as naming
+from kvconnect.engines.vllm.tiers import BlockNames, named_by_tokens
 
 SIZE = 4
 FULL = (CacheGroup(SIZE),)
@@ -32,14 +32,14 @@ def hashes_of(tokens: list[int], salt: str = "") -> list[bytes]:
     ]
 
 
-def keys(names: Names, asked: Any, salt: str = "") -> list[bytes]:
+def keys(names: BlockNames, asked: Any, salt: str = "") -> list[bytes]:
     hashes = hashes_of(asked.all_token_ids, salt)
     wanted = names.wanted(asked, [hashes], (0, len(hashes) * SIZE))
     return [wanted.key(0, block_hash) for block_hash in hashes]
 
 
 def test_blocks_go_by_their_tokens_as_the_request_grows() -> None:
-    names, tokens = Names(FULL), list(range(100, 119))
+    names, tokens = BlockNames(FULL), list(range(100, 119))
     found = []
     for length in (9, 10, 12, 19):
         found = keys(names, request(tokens[:length]))
@@ -54,18 +54,18 @@ def test_blocks_go_by_their_tokens_as_the_request_grows() -> None:
 def test_images_and_several_kinds_of_attention_go_by_vllms_hashes() -> None:
     tokens = list(range(8))
     plain = [block_key(ZEROS, 0, block_hash) for block_hash in hashes_of(tokens)]
-    assert keys(Names(FULL), request(tokens, mm_features=["an image"])) == plain
-    assert keys(Names(FULL), request(tokens, prompt_token_ids=None)) == plain
-    assert keys(Names(FULL), request(tokens, prompt_embeds="between the tokens")) == plain
+    assert keys(BlockNames(FULL), request(tokens, mm_features=["an image"])) == plain
+    assert keys(BlockNames(FULL), request(tokens, prompt_token_ids=None)) == plain
+    assert keys(BlockNames(FULL), request(tokens, prompt_embeds="between the tokens")) == plain
     several = (CacheGroup(SIZE), CacheGroup(SIZE, window=8))
     assert not named_by_tokens(several) and not named_by_tokens(several[1:])
-    wanted = Names(several).wanted(request(tokens), [hashes_of(tokens)] * 2, (0, 8))
+    wanted = BlockNames(several).wanted(request(tokens), [hashes_of(tokens)] * 2, (0, 8))
     assert wanted.key(1, b"x") == block_key(ZEROS, 1, b"x")
 
 
 def test_salts_adapters_and_generations_share_nothing() -> None:
     tokens = list(range(8))
-    names = Names(FULL)
+    names = BlockNames(FULL)
     lora = SimpleNamespace(lora_name="l", lora_int_id=1, lora_path="/nowhere")
     asked = [
         request(tokens),
@@ -88,24 +88,24 @@ def test_an_adapter_is_its_files(tmp_path: Path) -> None:
     tokens = list(range(8))
     (tmp_path / "adapter_model.safetensors").write_bytes(bytes(100))
     (tmp_path / "adapter_config.json").write_text('{"lora_alpha": 1}')
-    names = Names(FULL)
+    names = BlockNames(FULL)
 
-    def found(names: Names, number: int) -> list[bytes]:
+    def found(names: BlockNames, number: int) -> list[bytes]:
         lora = SimpleNamespace(lora_name=f"l{number}", lora_int_id=number, lora_path=str(tmp_path))
         asked = request(tokens, request_id=str(number), lora_request=lora)
         return keys(names, asked)
 
     first = found(names, 1)
-    assert found(Names(FULL), 2) == first
+    assert found(BlockNames(FULL), 2) == first
     (tmp_path / "adapter_config.json").write_text('{"lora_alpha": 2}')
     assert found(names, 1) == first, "it is still the one that was loaded"
     second = found(names, 2)
     assert second != first
     (tmp_path / "adapter_model.safetensors").write_bytes(bytes([1] * 100))
     third = found(names, 3)
-    assert third not in (first, second) and found(Names(FULL), 3) == third
+    assert third not in (first, second) and found(BlockNames(FULL), 3) == third
     (tmp_path / "adapter_model.safetensors").unlink()
-    assert found(Names(FULL), 4) != found(Names(FULL), 4), "for each engine alone"
+    assert found(BlockNames(FULL), 4) != found(BlockNames(FULL), 4), "for each engine alone"
 
 
 def test_adapters_come_and_go_in_bounded_memory(
@@ -115,7 +115,7 @@ def test_adapters_come_and_go_in_bounded_memory(
     monkeypatch.setattr(naming, "MOST_ADAPTERS", 8)
     (tmp_path / "adapter_model.safetensors").write_bytes(bytes(100))
     (tmp_path / "adapter_config.json").write_text("{}")
-    names = Names(FULL)
+    names = BlockNames(FULL)
 
     def found(number: int) -> bytes:
         lora = SimpleNamespace(lora_name=f"l{number}", lora_int_id=number, lora_path=str(tmp_path))
