@@ -79,7 +79,7 @@ PURE = (
     *("observability/metrics/catalog.py", "observability/metrics/model.py"),
     "observability/metrics/rates.py",
     *("router/policy/", "router/apis.py", "router/body.py", "router/options.py"),
-    *("router/http/upstream_requests.py", "router/fleet/kv_events.py"),
+    *("router/http/engine_bodies.py", "router/fleet/kv_events.py"),
     *("router/fleet/pairing.py", "router/fleet/reports.py"),
 )
 """Modules that decide and never do: no I/O, no clock, no thread, no tensor. Time and randomness

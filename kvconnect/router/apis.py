@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kvconnect.router.http import upstream_requests
+from kvconnect.router.http import engine_bodies
 from kvconnect.router.policy.loads import Engine
 
 _ALL = frozenset(Engine)
@@ -28,7 +28,7 @@ class Api(NamedTuple):
     decode_only: bool = True
     engines: frozenset[Engine] = _ALL
     salted: bool = False
-    one_token: Mapping[str, Any] = upstream_requests.ONE_TOKEN
+    one_token: Mapping[str, Any] = engine_bodies.ONE_TOKEN
     named_events: bool = False
     method: str = "POST"
 
@@ -52,7 +52,7 @@ APIS: tuple[Api, ...] = (
     _generates("/v1/responses", one_token=_RESPONSES, named_events=True),
     # SGLang's /v1/messages takes no bootstrap room.
     _generates("/v1/messages", engines=_VLLM_ONLY, named_events=True),
-    _generates(upstream_requests.SGLANG_GENERATE, engines=frozenset({Engine.SGLANG})),
+    _generates(engine_bodies.SGLANG_GENERATE, engines=frozenset({Engine.SGLANG})),
     *(Api(path, salted=True) for path in _POOLING),
     *(Api(path) for path in _OTHERS),
     *(Api(path, method="GET") for path in _GETS),

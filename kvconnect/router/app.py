@@ -25,16 +25,21 @@ from kvconnect.router.apis import APIS, Api
 from kvconnect.router.exchange import Exchange, Services
 from kvconnect.router.fleet.membership import Membership
 from kvconnect.router.fleet.upstreams import Fleet, Upstream
-from kvconnect.router.http import upstream_requests
-from kvconnect.router.http.admission import Admission, BodyMemory, ClientConcurrency
-from kvconnect.router.http.client import DrainingPrefills
+from kvconnect.router.http import engine_bodies
+from kvconnect.router.http.admission import (
+    Admission,
+    BodyMemory,
+    ClientConcurrency,
+    Tenant,
+    Tenants,
+)
+from kvconnect.router.http.client_side import RequestReader
 from kvconnect.router.http.pool import ConnectionPool
-from kvconnect.router.http.requests import RequestReader
+from kvconnect.router.http.upstream_request import DrainingPrefills
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.options import RouterOptions
-from kvconnect.router.policy.caches import Caches
 from kvconnect.router.policy.loads import Role
-from kvconnect.router.policy.tenants import Tenant, Tenants
+from kvconnect.router.policy.prefixes import Caches
 from kvconnect.router.supervisor import Supervisor
 from kvconnect.router.tracing import RouterSpans
 
@@ -259,7 +264,7 @@ def _models(upstreams: Iterable[Upstream]) -> dict[str, Any]:
 
 def error_response(status: int, message: str) -> web.Response:
     """Return an error in OpenAI's format."""
-    body = upstream_requests.error_body(status, message)
+    body = engine_bodies.error_body(status, message)
     return web.Response(status=status, body=body, content_type="application/json")
 
 

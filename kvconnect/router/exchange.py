@@ -20,9 +20,11 @@ from aiohttp import web
 from kvconnect.errors import Refused
 from kvconnect.router.apis import Api
 from kvconnect.router.fleet.upstreams import Fleet, Upstream
-from kvconnect.router.http import upstream_requests
-from kvconnect.router.http.admission import Admission, BodyMemory, Busy, ClientConcurrency
-from kvconnect.router.http.client import (
+from kvconnect.router.http import engine_bodies
+from kvconnect.router.http.admission import Admission, BodyMemory, Busy, ClientConcurrency, Tenant
+from kvconnect.router.http.client_side import ParsedRequest, Reply, RequestReader
+from kvconnect.router.http.pool import ConnectionPool
+from kvconnect.router.http.upstream_request import (
     DrainingPrefills,
     EngineRequest,
     EngineResponse,
@@ -31,12 +33,8 @@ from kvconnect.router.http.client import (
     UpstreamFailed,
     UpstreamRequest,
 )
-from kvconnect.router.http.pool import ConnectionPool
-from kvconnect.router.http.reply import Reply
-from kvconnect.router.http.requests import ParsedRequest, RequestReader
 from kvconnect.router.metrics import RequestOutcome, RouterMetrics
 from kvconnect.router.options import RouterOptions
-from kvconnect.router.policy.caches import Caches
 from kvconnect.router.policy.choice import (
     FailedTargets,
     Mode,
@@ -49,7 +47,7 @@ from kvconnect.router.policy.choice import (
     explain_no_choice,
 )
 from kvconnect.router.policy.loads import Engine, Role
-from kvconnect.router.policy.tenants import Tenant
+from kvconnect.router.policy.prefixes import Caches
 from kvconnect.router.tracing import RouterSpans
 
 logger = logging.getLogger(__name__)
@@ -166,7 +164,7 @@ class Exchange:
                 self._services.metrics.retry(failure.role, failure.cause)
             self._reply.choice = choice
             self._services.metrics.chosen(choice)
-            self._services.caches.sent(choice, asked.prefix)
+            self._services.caches.sent(choice.targets, asked.prefix)
             try:
                 async with self._attempt(choice, body) as (upstream_request, first):
                     return await self._relay(upstream_request, first, choice.mode)
@@ -182,7 +180,7 @@ class Exchange:
                     raise
                 failure = error
                 # SGLang takes an id once, and may not have noticed yet that its request was ended.
-                body.pop(upstream_requests.REQUEST_ID, None)
+                body.pop(engine_bodies.REQUEST_ID, None)
                 keep = choice.decode.target.worker if error.role is Role.PREFILL else None
                 routing_request = routing_request._replace(turn=routing_request.turn + 1, keep=keep)
 
@@ -253,10 +251,8 @@ class Exchange:
             answer = await upstream_request.read()
             try:
                 if self._services.caches.indexes:
-                    self._services.metrics.hit(
-                        chosen.hit, upstream_requests.cached_tokens_of(answer)
-                    )
-                return upstream_requests.ticket_of(answer)
+                    self._services.metrics.hit(chosen.hit, engine_bodies.cached_tokens_of(answer))
+                return engine_bodies.ticket_of(answer)
             except Refused as error:
                 raise upstream_request.fail(str(error)) from error
 
@@ -298,8 +294,8 @@ class Exchange:
         headers_in = self._request.headers
         headers = {name: headers_in[name] for name in _FORWARDED if name in headers_in}
         if chosen.target.rank is not None:
-            headers[upstream_requests.RANK_HEADER] = str(chosen.target.rank)
-        raw = upstream_requests.encoded(body) if self._api.method == "POST" else None
+            headers[engine_bodies.RANK_HEADER] = str(chosen.target.rank)
+        raw = engine_bodies.encoded(body) if self._api.method == "POST" else None
         return EngineRequest(self._api.method, self._api.path, headers, raw)
 
     def _upstream_request(self, upstream: Upstream, chosen: TargetChoice) -> UpstreamRequest:
@@ -314,22 +310,22 @@ def bodies(
     chosen: TargetChoice,
     prefill: Upstream,
     body: Mapping[str, Any],
-    one_token: Mapping[str, Any] = upstream_requests.ONE_TOKEN,
+    one_token: Mapping[str, Any] = engine_bodies.ONE_TOKEN,
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return what prefill is asked, and decode, as far as that is known by now."""
     if choice.mode is Mode.BOOTSTRAP:
-        worker, room = prefill.worker, secrets.randbelow(upstream_requests.ROOMS)
-        meeting = upstream_requests.BootstrapRoom(
+        worker, room = prefill.worker, secrets.randbelow(engine_bodies.ROOMS)
+        meeting = engine_bodies.BootstrapRoom(
             worker.host, worker.bootstrap, room, chosen.target.rank
         )
         return (
-            upstream_requests.bootstrap_body(body, meeting, chosen.target.rank),
-            upstream_requests.bootstrap_body(body, meeting, choice.decode.target.rank),
+            engine_bodies.bootstrap_body(body, meeting, chosen.target.rank),
+            engine_bodies.bootstrap_body(body, meeting, choice.decode.target.rank),
         )
     transfer = secrets.token_hex(16)
-    asked = upstream_requests.prefill_body(body, transfer, one_token)
+    asked = engine_bodies.prefill_body(body, transfer, one_token)
     if choice.mode is Mode.PUSH:
-        return asked, upstream_requests.push_body(body, transfer, choice.standing_ticket)
+        return asked, engine_bodies.push_body(body, transfer, choice.standing_ticket)
     return asked, body
 
 
@@ -340,13 +336,13 @@ def mooncake_ticket(
     engine_id = prefill.info.engine_ids.get(rank or 0)
     if prefill.worker.engine is not Engine.MOONCAKE or engine_id is None:
         return None
-    return upstream_requests.mooncake_ticket(
-        upstream_requests.transfer_of(asked), engine_id, prefill.worker.bootstrap_url
+    return engine_bodies.mooncake_ticket(
+        engine_bodies.transfer_of(asked), engine_id, prefill.worker.bootstrap_url
     )
 
 
 def _pulled(body: Mapping[str, Any], ticket: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    return body if ticket is None else upstream_requests.pull_body(body, ticket)
+    return body if ticket is None else engine_bodies.pull_body(body, ticket)
 
 
 async def _beginning(prefill: asyncio.Task[Any], decoding: Coroutine[Any, Any, bytes]) -> bytes:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from kvconnect.observability.tracing.otel import Tracer
     from kvconnect.router.fleet.upstreams import Upstream
-    from kvconnect.router.http.reply import Reply
+    from kvconnect.router.http.client_side import Reply
 
 _NOT_FAILED = (RequestOutcome.OK, RequestOutcome.REJECTED, RequestOutcome.CANCELLED)
 _UPSTREAM_NOT_FAILED = (UpstreamOutcome.OK, UpstreamOutcome.REJECTED, UpstreamOutcome.CANCELLED)

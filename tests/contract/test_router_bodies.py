@@ -11,8 +11,8 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from kvconnect.router.apis import APIS
 from kvconnect.router.body import SALT, read_body
-from kvconnect.router.http import upstream_requests
-from kvconnect.router.policy.tenants import Tenants
+from kvconnect.router.http import engine_bodies
+from kvconnect.router.http.admission import Tenants
 
 ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "/v1/responses": (ResponsesRequest, {"input": "a", "max_output_tokens": 9, "stream": True}),
@@ -37,10 +37,10 @@ def test_transfers_and_salts_are_fields_of_responses_and_messages(path: str) -> 
     assert tenant is not None
     body[SALT] = tenant.salt(b"")
     prefill = kind.model_validate_json(
-        upstream_requests.encoded(upstream_requests.prefill_body(body, "x", api.one_token))
+        engine_bodies.encoded(engine_bodies.prefill_body(body, "x", api.one_token))
     )
     decode = kind.model_validate_json(
-        upstream_requests.encoded(upstream_requests.push_body(body, "x", "card"))
+        engine_bodies.encoded(engine_bodies.push_body(body, "x", "card"))
     )
     bound = next(name for name, value in api.one_token.items() if value == 1)
     assert getattr(prefill, bound) == 1 and not prefill.stream

@@ -18,7 +18,7 @@ from kvconnect.errors import KVConnectError, Misuse, Refused
 from kvconnect.protocol import codec, messages, nixl_messages, tickets
 from kvconnect.router.fleet import reports
 from kvconnect.router.fleet.kv_events import RankEvents
-from kvconnect.router.fleet.sources import etcd, file
+from kvconnect.router.fleet.sources import etcd, local
 from kvconnect.router.http import http1
 from kvconnect.router.policy.loads import Target as Engine
 from kvconnect.router.policy.prefixes import PrefixIndex
@@ -118,7 +118,7 @@ def answer(data: bytes) -> None:
 
     connection = http1.Connection()
     connection.connection_made(Transport())  # type: ignore[arg-type]
-    connection.answer = http1.IncomingResponse()
+    connection.response = http1.IncomingResponse()
     for piece in (data[: len(data) // 3], data[len(data) // 3 :]):
         connection.data_received(piece)
     connection.connection_lost(None)
@@ -131,7 +131,7 @@ def members(data: bytes) -> None:
         assert why
 
     etcd.Entries("kv", refuse).named([(b"kv/prefill/a", data), (data, b"http://a:1")])
-    file.parse(data.decode("utf-8", "replace"), {}, refuse)
+    local.parse(data.decode("utf-8", "replace"), {}, refuse)
 
 
 def planted(data: bytes) -> None:

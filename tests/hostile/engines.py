@@ -18,10 +18,10 @@ import msgspec
 from kvconnect.errors import Refused
 from kvconnect.router.fleet import reports
 from kvconnect.router.fleet.kv_events import RankEvents
-from kvconnect.router.fleet.sources import at_addresses, file
+from kvconnect.router.fleet.sources import at_addresses, local
 from kvconnect.router.fleet.sources.etcd import Entries
 from kvconnect.router.fleet.sources.kubernetes import Slices
-from kvconnect.router.http import upstream_requests
+from kvconnect.router.http import engine_bodies
 from kvconnect.router.metrics import InputKind
 from kvconnect.router.options import Worker, worker_of
 from kvconnect.router.policy.loads import MOST_RANKS, Loads, Role, Target
@@ -75,7 +75,7 @@ _JSON: tuple[tuple[str, object, Reader], ...] = (
     ("version", {"version": "1", "more": [1]}, reports.version_of),
     ("registry", {"0": {"engine_id": "e"}, "1": {"engine_id": "f"}}, reports.engine_ids_of),
     ("loads", {"loads": [_LOAD, _LOAD | {"dp_rank": 1}]}, reports.sglang_tokens),
-    ("card", {"choices": [], "kv_transfer_params": _PARAMS}, upstream_requests.standing_ticket_of),
+    ("card", {"choices": [], "kv_transfer_params": _PARAMS}, engine_bodies.standing_ticket_of),
 )
 _TEXT: tuple[tuple[str, str, Callable[[str], Any]], ...] = (
     ("vllm metrics", _VLLM, reports.vllm_tokens),
@@ -146,7 +146,7 @@ def _read(read: Callable[[Any], Any], answer: Any) -> str | None:
         said = read(answer)
     except Refused:
         return None
-    if isinstance(said, upstream_requests.StandingTicket):
+    if isinstance(said, engine_bodies.StandingTicket):
         return None if 0 < said.lifetime_s < 2**31 else f"a card for {said.lifetime_s} seconds"
     if read in (reports.vllm_tokens, reports.sglang_tokens, reports.sglang_metric_tokens):
         loads = Loads(10.0)
@@ -258,7 +258,7 @@ def _nothing(what: InputKind, text: str) -> None:
 def _in_file(text: str) -> str | None:
     good = Worker("http://good:1")
     before = {Role.DECODE: (good,)}
-    named = file.parse(f"decode {text}\nprefill http://new:1", before, _nothing)
+    named = local.parse(f"decode {text}\nprefill http://new:1", before, _nothing)
     kept = good in named[Role.DECODE] or len(named[Role.DECODE]) > 0
     return None if kept and named[Role.PREFILL] else f"others were lost: {named}"
 

@@ -20,7 +20,7 @@ UP_S = 120.0
 BEFORE = ""
 """Python that the router's process runs first: what takes a protection away, as a control."""
 _HASTE = (
-    "from kvconnect.router import app; from kvconnect.router.http import requests as reading; "
+    "from kvconnect.router import app; from kvconnect.router.http import client_side as reading; "
     f"app.IDLE_S = reading.BODY_S = app.UNREAD_S = {HASTE_S}\n"
 )
 _RUN = "import sys; from kvconnect import cli; sys.exit(cli.main(sys.argv[1:]))"

@@ -1,1 +1,1 @@
-"""Knows the engines: which there are, which are up, and what they say of themselves."""
+"""The engines behind the router: membership, health, load, cached prefixes, pairing."""

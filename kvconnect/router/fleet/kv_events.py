@@ -1,7 +1,7 @@
-"""What engines publish about their caches, read into a prefix index. Pure.
+"""Decodes engines' KV events into a prefix index. Pure.
 
-vLLM and SGLang publish alike: messages numbered from 0 on, each a msgpack array ``[time, events,
-rank]``; an event is a map with ``type``, or, from older versions, an array that begins with it.
+vLLM and SGLang use one format: messages numbered from 0, each a msgpack array ``[time, events,
+rank]``. An event is a map with a ``type``; older versions send an array that begins with it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvconnect.router.policy.prefixes import (
 
 _FULL_ATTENTION = (None, "full_attention", "mla_attention")
 _Token = int | Annotated[list[int], Meta(min_length=1)]
-"""SGLang with EAGLE tells each token with the next one, as its cache is keyed by both."""
+"""SGLang with EAGLE reports each token with the next one, as its cache keys hold both."""
 
 
 class _Batch(msgspec.Struct, array_like=True):
@@ -41,7 +41,7 @@ class _KindFirst(msgspec.Struct, array_like=True):
 
 
 class _BlockStored(msgspec.Struct):
-    """A map's fields; those that have no place in an array come last."""
+    """Fields of a map; those missing in the array form come last."""
 
     block_hashes: list[EngineHash]
     parent_block_hash: EngineHash | None
@@ -57,7 +57,7 @@ class _BlockStored(msgspec.Struct):
 
     @property
     def plain(self) -> bool:
-        """Whether the blocks follow from their tokens alone."""
+        """Whether the blocks are identified by their tokens alone."""
         named = (self.lora_id, self.lora_name, self.cache_salt)
         return all(name is None for name in named) and not any(self.extra_keys or ())
 
@@ -70,11 +70,11 @@ class _BlockRemoved(msgspec.Struct):
 
 
 class _StoredInOrder(_BlockStored, array_like=True, tag="BlockStored"):
-    """The same, from older versions."""
+    """The array form, from older versions."""
 
 
 class _RemovedInOrder(_BlockRemoved, array_like=True, tag="BlockRemoved"):
-    """The same, from older versions."""
+    """The array form, from older versions."""
 
 
 _Event = _BlockStored | _BlockRemoved
@@ -83,49 +83,51 @@ _KINDS: dict[str, tuple[type[_Event], type[_Event]]] = {
     "BlockRemoved": (_BlockRemoved, _RemovedInOrder),
 }
 _CLEARED = "AllBlocksCleared"
-_MOST_GROUPS = 64  # of layers
+_MOST_GROUPS = 64  # limit of layer groups
 
 
 class RankEvents:
-    """The messages of one rank, in order, into the index. Not thread-safe.
+    """Applies the messages of one rank to the index, in order. Not thread-safe.
 
-    A lost message may have told of blocks that are gone, so when one cannot be had again, all that
-    is known of the rank is dropped.
+    A lost message may have reported removed blocks. If it cannot be recovered, all blocks of the
+    rank are dropped from the index.
     """
 
     def __init__(self, target: Target, index: PrefixIndex) -> None:
         self.next_number = 0  # number of the next message
         self._target = target
         self._index = index
-        self._live = -1  # number of the last one that came live
+        self._live = -1  # number of the last live message
         self._partial_groups: set[int] = (
             set()
         )  # groups of layers that keep less than the whole prefix
 
     def receive(self, number: int, payload: bytes) -> bool:
-        """A message came; return False if others were lost before it: then ask for those from
-        :attr:`next_number` on, and pass these and this one to :meth:`recover`.
+        """Apply a live message; return False if messages before it were lost.
+
+        Then request those from :attr:`next_number` on, and pass them and this one to
+        :meth:`recover`.
 
         Raises:
-            Refused: it cannot be read.
+            Refused: the message is invalid.
         """
-        if number <= self._live:  # another incarnation, that counts from 0 again
+        if number <= self._live:  # the engine restarted, and counts from 0 again
             self._index.cleared(self._target)
             self._partial_groups.clear()
             self.next_number = 0
         self._live = number
         if number > self.next_number:
             return False
-        if number == self.next_number:  # else a replay had it
+        if number == self.next_number:  # otherwise a replay has applied it
             self._apply_in_order(number, payload)
         return True
 
     def recover(self, number: int, payload: bytes) -> bool:
-        """Go on with a message that came again, or live after that, whatever lies before it;
-        return whether nothing was lost.
+        """Apply a replayed message, or the live one after a replay; return whether none before it
+        was lost.
 
         Raises:
-            Refused: it cannot be read.
+            Refused: the message is invalid.
         """
         if number < self.next_number:
             return True
@@ -139,7 +141,7 @@ class RankEvents:
         self.next_number = number + 1
         try:
             self._apply(payload)
-        except Refused:  # it may have told of blocks that are gone
+        except Refused:  # it may have reported removed blocks
             self._index.cleared(self._target)
             raise
 
@@ -155,8 +157,8 @@ class RankEvents:
                 self._index.stored(self._target, _stored(event))
 
     def _is_partial(self, event: _Event) -> bool:
-        """Whether blocks are of a group without full attention. Its blocks have the same hashes as
-        those of the others and go earlier, and only what is stored tells the group's kind."""
+        """Whether blocks belong to a layer group without full attention. Such blocks have the same
+        hashes as others and are removed earlier; only stored events name a group's kind."""
         group, partial = event.group_idx, event.kv_cache_spec_kind not in _FULL_ATTENTION
         if group is None:
             return partial
@@ -166,24 +168,24 @@ class RankEvents:
 
 
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What bytes that are no batch of events may raise."""
+"""Errors of decoding an invalid batch of events."""
 
 
 def _events(payload: bytes) -> Iterator[_Event | None]:
-    """Yield the events that are known; None: all blocks are gone."""
+    """Yield the known events; None means that all blocks were removed."""
     try:
         for event in msgspec.msgpack.decode(payload, type=_Batch).events:
-            kind, place = _kind_of(event)
+            kind, form = _kind_of(event)
             if kind == _CLEARED:
                 yield None
             elif kind in _KINDS:
-                yield msgspec.msgpack.decode(event, type=_KINDS[kind][place])
+                yield msgspec.msgpack.decode(event, type=_KINDS[kind][form])
     except _UNREADABLE as error:
-        raise Refused("events", f"a message that is none: {error!r}") from error
+        raise Refused("events", f"malformed KV event message: {error!r}") from error
 
 
 def _kind_of(event: Raw) -> tuple[str, int]:
-    """Return an event's kind, empty if it is none, and whether it is an array."""
+    """Return an event's kind, empty if invalid, and 1 if it is an array, else 0."""
     forms: tuple[type[_Kind | _KindFirst], ...] = (_Kind, _KindFirst)
     for place, form in enumerate(forms):
         try:
@@ -200,5 +202,5 @@ def _stored(event: _BlockStored) -> StoredBlocks:
 
 
 def _tier(event: _Event) -> CacheTier:
-    """Return where blocks are; a tier of an unknown name is taken for the farthest."""
+    """Return the tier of blocks; an unknown name counts as the farthest tier."""
     return TIER_OF_MEDIUM.get(event.medium, CacheTier.REMOTE)

@@ -18,7 +18,7 @@ from kvconnect.router.exchange import bodies, mooncake_ticket
 from kvconnect.router.fleet import reports
 from kvconnect.router.fleet.pairing import EnginePair
 from kvconnect.router.fleet.upstreams import Fleet, Upstream
-from kvconnect.router.http import upstream_requests
+from kvconnect.router.http import engine_bodies
 from kvconnect.router.http.http1 import ConnectionLost, Exhausted, Unreachable, request_head
 from kvconnect.router.http.pool import ConnectionPool, within
 from kvconnect.router.metrics import ProbeOutcome, RouterMetrics
@@ -142,19 +142,19 @@ class Prober:
         shared = [name for name in prefill.info.models if name in decode.info.models]
         if not shared:
             raise Refused("answer", "they serve no model in common")
-        body = upstream_requests.token_ids_body(
+        body = engine_bodies.token_ids_body(
             shared[0], random.choices(_IDS, k=TOKENS), native=prefill.native
         )
         asked, rest = bodies(choice, p, prefill, body)
         if mode is Mode.BOOTSTRAP:
             return (await _both(self._send(prefill, p, asked), self._send(decode, d, rest)))[1]
         said = await self._send(prefill, p, asked)
-        ticket = upstream_requests.ticket_of(said) or mooncake_ticket(prefill, p.target.rank, asked)
+        ticket = engine_bodies.ticket_of(said) or mooncake_ticket(prefill, p.target.rank, asked)
         if ticket is None:
             raise ProbeFailed(ProbeOutcome.FAILED, "prefill offers no hand-off")
         # With it, vLLM would answer what the prefill engine had cached, not what came from there.
         ticket.pop("remote_prefill_cached_tokens", None)
-        return await self._send(decode, d, upstream_requests.pull_body(body, ticket))
+        return await self._send(decode, d, engine_bodies.pull_body(body, ticket))
 
     def _target(self, upstream: Upstream) -> TargetChoice:
         ranks = len(upstream.loads.own)
@@ -165,10 +165,10 @@ class Prober:
     async def _send(
         self, upstream: Upstream, chosen: TargetChoice, body: Mapping[str, Any]
     ) -> bytes:
-        raw = upstream_requests.encoded(body)
+        raw = engine_bodies.encoded(body)
         rank = chosen.target.rank
-        headers = {} if rank is None else {upstream_requests.RANK_HEADER: str(rank)}
-        path = upstream_requests.SGLANG_GENERATE if upstream.native else "/v1/completions"
+        headers = {} if rank is None else {engine_bodies.RANK_HEADER: str(rank)}
+        path = engine_bodies.SGLANG_GENERATE if upstream.native else "/v1/completions"
         head = request_head(upstream.base, "POST", path, headers, len(raw))
         status, answer = await self._pool.whole(upstream.base, head, raw, TIMEOUT_S)
         if status == 200:
@@ -186,7 +186,7 @@ class Prober:
         SGLang's decode engines cannot compute prompts."""
         if decode.native:
             return True
-        cached = upstream_requests.cached_tokens_of(answer)
+        cached = engine_bodies.cached_tokens_of(answer)
         if cached is not None or before is None:
             return cached != 0
         for pause in _COUNTED_S:

@@ -1,6 +1,6 @@
-"""What engines say about themselves: load, models, version. Pure functions over their answers.
+"""Readers of engines' reports: models, version, load. Pure.
 
-Numbers are passed on as they came: :class:`~kvconnect.router.policy.loads.Loads` judges them.
+Numbers are passed on unchecked; :class:`~kvconnect.router.policy.loads.Loads` validates them.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import msgspec
 from msgspec import Meta, Raw
 
 from kvconnect.errors import Refused
-from kvconnect.router.http.upstream_requests import json_object
+from kvconnect.router.http.engine_bodies import json_object
 from kvconnect.router.policy.loads import MOST_RANKS
 
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)\{(.*)\}\s+(\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_LINE = 8192  # characters of a sample; longer lines are none of an engine's
+_LINE = 8192  # longest sample line that is read
 _VLLM_USAGE = "vllm:kv_cache_usage_perc"
 _VLLM_TOKENS = "vllm:prompt_tokens_by_source_total"
 _VLLM_CACHE = "vllm:cache_config_info"
 _SGLANG_TOKENS = "sglang:num_used_tokens"
-_MOST_MODELS = 4096  # of one engine, with its adapters
+_MOST_MODELS = 4096  # limit of models of one engine, adapters included
 _RANK_DIGITS = len(str(MOST_RANKS))
 
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError)
-"""What bytes that are not as they should be may raise."""
+"""Errors of decoding invalid bytes."""
 
 _T = TypeVar("_T")
 _Name = Annotated[str, Meta(max_length=1024)]
@@ -64,11 +64,11 @@ class _SglangLoads(msgspec.Struct):
 
 
 def models_of(answer: bytes) -> dict[str, Any]:
-    """Return name -> entry of the models that an answer to ``/v1/models`` lists. Entries that are
-    none are left out.
+    """Return name -> entry of the models in a response to ``/v1/models``. Invalid entries are
+    skipped.
 
     Raises:
-        Refused: it lists none.
+        Refused: there is no valid entry.
     """
     named: dict[str, Any] = {}
     for item in _read(answer, _Models).data[:_MOST_MODELS]:
@@ -82,20 +82,20 @@ def models_of(answer: bytes) -> dict[str, Any]:
 
 
 def version_of(answer: bytes) -> str:
-    """Return the version in an answer to ``/version`` (vLLM) or ``/server_info`` (SGLang).
+    """Return the version in a response to ``/version`` (vLLM) or ``/server_info`` (SGLang).
 
     Raises:
-        Refused: it has none.
+        Refused: there is none.
     """
     return _read(answer, _Version).version
 
 
 def engine_ids_of(answer: bytes) -> dict[int, str]:
-    """Return the engine id of each data-parallel rank, in what a MooncakeConnector's bootstrap
-    server answers to ``/query``.
+    """Return the engine id of each data-parallel rank from a MooncakeConnector's bootstrap server
+    (``/query``).
 
     Raises:
-        Refused: it has none.
+        Refused: there is none.
     """
     found = {}
     for rank, entry in _read(answer, dict[str, Raw]).items():
@@ -114,22 +114,22 @@ def _read(answer: bytes, kind: type[_T]) -> _T:
     try:
         return msgspec.json.decode(answer, type=kind)
     except _UNREADABLE as error:
-        raise Refused("answer", f"it is not of the form that is known: {error}") from error
+        raise Refused("answer", f"it has an unknown format: {error}") from error
 
 
 def _rank(text: str) -> int | None:
-    """Return the rank that an engine names, None if it is none."""
+    """Return the rank in ``text``, None if it is not a rank."""
     good = text.isascii() and text.isdecimal() and len(text) <= _RANK_DIGITS
     return int(text) if good and int(text) < MOST_RANKS else None
 
 
 def vllm_tokens(text: str) -> dict[int, float]:
-    """Return the tokens that lie in each rank's KV cache, from vLLM's ``/metrics``.
+    """Return the tokens in each rank's KV cache, from vLLM's ``/metrics``.
 
-    Ranks may be numbered from another number than 0 there, but not where a request asks for one.
+    Ranks there may start at another number than 0; the result is numbered from 0, as in requests.
 
     Raises:
-        Refused: a sample is of no rank.
+        Refused: a sample has no rank.
     """
     used: dict[int, float] = {}
     caches: dict[int, dict[str, str]] = {}
@@ -141,17 +141,17 @@ def vllm_tokens(text: str) -> dict[int, float]:
             used[rank] = value
         else:
             caches[rank] = labels
-    room = {rank: _room(labels, len(caches)) for rank, labels in caches.items()}
-    if used.keys() != room.keys() or min(room.values(), default=0) <= 0:
+    capacity = {rank: _capacity(labels, len(caches)) for rank, labels in caches.items()}
+    if used.keys() != capacity.keys() or min(capacity.values(), default=0) <= 0:
         return {}
-    return {place: used[rank] * room[rank] for place, rank in enumerate(sorted(room))}
+    return {index: used[rank] * capacity[rank] for index, rank in enumerate(sorted(capacity))}
 
 
-def _room(cache: Mapping[str, str], ranks: int) -> float:
-    """Return how many tokens a rank's KV cache holds, of the ``ranks`` of its vLLM server.
+def _capacity(cache: Mapping[str, str], ranks: int) -> float:
+    """Return the capacity of a rank's KV cache in tokens.
 
-    Blocks do not tell it where layers share them in groups, or ranks in a context; older vLLMs tell
-    nothing else, and for every rank the sum over all.
+    Older vLLM versions report only blocks, summed over all ``ranks``; that is inexact for hybrid
+    models and context parallelism.
     """
     tokens = _number(cache.get("kv_cache_size_tokens", ""))
     if tokens > 0:
@@ -161,8 +161,8 @@ def _room(cache: Mapping[str, str], ranks: int) -> float:
 
 
 def vllm_received(text: str) -> float | None:
-    """Return how many tokens' KV an engine has been given by others, from vLLM's ``/metrics``;
-    None if it does not tell."""
+    """Return the tokens whose KV an engine has received from others, from vLLM's ``/metrics``;
+    None if it does not report them."""
     found = [
         value
         for _, labels, value in _samples(text, (_VLLM_TOKENS,))
@@ -172,11 +172,11 @@ def vllm_received(text: str) -> float | None:
 
 
 def sglang_tokens(answer: bytes) -> dict[int, float]:
-    """Return the tokens of each rank, from SGLang's ``/v1/loads``: those in its KV cache, those
-    on their way there, and those that wait to be computed.
+    """Return the tokens of each rank, from SGLang's ``/v1/loads``: cached, in transfer, or waiting
+    to be computed.
 
     Raises:
-        Refused: it is not of that form.
+        Refused: it has another format.
     """
     found: dict[int, float] = {}
     for load in _read(answer, _SglangLoads).loads:
@@ -191,19 +191,19 @@ def sglang_metric_tokens(text: str) -> dict[int, float]:
     """Return the tokens in each rank's KV cache, from SGLang's ``/metrics``.
 
     Raises:
-        Refused: a sample is of no rank.
+        Refused: a sample has no rank.
     """
     found: dict[int, float] = {}
     for _, labels, value in _samples(text, (_SGLANG_TOKENS,)):
         rank = _rank(labels.get("dp_rank", "0"))
         if rank is None:
             raise Refused("answer", f"a sample of {_SGLANG_TOKENS} has no rank")
-        found[rank] = max(found.get(rank, 0.0), value)  # of its tensor-parallel ranks
+        found[rank] = max(found.get(rank, 0.0), value)  # maximum over tensor-parallel ranks
     return found
 
 
 def _samples(text: str, names: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Yield name, labels and value of the samples of some metrics."""
+    """Yield name, labels and value of the samples of the metrics ``names``."""
     for line in text.splitlines():
         if line.startswith(names) and len(line) <= _LINE:
             found = _SAMPLE.match(line)
@@ -212,7 +212,7 @@ def _samples(text: str, names: tuple[str, ...]) -> Iterator[tuple[str, dict[str,
 
 
 def _number(text: str) -> float:
-    """Return a number; -1 where there is none that is finite."""
+    """Return a finite number; -1 if there is none."""
     try:
         number = float(text)
     except ValueError:

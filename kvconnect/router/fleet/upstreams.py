@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from kvconnect.breaker import CircuitBreaker
 from kvconnect.router.fleet.pairing import EnginePair, Pairing
+from kvconnect.router.http.engine_bodies import StandingTicket
 from kvconnect.router.http.http1 import BaseUrl
-from kvconnect.router.http.upstream_requests import StandingTicket
 from kvconnect.router.options import RouterOptions, Worker
 from kvconnect.router.policy.choice import RoutingChoice, TargetChoice
 from kvconnect.router.policy.loads import Engine, FleetView, Loads, Role, WorkerView

@@ -19,7 +19,7 @@ from kvconnect.errors import Refused
 from kvconnect.router.fleet import reports
 from kvconnect.router.fleet.kv_events import RankEvents
 from kvconnect.router.fleet.upstreams import Upstream
-from kvconnect.router.http import upstream_requests
+from kvconnect.router.http import engine_bodies
 from kvconnect.router.http.http1 import (
     BaseUrl,
     ConnectionLost,
@@ -236,14 +236,14 @@ class Watcher:
         base = self._upstream.base
         model = next(iter(reports.models_of(await self.get("/v1/models"))))
         body = json.dumps(
-            upstream_requests.standing_ticket_body(model, rank if ranks > 1 else None)
+            engine_bodies.standing_ticket_body(model, rank if ranks > 1 else None)
         ).encode()
-        headers = {upstream_requests.RANK_HEADER: str(rank)} if ranks > 1 else {}
+        headers = {engine_bodies.RANK_HEADER: str(rank)} if ranks > 1 else {}
         head = request_head(base, "POST", "/v1/completions", headers, len(body))
         answer = await self._pool.whole(base, head, body, ASK_TIMEOUT_S)
         standing_ticket = self._read(
             InputKind.STANDING_TICKET,
-            upstream_requests.standing_ticket_of,
+            engine_bodies.standing_ticket_of,
             _body_of("/v1/completions", answer),
         )
         self._metrics.count("standing_ticket_fetches", self._upstream.url, "ok")

@@ -1,1 +1,1 @@
-"""HTTP as the router speaks it: admission of clients, connections and requests to engines."""
+"""HTTP of the router: admission, client requests and replies, requests to engines."""

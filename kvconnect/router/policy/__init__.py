@@ -1,1 +1,1 @@
-"""Chooses the engines of a request. No I/O; time is an argument."""
+"""Routing policy: chooses the engines of a request. Pure: no I/O; time is an argument."""

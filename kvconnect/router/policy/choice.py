@@ -1,7 +1,6 @@
-"""Which engines and ranks serve a request, and how they hand over. Pure: the same view, the same
-choice.
+"""Chooses the engines and ranks of a request, and how KV is handed over. Pure.
 
-Both legs are chosen together: only engines that can use each other's KV make a pair.
+Prefill and decode are chosen together: only engines that can use each other's KV make a pair.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from kvconnect.router.apis import COMPLETIONS, Api
 from kvconnect.router.body import Prompt
 from kvconnect.router.options import RouterOptions
 from kvconnect.router.policy.loads import Engine, FleetView, Role, Target, WorkerView
-from kvconnect.router.policy.prefixes import CacheHit
+from kvconnect.router.policy.prefixes import CacheHit, CacheHits
 from kvconnect.router.policy.ranking import (
     Candidate,
     Pick,
@@ -28,30 +27,30 @@ from kvconnect.router.policy.ranking import (
 )
 
 Cause = Literal["unreachable", "error"]
-"""Why a leg failed: no connection, or one that broke; or the engine answered with an error."""
-_SHOWN = 200  # characters of what a client sent
+"""Why a request to an engine failed: no connection or a broken one, or an error response."""
+_SHOWN = 200  # characters of a client's input that are shown
 
 
 class Mode(str, Enum):
     """How KV gets from prefill to decode."""
 
-    PUSH = "push"  # both engines are asked at once
-    PULL = "pull"  # decode is asked when prefill has answered
-    BOOTSTRAP = "bootstrap"  # both at once; SGLang's engines meet by room
-    PLAIN = "plain"  # decode does all of it
+    PUSH = "push"  # both engines get the request at once
+    PULL = "pull"  # decode gets the request after prefill has answered
+    BOOTSTRAP = "bootstrap"  # both at once; SGLang engines find each other by room
+    PLAIN = "plain"  # decode serves the request alone
 
 
 class RoutingReason(str, Enum):
-    """Why a mode was taken."""
+    """Why a mode was chosen."""
 
     DEFAULT = "default"
     FORCED = "forced"  # --pull
     SHORT = "short"  # under --push-min-tokens
-    NO_STANDING_TICKET = "no_standing_ticket"  # the prefill engine has no standing offer (yet)
-    CONNECTOR = "connector"  # the engines' connector knows no other
-    MULTI = "multi"  # several prompts or answers: one transfer id names one prompt
-    NO_TICKET = "no_ticket"  # the prefill engine offered nothing
-    API = "api"  # nothing to hand over: it is not a completion
+    NO_STANDING_TICKET = "no_standing_ticket"  # the prefill engine has no valid standing ticket
+    CONNECTOR = "connector"  # the engines' connector supports no other mode
+    MULTI = "multi"  # several prompts or answers; a transfer id names one prompt
+    NO_TICKET = "no_ticket"  # the prefill engine offered no hand-off
+    API = "api"  # not a completion: there is nothing to hand over
 
 
 MODES: tuple[tuple[Mode, RoutingReason], ...] = (
@@ -65,18 +64,15 @@ MODES: tuple[tuple[Mode, RoutingReason], ...] = (
     (Mode.PLAIN, RoutingReason.NO_TICKET),
     (Mode.PLAIN, RoutingReason.API),
 )
-"""All that happens."""
-
-CacheHits = Mapping[Role, Mapping[Target, CacheHit]]
-"""What targets have cached of a prompt; a role is missing where nothing is known."""
+"""Every (mode, reason) pair that the router can report."""
 
 
 class TargetChoice(NamedTuple):
-    """Where a leg runs, and why there.
+    """The target of a request to an engine, and the reason.
 
     Attributes:
-        tokens: of the prompt that it has to compute or receive.
-        hit: of the prompt that it is expected to have.
+        tokens: prompt tokens that the target has to compute or receive.
+        hit: prompt tokens that the target is expected to have cached.
     """
 
     target: Target
@@ -99,28 +95,34 @@ class RoutingChoice(NamedTuple):
     decode: TargetChoice
     standing_ticket: str = ""
 
+    @property
+    def targets(self) -> dict[Role, Target]:
+        """The chosen target of each role."""
+        prefill = {} if self.prefill is None else {Role.PREFILL: self.prefill.target}
+        return {**prefill, Role.DECODE: self.decode.target}
+
 
 @dataclass
 class FailedTargets:
-    """What one request's attempts have shown so far: engines not to try (again)."""
+    """Engines that a request's next attempts avoid, by number."""
 
     prefill: set[int] = field(default_factory=set)
     decode: set[int] = field(default_factory=set)
     handoff_failed: bool = False
 
     def add_unserved(self, view: FleetView, choice: RoutingChoice) -> bool:
-        """An engine has no such path; return whether it may be another's. Those with the same
-        models have the same paths."""
+        """Exclude all decode engines with the models of one that lacks the path; return whether
+        others are left."""
         models = {w.index: w.models for w in view.decode}
         mine = models.get(choice.decode.target.worker)
         self.decode.update(index for index, theirs in models.items() if theirs == mine)
         return bool(models.keys() - self.decode)
 
     def add(self, choice: RoutingChoice, role: Role, cause: Cause) -> bool:
-        """An attempt failed; return whether another may fare better.
+        """Record a failed attempt; return whether another attempt may succeed.
 
-        A decode engine that answers with an error may have lost its hand-off, so once another
-        prefill engine is tried. The same error without a hand-off, or again, is the answer.
+        A decode engine's error may come from its hand-off, so one more prefill engine is tried.
+        The same error again, or without a hand-off, is final.
         """
         if role is Role.DECODE and cause == "unreachable":
             self.decode.add(choice.decode.target.worker)
@@ -134,14 +136,14 @@ class FailedTargets:
 
 
 class RoutingRequest(NamedTuple):
-    """One request, as far as it decides where it goes.
+    """The inputs of a routing decision that come from the request.
 
     Attributes:
-        turn: counts requests, and attempts of one request.
-        draw: a random number of at least 0 and less than 1.
-        session: what the client calls a run of requests; empty if nothing.
-        api: what it asks for.
-        keep: the decode engine of an earlier attempt, to be taken again if it can be.
+        turn: number of the request, plus its attempts so far.
+        draw: a random number, at least 0 and less than 1.
+        session: the client's name for a series of requests; may be empty.
+        hits: cached prompt tokens by role and target.
+        keep: decode engine of an earlier attempt, preferred if it is available.
     """
 
     prompt: Prompt
@@ -156,7 +158,7 @@ class RoutingRequest(NamedTuple):
 def choose(
     view: FleetView, request: RoutingRequest, failed: FailedTargets, options: RouterOptions
 ) -> RoutingChoice | None:
-    """Return where the request goes; None if no engine is left of a role that it needs."""
+    """Return where the request goes; None if a role that it needs has no engine left."""
     decode = _available(view.decode, failed.decode, request)
     if request.api.decode_only and decode:
         target_choice = _choose_target(options.decode_policy, decode, request, Role.DECODE, options)
@@ -199,15 +201,15 @@ def choose(
 
 
 class Unserved(KVConnectError):
-    """Every engine has said what it serves, and none serves this."""
+    """No engine serves the model or the path of a request."""
 
 
 def explain_no_choice(view: FleetView, request: RoutingRequest) -> str:
-    """Say why :func:`choose` found nothing at first.
+    """Return why :func:`choose` found no engines at the first attempt.
 
     Raises:
-        Unserved: no engine serves it, up or not.
-        Refused: no engine that serves it could take it, up or not.
+        Unserved: no engine serves it, even among those that are down.
+        Refused: no engine can take a request of this form.
     """
     sides = {Role.PREFILL: view.prefill, Role.DECODE: view.decode}
     if request.api.decode_only:
@@ -233,7 +235,7 @@ def explain_no_choice(view: FleetView, request: RoutingRequest) -> str:
 
 
 class _PairedEngines(NamedTuple):
-    """Engines that all pair with one another, and the turn among them."""
+    """Engines that all pair with one another, and the request's turn among them."""
 
     prefill: list[WorkerView]
     decode: list[WorkerView]
@@ -248,7 +250,7 @@ def _available(
 
 
 def _serving(workers: Sequence[WorkerView], request: RoutingRequest) -> list[WorkerView]:
-    """Return those that serve what is asked for, up or not."""
+    """Return the engines that serve the request's model and path, up or not."""
     found = [w for w in workers if w.serves(request.prompt.model)]
     return [w for w in found if w.engine in request.api.engines]
 
@@ -256,7 +258,7 @@ def _serving(workers: Sequence[WorkerView], request: RoutingRequest) -> list[Wor
 def _best_group(
     view: FleetView, prefill: list[WorkerView], decode: list[WorkerView], turn: int
 ) -> _PairedEngines | None:
-    """Return engines that pair: if there are any, of those that probes have proven."""
+    """Return engines that pair; engines proven by probes are preferred."""
     proven = [w for w in prefill if w.proven], [w for w in decode if w.proven]
     return (
         _group(*proven, view.broken, turn)
@@ -271,8 +273,8 @@ def _group(
     broken: Collection[tuple[int, int]],
     turn: int,
 ) -> _PairedEngines | None:
-    """Return engines that pair. While a fleet is upgraded, requests are shared between old and
-    new ones in proportion to the smaller side of each."""
+    """Return engines that pair. If several groups exist, as during an upgrade, each gets requests
+    in proportion to its smaller side."""
     if not prefill or not decode:
         return None
     first = prefill[0]
@@ -312,7 +314,7 @@ def _choose_target(
     role: Role,
     options: RouterOptions,
 ) -> TargetChoice:
-    """Return where one leg goes. Policies that do not look at loads choose an engine first."""
+    """Return the target for one role. Policies that ignore loads choose an engine first."""
     draw = request.draw if role is Role.PREFILL else request.draw * 2**20 % 1.0
     hits = request.hits.get(role, {})
     job = RankingJob(request.prompt.tokens, request.turn, draw, request.session)

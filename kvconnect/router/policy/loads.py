@@ -1,4 +1,4 @@
-"""What a routing decision may look at: plain values, so that every decision can be replayed."""
+"""Engines, targets and loads, as routing decisions see them: plain values. Pure."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import NamedTuple
 
 
 class Role(str, Enum):
-    """What an engine is asked to do; also the name of a request's leg."""
+    """What an engine does for a request."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class Engine(str, Enum):
-    """What answers at a URL: an engine, and the connector that moves its KV."""
+    """Kind of server at a URL: the engine, and the connector that moves its KV."""
 
-    VLLM = "vllm"  # with KVConnect: both legs at once, or one after the other
-    NIXL = "nixl"  # vLLM with its NixlConnector: one leg after the other
-    MOONCAKE = "mooncake"  # vLLM with its MooncakeConnector: one leg after the other
-    SGLANG = "sglang"  # with any transfer backend: both legs at once, by bootstrap room
+    VLLM = "vllm"  # with KVConnect: push or pull
+    NIXL = "nixl"  # vLLM with its NixlConnector: pull
+    MOONCAKE = "mooncake"  # vLLM with its MooncakeConnector: pull
+    SGLANG = "sglang"  # with any transfer backend: bootstrap
 
 
 class Target(NamedTuple):
-    """Where one leg runs: an engine by number, and its data-parallel rank.
+    """An engine by number, and its data-parallel rank.
 
-    ``rank`` None: the engine chooses, because it has one rank or has not said how many.
+    ``rank`` None: the engine chooses, because it has one rank or has not reported how many.
     """
 
     worker: int
@@ -35,12 +35,12 @@ class Target(NamedTuple):
 
 
 class TargetLoad(NamedTuple):
-    """Tokens at one target.
+    """Tokens in work at one target.
 
     Attributes:
-        own: of this router's requests that are under way there; exact.
-        foreign: of everybody else's, from the engine's last report; None: unknown.
-        sent: when this router last sent a request there; 0: never. Unit: seconds.
+        own: of this router's open requests; exact.
+        foreign: of all other requests, from the engine's last report; None: unknown.
+        sent: time of this router's last request to the target; 0: never. Unit: seconds.
     """
 
     own: int = 0
@@ -50,17 +50,17 @@ class TargetLoad(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkerView:
-    """One engine. ``index`` is its number among those of its role and never used again.
+    """One engine. ``index`` is its number in its role; numbers are never reused.
 
     Attributes:
-        up: requests may go there (it answers, and is not being drained).
-        ranks: loads of its data-parallel ranks in order; one entry if it has not said how many.
-        cards: standing offers to decode engines, by rank; a prefill engine's only.
-        models: names it serves; empty: unknown.
-        version: of the engine; only equal ones hand over to each other. Empty: unknown.
-        name: stable over restarts and over routers: its URL.
-        trusted: it has not just failed several requests; if none of a role has not, all serve.
-        proven: KV has been seen to get from or to it; as with ``trusted``.
+        up: requests may go there: it answers, and is not being drained.
+        ranks: loads of its data-parallel ranks in order; one entry while their number is unknown.
+        standing_tickets: by rank; None: none valid. Prefill engines only.
+        models: names that it serves; empty: unknown.
+        version: only engines of equal versions pair. Empty: unknown.
+        name: its URL; equal after restarts and in all routers.
+        trusted: it has not just failed several requests. Untrusted engines are a last resort.
+        proven: a probe has moved KV from or to it. Others are a last resort.
     """
 
     index: int
@@ -75,26 +75,26 @@ class WorkerView:
     proven: bool = False
 
     def targets(self) -> list[tuple[Target, TargetLoad]]:
-        """Return where on it a leg can run, with the load there."""
+        """Return its targets with their loads."""
         if len(self.ranks) == 1:
             return [(Target(self.index), self.ranks[0])]
         return [(Target(self.index, rank), load) for rank, load in enumerate(self.ranks)]
 
     def standing_ticket(self, rank: int | None) -> str | None:
-        """Return its standing offer for a rank, None if there is none that holds."""
+        """Return its valid standing ticket for a rank, None if there is none."""
         index = rank or 0
         return self.standing_tickets[index] if index < len(self.standing_tickets) else None
 
     def serves(self, model: str) -> bool:
-        """Whether it may serve ``model``; an engine that has not said what it serves may. SGLang
-        takes an adapter's name behind the model's."""
+        """Whether it may serve ``model``; true while its models are unknown. SGLang accepts an
+        adapter's name after the model's."""
         if not model or not self.models or model in self.models:
             return True
         bases = self.models if self.engine is Engine.SGLANG else ()
         return any(model.startswith(f"{name}:") for name in bases)
 
     def pairs_with(self, other: WorkerView) -> bool:
-        """Whether KV of one can be used by the other: same engine, connector, model, version."""
+        """Whether one can use the other's KV: same engine, connector, version and model."""
         return (
             self.engine is other.engine
             and _agree(self.version, other.version)
@@ -108,33 +108,32 @@ def _agree(one: str, other: str) -> bool:
 
 @dataclass(frozen=True)
 class FleetView:
-    """All engines at one moment. ``broken``: pairs, by number, between which KV did not get."""
+    """All engines at one moment. ``broken``: pairs, by number, whose last probe failed."""
 
     prefill: tuple[WorkerView, ...]
     decode: tuple[WorkerView, ...]
     broken: Collection[tuple[int, int]] = ()
 
     def missing(self) -> list[Role]:
-        """Return the roles of which no engine is up."""
+        """Return the roles without an engine that is up."""
         both = ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode))
         return [role for role, engines in both if not any(engine.up for engine in engines)]
 
 
-# How many tokens each data-parallel rank of one engine works on. Pure: time is an argument.
+# Loads ------------------------------------------------------------------------------------------
 #
-# A router knows its own requests exactly. Of everybody else's (other routers, clients that go to an
-# engine directly) it learns from reports, each of which is a total: what was its own when it asked
-# is subtracted. So tokens of its own are never counted twice, nor for longer than the request runs,
-# however old the report; a report can only add what is not its own.
+# A router knows its own requests exactly. Load reports of engines are totals, so the router's own
+# tokens at the time of the query are subtracted; the rest belongs to other routers and clients.
+# So own tokens are never counted twice, and never after their request ended.
 
 
 MOST_RANKS = 1024
-"""Data-parallel ranks of one engine. What names more is a broken report, and each costs memory."""
+"""Limit of data-parallel ranks of one engine. A report with more is invalid."""
 
 
 @dataclass(frozen=True)
 class LoadQuery:
-    """A report was asked for: when, and what was the router's own then."""
+    """A query for a load report: its time, and the router's own tokens by rank at that time."""
 
     at: float
     own: tuple[int, ...]
@@ -145,7 +144,7 @@ class Loads:
     """Loads of one engine. Not thread-safe.
 
     Attributes:
-        stale_s: age in seconds after which a report says nothing any more.
+        stale_s: age in seconds after which a report is ignored.
     """
 
     stale_s: float
@@ -153,34 +152,34 @@ class Loads:
     _sent: list[float] = field(default_factory=lambda: [0.0])
     _ranks: int = 1
     _foreign: list[int] | None = None
-    _reported: float = float("-inf")  # when the report that holds was asked for
+    _reported: float = float("-inf")  # query time of the report in use
 
     def begin(self, rank: int | None, tokens: int, now: float) -> None:
-        """A request of ``tokens`` goes to ``rank``."""
+        """Add a request of ``tokens`` tokens to ``rank``."""
         self._own[rank or 0] += tokens
         self._sent[rank or 0] = now
 
     def end(self, rank: int | None, tokens: int) -> None:
-        """It ended; the same rank and tokens as when it began."""
+        """Remove a request; same rank and tokens as at its begin."""
         assert self._own[rank or 0] >= tokens >= 0, "a request ends once"
         self._own[rank or 0] -= tokens
 
     def ask(self, now: float) -> LoadQuery:
-        """A report is being asked for; pass what this returns on to :meth:`report`."""
+        """Start a query for a report; its result goes to :meth:`report`."""
         return LoadQuery(now, tuple(self._own))
 
     def report(self, asked: LoadQuery, totals: Mapping[int, float]) -> bool:
-        """The engine reported its tokens by rank; return whether the report is used.
+        """Take an engine's tokens by rank; return whether the report is used.
 
-        It is not if a later one has been, or if it is not a number of 0 or more for every rank
-        from 0 on, at most ``MOST_RANKS``: half a truth would make a rank look idle.
+        A report is discarded if a later one was used, or unless it has a number of 0 or more for
+        each of at most ``MOST_RANKS`` ranks: an incomplete one would make a rank look idle.
         """
         ranks = len(totals)
         good = all(0 <= totals.get(rank, -1) < 2**53 for rank in range(ranks))
         if not 0 < ranks <= MOST_RANKS or not good or asked.at <= self._reported:
             return False
         self._reported, self._ranks = asked.at, ranks
-        # Never shortened: requests may be under way on ranks that an engine lost in a restart.
+        # Never shortened: requests may be open on ranks that an engine lost in a restart.
         more = [0] * (ranks - len(self._own))
         self._own.extend(more)
         self._sent.extend(more)
@@ -189,11 +188,11 @@ class Loads:
         return True
 
     def forget(self) -> None:
-        """The engine was lost: its last report is of another incarnation."""
+        """Drop the last report: the engine went down, and may restart."""
         self._foreign = None
 
     def at(self, now: float) -> tuple[TargetLoad, ...]:
-        """Return the load of every rank: of one, while the engine has not said how many."""
+        """Return the load of every rank; of one rank while their number is unknown."""
         foreign: Sequence[int | None] | None = self._foreign
         if foreign is None or now - self._reported > self.stale_s:
             foreign = (None,) * self._ranks

@@ -1,23 +1,28 @@
-"""Which prefixes each target has cached, as its engine's KV events tell. Pure.
+"""Which prefixes each target has cached: an index of KV events, and a history of prompts. Pure.
 
-Engines name blocks by hashes of their own making, so a block gets a name here that follows from
-its tokens and those before it: equal in all engines whose blocks have the same size. A block is
-kept while any tier of its target holds it. Blocks of adapters, images and salted prompts are left
-out: what distinguishes them is not in a request's tokens.
+Engines hash blocks in different ways, so the index names a block by its tokens and those before
+it: equal in all engines with the same block size. A block is kept while any tier of its target
+holds it. Blocks of adapters, images and salted prompts are left out, because a request's tokens do
+not identify them.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import islice
 from typing import NamedTuple
 
-from kvconnect.router.policy.loads import Target
+from kvconnect.router.body import CHUNK_TOKENS, PromptPrefix
+from kvconnect.router.options import RouterOptions
+from kvconnect.router.policy.loads import Role, Target
+from kvconnect.router.policy.ranking import RankingPolicy
 
 
 class CacheTier(IntEnum):
-    """Where a copy lies, nearest first."""
+    """Tier that holds a copy, nearest first."""
 
     DEVICE = 0
     HOST = 1
@@ -26,7 +31,7 @@ class CacheTier(IntEnum):
 
 
 TIER_WORTH = (1.0, 0.9, 0.6, 0.4)
-"""Of a cached token, by tier: the share of computing it that is saved. Loading is not free."""
+"""Worth of a cached token by tier: the saved share of computing it. Loading is not free."""
 
 TIER_OF_MEDIUM: Mapping[str | None, CacheTier] = {
     None: CacheTier.DEVICE,
@@ -37,26 +42,35 @@ TIER_OF_MEDIUM: Mapping[str | None, CacheTier] = {
     "DISK": CacheTier.DISK,
     "EXTERNAL": CacheTier.REMOTE,
 }
-"""What vLLM and SGLang call tiers in events."""
+"""Tier names in the KV events of vLLM and SGLang."""
 
-MOST_BLOCKS = 1_000_000  # of one target: some 400 MB
-MOST_SIZES = 4  # of blocks of one target
+MOST_BLOCKS = 1_000_000  # limit of blocks of one target: about 400 MB
+MOST_SIZES = 4  # limit of block sizes of one target
 
 BlockName = int
 EngineHash = int | bytes
 
 
 class CacheHit(NamedTuple):
-    """What a target has of a prompt: tokens, and their worth in tokens computed."""
+    """Cached tokens of a prompt, and their worth in computed tokens."""
 
     tokens: int = 0
     worth: float = 0.0
 
 
+CacheHits = Mapping[Role, Mapping[Target, CacheHit]]
+"""Cached tokens of a prompt by role and target; a role without information is missing."""
+
+
 @dataclass
 class TargetBlocks:
-    """Blocks of one target: the engine's hash to the name, and the tiers that hold it (a bit
-    for each); and the sizes of blocks that it ever told of."""
+    """Blocks of one target.
+
+    Attributes:
+        names: the engine's hash -> the index's name.
+        tiers: the engine's hash -> tiers that hold the block, a bit each.
+        sizes: block sizes seen in its events.
+    """
 
     names: dict[EngineHash, BlockName] = field(default_factory=dict)
     tiers: dict[EngineHash, int] = field(default_factory=dict)
@@ -64,10 +78,11 @@ class TargetBlocks:
 
 
 class StoredBlocks(NamedTuple):
-    """Blocks that follow one another in a prompt are now in ``tier``.
+    """Consecutive blocks of a prompt are now in ``tier``.
 
-    ``tokens`` are those of all ``hashes`` together; empty where an engine moves blocks between
-    tiers and does not repeat them. ``parent`` is the block before, None at a prompt's start.
+    Attributes:
+        parent: hash of the preceding block; None at a prompt's start.
+        tokens: of all blocks together; empty when an engine only moves blocks between tiers.
     """
 
     hashes: Sequence[EngineHash]
@@ -78,27 +93,27 @@ class StoredBlocks(NamedTuple):
 
 
 class PrefixIndex:
-    """All targets' cached blocks. Not thread-safe.
+    """The cached blocks of all targets. Not thread-safe.
 
-    Of one target it keeps at most ``most`` blocks, of ``MOST_SIZES`` sizes: further ones are left
-    out, until others are gone. An engine that tells of more costs no more.
+    Memory is bounded: at most ``most`` blocks of ``MOST_SIZES`` sizes are kept per target; further
+    ones are ignored until others are removed.
     """
 
     def __init__(self, most: int = MOST_BLOCKS) -> None:
         self._most = most
         self._blocks: dict[Target, TargetBlocks] = {}
         self._where: dict[BlockName, dict[Target, int]] = {}
-        self._sizes: dict[int, int] = {}  # tokens of a block -> targets that have such
+        self._sizes: dict[int, int] = {}  # block size -> number of targets with it
 
     def __len__(self) -> int:
         return len(self._where)
 
     def targets(self) -> frozenset[Target]:
-        """Return those of which anything is known."""
+        """Return the targets with known blocks."""
         return frozenset(self._blocks)
 
     def stored(self, target: Target, event: StoredBlocks) -> None:
-        """``target`` has more blocks. Blocks whose beginning is unknown are left out."""
+        """Add blocks of ``target``. Blocks with an unknown parent are ignored."""
         blocks = self._blocks.setdefault(target, TargetBlocks())
         if not event.tokens:
             for name in event.hashes:
@@ -110,7 +125,7 @@ class PrefixIndex:
         if size not in blocks.sizes and len(blocks.sizes) >= MOST_SIZES:
             return
         if event.parent is None:
-            before = size  # so that equal tokens in blocks of other sizes have other names
+            before = size  # blocks of different sizes get different names
         elif event.parent in blocks.names:
             before = blocks.names[event.parent]
         else:
@@ -124,7 +139,7 @@ class PrefixIndex:
                 self._add(target, blocks, block, event.tier)
 
     def removed(self, target: Target, hashes: Iterable[EngineHash], tier: CacheTier) -> None:
-        """``tier`` of ``target`` lost blocks."""
+        """Remove blocks of ``target`` from ``tier``."""
         blocks = self._blocks.get(target)
         if blocks is None:
             return
@@ -138,7 +153,7 @@ class PrefixIndex:
                 del blocks.names[block], blocks.tiers[block]
 
     def cleared(self, target: Target) -> None:
-        """``target`` has nothing any more, or what it has is not known."""
+        """Remove all blocks of ``target``."""
         blocks = self._blocks.pop(target, None)
         if blocks is None:
             return
@@ -150,9 +165,9 @@ class PrefixIndex:
                 del self._sizes[size]
 
     def match(self, tokens: Sequence[int]) -> dict[Target, CacheHit]:
-        """Return what each target has of a prompt's beginning, if anything.
+        """Return the longest cached prefix of a prompt for each target that has one.
 
-        Time: blocks that any target has, times the targets that have them.
+        Time: matching blocks times the targets that have them.
         """
         found: dict[Target, CacheHit] = {}
         for size in self._sizes:
@@ -163,7 +178,7 @@ class PrefixIndex:
 
     def _match(self, tokens: Sequence[int], size: int) -> dict[Target, CacheHit]:
         ended: dict[Target, CacheHit] = {}
-        going: dict[Target, float] | None = None  # worth so far, of those that have all blocks
+        going: dict[Target, float] | None = None  # worth so far of targets that have all blocks
         before, start = size, 0
         while start + size <= len(tokens):
             before = _block_name(before, tokens[start : start + size])
@@ -186,11 +201,11 @@ class PrefixIndex:
     def _rename(
         self, target: Target, blocks: TargetBlocks, block: EngineHash, name: BlockName
     ) -> bool:
-        """The engine calls ``name`` by ``block``; return False if that is one block too many."""
+        """Map the engine's hash ``block`` to ``name``; return False if the target is full."""
         old = blocks.names.get(block)
         if old is None and len(blocks.names) >= self._most:
             return False
-        if old is not None and old != name:  # it lied, or uses a hash again
+        if old is not None and old != name:  # the engine used a hash twice
             self._set_tiers(old, target, 0)
             blocks.tiers.pop(block, None)
         blocks.names[block] = name
@@ -216,7 +231,7 @@ class PrefixIndex:
 
 
 def _block_name(before: BlockName, tokens: Sequence[int]) -> BlockName:
-    """Integers, so the same in every process. A collision costs a wrong guess, nothing more."""
+    """Hash integers, so equal in every process. A collision only costs a wrong estimate."""
     return hash((before, *tokens))
 
 
@@ -228,3 +243,89 @@ _WORTH_OF = tuple(
 
 def _worth(tiers: int) -> float:
     return _WORTH_OF[tiers]
+
+
+# Caches of engines without KV events --------------------------------------------------------------
+
+
+class Caches:
+    """Cache lookups for the roles whose policy is cache-aware. Not thread-safe."""
+
+    def __init__(self, options: RouterOptions) -> None:
+        policies = {Role.PREFILL: options.prefill_policy, Role.DECODE: options.decode_policy}
+        roles = [role for role, policy in policies.items() if policy is RankingPolicy.CACHE_AWARE]
+        self.indexes = {role: PrefixIndex() for role in roles}
+        self._histories = {role: History() for role in roles}
+
+    def hits(self, prefix: PromptPrefix | None, *, base: bool) -> CacheHits:
+        """Return the cached prefixes of a prompt, by role and target.
+
+        KV events answer for prompts of token ids; the history of sent prompts answers for others,
+        for salted prompts, and for adapters (``base`` False), which events do not identify.
+        """
+        if prefix is None:
+            return {}
+        ids = prefix.token_ids if base and prefix.plain else []
+        found: dict[Role, dict[Target, CacheHit]] = {}
+        for role, index in self.indexes.items():
+            reporting = index.targets() if ids else frozenset()
+            estimated = self._histories[role].match(prefix.chunk_hashes)
+            found[role] = {
+                target: hit for target, hit in estimated.items() if target not in reporting
+            }
+            found[role] |= index.match(ids)
+        return found
+
+    def sent(self, targets: Mapping[Role, Target], prefix: PromptPrefix | None) -> None:
+        """Record that a prompt was sent to ``targets``."""
+        if prefix is None:
+            return
+        for role, history in self._histories.items():
+            if role in targets:
+                history.sent(targets[role], prefix.chunk_hashes)
+
+    def forget(self, role: Role, worker: int, ranks: int) -> None:
+        """Forget the prompts sent to an engine that went down."""
+        if role in self._histories:
+            for rank in (None, *range(ranks)):
+                self._histories[role].forget(Target(worker, rank))
+
+
+_MOST = 500_000  # remembered chunks of all targets: about 200 MB
+
+
+class History:
+    """Prompt prefixes sent to targets: an estimate of caches without KV events. Not thread-safe.
+
+    A target is assumed to hold the chunks that it was sent, until the oldest are forgotten.
+    """
+
+    def __init__(self, most: int = _MOST) -> None:
+        self._index = PrefixIndex()
+        self._sent: OrderedDict[tuple[Target, int], None] = OrderedDict()
+        self._most = most
+
+    def match(self, chunk_hashes: Sequence[int]) -> dict[Target, CacheHit]:
+        """Return the longest prefix of a prompt that each target was sent, if any."""
+        found = self._index.match(chunk_hashes)
+        return {
+            target: CacheHit(hit.tokens * CHUNK_TOKENS, hit.worth * CHUNK_TOKENS)
+            for target, hit in found.items()
+        }
+
+    def sent(self, target: Target, chunk_hashes: Sequence[int]) -> None:
+        """Record that a prompt was sent to ``target``."""
+        hashes: list[int] = []
+        for unit in chunk_hashes:
+            hashes.append(hash((hashes[-1] if hashes else 0, unit)))
+        self._index.stored(target, StoredBlocks(hashes, None, chunk_hashes, 1, CacheTier.DEVICE))
+        for name in reversed(hashes):  # a prompt's end is forgotten first
+            self._sent[target, name] = None
+            self._sent.move_to_end((target, name))
+        for old, name in list(islice(self._sent, max(0, len(self._sent) - self._most))):
+            del self._sent[old, name]
+            self._index.removed(old, [name], CacheTier.DEVICE)
+
+    def forget(self, target: Target) -> None:
+        """Forget all prompts sent to ``target``."""
+        self._index.cleared(target)

@@ -1,8 +1,7 @@
-"""Which of several targets one leg goes to. Pure: the same candidates, the same pick.
+"""Ranking policies: pick one of several targets. Pure: the same candidates, the same pick.
 
-Loads are in tokens. A target whose engine has not said what others do there is taken to be as busy
-with that as the busiest that has, and loses every tie: unknown is not idle. Equal targets take
-turns. With every policy each target that is up gets requests as long as others do not stay idle.
+Loads are in tokens. An unknown foreign load counts as the highest known one and loses every tie,
+so unknown is never idle. Equal targets take turns.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from typing import NamedTuple
 
 from kvconnect.router.policy.loads import Target, TargetLoad
 
-_SPILL_FACTOR = 1.25  # of the mean load: above it, a session moves on
+_SPILL_FACTOR = 1.25  # of the mean load: above it, a session's request goes elsewhere
 
 
 class RankingPolicy(str, Enum):
-    """How a target is picked."""
+    """How a target is picked; values of the flags."""
 
     LEAST_TOKENS = "least_tokens"
     ROUND_ROBIN = "round_robin"
@@ -31,24 +30,24 @@ class RankingPolicy(str, Enum):
 class RankingReason(str, Enum):
     """Why a target was picked."""
 
-    ONLY = "only"  # there was no other
+    ONLY = "only"  # the only candidate
     LEAST = "least_tokens"
     TURN = "turn"
     RANDOM = "random"
     LESS_OF_TWO = "less_of_two"
-    HIT = "hit"  # cached tokens saved more than its load cost
-    NO_HIT = "no_hit"  # nothing cached, or too busy where it is: the least tokens
+    HIT = "hit"  # cached tokens save more than the target's load costs
+    NO_HIT = "no_hit"  # nothing cached, or too busy where cached: least tokens
     STICKY = "sticky"
-    SPILLED = "spilled"  # the session's own target was too busy
-    NO_SESSION = "no_session"  # least tokens, because the request names none
+    SPILLED = "spilled"  # the session's target was too busy
+    NO_SESSION = "no_session"  # the request names no session: least tokens
 
 
 class Candidate(NamedTuple):
-    """A target that could serve.
+    """A target that could serve the request.
 
     Attributes:
-        name: of the target; stable over restarts and equal in all routers.
-        hit: tokens of the prompt that it has cached, less what it costs to load them.
+        name: the engine's name; equal after restarts and in all routers.
+        hit: worth of the cached prompt tokens: tokens less the cost of loading them.
     """
 
     target: Target
@@ -58,13 +57,13 @@ class Candidate(NamedTuple):
 
 
 class RankingJob(NamedTuple):
-    """What is to be placed.
+    """The request to place.
 
     Attributes:
         tokens: length of the prompt.
-        turn: counts requests, and attempts of one.
-        draw: a random number of at least 0 and less than 1.
-        session: what a client calls a run of requests that belong together; may be empty.
+        turn: number of the request, plus its attempts so far.
+        draw: a random number, at least 0 and less than 1.
+        session: the client's name for a series of requests; may be empty.
     """
 
     tokens: int
@@ -74,21 +73,21 @@ class RankingJob(NamedTuple):
 
 
 class Pick(NamedTuple):
-    """One of the candidates, and the reason."""
+    """The picked candidate, and the reason."""
 
     candidate: Candidate
     why: RankingReason
 
 
 def pick(policy: RankingPolicy, candidates: Sequence[Candidate], job: RankingJob) -> Pick:
-    """Return where ``job`` goes; there is at least one candidate."""
+    """Return the target of ``job``. There must be at least one candidate."""
     if len(candidates) == 1:
         return Pick(candidates[0], RankingReason.ONLY)
     return _POLICIES[policy](candidates, job)
 
 
 def tokens_at(candidates: Sequence[Candidate]) -> list[int]:
-    """Return the load of each, unknown parts estimated. Never negative."""
+    """Return the load of each candidate, with unknown foreign loads estimated. Never negative."""
     worst = max((candidate.load.foreign or 0 for candidate in candidates), default=0)
     return [
         candidate.load.own + (worst if candidate.load.foreign is None else candidate.load.foreign)
@@ -97,8 +96,8 @@ def tokens_at(candidates: Sequence[Candidate]) -> list[int]:
 
 
 def least(candidates: Sequence[Candidate], costs: Sequence[float], turn: int) -> Candidate:
-    """Return the one that costs least. Of equals a known one, then the one that has gone longest
-    without a request, which is nearest to being done; then they take turns."""
+    """Return the candidate of least cost. Among equals: one of known load, then the one with the
+    oldest last request, then by turn."""
     ranked = [
         (cost, candidate.load.foreign is None, candidate.load.sent)
         for cost, candidate in zip(costs, candidates, strict=True)
@@ -130,10 +129,9 @@ def _power_of_two(candidates: Sequence[Candidate], job: RankingJob) -> Pick:
 
 
 def _cache_aware(candidates: Sequence[Candidate], job: RankingJob) -> Pick:
-    """Take the least work until the prompt is done: what waits there, and what is not cached.
+    """Take the target with the least work until the prompt is computed: its load less the hit.
 
-    This bounds the load: a target is preferred to the least busy one only while it is busier by
-    less than the hit saves.
+    A busier target is preferred to the least busy one only while the hit saves more than that.
     """
     loads = tokens_at(candidates)
     costs = [load - candidate.hit for load, candidate in zip(loads, candidates, strict=True)]
@@ -142,7 +140,7 @@ def _cache_aware(candidates: Sequence[Candidate], job: RankingJob) -> Pick:
 
 
 def _session(candidates: Sequence[Candidate], job: RankingJob) -> Pick:
-    """Rendezvous hashing: when a target comes or goes, only its own sessions move."""
+    """Rendezvous hashing: when a target is added or removed, only its own sessions move."""
     loads = tokens_at(candidates)
     if not job.session:
         return Pick(least(candidates, loads, job.turn), RankingReason.NO_SESSION)
@@ -155,7 +153,7 @@ def _session(candidates: Sequence[Candidate], job: RankingJob) -> Pick:
 
 
 def _weight(session: str, candidate: Candidate) -> bytes:
-    """Equal in every router and after every restart, as Python's own hash is not."""
+    """Return a hash that is equal in all routers and after restarts, unlike Python's ``hash``."""
     text = f"{session}\0{candidate.name}\0{candidate.target.rank}"
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 

@@ -20,9 +20,8 @@ from kvconnect.router.fleet import watch
 from kvconnect.router.fleet import watch as subscribing
 from kvconnect.router.fleet.kv_events import RankEvents
 from kvconnect.router.options import Listening
-from kvconnect.router.policy.caches import History
 from kvconnect.router.policy.loads import Target
-from kvconnect.router.policy.prefixes import MOST_SIZES, CacheHit, PrefixIndex
+from kvconnect.router.policy.prefixes import MOST_SIZES, CacheHit, History, PrefixIndex
 from kvconnect.router.policy.ranking import RankingPolicy
 from tests.fakes.engine import FakeEngine, bench, decodes, on_loop, prefills, until
 

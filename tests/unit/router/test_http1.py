@@ -134,7 +134,7 @@ async def test_interim_answers_have_no_part_in_the_real_one() -> None:
     async with asked(Engine([interim * 100 + OK])) as (client, base):
         connection = await client.open(base, request_head(base, "GET", "/", {}))
         assert await read(connection) == b"ok"
-        assert connection.answer.headers == {"content-length": "2"}
+        assert connection.response.headers == {"content-length": "2"}
         client.release(base, connection)
 
 

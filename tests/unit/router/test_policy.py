@@ -641,7 +641,7 @@ def test_decisions_do_no_io() -> None:
     folder = Path(loads_module.__file__).parent.parent
     for name in (
         *("policy/choice", "policy/loads", "policy/prefixes", "policy/ranking"),
-        *("policy/tenants", "http/upstream_requests", "body", "apis"),
+        *("http/engine_bodies", "body", "apis"),
         *("fleet/kv_events", "fleet/pairing", "fleet/reports"),
     ):
         text = (folder / f"{name}.py").read_text()

@@ -15,14 +15,12 @@ import pytest
 
 from kvconnect import memory
 from kvconnect.router.body import prefix_of, read_body
-from kvconnect.router.http.admission import BodyMemory, Busy, ClientConcurrency
-from kvconnect.router.http.requests import RequestReader
+from kvconnect.router.http.admission import BodyMemory, Busy, ClientConcurrency, Tenants
+from kvconnect.router.http.client_side import RequestReader
 from kvconnect.router.options import Listening, RouterOptions
-from kvconnect.router.policy.caches import Caches
 from kvconnect.router.policy.loads import Role, Target
-from kvconnect.router.policy.prefixes import CacheTier, StoredBlocks
+from kvconnect.router.policy.prefixes import Caches, CacheTier, StoredBlocks
 from kvconnect.router.policy.ranking import RankingPolicy
-from kvconnect.router.policy.tenants import Tenants
 from tests.fakes.engine import (
     Bench,
     FakeEngine,

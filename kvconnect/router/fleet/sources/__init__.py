@@ -28,14 +28,14 @@ def configured_sources(
     """Yield the name of each source that was asked for, and what opens it. What a source needs is
     imported only if it is used."""
     if sources.file:
-        from kvconnect.router.fleet.sources import file
+        from kvconnect.router.fleet.sources import local
 
-        yield "file", partial(file.follow, sources.file)
+        yield "file", partial(local.follow_file, sources.file)
     for role in Role:
         for name in sources.dns.get(role, ()):
-            from kvconnect.router.fleet.sources import dns
+            from kvconnect.router.fleet.sources import local
 
-            yield f"DNS {name}", partial(dns.follow, role, name)
+            yield f"DNS {name}", partial(local.follow_dns, role, name)
         for name in sources.services.get(role, ()):
             from kvconnect.router.fleet.sources import kubernetes
 

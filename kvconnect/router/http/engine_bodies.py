@@ -1,7 +1,7 @@
-"""What each engine is asked: the bodies of both legs, and what an answer says. Pure functions.
+"""Bodies of requests to engines, and readers of engines' responses. Pure.
 
-What a client says itself about transfers, rooms and ranks goes nowhere: only the router names
-them, or a client could have an engine talk to any address.
+Transfers, rooms and ranks that a client names are dropped: only the router sets them. Otherwise a
+client could make an engine connect to any address.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _MOONCAKE = "remote_bootstrap_addr"
 _WHOLE_ANSWER = ("stream", "stream_options", "min_tokens")
 _OPENING = ("ping", "message_start", "response.created", "response.queued", "response.in_progress")
 ONE_TOKEN: Mapping[str, Any] = {"max_tokens": 1}
-SGLANG_GENERATE = "/generate"  # SGLang's own form of a completion
-REQUEST_ID = "rid"  # what a client of SGLang calls its request
+SGLANG_GENERATE = "/generate"  # path of SGLang's own completion API
+REQUEST_ID = "rid"  # field with a client's request id for SGLang
 RANK_HEADER = "X-data-parallel-rank"
 ROOMS = 2**63 - 2**20
-"""Rooms are below this: SGLang counts on from one, for further prompts of a request."""
+"""Upper bound of rooms. SGLang takes the following numbers for a request's further prompts."""
 
 
 class BootstrapRoom(NamedTuple):
-    """Where the two SGLang servers of a request meet: the prefill side's bootstrap server, a
-    room, and the prefill side's data-parallel rank, None if it chooses one itself."""
+    """Where the two SGLang servers of a request find each other: the prefill side's bootstrap
+    server, a room, and the prefill side's data-parallel rank; None: it chooses one itself."""
 
     host: str
     port: int
@@ -43,21 +43,21 @@ class BootstrapRoom(NamedTuple):
 
 
 class StandingTicket(NamedTuple):
-    """A prefill engine's standing offer to decode engines, signed by it."""
+    """A prefill engine's signed standing ticket, valid for any decode engine's requests."""
 
     text: str
     lifetime_s: float
 
 
 def encoded(body: Body) -> bytes:
-    """Return the JSON of a body; what came from the client goes on as it came."""
+    """Return the JSON of a body; the client's fields keep their bytes."""
     return msgspec.json.encode(body)
 
 
 def prefill_body(
     body: Body, transfer: str, one_token: Mapping[str, Any] = ONE_TOKEN
 ) -> dict[str, Any]:
-    """Return what the prefill engine is asked: compute the prompt and keep it for ``transfer``."""
+    """Return the prefill body: compute the prompt, and keep its KV for ``transfer``."""
     asked = {key: value for key, value in body.items() if key not in _WHOLE_ANSWER}
     asked |= {"stream": False, **one_token}
     if "max_completion_tokens" in body:
@@ -67,25 +67,25 @@ def prefill_body(
 
 
 def push_body(body: Body, transfer: str, standing_ticket: str) -> dict[str, Any]:
-    """Return what the decode engine is asked while ``transfer`` is being computed."""
+    """Return the decode body of push mode: receive ``transfer`` while prefill computes it."""
     params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer}
     return {**body, _PARAMS: params | {_TICKET: standing_ticket}}
 
 
 def pull_body(body: Body, ticket: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the decode engine is asked after prefill; ``ticket`` goes on as it came."""
+    """Return the decode body of pull mode; ``ticket`` is passed on unchanged."""
     return {**body, _PARAMS: ticket}
 
 
 def mooncake_ticket(transfer: str, engine_id: str, address: str) -> dict[str, Any]:
-    """Return what a decode engine with vLLM's MooncakeConnector is told: its prefill engine
-    answers without saying where its KV is, so the router has to."""
+    """Return the ticket for vLLM's MooncakeConnector, whose prefill responses do not name the
+    location of their KV."""
     params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer}
     return params | {"remote_engine_id": engine_id, _MOONCAKE: address}
 
 
 def bootstrap_body(body: Body, meeting: BootstrapRoom, rank: int | None) -> dict[str, Any]:
-    """Return what an SGLang server is asked, of either role, to run on its ``rank``."""
+    """Return the body for an SGLang server of either role, to run on its ``rank``."""
     asked = {
         **body,
         "bootstrap_host": meeting.host,
@@ -100,13 +100,12 @@ def bootstrap_body(body: Body, meeting: BootstrapRoom, rank: int | None) -> dict
 
 
 def transfer_of(asked: Body) -> str:
-    """Return the transfer that a :func:`prefill_body` names."""
+    """Return the transfer id in a :func:`prefill_body`."""
     return str(asked[_PARAMS]["transfer_id"])
 
 
 def standing_ticket_body(model: str, rank: int | None) -> dict[str, Any]:
-    """Return the request for a prefill engine's card; ``rank`` is named if all of its requests
-    name one."""
+    """Return the request for a standing ticket; ``rank``: None if the engine has one rank."""
     params: dict[str, Any] = {"do_remote_decode": True, _STANDING_TICKET: True}
     if rank is not None:
         params[_RANK] = rank
@@ -114,8 +113,8 @@ def standing_ticket_body(model: str, rank: int | None) -> dict[str, Any]:
 
 
 def token_ids_body(model: str, ids: list[int], *, native: bool) -> dict[str, Any]:
-    """Return the request for one token after a prompt; ``native``: in SGLang's own form, which its
-    servers without a tokenizer know too."""
+    """Return a body that asks for one token; ``native``: for SGLang's own API, which also works
+    without a tokenizer."""
     if native:
         return {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}}
     return {"model": model, "prompt": ids, "max_tokens": 1}
@@ -143,23 +142,23 @@ _COUNTED = msgspec.json.Decoder(_Counted)
 
 
 def ticket_of(answer: bytes) -> dict[str, Any] | None:
-    """Return the hand-off that a prefill engine's answer offers, None if it offers none.
+    """Return the ticket in a prefill engine's response, None if there is none.
 
     Raises:
-        Refused: the answer is no JSON object.
+        Refused: the response is not a JSON object.
     """
     try:
         params = _ANSWER.decode(answer).kv_transfer_params
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise Refused("answer", f"it is no JSON object: {error}") from error
+        raise Refused("answer", f"it is not a JSON object: {error}") from error
     try:
         return msgspec.json.decode(params, type=dict[str, Raw]) or None
-    except (msgspec.DecodeError, ValueError):  # none, or nothing that could be handed on
+    except (msgspec.DecodeError, ValueError):  # no ticket, or an unusable one
         return None
 
 
 def cached_tokens_of(answer: bytes) -> int | None:
-    """Return how many tokens of the prompt an answer says were cached, None if it does not."""
+    """Return the cached prompt tokens that a response reports, None if it reports none."""
     try:
         said = _COUNTED.decode(answer)
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -170,10 +169,10 @@ def cached_tokens_of(answer: bytes) -> int | None:
 
 
 def standing_ticket_of(answer: bytes) -> StandingTicket:
-    """Return the card in a prefill engine's answer.
+    """Return the standing ticket in a prefill engine's response.
 
     Raises:
-        Refused: there is none that could be used.
+        Refused: there is no usable one.
     """
     params = json_object(answer).get(_PARAMS)
     if not isinstance(params, dict):
@@ -187,9 +186,9 @@ def standing_ticket_of(answer: bytes) -> StandingTicket:
 
 
 def error_in(event: bytes) -> tuple[int, bytes] | None:
-    """Return (HTTP status, JSON) if a server-sent event is an engine's failure, else None."""
+    """Return (HTTP status, JSON) if a server-sent event reports an engine's failure, else None."""
     text = _data_of(event)
-    match _said(text):
+    match _json_or_none(text):
         case {"error": {"code": int(code)}} if 500 <= code < 600:
             return code, text
         case {"type": "error", "error": {"message": str(message)}}:  # of /v1/messages
@@ -202,9 +201,9 @@ def error_in(event: bytes) -> tuple[int, bytes] | None:
 
 
 def opens_without_content(event: bytes) -> bool:
-    """Whether a server-sent event begins an answer and has nothing of it: engines name the role or
-    the response first, also when what comes next is an error."""
-    match _said(_data_of(event)):
+    """Whether a server-sent event opens a response without content. Engines send such events
+    first, even when an error follows."""
+    match _json_or_none(_data_of(event)):
         case {"choices": [_, *_] as choices}:
             return all(map(_only_names_role, choices))
         case {"type": str(kind)}:
@@ -213,7 +212,7 @@ def opens_without_content(event: bytes) -> bool:
 
 
 def error_body(status: int, message: str) -> bytes:
-    """Return an error as OpenAI clients expect it."""
+    """Return an error in OpenAI's format."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     if status == 404:  # as vLLM calls it
         kind = "NotFoundError"
@@ -222,7 +221,7 @@ def error_body(status: int, message: str) -> bytes:
 
 
 def error_event(message: str, *, named_events: bool) -> bytes:
-    """Return the end of a stream that broke off; ``named_events``: its events have names."""
+    """Return the last event of a broken stream; ``named_events``: its events have names."""
     if not named_events:
         return b"data: " + error_body(502, message) + b"\n\ndata: [DONE]\n\n"
     error = {"message": message, "type": "api_error", "code": 502}
@@ -231,12 +230,12 @@ def error_event(message: str, *, named_events: bool) -> bytes:
 
 
 def _data_of(event: bytes) -> bytes:
-    """Return the data of an event that has one line of it."""
+    """Return the first data line of an event, empty if it has none."""
     lines = event.strip().splitlines()
     return next((line[5:].strip() for line in lines if line.startswith(b"data:")), b"")
 
 
-def _said(text: bytes) -> object:
+def _json_or_none(text: bytes) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):  # [DONE]
@@ -253,10 +252,10 @@ def _only_names_role(choice: object) -> bool:
 
 
 def json_object(answer: bytes) -> dict[str, Any]:
-    """Return an answer's JSON object.
+    """Return the JSON object in a response.
 
     Raises:
-        Refused: it is none.
+        Refused: it is not a JSON object.
     """
     try:
         said = json.loads(answer)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvconnect.errors import ConfigError, Refused
 from kvconnect.router.body import Prompt, prefix_of, prompt_of, read_body, token_ids_of
 from kvconnect.router.fleet import reports
-from kvconnect.router.http import upstream_requests
+from kvconnect.router.http import engine_bodies
 from kvconnect.router.options import (
     Intervals,
     RouterLimits,
@@ -60,7 +60,7 @@ def test_prefill_is_asked_for_one_token_of_the_same_prompt() -> None:
         "made_up": {"kept": 1},
     }
     before = json.dumps(body)
-    assert upstream_requests.prefill_body(body, ID) == {
+    assert engine_bodies.prefill_body(body, ID) == {
         "model": "m",
         "messages": [{"role": "user", "content": "hi"}],
         "stream": False,
@@ -74,13 +74,13 @@ def test_prefill_is_asked_for_one_token_of_the_same_prompt() -> None:
             "transfer_id": ID,
         },
     }
-    assert "max_completion_tokens" not in upstream_requests.prefill_body({"prompt": "a"}, ID)
+    assert "max_completion_tokens" not in engine_bodies.prefill_body({"prompt": "a"}, ID)
     assert json.dumps(body) == before, "the client's body stays as it is"
 
 
 def test_decode_is_asked_what_the_client_asked() -> None:
     body = {"prompt": "a", "stream": True, "max_tokens": 50}
-    assert upstream_requests.push_body(body, ID, "card") == body | {
+    assert engine_bodies.push_body(body, ID, "card") == body | {
         "kv_transfer_params": {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -89,7 +89,7 @@ def test_decode_is_asked_what_the_client_asked() -> None:
         }
     }
     ticket = {"kvconnect_ticket": "t", "unknown": [None, {"x": 1}]}
-    assert upstream_requests.pull_body(body, ticket) == body | {"kv_transfer_params": ticket}
+    assert engine_bodies.pull_body(body, ticket) == body | {"kv_transfer_params": ticket}
 
 
 def test_only_the_router_names_transfers() -> None:
@@ -106,7 +106,7 @@ def test_only_the_router_names_transfers() -> None:
         "data_parallel_rank": 5,
     }
     body = read_body(json.dumps(raw).encode())
-    assert json.loads(upstream_requests.encoded(body)) == {
+    assert json.loads(engine_bodies.encoded(body)) == {
         "prompt": "a",
         "vllm_xargs": {"other": 1},
     }
@@ -231,22 +231,22 @@ def test_token_ids_of_a_body(body: dict[str, Any], ids: list[int]) -> None:
 
 def test_sglangs_servers_are_told_where_to_meet_and_which_ranks() -> None:
     body = {"text": "a", "stream": True}
-    meeting = upstream_requests.BootstrapRoom("10.0.0.1", 8998, 77, 3)
+    meeting = engine_bodies.BootstrapRoom("10.0.0.1", 8998, 77, 3)
     met = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 77}
     ranks = {"disagg_prefill_dp_rank": 3}
-    assert upstream_requests.bootstrap_body(body, meeting, 3) == body | met | ranks | {
+    assert engine_bodies.bootstrap_body(body, meeting, 3) == body | met | ranks | {
         "routed_dp_rank": 3
     }
-    assert upstream_requests.bootstrap_body(body, meeting, 1) == body | met | ranks | {
+    assert engine_bodies.bootstrap_body(body, meeting, 1) == body | met | ranks | {
         "routed_dp_rank": 1
     }
-    assert upstream_requests.bootstrap_body(body, meeting._replace(rank=None), None) == body | met
+    assert engine_bodies.bootstrap_body(body, meeting._replace(rank=None), None) == body | met
 
 
 def test_mooncakes_decode_engine_is_told_where_the_kv_is() -> None:
-    asked = upstream_requests.prefill_body({"prompt": "a"}, ID)
-    assert upstream_requests.transfer_of(asked) == ID
-    assert upstream_requests.mooncake_ticket(ID, "e0", "http://p:8998") == {
+    asked = engine_bodies.prefill_body({"prompt": "a"}, ID)
+    assert engine_bodies.transfer_of(asked) == ID
+    assert engine_bodies.mooncake_ticket(ID, "e0", "http://p:8998") == {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "transfer_id": ID,
@@ -267,14 +267,11 @@ KEYS = st.sampled_from(["prompt", "messages", "n", "prompt_embeds", "max_tokens"
 @given(st.dictionaries(KEYS, JSON))
 def test_any_json_object_can_be_looked_at(body: dict[str, Any]) -> None:
     parsed = came(body)
-    assert json.loads(upstream_requests.encoded(parsed)) == body
+    assert json.loads(engine_bodies.encoded(parsed)) == body
     assert prompt_of(parsed).tokens >= 0
     assert len(prefix_of(parsed).chunk_hashes) <= len(json.dumps(body))
     assert (
-        json.loads(upstream_requests.encoded(upstream_requests.prefill_body(parsed, ID)))[
-            "max_tokens"
-        ]
-        == 1
+        json.loads(engine_bodies.encoded(engine_bodies.prefill_body(parsed, ID)))["max_tokens"] == 1
     )
 
 
@@ -288,19 +285,17 @@ def test_any_json_object_can_be_looked_at(body: dict[str, Any]) -> None:
     ],
 )
 def test_ticket_of_an_answer(answer: dict[str, Any], ticket: dict[str, Any] | None) -> None:
-    found = upstream_requests.ticket_of(json.dumps(answer).encode())
-    assert (found and json.loads(upstream_requests.encoded(found))) == ticket
+    found = engine_bodies.ticket_of(json.dumps(answer).encode())
+    assert (found and json.loads(engine_bodies.encoded(found))) == ticket
 
 
 def test_card_of_an_answer() -> None:
-    def card(**params: object) -> upstream_requests.StandingTicket:
-        return upstream_requests.standing_ticket_of(
-            json.dumps({"kv_transfer_params": params}).encode()
-        )
+    def card(**params: object) -> engine_bodies.StandingTicket:
+        return engine_bodies.standing_ticket_of(json.dumps({"kv_transfer_params": params}).encode())
 
-    assert card(
-        kvconnect_card="c", kvconnect_card_expires_in=120
-    ) == upstream_requests.StandingTicket("c", 120.0)
+    assert card(kvconnect_card="c", kvconnect_card_expires_in=120) == engine_bodies.StandingTicket(
+        "c", 120.0
+    )
     for params in (
         {"kvconnect_card": "c"},
         {"kvconnect_card": 7, "kvconnect_card_expires_in": 120},
@@ -312,10 +307,10 @@ def test_card_of_an_answer() -> None:
             card(**params)
     for answer in (b"{}", b'{"kv_transfer_params": []}'):
         with pytest.raises(Refused, match="is KVConnect its KV connector"):
-            upstream_requests.standing_ticket_of(answer)
+            engine_bodies.standing_ticket_of(answer)
     for answer in (b"[]", b"<html>"):
         with pytest.raises(Refused):
-            upstream_requests.standing_ticket_of(answer)
+            engine_bodies.standing_ticket_of(answer)
 
 
 ABORTED = (
@@ -343,7 +338,7 @@ ABORTED = (
     ],
 )
 def test_an_engines_failure_in_a_stream(event: bytes, status: int | None) -> None:
-    found = upstream_requests.error_in(event)
+    found = engine_bodies.error_in(event)
     assert (found and found[0]) == status
     if found:
         assert json.loads(found[1])["error"]["message"] == "m"
@@ -373,12 +368,12 @@ ROLE = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reaso
     ],
 )
 def test_the_event_of_a_chat_that_only_names_the_role(said: object, opens: bool) -> None:
-    assert upstream_requests.opens_without_content(b"data: " + json.dumps(said).encode()) == opens
+    assert engine_bodies.opens_without_content(b"data: " + json.dumps(said).encode()) == opens
 
 
 def test_what_is_no_chunk_opens_nothing() -> None:
     for event in (b"", b": comment", b"data: [DONE]", b"data: " + b"[" * 99_999):
-        assert not upstream_requests.opens_without_content(event)
+        assert not engine_bodies.opens_without_content(event)
 
 
 # Choice -----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvconnect.errors import KVConnectError
-from kvconnect.router.http import upstream_requests
+from kvconnect.router.http import engine_bodies
 from kvconnect.router.http.admission import Busy
 from kvconnect.router.http.http1 import (
     Connection,
@@ -192,7 +192,7 @@ class UpstreamRequest:
         with self._failures():
             while True:
                 event, end, after = rest.partition(_EVENT_END)
-                if end and upstream_requests.opens_without_content(event):
+                if end and engine_bodies.opens_without_content(event):
                     rest = after
                 elif (
                     end
@@ -202,7 +202,7 @@ class UpstreamRequest:
                     break
                 else:
                     begin, rest = begin + chunk, rest + chunk
-        error = upstream_requests.error_in(event)
+        error = engine_bodies.error_in(event)
         if error is not None:
             status, body = error
             raise self._error(EngineResponse(status, "application/json", body))
