@@ -141,7 +141,7 @@ async def test_slow_clients_are_hung_up_on_and_hold_up_nobody(tmp_path: Path) ->
         assert (silent, head) == (b"", b"")
         for answer in (body, chunks):
             assert answer.startswith(b"HTTP/1.1 408 ")
-            assert b"the body was not there within" in answer
+            assert b"the request body was not complete within" in answer
         assert len(router.p.asked) == len(router.d.asked), "none of them reached an engine"
 
 

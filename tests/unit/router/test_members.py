@@ -164,7 +164,7 @@ async def test_who_waits_gets_in_in_order_and_too_many_are_turned_away() -> None
     for number in range(3):
         tasks.append(asyncio.create_task(work(number)))
         await asyncio.sleep(0)
-    with pytest.raises(Busy, match="2 requests are waiting") as busy:
+    with pytest.raises(Busy, match="the queue is full: 2 requests") as busy:
         await work(3)
     assert busy.value.retry_s == 30
     tasks[1].cancel()
