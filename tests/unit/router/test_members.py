@@ -516,8 +516,8 @@ async def test_dns_adds_engines_and_a_failed_lookup_removes_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with engine(prefills) as p, engine(decodes) as d:
-        local = "http://localhost:"
-        names = {Role.PREFILL: (f"{local}{p.port}",), Role.DECODE: (f"{local}{d.port}",)}
+        prefix = "http://localhost:"
+        names = {Role.PREFILL: (f"{prefix}{p.port}",), Role.DECODE: (f"{prefix}{d.port}",)}
         sources = Sources(dns=names)
         fails = False
 
