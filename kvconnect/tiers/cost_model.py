@@ -1,14 +1,14 @@
-"""Load or recompute: how many of the tokens that slower tiers have are worth waiting for.
+"""Load or recompute: decides how many tokens to load from slower tiers.
 
-Of a request's prompt, tiers below host memory have a part. Whatever follows the first block that
-is not loaded must be computed anyway, so the decision is one cut: load the tokens before it,
-compute the rest. :class:`CostModel` learns from finished prefill steps and finished fetches what
-both take here, and picks the cut. A fetch must be faster even if its estimate is somewhat off, so
-large ones wait until smaller ones have shown what they take.
+Lower tiers have a part of a request's prompt. Everything after the first block that is not loaded
+must be computed, so the decision is one cut: load the tokens before it, compute the rest.
+:class:`CostModel` learns the cost of both from finished prefill steps and finished loads, and
+chooses the cut. A load must be faster even if its estimate is somewhat wrong, so large loads wait
+until smaller ones have been measured.
 
-A tier that is not known is probed with a few blocks, three times. One that was refused for some
-time is probed too, since networks recover; the time that those probes lose, as it turns out, comes
-out of an allowance: a small part of what computing everything takes.
+An unknown tier is probed with a few blocks, three times. A tier that was refused for some time is
+probed too, since networks recover. The time that such probes lose is limited by an allowance, a
+small part of the time to compute everything.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from typing import NamedTuple
 from kvconnect.errors import Misuse
 from kvconnect.types import Tier
 
-_MEMORY = 32.0  # as many observations count; older ones fade
-_ENOUGH = 3  # with fewer, an estimate is none
+_MEMORY = 32.0  # effective number of observations; older ones fade
+_ENOUGH = 3  # observations needed for an estimate
 _ROUNDS = 4  # of the fit, per observation
 
-_STEP_TOKENS = 1024  # a prefill step with fewer tokens counts for less
-_STEP_SCALE = 256  # tokens; errors of steps are taken relative to their tokens plus these
-_CONTEXT_SCALE = 8192  # tokens; keeps the terms of the fit of one size
-_STEP_OUTLIER = 3.0  # a step that took longer than expected by more than this counts as this
+_STEP_TOKENS = 1024  # a prefill step with fewer tokens has less weight
+_STEP_SCALE = 256  # tokens; the error of a step is relative to its tokens plus this number
+_CONTEXT_SCALE = 8192  # tokens; gives the terms of the fit a similar size
+_STEP_OUTLIER = 3.0  # a step counts at most this many times its expected time
 
-_FETCH_SCALE = 1 << 20  # bytes; as above, and about what a round trip is worth
-_FETCH_OUTLIER = 10.0
-_SURPRISE = 3.0  # two fetches in a row off by this, to one side: the tier has changed
-_DOUBT = 0.25  # what older observations are worth then
-_CAUTION = 1.5  # standard errors by which a fetch must be faster
-_GIVE_UP = 4.0  # times what was expected
-_BLIND_S = 1.0  # to wait for a fetch when nothing is known of the engine
+_LOAD_SCALE = 1 << 20  # bytes; as _STEP_SCALE, and about the cost of a round trip
+_LOAD_OUTLIER = 10.0
+_SURPRISE = 3.0  # two loads in a row slower, or faster, by this factor: the tier has changed
+_SURPRISE_WEIGHT = 0.25  # weight of older observations after a surprise
+_CAUTION = 1.5  # standard errors by which a load must be faster
+_GIVE_UP = 4.0  # times the expected time
+_BLIND_S = 1.0  # to wait for a load while nothing is known of the engine
 
 _PROBE_TOKENS = 32
-_PROBE_GROWTH = 4  # every other probe is larger, which tells latency from bandwidth
-_PROBE_SURE = 1024  # tokens; a larger probe must be cheap even if its estimate is off
-_PROBE_EVERY = 8  # refused offers of a tier that is known
-_PATIENCE = 64  # offers after which a probe is taken for lost
-_ALLOWANCE = 0.004  # of the time to compute everything, for what probes lose
-_SAVED_S = 0.5  # of it can be saved up
+_PROBE_GROWTH = 4  # every other probe is larger, to separate latency from bandwidth
+_PROBE_SURE = 1024  # tokens; a larger probe must be cheap even if its estimate is wrong
+_PROBE_EVERY = 8  # refused offers of a known tier
+_PATIENCE = 64  # offers after which a probe counts as lost
+_ALLOWANCE = 0.004  # of the time to compute everything, for the losses of probes
+_SAVED_S = 0.5  # maximum of unused allowance
 
 
 class LoadReason(str, Enum):
-    """Why a cut was chosen. Values are metric labels."""
+    """Reason for a cut. Values are metric labels."""
 
-    LOAD = "load"  # expected to be faster
-    RECOMPUTE = "recompute"  # no cut is
-    PROBE = "probe"  # a few blocks more than is worth it, to learn what a tier does now
-    UNKNOWN = "unknown"  # nothing is known of the engine yet; at most a few blocks
+    LOAD = "load"  # loading is expected to be faster
+    RECOMPUTE = "recompute"  # no load is expected to be faster
+    PROBE = "probe"  # a few blocks more than pay off, to measure a tier
+    UNKNOWN = "unknown"  # nothing is known of the engine yet; at most a few blocks are loaded
 
 
 class TierSegment(NamedTuple):
-    """Consecutive tokens that ``tier`` has, and the bytes to fetch for them."""
+    """Consecutive tokens that ``tier`` has, and the bytes to load for them."""
 
     tier: Tier
     tokens: int
@@ -71,10 +71,10 @@ class TierSegment(NamedTuple):
 class LoadChoice(NamedTuple):
     """Load the first ``tokens`` tokens, compute the rest.
 
-    ``load_s`` are the seconds expected for that, a probe's part left out; where nothing is to be
-    loaded, for the best cut that was refused. ``compute_s`` are those for computing everything.
-    None: not known. Fetches not done after ``give_up_s`` are better given up for computing: it is
-    never less than that takes, nor than four times what was expected.
+    ``load_s`` is the expected time of that in seconds, without a probe; if nothing is loaded, of
+    the best refused cut. ``compute_s`` is the expected time to compute everything. None: unknown.
+    A load that takes longer than ``give_up_s`` should be given up. It is at least ``compute_s`` and
+    four times the expected time of the load.
     """
 
     tokens: int
@@ -85,22 +85,22 @@ class LoadChoice(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """What fetches from a tier take: seconds for each, and seconds per byte."""
+    """Cost of loads from a tier: seconds per load, and seconds per byte."""
 
     latency_s: float
     byte_s: float
 
 
 class CostModel:
-    """Estimates for one engine, and the choice. For one thread; its state does not grow.
+    """Estimates costs for one engine and chooses cuts. For one thread; its state does not grow.
 
     Args:
-        unit_tokens: cuts within a segment are at multiples of this many tokens from its start.
+        unit_tokens: a cut within a segment is a multiple of this many tokens from its start.
     """
 
     def __init__(self, unit_tokens: int) -> None:
         if unit_tokens < 1:
-            raise Misuse(f"a unit has at least one token, not {unit_tokens}")
+            raise Misuse(f"a unit must have at least one token, not {unit_tokens}")
         self._unit = unit_tokens
         self._prefill = _Fit(3)
         self._tiers: dict[Tier, _TierCost] = {}
@@ -111,10 +111,10 @@ class CostModel:
         return f"<CostModel {self.compute_seconds(1000, 0)} s per 1000 tokens, {tiers}>"
 
     def prefilled(self, tokens: int, seconds: float, context: float = 0.0) -> None:
-        """Note an engine step that computed ``tokens`` prompt tokens; one without is ignored.
+        """Note an engine step that computed ``tokens`` prompt tokens; 0 tokens are ignored.
 
         Args:
-            context: tokens before each of them, on average. Always 0: its cost is not estimated.
+            context: average number of tokens before each. If always 0, its cost is not estimated.
         """
         if tokens < 1 or seconds <= 0.0:
             return
@@ -127,8 +127,8 @@ class CostModel:
         self._prefill.add(terms, value, min(1.0, tokens / _STEP_TOKENS))
 
     def loaded(self, tier: Tier, nbytes: int, seconds: float) -> None:
-        """Note a fetch of ``nbytes`` for one request, finished or given up, and the seconds from
-        its order to its end. The first after a probe of the tier is taken for the probe."""
+        """Note a load of ``nbytes`` for one request, finished or given up, and its seconds. The
+        first load after a probe of the tier counts as the probe."""
         if nbytes < 1 or seconds <= 0.0:
             return
         cost = self._tiers.setdefault(tier, _TierCost())
@@ -138,7 +138,7 @@ class CostModel:
         cost.add(nbytes, seconds)
 
     def compute_seconds(self, tokens: int, context: int) -> float | None:
-        """Return what computing ``tokens`` after ``context`` others adds to a step, if known."""
+        """Return the seconds that computing ``tokens`` after ``context`` others adds to a step."""
         if self._prefill.count < _ENOUGH:
             return None
         per_token, per_context, _ = self._prefill.factors
@@ -150,16 +150,16 @@ class CostModel:
         cost = self._tiers.get(tier)
         if cost is None or not cost.known:
             return None
-        return Speed(cost.seconds(0), (cost.seconds(_FETCH_SCALE) - cost.seconds(0)) / _FETCH_SCALE)
+        return Speed(cost.seconds(0), (cost.seconds(_LOAD_SCALE) - cost.seconds(0)) / _LOAD_SCALE)
 
     def choose(self, tokens: int, context: int, segments: Sequence[TierSegment]) -> LoadChoice:
-        """Return the cut for a request. Asked once for each request that has segments, since each
-        time counts as an offer.
+        """Return the cut for a request. Call this once per request, since each call counts as an
+        offer of its tiers.
 
         Args:
-            tokens: those of the prompt that must be computed if nothing is loaded.
-            context: tokens before them.
-            segments: what tiers have of them, from the first on, in prefix order.
+            tokens: prompt tokens that must be computed if nothing is loaded.
+            context: number of tokens before them.
+            segments: the first of these tokens by the tier that has them, in prefix order.
 
         Raises:
             Misuse: an empty segment, or more tokens in segments than ``tokens``.
@@ -167,7 +167,7 @@ class CostModel:
         if any(part.tokens < 1 or part.nbytes < 1 for part in segments):
             raise Misuse("a segment is empty")
         if sum(part.tokens for part in segments) > tokens:
-            raise Misuse(f"segments have more than the request's {tokens} tokens")
+            raise Misuse(f"segments have more tokens than the request, which has {tokens}")
         compute_s = self.compute_seconds(tokens, context)
         if compute_s is None:
             probe = self._probe(segments, 0, context)
@@ -176,17 +176,19 @@ class CostModel:
         cut, load_s = self._best(context, segments, compute_s)
         probe = self._probe(segments, cut, context)
         reason = LoadReason.PROBE if probe else LoadReason.LOAD if cut else LoadReason.RECOMPUTE
-        fetch_s = self._fetch(segments, cut + probe)[0]
+        load_cost_s = self._load_cost(segments, cut + probe)[0]
         return LoadChoice(
-            cut + probe, reason, load_s, compute_s, max(compute_s, _GIVE_UP * fetch_s)
+            cut + probe, reason, load_s, compute_s, max(compute_s, _GIVE_UP * load_cost_s)
         )
 
     def _best(
         self, context: int, segments: Sequence[TierSegment], compute_s: float
     ) -> tuple[int, float | None]:
-        """Return the best cut and the seconds expected for it, or 0 and those for the best of the
-        others. Ends of segments are enough: within one, each token costs the same to fetch and
-        ever more to compute."""
+        """Return the best cut and its expected seconds, or 0 and those of the best refused cut.
+
+        Only ends of segments are tried: within a segment, each token costs the same to load and
+        more to compute than the one before.
+        """
         best, best_s = 0, math.inf
         least, refused_s = compute_s, math.inf
         cut = 0
@@ -195,18 +197,18 @@ class CostModel:
             if cost is None or not cost.known:
                 break
             cut += part.tokens
-            fetch_s, doubt_s = self._fetch(segments, cut)
+            load_cost_s, error_s = self._load_cost(segments, cut)
             rest_s = compute_s - (self.compute_seconds(cut, context) or 0.0)
-            if fetch_s + doubt_s + rest_s < least:
-                least = fetch_s + doubt_s + rest_s
-                best, best_s = cut, fetch_s + rest_s
-            refused_s = min(refused_s, fetch_s + rest_s)
+            if load_cost_s + error_s + rest_s < least:
+                least = load_cost_s + error_s + rest_s
+                best, best_s = cut, load_cost_s + rest_s
+            refused_s = min(refused_s, load_cost_s + rest_s)
         load_s = best_s if best else refused_s
         return best, load_s if load_s < math.inf else None
 
-    def _fetch(self, segments: Sequence[TierSegment], cut: int) -> tuple[float, float]:
-        """Return the seconds expected to fetch the tokens before the cut, and the doubt in them;
-        a tier that is not known counts nothing."""
+    def _load_cost(self, segments: Sequence[TierSegment], cut: int) -> tuple[float, float]:
+        """Return the expected seconds to load the tokens before the cut, and their uncertainty.
+        An unknown tier counts 0."""
         sizes: dict[Tier, int] = {}
         for part in segments:
             tokens = min(part.tokens, cut)
@@ -214,12 +216,12 @@ class CostModel:
                 sizes[part.tier] = sizes.get(part.tier, 0) + part.bytes_of(tokens)
             cut -= tokens
         costs = [(self._tiers[tier], size) for tier, size in sizes.items()]
-        fetch_s = sum(cost.seconds(size) for cost, size in costs)
-        return fetch_s, sum(cost.doubt(size) for cost, size in costs)
+        load_cost_s = sum(cost.seconds(size) for cost, size in costs)
+        return load_cost_s, sum(cost.error(size) for cost, size in costs)
 
     def _probe(self, segments: Sequence[TierSegment], cut: int, context: int) -> int:
-        """Return how many tokens after the cut to load only to learn about the tier that has them;
-        0 if it is not due or the allowance is used up."""
+        """Return how many tokens after the cut to load as a probe of their tier; 0 if no probe is
+        due or the allowance is used up."""
         start = 0
         for part in segments:
             if start == cut:
@@ -238,14 +240,14 @@ class CostModel:
         return tokens
 
     def _probe_tokens(self, cost: _TierCost, part: TierSegment, context: int) -> int:
-        """Return a few blocks, or as many as are expected to lose no more than those or than the
-        allowance: near a tie whole segments, and many where each fetch costs much."""
+        """Return the tokens of a probe: a few blocks, or more if the expected loss is no larger
+        than theirs or than the allowance."""
 
         def loss_s(tokens: int) -> float:
             nbytes = part.bytes_of(tokens)
             compute_s = self.compute_seconds(tokens, context) or 0.0
-            doubt_s = cost.doubt(nbytes) if tokens > _PROBE_SURE else 0.0
-            return cost.seconds(nbytes) + doubt_s - compute_s
+            error_s = cost.error(nbytes) if tokens > _PROBE_SURE else 0.0
+            return cost.seconds(nbytes) + error_s - compute_s
 
         least = _PROBE_TOKENS * (1 if cost.probes % 2 else _PROBE_GROWTH)
         tokens = min(part.tokens, -(-least // self._unit) * self._unit)
@@ -264,31 +266,31 @@ class CostModel:
 
 
 class _TierCost:
-    """What fetches from one tier take, and when it was last heard of."""
+    """Estimated cost of loads from one tier, and the state of its probes."""
 
     def __init__(self) -> None:
         self.probes = 0
-        self.probe_s: float | None = None  # what the probe under way was taken to cost
+        self.probe_s: float | None = None  # expected cost of the running probe
         self._fit = _Fit(2)
-        self._seen = 0  # fetches; no more than are enough to know it
-        self._offers = 0  # refused since the last fetch; negative while a probe is awaited
-        self._side = 0  # whether the last fetch was far slower (1) or faster (-1) than expected
+        self._seen = 0  # loads, at most _ENOUGH
+        self._offers = 0  # refused since the last load; negative while a probe is awaited
+        self._side = 0  # 1 if the last load was far slower than expected, -1 if far faster
 
     @property
     def known(self) -> bool:
-        """Whether there is an estimate."""
+        """Whether the tier has an estimate."""
         return self._seen >= _ENOUGH
 
     def seconds(self, nbytes: int) -> float:
-        """Return what a fetch of so many bytes is expected to take."""
-        return self._fit.at((1.0, nbytes / _FETCH_SCALE))
+        """Return the expected seconds of a load."""
+        return self._fit.at((1.0, nbytes / _LOAD_SCALE))
 
-    def doubt(self, nbytes: int) -> float:
-        """Return by how many seconds that may well be too little; infinite if nothing tells."""
-        return _CAUTION * self._fit.error((1.0, nbytes / _FETCH_SCALE))
+    def error(self, nbytes: int) -> float:
+        """Return the uncertainty of :meth:`seconds`; infinite if it cannot be estimated."""
+        return _CAUTION * self._fit.error((1.0, nbytes / _LOAD_SCALE))
 
     def due(self) -> bool:
-        """Note an offer that was refused; return whether to probe, which is begun then."""
+        """Note a refused offer. Return True if a probe is due, which starts then."""
         self._offers += 1
         if self._offers < (_PROBE_EVERY if self.known else 1):
             return False
@@ -297,24 +299,24 @@ class _TierCost:
         return True
 
     def add(self, nbytes: int, seconds: float) -> None:
-        """Note a fetch."""
-        scale = nbytes / _FETCH_SCALE + 1.0
+        """Note a load."""
+        scale = nbytes / _LOAD_SCALE + 1.0
         terms = (1.0 / scale, 1.0 - 1.0 / scale)
         value, expected = seconds / scale, self._fit.at(terms)
         side = 0
         if expected > 0.0:
-            value = min(value, _FETCH_OUTLIER * expected)
+            value = min(value, _LOAD_OUTLIER * expected)
             side = (value > expected * _SURPRISE) - (value < expected / _SURPRISE)
             if side and side == self._side:
-                self._fit.fade(_DOUBT)
+                self._fit.fade(_SURPRISE_WEIGHT)
         self._side = side
         self._seen = min(_ENOUGH, self._seen + 1)
-        self._offers = _PROBE_EVERY if side < 0 else 0  # it may have recovered: look again at once
+        self._offers = _PROBE_EVERY if side < 0 else 0  # a recovered tier is probed again at once
         self._fit.add(terms, value, 1.0)
 
 
 class _Fit:
-    """A sum of terms with factors >= 0 fitted to observations, of which older ones fade."""
+    """Fits a sum of terms with factors >= 0 to observations; older observations fade."""
 
     def __init__(self, size: int) -> None:
         self.count = 0.0
@@ -328,7 +330,7 @@ class _Fit:
         return sum(factor * term for factor, term in zip(self.factors, terms, strict=True))
 
     def error(self, terms: tuple[float, float]) -> float:
-        """Return the standard error of the fitted value, of a fit of two terms."""
+        """Return the standard error of the fitted value. Only for fits of two terms."""
         (aa, ab), (_, bb) = self._products
         a, b = terms
         spread = aa * bb - ab * ab
@@ -339,7 +341,7 @@ class _Fit:
         )
 
     def fade(self, share: float) -> None:
-        """Give what was observed so far only this share of its weight."""
+        """Multiply the weight of earlier observations by ``share``."""
         self.count *= share
         self._squares *= share
         self._moments = [share * value for value in self._moments]
@@ -359,8 +361,8 @@ class _Fit:
             self._improve()
 
     def _improve(self) -> None:
-        """Move each factor to its best value >= 0 given the others; it starts from the last fit,
-        so what observations cannot tell apart stays as it was."""
+        """Move each factor to its best value >= 0 given the others. This starts from the last fit,
+        so factors that the observations do not determine keep their values."""
         for row, products in enumerate(self._products):
             if products[row] > 0.0:
                 rest = self.at(products) - products[row] * self.factors[row]
