@@ -1,4 +1,4 @@
-"""The KV cache as a transport sees it: in place in CPU memory, through a ring for other devices."""
+"""The KV cache as a transport sees it: in place on the CPU, through staging buffers on a device."""
 
 from __future__ import annotations
 
@@ -24,150 +24,149 @@ if TYPE_CHECKING:
     from kvconnect.copy.cuda import BlockCopier
 
 RING_BYTES = 64 << 20
-"""Page-locked memory of one worker, half of it for sending and half for receiving."""
+"""Page-locked staging memory of one worker, half for sending and half for receiving."""
 
 BUFFERS = 4
-"""Transfers in each direction that find room at a time."""
+"""Staging buffers per direction: as many transfers run at a time."""
 
 BUFFER_TIMEOUT_S = 30.0
-"""How long a transfer waits for room before it fails."""
+"""Seconds that a transfer waits for a buffer before it fails."""
 
 _Run = tuple[torch.Tensor, torch.Tensor]
-"""A byte run of a page in the cache, and its place in the ring."""
+"""A byte run of a page in the cache, and its place in the staging buffer."""
 
 
 class HostMemory:
-    """A KV cache in CPU memory: pages are sent from and received into where they are.
+    """A KV cache in CPU memory: pages are sent and received in place.
 
-    ``pieces``: which parts of ``area`` are its own; none: all of it.
+    ``pieces``: the parts of ``cache`` that belong to it; empty: all of it.
     """
 
-    def __init__(self, area: torch.Tensor, pieces: tuple[MemoryRegion, ...] = ()) -> None:
-        self._area = area  # keeps the address valid
-        self._pieces = pieces or (whole_area(area),)
+    def __init__(self, cache: torch.Tensor, pieces: tuple[MemoryRegion, ...] = ()) -> None:
+        self._cache = cache  # keeps the address valid
+        self._pieces = pieces or (whole_region(cache),)
 
     def regions(self) -> tuple[MemoryRegion, ...]:
         return self._pieces
 
     def region_of(self, unit: Unit) -> MemoryRegion:  # noqa: ARG002 - there is one
-        return whole_area(self._area)
+        return whole_region(self._cache)
 
     def outgoing(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
-        yield PageChunk(self._area.data_ptr(), self._area.nbytes, unit, ids)
+        yield PageChunk(self._cache.data_ptr(), self._cache.nbytes, unit, ids)
 
     incoming = outgoing
 
 
 class StagedMemory:
-    """A KV cache on a device, through bounded rings of page-locked memory.
+    """A KV cache on a device, through staging buffers in page-locked memory.
 
-    Pages of one piece lie back to back in a share of a ring, which grows if a single wire block
-    is larger; so up to ``2 * SHARES`` times the largest wire block is taken beyond ``ring_bytes``.
+    Pages of one chunk lie back to back in a buffer, which grows if a single wire block is larger;
+    so up to ``2 * BUFFERS`` times the largest wire block is used beyond ``ring_bytes``.
 
-    A call keeps its share from its first piece to its last, and each direction has a ring of its
-    own. Whoever sends has room for the whole frame before the other side sees its header, so a
-    receiver that holds a share never waits for a sender that waits for one, and no circle of
-    waiting can form, however many workers send to one another at the same time.
+    A call keeps its buffer from its first chunk to its last, and each direction has its own. A
+    sender has a buffer for the whole frame before the peer sees the header, so a receiver with a
+    buffer never waits for a sender without one: workers that send to each other cannot deadlock.
 
-    ``area`` is the whole cache, uint8 ``[bytes]``; a CPU tensor takes the same path (without
-    streams), which is how it is tested without a GPU. ``copier`` packs and unpacks a share in one
-    launch; without it every run is a copy of its own. ``pieces``: as for :class:`HostMemory`.
+    ``cache``: uint8 ``[bytes]``; a CPU tensor takes the same path without streams, for tests.
+    ``copier`` packs and unpacks a buffer in one launch; without it every byte run is a copy of its
+    own. ``pieces``: as for :class:`HostMemory`.
     """
 
     def __init__(
         self,
-        area: torch.Tensor,
+        cache: torch.Tensor,
         ring_bytes: int = RING_BYTES,
         timeout_s: float = BUFFER_TIMEOUT_S,
         copier: BlockCopier | None = None,
         pieces: tuple[MemoryRegion, ...] = (),
     ) -> None:
-        self._area = area
-        self._pieces = pieces or (whole_area(area),)
+        self._cache = cache
+        self._pieces = pieces or (whole_region(cache),)
         self._copier = copier
-        share_bytes = ring_bytes // (2 * BUFFERS)
-        self._sending = _Ring(area.device, share_bytes, timeout_s)
-        self._receiving = _Ring(area.device, share_bytes, timeout_s)
+        buffer_bytes = ring_bytes // (2 * BUFFERS)
+        self._sending = _Ring(cache.device, buffer_bytes, timeout_s)
+        self._receiving = _Ring(cache.device, buffer_bytes, timeout_s)
 
     def regions(self) -> tuple[MemoryRegion, ...]:
         return self._pieces
 
     def region_of(self, unit: Unit) -> MemoryRegion:  # noqa: ARG002 - there is one
-        return whole_area(self._area)
+        return whole_region(self._cache)
 
     def outgoing(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
-        with self._sending.share(unit.block_bytes) as share:
-            for part in _parts(share, unit, ids):
-                self._sending.run(partial(self._pack, share, unit, part))
-                yield _piece(share, unit, len(part))
+        with self._sending.buffer(unit.block_bytes) as buffer:
+            for part in _parts(buffer, unit, ids):
+                self._sending.run(partial(self._pack, buffer, unit, part))
+                yield _staged_chunk(buffer, unit, len(part))
 
     def incoming(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
-        with self._receiving.share(unit.block_bytes) as share:
-            for part in _parts(share, unit, ids):
-                yield _piece(share, unit, len(part))
-                self._receiving.run(partial(self._unpack, share, unit, part))
+        with self._receiving.buffer(unit.block_bytes) as buffer:
+            for part in _parts(buffer, unit, ids):
+                yield _staged_chunk(buffer, unit, len(part))
+                self._receiving.run(partial(self._unpack, buffer, unit, part))
 
-    def _pack(self, share: torch.Tensor, unit: Unit, ids: array[int]) -> None:
+    def _pack(self, buffer: torch.Tensor, unit: Unit, ids: array[int]) -> None:
         if self._copier is not None:
-            self._copier.pack(unit.segments, unit.phases, ids, share.data_ptr())
+            self._copier.pack(unit.segments, unit.phases, ids, buffer.data_ptr())
             return
-        for page, staged in self._runs(share, unit, ids):
+        for page, staged in self._runs(buffer, unit, ids):
             staged.copy_(page, non_blocking=True)
 
-    def _unpack(self, share: torch.Tensor, unit: Unit, ids: array[int]) -> None:
+    def _unpack(self, buffer: torch.Tensor, unit: Unit, ids: array[int]) -> None:
         if self._copier is not None:
-            self._copier.unpack(unit.segments, unit.phases, ids, share.data_ptr())
+            self._copier.unpack(unit.segments, unit.phases, ids, buffer.data_ptr())
             return
-        for page, staged in self._runs(share, unit, ids):
+        for page, staged in self._runs(buffer, unit, ids):
             page.copy_(staged, non_blocking=True)
 
-    def _runs(self, share: torch.Tensor, unit: Unit, ids: array[int]) -> Iterator[_Run]:
+    def _runs(self, buffer: torch.Tensor, unit: Unit, ids: array[int]) -> Iterator[_Run]:
         at = 0
         count = len(unit.segments) // unit.phases
         for number in ids:
             page, phase = divmod(number, unit.phases)
             for i in range(phase * count, (phase + 1) * count, 3):
                 offset, stride, length = unit.segments[i : i + 3]
-                run = self._area.narrow(0, offset + page * stride, length)
-                yield run, share.narrow(0, at, length)
+                run = self._cache.narrow(0, offset + page * stride, length)
+                yield run, buffer.narrow(0, at, length)
                 at += length
 
 
 class _Ring:
-    """One direction's shares, and the stream its copies run on. Thread-safe."""
+    """The staging buffers of one direction, and the stream of their copies. Thread-safe."""
 
-    def __init__(self, device: torch.device, share_bytes: int, timeout_s: float) -> None:
+    def __init__(self, device: torch.device, buffer_bytes: int, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._pinned = device.type == "cuda"
         self._stream = own_stream(device) if self._pinned else None
-        self._free = [self._make(share_bytes) for _ in range(BUFFERS)]
+        self._free = [self._make(buffer_bytes) for _ in range(BUFFERS)]
         self._room = threading.Condition()
 
     @contextmanager
-    def share(self, block_bytes: int) -> Iterator[torch.Tensor]:
-        """Hold a share that has room for at least one wire block, uint8 ``[bytes]``.
+    def buffer(self, block_bytes: int) -> Iterator[torch.Tensor]:
+        """Hold a buffer with room for at least one wire block, uint8 ``[bytes]``.
 
         Raises:
-            TransferFailed: none is free in time, or there is no memory for one so large.
+            TransferFailed: no buffer is free in time, or there is no memory for a larger one.
         """
         with self._room:
             if not self._room.wait_for(lambda: self._free, self._timeout_s):
                 raise TransferFailed(f"no room in the staging ring for {self._timeout_s:g} s")
-            share = self._free.pop()
+            buffer = self._free.pop()
         try:
-            if share.nbytes < block_bytes:
-                share = self._make(block_bytes)
-            yield share
+            if buffer.nbytes < block_bytes:
+                buffer = self._make(block_bytes)
+            yield buffer
         finally:
             with self._room:
-                self._free.append(share)
+                self._free.append(buffer)
                 self._room.notify()
 
     def run(self, copies: Callable[[], None]) -> None:
-        """Run what starts copies; they are there when this returns.
+        """Run ``copies``, which starts copies, and wait until they are done.
 
         Raises:
-            TransferFailed: the device could not do it.
+            TransferFailed: a copy failed.
         """
         try:
             if self._stream is None:
@@ -189,61 +188,59 @@ class _Ring:
             raise TransferFailed(f"no memory for {nbytes} bytes of a staging ring") from error
 
 
-def _parts(share: torch.Tensor, unit: Unit, ids: array[int]) -> Iterator[array[int]]:
-    """Cut wire blocks into as many as a share has room for."""
-    step = share.nbytes // unit.block_bytes
+def _parts(buffer: torch.Tensor, unit: Unit, ids: array[int]) -> Iterator[array[int]]:
+    """Split wire blocks into parts that fit into a buffer."""
+    step = buffer.nbytes // unit.block_bytes
     return (ids[start : start + step] for start in range(0, len(ids), step))
 
 
-def _piece(share: torch.Tensor, unit: Unit, count: int) -> PageChunk:
-    """The staged pages, one after the other from the start of the share."""
+def _staged_chunk(buffer: torch.Tensor, unit: Unit, count: int) -> PageChunk:
+    """Return the staged pages, back to back from the start of the buffer."""
     size = unit.block_bytes
     staged = Unit(array("q", [0, size, size]), 1, size)
-    return PageChunk(share.data_ptr(), share.nbytes, staged, array("q", range(count)))
+    return PageChunk(buffer.data_ptr(), buffer.nbytes, staged, array("q", range(count)))
 
 
-def whole_area(area: torch.Tensor) -> MemoryRegion:
-    """Return where all bytes of a dense tensor are."""
-    device = area.device.index or 0 if area.device.type == "cuda" else -1
-    return MemoryRegion(area.data_ptr(), area.nbytes, device)
+def whole_region(cache: torch.Tensor) -> MemoryRegion:
+    """Return the memory region of all bytes of a dense tensor."""
+    device = cache.device.index or 0 if cache.device.type == "cuda" else -1
+    return MemoryRegion(cache.data_ptr(), cache.nbytes, device)
 
 
 def make_memory(
-    area: torch.Tensor,
+    cache: torch.Tensor,
     timeout_s: float = BUFFER_TIMEOUT_S,
     ring_bytes: int = RING_BYTES,
     pieces: tuple[MemoryRegion, ...] = (),
 ) -> Memory:
-    """Return how a transport reaches the KV cache ``area``, uint8 ``[bytes]``, or those
-    ``pieces`` of it that are the cache's own.
+    """Return how a transport reaches a KV cache, uint8 ``[bytes]``, or the ``pieces`` of it that
+    belong to the cache.
 
-    Where pages have to be staged, a transfer that finds no room for ``timeout_s`` fails.
+    If pages are staged, a transfer that finds no free buffer for ``timeout_s`` fails.
     """
-    if area.device.type == "cpu":
-        return HostMemory(area, pieces)
-    return StagedMemory(area, ring_bytes, timeout_s, make_block_copier(area), pieces)
+    if cache.device.type == "cpu":
+        return HostMemory(cache, pieces)
+    return StagedMemory(cache, ring_bytes, timeout_s, make_block_copier(cache), pieces)
 
 
-# Caches that lie in several pieces of memory, for code that takes one backing area.
-#
-# Copies, geometries and transports address a cache by offsets from one start. Where an engine keeps
-# a tensor per layer, or K apart from V, the *span* from the lowest to the highest of these bytes
-# takes the area's place. What lies between the pieces belongs to others and is never touched,
-# because no page is there.
+# Caches in several pieces of memory. Copies, layouts and transports address a cache by offsets from
+# one start. If an engine keeps one tensor per layer, or K apart from V, one view from the lowest to
+# the highest byte takes the place of a single tensor. Memory between the pieces is never touched,
+# since no page is there.
 
 
 _ALIGNMENT = 4096
 
 
-def area_of(tensor: torch.Tensor) -> MemoryRegion:
-    """Return where a tensor's own bytes are.
+def tensor_region(tensor: torch.Tensor) -> MemoryRegion:
+    """Return the memory region of a contiguous tensor.
 
     Raises:
-        Misuse: there are gaps between its elements, which may belong to others.
+        Misuse: the tensor has gaps, which may belong to other tensors.
     """
     if not tensor.is_contiguous():
-        raise Misuse(f"a tensor of shape {tuple(tensor.shape)} with gaps is no area")
-    return whole_area(tensor)
+        raise Misuse(f"a tensor of shape {tuple(tensor.shape)} is not contiguous")
+    return whole_region(tensor)
 
 
 def spanning_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -253,22 +250,24 @@ def spanning_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     Raises:
         Misuse: no tensors, gaps in one of them, or several devices.
     """
-    return span(tuple(area_of(tensor) for tensor in tensors))
+    return view_over(tuple(tensor_region(tensor) for tensor in tensors))
 
 
-def span(areas: Sequence[MemoryRegion]) -> torch.Tensor:
-    """As :func:`spanning_view`, of areas."""
-    if not areas or len({area.device for area in areas}) != 1:
-        raise Misuse(f"no span of {len(areas)} areas on {sorted({a.device for a in areas})}")
-    start = min(area.address for area in areas)
-    nbytes = max(area.address + area.nbytes for area in areas) - start
-    if areas[0].device < 0:
+def view_over(regions: Sequence[MemoryRegion]) -> torch.Tensor:
+    """As :func:`spanning_view`, for memory regions."""
+    if not regions or len({region.device for region in regions}) != 1:
+        raise Misuse(
+            f"no view over {len(regions)} regions on {sorted({r.device for r in regions})}"
+        )
+    start = min(region.address for region in regions)
+    nbytes = max(region.address + region.nbytes for region in regions) - start
+    if regions[0].device < 0:
         return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(start), dtype=torch.uint8)
-    return torch.as_tensor(_OnDevice(start, nbytes), device=torch.device("cuda", areas[0].device))
+    return torch.as_tensor(_OnDevice(start, nbytes), device=torch.device("cuda", regions[0].device))
 
 
 class _OnDevice:
-    """Bytes on a CUDA device, in the words of Numba's array interface, which torch reads."""
+    """Bytes on a CUDA device, as a CUDA array interface that torch reads."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -280,25 +279,27 @@ class _OnDevice:
 
 
 class PiecewiseMemory:
-    """A cache in pieces, maybe on several devices, as a transport sees it.
+    """A cache in several pieces, possibly on several devices, as a transport sees it.
 
-    Each device's span takes a range of one space of offsets; :meth:`offset` says where an address
-    is in it. The pieces must live as long as this.
+    Each device has a range in one space of offsets; :meth:`offset` maps an address to it. The
+    pieces must live as long as this object.
     """
 
-    def __init__(self, areas: Sequence[MemoryRegion], timeout_s: float) -> None:
-        """Raises :class:`Misuse` if there are none."""
-        if not areas:
+    def __init__(self, regions: Sequence[MemoryRegion], timeout_s: float) -> None:
+        """Raises :class:`Misuse` if ``regions`` is empty."""
+        if not regions:
             raise Misuse("a cache without memory")
         self._starts: list[int] = []
         self._spans: list[torch.Tensor] = []
         self._parts: list[Memory] = []
         start = 0
-        # Devices first: what is first is not shifted on every transfer.
-        ordered = sorted(set(areas), key=lambda area: (area.device < 0, area.device, area.address))
-        for _, group in groupby(ordered, key=lambda area: area.device):
+        # CUDA devices first: offsets of the first range need no shift on each transfer.
+        ordered = sorted(
+            set(regions), key=lambda region: (region.device < 0, region.device, region.address)
+        )
+        for _, group in groupby(ordered, key=lambda region: region.device):
             pieces = _merge_adjacent(tuple(group))
-            whole = span(pieces)
+            whole = view_over(pieces)
             self._starts.append(start)
             self._spans.append(whole)
             self._parts.append(make_memory(whole, timeout_s, pieces=pieces))
@@ -306,24 +307,24 @@ class PiecewiseMemory:
 
     @property
     def device(self) -> torch.device:
-        """Where the pages are; for pages on a device beside some in CPU memory, the device."""
+        """The device of the pages: a CUDA device if any page is on one."""
         return self._spans[0].device
 
-    def offset(self, area: MemoryRegion) -> int:
-        """Return the offset of an area's first byte.
+    def offset(self, region: MemoryRegion) -> int:
+        """Return the offset of a region's first byte.
 
         Raises:
-            Misuse: it is none of those this was made of.
+            Misuse: the region is not part of this cache.
         """
         for start, whole in zip(self._starts, self._spans, strict=True):
             index = whole.device.index if whole.device.type == "cuda" else -1
-            at = int(area.address - whole.data_ptr())
-            if index == area.device and 0 <= at <= whole.nbytes - area.nbytes:
+            at = int(region.address - whole.data_ptr())
+            if index == region.device and 0 <= at <= whole.nbytes - region.nbytes:
                 return start + at
-        raise Misuse(f"{area} is not part of this cache")
+        raise Misuse(f"{region} is not part of this cache")
 
     def regions(self) -> tuple[MemoryRegion, ...]:
-        return tuple(area for part in self._parts for area in part.regions())
+        return tuple(region for part in self._parts for region in part.regions())
 
     def region_of(self, unit: Unit) -> MemoryRegion:
         part, own = self._part(unit)
@@ -349,15 +350,15 @@ class PiecewiseMemory:
         return self._parts[number], Unit(segments, unit.phases, unit.block_bytes)
 
 
-def _merge_adjacent(areas: Sequence[MemoryRegion]) -> tuple[MemoryRegion, ...]:
+def _merge_adjacent(regions: Sequence[MemoryRegion]) -> tuple[MemoryRegion, ...]:
     """Return areas, sorted by address, with those that touch or overlap made one: pages that
     follow one another are written as one, which must not cross a border."""
-    joined = [areas[0]]
-    for area in areas[1:]:
+    joined = [regions[0]]
+    for region in regions[1:]:
         last = joined[-1]
-        end = max(last.address + last.nbytes, area.address + area.nbytes)
-        if area.address <= last.address + last.nbytes:
+        end = max(last.address + last.nbytes, region.address + region.nbytes)
+        if region.address <= last.address + last.nbytes:
             joined[-1] = MemoryRegion(last.address, end - last.address, last.device)
         else:
-            joined.append(area)
+            joined.append(region)
     return tuple(joined)

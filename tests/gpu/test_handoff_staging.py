@@ -110,9 +110,9 @@ def test_a_piece_dropped_midway_stays_off_the_device() -> None:
 
 def test_the_ring_is_page_locked() -> None:
     memory = staged(random_area())
-    with memory._sending.share(RUN) as share:
+    with memory._sending.buffer(RUN) as share:
         assert share.is_pinned()
-    with memory._receiving.share(2 * SHARE_BYTES) as share:  # also once it has grown
+    with memory._receiving.buffer(2 * SHARE_BYTES) as share:  # also once it has grown
         assert share.is_pinned()
 
 

@@ -7,7 +7,12 @@ from array import array
 import pytest
 import torch
 
-from kvconnect.disaggregation.staging import PiecewiseMemory, area_of, span, spanning_view
+from kvconnect.disaggregation.staging import (
+    PiecewiseMemory,
+    spanning_view,
+    tensor_region,
+    view_over,
+)
 from kvconnect.errors import Misuse
 from kvconnect.transport.base import MemoryRegion, Unit
 
@@ -32,19 +37,19 @@ def test_a_span_shows_every_byte_of_its_tensors() -> None:
 
 
 def test_what_is_no_span_is_refused() -> None:
-    with pytest.raises(Misuse, match="no span of 0"):
+    with pytest.raises(Misuse, match="no view over 0"):
         spanning_view([])
-    with pytest.raises(Misuse, match="with gaps"):
-        area_of(torch.zeros(4, 4)[:, :2])
+    with pytest.raises(Misuse, match="is not contiguous"):
+        tensor_region(torch.zeros(4, 4)[:, :2])
     with pytest.raises(Misuse, match=r"\[-1, 0\]"):
-        span([MemoryRegion(4096, 1), MemoryRegion(8192, 1, 0)])
+        view_over([MemoryRegion(4096, 1), MemoryRegion(8192, 1, 0)])
     with pytest.raises(Misuse, match="without memory"):
         PiecewiseMemory([], 1.0)
 
 
 def test_regions_know_where_their_areas_are_and_no_others() -> None:
     made = tensors()
-    areas = [area_of(tensor) for tensor in made]
+    areas = [tensor_region(tensor) for tensor in made]
     regions = PiecewiseMemory(areas, 1.0)
     assert [regions.offset(area) for area in areas] == [
         area.address - areas[0].address for area in areas
@@ -76,10 +81,10 @@ def test_regions_register_each_byte_once() -> None:
 
 def test_pages_of_all_pieces_are_found() -> None:
     made = tensors(2)
-    regions = PiecewiseMemory([area_of(tensor) for tensor in made], 1.0)
+    regions = PiecewiseMemory([tensor_region(tensor) for tensor in made], 1.0)
     for number, tensor in enumerate(made):
         tensor[512 * 3 : 512 * 4] = number + 5
-        unit = Unit(array("q", [regions.offset(area_of(tensor)), 512, 512]), 1, 512)
+        unit = Unit(array("q", [regions.offset(tensor_region(tensor)), 512, 512]), 1, 512)
         (piece,) = regions.outgoing(unit, array("q", [3]))
         offset, stride, length = piece.unit.segments
         first = piece.address + offset + piece.ids[0] * stride

@@ -235,7 +235,7 @@ def test_a_call_under_way_asks_for_no_more_room(
     full: Full, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, calls = full
-    monkeypatch.setattr(memory._sending, "share", None)
+    monkeypatch.setattr(memory._sending, "buffer", None)
     for call in calls:
         assert len(list(call)) == 2
 
