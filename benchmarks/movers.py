@@ -112,7 +112,7 @@ class Ours(Mover):
         up = next(self._events(PeerUp))
         seconds = time.perf_counter() - start
         if self._path not in up.paths:
-            raise SystemExit(f"no {self._path}: {up.lacking}")
+            raise SystemExit(f"no {self._path}: {up.path_error}")
         self._transport.submit(Disconnect(up.peer, "measured"))
         next(self._events(PeerDown))
         return seconds

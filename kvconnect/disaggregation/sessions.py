@@ -21,6 +21,7 @@ from kvconnect.protocol.messages import Hello, Message, Reject
 from kvconnect.protocol.negotiation import Agreement, negotiate
 from kvconnect.protocol.topology import head_range
 from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.transport import PAGE_PATHS
 from kvconnect.transport.base import (
     Disconnect,
     PeerDown,
@@ -123,7 +124,7 @@ class Sessions:
         sessions = [
             session for session in self._sessions.values() if session.agreed and not session.inbound
         ]
-        for path in ("tcp", "nixl"):
+        for path in PAGE_PATHS:
             count = sum(session.meter.path == path for session in sessions)
             self.stats.gauge("handoff_transport_peers", count, label=path)
 
@@ -185,7 +186,7 @@ class Sessions:
                 wanted = "tcp"
             session.meter.paths = event.paths if wanted == "auto" else (wanted,)
             if session.meter.paths[0] not in event.paths:
-                why = event.lacking or "the peer does not offer it"
+                why = event.path_error or "the peer does not offer it"
                 self.reject(event.peer, Refused("transport", f"no {wanted} path: {why}"))
                 return
             self.send(event.peer, self.hello)

@@ -29,7 +29,7 @@ import msgspec
 from kvconnect.doctor.buffers import make_buffer
 from kvconnect.doctor.peers import DoctorReader, DoctorSource, PathMeasurement, Sizes
 from kvconnect.errors import ConfigError, KVConnectError, Refused, TransferFailed
-from kvconnect.transport import ConnectionOptions, Security, Transport, make_transport
+from kvconnect.transport import PAGE_PATHS, ConnectionOptions, Security, Transport, make_transport
 from kvconnect.transport.base import Memory
 from kvconnect.transport.security import read_key_file, tls_files
 
@@ -140,7 +140,7 @@ def read(task: Task) -> Result:
         result.devices = (task.device, hello.device)
         if "nixl" not in up.paths and not result.nixl_problem.reason:
             result.nixl_problem = Problem(
-                f"not usable: {up.lacking}", "make nixl usable on both sides"
+                f"not usable: {up.path_error}", "make nixl usable on both sides"
             )
         _measure(reader, task, up.paths, result)
     except ConfigError as error:
@@ -156,7 +156,7 @@ def read(task: Task) -> Result:
 
 def _measure(reader: DoctorReader, task: Task, paths: tuple[str, ...], result: Result) -> None:
     result.connections = ConnectionOptions().connections
-    for path in ("tcp", "nixl"):
+    for path in PAGE_PATHS:
         if path in paths and task.path in (path, "all"):
             result.measured.append(reader.measure(path))
             if result.measured[-1].failed:

@@ -177,7 +177,7 @@ def unpack_greeting(payload: bytes) -> tuple[int, bytes]:
 def pack_message(payload: bytes) -> bytes:
     """Return a note's bytes; no payload makes a heartbeat. :class:`Misuse` if it is too long."""
     if len(payload) > MAX_MESSAGE:
-        raise Misuse(f"a note of {len(payload)} bytes, at most {MAX_MESSAGE} fit")
+        raise Misuse(f"a message of {len(payload)} bytes, at most {MAX_MESSAGE} fit")
     flag = _NIXL_BIT if isinstance(payload, NixlPayload) else 0
     return _LENGTH.pack(len(payload) | flag) + payload
 
@@ -202,7 +202,9 @@ class MessageReader:
             (marked,) = _LENGTH.unpack_from(self._buffer, start)
             length = marked & ~_NIXL_BIT
             if length > MAX_MESSAGE:
-                raise ProtocolError(f"a note of {length} bytes, at most {MAX_MESSAGE} are allowed")
+                raise ProtocolError(
+                    f"a message of {length} bytes, at most {MAX_MESSAGE} are allowed"
+                )
             end = start + _LENGTH.size + length
             if len(self._buffer) < end:
                 break

@@ -5,7 +5,10 @@ from __future__ import annotations
 from kvconnect.errors import ConfigError
 from kvconnect.transport.base import ConnectionOptions, Security, Transport
 
-__all__ = ["ConnectionOptions", "Security", "Transport", "make_transport"]
+__all__ = ["PAGE_PATHS", "ConnectionOptions", "Security", "Transport", "make_transport"]
+
+PAGE_PATHS = ("tcp", "nixl")
+"""Every path that pages may take to a peer, the one that all transports have first."""
 
 
 def make_transport(name: str, security: Security, options: ConnectionOptions) -> Transport:

@@ -1,14 +1,13 @@
-"""The seam between workers: moves pages between the KV caches of two processes.
+"""The contract of a transport, which moves pages between the KV caches of two processes.
 
-A transport knows peers, connections and byte runs. It knows nothing of requests: what may be sent,
-and when, is decided and carried out by ``kvconnect.disaggregation``. Whoever receives
-pages says where they go, from tables it made itself; a sender has no say in it. Addresses are told
-to the other side only where its hardware writes (``nixl``), and only the receiver's own.
+A transport knows peers, connections and byte runs, not requests: ``kvconnect.disaggregation``
+decides what is sent and when. The receiver alone decides where pages go, from its own tables. Its
+addresses are told to the sender only where the sender's hardware writes (``nixl``).
 
-Terms: a *read* is one receiver's number for what it expects from one peer. A *unit* is a set of
-byte runs that every wire block of a group has (all layers of the group, or one of them); both
-sides number units alike because both derive them from the same agreement. A *wire block* is the
-smallest piece of a block table that both sides can address.
+Terms: a *read id* is the receiver's number for the pages that it expects from one peer. A *unit* is
+a set of byte runs that every wire block of a group has (all layers of the group, or one of them);
+both sides derive the same unit numbers from their agreement. A *wire block* is the smallest piece
+of a block table that both sides can address.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, NewType, Protocol
 
 PeerId = NewType("PeerId", int)
-"""Number of one authenticated connection to another worker; never reused by a transport."""
+"""Id of one connection to another worker; never reused by a transport."""
 
 UNAUTHENTICATED = PeerId(0)
-"""Nobody's number: whoever was turned away before it had one."""
+"""Peer id in events about connections rejected before authentication."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Unit:
 
     ``segments`` holds ``phases * n`` triples (offset, stride, length) in bytes. Wire block ``w``
     has the runs ``[offset + (w // phases) * stride, + length)`` of the n triples that start at
-    ``(w % phases) * n``. ``block_bytes`` is the sum of their lengths, the same for every phase.
+    ``(w % phases) * n``. ``block_bytes`` is the sum of their lengths, equal for every phase.
     """
 
     segments: array[int]
@@ -52,8 +51,7 @@ class PageChunk(NamedTuple):
 
 
 class MemoryRegion(NamedTuple):
-    """One piece of backing storage, for transports whose hardware writes into it. ``device`` is
-    the number of a CUDA device, -1 for CPU memory."""
+    """A range of memory registered with a transport. ``device``: a CUDA device, -1 for the CPU."""
 
     address: int
     nbytes: int
@@ -63,47 +61,49 @@ class MemoryRegion(NamedTuple):
 class Memory(Protocol):
     """The KV cache as a transport reads and writes it: directly, or through a staging ring.
 
-    Threads: any, several at a time. Pieces come in the order of ``ids`` and together cover it.
-    Each is used before the next is asked for; a generator that is closed early gives its room
-    back and copies nothing more. Asking for a piece may block, for a bounded time, and raises
-    ``TransferFailed`` if there is no room for it by then.
+    Any thread may call it, several at a time. Chunks come in the order of ``ids`` and together
+    cover them. A chunk is used before the next is requested; closing the generator early frees its
+    memory and copies nothing more. Requesting a chunk may block for a bounded time and raises
+    ``TransferFailed`` if no memory is free by then.
     """
 
     def regions(self) -> tuple[MemoryRegion, ...]:
-        """Return all storage that pages lie in; the same for as long as the memory lives."""
+        """Return all memory that holds pages; constant for the lifetime of the object."""
 
     def region_of(self, unit: Unit) -> MemoryRegion:
-        """Return the area from whose start a unit's offsets count."""
+        """Return the region from whose start a unit's offsets count."""
 
     def outgoing(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
-        """Yield pieces that hold the pages' bytes."""
+        """Yield chunks that hold the pages' bytes."""
 
     def incoming(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
-        """Yield pieces to fill; each is moved into its pages when the next is asked for."""
+        """Yield chunks to fill; each is copied into its pages when the next is requested."""
 
 
 class Fence(Protocol):
-    """A point in the device's work."""
+    """A point in the device's work queue."""
 
     def wait(self) -> None:
-        """Block the calling thread, and nothing else, until the device has passed it."""
+        """Block the calling thread until the device has passed this point."""
 
 
-# What a transport is told to do -------------------------------------------------------------
+# Orders -------------------------------------------------------------
 
 
 class PeerMessage(NamedTuple):
-    """Deliver a small message, at most ``MAX_MESSAGE_BYTES``, in order with other notes."""
+    """Send a message of at most ``MAX_MESSAGE_BYTES``; messages stay in order."""
 
     peer: PeerId
     payload: bytes
 
 
 class IncomingPages(NamedTuple):
-    """Expect pages for read ``read_id``. ``units[u]`` says where unit number u lies here and
-    ``spans[u]`` the (first wire block, ids) its wire blocks are taken from. None of them is
-    written before ``fence`` passed. ``path`` is one of those in the peer's ``PeerUp``;
-    to a side that was connected to, pages go over ``tcp`` alone."""
+    """Expect pages for read ``read_id``.
+
+    ``units[u]`` says where unit u lies here; ``spans[u]`` is (first wire block, ids) of its wire
+    blocks. None is written before ``fence`` has passed. ``path`` is one of those in the peer's
+    ``PeerUp``; a peer that connected to this side sends over ``tcp`` alone.
+    """
 
     peer: PeerId
     read_id: int
@@ -114,7 +114,7 @@ class IncomingPages(NamedTuple):
 
 
 class OutgoingPages(NamedTuple):
-    """Send the wire blocks ``first ... first + len(ids) - 1`` of a unit, once ``fence`` passed."""
+    """Send wire blocks ``first ... first + len(ids) - 1`` of a unit, once ``fence`` has passed."""
 
     peer: PeerId
     read_id: int
@@ -126,45 +126,48 @@ class OutgoingPages(NamedTuple):
 
 
 class Disconnect(NamedTuple):
-    """Close a peer's connection, for instance because it broke the protocol; notes queued before
-    it still go out. ``PeerDown`` with this reason follows."""
+    """Close a peer's connection; queued messages are sent first. ``PeerDown`` with this reason
+    follows."""
 
     peer: PeerId
     reason: str
 
 
-# What it answers ----------------------------------------------------------------------------
+# Events ----------------------------------------------------------------------------
 
 
 class PeerUp(NamedTuple):
-    """A connection is authenticated. ``inbound``: the other side asked for it. ``paths``: ways
-    for pages that both sides have; ``lacking`` says why there are not more."""
+    """A connection is authenticated.
+
+    ``inbound``: the other side connected. ``paths``: the page paths that both sides have;
+    ``path_error`` says why there are no more.
+    """
 
     peer: PeerId
     inbound: bool
     address: str
     paths: tuple[str, ...] = ("tcp",)
-    lacking: str = ""
+    path_error: str = ""
 
 
 class PeerDown(NamedTuple):
-    """A connection is gone, or could not be made; all that was submitted for it has ended. Those
-    that were refused before they were peers are the ``UNAUTHENTICATED``."""
+    """A connection is closed, or could not be made; all its orders have ended. The peer is
+    ``UNAUTHENTICATED`` if the connection was rejected before it had a peer id."""
 
     peer: PeerId
     reason: str
-    refused: str = ""  # a bounded cause where the other side was refused: "auth", "address" ...
+    refused: str = ""  # bounded cause if authentication failed: "auth", "address" ...
 
 
 class MessageReceived(NamedTuple):
-    """A note arrived."""
+    """A message arrived."""
 
     peer: PeerId
     payload: bytes
 
 
 class PagesSent(NamedTuple):
-    """One ``OutgoingPages`` was handed to the network whole; its source may be overwritten."""
+    """All of one ``OutgoingPages`` was handed to the network; its source may be overwritten."""
 
     peer: PeerId
     read_id: int
@@ -173,7 +176,7 @@ class PagesSent(NamedTuple):
 
 
 class PagesReceived(NamedTuple):
-    """Pages arrived. ``bad``: wire blocks among them whose digest does not match."""
+    """Pages arrived. ``bad``: wire blocks whose digest does not match."""
 
     peer: PeerId
     read_id: int
@@ -186,7 +189,7 @@ class PagesReceived(NamedTuple):
 
 
 class Drained(NamedTuple):
-    """A cancelled read: no page of it is read or written any more."""
+    """A cancelled read has ended: none of its pages is read or written any more."""
 
     peer: PeerId
     read_id: int
@@ -199,11 +202,11 @@ MAX_MESSAGE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Security:
-    """Who may connect, and how that is proven.
+    """Who may connect, and how a peer authenticates.
 
-    Without a key and without TLS only loopback addresses and ``allowed`` networks (CIDR) are
-    accepted and connected to. Keys and certificates come from files, never from settings; with
-    ``key_file`` the key is the one in it, and read again when that changes, as certificates are.
+    Without a key and without TLS, only loopback addresses and ``allowed`` networks (CIDR) are
+    accepted and connected to. The key of ``key_file`` and the certificates are read again when
+    their files change.
     """
 
     key: bytes = field(default=b"", repr=False)
@@ -216,29 +219,29 @@ class Security:
 
 @dataclass(frozen=True)
 class ConnectionOptions:
-    """How a transport talks. Times in seconds.
+    """Options of a transport. Times are in seconds.
 
     Both sides of a connection use the stricter ``digest`` of the two.
     """
 
     connections: int = 2  # data connections per peer
-    backend: str = "UCX"  # of NIXL, where that is a path
-    local: bool = False  # NIXL, which authenticates nobody itself, keeps to loopback
+    backend: str = "UCX"  # NIXL's backend
+    local: bool = False  # NIXL, which has no authentication, uses loopback only
     digest: str = "sampled"
     heartbeat_s: float = 1.0
-    dead_after_s: float = 5.0  # without an answer of the other machine, or to connect
-    silent_s: float = 20.0  # without a word of the other process, which may be busy
-    stall_s: float = 30.0  # without progress inside one frame, or until a cancelled one ends
+    dead_after_s: float = 5.0  # no answer from the other machine, or connecting
+    silent_s: float = 20.0  # no message from the other process, which may be busy
+    stall_s: float = 30.0  # no progress inside one frame, or end of a cancelled one
 
 
 class Transport(ABC):
     """Connections of one worker. All methods are for one thread, except ``submit`` and
-    ``cancel``, which any thread may call; nothing blocks but ``poll``, ``listen`` and ``close``.
+    ``cancel``, which any thread may call. Only ``poll``, ``listen`` and ``close`` block.
     """
 
     @abstractmethod
     def register(self, memory: Memory) -> None:
-        """Say where pages are; once, before anything is submitted."""
+        """Set the memory that holds pages; once, before anything is submitted."""
 
     @abstractmethod
     def listen(self, host: str, port: int) -> tuple[str, int]:
@@ -250,38 +253,40 @@ class Transport(ABC):
 
     @abstractmethod
     def connect(self, host: str, port: int) -> PeerId:
-        """Start to connect; ``PeerUp`` or ``PeerDown`` follows within ``dead_after_s``."""
+        """Start connecting; ``PeerUp`` or ``PeerDown`` follows within ``dead_after_s``."""
 
     @abstractmethod
     def submit(self, order: PeerMessage | IncomingPages | OutgoingPages | Disconnect) -> None:
-        """Queue an order. One for a peer that is down is dropped: its ``PeerDown`` says so."""
+        """Queue an order. An order for a peer that is down is dropped."""
 
     @abstractmethod
     def poll(self, timeout: float) -> list[Event]:
-        """Return what happened, waiting up to ``timeout`` seconds for the first event."""
+        """Return new events, waiting up to ``timeout`` seconds for the first."""
 
     @abstractmethod
     def cancel(self, peer: PeerId, read_id: int) -> None:
-        """Drop what is queued for a read and let what is under way land nowhere; ``Drained``
-        follows, unless ``PeerDown`` does. Pages that still arrive are thrown away, or land before
-        ``Drained`` does where hardware writes them."""
+        """End a read: drop what is queued for it and discard what still arrives.
+
+        ``Drained`` follows, unless ``PeerDown`` does. Where hardware writes pages, they may still
+        be written until ``Drained``.
+        """
 
     @abstractmethod
     def close(self) -> None:
         """Close every connection and end every thread. Idempotent."""
 
 
-# Events on their way from a transport's threads to the one that polls.
+# Events, from a transport's threads to the thread that polls.
 
 
 MAX_UNREAD_BYTES = 16 << 20
-"""Notes of one peer that wait to be read; more, and it should be given up."""
+"""Unread messages of one peer, in bytes, above which the peer should be closed."""
 
-_EVENT_BYTES = 256  # what even an empty note takes
+_EVENT_BYTES = 256  # counted even for an empty message
 
 
 class EventQueue:
-    """A queue that is emptied at once. ``put`` is for any thread, ``drain`` for one."""
+    """Events in order. ``put`` is for any thread, ``drain`` for one."""
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque()
@@ -289,8 +294,7 @@ class EventQueue:
         self._unread_bytes: Counter[PeerId] = Counter()
 
     def put(self, event: Event) -> bool:
-        """Add an event; say False if so many notes of its peer are unread that no more should be
-        taken."""
+        """Add an event; return False if the peer has more than ``MAX_UNREAD_BYTES`` unread."""
         with self._filled:
             self._events.append(event)
             if isinstance(event, MessageReceived):

@@ -1,8 +1,7 @@
-"""Transports that meet inside one process: for tests, and as the shortest example of the seam.
+"""Transports that connect inside one process: for tests, and as the shortest example.
 
-There is no thread. What one side submits is carried out when that side polls, in order; what comes
-of it waits in the other side's mailbox. There is no wire either, so nothing is hashed, and nobody
-has to prove anything.
+There is no thread: an order is carried out when its side polls, and its events go to the other
+side's queue. Nothing is hashed and nobody authenticates.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ _FIRST_PORT = 49152  # where a real machine's ephemeral ports start
 
 
 class Network:
-    """Addresses at which transports of this process listen. Thread-safe."""
+    """Addresses of the transports that listen in this process. Thread-safe."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # also of every link between two transports
+        self.lock = threading.RLock()  # also of every connection between two transports
         self._listening: dict[tuple[str, int], InprocTransport] = {}
         self._ports = itertools.count(_FIRST_PORT)
 
     def listen(self, host: str, port: int, transport: InprocTransport) -> tuple[str, int]:
-        """Take an address; raises :class:`ConfigError` if it is taken."""
+        """Reserve an address; raises :class:`ConfigError` if it is in use."""
         with self.lock:
             address = (host, port or next(self._ports))
             if address in self._listening:
@@ -58,24 +57,24 @@ class Network:
             return address
 
     def find(self, address: tuple[str, int]) -> InprocTransport | None:
-        """Return who listens at an address."""
+        """Return the transport that listens at an address."""
         with self.lock:
             return self._listening.get(address)
 
     def leave(self, transport: InprocTransport) -> None:
-        """Give back the addresses of a transport."""
+        """Free the addresses of a transport."""
         with self.lock:
             for address in [a for a, t in self._listening.items() if t is transport]:
                 del self._listening[address]
 
 
 NETWORK = Network()
-"""The one that transports share unless they are given another."""
+"""The network of all transports that are given no other."""
 
 
 @dataclass
 class _End:
-    """One side of a link."""
+    """One side of a connection."""
 
     owner: InprocTransport
     number: PeerId
@@ -154,7 +153,7 @@ class InprocTransport(Transport):
             self._part(end, "closed", "closed by the other side")
 
     def _carry_out(self, end: _End) -> None:
-        """Do what was submitted so far for one peer."""
+        """Carry out one peer's orders so far."""
         for _ in range(len(end.orders)):
             with self._network.lock:
                 order = end.orders.popleft() if end.orders else None
@@ -222,10 +221,10 @@ def _fence_there(order: OutgoingPages, other: _End) -> Fence | None:
 
 
 def _destination(order: OutgoingPages, other: _End) -> tuple[Unit, array[int]]:
-    """Return where pages go, resolved from the receiver's own table.
+    """Return where pages go, from the receiver's own table.
 
     Raises:
-        ProtocolError: it did not ask for them.
+        ProtocolError: the receiver did not ask for them.
     """
     expected = other.expected.get(order.read_id)
     if expected is None or order.number >= len(expected.units):

@@ -1,17 +1,17 @@
-"""Pages through a socket: in C where that is possible, in Python over TLS or without the extension.
+"""Sends and receives pages on a socket: in C, or in Python over TLS and without the extension.
 
 Both move the same bytes and return the same digests: XXH3-64 over the runs of a wire block in
-order, 8 bytes each, little-endian. The C loop gives the GIL away once for a whole call; the Python
-one comes back to it for every byte run.
+order, 8 bytes each, little-endian. The C loop releases the GIL once per call, the Python loop takes
+it again for every byte run.
 
-Plain sockets may be in any mode, TLS ones must not block. ``digest`` is (period, phase0): of the
-blocks ``piece.ids[i]`` those with ``(phase0 + i) % period == 0`` are hashed, none for period 0.
-``stop`` is one byte that any thread may set to something else than 0.
+Plain sockets may be in any mode, TLS sockets must be non-blocking. ``digest`` is (period, phase0):
+the blocks ``chunk.ids[i]`` with ``(phase0 + i) % period == 0`` are hashed, none for period 0.
+``stop`` is one byte that any thread may set to a value other than 0.
 
-Raised by both functions: ValueError for malformed arguments and IndexError for a wire block
-outside the piece's memory, before a byte moved; TimeoutError when no byte moved for ``stall_ms``;
-ConnectionError and other OSErrors for what the socket says. After an OSError the stream is out of
-step: close it. The socket must not be closed during a call; shut it down instead.
+Both functions raise, before a byte moves, ValueError for malformed arguments and IndexError for a
+wire block outside the chunk's memory; TimeoutError when no byte moved for ``stall_ms``;
+ConnectionError and other OSErrors from the socket. After an OSError the stream is out of step:
+close it. During a call, shut the socket down instead of closing it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PLAIN_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
 def can_digest(tls: bool) -> bool:
-    """Say whether pages can be hashed; Python needs xxhash for that."""
+    """Return whether pages can be hashed; the Python loop needs xxhash for that."""
     if _native is not None and not tls:
         return True
     try:
@@ -49,7 +49,7 @@ def can_digest(tls: bool) -> bool:
 
 
 def check_digests(mode: str, tls: bool) -> None:
-    """Raise :class:`ConfigError` if pages are to be hashed but cannot be."""
+    """Raise :class:`ConfigError` if digests are required but cannot be computed."""
     if mode != "off" and not can_digest(tls):
         raise ConfigError("digest", mode, "install xxhash, or set it to 'off'")
 
@@ -57,25 +57,25 @@ def check_digests(mode: str, tls: bool) -> None:
 def send_pages(
     sock: socket.socket,
     head: bytes,
-    piece: PageChunk,
+    chunk: PageChunk,
     digest: tuple[int, int],
     stall_ms: int,
     stop: bytearray,
 ) -> bytes:
-    """Send ``head`` and then the pages of ``piece``; return the digests.
+    """Send ``head`` and then the pages of ``chunk``; return the digests.
 
     Raises also InterruptedError, an OSError, once ``stop`` is set.
     """
     if _native is not None and not isinstance(sock, ssl.SSLSocket):
         return _native.send_pages(
-            sock.fileno(), head, *_native_pages(piece), digest, stall_ms, stop
+            sock.fileno(), head, *_native_pages(chunk), digest, stall_ms, stop
         )
-    blocks = list(_blocks(piece))
+    blocks = list(_blocks(chunk))
     flow = _Flow(sock, select.POLLOUT, stall_ms, stop)
     digests = b""
     complete = flow.move([memoryview(head)]) == len(head)
     for i, runs in enumerate(blocks):
-        complete = complete and flow.move(runs) == piece.unit.block_bytes
+        complete = complete and flow.move(runs) == chunk.unit.block_bytes
         if not complete:
             break
         digests += _digest(runs, i, digest)
@@ -85,19 +85,18 @@ def send_pages(
 
 
 def recv_pages(
-    sock: socket.socket, piece: PageChunk, digest: tuple[int, int], stall_ms: int, stop: bytearray
+    sock: socket.socket, chunk: PageChunk, digest: tuple[int, int], stall_ms: int, stop: bytearray
 ) -> tuple[bytes, int]:
-    """Receive the pages of ``piece``; return (digests, whole blocks that landed).
+    """Receive the pages of ``chunk``; return (digests, number of whole blocks received).
 
-    Once ``stop`` is seen to be set no page is written any more; the rest is received and thrown
-    away, and the digests are those of the blocks that had landed. ConnectionError where the stream
-    ends too early.
+    Once ``stop`` is set, no page is written any more: the rest is received and discarded, and the
+    digests are those of the whole blocks. ConnectionError if the stream ends too early.
     """
     if _native is not None and not isinstance(sock, ssl.SSLSocket):
-        return _native.recv_pages(sock.fileno(), *_native_pages(piece), digest, stall_ms, stop)
-    blocks = list(_blocks(piece))
+        return _native.recv_pages(sock.fileno(), *_native_pages(chunk), digest, stall_ms, stop)
+    blocks = list(_blocks(chunk))
     flow = _Flow(sock, select.POLLIN, stall_ms, stop)
-    size = piece.unit.block_bytes
+    size = chunk.unit.block_bytes
     digests = b""
     for i, runs in enumerate(blocks):
         moved = flow.move(runs)
@@ -108,27 +107,27 @@ def recv_pages(
     return digests, len(blocks)
 
 
-def digest_pages(piece: PageChunk) -> bytes:
-    """Return the digest of every wire block of ``piece``. Raises as the two above."""
+def digest_pages(chunk: PageChunk) -> bytes:
+    """Return the digest of every wire block of ``chunk``. Raises as :func:`send_pages`."""
     native = getattr(_native, "digest_pages", None)
     if native is None:
-        return b"".join(_digest(runs, 0, (1, 0)) for runs in _blocks(piece))
-    return bytes(native(*_native_pages(piece)))
+        return b"".join(_digest(runs, 0, (1, 0)) for runs in _blocks(chunk))
+    return bytes(native(*_native_pages(chunk)))
 
 
-def _native_pages(piece: PageChunk) -> tuple[tuple[int, int], array[int], int, array[int]]:
-    unit = piece.unit
-    return (piece.address, piece.nbytes), unit.segments, unit.phases, piece.ids
+def _native_pages(chunk: PageChunk) -> tuple[tuple[int, int], array[int], int, array[int]]:
+    unit = chunk.unit
+    return (chunk.address, chunk.nbytes), unit.segments, unit.phases, chunk.ids
 
 
-def _blocks(piece: PageChunk) -> Iterator[list[memoryview]]:
+def _blocks(chunk: PageChunk) -> Iterator[list[memoryview]]:
     """Yield the runs of each wire block, as writable views of the memory."""
-    unit = piece.unit
+    unit = chunk.unit
     count, rest = divmod(len(unit.segments), unit.phases) if unit.phases > 0 else (0, 1)
     if rest or count == 0 or count % 3:
         raise ValueError(f"{len(unit.segments)} segment numbers, {unit.phases} phases")
-    memory = memoryview((ctypes.c_char * piece.nbytes).from_address(piece.address)).cast("B")
-    for block in piece.ids:
+    memory = memoryview((ctypes.c_char * chunk.nbytes).from_address(chunk.address)).cast("B")
+    for block in chunk.ids:
         page, phase = divmod(block, unit.phases)
         runs = []
         for i in range(phase * count, (phase + 1) * count, 3):
@@ -136,8 +135,8 @@ def _blocks(piece: PageChunk) -> Iterator[list[memoryview]]:
             start = offset + page * stride
             if min(offset, stride) < 0 or length < 1:
                 raise ValueError(f"segment ({offset}, {stride}, {length}) is malformed")
-            if page < 0 or start + length > piece.nbytes:
-                raise IndexError(f"wire block {block} lies outside {piece.nbytes} bytes")
+            if page < 0 or start + length > chunk.nbytes:
+                raise IndexError(f"wire block {block} lies outside {chunk.nbytes} bytes")
             runs.append(memory[start : start + length])
         if sum(map(len, runs)) != unit.block_bytes:
             raise ValueError(f"phase {phase} does not have {unit.block_bytes} bytes")
@@ -182,7 +181,7 @@ class _Flow:
         return total
 
     def drain(self, nbytes: int) -> None:
-        """Receive bytes into nowhere, whatever ``stop`` says."""
+        """Receive and discard bytes, regardless of ``stop``."""
         scratch = memoryview(bytearray(_STEP_BYTES))
         while nbytes:
             nbytes -= self._step(scratch[:nbytes])

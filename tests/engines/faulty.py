@@ -68,13 +68,13 @@ class SwapsPages(KVConnect):
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         page_io.send_pages = _send_swapped
-        OutboundWrites.send = _launch_swapped  # type: ignore[method-assign]
+        OutboundWrites.send = _send_swapped_pages  # type: ignore[method-assign]
         ConnectionContext.digests = _digests_unswapped  # type: ignore[method-assign]
         super().register_kv_caches(kv_caches)
 
 
 _send_pages = page_io.send_pages
-_launch, _digests = OutboundWrites.send, ConnectionContext.digests
+_send, _digests = OutboundWrites.send, ConnectionContext.digests
 _DIGEST = 8  # bytes
 
 
@@ -84,14 +84,14 @@ def _send_swapped(sock: Any, head: bytes, piece: Any, *rest: Any) -> bytes:
     return found[-_DIGEST:] + found[_DIGEST:-_DIGEST] + found[:_DIGEST]
 
 
-def _launch_swapped(launches: OutboundWrites, order: OutgoingPages) -> None:
-    _launch(launches, order._replace(ids=_swapped(order.ids)))
+def _send_swapped_pages(outbound: OutboundWrites, order: OutgoingPages) -> None:
+    _send(outbound, order._replace(ids=_swapped(order.ids)))
 
 
 def _digests_unswapped(
-    line: ConnectionContext, unit: Unit, number: int, first: int, ids: array[int], period: int
+    context: ConnectionContext, unit: Unit, number: int, first: int, ids: array[int], period: int
 ) -> bytes:
-    return _digests(line, unit, number, first, _swapped(ids), period)
+    return _digests(context, unit, number, first, _swapped(ids), period)
 
 
 def _swapped(ids: array[int]) -> array[int]:

@@ -1,6 +1,6 @@
-"""Pages through NIXL, which the source writes into the reader's memory itself.
+"""Transport over NIXL: the source writes pages directly into the reader's memory.
 
-The control connection, who may connect, and pages for those without NIXL are those of ``tcp``.
+Connections, authentication, messages, and pages for peers without NIXL use ``tcp``.
 """
 
 from kvconnect.transport.nixl.transport import NixlTransport

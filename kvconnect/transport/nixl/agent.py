@@ -1,8 +1,8 @@
-"""One NIXL agent, as this transport uses it: errors in words, no polling thread that spins.
+"""One NIXL agent: KVConnect's errors, and no polling thread that spins.
 
 NIXL (https://github.com/ai-dynamo/nixl) moves bytes with UCX, libfabric and others. Its Python
-class ``nixl_agent`` hard-codes a progress thread without pause, one core per agent; this uses the
-bindings below it, where the pause can be set.
+class ``nixl_agent`` starts a progress thread that never sleeps and occupies one core. This module
+uses the bindings below that class, where the pause can be set.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from kvconnect.transport.nixl.descriptors import Ints
 logger = logging.getLogger(__name__)
 
 PACKAGES = ("nixl_cu12", "nixl_cu13")
-"""Builds of NIXL, by CUDA version; for CPU memory either will do."""
+"""Builds of NIXL, by CUDA version; for CPU memory both work."""
 
 POLL_US = 1000  # of the progress thread; a notification takes 40 us all the same
-_SETTINGS = ("UCX_TLS", "UCX_NET_DEVICES")  # what decides which way pages go
-_MAX_MARKS = 1 << 16  # of one connection, not asked for yet
+_SETTINGS = ("UCX_TLS", "UCX_NET_DEVICES")  # they decide which transport UCX uses
+_MAX_NOTIFICATIONS = 1 << 16  # of one connection, not asked for yet
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
 class NixlAgent:
-    """All methods are for one thread, which must have a CUDA context if an area is on a device.
-    ``offer`` says what the other side has to know. ``local``: no other machine can reach it.
+    """All methods are for one thread, which needs a CUDA context if a region is on a device.
+
+    ``offer`` is for the greeting to the other side. ``local``: no other machine can reach it.
 
     Raises:
         ConfigError: NIXL, its backend or this memory cannot be used; the message says why.
@@ -65,8 +66,8 @@ class NixlAgent:
         config.pthrDelay = POLL_US
         config.captureTelemetry = True
         config.syncMode = nixl.NIXL_THREAD_SYNC_NONE
-        self._marks: dict[bytes, set[bytes]] = {}  # that arrived, by session
-        self._met: Counter[str] = Counter()  # connections to each other side
+        self._notifications: dict[bytes, set[bytes]] = {}  # that arrived, by session
+        self._peers: Counter[str] = Counter()  # connections to each other side
         try:
             self._agent: Any = nixl.nixlAgent(name, config)
             self._create_backend(backend)
@@ -99,12 +100,12 @@ class NixlAgent:
             descs = self._nixl.nixlRegDList(kind, [(area.address, area.nbytes, device, "")])
             self._agent.registerMem(descs, [])
         except self._errors as error:
-            what = f"{area.nbytes} bytes of {_place(area.device)} memory"
+            what = f"{area.nbytes} bytes of {_device_name(area.device)} memory"
             fix = f"NIXL cannot register it ({error}): check ulimit -l and UCX_TLS, or use tcp"
             raise ConfigError("transport", what, fix) from error
 
-    def meet(self, offer: NixlOffer) -> str:
-        """Take in the other side's metadata; return its name.
+    def add_peer(self, offer: NixlOffer) -> str:
+        """Load the other side's metadata; return its agent's name.
 
         Raises:
             TransferFailed: NIXL cannot read it.
@@ -119,28 +120,32 @@ class NixlAgent:
         except self._errors as error:
             raise TransferFailed(f"{refusal}: {error}") from error
         if name.decode(errors="replace") != offer.agent:
-            raise TransferFailed(f"{refusal}: it is another's")
-        self._met[offer.agent] += 1
+            raise TransferFailed(f"{refusal}: it names another agent")
+        self._peers[offer.agent] += 1
         return offer.agent
 
-    def part(self, name: str) -> None:
-        """Forget the other side, once for each time it was met."""
-        if self._agent is None or not self._met[name]:
+    def remove_peer(self, name: str) -> None:
+        """Undo one ``add_peer``."""
+        if self._agent is None or not self._peers[name]:
             return
-        self._met[name] -= 1
-        if self._met[name]:
+        self._peers[name] -= 1
+        if self._peers[name]:
             return  # another connection to the same process still needs it
-        del self._met[name]
+        del self._peers[name]
         try:
             self._agent.invalidateRemoteMD(name)
         except self._errors as error:
             logger.debug("forgetting %s: %s", name, error)
 
     def write(
-        self, peer: str, pieces: tuple[Ints, Ints, Ints], devices: tuple[int, int], mark: bytes
+        self,
+        peer: str,
+        pieces: tuple[Ints, Ints, Ints],
+        devices: tuple[int, int],
+        notification: bytes,
     ) -> int:
         """Start to write pieces (addresses here, there, lengths) into the other side's memory;
-        its ``marks`` will have ``mark`` when they are complete. Return a handle.
+        the other side receives ``notification`` when they are complete. Return a handle.
 
         ``devices`` are those of the two memories. May block for as long as the copy takes.
 
@@ -160,17 +165,17 @@ class NixlAgent:
         except self._errors as error:
             raise TransferFailed(f"NIXL refuses to write these pages: {error}") from error
         try:
-            self._agent.postXferReq(handle, mark)
+            self._agent.postXferReq(handle, notification)
         except self._errors as error:
             self.release(handle)
             raise TransferFailed(f"NIXL cannot write: {error}") from error
         return handle
 
     def seconds(self, handle: int) -> float | None:
-        """Return how long a write took if it is complete, else None.
+        """Return the seconds a write took, or None while it is under way.
 
         Raises:
-            TransferFailed: it will never be.
+            TransferFailed: the write failed.
         """
         try:
             if self._agent.getXferStatus(handle) == self._nixl.NIXL_IN_PROG:
@@ -180,45 +185,48 @@ class NixlAgent:
             raise TransferFailed(f"NIXL could not write: {error}") from error
 
     def release(self, handle: int) -> None:
-        """Give a write up, or back after its end. The handle must not be used again."""
+        """Free a write's handle; ends the write if it is still under way."""
         if self._agent is None:
-            return  # it went with the agent
+            return  # closing the agent freed it
         try:
             self._agent.releaseXferReq(handle)
         except self._errors as error:
             logger.debug("releasing a transfer: %s", error)
 
-    def expect_marks(self, session: bytes) -> None:
-        """Keep the marks of a session from now on; those of others are nobody's."""
-        self._marks.setdefault(session, set())
+    def expect_notifications(self, session: bytes) -> None:
+        """Keep this session's notifications from now on; those of unknown sessions are dropped."""
+        self._notifications.setdefault(session, set())
 
-    def take_mark(self, session: bytes, mark: bytes) -> bool:
-        """Say, once, whether a mark has arrived: the pages it stands for have, then. It begins
-        with its session.
+    def take_notification(self, session: bytes, notification: bytes) -> bool:
+        """Say whether a notification has arrived, and forget it if so. Then its pages have arrived.
+
+        A notification begins with its session.
 
         Raises:
-            TransferFailed: NIXL does not say.
+            TransferFailed: NIXL cannot be asked.
         """
-        if mark not in self._marks.get(session, ()):
+        if notification not in self._notifications.get(session, ()):
             try:
                 arrived = self._agent.getNotifs({}, [])
             except self._errors as error:
                 raise TransferFailed(f"NIXL cannot look for notifications: {error}") from error
-            for each in (mark for marks in arrived.values() for mark in marks):
-                waiting = self._marks.get(each[: len(session)])
-                if waiting is not None and len(waiting) < _MAX_MARKS:
+            for each in (
+                notification for notifications in arrived.values() for notification in notifications
+            ):
+                waiting = self._notifications.get(each[: len(session)])
+                if waiting is not None and len(waiting) < _MAX_NOTIFICATIONS:
                     waiting.add(each)
-        found = mark in self._marks.get(session, ())
+        found = notification in self._notifications.get(session, ())
         if found:
-            self._marks[session].discard(mark)
+            self._notifications[session].discard(notification)
         return found
 
-    def drop_marks(self, session: bytes) -> None:
-        """Forget the marks of a session that has ended."""
-        self._marks.pop(session, None)
+    def drop_notifications(self, session: bytes) -> None:
+        """Forget the notifications of a session that has ended."""
+        self._notifications.pop(session, None)
 
     def close(self) -> None:
-        """End the agent: no write over a network can land here any more."""
+        """End the agent: after this no network write can reach this memory."""
         self._agent = None
 
     def _descs(self, addresses: Ints, lengths: Ints, device: int) -> Any:
@@ -284,5 +292,5 @@ def _prepare_environment(*, local: bool) -> None:
     os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")  # or memory grows without end
 
 
-def _place(device: int) -> str:
+def _device_name(device: int) -> str:
     return "CPU" if device < 0 else f"cuda:{device}"

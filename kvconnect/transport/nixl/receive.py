@@ -1,4 +1,4 @@
-"""The reader's half of a NIXL path: where reads go, what has landed, and when writes have ended."""
+"""The reader's side of a NIXL path: destinations, completed writes and the end of writes."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ _MAX_ENDED = 4096  # the source learns of an end within a round trip; this is fa
 @dataclass(eq=False)
 class _InboundRead:
     order: IncomingPages
-    left: int  # wire blocks that may still land
-    plain: bool = False
-    placed: bool = False  # the source was told where it goes: it may be written to
-    ended: bool = False  # cancelled here: nothing of it is an event any more
+    left: int  # wire blocks that may still be written
+    over_tcp: bool = False
+    placed: bool = False  # the source knows the destinations and may write
+    ended: bool = False  # cancelled here: it produces no more events
     stopped: bool = False  # the source writes no more of it
-    busy: int = 0  # writes that are complete but not yet looked at
-    waits: ExitStack = field(default_factory=ExitStack)  # for the source's last word
+    busy: int = 0  # complete writes that are not verified yet
+    waits: ExitStack = field(default_factory=ExitStack)  # deadline of the source's answer
 
     @property
     def exposed(self) -> bool:
-        """Whether the source may write to its places now."""
-        return self.placed and not self.plain and not self.stopped
+        """Whether the source may write now."""
+        return self.placed and not self.over_tcp and not self.stopped
 
 
 class InboundWrites:
     """Thread-safe. After ``close`` there are no events."""
 
-    def __init__(self, line: ConnectionContext, mover: NixlWorker) -> None:
-        self._line = line
-        self._mover = mover
+    def __init__(self, context: ConnectionContext, worker: NixlWorker) -> None:
+        self._context = context
+        self._worker = worker
         self._period = 0
         self._lock = threading.Lock()
         self._closed = False
@@ -64,18 +64,20 @@ class InboundWrites:
         self._period = period
 
     def expect(self, order: IncomingPages) -> None:
-        """Let pages of a read in."""
+        """Accept the pages of a read."""
         read = _InboundRead(
-            order, sum(len(ids) for _, ids in order.spans), plain=order.path == "tcp"
+            order, sum(len(ids) for _, ids in order.spans), over_tcp=order.path == "tcp"
         )
         with self._lock:
             if self._closed:
                 return
             self._reads[order.read_id] = read
-        if read.plain:
-            self._tell_place(read, None)
+        if read.over_tcp:
+            self._tell_source(read, None)
         else:
-            self._mover.prepare("landings", partial(self._place, read), self._line.fail)
+            self._worker.prepare(
+                "inbound", partial(self._send_destinations, read), self._context.fail
+            )
 
     def cancel(self, number: int) -> bool:
         """End a read; say False if there is none of that number. ``Drained`` follows."""
@@ -89,13 +91,13 @@ class InboundWrites:
                 del self._ended[next(iter(self._ended))]
             read.stopped = not read.exposed
             if not read.stopped:
-                read.waits.enter_context(self._line.watch.over(number, 0))
-        if read.plain:
-            self._line.cancel_plain(number)
-        self._line.say(
+                read.waits.enter_context(self._context.watch.over(number, 0))
+        if read.over_tcp:
+            self._context.cancel_tcp(number)
+        self._context.say(
             StopWriting(want=number)
         )  # also of one without a place: its pages are not held
-        self._fall_quiet(read)
+        self._report_drained(read)
         return True
 
     def on_stopped(self, number: int) -> None:
@@ -107,35 +109,35 @@ class InboundWrites:
             if not read.ended:
                 raise ProtocolError(f"read {number} stopped, which was not asked for")
             read.stopped = True
-        self._fall_quiet(read)
+        self._report_drained(read)
 
-    def on_landed(self, landed: PagesWritten) -> None:
-        """A write is complete; look at it once its mark is there too.
+    def on_written(self, written: PagesWritten) -> None:
+        """A write is complete; verify it once NIXL's notification has arrived.
 
         Raises:
-            ProtocolError: it is not one that was asked for.
+            ProtocolError: nobody asked for these pages.
         """
         with self._lock:
-            read = self._reads.get(landed.want)
+            read = self._reads.get(written.want)
             if read is None:
-                if landed.want not in self._ended:
-                    raise ProtocolError(f"pages of read {landed.want}, which is not known here")
+                if written.want not in self._ended:
+                    raise ProtocolError(f"pages of read {written.want}, which is not known here")
                 return
-            if read.plain or not read.placed:
-                raise ProtocolError(f"pages of read {landed.want}, which has no place yet")
-            self._check(read.order, landed)
-            read.left -= landed.count
+            if read.over_tcp or not read.placed:
+                raise ProtocolError(f"pages of read {written.want}, which has no place yet")
+            self._check(read.order, written)
+            read.left -= written.count
             if read.left < 0:
-                raise ProtocolError(f"more pages of read {landed.want} than were asked for")
+                raise ProtocolError(f"more pages of read {written.want} than were asked for")
             read.busy += 1
         waiting = ExitStack()
-        waiting.enter_context(self._line.watch.over(landed.want, 0))
-        self._mover.call(
-            lambda _: self._mover.watch(partial(self._look_for_mark, read, landed, waiting))
+        waiting.enter_context(self._context.watch.over(written.want, 0))
+        self._worker.call(
+            lambda _: self._worker.watch(partial(self._check_notification, read, written, waiting))
         )
 
     def close(self) -> bool:
-        """End everything; say whether writes may still land."""
+        """End everything; return whether the source may still write."""
         with self._lock:
             self._closed = True
             reads, self._reads = self._reads, {}
@@ -143,14 +145,14 @@ class InboundWrites:
             read.waits.close()
         return any(read.exposed for read in reads.values())
 
-    def _place(self, read: _InboundRead) -> None:
+    def _send_destinations(self, read: _InboundRead) -> None:
         """Tell the source where a read goes, once the device is done with these places."""
         order = read.order
         if order.fence:
             order.fence.wait()
         number = self._number_of(order.units)
         if number is None:
-            self._tell_place(read, None)
+            self._tell_source(read, None)
             return
         chosen: dict[bytes, int] = {}
         spans = [
@@ -158,17 +160,17 @@ class InboundWrites:
         ]
         places = Destinations(want=order.read_id, units=number, spans=spans, ids=list(chosen))
         fits = len(nixl_messages.encode(places)) <= MAX_MESSAGE
-        self._tell_place(read, places if fits else None)
+        self._tell_source(read, places if fits else None)
 
-    def _tell_place(self, read: _InboundRead, places: Destinations | None) -> None:
+    def _tell_source(self, read: _InboundRead, places: Destinations | None) -> None:
         """Let the source send a read, by the data connections if it has no places."""
         with self._lock:
             if read.ended or self._closed:
                 return
-            read.placed, read.plain = True, places is None
-            if read.plain:  # under the lock, so that a cancel comes before or after it
-                self._line.plain(read.order)
-        self._line.say(places or UseTcp(want=read.order.read_id))
+            read.placed, read.over_tcp = True, places is None
+            if read.over_tcp:  # under the lock, so that a cancel comes before or after it
+                self._context.submit_tcp(read.order)
+        self._context.say(places or UseTcp(want=read.order.read_id))
 
     def _number_of(self, units: Sequence[Unit]) -> int | None:
         """Return the number that the source knows a list of units by; None if it is too much to
@@ -186,11 +188,11 @@ class InboundWrites:
         told = all(len(nixl_messages.encode(note)) <= MAX_MESSAGE for note in notes)
         self._units.append((units, told))
         for note in notes if told else ():
-            self._line.say(note)
+            self._context.say(note)
         return number if told else None
 
     def _describe(self, unit: Unit) -> UnitLocation:
-        area = self._line.pages().region_of(unit)
+        area = self._context.pages().region_of(unit)
         return UnitLocation(
             address=area.address,
             nbytes=area.nbytes,
@@ -200,63 +202,69 @@ class InboundWrites:
             segments=unit.segments.tobytes(),
         )
 
-    def _check(self, order: IncomingPages, landed: PagesWritten) -> None:
-        if landed.unit >= len(order.units):
-            raise ProtocolError(f"unit {landed.unit} of read {landed.want}, of {len(order.units)}")
-        first, ids = order.spans[landed.unit]
-        start, size = landed.first - first, order.units[landed.unit].block_bytes
-        if start < 0 or start + landed.count > len(ids):
-            raise ProtocolError(f"blocks outside what was asked for: {landed.want, landed.first}")
-        blocks = digested(landed.first, landed.count, landed.unit, self._period)
-        if (landed.nbytes, len(landed.digests)) != (
-            landed.count * size,
+    def _check(self, order: IncomingPages, written: PagesWritten) -> None:
+        if written.unit >= len(order.units):
+            raise ProtocolError(
+                f"unit {written.unit} of read {written.want}, of {len(order.units)}"
+            )
+        first, ids = order.spans[written.unit]
+        start, size = written.first - first, order.units[written.unit].block_bytes
+        if start < 0 or start + written.count > len(ids):
+            raise ProtocolError(f"blocks outside what was asked for: {written.want, written.first}")
+        blocks = digested(written.first, written.count, written.unit, self._period)
+        if (written.nbytes, len(written.digests)) != (
+            written.count * size,
             len(blocks) * DIGEST_BYTES,
         ):
-            raise ProtocolError(f"{landed.nbytes} bytes for {landed.count} blocks of {size} bytes")
+            raise ProtocolError(
+                f"{written.nbytes} bytes for {written.count} blocks of {size} bytes"
+            )
 
-    def _look_for_mark(
-        self, read: _InboundRead, landed: PagesWritten, waiting: ExitStack, agent: NixlAgent
+    def _check_notification(
+        self, read: _InboundRead, written: PagesWritten, waiting: ExitStack, agent: NixlAgent
     ) -> bool:
         if self._closed:
             waiting.close()
             return True
         try:
-            if not agent.take_mark(self._line.session, self._line.mark(landed.number)):
+            if not agent.take_notification(
+                self._context.session, self._context.notification(written.number)
+            ):
                 return False
         except TransferFailed as error:
-            self._line.fail(str(error))
+            self._context.fail(str(error))
             return True
         waiting.close()
-        self._mover.prepare("landings", partial(self._verify, read, landed), self._line.fail)
+        self._worker.prepare("inbound", partial(self._verify, read, written), self._context.fail)
         return True
 
-    def _verify(self, read: _InboundRead, landed: PagesWritten) -> None:
-        order, number = read.order, landed.unit
+    def _verify(self, read: _InboundRead, written: PagesWritten) -> None:
+        order, number = read.order, written.unit
         first, ids = order.spans[number]
-        ids = ids[landed.first - first : landed.first - first + landed.count]
+        ids = ids[written.first - first : written.first - first + written.count]
         bad: tuple[int, ...] = ()
-        if not read.ended and landed.digests:
+        if not read.ended and written.digests:
             unit = order.units[number]
-            ours = self._line.digests(unit, number, landed.first, ids, self._period)
-            bad = _differing(landed, ours, self._period)
+            ours = self._context.digests(unit, number, written.first, ids, self._period)
+            bad = _differing(written, ours, self._period)
         with self._lock:
             read.busy -= 1
             if not (read.ended or self._closed):
-                self._line.events.put(
+                self._context.events.put(
                     PagesReceived(
-                        self._line.peer,
-                        landed.want,
+                        self._context.peer,
+                        written.want,
                         number,
-                        landed.first,
-                        landed.count,
+                        written.first,
+                        written.count,
                         bad,
-                        landed.nbytes,
-                        landed.seconds,
+                        written.nbytes,
+                        written.seconds,
                     )
                 )
-        self._fall_quiet(read)
+        self._report_drained(read)
 
-    def _fall_quiet(self, read: _InboundRead) -> None:
+    def _report_drained(self, read: _InboundRead) -> None:
         number = read.order.read_id
         with self._lock:
             over = read.ended and read.stopped and not read.busy
@@ -264,11 +272,11 @@ class InboundWrites:
                 return
             del self._reads[number]
             read.waits.close()
-            if not (self._closed or read.plain):  # the data connections say so themselves
-                self._line.events.put(Drained(self._line.peer, number))
+            if not (self._closed or read.over_tcp):  # the TCP path reports that itself
+                self._context.events.put(Drained(self._context.peer, number))
 
 
-def _differing(landed: PagesWritten, ours: bytes, period: int) -> tuple[int, ...]:
-    blocks = digested(landed.first, landed.count, landed.unit, period)
-    pairs = zip(array("Q", ours), array("Q", landed.digests), strict=True)
+def _differing(written: PagesWritten, ours: bytes, period: int) -> tuple[int, ...]:
+    blocks = digested(written.first, written.count, written.unit, period)
+    pairs = zip(array("Q", ours), array("Q", written.digests), strict=True)
     return tuple(block for block, (a, b) in zip(blocks, pairs, strict=True) if a != b)

@@ -1,4 +1,4 @@
-"""The source's half of a NIXL path: writes pages to where the reader said."""
+"""The source's side of a NIXL path: writes pages to the reader's destinations."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class _Span(NamedTuple):
 
 @dataclass(eq=False)
 class _OutboundRead:
-    spans: list[_Span] | None = None  # once the reader has said where it goes
-    plain: bool = False
+    spans: list[_Span] | None = None  # once the reader has sent its destinations
+    over_tcp: bool = False
     stopped: bool = False  # by the reader
     cancelled: bool = False  # here
     id_bytes: int = 0
     busy: int = 0  # writes that are prepared or under way
     held: list[OutgoingPages] = field(default_factory=list)
-    waits: ExitStack = field(default_factory=ExitStack)  # for the reader's word
+    waits: ExitStack = field(default_factory=ExitStack)  # deadline of the reader's destinations
 
 
 @dataclass(eq=False)
@@ -65,9 +65,9 @@ class _WriteRequest:
 class OutboundWrites:
     """Thread-safe. After ``close`` there are no events."""
 
-    def __init__(self, line: ConnectionContext, mover: NixlWorker) -> None:
-        self._line = line
-        self._mover = mover
+    def __init__(self, context: ConnectionContext, worker: NixlWorker) -> None:
+        self._context = context
+        self._worker = worker
         self._period = 0
         self._lock = threading.Lock()
         self._closed = False
@@ -75,7 +75,7 @@ class OutboundWrites:
         self._stopped: dict[int, None] = {}  # oldest first
         self._units: dict[int, list[LocatedUnit]] = {}
         self._segment_bytes = 0
-        self._writes = WriteQueue(line, mover)
+        self._writes = WriteQueue(context, worker)
 
     def settle(self, theirs: NixlOffer, period: int) -> None:
         """Set whom to write to and the agreed digest period; before anything else."""
@@ -90,16 +90,16 @@ class OutboundWrites:
             if self._closed:
                 return
             if order.read_id in self._stopped:
-                self._line.events.put(PagesSent(self._line.peer, order.read_id, 0, 0.0))
+                self._context.events.put(PagesSent(self._context.peer, order.read_id, 0, 0.0))
                 return
             read = self._reads.setdefault(order.read_id, _OutboundRead())
-            if read.spans is None and not read.plain:
+            if read.spans is None and not read.over_tcp:
                 if not read.held:
-                    read.waits.enter_context(self._line.watch.over(order.read_id, 0))
+                    read.waits.enter_context(self._context.watch.over(order.read_id, 0))
                 read.held.append(order)
                 return
-            read.busy += not read.plain
-        self._go(read, order)
+            read.busy += not read.over_tcp
+        self._submit(read, order)
 
     def cancel(self, number: int) -> None:
         """Drop what is queued for a read; ``Drained`` follows."""
@@ -111,10 +111,10 @@ class OutboundWrites:
                 read.held.clear()
                 read.waits.close()
                 read.cancelled = True
-                if not (read.plain or read.busy):
-                    self._line.events.put(Drained(self._line.peer, number))
-        if read is None or read.plain:  # the reader may have ended a plain one already
-            self._line.cancel_plain(number)
+                if not (read.over_tcp or read.busy):
+                    self._context.events.put(Drained(self._context.peer, number))
+        if read is None or read.over_tcp:  # a read over TCP may have ended at the reader
+            self._context.cancel_tcp(number)
 
     def on_units(self, message: UnitLocations) -> None:
         """The reader describes a list of units; raises :class:`ProtocolError` if it cannot be."""
@@ -123,7 +123,7 @@ class OutboundWrites:
         too_many = len(known) + len(message.units) > MAX_UNITS
         if message.first != len(known) or too_many or self._segment_bytes > _MAX_SEGMENT_BYTES:
             raise ProtocolError(f"units from {message.first} on, after {len(known)} others")
-        known += map(_place, message.units)
+        known += map(_locate, message.units)
 
     def on_places(self, message: Destinations) -> None:
         """The reader says where a read goes; raises :class:`ProtocolError` if it cannot be."""
@@ -144,7 +144,7 @@ class OutboundWrites:
             sum(map(len, message.ids)),
         )
 
-    def on_plain(self, number: int) -> None:
+    def on_use_tcp(self, number: int) -> None:
         """The reader reads this over the data connections."""
         self._answer(number, None, 0)
 
@@ -160,14 +160,14 @@ class OutboundWrites:
                 read.waits.close()
                 held, read.held = read.held, []
                 for _ in held:
-                    self._line.events.put(PagesSent(self._line.peer, number, 0, 0.0))
+                    self._context.events.put(PagesSent(self._context.peer, number, 0, 0.0))
                 if read.busy:
                     return
                 del self._reads[number]
-        self._line.say(WritesStopped(want=number))
+        self._context.say(WritesStopped(want=number))
 
     def end(self, agent: NixlAgent) -> None:
-        """Give up what is under way. For the mover's thread."""
+        """End the writes under way. For the agent's thread."""
         self._writes.end(agent)
 
     def close(self) -> None:
@@ -183,29 +183,29 @@ class OutboundWrites:
             if number in self._stopped or self._closed:
                 return
             read = self._reads.setdefault(number, _OutboundRead())
-            if read.spans is not None or read.plain or len(self._reads) > _MAX_READS:
+            if read.spans is not None or read.over_tcp or len(self._reads) > _MAX_READS:
                 raise ProtocolError(f"places of read {number}, of {len(self._reads)}")
             if sum(each.id_bytes for each in self._reads.values()) + id_bytes > _MAX_ID_BYTES:
                 raise ProtocolError(f"{id_bytes} bytes of block numbers, and many before")
             read.id_bytes = id_bytes
-            read.spans, read.plain = spans, spans is None
+            read.spans, read.over_tcp = spans, spans is None
             read.waits.close()
             held, read.held = read.held, []
-            read.busy += 0 if read.plain else len(held)
+            read.busy += 0 if read.over_tcp else len(held)
         for order in held:
-            self._go(read, order)
+            self._submit(read, order)
 
-    def _go(self, read: _OutboundRead, order: OutgoingPages) -> None:
-        """Hand an order on; it counts as busy already, unless it is plain."""
-        if read.plain:
-            self._line.plain(order)
+    def _submit(self, read: _OutboundRead, order: OutgoingPages) -> None:
+        """Hand an order on; unless it goes over TCP, it already counts as busy."""
+        if read.over_tcp:
+            self._context.submit_tcp(order)
             return
         work = partial(self._prepare, _WriteRequest(read, order))
-        self._mover.prepare("launches", work, self._line.fail)
+        self._worker.prepare("outbound", work, self._context.fail)
 
-    def _prepare(self, shipment: _WriteRequest) -> None:
+    def _prepare(self, request: _WriteRequest) -> None:
         """Work out the writes of an order, once the device has its pages."""
-        order, spans = shipment.order, shipment.read.spans
+        order, spans = request.order, request.read.spans
         assert spans is not None
         if order.fence:
             order.fence.wait()
@@ -221,9 +221,9 @@ class OutboundWrites:
         step = _blocks_per_write(order.unit, span.place.unit)
         starts = range(0, count, step)
         with self._lock:
-            shipment.left = len(starts)
-            shipment.read.busy += len(starts) - 1
-        here = LocatedUnit(order.unit, self._line.pages().region_of(order.unit))
+            request.left = len(starts)
+            request.read.busy += len(starts) - 1
+        here = LocatedUnit(order.unit, self._context.pages().region_of(order.unit))
         for at in starts:
             ids = order.ids[at : at + step]
             write = NixlWrite(
@@ -232,38 +232,40 @@ class OutboundWrites:
                 count=len(ids),
                 pieces=paired(runs_of(here, ids), runs_of(span.place, there[at : at + step])),
                 devices=(here.area.device, span.place.area.device),
-                digests=self._line.digests(
+                digests=self._context.digests(
                     order.unit, order.number, order.first + at, ids, self._period
                 ),
-                dropped=partial(self._dropped, shipment.read),
-                over=partial(self._finish, shipment, len(ids)),
+                dropped=partial(self._dropped, request.read),
+                on_done=partial(self._finish, request, len(ids)),
             )
-            self._mover.call(partial(self._writes.start, write))
+            self._worker.call(partial(self._writes.start, write))
 
     def _dropped(self, read: _OutboundRead) -> bool:
         return self._closed or read.stopped or read.cancelled
 
-    def _finish(self, shipment: _WriteRequest, count: int, started: float | None) -> None:
-        read, number = shipment.read, shipment.order.read_id
+    def _finish(self, request: _WriteRequest, count: int, started: float | None) -> None:
+        read, number = request.read, request.order.read_id
         with self._lock:
             read.busy -= 1
-            shipment.left -= 1
+            request.left -= 1
             if started is not None:
-                shipment.started = shipment.started or started
-                shipment.nbytes += count * shipment.order.unit.block_bytes
+                request.started = request.started or started
+                request.nbytes += count * request.order.unit.block_bytes
             if self._closed:
                 return
-            if not (shipment.left or read.cancelled):
-                seconds = time.perf_counter() - shipment.started if shipment.started else 0.0
-                self._line.events.put(PagesSent(self._line.peer, number, shipment.nbytes, seconds))
+            if not (request.left or read.cancelled):
+                seconds = time.perf_counter() - request.started if request.started else 0.0
+                self._context.events.put(
+                    PagesSent(self._context.peer, number, request.nbytes, seconds)
+                )
             if read.busy:
                 return
             if read.cancelled:
-                self._line.events.put(Drained(self._line.peer, number))
+                self._context.events.put(Drained(self._context.peer, number))
             if read.stopped:
                 del self._reads[number]  # once: from then on nothing is sent for it
         if read.stopped:
-            self._line.say(WritesStopped(want=number))
+            self._context.say(WritesStopped(want=number))
 
 
 def _blocks_per_write(here: Unit, there: Unit) -> int:
@@ -272,7 +274,7 @@ def _blocks_per_write(here: Unit, there: Unit) -> int:
     return max(1, step)
 
 
-def _place(unit: UnitLocation) -> LocatedUnit:
+def _locate(unit: UnitLocation) -> LocatedUnit:
     """Return where the reader keeps a unit; raises :class:`ProtocolError` if that is nowhere."""
     if len(unit.segments) % 8:
         raise ProtocolError(f"{len(unit.segments)} bytes of segments")

@@ -1,4 +1,4 @@
-"""The transport seam with a NIXL path beside the data connections of TCP."""
+"""The NIXL transport: a TCP transport whose peers may also have a NIXL path."""
 
 from __future__ import annotations
 
@@ -20,10 +20,15 @@ from kvconnect.protocol.nixl_messages import (
 )
 from kvconnect.transport.base import (
     ConnectionOptions,
+    Disconnect,
+    Event,
     IncomingPages,
     Memory,
     OutgoingPages,
+    PeerId,
+    PeerMessage,
     Security,
+    Transport,
 )
 from kvconnect.transport.nixl.agent import NixlAgent
 from kvconnect.transport.nixl.receive import InboundWrites
@@ -33,17 +38,18 @@ from kvconnect.transport.tcp import TcpTransport
 from kvconnect.transport.tcp.context import ConnectionContext
 
 
-class NixlTransport(TcpTransport):
-    """Peers that have NIXL too get the path ``nixl``; all have ``tcp``.
+class NixlTransport(Transport):
+    """Adds the path ``nixl`` to the peers of a TCP transport, where both sides have NIXL.
 
-    The source writes, the reader never reads: destinations are the reader's own words, and what a
-    reader has to wait for before it uses a block again is the source's word, or the end of the
-    agent that writes come through.
+    Connections, messages and pages on the path ``tcp`` are those of the TCP transport. On the path
+    ``nixl`` the source writes into memory that the reader named; the reader may use a block again
+    once the source reports the end of its writes, or once the reader's NIXL agent has ended.
     """
 
     def __init__(self, security: Security, options: ConnectionOptions) -> None:
-        super().__init__(security, options)
-        self._mover: NixlWorker | None = None
+        self._tcp = TcpTransport(security, options)
+        self._options = options
+        self._worker: NixlWorker | None = None
 
     def register(self, memory: Memory) -> None:
         """See the base class.
@@ -51,47 +57,61 @@ class NixlTransport(TcpTransport):
         Raises:
             ConfigError: NIXL, its backend or this memory cannot be used.
         """
-        super().register(memory)
-        options = self._shared.options
-        self._mover = NixlWorker(options.backend, memory.regions(), local=options.local)
-        self._shared.make_rail = partial(NixlPath, self._mover)
+        self._tcp.register(memory)
+        options = self._options
+        self._worker = NixlWorker(options.backend, memory.regions(), local=options.local)
+        self._tcp.add_page_path(partial(NixlPath, self._worker))
+
+    def listen(self, host: str, port: int) -> tuple[str, int]:
+        return self._tcp.listen(host, port)
+
+    def connect(self, host: str, port: int) -> PeerId:
+        return self._tcp.connect(host, port)
+
+    def submit(self, order: PeerMessage | IncomingPages | OutgoingPages | Disconnect) -> None:
+        self._tcp.submit(order)
+
+    def poll(self, timeout: float) -> list[Event]:
+        return self._tcp.poll(timeout)
+
+    def cancel(self, peer: PeerId, read_id: int) -> None:
+        self._tcp.cancel(peer, read_id)
 
     def close(self) -> None:
-        super().close()
-        if self._mover:
-            self._mover.close()
-
-
-# One peer's NIXL path: which wants go over it, and what the two sides say about them.
+        self._tcp.close()
+        if self._worker:
+            self._worker.close()
 
 
 Order = IncomingPages | OutgoingPages
 
 
 class NixlPath:
-    """``submit`` and ``cancel`` are for any thread, the rest is for the loop's.
+    """One peer's NIXL path, see :class:`~kvconnect.transport.tcp.context.PagePath`.
 
-    Until both sides have greeted, orders wait here. Where they cannot work together, all of them
-    go over the data connections; where they can, the reader says of each read_id which way it goes.
+    Orders wait until both sides have sent their greeting. If the two cannot use NIXL together, all
+    orders go over TCP; otherwise the reader chooses the path of each read.
     """
 
-    def __init__(self, mover: NixlWorker, line: ConnectionContext) -> None:
-        self._line = line
-        self._mover = mover
-        self._landings = InboundWrites(line, mover)
-        self._launches = OutboundWrites(line, mover)
+    name = "nixl"
+
+    def __init__(self, worker: NixlWorker, context: ConnectionContext) -> None:
+        self._context = context
+        self._worker = worker
+        self._inbound = InboundWrites(context, worker)
+        self._outbound = OutboundWrites(context, worker)
         self._lock = threading.Lock()
-        self._early: list[Order] = []
+        self._waiting: list[Order] = []
         self._usable: bool | None = None
-        self.lacking = ""
-        self._offer = mover.join(self._lost)  # last: it may be lost at once
+        self.path_error = ""
+        self._offer = worker.join(self._lost)  # last: it may be lost at once
 
     def offer(self) -> bytes:
         """Return what goes with the greeting; nothing if there is no agent now. A reader is told
         nothing that lets it reach memory here: this side writes, it does not."""
         if self._offer is None:
             return b""
-        told = replace(self._offer, metadata=b"") if self._line.inbound else self._offer
+        told = replace(self._offer, metadata=b"") if self._context.inbound else self._offer
         return nixl_messages.encode(told)
 
     def settle(self, theirs: bytes, period: int) -> None:
@@ -100,83 +120,85 @@ class NixlPath:
         Raises:
             ProtocolError: what came is no offer.
         """
-        self.lacking = self._misfit(theirs)
-        if not self.lacking:
-            self._launches.settle(nixl_messages.decode_offer(theirs), period)
-            self._landings.settle(period)
-            self._mover.call(lambda agent: agent.expect_marks(self._line.session))
+        self.path_error = self._mismatch(theirs)
+        if not self.path_error:
+            self._outbound.settle(nixl_messages.decode_offer(theirs), period)
+            self._inbound.settle(period)
+            self._worker.call(lambda agent: agent.expect_notifications(self._context.session))
         with self._lock:  # kept, so that a cancel comes before or after an order
-            self._usable = not self.lacking
-            early, self._early = self._early, []
-            for order in early:
+            self._usable = not self.path_error
+            waiting, self._waiting = self._waiting, []
+            for order in waiting:
                 self._route(order)
 
     def submit(self, order: Order) -> None:
         """Take an order."""
         with self._lock:
             if self._usable is None:
-                self._early.append(order)
+                self._waiting.append(order)
                 return
         self._route(order)
 
     def _route(self, order: Order) -> None:
-        lacking = self.lacking or ("it connected, so it reads" if self._line.inbound else "")
-        if lacking and isinstance(order, IncomingPages) and order.path != "tcp":
-            self._line.fail(f"{order.path} is no path to this peer: {lacking}")
+        path_error = self.path_error or (
+            "it connected, so it reads" if self._context.inbound else ""
+        )
+        if path_error and isinstance(order, IncomingPages) and order.path != "tcp":
+            self._context.fail(f"{order.path} is no path to this peer: {path_error}")
         elif not self._usable:
-            self._line.plain(order)
+            self._context.submit_tcp(order)
         elif isinstance(order, IncomingPages):
-            self._landings.expect(order)
+            self._inbound.expect(order)
         else:
-            self._launches.send(order)
+            self._outbound.send(order)
 
     def cancel(self, read_id: int) -> None:
         """See :meth:`Transport.cancel`."""
         with self._lock:
-            self._early = [order for order in self._early if order.read_id != read_id]
+            self._waiting = [order for order in self._waiting if order.read_id != read_id]
             usable = self._usable
         if not usable:
-            self._line.cancel_plain(read_id)
-        elif not self._landings.cancel(read_id):
-            self._launches.cancel(read_id)
+            self._context.cancel_tcp(read_id)
+        elif not self._inbound.cancel(read_id):
+            self._outbound.cancel(read_id)
 
-    def on_note(self, payload: bytes) -> None:
+    def on_message(self, payload: bytes) -> None:
         """Take what the other side says; raises :class:`ProtocolError` if it may not."""
         message = nixl_messages.decode(payload)
         if not self._usable:
             raise ProtocolError("a note about NIXL, which was not agreed on")
         if isinstance(message, PagesWritten):
-            self._landings.on_landed(message)
+            self._inbound.on_written(message)
         elif isinstance(message, WritesStopped):
-            self._landings.on_stopped(message.want)
+            self._inbound.on_stopped(message.want)
         elif isinstance(message, UnitLocations):
-            self._launches.on_units(message)
+            self._outbound.on_units(message)
         elif isinstance(message, Destinations):
-            self._launches.on_places(message)
+            self._outbound.on_places(message)
         elif isinstance(message, UseTcp):
-            self._launches.on_plain(message.want)
+            self._outbound.on_use_tcp(message.want)
         else:
             assert isinstance(message, StopWriting)
-            self._launches.on_stop(message.want)
+            self._outbound.on_stop(message.want)
 
     def close(self, reason: str, done: Callable[[], None]) -> None:
         """End everything; ``done`` is called, on any thread, once no write of the other side can
         land here."""
-        self._mover.leave(self._lost)
-        self._launches.close()
-        exposed = self._landings.close()
+        self._worker.leave(self._lost)
+        self._outbound.close()
+        exposed = self._inbound.close()
         if exposed:
-            self._mover.call(self._end)
-            why = f"{self._line.name} was lost while it wrote here: {reason}"
-            self._mover.renew(self._offer, why, done)
+            self._worker.call(self._end)
+            why = f"{self._context.name} was lost while it wrote here: {reason}"
+            self._worker.renew(self._offer, why, done)
         else:
-            self._mover.call(self._end, done)
+            self._worker.call(self._end, done)
 
     def _end(self, agent: NixlAgent) -> None:
-        self._launches.end(agent)
-        agent.drop_marks(self._line.session)
+        self._outbound.end(agent)
+        agent.drop_notifications(self._context.session)
 
-    def _misfit(self, theirs: bytes) -> str:
+    def _mismatch(self, theirs: bytes) -> str:
         if self._offer is None:
             return "NIXL does not work here, see the log"
         if not theirs:
@@ -185,4 +207,4 @@ class NixlPath:
 
     def _lost(self, reason: str) -> None:
         if self._usable is not False:
-            self._line.fail(reason)
+            self._context.fail(reason)

@@ -1,9 +1,8 @@
 """The threads behind all NIXL paths of one transport.
 
-One makes every call into NIXL, which is not thread-safe, and asks again and again for what is under
-way: often at first, once per millisecond later, not at all when nothing is. Two others do what may
-take long before and after, for what is sent and what is received: waiting for the device, working
-out addresses, hashing pages.
+One thread makes every call into NIXL, which is not thread-safe, and polls the writes under way:
+every 50 us at first, every millisecond later, never while there are none. Two more threads, one per
+direction, do the slow work around it: wait for the device, compute addresses, hash pages.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ _CLOSE_S = 10.0
 
 Step = Callable[[NixlAgent], None]
 Check = Callable[[NixlAgent], bool]
-"""Says whether it is over and need not be asked again."""
+"""Returns whether the operation has ended, so that it is not polled again."""
 
-WorkQueue = Literal["launches", "landings"]
+WorkQueue = Literal["outbound", "inbound"]
 
 
 def _nothing() -> None:
@@ -42,8 +41,8 @@ def _nothing() -> None:
 class NixlWorker:
     """Owns the agent and the threads. All methods but ``watch`` are for any thread.
 
-    Steps and checks handle their own failures; work may raise :class:`KVConnectError`, which goes
-    to the function given with it.
+    Steps and checks handle their own errors. Prepared work may raise :class:`KVConnectError`, which
+    is passed to its ``failed`` function.
 
     Raises:
         ConfigError: NIXL cannot be used here.
@@ -58,14 +57,14 @@ class NixlWorker:
         self._changed = threading.Condition()
         self._steps: deque[tuple[Step, Callable[[], None]]] = deque()
         self._work: dict[WorkQueue, deque[Callable[[], None]]] = {
-            "launches": deque(),
-            "landings": deque(),
+            "outbound": deque(),
+            "inbound": deque(),
         }
         self._checks: list[Check] = []
-        self._losers: list[Callable[[str], None]] = []
+        self._on_lost: list[Callable[[str], None]] = []
         self._closing = self._dead = False
-        turns: dict[str, Callable[[], None]] = {"moves": self._move}
-        turns |= {half: partial(self._prepare, half) for half in self._work}
+        turns: dict[str, Callable[[], None]] = {"agent": self._move}
+        turns |= {queue_name: partial(self._prepare, queue_name) for queue_name in self._work}
         self._threads = [
             make(ThreadKind.NIXL, f"kvconnect-nixl-{name}", partial(self._run, turn))
             for name, turn in turns.items()
@@ -74,8 +73,8 @@ class NixlWorker:
             thread.start()
 
     def call(self, step: Step, done: Callable[[], None] = _nothing) -> None:
-        """Have a step made with the agent, in the order of calls, and then ``done`` called. If the
-        agent is gone, ``done`` alone is called: nothing can move any more."""
+        """Run ``step`` on the agent's thread, in the order of calls, then ``done``. If the agent is
+        gone, only ``done`` is called."""
         with self._changed:
             if not self._dead:
                 self._steps.append((step, done))
@@ -84,40 +83,39 @@ class NixlWorker:
         done()
 
     def watch(self, check: Check) -> None:
-        """Ask again until it is over. For steps and checks."""
+        """Poll ``check`` until it returns True. For steps and checks."""
         self._checks.append(check)
 
     def prepare(
-        self, half: WorkQueue, work: Callable[[], None], failed: Callable[[str], None]
+        self, queue_name: WorkQueue, work: Callable[[], None], failed: Callable[[str], None]
     ) -> None:
-        """Have work done that may take long, in the order of calls; ``failed`` gets the reason if
+        """Run slow work on a queue's thread, in the order of calls; ``failed`` gets the reason if
         it raises."""
         with self._changed:
-            self._work[half].append(partial(_guarded, work, failed))
+            self._work[queue_name].append(partial(_guarded, work, failed))
             self._changed.notify_all()
 
     def join(self, lost: Callable[[str], None]) -> NixlOffer | None:
-        """Return what other agents have to know of this one, None if there is none.
+        """Return the agent's offer, None if there is no agent.
 
-        ``lost`` is called with the reason when it ends: what was under way is gone, and what was
-        told to others is void.
+        ``lost`` is called with the reason when this agent ends: its transfers are gone and its
+        offer is void.
         """
         with self._changed:
-            self._losers.append(lost)
+            self._on_lost.append(lost)
             return self.offer
 
     def leave(self, lost: Callable[[str], None]) -> None:
         """Undo ``join``."""
         with self._changed:
-            if lost in self._losers:
-                self._losers.remove(lost)
+            if lost in self._on_lost:
+                self._on_lost.remove(lost)
 
     def renew(self, exposed: NixlOffer | None, reason: str, done: Callable[[], None]) -> None:
-        """End the agent that made the offer ``exposed``, so that no write can land any more, and
-        start another one, unless that has happened since.
+        """Replace the agent that made the offer ``exposed``, unless it was replaced already.
 
-        A peer that was lost may have writes under way, in its machine or the network. Its
-        connections end with this side's agent; nothing less proves that they have.
+        A lost peer may still have writes under way, in its machine or in the network. Only the end
+        of this side's agent proves that they cannot arrive.
         """
         self.call(partial(self._replace, exposed, reason), done)
 
@@ -141,13 +139,13 @@ class NixlWorker:
         except KVConnectError as error:
             logger.error("NIXL is not used any more: %s", error)
             offer = None
-        self._lose(offer, f"its NIXL agent was replaced: {reason}")
+        self._report_lost(offer, f"its NIXL agent was replaced: {reason}")
 
-    def _lose(self, offer: NixlOffer | None, reason: str) -> None:
+    def _report_lost(self, offer: NixlOffer | None, reason: str) -> None:
         with self._changed:
             self.offer = offer
-            losers, self._losers = self._losers, []
-        for lost in losers:
+            callbacks, self._on_lost = self._on_lost, []
+        for lost in callbacks:
             lost(reason)
 
     def _run(self, turn: Callable[[], None]) -> None:
@@ -156,7 +154,7 @@ class NixlWorker:
             turn()
         finally:
             with self._changed:
-                self._closing = True  # the others are of no use without it
+                self._closing = True  # the other threads need it
                 self._changed.notify_all()
             if threading.current_thread() is self._threads[0]:
                 self._end()
@@ -168,7 +166,7 @@ class NixlWorker:
             steps, self._steps = self._steps, deque()
         for _, done in steps:
             done()
-        self._lose(None, "the threads of its NIXL path ended; an error would be in the log")
+        self._report_lost(None, "the threads of its NIXL path ended; see the log")
 
     def _move(self) -> None:
         pause = _SHORTEST_S
@@ -198,8 +196,8 @@ class NixlWorker:
                     self._steps.appendleft((step, done))
         done()
 
-    def _prepare(self, half: WorkQueue) -> None:
-        queue = self._work[half]
+    def _prepare(self, queue_name: WorkQueue) -> None:
+        queue = self._work[queue_name]
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: queue or self._closing)
@@ -210,9 +208,9 @@ class NixlWorker:
 
 
 def _context_of(areas: Sequence[MemoryRegion]) -> Callable[[], None]:
-    """Return what gives the calling thread a context of the device that memory is on.
+    """Return a function that gives the calling thread a CUDA context of the regions' device.
 
-    Without one, UCX takes the machine for one without CUDA and moves pages through the host.
+    Without a context, UCX assumes a machine without CUDA and moves pages through the host.
     """
     device = max((area.device for area in areas), default=-1)
     if device < 0:

@@ -1,4 +1,4 @@
-"""Writes of one peer's path, as far as they need the agent: all of it on the mover's thread."""
+"""Writes of one peer's NIXL path: which bytes, in which order. Runs on the agent's thread."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvconnect.transport.nixl.descriptors import Ints
 from kvconnect.transport.nixl.worker import NixlWorker
 from kvconnect.transport.tcp.context import ConnectionContext
 
-ROOM = 4
-"""Writes of one peer under way: enough to keep it busy, few enough to be cancelled soon."""
+MAX_UNDER_WAY = 4
+"""Writes of one peer at a time: enough to keep it busy, few enough to cancel quickly."""
 
 
 @dataclass(eq=False)
@@ -32,8 +32,10 @@ class NixlWrite:
     pieces: tuple[Ints, Ints, Ints]
     devices: tuple[int, int]
     digests: bytes
-    dropped: Callable[[], bool]  # whether nobody wants it any more
-    over: Callable[[float | None], None]  # called when it is, with its start if it was written
+    dropped: Callable[[], bool]  # whether it was cancelled meanwhile
+    on_done: Callable[
+        [float | None], None
+    ]  # called at its end, with its start time if it was written
     started: float = 0.0
     number: int = 0
     handle: int = -1
@@ -41,81 +43,81 @@ class NixlWrite:
 
     @property
     def nbytes(self) -> int:
-        """How much it writes."""
+        """Size of the write in bytes."""
         return self.count * self.order.unit.block_bytes
 
 
 class WriteQueue:
-    """Starts writes, tells the reader when each has landed, and gives up those that remain.
+    """Starts writes, tells the reader of each that is complete, and ends the others.
 
     ``theirs`` is the reader's offer, to be set before the first write.
     """
 
-    def __init__(self, line: ConnectionContext, mover: NixlWorker) -> None:
+    def __init__(self, context: ConnectionContext, worker: NixlWorker) -> None:
         self.theirs: NixlOffer | None = None
-        self._line = line
-        self._mover = mover
+        self._context = context
+        self._worker = worker
         self._name = ""
         self._under_way: dict[NixlWrite, NixlAgent] = {}
         self._queue: deque[NixlWrite] = deque()
         self._started = 0
 
     def start(self, write: NixlWrite, agent: NixlAgent) -> None:
-        """Begin to write when its turn comes, unless nobody wants it any more then."""
+        """Queue a write; it is dropped if ``dropped`` says so when its turn comes."""
         self._queue.append(write)
-        self._go_on(agent)
+        self._start_next(agent)
 
-    def _go_on(self, agent: NixlAgent) -> None:
-        while self._queue and len(self._under_way) < ROOM:
+    def _start_next(self, agent: NixlAgent) -> None:
+        while self._queue and len(self._under_way) < MAX_UNDER_WAY:
             write = self._queue.popleft()
             if write.dropped():
-                write.over(None)
+                write.on_done(None)
             else:
                 self._begin(write, agent)
 
     def _begin(self, write: NixlWrite, agent: NixlAgent) -> None:
         write.started = time.perf_counter()
-        write.watched.enter_context(self._line.watch.over(write.order.read_id, write.nbytes))
+        write.watched.enter_context(self._context.watch.over(write.order.read_id, write.nbytes))
         self._started += 1
         write.number = self._started
         try:
             if not self._name:
                 assert self.theirs is not None
-                self._name = agent.meet(self.theirs)
-            mark = self._line.mark(write.number)
-            write.handle = agent.write(self._name, write.pieces, write.devices, mark)
+                self._name = agent.add_peer(self.theirs)
+            notification = self._context.notification(write.number)
+            write.handle = agent.write(self._name, write.pieces, write.devices, notification)
         except TransferFailed as error:
             write.watched.close()
-            self._line.fail(str(error))
+            self._context.fail(str(error))
             return
         self._under_way[write] = agent
-        self._mover.watch(partial(self._look, write))
+        self._worker.watch(partial(self._check_done, write))
 
     def end(self, agent: NixlAgent) -> None:
-        """Give up what is under way."""
+        """End the writes under way."""
         for write, owner in self._under_way.items():
             owner.release(write.handle)
             write.watched.close()
         self._under_way.clear()
         self._queue.clear()
         if self._name:
-            agent.part(self._name)
+            agent.remove_peer(self._name)
 
-    def _look(self, write: NixlWrite, agent: NixlAgent) -> bool:
-        """Say whether a write is over, and report it if it is."""
+    def _check_done(self, write: NixlWrite, agent: NixlAgent) -> bool:
+        """Return whether a write has ended, after reporting it."""
         if write not in self._under_way:
             return True
         try:
             seconds = agent.seconds(write.handle)
         except TransferFailed as error:
-            self._line.fail(str(error))
+            self._context.fail(str(error))
             return True
         if seconds is None:
             return False
         del self._under_way[write]
         agent.release(write.handle)
         write.watched.close()
-        landed = PagesWritten(
+        written = PagesWritten(
             want=write.order.read_id,
             unit=write.order.number,
             first=write.first,
@@ -125,7 +127,7 @@ class WriteQueue:
             seconds=seconds,
             digests=write.digests,
         )
-        self._line.say(landed)
-        write.over(write.started)
-        self._go_on(agent)
+        self._context.say(written)
+        write.on_done(write.started)
+        self._start_next(agent)
         return True

@@ -1,9 +1,8 @@
-"""Hand-off over TCP: one control connection and a few data connections per peer.
+"""Transport over TCP: one control connection and a few data connections per peer.
 
-Control connections belong to one event-loop thread (``loop``, ``hub``, ``peer``, ``control``);
-data connections belong to threads of their own that move pages outside the interpreter lock
-(``lane``), told what to do by what is queued and expected (``traffic``). Who may connect is in
-``guard``, how a connection proves itself in ``handshake``.
+Control connections belong to one event-loop thread (``event_loop``, ``connections``, ``listener``,
+``peer``, ``control_connection``). Data connections (``data_connection``) have threads of their own,
+which move the frames of ``send_queue`` without holding the GIL. ``handshake`` authenticates.
 """
 
 from __future__ import annotations

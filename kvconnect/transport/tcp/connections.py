@@ -1,4 +1,4 @@
-"""All peers of one transport, and which of them a connection belongs to."""
+"""All peers of one TCP transport, and the peer that each new connection belongs to."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ MAX_CONNECTIONS = 16
 """Data connections that one peer may open."""
 
 MAX_INBOUND = 256
-"""Peers that may connect: more workers than read from one, and each costs threads and files."""
+"""Limit on inbound peers; each costs threads and file descriptors."""
 
 DIED = "the transport's thread died: its error is in the log"
-"""Why everything ends when the loop raised an error."""
+"""Reason of every ``PeerDown`` after the loop raised an error."""
 
 
 class ConnectionManager:
-    """``dial``, ``find`` and ``shared`` are for any thread; the rest is for the loop's.
+    """Owns the event loop, the listener and all peers.
 
-    Owns the loop, which ends when everything is closed.
+    ``dial``, ``find`` and ``shared`` are for any thread; the rest is for the loop's. The loop ends
+    when everything is closed.
     """
 
-    def __init__(self, guard: AccessPolicy, options: ConnectionOptions) -> None:
+    def __init__(self, access: AccessPolicy, options: ConnectionOptions) -> None:
         loop = EventLoop(self._tick, options.heartbeat_s / 2, lambda: self.close(DIED))
         self.shared = TransportContext(options, EventQueue(), loop)
-        self._guard = guard
-        self._door = Listener(loop, guard, options, self._on_proven, self._on_refused)
+        self._access = access
+        self._listener = Listener(loop, access, options, self._on_proven, self._on_refused)
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._peers: dict[PeerId, Peer] = {}
@@ -56,12 +57,12 @@ class ConnectionManager:
 
     def open(self, listener: socket.socket) -> None:
         """Accept peers from a listening socket."""
-        self._door.open(listener)
+        self._listener.open(listener)
 
     def dial(self, host: str, port: int) -> PeerId:
         """Start to connect to a peer."""
         number = PeerId(next(self._numbers))
-        if not self._guard.admits(host):
+        if not self._access.admits(host):
             self.shared.events.put(PeerDown(number, f"{host}: {UNTRUSTED}", "address"))
             return number
         opening = Opening("control", os.urandom(SESSION_BYTES), 0, self.shared.options.connections)
@@ -70,9 +71,9 @@ class ConnectionManager:
         return number
 
     def close(self, reason: str = CLOSED) -> None:
-        """Turn everything down; the loop ends when the last peer is."""
+        """Close the listener and every peer; the loop ends with the last peer."""
         self._closing = True
-        self._door.close()
+        self._listener.close()
         for peer in self._all():
             peer.fail(reason)
         self._end_if_empty()
@@ -92,27 +93,29 @@ class ConnectionManager:
         openings = [opening, *(opening._replace(channel="data", number=n) for n in numbers)]
         try:
             for each in openings:
-                self._door.dial(peer, each, host, port)
+                self._listener.dial(peer, each, host, port)
         except OSError as error:
             peer.fail(f"cannot connect: {error}")
 
-    def _on_proven(self, guest: PendingConnection, opening: Opening) -> None:
-        peer = guest.peer or self._inbound.get(opening.session)
+    def _on_proven(self, pending: PendingConnection, opening: Opening) -> None:
+        peer = pending.peer or self._inbound.get(opening.session)
         if peer is None:
             if opening.connections > MAX_CONNECTIONS:
-                raise ProtocolError(f"{opening.connections} connections, {MAX_CONNECTIONS} may be")
+                raise ProtocolError(
+                    f"peer requested {opening.connections} connections; limit is {MAX_CONNECTIONS}"
+                )
             if len(self._inbound) >= MAX_INBOUND:
                 raise Refused("other", f"{MAX_INBOUND} peers are connected already")
             number = PeerId(next(self._numbers))
-            peer = self._make(number, opening, guest.address, inbound=True)
+            peer = self._make(number, opening, pending.address, inbound=True)
             self._inbound[opening.session] = peer
-        peer.join(opening, guest.handshake.sock, guest.handshake.auth.rest)
+        peer.join(opening, pending.handshake.sock, pending.handshake.auth.rest)
 
     def _on_refused(self, reason: str, refused: str) -> None:
         self.shared.events.put(PeerDown(UNAUTHENTICATED, reason, refused))
 
     def _on_gone(self, peer: Peer) -> None:
-        self._door.drop(peer)
+        self._listener.drop(peer)
         self._inbound.pop(peer.session, None)
         with self._lock:
             self._peers.pop(peer.number, None)
@@ -123,7 +126,7 @@ class ConnectionManager:
             return list(self._peers.values())
 
     def _tick(self, now: float) -> None:
-        self._door.tick(now)
+        self._listener.tick(now)
         for peer in self._all():
             peer.tick(now)
 

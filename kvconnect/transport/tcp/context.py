@@ -1,4 +1,4 @@
-"""What all parts of one TCP transport have in common."""
+"""State shared by the parts of one TCP transport, and the contract of a second page path."""
 
 from __future__ import annotations
 
@@ -29,15 +29,13 @@ DIGEST_PERIOD = {"off": 0, "sampled": 16, "full": 1}
 
 @dataclass
 class TransportContext:
-    """Made once; only ``memory`` and ``make_rail`` are set later."""
+    """One per transport. Only ``memory`` and ``make_page_path`` are set later."""
 
     options: ConnectionOptions
     events: EventQueue
     loop: EventLoop
     memory: Memory | None = None
-    make_rail: Callable[[ConnectionContext], PagePath] | None = (
-        None  # another path for pages, beside these
-    )
+    make_page_path: Callable[[ConnectionContext], PagePath] | None = None
 
     def pages(self) -> Memory:
         """Return the registered memory; :class:`Misuse` if there is none."""
@@ -46,47 +44,52 @@ class TransportContext:
         return self.memory
 
 
-# Another path for a peer's pages, beside its data connections: what it does and what it gets.
+# A second path for a peer's pages, beside its TCP data connections.
 
 
 class PagePath(Protocol):
-    """``submit`` and ``cancel`` are for any thread, the rest is for the loop's. ``lacking``: why
-    this path is not to be had, "" if it is; once settled."""
+    """A path for pages beside TCP. ``submit`` and ``cancel`` are for any thread, the rest is for
+    the loop's thread.
 
-    lacking: str
+    ``name`` is the path's name in ``PeerUp``. ``path_error`` says, once settled, why the path
+    cannot be used; "" if it can.
+    """
+
+    name: str
+    path_error: str
 
     def offer(self) -> bytes:
-        """Return what goes with the greeting."""
+        """Return the bytes to add to the greeting."""
 
     def settle(self, theirs: bytes, period: int) -> None:
-        """Take the other side's offer and the agreed digest period; :class:`ProtocolError` if it
-        is none."""
+        """Take the other side's offer and the agreed digest period; raises
+        :class:`ProtocolError` if the bytes are no offer."""
 
     def submit(self, order: IncomingPages | OutgoingPages) -> None:
-        """Take an order, for whichever path."""
+        """Carry out an order, on this path or over TCP."""
 
     def cancel(self, read_id: int) -> None:
         """See :meth:`Transport.cancel`."""
 
-    def on_note(self, payload: bytes) -> None:
-        """Take what the other side says; raises :class:`ProtocolError` if it may not."""
+    def on_message(self, payload: bytes) -> None:
+        """Handle a message of the other side's path; raises :class:`ProtocolError`."""
 
     def close(self, reason: str, done: Callable[[], None]) -> None:
-        """End everything; ``done`` is called, on any thread, once no write of the other side can
-        land here."""
+        """End everything. ``done`` is called, on any thread, once the other side can write no more
+        into this memory."""
 
 
 @dataclass(frozen=True)
 class ConnectionContext:
-    """The connection a rail belongs to. All functions are for any thread.
+    """One peer's connection, as its page path sees it. All functions are for any thread.
 
     Attributes:
-        session: of the connection, the same on both sides.
-        inbound: whether the other side asked for the connection.
-        say: sends a message to the other side, behind those before it.
-        fail: ends the connection for a reason.
-        plain, cancel_plain: give an order to the data connections, or take it back.
-        watch: makes the connection end when something in it takes too long.
+        session: id of the connection, the same on both sides.
+        inbound: whether the other side connected.
+        say: sends a message to the other side; messages stay in order.
+        fail: closes the connection for a reason.
+        submit_tcp, cancel_tcp: submit an order to the TCP path, or cancel a read there.
+        watch: closes the connection when an operation takes too long.
     """
 
     peer: PeerId
@@ -98,15 +101,15 @@ class ConnectionContext:
     watch: StallWatchdog
     say: Callable[[NixlMessage], None]
     fail: Callable[[str], None]
-    plain: Callable[[IncomingPages | OutgoingPages], None]
-    cancel_plain: Callable[[int], None]
+    submit_tcp: Callable[[IncomingPages | OutgoingPages], None]
+    cancel_tcp: Callable[[int], None]
 
-    def mark(self, number: int) -> bytes:
-        """Return what says that write ``number`` of the source is complete."""
+    def notification(self, number: int) -> bytes:
+        """Return the NIXL notification that write ``number`` of the source is complete."""
         return self.session + number.to_bytes(8, "little")
 
     def digests(self, unit: Unit, number: int, first: int, ids: array[int], period: int) -> bytes:
-        """Return the digests of wire blocks from ``first`` on, as a frame would have them."""
+        """Return the digests of wire blocks from ``first`` on, as a TCP frame has them."""
         chosen = array("q", (ids[i - first] for i in digested(first, len(ids), number, period)))
         if not chosen:
             return b""
@@ -114,40 +117,40 @@ class ConnectionContext:
         return b"".join(map(page_io.digest_pages, pieces))
 
 
-# Log lines about whom was turned away: they neither fill the log nor ever fall silent.
+# Log lines about rejected connections: rate-limited, but never silent.
 
 
 logger = logging.getLogger(__name__)
 
 MAX_KINDS = 1024
 AGAIN_S = 300.0
-"""After which the same kind of trouble with the same address is worth another line."""
+"""Seconds after which the same kind of rejection of one address is logged again."""
 
 LINES_PER_MINUTE = 20
 
 
 class RejectionLog:
-    """Not thread-safe. ``now`` is in seconds of one monotonic clock."""
+    """Logs rejected connections. Not thread-safe. ``now`` is a monotonic clock in seconds."""
 
     def __init__(self) -> None:
-        self._said: dict[str, float] = {}  # when, by address and kind; oldest first
+        self._logged_at: dict[str, float] = {}  # time by address and kind, oldest first
         self._minute = 0.0
         self._lines = 0  # in that minute
-        self._kept_back = 0  # since the last line
+        self._suppressed = 0  # since the last line
 
     def say(self, host: str, text: str, now: float) -> None:
-        """Log that ``host`` was turned away, unless that was said lately, or much else was."""
+        """Log that ``host`` was rejected, unless that was logged lately or the minute is full."""
         kind = f"{host}: {text.partition(':')[0]}"
         if now - self._minute >= 60.0:
             self._minute, self._lines = now, 0
-        known = now - self._said.get(kind, -AGAIN_S) < AGAIN_S
+        known = now - self._logged_at.get(kind, -AGAIN_S) < AGAIN_S
         if known or self._lines >= LINES_PER_MINUTE:
-            self._kept_back += 1
+            self._suppressed += 1
             return
-        self._said.pop(kind, None)
-        self._said[kind] = now
-        if len(self._said) > MAX_KINDS:
-            del self._said[next(iter(self._said))]
-        more = f" ({self._kept_back} more were since the last such line)" if self._kept_back else ""
-        self._lines, self._kept_back = self._lines + 1, 0
-        logger.warning("%s: turned away: %s%s", host, text, more)
+        self._logged_at.pop(kind, None)
+        self._logged_at[kind] = now
+        if len(self._logged_at) > MAX_KINDS:
+            del self._logged_at[next(iter(self._logged_at))]
+        more = f" ({self._suppressed} more since the last such line)" if self._suppressed else ""
+        self._lines, self._suppressed = self._lines + 1, 0
+        logger.warning("%s: rejected: %s%s", host, text, more)

@@ -1,4 +1,4 @@
-"""The control connection of one peer: notes both ways, and heartbeats between them."""
+"""The control connection of one peer: messages in both directions, and heartbeats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvconnect.transport.tcp.sockets import read_some, shut, write_some
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = 8 << 20
-"""Notes that wait for a peer that does not read them; more, and it counts as down."""
+"""Limit on unsent bytes; above it the peer counts as down."""
 
 CLOSED_BY_PEER = "closed by the other side"
 
@@ -26,22 +26,22 @@ _READS = 16  # at a time, so that one peer does not keep the others waiting
 class ControlConnection:
     """Owns an authenticated socket. All methods are for the loop's thread.
 
-    ``on_note`` gets each payload, an empty one for a heartbeat, and may raise
-    :class:`ProtocolError`. ``on_end`` gets the reason when the connection can no longer be used;
-    it is expected to call ``close``. ``heard_at`` and ``sent_at`` are the loop's clock.
+    ``on_message`` gets each payload, ``b""`` for a heartbeat, and may raise :class:`ProtocolError`.
+    ``on_end`` gets the reason when the connection cannot be used any more; it must call ``close``.
+    ``heard_at`` and ``sent_at`` are times of the loop's clock.
     """
 
     def __init__(
         self,
         sock: socket.socket,
         loop: EventLoop,
-        on_note: Callable[[bytes], None],
+        on_message: Callable[[bytes], None],
         on_end: Callable[[str], None],
     ) -> None:
         self.heard_at = self.sent_at = loop.now()
         self._sock = sock
         self._loop = loop
-        self._on_note = on_note
+        self._on_message = on_message
         self._on_end = on_end
         self._reader = MessageReader()
         self._out = bytearray()
@@ -51,19 +51,19 @@ class ControlConnection:
         loop.watch(sock.fileno(), READ, self._on_ready)
 
     def send(self, payload: bytes) -> None:
-        """Queue a note, behind those before it."""
+        """Queue a message; messages stay in order."""
         if self._closed:
             return
         idle = not self._out
         self._out += pack_message(payload)
         self.sent_at = self._loop.now()
         if len(self._out) > MAX_QUEUED_BYTES:
-            self._on_end(f"does not read its notes: {len(self._out)} bytes wait")
+            self._on_end(f"does not read its messages: {len(self._out)} bytes wait")
         elif idle:
             self._on_ready(WRITE)
 
     def finish(self, reason: str) -> None:
-        """End with ``reason`` once everything queued is written."""
+        """Close with ``reason`` once everything queued is written."""
         self._last_reason = reason
         if not self._closed:
             self._on_ready(WRITE)
@@ -77,12 +77,12 @@ class ControlConnection:
             self._sock.close()
 
     def feed(self, data: bytes) -> None:
-        """Take bytes that the other side sent."""
+        """Handle received bytes."""
         self.heard_at = self._loop.now()
         with contained(self._fail):
-            for note in self._reader.feed(data):
+            for message in self._reader.feed(data):
                 if not self._closed:
-                    self._on_note(note)
+                    self._on_message(message)
 
     def _on_ready(self, mask: int) -> None:
         with contained(self._fail):
@@ -97,8 +97,8 @@ class ControlConnection:
         elif isinstance(error, ProtocolError):
             self._on_end(f"broke the protocol: {error}")
         else:
-            if not isinstance(error, KVConnectError):  # a bug here that this peer found
-                logger.error("an error of KVConnect's own; a connection ends", exc_info=error)
+            if not isinstance(error, KVConnectError):  # a bug here
+                logger.error("internal error; the connection is closed", exc_info=error)
             self._on_end(f"{type(error).__name__}: {error}")
 
     def _write(self) -> None:

@@ -29,25 +29,25 @@ _SCRATCH_BYTES = 1 << 20
 
 
 class DataConnection:
-    """Moves the pages of ``traffic`` over one authenticated socket, which it owns.
+    """Moves the frames of a ``send_queue`` over one authenticated socket, which it owns.
 
-    ``left`` is called on the loop's thread for each thread that ended, with the reason and whether
-    the connection was merely lost. A thread never ends without that.
+    ``on_end`` is called on the loop's thread when a thread ends, always, with the reason and
+    whether the connection was lost.
     """
 
     def __init__(
         self,
         peer: PeerId,
         sock: socket.socket,
-        traffic: SendQueue,
+        send_queue: SendQueue,
         shared: TransportContext,
-        left: Callable[[str, bool], None],
+        on_end: Callable[[str, bool], None],
     ) -> None:
         self._peer = peer
         self._sock = sock
-        self._traffic = traffic
+        self._queue = send_queue
         self._shared = shared
-        self._left = left
+        self._on_end = on_end
         self._stall_s = shared.options.stall_s
         self._stall_ms = max(1, round(shared.options.stall_s * 1000))
         # A reader may be slow and alive for longer than its control connection may be silent.
@@ -55,14 +55,14 @@ class DataConnection:
         self._can_digest = page_io.can_digest(isinstance(sock, ssl.SSLSocket))
 
     def start_receiving(self, period: int) -> None:
-        """Start the thread that receives frames of this digest period.
+        """Start the thread that receives frames with this digest period.
 
-        RuntimeError if the system has no thread to give; so for ``start_sending``.
+        RuntimeError if the system has no thread to give, as in ``start_sending``.
         """
         self._start(partial(self._receive_all, period), "receive")
 
     def start_sending(self, period: int) -> None:
-        """Start the thread that sends frames of this digest period."""
+        """Start the thread that sends frames with this digest period."""
         self._start(partial(self._send_all, period), "send")
 
     def shut(self) -> None:
@@ -70,7 +70,7 @@ class DataConnection:
         shut(self._sock)
 
     def close(self) -> None:
-        """Close the socket; both threads must have left."""
+        """Close the socket; both threads must have ended."""
         self._sock.close()
 
     def _start(self, work: Callable[[], None], verb: str) -> None:
@@ -91,7 +91,7 @@ class DataConnection:
         except (EOFError, OSError) as error:
             reason, lost = f"connection lost: {error}", True
         finally:
-            self._shared.loop.call(partial(self._left, reason, lost))
+            self._shared.loop.call(partial(self._on_end, reason, lost))
 
     # Sending ------------------------------------------------------------------------------------
 
@@ -101,32 +101,32 @@ class DataConnection:
             raise Incompatible(f"the other side asks for digests, which need xxhash here: {fix}")
         sequence = 0
         while True:
-            with self._traffic.next_frame() as frame:
+            with self._queue.next_frame() as frame:
                 if frame is None:
                     return
-                order, count = frame.shipment.order, len(frame.ids)
+                order, count = frame.request.order, len(frame.ids)
                 if order.fence:
                     order.fence.wait()
                 nbytes = count * order.unit.block_bytes
                 header = FrameHeader(
                     sequence, order.read_id, order.number, frame.first, count, nbytes, period
                 )
-                with self._traffic.watch.over(order.read_id, nbytes):
+                with self._queue.watch.over(order.read_id, nbytes):
                     self._send(frame, header)
-                self._traffic.sent(frame)
+                self._queue.sent(frame)
             sequence += 1
 
     def _send(self, frame: OutboundFrame, header: FrameHeader) -> None:
-        order, first, ids = frame.shipment.order, frame.first, frame.ids
-        if not frame.shipment.started:
-            frame.shipment.started = time.perf_counter()
+        order, first, ids = frame.request.order, frame.first, frame.ids
+        if not frame.request.started:
+            frame.request.started = time.perf_counter()
         head = pack_header(header)
         digests = bytearray()
         with closing(self._shared.pages().outgoing(order.unit, ids)) as pieces:
             for piece in pieces:
                 digest = (header.digest_period, first + order.number)
                 digests += page_io.send_pages(
-                    self._sock, head, piece, digest, self._stall_ms, self._traffic.stop
+                    self._sock, head, piece, digest, self._stall_ms, self._queue.stop
                 )
                 first += len(piece.ids)
                 head = b""
@@ -144,30 +144,30 @@ class DataConnection:
             started = time.perf_counter()
             header = unpack_header(bytes(head))
             if header.sequence != sequence:
-                raise ProtocolError(f"frame {header.sequence} where {sequence} was due")
+                raise ProtocolError(f"frame {header.sequence}, expected {sequence}")
             if header.digest_period != period:
                 raise ProtocolError(
                     f"a frame of digest period {header.digest_period}, agreed was {period}"
                 )
             sequence += 1
-            with self._traffic.landing(header) as landing:
-                if landing and landing.fence:
-                    landing.fence.wait()
-                with self._traffic.watch.over(header.read_id, header.nbytes):
-                    self._receive(header, landing, started)
+            with self._queue.receive(header) as target:
+                if target and target.fence:
+                    target.fence.wait()
+                with self._queue.watch.over(header.read_id, header.nbytes):
+                    self._receive(header, target, started)
 
-    def _receive(self, header: FrameHeader, landing: FrameTarget | None, started: float) -> None:
+    def _receive(self, header: FrameHeader, target: FrameTarget | None, started: float) -> None:
         blocks = digested(header.first, header.count, header.unit, header.digest_period)
-        if landing is None:
+        if target is None:
             self._drain(header.nbytes + len(blocks) * DIGEST_BYTES)
             return
-        digests = self._land(header, landing)
+        digests = self._receive_pages(header, target)
         if digests is None:
             self._drain(len(blocks) * DIGEST_BYTES)
             return
         claimed = bytearray(len(blocks) * DIGEST_BYTES)
         read_exact(self._sock, memoryview(claimed), self._stall_s)
-        if landing.stop[0]:
+        if target.stop[0]:
             return
         bad: tuple[int, ...] = ()
         if self._can_digest and digests != claimed:
@@ -186,27 +186,27 @@ class DataConnection:
             )
         )
 
-    def _land(self, header: FrameHeader, landing: FrameTarget) -> bytes | None:
-        """Receive a frame's pages; return their digests, None if they were not wanted to the end.
+    def _receive_pages(self, header: FrameHeader, target: FrameTarget) -> bytes | None:
+        """Receive a frame's pages; return their digests, None if the read was cancelled meanwhile.
 
-        The whole payload has been read either way.
+        Either way the whole payload has been read.
         """
         digests = bytearray()
         period = header.digest_period if self._can_digest else 0
         first = header.first
-        with closing(self._shared.pages().incoming(landing.unit, landing.ids)) as pieces:
+        with closing(self._shared.pages().incoming(target.unit, target.ids)) as pieces:
             for piece in pieces:
                 digest = (period, first + header.unit)
                 some, landed = page_io.recv_pages(
-                    self._sock, piece, digest, self._stall_ms, landing.stop
+                    self._sock, piece, digest, self._stall_ms, target.stop
                 )
                 first += len(piece.ids)
                 digests += some
-                if landed < len(piece.ids) or landing.stop[0]:
+                if landed < len(piece.ids) or target.stop[0]:
                     break  # before the piece would be moved into its pages
             else:
                 return bytes(digests)
-        self._drain((header.first + header.count - first) * landing.unit.block_bytes)
+        self._drain((header.first + header.count - first) * target.unit.block_bytes)
         return None
 
     def _drain(self, nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""One thread that waits for sockets, calls from other threads and the passing of time."""
+"""One thread that serves sockets, calls from other threads and a periodic tick."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from contextlib import suppress
 from kvconnect import threads
 
 Handler = Callable[[int], None]
-"""Called with the mask of what its socket is ready for; must not wait."""
+"""Gets the mask of events that its socket is ready for; must not block."""
 
-_WRECK_S = 1.0  # for what ``on_error`` began to end
+_CLEANUP_S = 1.0  # for the calls of ``on_error``
 
 
 class EventLoop:
     """Runs handlers and calls one after the other, on its own thread.
 
-    ``call`` and ``alive`` are for any thread, ``join`` for any other; the rest is for handlers
-    and calls. ``tick`` is called every ``tick_s`` seconds, after everything that is ready has
-    been handled: a loop that was held up itself reads its peers' signs of life before it judges
-    their silence. ``on_error`` is called before the thread dies of an error; calls that follow
-    from it are still made.
+    ``call`` and ``alive`` are for any thread, ``join`` for any other thread; the rest is for
+    handlers and calls. ``tick`` is called every ``tick_s`` seconds, after all ready sockets have
+    been handled, so that a loop that was held up reads heartbeats before it judges silence.
+    ``on_error`` is called before the thread ends with an error; calls that it makes still run.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class EventLoop:
         self._thread.start()
 
     def call(self, function: Callable[[], None]) -> None:
-        """Have ``function`` called on the loop's thread, in the order of calls."""
+        """Run ``function`` on the loop's thread, in the order of calls."""
         self._calls.append(function)
         try:
             self._waker.send(b"\0")
@@ -57,7 +56,7 @@ class EventLoop:
             return  # full: it will wake up anyway; closed: the loop has ended
 
     def watch(self, fd: int, mask: int, handler: Handler) -> None:
-        """Call ``handler`` whenever ``fd`` is ready for ``mask``, in place of what was before."""
+        """Call ``handler`` whenever ``fd`` is ready for ``mask``; replaces an earlier handler."""
         if fd in self._handlers:
             self._selector.modify(fd, mask)
         else:
@@ -65,19 +64,19 @@ class EventLoop:
         self._handlers[fd] = handler
 
     def unwatch(self, fd: int) -> None:
-        """Forget ``fd``, before it is closed. Nothing happens if it is not watched."""
+        """Stop watching ``fd``; call it before closing. No effect if it is not watched."""
         if self._handlers.pop(fd, None):
             self._selector.unregister(fd)
 
     def stop(self) -> None:
-        """End the thread when what runs now returns."""
+        """End the thread after the current handler."""
         self._stopped = True
 
     def now(self) -> float:
-        """Return the time that ``tick`` is given, in seconds. For any thread.
+        """Return the time that ``tick`` gets, in seconds. For any thread.
 
-        It stands still while the loop is held up, by a process that does not let its threads run
-        for instance: what was not read meanwhile is not the fault of who sent it.
+        The clock stands still while the loop is held up, for instance by a process that does not
+        let its threads run. Peers are not blamed for that time.
         """
         return self._now
 
@@ -93,17 +92,17 @@ class EventLoop:
 
     def _run(self) -> None:
         try:
-            self._turn()
+            self._run_until_stopped()
         finally:
             try:
                 if not self._stopped:
-                    self._end_badly()
+                    self._clean_up()
             finally:
                 self._selector.close()
                 self._waker.close()
                 self._woken.close()
 
-    def _turn(self) -> None:
+    def _run_until_stopped(self) -> None:
         next_tick = self._now
         while not self._stopped:
             self._handle(max(0.0, next_tick - self._now))
@@ -111,9 +110,9 @@ class EventLoop:
                 next_tick = self._now + self._tick_s
                 self._tick(self._now)
 
-    def _end_badly(self) -> None:
+    def _clean_up(self) -> None:
         self._on_error()
-        deadline = time.monotonic() + _WRECK_S
+        deadline = time.monotonic() + _CLEANUP_S
         while not self._stopped and time.monotonic() < deadline:
             self._select(self._tick_s)
             self._make_calls()
@@ -132,7 +131,7 @@ class EventLoop:
     def _select(self, timeout: float) -> list[tuple[selectors.SelectorKey, int]]:
         ready = self._selector.select(timeout)
         woke = time.monotonic()
-        # Whoever is not held up comes by here once per tick at least.
+        # A loop that is not held up gets here at least once per tick.
         self._now += min(woke - self._woke, 2 * self._tick_s)
         self._woke = woke
         with suppress(BlockingIOError):

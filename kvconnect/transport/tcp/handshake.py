@@ -1,4 +1,4 @@
-"""One connection from the first packet until it has proven who it is."""
+"""Sets up one connection: TCP, TLS, authentication."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ _READ_BYTES = 4096  # more than any handshake message
 
 
 class Handshake:
-    """Connects (if it is the client), sets TLS up (if there is a context) and authenticates.
+    """Connects (as a client), sets up TLS (with a context) and authenticates.
 
-    ``sock`` is another object once TLS is set up, with the same file descriptor ``fd``. ``heard``:
-    the other side has said something that may be the start of a proof. ``host`` is where a client
-    connects to: a certificate that names addresses must name it.
+    Attributes:
+        sock: the socket; another object once TLS is set up, with the same descriptor ``fd``.
+        heard: the other side has sent something that may begin a proof.
+
+    ``host`` is where a client connects to; a certificate that names addresses must name it.
     """
 
     def __init__(
@@ -42,10 +44,10 @@ class Handshake:
         self._steps = self._proceed()
 
     def advance(self) -> int:
-        """Go as far as possible without waiting; return the mask to wait for, 0 once done.
+        """Continue without waiting; return the event mask to wait for, 0 once done.
 
         Raises:
-            Refused, ProtocolError: see :mod:`kvconnect.protocol.auth`; ``tls`` is one more field.
+            Refused, ProtocolError: see :mod:`kvconnect.protocol.auth`; field ``tls`` in addition.
             OSError, EOFError: the connection broke.
         """
         return next(self._steps, 0)
@@ -105,8 +107,8 @@ class Handshake:
 
 
 def _check_address(sock: ssl.SSLSocket, host: str) -> None:
-    """Check that a certificate which names addresses names ``host``: one that was stolen from
-    another machine is of no use here. Those that name none are for any."""
+    """Check that a certificate that names addresses names ``host``, so that one stolen from
+    another machine is useless here. A certificate without addresses is good for any host."""
     names = (sock.getpeercert() or {}).get("subjectAltName", ())
     named = [str(pair[1]).strip() for pair in names if pair[0] == "IP Address"]
     if host and named and ipaddress.ip_address(host) not in map(ipaddress.ip_address, named):

@@ -1,4 +1,4 @@
-"""Where connections come in and go out: until they have proven themselves or are turned away."""
+"""Inbound and outbound connections until they are authenticated or rejected."""
 
 from __future__ import annotations
 
@@ -30,48 +30,48 @@ UNTRUSTED = "its address is neither loopback nor in peers, and no key is set"
 
 @dataclass(eq=False)
 class PendingConnection:
-    """A connection on its way in; or out, if it is one of ``peer``, to be used as ``opening``."""
+    """A connection that is not authenticated yet. An outbound one has ``peer`` and ``opening``."""
 
     handshake: Handshake
     address: str
     begun: float
-    source: str = ""  # of one that came in
+    source: str = ""  # key of an inbound one, see source_of
     peer: Peer | None = None
     opening: Opening | None = None
 
 
 class Listener:
-    """All methods are for the loop's thread.
+    """Sets connections up. All methods are for the loop's thread.
 
-    ``on_proven`` is told what a proven connection is for; it takes the socket over or raises
-    :class:`ProtocolError`. ``on_refused`` gets the reason and its bounded cause for each stranger
-    that is not who it has to be.
+    ``on_proven`` gets an authenticated connection and its opening; it takes the socket over or
+    raises :class:`ProtocolError`. ``on_refused`` gets the reason and its bounded cause when an
+    inbound connection fails authentication.
     """
 
     def __init__(
         self,
         loop: EventLoop,
-        guard: AccessPolicy,
+        access: AccessPolicy,
         options: ConnectionOptions,
         on_proven: Callable[[PendingConnection, Opening], None],
         on_refused: Callable[[str, str], None],
     ) -> None:
         self._loop = loop
-        self._guard = guard
+        self._access = access
         self._options = options
         self._on_proven = on_proven
         self._on_refused = on_refused
-        self._listener: socket.socket | None = None
-        self._guests: dict[PendingConnection, None] = {}  # oldest first
-        self._complaints = RejectionLog()
+        self._socket: socket.socket | None = None
+        self._pending: dict[PendingConnection, None] = {}  # oldest first
+        self._rejections = RejectionLog()
 
     def open(self, listener: socket.socket) -> None:
-        """Accept connections from a listening socket, which it owns from now on."""
-        self._listener = listener
+        """Accept connections from a listening socket; takes ownership of it."""
+        self._socket = listener
         self._listen()
 
     def dial(self, peer: Peer, opening: Opening, host: str, port: int) -> None:
-        """Start to connect one connection of a peer.
+        """Start one outbound connection of a peer.
 
         Raises:
             OSError: the network refuses at once.
@@ -86,134 +86,132 @@ class Listener:
         except OSError:
             sock.close()
             raise
-        key, _ = self._guard.keys.current()
+        key, _ = self._access.keys.current()
         auth = ClientAuth(key, opening, os.urandom(NONCE_BYTES))
-        handshake = Handshake(sock, auth, self._guard.tls(server=False), host)
-        self._let_in(
-            PendingConnection(handshake, peer.address, self._loop.now(), "", peer, opening)
-        )
+        handshake = Handshake(sock, auth, self._access.tls(server=False), host)
+        self._add(PendingConnection(handshake, peer.address, self._loop.now(), "", peer, opening))
 
     def tick(self, now: float) -> None:
-        """Turn away who takes too long; a peer that is dialled has a deadline of its own."""
+        """Reject inbound connections that take too long; peers bound outbound ones themselves."""
         limit = self._options.silent_s
-        for guest in self._strangers():
-            if now - guest.begun > limit:
-                self._turn_away(guest, f"not authenticated within {limit:g} s")
+        for pending in self._unproven():
+            if now - pending.begun > limit:
+                self._reject(pending, f"not authenticated within {limit:g} s")
         self._listen()
 
     def drop(self, peer: Peer) -> None:
-        """Close what is on its way to a peer that went down."""
-        for guest in [guest for guest in self._guests if guest.peer is peer]:
-            self._leave(guest)
-            guest.handshake.sock.close()
+        """Close the pending connections of a peer that went down."""
+        for pending in [pending for pending in self._pending if pending.peer is peer]:
+            self._release(pending)
+            pending.handshake.sock.close()
 
     def close(self) -> None:
-        """Close the listener and every connection that is not proven yet."""
-        if self._listener:
-            self._loop.unwatch(self._listener.fileno())
-            self._listener.close()
-            self._listener = None
-        for guest in list(self._guests):
-            self._leave(guest)
-            guest.handshake.sock.close()
+        """Close the listening socket and every pending connection."""
+        if self._socket:
+            self._loop.unwatch(self._socket.fileno())
+            self._socket.close()
+            self._socket = None
+        for pending in list(self._pending):
+            self._release(pending)
+            pending.handshake.sock.close()
 
-    def _strangers(self) -> list[PendingConnection]:
-        return [guest for guest in self._guests if guest.peer is None]
+    def _unproven(self) -> list[PendingConnection]:
+        return [pending for pending in self._pending if pending.peer is None]
 
     def _listen(self) -> None:
-        if self._listener:
-            self._loop.watch(self._listener.fileno(), READ, self._accept)
+        if self._socket:
+            self._loop.watch(self._socket.fileno(), READ, self._accept)
 
     def _accept(self, _: int) -> None:
-        assert self._listener
+        assert self._socket
         try:
             for _ in range(_ACCEPTS):
-                sock, (host, port, *_) = self._listener.accept()
+                sock, (host, port, *_) = self._socket.accept()
                 self._receive(sock, host, port)
         except BlockingIOError:
             pass
         except OSError as error:  # too many open files, for instance: not again before a tick
             text = f"cannot accept a connection: {error}"
-            self._complaints.say("somebody", text, self._loop.now())
-            self._loop.unwatch(self._listener.fileno())
+            self._rejections.say("listener", text, self._loop.now())
+            self._loop.unwatch(self._socket.fileno())
 
     def _receive(self, sock: socket.socket, host: str, port: int) -> None:
-        if not self._guard.admits(host):
-            self._complaints.say(host, UNTRUSTED, self._loop.now())
+        if not self._access.admits(host):
+            self._rejections.say(host, UNTRUSTED, self._loop.now())
             sock.close()
             return
         try:
             prepare(sock, self._options.dead_after_s)
-        except OSError:  # gone again
+        except OSError:  # already closed
             sock.close()
             return
-        key, also = self._guard.keys.current()
+        key, also = self._access.keys.current()
         auth = ServerAuth(key, os.urandom(NONCE_BYTES), also)
-        handshake = Handshake(sock, auth, self._guard.tls(server=True))
-        strangers = self._strangers()
-        if len(strangers) >= MAX_IN_AUTH:  # idle ones must not keep others out
-            crowding = "too many newer connections before it proved itself"
-            self._turn_away(first_to_go(strangers), crowding)
-        guest = PendingConnection(handshake, f"{host}:{port}", self._loop.now(), source_of(host))
-        self._let_in(guest)
+        handshake = Handshake(sock, auth, self._access.tls(server=True))
+        unproven = self._unproven()
+        if len(unproven) >= MAX_IN_AUTH:  # idle ones must not keep others out
+            crowding = "too many newer connections before it was authenticated"
+            self._reject(oldest_of_busiest(unproven), crowding)
+        pending = PendingConnection(handshake, f"{host}:{port}", self._loop.now(), source_of(host))
+        self._add(pending)
 
-    def _let_in(self, guest: PendingConnection) -> None:
-        self._guests[guest] = None
-        self._advance(guest, 0)
+    def _add(self, pending: PendingConnection) -> None:
+        self._pending[pending] = None
+        self._advance(pending, 0)
 
-    def _advance(self, guest: PendingConnection, _: int) -> None:
-        with contained(partial(self._fail, guest)):
-            handshake = guest.handshake
+    def _advance(self, pending: PendingConnection, _: int) -> None:
+        with contained(partial(self._fail, pending)):
+            handshake = pending.handshake
             mask = handshake.advance()
             if mask:
-                self._loop.watch(handshake.fd, mask, partial(self._advance, guest))
+                self._loop.watch(handshake.fd, mask, partial(self._advance, pending))
                 return
-            self._leave(guest)
-            opening = guest.opening
+            self._release(pending)
+            opening = pending.opening
             if isinstance(handshake.auth, ServerAuth):
                 opening = handshake.auth.opening
             assert opening
-            self._on_proven(guest, opening)
+            self._on_proven(pending, opening)
 
-    def _fail(self, guest: PendingConnection, error: Exception) -> None:
+    def _fail(self, pending: PendingConnection, error: Exception) -> None:
         if isinstance(error, Refused):
-            self._turn_away(guest, str(error), error.field)
+            self._reject(pending, str(error), error.field)
         elif isinstance(error, ProtocolError):
-            self._turn_away(guest, f"broke the protocol: {error}")
+            self._reject(pending, f"broke the protocol: {error}")
         elif isinstance(error, EOFError | OSError):
-            self._turn_away(guest, f"cannot connect: {error}")
-        else:  # a bug here that this stranger found
-            logger.error("an error of KVConnect's own; a connection ends", exc_info=error)
-            self._turn_away(guest, f"{type(error).__name__}: {error}")
+            self._reject(pending, f"cannot connect: {error}")
+        else:  # a bug here
+            logger.error("internal error of KVConnect; the connection is closed", exc_info=error)
+            self._reject(pending, f"{type(error).__name__}: {error}")
 
-    def _leave(self, guest: PendingConnection) -> None:
-        self._guests.pop(guest, None)
-        self._loop.unwatch(guest.handshake.fd)
+    def _release(self, pending: PendingConnection) -> None:
+        self._pending.pop(pending, None)
+        self._loop.unwatch(pending.handshake.fd)
 
-    def _turn_away(self, guest: PendingConnection, reason: str, refused: str = "") -> None:
-        self._leave(guest)
-        guest.handshake.sock.close()
-        if guest.peer:
-            guest.peer.fail(reason, refused)
+    def _reject(self, pending: PendingConnection, reason: str, refused: str = "") -> None:
+        self._release(pending)
+        pending.handshake.sock.close()
+        if pending.peer:
+            pending.peer.fail(reason, refused)
         else:
-            host = guest.address.rpartition(":")[0]
-            self._complaints.say(host, reason, self._loop.now())
+            host = pending.address.rpartition(":")[0]
+            self._rejections.say(host, reason, self._loop.now())
             if refused:
                 self._on_refused(reason, refused)
 
 
 def source_of(host: str) -> str:
-    """Return what connections count together for: an address, of IPv6 the network of one site."""
+    """Return the key by which connections are counted: the address, or an IPv6 address's /64."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address) and not address.ipv4_mapped:
         return str(ipaddress.ip_network((address, 64), strict=False))
     return str(address)
 
 
-def first_to_go(strangers: Sequence[PendingConnection]) -> PendingConnection:
-    """Return whom to give up for somebody newer: of the source that has most connections the
-    oldest that has said nothing, or the oldest. So a flood turns itself away."""
-    sources = Counter(guest.source for guest in strangers)
+def oldest_of_busiest(unproven: Sequence[PendingConnection]) -> PendingConnection:
+    """Return the connection to drop for a newer one, from the source that has most: the oldest
+    that has sent nothing, else the oldest. So a flood displaces itself."""
+    sources = Counter(pending.source for pending in unproven)
     most = max(sources, key=lambda source: sources[source])
-    crowd = [guest for guest in strangers if guest.source == most]
-    return next((guest for guest in crowd if not guest.handshake.heard), crowd[0])
+    busiest = [pending for pending in unproven if pending.source == most]
+    return next((pending for pending in busiest if not pending.handshake.heard), busiest[0])

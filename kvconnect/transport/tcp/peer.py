@@ -1,4 +1,4 @@
-"""One peer: its connections from the first to the last, and when it counts as up or down."""
+"""One peer: its connections, from setup to the end."""
 
 from __future__ import annotations
 
@@ -36,40 +36,39 @@ from kvconnect.transport.tcp.send_queue import SendQueue, StallWatchdog
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 1.0
-"""For last notes: ours to be written before a hang-up, theirs to arrive after a data connection
-was lost, since they say why."""
+"""How long last messages may take: ours before a disconnect, theirs after a data connection
+was lost, since they give the reason."""
 
 
 CLOSED = "closed"
-"""Reason of a peer that goes down because the transport does."""
+"""Reason of ``PeerDown`` when the transport itself closes."""
 
 
 @dataclass
 class _PeerPhase:
-    """How far a peer has come."""
+    """State of a peer. Booleans only ever become true."""
 
     inbound: bool
-    deadline: float  # to be up; later, to be down
+    deadline: float  # to be up; once ending, to be down
     digest_period: int  # asked for here; once greeted, the stricter one of both sides
     greeted: bool = False
     complete: bool = False  # has all its connections
     up: bool = False
     sending: bool = False
-    threads: int = 0  # that may still touch pages; the rail's counts as one
-    early: list[bytes] = field(default_factory=list)  # notes to send once up
-    ending: str = ""  # reason of a hang-up or loss whose last notes are waited for
+    threads: int = 0  # that may still touch pages; the page path counts as one
+    queued_messages: list[bytes] = field(default_factory=list)  # to send once up
+    ending: str = ""  # reason, while last messages are waited for
     reason: str = ""  # why it is down
     refused: str = ""  # the bounded cause of that, where there is one
 
 
 class Peer:
-    """All methods but ``move_plain`` are for the loop's thread; ``traffic`` is for any. If there is
-    a ``rail``, it takes the orders instead.
+    """One peer. ``submit_tcp`` and ``send_queue`` are for any thread, the rest is for the loop's.
 
-    A peer is joined by its connections, greets (with its first note) when it has them all, is up
-    when it was greeted too: then both sides know that both have authenticated everything, and no
-    page can arrive on a connection that is still being set up. It is down when its threads have
-    left its sockets; only then is ``PeerDown`` emitted and ``on_gone`` called.
+    Once all connections of a peer have joined, it sends its greeting. With the other side's
+    greeting the peer is up: both sides have authenticated every connection, so no page can arrive
+    on one that is still being set up. ``PeerDown`` is emitted and ``on_gone`` called after all its
+    threads have left the sockets. A ``page_path``, where there is one, takes the orders.
     """
 
     def __init__(
@@ -87,199 +86,207 @@ class Peer:
         self.address = address
         options, now = shared.options, shared.loop.now
         watch = StallWatchdog(options.stall_s, now)
-        self.traffic = SendQueue(number, shared.events, opening.connections, watch)
+        self.send_queue = SendQueue(number, shared.events, opening.connections, watch)
         self._connections = opening.connections
         self._shared = shared
         self._on_gone = on_gone
         self._control: ControlConnection | None = None
-        self._lanes: dict[int, DataConnection] = {}
-        deadline = now() + _patience_s(options, inbound)
-        self._life = _PeerPhase(inbound, deadline, DIGEST_PERIOD[options.digest])
-        self.rail = shared.make_rail(_line(self, shared, inbound)) if shared.make_rail else None
-        self._life.threads += self.rail is not None
+        self._data: dict[int, DataConnection] = {}
+        deadline = now() + _setup_limit_s(options, inbound)
+        self._phase = _PeerPhase(inbound, deadline, DIGEST_PERIOD[options.digest])
+        self.page_path = (
+            shared.make_page_path(_make_context(self, shared, inbound))
+            if shared.make_page_path
+            else None
+        )
+        self._phase.threads += self.page_path is not None
 
     def __repr__(self) -> str:
-        life = self._life
-        state = life.reason or ("up" if life.up else "being set up")
-        return f"<Peer {self.number} at {self.address}, {state}, {life.threads} threads>"
+        phase = self._phase
+        state = phase.reason or ("up" if phase.up else "being set up")
+        return f"<Peer {self.number} at {self.address}, {state}, {phase.threads} threads>"
 
     def join(self, opening: Opening, sock: socket.socket, rest: bytes) -> None:
-        """Take an authenticated connection over, and what came on it already.
+        """Take over an authenticated connection and the bytes already received on it.
 
         Raises:
-            ProtocolError: this peer has it already, or it does not fit the others. The socket
-                stays the caller's.
+            ProtocolError: it is a duplicate or does not fit the peer's others. The caller keeps the
+                socket.
         """
-        life = self._life
-        taken = self._control if opening.channel == "control" else opening.number in self._lanes
-        if life.up or life.reason or taken or opening.connections != self._connections:
+        phase = self._phase
+        taken = self._control if opening.channel == "control" else opening.number in self._data
+        if phase.up or phase.reason or taken or opening.connections != self._connections:
             raise ProtocolError(f"a connection that does not fit its session: {opening}")
         if opening.channel == "control":
-            self._control = ControlConnection(sock, self._shared.loop, self._on_note, self.fail)
+            self._control = ControlConnection(sock, self._shared.loop, self._on_message, self.fail)
             self._control.feed(rest)
         elif rest:
             raise ProtocolError("pages before the greeting")
         else:
-            lane = DataConnection(self.number, sock, self.traffic, self._shared, self._on_left)
-            self._lanes[opening.number] = lane
-        if self._control and len(self._lanes) == self._connections:
-            life.complete = True
-            offer = self.rail.offer() if self.rail else b""
+            connection = DataConnection(
+                self.number, sock, self.send_queue, self._shared, self._on_thread_end
+            )
+            self._data[opening.number] = connection
+        if self._control and len(self._data) == self._connections:
+            phase.complete = True
+            offer = self.page_path.offer() if self.page_path else b""
             period = DIGEST_PERIOD[self._shared.options.digest]
             self._control.send(pack_greeting(period, offer))
-            self._come_up()
+            self._go_up()
 
-    def note(self, payload: bytes) -> None:
-        """Send a note, once up."""
-        if self._control and self._life.up:
+    def send_message(self, payload: bytes) -> None:
+        """Send a message, once up."""
+        if self._control and self._phase.up:
             self._control.send(payload)
         else:
-            self._life.early.append(payload)
+            self._phase.queued_messages.append(payload)
 
-    def hang_up(self, reason: str) -> None:
-        """Go down when the notes before this are written, or soon if they cannot be."""
-        if self._control and self._life.up:
-            self._end_soon(reason)
+    def disconnect(self, reason: str) -> None:
+        """Go down after the messages before this are written, or after a grace period."""
+        if self._control and self._phase.up:
+            self._end_after_grace(reason)
             self._control.finish(reason)
         else:
             self.fail(reason)
 
-    def move_plain(self, order: IncomingPages | OutgoingPages) -> None:
-        """Take an order for the data connections. For any thread."""
+    def submit_tcp(self, order: IncomingPages | OutgoingPages) -> None:
+        """Carry out an order over TCP. For any thread."""
         if isinstance(order, IncomingPages):
-            self.traffic.expect(order)
+            self.send_queue.expect(order)
             return
-        self.traffic.send(order)
-        if not self._life.sending:
+        self.send_queue.send(order)
+        if not self._phase.sending:
             self._shared.loop.call(self.start_sending)
 
     def start_sending(self) -> None:
-        """Start the threads that send, if they do not run."""
-        life = self._life
-        if life.up and not life.reason and not life.sending:
-            life.sending = True
-            for lane in self._lanes.values():
-                self._start(lane.start_sending)
+        """Start the sending threads, if they do not run."""
+        phase = self._phase
+        if phase.up and not phase.reason and not phase.sending:
+            phase.sending = True
+            for connection in self._data.values():
+                self._start(connection.start_sending)
 
     def tick(self, now: float) -> None:
-        """Send a heartbeat if it is time; go down if it is high time."""
-        life, options = self._life, self._shared.options
+        """Send a heartbeat when it is due; go down after a timeout."""
+        phase, options = self._phase, self._shared.options
         control = self._control
-        if life.reason:
+        if phase.reason:
             return
-        if now > life.deadline:
-            self.fail(f"not connected within {_patience_s(options, life.inbound):g} s")
-        elif self.traffic.watch.overdue(now):
+        if now > phase.deadline:
+            self.fail(f"not connected within {_setup_limit_s(options, phase.inbound):g} s")
+        elif self.send_queue.watch.overdue(now):
             self.fail("stalled: a frame, or the end of a cancelled one, takes too long")
-        elif life.complete and control:
+        elif phase.complete and control:
             if now - control.heard_at > options.silent_s:
                 self.fail(f"no sign of life for {options.silent_s:g} s")
             elif now - control.sent_at >= options.heartbeat_s:
                 control.send(b"")
 
     def fail(self, reason: str, refused: str = "") -> None:
-        """Go down, for the first reason given; for good."""
-        life = self._life
-        if life.reason:
+        """Go down for good; the first reason given counts."""
+        phase = self._phase
+        if phase.reason:
             return
-        life.reason = life.ending or reason
-        level = logging.INFO if life.reason in (CLOSED, CLOSED_BY_PEER) else logging.WARNING
-        logger.log(level, "peer %s at %s is down: %s", self.number, self.address, life.reason)
-        self.traffic.close()
+        phase.reason = phase.ending or reason
+        level = logging.INFO if phase.reason in (CLOSED, CLOSED_BY_PEER) else logging.WARNING
+        logger.log(level, "peer %s at %s is down: %s", self.number, self.address, phase.reason)
+        self.send_queue.close()
         if self._control:
             self._control.close()
-        for lane in self._lanes.values():
-            lane.shut()
-        life.refused = refused
-        if self.rail:
-            closed = partial(self._on_left, "closed", False)
-            self.rail.close(life.reason, partial(self._shared.loop.call, closed))
-        self._settle()
+        for connection in self._data.values():
+            connection.shut()
+        phase.refused = refused
+        if self.page_path:
+            closed = partial(self._on_thread_end, "closed", False)
+            self.page_path.close(phase.reason, partial(self._shared.loop.call, closed))
+        self._finish_if_idle()
 
-    def _settle(self) -> None:
-        """Be gone, if down and no thread is left."""
-        life = self._life
-        if not life.reason or life.threads:
+    def _finish_if_idle(self) -> None:
+        """Emit ``PeerDown`` if down and without threads."""
+        phase = self._phase
+        if not phase.reason or phase.threads:
             return
-        for lane in self._lanes.values():
-            lane.close()
-        if life.up or not life.inbound:
-            self._shared.events.put(PeerDown(self.number, life.reason, life.refused))
+        for connection in self._data.values():
+            connection.close()
+        if phase.up or not phase.inbound:
+            self._shared.events.put(PeerDown(self.number, phase.reason, phase.refused))
         self._on_gone(self)
 
-    def _come_up(self) -> None:
-        life = self._life
-        if not (life.complete and life.greeted) or life.up or life.reason:
+    def _go_up(self) -> None:
+        phase = self._phase
+        if not (phase.complete and phase.greeted) or phase.up or phase.reason:
             return
-        life.up = True
-        life.deadline = math.inf
-        lacking = self.rail.lacking if self.rail else ""
-        paths = ("tcp", "nixl") if self.rail and not lacking else ("tcp",)
-        up = PeerUp(self.number, life.inbound, self.address, paths, lacking)
+        phase.up = True
+        phase.deadline = math.inf
+        path_error = self.page_path.path_error if self.page_path else ""
+        paths = ("tcp", self.page_path.name) if self.page_path and not path_error else ("tcp",)
+        up = PeerUp(self.number, phase.inbound, self.address, paths, path_error)
         self._shared.events.put(up)
-        for lane in self._lanes.values():
-            self._start(lane.start_receiving)
-        for payload in life.early:
-            self.note(payload)
-        if self.traffic.has_queued():
+        for connection in self._data.values():
+            self._start(connection.start_receiving)
+        for payload in phase.queued_messages:
+            self.send_message(payload)
+        if self.send_queue.has_queued():
             self.start_sending()
 
     def _start(self, start: Callable[[int], None]) -> None:
-        """Have a lane start a thread, unless the peer went down over the one before."""
-        life = self._life
-        if life.reason:
+        """Start a thread of a data connection, unless starting the previous one failed."""
+        phase = self._phase
+        if phase.reason:
             return
         try:
-            start(life.digest_period)
-            life.threads += 1
+            start(phase.digest_period)
+            phase.threads += 1
         except RuntimeError as error:  # the system has no more
             self.fail(str(error))
 
-    def _end_soon(self, reason: str) -> None:
-        life = self._life
-        life.ending = life.ending or reason
-        life.deadline = min(life.deadline, self._shared.loop.now() + _GRACE_S)
+    def _end_after_grace(self, reason: str) -> None:
+        phase = self._phase
+        phase.ending = phase.ending or reason
+        phase.deadline = min(phase.deadline, self._shared.loop.now() + _GRACE_S)
 
-    def _on_note(self, payload: bytes) -> None:
-        life = self._life
+    def _on_message(self, payload: bytes) -> None:
+        phase = self._phase
         if isinstance(payload, NixlPayload):
-            if not (self.rail and life.greeted):
-                raise ProtocolError("a note for a path that was not agreed on")
-            self.rail.on_note(payload)
-        elif life.up:
+            if not (self.page_path and phase.greeted):
+                raise ProtocolError("a message for a path that was not agreed on")
+            self.page_path.on_message(payload)
+        elif phase.up:
             if payload and not self._shared.events.put(MessageReceived(self.number, payload)):
-                self.fail("sends notes faster than they are read here")
-        elif not life.greeted:
+                self.fail("sends messages faster than they are read here")
+        elif not phase.greeted:
             period, offer = unpack_greeting(payload)
-            life.digest_period = stricter(life.digest_period, period)
-            if self.rail:
-                self.rail.settle(offer, life.digest_period)
-            life.greeted = True
-            self._come_up()
+            phase.digest_period = stricter(phase.digest_period, period)
+            if self.page_path:
+                self.page_path.settle(offer, phase.digest_period)
+            phase.greeted = True
+            self._go_up()
         elif payload:
-            raise ProtocolError("a note before it was greeted")
+            raise ProtocolError("a message before the greeting")
 
-    def _on_left(self, reason: str, lost: bool) -> None:
-        """One thread of a lane has ended."""
-        self._life.threads -= 1
-        if self._life.reason:
-            self._settle()
+    def _on_thread_end(self, reason: str, lost: bool) -> None:
+        """A thread of a data connection has ended."""
+        self._phase.threads -= 1
+        if self._phase.reason:
+            self._finish_if_idle()
         elif lost:
-            self._end_soon(reason)
+            self._end_after_grace(reason)
         else:
             self.fail(reason)
 
 
-def _line(peer: Peer, shared: TransportContext, inbound: bool) -> ConnectionContext:
-    """Return what a rail gets of a peer."""
+def _make_context(peer: Peer, shared: TransportContext, inbound: bool) -> ConnectionContext:
+    """Return the context of a peer's page path."""
 
     def say(message: nixl_messages.NixlMessage) -> None:
-        note = NixlPayload(nixl_messages.encode(message))
-        if len(note) > MAX_MESSAGE:
+        payload = NixlPayload(nixl_messages.encode(message))
+        if len(payload) > MAX_MESSAGE:
             kind = type(message).__name__
-            shared.loop.call(partial(peer.fail, f"{kind} of {len(note)} bytes is too long to send"))
+            shared.loop.call(
+                partial(peer.fail, f"{kind} of {len(payload)} bytes is too long to send")
+            )
         else:
-            shared.loop.call(partial(peer.note, note))
+            shared.loop.call(partial(peer.send_message, payload))
 
     return ConnectionContext(
         peer=peer.number,
@@ -288,15 +295,14 @@ def _line(peer: Peer, shared: TransportContext, inbound: bool) -> ConnectionCont
         inbound=inbound,
         events=shared.events,
         pages=shared.pages,
-        watch=peer.traffic.watch,
+        watch=peer.send_queue.watch,
         say=say,
         fail=lambda reason: shared.loop.call(partial(peer.fail, reason)),
-        plain=peer.move_plain,
-        cancel_plain=peer.traffic.cancel,
+        submit_tcp=peer.submit_tcp,
+        cancel_tcp=peer.send_queue.cancel,
     )
 
 
-def _patience_s(options: ConnectionOptions, inbound: bool) -> float:
-    """How long a peer may take to be set up: one that called may be busy, one that is called is
-    to be there."""
+def _setup_limit_s(options: ConnectionOptions, inbound: bool) -> float:
+    """Return the time limit for setup; an inbound peer may be busy."""
     return options.silent_s if inbound else options.dead_after_s

@@ -1,4 +1,4 @@
-"""What is queued, expected and under way between this side and one peer."""
+"""Pages that one peer sends and receives over TCP: queued, expected and under way."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAX_ENDED = 4096  # the source learns of a cancel within a round trip; this is 
 
 @dataclass
 class SendRequest:
-    """One :class:`OutgoingPages` and what of it is left to send."""
+    """One :class:`OutgoingPages` and how many of its frames are not sent yet."""
 
     order: OutgoingPages
     frames: int
@@ -39,17 +39,17 @@ class SendRequest:
 
 
 class OutboundFrame(NamedTuple):
-    """The part of a shipment that goes over one connection in one piece."""
+    """The part of a request that goes over one connection in one piece."""
 
-    shipment: SendRequest
+    request: SendRequest
     first: int
     ids: array[int]
 
 
 @dataclass
 class FrameTarget:
-    """Where the pages of one frame go, and what must have passed before they are written.
-    ``stop[0]`` is set once they must land nowhere."""
+    """Where the pages of one inbound frame go. Write after ``fence`` has passed, and not once
+    ``stop[0]`` is set."""
 
     unit: Unit
     ids: array[int]
@@ -64,12 +64,15 @@ class _Expected:
 
 
 class SendQueue:
-    """Thread-safe. Events of one peer stop when ``close`` returns."""
+    """Orders of one peer, shared by its data connections. Thread-safe.
+
+    No event is emitted after ``close`` returns.
+    """
 
     def __init__(
         self, peer: PeerId, events: EventQueue, connections: int, watch: StallWatchdog
     ) -> None:
-        self.stop = bytearray(1)  # set by ``close``; ends frames that are being sent
+        self.stop = bytearray(1)  # set by ``close``; interrupts frames that are being sent
         self.watch = watch
         self._peer = peer
         self._events = events
@@ -79,16 +82,16 @@ class SendQueue:
         self._expected: dict[int, _Expected] = {}
         self._ended: dict[int, None] = {}  # reads cancelled here, oldest first
         self._busy: Counter[int] = Counter()  # frames under way per read
-        self._falling_quiet: set[int] = set()
+        self._draining: set[int] = set()
 
     def expect(self, order: IncomingPages) -> None:
-        """Let pages of a read in."""
+        """Accept the pages of a read."""
         with self._changed:
             if not self.stop[0]:
                 self._expected[order.read_id] = _Expected(order, bytearray(1))
 
     def send(self, order: OutgoingPages) -> None:
-        """Queue pages, cut into frames so that every connection has its share."""
+        """Queue pages, cut into frames that are spread over the connections."""
         if not order.ids:
             raise Misuse(f"nothing to send: {order}")
         with self._changed:
@@ -96,14 +99,14 @@ class SendQueue:
                 return
             step = self._frame_blocks(order)
             starts = range(0, len(order.ids), step)
-            shipment = SendRequest(order, len(starts))
+            request = SendRequest(order, len(starts))
             for start in starts:
                 ids = order.ids[start : start + step]
-                self._queue.append(OutboundFrame(shipment, order.first + start, ids))
+                self._queue.append(OutboundFrame(request, order.first + start, ids))
             self._changed.notify(len(starts))
 
     def has_queued(self) -> bool:
-        """Say whether something waits to be sent."""
+        """Return whether frames wait to be sent."""
         with self._changed:
             return bool(self._queue)
 
@@ -113,23 +116,23 @@ class SendQueue:
         return max(1, -(-frame_bytes // order.unit.block_bytes))
 
     def cancel(self, read_id: int) -> None:
-        """Drop what is queued for a read and let the rest land nowhere; emits ``Drained``."""
+        """Drop a read's queued frames and discard the rest; emits ``Drained`` at the end."""
         with self._changed:
             if self.stop[0]:
                 return
-            self._queue = deque(f for f in self._queue if f.shipment.order.read_id != read_id)
+            self._queue = deque(f for f in self._queue if f.request.order.read_id != read_id)
             expected = self._expected.pop(read_id, None)
             if expected:
                 expected.stop[0] = 1
                 self._ended[read_id] = None
                 if len(self._ended) > _MAX_ENDED:
                     del self._ended[next(iter(self._ended))]
-            self._falling_quiet.add(read_id)
-            self.watch.hurry(read_id)
-            self._fall_quiet(read_id)
+            self._draining.add(read_id)
+            self.watch.shorten(read_id)
+            self._report_drained(read_id)
 
     def close(self) -> None:
-        """Drop everything: the peer is gone."""
+        """Drop everything, since the peer is down."""
         with self._changed:
             self.stop[0] = 1
             for expected in self._expected.values():
@@ -142,44 +145,44 @@ class SendQueue:
 
     @contextmanager
     def next_frame(self) -> Iterator[OutboundFrame | None]:
-        """Wait for a frame to send and hold it under way; None once closed."""
+        """Wait for a frame and mark it under way inside the ``with``; None once closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self.stop[0])
             frame = None if self.stop[0] else self._queue.popleft()
             if frame:
-                self._busy[frame.shipment.order.read_id] += 1
+                self._busy[frame.request.order.read_id] += 1
         try:
             yield frame
         finally:
             if frame:
-                self._leave(frame.shipment.order.read_id)
+                self._release(frame.request.order.read_id)
 
     def sent(self, frame: OutboundFrame) -> None:
-        """Note that a frame is out; emits ``PagesSent`` with the last one of its order."""
-        shipment = frame.shipment
-        order = shipment.order
+        """Record that a frame was sent; emits ``PagesSent`` with the last one of its order."""
+        request = frame.request
+        order = request.order
         with self._changed:
-            shipment.frames -= 1
-            if shipment.frames or self.stop[0]:
+            request.frames -= 1
+            if request.frames or self.stop[0]:
                 return
             nbytes = len(order.ids) * order.unit.block_bytes
-            seconds = time.perf_counter() - shipment.started
+            seconds = time.perf_counter() - request.started
             self._events.put(PagesSent(self._peer, order.read_id, nbytes, seconds))
 
     @contextmanager
-    def landing(self, header: FrameHeader) -> Iterator[FrameTarget | None]:
-        """Hold a frame that arrives under way; None if its read_id was cancelled.
+    def receive(self, header: FrameHeader) -> Iterator[FrameTarget | None]:
+        """Mark an arriving frame under way inside the ``with``; None if its read was cancelled.
 
         Raises:
-            ProtocolError: nobody asked for this.
+            ProtocolError: nobody asked for these pages.
         """
         with self._changed:
-            landing = self._find(header)
+            target = self._find(header)
             self._busy[header.read_id] += 1
         try:
-            yield landing
+            yield target
         finally:
-            self._leave(header.read_id)
+            self._release(header.read_id)
 
     def _find(self, header: FrameHeader) -> FrameTarget | None:
         if header.nbytes > MAX_FRAME_BYTES + header.nbytes // header.count:
@@ -209,49 +212,49 @@ class SendQueue:
         ids = ids[start : start + header.count]
         return FrameTarget(unit, ids, expected.stop, order.fence)
 
-    def _leave(self, read_id: int) -> None:
+    def _release(self, read_id: int) -> None:
         with self._changed:
             self._busy[read_id] -= 1
-            self._fall_quiet(read_id)
+            self._report_drained(read_id)
 
-    def _fall_quiet(self, read_id: int) -> None:
+    def _report_drained(self, read_id: int) -> None:
         if self._busy[read_id] == 0:
             del self._busy[read_id]
-            if read_id in self._falling_quiet and not self.stop[0]:
-                self._falling_quiet.discard(read_id)
+            if read_id in self._draining and not self.stop[0]:
+                self._draining.discard(read_id)
                 self._events.put(Drained(self._peer, read_id))
 
 
-# How long single frames may take, whatever keeps trickling in or out.
+# Deadlines of single frames, also of those that make slow progress.
 
 
 MIN_BYTES_PER_S = 1_000_000
-"""Slower links are given up: a frame keeps blocks on both sides from being used otherwise."""
+"""Minimum rate: a slower frame would hold blocks on both sides for too long."""
 
 
 @dataclass(eq=False)
-class _Frame:
+class _MovingFrame:
     read_id: int
     due: float
 
 
 class StallWatchdog:
-    """The frames that one peer's data connections move at this moment. Thread-safe.
+    """Deadlines of the frames that one peer's connections move. Thread-safe.
 
-    Each has ``stall_s`` and the time its bytes take at ``MIN_BYTES_PER_S``. ``now`` is a clock in
-    seconds that stands still while this process is held up.
+    A frame may take ``stall_s`` plus the time of its bytes at ``MIN_BYTES_PER_S``. ``now`` is a
+    clock in seconds that stands still while this process is held up.
     """
 
     def __init__(self, stall_s: float, now: Callable[[], float]) -> None:
         self._stall_s = stall_s
         self._now = now
         self._lock = threading.Lock()
-        self._frames: set[_Frame] = set()
+        self._frames: set[_MovingFrame] = set()
 
     @contextmanager
     def over(self, read_id: int, nbytes: int) -> Iterator[None]:
-        """Move one frame. What it waits for on this side comes before or after, not inside."""
-        frame = _Frame(read_id, self._now() + self._stall_s + nbytes / MIN_BYTES_PER_S)
+        """Bound the ``with`` block, which moves one frame; it must not wait for this side."""
+        frame = _MovingFrame(read_id, self._now() + self._stall_s + nbytes / MIN_BYTES_PER_S)
         with self._lock:
             self._frames.add(frame)
         try:
@@ -260,8 +263,8 @@ class StallWatchdog:
             with self._lock:
                 self._frames.discard(frame)
 
-    def hurry(self, read_id: int) -> None:
-        """What still moves of a read is of no use any more: give it ``stall_s`` to end."""
+    def shorten(self, read_id: int) -> None:
+        """Give the frames of a cancelled read at most ``stall_s`` to end."""
         due = self._now() + self._stall_s
         with self._lock:
             for frame in self._frames:
@@ -269,6 +272,6 @@ class StallWatchdog:
                     frame.due = min(frame.due, due)
 
     def overdue(self, now: float) -> bool:
-        """Say whether a frame should have ended."""
+        """Return whether a frame is late."""
         with self._lock:
             return any(now > frame.due for frame in self._frames)

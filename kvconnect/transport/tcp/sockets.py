@@ -1,7 +1,7 @@
-"""Single sockets: their options, and reads and writes that say when to wait instead of waiting.
+"""Non-blocking sockets: options, reads and writes.
 
-Every socket of this transport is non-blocking for its whole life. Whoever may wait does so in
-``poll``, where a shutdown from another thread is seen.
+Every socket of this transport is non-blocking. Threads wait in ``poll`` only, where they notice a
+shutdown by another thread.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 def prepare(sock: socket.socket, silence_s: float) -> None:
-    """Set a new socket's options; ``silence_s`` as for :func:`allow_silence`."""
+    """Set a new socket's options; for ``silence_s`` see :func:`allow_silence`."""
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     allow_silence(sock, silence_s)
 
 
 def allow_silence(sock: socket.socket, silence_s: float) -> None:
-    """Have the kernel drop a connection whose other side takes nothing in for ``silence_s``."""
+    """Let the kernel drop a connection whose other side is silent for so long."""
     tcp = socket.IPPROTO_TCP
     sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, max(1, round(silence_s * 1000)))
     probe_s = max(1, round(silence_s / _KEEPALIVE_PROBES))
@@ -33,7 +33,7 @@ def allow_silence(sock: socket.socket, silence_s: float) -> None:
 
 
 def read_some(sock: socket.socket, view: memoryview) -> int | None:
-    """Read what is there into ``view``; None if that is nothing yet, 0 at the end."""
+    """Read available bytes into ``view``; None if there are none yet, 0 at the end."""
     try:
         return sock.recv_into(view)
     except _WOULD_BLOCK:
@@ -41,7 +41,7 @@ def read_some(sock: socket.socket, view: memoryview) -> int | None:
 
 
 def write_some(sock: socket.socket, data: bytes | bytearray | memoryview) -> int:
-    """Write what fits and return how many bytes that was."""
+    """Write as much as fits; return the number of bytes."""
     try:
         return sock.send(data)
     except _WOULD_BLOCK:
@@ -78,10 +78,10 @@ def write_all(sock: socket.socket, data: bytes, stall_s: float) -> None:
 
 
 def shut(sock: socket.socket) -> None:
-    """End both directions at once, so that threads waiting in the socket leave it.
+    """Shut down both directions, so that threads waiting in the socket leave it.
 
-    The plain socket's method even for TLS: ssl's own would let a thread that reads on take the
-    encrypted bytes for plain ones.
+    Calls the plain socket's method even for TLS: with ssl's own, a thread that is still reading
+    would take encrypted bytes for plain ones.
     """
     try:
         socket.socket.shutdown(sock, socket.SHUT_RDWR)

@@ -1,9 +1,10 @@
-"""The transport seam over TCP."""
+"""The TCP transport."""
 
 from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Callable
 from functools import partial
 
 from kvconnect.errors import ConfigError, Misuse, TransferFailed
@@ -23,7 +24,7 @@ from kvconnect.transport.base import (
 )
 from kvconnect.transport.security import AccessPolicy
 from kvconnect.transport.tcp.connections import DIED, MAX_CONNECTIONS, ConnectionManager
-from kvconnect.transport.tcp.context import DIGEST_PERIOD
+from kvconnect.transport.tcp.context import DIGEST_PERIOD, ConnectionContext, PagePath
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +33,10 @@ _CLOSE_S = 10.0
 
 
 class TcpTransport(Transport):
-    """Pages and notes over TCP; see :class:`~kvconnect.transport.base.Transport`.
+    """Pages and messages over TCP; see :class:`~kvconnect.transport.base.Transport`.
 
-    Orders for a peer that is still being connected wait for it. Everything that can go wrong with
-    a peer ends in its ``PeerDown``.
+    Orders for a peer that is still connecting are kept until it is up. Every failure of a peer ends
+    in its ``PeerDown``.
 
     Raises:
         ConfigError: a network, certificate or option cannot be used.
@@ -46,10 +47,10 @@ class TcpTransport(Transport):
             raise ConfigError("connections", options.connections, f"use 1 to {MAX_CONNECTIONS}")
         if options.digest not in DIGEST_PERIOD:
             raise ConfigError("digest", options.digest, f"use one of {', '.join(DIGEST_PERIOD)}")
-        self._guard = AccessPolicy(security)
-        page_io.check_digests(options.digest, tls=self._guard.tls(server=False) is not None)
-        self._hub = ConnectionManager(self._guard, options)
-        self._shared = self._hub.shared
+        self._access = AccessPolicy(security)
+        page_io.check_digests(options.digest, tls=self._access.tls(server=False) is not None)
+        self._connections = ConnectionManager(self._access, options)
+        self._shared = self._connections.shared
         self._closed = False
         self._shared.loop.start()
 
@@ -58,8 +59,12 @@ class TcpTransport(Transport):
             raise Misuse("the memory is registered already")
         self._shared.memory = memory
 
+    def add_page_path(self, make: Callable[[ConnectionContext], PagePath]) -> None:
+        """Give every new peer a second path for pages, made by ``make``."""
+        self._shared.make_page_path = make
+
     def listen(self, host: str, port: int) -> tuple[str, int]:
-        self._guard.check_listen(host)
+        self._access.check_listen(host)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -73,27 +78,29 @@ class TcpTransport(Transport):
             fix = f"use an address of this machine and a free port: {error}"
             raise ConfigError("listen", f"{host}:{port}", fix) from error
         address = listener.getsockname()
-        self._shared.loop.call(partial(self._hub.open, listener))
+        self._shared.loop.call(partial(self._connections.open, listener))
         return str(address[0]), int(address[1])
 
     def connect(self, host: str, port: int) -> PeerId:
         if self._closed:
             raise Misuse("the transport is closed")
-        return self._hub.dial(host, port)
+        return self._connections.dial(host, port)
 
     def submit(self, order: PeerMessage | IncomingPages | OutgoingPages | Disconnect) -> None:
-        peer = self._hub.find(order.peer)
+        peer = self._connections.find(order.peer)
         if peer is None:
             return
         if isinstance(order, PeerMessage):
             if not 0 < len(order.payload) <= MAX_MESSAGE_BYTES:
-                raise Misuse(f"a note of {len(order.payload)} bytes, use 1 to {MAX_MESSAGE_BYTES}")
-            self._shared.loop.call(partial(peer.note, order.payload))
+                raise Misuse(
+                    f"a message of {len(order.payload)} bytes, use 1 to {MAX_MESSAGE_BYTES}"
+                )
+            self._shared.loop.call(partial(peer.send_message, order.payload))
         elif isinstance(order, Disconnect):
-            self._shared.loop.call(partial(peer.hang_up, order.reason))
+            self._shared.loop.call(partial(peer.disconnect, order.reason))
         else:
             self._shared.pages()  # raises before a thread would
-            (peer.rail.submit if peer.rail else peer.move_plain)(order)
+            (peer.page_path.submit if peer.page_path else peer.submit_tcp)(order)
 
     def poll(self, timeout: float) -> list[Event]:
         """See the base class.
@@ -106,14 +113,14 @@ class TcpTransport(Transport):
         return self._shared.events.drain(timeout)
 
     def cancel(self, peer: PeerId, read_id: int) -> None:
-        found = self._hub.find(peer)
+        found = self._connections.find(peer)
         if found:
-            (found.rail or found.traffic).cancel(read_id)
+            (found.page_path or found.send_queue).cancel(read_id)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        self._shared.loop.call(self._hub.close)
+        self._shared.loop.call(self._connections.close)
         if not self._shared.loop.join(_CLOSE_S):
             logger.warning("a transfer did not end within %g s of closing", _CLOSE_S)

@@ -36,7 +36,7 @@ def a_connection_outlives_an_hour(stack: ExitStack, monkeypatch: pytest.MonkeyPa
     hand_off(p, d, TRANSFER)
     (before,) = d.agents[0]._sessions._sessions
     monkeypatch.setattr(time, "monotonic", lambda: _monotonic() + HOUR_S)
-    loop = d.agents[0]._sessions.transport._hub.shared.loop  # type: ignore[attr-defined]
+    loop = d.agents[0]._sessions.transport._shared.loop  # type: ignore[attr-defined]
     deadline = _monotonic() + 60
     heard = loop.now()
     while loop.now() < heard + 2 and _monotonic() < deadline:  # several looks at the silence

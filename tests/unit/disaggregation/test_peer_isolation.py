@@ -117,7 +117,7 @@ def test_carrying_out_an_action_ends_one_connection_alone(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(Peer, "_on_note"), (Peer, "join"), (MessageReader, "feed")]
+    ("owner", "name"), [(Peer, "_on_message"), (Peer, "join"), (MessageReader, "feed")]
 )
 def test_an_error_in_the_transport_s_thread_ends_one_connection_alone(
     owner: type, name: str, stack: ExitStack, monkeypatch: pytest.MonkeyPatch

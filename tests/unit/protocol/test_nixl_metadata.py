@@ -128,7 +128,7 @@ there = agents.NixlAgent("UCX", theirs.regions(), local=True)
 
 def says(offer):
     try:
-        here.part(here.meet(offer))
+        here.remove_peer(here.add_peer(offer))
         return "met"
     except TransferFailed as error:
         return str(error)

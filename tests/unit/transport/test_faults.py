@@ -187,7 +187,7 @@ class RawPeer:
         sock.sendall(auth.start())
         while not auth.done:
             got = sock.recv(1)
-            assert got, "turned away"
+            assert got, "rejected"
             sock.sendall(auth.feed(got))
         return sock
 
@@ -250,7 +250,7 @@ def frame(**changes: int) -> bytes:
     [
         (b"garbage " * 8, "no frame starts with"),
         (frame()[:10] + b"\xff" + frame()[11:], "checksum"),
-        (frame(sequence=1), "frame 1 where 0 was due"),
+        (frame(sequence=1), "frame 1, expected 0"),
         (frame(read_id=2), "read 2, which is not known"),
         (frame(unit=3), "unit 3 of read 1"),
         (frame(first=PAGES), "expected are 0 to 63"),
@@ -280,7 +280,7 @@ def test_a_repeated_frame_is_refused() -> None:
         raw.data[0].sendall(page)
         wait_for(victim, lambda: victim.of(PagesReceived))
         raw.data[0].sendall(page)
-        assert "frame 0 where 1 was due" in reason(victim)
+        assert "frame 0, expected 1" in reason(victim)
 
 
 def test_a_frame_that_stops_half_way_is_given_up() -> None:
@@ -375,7 +375,7 @@ def test_a_cancelled_frame_that_trickles_out_ends_soon(monkeypatch: pytest.Monke
 def test_an_oversized_note_ends_the_peer() -> None:
     with raw_peer() as (raw, victim, _):
         raw.control.sendall(struct.pack("<I", 1 << 30) + bytes(100))
-        assert "a note of 1073741824 bytes" in reason(victim)
+        assert "a message of 1073741824 bytes" in reason(victim)
 
 
 def test_a_silent_peer_is_dead() -> None:
@@ -399,7 +399,7 @@ def test_a_peer_that_does_not_read_its_notes_is_given_up() -> None:
     with raw_peer(dead_after_s=30.0, silent_s=30.0) as (_, victim, peer):
         for _ in range(MAX_QUEUED_BYTES // (1 << 20) + 20):
             victim.transport.submit(PeerMessage(peer, bytes(1 << 20)))
-        assert "does not read its notes" in reason(victim)
+        assert "does not read its messages" in reason(victim)
 
 
 def test_notes_that_nobody_polls_end_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,7 +454,7 @@ def test_too_many_connections_are_refused(caplog: pytest.LogCaptureFixture) -> N
         raw = RawPeer.__new__(RawPeer)
         with raw.dial(address, Opening("control", os.urandom(16), 0, 17), b"") as sock:
             assert sock.recv(1) == b""
-    assert "17 connections, 16 may be" in caplog.text
+    assert "peer requested 17 connections; limit is 16" in caplog.text
 
 
 def test_a_session_that_is_never_complete_is_dropped() -> None:
@@ -513,7 +513,7 @@ def test_only_so_many_peers_are_let_in(
         assert outcome(reader, pair.address).peer not in (1, 2)
         assert len(source.of(PeerUp)) == 2
         pair.check_works(1)
-    assert "turned away: 2 peers are connected already" in caplog.text
+    assert "rejected: 2 peers are connected already" in caplog.text
 
 
 def test_a_stranger_is_turned_away_in_time() -> None:

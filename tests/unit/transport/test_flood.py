@@ -88,7 +88,7 @@ def test_giving_up_the_oldest_would_lock_honest_peers_out(
 ) -> None:
     """Negative control."""
     monkeypatch.setattr(listener, "MAX_IN_AUTH", 8)
-    monkeypatch.setattr(listener, "first_to_go", lambda strangers: strangers[0])
+    monkeypatch.setattr(listener, "oldest_of_busiest", lambda strangers: strangers[0])
     assert not let_in_behind_a_flood(flooder, stack)
 
 
@@ -111,7 +111,7 @@ def test_what_counts_as_one_source(one: str, other: str, same: bool) -> None:
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    found = [record.getMessage() for record in caplog.records if "turned away" in record.message]
+    found = [record.getMessage() for record in caplog.records if "rejected" in record.message]
     caplog.clear()
     return found
 
@@ -122,10 +122,10 @@ def test_the_log_neither_fills_nor_falls_silent(caplog: pytest.LogCaptureFixture
     for number in range(5000):
         said.say(f"10.0.{number // 256}.{number % 256}", "no key: x", 0.0)
     assert len(lines(caplog)) == context.LINES_PER_MINUTE
-    assert len(said._said) <= context.MAX_KINDS
+    assert len(said._logged_at) <= context.MAX_KINDS
     said.say("10.9.9.9", "no key: y", 60.0)  # was mute for good
     (line,) = lines(caplog)
-    assert "10.9.9.9: turned away: no key: y (4980 more were" in line
+    assert "10.9.9.9: rejected: no key: y (4980 more since" in line
 
 
 def test_the_same_trouble_is_told_again_after_a_while(caplog: pytest.LogCaptureFixture) -> None:
@@ -144,5 +144,5 @@ def test_many_addresses_are_remembered_up_to_a_bound(
     said = RejectionLog()
     for number in range(3000):
         said.say(str(number), "x", 0.0)
-    assert len(said._said) == context.MAX_KINDS
+    assert len(said._logged_at) == context.MAX_KINDS
     assert len(lines(caplog)) == 3000

@@ -82,9 +82,9 @@ def moves(link: ConnectedPair, read_id: int = 1) -> None:
 def test_pages_move_and_threads_end() -> None:
     with pair() as link:
         up = link.reader.of(PeerUp)[0]
-        assert (up.paths, up.lacking) == (("tcp", "nixl"), "")
+        assert (up.paths, up.path_error) == (("tcp", "nixl"), "")
         moves(link)
-        names = {f"kvconnect-nixl-{name}" for name in ("moves", "launches", "landings")}
+        names = {f"kvconnect-nixl-{name}" for name in ("agent", "outbound", "inbound")}
         assert names <= threads()
     assert threads_after_close() == set()
 
@@ -191,7 +191,7 @@ def test_peers_that_are_lost_together_cost_one_agent(monkeypatch: pytest.MonkeyP
         for peer in peers:  # exposed: told where to write
             order = IncomingPages(peer, 1, [UNIT], [(0, array("q", range(10)))], None, "nixl")
             reader.transport.submit(order)
-        mover: NixlWorker = reader.transport._mover  # type: ignore[attr-defined]
+        mover: NixlWorker = reader.transport._worker  # type: ignore[attr-defined]
         make, made = mover._start, []
 
         def start() -> NixlAgent:
@@ -212,7 +212,7 @@ def test_peers_that_are_lost_together_cost_one_agent(monkeypatch: pytest.MonkeyP
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_step_that_raises_ends_the_path_but_no_wait() -> None:
     with side() as reader:
-        mover: NixlWorker = reader.transport._mover  # type: ignore[attr-defined]
+        mover: NixlWorker = reader.transport._worker  # type: ignore[attr-defined]
         done, lost = threading.Event(), threading.Event()
         mover.join(lambda _: lost.set())
 
@@ -233,7 +233,7 @@ def overwrite(offer: nixl_messages.NixlOffer, address: int) -> None:
     own = PageMemory(4096)
     agent = NixlAgent("UCX", own.regions(), local=True)
     ours, theirs, lengths = (np.array([n]) for n in (own.address, address, 4096))
-    handle = agent.write(agent.meet(offer), (ours, theirs, lengths), (-1, -1), b"")
+    handle = agent.write(agent.add_peer(offer), (ours, theirs, lengths), (-1, -1), b"")
     deadline = time.monotonic() + 60
     while agent.seconds(handle) is None:
         assert time.monotonic() < deadline
@@ -247,9 +247,9 @@ def test_who_reads_is_told_nothing_that_opens_the_sources_memory(
 ) -> None:
     settle, greetings = NixlPath.settle, {}
 
-    def settled(rail: NixlPath, theirs: bytes, period: int) -> None:
-        greetings[rail._line.inbound] = nixl_messages.decode_offer(theirs)
-        settle(rail, theirs, period)
+    def settled(path: NixlPath, theirs: bytes, period: int) -> None:
+        greetings[path._context.inbound] = nixl_messages.decode_offer(theirs)
+        settle(path, theirs, period)
 
     monkeypatch.setattr(NixlPath, "settle", settled)
     with pair() as link:
@@ -260,7 +260,7 @@ def test_who_reads_is_told_nothing_that_opens_the_sources_memory(
             overwrite(greetings[False], memory.address)
         assert memory.data == before
         # With what the source's agent says of itself it could; its reader has to say it.
-        overwrite(link.source.transport._mover.offer, memory.address)  # type: ignore[attr-defined]
+        overwrite(link.source.transport._worker.offer, memory.address)  # type: ignore[attr-defined]
         assert memory.data[:4096] == bytes(4096)
         overwrite(greetings[True], link.reader.memory.address)
         assert link.reader.memory.data[:4096] == bytes(4096)
@@ -358,7 +358,7 @@ def test_who_comes_back_has_another_name() -> None:
             with side(seed=seed) as source:
                 link = ConnectedPair(reader, source, "nixl")
                 moves(link, read_id=seed)
-                mover = source.transport._mover  # type: ignore[attr-defined]
+                mover = source.transport._worker  # type: ignore[attr-defined]
                 names.append(mover.offer.agent)
         assert names[0] != names[1]
 
@@ -383,7 +383,7 @@ def test_a_peer_without_nixl_gets_tcp() -> None:
         with side(seed=1) as source:
             link = ConnectedPair(Side(transport, PageMemory(1 << 20)), source)
             assert link.source.of(PeerUp)[0].paths == ("tcp",)
-            assert link.source.of(PeerUp)[0].lacking == "the other side offers no NIXL"
+            assert link.source.of(PeerUp)[0].path_error == "the other side offers no NIXL"
             moves(link)
     finally:
         transport.close()
@@ -391,11 +391,11 @@ def test_a_peer_without_nixl_gets_tcp() -> None:
 
 def test_metadata_of_another_version_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     change_offers(monkeypatch, version="1.3.2")
-    monkeypatch.setattr(NixlAgent, "meet", None)
+    monkeypatch.setattr(NixlAgent, "add_peer", None)
     with pair() as link:
         up = link.reader.of(PeerUp)[0]
         assert up.paths == ("tcp",)
-        assert up.lacking.startswith("nixl 1.5.1 here, 1.3.2 there")
+        assert up.path_error.startswith("nixl 1.5.1 here, 1.3.2 there")
         link.path = "tcp"
         moves(link)
 
@@ -404,7 +404,7 @@ def test_an_engine_that_reads_from_itself_does_so_over_tcp() -> None:
     with side(seed=1) as both:
         ConnectedPair(both, both)
         assert {up.paths for up in both.of(PeerUp)} == {("tcp",)}
-        assert "the same nixl agent" in both.of(PeerUp)[0].lacking
+        assert "the same nixl agent" in both.of(PeerUp)[0].path_error
 
 
 @pytest.mark.parametrize(

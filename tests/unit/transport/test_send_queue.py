@@ -38,23 +38,23 @@ class Fixture:
         self.events = EventQueue()
         self.now = 100.0
         self.watch = StallWatchdog(30.0, lambda: self.now)
-        self.traffic = SendQueue(PEER, self.events, connections, self.watch)
+        self.queue = SendQueue(PEER, self.events, connections, self.watch)
 
     def send(self, blocks: int, block_bytes: int = KIB64, read_id: int = 1, first: int = 0) -> None:
         unit = plain_unit(block_bytes)
         ids = array("q", range(100, 100 + blocks))
-        self.traffic.send(OutgoingPages(PEER, read_id, 0, unit, first, ids))
+        self.queue.send(OutgoingPages(PEER, read_id, 0, unit, first, ids))
 
     def frames(self) -> Iterator[OutboundFrame]:
-        while self.traffic.has_queued():
-            with self.traffic.next_frame() as frame:
+        while self.queue.has_queued():
+            with self.queue.next_frame() as frame:
                 assert frame is not None
-                self.traffic.sent(frame)
+                self.queue.sent(frame)
                 yield frame
 
     def expect(self, read_id: int = 1, first: int = 10, blocks: int = 5) -> None:
         span = (first, array("q", range(blocks)))
-        self.traffic.expect(IncomingPages(PEER, read_id, [plain_unit(KIB64)], [span]))
+        self.queue.expect(IncomingPages(PEER, read_id, [plain_unit(KIB64)], [span]))
 
 
 def header(**changes: int) -> FrameHeader:
@@ -103,10 +103,10 @@ def test_an_empty_order_is_a_mistake() -> None:
 def test_an_expected_frame_finds_its_pages() -> None:
     fixture = Fixture()
     fixture.expect()
-    with fixture.traffic.landing(header(first=12, count=2, nbytes=2 * KIB64)) as landing:
-        assert landing is not None
-        assert list(landing.ids) == [2, 3]
-        assert landing.stop == b"\0"
+    with fixture.queue.receive(header(first=12, count=2, nbytes=2 * KIB64)) as target:
+        assert target is not None
+        assert list(target.ids) == [2, 3]
+        assert target.stop == b"\0"
 
 
 @pytest.mark.parametrize(
@@ -125,21 +125,21 @@ def test_an_expected_frame_finds_its_pages() -> None:
 def test_a_frame_that_nobody_asked_for_is_refused(changes: dict[str, int], text: str) -> None:
     fixture = Fixture()
     fixture.expect()
-    with pytest.raises(ProtocolError, match=text), fixture.traffic.landing(header(**changes)):
+    with pytest.raises(ProtocolError, match=text), fixture.queue.receive(header(**changes)):
         raise AssertionError("it was let in")
 
 
 def test_a_cancelled_want_falls_quiet_when_its_last_frame_has_ended() -> None:
     fixture = Fixture()
     fixture.expect()
-    with fixture.traffic.landing(header(count=1, nbytes=KIB64)) as first:
-        with fixture.traffic.landing(header(first=11, count=1, nbytes=KIB64)):
-            fixture.traffic.cancel(1)
+    with fixture.queue.receive(header(count=1, nbytes=KIB64)) as first:
+        with fixture.queue.receive(header(first=11, count=1, nbytes=KIB64)):
+            fixture.queue.cancel(1)
             assert first is not None
             assert first.stop == b"\1"
         assert fixture.events.drain(0) == []
     assert fixture.events.drain(0) == [Drained(PEER, 1)]
-    with fixture.traffic.landing(header()) as late:
+    with fixture.queue.receive(header()) as late:
         assert late is None  # read and thrown away
     assert fixture.events.drain(0) == []
 
@@ -148,10 +148,10 @@ def test_only_so_many_cancelled_wants_are_remembered() -> None:
     fixture = Fixture()
     for read_id in range(5000):
         fixture.expect(read_id)
-        fixture.traffic.cancel(read_id)
-    with fixture.traffic.landing(header(read_id=4999)) as late:
+        fixture.queue.cancel(read_id)
+    with fixture.queue.receive(header(read_id=4999)) as late:
         assert late is None
-    with pytest.raises(ProtocolError), fixture.traffic.landing(header(read_id=0)):
+    with pytest.raises(ProtocolError), fixture.queue.receive(header(read_id=0)):
         raise AssertionError("it was let in")
 
 
@@ -159,18 +159,18 @@ def test_cancelling_drops_what_is_queued_and_lets_the_rest_finish() -> None:
     fixture = Fixture()
     fixture.send(2 * MIN_FRAME_BYTES // KIB64)
     fixture.send(1, read_id=2)
-    with fixture.traffic.next_frame() as frame:
+    with fixture.queue.next_frame() as frame:
         assert frame is not None
-        fixture.traffic.cancel(1)
+        fixture.queue.cancel(1)
         assert fixture.events.drain(0) == []
-        fixture.traffic.sent(frame)
+        fixture.queue.sent(frame)
     assert fixture.events.drain(0) == [Drained(PEER, 1)]  # and no Sent: half of it was not sent
-    assert [frame.shipment.order.read_id for frame in fixture.frames()] == [2]
+    assert [frame.request.order.read_id for frame in fixture.frames()] == [2]
 
 
 def test_cancelling_an_unknown_want_is_quiet_at_once() -> None:
     fixture = Fixture()
-    fixture.traffic.cancel(3)
+    fixture.queue.cancel(3)
     assert fixture.events.drain(0) == [Drained(PEER, 3)]
 
 
@@ -178,16 +178,16 @@ def test_nothing_happens_after_close() -> None:
     fixture = Fixture()
     fixture.expect()
     fixture.send(1)
-    with fixture.traffic.landing(header()) as landing:
-        fixture.traffic.close()
-        assert landing is not None
-        assert landing.stop == b"\1"
-        fixture.traffic.cancel(1)
+    with fixture.queue.receive(header()) as target:
+        fixture.queue.close()
+        assert target is not None
+        assert target.stop == b"\1"
+        fixture.queue.cancel(1)
         fixture.expect(2)
         fixture.send(1)
-    with fixture.traffic.next_frame() as frame:
+    with fixture.queue.next_frame() as frame:
         assert frame is None
-    assert not fixture.traffic.has_queued()
+    assert not fixture.queue.has_queued()
     assert fixture.events.drain(0) == []
 
 
@@ -223,9 +223,9 @@ def test_a_cancelled_frame_has_less_time() -> None:
     fixture = Fixture()
     with fixture.watch.over(1, 500 * MIN_BYTES_PER_S):
         fixture.now = 200.0
-        fixture.traffic.cancel(2)
+        fixture.queue.cancel(2)
         assert not fixture.watch.overdue(300.0)  # that was another read
-        fixture.traffic.cancel(1)
-        fixture.traffic.cancel(1)
+        fixture.queue.cancel(1)
+        fixture.queue.cancel(1)
         assert not fixture.watch.overdue(230.0)
         assert fixture.watch.overdue(230.1)

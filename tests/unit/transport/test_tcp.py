@@ -78,7 +78,7 @@ def test_a_wrong_key_is_refused_on_both_sides(
         turned = {(event.peer, event.refused) for event in source.of(PeerDown)}
         assert turned == {(UNAUTHENTICATED, "auth")}  # for each of its connections
         assert len(source.seen) == len(source.of(PeerDown))
-    assert "127.0.0.1: turned away: a peer with another key" in caplog.text
+    assert "127.0.0.1: rejected: a peer with another key" in caplog.text
     assert "kkkk" not in caplog.text
 
 
@@ -94,11 +94,11 @@ def test_a_peer_from_an_untrusted_address_is_turned_away_and_logged_once(
 ) -> None:
     with side() as reader, side() as source:
         address = source.transport.listen("127.0.0.1", 0)
-        guard: AccessPolicy = source.transport._guard  # type: ignore[attr-defined]
+        guard: AccessPolicy = source.transport._access  # type: ignore[attr-defined]
         monkeypatch.setattr(guard, "admits", lambda _: False)
         for _ in range(2):
             assert outcome(reader, address).reason.startswith("cannot connect")
-    assert caplog.text.count("turned away: its address is neither loopback nor in peers") == 1
+    assert caplog.text.count("rejected: its address is neither loopback nor in peers") == 1
 
 
 def test_a_name_is_not_an_address() -> None:
@@ -357,8 +357,8 @@ def test_both_sides_use_the_stricter_digest_of_the_two(
 
 def without_hashing(side: Side, number: PeerId) -> None:
     """As if there were neither the extension nor xxhash."""
-    peer = side.transport._hub.find(number)  # type: ignore[attr-defined]
-    for lane in peer._lanes.values():
+    peer = side.transport._connections.find(number)  # type: ignore[attr-defined]
+    for lane in peer._data.values():
         lane._can_digest = False
 
 
@@ -397,7 +397,7 @@ def test_a_source_that_cannot_hash_says_what_to_do() -> None:
 def test_a_note_of_a_wrong_size_is_a_mistake(size: int) -> None:
     with side() as reader, side() as source:
         pair = ConnectedPair(reader, source)
-        with pytest.raises(Misuse, match="a note of"):
+        with pytest.raises(Misuse, match="a message of"):
             reader.transport.submit(PeerMessage(pair.of_reader, bytes(size)))
 
 
