@@ -202,9 +202,7 @@ class MessageReader:
             (marked,) = _LENGTH.unpack_from(self._buffer, start)
             length = marked & ~_NIXL_BIT
             if length > MAX_MESSAGE:
-                raise ProtocolError(
-                    f"a message of {length} bytes, at most {MAX_MESSAGE} are allowed"
-                )
+                raise ProtocolError(f"a message of {length} bytes; limit is {MAX_MESSAGE}")
             end = start + _LENGTH.size + length
             if len(self._buffer) < end:
                 break
