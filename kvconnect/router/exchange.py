@@ -1,4 +1,4 @@
-"""One client request: from its body to the last byte of its answer, within one deadline.
+"""One client request: from its body to the last byte of its response, within one deadline.
 
 Before the first byte goes to the client, a failed attempt is ended on both engines and another
 pair is tried. After it nothing is: the stream ends with an error event.
@@ -58,7 +58,7 @@ _NO_PATH = (404, 405)  # of an engine
 
 
 class Services(NamedTuple):
-    """What all exchanges of a router share."""
+    """Services that all exchanges of a router share."""
 
     options: RouterOptions
     fleet: Fleet
@@ -74,7 +74,7 @@ class Services(NamedTuple):
 
 
 class Exchange:
-    """Serves one request; on the event loop, in the request's own task."""
+    """Serves one request in the request's own task. Event loop only."""
 
     def __init__(
         self, services: Services, request: web.Request, api: Api, tenant: Tenant, turn: int
@@ -88,10 +88,10 @@ class Exchange:
         self._spans = services.spans.of(request)
         self._turn = turn  # counts requests, and attempts of this one
         self._received_at = time.monotonic()
-        self._outcome = RequestOutcome.CANCELLED  # until something else is known
+        self._outcome = RequestOutcome.CANCELLED  # until another outcome is known
 
     async def serve(self) -> web.StreamResponse:
-        """Answer the request; the client's disconnect cancels this, and both legs with it."""
+        """Answer the request. The client's disconnect cancels this and both upstream requests."""
         timeout_s = self._services.options.limits.timeout_s
         try:
             return await asyncio.wait_for(self._answer(), timeout_s)
@@ -195,9 +195,10 @@ class Exchange:
     async def _attempt(
         self, choice: RoutingChoice, body: Mapping[str, Any]
     ) -> AsyncIterator[tuple[UpstreamRequest, bytes]]:
-        """Yield the decode leg and the first bytes of its answer.
+        """Yield the decode request and the first bytes of its response.
 
-        Leaving ends both legs, but lets prefill finish if the answer is complete.
+        Leaving the block ends both upstream requests, but lets prefill finish if the response is
+        complete.
         """
         overhead = Overhead()
         decode = self._services.fleet.get(Role.DECODE, choice.decode.target.worker)
@@ -241,7 +242,7 @@ class Exchange:
     async def _prefill(
         self, upstream: Upstream, chosen: TargetChoice, body: Mapping[str, Any], overhead: Overhead
     ) -> dict[str, Any] | None:
-        """Have a prompt computed; return what the engine offers for it."""
+        """Have a prompt computed; return the engine's ticket for its KV."""
         async with self._upstream_request(upstream, chosen) as upstream_request:
             await upstream_request.open(self._engine_request(body, chosen), overhead.written)
             if upstream_request.streams:
@@ -270,7 +271,7 @@ class Exchange:
     async def _relay(
         self, upstream_request: UpstreamRequest, first: bytes, mode: Mode
     ) -> web.StreamResponse:
-        """Pass the answer on to the client."""
+        """Pass the response on to the client."""
         if not upstream_request.streams:
             self._outcome = RequestOutcome.OK
             return self._reply.whole(EngineResponse(200, upstream_request.content_type, first))
@@ -312,7 +313,7 @@ def bodies(
     body: Mapping[str, Any],
     one_token: Mapping[str, Any] = engine_bodies.ONE_TOKEN,
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return what prefill is asked, and decode, as far as that is known by now."""
+    """Return the bodies for prefill and decode; in pull mode, decode's still lacks the ticket."""
     if choice.mode is Mode.BOOTSTRAP:
         worker, room = prefill.worker, secrets.randbelow(engine_bodies.ROOMS)
         meeting = engine_bodies.BootstrapRoom(
@@ -332,7 +333,7 @@ def bodies(
 def mooncake_ticket(
     prefill: Upstream, rank: int | None, asked: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Return what an engine with vLLM's MooncakeConnector offers, which does not say so itself."""
+    """Return the ticket of an engine with vLLM's MooncakeConnector, whose responses have none."""
     engine_id = prefill.info.engine_ids.get(rank or 0)
     if prefill.worker.engine is not Engine.MOONCAKE or engine_id is None:
         return None

@@ -40,13 +40,13 @@ class RequestOutcome(str, Enum):
 
 
 class UpstreamOutcome(str, Enum):
-    """How one leg ended."""
+    """How one request to an engine ended."""
 
     OK = "ok"
     REJECTED = "rejected"
     ERROR = "error"
     UNREACHABLE = "unreachable"
-    CANCELLED = "cancelled"  # by the client, the deadline, or the other leg's failure
+    CANCELLED = "cancelled"  # by the client, the deadline, or the other engine's failure
 
 
 class ProbeOutcome(str, Enum):
@@ -61,7 +61,7 @@ class ProbeOutcome(str, Enum):
 
 
 class InputKind(str, Enum):
-    """What an answer or an entry that could not be used was about."""
+    """Kind of input from engines, or from sources of engines, that could not be used."""
 
     MODELS = "models"
     VERSION = "version"
@@ -137,7 +137,7 @@ class RouterMetrics:
         self._families["upstream_requests"].labels(role.value, url, outcome.value).inc()
 
     def retry(self, role: Role, cause: Cause) -> None:
-        """Another attempt is made, because this leg failed."""
+        """Count another attempt, after the request to an engine of ``role`` failed."""
         self._families["retries"].labels(role.value, cause).inc()
 
     def count(self, row: str, *labels: str) -> None:

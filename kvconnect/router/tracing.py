@@ -1,7 +1,7 @@
-"""What a request's trace says of the router: the request, its wait, its choices, its legs.
+"""Spans of a request in the router: the request, its wait, its choices, its upstream requests.
 
-``RequestSpans`` and ``UpstreamSpan`` do nothing: they are for while tracing is off. Everything here
-runs on the event loop.
+``RequestSpans`` and ``UpstreamSpan`` do nothing; they are used while tracing is off. Event loop
+only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class UpstreamSpan:
         return {}
 
     def end(self, outcome: UpstreamOutcome) -> None:
-        """The leg is over."""
+        """End the span."""
 
 
 class RequestSpans:
@@ -52,7 +52,7 @@ class RequestSpans:
         """An attempt was given its engines, or there are none."""
 
     def upstream_request(self, upstream: Upstream, target_choice: TargetChoice) -> UpstreamSpan:  # noqa: ARG002
-        """Return the span of a leg that begins."""
+        """Return the span of a request to an engine that begins."""
         return _NO_UPSTREAM_SPAN
 
     def first_byte(self) -> None:
@@ -160,7 +160,7 @@ class _TracedUpstreamSpan(UpstreamSpan):
 
 
 def _target_attributes(target_choice: TargetChoice, prefix: str) -> dict[str, str | int]:
-    """Return where a leg runs and why."""
+    """Return the attributes of a chosen target."""
     about: dict[str, str | int] = {
         f"{prefix}.worker": target_choice.target.worker,
         f"{prefix}.why": target_choice.why.value,

@@ -33,7 +33,7 @@ def engine_breaker(since: float = 0.0) -> CircuitBreaker:
 
 @dataclass
 class EngineInfo:
-    """What an engine has said about itself; kept while it is down, asked anew when it is back.
+    """What an engine reports about itself; kept while it is down, refreshed when it is back.
 
     Attributes:
         models: what it serves: name -> what ``/v1/models`` says of it.
@@ -47,7 +47,7 @@ class EngineInfo:
 
 
 class Signals:
-    """What those who look after an engine wait for: that it is up, down, or worth a look."""
+    """Events of one engine that background tasks wait for."""
 
     def __init__(self) -> None:
         self.up = asyncio.Event()
@@ -96,7 +96,7 @@ class Upstream:
         return self.signals.up.is_set()
 
     def view(self, now: float, *, proven: bool) -> WorkerView:
-        """Return it as policies see it."""
+        """Return the engine as policies see it."""
         ranks = self.loads.at(now)
         return WorkerView(
             self.index,
@@ -114,7 +114,7 @@ class Upstream:
         )
 
     def mark(self, *, up: bool) -> None:
-        """It was found up or down."""
+        """Set whether the engine is up; drop what a restart invalidates."""
         if up == self.up:
             return
         logger.info("%s engine %s is %s", self.role.value, self.url, "up" if up else "down")
@@ -131,17 +131,17 @@ class Upstream:
         self._changed(self)
 
     def suspect(self) -> None:
-        """Something went wrong with it: have it probed at once."""
+        """Have the engine's health probed at once."""
         self.signals.suspected.set()
 
     def began(self, chosen: TargetChoice, now: float) -> None:
-        """A request goes there."""
+        """Count a request that starts."""
         self.open += 1
         self.loads.begin(chosen.target.rank, chosen.tokens, now)
         self.breaker.begin(now)
 
     def ended(self, chosen: TargetChoice) -> None:
-        """It is over."""
+        """Count a request that ended."""
         self.open -= 1
         self.loads.end(chosen.target.rank, chosen.tokens)
 
@@ -158,7 +158,7 @@ class Upstream:
     def hold_standing_ticket(
         self, rank: int, standing_ticket: StandingTicket, asked: float
     ) -> None:
-        """It gave out a card, asked for at ``asked``."""
+        """Keep a standing ticket that was requested at time ``asked``."""
         if self.up:
             self._standing_tickets[rank] = standing_ticket.text, asked + standing_ticket.lifetime_s
 
@@ -168,7 +168,7 @@ class Upstream:
 
 
 class FleetObserver(Protocol):
-    """Who is told what becomes of engines; the metrics."""
+    """Is told about changes in the fleet."""
 
     def up(self, upstream: Upstream) -> None:
         """It was found up or down."""
@@ -194,7 +194,7 @@ class Fleet:
                 self.add(role, worker)
 
     def add(self, role: Role, worker: Worker) -> Upstream:
-        """One more engine; its number is its own for ever."""
+        """Add an engine. Its number is never reused."""
         index = self._numbers[role]
         self._numbers[role] += 1
         upstream = Upstream(role, index, worker, Loads(self._stale_s), self._changed)
@@ -203,7 +203,7 @@ class Fleet:
         return upstream
 
     def remove(self, upstream: Upstream) -> None:
-        """It is no longer one of them."""
+        """Remove an engine."""
         upstream.mark(up=False)  # for those who remember what it was sent
         left = self._by_role[upstream.role]
         left.pop(upstream.index, None)
@@ -212,7 +212,7 @@ class Fleet:
             self._observer.remove_upstream(upstream.role, upstream.url)
 
     def get(self, role: Role, index: int) -> Upstream:
-        """Return one by its number."""
+        """Return an engine by its number."""
         return self._by_role[role][index]
 
     def all(self, role: Role | None = None) -> list[Upstream]:
@@ -226,7 +226,7 @@ class Fleet:
         return not model or any(isinstance(m, dict) and not m.get("parent") for m in said)
 
     def view(self) -> FleetView:
-        """Return all of them as policies see them."""
+        """Return all engines as policies see them."""
         now = time.monotonic()
         prefill, decode = (
             tuple(
@@ -238,7 +238,7 @@ class Fleet:
         return FleetView(prefill, decode, self.pairing.broken)
 
     def broken(self, upstream: Upstream) -> dict[str, str]:
-        """Return to or from which engines, by URL, its KV does not get, and why."""
+        """Return the partners, by URL, with which its last probe failed, and the error."""
         role, index = upstream.role, upstream.index
         other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
         return {
@@ -248,7 +248,7 @@ class Fleet:
         }
 
     def recheck(self, choice: RoutingChoice) -> None:
-        """A request failed on its engines: their hand-off is worth a probe."""
+        """Have the hand-off of a failed request's engines probed."""
         if choice.prefill is not None:
             pair = EnginePair(choice.prefill.target.worker, choice.decode.target.worker)
             if all(number in self._by_role[role] for role, number in pair.engines):

@@ -1,5 +1,5 @@
-"""What the router does all the time for each engine: probe it, ask what it is, how busy it is, and
-for cards. Everything here runs on the event loop, one task each, for ever.
+"""Background tasks for each engine: health probes, models and version, load, standing tickets, and
+KV events. Event loop only; one task each.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ PROBE_SELDOM_S = 8.0  # and stays there: an engine is never given up
 LEARN_EVERY_S = 30.0  # adapters are loaded and unloaded while an engine runs
 RETRY_S = 5.0
 PROBE_TIMEOUT_S = 5.0
-ASK_TIMEOUT_S = 30.0  # a card queues behind real prefills
-_RENEW_AT = 0.5  # share of its lifetime after which a card is renewed
+ASK_TIMEOUT_S = 30.0  # a request for a standing ticket queues behind real prefills
+_RENEW_AT = 0.5  # share of its lifetime after which a standing ticket is renewed
 
 FAILED = (Unreachable, ConnectionLost, asyncio.TimeoutError, Refused)
 """What any question to an engine may raise."""
@@ -51,7 +51,7 @@ _T = TypeVar("_T")
 
 
 class Watcher:
-    """Looks after one engine."""
+    """The background tasks of one engine."""
 
     def __init__(self, upstream: Upstream, pool: ConnectionPool, metrics: RouterMetrics) -> None:
         self._upstream = upstream
@@ -212,7 +212,7 @@ class Watcher:
         return self._read(InputKind.LOAD, reports.sglang_tokens, good)
 
     async def _keep_standing_tickets(self) -> None:
-        """Hold fresh cards: renewed early, and at once when the engine comes back."""
+        """Keep standing tickets fresh: renew them early, and at once when the engine comes back."""
         upstream = self._upstream
         await self._polled.wait()
         while True:
@@ -225,13 +225,15 @@ class Watcher:
                 )
             except FAILED as error:
                 logger.warning(
-                    "no card from %s, its KV is pulled: %s", upstream.url, error or "late"
+                    "no standing ticket from %s, so its KV is pulled: %s",
+                    upstream.url,
+                    error or "late",
                 )
                 self._metrics.count("standing_ticket_fetches", upstream.url, "failed")
             await wait(upstream.signals.down, pause)
 
     async def _fetch_standing_ticket(self, rank: int, ranks: int) -> float:
-        """Fetch a rank's card; return in how many seconds to fetch the next."""
+        """Fetch a rank's standing ticket; return in how many seconds to fetch the next."""
         asked = time.monotonic()
         base = self._upstream.base
         model = next(iter(reports.models_of(await self.get("/v1/models"))))
