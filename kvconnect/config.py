@@ -38,7 +38,7 @@ _UNITS = {
     "TiB": 2**40,
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-_LONGEST_S = 86_400  # no wait is endless
+_LONGEST_S = 86_400
 _MOST_CONNECTIONS = 16
 OFF = -1  # of host_bytes: no host tier
 AUTO = -1  # of sync_load_bytes: as measured
@@ -229,11 +229,11 @@ def parse_config(extra: Mapping[str, Any]) -> Config:
 
 
 _WORDS = {"host_bytes": {"auto": 0, "off": OFF}, "sync_load_bytes": {"auto": AUTO}}
-"""What sizes may be instead of a size, and how they are kept."""
+"""Words that users may write instead of a size, and the value that stands for them."""
 
 
 def _parse_sizes(values: dict[str, Any]) -> None:
-    """Replace sizes, and words for them, by bytes."""
+    """Replace sizes, and the words for them, by bytes."""
     for field in ("host_bytes", "sync_load_bytes", "min_rate", "store_rate"):
         if field not in values:
             continue
@@ -245,7 +245,7 @@ def _parse_sizes(values: dict[str, Any]) -> None:
 
 
 def _check_tiers(values: Mapping[str, Any]) -> None:
-    """Check what can be checked without a store: its own settings are the store's to check."""
+    """Check the tiers' settings, but for those that each store checks itself."""
     for field in ("disk", "remote"):
         settings = values.get(field, {})
         if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
@@ -262,7 +262,7 @@ def _check_tiers(values: Mapping[str, Any]) -> None:
 
 def config_from_environment(environ: Mapping[str, str]) -> Config:
     """Parse ``KVCONNECT_CONFIG``, the settings of engines that have no flag for them: a JSON
-    object, or ``@`` and the path of a file that holds one. Without it all is as it comes.
+    object, or ``@`` and the path of a file that holds one. If unset, defaults apply.
 
     Raises:
         ConfigError: as :func:`parse_config`, or no JSON object there.

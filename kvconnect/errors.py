@@ -1,8 +1,8 @@
 """The exception tree; each class is named by what the caller does next.
 
 Every error raised on purpose derives from :class:`KVConnectError`, so a caller can tell a refusal
-from a bug. Exceptions of other libraries are translated where the library is called, and stay the
-cause.
+from a bug. Exceptions of other libraries are translated where the library is called, and stay
+attached as the cause.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Corrupt(KVConnectError):
 
 
 class Misuse(KVConnectError):
-    """The library was called against its contract: a bug on this side of the seam."""
+    """The library was called against its contract: a bug in the caller."""
 
 
 class TransferFailed(KVConnectError):

@@ -1,4 +1,4 @@
-"""What one interval moved, in a form that merges and whose size is bounded.
+"""Statistics of one interval, in a form that merges and whose size is bounded.
 
 An interval's numbers travel from the workers and the scheduler to the process that logs and
 serves ``/metrics``. Inside, everything is a *delta* since the last hand-over; only Prometheus
@@ -45,7 +45,7 @@ MOST_LABELS = 32
 """Label values that one counter keeps apart. Peers come and go, so their names need a bound."""
 
 OTHER = "other"
-"""Label value under which what goes beyond the bound is added up."""
+"""Label value that collects all label values beyond the bound."""
 
 # fmt: off
 SIZE_BUCKETS: tuple[float, ...] = (

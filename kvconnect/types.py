@@ -1,4 +1,4 @@
-"""Words shared by every layer. No behaviour, no engine, no torch."""
+"""Types shared by every layer. No behaviour, no engine, no torch."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class FailureCause(str, Enum):
     DEADLINE = "deadline"  # not started or not finished in time
     MISSING = "missing"  # the tier no longer had it
     SKIPPED = "skipped"  # not tried, because an earlier block of the same job failed
-    PEER = "peer"  # the other side died or its connection broke
-    REFUSED = "refused"  # ticket or handshake turned away, here or there
-    GONE = "gone"  # the other side no longer has it: expired or aborted
+    PEER = "peer"  # the peer died or its connection broke
+    REFUSED = "refused"  # a ticket or handshake was rejected, on either side
+    GONE = "gone"  # the peer no longer has the blocks: expired or aborted
 
 
 class Rank(NamedTuple):

@@ -1,4 +1,4 @@
-"""KV-cache groups as the plan sees them, and the longest prefix a tier can restore.
+"""KV-cache groups, and the longest prefix that a tier can restore.
 
 Layers of one group share a block table. A full-attention group needs every block of a prefix; a
 sliding-window group needs only the blocks its window still reaches, a chunked group those since
@@ -14,7 +14,7 @@ from typing import Protocol
 
 
 class Lookup(Protocol):
-    """What is there: :class:`~kvconnect.offload.index.HostIndex`, or more than that."""
+    """Finds blocks: :class:`~kvconnect.offload.index.HostIndex`, or one that looks further."""
 
     def ready_slots(self, group: int, hashes: Iterable[bytes]) -> list[int]:
         """Return one number for each of the leading blocks that are there."""

@@ -2,18 +2,17 @@
 
 A rank's slot holds the heads of that rank, in whatever order its KV cache has. Engines with other
 ranks can use the same records only if those are cut by the model's heads and not by the rank's. A
-*unit* is what a block has of a few heads that follow one another, in canonical order ("HNC" in
-``format``): layer by layer, then head by head, then token by token::
+*unit* is the part of a block that belongs to a few consecutive heads, in canonical order
+("HNC"): layer by layer, then head by head, then token by token::
 
     8 heads, one per unit     TP 1 |0|1|2|3|4|5|6|7|    TP 4, rank 1 |2|3|    TP 8, rank 5 |5|
 
-What of a slot belongs to a unit is a list of byte runs. Two workers that name the same layers with
+A unit is a list of byte runs of a slot. Two workers that name the same layers with
 rows alike get the same bytes for the same unit. A row may lie in parts: where one worker keeps K
 and V of a token side by side and the other in two tensors, that one names both as parts.
 
-Not in the bytes, so a name of records must say it: ``unit_heads``, how many heads there are, the
-tokens of a block, and where :func:`units` was told that tokens are not apart, the packing of a
-page and its tokens.
+Not encoded in the record, so the fingerprint must include it: ``unit_heads``, the number of heads,
+the tokens of a block and, without ``tokens_apart``, the packing and the tokens of a page.
 
 Arithmetic only. All sizes and offsets are bytes unless a name says otherwise.
 """
@@ -40,12 +39,12 @@ Run = tuple[int, int]
 
 
 Rows = Sequence["LayerPages"]
-"""What a layer keeps, token by token: the parts of its rows, in the order in which they go."""
+"""The pages of one layer: the parts of its rows, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadUnit:
-    """One of the model's units, and where a slot has its bytes.
+    """One of the model's units, with its byte runs in a slot.
 
     ``number`` is the same on all ranks of all engines. ``runs`` are in canonical order, none goes
     on where the one before ends.
@@ -82,7 +81,7 @@ def units(
     Every byte of the slot is in exactly one run of one unit.
 
     Args:
-        group: what a slot holds of a block.
+        group: the geometry of a block in a slot.
         layers: the pages of the group, in the model's order, with the parts of their rows. Layers
             that share another one's bytes are left out.
         heads: (first, end) of the model's KV heads that this rank has. Ranks that have the same

@@ -1,6 +1,6 @@
-"""What is inside a page: heads, tokens and rows, so that two different caches can exchange it.
+"""Heads, tokens and rows inside a page, so that two different caches can exchange blocks.
 
-``geometry`` moves whole blocks and need not know what is in them. A hand-off may go to a cache with
+``layout`` moves whole blocks and need not know their content. A hand-off may go to a cache with
 other strides, another block size or other heads per rank, so it cuts blocks into *wire blocks*:
 a number of tokens of a range of heads, in an order that both sides agreed on. A *row* is what one
 layer keeps of one token for one head: K and V together, opaque bytes::

@@ -1,11 +1,11 @@
-"""What a stored block is, in words that belong to no engine.
+"""Names and format of stored blocks, independent of the engine.
 
 An engine names its blocks with hashes of its own and lays their bytes out in its own way. For one
 engine to use what another has stored, both must agree on two things:
 
 - *which tokens* a block is about: :func:`page_names`, a hash chain over the tokens.
 - *what its bytes mean*: a :class:`RecordFormat`, all of which is in the name of the format. The
-  bytes themselves are units of heads (``slices``), whose rows are a token's K and then its V,
+  bytes themselves are units of heads (``head_shards``), whose rows are a token's K and then its V,
   whatever the engine's kernels keep side by side; :func:`parts` finds those in a page.
 
 Arithmetic only. Sizes are bytes unless a name says otherwise.

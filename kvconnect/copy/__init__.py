@@ -81,8 +81,8 @@ def _cuda_copier(
         return None, str(error)
     logger.info(
         "copying blocks with CUDA: store by %s, load by %s",
-        copier.way("store", 0),
-        copier.way("load", 0),
+        copier.method("store", 0),
+        copier.method("load", 0),
     )
     return copier, ""
 

@@ -1,4 +1,4 @@
-"""The seam between device memory and the host arena."""
+"""The contract of copies between device memory and the host arena."""
 
 from __future__ import annotations
 

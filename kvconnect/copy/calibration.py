@@ -1,4 +1,4 @@
-"""Which way is faster for pages of which size: the gather kernel or batched DMA.
+"""Measures up to which page size the gather kernel is faster than batched DMA.
 
 Measured once per machine, device and driver, in about a tenth of a second, and kept on disk.
 A kernel also takes multiprocessors and memory bandwidth from the model, which a measurement of
@@ -16,6 +16,7 @@ import tempfile
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from kvconnect.copy.driver import Driver
@@ -42,11 +43,11 @@ DEFAULT = CopyThreshold(store=0, load=28 << 10)
 """Where nothing can be measured: what was published for an H100 on PCIe 5."""
 
 SampleCopy = Callable[[str, str, int], None]
-"""Copies a sample: direction, way ("kernel" or "dma"), page size."""
+"""Copies a sample: direction, method ("kernel" or "dma"), page size."""
 
 
 def choose(seconds: Mapping[tuple[str, str, int], float]) -> CopyThreshold:
-    """Return up to which page the kernel wins, from seconds per (direction, way, page).
+    """Return up to which page the kernel wins, from seconds per (direction, method, page).
 
     It stops at the first page where it does not: a later win is noise.
     """
@@ -54,7 +55,7 @@ def choose(seconds: Mapping[tuple[str, str, int], float]) -> CopyThreshold:
     def largest(direction: str) -> int:
         best = 0
         for page in PAGES:
-            kernel, dma = (seconds[direction, way, page] for way in ("kernel", "dma"))
+            kernel, dma = (seconds[direction, method, page] for method in ("kernel", "dma"))
             if kernel * MARGIN[direction] > dma:
                 break
             best = page
@@ -64,7 +65,7 @@ def choose(seconds: Mapping[tuple[str, str, int], float]) -> CopyThreshold:
 
 
 def measure(driver: Driver, move: SampleCopy) -> CopyThreshold:
-    """Time both ways for every page size and direction; the best of some rounds counts.
+    """Time both methods for every page size and direction; the best of some rounds counts.
 
     Raises:
         TransferFailed: a copy failed.
@@ -72,13 +73,10 @@ def measure(driver: Driver, move: SampleCopy) -> CopyThreshold:
     seconds = {}
     for direction in ("store", "load"):
         for page in PAGES:
-            for way in ("kernel", "dma"):
-
-                def work(direction: str = direction, way: str = way, page: int = page) -> None:
-                    move(direction, way, page)
-
+            for method in ("kernel", "dma"):
+                work = partial(move, direction, method, page)
                 driver.seconds(work)  # the first loads code and fills tables
-                seconds[direction, way, page] = min(driver.seconds(work) for _ in range(ROUNDS))
+                seconds[direction, method, page] = min(driver.seconds(work) for _ in range(ROUNDS))
     return choose(seconds)
 
 

@@ -97,7 +97,7 @@ class CudaCopier(Copier):
     ) -> None:
         self._enqueue("load", group, block_ids, slots, runs)
 
-    def way(self, direction: Direction, group: int) -> str:
+    def method(self, direction: Direction, group: int) -> str:
         """Return how blocks of a group are copied: ``kernel`` or ``dma``."""
         limit = self._choice.store if direction == "store" else self._choice.load
         return "kernel" if self._groups[group].run_bytes <= limit else "dma"
@@ -139,7 +139,7 @@ class CudaCopier(Copier):
             # Raises, and says which one.
             check_request(self._geometry, self._num_slots, group, block_ids, slots)
         made = self._groups[group]
-        copy = self._launch if self.way(direction, group) == "kernel" else self._copy_batch
+        copy = self._launch if self.method(direction, group) == "kernel" else self._copy_batch
         copy(direction, made, (blocks, places), runs or made.all_runs)
 
     def _launch(self, direction: Direction, made: _GroupTables, ids: _Ids, runs: Runs) -> None:
@@ -190,13 +190,13 @@ def sample_move(driver: Driver) -> SampleCopy:
     copiers = {}
     for page in PAGES:
         geometry = Geometry((GroupGeometry((ByteRun(0, page, page),), SAMPLE_BYTES // page),))
-        for way, limit in (("kernel", page), ("dma", 0)):
+        for method, limit in (("kernel", page), ("dma", 0)):
             choice = CopyThreshold(store=limit, load=limit)
-            copiers[way, page] = CudaCopier(area, arena, geometry, driver, choice)
+            copiers[method, page] = CudaCopier(area, arena, geometry, driver, choice)
 
-    def move(direction: str, way: str, page: int) -> None:
+    def move(direction: str, method: str, page: int) -> None:
         count = SAMPLE_BYTES // page
-        copier = copiers[way, page]
+        copier = copiers[method, page]
         copy = copier.enqueue_store if direction == "store" else copier.enqueue_load
         copy(0, scattered(count), range(count))
 

@@ -1,4 +1,4 @@
-"""Which block lies in which slot of the host tier. All ranks use the same slot for a block."""
+"""Maps blocks to slots of the host tier. All ranks use the same slot for a block."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvconnect.offload.eviction import EvictionPolicy
 
 
 class RemovedBlock(NamedTuple):
-    """A block that left the tier to make room, or because it was quarantined."""
+    """A block that was evicted or quarantined."""
 
     group: int
     block_hash: bytes
 
 
 class HostIndex:
-    """Maps (group, block hash) to a slot and says what can be loaded.
+    """Maps (group, block hash) to a slot and knows which blocks can be loaded.
 
     Owned by the scheduler's thread. Blocks being stored are kept apart from those that can be
     loaded. Each slot remembers which slot held the next block of its prefix when that was last
@@ -41,7 +41,7 @@ class HostIndex:
         self._ready: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
         self._pending: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
         self._storing: dict[int, bytes] = {}  # hash of PENDING slots
-        self._disowned: set[int] = set()  # PENDING slots that stand for no block any more
+        self._disowned: set[int] = set()  # PENDING slots whose block may be stored elsewhere
         self._group = bytearray(num_slots)
         # One more than there are slots: where a lookup's hints start.
         self._readable: list[bytes] = [b""] * (num_slots + 1)  # hash of READY slots only
@@ -117,8 +117,8 @@ class HostIndex:
     def abandon(self, slots: Iterable[int], held: bool = False) -> list[tuple[int, bytes]]:
         """Give pending slots back: their block, returned as (group, hash), was not stored.
 
-        ``held``: what was to bring them hangs, and may write to them yet. The blocks may be stored
-        elsewhere, but the slots stay taken until they are abandoned again.
+        ``held``: the job that fills the slots hangs and may still write them. Their blocks may be
+        stored elsewhere, but the slots stay taken until they are abandoned again.
         """
         dropped = []
         for slot in slots:
@@ -198,7 +198,7 @@ class HostIndex:
         self.removed.append(RemovedBlock(group, block_hash))
 
 
-# The life of the host tier's slots: who may write one, who reads it, when it is free again.
+# States of the slots: who may write a slot, who reads it, when it is free again.
 #
 # A slot goes FREE -> PENDING (a store writes it) -> READY (can be loaded) -> FREE. A READY slot
 # that loses its block while a load still reads it is CONDEMNED until unpinned, so that its bytes

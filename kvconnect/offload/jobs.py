@@ -1,4 +1,4 @@
-"""Who holds which device block, and until when.
+"""Open jobs and the ledger of the device blocks that they hold.
 
 Jobs hold device blocks while a copy reads or writes them. The ledger proves at any time that a
 held block has one owner, that every owner has a deadline, and that whatever was granted is
@@ -21,7 +21,7 @@ from kvconnect.types import FailureCause, JobId, Tier, TransferType
 
 
 class Owner(str, Enum):
-    """What holds blocks. Values are metric labels."""
+    """Kind of job that holds blocks. Values are metric labels."""
 
     STORE = "store"
     LOAD = "load"
@@ -40,7 +40,7 @@ class Hold(NamedTuple):
 
 
 class Ledger:
-    """The book of held device blocks. Owned by the scheduler's thread; has no clock of its own."""
+    """All held device blocks. Owned by the scheduler's thread; has no clock of its own."""
 
     def __init__(self) -> None:
         self.granted = 0
@@ -62,7 +62,7 @@ class Ledger:
         return block_id in self._owner_of
 
     def grant(self, hold: Hold) -> None:
-        """Enter a hold.
+        """Add a hold.
 
         Raises:
             Misuse: the job already holds blocks, or one of the blocks has an owner.
@@ -79,7 +79,7 @@ class Ledger:
         self.granted += len(hold.blocks)
 
     def settle(self, job: JobId) -> Hold | None:
-        """Strike out a job's hold and return it; None if it was settled before (expired)."""
+        """Remove a job's hold and return it; None if it was settled before (expired)."""
         hold = self._holds.pop(job, None)
         if hold is not None:
             for block in hold.blocks:
@@ -89,7 +89,7 @@ class Ledger:
         return hold
 
     def expired(self, now: float) -> Sequence[Hold]:
-        """Return holds whose deadline has passed, oldest first. They stay in the book."""
+        """Return holds whose deadline has passed, oldest first. They stay in the ledger."""
         return [hold for hold in self._holds.values() if hold.deadline <= now]
 
     def held_by(self, owner: Owner) -> int:
@@ -101,10 +101,10 @@ class Ledger:
         return max((now - hold.since for hold in self._holds.values()), default=0.0)
 
     def check(self) -> None:
-        """Prove the book.
+        """Prove that holds, owners and counts agree.
 
         Raises:
-            Misuse: naming the entry that does not add up.
+            Misuse: an entry does not add up; the message names it.
         """
         owners = {block: hold.job for hold in self._holds.values() for block in hold.blocks}
         if owners != self._owner_of:
@@ -122,7 +122,7 @@ class Ledger:
 
 # Jobs in flight: from instruction to the last worker's report, exactly once.
 #
-# Opening a job enters its device blocks in the ledger; the report of the last worker settles it:
+# Opening a job adds its device blocks to the ledger; the report of the last worker settles it:
 # slots become readable or free, readers unpin, bad copies are quarantined, blocks are released.
 
 
@@ -130,9 +130,9 @@ logger = logging.getLogger(__name__)
 
 NULL_BLOCK = 0  # the engine's placeholder for blocks outside a window; never copied
 QUARANTINED = (FailureCause.DIGEST, FailureCause.COPY)
-"""Causes that leave a stored copy suspect."""
+"""Causes after which a stored copy cannot be trusted."""
 _TYPE = {Owner.STORE: TransferType.GPU_TO_CPU, Owner.LOAD: TransferType.CPU_TO_GPU}
-# A worker counts from the moment the job arrives and must be able to answer before we give up.
+# A worker counts from the arrival of the job and must be able to answer before the job expires.
 _ANSWER_FACTOR = 2.0
 
 
@@ -174,8 +174,8 @@ class _OpenJob:
     sync: bool = False
     seconds: float = 0.0  # that copies took, of the slowest worker so far
     failures: dict[tuple[int, int, int], FailedBlock] = field(default_factory=dict)
-    overdue: bool = False  # past its deadline when the engine last looked
-    given_up: bool = False  # a reset or expiry made the result worthless: nobody waits for it
+    overdue: bool = False  # was past its deadline at the last check
+    void: bool = False  # a reset or expiry made the result useless: nothing waits for it
 
 
 class JobTable:
@@ -197,7 +197,7 @@ class JobTable:
     @property
     def busy(self) -> bool:
         """Whether an answer is awaited."""
-        return any(not job.given_up for job in self._jobs.values())
+        return any(not job.void for job in self._jobs.values())
 
     def open_store(self, parts: tuple[GroupBlocks, ...], now: float) -> StoreBlocks:
         """Open a store of reserved slots; their device blocks are held from now on."""
@@ -242,12 +242,12 @@ class JobTable:
         return self._end_load(job, now)
 
     def expire(self, now: float) -> list[int]:
-        """Give up stores that no worker answered in time; return their source blocks, released.
+        """Expire stores that workers did not answer in time; return their source blocks, released.
 
-        A job is given up at the second look past its deadline, so that answers which arrived
-        during a long step are read first. What such a store writes is never published; its slots
-        stay reserved, since the write may still land. A load's blocks stay held: only its worker
-        can say that no write lands any more, and it has a deadline of its own.
+        A store expires at the second check past its deadline, so that answers which arrived
+        during a long step are read first. Its blocks never become readable; its slots stay
+        reserved, since a worker may still write them. A load's blocks stay held: only its worker
+        knows when the last write has ended, and the worker has a deadline of its own.
         """
         released: list[int] = []
         for hold in self.ledger.expired(now):
@@ -259,18 +259,18 @@ class JobTable:
         return released
 
     def void_stores(self) -> list[int]:
-        """Let no store in flight publish its blocks: the tier was reset, or they are suspect.
-        Return their source blocks, released."""
+        """Void the stores in flight, after a reset or when their blocks are suspect: their blocks
+        never become readable. Return their source blocks, released."""
         stores = [(n, job) for n, job in self._jobs.items() if job.owner is Owner.STORE]
         return [block for number, job in stores for block in self._void(number, job)]
 
     def _void(self, number: JobId, job: _OpenJob) -> tuple[int, ...]:
-        job.given_up = True
+        job.void = True
         hold = self.ledger.settle(number)
         return () if hold is None else hold.blocks
 
     def gauges(self, now: float) -> Iterable[tuple[str, float, str | None]]:
-        """Yield (name, value, label) of what the book holds."""
+        """Yield (name, value, label) of each gauge."""
         for owner in _TYPE:
             yield "ledger_held_blocks", self.ledger.held_by(owner), owner.value
             jobs = sum(job.owner is owner for job in self._jobs.values())
@@ -280,8 +280,8 @@ class JobTable:
     def _open(self, job: _OpenJob) -> JobId:
         self._last += 1
         number = JobId(self._last)
-        # A synchronous load is over before its step computes. Until the engine hears of it, the
-        # blocks may have a new owner already, so they are not held.
+        # A synchronous load ends before its step computes. Its blocks may have a new owner before
+        # its report arrives, so they are not held.
         parts = () if job.sync else job.parts
         blocks = tuple(block for part in parts for block in part.block_ids)
         deadline = job.asked + self._limits.deadline_s * _ANSWER_FACTOR
@@ -294,7 +294,7 @@ class JobTable:
         stored: list[tuple[int, bytes]] = []
         dropped: list[tuple[int, bytes]] = []
         for part in job.parts:
-            good = [slot for slot in part.slots if not job.given_up and slot not in failed]
+            good = [slot for slot in part.slots if not job.void and slot not in failed]
             dropped += self._index.abandon(set(part.slots).difference(good))
             self._index.commit(good)
             stored += [(part.group, self._index.hash_of(slot)) for slot in good]
@@ -308,7 +308,7 @@ class JobTable:
             if there and self._index.discard(failure.slot):
                 self._stats.count("quarantined_blocks", label=failure.cause.value)
         latency = now - job.asked
-        if not job.sync:  # a parked request waits for all of it; a worker measures the others
+        if not job.sync:  # a parked request waits for the whole load; workers measure the others
             self._stats.observe("load_exposed_seconds", latency, label=Tier.HOST.value)
         if not job.failures:
             self._stats.observe("load_latency_seconds", latency, label=Tier.HOST.value)

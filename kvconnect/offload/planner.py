@@ -1,4 +1,4 @@
-"""The host tier's plan: what to store, what to load, what a worker's report changes.
+"""Decides for the host tier which blocks to store and load, and what a worker's report changes.
 
 One object per engine, owned by the scheduler's thread. Time is an argument (``now``, seconds of
 one monotonic clock). Blocks are promised in :meth:`OffloadPlan.match`, loads planned when the
@@ -32,7 +32,7 @@ _NEVER = sys.maxsize
 
 
 class OffloadLimits(NamedTuple):
-    """What bounds a plan.
+    """Limits of a plan.
 
     ``workers`` must answer each job; a job may take ``deadline_s`` seconds; stores may hold
     ``held_blocks`` device blocks at once, since more would starve the engine.
@@ -55,12 +55,12 @@ class LoadRequest(NamedTuple):
 
 @dataclass
 class _PlannedRequest:
-    """What the plan remembers of a live request."""
+    """State of a live request."""
 
     next_block: list[int]  # per group: the first block not yet considered for storing
     due_tokens: int  # computed tokens at which the next block is full
     covered: int = 0  # slots that hold, or were given to, blocks of this request
-    behind: int = 0  # full blocks not considered yet because the copies lag behind
+    deferred: int = 0  # full blocks not considered yet because the copies lag behind
     load_failed: bool = False
 
 
@@ -110,7 +110,7 @@ class OffloadPlan:
         request = self._requests.pop(req_id, None)
         if request is None:
             return
-        self.stats.count("skipped_store_blocks", request.behind, label="busy")
+        self.stats.count("skipped_store_blocks", request.deferred, label="busy")
         for number, done in enumerate(request.next_block):
             slots = self.index.ready_slots(number, hashes[number][:done])
             self.index.policy.settle(slots)
@@ -159,7 +159,7 @@ class OffloadPlan:
         request = self._requests[req_id]
         room = self._held_limit - self.jobs.ledger.held_by(Owner.STORE) - self._planned
         new: list[tuple[int, int]] = []
-        request.behind = 0
+        request.deferred = 0
         for number, group in enumerate(self.groups):
             row, table = hashes[number], block_ids[number]
             end = min(computed_tokens // group.block_tokens, len(row))
@@ -167,7 +167,7 @@ class OffloadPlan:
             done, stop = self._reserve(request, number, blocks, row, table, room - len(new))
             new.extend((number, block) for block in done)
             request.next_block[number] = stop
-            request.behind += max(0, end - stop)
+            request.deferred += max(0, end - stop)
         if request.due_tokens != _NEVER:
             request.due_tokens = min(
                 [
@@ -272,7 +272,7 @@ class OffloadPlan:
 def gauges(
     plan: OffloadPlan, now: float, slot_bytes: int
 ) -> Iterator[tuple[str, float, str | None]]:
-    """Yield (name, value, label) of what is there now; ``slot_bytes`` over all workers."""
+    """Yield (name, value, label) of each gauge; ``slot_bytes`` over all workers."""
     slots = plan.index.slots
     yield "host_blocks_used", slots.used, None
     yield "host_blocks_capacity", len(slots), None
@@ -282,11 +282,13 @@ def gauges(
     yield from plan.jobs.gauges(now)
 
 
-def hits_by_tier(hit_tokens: int, below: Mapping[Tier, int]) -> dict[Tier, int]:
-    """Return where the tokens that an admitted request hit came from: of those that host memory
-    had, some were brought there for this request, from a tier ``below``."""
+def hits_by_tier(hit_tokens: int, promoted: Mapping[Tier, int]) -> dict[Tier, int]:
+    """Return the hit tokens of an admitted request by tier.
+
+    ``promoted``: tokens that this request brought into host memory, by their former tier.
+    """
     hits, host = {}, hit_tokens
-    for tier, tokens in below.items():
+    for tier, tokens in promoted.items():
         hits[tier] = min(tokens, host)  # it may have been evicted since
         host -= hits[tier]
     return {**hits, Tier.HOST: host}
@@ -314,33 +316,31 @@ def _load_part(
     return GroupBlocks(number, array("q", wanted.block_ids[number][first:end]), slots)
 
 
-# Which loads run inside the step that needs them, and which park their request until they are
-# done.
+# Loads run inside the step that needs them, or park their request until they are done.
 #
-# A load inside the step makes every other request of the engine wait for it. A parked request waits
-# for the load and then for the step that runs meanwhile. So a load belongs inside where what it
-# takes, once for each of the others, is no longer than a step. Both times are measured.
+# A load inside the step makes every other request of the engine wait. A parked request waits for
+# the load and then for the step that runs meanwhile. So a load runs inside the step if its time,
+# multiplied by the number of other requests, is at most a step. Both times are measured.
 
 
 _FRESH = 0.125  # the weight of the newest observation
 
 
 class LoadMode:
-    """Estimates for one engine, and the choice. For one thread; its state does not grow."""
+    """Chooses the mode of loads from measured times. For one thread; its state does not grow."""
 
     def __init__(self) -> None:
         self._block_s: float | None = None
         self._step_s: float | None = None
-        self._began: float | None = None  # when the step did that is under way
+        self._began: float | None = None  # start of the running step
 
     def loaded(self, blocks: int, seconds: float) -> None:
-        """Note a load: so many blocks were copied in so many seconds."""
+        """Record a load of ``blocks`` that took ``seconds``."""
         if blocks > 0 and seconds > 0:
             self._block_s = _mean(self._block_s, seconds / blocks)
 
     def began(self, now: float, plain: bool) -> None:
-        """A step begins. One that computes nothing, or has a load inside, is not ``plain`` and does
-        not count."""
+        """A step begins; measure it if it is ``plain``: it computes, and no load is inside."""
         self._began = now if plain else None
 
     def ended(self, now: float) -> None:
@@ -349,9 +349,9 @@ class LoadMode:
             self._step_s, self._began = _mean(self._step_s, now - self._began), None
 
     def inside(self, blocks: int, others: int) -> bool:
-        """Whether a load of so many blocks belongs inside the step, with so many other requests.
+        """Whether a load of ``blocks`` runs inside the step, with ``others`` other requests.
 
-        Nobody waits where there are none. Where others would and nothing is known yet: no.
+        Without other requests nobody waits. With others, not before both times are known.
         """
         if not others:
             return True

@@ -115,8 +115,8 @@ def test_only_loads_may_read_their_source_early() -> None:
 
 def test_the_way_depends_on_direction_and_page_size() -> None:
     copier, _ = made(CopyThreshold(store=48, load=400))
-    assert [copier.way("store", g) for g in (0, 1)] == ["dma", "kernel"]
-    assert [copier.way("load", g) for g in (0, 1)] == ["kernel", "kernel"]
+    assert [copier.method("store", g) for g in (0, 1)] == ["dma", "kernel"]
+    assert [copier.method("load", g) for g in (0, 1)] == ["kernel", "kernel"]
 
 
 @ways
@@ -240,7 +240,7 @@ def test_a_cuda_area_gets_the_cuda_copier(make: Callable[..., copy.Copier]) -> N
     driver.speed = lambda calls: 1.0 if "copy_batch" in calls else 2.0
     copier = make(lambda device: driver)
     assert isinstance(copier, CudaCopier)
-    assert copier.way("load", 1) == "dma"  # as measured
+    assert copier.method("load", 1) == "dma"  # as measured
 
 
 def missing(device: object) -> FakeDriver:
