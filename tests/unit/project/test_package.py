@@ -153,7 +153,7 @@ def test_a_release_that_lacks_something_is_found(tmp_path: Path) -> None:
                 sdist.addfile(tarfile.TarInfo(f"k-1/{name}"))
         return check_files(tmp_path)
 
-    names[2] = "kvconnect/native/native.cpython.so"
+    names[2] = "kvconnect/_native.cpython.so"
     assert wrong(names, source) == []
     assert len(wrong(names[1:], source)) == len(wrong(names, source[1:])) == 1
     assert wrong([*names, "tests/x.py"], source) == ["k.whl has tests/x.py"]
