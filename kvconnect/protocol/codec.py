@@ -1,16 +1,16 @@
-"""The bytes between two workers: frames of pages on data connections, notes on control connections.
+"""Bytes between two workers: page frames on data connections, messages on control connections.
 
 A **frame** is one header of ``HEADER_BYTES``, ``nbytes`` of payload, then the digests: one u64
 (little endian, XXH3-64 of the block's bytes in wire order) for every wire block i of
 ``[first, first + count)`` with ``(i + unit) % digest_period == 0``, in ascending order; none if
-the period is 0. Adding the unit makes a period of 16 fall on other blocks in every layer.
+the period is 0. Adding the unit makes a period of 16 select other blocks in every layer.
 
-A **note** is its length (u32, little endian) and that many bytes; one without bytes is a
-heartbeat. The highest bit of the length marks a :class:`NixlPayload`. The first note is the
-**greeting**: one byte, the digest period that its sender asks for, and an offer (``rails.py``) if
-it has one. The stricter period of both sides holds for all pages, in both directions.
+A **message** is its length (u32, little endian) and that many bytes; an empty one is a heartbeat.
+The highest bit of the length marks a :class:`NixlPayload`. The first message is the **greeting**:
+one byte, the digest period that its sender asks for, and perhaps an offer (``nixl_messages.py``).
+The stricter period of both sides holds for all pages, in both directions.
 
-Nothing here reads a socket or waits. Lengths are checked before anything is kept for them.
+No I/O. Lengths are checked before memory is reserved for them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _T = TypeVar("_T")
 
 
 def decode_struct(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
-    """Decode msgpack that someone else wrote; :class:`ProtocolError` whatever is wrong with it."""
+    """Decode untrusted msgpack; raises :class:`ProtocolError` for anything malformed."""
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -83,7 +83,7 @@ def common_protocol(
 
 
 class FrameHeader(NamedTuple):
-    """What one data frame holds. All counts start at 0; ``nbytes`` leaves the digests out."""
+    """Header of one data frame. All counts start at 0; ``nbytes`` excludes the digests."""
 
     sequence: int  # of the frame on its connection
     read_id: int
@@ -150,7 +150,7 @@ def digested(first: int, count: int, unit: int, period: int) -> range:
 
 
 def stricter(one: int, other: int) -> int:
-    """Return the digest period that hashes more; 0 hashes nothing."""
+    """Return the period that hashes more blocks; 0 hashes none."""
     return min(one, other) or max(one, other)
 
 

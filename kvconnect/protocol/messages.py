@@ -116,9 +116,9 @@ def _clean(text: str) -> str:
 
 
 class Reject(msgspec.Struct, tag="turned"):
-    """No agreement: the sender closes the connection after this. ``message`` names both values.
+    """No agreement: the sender closes the connection next. ``message`` names both values.
 
-    A ``field`` that is not known here reads as "other".
+    An unknown ``field`` reads as "other".
     """
 
     field: _Word
@@ -131,10 +131,7 @@ class Reject(msgspec.Struct, tag="turned"):
 
 
 class ReadRequest(msgspec.Struct, tag="want"):
-    """Reader: send me these wire blocks of a transfer, as (group, first wire block, count).
-
-    ``early``: you may not have heard of the transfer yet; wait for it.
-    """
+    """Reader: send the pages of a bandwidth probe."""
 
     want: ReadId
     transfer: Transfer
@@ -143,19 +140,19 @@ class ReadRequest(msgspec.Struct, tag="want"):
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
-    """Reader: send no more of this."""
+    """Reader: send nothing more for this read."""
 
     want: ReadId
 
 
 class ReadDone(msgspec.Struct, tag="done"):
-    """Reader: I have everything; you need not keep it for me."""
+    """Reader: all pages have arrived; the source may release them."""
 
     want: ReadId
 
 
 class Fail(msgspec.Struct, tag="fail"):
-    """Source: there will be no more of this. ``cause`` is a ``FailureCause``'s value."""
+    """Source: this read has failed. ``cause`` is a ``FailureCause``'s value."""
 
     want: ReadId
     cause: _Word
@@ -166,25 +163,25 @@ class Fail(msgspec.Struct, tag="fail"):
 
 
 class Alive(msgspec.Struct, tag="alive"):
-    """Source: these are not forgotten, their pages are still being computed."""
+    """Source: these reads are alive; their pages are still being computed."""
 
     wants: Annotated[list[ReadId], Meta(max_length=1 << 16)]
 
 
 class PagesReady(msgspec.Struct, tag="ready"):
-    """Source: the last of what you want has been computed. What still takes time is the way."""
+    """Source: all pages are computed; only the transfer remains."""
 
     want: ReadId
 
 
 class Renew(msgspec.Struct, tag="renew"):
-    """Reader: I still mean to ask for these transfers."""
+    """Reader: these transfers will still be read; extend their leases."""
 
     transfers: Annotated[list[Transfer], Meta(max_length=4096)]
 
 
 class Decline(msgspec.Struct, tag="decline"):
-    """Reader: I shall never ask for this transfer."""
+    """Reader: this transfer will never be read."""
 
     transfer: Transfer
 

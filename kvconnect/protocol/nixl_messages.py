@@ -77,8 +77,8 @@ class UnitLocations(msgspec.Struct, tag="units", kw_only=True):
 
 
 class Destinations(msgspec.Struct, tag="places", kw_only=True):
-    """Where a want goes. ``spans[u]`` is the first wire block of unit u and which of ``ids`` its
-    blocks are, int64 little-endian."""
+    """Where the pages of a read go. ``spans[u]``: unit u's (first wire block, index into ``ids``);
+    ``ids`` are int64 little-endian."""
 
     want: _WantNumber
     units: _Number
@@ -87,7 +87,7 @@ class Destinations(msgspec.Struct, tag="places", kw_only=True):
 
 
 class UseTcp(msgspec.Struct, tag="plain", kw_only=True):
-    """A want that goes over the data connections."""
+    """A read that uses the TCP data connections."""
 
     want: _WantNumber
 
@@ -107,13 +107,13 @@ class PagesWritten(msgspec.Struct, tag="landed", kw_only=True):
 
 
 class StopWriting(msgspec.Struct, tag="stop", kw_only=True):
-    """The reader wants no more of this."""
+    """Reader: write nothing more for this read."""
 
     want: _WantNumber
 
 
 class WritesStopped(msgspec.Struct, tag="stopped", kw_only=True):
-    """No write of a want is under way, and none will start."""
+    """Source: no write of this read is under way, and none will start."""
 
     want: _WantNumber
 
@@ -143,8 +143,8 @@ def decode_offer(data: bytes) -> NixlOffer:
 def mismatch(ours: NixlOffer, theirs: NixlOffer) -> str:
     """Return why the two cannot work together, "" if they can.
 
-    NIXL 1.4 and 1.5 understand one another; an agent of 1.3 or older dies of the metadata of a
-    newer one, so what is not known to fit is not tried.
+    NIXL 1.4 and 1.5 understand each other. An agent of 1.3 or older crashes on newer metadata, so
+    versions that are not known to fit are not tried.
     """
     if ours.agent == theirs.agent:
         return "both sides are the same nixl agent: an engine that reads from itself"

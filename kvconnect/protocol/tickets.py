@@ -45,13 +45,13 @@ _Number = Annotated[int, Meta(ge=0, le=_INT64_MAX)]
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The right to read one transfer, or (a *card*) the standing offer of an engine.
+    """The right to read one transfer, or an engine's standing ticket.
 
     Attributes:
-        transfer: 16 bytes; empty on a card, whose transfer id comes with each request.
+        transfer: 16 bytes; empty on a standing ticket: each request brings its transfer id.
         engine_id, epoch: who issued it, and which incarnation.
         endpoints: where all the issuer's workers listen; one for each place in ``tp`` x ``pp``.
-        tokens: how much of the prompt is offered; 0 on a card.
+        tokens: how much of the prompt is offered; 0 on a standing ticket.
         expires: unix time in seconds.
         peer: the only engine that may use it; None means any.
     """
@@ -188,7 +188,7 @@ class HandoffRequest(NamedTuple):
 
     ``role``: "send" (compute, then hand off), "recv" (take over) or "none". ``ticket`` is
     whatever stands in its place; only :func:`verify` may look at it. ``rank``: the data-parallel
-    rank whose card is wanted, by someone who names it with every request; -1: any.
+    rank whose standing ticket is requested; -1: any.
     """
 
     role: Literal["send", "recv", "none"] = "none"

@@ -1,8 +1,8 @@
-"""Which workers of two engines have to do with each other, when their parallelism differs.
+"""Maps decode ranks to the prefill ranks they read from, when parallelism differs.
 
 Tensor parallel ranks share the KV heads evenly. With more ranks than heads, ``tp / kv_heads``
-neighbouring ranks hold the same head; MLA, with its one head, is held by all of them. Pipeline
-stages share the layers, which are matched by name, so every stage is asked.
+neighbouring ranks hold the same head; with MLA, all ranks hold its one head. Pipeline stages share
+the layers, which are matched by name, so every stage is asked.
 
 For example with 4 heads, 2 decode ranks and 8 prefill ranks::
 
