@@ -250,7 +250,7 @@ def test_a_failed_load_is_recomputed_whatever_the_engine_s_default() -> None:
     connector = KVConnect(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
     assert connector.scheduler.plan.index.slots.used == 0
     assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
-    with pytest.raises(Misuse, match="SCHEDULER connector was asked for its WORKER half"):
+    with pytest.raises(Misuse, match="SCHEDULER connector has no WORKER part"):
         _ = connector.worker
 
 

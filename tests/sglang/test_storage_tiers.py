@@ -102,7 +102,7 @@ def fill(storage: KVConnectStorage, count: int = len(KEYS)) -> None:
 
 
 def settle(storage: KVConnectStorage) -> None:
-    below, deadline = storage.pages.store.below, time.monotonic() + WAIT_S
+    below, deadline = storage.pages.store.tiers, time.monotonic() + WAIT_S
     while below and below.jobs:
         assert time.monotonic() < deadline, "it goes on and on"
         time.sleep(0.002)
@@ -300,7 +300,7 @@ def test_what_is_under_way_when_all_is_forgotten_is_not_found_later(
     server.gate.clear()
     reader = threading.Thread(target=storage.batch_get_v1, args=(KEYS[:2], slots_of([1, 2])))
     reader.start()
-    below, deadline = storage.pages.store.below, time.monotonic() + WAIT_S
+    below, deadline = storage.pages.store.tiers, time.monotonic() + WAIT_S
     while below is None or not below.jobs:
         assert time.monotonic() < deadline, "nothing is asked for"
         time.sleep(0.002)

@@ -1,4 +1,4 @@
-"""Pages by key in host memory and below it, for callers on several threads that may wait."""
+"""Pages by key in host memory and lower tiers, for callers on several threads that may wait."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class PageStore:
         self.memory = HostArena(num_slots, slot_bytes, config.digest)
         self._pages = PageCache(self.index, self.memory)
         limits = (config.tiers.wait_s, config.deadline_s)
-        self.below = PageTiers(stores, self._pages, limits) if stores else None
+        self.tiers = PageTiers(stores, self._pages, limits) if stores else None
         self._wait_s = config.tiers.wait_s
         self._evictions_counted = 0
 
     @property
     def most(self) -> int:
         """How many pages one :meth:`reading` should ask for: those kept from eviction meanwhile."""
-        return self.below.most if self.below else 1
+        return self.tiers.most if self.tiers else 1
 
     def deadline(self) -> float:
-        """Return until when a call that starts now waits for the tiers below."""
+        """Return until when a call that starts now waits for the lower tiers."""
         return time.monotonic() + self._wait_s
 
     def where(self, keys: Sequence[bytes], nbytes: int) -> list[Tier | None]:
@@ -61,8 +61,8 @@ class PageStore:
             slots = [self.index.slot_of(GROUP, key) for key in keys]
         found = [None if slot is None else Tier.HOST for slot in slots]
         left = [place for place, tier in enumerate(found) if tier is None]
-        if self.below and left:
-            tiers = self.below.seek([keys[place] for place in left], nbytes, self.deadline())
+        if self.tiers and left:
+            tiers = self.tiers.lookup([keys[place] for place in left], nbytes, self.deadline())
             for place, tier in zip(left, tiers, strict=True):
                 found[place] = tier
         return found
@@ -101,10 +101,10 @@ class PageStore:
                 else:
                     self._pages.sizes[slot] = content.nbytes
                     self.index.commit([slot])
-                    if self.below:
-                        self.below.stored(key)
-        if self.below:
-            self.below.launch()
+                    if self.tiers:
+                        self.tiers.stored(key)
+        if self.tiers:
+            self.tiers.start_write_backs()
         return True
 
     @contextmanager
@@ -113,7 +113,7 @@ class PageStore:
     ) -> Iterator[list[torch.Tensor | None]]:
         """Give pages' bytes, uint8, for as long as the block lasts; None for a page of so many
         bytes that is not there, or is not what was stored, after which it will not be found in host
-        memory again. Waits for the tiers below until the ``deadline``, of the monotonic clock.
+        memory again. Waits for the lower tiers until the ``deadline``, of the monotonic clock.
         """
         slots: dict[bytes, int] = {}
         with self._pages.lock:
@@ -125,8 +125,8 @@ class PageStore:
             self.index.policy.touch(list(slots.values()))
         try:
             missing = [key for key in keys if key not in slots]
-            if self.below and missing:
-                slots |= self.below.bring(missing, nbytes, deadline)
+            if self.tiers and missing:
+                slots |= self.tiers.load(missing, nbytes, deadline)
             yield [self._verified(slots[key]) if key in slots else None for key in keys]
         finally:
             with self._pages.lock:
@@ -139,13 +139,13 @@ class PageStore:
 
     def close(self) -> None:
         """Give the memory back, when nothing is read or stored any more. Idempotent."""
-        if self.below:
-            self.below.close()
+        if self.tiers:
+            self.tiers.close()
         self.memory.close()
 
     def take_stats(self) -> OffloadingConnectorStats | None:
         """Return what was counted since the last call. One thread at a time may call."""
-        theirs = self.below.take_stats() if self.below else None
+        theirs = self.tiers.take_stats() if self.tiers else None
         with self._pages.lock:
             stats, slots = self._pages.stats, self.index.slots
             fresh = self.index.evictions - self._evictions_counted
@@ -158,8 +158,8 @@ class PageStore:
             stats.gauge("host_blocks_pinned", slots.busy)
             stats.gauge("host_bytes_used", slots.used * page_bytes)
             stats.gauge("host_bytes_capacity", len(slots) * page_bytes)
-            if self.below:
-                stats.gauge("tier_jobs_in_flight", self.below.jobs)
+            if self.tiers:
+                stats.gauge("tier_jobs_in_flight", self.tiers.jobs)
             if theirs:
                 stats.aggregate(theirs)
             return stats.take()

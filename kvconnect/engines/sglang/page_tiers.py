@@ -1,4 +1,4 @@
-"""What a page store has below its slots: pages are written down behind it and brought up for it."""
+"""Lower tiers of a page store: pages are written back behind it and loaded into its slots."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class PageTiers:
         """Lookups, prefetches and write-backs that have not ended."""
         return self._reading + len(self._writing)
 
-    def seek(self, keys: Sequence[bytes], nbytes: int, deadline: float) -> list[Tier | None]:
+    def lookup(self, keys: Sequence[bytes], nbytes: int, deadline: float) -> list[Tier | None]:
         """Return which tier has each page, of so many bytes."""
         over = threading.Event()
         answers: list[bytes] = []
@@ -121,7 +121,7 @@ class PageTiers:
             else [None] * len(keys)
         )
 
-    def bring(self, keys: Iterable[bytes], nbytes: int, deadline: float) -> dict[bytes, int]:
+    def load(self, keys: Iterable[bytes], nbytes: int, deadline: float) -> dict[bytes, int]:
         """Read pages that are in no slot into some; return the slots of those that came, pinned."""
         self._tiers.drop_expired()
         fetches = self._reserve(keys, nbytes, deadline) if time.monotonic() < deadline else []
@@ -142,11 +142,11 @@ class PageTiers:
         return found
 
     def stored(self, key: bytes) -> None:
-        """A page came to a slot from the engine: have it written down by :meth:`launch`, unless too
-        many wait for that. The caller holds the lock."""
+        """Queue a stored page for :meth:`start_write_backs`, unless the queue is
+        full. The caller holds the lock."""
         self._write_backs.stored(GROUP, key, block_key(SHARED, GROUP, key))
 
-    def launch(self) -> None:
+    def start_write_backs(self) -> None:
         """Start writing what is queued. The caller does not hold the lock."""
         # One at a time: what ends at once, as no tier takes it, comes here again.
         while self._writes.acquire(blocking=False):
@@ -258,7 +258,7 @@ class PageTiers:
                 return
             self._writing.discard(write)
             self._write_backs.ended(write.slots, write.given_up)
-        self.launch()
+        self.start_write_backs()
 
 
 def _names(keys: Iterable[bytes]) -> list[bytes]:

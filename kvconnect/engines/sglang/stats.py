@@ -1,4 +1,4 @@
-"""What the linker counts, in the shape and under the names of vLLM's halves."""
+"""Statistics of an SGLang process, under the same names as those of vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The class vLLM loads: forwards each call to the half that lives in this process.
+"""The class vLLM loads: forwards each call to the scheduler or worker of this process.
 
 vLLM makes one object per role: SCHEDULER in the engine core, WORKER in each worker process. The
 class methods are also called in the API server. Nothing is decided here.
@@ -72,13 +72,13 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._config = checked_settings(vllm_config)
-        self._hits: Mapping[Tier, int] = {}  # of the request that was admitted last
+        self._tier_tokens: Mapping[Tier, int] = {}  # of the request that was admitted last
         with refusing(f"model {vllm_config.model_config.model}"):
             _ = self.scheduler if role is KVConnectorRole.SCHEDULER else self.worker
 
     @cached_property
     def scheduler(self) -> ConnectorScheduler:
-        """The half in the engine core."""
+        """The connector's part in the engine core."""
         self._expect(KVConnectorRole.SCHEDULER)
         made = self._vllm_config, self._kv_cache_config, self._config
         idle = why_idle(self._vllm_config, self._kv_cache_config)
@@ -94,15 +94,15 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     @cached_property
     def worker(self) -> ConnectorWorker:
-        """The half in a worker process."""
+        """The connector's part in a worker process."""
         self._expect(KVConnectorRole.WORKER)
         idle = why_idle(self._vllm_config, self._kv_cache_config)
-        half = IdleWorker if idle else ConnectorWorker
-        return half(self._vllm_config, self._kv_cache_config, self._config)
+        kind = IdleWorker if idle else ConnectorWorker
+        return kind(self._vllm_config, self._kv_cache_config, self._config)
 
     def _expect(self, role: KVConnectorRole) -> None:
         if self.role is not role:
-            raise Misuse(f"a {self.role.name} connector was asked for its {role.name} half")
+            raise Misuse(f"a {self.role.name} connector has no {role.name} part")
 
     # -- class-level answers --------------------------------------------------------------
 
@@ -219,13 +219,13 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """See :meth:`ConnectorScheduler.after_alloc`."""
-        self._hits = self.scheduler.after_alloc(request, blocks, num_external_tokens)
+        self._tier_tokens = self.scheduler.after_alloc(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
         """Say where the tokens of the request that was admitted last come from."""
-        found = {_SOURCES[tier]: tokens for tier, tokens in self._hits.items() if tokens}
+        found = {_SOURCES[tier]: tokens for tier, tokens in self._tier_tokens.items() if tokens}
         return found or super().get_external_cache_hit_sources(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -269,8 +269,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return this role's counts since the last call."""
-        half = self.scheduler if self.role is KVConnectorRole.SCHEDULER else self.worker
-        return half.take_stats()
+        part = self.scheduler if self.role is KVConnectorRole.SCHEDULER else self.worker
+        return part.take_stats()
 
     def shutdown(self) -> None:
         """Stop the copy thread and free the host tier."""
@@ -278,7 +278,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             self.worker.close()
 
 
-# The halves of a connector that has nothing to do, since nothing may be used again.
+# Scheduler and worker of a connector that stores and loads nothing.
 
 
 class IdleScheduler(ConnectorScheduler):

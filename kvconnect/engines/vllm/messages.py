@@ -1,4 +1,4 @@
-"""What the two halves of the connector send each other through vLLM's own channels."""
+"""Messages between scheduler and workers of the connector, through vLLM's own channels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The connector's half in vLLM's scheduler: turns its calls into events of the plan."""
+"""The connector in vLLM's scheduler: turns its calls into events of the plan."""
 
 from __future__ import annotations
 

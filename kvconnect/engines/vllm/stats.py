@@ -18,7 +18,7 @@ from kvconnect.stats import OffloadingConnectorStats
 
 
 class KVConnectStats(OffloadingConnectorStats, KVConnectorStats):
-    """:class:`OffloadingConnectorStats` that vLLM can carry; used by both halves."""
+    """:class:`OffloadingConnectorStats` that vLLM can carry, of the scheduler and of a worker."""
 
 
 class KVConnectPromMetrics(KVConnectorPromMetrics):
@@ -45,7 +45,7 @@ class KVConnectPromMetrics(KVConnectorPromMetrics):
         self._metrics.observe(transfer_stats_data, engine_idx)
 
 
-# Which gauges the scheduler's half publishes, and when.
+# Which gauges the scheduler publishes, and when.
 
 
 _LOOK_S = 0.1  # between two looks at the gauges while the engine works

@@ -1,4 +1,4 @@
-"""The connector's half in a vLLM worker: its share of the host tier, and its hand-offs."""
+"""The connector in a vLLM worker: its share of the host tier, and its hand-offs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ConnectorWorker:
         self._idle = False  # the step computes nothing
         self._errors: set[int] = set()
         self._tier: HostTier | None = None
-        self._below: TierWorker | None = None
+        self._tiers: TierWorker | None = None
         self._agent: HandoffAgent | None = None
         self._make_agent: Callable[[], HandoffAgent | None] = lambda: None
 
@@ -78,7 +78,7 @@ class ConnectorWorker:
             )
             places = translate.cache_layers(self._kv_cache_config, kv_caches, geometry)
             self._tier.executor.sync.layers = places
-            self._below = make_lower_tiers(
+            self._tiers = make_lower_tiers(
                 self._vllm_config,
                 self._kv_cache_config,
                 self._config,
@@ -96,7 +96,7 @@ class ConnectorWorker:
         return self._tier
 
     def hello(self) -> WorkerHello:
-        """Start to listen, and return what the scheduler's half must know.
+        """Start to listen, and return what the scheduler must know.
 
         vLLM captures its graphs between :meth:`register` and this. A peer that measures its link
         has this side use the device, which would spoil a capture.
@@ -117,8 +117,8 @@ class ConnectorWorker:
             self._reports.hellos[place] = self.hello()
         if self._tier is not None:
             self._tier.begin(step.offload.loads, step.offload.stores)
-        if self._below is not None:
-            self._below.submit(
+        if self._tiers is not None:
+            self._tiers.submit(
                 (*step.tiers.lookups, *step.tiers.prefetches, *step.tiers.write_backs)
             )
         if self._agent is not None:
@@ -165,19 +165,19 @@ class ConnectorWorker:
             if done.nbytes:
                 self._stats.record_transfer(done.kind.value, done.nbytes, done.seconds)
             if isinstance(done.job, LoadBlocks):
-                self._note(done.job.req_id, done.report, failed)
+                self._add_failures(done.job.req_id, done.report, failed)
                 if not done.job.sync:
                     finished.add(done.job.req_id)
-        if self._below is not None:
+        if self._tiers is not None:
             if self._idle:
-                self._below.wait(_IDLE_WAIT_S)
-            self._reports.answers += self._below.poll()
+                self._tiers.wait(_IDLE_WAIT_S)
+            self._reports.answers += self._tiers.poll()
         if self._agent is not None:
             arrived, notices = self._agent.poll(self._idle, ends_step=True)
             self._reports.notices += notices
             for report, job in arrived:
                 self._reports.arrivals.append(report)
-                self._note(job.req_id, report, failed)
+                self._add_failures(job.req_id, report, failed)
                 finished.add(job.req_id)
         return finished, failed
 
@@ -196,7 +196,7 @@ class ConnectorWorker:
 
     def take_stats(self) -> KVConnectStats | None:
         """Return what was moved since the last call."""
-        for part in (self._agent, self._below):
+        for part in (self._agent, self._tiers):
             theirs = part.take_stats() if part else None
             if theirs is not None:
                 self._stats.aggregate(theirs)
@@ -208,12 +208,12 @@ class ConnectorWorker:
         """Stop copying and listening, and give the host tier back. Idempotent."""
         if self._agent is not None:
             self._agent.close()
-        if self._below is not None:  # it uses the tier's memory
-            self._below.close()
+        if self._tiers is not None:  # it uses the tier's memory
+            self._tiers.close()
         if self._tier is not None:
             self._tier.close()
 
-    def _note(self, req_id: str, report: JobReport, failed: set[str]) -> None:
+    def _add_failures(self, req_id: str, report: JobReport, failed: set[str]) -> None:
         if report.failures and self._keeps_prefix:
             self._errors.update(failure.block_id for failure in report.failures)
         elif report.failures:

@@ -58,7 +58,7 @@ class Bench:
             self.settle()
 
     def settle(self) -> None:
-        until(lambda: self.store.below is not None and not self.store.below.jobs)
+        until(lambda: self.store.tiers is not None and not self.store.tiers.jobs)
 
     def read(self, number: int) -> bool:
         """Whether a page comes, with the right bytes."""
