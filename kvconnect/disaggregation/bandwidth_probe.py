@@ -63,21 +63,27 @@ class ProbedMemory:
 
 def request_next(sessions: Sessions, session: Session) -> None:
     """Reader: request the next probe."""
-    want = PROBE_READ_ID + session.meter.probes
-    order = IncomingPages(session.peer, want, [_UNIT], [(0, _ids(session))], None, _path(session))
+    read_id = PROBE_READ_ID + session.meter.probes
+    order = IncomingPages(
+        session.peer, read_id, [_UNIT], [(0, _ids(session))], None, _path(session)
+    )
     sessions.transport.submit(order)
-    sessions.send(session.peer, Probe(want=want))
+    sessions.send(session.peer, Probe(want=read_id))
 
 
-def answer(sessions: Sessions, session: Session, want: int) -> None:
+def answer(sessions: Sessions, session: Session, read_id: int) -> None:
     """Source: send a requested probe; each is sent once.
 
     Raises:
         ProtocolError: the probe is out of turn, or this worker is the reader.
     """
-    if want != PROBE_READ_ID + session.meter.probes or want > LAST_READ_ID or not session.inbound:
-        raise ProtocolError(f"probe {want - PROBE_READ_ID} is out of turn")
-    sessions.transport.submit(OutgoingPages(session.peer, want, 0, _UNIT, 0, _ids(session)))
+    if (
+        read_id != PROBE_READ_ID + session.meter.probes
+        or read_id > LAST_READ_ID
+        or not session.inbound
+    ):
+        raise ProtocolError(f"probe {read_id - PROBE_READ_ID} is out of turn")
+    sessions.transport.submit(OutgoingPages(session.peer, read_id, 0, _UNIT, 0, _ids(session)))
     session.meter.probes += 1
 
 

@@ -232,7 +232,7 @@ class OfferedTransfer:
     """A transfer that the scheduler has announced."""
 
     ready: dict[int, tuple[Span, Any]] = field(default_factory=dict)  # by group, with the fence
-    readers: dict[tuple[int, int], ServedRead] = field(default_factory=dict)  # by peer and want
+    readers: dict[tuple[int, int], ServedRead] = field(default_factory=dict)  # by peer and read id
     cause: FailureCause | None = None  # why it is withdrawn
 
     def add(self, span: Span, fence: Any) -> None:

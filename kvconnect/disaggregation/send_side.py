@@ -175,8 +175,14 @@ class SendSide:
         )
 
 
-def _accepted(session: Session, want: ReadRequest) -> AcceptedRead:
-    transfer = TransferId(want.transfer)
+def _accepted(session: Session, message: ReadRequest) -> AcceptedRead:
+    transfer = TransferId(message.transfer)
     return AcceptedRead(
-        session.peer, want.want, transfer, want.early, session.reader, session.views, want.parts
+        session.peer,
+        message.want,
+        transfer,
+        message.early,
+        session.reader,
+        session.views,
+        message.parts,
     )

@@ -47,7 +47,7 @@ from kvconnect.types import Endpoint, Span
 
 logger = logging.getLogger(__name__)
 
-# What SGLang raises of a server that does not fit, or says what nobody expects.
+# Raised by SGLang for a prefill server that does not fit, or whose answer is malformed.
 _SGLANG_ERRORS = (
     *(RuntimeError, AssertionError, TypeError, ValueError, LookupError),
     *(AttributeError, ArithmeticError),
@@ -114,7 +114,7 @@ class KVConnectManager(CommonKVManager):
         super().register_to_bootstrap()
 
     def poll_agent(self) -> None:
-        """Take what the agent has seen; a few hundred nanoseconds if that is nothing."""
+        """Take the agent's news; costs a few hundred nanoseconds if there is none."""
         if not self.agent.has_news:
             return
         finished, notices = self.agent.poll(idle=False)
@@ -154,8 +154,8 @@ class KVConnectManager(CommonKVManager):
             self.prefill_rooms.complete(bootstrap_room)
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Fetch what a prefill engine says of itself, from an address that may be asked at all.
-        One that does not fit fails its requests, not this engine."""
+        """Fetch a prefill engine's description, if its address is allowed. If it does not fit,
+        its requests fail, not this engine."""
         if not self.addresses.allows(bootstrap_addr):
             return False
         try:
@@ -166,7 +166,7 @@ class KVConnectManager(CommonKVManager):
         return found
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:  # noqa: ARG002
-        """Whether nothing can land any more in the pages of an aborted room."""
+        """Whether no page of an aborted room can be written any more."""
         self.poll_agent()
         return self.decode_rooms.is_over(bootstrap_room)
 
@@ -185,7 +185,7 @@ class KVConnectManager(CommonKVManager):
             self.fail(room, why)
 
     def fail(self, room: int | None, why: str) -> None:
-        """End a room; the first reason given is the one that the client sees."""
+        """Fail a room; the client sees the first reason."""
         with self.failure_lock:
             self.failure_records.setdefault(room, why)
         self.update_status(room, KVPoll.Failed)
@@ -203,12 +203,15 @@ class KVConnectSender(CommonKVSender):
     ) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         if not is_room(bootstrap_room):
-            mgr.fail(bootstrap_room, f"bootstrap_room={bootstrap_room!r} is no 64-bit number")
+            mgr.fail(
+                bootstrap_room,
+                f"bootstrap_room={bootstrap_room!r} is not a 64-bit number",
+            )
         elif mgr.request_status.get(bootstrap_room) == KVPoll.Bootstrapping:
             mgr.prefill_rooms.open(bootstrap_room)
 
     def pop_decode_prefix_len(self) -> int:
-        """Return how many tokens decode has already."""
+        """Return how many tokens the decode engine already has."""
         pages = self.kv_mgr.prefill_rooms.prefix(self.bootstrap_room)
         tokens: int = pages * self.kv_mgr.kv_args.page_size
         return tokens
@@ -219,7 +222,7 @@ class KVConnectSender(CommonKVSender):
         return status
 
     def get_transfer_metric(self) -> KVTransferMetric:
-        """Return the bytes that readers were sent, and how long they were on their way."""
+        """Return the bytes that readers were sent, and the seconds that took."""
         return self._transfer_metric
 
     def clear(self) -> None:
@@ -250,8 +253,11 @@ class KVConnectReceiver(CommonKVReceiver):
     ) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         if not is_room(bootstrap_room):
-            mgr.fail(bootstrap_room, f"bootstrap_room={bootstrap_room!r} is no 64-bit number")
-        mgr.addresses.allows(bootstrap_addr)  # if it is a name, begin to look it up
+            mgr.fail(
+                bootstrap_room,
+                f"bootstrap_room={bootstrap_room!r} is not a 64-bit number",
+            )
+        mgr.addresses.allows(bootstrap_addr)  # starts resolving the name
 
     def send_metadata(
         self,
@@ -262,8 +268,7 @@ class KVConnectReceiver(CommonKVReceiver):
         destination: KVTransferDestination = KVTransferDestination.DEVICE,
         **more: Any,
     ) -> None:
-        """Ask for pages into ``kv_indices`` (int32 [pages]), which follow on the prefix that is
-        here already."""
+        """Request pages into ``kv_indices`` (int32 [pages]), which follow the local prefix."""
         if destination != KVTransferDestination.DEVICE or more:
             raise NotImplementedError(f"kvconnect receives into device pools, not {destination}")
         if self.bootstrap_infos is None:
@@ -311,13 +316,13 @@ class KVConnectReceiver(CommonKVReceiver):
         return status
 
     def _forget_prefill(self) -> None:
-        """Have the next request ask where the prefill ranks are: they may have been restarted."""
+        """Make the next request look up the prefill ranks again: they may have been restarted."""
         self.invalidate_cached_bootstrap_infos()
         with self.kv_mgr.connection_lock:
             self.kv_mgr.prefill_info_table.pop(self.bootstrap_addr, None)
 
     def _register_kv_args(self) -> bool:
-        return True  # agents tell one another when they meet
+        return True  # agents exchange this in their Hellos
 
     def _get_bootstrap_info_from_server(
         self, prefill_dp_rank: int, prefill_cp_rank: int, target_tp_rank: int, target_pp_rank: int
@@ -334,7 +339,7 @@ class KVConnectReceiver(CommonKVReceiver):
 
 
 class KVConnectBootstrapServer(CommonKVBootstrapServer):
-    """SGLang's own, under our name."""
+    """SGLang's own bootstrap server, under this backend's name."""
 
 
 CLASSES: dict[str, type] = {
@@ -347,11 +352,11 @@ CLASSES: dict[str, type] = {
 
 
 def _address(config: Config, args: KVArgs) -> tuple[str, int]:
-    """Return where this rank listens: at a port of its own."""
+    """Return the address of this rank, with its own port."""
     address = listen_address(config.network.listen)
     if address is None:
         raise ConfigError(
-            "listen", config.network.listen, "a prefill engine has to listen somewhere"
+            "listen", config.network.listen, "a prefill engine must listen; set HOST:PORT"
         )
     host, port = address
     if port:
