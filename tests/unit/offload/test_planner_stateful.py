@@ -492,7 +492,7 @@ class PublishesLate(JobTable):
     def expire(self, now: float) -> list[int]:
         released = super().expire(now)
         for job in self._jobs.values():
-            job.given_up = False
+            job.void = False
         return released
 
 
