@@ -1,4 +1,4 @@
-"""What a new part must stand, and faults to try it with. Needs neither pytest nor an engine.
+"""Conformance checks and fault injection for new parts. Needs neither pytest nor an engine.
 
 ``kvconnect.testing.transport.check_transport`` runs the conformance checks of the transport seam;
 ``kvconnect.testing.store.check_store`` those of the stores below host memory;

@@ -76,12 +76,12 @@ class _LinkFaults:
 
 
 class _Relay:
-    """Everything that runs on the event loop; ``lanes`` are changed there too."""
+    """Everything that runs on the event loop; ``directions`` are changed there too."""
 
     def __init__(self, listener: socket.socket, target: tuple[str, int]) -> None:
-        self.lanes = {"up": _LinkFaults(), "down": _LinkFaults()}
+        self.directions = {"up": _LinkFaults(), "down": _LinkFaults()}
         self._dropping = False
-        self.changed = asyncio.Condition()  # notified of every change to the lanes
+        self.changed = asyncio.Condition()  # notified of every change to the directions
         self._listener = listener
         self._target = target
         self._tasks: dict[asyncio.Task[None], list[socket.socket]] = {}
@@ -102,7 +102,7 @@ class _Relay:
             await self.end_all()
 
     async def drop(self, dropping: bool) -> None:
-        """Say whether new connections are to be left without an answer."""
+        """Choose whether new connections get no answer."""
         self._dropping = dropping
 
     async def end_all(self, *, reset: bool = False) -> None:
@@ -125,24 +125,26 @@ class _Relay:
                 for sock in (near, far):
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 await _all_or_none(
-                    self._pass(self.lanes["up"], near, far),
-                    self._pass(self.lanes["down"], far, near),
+                    self._pass(self.directions["up"], near, far),
+                    self._pass(self.directions["down"], far, near),
                 )
 
-    async def _pass(self, lane: _LinkFaults, source: socket.socket, target: socket.socket) -> None:
+    async def _pass(
+        self, faults: _LinkFaults, source: socket.socket, target: socket.socket
+    ) -> None:
         queue: asyncio.Queue[_Chunk] = asyncio.Queue(_QUEUED_CHUNKS)
-        await _all_or_none(_read(source, queue), self._write(lane, target, queue))
+        await _all_or_none(_read(source, queue), self._write(faults, target, queue))
 
     async def _write(
-        self, lane: _LinkFaults, target: socket.socket, queue: asyncio.Queue[_Chunk]
+        self, faults: _LinkFaults, target: socket.socket, queue: asyncio.Queue[_Chunk]
     ) -> None:
         loop = asyncio.get_running_loop()
         while True:
             data, read_at = await queue.get()
             async with self.changed:
-                await self.changed.wait_for(lambda: not lane.stalled)
-            passed, cut = lane.spoil(data)
-            due = max(lane.book(len(passed), loop.time()), read_at + lane.delay_s)
+                await self.changed.wait_for(lambda: not faults.stalled)
+            passed, cut = faults.spoil(data)
+            due = max(faults.book(len(passed), loop.time()), read_at + faults.delay_s)
             if due > loop.time():
                 await asyncio.sleep(due - loop.time())
             await loop.sock_sendall(target, passed)
@@ -222,7 +224,7 @@ class FaultProxy:
         self._set(direction, delay_s=seconds)
 
     def rate(self, bytes_per_s: float, direction: Direction = "both") -> None:
-        """Let pass so much per second, over all connections together; 0 for no limit."""
+        """Limit the bytes per second, over all connections together; 0 for no limit."""
         self._set(direction, bytes_per_s=bytes_per_s)
 
     def corrupt(self, offset: int = 0, direction: Direction = "down") -> None:
@@ -247,18 +249,18 @@ class FaultProxy:
         self._do(self._relay.end_all(reset=True))
 
     def drop_new_connections(self) -> None:
-        """Take new connections and never say anything on them, as behind a cut cable."""
+        """Accept new connections but never answer on them, as behind a cut cable."""
         self._do(self._relay.drop(True))
 
     def clear(self) -> None:
-        """Let everything pass again. Connections that were taken in vain stay so."""
+        """Let everything pass again. Connections that got no answer stay silent."""
         self._do(self._relay.drop(False))
         self._set("both", **vars(_LinkFaults()))
 
     def _set(self, direction: Direction, **faults: Any) -> None:
         async def change() -> None:
             for name in ("up", "down") if direction == "both" else (direction,):
-                vars(self._relay.lanes[name]).update(faults)
+                vars(self._relay.directions[name]).update(faults)
             async with self._relay.changed:
                 self._relay.changed.notify_all()
 
