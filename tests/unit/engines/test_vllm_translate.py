@@ -132,7 +132,7 @@ def test_events_of_blocks_that_another_request_asked_for() -> None:
     """A request may come with the id of one that was given up."""
     log = event_log(spec(4))
     hashes = [[b"a" * 32, b"b" * 32]]
-    log.brought(asked(), hashes, [(0, b"of the other one"), (0, hashes[0][1])])
+    log.promoted(asked(), hashes, [(0, b"of the other one"), (0, hashes[0][1])])
     (event,) = log.take()
     assert event.token_ids == list(range(16, 32))  # type: ignore[attr-defined]
 
@@ -150,7 +150,7 @@ def test_events_say_all_that_a_block_s_hash_is_made_of() -> None:
     blocks = [(0, 0), (1, 1)]
     log.planned(request, hashes, blocks)
     log.planned(asked(), [[b"c" * 32]], [(0, 0)])  # control: nothing but tokens
-    log.stored([(0, b"a" * 32), (1, b"b" * 32), (0, b"c" * 32)])
+    log.settled([(0, b"a" * 32), (1, b"b" * 32), (0, b"c" * 32)])
     log.removed([RemovedBlock(0, b"a" * 32)])
     events: list[Any] = list(log.take())
     assert [event.extra_keys for event in events[:3]] == [
