@@ -236,10 +236,9 @@ def measure_router(endpoint: str) -> dict[str, float]:
         for _ in range(REPEAT // 10):
             of = spans.of(request)
             of.chosen(choice)
-            legs = [of.leg(engine, place) for engine in engines]
-            for leg in legs:
-                leg.headers()
-                leg.end(UpstreamOutcome.OK)
+            for span in [of.upstream_request(engine, place) for engine in engines]:
+                span.headers()
+                span.end(UpstreamOutcome.OK)
             of.end(RequestOutcome.OK, reply)
 
     off = RouterSpans()

@@ -57,7 +57,7 @@ def test_every_thread_of_nixl_has_a_context(monkeypatch: pytest.MonkeyPatch) -> 
         seen.append(has_context())
         return SimpleNamespace(offer=SimpleNamespace(), close=lambda: seen.append(has_context()))
 
-    monkeypatch.setattr(movers, "Agent", start)
+    monkeypatch.setattr(movers, "NixlAgent", start)
     mover = in_new_thread(lambda: movers.NixlWorker("UCX", [MemoryRegion(0, 8, 0)], local=True))
     over = threading.Event()
     mover.renew(mover.offer, "a test", over.set)

@@ -248,10 +248,10 @@ async def routed(
         found: re.Match[str] | None = None
         for _ in waiting():
             found = re.search(r"router on \S+:(\d+)", log.read_text())
-            if found:
+            if found or process.returncode is not None:
                 break
             await asyncio.sleep(0.05)
-        assert found is not None, "the router did not start"
+        assert found is not None, f"the router did not start: {log.read_text()[-2000:]}"
         place = Routed(process, log, int(found[1]))
         place.prefill, place.decode = engines
         await _ready(place)

@@ -116,7 +116,7 @@ def contexts_of_a_mover(monkeypatch: pytest.MonkeyPatch, device: int) -> list[bo
         lambda: NixlWorker("UCX", [MemoryRegion(0, 8), MemoryRegion(0, 8, device)], local=True)
     )
     seen = Recorder.contexts
-    halves: tuple[movers.WorkQueue, ...] = ("launches", "landings")
+    halves: tuple[movers.WorkQueue, ...] = ("outbound", "inbound")
     for half in halves:
         done = threading.Event()
 

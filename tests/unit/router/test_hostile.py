@@ -46,12 +46,12 @@ def test_control_a_client_that_names_transfers_is_seen(monkeypatch: pytest.Monke
 
 
 MERGES = (
-    "from kvconnect.router.http.http1 import Arriving as A; A.on_message_begin = lambda s: None; "
-    "A.on_body = lambda s, b: s.chunks.append(b)"
+    "from kvconnect.router.http.http1 import IncomingResponse as A; "
+    "A.on_message_begin = lambda s: None; A.on_body = lambda s, b: s.chunks.append(b)"
 )
-PASSES_HALVES = "from kvconnect.router.http.http1 import Connection as C, Arriving as A; "
+PASSES_HALVES = "from kvconnect.router.http.http1 import Connection as C, IncomingResponse as A; "
 PASSES_HALVES += (
-    "C.connection_lost = lambda s, e, w=C.connection_lost: (s.answer.cut_off(), w(s, e))"
+    "C.connection_lost = lambda s, e, w=C.connection_lost: (s.response.cut_off(), w(s, e))"
 )
 
 
@@ -70,7 +70,7 @@ def test_control_an_answer_of_another_or_half_of_one_is_seen(
 
 
 def test_control_a_bomb_that_is_taken_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = "from kvconnect.router import app; app.SERVER['auto_decompress'] = True; "
+    before = "from kvconnect.router import app; app.SERVER_OPTIONS['auto_decompress'] = True; "
     before += "from kvconnect.router.http import client_side as reading; "
     before += "reading._refuse_encoded = lambda request: None"
     monkeypatch.setattr(fleet, "BEFORE", before)

@@ -215,7 +215,7 @@ def test_stats_shows_the_largest_of_many_tenants(
     fill(tmp_path, "0", LLAMA, ALICE)
     lines = answer(capsys, "stats", str(tmp_path))[1].splitlines()
     assert tenant_of("alice").hex() in lines[1]
-    assert (len(lines), lines[-1]) == (12, "    and 6 tenants more")
+    assert (len(lines), lines[-1]) == (12, "    and 6 more tenants")
     assert len(json.loads(answer(capsys, "stats", str(tmp_path), "--json")[1])[0]["tenants"]) == 16
 
 
