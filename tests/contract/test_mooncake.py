@@ -43,7 +43,8 @@ class Mooncake:
         here = ("-rpc_address", "127.0.0.1", "-metrics_host", "127.0.0.1")
         ports = ("-rpc_port", master, "-metrics_port", admin, "-client_ttl", "2")
         self._master = self._run("mooncake_master", *here, *ports)
-        wait_until(lambda: answers(self.ports[0]), "the master does not start")
+        for port in self.ports[:2]:
+            wait_until(partial(answers, port), "the master does not start")
         place = ("-host", "127.0.0.1", "-port", lender, "-metadata_server", "P2PHANDSHAKE")
         memory = ("-global_segment_size", "64MB", "-master_server_address", f"127.0.0.1:{master}")
         self._lender = self._run("mooncake_client", *place, *memory)
@@ -94,7 +95,7 @@ def answers(port: int) -> bool:
 
 
 def wait_until(done: Callable[[], bool], otherwise: str) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not done():
         assert time.monotonic() < deadline, otherwise
         time.sleep(0.05)
