@@ -1,1 +1,1 @@
-"""Describes KV blocks: where their bytes lie, their keys, and their formats."""
+"""KV blocks: byte layout, keys and record formats."""

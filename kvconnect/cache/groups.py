@@ -1,8 +1,7 @@
 """KV-cache groups, and the longest prefix that a tier can restore.
 
-Layers of one group share a block table. A full-attention group needs every block of a prefix; a
-sliding-window group needs only the blocks its window still reaches, a chunked group those since
-the last chunk boundary.
+Layers of one group share a block table. Full attention needs every block of a prefix, a sliding
+window only the blocks that it reaches, chunked attention those since the last chunk boundary.
 """
 
 from __future__ import annotations
@@ -14,21 +13,21 @@ from typing import Protocol
 
 
 class Lookup(Protocol):
-    """Finds blocks: :class:`~kvconnect.offload.index.HostIndex`, or one that looks further."""
+    """Finds stored blocks: :class:`~kvconnect.offload.index.HostIndex`, or host and other tiers."""
 
     def ready_slots(self, group: int, hashes: Iterable[bytes]) -> list[int]:
-        """Return one number for each of the leading blocks that are there."""
+        """Return one number per stored block, up to the first that is missing."""
 
     def slot_of(self, group: int, block_hash: bytes) -> int | None:
-        """Return a number for a block that is there, else None."""
+        """Return a number for a stored block; None if it is missing."""
 
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """One KV-cache group: tokens per block, and how far back its attention reaches.
+    """One KV-cache group: tokens per block and the reach of its attention.
 
-    At most one of ``window`` (tokens a query sees, itself included) and ``chunk`` (tokens per
-    attention chunk) is set; neither means full attention.
+    ``window`` is the number of tokens a query sees, itself included. ``chunk`` is the number of
+    tokens per attention chunk. At most one is set; without both, attention is full.
     """
 
     block_tokens: int
@@ -37,7 +36,7 @@ class CacheGroup:
 
     @property
     def is_full(self) -> bool:
-        """Whether every block of a prefix is needed."""
+        """Whether attention is full: every block of a prefix is needed."""
         return self.window is None and self.chunk is None
 
     def first_block(self, num_tokens: int) -> int:
@@ -51,19 +50,22 @@ class CacheGroup:
 
 
 def keeps_prefix(groups: Sequence[CacheGroup]) -> bool:
-    """Whether the blocks before one that could not be loaded are of use: not if a window
-    reaches into blocks that the load was to bring, or another group's part is unknown."""
+    """Return whether the blocks before a failed one of a load can be used.
+
+    Only with one group of full attention: a window may reach into blocks that were to be loaded,
+    and of several groups, others may lack blocks too.
+    """
     return len(groups) == 1 and groups[0].is_full
 
 
 def leading_group(groups: Sequence[CacheGroup]) -> int:
-    """Return the number of a group whose blocks stand for all tokens of a prefix, if there is one:
-    the first with full attention, else the first."""
+    """Return the index of the first group with full attention, whose blocks cover every token of a
+    prefix; 0 if there is none."""
     return next((number for number, group in enumerate(groups) if group.is_full), 0)
 
 
 def alignment(groups: Sequence[CacheGroup]) -> int:
-    """Tokens to which a restorable prefix is aligned: every group has whole blocks of it."""
+    """Return the tokens of which a restorable prefix is a multiple: whole blocks in every group."""
     return math.lcm(*(group.block_tokens for group in groups))
 
 
@@ -74,12 +76,12 @@ def longest_prefix(
     local_tokens: int,
     max_tokens: int,
 ) -> int:
-    """Return how many leading tokens are restorable, at least ``local_tokens``.
+    """Return the number of leading tokens that can be restored, at least ``local_tokens``.
 
     Args:
-        hashes: per group, the chained hash of each of the request's full blocks.
-        local_tokens: leading tokens the device has already, aligned.
-        max_tokens: do not go beyond this many.
+        hashes: per group, the chained hash of each full block of the request.
+        local_tokens: leading tokens that the device already has; aligned.
+        max_tokens: upper limit.
     """
     unit = alignment(groups)
     total = max(local_tokens, max_tokens // unit * unit)
@@ -105,8 +107,8 @@ def _last_gap(
     local_tokens: int,
     total: int,
 ) -> int | None:
-    """Return the token position of a block that a prefix of ``total`` tokens needs and the tier
-    lacks, the last such block of its group; None if nothing is missing."""
+    """Return the first token of a missing block that a prefix of ``total`` tokens needs: the last
+    such block of the first group that misses any. None if nothing is missing."""
     for number, group in windowed:
         end = total // group.block_tokens
         start = max(group.first_block(total), local_tokens // group.block_tokens)

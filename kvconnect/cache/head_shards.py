@@ -1,15 +1,14 @@
-"""A block cut into units that do not depend on how many ranks share the heads.
+"""Units of a block that are the same for every tensor-parallel size.
 
-A rank's slot holds the heads of that rank, in whatever order its KV cache has. Engines with other
-ranks can use the same records only if those are cut by the model's heads and not by the rank's. A
-*unit* is the part of a block that belongs to a few consecutive heads, in canonical order
-("HNC"): layer by layer, then head by head, then token by token::
+A rank's slot holds that rank's heads, in the order of its KV cache. Records are cut by the model's
+heads, so that engines with another number of ranks can use them. A *unit* is the part of a block
+that belongs to a few consecutive heads, in canonical order ("HNC": layer, head, token)::
 
     8 heads, one per unit     TP 1 |0|1|2|3|4|5|6|7|    TP 4, rank 1 |2|3|    TP 8, rank 5 |5|
 
-A unit is a list of byte runs of a slot. Two workers that name the same layers with
-rows alike get the same bytes for the same unit. A row may lie in parts: where one worker keeps K
-and V of a token side by side and the other in two tensors, that one names both as parts.
+A unit is a list of byte runs of a slot. Two workers that list the same layers with equal rows get
+the same bytes for the same unit. A row may have several parts: a worker with K and V in two tensors
+lists both, and matches a worker that keeps them side by side.
 
 Not encoded in the record, so the fingerprint must include it: ``unit_heads``, the number of heads,
 the tokens of a block and, without ``tokens_apart``, the packing and the tokens of a page.
@@ -32,22 +31,22 @@ if TYPE_CHECKING:
     from kvconnect.cache.pages import LayerPages
 
 _MOST_RANKS = 8
-"""Ranks that share heads, in all but rare engines: as many units are enough, and few are fast."""
+"""Tensor-parallel size that most engines stay within; more units than that only cost time."""
 
 Run = tuple[int, int]
 """Offset in the slot, length."""
 
 
 Rows = Sequence["LayerPages"]
-"""The pages of one layer: the parts of its rows, in order."""
+"""Pages of one layer: one entry per part of its rows, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadUnit:
-    """One of the model's units, with its byte runs in a slot.
+    """One unit of the model, with its byte runs in a slot.
 
-    ``number`` is the same on all ranks of all engines. ``runs`` are in canonical order, none goes
-    on where the one before ends.
+    ``number`` is the same on all ranks of all engines. ``runs`` are in canonical order; adjacent
+    runs are merged.
     """
 
     number: int
@@ -55,15 +54,14 @@ class HeadUnit:
 
     @property
     def nbytes(self) -> int:
-        """Size of the unit."""
+        """Size of the unit in bytes."""
         return sum(length for _, length in self.runs)
 
 
 def unit_heads(total_heads: int, own_heads: int) -> int:
-    """Return the heads of a unit: an eighth of the model's heads if those can be cut so.
+    """Return the heads per unit: an eighth of the model's heads, or 1 if 8 does not divide them.
 
-    Otherwise one, which any number of ranks can share. A rank that has fewer heads than that cuts
-    smaller units, which only ranks like it can use.
+    A rank with fewer heads cuts smaller units, which only ranks with as few heads can use.
     """
     wanted = 1 if total_heads % _MOST_RANKS else total_heads // _MOST_RANKS
     return min(wanted, own_heads)
@@ -76,26 +74,25 @@ def units(
     total_heads: int,
     tokens_apart: bool = True,
 ) -> tuple[HeadUnit, ...]:
-    """Return the units of a block that a rank has, in ascending order of their numbers.
+    """Return a rank's units of a block, in ascending order of their numbers.
 
     Every byte of the slot is in exactly one run of one unit.
 
     Args:
-        group: the geometry of a block in a slot.
-        layers: the pages of the group, in the model's order, with the parts of their rows. Layers
-            that share another one's bytes are left out.
-        heads: (first, end) of the model's KV heads that this rank has. Ranks that have the same
-            heads get the same units.
-        total_heads: KV heads of the model; 1 where all ranks have the same (MLA), which is one
-            unit with the number 0.
-        tokens_apart: whether a page is rows, token by token. If not, what a head has of a page is
-            opaque, and taken as a whole.
+        group: geometry of a block in a slot.
+        layers: pages of the group's layers, in the model's order. Layers that share another
+            layer's bytes are left out.
+        heads: (first, end) of this rank's KV heads. Ranks with the same heads get the same units.
+        total_heads: KV heads of the model. 1 where all ranks hold the same bytes (MLA): one unit,
+            number 0.
+        tokens_apart: a page has one row per token. If not, each head's bytes of a page are opaque
+            and stay together.
 
     Raises:
         Misuse: no layers, or heads that the model does not have.
-        Incompatible: heads that are not whole units, or layers that cannot be cut: of other
-            heads, with rows outside of the block, over one another, or of opaque heads in more
-            than one piece. The message names the layer.
+        Incompatible: heads are not whole units, a layer has another number of heads, rows outside
+            the block or an opaque head in several pieces, or the layers do not cover every byte of
+            the slot exactly once. The message names the layer or the byte.
     """
     first, end = heads
     if not layers or not 0 <= first < end <= total_heads:
@@ -125,7 +122,7 @@ def _check_part(layer: LayerPages, heads: int, tokens_apart: bool) -> None:
 
 
 def _check_cover(found: Sequence[HeadUnit], block_bytes: int) -> None:
-    """Raise :class:`Incompatible` unless every byte of the slot is in one run, and in one only."""
+    """Raise :class:`Incompatible` unless every byte of the slot is in exactly one run."""
     at = 0
     for offset, length in sorted(run for unit in found for run in unit.runs):
         if offset < at:
@@ -138,7 +135,7 @@ def _check_cover(found: Sequence[HeadUnit], block_bytes: int) -> None:
 
 
 class _Slot:
-    """Where bytes of block 0 in the area have their place in a slot."""
+    """Maps bytes of block 0 in the area to offsets in a slot."""
 
     def __init__(self, group: GroupGeometry) -> None:
         self._segments = group.segments
@@ -167,7 +164,7 @@ class _Slot:
         return pages
 
     def _place(self, layer: LayerPages, offset: int, length: int) -> int:
-        """Return the slot's offset of a run in the area."""
+        """Return the offset in the slot of a run of the area."""
         number = self._find(layer, offset)
         inside = offset - self._starts[number]
         if inside + length > self._segments[number].length:
@@ -185,7 +182,7 @@ class _Slot:
 
 
 def _merged(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """Join runs that go on where the one before ends."""
+    """Merge runs that are adjacent."""
     merged: list[Run] = []
     for offset, length in runs:
         if merged and sum(merged[-1]) == offset:

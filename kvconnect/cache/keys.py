@@ -1,10 +1,9 @@
-"""The keys of blocks in the tiers below host memory: who may read a block, then which one it is.
+"""Keys of blocks in secondary tiers.
 
     key = tenant (8 bytes) + scope (8 bytes) + group (1 byte) + block hash (1..64 bytes)
 
-What decides who may read a block stands first, so that a store can count and remove a tenant's
-blocks without knowing what else a key means. The format of a block is no part of its key: a store
-belongs to one format.
+The tenant is a prefix, so a store can count and remove a tenant's blocks without parsing the rest.
+The block's format is not in the key, because a store holds blocks of one format only.
 """
 
 from __future__ import annotations
@@ -24,20 +23,23 @@ _LONGEST = PREFIX_BYTES + 1 + MAX_HASH_BYTES
 
 
 def tenant_of(salt: str) -> bytes:
-    """Return the tenant that a request's cache salt stands for; without one all zeros.
+    """Return the tenant id of a request's cache salt; all zeros for an empty salt.
 
-    The salt itself cannot be read back from it, but can be guessed if it is guessable.
+    The id does not reveal the salt, but a weak salt can be guessed from it.
     """
     if not salt:
         return bytes(TENANT_BYTES)
-    # A salt comes from outside, as JSON: it may have half a surrogate pair, which is no UTF-8.
+    # The salt comes from a client's JSON and may hold a lone surrogate, which is not valid UTF-8.
     text = salt.encode("utf-8", "surrogatepass")
     return blake2b(text, digest_size=TENANT_BYTES, person=b"kvconnect.tenant").digest()
 
 
 def seed_of(salt: str) -> bytes:
-    """Return what the names of a tenant's blocks begin with, none without a salt: whoever makes a
-    salt for the tenant's 8 bytes still finds nothing."""
+    """Return the parent of the first block name under a salt; empty for an empty salt.
+
+    The block names depend on 32 bytes of hash: a forged salt that collides in the 8 bytes of the
+    tenant still finds no blocks.
+    """
     if not salt:
         return b""
     text = salt.encode("utf-8", "surrogatepass")
@@ -45,13 +47,13 @@ def seed_of(salt: str) -> bytes:
 
 
 def scope_of(adapter: bytes, generation: bytes) -> bytes:
-    """Return what else keeps equal tokens apart: the adapter, and the generation of the weights.
+    """Return the scope that separates blocks of equal tokens by adapter and weights generation.
 
-    Without both all zeros.
+    All zeros without both.
     """
     if not adapter and not generation:
         return bytes(SCOPE_BYTES)
-    # With its length, so that no byte can move from one to the other.
+    # The length keeps different pairs with the same concatenation apart.
     text = len(adapter).to_bytes(8, "big") + adapter + generation
     return blake2b(text, digest_size=SCOPE_BYTES, person=b"kvconnect.scope").digest()
 
@@ -59,7 +61,8 @@ def scope_of(adapter: bytes, generation: bytes) -> bytes:
 def block_key(prefix: bytes, group: int, block_hash: bytes) -> bytes:
     """Return the key of a block; ``prefix`` is its tenant and scope, 16 bytes.
 
-    Raises :class:`Misuse`: a part has the wrong size.
+    Raises:
+        Misuse: a part has the wrong size.
     """
     if len(prefix) != PREFIX_BYTES:
         raise Misuse(f"a key begins with {PREFIX_BYTES} bytes of tenant and scope, not {prefix!r}")
@@ -71,12 +74,12 @@ def block_key(prefix: bytes, group: int, block_hash: bytes) -> bytes:
 
 
 def group_of(key: bytes) -> int:
-    """Return the KV-cache group of a block. Raises :class:`Misuse`: this is no block's key."""
+    """Return the KV-cache group in a key. Raises :class:`Misuse` if its length is wrong."""
     return _checked(key)[PREFIX_BYTES]
 
 
 def tenant_in(key: bytes) -> bytes:
-    """Return the tenant of a block. Raises :class:`Misuse`: this is no block's key."""
+    """Return the tenant id in a key. Raises :class:`Misuse` if its length is wrong."""
     return _checked(key)[:TENANT_BYTES]
 
 

@@ -1,16 +1,15 @@
-"""Where a block's bytes are: strides turned into byte runs. Arithmetic only.
+"""The byte runs of a block, computed from the strides of the KV cache. Arithmetic only.
 
-A worker's KV cache is one backing *area* of bytes (one torch storage). A block of a group is
-spread over it, one piece per layer and often one per head, in whatever order the engine's layout
-put it. A *slot* of the host tier holds the same bytes back to back::
+A worker's KV cache is one backing *area* of bytes (one torch storage). A block of a group has one
+piece per layer in it, often one per head, in the order of the engine's layout. A *slot* of the
+host tier holds the same bytes back to back::
 
     area   |..L0b0|L0b1|L0b2|....|..L1b0|L1b1|L1b2|...        one Segment per layer here:
                  ^offset(L0)+1*stride    ^offset(L1)+1*stride    block 1 = two runs
     slot   |L0b1|L1b1|pad to 4 KiB|
 
-Everything that copies, sizes or hashes blocks takes these objects and knows nothing of layouts.
-All sizes and offsets are bytes unless a name says otherwise. Objects are immutable and may be
-shared between threads.
+Code that copies, sizes or hashes blocks uses these objects and no layouts. All sizes and offsets
+are bytes unless a name says otherwise. Objects are immutable; threads may share them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from itertools import product
 from kvconnect.errors import Incompatible, Misuse
 
 SLOT_ALIGNMENT = 4096
-"""Slots start on page boundaries, so that direct I/O and page-locking can use them as they are."""
+"""Slots start on page boundaries, as direct I/O and page-locking require."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -47,19 +46,22 @@ class _Dim:
 def view_segments(
     offset: int, shape: Sequence[int], strides: Sequence[int], itemsize: int, num_blocks: int
 ) -> tuple[ByteRun, ...]:
-    """Return the fewest contiguous byte runs that make up one block of one layer's KV view.
+    """Return the fewest contiguous byte runs of one block in one layer's KV view.
 
-    ``offset`` is the view's first byte in the backing area. ``shape`` and ``strides`` (elements,
-    as torch gives them) describe a view of rank >= 2 whose dim 0 counts blocks; the other dims may
-    lie in memory in any order, so all of vLLM's layouts (LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC)
-    are served alike. Where the attention kernel's blocks are smaller than the manager's, dim 0 is
-    ``ratio * num_blocks`` and block ``b`` owns rows ``b * ratio`` to ``(b + 1) * ratio - 1``.
+    The runs are in ascending order of offset, which is also their order in a slot.
 
-    Runs come in ascending order of offset, which is also their order in a slot.
+    Args:
+        offset: first byte of the view in the backing area.
+        shape: of the view, rank >= 2. Dim 0 counts blocks. Where the attention kernel's blocks are
+            smaller than the manager's, dim 0 is ``ratio * num_blocks``, and block ``b`` owns rows
+            ``b * ratio`` to ``(b + 1) * ratio - 1``.
+        strides: in elements, as torch gives them. All dims but 0 may be in any order in memory;
+            this covers all layouts of vLLM (LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC).
 
-    Raises :class:`Incompatible` for a view that has no such runs: dims that overlap (stride 0),
-    run backwards or interleave, an empty dim, or a dim 0 that ``num_blocks`` does not divide. The
-    message holds shape and strides; the caller adds the layer's name.
+    Raises:
+        Incompatible: dims overlap (stride 0), run backwards or interleave, a dim is empty, or
+            ``num_blocks`` does not divide dim 0. The message has shape and strides; the caller
+            adds the layer's name.
     """
     _check_view(shape, strides, num_blocks)
     ratio = shape[0] // num_blocks
@@ -89,7 +91,7 @@ def _check_view(shape: Sequence[int], strides: Sequence[int], num_blocks: int) -
 
 
 def _nested(dims: Iterable[_Dim]) -> bool:
-    """True if every dim, smallest stride first, steps over all that lies inside it."""
+    """Return whether every dim, smallest stride first, steps over the span of those before it."""
     span = 1
     for dim in dims:
         if dim.stride < span:
@@ -109,14 +111,15 @@ def _refused(
 
 @dataclass(frozen=True, slots=True)
 class GroupGeometry:
-    """All byte runs of one KV-cache group's blocks, in the order a slot holds them.
+    """All byte runs of the blocks of one KV-cache group, in slot order.
 
-    Give it the segments of every layer of the group in any order. They are brought into canonical
-    form: identical ones (layers that share another layer's KV) are kept once, the rest is sorted
-    by offset, and neighbours that touch are merged. So two workers with the same cache agree on
-    the bytes of a slot.
+    The constructor takes the segments of all layers in any order and makes them canonical, so that
+    two workers with the same cache agree on the bytes of a slot. Identical segments (layers that
+    share KV) are kept once, the rest is sorted by offset, and adjacent ones are merged.
 
-    Raises :class:`Incompatible` if two layers partly overlap, :class:`Misuse` for no segments.
+    Raises:
+        Incompatible: two layers partly overlap, or a segment is longer than its stride.
+        Misuse: no segments or no blocks.
     """
 
     segments: tuple[ByteRun, ...]
@@ -134,20 +137,20 @@ class GroupGeometry:
         object.__setattr__(self, "block_bytes", sum(s.length for s in merged))
 
     def reach(self, segments: Iterable[ByteRun]) -> int:
-        """Return how many leading segments of this group hold all bytes of its parts ``segments``,
-        say, those of a layer."""
+        """Return the number of leading segments of this group that cover ``segments``, for
+        instance those of one layer."""
         starts = [own.offset for own in self.segments]
         return max(bisect_right(starts, part.offset) for part in segments)
 
     @property
     def area_bytes(self) -> int:
-        """Size a backing area needs at least to hold all blocks of this group."""
+        """Least size of a backing area that holds all blocks of this group."""
         last = self.num_blocks - 1
         return max(s.offset + last * s.stride + s.length for s in self.segments)
 
 
 def _merge(segments: Sequence[ByteRun]) -> list[ByteRun]:
-    """Join segments, sorted by offset, that touch and advance alike from block to block."""
+    """Merge adjacent segments with equal strides. ``segments`` are sorted by offset."""
     merged = [segments[0]]
     for segment in segments[1:]:
         last = merged[-1]
@@ -163,7 +166,7 @@ def _merge(segments: Sequence[ByteRun]) -> list[ByteRun]:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """All groups of one worker, indexed by KV-cache group id. Groups may lie over one another."""
+    """All groups of one worker, indexed by KV-cache group id. Groups may overlap in memory."""
 
     groups: tuple[GroupGeometry, ...]
 
@@ -173,11 +176,11 @@ class Geometry:
 
     @property
     def slot_bytes(self) -> int:
-        """Size of a slot: room for the largest group's block, rounded up to whole 4 KiB pages."""
+        """Size of a slot: the largest block of any group, rounded up to ``SLOT_ALIGNMENT``."""
         largest = max(group.block_bytes for group in self.groups)
         return -(-largest // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
     @property
     def area_bytes(self) -> int:
-        """Size a backing area needs at least."""
+        """Least size of the backing area."""
         return max(group.area_bytes for group in self.groups)

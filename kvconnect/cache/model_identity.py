@@ -1,4 +1,4 @@
-"""Which weights a model has, told by their bytes: a name says nothing after a fine-tuning."""
+"""Identifies a model by the bytes of its weights, because a fine-tuned model may keep its name."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvconnect.errors import Incompatible
 
 _KINDS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SAMPLE_BYTES = 4096
-_SAMPLES = 4096  # over all files: 16 MiB to read, and a change of 1 % of the weights is seen
+_SAMPLES = 4096  # over all files: reads 16 MiB and detects a change of 1 % of the weights
 
 
 def weights_digest(folder: Path) -> str:
     """Return a digest of a model's weight files; "" if there are none.
 
-    It covers their names, sizes, and pages of bytes spread evenly over them; small models are read
-    as a whole. Blocks the calling thread for tens of milliseconds on a local disk.
+    The digest covers file names, sizes, and evenly spaced samples; small models are read whole.
+    Blocks for tens of milliseconds on a local disk.
 
     Raises:
         OSError: a file cannot be read.
@@ -42,19 +42,16 @@ def weights_digest(folder: Path) -> str:
     return found.hexdigest()
 
 
-# A model's files on this machine, by the name that an engine was given.
-
-
 logger = logging.getLogger(__name__)
 
 
 def model_folder(model: str, revision: str | None) -> Path | None:
-    """Return where a model's files are on this machine, None if they are nowhere."""
+    """Return the local folder of a model's files; None if they are not on this machine."""
     if Path(model).is_dir():
         return Path(model)
     try:
         return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except (ValueError, OSError):  # no such model here, or no name of one
+    except (ValueError, OSError):  # not downloaded, or not a valid model name
         return None
 
 
@@ -64,12 +61,13 @@ def model_name(
     overrides: Mapping[str, object],
     configuration: str = "config.json",
 ) -> str:
-    """Return what tells a model from others whichever engine has loaded it: a digest of its
-    weights' bytes, of its configuration and of what the engine was told to change in that.
+    """Return a name for a model that is the same in all engines.
+
+    The name has digests of the weights, and of the configuration with the engine's ``overrides``.
 
     Raises:
-        Incompatible: no files of it are here.
-        OSError: they cannot be read.
+        Incompatible: no weight files are on this machine.
+        OSError: the files cannot be read.
     """
     folder = model_folder(model, revision)
     weights = weights_digest(folder) if folder else ""
@@ -84,8 +82,8 @@ def model_name(
 
 
 def weights_name(model: str, revision: str | None, dummy: bool) -> str:
-    """Return what tells a model's weights from others: a digest of their bytes. Where no files are
-    here, or the weights are ``dummy`` ones that come from none, it is the model's name."""
+    """Return the digest of a model's weights. Without weight files on this machine, or with
+    ``dummy`` weights (not read from files), return the model's name and revision."""
     folder = None if dummy else model_folder(model, revision)
     weights = weights_digest(folder) if folder else ""
     if not weights:

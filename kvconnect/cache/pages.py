@@ -1,14 +1,13 @@
-"""Heads, tokens and rows inside a page, so that two different caches can exchange blocks.
+"""Heads, tokens and rows inside a page, for the exchange of blocks between different caches.
 
-``layout`` moves whole blocks and need not know their content. A hand-off may go to a cache with
-other strides, another block size or other heads per rank, so it cuts blocks into *wire blocks*:
-a number of tokens of a range of heads, in an order that both sides agreed on. A *row* is what one
-layer keeps of one token for one head: K and V together, opaque bytes::
+A hand-off may go to a cache with other strides, another block size or other heads per rank. So it
+cuts blocks into *wire blocks*: some tokens of a range of heads, in an order both sides agreed on.
+A *row* is one layer's opaque bytes (K and V) of one token for one head::
 
     page of 4 tokens, 2 heads, order NHC      |t0h0|t0h1|t1h0|t1h1|t2h0|t2h1|t3h0|t3h1|
     wire block of 2 tokens, head 1, phase 1                                 ^^^^      ^^^^
 
-A *page* is a block of the attention kernel, a whole number of which make a block of the engine.
+A *page* is a block of the attention kernel. A block of the engine is a whole number of pages.
 Arithmetic only. All sizes and offsets are bytes unless a name says otherwise.
 """
 
@@ -23,7 +22,7 @@ from typing import Literal
 from kvconnect.errors import Incompatible, Misuse
 
 Order = Literal["HNC", "NHC"]
-"""Which of heads (H) and tokens (N) is outermost in a wire block; C is a row."""
+"""Whether heads (H) or tokens (N) are the outer dim of a wire block; C is a row."""
 
 View = tuple[Sequence[int], Sequence[int], int]
 """Shape, strides (elements) and element size, as torch gives them."""
@@ -31,11 +30,11 @@ View = tuple[Sequence[int], Sequence[int], int]
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """Where one layer keeps its pages: page ``p``, head ``h``, token ``t`` is the row
+    """Pages of one layer. The row of page ``p``, head ``h``, token ``t`` is
     ``[offset + p * page_stride + h * head_stride + t * token_stride, + row_bytes)``.
 
-    ``offset`` counts from the start of the backing area, ``heads`` are this rank's, ``tokens``
-    those of one page.
+    ``offset`` counts from the start of the backing area. ``heads`` is the number of this rank's
+    heads, ``tokens`` the number of tokens per page.
     """
 
     name: str
@@ -53,12 +52,12 @@ def layer_pages(
 ) -> LayerPages:
     """Return the pages of one layer's KV view, which starts at ``offset`` in the backing area.
 
-    The view is [B, H, N, C], or [B, N, C] where all heads share one row (MLA). H, N and B may lie
-    in memory in any order, C must be contiguous. B is ``num_blocks`` times the pages per block,
-    N the ``block_tokens`` divided by them.
+    The view is [B, H, N, C], or [B, N, C] where all heads share one row (MLA). B, H and N may be in
+    any order in memory; C must be contiguous. B is ``num_blocks`` times the pages per block, N is
+    ``block_tokens`` divided by the pages per block.
 
     Raises:
-        Incompatible: a view of another kind. The message names the layer, shape and strides.
+        Incompatible: the view does not match. The message has the layer, shape and strides.
     """
     shape, strides, itemsize = view
     if len(shape) == 3 == len(strides):
@@ -71,7 +70,7 @@ def layer_pages(
         )
     _, heads, tokens, width = shape
     row_bytes = width * itemsize
-    # A dim of size 1 may have any stride; these are what a dense page would have.
+    # torch gives a dim of size 1 any stride; use the stride of a dense page.
     token_stride = strides[2] * itemsize if tokens > 1 else row_bytes
     head_stride = strides[1] * itemsize if heads > 1 else tokens * token_stride
     page_stride = strides[0] * itemsize
@@ -83,7 +82,7 @@ def layer_pages(
 def _unusable(
     shape: Sequence[int], strides: Sequence[int], num_blocks: int, block_tokens: int
 ) -> str:
-    """Return why a view [B, H, N, C] has no rows, "" if it has."""
+    """Return why a view [B, H, N, C] cannot be used; "" if it can."""
     if len(shape) != 4 or len(strides) != 4 or min(shape) < 1:
         return "it is neither [B, H, N, C] nor [B, N, C]"
     if num_blocks < 1 or shape[0] % num_blocks or shape[0] // num_blocks * shape[2] != block_tokens:
@@ -102,11 +101,11 @@ def _unusable(
 def unit_segments(
     layers: Sequence[LayerPages], heads: tuple[int, int], wire_tokens: int, order: Order
 ) -> tuple[array[int], int, int]:
-    """Return (segments, phases, block_bytes): where the wire blocks of some layers lie.
+    """Return (segments, phases, block_bytes) of the wire blocks of some layers.
 
-    Wire block ``w`` is part ``w % phases`` of page ``w // phases``. ``segments`` holds ``phases``
-    times as many triples (offset, stride per page, length); those of one phase are its byte runs
-    in wire order: layer by layer as given, then in ``order``. Runs that touch are one.
+    Wire block ``w`` is part ``w % phases`` of page ``w // phases``. ``segments`` holds triples
+    (offset, stride per page, length), the same number for each phase. The triples of a phase are
+    its byte runs in wire order: by layer as given, then in ``order``. Adjacent runs are merged.
     ``heads`` is the range [first, end) of this rank's heads.
 
     Raises:
@@ -122,7 +121,7 @@ def unit_segments(
     segments = array("q")
     for phase in range(phases):
         runs = [run for layer in layers for run in _runs(layer, heads, (phase, wire_tokens), order)]
-        # Only whole pages of two layers lie side by side.
+        # Runs of two layers can be adjacent only if they are whole pages.
         for run in _merged(runs) if phases == 1 else runs:
             segments.extend(run)
     block_bytes = (end - first) * wire_tokens * sum(layer.row_bytes for layer in layers)
@@ -136,7 +135,7 @@ _Run = tuple[int, int, int]
 def _runs(
     layer: LayerPages, heads: tuple[int, int], part: tuple[int, int], order: Order
 ) -> Iterator[_Run]:
-    """Yield the byte runs of part number ``part[0]``, of ``part[1]`` tokens, in wire order."""
+    """Yield byte runs in wire order; ``part`` is the part's number in the page and its tokens."""
     number, tokens = part
     start = layer.offset + heads[0] * layer.head_stride + number * tokens * layer.token_stride
     dims = [(layer.head_stride, heads[1] - heads[0]), (layer.token_stride, tokens)]
@@ -150,7 +149,7 @@ def _runs(
 
 
 def _merged(runs: Iterable[_Run]) -> list[_Run]:
-    """Join runs that go on where the one before ends."""
+    """Merge adjacent runs with equal strides."""
     merged: list[_Run] = []
     for offset, stride, length in runs:
         last = merged[-1] if merged else None

@@ -1,12 +1,12 @@
 """Names and format of stored blocks, independent of the engine.
 
-An engine names its blocks with hashes of its own and lays their bytes out in its own way. For one
-engine to use what another has stored, both must agree on two things:
+Each engine has its own block hashes and its own byte layout. Engines that share stored blocks must
+agree on two things:
 
-- *which tokens* a block is about: :func:`page_names`, a hash chain over the tokens.
-- *what its bytes mean*: a :class:`RecordFormat`, all of which is in the name of the format. The
-  bytes themselves are units of heads (``head_shards``), whose rows are a token's K and then its V,
-  whatever the engine's kernels keep side by side; :func:`parts` finds those in a page.
+- the name of a block: :func:`page_names`, a hash chain over its tokens.
+- the meaning of its bytes: a :class:`RecordFormat`, whose fields are all in its fingerprint. The
+  bytes are units of heads (``head_shards``). A row is a token's K, then its V, in any layout of the
+  engine's kernels; :func:`parts` finds both in a page.
 
 Arithmetic only. Sizes are bytes unless a name says otherwise.
 """
@@ -33,13 +33,12 @@ _TOKEN = "I"  # four bytes; the platforms of the engines are little-endian
 def page_names(tokens: Sequence[int], page_tokens: int, parent: bytes = b"") -> list[bytes]:
     """Return the name of every full page of ``page_tokens`` tokens: a SHA-256 chain.
 
-    A name stands for its page and all before it: the digest of the name before it, and of the token
-    ids, four bytes each, low first. So SGLang names its pages, and anybody can. ``parent`` is the
-    name of the page that ends where ``tokens`` begin. Prompts that are not made of tokens alone
-    (images) must not be named so.
+    A name identifies its page and all pages before it. It is the digest of the previous name and
+    the page's token ids, as 32-bit little-endian numbers; SGLang uses the same rule. ``parent`` is
+    the name of the page before ``tokens``. Not for prompts with other inputs than tokens (images).
 
     Raises:
-        Misuse: a token id that does not fit in 32 bits, or no page at all.
+        Misuse: a token id does not fit in 32 bits, or ``page_tokens`` is less than 1.
     """
     if page_tokens < 1:
         raise Misuse(f"pages of {page_tokens} tokens")
@@ -57,19 +56,20 @@ def page_names(tokens: Sequence[int], page_tokens: int, parent: bytes = b"") -> 
 
 @dataclass(frozen=True, slots=True)
 class RecordFormat:
-    """What blocks depend on, beside their tokens, that all engines can read and write.
+    """Format of blocks that all engines can read and write.
 
-    Engines whose blocks depend on more (another cache than plain K and V of full attention, scales,
-    settings that only they know) have formats of their own.
+    The fields are everything, besides the tokens, that the bytes depend on. Blocks that depend on
+    more (a cache other than plain K and V of full attention, scales, settings of one engine) need
+    a format of that engine.
 
     Attributes:
-        model: tells the weights and their configuration from all others.
-        dtype: of the values, and in which they were computed.
+        model: identifies the weights and their configuration.
+        dtype: of the stored values, and of their computation.
         layers: numbers of the model's layers, in order.
-        tokens: of a block.
+        tokens: tokens per block.
         heads: KV heads of the model.
-        unit: of them, how many a unit has.
-        row: bytes of K and of V that a layer keeps of one token for one head.
+        unit: heads per unit.
+        row: bytes of K and of V of one token, for one layer and head.
     """
 
     model: str
@@ -82,13 +82,13 @@ class RecordFormat:
 
     @property
     def fingerprint(self) -> bytes:
-        """Name of the format. The number in it changes when the rules of this file do."""
+        """Name of the format, 16 bytes. ``records`` changes when the rules of this module do."""
         return fingerprint({"records": 1, **asdict(self)})
 
 
 def fingerprint(fields: Mapping[str, object]) -> bytes:
-    """Return the name of a format of stored blocks, given all that their bytes depend on beside
-    the tokens. The fields must be plain JSON."""
+    """Return the 16-byte name of a format of stored blocks. ``fields`` has everything but the
+    tokens that the bytes depend on, as plain JSON."""
     text = json.dumps(fields, sort_keys=True)
     return blake2b(text.encode(), digest_size=16, person=_STORED).digest()
 
@@ -96,13 +96,13 @@ def fingerprint(fields: Mapping[str, object]) -> bytes:
 def parts(
     page: LayerPages, sizes: Sequence[int], in_planes: bool = False
 ) -> tuple[LayerPages, ...]:
-    """Return one view per part of a layer whose rows hold several, K and V for instance.
+    """Return one view per part of a layer's rows, for instance K and V.
 
     Args:
         sizes: of the parts, in order.
-        in_planes: a page has, head by head, all tokens' first parts, then all tokens' second ones,
-            and so on. vLLM's vector kernels for the CPU keep each value of K in a plane of its
-            own, and V in one: K is transposed.
+        in_planes: per head, a page has the first parts of all tokens, then their second parts, and
+            so on. vLLM's vector kernels for the CPU transpose K: each value of K has its own plane,
+            V has one plane.
 
     Raises:
         Misuse: the sizes do not add up to a row.
@@ -112,7 +112,7 @@ def parts(
     found = []
     for start, size in zip(accumulate(sizes[:-1], initial=0), sizes, strict=True):
         part = replace(page, offset=page.offset + start, row_bytes=size)
-        if in_planes:  # the planes before this one hold all tokens
+        if in_planes:  # each plane before this one holds all tokens of the page
             part = replace(part, offset=page.offset + start * page.tokens, token_stride=size)
         found.append(part)
     return tuple(found)
