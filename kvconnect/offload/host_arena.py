@@ -1,4 +1,4 @@
-"""The host tier's memory: one arena of equal slots, owned by this process alone."""
+"""Memory of the host tier: an arena of equal slots that belongs to this process alone."""
 
 from __future__ import annotations
 
@@ -29,32 +29,31 @@ _PROGRESS_INTERVAL_S = 5.0
 _ADVICE = (
     mmap.MADV_HUGEPAGE,  # a twentieth of the page faults, and few TLB misses on scattered slots
     mmap.MADV_DONTFORK,  # a child process must neither keep the memory alive nor copy it on write
-    mmap.MADV_DONTDUMP,  # a core file need not hold the whole cache
+    mmap.MADV_DONTDUMP,  # keeps the cache out of core files
 )
 
 
 class HostArena:
-    """``num_slots`` slots of ``slot_bytes`` each in one anonymous, private, populated mapping.
+    """``num_slots`` slots of ``slot_bytes`` bytes in one anonymous, private, populated mapping.
 
-    The mapping has no name and no second owner, so a killed process leaves nothing behind: the
-    kernel frees it with the process. (A shared-memory file would survive ``kill -9``, and its
-    huge pages are switched off on most systems.)
+    The kernel frees the mapping with the process, even after ``kill -9``. A shared-memory file
+    would survive, and most systems switch off huge pages for it.
 
-    The constructor touches every page, so running out of memory shows at start and no transfer
-    ever waits for a page fault. It blocks for a tenth of a second per GiB (a few seconds where a
-    virtual machine has yet to get the memory itself), logs its progress, and does not check what
-    the machine has: that is the configuration's job.
+    The constructor touches every page: a lack of memory shows at start, and no transfer waits for
+    a page fault. It blocks for a tenth of a second per GiB (a few seconds in a virtual machine that
+    does not have the memory yet) and logs its progress. It does not check how much memory is free;
+    the configuration does.
 
-    ``node`` is the NUMA node whose memory is preferred: that of the device the slots are copied to.
+    ``node`` is the preferred NUMA node, that of the device which the slots are copied to.
 
-    Threads: ``seal``, ``verify`` and ``view`` may be called from any thread, for one slot by one
-    at a time, and so may ``digests``, for digests that a device worked out. ``pin`` and ``close``
-    belong to the owner. Who may write which slot when is decided
-    by the plan, not here.
+    Threads: any thread may call ``seal``, ``verify``, ``view`` and ``digests``, one thread at a
+    time per slot. ``pin`` and ``close`` are for the owner. The arena does not check who may write
+    a slot; the states in :mod:`kvconnect.offload.index` decide that.
 
-    Raises :class:`Misuse` for sizes that are not positive or slots that are not whole pages,
-    :class:`ConfigError` for a digest mode that cannot be used, :class:`OSError` if the kernel
-    refuses the memory.
+    Raises:
+        Misuse: a size is not positive, or a slot is not whole pages.
+        ConfigError: the digest mode cannot be used.
+        OSError: the kernel refuses the memory.
     """
 
     def __init__(
@@ -79,18 +78,18 @@ class HostArena:
         return f"HostArena({self.num_slots} x {self.slot_bytes} bytes, {state})"
 
     def tensor(self) -> torch.Tensor:
-        """Return the arena as a uint8 tensor of shape ``[nbytes]``, without copying.
+        """Return the arena as a uint8 tensor ``[nbytes]``, without copying.
 
-        The tensor keeps the memory mapped, even past ``close``.
+        The tensor keeps the memory mapped, even after ``close``.
         """
         import torch
 
         return torch.frombuffer(self._mapping(), dtype=torch.uint8)
 
     def view(self, slot: int, nbytes: int | None = None) -> memoryview:
-        """Return the first ``nbytes`` of a slot (default: all of it), writable, without copying.
+        """Return the first ``nbytes`` of a slot (default: all), writable, without copying.
 
-        Like the tensor, it keeps the memory mapped.
+        The view keeps the memory mapped, even after ``close``.
         """
         size = self.slot_bytes if nbytes is None else nbytes
         if not 0 <= slot < self.num_slots or not 0 <= size <= self.slot_bytes:
@@ -99,27 +98,27 @@ class HostArena:
         return memoryview(self._mapping())[start : start + size]
 
     def seal(self, slot: int, nbytes: int) -> None:
-        """Remember the digest of a slot's first ``nbytes``; call it after each store into it."""
+        """Record the digest of a slot's first ``nbytes``. Call this after each store to a slot."""
         if self.digests.begin(slot):
             self.digests.seal(slot, self.view(slot, nbytes))
 
     def verify(self, slot: int, nbytes: int) -> None:
-        """Raise :class:`Corrupt` if a slot no longer holds what was sealed."""
+        """Raise :class:`Corrupt` if a slot's bytes changed since :meth:`seal`."""
         if self.digests.is_sealed(slot):
             self.digests.verify(slot, self.view(slot, nbytes))
 
     def pin(self) -> bool:
         """Page-lock the arena for the current CUDA device; return whether all of it is locked.
 
-        Without the lock, copies work but are slow and synchronous, so the caller goes on either
-        way. Call it once, in a process that uses CUDA.
+        Without the lock, copies work but are slow and synchronous. Call this once, in a process
+        that uses CUDA.
         """
         import torch
 
         if self._pinned:
             return True
         self._context = CudaContext(torch.cuda.current_device())
-        # Drivers refuse very large registrations. A copy must not span two, so cut between slots.
+        # Drivers refuse very large registrations. A copy must not span two: cut between slots.
         piece = max(_PIN_PIECE_BYTES // self.slot_bytes, 1) * self.slot_bytes
         for start in range(0, self.nbytes, piece):
             address = self.address + start
@@ -137,10 +136,9 @@ class HostArena:
         return True
 
     def close(self) -> None:
-        """Give the memory back. Idempotent.
+        """Release the memory. Idempotent. All transfers must have ended.
 
-        All transfers must have ended. Tensors and views handed out stay valid; the memory is
-        unmapped when the last of them is gone.
+        Tensors and views of the arena stay valid; the last one unmaps the memory.
         """
         self._unpin()
         self._map = None
@@ -150,7 +148,7 @@ class HostArena:
             address = self._pinned.pop()
             try:
                 self._context.unlock(address)
-            except TransferFailed as error:  # a lost device has let go of it
+            except TransferFailed as error:  # a lost device no longer holds the lock
                 logger.debug("host tier: %s", error)
 
     def _mapping(self) -> mmap.mmap:
@@ -164,13 +162,13 @@ def _map_private(nbytes: int) -> mmap.mmap:
     for advice in _ADVICE:
         try:
             arena.madvise(advice)
-        except OSError as error:  # a kernel built without the feature: slower, not wrong
+        except OSError as error:  # the kernel lacks the feature: slower, still correct
             logger.debug("host tier: madvise(%d) refused: %s", advice, error)
     return arena
 
 
 def _populate(arena: mmap.mmap, address: int) -> None:
-    """Have the kernel back every page now, piece by piece so that progress can be shown."""
+    """Have the kernel allocate every page now, in pieces, to log the progress."""
     started = shown = time.monotonic()
     for start in range(0, len(arena), _POPULATE_PIECE_BYTES):
         _populate_piece(arena, address, start, min(_POPULATE_PIECE_BYTES, len(arena) - start))
@@ -187,25 +185,24 @@ def _populate(arena: mmap.mmap, address: int) -> None:
 def _populate_piece(arena: mmap.mmap, address: int, start: int, nbytes: int) -> None:
     try:
         from kvconnect import _native
-    except ImportError:  # pure wheel: same effect, but other threads wait for each piece
+    except ImportError:  # no C extension: same effect, but this holds the GIL for each piece
         view = memoryview(arena)[start : start + nbytes]
         view[:: mmap.PAGESIZE] = bytes(len(view[:: mmap.PAGESIZE]))
     else:
         _native.populate(address + start, nbytes)
 
 
-# Host memory near the device: pages that cross between sockets move at half the speed.
-
+# NUMA: copies between sockets run at half the speed.
 
 _MBIND = {"x86_64": 237, "aarch64": 235}
-"""Number of the system call mbind; the C library has no function for it."""
-_PREFERRED = 1  # other nodes serve when this one is full
+"""Number of the mbind system call; the C library has no function for it."""
+_PREFERRED = 1  # memory of other nodes is used when this node is full
 _MAX_NODES = 1024
 _PCI = Path("/sys/bus/pci/devices")
 
 
 def device_node(device: torch.device) -> int | None:
-    """Return the NUMA node of a CUDA device; None for other devices, or if it is not known."""
+    """Return the NUMA node of a CUDA device; None for other devices or if unknown."""
     if device.type != "cuda":
         return None
     import torch
@@ -219,7 +216,7 @@ def device_node(device: torch.device) -> int | None:
 
 
 def pci_node(address: str) -> int | None:
-    """Return the NUMA node of a PCI device, None if the system has one node or does not say."""
+    """Return the NUMA node of a PCI device; None if the system has one node or does not say."""
     try:
         node = int((_PCI / address / "numa_node").read_text())
     except (OSError, ValueError):
@@ -228,9 +225,9 @@ def pci_node(address: str) -> int | None:
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:
-    """Ask for pages of a node for memory that was not touched yet; return whether it will be so.
+    """Prefer a NUMA node for memory that was not touched yet; return whether the kernel accepted.
 
-    A refusal (a container without the right, another processor) costs speed and nothing else.
+    A refusal (missing permission in a container, another processor) only costs speed.
     """
     number = _MBIND.get(platform.machine())
     if number is None or not 0 <= node < _MAX_NODES:
@@ -252,29 +249,29 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
     return status == 0
 
 
-# One digest per slot: proof that the bytes loaded are the bytes stored.
-#
-# XXH3-64 is not cryptographic. It finds accidents (bit flips, stray writes, slots mixed up), which
-# is what can happen to memory that only this process writes. On 1 MiB blocks that are in no cache
-# it reads 2.3 times as fast as memcpy copies, on one core; blake3 reaches 0.8, zlib.crc32 0.34 and
-# hashlib.blake2b 0.13 of memcpy. Against the faster, streaming copy of ``kvconnect.copy.native``,
-# sealing every block still halves what one core can store (``digest_full_cost``).
-
+# Digests: XXH3-64 is not cryptographic. It detects accidents (bit flips, stray writes, swapped
+# slots), the only danger to memory that only this process writes. On uncached 1 MiB blocks and one
+# core, it reads at 2.3 times the speed of memcpy; blake3 reaches 0.8, zlib.crc32 0.34 and
+# hashlib.blake2b 0.13 of memcpy. ``kvconnect.copy.native`` copies faster than memcpy, so digests of
+# every block still halve the bytes that one core can store (``digest_full_cost``).
 
 _PERIOD: dict[DigestMode, int] = {"off": 0, "sampled": 16, "full": 1}
-"""Slots per digest: none, one in 16 in turn, every slot."""
+"""Slots per digest; 0 for no digests."""
 
 
 class SlotDigests:
-    """Digests of the slots' present contents: ``begin`` and ``seal`` after a store, ``is_sealed``
-    and ``verify`` before a load. Asking first keeps slots without a digest at one byte's cost.
+    """One digest per slot, which proves that the bytes loaded are the bytes stored.
 
-    ``sampled`` picks by slot number plus how often the slot was stored into: at any time a
-    sixteenth of the slots is covered, and each slot is covered once in 16 uses, whatever the
-    caller does.
+    Call ``begin`` and ``seal`` after a store, ``is_sealed`` and ``verify`` before a load. ``begin``
+    and ``is_sealed`` cost one byte's access, and slots without a digest need no more.
+
+    ``sampled`` picks slots by slot number plus number of stores to the slot. So at any time a
+    sixteenth of the slots has digests, and each slot has one in one of 16 uses.
 
     Threads: different slots may be sealed and verified at the same time; hashing releases the GIL.
-    Raises :class:`ConfigError` at once for an unknown mode, or if the hash library is missing.
+
+    Raises:
+        ConfigError: the mode is unknown or the hash library is missing.
     """
 
     def __init__(self, num_slots: int, mode: DigestMode) -> None:
@@ -288,7 +285,7 @@ class SlotDigests:
         self._hash = load_hash("digest", mode, fix) if self._period else _no_hash
 
     def begin(self, slot: int) -> bool:
-        """Note that a slot was stored into; return whether :meth:`seal` must follow."""
+        """Record a store to a slot; return whether :meth:`seal` must follow."""
         if not self._period:
             return False
         self._sealed[slot] = 0
@@ -296,30 +293,31 @@ class SlotDigests:
         return (slot + self._turn[slot]) % self._period == 0
 
     def seal(self, slot: int, content: memoryview) -> None:
-        """Note the digest of what the slot holds now."""
+        """Compute and record the digest of a slot's content."""
         self.put(slot, self._hash(content))
 
     def put(self, slot: int, digest: int) -> None:
-        """Note the digest of what the slot holds now, which someone else worked out."""
+        """Record a digest of a slot's content that the caller computed, on the device for
+        instance."""
         self._digest[slot] = digest
         self._sealed[slot] = 1
 
     def is_sealed(self, slot: int) -> bool:
-        """Whether there is a digest to compare with.
+        """Return whether a slot has a digest.
 
         Raises:
-            Misuse: there must be one, in ``full`` mode, but the slot was never sealed.
+            Misuse: the slot has none, although ``full`` mode requires one.
         """
         if self._period == 1 and not self._sealed[slot]:
             raise Misuse(f"slot {slot} was never sealed, nothing can be loaded from it")
         return bool(self._sealed[slot])
 
     def verify(self, slot: int, content: memoryview) -> None:
-        """Raise :class:`Corrupt` if the content is not what was sealed."""
+        """Raise :class:`Corrupt` if the content differs from what was sealed."""
         self.compare(slot, self._hash(content))
 
     def compare(self, slot: int, found: int) -> None:
-        """Raise :class:`Corrupt` if a digest of the content is not the one that was noted."""
+        """Raise :class:`Corrupt` if a digest of the content differs from the recorded one."""
         if found != self._digest[slot]:
             raise Corrupt(
                 f"slot {slot}: the digest of its block is {found:016x}, "
@@ -332,7 +330,7 @@ def _no_hash(content: memoryview) -> int:
 
 
 def load_hash(field: str, value: object, fix: str) -> Callable[[memoryview], int]:
-    """Return the digest function; raise :class:`ConfigError` with this text if it is missing."""
+    """Return the digest function. Raises :class:`ConfigError` with the given text if missing."""
     try:
         import xxhash
     except ImportError as error:

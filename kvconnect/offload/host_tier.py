@@ -1,4 +1,4 @@
-"""A worker's share of the host tier: its memory, its copy thread, and this step's stores."""
+"""A worker's share of the host tier: memory, copy thread, and the stores of the current step."""
 
 from __future__ import annotations
 
@@ -20,11 +20,17 @@ MakeCopier = Callable[[torch.Tensor, torch.Tensor, Geometry], Copier]
 
 
 class HostTier:
-    """Owned by the worker's main thread; copies run on the executor's own thread.
+    """A worker's host memory and the copies to and from it.
 
-    ``share_bytes`` is this worker's part of the tier, ``area`` the whole KV cache as uint8
-    ``[bytes]``; ``store_rate`` bounds the bytes stored per second. Raises :class:`ConfigError` if
-    the share is too small for one block or more than is free.
+    The worker's main thread calls all methods; copies run on the executor's thread.
+
+    Args:
+        share_bytes: this worker's part of the tier.
+        area: the whole KV cache, uint8 ``[bytes]``.
+        store_rate: limit in bytes per second; 0 for none.
+
+    Raises:
+        ConfigError: the share is smaller than one block or larger than the free memory.
     """
 
     def __init__(
@@ -58,16 +64,16 @@ class HostTier:
         self._pending: list[StoreBlocks] = []
 
     def begin(self, loads: Sequence[LoadBlocks], stores: Sequence[StoreBlocks]) -> None:
-        """Start the step's loads, ahead of the forward; keep its stores for after it."""
-        self.submit_stores()  # a pipeline stage may end a step without asking for that
+        """Start the step's loads before the forward; keep its stores until after the forward."""
+        self.submit_stores()  # a pipeline stage may have ended the last step without this call
         self._pending = list(stores)
         if loads:
-            fence = self.executor.fence()  # after any zeroing of the blocks to be loaded
+            fence = self.executor.fence()  # loads start after the engine zeroed their blocks
             for load in loads:
                 self.executor.submit(load, fence)
 
     def submit_stores(self) -> None:
-        """Queue the step's stores behind the forward that has been launched."""
+        """Queue the step's stores behind the launched forward."""
         if self._pending:
             fence = self.executor.fence()
             for store in self._pending:
@@ -75,10 +81,10 @@ class HostTier:
             self._pending = []
 
     def poll(self) -> list[FinishedCopy]:
-        """Return jobs that ended since the last call; each exactly once."""
+        """Return the copies that ended since the last call, each exactly once."""
         return self.executor.poll()
 
     def close(self) -> None:
-        """Stop copying and give the memory back. Idempotent."""
+        """Stop copies and release the memory. Idempotent."""
         self.executor.close()
         self.store.close()

@@ -1,4 +1,4 @@
-"""Maps blocks to slots of the host tier. All ranks use the same slot for a block."""
+"""Index of the host tier's blocks and slots. All ranks use the same slot for a block."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ class RemovedBlock(NamedTuple):
 
 
 class HostIndex:
-    """Maps (group, block hash) to a slot and knows which blocks can be loaded.
+    """Maps (group, block hash) to a slot. Owned by the scheduler's thread.
 
-    Owned by the scheduler's thread. Blocks being stored are kept apart from those that can be
-    loaded. Each slot remembers which slot held the next block of its prefix when that was last
-    stored or looked up. A lookup follows this hint and compares the hash it finds there, which
-    walks memory in order; a dict access per block would miss the cache several times, and it is
-    needed only where the hint is wrong. Slot numbers are shared objects, not made anew: a lookup
-    that allocates thousands of integers is two to three times slower in a fragmented heap.
+    A block is pending while it is stored, then ready: it can be loaded.
+
+    Each slot has a hint: the slot that held the next block of the prefix at the last store or
+    lookup. A lookup follows the hints and compares hashes, which reads memory in order. It uses the
+    dict, which costs several cache misses per block, only where a hint is wrong. The lists share
+    their int objects with the dicts: in a fragmented heap, a lookup that allocates thousands of
+    ints takes two to three times as long.
 
     Attributes:
-        removed: blocks that left since the caller last took them.
-        evictions: how many blocks ever had to make room.
+        removed: blocks removed since the caller last took the list.
+        evictions: blocks evicted since the start.
     """
 
     def __init__(self, num_slots: int, num_groups: int, policy: EvictionPolicy) -> None:
@@ -43,7 +44,7 @@ class HostIndex:
         self._storing: dict[int, bytes] = {}  # hash of PENDING slots
         self._disowned: set[int] = set()  # PENDING slots whose block may be stored elsewhere
         self._group = bytearray(num_slots)
-        # One more than there are slots: where a lookup's hints start.
+        # The entry after the last slot is the first hint of every lookup.
         self._readable: list[bytes] = [b""] * (num_slots + 1)  # hash of READY slots only
         self._next: list[int] = [num_slots] * (num_slots + 1)  # the hint
 
@@ -51,12 +52,11 @@ class HostIndex:
         return f"<HostIndex {self.slots!r}>"
 
     def has(self, group: int, block_hash: bytes) -> bool:
-        """Whether the block is there or being stored."""
+        """Return whether a block is ready or pending."""
         return block_hash in self._ready[group] or block_hash in self._pending[group]
 
     def ready_slots(self, group: int, hashes: Iterable[bytes]) -> list[int]:
-        """Return the slots of the leading blocks that can be loaded now, up to the first that
-        cannot."""
+        """Return the slots of the leading blocks, up to the first that is not ready."""
         ready, readable, groups, hint = self._ready[group], self._readable, self._group, self._next
         slots: list[int] = []
         append, slot = slots.append, len(self.slots)
@@ -71,19 +71,20 @@ class HostIndex:
         return slots
 
     def slot_of(self, group: int, block_hash: bytes) -> int | None:
-        """Return the slot of a block that can be loaded now, else None."""
+        """Return the slot of a block; None if it is not ready."""
         return self._ready[group].get(block_hash)
 
     def hash_of(self, slot: int) -> bytes:
-        """Return the hash of the block that can be loaded from a slot."""
+        """Return the hash of the block in a READY slot; empty for other slots."""
         return self._readable[slot]
 
     def reserve(self, group: int, block_hash: bytes) -> int | None:
-        """Take a slot for a block about to be stored, evicting if need be; None if all slots
-        are busy.
+        """Take a slot for a block to be stored, with an eviction if no slot is free.
+
+        Returns None if all slots are busy.
 
         Raises:
-            Misuse: the block is already there or being stored.
+            Misuse: the block is already ready or pending.
         """
         if self.has(group, block_hash):
             raise Misuse(f"block {block_hash.hex()} of group {group} is reserved twice")
@@ -102,7 +103,7 @@ class HostIndex:
         return slot
 
     def commit(self, slots: Sequence[int]) -> None:
-        """Make pending slots (in prefix order) readable."""
+        """Make pending slots (in prefix order) READY."""
         own: list[int] = []
         for slot in slots:
             self.slots.publish(slot)
@@ -115,10 +116,10 @@ class HostIndex:
         self.policy.insert(own, [hash(self._readable[slot]) for slot in own])
 
     def abandon(self, slots: Iterable[int], held: bool = False) -> list[tuple[int, bytes]]:
-        """Give pending slots back: their block, returned as (group, hash), was not stored.
+        """Free pending slots whose store failed; return their blocks as (group, hash).
 
-        ``held``: the job that fills the slots hangs and may still write them. Their blocks may be
-        stored elsewhere, but the slots stay taken until they are abandoned again.
+        ``held``: the store job hangs and may still write the slots. Then the blocks may be stored
+        in other slots, but these slots stay taken until the next ``abandon`` without ``held``.
         """
         dropped = []
         for slot in slots:
@@ -136,7 +137,7 @@ class HostIndex:
         return dropped
 
     def pin(self, slots: Iterable[int]) -> None:
-        """Keep readable slots from eviction while a load reads them; counted."""
+        """Keep READY slots from eviction while a load reads them. Counted per slot."""
         for slot in slots:
             self.slots.pin(slot)
 
@@ -146,8 +147,7 @@ class HostIndex:
             self.slots.unpin(slot)
 
     def discard(self, slot: int) -> bool:
-        """Quarantine: make sure the block in ``slot`` is never loaded again. Return whether it
-        still could have been."""
+        """Quarantine a slot: its block is never loaded again. Return whether it was READY."""
         if self.slots.state(slot) != READY:
             return False
         self.policy.remove(slot)
@@ -155,7 +155,7 @@ class HostIndex:
         return True
 
     def clear(self) -> None:
-        """Forget every readable block. Pending ones are left to their store jobs."""
+        """Forget every ready block. The store jobs still own the pending ones."""
         self.policy.clear()
         for ready in self._ready:
             for slot in ready.values():
@@ -164,10 +164,10 @@ class HostIndex:
             ready.clear()
 
     def check(self) -> None:
-        """Prove that slots and blocks match one to one.
+        """Verify that slots and blocks match one to one.
 
         Raises:
-            Misuse: naming what is wrong.
+            Misuse: they do not; the message names the slot.
         """
         self.slots.check()
         linked: dict[int, int] = {}
@@ -198,22 +198,19 @@ class HostIndex:
         self.removed.append(RemovedBlock(group, block_hash))
 
 
-# States of the slots: who may write a slot, who reads it, when it is free again.
-#
-# A slot goes FREE -> PENDING (a store writes it) -> READY (can be loaded) -> FREE. A READY slot
-# that loses its block while a load still reads it is CONDEMNED until unpinned, so that its bytes
-# are not overwritten under the reader.
-
-
 FREE, PENDING, READY, CONDEMNED = range(4)
 
 
 class Slots:
     """States and readers of ``count`` slots. Owned by the scheduler's thread.
 
+    A slot goes FREE -> PENDING (a store writes it) -> READY (loads may read it) -> FREE. A READY
+    slot that loses its block while a load reads it is CONDEMNED until the load unpins it, so that
+    no store overwrites the bytes.
+
     Attributes:
-        pins: readers per slot; a policy must not evict a slot that has any.
-        busy: slots that cannot be evicted now, being written or read.
+        pins: readers per slot; a policy must not evict a slot with readers.
+        busy: number of slots that are written or read now and cannot be evicted.
     """
 
     def __init__(self, count: int) -> None:
@@ -230,7 +227,7 @@ class Slots:
 
     @property
     def used(self) -> int:
-        """Slots that hold, or are about to hold, a block."""
+        """Number of slots that are not FREE."""
         return len(self._state) - len(self._free)
 
     def state(self, slot: int) -> int:
@@ -273,7 +270,7 @@ class Slots:
         self.pins[slot] += 1
 
     def unpin(self, slot: int) -> None:
-        """Take a reader away; the last one frees a CONDEMNED slot."""
+        """Remove a reader. Without readers, a CONDEMNED slot is FREE."""
         if not self.pins[slot]:
             raise Misuse(f"slot {slot} is unpinned more often than pinned")
         self.pins[slot] -= 1
@@ -288,10 +285,10 @@ class Slots:
             raise Misuse(f"slot {slot} is in state {self._state[slot]}, not {state}")
 
     def check(self) -> None:
-        """Prove that free list, states and pins agree.
+        """Verify that free list, states and pins agree.
 
         Raises:
-            Misuse: naming the slot that does not.
+            Misuse: they do not; the message names the slot.
         """
         free = set(self._free)
         if len(free) != len(self._free):

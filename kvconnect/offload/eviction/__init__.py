@@ -13,5 +13,5 @@ _POLICIES: dict[PolicyName, type[LRU] | type[S3FIFO]] = {"lru": LRU, "s3fifo": S
 
 
 def make_policy(name: PolicyName, capacity: int) -> EvictionPolicy:
-    """Build the policy called ``name`` for ``capacity`` slots."""
+    """Return a new policy for ``capacity`` slots."""
     return _POLICIES[name](capacity)

@@ -1,4 +1,4 @@
-"""Which block leaves a full tier first."""
+"""Contract of eviction policies."""
 
 from __future__ import annotations
 
@@ -7,40 +7,38 @@ from collections.abc import Sequence
 
 
 class EvictionPolicy(ABC):
-    """Order of eviction over slots that hold a block.
+    """Decides which slot of a full tier loses its block. A pinned slot is never evicted.
 
-    A policy knows slots, not blocks. It never evicts a pinned slot. Nothing here blocks, does
-    I/O or is thread-safe: the scheduler's thread owns it.
+    The scheduler's thread owns a policy. Methods do not block and do no I/O.
     """
 
     @abstractmethod
     def insert(self, slots: Sequence[int], hashes: Sequence[int]) -> None:
         """Add slots that became readable, in prefix order (parents before children).
 
-        Args:
-            hashes: one integer hash per slot's block, for policies that remember evicted blocks.
+        ``hashes`` has one integer hash per slot's block, for policies that remember evicted blocks.
         """
 
     @abstractmethod
     def touch(self, slots: Sequence[int]) -> None:
-        """Note that ``slots`` (in prefix order) were used. Slots must have been inserted."""
+        """Record a use of ``slots`` (in prefix order). All must have been inserted."""
 
     @abstractmethod
     def settle(self, slots: Sequence[int]) -> None:
-        """A request that filled or used ``slots`` (in prefix order) is over.
+        """Record the end of a request that stored or used ``slots`` (in prefix order).
 
-        Its blocks were inserted as they filled, the head long before the tail; here a policy can
-        put them in order. This is no further use of the blocks.
+        A request's blocks were inserted as they filled, the head long before the tail; here a
+        policy can reorder them. This call is not a use of the blocks.
         """
 
     @abstractmethod
     def remove(self, slot: int) -> None:
-        """Forget a slot that lost its block without eviction (quarantine)."""
+        """Remove a slot that lost its block without eviction (quarantine)."""
 
     @abstractmethod
     def evict(self, pins: Sequence[int]) -> int | None:
-        """Forget and return the next victim with ``pins[slot] == 0``; None if all are pinned."""
+        """Remove and return the next victim with ``pins[slot] == 0``; None if all are pinned."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all slots."""

@@ -1,10 +1,9 @@
-"""Least recently used, exactly, at a few dozen nanoseconds per touched block.
+"""Exact least recently used, at a few dozen nanoseconds per touched block.
 
-A prompt is touched as a whole, so the order is kept as a queue of *batches*: touching N blocks
-stamps N slots with one new generation and appends one list. An entry is alive only while its
-slot still carries the batch's generation; the dead ones are skipped when eviction meets them and
-swept out when they outnumber the living. Inside a batch the last block goes first: a child is
-useless without its parents.
+A touch of N slots (a prompt) gives them a new generation and appends one list, a *batch*, to a
+queue. An entry is live while its slot has the batch's generation. Eviction skips stale entries; a
+sweep removes them when they outnumber the live ones. In a batch, the last block is evicted first,
+because a child is useless without its parents.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Sequence
 from kvconnect.offload.eviction.base import EvictionPolicy
 
 _DEAD = 0
-_SWEEP_MIN = 1024  # below this many entries a sweep costs more than the entries do
+_SWEEP_MIN = 1024  # with fewer entries, a sweep costs more than the stale ones
 
 
 class LRU(EvictionPolicy):
@@ -26,7 +25,7 @@ class LRU(EvictionPolicy):
         self._generation = _DEAD
         self._stamp = array("Q", bytes(8 * capacity))
         self._batches: deque[tuple[int, list[int]]] = deque()
-        self._entries = 0  # alive and dead, over all batches
+        self._entries = 0  # of all batches, stale ones too
         self._alive = 0
 
     def insert(self, slots: Sequence[int], hashes: Sequence[int]) -> None:  # noqa: ARG002
@@ -46,14 +45,14 @@ class LRU(EvictionPolicy):
             self._sweep()
 
     def settle(self, slots: Sequence[int]) -> None:
-        self.touch(slots)  # else the head of a long conversation would leave before its tail
+        self.touch(slots)  # else the head of a long request would be evicted before its tail
 
     def remove(self, slot: int) -> None:
         self._stamp[slot] = _DEAD
         self._alive -= 1
 
     def evict(self, pins: Sequence[int]) -> int | None:
-        kept: list[tuple[int, list[int]]] = []  # pinned slots met on the way, oldest first
+        kept: list[tuple[int, list[int]]] = []  # skipped batches with pinned slots, oldest first
         victim = None
         while victim is None and self._batches:
             generation, slots = self._batches[0]

@@ -1,9 +1,8 @@
-"""S3-FIFO: three queues that a scan of one-off prompts cannot flush.
+"""S3-FIFO: three queues, so that many prompts that are used once do not flush the tier.
 
-New blocks enter a small queue; only those used again move on to the main queue, the others
-leave quickly and are remembered in a ghost list that sends them straight to the main queue
-should they return. From "FIFO queues are all you need for cache eviction" (Yang et al.,
-SOSP 2023).
+New blocks enter the small queue. Blocks that are used again move to the main queue; the others are
+evicted early, and a ghost list keeps their hashes. A block in the ghost list enters the main queue
+when it returns. Source: "FIFO queues are all you need for cache eviction" (Yang et al., SOSP 2023).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 
 from kvconnect.offload.eviction.base import EvictionPolicy
 
-_SMALL_SHARE = 0.1  # the paper's setting; its results are flat between 5 and 20 %
+_SMALL_SHARE = 0.1  # the paper's setting; its results hardly differ between 5 and 20 %
 _MAX_FREQUENCY = 3  # two bits per block
 _ABSENT, _SMALL, _MAIN = 0, 1, 2
 
@@ -32,7 +31,7 @@ class S3FIFO(EvictionPolicy):
         self._ghost: OrderedDict[int, None] = OrderedDict()
 
     def insert(self, slots: Sequence[int], hashes: Sequence[int]) -> None:
-        # The tail of a prefix first: it leaves before its head, without which it is useless.
+        # Insert the tail first: it is evicted before its head, without which it is useless.
         for slot, block_hash in zip(reversed(slots), reversed(hashes), strict=True):
             returning = block_hash in self._ghost
             self._ghost.pop(block_hash, None)
@@ -48,11 +47,11 @@ class S3FIFO(EvictionPolicy):
                 frequency[slot] += 1
 
     def settle(self, slots: Sequence[int]) -> None:
-        """Nothing: the queues keep the order of insertion."""
+        """Do nothing: the queues keep the order of insertion."""
 
     def remove(self, slot: int) -> None:
         queue = self._small if self._where[slot] == _SMALL else self._main
-        queue.remove(slot)  # linear, but only a quarantined block comes here
+        queue.remove(slot)  # linear time, but only for a quarantined block
         self._where[slot] = _ABSENT
 
     def evict(self, pins: Sequence[int]) -> int | None:
@@ -71,7 +70,7 @@ class S3FIFO(EvictionPolicy):
     def _evict_small(self, pins: Sequence[int]) -> int | None:
         for _ in range(len(self._small)):
             slot = self._small.popleft()
-            if self._frequency[slot] or pins[slot]:  # pinned is in use right now: used again
+            if self._frequency[slot] or pins[slot]:  # a pinned slot counts as used again
                 self._frequency[slot] = 0
                 self._where[slot] = _MAIN
                 self._main.append(slot)
