@@ -1,8 +1,8 @@
-"""Moving blocks between device memory and the host arena.
+"""Copies of blocks between device memory and the host arena.
 
-``reference`` (torch) defines the result for every device; ``native`` (C) must match it byte for
-byte on CPU areas and is used for them when it was built. ``cuda`` (kernels and batched DMA) is for
-CUDA areas, where CuPy and the driver are there and the arena is page-locked.
+``reference`` (torch) works on every device and defines the result. ``native`` (C) serves CPU areas
+if it was built. ``cuda`` (kernels and batched DMA) serves CUDA areas if CuPy and the driver are
+available and the arena is page-locked. All give the same bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Copier", "make_block_copier", "make_copier", "native_unavailable_rea
 
 
 def native_unavailable_reason() -> str | None:
-    """Return why the C extension cannot be used, None if it can. Imports no torch."""
+    """Return why the C extension cannot be used; None if it can. Does not import torch."""
     try:
         from kvconnect import _native  # noqa: F401
     except ImportError as error:
@@ -36,11 +36,14 @@ def native_unavailable_reason() -> str | None:
 
 
 def make_copier(area: torch.Tensor, arena: torch.Tensor, geometry: Geometry) -> Copier:
-    """Return the fastest copier that serves this area, and log which one and why.
+    """Return the fastest copier for an area; log which one and why.
 
-    ``area`` is the whole KV cache, uint8 ``[bytes]`` on its device; ``arena`` is the host tier,
-    uint8 ``[num_slots * slot_bytes]`` on the CPU. Raises :class:`Misuse` if they do not fit the
-    geometry.
+    Args:
+        area: the whole KV cache, uint8 ``[bytes]`` on its device.
+        arena: the host tier, uint8 ``[num_slots * slot_bytes]`` on the CPU.
+
+    Raises:
+        Misuse: area or arena do not fit the geometry.
     """
     reason: str | None
     if area.device.type == "cuda":
@@ -66,7 +69,7 @@ def make_copier(area: torch.Tensor, arena: torch.Tensor, geometry: Geometry) -> 
 def _cuda_copier(
     area: torch.Tensor, arena: torch.Tensor, geometry: Geometry
 ) -> tuple[Copier | None, str]:
-    """Return the copier for CUDA areas, or None and why not."""
+    """Return (copier for CUDA areas, ""), or (None, why there is none)."""
     if not arena.is_pinned():
         return None, "the host memory is not page-locked"
     from kvconnect.copy.calibration import calibrated
@@ -88,7 +91,8 @@ def _cuda_copier(
 
 
 def make_block_copier(area: torch.Tensor) -> BlockCopier | None:
-    """Return what packs wire blocks on the area's device; None, said once, if nothing can."""
+    """Return the packer of wire blocks on the area's device. If there is none, log that once and
+    return None."""
     if area.device.type != "cuda":
         return None
     from kvconnect.copy.cuda import BlockCopier
@@ -101,7 +105,7 @@ def make_block_copier(area: torch.Tensor) -> BlockCopier | None:
 
 
 def open_driver(device: torch.device) -> Driver:
-    """Return the driver of a CUDA device; raise :class:`Incompatible` for what is missing."""
+    """Return the driver of a CUDA device. Raises :class:`Incompatible` if something is missing."""
     from kvconnect.copy.driver import CudaDriver
 
     return CudaDriver(device)

@@ -1,4 +1,4 @@
-"""The contract of copies between device memory and the host arena."""
+"""Contract of copies between device memory and the host arena."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ from kvconnect.cache.layout import Geometry, GroupGeometry
 from kvconnect.errors import Misuse
 
 Digests = Callable[[], "array[int]"]
-"""Returns XXH3-64 digests; to be called when the device has passed the point they were asked at."""
+"""Returns XXH3-64 digests. Call it only after the device has run the work that computes them."""
 
 
 Runs = tuple[int, int]
-"""Some of a group's segments: the first one, and the one behind the last."""
+"""Range [first, end) of a group's segments."""
 
 
 class Copier(ABC):
-    """Moves whole blocks between a KV cache and the slots of a host arena.
+    """Copies whole blocks between a KV cache and the slots of a host arena.
 
-    Block ``block_ids[i]`` of group ``group`` and slot ``slots[i]`` form a pair; a slot receives
-    or gives the block's segments back to back, in the order of its :class:`GroupGeometry`.
+    Block ``block_ids[i]`` of a group and slot ``slots[i]`` form a pair. The slot holds the block's
+    segments back to back, in the order of the group's :class:`GroupGeometry`. A call without pairs
+    does nothing.
 
     Contract:
 
-    - *Blocks* until the bytes are there, but for the ``enqueue`` calls: those may return when the
-      copy has been launched on the calling thread's current stream, where events order it.
-    - *Threads*: one call at a time. It may come from any thread, and others run meanwhile: the GIL
-      is not held for long.
+    - *Blocking*: ``store`` and ``load`` return when the bytes have arrived. The ``enqueue`` calls
+      may return when the copy is launched on the calling thread's current stream; events order it.
+    - *Threads*: one call at a time, from any thread. Other threads run meanwhile: no call holds
+      the GIL for long.
     - *Idempotent*: yes, as long as the source does not change.
     - *Memory*: the copier keeps area and arena alive. During a call the caller guarantees that
       nobody writes the source or touches the destination, and that no destination occurs twice.
-    - *Raises* :class:`Misuse` before any byte moved for a group, block or slot that does not
-      exist or sequences of different length, :class:`TransferFailed` if the copy broke off: the
-      contents of all destinations of that call are then unknown.
 
-    No pairs at all is fine and does nothing.
+    Raises:
+        Misuse: a group, block or slot does not exist, or the sequences differ in length. No byte
+            was copied.
+        TransferFailed: the copy failed. The content of all destinations of the call is unknown.
     """
 
     @abstractmethod
@@ -48,40 +49,42 @@ class Copier(ABC):
         """Copy slots back into blocks of the KV cache."""
 
     def enqueue_store(self, group: int, block_ids: Sequence[int], slots: Sequence[int]) -> None:
-        """Start a store, or do it."""
+        """Start a store. This default runs it."""
         self.store(group, block_ids, slots)
 
     def enqueue_load(self, group: int, block_ids: Sequence[int], slots: Sequence[int]) -> None:
-        """Start a load, or do it."""
+        """Start a load. This default runs it."""
         self.load(group, block_ids, slots)
 
     def enqueue_runs(
         self, group: int, block_ids: Sequence[int], slots: Sequence[int], runs: Runs
     ) -> None:
-        """Start to load some runs of blocks, or do it.
+        """Start to load some runs of blocks.
 
-        The calls for one load begin at run 0, and each goes on where the last one ended. A copier
-        that cannot load a part of a block loads all of it at the first call.
+        The first call of a load begins at run 0, each later one at the end of the previous one. A
+        copier that cannot load parts of blocks loads whole blocks at the first call.
         """
         if runs[0] == 0:
             self.enqueue_load(group, block_ids, slots)
 
     def hashes(self, group: int) -> bool:  # noqa: ARG002
-        """Whether blocks of a group can be hashed where they are in the KV cache."""
+        """Return whether the copier can hash a group's blocks in the KV cache."""
         return False
 
     def enqueue_digests(self, group: int, block_ids: Sequence[int]) -> Digests:
-        """Start to hash blocks as slots would hold them, behind copies that were started.
+        """Start to hash blocks, in the byte order of a slot, behind the copies already started.
 
-        Raises :class:`Misuse` where :meth:`hashes` says no.
+        Raises:
+            Misuse: :meth:`hashes` is false for the group.
         """
         raise Misuse(f"blocks {list(block_ids)} of group {group} cannot be hashed in the KV cache")
 
 
 def check_sizes(geometry: Geometry, area_bytes: int, arena_bytes: int) -> int:
-    """Return how many slots the arena has; raise :class:`Misuse` if the memory does not fit.
+    """Return the number of slots in an arena. For the constructors of copiers.
 
-    For a copier's constructor: the area must span all blocks, the arena be whole slots.
+    Raises:
+        Misuse: the area does not span all blocks, or the arena is not whole slots.
     """
     if area_bytes < geometry.area_bytes:
         raise Misuse(f"KV area has {area_bytes} bytes, its blocks need {geometry.area_bytes}")
@@ -94,7 +97,11 @@ def check_sizes(geometry: Geometry, area_bytes: int, arena_bytes: int) -> int:
 def check_request(
     geometry: Geometry, num_slots: int, group: int, block_ids: Sequence[int], slots: Sequence[int]
 ) -> GroupGeometry:
-    """Return the group's geometry; raise :class:`Misuse` for a request that cannot be meant."""
+    """Return the group's geometry.
+
+    Raises:
+        Misuse: a group, block or slot does not exist, or the sequences differ in length.
+    """
     if not 0 <= group < len(geometry.groups):
         raise Misuse(f"group {group} does not exist, there are {len(geometry.groups)}")
     if len(block_ids) != len(slots):

@@ -1,9 +1,9 @@
-"""Measures up to which page size the gather kernel is faster than batched DMA.
+"""Measures the largest page size at which the copy kernel is faster than batched DMA.
 
-Measured once per machine, device and driver, in about a tenth of a second, and kept on disk.
-A kernel also takes multiprocessors and memory bandwidth from the model, which a measurement of
-the copy alone does not show; so it has to win by a margin, and for stores, which nobody waits
-for, by a large one.
+The measurement takes about a tenth of a second, once per machine, device and driver; a file keeps
+the result. A kernel also takes multiprocessors and memory bandwidth from the model, which the
+measurement does not show. So the kernel must win by a margin: a large one for stores, because
+nobody waits for them.
 """
 
 from __future__ import annotations
@@ -28,28 +28,29 @@ PAGES = (4 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10)
 SAMPLE_BYTES = 16 << 20
 ROUNDS = 3
 MARGIN = {"load": 1.05, "store": 1.5}
-_FORMAT = 1  # of the file; goes up when the kernels or their launch change
+_FORMAT = 1  # of the file; increase it when the kernels or their launch change
 
 
 @dataclass(frozen=True)
 class CopyThreshold:
-    """Runs up to this many bytes go by kernel, longer ones by DMA; 0: all by DMA."""
+    """Longest run in bytes that a kernel copies; DMA copies longer ones. 0: DMA copies all."""
 
     store: int
     load: int
 
 
 DEFAULT = CopyThreshold(store=0, load=28 << 10)
-"""Where nothing can be measured: what was published for an H100 on PCIe 5."""
+"""Used if the measurement fails: values published for an H100 on PCIe 5."""
 
 SampleCopy = Callable[[str, str, int], None]
-"""Copies a sample: direction, method ("kernel" or "dma"), page size."""
+"""Copies a sample, given direction, method ("kernel" or "dma") and page size."""
 
 
 def choose(seconds: Mapping[tuple[str, str, int], float]) -> CopyThreshold:
-    """Return up to which page the kernel wins, from seconds per (direction, method, page).
+    """Return the largest pages for which the kernel wins, per direction.
 
-    It stops at the first page where it does not: a later win is noise.
+    ``seconds`` is keyed by (direction, method, page). The search stops at the first page for which
+    the kernel loses, because a later win is noise.
     """
 
     def largest(direction: str) -> int:
@@ -65,7 +66,7 @@ def choose(seconds: Mapping[tuple[str, str, int], float]) -> CopyThreshold:
 
 
 def measure(driver: Driver, move: SampleCopy) -> CopyThreshold:
-    """Time both methods for every page size and direction; the best of some rounds counts.
+    """Time both methods for every page size and direction, as the best of ``ROUNDS``.
 
     Raises:
         TransferFailed: a copy failed.
@@ -75,7 +76,7 @@ def measure(driver: Driver, move: SampleCopy) -> CopyThreshold:
         for page in PAGES:
             for method in ("kernel", "dma"):
                 work = partial(move, direction, method, page)
-                driver.seconds(work)  # the first loads code and fills tables
+                driver.seconds(work)  # warm-up: loads code and fills tables
                 seconds[direction, method, page] = min(driver.seconds(work) for _ in range(ROUNDS))
     return choose(seconds)
 
@@ -83,10 +84,10 @@ def measure(driver: Driver, move: SampleCopy) -> CopyThreshold:
 def calibrated(
     driver: Driver, make_move: Callable[[], SampleCopy], folder: Path | None = None
 ) -> CopyThreshold:
-    """Return the choice for this machine, from its file or measured now.
+    """Return the thresholds of this machine, from the file or measured now.
 
-    A file that is missing, broken or of another format is measured again; one that cannot be
-    written, or a measurement that fails (no memory left for it), costs speed and nothing else.
+    A file that is missing, broken or of another format is replaced. A file that cannot be written,
+    or a measurement that fails (for lack of memory), only costs speed.
     """
     folder = folder or cache_folder()
     path = folder and folder / f"copy-{_key(driver.name)}.json"
@@ -105,7 +106,7 @@ def calibrated(
 
 
 def cache_folder() -> Path | None:
-    """Return where measurements are kept, None for a user without a home."""
+    """Return the folder of measurements; None for a user without a home."""
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:
@@ -114,7 +115,7 @@ def cache_folder() -> Path | None:
 
 
 def scattered(count: int) -> array[int]:
-    """Return the numbers below ``count`` in an order that jumps; the same every time."""
+    """Return the numbers below ``count`` in a scattered order, always the same one."""
     step = next(n for n in (7919, 7907, 1) if count % n or n == 1)  # the first two are prime
     return array("q", (i * step % count for i in range(count)))
 
@@ -137,7 +138,7 @@ def _read(path: Path, name: str) -> CopyThreshold | None:
 
 
 def _write(path: Path, name: str, choice: CopyThreshold) -> None:
-    """Replace the file in one go: other workers of this machine read and write it too."""
+    """Replace the file atomically, because other workers of this machine use it too."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:

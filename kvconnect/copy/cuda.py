@@ -1,7 +1,7 @@
-"""The copy for KV caches on a CUDA device: a gather/scatter kernel, or DMA in batches.
+"""Copies for KV caches on a CUDA device: a gather/scatter kernel, or batched DMA.
 
-Which one, by direction and by how long a block's runs are, was measured (``calibrate``). Nothing
-here waits for the device but the blocking ``store`` and ``load``.
+Direction and length of a block's runs decide, by the thresholds of ``calibration``. Only ``store``,
+``load``, constructors and the first use of a wire-block table wait for the device.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Direction = Literal["store", "load"]
 _Ids = tuple["array[int]", "array[int]"]
 
 GRID, THREADS = 16, 512
-"""A few multiprocessors keep 1 MiB on its way, several times what PCIe 5 needs."""
+"""A few multiprocessors keep 1 MiB in flight, several times what PCIe 5 needs."""
 _DIGEST_GRID, _DIGEST_THREADS = 16, 128
 _KERNELS = {"store": "gather_pages", "load": "scatter_pages"}
 
 
 class _GroupTables:
-    """What copies of one group need, made once: its table on the device, its runs for DMA.
+    """Tables of one group: rows for the kernels on the device, runs for DMA on the host.
 
     ``area`` and ``arena`` are addresses.
     """
@@ -46,16 +46,16 @@ class _GroupTables:
         self.strides = torch.tensor([s.stride for s in group.segments])
         lengths = torch.tensor(self.lengths)
         self.held = lengths.cumsum(0) - lengths + arena
-        # By run: the row its bytes begin in; long runs have several rows.
+        # Per run, its first row; long runs have several rows.
         self.rows = [0, *accumulate(-(-length // PIECE_BYTES) for length in self.lengths)]
         self.all_runs = (0, len(self.lengths))
 
 
 class CudaCopier(Copier):
-    """Same result as the reference, byte for byte.
+    """Copies by kernel or DMA, with the same bytes as the reference.
 
-    ``area`` and ``arena`` are contiguous; the arena must be page-locked, or the kernel cannot
-    reach it. ``driver`` works on the area's device.
+    ``area`` and ``arena`` must be contiguous. The arena must be page-locked, or the kernel cannot
+    reach it. ``driver`` must be of the area's device.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class CudaCopier(Copier):
         self._choice = choice
         addresses = self._area, self._arena
         self._groups = [_GroupTables(driver, group, *addresses) for group in geometry.groups]
-        driver.synchronize()  # tables are read from other streams
+        driver.synchronize()  # other streams read the tables
 
     def store(self, group: int, block_ids: Sequence[int], slots: Sequence[int]) -> None:
         self.enqueue_store(group, block_ids, slots)
@@ -98,7 +98,7 @@ class CudaCopier(Copier):
         self._enqueue("load", group, block_ids, slots, runs)
 
     def method(self, direction: Direction, group: int) -> str:
-        """Return how blocks of a group are copied: ``kernel`` or ``dma``."""
+        """Return the method that copies a group's blocks: ``kernel`` or ``dma``."""
         limit = self._choice.store if direction == "store" else self._choice.load
         return "kernel" if self._groups[group].run_bytes <= limit else "dma"
 
@@ -136,7 +136,7 @@ class CudaCopier(Copier):
         blocks, places = array("q", block_ids), array("q", slots)
         num_blocks = self._geometry.groups[group].num_blocks
         if not (_within(blocks, num_blocks) and _within(places, self._num_slots)):
-            # Raises, and says which one.
+            # Raises and names the number that does not exist.
             check_request(self._geometry, self._num_slots, group, block_ids, slots)
         made = self._groups[group]
         copy = self._launch if self.method(direction, group) == "kernel" else self._copy_batch
@@ -171,7 +171,8 @@ def _pairs(block_ids: array[int], slots: array[int]) -> array[int]:
 
 
 def _within(numbers: array[int], limit: int) -> bool:
-    """Whether all are from 0 to below ``limit``; a tenth of the time of Python's min and max."""
+    """Return whether all numbers are in [0, limit), in a tenth of the time of Python's min and
+    max."""
     low, high = torch.frombuffer(numbers, dtype=torch.int64).aminmax()
     return bool(low.item() >= 0 and high.item() < limit)
 
@@ -183,8 +184,10 @@ def _numbers(tensor: torch.Tensor) -> array[int]:
 def sample_move(driver: Driver) -> SampleCopy:
     """Return the copy that :func:`kvconnect.copy.calibration.calibrated` measures.
 
-    It owns scratch memory of ``SAMPLE_BYTES`` on either side. Raises :class:`TransferFailed` if
-    there is none.
+    The copy owns ``SAMPLE_BYTES`` of scratch memory on the device and on the host.
+
+    Raises:
+        TransferFailed: there is not enough memory.
     """
     area, arena = driver.device_memory(SAMPLE_BYTES), driver.host_memory(SAMPLE_BYTES)
     copiers = {}
@@ -214,28 +217,31 @@ class _UnitTable:
 
 
 class BlockCopier:
-    """Starts copies on the calling thread's current stream; any thread.
+    """Packs and unpacks wire blocks of a KV cache, on the calling thread's current stream.
 
-    ``area`` is the whole cache. Ids are those of wire blocks, and the caller has checked them.
-    Everything raises :class:`TransferFailed` if the device refuses.
+    ``area`` is the whole KV cache. The caller checks the ids of the wire blocks. Any thread may
+    call any method. A call returns when its copy is launched.
+
+    Raises:
+        TransferFailed: the device refuses.
     """
 
     def __init__(self, area: torch.Tensor, driver: Driver) -> None:
         self._owner = area  # keeps the address below valid
         self._area = area.data_ptr()
         self._driver = driver
-        # By content: peers come and go, what they agree on hardly ever differs.
+        # Keyed by content: peers come and go, but nearly all agree on the same segments.
         self._tables: dict[tuple[bytes, int], _UnitTable] = {}
 
     def pack(self, segments: array[int], phases: int, ids: array[int], staged: int) -> None:
         """Copy wire blocks to address ``staged``, back to back.
 
-        ``segments`` holds ``phases`` times n triples, as a unit of a transport has them.
+        ``segments`` and ``phases`` are those of :func:`~kvconnect.cache.pages.unit_segments`.
         """
         self._move("pack_blocks", (segments, phases), ids, staged)
 
     def unpack(self, segments: array[int], phases: int, ids: array[int], staged: int) -> None:
-        """Copy wire blocks that lie back to back at ``staged`` to where they belong."""
+        """Copy wire blocks from address ``staged``, back to back, into the KV cache."""
         self._move("unpack_blocks", (segments, phases), ids, staged)
 
     def _move(
@@ -256,6 +262,6 @@ class BlockCopier:
     def _made(self, segments: array[int], phases: int) -> _UnitTable:
         rows, count = unit_table(segments, phases)
         table = _UnitTable(self._driver.upload(rows), count, lanes_for(rows))
-        self._driver.synchronize()  # other streams read it too
+        self._driver.synchronize()  # other streams read the table
         self._tables[segments.tobytes(), phases] = table
         return table

@@ -1,13 +1,13 @@
 """CUDA calls of the copies: :class:`Driver` is the contract, :class:`CudaDriver` implements it.
 
-The contract has few calls, so that a test can stand in for all of them. Addresses and stream
-handles are plain ints. Every failure is raised as :class:`TransferFailed`; a lost device fails
-every later call in the same way.
+The contract has few calls, so that a test can replace all of them. Addresses and stream handles are
+plain ints. Every failure is raised as :class:`TransferFailed`. After the loss of a device, every
+call fails.
 
-The real driver uses torch for streams and memory, CuPy to load kernels and libcuda, through ctypes,
-to launch them: libcuda takes torch's streams whatever the version of CuPy, and releases the GIL.
-cuda-bindings would take three Python lists with one object per address for a batch, which alone
-takes longer than a launch may (30 us per 1,000 pages); here the arrays are passed as they are.
+:class:`CudaDriver` uses torch for streams and memory, CuPy to load kernels, and libcuda through
+ctypes to launch them: libcuda takes torch's streams with every version of CuPy and releases the
+GIL. cuda-bindings takes a batch as three Python lists with one object per address. To build these
+takes longer than a launch may (30 us per 1,000 pages), so arrays are passed by address.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _OPTIONS = ("-std=c++17",)
 
 
 class Driver(ABC):
-    """One device. Calls may come from any thread and do not wait for the device unless they say so.
+    """Calls for one device, from any thread. Work runs in order on the thread's current stream.
 
-    Work goes to the calling thread's current stream, in order.
+    Only ``synchronize`` and ``seconds`` wait for the device.
     """
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The device, driver and machine, for a file of measurements that fit only these."""
+        """Name of machine, device and driver; measurements hold for these only."""
 
     @property
     @abstractmethod
@@ -55,7 +55,7 @@ class Driver(ABC):
 
     @abstractmethod
     def launch(self, kernel: str, grid: int, threads: int, arguments: Sequence[int]) -> None:
-        """Launch a kernel of :mod:`kvconnect.copy.kernels`; every argument is 64 bits wide."""
+        """Launch a kernel of :mod:`kvconnect.copy.kernels`. All arguments are 64-bit integers."""
 
     @abstractmethod
     def copy_batch(
@@ -63,40 +63,40 @@ class Driver(ABC):
     ) -> None:
         """Copy ``sizes[i]`` bytes from ``sources[i]`` to ``targets[i]``, in any order.
 
-        ``early``: the sources are complete already, the driver need not wait for the stream to
-        read them. The arrays may be reused when this returns.
+        ``early``: the sources are complete, so the driver may read them before the stream's
+        earlier work has ended. The caller may reuse the arrays when this returns.
         """
 
     @abstractmethod
     def upload(self, numbers: array[int]) -> torch.Tensor:
-        """Return device memory that will hold ``numbers`` for whatever is launched after this.
+        """Return device memory that holds ``numbers`` for all work launched later on this stream.
 
-        It may be dropped when its last reader has been launched on the same stream.
+        The caller may drop the memory when its last reader is launched on the same stream.
         """
 
     @abstractmethod
     def device_memory(self, nbytes: int) -> torch.Tensor:
-        """Allocate on the device: uint8 ``[nbytes]``."""
+        """Allocate device memory: uint8 ``[nbytes]``."""
 
     @abstractmethod
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """Allocate page-locked memory, which has one address for host and device."""
+        """Allocate page-locked memory, uint8 ``[nbytes]``. Host and device use one address."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Block the calling thread, and nothing else, until the current stream is done."""
+        """Wait until the current stream has ended its work. Blocks only the calling thread."""
 
     @abstractmethod
     def seconds(self, work: Callable[[], None]) -> float:
-        """Run ``work`` on a stream of its own, wait for it, and return the device's seconds."""
+        """Run ``work`` on a new stream, wait for it, and return its seconds on the device."""
 
 
 def own_stream(device: torch.device, urgent: bool = False) -> torch.cuda.Stream:
-    """Return a new stream of a CUDA device; ``urgent``: work on it goes before the model's.
+    """Return a new stream of a CUDA device. An ``urgent`` one runs before the model's streams.
 
-    torch gives its 32 streams per priority out in turns, so any of them may be the engine's too:
-    a copy would then stand in line with the model. This one lives until the process ends, because
-    torch's allocators remember streams by their handles.
+    torch hands out its 32 streams per priority in turns, so the engine may use any of them, and a
+    copy would queue behind the model. The new stream lives until the process ends, because torch's
+    allocators keep stream handles.
 
     Raises:
         Incompatible: there is no CUDA driver.
@@ -108,7 +108,7 @@ def own_stream(device: torch.device, urgent: bool = False) -> torch.cuda.Stream:
 
 
 class _CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes of cuda.h: order, hints for source and target, flags."""
+    """CUmemcpyAttributes of cuda.h."""
 
     _fields_ = (
         ("order", ctypes.c_int),
@@ -120,7 +120,7 @@ class _CopyAttributes(ctypes.Structure):
 
 @contextmanager
 def _translated(what: str) -> Iterator[None]:
-    """Raise what torch and CuPy say as :class:`TransferFailed`; both derive from RuntimeError."""
+    """Raise errors of torch and CuPy (both RuntimeError) as :class:`TransferFailed`."""
     try:
         yield
     except RuntimeError as error:
@@ -128,7 +128,11 @@ def _translated(what: str) -> Iterator[None]:
 
 
 class CudaDriver(Driver):
-    """Raises :class:`Incompatible` in the constructor for what is missing, by name."""
+    """Calls through torch, CuPy and libcuda.
+
+    Raises:
+        Incompatible: something is missing; the message names it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -186,7 +190,7 @@ class CudaDriver(Driver):
 
     def upload(self, numbers: array[int]) -> torch.Tensor:
         with _translated("upload of a table"):
-            # torch's allocators reuse both only when the stream has passed.
+            # torch reuses the memory of both only after the stream has passed this copy.
             host = torch.empty(len(numbers), dtype=torch.int64, pin_memory=True)
             ctypes.memmove(host.data_ptr(), numbers.buffer_info()[0], host.nbytes)
             return host.to(self._device, non_blocking=True)
@@ -201,7 +205,7 @@ class CudaDriver(Driver):
 
     def synchronize(self) -> None:
         with _translated("copy"):
-            done = torch.cuda.Event(blocking=True)  # whoever waits must not spin on a core
+            done = torch.cuda.Event(blocking=True)  # a waiting thread must not use its core
             done.record(torch.cuda.current_stream(self._device))
             done.synchronize()
 
@@ -220,8 +224,10 @@ class CudaDriver(Driver):
 
 @functools.cache
 def _load_kernels(index: int) -> dict[str, Any]:
-    """Return every kernel for a device, from its fat binary if it was built and loads, else
-    compiled now. CuPy keeps what it compiles on disk, so that happens once per machine.
+    """Return every kernel for a device, by name.
+
+    A family's fat binary is used if it was built and loads. Otherwise CuPy compiles the source and
+    caches the result on disk, so that happens once per machine.
     """
     try:
         import cupy
@@ -234,7 +240,7 @@ def _load_kernels(index: int) -> dict[str, Any]:
             for family in kernels.SOURCES:
                 names = [name for name, place in kernels.KERNELS.items() if place == family]
                 functions |= _load_family(cupy, family, names)
-    except RuntimeError as error:  # of another CUDA version than the machine's driver, usually
+    except RuntimeError as error:  # usually CuPy is for another CUDA version than the driver
         raise Incompatible(f"CuPy does not work on device {index}: {error}") from error
     return functions
 
@@ -244,7 +250,7 @@ def _load_family(cupy: Any, family: str, names: Sequence[str]) -> dict[str, Any]
     if binary.exists():
         try:
             return _functions(cupy.RawModule(path=str(binary)), names)
-        except RuntimeError as error:  # made for newer drivers than this machine has
+        except RuntimeError as error:  # built for a newer driver
             logger.info("%s does not load (%s), compiling it here", binary.name, error)
     refused = (RuntimeError, OSError, ImportError, cupy.cuda.compiler.CompileException)
     try:
@@ -257,25 +263,26 @@ def _load_family(cupy: Any, family: str, names: Sequence[str]) -> dict[str, Any]
 def _functions(module: Any, names: Sequence[str]) -> dict[str, Any]:
     functions = {name: module.get_function(name) for name in names}
     for function in functions.values():
-        _ = function.kernel.ptr  # loads it, for the current device
+        _ = function.kernel.ptr  # loads the function for the current device
     return functions
 
 
 def kernel_source(family: str) -> str:
-    """Return the source of a kernel family in one piece, as NVRTC wants it."""
+    """Return the source of a kernel family with its header inlined, as NVRTC requires."""
     header = (kernels.folder() / "runs.cuh").read_text().replace("#pragma once\n", "")
     return (kernels.folder() / f"{family}.cu").read_text().replace('#include "runs.cuh"\n', header)
 
 
 def binary_name(family: str) -> str:
-    """Return what the fat binary of these very sources is called; another is never loaded."""
+    """Return the file name of a family's fat binary. It has a digest of the sources, so a binary
+    of other sources is never loaded."""
     sources = (kernels.folder() / "runs.cuh", kernels.folder() / f"{family}.cu")
     content = b"".join(path.read_bytes() for path in sources)
     return f"{family}-{hashlib.sha256(content).hexdigest()[:12]}.fatbin"
 
 
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Say what the calls take whose numbers are handed over as they are."""
+    """Declare the argument types of calls that take plain ints."""
     address, size, number = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint
     library.cuMemcpyAsync.argtypes = (address, address, size, ctypes.c_void_p)
     library.cuLaunchKernel.argtypes = (
@@ -286,9 +293,9 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def _find_batch(library: ctypes.CDLL) -> tuple[Callable[..., int] | None, bool]:
-    """Return cuMemcpyBatchAsync (None before CUDA 12.8), and whether it takes a failure's index.
+    """Return cuMemcpyBatchAsync (None before CUDA 12.8), and whether it takes a failure index.
 
-    The index is an argument of the first version, which CUDA 13 drivers have beside the second.
+    Only the first version takes the index. CUDA 13 drivers have both; the second is preferred.
     """
     numbers = (ctypes.c_void_p,) * 3
     head = (*numbers, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)

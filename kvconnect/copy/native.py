@@ -1,4 +1,4 @@
-"""The copy for KV caches in CPU memory: one C call per request, without the GIL."""
+"""Copies for KV caches in CPU memory: one C call per request, without the GIL."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _Request = tuple[_Memory, _Memory, int, "array[int]", "array[int]", "array[int]"
 
 
 class NativeCopier(Copier):
-    """Same constructor and result as the reference; serves contiguous CPU areas only.
+    """Copies with the C extension, with the same bytes as the reference. Contiguous CPU areas only.
 
-    Nothing in it can fail half-way, so it never raises :class:`TransferFailed`.
+    A copy cannot fail half-way, so no method raises :class:`TransferFailed`.
     """
 
     def __init__(self, area: torch.Tensor, arena: torch.Tensor, geometry: Geometry) -> None:
@@ -48,7 +48,7 @@ class NativeCopier(Copier):
         first, end = runs
         place = sum(s.length for s in self._geometry.groups[group].segments[:first])
         area, arena, slot_bytes, segments, *ids = self._request(group, block_ids, slots)
-        # As many slots, each from ``place`` on: these runs end where their slot does, or before.
+        # Each slot starts ``place`` bytes later; no run goes beyond the end of its slot.
         shifted = (arena[0] + place, arena[1])
         _native.scatter(area, shifted, slot_bytes, segments[3 * first : 3 * end], *ids)
 

@@ -1,4 +1,4 @@
-"""The copy that defines the truth: plain torch, any device, one page view at a time."""
+"""The reference copy: plain torch on any device, one byte run at a time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class ReferenceCopier(Copier):
-    """Copies run by run through views: ``tensor[ids]`` would first build a second copy, slowly.
+    """Copies run by run through views, because ``tensor[ids]`` would first build another copy.
 
     ``area`` is uint8 ``[bytes]`` on CPU or CUDA, ``arena`` uint8 ``[num_slots * slot_bytes]`` on
-    the CPU. With a page-locked arena, the copies of a CUDA area queue up on the current stream and
-    are waited for once, at the end.
+    the CPU. With a CUDA area and a page-locked arena, copies queue on the current stream, and the
+    call waits once at the end.
     """
 
     def __init__(self, area: torch.Tensor, arena: torch.Tensor, geometry: Geometry) -> None:
@@ -34,7 +34,7 @@ class ReferenceCopier(Copier):
         self._copy(self._pairs(group, block_ids, slots))
 
     def _pairs(self, group: int, block_ids: Sequence[int], slots: Sequence[int]) -> Iterator[_Pair]:
-        """Yield (run in the area, its place in the slot) for everything a request covers."""
+        """Yield (run in the area, run in the slot) for all runs of a request."""
         found = check_request(self._geometry, self._num_slots, group, block_ids, slots)
         for block, slot in zip(block_ids, slots, strict=True):
             at = slot * self._geometry.slot_bytes

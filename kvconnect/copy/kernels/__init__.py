@@ -1,7 +1,7 @@
-"""CUDA sources (``*.cu``), the tables they read, and what they must do (``reference``).
+"""CUDA sources (``*.cu``), their tables, and their reference in Python (``reference``).
 
-A kernel knows nothing of layers or heads: it takes a table of byte runs. Rows are int64
-(offset, stride per block, length, place in the block's contiguous copy).
+A kernel takes a table of byte runs and knows no layers or heads. A row is four int64: offset,
+stride per block, length, and place in the block's contiguous copy.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ KERNELS = {
     "unpack_blocks": "blocks",
     "digest_pages": "digest",
 }
-"""Kernel -> the family it is in."""
+"""Kernel -> its family."""
 
 PIECE_BYTES = 8 << 10
-"""Longest row of a table: a warp has 4 KiB on its way at a time, and many share a long run."""
+"""Longest row of a table. A warp has 4 KiB in flight at a time; many warps share a long run."""
 
 ROW = 4
 """Numbers per row of a table."""
 
 DIGEST_OVER = 240
-"""``digest_pages`` serves blocks of more bytes than this; XXH3 has other formulas below."""
+"""``digest_pages`` needs blocks of more bytes than this; XXH3 hashes shorter input differently."""
 
 
 def folder() -> Path:
-    """Return where the sources are: in the installed package, or beside it in a checkout."""
+    """Return the folder of the sources: in the installed package, or at the root of a checkout."""
     package = Path(__file__).resolve().parents[2]
     installed = package / "kernels"
     return installed if installed.is_dir() else package.parent / "kernels"
@@ -42,9 +42,9 @@ def folder() -> Path:
 def page_table(
     triples: Iterable[tuple[int, int, int]], piece_bytes: int = PIECE_BYTES
 ) -> array[int]:
-    """Return the rows of blocks made of (offset, stride, length) ``triples``, in slot order.
+    """Return the table for (offset, stride, length) ``triples``, which are in slot order.
 
-    No row is longer than ``piece_bytes``.
+    Runs are cut into rows of at most ``piece_bytes``.
     """
     table = array("q")
     place = 0
@@ -59,9 +59,9 @@ def page_table(
 def unit_table(
     segments: Sequence[int], phases: int, piece_bytes: int = PIECE_BYTES
 ) -> tuple[array[int], int]:
-    """Return (rows, rows per phase) of a unit's ``phases`` times n triples.
+    """Return (table, rows per phase) for segments of :func:`~kvconnect.cache.pages.unit_segments`.
 
-    Phases have the same total, but may be cut differently; so the rows are padded with empty ones.
+    Phases may be cut into different numbers of rows, so shorter ones are padded with empty rows.
     """
     count = len(segments) // (3 * phases)
     triples = list(zip(segments[::3], segments[1::3], segments[2::3], strict=True))
@@ -75,7 +75,8 @@ def unit_table(
 
 
 def lanes_for(table: Sequence[int]) -> int:
-    """Return how many threads serve a row: as many 16-byte words as rows usually have, up to 32."""
+    """Return the threads per row: the 16-byte words of the median row, rounded down to a power of
+    two, from 1 to 32."""
     lengths = sorted(table[2::ROW])
     words = lengths[len(lengths) // 2] // 16
     return 1 << max(0, min(5, words.bit_length() - 1))

@@ -1,4 +1,4 @@
-"""What every kernel must do, byte for byte, in plain Python. Slow; for tests and for reading.
+"""The result of every kernel, in plain Python. Slow: for tests and readers only.
 
 Arguments are those of the kernels; memories are writable byte buffers.
 """
@@ -40,13 +40,13 @@ def pack_blocks(
 def unpack_blocks(
     area: Memory, staged: Memory, table: Sequence[int], phases: int, ids: Sequence[int]
 ) -> None:
-    """Copy wire blocks, back to back, to where they belong in pages."""
+    """Copy wire blocks, which are back to back, into pages."""
     for page, wire in _wire_runs(table, phases, ids):
         area[page] = staged[wire]
 
 
 def digest_pages(area: Memory, table: Sequence[int], pairs: Sequence[int]) -> list[int]:
-    """Return the XXH3-64 of each pair's block, as a slot would hold it."""
+    """Return the XXH3-64 of each pair's block, in the byte order of a slot."""
     import xxhash
 
     digests = []
