@@ -1,10 +1,10 @@
-"""The CUDA driver through ctypes: contexts of threads, streams, page-locking.
+"""CUDA driver calls through ctypes: contexts of threads, streams, page-locking.
 
-torch does none of these as they are needed here. A thread that only other libraries use gets no
-context from it, its streams come from a pool that the engine draws from too, and a page-lock that
-it is refused leaves an error pending, which the next launch of anybody raises.
+torch cannot be used for these. It sets no context in a thread that only other libraries use. Its
+streams come from a pool that the engine uses too. A page-lock that it is refused leaves an error
+pending, which the next launch in the process raises.
 
-Whatever the driver answers is raised as :class:`TransferFailed`, with its number.
+An error of the driver is raised as :class:`TransferFailed`, with its number.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from kvconnect.errors import Incompatible, TransferFailed
 
 LIBRARY = "libcuda.so.1"
 
-_NON_BLOCKING = 1  # nothing waits for the null stream, or it for us
-_PORTABLE, _MAPPED = 1, 2  # as the runtime locks memory: for every context, at the same address
+_NON_BLOCKING = 1  # the stream and the null stream do not wait for each other
+_PORTABLE, _MAPPED = 1, 2  # like the CUDA runtime: for every context, at the same address
 
 
 class CudaContext:
-    """The primary context of a device, which torch works in; kept until this process ends.
+    """The primary context of a device, which torch uses too; kept until the process ends.
 
-    Any thread may call any method, and only :meth:`enter` changes which context it has. Raises
-    :class:`Incompatible` in the constructor where there is no driver.
+    Any thread may call any method. Only :meth:`enter` changes the calling thread's context.
+
+    Raises:
+        Incompatible: the constructor finds no driver.
+        TransferFailed: the driver returns an error, in any call.
     """
 
     def __init__(self, index: int) -> None:
@@ -38,18 +41,18 @@ class CudaContext:
 
     @property
     def version(self) -> int:
-        """The CUDA version of the driver, such as 13000."""
+        """CUDA version of the driver, such as 13000."""
         version = ctypes.c_int(0)
         check(self.library.cuDriverGetVersion(ctypes.byref(version)), "cuDriverGetVersion")
         return version.value
 
     def enter(self) -> None:
-        """Make it the calling thread's own. A new thread has none."""
+        """Make this the calling thread's context. A new thread has none."""
         check(self.library.cuCtxSetCurrent(self._handle), "cuCtxSetCurrent")
 
     def stream(self, urgent: bool = False) -> int:
-        """Return the handle of a new stream. An ``urgent`` one goes before all others, another one
-        behind those of higher priority."""
+        """Return the handle of a new stream, of the highest priority if ``urgent``, else of the
+        lowest."""
         least, greatest = ctypes.c_int(0), ctypes.c_int(0)
         stream = ctypes.c_void_p()
         with self._here():
@@ -63,7 +66,7 @@ class CudaContext:
         return stream.value or 0
 
     def lock(self, address: int, nbytes: int) -> None:
-        """Page-lock host memory, for every context and at the same address on the device."""
+        """Page-lock host memory for every context, with the same address on the device."""
         with self._here():
             status = self.library.cuMemHostRegister_v2(
                 ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _PORTABLE | _MAPPED
@@ -78,7 +81,7 @@ class CudaContext:
 
     @contextmanager
     def _here(self) -> Iterator[None]:
-        """Have the context for a moment, and then what the thread had before."""
+        """Use this context inside the block, then restore the thread's previous one."""
         check(self.library.cuCtxPushCurrent_v2(self._handle), "cuCtxPushCurrent")
         try:
             yield
@@ -88,14 +91,14 @@ class CudaContext:
 
 
 def has_context() -> bool:
-    """Whether the calling thread has a context, of any device."""
+    """Return whether the calling thread has a context of any device."""
     found = ctypes.c_void_p()
-    status = load_driver().cuCtxGetCurrent(ctypes.byref(found))  # an error before the first use
+    status = load_driver().cuCtxGetCurrent(ctypes.byref(found))  # fails before the first cuInit
     return status == 0 and bool(found.value)
 
 
 def load_driver() -> ctypes.CDLL:
-    """Return the driver's library; raise :class:`Incompatible` where there is none."""
+    """Return the driver's library. Raises :class:`Incompatible` if it does not load."""
     try:
         return ctypes.CDLL(LIBRARY)
     except OSError as error:
@@ -103,6 +106,6 @@ def load_driver() -> ctypes.CDLL:
 
 
 def check(status: int, what: str) -> None:
-    """Raise :class:`TransferFailed` for a status that is not success."""
+    """Raise :class:`TransferFailed` if a call's status is not success."""
     if status:
         raise TransferFailed(f"{what} failed with CUDA error {status}")

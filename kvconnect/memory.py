@@ -1,8 +1,7 @@
-"""How much host memory this process may still use, and the limits that bound it.
+"""Free host memory and its limits, on Linux, from ``/proc``, ``/sys/fs/cgroup`` and ``/dev/shm``.
 
-Linux only, read from ``/proc``, ``/sys/fs/cgroup`` and ``/dev/shm``. Every function returns None
-where the system does not say, and never raises: the caller decides what an unknown limit means.
-``root`` stands for ``/`` and lets a test lay out a machine of its own.
+No function raises. Each returns None for what the system does not say; the caller decides what
+that means. ``root`` replaces ``/`` in tests.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _ROOT = Path("/")
-_UNLIMITED_V1 = 1 << 60  # cgroup v1 spells "no limit" as the largest page-aligned 63-bit number
+_UNLIMITED_V1 = 1 << 60  # "no limit" in cgroup v1 is the largest page-aligned 63-bit number
 
 
 @dataclass(frozen=True)
 class ControlGroup:
-    """The control group that leaves the least room: a container's memory limit.
+    """Memory limit and use of a control group.
 
     Attributes:
-        limit_bytes: most it may use.
+        limit_bytes: most that the group may use.
         used_bytes: in use now, without the page cache that the kernel drops on demand.
     """
 
@@ -36,31 +35,31 @@ class ControlGroup:
 
 
 def total_bytes(root: Path = _ROOT) -> int | None:
-    """Memory of the machine, or of the container if that is limited to less."""
+    """Return the memory of the machine in bytes, or the container's limit if that is less."""
     group = control_group(root)
     return _least(_meminfo(root, "MemTotal"), group.limit_bytes if group else None)
 
 
 def available_bytes(root: Path = _ROOT) -> int | None:
-    """Bytes that can be allocated now without swapping or being killed.
+    """Return the bytes that can be allocated now without swapping or being killed.
 
-    The smaller of the kernel's ``MemAvailable`` and the room left in the control group.
+    That is the smaller of the kernel's ``MemAvailable`` and the room in the control group.
     """
     group = control_group(root)
     return _least(_meminfo(root, "MemAvailable"), group.room_bytes if group else None)
 
 
 def control_group(root: Path = _ROOT) -> ControlGroup | None:
-    """The tightest memory limit on this process from cgroup v1 or v2; None when unlimited.
+    """Return the control group (v1 or v2) with the least room; None if memory is unlimited.
 
-    Limits of every ancestor apply, so all of them are looked at.
+    The limits of all ancestors apply, so all of them are read.
     """
     groups = [group for folder in _group_folders(root) if (group := _read_group(folder))]
     return min(groups, key=lambda group: group.room_bytes, default=None)
 
 
 def shared_memory_bytes(root: Path = _ROOT) -> int | None:
-    """Free bytes in ``/dev/shm``; engines pass messages between their processes through it."""
+    """Return the free bytes of ``/dev/shm``, which engines use for messages between processes."""
     try:
         found = os.statvfs(root / "dev/shm")
     except OSError:
@@ -69,7 +68,7 @@ def shared_memory_bytes(root: Path = _ROOT) -> int | None:
 
 
 def memlock_bytes() -> int | None:
-    """How much memory this process may lock (its soft ``RLIMIT_MEMLOCK``); None = unlimited."""
+    """Return the bytes this process may lock (soft ``RLIMIT_MEMLOCK``); None for no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
@@ -87,7 +86,7 @@ def _meminfo(root: Path, key: str) -> int | None:
 
 
 def _group_folders(root: Path) -> Iterator[Path]:
-    """Folders of this process's memory control group and of all its ancestors."""
+    """Yield the folders of this process's memory control group and of all its ancestors."""
     for line in _lines(root / "proc/self/cgroup"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -97,8 +96,8 @@ def _group_folders(root: Path) -> Iterator[Path]:
             mount = root / "sys/fs/cgroup/memory"
         else:
             continue
-        # In a container the path may be the host's, which does not exist here; the limit then
-        # stands at the mount itself, which is the last of the ancestors.
+        # In a container the path may be the host's, which does not exist here. The limit is then
+        # at the mount itself, which is the last ancestor.
         folder = mount / path.lstrip("/")
         yield folder
         if folder != mount:

@@ -1,22 +1,21 @@
-"""Statistics of one interval, in a form that merges and whose size is bounded.
+"""Statistics of one interval: mergeable, and bounded in size.
 
-An interval's numbers travel from the workers and the scheduler to the process that logs and
-serves ``/metrics``. Inside, everything is a *delta* since the last hand-over; only Prometheus
-adds deltas up to cumulative values. Nothing is averaged: bytes, seconds and counts can be
-summed over ranks and intervals, a mean or a rate cannot.
+Workers and the scheduler send them to the process that logs and serves ``/metrics``. All numbers
+but gauges are *deltas* since the last :meth:`~OffloadingConnectorStats.take`; only Prometheus adds
+them up to cumulative values. There are no means or rates, which cannot be summed over ranks and
+intervals.
 
 The payload ``OffloadingConnectorStats.data`` has three sections, each keyed by metric name and
-then by label value (``""`` where the metric has no label)::
+then by label value (``""`` for a metric without label)::
 
     {"counters":   {"hit_tokens": {"host": 4096}},
      "gauges":     {"host_blocks_used": {"": 120}},
      "histograms": {"transfer_size_bytes": {"GPU_to_CPU": [sum, n0, n1, ..., n_inf]}}}
 
-Keys are ``str`` and values are Python numbers at every level, so the payload survives pickle
-and msgpack unchanged. Histograms carry one count per fixed bucket, never samples, and a counter
-has at most ``MOST_LABELS`` label values and ``other``: the size depends on how many metrics
-exist, not on how many operations an interval had or how many peers took part.
-The names are the rows of :mod:`kvconnect.observability.metrics.catalog`.
+Keys are ``str`` and values are Python numbers, so pickle and msgpack keep the payload unchanged.
+Histograms have one count per fixed bucket, and a counter has at most ``MOST_LABELS`` label values
+and ``other``. So the size does not depend on the number of operations or peers. The metric names
+are the rows of :mod:`kvconnect.observability.metrics.catalog`.
 """
 
 from __future__ import annotations
@@ -36,16 +35,17 @@ GAUGES = "gauges"
 HISTOGRAMS = "histograms"
 
 TRANSFER_SIZE = "transfer_size_bytes"
-"""Histogram of bytes per operation; its sum and count are the type's bytes and operations."""
+"""Histogram of bytes per operation, by transfer type."""
 
 TRANSFER_WIRE = "transfer_wire_seconds"
-"""Histogram of first byte to last byte per operation; its sum is the type's busy time."""
+"""Histogram of seconds from first to last byte of an operation, by transfer type. The sum is the
+type's busy time."""
 
 MOST_LABELS = 32
-"""Label values that one counter keeps apart. Peers come and go, so their names need a bound."""
+"""Most label values per counter. Peers come and go, so their names need a bound."""
 
 OTHER = "other"
-"""Label value that collects all label values beyond the bound."""
+"""Label value for all label values beyond the bound."""
 
 # fmt: off
 SIZE_BUCKETS: tuple[float, ...] = (
@@ -53,35 +53,33 @@ SIZE_BUCKETS: tuple[float, ...] = (
     1e6, 2e6, 5e6, 1e7, 2e7, 4e7, 6e7, 8e7, 1e8, 1.5e8, 2e8, 5e8,
     1e9, 2e9, 5e9, 1e10, 2e10, 5e10, 1e11,
 )
-"""Upper bounds in bytes, inclusive. Contains every bound of vLLM's offload size histograms, so
-boards that select one keep working; reaches further because one long context is gigabytes."""
+"""Upper bounds in bytes, inclusive. They include all bounds of vLLM's offload size histograms, so
+that boards which select one keep working. They go further, because a long context is gigabytes."""
 
 TIME_BUCKETS: tuple[float, ...] = (
     1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05,
     0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0,
 )
-"""Upper bounds in seconds, inclusive: from one small copy to the timeouts engines use."""
+"""Upper bounds in seconds, inclusive: from one small copy to the timeouts of engines."""
 # fmt: on
 
 
 class OffloadingConnectorStats:
-    """Deltas of one interval; the same class on workers, scheduler and logging side.
+    """Deltas of one interval, for workers, scheduler and the logging process.
 
-    Not synchronised: one thread at a time may use an object. Recording methods cost about a
-    microsecond. Apart from the given ``data`` dict, which is copied, nothing is shared between
-    two objects, so aggregating one never changes another.
+    One thread at a time may use an object. Recording methods take about a microsecond. Objects
+    share no data, so aggregating one never changes another.
     """
 
     data: dict[str, Any]
 
     def __init__(self, data: Mapping[str, Any] | None = None) -> None:
-        """Start empty, or from a copy of another object's ``data``.
+        """Start empty, or with a copy of another object's ``data``.
 
-        Several loggers may be given the very same dict; copying it keeps one logger's
-        aggregation out of another's numbers.
+        Several loggers may get the same dict. The copy keeps their aggregations apart.
 
         Raises:
-            Misuse: ``data`` is not such a payload; the message names the offending part.
+            Misuse: ``data`` is not such a payload; the message names the wrong part.
         """
         self.reset()
         if data is not None:
@@ -92,26 +90,25 @@ class OffloadingConnectorStats:
 
         Args:
             kind: transfer type, for example ``GPU_to_CPU``.
-            nbytes: bytes moved by this operation.
-            seconds: time from its first byte to its last byte, of this operation alone.
+            nbytes: bytes of the operation.
+            seconds: from the first to the last byte of this operation alone.
 
         Raises:
-            Misuse: a number is negative or not a number.
+            Misuse: a number is negative or NaN.
         """
         if not (nbytes >= 0 and seconds >= 0):
             raise Misuse(f"record_transfer({kind!r}, nbytes={nbytes!r}, seconds={seconds!r})")
-        # One event feeds both histograms, so bytes and seconds always cover the same work.
+        # Both histograms get each operation, so bytes and seconds always cover the same work.
         self._bucket(TRANSFER_SIZE, kind, int(nbytes), SIZE_BUCKETS)
         self._bucket(TRANSFER_WIRE, kind, float(seconds), TIME_BUCKETS)
 
     def count(self, name: str, n: float = 1, label: str | None = None) -> None:
-        """Add ``n`` to counter ``name``. Adding 0 leaves an empty object empty.
+        """Add ``n`` (a count or seconds) to counter ``name``. 0 leaves an empty object empty.
 
-        ``n`` is a number of things, or seconds. Once ``MOST_LABELS`` values of the label have
-        been counted, further ones are counted as ``OTHER``.
+        Label values after the first ``MOST_LABELS`` are counted as ``OTHER``.
 
         Raises:
-            Misuse: ``n`` is negative or not a number; counters only grow.
+            Misuse: ``n`` is negative or NaN.
         """
         if n == 0:
             return
@@ -120,25 +117,24 @@ class OffloadingConnectorStats:
         _add(self.data[COUNTERS].setdefault(name, {}), _plain(label), _python(n))
 
     def gauge(self, name: str, value: float, label: str | None = None) -> None:
-        """Set gauge ``name``; the last value set in an interval is the one reported."""
+        """Set gauge ``name``. The last value of an interval is reported."""
         self.data[GAUGES].setdefault(name, {})[_plain(label)] = _python(value)
 
     def observe(self, name: str, seconds: float, label: str | None = None) -> None:
-        """Count one duration into the time histogram ``name``.
+        """Add one duration to the time histogram ``name``.
 
         Raises:
-            Misuse: ``seconds`` is negative or not a number.
+            Misuse: ``seconds`` is negative or NaN.
         """
         if not seconds >= 0:
             raise Misuse(f"observe({name!r}, seconds={seconds!r})")
         self._bucket(name, "" if label is None else label, float(seconds), TIME_BUCKETS)
 
     def aggregate(self, other: OffloadingConnectorStats) -> Self:
-        """Add ``other`` to this object and return this object; ``other`` stays as it is.
+        """Add ``other`` to this object and return this object; ``other`` does not change.
 
-        Counters and buckets add up (over ranks, too: bytes are those of all ranks). Of a gauge
-        that both have, ``other``'s value wins, because it is the newer one: every gauge is set
-        in one place, by the scheduler or by the first worker.
+        Counters and buckets are summed, over ranks too. ``other``'s gauges replace this object's:
+        they are newer, because one place sets each gauge, the scheduler or the first worker.
         """
         for name, theirs in other.data[COUNTERS].items():
             mine = self.data[COUNTERS].setdefault(name, {})
@@ -156,11 +152,10 @@ class OffloadingConnectorStats:
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the interval as one flat dict of numbers for a log line.
+        """Return the interval as a flat dict of numbers for a log line.
 
-        Per transfer type ``<type>_total_bytes``, ``<type>_total_time`` (seconds) and
-        ``<type>_operations``; then every counter and gauge as ``<name>`` or
-        ``<name>_<label>``. No averages: they cannot be combined afterwards.
+        Keys per transfer type: ``<type>_total_bytes``, ``<type>_total_time`` (seconds) and
+        ``<type>_operations``. Counters and gauges are ``<name>`` or ``<name>_<label>``.
         """
         flat: dict[str, int | float] = {}
         for kind, (nbytes, *counts) in self.data[HISTOGRAMS].get(TRANSFER_SIZE, {}).items():
@@ -175,18 +170,17 @@ class OffloadingConnectorStats:
         return flat
 
     def is_empty(self) -> bool:
-        """Whether nothing was recorded. An interval with only failures is not empty."""
+        """Return whether nothing was recorded. An interval with only failures is not empty."""
         return not any(self.data.values())
 
     def reset(self) -> None:
-        """Forget everything recorded."""
+        """Drop everything recorded."""
         self.data = {COUNTERS: {}, GAUGES: {}, HISTOGRAMS: {}}
 
     def take(self) -> Self | None:
-        """Hand over the interval: return an object that owns it, and start afresh.
+        """Return an object with the recorded numbers, without copying, and start a new interval.
 
-        Nothing is copied. ``None`` when nothing was recorded, so that an idle interval sends
-        nothing.
+        None if nothing was recorded, so that an idle interval sends nothing.
         """
         if self.is_empty():
             return None
@@ -224,21 +218,21 @@ def _add(values: dict[str, int | float], label: str, n: int | float) -> None:
 
 
 def _python(number: float) -> int | float:
-    # NumPy's scalars are numbers, too, but no encoder knows them.
+    # NumPy's scalars are numbers, but no encoder takes them.
     return number if type(number) in (int, float) else float(number)
 
 
 def _plain(label: str | None) -> str:
-    # A member of a str-based Enum is a str, but pickles as the Enum and its str() is not its
-    # value. str.__str__ gives the plain text of either.
+    # A member of a str Enum pickles as the Enum, and its str() is not its value. str.__str__
+    # returns the plain text of a str and of a member.
     return "" if label is None else str.__str__(label)
 
 
 def _copy_payload(source: Mapping[str, Any], target: dict[str, Any]) -> None:
-    """Copy the three sections of ``source`` into ``target``; other keys are left out.
+    """Copy the three sections of ``source`` into ``target``.
 
-    A key this version does not know comes from a newer sender and is no error; a known key
-    with the wrong shape is.
+    Other keys come from a newer sender and are ignored. A known key with the wrong shape raises
+    :class:`Misuse`.
     """
     sections = _mapping(source, "data")
     for section, copied in target.items():
@@ -266,8 +260,8 @@ def _value(section: str, name: str, value: Any, path: str) -> Any:
 
 
 def _number(section: str, value: Any, path: str) -> int | float:
-    # type() rather than isinstance: it also refuses bool and NumPy scalars, which the
-    # engine's encoder cannot send.
+    # type() also refuses bool and NumPy scalars, unlike isinstance: the engine's encoder cannot
+    # send those.
     if type(value) is not int and type(value) is not float:
         raise Misuse(f"stats payload: {path} must hold Python numbers, got {value!r}")
     if section != GAUGES and not value >= 0:

@@ -1,7 +1,7 @@
-"""Supervised threads: an unexpected error is logged and counted, and the thread may be restarted.
+"""Supervised threads: unexpected errors are logged and counted, and the work may be restarted.
 
-Counts are per process, because transports and copies have no access to statistics. The code that
-publishes statistics takes the counts with :func:`take_failures`.
+Counts are per process, because transports and copies have no access to statistics. The publisher
+of statistics collects the counts with :func:`take_failures`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvconnect.errors import contained
 
 logger = logging.getLogger(__name__)
 
-PAUSE_FIRST_S = 0.1  # between an error and the restart; doubles
+PAUSE_FIRST_S = 0.1  # between an error and the restart; doubles with each error
 PAUSE_MOST_S = 10.0
 
 
 class ThreadKind(str, Enum):
-    """The work of a thread; the label of the metric that counts errors."""
+    """The work of a thread, and its label in the metric of errors."""
 
     COPY = "copy"  # between device and host memory
     LAYERS = "layers"  # sends layers as the engine writes them
@@ -49,11 +49,11 @@ def make(
     again: bool = False,
     stopped: Callable[[], bool] = lambda: False,
 ) -> threading.Thread:
-    """Return a daemon thread that does ``work`` once it is started.
+    """Return a daemon thread, not yet started, that runs ``work``.
 
-    An error in ``work`` is logged and counted. With ``again``, ``work`` is restarted after a pause
-    that doubles, until it returns or ``stopped`` is true; ``work`` must then be restartable at any
-    point. Without ``again``, the thread ends, and its owner must notice.
+    An error in ``work`` is logged and counted. Without ``again``, an error ends the thread, and its
+    owner must notice. With ``again``, ``work`` is restarted after a pause that doubles, until it
+    returns or ``stopped`` is true; ``work`` must then be restartable at any point.
     """
     args = (kind, name, work, again, stopped)
     return threading.Thread(target=_run, args=args, name=name, daemon=True)

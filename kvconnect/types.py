@@ -1,4 +1,4 @@
-"""Types shared by every layer. No behaviour, no engine, no torch."""
+"""Types that all packages share. They have no behaviour and import no engine and no torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from enum import Enum
 from typing import NamedTuple, NewType
 
 JobId = NewType("JobId", int)
-"""Number of one transfer, unique within a scheduler's lifetime; never reused."""
+"""Number of a transfer, never reused in a scheduler's lifetime."""
 
 TransferId = NewType("TransferId", bytes)
-"""16 random bytes that name one hand-off, between engines and in tickets."""
+"""16 random bytes that identify a hand-off between engines, also in tickets."""
 
 
 class TransferType(str, Enum):
-    """Direction of a transfer, spelt as vLLM's offloading metrics spell it."""
+    """Direction of a transfer. Values are spelt as in vLLM's offloading metrics."""
 
     GPU_TO_CPU = "GPU_to_CPU"
     CPU_TO_GPU = "CPU_to_GPU"
@@ -27,7 +27,7 @@ class TransferType(str, Enum):
 
 
 class Tier(str, Enum):
-    """Where a block can be found below the device."""
+    """A storage tier below the device."""
 
     HOST = "host"
     DISK = "disk"
@@ -38,9 +38,9 @@ class FailureCause(str, Enum):
     """Why a block could not be stored or loaded. Values are metric labels."""
 
     DIGEST = "digest"  # bytes differ from what was stored
-    COPY = "copy"  # the copy raised
+    COPY = "copy"  # the copy raised an error
     DEADLINE = "deadline"  # not started or not finished in time
-    MISSING = "missing"  # the tier no longer had it
+    MISSING = "missing"  # the tier no longer had the block
     SKIPPED = "skipped"  # not tried, because an earlier block of the same job failed
     PEER = "peer"  # the peer died or its connection broke
     REFUSED = "refused"  # a ticket or handshake was rejected, on either side
@@ -48,7 +48,7 @@ class FailureCause(str, Enum):
 
 
 class Rank(NamedTuple):
-    """One worker's place in its engine."""
+    """A worker's tensor- and pipeline-parallel rank, each with the number of ranks."""
 
     tp_rank: int
     tp: int
@@ -57,7 +57,7 @@ class Rank(NamedTuple):
 
 
 class Endpoint(NamedTuple):
-    """Where one worker listens."""
+    """Ranks of a worker, and the address that it listens at."""
 
     tp_rank: int
     pp_rank: int

