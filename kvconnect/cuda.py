@@ -24,11 +24,8 @@ _PORTABLE, _MAPPED = 1, 2  # like the CUDA runtime: for every context, at the sa
 class CudaContext:
     """The primary context of a device, which torch uses too; kept until the process ends.
 
-    Any thread may call any method. Only :meth:`enter` changes the calling thread's context.
-
-    Raises:
-        Incompatible: the constructor finds no driver.
-        TransferFailed: the driver returns an error, in any call.
+    Any thread may call any method. Only :meth:`enter` changes the calling thread's context. The
+    constructor raises :class:`Incompatible` if there is no driver.
     """
 
     def __init__(self, index: int) -> None:

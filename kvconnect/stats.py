@@ -191,7 +191,7 @@ class OffloadingConnectorStats:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, OffloadingConnectorStats) and self.data == other.data
 
-    # Mutable, compared by content.
+    # Not hashable: mutable, and compared by content.
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
@@ -260,8 +260,7 @@ def _value(section: str, name: str, value: Any, path: str) -> Any:
 
 
 def _number(section: str, value: Any, path: str) -> int | float:
-    # type() also refuses bool and NumPy scalars, unlike isinstance: the engine's encoder cannot
-    # send those.
+    # Unlike isinstance, type() refuses bool and NumPy scalars, which the encoder cannot send.
     if type(value) is not int and type(value) is not float:
         raise Misuse(f"stats payload: {path} must hold Python numbers, got {value!r}")
     if section != GAUGES and not value >= 0:

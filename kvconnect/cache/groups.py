@@ -13,7 +13,7 @@ from typing import Protocol
 
 
 class Lookup(Protocol):
-    """Finds stored blocks: :class:`~kvconnect.offload.index.HostIndex`, or host and other tiers."""
+    """Finds blocks in the host tier (:class:`~kvconnect.offload.index.HostIndex`) or more tiers."""
 
     def ready_slots(self, group: int, hashes: Iterable[bytes]) -> list[int]:
         """Return one number per stored block, up to the first that is missing."""
@@ -50,11 +50,9 @@ class CacheGroup:
 
 
 def keeps_prefix(groups: Sequence[CacheGroup]) -> bool:
-    """Return whether the blocks before a failed one of a load can be used.
-
-    Only with one group of full attention: a window may reach into blocks that were to be loaded,
-    and of several groups, others may lack blocks too.
-    """
+    """Return whether the blocks before one that failed to load can be used: only with one group of
+    full attention. A window may reach into blocks that the load was to bring; of several groups, it
+    is unknown which blocks the others have."""
     return len(groups) == 1 and groups[0].is_full
 
 

@@ -35,7 +35,7 @@ def page_names(tokens: Sequence[int], page_tokens: int, parent: bytes = b"") -> 
 
     A name identifies its page and all pages before it. It is the digest of the previous name and
     the page's token ids, as 32-bit little-endian numbers; SGLang uses the same rule. ``parent`` is
-    the name of the page before ``tokens``. Not for prompts with other inputs than tokens (images).
+    the name of the page before ``tokens``. Not for prompts with inputs other than tokens (images).
 
     Raises:
         Misuse: a token id does not fit in 32 bits, or ``page_tokens`` is less than 1.

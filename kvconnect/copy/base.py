@@ -74,8 +74,7 @@ class Copier(ABC):
     def enqueue_digests(self, group: int, block_ids: Sequence[int]) -> Digests:
         """Start to hash blocks, in the byte order of a slot, behind the copies already started.
 
-        Raises:
-            Misuse: :meth:`hashes` is false for the group.
+        Raises :class:`Misuse` if :meth:`hashes` is false for the group.
         """
         raise Misuse(f"blocks {list(block_ids)} of group {group} cannot be hashed in the KV cache")
 
@@ -97,11 +96,8 @@ def check_sizes(geometry: Geometry, area_bytes: int, arena_bytes: int) -> int:
 def check_request(
     geometry: Geometry, num_slots: int, group: int, block_ids: Sequence[int], slots: Sequence[int]
 ) -> GroupGeometry:
-    """Return the group's geometry.
-
-    Raises:
-        Misuse: a group, block or slot does not exist, or the sequences differ in length.
-    """
+    """Return the group's geometry. Raises :class:`Misuse` if a group, block or slot does not exist,
+    or if the sequences differ in length."""
     if not 0 <= group < len(geometry.groups):
         raise Misuse(f"group {group} does not exist, there are {len(geometry.groups)}")
     if len(block_ids) != len(slots):

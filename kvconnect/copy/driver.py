@@ -128,11 +128,7 @@ def _translated(what: str) -> Iterator[None]:
 
 
 class CudaDriver(Driver):
-    """Calls through torch, CuPy and libcuda.
-
-    Raises:
-        Incompatible: something is missing; the message names it.
-    """
+    """Calls through torch, CuPy and libcuda. Raises :class:`Incompatible` if one is missing."""
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -157,7 +153,7 @@ class CudaDriver(Driver):
         values = (ctypes.c_int64 * count)(*arguments)
         start = ctypes.addressof(values)
         pointers = (ctypes.c_void_p * count)(*range(start, start + 8 * count, 8))
-        self._context.enter()  # libcuda, unlike torch, needs one
+        self._context.enter()  # libcuda needs a current context, unlike torch
         status = self._cuda.cuLaunchKernel(
             self._functions[kernel].kernel.ptr,
             *(grid, 1, 1, threads, 1, 1),
@@ -170,7 +166,7 @@ class CudaDriver(Driver):
     ) -> None:
         handle = self._stream()
         stream = ctypes.c_void_p(handle)
-        self._context.enter()  # libcuda, unlike torch, needs one
+        self._context.enter()  # libcuda needs a current context, unlike torch
         if self._batch is None or not handle:  # the default stream takes no batches
             copy = self._cuda.cuMemcpyAsync
             for target, source, size in zip(targets, sources, sizes, strict=True):
@@ -224,10 +220,8 @@ class CudaDriver(Driver):
 
 @functools.cache
 def _load_kernels(index: int) -> dict[str, Any]:
-    """Return every kernel for a device, by name.
-
-    A family's fat binary is used if it was built and loads. Otherwise CuPy compiles the source and
-    caches the result on disk, so that happens once per machine.
+    """Return every kernel for a device, by name. A family comes from its fat binary if that was
+    built and loads. Otherwise CuPy compiles it, once per machine: CuPy caches the result on disk.
     """
     try:
         import cupy
@@ -274,8 +268,8 @@ def kernel_source(family: str) -> str:
 
 
 def binary_name(family: str) -> str:
-    """Return the file name of a family's fat binary. It has a digest of the sources, so a binary
-    of other sources is never loaded."""
+    """Return the file name of a fat binary: it has a digest of the sources, so that a binary of
+    other sources is never loaded."""
     sources = (kernels.folder() / "runs.cuh", kernels.folder() / f"{family}.cu")
     content = b"".join(path.read_bytes() for path in sources)
     return f"{family}-{hashlib.sha256(content).hexdigest()[:12]}.fatbin"

@@ -266,12 +266,10 @@ class SlotDigests:
     and ``is_sealed`` cost one byte's access, and slots without a digest need no more.
 
     ``sampled`` picks slots by slot number plus number of stores to the slot. So at any time a
-    sixteenth of the slots has digests, and each slot has one in one of 16 uses.
+    sixteenth of the slots has digests, and each slot has a digest in one of 16 uses.
 
     Threads: different slots may be sealed and verified at the same time; hashing releases the GIL.
-
-    Raises:
-        ConfigError: the mode is unknown or the hash library is missing.
+    Raises :class:`ConfigError` if the mode is unknown or the hash library is missing.
     """
 
     def __init__(self, num_slots: int, mode: DigestMode) -> None:
@@ -297,8 +295,7 @@ class SlotDigests:
         self.put(slot, self._hash(content))
 
     def put(self, slot: int, digest: int) -> None:
-        """Record a digest of a slot's content that the caller computed, on the device for
-        instance."""
+        """Record a digest of a slot's content that was computed elsewhere, as on the device."""
         self._digest[slot] = digest
         self._sealed[slot] = 1
 

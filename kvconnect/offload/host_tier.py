@@ -20,17 +20,11 @@ MakeCopier = Callable[[torch.Tensor, torch.Tensor, Geometry], Copier]
 
 
 class HostTier:
-    """A worker's host memory and the copies to and from it.
+    """Host memory and copies of one worker. All methods are for the worker's main thread.
 
-    The worker's main thread calls all methods; copies run on the executor's thread.
-
-    Args:
-        share_bytes: this worker's part of the tier.
-        area: the whole KV cache, uint8 ``[bytes]``.
-        store_rate: limit in bytes per second; 0 for none.
-
-    Raises:
-        ConfigError: the share is smaller than one block or larger than the free memory.
+    ``share_bytes`` is this worker's part of the tier, ``area`` the whole KV cache, uint8
+    ``[bytes]``. ``store_rate`` limits the bytes stored per second; 0 is no limit. Raises
+    :class:`ConfigError` if the share is smaller than one block or larger than the free memory.
     """
 
     def __init__(

@@ -79,9 +79,8 @@ class HostIndex:
         return self._readable[slot]
 
     def reserve(self, group: int, block_hash: bytes) -> int | None:
-        """Take a slot for a block to be stored, with an eviction if no slot is free.
-
-        Returns None if all slots are busy.
+        """Take a slot for a block to be stored, with an eviction if no slot is free. None if all
+        slots are busy.
 
         Raises:
             Misuse: the block is already ready or pending.
@@ -164,11 +163,7 @@ class HostIndex:
             ready.clear()
 
     def check(self) -> None:
-        """Verify that slots and blocks match one to one.
-
-        Raises:
-            Misuse: they do not; the message names the slot.
-        """
+        """Raise :class:`Misuse` unless slots and blocks match one to one."""
         self.slots.check()
         linked: dict[int, int] = {}
         entries = 0
@@ -285,11 +280,7 @@ class Slots:
             raise Misuse(f"slot {slot} is in state {self._state[slot]}, not {state}")
 
     def check(self) -> None:
-        """Verify that free list, states and pins agree.
-
-        Raises:
-            Misuse: they do not; the message names the slot.
-        """
+        """Raise :class:`Misuse` unless free list, states and pins agree."""
         free = set(self._free)
         if len(free) != len(self._free):
             raise Misuse("a slot is free twice")
