@@ -22,14 +22,14 @@ _VALIDATE = "sglang.srt.arg_groups.validation_hook.check_server_args"
 
 
 def register() -> None:
-    """Make the transfer backend known to SGLang; the ``sglang.srt.plugins`` entry point.
+    """Register the transfer backend with SGLang; the ``sglang.srt.plugins`` entry point.
 
-    SGLang calls it in every process it starts, and possibly again; only the first call counts.
-    It never raises: SGLang would swallow that. What is wrong is one line in the log.
+    SGLang calls this in every process it starts, possibly more than once; only the first call
+    counts. An error is logged in one line, not raised: SGLang would swallow it.
     """
     try:
         _register()
-    # SGLang's insides are not promised: any name or shape of them may have changed.
+    # SGLang's internals are not stable: any name or signature may have changed.
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         logger.error(
             "kvconnect is not available: SGLang %s was found, %s is supported (%s: %s)",
@@ -49,7 +49,7 @@ def _register() -> None:
     from sglang.srt.disaggregation.utils import TransferBackend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from kvconnect.engines.sglang import tracing  # brings torch
+    from kvconnect.engines.sglang import tracing  # imports torch
 
     found = versions.installed("sglang")
     if found != TESTED:
@@ -76,7 +76,7 @@ def _register() -> None:
 
 
 def _add_member(kinds: Any, name: str) -> None:
-    """Add a member to SGLang's closed list of transfer backends, for which it has no function."""
+    """Add a member to SGLang's enum of transfer backends, for which SGLang has no function."""
     if name in kinds._value2member_map_:
         return
     label = name.upper()
@@ -92,7 +92,7 @@ def _add_member(kinds: Any, name: str) -> None:
 
 
 def _pick(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
-    """Hook around SGLang's choice of classes: ours for our name, and for the one taken over."""
+    """Hook around SGLang's choice of classes: KVConnect's for its name or a ``nixl`` taken over."""
     if transfer_backend.value != NAME and not (transfer_backend.value == "nixl" and takes_over()):
         return original(transfer_backend, class_type)
     from kvconnect.engines.sglang.backend import CLASSES

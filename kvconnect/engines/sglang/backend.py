@@ -1,10 +1,10 @@
-"""The transfer backend ``kvconnect``: SGLang's prefill/decode hand-off over our transports.
+"""The transfer backend ``kvconnect``: SGLang's prefill/decode hand-off over KVConnect's transports.
 
-SGLang's own part stays as it is: the bootstrap server that tells decode where prefill ranks are,
-the life cycle of requests, the consensus of ranks. What its backends do over ZeroMQ and their
-engines is done here by the agent that also serves vLLM: authenticated connections, destinations
-resolved by the receiver, digests, deadlines, and blocks that are reused only when nothing can
-land in them any more. ``rank_ip`` and ``rank_port`` of the bootstrap server name agents.
+SGLang keeps its bootstrap server, which tells decode where prefill ranks are, the life cycle of
+requests and the consensus of ranks. The agent that also serves vLLM replaces ZeroMQ and SGLang's
+transfer engines: authenticated connections, destinations resolved by the receiver, digests,
+deadlines, and blocks that are reused only when nothing can be written to them any more. The
+bootstrap server's ``rank_ip`` and ``rank_port`` are the agents' addresses.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from kvconnect.types import Endpoint, Span
 
 logger = logging.getLogger(__name__)
 
-# Raised by SGLang for a prefill server that does not fit, or whose answer is malformed.
+# SGLang raises these for a prefill server that does not fit, or whose answer is malformed.
 _SGLANG_ERRORS = (
     *(RuntimeError, AssertionError, TypeError, ValueError, LookupError),
     *(AttributeError, ArithmeticError),
@@ -57,8 +57,9 @@ _SGLANG_ERRORS = (
 class KVConnectManager(CommonKVManager):
     """One rank's hand-offs. For the scheduler's thread; the agent has threads of its own.
 
-    Raises :class:`ConfigError` or :class:`Incompatible`, which end the engine's start, for
-    settings and models that cannot be served.
+    Raises:
+        ConfigError, Incompatible: settings or a model that cannot be served; this ends the
+            engine's start.
     """
 
     supports_deferred_decode_kv_release = True
@@ -74,7 +75,7 @@ class KVConnectManager(CommonKVManager):
     ) -> None:
         config = config_from_environment(os.environ)
         runtime_context.check(server_args)
-        # SGLang gives the pages of a dropped transfer away after a while: be sure to be done.
+        # SGLang reuses the pages of a dropped transfer after a time; it must have ended before.
         limit = runtime_context.quiet_s() - runtime_context.SPARE_S
         config = config.replace(
             deadline_s=min(config.deadline_s, limit),
@@ -114,7 +115,7 @@ class KVConnectManager(CommonKVManager):
         super().register_to_bootstrap()
 
     def poll_agent(self) -> None:
-        """Take the agent's news; costs a few hundred nanoseconds if there is none."""
+        """Process the agent's events; takes a few hundred nanoseconds if there are none."""
         if not self.agent.has_news:
             return
         finished, notices = self.agent.poll(idle=False)
@@ -133,13 +134,14 @@ class KVConnectManager(CommonKVManager):
         is_last_chunk: bool,
         **more: Any,
     ) -> None:
-        """Offer a chunk: pages ``kv_indices`` (int32 [pages]) and, with the last, the rest.
+        """Offer a chunk: pages ``kv_indices`` (int32 [pages]) and, if it is the last, the rest.
 
-        The forward that writes them is over, or SGLang gives the event that it ends with; but for
-        chunks before the last of a pipeline stage, which has several on their way.
+        The forward that writes them is over, or SGLang passes the event that ends it. Neither holds
+        for chunks before the last of a pipeline stage, which has several in flight: they are
+        fenced here.
         """
         if more.get("indices_event") is not None:
-            more["indices_event"].synchronize()  # they are still being copied from the device
+            more["indices_event"].synchronize()  # still being copied from the device
         ids = _ids(kv_indices)
         rest: list[Span] = []
         if is_last_chunk:
@@ -154,8 +156,8 @@ class KVConnectManager(CommonKVManager):
             self.prefill_rooms.complete(bootstrap_room)
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Fetch a prefill engine's description, if its address is allowed. If it does not fit,
-        its requests fail, not this engine."""
+        """Fetch a prefill engine's description if its address is allowed. If it does not fit this
+        engine, only the requests that name it fail."""
         if not self.addresses.allows(bootstrap_addr):
             return False
         try:
@@ -222,7 +224,7 @@ class KVConnectSender(CommonKVSender):
         return status
 
     def get_transfer_metric(self) -> KVTransferMetric:
-        """Return the bytes that readers were sent, and the seconds that took."""
+        """Return the bytes sent to readers, and the seconds that took."""
         return self._transfer_metric
 
     def clear(self) -> None:
@@ -246,7 +248,7 @@ class KVConnectSender(CommonKVSender):
 class KVConnectReceiver(CommonKVReceiver):
     """One request on the decode side. For the scheduler's thread."""
 
-    parent: Any = None  # the request's own span, where there is one
+    parent: Any = None  # context with the request's own span, if it has one
 
     def __init__(
         self, mgr: KVConnectManager, bootstrap_addr: str, bootstrap_room: int | None = None
@@ -272,7 +274,7 @@ class KVConnectReceiver(CommonKVReceiver):
         if destination != KVTransferDestination.DEVICE or more:
             raise NotImplementedError(f"kvconnect receives into device pools, not {destination}")
         if self.bootstrap_infos is None:
-            return  # it has failed already
+            return  # the request has failed already
         with contain_room_errors(self.kv_mgr.agent, self.bootstrap_room, self.kv_mgr.fail):
             self._request_pages(kv_indices, aux_index, state_indices, decode_prefix_len or 0)
         self.init_time = time.time()  # SGLang's own limit for an answer runs from now
@@ -348,11 +350,11 @@ CLASSES: dict[str, type] = {
     "RECEIVER": KVConnectReceiver,
     "BOOTSTRAP_SERVER": KVConnectBootstrapServer,
 }
-"""By the name of SGLang's ``KVClassType``."""
+"""Classes of this backend, by the name of SGLang's ``KVClassType``."""
 
 
 def _address(config: Config, args: KVArgs) -> tuple[str, int]:
-    """Return the address of this rank, with its own port."""
+    """Return the address at which this rank listens; each rank has its own port."""
     address = listen_address(config.network.listen)
     if address is None:
         raise ConfigError(

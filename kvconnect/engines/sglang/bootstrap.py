@@ -13,7 +13,7 @@ from kvconnect import threads
 from kvconnect.config import Config
 
 _REMEMBERED_S = 60.0  # how long a resolved name is used
-_REFUSED_S = 3.0  # how long a failure counts: the server may be restarted
+_REFUSED_S = 3.0  # how long a failure is remembered: the server may be restarted
 _MOST_NAMES = 1024
 _MOST_LOOKUPS = 16  # at a time: clients choose the names, and each takes a thread
 T = TypeVar("T")

@@ -94,11 +94,11 @@ class DecodeRooms:
             self._agent.run(DisaggregationInstructions(drops=drops))
 
     def is_over(self, room: int) -> bool:
-        """Whether no page of a room can be written any more."""
+        """Return whether no page of a room can be written any more."""
         return room not in self._jobs
 
     def take(self, finished: Sequence[tuple[JobReport, Receive]]) -> None:
-        """Take receives that ended."""
+        """Process receives that ended."""
         for report, job in finished:
             room = int(job.req_id)
             with contain_room_errors(self._agent, room, self._failed):

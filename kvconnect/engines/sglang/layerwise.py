@@ -1,20 +1,20 @@
 """Layer-wise push: each layer's KV is sent as soon as its attention has been launched.
 
-SGLang hands a chunk to its backend when the chunk's forward is over. With ``KVCONNECT_LAYERWISE=1``
-hooks are set in its scheduler processes: around ``Scheduler.run_batch``, which offers the whole
-pages that a batch will fill, and around ``AttentionBackend.forward``, after which one layer of
+SGLang hands a chunk to its backend when the chunk's forward is over. ``KVCONNECT_LAYERWISE=1`` sets
+hooks in its scheduler processes. The hook around ``Scheduler.run_batch`` offers the whole pages
+that a batch will fill. After each call of the one around ``AttentionBackend.forward``, one layer of
 these pages can be sent. SGLang's own send then covers only the rest. A forward that never calls the
-second hook (full CUDA graphs, torch.compile) is handed off as a whole at its end. So is one with
+second hook (full CUDA graphs, torch.compile) is handed off whole at its end. So is one with
 two-batch overlap, which calls each layer once per half of a batch.
 
 Offered pages must not change until they have been sent. But when SGLang enters the request into its
-prefix cache, the tree may already have such a page: another prompt with the same beginning was
-entered first, or the page was computed again because the last token always is. SGLang then frees
-the request's own page, and the next batch may overwrite it while it is being sent. So a third hook,
+prefix cache, the tree may already have such a page: another prompt with the same prefix was entered
+first, or the page was computed again because its last token always is. SGLang then frees the
+request's own page, and the next batch may overwrite it while it is being sent. So a third hook,
 around ``Scheduler.checkpoint_disagg_prefill``, defers these frees until the hand-off is over.
 
-Following the attention layers with an event for each is the idea of SGLang's pull request 19931,
-which does so inside its Mooncake backend.
+An event per attention layer is the idea of SGLang's pull request 19931, which records them inside
+its Mooncake backend.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ ATTENTION = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forw
 
 
 class LayerwisePush:
-    """Offers the pages that the current batch fills, before it runs. For the scheduler's thread.
+    """Offers the pages that a batch will fill before it runs. For the scheduler's thread.
 
-    ``names``: names of layers, by layer id. ``once``: a forward calls each layer's attention once
-    for the whole batch; otherwise layers are not followed.
+    ``names``: layers' names, by layer id. ``once``: a forward calls each layer's attention once for
+    the whole batch; otherwise layers are not followed.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class LayerwisePush:
             self._offering, self._layer_seen = True, False
 
     def layer(self, layer_id: int) -> None:
-        """A layer's attention has been launched."""
+        """Record that a layer's attention has been launched."""
         if self._offering and self._layers_called_once:
             self._layer_seen = True
             self._agent.layer_written(self._names.get(layer_id, ""))
 
     def end(self) -> None:
-        """The batch has been launched on the current stream."""
+        """Record that the whole batch has been launched on the current stream."""
         if not self._offering:
             return
         self._offering = False
@@ -125,7 +125,7 @@ class LayerwisePush:
 
 
 def _page_ids(scheduler: Any, req: Any, blocks: range, size: int) -> array[int]:
-    """Return the pool's pages of a request's blocks, found as SGLang's own sender does."""
+    """Return the pages of a request's blocks, found as in SGLang's own sender."""
     table = scheduler.req_to_token_pool.req_to_token
     first = table[req.kv.req_pool_idx, blocks.start * size : blocks.stop * size : size]
     slots = scheduler.token_to_kv_pool_allocator.translate_kv_indices_for_transfer(first)
@@ -138,8 +138,8 @@ _push: LayerwisePush | None = None  # of this process; there is one prefill rank
 def follow_layers(
     agent: HandoffAgent, prefill_rooms: PrefillRooms, names: Mapping[int, str], once: bool
 ) -> None:
-    """Follow the layers of this process's prefills from now on, if the hooks are set. ``once``: as
-    for :class:`LayerwisePush`."""
+    """Follow the layers of this process's prefills from now on, if the hooks are set. Arguments are
+    those of :class:`LayerwisePush`."""
     global _push
     _push = LayerwisePush(agent, prefill_rooms, names, once)
 
@@ -220,7 +220,7 @@ def deferring_frees(allocator: Any) -> Iterator[DeferredFrees]:
 
 
 class EngineStreams:
-    """SGLang's two streams, of its scheduler and of forwards. For the scheduler's thread.
+    """SGLang's two streams: its scheduler's and that of forwards. For the scheduler's thread.
 
     ``forward``: the stream of forwards, set once known.
     """
@@ -249,6 +249,6 @@ class EngineStreams:
         if self._join is None:
             return None
         with self.joined():
-            event = torch.cuda.Event(blocking=True)  # whoever waits must not spin on a core
+            event = torch.cuda.Event(blocking=True)  # waiters must not spin
             event.record()
         return DeviceFence(event)

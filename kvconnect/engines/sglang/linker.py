@@ -1,13 +1,12 @@
-"""SGLang's unified cache linked to host memory of this process: evicted pages come back.
+"""Linker of SGLang's unified cache: stores and reloads its pages in this process's host memory.
 
-Chosen with ``--enable-unified-cache-external-linker``; see ``docs/sglang-offload.md``. SGLang asks
-for the lengths of a prompt that can be restored (:meth:`KVConnectLinker.lookup`), hands pages over
-as its tree grows (:meth:`KVConnectLinker.offload`), and runs a forward while the pages it needs are
-loaded, waiting at each layer for that layer alone.
+Chosen with ``--enable-unified-cache-external-linker``; see ``docs/sglang-offload.md``. SGLang looks
+up which prefixes can be restored, and offloads pages as its tree grows. A forward runs while its
+pages are loaded, and each layer waits only for its own.
 
-Ranks must answer alike where SGLang does not compare their answers: what depends on timing or on a
-rank's own memory (no room, a broken copy) is therefore never a refusal. It is taken, and reported
-as failed where SGLang reduces results over ranks.
+SGLang does not compare every answer between ranks, yet ranks must answer alike. So a problem that
+depends on timing or on one rank's memory (no room, a damaged copy) never refuses an operation. The
+operation is accepted, and reported as failed where SGLang reduces results over ranks.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ Tiers = Mapping[PoolName, PoolTier]
 
 @dataclass(eq=False)
 class _Offload:
-    """One node's pages, in as many pools as they lie in."""
+    """The stores of one tree node's pages, one per pool."""
 
-    waiting: int = 0
+    waiting: int = 0  # stores that have not ended
     good: bool = True
 
     def ended(self, cause: FailureCause | None) -> None:
@@ -62,17 +61,18 @@ class _Offload:
 
 @dataclass(frozen=True)
 class _LinkedRequest:
-    """One request's pages on their way to the device, by pool."""
+    """The loads of one request, by pool."""
 
-    asked: float
+    asked: float  # monotonic seconds
     wants: Mapping[PoolName, PoolLoad]
 
 
 class KVConnectLinker(UnifiedCacheLinker):
-    """A worker's share of the host tier. All calls come from the scheduler's thread.
+    """A worker's share of the host tier. For the scheduler's thread.
 
-    Raises :class:`ConfigError` for a setting that cannot be used and :class:`Incompatible` for a
-    model whose cache cannot be kept, before memory is taken.
+    Raises:
+        ConfigError: a setting cannot be used.
+        Incompatible: the model's cache cannot be stored; raised before memory is allocated.
     """
 
     @refusing("this server")
@@ -111,10 +111,11 @@ class KVConnectLinker(UnifiedCacheLinker):
         return found
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Queue a load for the next forward. What the tier has lost meanwhile fails there.
+        """Queue a load for the next forward; return False if there is nothing to load. Pages that
+        the tier has lost since the lookup fail in :meth:`finish_layer_wise_loading`.
 
         Raises:
-            Misuse: the request already has one queued.
+            Misuse: the request already has a queued load.
         """
         if rid in self._queued:
             raise Misuse(f"request {rid} queues a second load")
@@ -130,7 +131,7 @@ class KVConnectLinker(UnifiedCacheLinker):
         return True
 
     def start_layer_wise_loading(self) -> int:
-        """Start what is queued; return its number for the layer counter, -1 for nothing."""
+        """Start the queued loads as one batch; return its index in the layer counter, or -1."""
         if not self._queued:
             return -1
         requests, self._queued = tuple(self._queued.values()), {}
@@ -147,7 +148,7 @@ class KVConnectLinker(UnifiedCacheLinker):
         return arrivals.index
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        """Block until a started batch writes no more; return whether all of it is right."""
+        """Block until a batch writes no more; return whether all its pages were loaded."""
         landed: bool = self.layer_done_counter.finish(counter_index)
         self._poll()
         waited = self.layer_done_counter.take_waited(counter_index)
@@ -158,13 +159,13 @@ class KVConnectLinker(UnifiedCacheLinker):
             if landed:
                 self.stats.loaded(time.monotonic() - request.asked)
                 continue
-            # SGLang aborts all of a batch, also those whose own pages are there.
+            # SGLang aborts every request of the batch, even if its own pages were loaded.
             cause = worst(want.cause for want in request.wants.values() if want.cause)
             self.stats.load_failed(cause or FailureCause.SKIPPED)
         return landed
 
     def cancel_queued_load(self, rid: str) -> bool:
-        """Drop a load that was not started; return whether there was one."""
+        """Drop a queued load that was not started; return whether there was one."""
         request = self._queued.pop(rid, None)
         if request is None:
             return False
@@ -173,10 +174,10 @@ class KVConnectLinker(UnifiedCacheLinker):
         return True
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:  # noqa: ARG002
-        """Store the pages of a node that are not there yet, all or none over the pools.
+        """Store those pages of a node that are not stored yet, in all pools or in none.
 
-        False only where there is nothing to store. An offload there is no room for, or that comes
-        while too many are under way, is taken and has failed: SGLang offers it again.
+        Return False only if there is nothing to store. Without room, or while too many stores run,
+        the offload is accepted and ends as failed; SGLang offers it again.
         """
         found = self._group.resolve_transfers(transfers, allow_partial=True)
         if not found:
@@ -193,8 +194,8 @@ class KVConnectLinker(UnifiedCacheLinker):
         return True
 
     def num_completed_offloads(self) -> int:
-        """Return how many offloads have ended, up to the first that has not. SGLang asks at every
-        step, so statistics are published here."""
+        """Return how many offloads have ended before the first that has not. SGLang calls this at
+        every step, so statistics are published here."""
         self._poll()
         self.stats.publish()
         for number, work in enumerate(self._offloads):
@@ -203,11 +204,11 @@ class KVConnectLinker(UnifiedCacheLinker):
         return len(self._offloads)
 
     def pop_completed_offload(self) -> bool:
-        """Return whether the oldest offload stored everything, and forget it."""
+        """Remove the oldest offload; return whether it stored every page."""
         return self._offloads.popleft().good
 
     def reset(self) -> None:
-        """End all transfers and forget every page: nothing stored before is found again.
+        """End all transfers and forget every page.
 
         Raises:
             TransferFailed: a copy does not end.
@@ -222,7 +223,7 @@ class KVConnectLinker(UnifiedCacheLinker):
         self.layer_done_counter.reset()
 
     def close(self) -> None:
-        """End all transfers and give the memory back. Idempotent."""
+        """End all transfers and free the memory. Idempotent."""
         try:
             self.reset()
         except TransferFailed as error:
@@ -235,7 +236,7 @@ class KVConnectLinker(UnifiedCacheLinker):
             tier.poll()
 
     def _reserve(self, found: Sequence[PoolTransfer]) -> dict[PoolName, Space] | None:
-        """Make room for what is missing, by pool; None if one of them has none."""
+        """Reserve slots for missing pages, by pool; None if one pool cannot."""
         pages = self._pages(found)
         if pages is None:
             return None
@@ -252,8 +253,8 @@ class KVConnectLinker(UnifiedCacheLinker):
         return spaces
 
     def _pages(self, found: Iterable[PoolTransfer]) -> dict[PoolName, list[int]] | None:
-        """Return the device pages of each pool's transfer; None, said in the log, if they are not
-        whole pages: whatever the cause, the prompt can be computed."""
+        """Return each pool's device pages; None, with a log line, if a transfer is not whole pages:
+        the request can still compute its prompt."""
         try:
             return {
                 transfer.name: self.tiers[transfer.name].pool.pages(transfer) for transfer in found
@@ -263,8 +264,8 @@ class KVConnectLinker(UnifiedCacheLinker):
             return None
 
     def _fence(self) -> Fence:
-        """Mark what was launched so far, on this stream and the forward's. A forward that runs may
-        still write the pages to store, and those to load, which a request gave back."""
+        """Return a fence after all work launched on this stream and the forward's. A running
+        forward may still write pages to store, and pages to load that a request has freed."""
         tier = next(iter(self.tiers.values())).tier
         if self._join is None:
             return tier.executor.fence()
@@ -276,10 +277,10 @@ class KVConnectLinker(UnifiedCacheLinker):
 
 
 def restorable(tiers: Tiers, transfers: Sequence[PoolTransfer]) -> list[int]:
-    """Return the lengths, in pages, at which every pool has what a prompt needs; ascending.
+    """Return the prefix lengths, in pages, at which every pool has what it needs; ascending.
 
-    Most pools need all pages of the prefix. Those with a window (sliding attention, or the one
-    state of Mamba) need only its last pages, and have them where some node ended.
+    Most pools need all pages of the prefix. Pools with a window (sliding attention, Mamba's state)
+    need only its last pages, and have them where a node of the tree ended.
     """
     lengths = range(1, 1)
     keys: list[bytes] = []
@@ -297,8 +298,8 @@ def restorable(tiers: Tiers, transfers: Sequence[PoolTransfer]) -> list[int]:
 
 
 def _check_tiers(config: Config) -> None:
-    """Refuse tiers that one has to wait for: SGLang wants a lookup's answer at once, in the step in
-    which it admits the request, and asks nothing before."""
+    """Refuse lower tiers, whose lookups take time: SGLang needs the answer at once, in the step
+    that admits the request, and does not ask earlier."""
     for field, settings in (("disk", config.tiers.disk), ("remote", config.tiers.remote)):
         if settings:
             fix = "SGLang's linker cannot wait for it: use KVConnect as HiCache's storage backend"
@@ -319,7 +320,7 @@ def _make_tiers(
     config: Config,
     stats: OffloadingConnectorStats,
 ) -> dict[PoolName, PoolTier]:
-    """Divide this worker's host memory among its pools as the device's is divided."""
+    """Make each pool's tier, with host memory in proportion to the pool's size on the device."""
     maps = {name: map_pool(entry) for name, entry in entries.items()}
     sizes = {name: pool.num_pages * pool.page_bytes for name, pool in maps.items()}
     whole = sum(sizes.values())

@@ -1,4 +1,4 @@
-"""Pages by key in host memory and lower tiers, for callers on several threads that may wait."""
+"""Pages by key in host memory and lower tiers, for blocking calls from several threads."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from kvconnect.types import FailureCause, Tier
 
 
 class PageStore:
-    """``num_slots`` pages of at most ``slot_bytes``; a full store evicts, a damaged page is gone.
+    """Up to ``num_slots`` pages of at most ``slot_bytes``. A full store evicts pages; damaged pages
+    are dropped.
 
-    With ``stores``, which are closed with this object, pages are written down to these tiers behind
-    the caller, and come up into slots when they are read. A key is a digest of all that a page's
-    bytes depend on, 1 to 64 bytes.
+    Pages are written back to the lower tiers ``stores`` in the background, and a read loads them
+    into slots. The stores are closed with this object. A key has 1 to 64 bytes: a digest of all
+    that a page's bytes depend on.
 
-    Thread-safe: the index is under a lock; bytes are copied outside of it, into slots that are
-    reserved and out of slots that are pinned.
+    Thread-safe. A lock protects the index; bytes are copied without it, into reserved slots and out
+    of pinned ones.
     """
 
     def __init__(
@@ -48,15 +49,15 @@ class PageStore:
 
     @property
     def most(self) -> int:
-        """How many pages one :meth:`reading` should ask for: those kept from eviction meanwhile."""
+        """Pages that one :meth:`reading` should ask for at most; they are pinned meanwhile."""
         return self.tiers.most if self.tiers else 1
 
     def deadline(self) -> float:
-        """Return until when a call that starts now waits for the lower tiers."""
+        """Return until when, in monotonic seconds, a call started now waits for lower tiers."""
         return time.monotonic() + self._wait_s
 
     def where(self, keys: Sequence[bytes], nbytes: int) -> list[Tier | None]:
-        """Return which tier, if any, has each page, of so many bytes."""
+        """Return the tier that has each page of ``nbytes`` bytes, None for absent ones."""
         with self._pages.lock:
             slots = [self.index.slot_of(GROUP, key) for key in keys]
         found = [None if slot is None else Tier.HOST for slot in slots]
@@ -68,7 +69,8 @@ class PageStore:
         return found
 
     def looked_up(self, asked: int, found: Sequence[Tier | None], tokens: int) -> None:
-        """Count a request's lookup: pages asked for, of so many tokens, and where the found are."""
+        """Count a request's lookup: ``asked`` pages of ``tokens`` tokens, and the tiers of those
+        found."""
         below: dict[Tier, int] = {}
         for tier in found:
             if tier is not None and tier is not Tier.HOST:
@@ -78,7 +80,7 @@ class PageStore:
             count_lookup(self._pages.stats, asked * tokens, hits)
 
     def put(self, key: bytes, page: torch.Tensor) -> bool:
-        """Store a page; return whether it is there now, or will be: another thread stores it."""
+        """Store a page; return whether it is stored now, or being stored by another thread."""
         content = page.contiguous().view(torch.uint8).flatten()
         fits = content.nbytes <= self.memory.slot_bytes
         with self._pages.lock:
@@ -111,10 +113,9 @@ class PageStore:
     def reading(
         self, keys: Sequence[bytes], nbytes: int, deadline: float
     ) -> Iterator[list[torch.Tensor | None]]:
-        """Give pages' bytes, uint8, for as long as the block lasts; None for a page of so many
-        bytes that is not there, or is not what was stored, after which it will not be found in host
-        memory again. Waits for the lower tiers until the ``deadline``, of the monotonic clock.
-        """
+        """Yield pages of ``nbytes`` bytes as uint8, valid inside the context. None for a page that
+        is absent, or damaged and then dropped from host memory. Waits for lower tiers until
+        ``deadline``, in monotonic seconds."""
         slots: dict[bytes, int] = {}
         with self._pages.lock:
             for key in dict.fromkeys(keys):
@@ -138,20 +139,20 @@ class PageStore:
             self.index.clear()
 
     def close(self) -> None:
-        """Give the memory back, when nothing is read or stored any more. Idempotent."""
+        """Free the memory and close the tiers. No read or store may run. Idempotent."""
         if self.tiers:
             self.tiers.close()
         self.memory.close()
 
     def take_stats(self) -> OffloadingConnectorStats | None:
-        """Return what was counted since the last call. One thread at a time may call."""
+        """Return what was counted since the last call; one thread at a time may call."""
         theirs = self.tiers.take_stats() if self.tiers else None
         with self._pages.lock:
             stats, slots = self._pages.stats, self.index.slots
             fresh = self.index.evictions - self._evictions_counted
             self._evictions_counted = self.index.evictions
             stats.count("evicted_blocks", fresh, label=Tier.HOST.value)
-            self.index.removed.clear()  # nobody is told
+            self.index.removed.clear()  # nobody reads them
             page_bytes = self.memory.slot_bytes
             stats.gauge("host_blocks_used", slots.used)
             stats.gauge("host_blocks_capacity", len(slots))
@@ -165,7 +166,7 @@ class PageStore:
             return stats.take()
 
     def _verified(self, slot: int) -> torch.Tensor | None:
-        """Return the bytes of a pinned slot, None for those that are quarantined now."""
+        """Return the bytes of a pinned slot; None if they are damaged, and quarantine them."""
         nbytes = self._pages.sizes[slot]
         try:
             self.memory.verify(slot, nbytes)

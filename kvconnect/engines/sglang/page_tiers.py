@@ -1,4 +1,4 @@
-"""Lower tiers of a page store: pages are written back behind it and loaded into its slots."""
+"""Lower tiers of a page store: background write-backs, and loads into the store's slots."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from kvconnect.tiers.writeback import WriteBacks
 from kvconnect.types import FailureCause, Tier
 
 GROUP = 0
-"""The index has one: a page's pool is part of its key."""
+"""The index's only group: a page's pool is part of its key."""
 
-_SHARE = 0.25  # of the slots may be kept from eviction for what is written, and by one reader
+_SHARE = 0.25  # of the slots that write-backs may pin together, and one reader as well
 
 
 class PageCache:
-    """What a page store and its tiers share. The lock is held while anything else but ``memory``
-    is used; bytes are moved without it, in slots that are reserved or pinned."""
+    """State that a page store and its tiers share. The lock protects all of it except ``memory``:
+    bytes are copied without the lock, in slots that are reserved or pinned."""
 
     def __init__(self, index: HostIndex, memory: HostArena) -> None:
         self.index = index
@@ -41,8 +41,8 @@ class PageCache:
 
 @dataclass(eq=False)
 class _Fetch:
-    """Pages on their way up, into slots that nobody else has, for a caller who waits from ``began``
-    until ``deadline``."""
+    """A load of pages into reserved slots. The caller waits from ``began`` until ``deadline``, in
+    monotonic seconds."""
 
     keys: Sequence[bytes]
     slots: Sequence[int]
@@ -51,16 +51,16 @@ class _Fetch:
     deadline: float
     awaited: bool = True
     over: threading.Event = field(default_factory=threading.Event)
-    kept: dict[bytes, int] = field(default_factory=dict)  # what came, pinned for the caller
+    kept: dict[bytes, int] = field(default_factory=dict)  # loaded pages, pinned for the caller
 
     def hangs(self, now: float) -> bool:
-        """Whether its pages should not be kept from others any longer."""
+        """Whether it has taken twice its caller's wait, so that others may load its pages."""
         return not self.over.is_set() and now >= self.deadline + (self.deadline - self.began)
 
 
 @dataclass(eq=False)
 class _PageWrite:
-    """Pages on their way down, until all calls about them have ended."""
+    """A write-back of pages, until all its calls have ended."""
 
     slots: Sequence[int]
     expires: float
@@ -69,11 +69,11 @@ class _PageWrite:
 
 
 class PageTiers:
-    """Tiers under a page store, asked in their order; they are closed with this object.
+    """Lower tiers of a page store, asked in order. They are closed with this object.
 
-    A tier that raises has nothing, nor has one that takes longer than a caller waits, ``limits[0]``
-    seconds at most; what is written may take ``limits[1]``. Threads: any; but :meth:`close` comes
-    when nobody calls any more.
+    A tier that raises, or takes longer than the caller waits, counts as having no page. Callers
+    wait at most ``limits[0]`` seconds; a write-back may take ``limits[1]``. Thread-safe, but
+    :meth:`close` must be the last call.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class PageTiers:
         self._batch = max(1, BATCH_BYTES // pages.memory.slot_bytes)  # pages
         self._write_backs = WriteBacks(pages.index, self.most, reused=False, stats=pages.stats)
         self._reading = 0  # lookups and fetches that have not ended
-        self._hanging: list[_Fetch] = []  # fetches that nobody waits for any more
+        self._hanging: list[_Fetch] = []  # fetches whose caller has left
         self._writing: set[_PageWrite] = set()
-        self._writes = threading.Lock()  # whoever has it starts writing
+        self._writes = threading.Lock()  # its holder starts write-backs
         self._closed = False
 
     @property
@@ -100,7 +100,7 @@ class PageTiers:
         return self._reading + len(self._writing)
 
     def lookup(self, keys: Sequence[bytes], nbytes: int, deadline: float) -> list[Tier | None]:
-        """Return which tier has each page, of so many bytes."""
+        """Return the tier that has each page of ``nbytes`` bytes, None for absent ones."""
         over = threading.Event()
         answers: list[bytes] = []
 
@@ -122,7 +122,7 @@ class PageTiers:
         )
 
     def load(self, keys: Iterable[bytes], nbytes: int, deadline: float) -> dict[bytes, int]:
-        """Read pages that are in no slot into some; return the slots of those that came, pinned."""
+        """Load pages that are in no slot; return the pinned slots of those that arrived."""
         self._tiers.drop_expired()
         fetches = self._reserve(keys, nbytes, deadline) if time.monotonic() < deadline else []
         for fetch in fetches:
@@ -133,7 +133,7 @@ class PageTiers:
         found: dict[bytes, int] = {}
         with self._pages.lock:
             for fetch in fetches:
-                fetch.awaited = False  # what comes from now on is for the next one who asks
+                fetch.awaited = False  # later arrivals are not pinned for this caller
                 if not fetch.over.is_set():
                     cause = FailureCause.DEADLINE.value
                     self._pages.stats.count("failed_blocks", len(fetch.keys), label=cause)
@@ -142,13 +142,13 @@ class PageTiers:
         return found
 
     def stored(self, key: bytes) -> None:
-        """Queue a stored page for :meth:`start_write_backs`, unless the queue is
-        full. The caller holds the lock."""
+        """Queue a stored page for :meth:`start_write_backs`, unless the queue is full. The caller
+        holds the lock."""
         self._write_backs.stored(GROUP, key, block_key(SHARED, GROUP, key))
 
     def start_write_backs(self) -> None:
-        """Start writing what is queued. The caller does not hold the lock."""
-        # One at a time: what ends at once, as no tier takes it, comes here again.
+        """Start the queued write-backs. The caller does not hold the lock."""
+        # One thread at a time: a write-back that no tier accepts ends at once and comes here again.
         while self._writes.acquire(blocking=False):
             try:
                 while jobs := self._take():
@@ -161,12 +161,12 @@ class PageTiers:
                     return
 
     def take_stats(self) -> OffloadingConnectorStats | None:
-        """Return what the tiers recorded since the last call. One thread at a time may call."""
+        """Return what the tiers recorded since the last call; one thread at a time may call."""
         self._tiers.drop_expired()
         return self._tiers.take_stats()
 
     def close(self) -> None:
-        """Drop what is queued, wait for the calls under way unless they are late, close the tiers.
+        """Drop queued calls, wait for running calls that are not late, and close the tiers.
         Idempotent."""
         with self._pages.lock:
             self._closed = True
@@ -175,14 +175,14 @@ class PageTiers:
     def _wait(self, overs: Iterable[threading.Event], deadline: float) -> None:
         for over in overs:
             over.wait(max(0.0, deadline - time.monotonic()))
-        self._tiers.drop_expired()  # what has not begun is over
+        self._tiers.drop_expired()  # ends calls that have not started
 
     def _read_ended(self) -> None:
         with self._pages.lock:
             self._reading -= 1
 
     def _reserve(self, keys: Iterable[bytes], nbytes: int, deadline: float) -> list[_Fetch]:
-        """Take slots for pages, as far as there are any, and cut the work into calls."""
+        """Reserve slots for pages, as far as there are any, and divide the pages into calls."""
         names, slots = [], []
         now, index = time.monotonic(), self._pages.index
         with self._pages.lock:
@@ -191,7 +191,7 @@ class PageTiers:
                 self._hanging.remove(fetch)
             for key in keys:
                 if index.has(GROUP, key):
-                    continue  # another thread has just stored it, or is about to
+                    continue  # another thread has stored it, or is storing it
                 slot = index.reserve(GROUP, key)
                 if slot is None:
                     self._pages.stats.count("skipped_store_blocks", label="no_space")
@@ -204,10 +204,10 @@ class PageTiers:
         return [_Fetch(*part, nbytes, now, deadline) for part in cut]
 
     def _settle(self, fetch: _Fetch, found: bytes) -> None:
-        """A fetch ended: pages that came can be read, the other slots are free again."""
+        """End a fetch: make the pages that came readable, and free the other slots."""
         pages = self._pages
         with pages.lock:
-            held = not fetch.awaited and fetch not in self._hanging  # its pages are others' by now
+            held = not fetch.awaited and fetch not in self._hanging  # given up by _reserve
             came = zip(fetch.keys, fetch.slots, b"" if held else found, strict=False)
             kept = {key: slot for key, slot, tier in came if tier}
             good = list(kept.values())
@@ -225,7 +225,7 @@ class PageTiers:
             fetch.over.set()
 
     def _take(self) -> list[tuple[_PageWrite, Sequence[bytes]]]:
-        """Return what to write now, in the place of what takes too long as well."""
+        """Return the write-backs to start now. Those that take too long make room for others."""
         now = time.monotonic()
         jobs: list[tuple[_PageWrite, Sequence[bytes]]] = []
         with self._pages.lock:
@@ -242,7 +242,7 @@ class PageTiers:
         return jobs
 
     def _write(self, write: _PageWrite, keys: Sequence[bytes]) -> None:
-        sizes = [self._pages.sizes[slot] for slot in write.slots]  # pinned: they do not change
+        sizes = [self._pages.sizes[slot] for slot in write.slots]  # do not change while pinned
         for start in range(0, len(keys), self._batch):
             part = slice(start, start + self._batch)
             done = partial(self._wrote, write)
@@ -251,7 +251,7 @@ class PageTiers:
             )
 
     def _wrote(self, write: _PageWrite, _: bytes) -> None:
-        """A call ended, well or not."""
+        """End one call of a write-back, whether it succeeded or not."""
         with self._pages.lock:
             write.waiting -= 1
             if write.waiting:

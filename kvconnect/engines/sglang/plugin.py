@@ -1,6 +1,6 @@
-"""Settings that choose this backend, and the watch over weight updates.
+"""Settings that choose this backend, and hooks that notice weight updates.
 
-Loading this module imports neither SGLang nor torch: SGLang reads it before its own start.
+Importing this module imports neither SGLang nor torch: SGLang loads it before its own start.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from kvconnect.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 NAME = "kvconnect"
-"""Of the transfer backend."""
+"""Name of the transfer backend."""
 
 TAKEOVER = "KVCONNECT_TAKEOVER"
 LAYERWISE = "KVCONNECT_LAYERWISE"
 
 
 def takes_over() -> bool:
-    """Whether this backend stands in for SGLang's ``nixl``.
+    """Whether this backend replaces SGLang's ``nixl``.
 
     Raises:
-        ConfigError: another name is to be taken over.
+        ConfigError: the setting names another backend.
     """
     value = os.environ.get(TAKEOVER, "")
     if value not in ("", "nixl"):
@@ -34,10 +34,10 @@ def takes_over() -> bool:
 
 
 def is_layerwise() -> bool:
-    """Whether layers are pushed while a chunk computes.
+    """Whether layers are sent while a chunk computes.
 
     Raises:
-        ConfigError: neither on nor off.
+        ConfigError: the setting is neither "0" nor "1".
     """
     value = os.environ.get(LAYERWISE, "0")
     if value not in ("0", "1"):
@@ -46,11 +46,11 @@ def is_layerwise() -> bool:
 
 
 def check(server_args: Any) -> None:
-    """Refuse settings that cannot be what was meant, and several tokenizer workers, which do not
-    load plugins and so do not know our name.
+    """Refuse invalid settings, and several tokenizer workers: they load no plugins, so they do not
+    know this backend's name.
 
     Raises:
-        ConfigError: naming the setting, its value and the fix.
+        ConfigError: the message names the setting, its value and the fix.
     """
     takes_over()
     is_layerwise()
@@ -60,8 +60,8 @@ def check(server_args: Any) -> None:
         raise ConfigError("--tokenizer-worker-num", count, fix)
 
 
-# Weights that were replaced. SGLang then flushes its own caches and tells no storage backend, so
-# this plugin hooks the calls of a scheduler process that all updates pass through.
+# Weight updates. SGLang flushes its own caches after one and tells no storage backend. So this
+# plugin hooks the functions of a scheduler process that all updates call.
 
 
 _SCHEDULER = "sglang.srt.managers.scheduler"
@@ -74,7 +74,7 @@ _watching = False
 
 
 def watch() -> None:
-    """Register the hooks, if this is a scheduler's process; part of loading the plugin."""
+    """Register the hooks if this is a scheduler's process. The plugin calls this when loaded."""
     global _watching
     if _SCHEDULER not in sys.modules:
         return  # other processes have no weights, and should not have to import a scheduler
@@ -87,8 +87,8 @@ def watch() -> None:
 
 
 def generation() -> bytes:
-    """Return the part of page names that stands for the present weights: empty for the weights that
-    the process started with, otherwise bytes that only this process knows."""
+    """Return the part of page names that identifies the present weights: empty for those that the
+    process started with, otherwise bytes that only this process knows."""
     return _generation
 
 
@@ -107,7 +107,7 @@ def _after_update(_result: Any, *_: Any, **__: Any) -> None:
 
 
 def _after_flush(_result: Any, *_: Any, **__: Any) -> None:
-    """An update's flush may have been refused, and put off until this one: pages of the old weights
-    were written since."""
+    """Start a new generation again: the update's own flush may have been refused until this one, so
+    that pages of the old weights were written in between."""
     if _generation:
         _after_update(_result)

@@ -1,7 +1,7 @@
-"""The host tier of one device pool: its pages by hash, stored whole, loaded stage by stage.
+"""Host tier of one device pool: pages by hash, stored whole and loaded stage by stage.
 
-A page of the index owns as many slots of the store as the pool has stages: page ``n`` has slots
-``n * stages`` and following. So a stage is loaded like any block, with a digest of its own.
+Slot ``n`` of the index stands for one host slot per stage of the pool, ``n * stages`` and
+following. So each stage is loaded like any block and has its own digest.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from kvconnect.offload.streams import Fence
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause, JobId, Tier, TransferType
 
-_GROUP = 0  # an index of its own: pools never share a slot
-_STUCK_S = 120.0  # past any deadline: the copy thread or the device is dead
-_STORE_SHARE = 0.25  # of the device's pages may be held by stores; the rest is the engine's
+_GROUP = 0  # the only one: each pool has its own index
+_STUCK_S = 120.0  # longer than any deadline: the copy thread or the device is dead
+_STORE_SHARE = 0.25  # of the device's pages that stores may hold; the engine needs the rest
 
 
 class Space(NamedTuple):
-    """Slots of the index set aside for pages about to be stored."""
+    """Device pages about to be stored, and the slots of the index reserved for them."""
 
     pages: array[int]
     slots: array[int]
@@ -44,19 +44,20 @@ class Space(NamedTuple):
 
 @dataclass(eq=False)
 class PoolLoad:
-    """One request's pages of this pool, pinned from queueing to landing; slot -1: not there."""
+    """Load of one request's pages of this pool. Its slots are pinned from when it is queued until
+    it ends; slot -1: not stored."""
 
     job: JobId
     pages: array[int]
     slots: array[int]
-    cause: FailureCause | None = None  # set once it has ended badly
+    cause: FailureCause | None = None  # of a failure, once it has ended
 
 
 @dataclass(eq=False)
 class _PoolJob:
     """Executor jobs that end together: one store, or the stages of a batch of loads."""
 
-    waiting: int
+    waiting: int  # executor jobs that have not ended
     space: Space | None = None  # of a store
     ended: Callable[[FailureCause | None], None] | None = None  # of a store
     wants: Sequence[PoolLoad] = ()  # of a load
@@ -64,10 +65,12 @@ class _PoolJob:
 
 
 class PoolTier:
-    """Owned by the scheduler's thread; copies run on a thread of its own.
+    """Stores and loads one pool's pages. For the scheduler's thread; copies run on another thread.
 
-    ``share_bytes`` is what the pool gets of this worker's host memory. Raises
-    :class:`ConfigError` if that is less than one page, or more than is free.
+    ``share_bytes``: the pool's part of this worker's host memory.
+
+    Raises:
+        ConfigError: the part is less than one page, or more than is free.
     """
 
     make_copier = staticmethod(make_copier)
@@ -99,8 +102,8 @@ class PoolTier:
         self._evictions_counted = 0
 
     def reserve(self, keys: Sequence[bytes], pages: Sequence[int]) -> Space | None:
-        """Make room for those pages that are neither there nor being stored; None, counted, if
-        that cannot be: no slots, or too many stores under way."""
+        """Reserve slots for those pages that are neither stored nor being stored. If there are too
+        few slots or too many stores run, return None and count the pages as skipped."""
         index, held = self.index, self.ledger.held_by(Owner.STORE)
         index.policy.touch(index.ready_slots(_GROUP, keys))
         missing = {
@@ -124,14 +127,14 @@ class PoolTier:
         return space
 
     def give_back(self, space: Space) -> None:
-        """Nothing will be stored there after all."""
+        """Free reserved slots in which nothing will be stored."""
         self.index.abandon(space.slots)
 
     def store(
         self, space: Space, fence: Fence, ended: Callable[[FailureCause | None], None]
     ) -> None:
-        """Store pages behind ``fence``; ``ended`` is called by :meth:`poll`, with why not, if
-        a page was not stored."""
+        """Store pages after ``fence``. At the end, :meth:`poll` calls ``ended`` with the cause of a
+        failure, or None."""
         job = self._open(Owner.STORE, space.pages)
         self._jobs[job] = _PoolJob(waiting=1, space=space, ended=ended)
         parts = tuple(
@@ -142,7 +145,7 @@ class PoolTier:
         self.tier.executor.submit(store, fence, lambda _: self._moved.set())
 
     def want(self, keys: Sequence[bytes], pages: Sequence[int]) -> PoolLoad:
-        """Pin the copies of pages that are to be loaded into ``pages`` of the device."""
+        """Pin the host copies of ``keys``, which are to be loaded into the device's ``pages``."""
         slots = array("q", self.index.ready_slots(_GROUP, keys))
         self.index.pin(slots)
         self.index.policy.touch(slots)
@@ -151,15 +154,15 @@ class PoolTier:
         return PoolLoad(self._open(Owner.LOAD, where), where, slots)
 
     def release(self, want: PoolLoad) -> None:
-        """Nothing reads these copies, and nothing writes these pages any more."""
+        """Unpin a load's host copies and release its device pages. No copy may use them now."""
         self.index.unpin(slot for slot in want.slots if slot >= 0)
         self.ledger.settle(want.job)
 
     def load(
         self, wants: Sequence[PoolLoad], fence: Fence, landed: Callable[[int, bool], None]
     ) -> None:
-        """Load pages behind ``fence``, stage by stage; the copy thread calls ``landed`` with each
-        stage and whether all of it is there. After the last one, :meth:`poll` ends the wants."""
+        """Load pages after ``fence``, stage by stage. The copy thread calls ``landed`` with each
+        stage and whether it was loaded whole. After the last stage, :meth:`poll` ends ``wants``."""
         stages = range(len(self.pool.stages))
         job = _PoolJob(waiting=len(stages), wants=wants)
         for stage in stages:
@@ -178,7 +181,7 @@ class PoolTier:
             self.tier.executor.submit(load, fence, report)
 
     def poll(self) -> None:
-        """Take in what the copy thread has done."""
+        """Process the copies that have ended."""
         for done in self.tier.poll():
             self._stats.record_transfer(done.kind.value, done.nbytes, done.seconds)
             job = self._jobs.pop(done.job.job)
@@ -186,7 +189,7 @@ class PoolTier:
                 self._stats.count("expired_jobs", label=done.kind.value)
             for failure in done.report.failures:
                 known = job.failures.get(failure.block_id)
-                if known in (None, FailureCause.SKIPPED):  # the others name a reason
+                if known in (None, FailureCause.SKIPPED):  # SKIPPED says no reason
                     job.failures[failure.block_id] = failure.cause
             job.waiting -= 1
             if not job.waiting:
@@ -194,10 +197,10 @@ class PoolTier:
         fresh = self.index.evictions - self._evictions_counted
         self._evictions_counted = self.index.evictions
         self._stats.count("evicted_blocks", fresh, label=Tier.HOST.value)
-        self.index.removed.clear()  # nobody is told
+        self.index.removed.clear()  # nobody reads them
 
     def gauges(self) -> Iterator[tuple[str, float, str | None]]:
-        """Yield (name, value, label) of what is there now; values of several pools add up."""
+        """Yield (name, value, label) of each gauge; values of several pools add up."""
         slots, page_bytes = self.index.slots, self.pool.page_bytes
         yield "host_blocks_used", slots.used, None
         yield "host_blocks_capacity", len(slots), None
@@ -213,7 +216,7 @@ class PoolTier:
             yield "jobs_in_flight", jobs, kind.value
 
     def drain(self) -> None:
-        """Block until nothing is being copied.
+        """Block until no copy runs.
 
         Raises:
             TransferFailed: a copy does not end.
@@ -227,7 +230,7 @@ class PoolTier:
                 raise TransferFailed(f"{len(self._jobs)} copies of pool {self.pool.name} are stuck")
 
     def close(self) -> None:
-        """Stop copying and give the memory back. Idempotent."""
+        """Stop copying and free the memory. Idempotent."""
         self.tier.close()
 
     def _end(self, number: JobId, job: _PoolJob) -> None:
@@ -262,7 +265,7 @@ class PoolTier:
 
 
 def worst(causes: Iterable[FailureCause]) -> FailureCause | None:
-    """Return a cause that names a reason, if there is one; None for no causes."""
+    """Return the first cause other than SKIPPED, else SKIPPED; None for no causes."""
     found = None
     for cause in causes:
         if found in (None, FailureCause.SKIPPED):
@@ -270,25 +273,25 @@ def worst(causes: Iterable[FailureCause]) -> FailureCause | None:
     return found
 
 
-# Layers of a forward: which have their loaded pages.
+# Layer-wise loads: which layers of a forward have their pages.
 
 
 class LayerCounter(LayerWiseLoadCounter):
-    """SGLang's counter, which also says how long a forward waited and does not wait for ever.
+    """SGLang's counter of loaded layers, with a time limit and a measure of a forward's waits.
 
-    For the engine's thread; :class:`LoadBatch` has what copy threads call.
+    For the engine's thread; copy threads report to :class:`LoadBatch`.
     """
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(num_layers)
         self._waited: dict[int, float] = {}
-        self._passed: dict[int, int] = {}  # by batch, how many layers are decided
+        self._passed: dict[int, int] = {}  # by batch: layers that were waited for
 
     def wait_until(self, threshold: int) -> None:
-        """Block until all layers of the forward's batch up to this one are decided, in every pool.
+        """Block until each layer up to ``threshold`` of the forward's batch is loaded or failed.
 
-        SGLang asks at each layer, or, with a graph of the whole prefill, once for the last: pools
-        load side by side, so a later layer may be there before an earlier one.
+        SGLang calls this at each layer or, with a graph of the whole prefill, only for the last
+        one. Pools load side by side, so a later layer may be ready before an earlier one.
         """
         index = self.consumer_index
         if index not in self.futures:
@@ -298,10 +301,10 @@ class LayerCounter(LayerWiseLoadCounter):
         self._passed[index] = max(self._passed.get(index, 0), threshold + 1)
 
     def finish(self, index: int) -> bool:
-        """Block until every layer of batch ``index`` is decided; return whether all are there.
+        """Block until each layer of batch ``index`` is loaded or failed; return whether all loaded.
 
         Raises:
-            TransferFailed: as for a layer.
+            TransferFailed: the copy thread is stuck.
         """
         for layer in range(self.num_layers if index in self.futures else 0):
             self._wait(index, layer)
@@ -309,7 +312,7 @@ class LayerCounter(LayerWiseLoadCounter):
         return bool(super().finish(index))
 
     def take_waited(self, index: int) -> float:
-        """Return the seconds that the engine's thread waited for a batch, once."""
+        """Return the seconds that the engine's thread waited for a batch, and forget them."""
         return self._waited.pop(index, 0.0)
 
     def reset(self) -> None:
@@ -318,8 +321,8 @@ class LayerCounter(LayerWiseLoadCounter):
         self._passed.clear()
 
     def _wait(self, index: int, layer: int) -> None:
-        """Raises :class:`TransferFailed` if the copy thread is stuck. Its bytes may still land, so
-        the step that needs them cannot go on."""
+        """Wait for one layer. Raises :class:`TransferFailed` if the copy thread is stuck: it may
+        still write the pages, so the step cannot go on."""
         future = self.futures[index][layer]
         if future.done():
             return
@@ -334,17 +337,14 @@ class LayerCounter(LayerWiseLoadCounter):
 
 
 class LoadBatch:
-    """One batch of loads: a layer is there when every pool that has a part of it says so.
-
-    ``stages`` are, per pool that takes part, the layers of each of its stages. Layers that no
-    pool loads are there at once.
-    """
+    """One batch of loads. A layer is ready when each pool that loads a part of it has reported, or
+    at once if there is none. ``stages``: for each pool that loads, the layers of each stage."""
 
     def __init__(
         self, counter: LayerCounter, stages: Mapping[str, Sequence[Sequence[int]]]
     ) -> None:
         self.index: int = counter.update_producer()
-        self._futures = counter.futures[self.index]  # the counter may forget them before us
+        self._futures = counter.futures[self.index]  # the counter may drop them before us
         self._stages = stages
         self._lock = threading.Lock()
         self._failed: set[int] = set()
@@ -356,7 +356,7 @@ class LoadBatch:
                 future.set_result(None)
 
     def landed(self, pool: str, stage: int, good: bool) -> None:
-        """A stage of a pool is there, or never will be; any thread."""
+        """Report that a stage of a pool was loaded, or failed. Thread-safe."""
         with self._lock:
             for layer in self._stages[pool][stage]:
                 self._waiting[layer] -= 1

@@ -1,8 +1,7 @@
-"""SGLang's device pools as the offload part sees them: which there are, and where pages lie.
+"""SGLang's device pools for offloading: which pools a cache has, and where their pages lie.
 
-Written against SGLang 0.5.23, which puts together the pools of DeepSeek V4, DSA and some hybrid
-models for its own direct linkers; plain MHA and MLA, sliding windows, and MHA beside Mamba are put
-together here, from its parts.
+Written against SGLang 0.5.23. SGLang assembles the pools of DeepSeek V4, DSA and some hybrid models
+for its own linkers. This module assembles plain MHA and MLA, sliding windows, and MHA with Mamba.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from kvconnect.cache.layout import SLOT_ALIGNMENT, ByteRun, Geometry, GroupGeome
 from kvconnect.disaggregation.staging import spanning_view
 from kvconnect.errors import Incompatible, Misuse
 
-_MOST_STAGES = 16  # each is a job of its own; the first layer waits for a sixteenth, at worst
-_MOST_PADDING = 0.125  # of a page
+_MOST_STAGES = 16  # each is a separate job; the first layer waits for one stage
+_MOST_PADDING = 0.125  # as a fraction of a page
 
 _FULL = frozenset({ComponentType.FULL})
 _SWA = frozenset({ComponentType.FULL, ComponentType.SWA})
@@ -42,10 +41,10 @@ _MAMBA = frozenset({ComponentType.FULL, ComponentType.MAMBA})
 
 
 def device_pools(params: Any, components: Iterable[ComponentType]) -> DevicePoolGroup:
-    """Return the physical pools behind an engine's cache.
+    """Return the physical pools of an engine's cache.
 
     Raises:
-        Incompatible: KV that cannot be kept page by page, in words.
+        Incompatible: the KV cannot be stored page by page; the message says why.
     """
     kvcache = params.token_to_kv_pool_allocator.get_kvcache()
     kind, wanted = type(kvcache), frozenset(components)
@@ -99,13 +98,13 @@ def _with_mamba(kvcache: Any, params: Any) -> DevicePoolGroup:
 
 
 def _layers_of(entries: Iterable[DevicePoolEntry]) -> int:
-    """Return how many layers a forward has, counted from this stage's first."""
+    """Return the number of layers in a forward of this pipeline stage."""
     last: int = max(layer for entry in entries for layer in entry.layer_mapping)
     return last + 1
 
 
 def _entry(name: PoolName, pool: Any, layers: dict[int, int], params: Any) -> DevicePoolEntry:
-    """Return the view of one MHA or MLA pool; ``layers`` maps a forward's layers to the pool's."""
+    """Describe one MHA or MLA pool; ``layers`` maps a forward's layers to the pool's."""
     if params.mtp_draft_device_pools or params.sidecar_draft_device_pools:
         raise ValueError("the KV of a draft model cannot be kept beside it")
     if get_parallel().attn_dcp_size > 1:
@@ -131,14 +130,14 @@ def _entry(name: PoolName, pool: Any, layers: dict[int, int], params: Any) -> De
 
 @dataclass(frozen=True)
 class PoolMap:
-    """One physical pool: where its pages' bytes are, and in which steps a page is loaded.
+    """Where the pages of one physical pool lie, and in which stages they are loaded.
 
     Attributes:
-        entry: SGLang's view of the pool.
-        area: from the first to the last byte of the pool, uint8 ``[bytes]``.
+        entry: SGLang's description of the pool.
+        area: uint8 ``[bytes]``, from the first to the last byte of the pool.
         geometry: one group per stage; its blocks are the pool's pages.
-        stages: per stage, the layers of a forward that can run when it has landed.
-        rows_per_page: what SGLang's row numbers are to be divided by.
+        stages: per stage, the layers of a forward that can run once the stage is loaded.
+        rows_per_page: SGLang's row number divided by this is the page number.
     """
 
     entry: DevicePoolEntry
@@ -149,7 +148,7 @@ class PoolMap:
 
     @property
     def name(self) -> str:
-        """SGLang's, which no two pools share."""
+        """SGLang's name of the pool, unique among the pools."""
         return str(self.entry.name)
 
     @property
@@ -159,14 +158,14 @@ class PoolMap:
 
     @property
     def page_bytes(self) -> int:
-        """What one page takes in the host tier: whole slots, one per stage."""
+        """Bytes of one page in the host tier: one whole slot per stage."""
         return len(self.stages) * self.geometry.slot_bytes
 
     def pages(self, transfer: PoolTransfer) -> list[int]:
-        """Return the device pages that a transfer's indices name, one per key.
+        """Return the device page of each key of a transfer.
 
         Raises:
-            ValueError: they are not as many whole pages of this pool.
+            ValueError: the indices are not one page of this pool per key.
         """
         rows = self.entry.prepare_locations(transfer.host_indices)
         if len(rows) != len(transfer.keys or ()):
@@ -174,20 +173,19 @@ class PoolMap:
         return [row // self.rows_per_page for row in rows]
 
     def stage_slots(self, slots: Iterable[int], stage: int) -> array[int]:
-        """Return where a stage of pages lies in the store, by where the pages lie in the index;
-        -1, for a page that does not, stays."""
+        """Convert slots of the index to host slots of one stage; -1 (not stored) stays -1."""
         count = len(self.stages)
         return array("q", (slot * count + stage if slot >= 0 else -1 for slot in slots))
 
 
 def map_pool(entry: DevicePoolEntry) -> PoolMap:
-    """Work out where the pages of a pool are.
+    """Find where the pages of a pool lie, and divide its layers into stages.
 
-    A stage is one layer; several where there are many layers, or where a layer's share of a page is
-    so small that slots, which are whole 4 KiB, would be mostly padding.
+    A stage is one layer. It is several if there are many layers, or if one layer's part of a page
+    is so small that a slot, a multiple of 4 KiB, would be padded too much.
 
     Raises:
-        Incompatible: its buffers have gaps, or a buffer belongs to no layer.
+        Incompatible: the buffers have gaps, or a buffer does not belong to exactly one layer.
     """
     try:
         area = spanning_view(entry.kv_buffer)
@@ -206,7 +204,7 @@ def map_pool(entry: DevicePoolEntry) -> PoolMap:
 
 
 def _layer_segments(entry: DevicePoolEntry, start: int) -> dict[int, list[ByteRun]]:
-    """Return each layer's byte runs of a page, in the order layers run."""
+    """Return each layer's byte runs of a page, in the order in which layers run."""
     found: dict[int, list[ByteRun]] = {}
     for layer, mapped in sorted(entry.layer_mapping.items()):
         numbers = (mapped,) if isinstance(mapped, int) else mapped
@@ -229,14 +227,14 @@ def _stages(layers: dict[int, list[ByteRun]]) -> tuple[tuple[int, ...], ...]:
     return tuple(numbers[start : start + together] for start in starts)
 
 
-# Which lengths of a prompt can be restored where a pool has the end of some prefixes only.
+# Prefixes that can be restored from a pool that stores only the ends of some.
 
 
 def window_ends(there: Iterable[bool], window: int) -> set[int]:
-    """Return the lengths, in pages, whose last ``window`` pages (all, if fewer) are there.
+    """Return the prefix lengths, in pages, whose last ``window`` pages (or all) are stored.
 
-    A sliding window, or the one state of Mamba, is needed at the end of a prefix and nowhere else;
-    it is there where some node of the tree ended, so these lengths have gaps.
+    A sliding window or a Mamba state is needed only at the end of a prefix. It is stored only where
+    a node of the tree ended, so the lengths have gaps.
     """
     ends: set[int] = set()
     run = 0

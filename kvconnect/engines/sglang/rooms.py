@@ -41,7 +41,7 @@ def is_room(value: object) -> bool:
 
 
 def transfer_of(room: int) -> TransferId:
-    """Return the transfer of a room. Both sides derive it."""
+    """Return the transfer id of a room; both sides derive the same."""
     return TransferId(_PREFIX + room.to_bytes(8, "big"))
 
 
@@ -57,10 +57,10 @@ def _announced(room: int) -> DisaggregationInstructions:
 def contain_room_errors(
     agent: HandoffAgent, room: int, failed: Callable[[int, str], None]
 ) -> AbstractContextManager[None]:
-    """Contain errors of work for one room: an error ends this room only, and is counted and logged.
+    """Contain errors of work for one room: an error ends only this room, is counted and logged.
 
-    SGLang ends its server when its scheduler's thread raises, and peers' messages are handled on
-    that thread. So all work for a room runs inside this context.
+    SGLang ends its server when its scheduler's thread raises, and that thread handles peers'
+    messages. So all work for a room runs inside this context.
     """
 
     def ended(error: Exception) -> None:
@@ -73,7 +73,7 @@ def contain_room_errors(
 
 
 class RoomTransfer(NamedTuple):
-    """Bytes that readers of one room were sent, and the seconds that took."""
+    """Bytes sent to the readers of one room, and the seconds that took."""
 
     nbytes: int = 0
     seconds: float = 0.0
@@ -86,18 +86,16 @@ _readers = functools.lru_cache(maxsize=64)(readers_for)  # some milliseconds for
 class SendRoom:
     """A room of the prefill side. Blocks are counted from the start of the prompt."""
 
-    prefix: int = 0  # blocks that decode has already; fixed when the first reader joins
-    prompt_blocks: int | None = None  # blocks of the prompt, where that is known
-    offered: int | None = None  # first block not offered, once something was
+    prefix: int = 0  # blocks that decode already has; fixed when the first reader joins
+    prompt_blocks: int | None = None  # blocks of the prompt, if known
+    offered: int | None = None  # first block not offered; None: nothing was offered
     offered_ahead: dict[int, int] = field(
         default_factory=dict
     )  # block -> page, until SGLang sends it
-    deferred_pages: set[int] = field(
-        default_factory=set
-    )  # pages that are freed when the room is closed
-    deferred_frees: list[Callable[[], object]] = field(default_factory=list)  # which does that
+    deferred_pages: set[int] = field(default_factory=set)  # pages to free when the room is closed
+    deferred_frees: list[Callable[[], object]] = field(default_factory=list)  # these free them
     given_up: bool = False  # by this side
-    waiting: frozenset[Rank] | None = None  # readers still to finish; None: none is known
+    waiting: frozenset[Rank] | None = None  # unfinished readers; None: not known yet
     joined: set[Rank] = field(default_factory=set)
     complete: bool = False  # the last chunk was offered
     moved: RoomTransfer = field(default_factory=RoomTransfer)
@@ -117,13 +115,13 @@ class SendRoom:
         return range(0) if self.waiting is None else range(self.next_block, end)
 
     def record_ahead(self, first: int, ids: array[int]) -> None:
-        """The blocks ``first ...`` are offered in the beginning step, from pages ``ids``."""
+        """Record that the starting step offers the blocks ``first ...`` from pages ``ids``."""
         self.offered = first + len(ids)
         self.offered_ahead.update(enumerate(ids, first))
 
     def keep(self, pages: set[int], frees: Sequence[Callable[[], object]]) -> None:
-        """Keep pages that the request does not own any more but that may still be read. ``frees``
-        are called when the room is closed, at the same point on every rank."""
+        """Keep pages that the request no longer owns but that may still be read. ``frees`` are
+        called when the room is closed, which is at the same point on every rank."""
         self.deferred_pages |= pages
         self.deferred_frees += frees
 
@@ -143,7 +141,7 @@ class PrefillRooms:
     """The prefill side. For the scheduler's thread.
 
     :meth:`take` calls ``ready(room)`` when all readers have asked, ``served(room)`` when all have
-    every page, ``failed(room, why)`` when one gave up. ``kv_heads``: over all ranks, by group.
+    every page, and ``failed(room, why)`` when one gave up. ``kv_heads``: over all ranks, by group.
     """
 
     def __init__(
@@ -164,8 +162,8 @@ class PrefillRooms:
         self._withdrawing: set[int] = set()  # withdrawals that were not answered
 
     def open(self, room: int) -> None:
-        """A request was given to this rank. Readers may ask for its blocks once nothing of an
-        earlier request with this room is in flight."""
+        """Open the room of a request of this rank. Readers may ask for its blocks once nothing of
+        an earlier request with the same room is in flight."""
         with contain_room_errors(self._agent, room, self.give_up):
             self._unasked.pop(room, None)
             if room not in self._rooms:
@@ -174,7 +172,7 @@ class PrefillRooms:
                     self._agent.run(_announced(room))
 
     def find(self, room: int) -> SendRoom | None:
-        """Return a room that is open."""
+        """Return a room if it is open."""
         return self._rooms.get(room)
 
     def prefix(self, room: int) -> int:
@@ -185,12 +183,12 @@ class PrefillRooms:
     def send(
         self, room: int, first: int, ids: array[int], rest: Sequence[Span], fence: Fence | None
     ) -> None:
-        """Offer the KV blocks ``first ...`` that no step has offered, and with the last of them
-        one span per other group. They can be read once ``fence`` passed.
+        """Offer those KV blocks ``first ...`` that no step has offered, and with the last of them
+        one span per other group. They can be read after ``fence``.
 
-        If a step has offered a block from another page that was not deferred, the room fails: the
-        page's next owner may have overwritten what was sent. The decode engine has not received
-        the last span yet, so it has used none of the pages.
+        The room fails if a step offered a block from another page whose free was not deferred: the
+        page's next owner may have overwritten what was sent. Decode has not received the last span
+        yet, so it has used none of the pages.
         """
         found = self._rooms.get(room)
         if found is None or found.given_up:
@@ -217,7 +215,7 @@ class PrefillRooms:
             self._withdraw(room)
 
     def complete(self, room: int) -> None:
-        """The last chunk was offered."""
+        """Record that the last chunk was offered."""
         found = self._rooms.get(room)
         if found is not None and not found.given_up:
             found.complete = True
@@ -225,7 +223,7 @@ class PrefillRooms:
                 self._settle(room, found)
 
     def close(self, room: int) -> None:
-        """The request is over, however it ended."""
+        """Close the room of a request that ended in any way."""
         found = self._rooms.pop(room, None)
         if found is None:
             return
@@ -245,12 +243,12 @@ class PrefillRooms:
             free()
 
     def moved(self, room: int) -> RoomTransfer | None:
-        """Return what readers were sent; None if the room is closed."""
+        """Return what was sent to readers; None if the room is closed."""
         found = self._rooms.get(room)
         return found.moved if found else None
 
     def take(self, notices: Sequence[TransferEvent]) -> None:
-        """Take the agent's notices about readers."""
+        """Process the agent's notices about readers."""
         for notice in notices:
             room = room_of(notice.transfer)
             with contain_room_errors(self._agent, room, self.give_up):
@@ -277,7 +275,7 @@ class PrefillRooms:
         elif notice.reader is not None and notice.kind is NoticeKind.JOINED:
             self._join(room, found, notice)
         elif notice.reader not in found.joined:
-            return  # it was not accepted
+            return  # this reader was not accepted
         elif notice.kind is NoticeKind.LEFT:
             self._failed(room, "the decode engine cancelled the transfer, or was lost")
         elif notice.reader is not None and found.waiting is not None:
@@ -299,7 +297,7 @@ class PrefillRooms:
         if needed is None:
             with self._agent.stats() as stats:
                 stats.count("handoff_refused", label="params")
-            return  # it waits until its own deadline
+            return  # this reader waits until its own deadline
         if found.prompt_blocks is not None and notice.first > found.prompt_blocks:
             why = f"decode has {notice.first} blocks of a prompt of {found.prompt_blocks}"
             self.give_up(room, f"the decode engine asks for blocks that do not exist: {why}")

@@ -1,4 +1,4 @@
-"""This rank as SGLang's runtime describes it, its share of host memory, and what is refused."""
+"""Reads SGLang's runtime: this rank, its share of host memory, and settings to refuse."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from kvconnect.types import Rank
 logger = logging.getLogger(__name__)
 
 SPARE_S = 5.0
-"""A dropped transfer has ended so long before SGLang gives its pages away."""
+"""A dropped transfer must end this many seconds before SGLang reuses its pages."""
 
 
 def check(server_args: ServerArgs) -> None:
-    """Refuse what this backend does not serve, at start.
+    """Refuse, at start, settings that this backend does not serve.
 
     Raises:
-        ConfigError: naming the flag, its value and the fix.
+        ConfigError: the message names the flag, its value and the fix.
     """
     parallel = get_parallel()
     sizes = {"attention-context-parallel-size": parallel.attn_cp_size}
@@ -59,7 +59,7 @@ def check(server_args: ServerArgs) -> None:
 
 
 def _check_release() -> None:
-    """Refuse to have pages given away while another engine may still write to them."""
+    """Refuse settings with which SGLang reuses pages while another engine may write to them."""
     held = envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE
     if not held.get():
         fix = "unset it: an aborted request's pages would be used again while some still land"
@@ -71,11 +71,11 @@ def _check_release() -> None:
 
 
 def transport(name: str, server_args: ServerArgs) -> str:
-    """Return the transport to use, given the one that was set.
+    """Return the transport to use if ``name`` is set.
 
     Raises:
-        ConfigError: NIXL, with memory that SGLang gives up and takes again: network cards would
-            go on using the old one.
+        ConfigError: NIXL, while SGLang's memory saver frees and reallocates memory: network cards
+            would go on using the old memory.
     """
     if not server_args.enable_memory_saver or name == "tcp":
         return name
@@ -92,7 +92,7 @@ def calls_layers_once(server_args: ServerArgs) -> bool:
 
 
 def model(args: Any, server_args: ServerArgs, is_mla: bool) -> Model:
-    """Return what SGLang's transfer arguments leave out.
+    """Return the facts that SGLang's transfer arguments lack.
 
     Raises:
         Incompatible: a device other than CUDA or the CPU.
@@ -118,12 +118,12 @@ def rank_number(args: Any) -> int:
     """Return a number for this rank that no other rank of its engine on this machine has."""
     parallel = get_parallel()
     ranks = parallel.tp_size * parallel.pp_size
-    own = args.pp_rank * parallel.tp_size + parallel.tp_rank  # also of ranks of attention DP
+    own = args.pp_rank * parallel.tp_size + parallel.tp_rank  # also numbers attention DP ranks
     return int((args.system_dp_rank or 0) * ranks + own)
 
 
 def patience_s() -> float:
-    """Return for how long SGLang lets one side wait for the other."""
+    """Return how many seconds SGLang lets one side wait for the other."""
     return float(
         max(
             envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(),
@@ -133,14 +133,12 @@ def patience_s() -> float:
 
 
 def quiet_s() -> float:
-    """Return within how many seconds a dropped transfer must have ended: SGLang gives its pages
-    away after that."""
+    """Return after how many seconds SGLang reuses the pages of a dropped transfer."""
     return float(envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT.get())
 
 
 def own_config(extra: Mapping[str, Any]) -> Config:
-    """Return the settings of a part that has a JSON object of its own; what that does not say is
-    taken from ``KVCONNECT_CONFIG``.
+    """Return the settings of a JSON object; those that it lacks come from ``KVCONNECT_CONFIG``.
 
     Raises:
         ConfigError: as :func:`~kvconnect.config.parse_config`.
@@ -154,7 +152,7 @@ def worker_share(config: Config) -> int:
     """Return this worker's part of the engine's host memory in bytes.
 
     Raises:
-        ConfigError: there is none, or the engines here together want more than the machine has.
+        ConfigError: there is none, or this machine's engines together want more than it has.
     """
     parallel = get_parallel()
     engines: int = parallel.dp_size

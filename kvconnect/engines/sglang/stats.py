@@ -1,4 +1,4 @@
-"""Statistics of an SGLang process, under the same names as those of vLLM."""
+"""Statistics of an SGLang process, under the same names as vLLM's."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from kvconnect.observability.metrics.prometheus import PromMetrics
 
 _PUBLISH_S = 1.0
-_KNOWN_REQUESTS = 4096  # waiting requests are looked up at every step, and counted once
+_KNOWN_REQUESTS = 4096  # limit: SGLang looks up waiting requests at every step; each counts once
 
 
 class LinkerStats:
-    """Counts of the linker, for the scheduler's thread. The pool tiers add copies to ``stats``."""
+    """The linker's statistics. For the scheduler's thread. Pool tiers add theirs to ``stats``."""
 
     def __init__(
         self, stats: OffloadingConnectorStats, tiers: Sequence[PoolTier], page_tokens: int
@@ -38,7 +38,7 @@ class LinkerStats:
         self._published = time.monotonic()
 
     def looked_up(self, rid: str, asked: int, found: int) -> None:
-        """A request was looked up: pages that the device lacks, and how many of them are here."""
+        """Count a request's lookup: pages that the device lacks, and how many of them are found."""
         if rid in self._known:
             return
         self._known[rid] = None
@@ -48,19 +48,19 @@ class LinkerStats:
         count_lookup(self.stats, asked * self._page_tokens, hits)
 
     def loaded(self, seconds: float) -> None:
-        """A request's load is there, so long after it was asked for."""
+        """Record that a request's load ended, ``seconds`` after it was queued."""
         self.stats.observe("load_latency_seconds", seconds, label=Tier.HOST.value)
 
     def waited(self, seconds: float) -> None:
-        """A forward with loads waited so long for its layers, over all of them."""
+        """Record how long a forward waited for the loads of all its layers."""
         self.stats.observe("load_exposed_seconds", seconds, label=Tier.HOST.value)
 
     def load_failed(self, cause: FailureCause) -> None:
-        """A request is aborted because its load failed."""
+        """Count a request that is aborted because its load failed."""
         self.stats.count("failed_requests", label=cause.value)
 
     def take(self) -> OffloadingConnectorStats | None:
-        """Return what was counted since the last call, with the gauges if one moved."""
+        """Return what was counted since the last call, and all gauges if one changed."""
         now = time.monotonic()
         found: dict[tuple[str, str | None], float] = {
             ("ledger_oldest_hold_seconds", None): max(
@@ -77,7 +77,7 @@ class LinkerStats:
         return self.stats.take()
 
     def publish(self) -> None:
-        """Show it on SGLang's ``/metrics``, about once a second however often this is called."""
+        """Publish to SGLang's ``/metrics``, at most about once a second."""
         now = time.monotonic()
         if now - self._published >= _PUBLISH_S:
             self._published = now
@@ -86,10 +86,10 @@ class LinkerStats:
 
 # KVConnect's metrics on SGLang's own ``/metrics``.
 #
-# SGLang's scrape adds up what its processes write into ``PROMETHEUS_MULTIPROC_DIR``, so a family
-# that a scheduler process registers is in it, with nothing passed through SGLang's own collectors.
+# SGLang's scrape adds up what its processes write into ``PROMETHEUS_MULTIPROC_DIR``. So it contains
+# a metric family that a scheduler process registers, without SGLang's own collectors.
 # ``prometheus_client`` decides at its first import where values go, and SGLang's first process sets
-# the directory late: so nothing here imports it before a :class:`Publisher` is made.
+# the directory late. So nothing here imports it before a :class:`Publisher` is made.
 
 
 logger = logging.getLogger(__name__)
@@ -98,9 +98,9 @@ _making = threading.Lock()
 
 
 def publisher() -> Publisher:
-    """Return this process's publisher, which all parts share: families register only once.
+    """Return this process's only publisher: metric families can be registered only once.
 
-    Call it in a scheduler process, when SGLang has published its configuration.
+    Call it in a scheduler process, after SGLang has published its configuration.
     """
     with _making:
         return _the_publisher()
@@ -112,11 +112,11 @@ def _the_publisher() -> Publisher:
 
 
 class Publisher:
-    """Adds what was measured in this process to its series.
+    """Adds this process's statistics to its metrics. Thread-safe.
 
-    Any thread may call :meth:`publish`. Nothing is raised: an engine runs as well without metrics,
-    so an error ends them with one log line. On a rank that publishes nothing, and without
-    ``--enable-metrics``, nothing is registered and ``prometheus_client`` is not imported.
+    Nothing is raised: an engine runs as well without metrics, so an error ends them with one log
+    line. On a rank that publishes nothing, and without ``--enable-metrics``, nothing is registered
+    and ``prometheus_client`` is not imported.
     """
 
     def __init__(self) -> None:
@@ -127,13 +127,13 @@ class Publisher:
             labels = scheduler_labels()
             if labels is not None:
                 self._metrics = _register(labels)
-        # What SGLang says of itself has moved, a name is taken, or its directory is gone.
+        # SGLang's configuration has moved, a metric's name is taken, or the directory is gone.
         except (ImportError, AttributeError, RuntimeError, TypeError, ValueError, OSError) as error:
             logger.warning("there will be no metrics of KVConnect: %s", error)
 
     def publish(self, interval: OffloadingConnectorStats | None) -> None:
-        """Add one interval, which :meth:`OffloadingConnectorStats.take` has returned: of any part
-        of this process, in any order. It stays unchanged; ``None`` is an idle one."""
+        """Add one interval from :meth:`OffloadingConnectorStats.take`, of any part of this process
+        and in any order. It is not changed; ``None`` is an idle one."""
         if interval is None:
             return
         with self._lock:
@@ -147,11 +147,11 @@ class Publisher:
 
 
 def scheduler_labels() -> dict[str, object] | None:
-    """Return the labels that SGLang's metrics of this scheduler process have, ``None`` if it is
-    not to publish any. Written against SGLang 0.5.23, ``SchedulerMetricsCollector.init_new``.
+    """Return the labels of SGLang's own metrics of this scheduler process; None if it publishes
+    none. Written against SGLang 0.5.23, ``SchedulerMetricsCollector.init_new``.
 
     Raises:
-        ImportError, AttributeError, ValueError: SGLang keeps or publishes its settings otherwise.
+        ImportError, AttributeError, ValueError: this SGLang keeps its settings elsewhere.
     """
     from sglang.srt import runtime_context as context
 
@@ -172,7 +172,7 @@ def scheduler_labels() -> dict[str, object] | None:
 
 
 def _engine_type(disagg: Any) -> str:
-    """Return SGLang's word for what the engine does; one series lasts through changes of role."""
+    """Return SGLang's name of the engine's role; it stays the same when the role may change."""
     if disagg.enable_pd_role_switch:
         return "dynamic"
     mode: str = disagg.disaggregation_mode
@@ -185,17 +185,17 @@ def _register(labels: dict[str, object]) -> PromMetrics:
     return PromMetrics(PLAIN, list(labels), {0: list(labels.values())}, SGLANG)
 
 
-# Hands what the parts of a scheduler process have measured to its metrics, once per second.
+# A thread that publishes statistics once per second.
 
 
 _INTERVAL_S = 1.0
 
 
 def publish_regularly(take: Callable[[], OffloadingConnectorStats | None]) -> threading.Event:
-    """Publish what ``take`` returns, from a thread of its own, until the returned event is set.
+    """Publish what ``take`` returns, on a new thread, until the returned event is set.
 
-    An idle scheduler calls nobody, so what was measured last would never be seen without one.
-    ``take`` must be thread-safe. Call it where SGLang has published its configuration.
+    An idle scheduler calls nothing, so without the thread the last values would never be seen.
+    ``take`` must be thread-safe. Call this after SGLang has published its configuration.
     """
     stop = threading.Event()
     ours = publisher()
@@ -215,7 +215,7 @@ def publish_regularly(take: Callable[[], OffloadingConnectorStats | None]) -> th
 
 
 def _failures() -> OffloadingConnectorStats:
-    """Return what threads of this process died of since the last call."""
+    """Return the failures of this process's threads since the last call."""
     stats = OffloadingConnectorStats()
     for thread, number in threads.take_failures().items():
         stats.count("thread_failures", number, label=thread)

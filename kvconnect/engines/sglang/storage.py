@@ -1,8 +1,8 @@
-"""Host memory, a disk and a shared server as a storage backend of SGLang's HiCache.
+"""Storage backend of SGLang's HiCache: host memory, a disk and a shared server.
 
-For ``--hicache-storage-backend dynamic``; see ``docs/sglang-offload.md``. HiCache keeps a host tier
-of its own and writes pages through to this one. Its threads call what is here, copy in their own
-time, and wait for what a disk or a server has.
+For ``--hicache-storage-backend dynamic``; see ``docs/sglang-offload.md``. HiCache has a host tier
+of its own and writes pages through to this backend. HiCache's threads call it, do the copies and
+wait for the disk and the server.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from kvconnect.types import Tier
 logger = logging.getLogger(__name__)
 
 _FRAMEWORK = ("backend_name", "module_path", "class_name", "interface_v1", "allocator")
-"""Keys of the same JSON object that are SGLang's."""
+"""SGLang's own keys in the JSON object that also has KVConnect's settings."""
 
 
 class _Copying(HiCacheStorage):
-    """The part of HiCache's interface that knows one pool, and whose callers copy its pages."""
+    """HiCache's methods for the first pool only, which exchange pages as tensors."""
 
     _pages: HostPages | None = None
 
     @property
     def pages(self) -> HostPages:
-        """Pages and pools; there once the pools are registered."""
+        """The host pools' pages. Raises :class:`Misuse` until HiCache has registered its pools."""
         if self._pages is None:
             raise Misuse("HiCache has not registered its pools")
         return self._pages
@@ -71,7 +71,7 @@ class _Copying(HiCacheStorage):
         target_location: Any = None,  # noqa: ARG002
         target_sizes: Any = None,  # noqa: ARG002
     ) -> bool:
-        """Store a page of the first pool; return whether it is there now."""
+        """Store a page of the first pool; return whether it is stored now."""
         return value is not None and self.pages.put(PoolName.KV, key, value)
 
     def get(
@@ -80,8 +80,7 @@ class _Copying(HiCacheStorage):
         target_location: torch.Tensor | None = None,
         target_sizes: Any = None,  # noqa: ARG002
     ) -> torch.Tensor | None:
-        """Return a page of the first pool, in ``target_location`` if that is given; None if it is
-        not there."""
+        """Return a page of the first pool, in ``target_location`` if given; None if absent."""
         return self.batch_get([key], None if target_location is None else [target_location])[0]
 
     def batch_set(
@@ -91,7 +90,7 @@ class _Copying(HiCacheStorage):
         target_locations: Any = None,  # noqa: ARG002
         target_sizes: Any = None,  # noqa: ARG002
     ) -> bool:
-        """Store pages of the first pool; return whether all are there now."""
+        """Store pages of the first pool; return whether all are stored now."""
         return values is not None and all(map(self.set, keys, values))
 
     def batch_get(
@@ -100,7 +99,7 @@ class _Copying(HiCacheStorage):
         target_locations: Sequence[torch.Tensor] | None = None,
         target_sizes: Any = None,  # noqa: ARG002
     ) -> list[torch.Tensor | None]:
-        """Return each page of the first pool, or None."""
+        """Return each page of the first pool, None if absent."""
         found: list[torch.Tensor | None] = []
         targets = target_locations or [None] * len(keys)
         deadline = self.pages.store.deadline()
@@ -111,13 +110,12 @@ class _Copying(HiCacheStorage):
 
 
 class KVConnectStorage(_Copying):
-    """HiCache's pages by key in a :class:`PageStore`, in slots that hold the largest pool's page.
+    """HiCache's pages in a :class:`PageStore`; a slot fits the largest pool's page. Thread-safe.
 
-    Any thread may call.
-
-    Raises :class:`ConfigError` for a setting that cannot be used, :class:`Incompatible` for latent
-    attention on several ranks without a remote tier: only the first one writes, and no other could
-    read its memory or its disk.
+    Raises:
+        ConfigError: a setting cannot be used.
+        Incompatible: latent attention on several ranks without a remote tier. Only the first rank
+            writes, and the others could not read its memory or its disk.
     """
 
     @refusing("this server")
@@ -141,12 +139,12 @@ class KVConnectStorage(_Copying):
 
     @refusing("this server")
     def on_host_pools_registered(self) -> None:
-        """Allocate the store, now that HiCache has said what pools there are.
+        """Allocate the store, once HiCache's pools are known.
 
         Raises:
-            ConfigError: this worker's share holds no page, or is more than is free, or a tier below
-                it cannot be used as it is set.
-            Incompatible: the cache has no pages of one kind that all prefixes need.
+            ConfigError: this worker's share is less than a page or more than is free, or a lower
+                tier cannot be used as it is set.
+            Incompatible: the first pool has no pages of its own.
         """
         if self.mem_pool_host.kv_buffer is None:
             raise Incompatible(f"{type(self.mem_pool_host).__name__} has no pages of its own")
@@ -176,7 +174,7 @@ class KVConnectStorage(_Copying):
         host_indices: torch.Tensor,
         extra_info: Any = None,  # noqa: ARG002
     ) -> list[bool]:
-        """Store pages straight from the first pool; return which are there now."""
+        """Store pages directly from the first pool; return which are stored now."""
         return self.pages.write(PoolTransfer(PoolName.KV, host_indices, keys=list(keys)))
 
     def batch_get_v1(
@@ -185,7 +183,7 @@ class KVConnectStorage(_Copying):
         host_indices: torch.Tensor,
         extra_info: Any = None,  # noqa: ARG002
     ) -> list[bool]:
-        """Read pages straight into the first pool; return which are right."""
+        """Read pages directly into the first pool; return which were read."""
         return self.pages.read(PoolTransfer(PoolName.KV, host_indices, keys=list(keys)))
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:  # noqa: ARG002
@@ -200,7 +198,7 @@ class KVConnectStorage(_Copying):
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: Any = None,  # noqa: ARG002
     ) -> PoolTransferResult:
-        """Return the lengths of a prefix, in pages, at which every pool has what it needs."""
+        """Return the prefix lengths, in pages, at which every pool has what it needs."""
         found = list(range(1, 1 + self.batch_exists(keys)))
         hits: dict[str, int] = {PoolName.KV: len(found)} if found else {}
         for transfer in pool_transfers or ():
@@ -219,7 +217,7 @@ class KVConnectStorage(_Copying):
         transfers: Sequence[PoolTransfer],
         extra_info: Any = None,  # noqa: ARG002
     ) -> dict[str, list[bool]]:
-        """Store pages straight from several pools; return which are there now."""
+        """Store pages directly from several pools; return which are stored now."""
         return {transfer.name: self.pages.write(transfer) for transfer in transfers}
 
     def batch_get_v2(
@@ -227,21 +225,21 @@ class KVConnectStorage(_Copying):
         transfers: Sequence[PoolTransfer],
         extra_info: Any = None,  # noqa: ARG002
     ) -> dict[str, list[bool]]:
-        """Read pages straight into several pools; return which are right."""
+        """Read pages directly into several pools; return which were read."""
         return {transfer.name: self.pages.read(transfer) for transfer in transfers}
 
     def clear(self) -> None:
-        """Forget every page. Tiers below host memory keep theirs for servers that start later."""
+        """Forget every page. Lower tiers keep theirs for servers that start later."""
         self.pages.forget()
 
     def close(self) -> None:
-        """Give the memory back. Idempotent."""
+        """Free the memory and close the lower tiers. Idempotent."""
         self._stop.set()
         if self._pages is not None:
             self._pages.store.close()
 
     def _records(self) -> Records | None:
-        """Return as which any engine can read the pages of the remote tier, None if none can."""
+        """Return the records in which vLLM can read the remote tier, None if it cannot."""
         if not self._config.tiers.remote:
             return None
         try:
@@ -263,7 +261,7 @@ class KVConnectStorage(_Copying):
 
 
 def _copied(page: torch.Tensor | None, target: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a page in memory of the caller's, None if it is not there or too large or small."""
+    """Copy a page for the caller; None if it is absent or the target has another size."""
     if page is None or target is None:
         return None if page is None else page.clone()
     if page.nbytes != target.nbytes:
@@ -271,11 +269,11 @@ def _copied(page: torch.Tensor | None, target: torch.Tensor | None) -> torch.Ten
     return target.copy_(page.view(target.shape))
 
 
-# Pages of HiCache's host pools by name: what their bytes depend on, and moving them.
+# Names of HiCache's pages, and copies between its host pools and the store.
 
 
 class _Form(NamedTuple):
-    """What a pool's pages are like; ``text`` is all that tells them from those of other pools."""
+    """Format of a pool's pages; ``text`` distinguishes it from the formats of other pools."""
 
     nbytes: int
     dtype: torch.dtype
@@ -283,11 +281,11 @@ class _Form(NamedTuple):
 
 
 class HostPages:
-    """Moves pages between HiCache's host pools and a store. Any thread may call.
+    """Copies pages between HiCache's host pools and a store. Thread-safe.
 
-    A page's name stands for its pool, how that arranges it, and the rank whose part it is; what
-    else its bytes depend on is the format of the store's tiers. ``by_tokens``: pages of the only
-    pool go by HiCache's own names, which any engine knows, and all else is in the format.
+    A page's name covers its pool, the pool's layout and the rank whose part it is. The format of
+    the store's tiers covers what else its bytes depend on. ``by_tokens``: there is one pool, its
+    pages have HiCache's own names, which any engine knows, and the format covers all the rest.
     """
 
     def __init__(
@@ -299,21 +297,21 @@ class HostPages:
     ) -> None:
         self.store = store
         self._by_tokens = by_tokens
-        self._pools = pools  # HiCache may add to it
+        self._pools = pools  # HiCache may add pools later
         self._ranks = ranks
         self._forms: dict[PoolName, _Form] = {}
         self._generation = b""
 
     def where(self, name: PoolName, keys: Sequence[str]) -> list[Tier | None]:
-        """Return which tier, if any, has each page."""
+        """Return the tier that has each page, None for absent ones."""
         return self.store.where(self._names(name, keys), self._form(name).nbytes)
 
     def put(self, name: PoolName, key: str, page: torch.Tensor) -> bool:
-        """Store a page; return whether it is there now."""
+        """Store a page; return whether it is stored now."""
         return self.store.put(self._names(name, [key])[0], page)
 
     def parts(self, count: int) -> Iterator[slice]:
-        """Cut so many pages into what :meth:`reading` should be asked for at a time."""
+        """Divide ``count`` pages into slices that one :meth:`reading` should ask for."""
         for start in range(0, count, self.store.most):
             yield slice(start, min(count, start + self.store.most))
 
@@ -321,15 +319,15 @@ class HostPages:
     def reading(
         self, name: PoolName, keys: Sequence[str], deadline: float | None = None
     ) -> Iterator[list[torch.Tensor | None]]:
-        """Give pages, flat, for as long as the block lasts; None for one that is not there, broken,
-        or has not come up by the ``deadline`` of :meth:`PageStore.deadline`."""
+        """Yield flat pages, valid inside the context; None for a page that is absent, damaged, or
+        not read by the ``deadline`` of :meth:`PageStore.deadline`."""
         form = self._form(name)
         until = self.store.deadline() if deadline is None else deadline
         with self.store.reading(self._names(name, keys), form.nbytes, until) as contents:
             yield [None if content is None else content.view(form.dtype) for content in contents]
 
     def write(self, transfer: PoolTransfer) -> list[bool]:
-        """Store the pages of a transfer; return which are there now."""
+        """Store the pages of a transfer; return which are stored now."""
         pool = self._pools[transfer.name]
         return [
             start is not None and self.put(transfer.name, key, pool.get_data_page(start, flat=True))
@@ -337,7 +335,7 @@ class HostPages:
         ]
 
     def read(self, transfer: PoolTransfer) -> list[bool]:
-        """Read the pages of a transfer; return which are right."""
+        """Read the pages of a transfer; return which were read."""
         pool, right = self._pools[transfer.name], []
         starts, deadline = self._starts(transfer), self.store.deadline()
         for part in self.parts(len(starts)):
@@ -351,14 +349,14 @@ class HostPages:
         return right
 
     def forget(self) -> None:
-        """Find nothing that was stored so far. Tiers below keep it, under names that this process
-        uses no more."""
+        """Forget every stored page. Lower tiers keep theirs under names that this process does not
+        use any more."""
         self._generation = os.urandom(16)
         self.store.clear()
 
     def _starts(self, transfer: PoolTransfer) -> list[tuple[str, int | None]]:
-        """Return each key with the first token of its page in the host pool; None, said in the
-        log, if the tokens are not those of whole pages."""
+        """Return each key with the first token of its page in the host pool; None, with a log line,
+        if the tokens are not whole pages."""
         keys, tokens = transfer.keys or [], self._pools[transfer.name].page_size or 1
         indices = [] if transfer.host_indices is None else transfer.host_indices.tolist()
         if len(indices) == len(keys) * tokens:
@@ -385,8 +383,8 @@ class HostPages:
         return form
 
     def _share(self, name: PoolName, pool: Any) -> str:
-        """Return which rank's part a pool has. Of latent attention all ranks have the same, which
-        one of them writes, but not of other pools beside it."""
+        """Return which rank's part a pool has. Latent attention is the same on all ranks, and one
+        of them writes it; pools beside it are divided."""
         divided = name is PoolName.MAMBA or isinstance(
             pool, MHATokenToKVPoolHost | MHATokenToKOnlyPoolHost
         )

@@ -1,4 +1,4 @@
-"""The tiers below a storage backend's host memory: under which formats a rank's pages are kept."""
+"""Lower tiers of the storage backend, and the formats of a rank's pages in them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from kvconnect.transport.security import record_keys
 from kvconnect.types import Tier
 
 _SETTINGS = ("dtype", "kv_cache_dtype", "quantization", "json_model_override_args")
-"""Of SGLang, that change what the same weights make of the same tokens."""
+"""SGLang's settings that change the KV of the same weights and tokens."""
 
 
 def make_stores(
     config: Config, ranks: HiCacheStorageConfig, records: Records | None
 ) -> dict[Tier, Store]:
-    """Return this rank's tiers below host memory, the fastest first. ``records``: as which any
-    engine can read the pages of the remote tier, if they go by their tokens.
+    """Return this rank's lower tiers, the fastest first. ``records``: the remote tier's pages as
+    any engine can read them, None if only servers like this one can.
 
     Raises:
         ConfigError: a tier cannot be used as it is set.
@@ -48,7 +48,7 @@ def make_stores(
         fix = 'use "all": HiCache says what is stored, with --hicache-write-policy'
         raise ConfigError("spill", config.tiers.spill, fix)
     fields = stored_format(ranks)
-    if records:  # the names of pages do not say it then
+    if records:  # page names do not cover these then
         fields["page"] = f"{records.form.fingerprint.hex()} {records.layout}"
         fields["share"] = f"{ranks.tp_rank} of {ranks.tp_size}"
     name = fingerprint(fields)
@@ -67,11 +67,11 @@ def _make_remote(config: Config, name: bytes, records: Records | None) -> Store:
 
 
 def stored_format(ranks: HiCacheStorageConfig) -> dict[str, Any]:
-    """Return what stored pages depend on beside their tokens, their pool and how tensor-parallel
-    ranks divide it.
+    """Return what stored pages depend on besides their tokens, their pool and its division among
+    tensor-parallel ranks.
 
-    It outlives the engine, so models and adapters are told apart by their weights, not by their
-    names. How a host pool arranges a page is SGLang's own affair, so its version is part of it.
+    The format outlives the engine, so it identifies models and adapters by their weights, not their
+    names. It has SGLang's version because the layout of a host page is internal to SGLang.
     """
     model = get_model()
     path, revision = str(model.model_path), model.revision
@@ -93,14 +93,14 @@ def stored_format(ranks: HiCacheStorageConfig) -> dict[str, Any]:
 
 
 def _owner() -> str:
-    """Return the name of this rank's own folder on a disk."""
+    """Return the name of this rank's folder on a disk."""
     parallel = get_parallel()
-    # Attention ranks, which HiCache counts by, have the same numbers in every data-parallel group.
+    # HiCache's numbers are those of attention ranks, which repeat in each data-parallel group.
     return f"dp{parallel.dp_rank or 0}-tp{parallel.tp_rank}-pp{parallel.pp_rank}"
 
 
 def _draft() -> str:
-    """Return the weights of the draft model, whose pages are stored like the model's own."""
+    """Return the draft model's algorithm and weights: its pages are stored like the model's own."""
     spec = get_spec()
     path = spec.speculative_draft_model_path
     if not path:
@@ -111,8 +111,8 @@ def _draft() -> str:
 
 
 def _adapters() -> list[list[str]]:
-    """Return the adapters given at the start: SGLang names their pages by name and path. One that
-    is loaded later gets a name that no other process knows."""
+    """Return the adapters given at the start, by whose name and path SGLang names pages. An adapter
+    loaded later gets a name that no other process knows."""
     lora = get_lora()
     found = []
     for adapter in (lora.lora_paths or ()) if lora.enable_lora else ():
@@ -124,18 +124,18 @@ def _adapters() -> list[list[str]]:
 
 
 def _digest(folder: Path | None, name: str) -> str:
-    """Return a digest of a file's bytes, "" if there is no such file."""
+    """Return a digest of a file, "" if there is none."""
     if folder is None or not (folder / name).is_file():
         return ""
     return blake2b((folder / name).read_bytes(), digest_size=16).hexdigest()
 
 
-# Records that engines of both kinds read.
+# Records that both SGLang and vLLM read.
 
 
 class Records(NamedTuple):
-    """How this rank's pages become records: what all engines know them by, and where their parts
-    are in a page of its host pool's ``layout``."""
+    """How this rank's pages become records of ``form``, which is the same in all engines. ``units``
+    say where a page of the host pool's ``layout`` has their parts."""
 
     form: RecordFormat
     units: Sequence[HeadUnit]
@@ -143,14 +143,14 @@ class Records(NamedTuple):
 
 
 _AXES = {"layer_first": "LNH", "page_first_direct": "LNH", "page_first": "NLH", "page_head": "HNL"}
-"""Layers, tokens and heads of a page's K, and then of its V, outermost first, by layout."""
+"""Layers (L), tokens (N) and heads (H) of a page's K, and then of its V, outermost first."""
 
 
 def records_for_all(pools: Mapping[PoolName, Any], ranks: HiCacheStorageConfig) -> Records:
-    """Return this rank's pages as vLLM has them too.
+    """Return this rank's pages as records that vLLM reads too.
 
     Raises:
-        Incompatible: only servers like this one can use them. The message says why.
+        Incompatible: only servers like this one can read its pages; the message says why.
     """
     pool, model = pools[PoolName.KV], get_model()
     for what, there in (
@@ -192,7 +192,7 @@ def records_for_all(pools: Mapping[PoolName, Any], ranks: HiCacheStorageConfig) 
 
 
 def _rows(pool: Any, width: int) -> list[Rows]:
-    """Return the rows of a flat page, layer by layer: a token's K lies apart from its V."""
+    """Return the rows of a flat page, layer by layer. All K lies before all V."""
     sizes = {"L": pool.layer_num, "N": pool.page_size, "H": pool.head_num}
     steps, step = {}, width
     for axis in reversed(_AXES[pool.layout]):

@@ -1,4 +1,4 @@
-"""Spans of hand-offs in SGLang's scheduler processes, below SGLang's own span of the request."""
+"""Spans of hand-offs in SGLang's scheduler processes, children of SGLang's request spans."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def make_spans() -> RoomSpans | None:
-    """Return what makes spans if SGLang does (``--enable-trace``)."""
+    """Return a maker of spans if SGLang makes them too (``--enable-trace``), else None."""
     from sglang.srt.runtime_context import get_observability
 
     return RoomSpans() if get_observability().enable_trace else None
@@ -33,11 +33,11 @@ class RoomSpans:
         self._served: set[int] = set()
 
     def begin(self, name: str, room: int, parent: Context | None, blocks: int | None) -> None:
-        """A hand-off begins for a request whose span is in ``parent``; None: it has none."""
+        """Begin the span of a hand-off below the request's, which is in ``parent``, if any."""
         if parent is not None:
             about: dict[str, str | int] = {
                 "kvconnect.room": str(room)
-            }  # OpenTelemetry's integers have a sign
+            }  # a string, as OpenTelemetry's integers are signed
             if blocks is not None:
                 about["kvconnect.blocks"] = blocks
             self._open[room] = self._tracer.start(name, parent, self._otel.INTERNAL, None, about)
@@ -45,7 +45,7 @@ class RoomSpans:
     def take(
         self, finished: Sequence[tuple[ReceiveReport, Receive]], notices: Sequence[TransferEvent]
     ) -> None:
-        """Take what the agent has seen."""
+        """End the spans of finished receives, and record sends that are done."""
         for report, job in finished:
             span = self._open.pop(int(job.req_id), None)
             if span is not None:
@@ -59,7 +59,7 @@ class RoomSpans:
                     self._otel.record_send(self._tracer, span, notice.moved)
 
     def end(self, room: int) -> None:
-        """A prefill request is over."""
+        """End the span of a prefill request."""
         span = self._open.pop(room, None)
         if span is not None:
             span.set_attribute("kvconnect.served", room in self._served)
@@ -68,13 +68,12 @@ class RoomSpans:
 
 
 def context_of(req: Any) -> Context | None:
-    """Return SGLang's own span of a request, if it has one."""
+    """Return the context with SGLang's own span of a request, if it has one."""
     return getattr(req.time_stats.trace_ctx, "root_span_context", None)
 
 
-# What SGLang does not tell its backend of a request, of which it says only the room.
-#
-# Two hooks look at the requests for which SGLang makes senders and receivers.
+# SGLang gives its backend only the room of a request. Two hooks read more from the requests for
+# which SGLang makes senders and receivers.
 
 
 _SCHEDULER = "sglang.srt.managers.scheduler"
@@ -83,9 +82,9 @@ _RECEIVE = "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receive
 
 
 def watch() -> None:
-    """Register the hooks, if this is a scheduler's process; part of loading the plugin."""
+    """Register the hooks if this is a scheduler's process. The plugin calls this when loaded."""
     if _SCHEDULER not in sys.modules:
-        return  # no others have senders and receivers
+        return  # other processes have no senders and receivers
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(_SEND, _after_sender, HookType.AFTER)

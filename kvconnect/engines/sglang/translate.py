@@ -1,10 +1,10 @@
-"""SGLang's words for a KV cache in ours. Facts of one SGLang version are kept to this file.
+"""Translates SGLang's buffer lists into the groups of the hand-off protocol.
 
-SGLang describes what prefill hands to decode as lists of buffers: the KV of each layer, K apart
-from V; one row per request of what else decode must know (``aux``: the first token, counters);
-and, for some models, *state components* such as Mamba states or the pages of sliding-window
-layers. Here each of the three kinds becomes groups of layers whose blocks are pages, rows or
-state slots, so that one protocol moves them all.
+Facts that hold for one SGLang version belong in this file. SGLang lists three kinds of buffers:
+the KV of each layer, with K apart from V; ``aux``, one row per request with what else decode needs
+(the first token, counters); and, for some models, state components such as Mamba states or the
+pages of sliding-window layers. The KV, the rows and each state component become one group each,
+whose blocks are pages, rows or state slots. So one protocol moves them all.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from kvconnect.transport.base import MemoryRegion
 from kvconnect.types import Rank
 
 KV, AUX, FIRST_STATE = 0, 1, 2
-"""Group numbers: the KV of all layers, the rows, and from there one for each state component."""
+"""Group numbers: the KV of all layers, the aux rows, the first of the state components."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What SGLang's transfer arguments do not say. ``kv_heads`` is over all ranks, 1 for MLA;
-    ``layers`` are those of this pipeline stage, [first, end). ``device`` is -1 for the CPU."""
+    """Facts that SGLang's transfer arguments lack. ``kv_heads`` is over all ranks, 1 for MLA;
+    ``layers`` are those of this pipeline stage, [first, end); ``device`` is -1 for the CPU."""
 
     name: str
     dtype: str
@@ -45,7 +45,7 @@ class Model:
 
 
 class Buffer(NamedTuple):
-    """One tensor of equal items, back to back: pages, rows or slots."""
+    """A contiguous tensor of items of equal size: pages, rows or state slots."""
 
     name: str
     address: int
@@ -54,10 +54,10 @@ class Buffer(NamedTuple):
 
 
 def describe(args: Any, model: Model, timeout_s: float) -> WorkerCache:
-    """Return the cache that SGLang's ``KVArgs`` describe, for an agent.
+    """Return the cache that SGLang's ``KVArgs`` describe, for the hand-off agent.
 
     Raises:
-        Incompatible: buffers that cannot be cut into rows of heads.
+        Incompatible: a buffer is not made of whole pages, or their number does not fit the model.
     """
     kv = tuple(_kv_buffers(args, model))
     aux = tuple(_aux_buffers(args, model.rank))
@@ -84,7 +84,7 @@ def describe(args: Any, model: Model, timeout_s: float) -> WorkerCache:
 
 
 def layer_names(cache: WorkerCache) -> dict[int, str]:
-    """Return, by layer id, the name of what a layer's attention writes."""
+    """Return each layer's name in the hand-off, by layer id; without draft layers."""
     return {int(name): name for name in cache.hello.groups[KV].layers if name.isdecimal()}
 
 
@@ -92,14 +92,15 @@ def _kv_buffers(args: Any, model: Model) -> Iterator[Buffer]:
     draft = getattr(args, "num_draft_entries", 0)
     own = len(args.kv_data_ptrs) - draft
     ids = list(args.kv_layer_ids)[:own] or _layer_ids(own, model)
-    names = [str(layer) for layer in ids]  # of MHA twice: first K, then V
+    names = [str(layer) for layer in ids]  # MHA has each twice: K, then V
     names += [f"draft.{number}" for number in range(draft)]
     buffers = zip(names, args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, strict=True)
     return (Buffer(*buffer) for buffer in buffers)
 
 
 def _layer_ids(count: int, model: Model) -> list[int]:
-    """Return the layer of each KV buffer of a plain pool: all K, then all V; MLA has one."""
+    """Return the layer of each KV buffer where SGLang does not say: all K, then all V (MLA: one
+    buffer per layer)."""
     first, end = model.layers
     per_layer = 1 if model.is_mla else 2
     if count != per_layer * (end - first):
@@ -111,7 +112,8 @@ def _layer_ids(count: int, model: Model) -> list[int]:
 
 
 def _aux_buffers(args: Any, rank: Rank) -> Iterator[Buffer]:
-    # The last stage knows the first token. What other stages have is of use to their like only.
+    # Only the last stage knows the first token. Rows of other stages serve only the same stage, so
+    # their names include it.
     stage = "" if rank.pp_rank == rank.pp - 1 else f"@{rank.pp_rank}"
     rows = zip(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, strict=True)
     return (Buffer(f"aux.{number}{stage}", *row) for number, row in enumerate(rows))
@@ -146,7 +148,7 @@ def _pages(
 
 
 def _layer(buffer: Buffer, offset: int, heads: int, tokens: int) -> LayerPages:
-    """Return a buffer's pages: token after token, and within each head after head."""
+    """Return a buffer's pages, laid out as [page, token, head]."""
     row, rest = divmod(buffer.item_bytes, heads * tokens)
     if rest or not row or buffer.nbytes % buffer.item_bytes:
         raise Incompatible(
@@ -170,7 +172,7 @@ def _group(pages: GroupPages, tokens: int, kv_heads: int, heads: int) -> GroupHe
 
 
 def _format(args: Any, model: Model, rows: Sequence[Sequence[Buffer]]) -> dict[str, str | int]:
-    """Return what must be equal on both sides for the bytes to mean the same."""
+    """Return the format fields that must be equal on both sides."""
     sizes = [",".join(str(buffer.item_bytes) for buffer in kind) for kind in rows]
     found: dict[str, str | int] = {
         "model": model.name.rstrip("/").rpartition("/")[2],
@@ -182,6 +184,6 @@ def _format(args: Any, model: Model, rows: Sequence[Sequence[Buffer]]) -> dict[s
     if args.state_types:
         kinds = (kind.value for kind in args.state_types)
         found["state_bytes"] = ";".join(map(":".join, zip(kinds, sizes[1:], strict=True)))[:1024]
-        if not model.is_mla:  # each rank has its part of a state, and parts are not cut anew
+        if not model.is_mla:  # ranks divide a state, and its parts cannot be divided anew
             found["state_tp"] = model.rank.tp
     return found
