@@ -1,7 +1,7 @@
 """The transfer backend ``kvconnect``: SGLang's prefill/decode hand-off over KVConnect's transports.
 
-SGLang keeps its bootstrap server, which tells decode where prefill ranks are, the life cycle of
-requests and the consensus of ranks. The agent that also serves vLLM replaces ZeroMQ and SGLang's
+SGLang keeps the life cycle of requests, the consensus of ranks, and its bootstrap server, which
+tells decode where prefill ranks are. The agent that also serves vLLM replaces ZeroMQ and SGLang's
 transfer engines: authenticated connections, destinations resolved by the receiver, digests,
 deadlines, and blocks that are reused only when nothing can be written to them any more. The
 bootstrap server's ``rank_ip`` and ``rank_port`` are the agents' addresses.
@@ -63,7 +63,7 @@ class KVConnectManager(CommonKVManager):
     """
 
     supports_deferred_decode_kv_release = True
-    overlaps = True  # SGLang makes the next batch while one runs; known from the first request on
+    overlaps = True  # SGLang makes the next batch while one runs; set at the first request
 
     @refusing("this server")
     def __init__(

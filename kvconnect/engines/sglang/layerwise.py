@@ -9,7 +9,7 @@ two-batch overlap, which calls each layer once per half of a batch.
 
 Offered pages must not change until they have been sent. But when SGLang enters the request into its
 prefix cache, the tree may already have such a page: another prompt with the same prefix was entered
-first, or the page was computed again because its last token always is. SGLang then frees the
+first, or the page was computed again because the last token always is. SGLang then frees the
 request's own page, and the next batch may overwrite it while it is being sent. So a third hook,
 around ``Scheduler.checkpoint_disagg_prefill``, defers these frees until the hand-off is over.
 
@@ -44,7 +44,7 @@ ATTENTION = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forw
 
 
 class LayerwisePush:
-    """Offers the pages that a batch will fill before it runs. For the scheduler's thread.
+    """Offers, before a batch runs, the pages that it will fill. For the scheduler's thread.
 
     ``names``: layers' names, by layer id. ``once``: a forward calls each layer's attention once for
     the whole batch; otherwise layers are not followed.

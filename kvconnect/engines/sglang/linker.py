@@ -111,8 +111,8 @@ class KVConnectLinker(UnifiedCacheLinker):
         return found
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Queue a load for the next forward; return False if there is nothing to load. Pages that
-        the tier has lost since the lookup fail in :meth:`finish_layer_wise_loading`.
+        """Queue a load for the next forward; return False if there are no whole pages to load.
+        Pages that the tier has lost since the lookup fail in :meth:`finish_layer_wise_loading`.
 
         Raises:
             Misuse: the request already has a queued load.

@@ -166,7 +166,7 @@ class PageStore:
             return stats.take()
 
     def _verified(self, slot: int) -> torch.Tensor | None:
-        """Return the bytes of a pinned slot; None if they are damaged, and quarantine them."""
+        """Return the bytes of a pinned slot; quarantine damaged ones and return None."""
         nbytes = self._pages.sizes[slot]
         try:
             self.memory.verify(slot, nbytes)

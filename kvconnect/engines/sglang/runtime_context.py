@@ -71,10 +71,10 @@ def _check_release() -> None:
 
 
 def transport(name: str, server_args: ServerArgs) -> str:
-    """Return the transport to use if ``name`` is set.
+    """Return the transport to use where ``name`` is set: TCP if SGLang's memory saver is on.
 
     Raises:
-        ConfigError: NIXL, while SGLang's memory saver frees and reallocates memory: network cards
+        ConfigError: NIXL is set, and the memory saver frees and reallocates memory: network cards
             would go on using the old memory.
     """
     if not server_args.enable_memory_saver or name == "tcp":
@@ -133,12 +133,12 @@ def patience_s() -> float:
 
 
 def quiet_s() -> float:
-    """Return after how many seconds SGLang reuses the pages of a dropped transfer."""
+    """Return the seconds in which a dropped transfer must end: SGLang then reuses its pages."""
     return float(envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT.get())
 
 
 def own_config(extra: Mapping[str, Any]) -> Config:
-    """Return the settings of a JSON object; those that it lacks come from ``KVCONNECT_CONFIG``.
+    """Return the settings in ``extra``; those that it lacks come from ``KVCONNECT_CONFIG``.
 
     Raises:
         ConfigError: as :func:`~kvconnect.config.parse_config`.

@@ -48,7 +48,7 @@ class LinkerStats:
         count_lookup(self.stats, asked * self._page_tokens, hits)
 
     def loaded(self, seconds: float) -> None:
-        """Record that a request's load ended, ``seconds`` after it was queued."""
+        """Record that a request's pages were loaded, ``seconds`` after the load was queued."""
         self.stats.observe("load_latency_seconds", seconds, label=Tier.HOST.value)
 
     def waited(self, seconds: float) -> None:
@@ -172,7 +172,7 @@ def scheduler_labels() -> dict[str, object] | None:
 
 
 def _engine_type(disagg: Any) -> str:
-    """Return SGLang's name of the engine's role; it stays the same when the role may change."""
+    """Return SGLang's name of the engine's role; "dynamic" lasts through changes of role."""
     if disagg.enable_pd_role_switch:
         return "dynamic"
     mode: str = disagg.disaggregation_mode

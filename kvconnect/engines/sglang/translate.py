@@ -57,7 +57,7 @@ def describe(args: Any, model: Model, timeout_s: float) -> WorkerCache:
     """Return the cache that SGLang's ``KVArgs`` describe, for the hand-off agent.
 
     Raises:
-        Incompatible: a buffer is not made of whole pages, or their number does not fit the model.
+        Incompatible: a buffer is not whole pages, or the KV buffers are too few or too many.
     """
     kv = tuple(_kv_buffers(args, model))
     aux = tuple(_aux_buffers(args, model.rank))
