@@ -1,4 +1,4 @@
-"""KVConnect for vLLM, switched on by ``--kv-transfer-config``; see the README."""
+"""KVConnect for vLLM, enabled by ``--kv-transfer-config``; see the README."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ _NAME = "KVConnect"
 
 
 def register() -> None:
-    """Make the connector known to vLLM; the ``vllm.general_plugins`` entry point.
+    """Register the connector with vLLM; the ``vllm.general_plugins`` entry point.
 
-    vLLM calls it in every process it starts, and possibly again; only the first call counts.
+    vLLM calls it once or several times in every process; later calls do nothing.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -20,7 +20,7 @@ def register() -> None:
 
 
 def _log_where_vllm_logs() -> None:
-    """Show this library's log lines with the engine's, unless the user configured them."""
+    """Log where vLLM logs, unless the user has configured this library's logger."""
     ours, engine = logging.getLogger("kvconnect"), logging.getLogger("vllm")
     if not ours.handlers and ours.level == logging.NOTSET:
         ours.parent = engine

@@ -1,4 +1,4 @@
-"""What vLLM is set to do that KVConnect cannot serve, and where KV must not be used again."""
+"""Checks of vLLM's settings, and which requests may reuse KV."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 def checked_settings(config: VllmConfig) -> Config:
-    """Return KVConnect's settings, if this engine and its model can be served with them.
+    """Return KVConnect's settings after checking them, the engine and the model.
 
     Raises:
-        ConfigError: a setting of either that cannot be used.
-        Incompatible: the model, or the engine. The message is the one line that users see.
+        ConfigError: a setting of KVConnect or vLLM cannot be used.
+        Incompatible: the model or engine is not supported. Users see only the message.
     """
     settings = parse_config(config.kv_transfer_config.kv_connector_extra_config)
     with refusing(f"model {config.model_config.model}"):
@@ -32,12 +32,12 @@ def checked_settings(config: VllmConfig) -> Config:
 
 
 def check_engine(config: VllmConfig, listen: str) -> None:
-    """Refuse what cannot work, before anything is allocated. ``listen`` is the setting.
+    """Check the engine before anything is allocated. ``listen``: KVConnect's setting.
 
     Raises:
-        Incompatible: a vLLM version or a device that this library was not written for.
-        ConfigError: a kind of parallelism or a mode that is not served, or a prefill engine that
-            nobody can read from.
+        Incompatible: the vLLM version or the device is not supported.
+        ConfigError: a kind of parallelism, mode or model is not supported, or a prefill engine
+            does not listen.
     """
     if not versions.vllm_is_supported(vllm.__version__):
         supported = versions.supported_vllm_text()
@@ -46,7 +46,7 @@ def check_engine(config: VllmConfig, listen: str) -> None:
     if config.model_config.enable_sleep_mode:  # vLLM 0.32 does not ask supports_sleep_mode
         fix = "weights may change in sleep, and stored KV would be stale: turn it off"
         raise ConfigError("enable_sleep_mode", True, fix)
-    if config.model_config.is_hybrid:  # its KV cache says so, too, but only when it is made
+    if config.model_config.is_hybrid:  # its KV cache would tell this only later
         fix = "Mamba or linear attention, whose state is not made of token blocks"
         raise ConfigError("model", config.model_config.model, f"{fix}: run without KVConnect")
     parallel = config.parallel_config
@@ -59,10 +59,10 @@ def check_engine(config: VllmConfig, listen: str) -> None:
 
 
 def why_idle(config: VllmConfig, cache: KVCacheConfig) -> str:
-    """Return why nothing may be stored, loaded or handed off; empty where it may.
+    """Return why nothing may be stored, loaded or handed off; empty if KVConnect can work.
 
-    ``enable_prefix_caching`` is not the reason: vLLM also turns it off where its own cache is slow
-    (latent attention on CPUs), and users do to spare the device's memory.
+    ``enable_prefix_caching`` does not decide alone. vLLM also turns it off where its own cache is
+    slow (latent attention on CPUs), and users turn it off to save device memory.
     """
     if not cache.kv_cache_groups:
         return "the model has no KV cache"
@@ -74,30 +74,29 @@ def why_idle(config: VllmConfig, cache: KVCacheConfig) -> str:
     return ""
 
 
-# The requests of an engine that live, and what they may use again.
+# Live requests, and which of them may reuse KV.
 
 
-MOST_RELOADED = 1024
+MOST_RELOADED = 1024  # adapters loaded in place; at this limit, no adapter is trusted
 
 
 class LiveRequests(dict[str, "Request"]):
-    """By their ids. Owned by the scheduler's thread.
+    """The engine's live requests by id. Owned by the scheduler's thread.
 
-    An adapter that is loaded again in place has new weights under the hashes of the old ones, and a
-    request does not tell which. So from the first one on that says so (``load_inplace``), what
-    goes by such an adapter's name and path is neither stored nor loaded.
+    An adapter that is loaded again in place has new weights but the same hashes, and requests do
+    not tell which weights they use. So after the first request with ``load_inplace``, blocks of
+    adapters with that name and path are neither stored nor loaded.
     """
 
     def __init__(self) -> None:
         self._reloaded: set[tuple[str, str]] = set()
 
     def may_reuse(self, request: Request) -> bool:
-        """Whether KV of a request is that of all who have its hashes."""
+        """Return whether a request may share KV with all requests that have its hashes."""
         lora = request.lora_request
         if lora is None:
             return True
         adapter = lora.lora_name, lora.lora_path
         if lora.load_inplace and len(self._reloaded) < MOST_RELOADED:
             self._reloaded.add(adapter)
-        # Where too many were reloaded to know them, no adapter is trusted.
         return adapter not in self._reloaded and len(self._reloaded) < MOST_RELOADED

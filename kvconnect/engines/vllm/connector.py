@@ -1,7 +1,7 @@
-"""The class vLLM loads: forwards each call to the scheduler or worker of this process.
+"""The class that vLLM loads. It forwards each call to the scheduler or worker of this process.
 
-vLLM makes one object per role: SCHEDULER in the engine core, WORKER in each worker process. The
-class methods are also called in the API server. Nothing is decided here.
+vLLM makes one object per role: SCHEDULER in the engine core, WORKER in each worker process. It also
+calls the class methods in the API server.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ _SOURCES = {
 
 
 class KVConnect(KVConnectorBase_V1, SupportsHMA):
-    """vLLM KV connector that keeps evicted KV blocks in host memory and the tiers below it, and
-    hands blocks from prefill to decode engines."""
+    """vLLM KV connector. It keeps KV blocks in host memory and lower tiers, and hands them from
+    prefill to decode engines."""
 
-    _cache_hit_source = CacheHitSource.P2P  # what no tier has comes from another engine
-    # A store that is dropped is a later miss, and blocks of a hand-off are held on their own: what
-    # a preempted request has computed is not lost.
+    _cache_hit_source = CacheHitSource.P2P  # tokens from no tier come from another engine
+    # A preempted request loses nothing that it needs: a dropped store is only a later miss, and
+    # blocks of a hand-off are held separately.
     requires_kv_delivery = False
 
     def __init__(
@@ -72,7 +72,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._config = checked_settings(vllm_config)
-        self._tier_tokens: Mapping[Tier, int] = {}  # of the request that was admitted last
+        self._tier_tokens: Mapping[Tier, int] = {}  # of the last admitted request
         with refusing(f"model {vllm_config.model_config.model}"):
             _ = self.scheduler if role is KVConnectorRole.SCHEDULER else self.worker
 
@@ -108,26 +108,26 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """No: weights may change while asleep, and the host tier would not know."""
+        """Return False: weights may change in sleep, and stored blocks would be stale."""
         return False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No. vLLM asks before it loads anything, so a start with settings that cannot be used
-        ends here, where graphs are on."""
+        """Return False, after checking the settings: with CUDA graphs, vLLM calls this before it
+        loads anything, so a bad setting ends the start early."""
         parse_config(extra_config)
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """None. vLLM asks before it makes the cache, and outside its workers, so a start that is
-        refused ends here: with one traceback, and before memory is measured."""
+        """Return None, after checking all settings. vLLM calls this outside of its workers and
+        before it measures memory, so a refused start ends early with a single traceback."""
         checked_settings(vllm_config)
         return None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        """Rebuild statistics from what travelled between processes."""
+        """Return statistics from the data that another process sent."""
         return KVConnectStats(data)
 
     @classmethod
@@ -138,7 +138,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics:
-        """Register the metrics of the catalogue."""
+        """Register KVConnect's metrics."""
         return KVConnectPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # -- worker ---------------------------------------------------------------------------
@@ -149,18 +149,18 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             self.worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """See :meth:`ConnectorWorker.hello`. MultiConnector hands over that of one child, to all of
-        them: it is left to a sibling, which may have no other way."""
+        """See :meth:`ConnectorWorker.hello`. None under MultiConnector: it passes on the
+        metadata of one child only, and a sibling may have no other way to send its own."""
         return self.worker.hello() if get_kv_transfer_group() is self else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Start loads here, since ``start_load_kv`` usually comes after the forward."""
+        """Start the loads, since vLLM usually calls ``start_load_kv`` after the forward."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepInstructions)
         self.worker.begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """See :meth:`ConnectorWorker.start_forward`; only synchronous loads are waited for."""
+        """See :meth:`ConnectorWorker.start_forward`. It waits for synchronous loads only."""
         self.worker.start_forward(translate.calls_layer_hooks(self._vllm_config, forward_context))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -193,13 +193,13 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler ------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Keep the pool through which stores hold their source blocks."""
+        """Take the pool through which KVConnect holds device blocks."""
         self.scheduler.device = DeviceBlocks(gpu_block_pool)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """See :meth:`ConnectorScheduler.greet`. Hellos of another connector are left out."""
+        """See :meth:`ConnectorScheduler.greet`. Metadata of other connectors is ignored."""
         hellos = {k: v for k, v in metadata.items() if isinstance(v, WorkerHello)}
         if hellos:
             with refusing(f"model {self._vllm_config.model_config.model}"):
@@ -224,7 +224,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """Say where the tokens of the request that was admitted last come from."""
+        """Return where the tokens of the last admitted request come from."""
         found = {_SOURCES[tier]: tokens for tier, tokens in self._tier_tokens.items() if tokens}
         return found or super().get_external_cache_hit_sources(request, num_external_tokens)
 
@@ -241,14 +241,15 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Never delays the free: stores and hand-offs hold their blocks themselves."""
+        """See :meth:`ConnectorScheduler.finish_request`. False: vLLM may free the blocks at once,
+        since stores and hand-offs hold theirs separately."""
         return False, self.scheduler.finish_request(request)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See :meth:`request_finished_all_groups`. MultiConnector calls this one where a sibling
-        knows one cache group only."""
+        """See :meth:`request_finished_all_groups`. MultiConnector calls this method if a sibling
+        supports one cache group only."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -256,8 +257,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.events.take()
 
     def has_pending_push_work(self) -> bool:
-        """Whether jobs are open: the engine steps on until they are answered."""
-        self.scheduler.handoff.stands = True  # vLLM asks when it may schedule nothing
+        """Return whether jobs are open; if so, the engine keeps stepping."""
+        self.scheduler.handoff.stands = True  # vLLM asks only if it can schedule no request
         return self.scheduler.busy
 
     def reset_cache(self) -> bool:
@@ -268,32 +269,32 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     # -- both -----------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Return this role's counts since the last call."""
+        """Return the counts of this process's part since the last call."""
         part = self.scheduler if self.role is KVConnectorRole.SCHEDULER else self.worker
         return part.take_stats()
 
     def shutdown(self) -> None:
-        """Stop the copy thread and free the host tier."""
+        """See :meth:`ConnectorWorker.close`."""
         if self.role is KVConnectorRole.WORKER:
             self.worker.close()
 
 
-# Scheduler and worker of a connector that stores and loads nothing.
+# Parts of a connector that stores and loads nothing.
 
 
 class IdleScheduler(ConnectorScheduler):
-    """Knows of no request, so it plans nothing."""
+    """Ignores all requests, so it plans nothing."""
 
     def greet(self, hellos: Mapping[tuple[int, int], WorkerHello], alone: bool = True) -> None:
-        """There is no tier to learn of."""
+        """Take the workers' hellos; there is no host tier."""
         self.handoff.greet(hellos, alone)
 
     def add_request(self, request: Request) -> TransferId | None:
-        """Nobody may ask for it, and what it asks for is computed here."""
+        """Ignore the request, also a hand-off that it asks for."""
         return None
 
     def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
-        """Nothing is there."""
+        """Find nothing."""
         return 0, False
 
 
@@ -301,4 +302,4 @@ class IdleWorker(ConnectorWorker):
     """Allocates nothing and listens nowhere."""
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """There may be none."""
+        """Ignore the caches; a model may have none."""

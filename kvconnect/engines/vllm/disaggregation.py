@@ -1,4 +1,4 @@
-"""Hand-off in vLLM's scheduler: tickets, leases of sent blocks, receives of awaited blocks."""
+"""Hand-offs in vLLM's scheduler: tickets, leases of offered blocks, and receives."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ logger = logging.getLogger(__name__)
 
 
 class DisaggregationScheduler:
-    """The scheduler's side of both roles; owned by the scheduler's thread.
+    """The scheduler's part of both roles. Owned by the scheduler's thread.
 
-    Prefill: a request with ``do_remote_decode`` offers its blocks while it computes; they are held
+    Prefill: a request with ``do_remote_decode`` offers its blocks while it computes. They are held
     after its end until a decode engine has them or the lease expires. Decode: a request with
-    ``do_remote_prefill`` and a valid ticket waits until its blocks have arrived. An address that a
-    client writes into ``kv_transfer_params`` is never used.
+    ``do_remote_prefill`` and a valid ticket waits until its blocks have arrived. Addresses come
+    from tickets only, never from other fields of ``kv_transfer_params``.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class DisaggregationScheduler:
         self._sends: bool = transfer.is_kv_producer and config.network.listen != "off"
         self._receives: bool = transfer.is_kv_consumer
         self.greeted = False
-        self.alone = False  # known with the addresses: no other connector of this engine hands off
+        self.alone = False  # no other connector of this engine hands off; set by greet
         # A standing ticket names one engine's workers, but vLLM may route to another engine.
         alone = translate.engines_beside(parallel) == 1 or parallel.data_parallel_external_lb
         self._tickets = TicketIssuer(
@@ -107,7 +107,7 @@ class DisaggregationScheduler:
         yield from self.receives.gauges(now)
 
     def greet(self, hellos: Mapping[tuple[int, int], WorkerHello], alone: bool) -> None:
-        """Take the addresses where the workers listen."""
+        """Take the workers' addresses. ``alone``: this is the engine's only connector."""
         self.greeted, self.alone = True, alone
         endpoints = tuple(
             Endpoint(tp_rank, pp_rank, *hello.address)
@@ -134,7 +134,7 @@ class DisaggregationScheduler:
             if not ours:
                 return None
             if request.num_prompt_tokens < 2:
-                return None  # vLLM reports a rejected request, whose hand-off was refused before
+                return None  # a request that vLLM rejected; its hand-off was refused before
             logger.warning("request %s: hand-off refused: %s", request.request_id, error)
             if self._receives and (params.get("do_remote_prefill") or TICKET_KEY in params):
                 self.receives.refuse(request.request_id, error.field)
@@ -154,14 +154,14 @@ class DisaggregationScheduler:
         return None
 
     def decline(self, req_id: str) -> None:
-        """A request needs no hand-off (any more): tell the prefill engine."""
+        """Give up a request's pending hand-off, and tell the prefill engine."""
         if self.receives.pending(req_id):
             self.receives.decline(req_id)
 
     def after_alloc(
         self, request: Request, blocks: KVCacheBlocks, local_tokens: int, num_external: int
     ) -> None:
-        """The engine has allocated the blocks that the hand-off fills."""
+        """Plan the receive into the blocks that the engine has allocated."""
         total = local_tokens + num_external
         spans = tuple(
             span
@@ -207,7 +207,7 @@ class DisaggregationScheduler:
         return self.leases.take_released()
 
     def finish(self, request: Request, now: float) -> dict[str, Any] | None:
-        """The request is over; return the ``kv_transfer_params`` of its response."""
+        """End a request; return the ``kv_transfer_params`` of its response."""
         req_id = request.request_id
         self.receives.finish(req_id)
         self.failed.discard(req_id)

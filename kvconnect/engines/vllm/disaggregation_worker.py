@@ -1,4 +1,4 @@
-"""Hand-off in a vLLM worker: describes its KV cache and starts its agent."""
+"""Hand-offs in a vLLM worker: describes its KV cache and starts its agent."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def make_handoffs(
     neither sends nor receives.
 
     Raises:
-        ConfigError: an address, key or certificate that cannot be used.
-        Incompatible: a cache whose pages cannot be described, on an engine made for hand-off.
+        ConfigError: an address, key or certificate cannot be used.
+        Incompatible: the cache's pages cannot be described, and the role is only for hand-offs.
     """
     transfer = vllm_config.kv_transfer_config
     sends = transfer.is_kv_producer and config.network.listen != "off"
@@ -57,7 +57,7 @@ def make_handoffs(
 
 
 def _address(vllm_config: VllmConfig, config: Config) -> tuple[str, int]:
-    """Return the address to listen at; each worker of each engine has its own port."""
+    """Return (host, port) to listen at. Each worker of each engine has its own port."""
     address = listen_address(config.network.listen)
     assert address is not None
     host, port = address
@@ -108,22 +108,22 @@ def _hello(
 class DeviceBlocks:
     """Holds blocks of vLLM's pool, independent of their requests. Owned by the scheduler's thread.
 
-    Blocks that stores read are held only while a request is alive: without one, nothing is computed
-    and no block is allocated. So an idle engine can reset the pool at once, even if it runs in the
-    caller's process, is stepped for requests only, and the last stores stay unanswered.
+    Blocks that stores read are held only while a request is alive. Without requests, vLLM computes
+    nothing and allocates no block. So an idle engine can reset its pool at once, even if it runs in
+    the caller's process and is stepped for requests only, which leaves the last stores unanswered.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._stores: dict[int, None] = {}  # in order
-        self._rests = False
+        self._stores: dict[int, None] = {}  # blocks that stores read, in order
+        self._rests = False  # no request is alive
 
     def hold(self, block_ids: Iterable[int]) -> None:
         """Keep blocks until :meth:`release`."""
         self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Undo :meth:`hold`. The last blocks of a prefix are reused first."""
+        """Undo :meth:`hold`, last block first: so vLLM reuses the end of a prefix first."""
         if block_ids:
             self._pool.free_blocks(self._pool.blocks[block_id] for block_id in reversed(block_ids))
 
@@ -141,13 +141,13 @@ class DeviceBlocks:
             self.release(block_ids)
 
     def rest(self) -> None:
-        """No request is alive."""
+        """Release the blocks of stores: no request is alive."""
         if not self._rests:
             self.release(list(self._stores))
             self._rests = True
 
     def wake(self) -> None:
-        """A request arrived that is not scheduled yet."""
+        """Hold the blocks of stores again. Call it before a new request is scheduled."""
         if self._rests:
             self.hold(self._stores)
             self._rests = False

@@ -1,4 +1,4 @@
-"""KV events of the host tier, in vLLM's own event types (medium ``CPU``)."""
+"""KV events of the host tier, as vLLM's event types with medium ``CPU``."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from kvconnect.offload.index import RemovedBlock
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-_LOCAL = "LOCAL"  # to the engine that says it
+_LOCAL = "LOCAL"  # to the engine that publishes the event
 
 
 class EventLog:
-    """Collects events until vLLM takes them; keeps nothing when the user asked for no events.
+    """Collects events until vLLM takes them; collects none if the user has not enabled them.
 
-    A stored event is written when the block is planned, while its request is at hand, and
+    A stored event is made when its block is planned, since the request may be gone later. It is
     published when the block can be loaded.
     """
 
@@ -60,13 +60,13 @@ class EventLog:
         hashes: Sequence[Sequence[bytes]],
         blocks: Iterable[tuple[int, int]],
     ) -> None:
-        """Blocks of a request, as (group, block number), are about to be stored."""
+        """Prepare the events of a request's blocks (group, block number) that are being stored."""
         if not self._enabled:
             return
         for group, block in blocks:
             size = self._groups[group].block_tokens
             start, end = block * size, (block + 1) * size
-            # What beside the tokens is in the hash: adapter, images, salt, embeddings.
+            # The hash covers more than tokens: adapter, images, salt and embeddings.
             extra, _ = generate_block_hash_extra_keys(request, start, end, 0)
             kind, window = self._kinds[group]
             lora = request.lora_request
@@ -92,10 +92,10 @@ class EventLog:
         hashes: Sequence[Sequence[bytes]],
         blocks: Sequence[tuple[int, bytes]],
     ) -> None:
-        """Blocks of a request, as (group, hash), came to the host tier from a lower tier."""
+        """Publish a request's blocks (group, hash) that were prefetched into the host tier."""
         if self._enabled:
             places = [{name: place for place, name in enumerate(row)} for row in hashes]
-            # Another request may have taken the id of one that was given up.
+            # The prefetching request may be gone and its id reused, so skip unknown hashes.
             known = [(group, name) for group, name in blocks if name in places[group]]
             self.planned(request, hashes, ((group, places[group][name]) for group, name in known))
             self.settled(known)
@@ -103,7 +103,7 @@ class EventLog:
     def settled(
         self, stored: Iterable[tuple[int, bytes]], dropped: Iterable[tuple[int, bytes]] = ()
     ) -> None:
-        """Planned blocks, as (group, hash), can be loaded from now on, or were not stored."""
+        """Publish planned blocks (group, hash) that can be loaded now; forget those not stored."""
         for key in stored:
             event = self._planned.pop(key, None)
             if event is not None:
@@ -112,7 +112,7 @@ class EventLog:
             self._planned.pop(key, None)
 
     def removed(self, blocks: Iterable[RemovedBlock]) -> None:
-        """Blocks left the host tier."""
+        """Publish that blocks left the host tier."""
         if self._enabled:
             self._ready.extend(
                 BlockRemoved(
@@ -125,7 +125,7 @@ class EventLog:
             )
 
     def cleared(self) -> None:
-        """The tier was reset. vLLM's reset of its own cache tells subscribers."""
+        """Forget planned events after a reset. vLLM's own reset event tells subscribers."""
         self._planned.clear()
 
     def take(self) -> list[KVCacheEvent]:

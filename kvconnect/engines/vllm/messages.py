@@ -1,4 +1,4 @@
-"""Messages between scheduler and workers of the connector, through vLLM's own channels."""
+"""Messages between the connector's scheduler and workers, sent through vLLM."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from kvconnect.tiers.messages import TierAnswer, TierInstructions
 
 @dataclass
 class WorkerHello(KVConnectorHandshakeMetadata):
-    """A worker as it came up: how many slots its host tier has, their size in bytes, where it
-    hands out blocks (None if it does not), and whether it can receive any."""
+    """A worker after its start: its host slots and their size in bytes, the (host, port) where it
+    sends blocks (None if it does not), and whether it receives blocks."""
 
     num_slots: int
     slot_bytes: int
@@ -32,9 +32,12 @@ class WorkerHello(KVConnectorHandshakeMetadata):
 
 @dataclass
 class StepInstructions(KVConnectorMetadata):
-    """One step's work, scheduler to every worker; ``epoch`` numbers the engine's incarnation.
-    ``idle``: the step computes nothing, it is made for the sake of transfers. ``greet``: workers
-    are to say who they are; vLLM hands that over for one connector only."""
+    """One step's work, scheduler to every worker.
+
+    ``epoch`` identifies the engine's incarnation. ``idle``: the step computes nothing and only
+    serves transfers. ``greet``: workers answer with their hellos, which vLLM itself passes on for
+    one connector only.
+    """
 
     offload: OffloadInstructions = field(default_factory=OffloadInstructions)
     tiers: TierInstructions = field(default_factory=TierInstructions)
@@ -46,11 +49,14 @@ class StepInstructions(KVConnectorMetadata):
 
 @dataclass
 class StepReports(KVConnectorWorkerMetadata):
-    """Jobs that ended, workers to scheduler; one entry per worker and job.
+    """Results of a step, workers to scheduler. Finished jobs have one entry per worker.
 
-    ``reports`` are those of the host tier, ``arrivals`` those of hand-offs received, ``answers``
-    those of the tiers below host memory; ``notices`` say what the other side did with a hand-off
-    sent. ``hellos`` are those of workers that were asked, by (pipeline rank, tensor rank).
+    Attributes:
+        reports: jobs of the host tier.
+        arrivals: received hand-offs.
+        notices: what readers did with sent hand-offs.
+        answers: jobs of the lower tiers.
+        hellos: answers to ``greet``, by (pipeline rank, tensor rank).
     """
 
     reports: list[JobReport] = field(default_factory=list)
@@ -60,7 +66,7 @@ class StepReports(KVConnectorWorkerMetadata):
     hellos: dict[tuple[int, int], WorkerHello] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReports:
-        """Return this step's reports of both."""
+        """Return the combined reports of both."""
         assert isinstance(other, StepReports)
         return StepReports(
             self.reports + other.reports,

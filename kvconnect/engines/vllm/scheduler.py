@@ -1,4 +1,4 @@
-"""The connector in vLLM's scheduler: turns its calls into events of the plan."""
+"""The connector in vLLM's scheduler: turns vLLM's calls into events of the plans."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NOTHING = StepInstructions()
-_STORE_SHARE = 0.25  # of the device's blocks may be held by stores; the rest is the engine's
+_STORE_SHARE = 0.25  # of device blocks that stores may hold; the rest is for the engine
 
 
 class _Match(NamedTuple):
-    """What :meth:`ConnectorScheduler.match` answered for a request that is not admitted yet."""
+    """Answer of :meth:`ConnectorScheduler.match` for a request that is not admitted yet."""
 
     local_tokens: int
     sync: bool = False  # load inside the step
-    handoff: bool = False  # brought by another engine
+    handoff: bool = False  # another engine sends the blocks
 
 
 class SchedulerObserver(Protocol):
-    """Is told what the scheduler did, on the scheduler's thread. It must not raise."""
+    """Observes the scheduler. Called on the scheduler's thread; must not raise."""
 
     def request_added(self, request: Request, transfer: TransferId | None) -> None:
         """A request arrived; other engines may ask for ``transfer``."""
 
     def looked_up(self, req_id: str, seconds: float, waits: bool) -> None:
-        """A lookup that took ``seconds`` has ended; it is repeated if the request ``waits``."""
+        """A lookup took ``seconds``; it is repeated if the request ``waits``."""
 
     def admitted(
         self, req_id: str, loaded_tokens: int, tiers: Mapping[Tier, int], handoff: bool
@@ -76,16 +76,16 @@ class SchedulerObserver(Protocol):
         """The instructions of a step go to the workers."""
 
     def reports_taken(self, reports: StepReports) -> None:
-        """The workers' answers of a step were taken."""
+        """The workers' reports of a step have been handled."""
 
     def request_finished(self, req_id: str) -> None:
         """A request is over. Its jobs may still be open."""
 
 
 class ConnectorScheduler:
-    """Owned by the scheduler's thread. Idle until the workers said how many slots they have."""
+    """Owned by the scheduler's thread. Stores and loads nothing before :meth:`greet`."""
 
-    device: DeviceBlocks  # vLLM hands its pool over right after construction
+    device: DeviceBlocks  # set right after construction, when vLLM passes its block pool
 
     def __init__(
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config
@@ -99,7 +99,7 @@ class ConnectorScheduler:
         held_blocks = max(1, int(blocks * _STORE_SHARE))
         self._limits = OffloadLimits(workers, config.deadline_s, held_blocks)
         self._requests = LiveRequests()
-        # Of requests asked about and not admitted yet; None for one that reads no cache.
+        # Requests that were matched and not admitted yet; None: the request reads no cache.
         self._matched: dict[str, _Match | None] = {}
         self._slot_bytes = 0
         self._gauges = Gauges()
@@ -109,11 +109,11 @@ class ConnectorScheduler:
         self.tiers: TierScheduler | None = None
 
     def greet(self, hellos: Mapping[tuple[int, int], WorkerHello], alone: bool = True) -> None:
-        """Learn the workers' host tiers and addresses; the smallest tier counts, since all use the
-        same slots. ``alone``: this is the engine's only connector.
+        """Take the workers' host tiers and addresses. The smallest tier sets the number of slots,
+        since all workers use the same slots. ``alone``: this is the engine's only connector.
 
         Raises:
-            Incompatible: not every worker answered.
+            Incompatible: a worker's hello is missing.
         """
         workers = self._limits.workers
         if len(hellos) != workers:
@@ -132,7 +132,7 @@ class ConnectorScheduler:
         logger.info("host tier: %d blocks, %.2f GiB over %d workers", num_slots, gib, workers)
 
     def add_request(self, request: Request) -> TransferId | None:
-        """A request arrived; return the transfer that other engines may ask for, if any."""
+        """Add a new request; return the transfer that other engines may ask for, if any."""
         self.device.wake()
         self._requests[request.request_id] = request
         if self._requests.may_reuse(request):
@@ -144,8 +144,8 @@ class ConnectorScheduler:
         return transfer
 
     def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
-        """Return (tokens that can be added to ``local_tokens``, whether asynchronously): all a
-        hand-off brings, or what the host tier has. None: ask again at the next step."""
+        """Return (tokens available after ``local_tokens``, whether they load asynchronously). They
+        come from a hand-off, else from the host tier. None: ask again at the next step."""
         if self.observer is None:
             return self._match(request, local_tokens)
         began, answer = time.monotonic(), self._match(request, local_tokens)
@@ -155,7 +155,7 @@ class ConnectorScheduler:
     def _match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         req_id = request.request_id
         if request.skip_reading_prefix_cache:
-            self.handoff.decline(req_id)  # it needs its prompt computed here
+            self.handoff.decline(req_id)  # the prompt must be computed here
             self._matched[req_id] = None
             return 0, False
         arriving = self.handoff.match(request, local_tokens)
@@ -165,8 +165,8 @@ class ConnectorScheduler:
         if not self._requests.may_reuse(request):
             self._matched[req_id] = None
             return 0, False
-        # The engine samples from the last token's output, so a windowed group's load must leave
-        # that token (and with it the window before it) to compute.
+        # The engine computes the last token to sample from it. With a windowed group, the load must
+        # end before that token, so that the window before it is there.
         whole = all(group.is_full for group in self.plan.groups)
         limit = request.num_tokens if whole else request.num_tokens - 1
         hashes = self._hashes(request)
@@ -175,11 +175,11 @@ class ConnectorScheduler:
             return None, False
         found = self.plan.match(req_id, hashes, local_tokens, limit)
         if req_id in self.handoff.failed and req_id in self._matched:
-            found = 0  # vLLM (0.32) did not admit this load and may never do, see `failed`
-        # Pages on offer leave while the step runs, when it is not known yet that a load failed.
+            found = 0  # vLLM 0.32 did not admit this load and may never do so, see `failed`
+        # A load inside the step must not fail while offered pages are sent: they would be wrong.
         most, others = self._config.offload.sync_load_bytes, len(self._requests) - 1
         sync = _inside_step(self.plan, found, self._slot_bytes, most, others)
-        # Inside a step, the last block of a prompt that is there as a whole would be computed.
+        # If the whole prompt is found, a load inside the step leaves its last block to compute.
         whole_prompt = local_tokens + found >= request.num_tokens
         sync = sync and not self.handoff.leases and not whole_prompt
         self._matched[req_id] = _Match(local_tokens, sync)
@@ -188,15 +188,15 @@ class ConnectorScheduler:
     def after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external: int
     ) -> Mapping[Tier, int]:
-        """The engine admitted the request and allocated its blocks; plan the load, if any. Return
-        how many of its tokens come from each tier; none of them if another engine brings them."""
+        """Plan the load of a request whose blocks the engine has allocated. Return how many of its
+        tokens come from each tier; empty for a hand-off."""
         if request.request_id not in self._matched:
             return {}  # called again for a request whose load is done
         match = self._matched.pop(request.request_id)
         if self._requests.may_reuse(request):
-            self.plan.add_request(request.request_id)  # after a preemption its blocks are new
+            self.plan.add_request(request.request_id)  # a preemption replaced its blocks
         if match is None:
-            return {}  # it reads no cache
+            return {}  # the request reads no cache
         tiers = self._admit(request, blocks, match, num_external)
         if self.observer is not None:
             self.observer.admitted(request.request_id, num_external, tiers, match.handoff)
@@ -209,7 +209,7 @@ class ConnectorScheduler:
         if handoff and num_external:
             self.handoff.after_alloc(request, blocks, local_tokens, num_external)
             return {}
-        if handoff:  # the engine found out that it needs nothing
+        if handoff:  # the engine needs none of its tokens
             self.handoff.decline(request.request_id)
         total, hashes = local_tokens + num_external, self._hashes(request)
         if num_external:
@@ -221,7 +221,7 @@ class ConnectorScheduler:
         return hits
 
     def build_step(self, output: SchedulerOutput) -> StepInstructions:
-        """Plan the stores of this step and hand out its instructions."""
+        """Plan the stores of this step; return its instructions for the workers."""
         now = time.monotonic()
         self.device.release_stored(self.plan.jobs.expire(now))
         for req_id, computed in self.plan.due(translate.computed_tokens(output)):
@@ -246,16 +246,16 @@ class ConnectorScheduler:
         return step
 
     def on_reports(self, reports: StepReports | None, failed: Collection[int] = ()) -> None:
-        """Take the workers' answers of a step, and the device blocks that a load failed to fill."""
+        """Take a step's reports of the workers, and the device blocks that no load filled."""
         now = time.monotonic()
         self.plan.load_mode.ended(now)
         self._gauges.moved |= reports is not None
         reports = reports or StepReports()
-        if reports.hellos and not self.handoff.greeted:  # steps overlap: they may come twice
+        if reports.hellos and not self.handoff.greeted:  # hellos may come twice: steps overlap
             self.greet(reports.hellos, alone=False)
         if failed and _foreign_failures(reports, failed):
-            # A step computed with blocks that another connector failed to load, so no copy in
-            # flight may be used.
+            # A step computed with blocks that another connector failed to load: copies in flight
+            # may be wrong.
             self.device.release_stored(self.plan.jobs.void_stores())
             self.handoff.leases.withdraw_all(now)
         self.device.release(self.handoff.on_reports(reports.arrivals, reports.notices, now))
@@ -277,8 +277,8 @@ class ConnectorScheduler:
             self.observer.reports_taken(reports)
 
     def finish_request(self, request: Request) -> dict[str, Any] | None:
-        """The request is over; blocks still being stored or handed off stay held until that is
-        done. Return what the answer says in ``kv_transfer_params``."""
+        """End a request; return the ``kv_transfer_params`` of its response. Blocks that are being
+        stored or handed off stay held until that ends."""
         self._gauges.moved = True
         self._requests.pop(request.request_id, None)
         self._matched.pop(request.request_id, None)
@@ -294,7 +294,7 @@ class ConnectorScheduler:
         return answer
 
     def reset(self) -> None:
-        """Forget the whole host tier, as the engine forgets its prefix cache."""
+        """Forget all blocks of the host tier: the engine resets its prefix cache."""
         self._gauges.moved = True
         self.device.release_stored(self.plan.reset())
         if self.tiers is not None:
@@ -303,7 +303,7 @@ class ConnectorScheduler:
         self.events.cleared()
 
     def take_stats(self) -> KVConnectStats | None:
-        """Return what was counted since the last call, with the gauges if one moved."""
+        """Return the counts since the last call, with the gauges if one changed."""
         now = time.monotonic()
         if self._gauges.due(now, at_rest=not self._requests and not self.busy):
             tiers = self.tiers.gauges() if self.tiers else ()
@@ -335,7 +335,7 @@ class ConnectorScheduler:
 
 
 def _foreign_failures(reports: StepReports, failed: Collection[int]) -> set[int]:
-    """Return those failed device blocks that no load or receive of this connector reports."""
+    """Return the failed device blocks that no load or receive of this connector reports."""
     jobs = chain(reports.reports, reports.arrivals)
     return set(failed).difference(f.block_id for report in jobs for f in report.failures)
 
@@ -352,7 +352,8 @@ def _make_plan(
 
 
 def _settings_for(vllm_config: VllmConfig, config: Config) -> Config:
-    """A step that overlaps the one whose load failed would sample from bad blocks."""
+    """Return ``config``, without loads inside the step if steps overlap: the step after a failed
+    load would sample from bad blocks."""
     if not config.offload.sync_load_bytes or vllm_config.max_concurrent_batches == 1:
         return config
     if config.offload.sync_load_bytes != AUTO:
@@ -361,8 +362,8 @@ def _settings_for(vllm_config: VllmConfig, config: Config) -> Config:
 
 
 def _inside_step(plan: OffloadPlan, tokens: int, slot_bytes: int, most: int, others: int) -> bool:
-    """Whether a load runs inside the step. Not where a request must start over when its load fails,
-    which the engine does to parked requests only."""
+    """Return whether a load runs inside the step. If a failed load makes the request start over, it
+    does not: the engine restarts parked requests only."""
     if not tokens or not keeps_prefix(plan.groups):
         return False
     blocks = tokens // plan.groups[0].block_tokens

@@ -1,4 +1,4 @@
-"""KVConnect's statistics and metrics in the shapes vLLM expects."""
+"""KVConnect's statistics and metrics in vLLM's classes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kvconnect.stats import OffloadingConnectorStats
 
 
 class KVConnectStats(OffloadingConnectorStats, KVConnectorStats):
-    """:class:`OffloadingConnectorStats` that vLLM can carry, of the scheduler and of a worker."""
+    """:class:`OffloadingConnectorStats` that vLLM can send between its processes."""
 
 
 class KVConnectPromMetrics(KVConnectorPromMetrics):
-    """Registers the catalogue with the classes and labels vLLM hands in."""
+    """Registers KVConnect's metrics with vLLM's classes and labels."""
 
     def __init__(
         self,
@@ -34,37 +34,37 @@ class KVConnectPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         labels = labelnames, per_engine_labelvalues
         self._metrics = PromMetrics(metric_types, *labels, aliases=False)
-        # vLLM's own names are for other connectors first, and under MultiConnector these may
-        # register theirs next. A server does all of that before its event loop turns again.
-        with contextlib.suppress(RuntimeError):  # no loop: with the first payload
+        # Aliases are metric names of vLLM's own connectors, which have precedence. Under
+        # MultiConnector they may register after this, but before the event loop runs again.
+        with contextlib.suppress(RuntimeError):  # without a loop, observe adds them
             asyncio.get_running_loop().call_soon(self._metrics.add_aliases)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one interval's deltas to the engine's series."""
+        """Add the counts of one interval to the engine's series."""
         self._metrics.add_aliases()
         self._metrics.observe(transfer_stats_data, engine_idx)
 
 
-# Which gauges the scheduler publishes, and when.
+# Gauges of the scheduler.
 
 
-_LOOK_S = 0.1  # between two looks at the gauges while the engine works
+_LOOK_S = 0.1  # between two reads of the gauges while the engine works
 
 
 class Gauges:
-    """The gauges that were published last, and whether they may have moved since.
+    """The last published gauges, and whether they may have changed since (``moved``).
 
-    Reading them takes a tenth of a millisecond: too much for every step, and nobody looks that
-    often. But what an engine comes to rest with stays on display.
+    Reading all gauges takes a tenth of a millisecond, too long for every step. When the engine
+    comes to rest, they are read once more, since their last values stay visible.
     """
 
     def __init__(self) -> None:
         self.moved = True
         self._values: dict[tuple[str, str | None], float] = {}
-        self._looked = 0.0  # when
+        self._looked = 0.0  # when the gauges were last read
 
     def due(self, now: float, at_rest: bool) -> bool:
-        """Whether to look at them again. The oldest hold's age moves by itself."""
+        """Return whether to read the gauges: at least every second, since ages change always."""
         return now - self._looked >= (_LOOK_S if self.moved else 1.0) or (self.moved and at_rest)
 
     def publish(
@@ -73,11 +73,11 @@ class Gauges:
         stats: OffloadingConnectorStats,
         now: float,
     ) -> None:
-        """Set all gauges in ``stats`` if one has moved: some series are quotients of two."""
+        """Set all gauges in ``stats`` if one has changed: some series are quotients of two."""
         self.moved, self._looked = False, now
         found: dict[tuple[str, str | None], float] = {}
         for name, value, label in read:
-            # Only the age has several sources; in whole seconds, it seldom moves.
+            # Only the age has several sources. Rounded to seconds, it changes seldom.
             found[name, label] = max(int(value), found.get((name, label), 0))
         if found == self._values:
             return

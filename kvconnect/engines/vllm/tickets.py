@@ -1,4 +1,4 @@
-"""Tickets in ``kv_transfer_params``: this engine issues its own and verifies those of others."""
+"""Tickets in ``kv_transfer_params``: issues those of this engine and verifies those of others."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ CARD_EXPIRY_KEY = "kvconnect_card_expires_in"
 
 
 def _transfer_id(raw: bytes, content: bytes) -> TransferId:
-    """Return the id of a transfer of this prompt content. Both sides derive it, so that blocks of
-    one prompt can never be taken for those of another."""
+    """Return the id of a transfer of this prompt content. Both sides derive it, so that no reader
+    can take blocks of another prompt."""
     return TransferId(hashlib.sha256(raw + content).digest()[:16])
 
 
@@ -55,7 +55,7 @@ class TicketIssuer:
         self._raw_ids: dict[str, bytes] = {}  # by request: the transfer id that the router knows
 
     def request_standing_ticket(self, req_id: str, rank: int) -> None:
-        """A request asks for a standing ticket, of the engine with this rank or of any (-1).
+        """Note a request for a standing ticket of the engine with this rank, or of any (-1).
 
         Raises:
             Refused: the request must name this engine's rank.
@@ -74,8 +74,8 @@ class TicketIssuer:
         self, req_id: str, transfer: TransferId | None, tokens: int, alone: bool = True
     ) -> dict[str, Any] | None:
         """Return the ``kv_transfer_params`` of a finished request: a standing ticket, a ticket for
-        ``transfer`` if its blocks stay available, or None. If two connectors return the same key,
-        MultiConnector ends the engine; so a connector that is not ``alone`` returns its own only.
+        ``transfer`` if its blocks stay available, or None. MultiConnector ends the engine if two
+        connectors return the same key, so without ``alone`` the keys are only KVConnect's.
         """
         raw = self._raw_ids.pop(req_id, b"")
         if req_id in self._standing:
@@ -93,7 +93,7 @@ class TicketIssuer:
         if not alone:
             return ticket
         first = self.source.endpoints[0]
-        return {  # keys of vLLM's own connectors, for proxies; only the ticket counts
+        return {  # keys of vLLM's own connectors, for proxies; KVConnect reads only the ticket
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self.source.engine_id,
@@ -109,7 +109,7 @@ class TicketIssuer:
         """Verify a request's ticket; return the transfer that it may receive.
 
         A request with nothing to load (``tokens`` 0) is not compared with its ticket: requests
-        that vLLM's front end rejected look like this, and the prefill engine must be told.
+        that vLLM's front end rejected look the same, and the prefill engine must be told of them.
 
         Raises:
             Refused: the ticket is invalid, or for another prompt.

@@ -1,4 +1,4 @@
-"""A vLLM worker's tiers below host memory: under which formats and names its blocks are kept."""
+"""Makes the stores of a vLLM worker's lower tiers, and the formats of the blocks in them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Cache(NamedTuple):
-    """All that says what a block's bytes are."""
+    """Everything that determines the bytes of a block."""
 
     vllm_config: VllmConfig
     kv_cache_config: KVCacheConfig
@@ -46,10 +46,10 @@ def make_lower_tiers(
     kv_caches: Mapping[str, torch.Tensor],
     host: tuple[HostArena, Geometry],
 ) -> TierWorker | None:
-    """Return a worker's tiers below its host tier, None if there are none.
+    """Return a worker's lower tiers; None if none is configured.
 
     Raises:
-        ConfigError: a tier cannot be used as it is set.
+        ConfigError: a tier cannot be used with its settings.
     """
     if not (config.tiers.disk or config.tiers.remote):
         return None
@@ -65,9 +65,9 @@ def make_lower_tiers(
 def stored_format(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """Return what stored blocks depend on beside their tokens and how ranks divide them.
+    """Return the fields that stored blocks depend on, besides their tokens and the ranks' division.
 
-    It outlives the engine, so models are told apart by their weights, not by their name.
+    Stored blocks outlive the engine, so the weights identify the model, not its name.
     """
     model = vllm_config.model_config
     dummy = vllm_config.load_config.load_format == "dummy"
@@ -83,14 +83,14 @@ def stored_format(
 
 
 def _names(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """Return what blocks are called by: their tokens, or vLLM's hashes."""
+    """Return how blocks are named: ``tokens``, or the algorithm of vLLM's hashes."""
     if named_by_tokens(translate.cache_groups(kv_cache_config)):
         return "tokens"
     return str(vllm_config.cache_config.prefix_caching_hash_algo)
 
 
 def _draft(config: Any) -> str:
-    """Return the weights of the draft model, whose layers may be cached with the model's own."""
+    """Return the draft model's identity: its layers may be cached with the model's own."""
     model = getattr(config, "draft_model_config", None)
     if model is None:
         return ""
@@ -98,7 +98,7 @@ def _draft(config: Any) -> str:
 
 
 def _make_disk(cache: _Cache, fields: Mapping[str, Any], settings: Mapping[str, Any]) -> Store:
-    """Return the worker's own disk store, which keeps slots as they are."""
+    """Return the worker's own disk store, which stores slots unchanged."""
     parallel = cache.vllm_config.parallel_config
     own = {**fields, "rank": _rank(cache.vllm_config), "layout": _layout(cache)}
     owner = f"dp{parallel.data_parallel_index}-rank{parallel.rank}"
@@ -106,8 +106,8 @@ def _make_disk(cache: _Cache, fields: Mapping[str, Any], settings: Mapping[str, 
 
 
 def _make_remote(cache: _Cache, fields: Mapping[str, Any], config: Config) -> Store:
-    """Records that ranks of other tensor parallelism read, if the cache can be cut into them; and
-    SGLang, if there is nothing in it but K and V."""
+    """Return the remote store, shared as widely as the cache allows: with SGLang if it has only K
+    and V, else with vLLM of any tensor parallelism, else with engines of the same ranks."""
     from kvconnect.tiers.backends.head_sharded import HeadShardedStore
 
     make = partial(make_remote, config.tiers.remote, keys=record_keys(config.network))
@@ -129,7 +129,7 @@ def _make_remote(cache: _Cache, fields: Mapping[str, Any], config: Config) -> St
 
 
 def _units(cache: _Cache) -> tuple[list[Sequence[HeadUnit]], list[list[Any]]]:
-    """Return the units of a block of each group, and what their bytes depend on."""
+    """Return, per group, the units of a block and the format of their bytes."""
     pages = translate.handoff_pages(cache.kv_cache_config, cache.kv_caches)
     apart = translate.can_split_pages(cache.vllm_config, cache.kv_caches)
     parallel = cache.vllm_config.parallel_config
@@ -139,7 +139,7 @@ def _units(cache: _Cache) -> tuple[list[Sequence[HeadUnit]], list[list[Any]]]:
     groups = cache.kv_cache_config.kv_cache_groups
     for group, layers, geometry in zip(groups, pages, cache.geometry.groups, strict=True):
         total = translate.total_kv_heads(cache.vllm_config, group.kv_cache_spec)
-        heads = head_range(parallel.rank % tp, tp, total)  # also where ranks share a head
+        heads = head_range(parallel.rank % tp, tp, total)  # ranks may share a head
         layouts.append(units(geometry, [(layer,) for layer in layers], heads, total, apart))
         unit = unit_heads(total, layers[0].heads)
         page = 1 if apart else layers[0].tokens
@@ -150,7 +150,7 @@ def _units(cache: _Cache) -> tuple[list[Sequence[HeadUnit]], list[list[Any]]]:
 
 
 def _layout(cache: _Cache) -> list[Any]:
-    """Return how a slot's bytes come from the device's, layer by layer."""
+    """Return how a slot's bytes map to the device's: each layer's view, and the byte runs."""
     there = sorted(cache.kv_caches.items(), key=lambda item: item[1].storage_offset())
     views = [[name, list(view.shape[1:]), list(view.stride()[1:])] for name, view in there]
     runs = [[run.length for run in group.segments] for group in cache.geometry.groups]
@@ -163,23 +163,23 @@ def _rank(config: VllmConfig) -> str:
 
 
 def _stage(config: VllmConfig) -> str:
-    """Return which layers a worker has; the names of layers say it, but for MLA's one head."""
+    """Return a worker's pipeline stage. Layer names tell it too, except for MLA's single head."""
     parallel = config.parallel_config
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     return f"{parallel.rank // tp % pp} of {pp}"
 
 
-# Records that engines of both kinds read.
+# Records that both vLLM and SGLang read.
 
 
 _ROWS = {"FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION"}
 _PLANES = {"CPU_ATTN:vec", "CPU_ATTN:vec16"}
-"""Attention kernels whose rows have K and then V; and those that keep K in planes."""
+"""Attention kernels whose rows are K followed by V, and those that keep K in planes."""
 
 
 class _PlainRows(NamedTuple):
-    """A cache of nothing but K and V as the model computed them: numbers and rows of the layers,
-    the values' type, and the bytes of K and of V in a row."""
+    """A cache of only K and V as the model computed them: the layers' numbers and rows, the
+    values' type, and the bytes of K and of V in a row."""
 
     layers: tuple[int, ...]
     rows: Sequence[Rows]
@@ -193,10 +193,10 @@ def records_for_all(
     kv_caches: Mapping[str, torch.Tensor],
     geometry: Geometry,
 ) -> tuple[RecordFormat, Sequence[HeadUnit]]:
-    """Return the format of this worker's blocks as SGLang has it too, and their units.
+    """Return the format of this worker's blocks that SGLang shares, and the units of a block.
 
     Raises:
-        Incompatible: only engines of vLLM can use them. The message says why.
+        Incompatible: SGLang cannot use the blocks. The message says why.
     """
     model = config.model_config
     overrides = model.hf_overrides
@@ -231,10 +231,10 @@ def records_for_all(
 def _plain_rows(
     config: VllmConfig, cache: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
 ) -> _PlainRows:
-    """Return where a cache has K and V, if it is one of full attention only.
+    """Return where K and V are in a cache of one full-attention group.
 
     Raises:
-        Incompatible: it is another one. The message says why.
+        Incompatible: the cache is of another kind. The message says why.
     """
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
     if [type(spec) for spec in specs] != [FullAttentionSpec]:

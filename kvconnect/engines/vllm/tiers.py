@@ -1,4 +1,4 @@
-"""The tiers below host memory in vLLM's scheduler: its calls turned into events of their plan."""
+"""Lower tiers in vLLM's scheduler: turns its calls into events of :class:`TierPlan`."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SHARE = 0.25  # of the host tier may be pinned by write-backs, and as much by prefetches
-_STEPS = 8  # under way at a time, by far
+_SHARE = 0.25  # of host slots that write-backs may pin; prefetches may pin as many
+_STEPS = 8  # more than an engine ever has in flight
 
 
 class _Step(NamedTuple):
-    """When a step began, the prompt tokens it computes, and the mean of those before each."""
+    """Start of a step, its number of prompt tokens, and the mean number of tokens before each."""
 
     began: float
     tokens: int
@@ -54,7 +54,7 @@ class _Step(NamedTuple):
 
 
 class TierScheduler:
-    """Owned by the scheduler's thread. ``slot_bytes`` are those of a block over all workers."""
+    """Owned by the scheduler's thread. ``sizes``: (workers, bytes of a block over all workers)."""
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class TierScheduler:
         decides = config.tiers.load_when == "faster"
         self._cost = CostModel(groups[0].block_tokens) if decides else None
         self._names = BlockNames(groups)
-        self._keys: dict[tuple[int, bytes], bytes] = {}  # of blocks that are being stored
+        self._keys: dict[tuple[int, bytes], bytes] = {}  # of blocks being stored, by (group, hash)
         self._steps: deque[_Step] = deque(maxlen=_STEPS)
-        self._ended = 0.0  # when the last step did
+        self._ended = 0.0  # when the last step ended
         self.plan = TierPlan(index, groups, stats, limits, self._choose, self._fetched)
 
     def ask(
@@ -90,15 +90,15 @@ class TierScheduler:
         tokens: tuple[int, int],
         now: float,
     ) -> bool:
-        """Whether a request that could use tokens [start, end) should ask again later."""
+        """Look up a request's tokens [start, end); return whether it should ask again later."""
         wanted = self._names.wanted(request, hashes, tokens)
         return self.plan.lookup(request.request_id, wanted, now)
 
     def admitted(
         self, request: Request, hashes: Sequence[Sequence[bytes]], tokens: tuple[int, int]
     ) -> dict[Tier, int]:
-        """A request was given device blocks, and its load of tokens [start, end) is planned; return
-        how many of them came from below, by tier."""
+        """A request has device blocks, and its load of tokens [start, end) is planned. Return how
+        many of the tokens came from each lower tier."""
         if self.plan.write_backs.reused:
             wanted = self._names.wanted(request, hashes, tokens)
             for number, row in wanted.rows(self._groups):
@@ -110,14 +110,14 @@ class TierScheduler:
     def name(
         self, request: Request, hashes: Sequence[Sequence[bytes]], new: Sequence[tuple[int, int]]
     ) -> None:
-        """Blocks (group, number) of a request are being stored in the host tier."""
+        """Keep the keys of a request's blocks (group, number) that are being stored on the host."""
         if new:
             wanted = self._names.wanted(request, hashes, (0, 0))
             blocks = [(group, hashes[group][block]) for group, block in new]
             self._keys.update((block, wanted.key(*block)) for block in blocks)
 
     def settled(self, settled: SettledJob) -> None:
-        """A job of the host tier ended."""
+        """Tell the plan which blocks a finished job stored in the host tier."""
         for block in settled.stored:
             key = self._keys.pop(block, None)
             if key is not None:
@@ -126,7 +126,7 @@ class TierScheduler:
             self._keys.pop(block, None)
 
     def forget(self, req_id: str) -> None:
-        """The request is over."""
+        """Drop the state of a finished request."""
         self._names.forget(req_id)
         self.plan.forget(req_id)
 
@@ -137,8 +137,8 @@ class TierScheduler:
         return self.plan.take(now)
 
     def on_answers(self, answers: Iterable[TierAnswer], now: float) -> list[Promoted]:
-        """Take the workers' answers at the end of a step, and learn what it took. Return which
-        blocks the host tier has now."""
+        """Take the workers' answers at the end of a step, and measure the step. Return the blocks
+        that were prefetched into the host tier."""
         if self._cost is not None and self._steps:
             began, tokens, context = self._steps.popleft()
             self._cost.prefilled(tokens, now - max(began, self._ended), context)
@@ -147,17 +147,17 @@ class TierScheduler:
         return [came for came in found if came is not None]
 
     def reset(self) -> None:
-        """Weights may be others from now on: what is stored goes by names nobody else knows."""
+        """Start a new random scope of keys, shared with no other engine: the weights may change."""
         self._names.reset(os.urandom(16))
         self._keys.clear()
         self.plan.reset()
 
     def gauges(self) -> Iterator[tuple[str, float, str | None]]:
-        """Yield (name, value, label) of what is going on."""
+        """Yield gauges as (name, value, label)."""
         return self.plan.gauges()
 
     def _choose(self, offer: LookupResult) -> PrefetchDecision:
-        """Weigh bringing blocks up against computing them."""
+        """Decide how many of the found blocks to prefetch rather than compute."""
         if self._cost is None:
             self._stats.count("tier_decisions", label=LoadReason.LOAD.value)
             return PrefetchDecision(len(offer.tiers))
@@ -176,63 +176,63 @@ class TierScheduler:
 
 
 def _prompt_tokens(output: SchedulerOutput) -> tuple[int, float]:
-    """Return the prompt tokens of a step, and how many tokens are before each on average."""
+    """Return a step's number of prompt tokens, and the mean number of tokens before each."""
     tokens, context = 0, 0.0
     for req_id, end in translate.computed_tokens(output):
         count = output.num_scheduled_tokens[req_id]
-        if count > 1:  # others decode
+        if count > 1:  # a request with one token decodes
             tokens += count
             context += count * (end - count / 2)
     return tokens, context / tokens if tokens else 0.0
 
 
-# What vLLM's blocks are called below the host tier: by their tokens, so that others find them.
+# Names of blocks in the lower tiers, made from tokens so that other engines find the blocks.
 
 
-MOST_ADAPTERS = 4096  # remembered; far more than an engine has loaded
+MOST_ADAPTERS = 4096  # limit on remembered adapters; an engine loads far fewer
 _NONE: Mapping[bytes, bytes] = MappingProxyType({})
 
 
 def named_by_tokens(groups: Sequence[CacheGroup]) -> bool:
-    """Whether blocks go by their tokens: where there is one size of them. Others, and prompts with
-    images or embeddings, go by vLLM's hashes."""
+    """Return whether blocks are named by their tokens: if there is one full-attention group. Other
+    blocks, and those of prompts with images or embeddings, are named by vLLM's hashes."""
     return len(groups) == 1 and groups[0].is_full
 
 
 class BlockNames:
-    """Names of live requests' blocks. Owned by the scheduler's thread."""
+    """Names of the blocks of live requests. Owned by the scheduler's thread."""
 
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
         self._tokens = groups[0].block_tokens if named_by_tokens(groups) else 0
         self._prefixes: dict[str, bytes] = {}
         self._names: dict[str, dict[bytes, bytes]] = {}
-        # What tells them apart, by name, number and path: vLLM numbers what it loads anew.
-        # Only those used last. The files of one that was forgotten may be others by now than those
-        # that were loaded, so from then on its blocks are for this engine alone.
-        self._forgotten = 0  # the highest number of one
+        # Identities of adapters by (name, number, path); vLLM gives each load a new number. The
+        # least recently used are forgotten. Files of a forgotten adapter may have changed since
+        # vLLM loaded them, so no other engine may share its blocks from then on.
+        self._forgotten = 0  # highest number of a forgotten adapter
         self._adapters: OrderedDict[tuple[str, int, str], bytes] = OrderedDict()
         self._generation = b""
 
     def wanted(
         self, request: Request, hashes: Sequence[Sequence[bytes]], tokens: tuple[int, int]
     ) -> LookupRequest:
-        """Return what a request could use of its tokens [start, end)."""
+        """Return the lookup of a request's tokens [start, end)."""
         return LookupRequest(
             hashes, *tokens, self._prefix(request), self._chain(request, hashes[0])
         )
 
     def forget(self, req_id: str) -> None:
-        """The request is over."""
+        """Drop the names of a finished request."""
         self._prefixes.pop(req_id, None)
         self._names.pop(req_id, None)
 
     def reset(self, generation: bytes) -> None:
-        """Blocks have names of another ``generation`` from now on."""
+        """Use another ``generation`` of weights in all keys from now on."""
         self._generation = generation
         self._prefixes.clear()
 
     def _prefix(self, request: Request) -> bytes:
-        """Return tenant and scope of a request, which its keys begin with."""
+        """Return a request's tenant and scope, the start of its keys."""
         known = self._prefixes.get(request.request_id)
         if known is None:
             lora = request.lora_request
@@ -242,8 +242,8 @@ class BlockNames:
         return known
 
     def _adapter(self, lora: LoRARequest) -> bytes:
-        """Return what tells an adapter from others: its files. Without any that can be read, it is
-        told from all that other engines have."""
+        """Return an adapter's identity, made from its files. If they cannot be read, it is random,
+        so that no other engine shares the adapter's blocks."""
         loaded = lora.lora_name, lora.lora_int_id, lora.lora_path
         known = self._adapters.get(loaded)
         if known is None:
@@ -262,13 +262,13 @@ class BlockNames:
         return known
 
     def _chain(self, request: Request, hashes: Sequence[bytes]) -> Mapping[bytes, bytes]:
-        """Return the names of a request's full blocks, by vLLM's hash."""
+        """Return the names of a request's full blocks, by vLLM's hash; empty to use the hashes."""
         if not self._tokens or request.mm_features or not is_of_tokens(request):
             return _NONE
         known = self._names.setdefault(request.request_id, {})
         done = len(known)
         if done < len(hashes):
-            if done and hashes[done - 1] not in known:  # it has other tokens now
+            if done and hashes[done - 1] not in known:  # the tokens have changed
                 known.clear()
                 done = 0
             parent = known[hashes[done - 1]] if done else seed_of(request.cache_salt or "")

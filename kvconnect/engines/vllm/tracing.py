@@ -1,7 +1,7 @@
 """Spans of traced requests in vLLM's scheduler, made from the events of its connector.
 
-vLLM makes a request's own span at the request's end, so these spans are its siblings: children of
-the span that the request's headers name.
+vLLM creates a request's own span when the request ends. So these spans are its siblings: children
+of the span that the request's headers name.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
 
 
 class _TracedRequest:
-    """Spans of one request. ``parent`` is what its headers name."""
+    """Spans of one request. ``parent``: context from its headers. Times: ns of the wall clock."""
 
     def __init__(self, tracer: Tracer, parent: Context, request: Request) -> None:
         self._tracer, self._parent, self._request = tracer, parent, request
         self._admitted = False
-        self._looked = (0, 0)  # when it was last looked up
-        self._fetch = [0, 0]  # from when to when it waited for a tier below host memory
+        self._looked = (0, 0)  # start and end of its last lookup
+        self._fetch = [0, 0]  # start and end of its wait for a lower tier
         self._prefill: Span | None = None  # while its prompt is computed
-        self._stored_at = 0  # when the first of its blocks was given a slot
+        self._stored_at = 0  # when its first store was planned
         self._stored_blocks = 0
-        self._storing = 0  # jobs
+        self._storing = 0  # store jobs that have not ended
         self._over = False
 
     def start(self, name: str, attributes: Attributes) -> Span:
-        """Return a span that begins now."""
+        """Start a span."""
         return self._tracer.start(name, self._parent, INTERNAL, None, attributes)
 
     def looked_up(self, began: int, waits: bool) -> None:
-        """It was looked up, and is to be looked up again if it ``waits``."""
+        """Record a lookup; if the request ``waits``, the lookup is repeated later."""
         now = time.time_ns()
         self._looked = began, now
         if waits:
@@ -60,8 +60,8 @@ class _TracedRequest:
             self._fetch[1] = self._fetch[1] or now
 
     def admitted(self, found: int, brought: Mapping[Tier, int], handoff: bool) -> None:
-        """It has device blocks: ``found`` tokens are loaded into them, or handed off; ``brought``
-        says from which tiers they come."""
+        """Record that the request has device blocks, for ``found`` tokens that are loaded, or
+        received in a ``handoff``. ``brought``: tokens by the tier that they come from."""
         if not self._admitted:
             came = int(self._request.arrival_time * 1e9)
             self._record("kvconnect.queue", (came, time.time_ns()), {})
@@ -76,7 +76,7 @@ class _TracedRequest:
         self._record("kvconnect.lookup", self._looked, {"kvconnect.found_tokens": found})
 
     def computes(self, tokens: int) -> None:
-        """A step computes tokens of its prompt."""
+        """Record a step that computes prompt tokens."""
         if self._prefill is None:
             prompt = self._request.num_prompt_tokens
             self._prefill = self.start("kvconnect.prefill", {"kvconnect.prompt_tokens": prompt})
@@ -84,11 +84,11 @@ class _TracedRequest:
 
     @property
     def has_output(self) -> bool:
-        """Whether its prompt is computed."""
+        """Whether the prompt has been computed."""
         return bool(self._request.num_output_tokens)
 
     def computed(self) -> None:
-        """Its first token is there, or there will be none."""
+        """End the prefill span: the request has its first token, or will never have one."""
         if self._prefill is not None:
             if not (self.has_output or translate.ended_well(self._request)):
                 fail(self._prefill, self._request.status.name)
@@ -96,18 +96,18 @@ class _TracedRequest:
             self._prefill = None
 
     def stores(self, blocks: int) -> None:
-        """A step's job stores blocks of it."""
+        """Count a store job with blocks of this request."""
         self._stored_at = self._stored_at or time.time_ns()
         self._stored_blocks += blocks
         self._storing += 1
 
     def stored(self) -> None:
-        """The job is done."""
+        """Record that a store job has ended."""
         self._storing -= 1
         self._end_store()
 
     def finish(self) -> None:
-        """It is over; its jobs end on their own."""
+        """Record that the request is over. Its store jobs may end later."""
         self.computed()
         self._over = True
         self._end_store()
@@ -123,7 +123,7 @@ class _TracedRequest:
 
 @dataclass(eq=False)
 class _TracedJob:
-    """A job that not all workers have answered; ``end`` takes what they say."""
+    """A job that some worker has not answered. ``end`` is called with all reports."""
 
     end: Callable[[Sequence[JobReport]], None]
     reports: list[JobReport] = field(default_factory=list)
@@ -131,29 +131,30 @@ class _TracedJob:
 
 @dataclass(eq=False)
 class _Hold:
-    """Blocks that a request keeps for another engine."""
+    """Blocks of a request that are held for another engine."""
 
     traced: _TracedRequest
-    span: Span | None = None  # once there are any
-    withdrawn: int = 0  # workers that have answered its end
+    span: Span | None = None  # set once blocks are offered
+    withdrawn: int = 0  # workers that have answered the withdrawal
     served: bool = False
 
 
 class RequestTracing:
     """Makes spans of requests whose headers carry a sampled trace; a
-    :class:`~kvconnect.engines.vllm.scheduler.SchedulerObserver`. ``workers`` answer each job."""
+    :class:`~kvconnect.engines.vllm.scheduler.SchedulerObserver`. ``workers`` workers answer each
+    job."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
         self._tracer = Tracer()
         self._traced: dict[str, _TracedRequest] = {}
         self._prefilling: dict[str, _TracedRequest] = {}
-        self._new_blocks: dict[_TracedRequest, int] = {}  # that this step stores
+        self._new_blocks: dict[_TracedRequest, int] = {}  # how many this step stores
         self._jobs: dict[JobId, _TracedJob] = {}
         self._holds: dict[TransferId, _Hold] = {}
 
     def request_added(self, request: Request, transfer: TransferId | None) -> None:
-        """See :class:`SchedulerObserver`; so for the methods below."""
+        """See :class:`SchedulerObserver`, also for the methods below."""
         parent = self._tracer.parent(request.trace_headers)
         if parent is not None:
             traced = _TracedRequest(self._tracer, parent, request)

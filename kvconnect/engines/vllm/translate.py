@@ -1,4 +1,4 @@
-"""vLLM's objects in KVConnect's words. The only file that changes with vLLM's version.
+"""Translates vLLM's objects into KVConnect's; the only module that depends on vLLM's version.
 
 Written against vLLM 0.32 and 0.33.
 """
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 
 def is_traced(config: VllmConfig) -> bool:
-    """Whether vLLM makes spans, and so has set OpenTelemetry up in its processes."""
+    """Return whether vLLM records spans; it has then set up OpenTelemetry in its processes."""
     return config.observability_config.otlp_traces_endpoint is not None
 
 
 def engines_beside(parallel: ParallelConfig) -> int:
-    """Return how many data-parallel engines were started together, this one included.
+    """Return how many data-parallel engines were started together, over all machines.
 
-    For models without experts, vLLM tells each engine that it is the only one; only this field
-    still has the number. On several machines it counts those of all.
+    For models without experts, vLLM sets ``data_parallel_size`` to 1 in each engine. Only
+    ``elastic_ep_max_dp_size`` keeps the number.
     """
     started: int = getattr(parallel, "elastic_ep_max_dp_size", None) or 1
     known: int = parallel.data_parallel_size
@@ -58,22 +58,21 @@ def place(parallel: ParallelConfig) -> tuple[int, int]:
 
 
 def recompute_failed_loads(config: VllmConfig) -> None:
-    """Have vLLM recompute blocks that could not be loaded, unless this is a decode engine.
+    """Make vLLM recompute blocks whose load failed, unless this is a decode engine.
 
-    vLLM has one policy per engine, and its default is to fail the request. That is right for a
-    hand-off, where recomputing hides a broken fleet, so ``kv_consumer`` keeps what is set. It is
-    wrong for a cache: a block lost from the host tier is a miss. The scheduler reads this after
-    it made the connector.
+    vLLM has one policy per engine. Its default fails the request, which is wrong for a cache: a
+    block lost from the host tier is a miss. For a hand-off, recomputing would hide a broken fleet,
+    so a ``kv_consumer`` keeps its setting. vLLM reads the policy after it made the connector.
     """
     if config.kv_transfer_config.kv_role != "kv_consumer":
         config.kv_transfer_config.kv_load_failure_policy = "recompute"
 
 
 def cache_groups(config: KVCacheConfig) -> tuple[CacheGroup, ...]:
-    """Return the plan's view of vLLM's KV-cache groups.
+    """Return vLLM's KV-cache groups as the planners need them.
 
     Raises:
-        ConfigError: a group whose cache is not addressed by blocks of tokens.
+        ConfigError: a group cannot be offloaded.
     """
     return tuple(_cache_group(group.kv_cache_spec) for group in config.kv_cache_groups)
 
@@ -92,11 +91,11 @@ def _attention(spec: KVCacheSpec) -> CacheGroup:
     if getattr(spec, "non_causal", False):
         fix = "non-causal attention, whose KV no other prompt can use: run without KVConnect"
         raise ConfigError("model", type(spec).__name__, fix)
-    # Exact types: subclasses of these reuse the fields but not the meaning of a block.
+    # Compare exact types: a subclass has the same fields, but its blocks mean something else.
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
         return CacheGroup(spec.block_size)
     if type(spec) is SlidingWindowSpec:
-        # Speculative decoding may keep, and compute again from, tokens just below the window.
+        # Speculative decoding may recompute from tokens that vLLM keeps just before the window.
         below = getattr(spec, "extra_retained_tokens", 0)
         return CacheGroup(spec.block_size, window=spec.sliding_window + below)
     if type(spec) is ChunkedLocalAttentionSpec:
@@ -111,8 +110,8 @@ def _attention(spec: KVCacheSpec) -> CacheGroup:
 def group_hashes(
     request: Request, groups: Sequence[CacheGroup], hash_tokens: int
 ) -> tuple[Sequence[bytes], ...]:
-    """Return, per group, the hash of each full block. Hashes are chained, so the last one inside
-    a block names the whole prefix."""
+    """Return, per group, the hash of each full block. vLLM's hashes cover ``hash_tokens`` tokens
+    and are chained: the last hash inside a block identifies the whole prefix."""
     hashes = request.block_hashes
     return tuple(
         hashes
@@ -123,16 +122,16 @@ def group_hashes(
 
 
 def is_of_tokens(request: Request) -> bool:
-    """Whether a prompt is made of tokens alone. Where one has embeddings among them, its tokens
-    there are all 0."""
+    """Return whether a prompt has token ids only. With embeddings, vLLM's token ids are 0 in their
+    place."""
     return request.prompt_token_ids is not None and request.prompt_embeds is None
 
 
 def prompt_content(request: Request) -> bytes:
-    """Return a digest of all that a prompt's KV depends on, beside the model.
+    """Return a digest of everything that a prompt's KV depends on, except the model.
 
     Raises:
-        Refused: a prompt that is not made of tokens.
+        Refused: the prompt has embeddings.
     """
     if not is_of_tokens(request):
         raise Refused("params", "prompts given as embeddings are not handed off")
@@ -147,15 +146,15 @@ def prompt_content(request: Request) -> bytes:
 
 
 def hash_block_tokens(config: VllmConfig, kv_cache: KVCacheConfig) -> int:
-    """Return how many tokens one of vLLM's block hashes covers."""
+    """Return the number of tokens that one of vLLM's block hashes covers."""
     tokens: int = kv_cache.hash_block_size or config.cache_config.block_size
     return tokens
 
 
 def computed_tokens(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
-    """Yield each scheduled request and how many of its tokens have KV after this step.
+    """Yield each scheduled request's id and the number of its tokens that have KV after the step.
 
-    Draft tokens do not count: they may be rejected and their KV overwritten.
+    Draft tokens do not count: if they are rejected, their KV is overwritten.
     """
     scheduled, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
     for new in output.scheduled_new_reqs:
@@ -166,7 +165,7 @@ def computed_tokens(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
 
 
 def ended_well(request: Request) -> bool:
-    """Whether a request that is over computed its whole prompt and was not aborted."""
+    """Return whether a finished request computed its whole prompt and was not aborted."""
     ends = (
         RequestStatus.FINISHED_STOPPED,
         RequestStatus.FINISHED_LENGTH_CAPPED,
@@ -190,10 +189,11 @@ def backing_area(kv_caches: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def cache_geometry(config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]) -> Geometry:
-    """Return where each group's blocks lie in the backing area.
+    """Return where each group's blocks are in the backing area.
 
     Raises:
-        Incompatible: naming the layer whose bytes cannot be told from shape and strides.
+        Incompatible: a layer's shape and strides do not tell where its bytes are, or a group has
+            no layers on this worker.
     """
     groups = []
     for group in config.kv_cache_groups:
@@ -217,7 +217,7 @@ def _layer_segments(layer: str, view: torch.Tensor, num_blocks: int) -> tuple[By
 def cache_layers(
     config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor], geometry: Geometry
 ) -> dict[str, tuple[int, int]]:
-    """Return, per layer, its group and how many leading runs of the group hold all its bytes."""
+    """Return, per layer, (its group, how many leading runs of the group cover its bytes)."""
     return {
         layer: (
             number,
@@ -231,10 +231,10 @@ def cache_layers(
 
 
 def calls_layer_hooks(config: VllmConfig, forward_context: Any) -> bool:
-    """Whether all attention layers that ever call the connector do so in this step.
+    """Return whether every attention layer calls the connector in this step.
 
-    They do not from a graph of the whole forward, nor in a step that computes nothing; and layers
-    of a draft model may run in a graph of their own.
+    No layer does in a full CUDA graph or in a step that computes nothing. Layers of a draft model
+    may run in a CUDA graph of their own.
     """
     whole = forward_context.cudagraph_runtime_mode is CUDAGraphMode.FULL
     computes = bool(forward_context.attn_metadata)
@@ -244,10 +244,10 @@ def calls_layer_hooks(config: VllmConfig, forward_context: Any) -> bool:
 def handoff_format(
     config: VllmConfig, cache: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
 ) -> dict[str, str | int]:
-    """Return what must be equal on both sides of a hand-off, field by field.
+    """Return the fields that must be equal on both sides of a hand-off.
 
-    Block size, parallelism and layout are not in it: they may differ and are agreed upon apart.
-    vLLM's version is not, either: what of it matters to the bytes is named here.
+    Block size, parallelism and layout are left out: they may differ and are negotiated separately.
+    vLLM's version is left out too: the fields name everything in it that changes the bytes.
     """
     model = config.model_config
     first = next(iter(kv_caches.values()))
@@ -266,15 +266,15 @@ def handoff_format(
 
 
 def _architecture(fields: Mapping[str, object]) -> str:
-    """Return a digest of a model's configuration, where it is stored left out."""
+    """Return a digest of a model's configuration without private fields and versions."""
     kept = {k: v for k, v in fields.items() if not k.startswith("_") and "version" not in k}
     text = json.dumps(kept, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def long_ropes(model: ModelConfig) -> list[int]:
-    """Return after how many tokens each kind of LongRoPE that a model has rotates otherwise: vLLM
-    does so for all tokens, if there may be more than that."""
+    """Return the original context length, in tokens, of each LongRoPE of a model. If an engine
+    allows longer contexts, vLLM rotates all tokens differently."""
     rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     return [
@@ -290,12 +290,12 @@ def _backends(config: VllmConfig) -> list[Any]:
 
 
 def packings(config: VllmConfig) -> set[str]:
-    """Return the names of how the model's attention kernels arrange bytes inside a page."""
+    """Return the names of the page formats of the model's attention backends."""
     return {_packing(config, backend) for backend in _backends(config)}
 
 
 def _packing(config: VllmConfig, backend: Any) -> str:
-    """Return the name of how a backend arranges bytes inside a page."""
+    """Return the backend's name; for the CPU with its instruction set, which changes the pages."""
     name: str = backend.get_name()
     if name != "CPU_ATTN":
         return name
@@ -308,8 +308,8 @@ def _packing(config: VllmConfig, backend: Any) -> str:
 
 
 def can_split_pages(config: VllmConfig, kv_caches: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a page is tokens one after the other, so that it may be cut between two: not
-    where the CPU kernels interleave them, nor where scales of a whole page are packed in."""
+    """Return whether a page can be cut between two tokens: not if CPU kernels interleave the tokens
+    or if the page includes scales for all of its tokens."""
     interleaved = any(backend.get_name() == "CPU_ATTN" for backend in _backends(config))
     opaque = any(view.dtype == torch.uint8 for view in kv_caches.values())
     return not interleaved and not opaque
@@ -318,12 +318,11 @@ def can_split_pages(config: VllmConfig, kv_caches: Mapping[str, torch.Tensor]) -
 def handoff_pages(
     cache: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
 ) -> tuple[tuple[LayerPages, ...], ...]:
-    """Return, per group, each layer's pages. Layers that share another layer's cache are left
-    out: their bytes are that layer's.
+    """Return, per group, each layer's pages. Layers that share another layer's cache are left out.
 
     Raises:
-        Incompatible: a layer whose heads and tokens cannot be told from shape and strides, or
-            layers of one group that differ.
+        Incompatible: a layer's shape and strides do not tell its heads and tokens, or layers of one
+            group differ.
     """
     base = next(iter(kv_caches.values())).untyped_storage().data_ptr()
     groups = []
@@ -349,10 +348,10 @@ def handoff_pages(
 
 
 def total_kv_heads(config: VllmConfig, spec: KVCacheSpec) -> int:
-    """Return the KV heads of a layer over all ranks; 1 where every rank has the same.
+    """Return the number of KV heads of a layer over all ranks; 1 for MLA, whose ranks share one.
 
     Raises:
-        Incompatible: layers differ in them, and a rank's share does not say which these are.
+        Incompatible: layers have different numbers, and this rank's share fits none or several.
     """
     if isinstance(spec, UniformTypeKVCacheSpecs):
         spec = next(iter(spec.kv_cache_specs.values()))

@@ -28,14 +28,13 @@ from kvconnect.types import Tier
 
 logger = logging.getLogger(__name__)
 
-_IDLE_WAIT_S = 0.001  # for a tier's answer, in a step that computes nothing
+_IDLE_WAIT_S = 0.001  # for a lower tier's answer, in a step that computes nothing
 
 
 class ConnectorWorker:
     """Owned by the worker's main thread; copies and transfers run on threads of their own.
 
-    The copier can be exchanged before :meth:`register` (``make_copier``), which is how fault
-    injection gets in.
+    Fault injection replaces ``make_copier`` before :meth:`register`.
     """
 
     make_copier = staticmethod(make_copier)
@@ -46,7 +45,7 @@ class ConnectorWorker:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._config = config
-        _worker_share(vllm_config, config)  # asks for more than there is: known before a model is
+        _worker_share(vllm_config, config)  # raises before the model is loaded
         self._keeps_prefix = keeps_prefix(translate.cache_groups(kv_cache_config))
         self._stats = KVConnectStats()
         self._reports = StepReports()
@@ -58,11 +57,11 @@ class ConnectorWorker:
         self._make_agent: Callable[[], HandoffAgent | None] = lambda: None
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Allocate the host tier and get ready to copy.
+        """Allocate the host tier and the lower tiers for these caches.
 
         Raises:
             ConfigError: a setting does not fit this machine.
-            Incompatible: a KV cache that is not made as this library knows them.
+            Incompatible: the layout of the KV cache is not supported.
         """
         area = translate.backing_area(kv_caches)
         share = _worker_share(self._vllm_config, self._config)
@@ -90,16 +89,16 @@ class ConnectorWorker:
 
     @property
     def tier(self) -> HostTier:
-        """The host tier; there once the KV caches are registered, unless it is off."""
+        """The host tier. Raises :class:`Misuse` before :meth:`register`, or if it is off."""
         if self._tier is None:
             raise Misuse("there is no host tier (yet)")
         return self._tier
 
     def hello(self) -> WorkerHello:
-        """Start to listen, and return what the scheduler must know.
+        """Start to listen, and return this worker's hello.
 
-        vLLM captures its graphs between :meth:`register` and this. A peer that measures its link
-        has this side use the device, which would spoil a capture.
+        Not done in :meth:`register`: vLLM captures CUDA graphs after it, and a peer that measures
+        its bandwidth makes this worker use the device, which would break a capture.
         """
         self._agent = self._agent or self._make_agent()
         agent, store = self._agent, self._tier.store if self._tier else None
@@ -111,7 +110,7 @@ class ConnectorWorker:
         )
 
     def begin_step(self, step: StepInstructions) -> None:
-        """Start the step's loads and receives, ahead of the forward; note what follows it."""
+        """Start the step's loads and receives before the forward; keep its stores for later."""
         if step.greet:
             place = translate.place(self._vllm_config.parallel_config)
             self._reports.hellos[place] = self.hello()
@@ -126,34 +125,34 @@ class ConnectorWorker:
         self._idle = step.idle
 
     def layer_written(self, layer_name: str) -> None:
-        """A layer's attention has been launched, so its KV can be handed off; not where a step's
-        batch is cut in two, which calls each layer twice: then the step's end hands it off."""
+        """A layer's attention has been launched: hand off its KV. With micro-batches, each layer is
+        called twice, so :meth:`end_step` hands everything off."""
         if self._agent is not None and not self._vllm_config.parallel_config.use_ubatching:
             self._agent.layer_written(layer_name)
 
     def start_forward(self, hooks: bool) -> None:
-        """Have the forward come after the loads it reads. With ``hooks``, layers that have one
-        come after their own part of them, in :meth:`start_layer`."""
+        """Make the forward wait for the synchronous loads. With ``hooks``, layers that have a hook
+        wait for their own part only, in :meth:`start_layer`."""
         if self._tier is not None:
             self._tier.executor.sync.before_forward(hooks)
 
     def start_layer(self, layer_name: str) -> None:
-        """A layer's attention is launched next."""
+        """Make the layer that is launched next wait for its loads."""
         if self._tier is not None:
             self._tier.executor.sync.before_layer(layer_name)
 
     def end_step(self) -> None:
-        """Store and hand off behind the forward that has been launched."""
+        """Start stores and hand-offs that wait for the launched forward."""
         if self._agent is not None:
             self._agent.end_step()
         if self._tier is not None:
             self._tier.submit_stores()
 
     def collect(self) -> tuple[set[str], set[str]]:
-        """Return requests whose load ended, and those of them that must start over.
+        """Return (requests whose load ended, requests that must start over).
 
-        With one full-attention group, blocks that failed are named instead
-        (:meth:`take_errors`), so that the engine keeps the valid prefix.
+        With one full-attention group, no request starts over: :meth:`take_errors` names the failed
+        blocks instead, so that the engine keeps the valid prefix.
         """
         finished: set[str] = set()
         failed: set[str] = set()
@@ -187,7 +186,7 @@ class ConnectorWorker:
         return errors
 
     def take_reports(self) -> StepReports | None:
-        """Return the answers to jobs that ended, and what readers did."""
+        """Return the reports since the last call; None if there are none."""
         taken = self._reports
         if taken == StepReports():
             return None
@@ -195,7 +194,7 @@ class ConnectorWorker:
         return taken
 
     def take_stats(self) -> KVConnectStats | None:
-        """Return what was moved since the last call."""
+        """Return the counts since the last call."""
         for part in (self._agent, self._tiers):
             theirs = part.take_stats() if part else None
             if theirs is not None:
@@ -205,7 +204,7 @@ class ConnectorWorker:
         return self._stats.take()
 
     def close(self) -> None:
-        """Stop copying and listening, and give the host tier back. Idempotent."""
+        """Stop copies and transfers, and free the host tier. Idempotent."""
         if self._agent is not None:
             self._agent.close()
         if self._tiers is not None:  # it uses the tier's memory
@@ -221,10 +220,10 @@ class ConnectorWorker:
 
 
 def _worker_share(vllm_config: VllmConfig, config: Config) -> int:
-    """Return this worker's part of the host tier in bytes.
+    """Return this worker's share of the host tier in bytes.
 
     Raises:
-        ConfigError: the engines of this machine together ask for more memory than it has.
+        ConfigError: the engines of this machine together need more memory than it has.
     """
     parallel = vllm_config.parallel_config
     engines = translate.engines_beside(parallel)
