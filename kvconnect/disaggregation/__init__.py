@@ -1,1 +1,1 @@
-"""Runs the plan's instructions in a worker process and answers with reports."""
+"""Hand-offs of KV blocks from prefill to decode engines."""

@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _JOIN_TIMEOUT_S = 10.0
-_IDLE_S = 0.003  # bounds the delay of a request that arrives meanwhile
+_IDLE_S = 0.003  # limits how long a new request waits for an idle engine
 
 
 class HandoffAgent:
@@ -261,7 +261,7 @@ class LayerQueue:
         self._lock = lock
         self._take = take
         self._layers: deque[tuple[str | None, Fence | None]] = deque()
-        self._wake: SimpleQueue[bool] = SimpleQueue()  # False: end
+        self._wake: SimpleQueue[bool] = SimpleQueue()  # False ends the thread
         kind = threads.ThreadKind.LAYERS
         self._thread = threads.make(kind, "kvconnect-layers", self._loop)
         self._thread.start()
@@ -295,8 +295,8 @@ class LayerQueue:
 
 
 class WorkerCache(NamedTuple):
-    """A worker's KV cache: its Hello, where each layer of each group has its pages, and how a
-    transport reaches them. ``device``: of the model."""
+    """A worker's KV cache: its Hello, where the pages of each layer are, and how a transport
+    reaches them. ``device``: the model's."""
 
     hello: Hello
     pages: Sequence[GroupPages]

@@ -1,4 +1,4 @@
-"""Scheduler to worker: blocks to offer and to receive. Worker to scheduler: events and reports."""
+"""Messages of hand-offs: instructions to the workers, events and reports to the scheduler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span, TransferI
 
 @dataclass(frozen=True)
 class PrefillSource:
-    """A prefill engine, as a verified ticket names it."""
+    """A prefill engine, from a verified ticket."""
 
     engine_id: str
     epoch: int
@@ -25,8 +25,8 @@ class PrefillSource:
 class OfferBlocks:
     """Prefill side: these blocks are complete after this step's forward.
 
-    The first offer of a transfer may be empty: it announces that the request is known. The
-    blocks are held until every worker has answered a :class:`Withdraw`.
+    The first offer may be empty: it announces the transfer. The blocks are held until every worker
+    has answered a :class:`Withdraw`.
     """
 
     transfer: TransferId
@@ -35,9 +35,9 @@ class OfferBlocks:
 
 @dataclass(frozen=True)
 class Withdraw:
-    """Prefill side: send no more of a transfer and answer when nothing reads its blocks.
+    """Prefill side: stop a transfer, and answer when nothing reads its blocks any more.
 
-    ``cause`` is what readers that still wait are told.
+    ``cause``: sent to readers that still wait.
     """
 
     transfer: TransferId
@@ -48,10 +48,12 @@ class Withdraw:
 class Receive:
     """Decode side: fetch blocks into ``spans``, at most one per group.
 
-    ``source`` None: refused, to be reported as failed at once. ``tokens[i]`` says which tokens
-    [first, end) of ``spans[i]`` are needed: the other side may not have what its blocks hold
-    beside them. ``early``: the other side may not know of the transfer yet. ``deadline_s``
-    without progress ends it.
+    Attributes:
+        source: None: the hand-off was refused, so report it as failed at once.
+        tokens: per span, the needed tokens [first, end). The prefill engine may not have the other
+            tokens of the blocks.
+        early: the prefill engine may not know the transfer yet.
+        deadline_s: seconds without progress that end the receive.
     """
 
     job: JobId
@@ -66,15 +68,15 @@ class Receive:
 
 @dataclass(frozen=True)
 class Drop:
-    """Decode side: a receive is not wanted any more; it is reported all the same."""
+    """Decode side: a receive is not needed any more. Its report still follows."""
 
     job: JobId
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Decode side: renew the lease of a transfer that waits for its turn, every so many seconds
-    until it is received or, with 0, given up."""
+    """Decode side: renew the lease of a transfer that waits to be received, every ``every_s``
+    seconds until it is; 0: decline the transfer."""
 
     transfer: TransferId
     source: PrefillSource
@@ -82,20 +84,20 @@ class Keep:
 
 
 class NoticeKind(str, Enum):
-    """What a prefill worker saw of the other side."""
+    """What a prefill worker reports about a reader."""
 
-    JOINED = "joined"  # a reader asked for the blocks
-    DONE = "done"  # a reader has everything
+    JOINED = "joined"  # a reader requested the blocks
+    DONE = "done"  # a reader has every block
     LEFT = "left"  # a reader gave up, or was lost
-    RENEWED = "renewed"  # someone waits for them
-    DECLINED = "declined"  # nobody will want them
+    RENEWED = "renewed"  # a decode engine still waits for the blocks
+    DECLINED = "declined"  # the decode engine does not need the blocks
     WITHDRAWN = "withdrawn"  # this worker's answer to a Withdraw
 
 
 class Chunk(NamedTuple):
-    """Blocks that were offered, and so sent, together: of all layers."""
+    """Wire blocks, in all layers, that were offered together and so sent together."""
 
-    first: int  # wire block
+    first: int  # first wire block
     blocks: int
     began: float
     ended: float
@@ -103,14 +105,14 @@ class Chunk(NamedTuple):
 
 
 class PeerTransfer(NamedTuple):
-    """What became of all that one worker asked another one for, for a trace; ``seconds`` is how
-    long its bytes were on their way. Points in time are in seconds since the epoch, by the clock
-    of the worker that says them: nothing is decided by them.
+    """One read between two workers, for traces. Times are in seconds since the epoch, by the clock
+    of the reporting worker; no decision depends on them.
 
     Attributes:
         first: when the first page began to move.
-        ready: reader's side: when it heard that all had been computed; 0 if the pages were faster.
-        chunks: sender's side.
+        ready: reader only: when it learned that all pages were computed; 0 if the pages came first.
+        seconds: duration of the transfers.
+        chunks: sender only.
     """
 
     worker: int
@@ -125,11 +127,14 @@ class PeerTransfer(NamedTuple):
 
 
 class TransferEvent(NamedTuple):
-    """One event of a transfer, prefill worker to scheduler. ``reader`` is the decode worker.
+    """One event of a transfer, prefill worker to scheduler.
 
-    ``first`` is the first block of group 0 that a reader who JOINED asks for, ``nbytes`` and
-    ``seconds`` what one that is DONE was sent and how long these bytes were on their way; ``moved``
-    the same for a trace, where the engine traces.
+    Attributes:
+        reader: rank of the decode worker.
+        first: JOINED: first block of group 0 that the reader requests.
+        nbytes: DONE: bytes sent.
+        seconds: DONE: duration of their transfers.
+        moved: DONE: times for a trace, if the engine traces.
     """
 
     transfer: TransferId
@@ -145,7 +150,7 @@ class TransferEvent(NamedTuple):
 class ReceiveReport(JobReport):
     """One worker's answer to a :class:`Receive`.
 
-    ``moved``: what came from which worker; empty unless the engine traces.
+    ``moved``: the reads from each worker; empty unless the engine traces.
     """
 
     moved: tuple[PeerTransfer, ...] = ()

@@ -68,7 +68,7 @@ class CancelRead(NamedTuple):
 
 
 class RefuseRead(NamedTuple):
-    """Tell a reader that its read request is not, or no longer, served."""
+    """Tell a reader that its read request is refused, or not served any more."""
 
     peer: int
     read_id: int
@@ -152,7 +152,7 @@ class ServedRead:
 
     request: AcceptedRead
     state: TransferState = TRANSFER.start
-    left: int = 0  # wire blocks, once per layer, that were not submitted yet
+    left: int = 0  # wire blocks to submit, counted once per layer
     in_flight: int = 0  # orders submitted and not sent
     moved: bool = False  # something was sent since the last heartbeat
 
@@ -233,7 +233,7 @@ class OfferedTransfer:
 
     ready: dict[int, tuple[Span, Any]] = field(default_factory=dict)  # by group, with the fence
     readers: dict[tuple[int, int], ServedRead] = field(default_factory=dict)  # by peer and read id
-    cause: FailureCause | None = None  # why it is withdrawn
+    cause: FailureCause | None = None  # why the transfer was withdrawn
 
     def add(self, span: Span, fence: Any) -> None:
         """All layers of a span, and of earlier spans, can be read once ``fence`` has passed.

@@ -44,7 +44,7 @@ from kvconnect.types import Endpoint, FailureCause, JobId, TransferId, TransferT
 
 logger = logging.getLogger(__name__)
 
-_PAUSED_RENEWALS = 3  # of a paused engine: as many as cover one lease
+_PAUSED_RENEWALS = 3  # renewals that a paused engine still sends: enough for one lease
 
 _CAUSES = {cause.value: cause for cause in FailureCause}
 
@@ -58,11 +58,10 @@ class ReceiveSide:
         self._receiver = Receiver(
             [group.block_tokens for group in groups], [len(group.layers) for group in groups]
         )
-        self._keeps: dict[Origin, list[Keep]] = {}  # until the connection is there
+        self._keeps: dict[Origin, list[Keep]] = {}  # until the connection is ready
         self._renewals: dict[TransferId, tuple[Keep, float]] = {}  # with the next due time
-        self.step_ended_at = (
-            math.inf
-        )  # end of the engine's last step; inf: a step runs, or none was seen
+        # End of the engine's last step; inf: a step runs, or none was seen.
+        self.step_ended_at = math.inf
         self._finished: list[tuple[ReceiveReport, Receive]] = []
         self._moved: dict[JobId, list[PeerTransfer]] = {}  # of unfinished receives
         self._fence: Fence | None = None  # of the last step that received something
@@ -96,7 +95,7 @@ class ReceiveSide:
 
     @property
     def has_finished(self) -> bool:
-        """Whether :meth:`take_finished` has something."""
+        """Whether :meth:`take_finished` has results."""
         return bool(self._finished)
 
     def take_finished(self) -> list[tuple[ReceiveReport, Receive]]:

@@ -95,7 +95,7 @@ class _AwaitedPages:
     ratios: dict[int, int] = field(default_factory=dict)
     units: dict[int, _UnitLayers] = field(default_factory=dict)
     got: dict[tuple[int, int], int] = field(default_factory=dict)  # (group, layer) -> bit set
-    left: int = 0  # wire blocks, once per layer, that have not arrived
+    left: int = 0  # wire blocks that have not arrived, counted once per layer
 
     def start(self, peer: int, views: Mapping[int, GroupView], block_tokens: Sequence[int]) -> None:
         """Derive the pages that the peer has to send."""
@@ -281,7 +281,7 @@ class Receiver:
         return self._advance(job)
 
     def failed(self, peer: int, read_id: int, cause: FailureCause) -> list[Action]:
-        """The peer does not, or no longer, serve a read_id."""
+        """The peer has refused a read or stopped serving it."""
         read = self._reads.get((peer, read_id))
         if read is None or read.state is not TransferState.MOVING:
             return []

@@ -233,16 +233,16 @@ class Receives:
         return taken
 
     def gauges(self, now: float) -> Iterator[tuple[str, float, str | None]]:
-        """Yield (name, value, label) of what is held."""
+        """Yield gauges as (name, value, label)."""
         yield "ledger_held_blocks", self.ledger.held, Owner.RECV.value
         yield "jobs_in_flight", len(self._jobs), TransferType.RECV.value
         yield "ledger_oldest_hold_seconds", self.ledger.oldest_age(now), None
 
     def check(self) -> None:
-        """Prove the book of blocks that pages may land in.
+        """Check the ledger of blocks that pages may be written to.
 
         Raises:
-            Misuse: naming what does not add up.
+            Misuse: the ledger and the unanswered receives differ.
         """
         self.ledger.check()
         spans = (span for in_flight in self._jobs.values() for span in in_flight.receive.spans)
@@ -256,14 +256,15 @@ def _needs_renewal(handoff: _OpenHandoff) -> bool:
 
 
 def _needed(group: CacheGroup, span: Span, total_tokens: int) -> tuple[int, int]:
-    """Return the tokens [first, end) of a span's blocks that what follows can still see."""
+    """Return the tokens [first, end) of a span's blocks that later tokens can still see."""
     first = span.first * group.block_tokens
     end = min(first + len(span.block_ids) * group.block_tokens, total_tokens)
     return max(first, replace(group, block_tokens=1).first_block(total_tokens)), end
 
 
 def _lost_tokens(groups: Sequence[CacheGroup], in_flight: _ReceiveInFlight) -> int:
-    """Tokens to compute here: from the first bad block on, where those before it are kept."""
+    """Return how many tokens to compute here: all, or those from the first failed block if the
+    blocks before it are kept."""
     first = in_flight.local_tokens
     if keeps_prefix(groups):
         span, size = in_flight.receive.spans[0], groups[0].block_tokens
@@ -283,8 +284,8 @@ def _count(
     lost: int,
     now: float,
 ) -> None:
-    # An engine that fails requests whose hand-off failed ends them before it passes the reports
-    # on, so a request that is over says nothing of which came first; the cause does.
+    # An engine may end a request because its hand-off failed, and only then pass on the report. So
+    # only the cause tells whether the request or the hand-off ended first.
     if settled.dropped and settled.cause in (None, FailureCause.SKIPPED):
         stats.count("handoff_received_requests", label="aborted")
         return

@@ -40,15 +40,13 @@ class SendSide:
             for number, group in enumerate(sessions.hello.groups)
             for layer, name in enumerate(group.layers)
         }
-        self._notices: dict[
-            tuple[TransferId, NoticeKind, Rank | None], TransferEvent
-        ] = {}  # in order
+        # In order of arrival.
+        self._notices: dict[tuple[TransferId, NoticeKind, Rank | None], TransferEvent] = {}
         layers = [len(group.layers) for group in sessions.hello.groups]
         self._sender = Sender(layers, deadline_s, HEARTBEAT_S)
         self._deadline_s = deadline_s
-        self.step_ended_at = (
-            math.inf
-        )  # end of the engine's last step; inf: a step runs, or none was seen
+        # End of the engine's last step; inf: a step runs, or none was seen.
+        self.step_ended_at = math.inf
 
     def begin_step(self, work: DisaggregationInstructions) -> None:
         """Take a step's offers and withdrawals; call it before the forward."""
@@ -72,11 +70,11 @@ class SendSide:
 
     @property
     def has_notices(self) -> bool:
-        """Whether :meth:`take_notices` has something."""
+        """Whether :meth:`take_notices` has notices."""
         return bool(self._notices)
 
     def take_notices(self) -> list[TransferEvent]:
-        """Return what readers did since the last call."""
+        """Return the notices about readers since the last call."""
         notices, self._notices = list(self._notices.values()), {}
         return notices
 

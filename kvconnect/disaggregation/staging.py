@@ -339,7 +339,7 @@ class PiecewiseMemory:
         return part.incoming(own, ids)
 
     def _part(self, unit: Unit) -> tuple[Memory, Unit]:
-        """Return whose pages these are, and the unit with offsets from that part's start."""
+        """Return the part that has the pages, and the unit with offsets from that part's start."""
         number = bisect_right(self._starts, unit.segments[0]) - 1
         start = self._starts[number]
         if not start:
@@ -351,8 +351,8 @@ class PiecewiseMemory:
 
 
 def _merge_adjacent(regions: Sequence[MemoryRegion]) -> tuple[MemoryRegion, ...]:
-    """Return areas, sorted by address, with those that touch or overlap made one: pages that
-    follow one another are written as one, which must not cross a border."""
+    """Merge regions, sorted by address, that touch or overlap: pages that follow one another are
+    written at once, which must not cross regions."""
     joined = [regions[0]]
     for region in regions[1:]:
         last = joined[-1]

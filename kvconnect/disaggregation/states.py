@@ -49,9 +49,9 @@ class SessionState(str, Enum):
 class Lease(str, Enum):
     """The prefill scheduler's promise to keep the blocks of one transfer."""
 
-    GROWING = "growing"  # the request runs, nobody has asked
+    GROWING = "growing"  # the request runs, no reader has asked
     STREAMING = "streaming"  # the request runs, a reader has asked
-    WAITING = "waiting"  # the request is over, nobody has asked
+    WAITING = "waiting"  # the request is over, no reader has asked
     READING = "reading"  # the request is over, a reader has asked
     WITHDRAWN = "withdrawn"  # workers were told to stop
     RELEASED = "released"

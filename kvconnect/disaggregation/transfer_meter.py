@@ -168,13 +168,13 @@ class TransferMeter:
             self.trace.ready(read_id)
 
     def finish(self, stats: OffloadingConnectorStats, read_id: int, role: str) -> MeasuredRead:
-        """A read is complete: observe how long its transfers took and, for the reader, how much of
-        that came after the prefill. ``role``: ``send`` or ``recv``."""
+        """End a complete read: observe the seconds of its transfers and, for a reader, those after
+        the prefill. ``role``: ``send`` or ``recv``."""
         if read_id not in self.seconds:
             return MeasuredRead()
         nbytes, seconds = self.nbytes[read_id], self.seconds[read_id]
         stats.observe("handoff_wire_seconds", seconds, label=role)
-        if role == "recv":  # without PagesReady, the pages overtook the message
+        if role == "recv":  # the pages may overtake PagesReady, which sets ready_at
             now = time.monotonic()
             stats.observe("handoff_exposed_seconds", now - self.ready_at.get(read_id, now))
         moved = None
@@ -184,7 +184,7 @@ class TransferMeter:
         return MeasuredRead(nbytes, seconds, moved)
 
     def forget(self, read_id: int) -> None:
-        """Stop to measure a read."""
+        """Stop measuring a read."""
         if self.trace is not None:
             self.trace.forget(read_id)
         for table in (self.seconds, self.nbytes, self.requested_at, self.ready_at):
