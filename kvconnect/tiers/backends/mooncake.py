@@ -22,13 +22,13 @@ T = TypeVar("T")
 
 _PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _LEAST_BUFFER = 16 << 20
-_THREADS = 4  # an exchange is 8 MiB and at most a value more: four of them fit into the buffer
+_THREADS = 4  # a call moves 8 MiB and at most one value more; the buffer has room for four
 # This client provides no memory, so no other client connects to it. With a port in its name, it
 # tries once to reach the master instead of twenty times.
 _OWN_NAME = "127.0.0.1:1"
-_ATTEMPTS = 3  # at values that another process may be replacing
+_ATTEMPTS = 3  # at reading values that another process may be replacing
 _NO_ROOM, _IN_WORK, _NOT_THERE = -200, -703, -704
-_NO_ANSWER = -900  # and all below it
+_NO_ANSWER = -900  # and all lower codes
 
 
 class MooncakeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +56,7 @@ class MooncakeOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("buffer", self.buffer, 'use "16MiB" or more')
 
     def node(self) -> tuple[str, int]:
-        """Return (host, port) of the master; raise :class:`ConfigError` if it is none."""
+        """Return (host, port) of the master; raise :class:`ConfigError` for a bad address."""
         host, _, port = self.address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
             raise ConfigError("address", self.address, "use HOST:PORT such as cache-1:50051")
@@ -68,8 +68,10 @@ def make_mooncake_store(
 ) -> RemoteStore:
     """Return a store with the settings of :class:`MooncakeOptions`.
 
-    Raises :class:`ConfigError` for settings that cannot be used, or without the client library. A
-    master that cannot be reached is not an error.
+    An unreachable master is not an error.
+
+    Raises:
+        ConfigError: a setting cannot be used, or the client library is missing.
     """
     options = parse_settings(MooncakeOptions, settings, ("buffer",))
     return RemoteStore(MooncakeServer(options, _library()), options.prefix, fingerprint, keys=keys)
@@ -165,7 +167,7 @@ class MooncakeServer(Server):
 
     def _existing(self, client: Any, names: Sequence[str]) -> list[str]:
         """Return the names that have a value, each once. A lease keeps their values for now."""
-        once = list(dict.fromkeys(names))  # a name that occurs twice gets wrong bytes
+        once = list(dict.fromkeys(names))  # the library returns wrong bytes for repeated names
         answers = client.batch_is_exist(once)
         return [n for n, code in zip(once, answers, strict=True) if self._answer(code) > 0]
 
@@ -205,7 +207,7 @@ class MooncakeServer(Server):
             return self._client
 
     def _connect(self) -> Any:
-        try:  # the library takes several seconds to find that the master is not there
+        try:  # the library takes several seconds to notice a missing master
             socket.create_connection(self._options.node(), self._options.timeout_s).close()
         except OSError as error:
             raise TransferFailed(f"{self!r}: {error}") from error

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,64}(/[A-Za-z0-9_-]{1,64}){0,4}")
 _FILE = "file://"
-_PART = 200  # letters of a name between two slashes: file systems allow 255
+_PART = 200  # characters of a path component; file systems allow 255
 
 
 class ObjectOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,8 +58,10 @@ def make_object_store(
 ) -> RemoteStore:
     """Return a store with the settings of :class:`ObjectOptions`.
 
-    Raises :class:`ConfigError` for settings that cannot be used. A server that cannot be reached
-    is not an error.
+    An unreachable server is not an error.
+
+    Raises:
+        ConfigError: a setting cannot be used.
     """
     options = parse_settings(ObjectOptions, settings, ())
     return RemoteStore(ObjectServer(options), options.prefix, fingerprint, keys=keys)
@@ -88,7 +90,7 @@ class ObjectServer(Server):
     def load(self, names: Sequence[str], most: int) -> list[memoryview | None]:
         def get(name: str) -> memoryview | None:
             try:
-                found = obstore.get(self._client, _path(name))  # receives the head only
+                found = obstore.get(self._client, _path(name))  # receives only the headers
                 if found.meta["size"] <= most:
                     return memoryview(found.bytes())
                 return memoryview(
@@ -157,7 +159,7 @@ def _config(path: str) -> dict[str, Any]:
 
 
 def _path(name: str) -> str:
-    """Return an object's path. Its last part has a suffix that no folder has."""
+    """Return an object's path. The suffix ``.kv`` keeps objects and folders apart."""
     folder, _, key = name.rpartition("/")
     parts = [key[start : start + _PART] for start in range(0, len(key), _PART)]
     return "/".join([folder, *parts]) + ".kv"

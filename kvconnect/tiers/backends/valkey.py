@@ -70,7 +70,7 @@ class ValkeyOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("tls_name", self.tls_name, "set tls_dir, too: there is no TLS now")
 
     def nodes(self) -> list[tuple[str, int]]:
-        """Return (host, port) of every node; raise :class:`ConfigError` if it is none."""
+        """Return (host, port) of every node; raise :class:`ConfigError` for a bad address."""
         found = []
         for address in self.address.split(","):
             host, _, port = address.strip().rpartition(":")
@@ -88,8 +88,10 @@ def make_valkey_store(
 ) -> RemoteStore:
     """Return a store with the settings of :class:`ValkeyOptions`.
 
-    Raises :class:`ConfigError` for settings that cannot be used. A server that cannot be reached
-    is not an error.
+    An unreachable server is not an error.
+
+    Raises:
+        ConfigError: a setting cannot be used.
     """
     options = parse_settings(ValkeyOptions, settings, ())
     return RemoteStore(ValkeyServer(options), options.prefix, fingerprint, keys=keys)
@@ -116,7 +118,7 @@ class ValkeyServer(Server):
 
     def load(self, names: Sequence[str], most: int) -> list[memoryview | None]:
         values = self._all(names, lambda p, name: p.getrange(name, 0, most - 1))
-        # An empty value is absent. A value that is not a string is returned as an unusable one.
+        # An empty value is absent. For a value that is not a string, return empty bytes.
         return [memoryview(value or b"") if value != b"" else None for value in values]
 
     def sizes(self, names: Sequence[str]) -> list[int]:
@@ -171,8 +173,8 @@ class ValkeyServer(Server):
 
 
 class _TlsConnection(Connection):  # type: ignore[misc]
-    """A connection to a server with a certificate of the configured authority for its name. The
-    client's own class also trusts the system's authorities and, in a cluster, any name."""
+    """Accepts only certificates of the configured authority for the server's name. The client's own
+    class also trusts the system's authorities and, in a cluster, any name."""
 
     def __init__(self, context: ssl.SSLContext, name: str, **arguments: Any) -> None:
         self._context = context
@@ -215,12 +217,11 @@ def _arguments(options: ValkeyOptions) -> dict[str, Any]:
 
 
 def _tls(folder: str) -> ssl.SSLContext:
-    """Return a context with the authority of the server's certificate and our own, if there is
-    one."""
+    """Return a context with the authority ``ca.crt`` and this client's certificate, if any."""
     ca, own, key = (os.path.join(folder, name) for name in ("ca.crt", "tls.crt", "tls.key"))
     if not os.path.isfile(ca):
         raise ConfigError("tls_dir", folder, "put the file ca.crt there")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # names are checked
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # checks the server's name
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
         context.load_verify_locations(ca)
