@@ -181,9 +181,8 @@ class HandoffAgent:
         try:
             while not self._closed.is_set():
                 for event in self._sessions.transport.poll(_TICK_S):
-                    with (
-                        self._lock
-                    ):  # per event, so that a flood does not block the engine's thread
+                    # Lock per event, so that a flood does not block the engine's thread.
+                    with self._lock:
                         self._on_event(event)
                         if self._receiving.has_finished or self._sending.has_notices:
                             self._news.set()

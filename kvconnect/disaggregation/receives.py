@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _JOBS = 1 << 40  # receives have higher job numbers, the host tier lower ones
 _ANSWER_FACTOR = 2.0  # deadlines after which an unanswered receive is counted
-_RENEWALS = 3  # per lease, so that one may be late
+_RENEWALS = 3  # renewals in the time of a lease, so that one may be late
 
 
 class ReceiveLimits(NamedTuple):
@@ -192,10 +192,8 @@ class Receives:
             return None
         for failure in report.failures:
             place = failure.group, failure.block_id
-            if in_flight.failures.get(place) in (
-                None,
-                FailureCause.SKIPPED,
-            ):  # other causes say more
+            # Any other cause replaces SKIPPED, since it says more.
+            if in_flight.failures.get(place) in (None, FailureCause.SKIPPED):
                 in_flight.failures[place] = failure.cause
         in_flight.answers += 1
         if in_flight.answers < self._limits.workers:

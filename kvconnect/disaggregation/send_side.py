@@ -125,9 +125,8 @@ class SendSide:
                 continue
             session = self._sessions.get(PeerId(action.peer))
             if session is None:
-                if isinstance(
-                    action, sender.ReportServed
-                ):  # the connection ended before its last Sent event
+                # The connection may end before its last PagesSent event.
+                if isinstance(action, sender.ReportServed):
                     self._keep_notice(action.notice)
                 continue
             with isolate(self._sessions, session.peer):  # this may be the engine's thread

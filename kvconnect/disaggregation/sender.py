@@ -240,7 +240,7 @@ class Sender:
             detail = f"{len(self._parked)} read requests already wait for their prefill"
             return [RefuseRead(request.peer, request.read_id, FailureCause.REFUSED, detail)]
         self._parked[request.peer, request.read_id] = _ParkedRead(request, now + self._deadline_s)
-        self._declined.pop(request.transfer, None)  # this request came after the one that is over
+        self._declined.pop(request.transfer, None)  # the decline was for an earlier request
         return []
 
     def cancel(self, peer: int, read_id: int) -> list[Action]:

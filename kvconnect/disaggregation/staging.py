@@ -49,7 +49,7 @@ class HostMemory:
     def regions(self) -> tuple[MemoryRegion, ...]:
         return self._pieces
 
-    def region_of(self, unit: Unit) -> MemoryRegion:  # noqa: ARG002 - there is one
+    def region_of(self, unit: Unit) -> MemoryRegion:  # noqa: ARG002 - there is one region
         return whole_region(self._cache)
 
     def outgoing(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
@@ -91,7 +91,7 @@ class StagedMemory:
     def regions(self) -> tuple[MemoryRegion, ...]:
         return self._pieces
 
-    def region_of(self, unit: Unit) -> MemoryRegion:  # noqa: ARG002 - there is one
+    def region_of(self, unit: Unit) -> MemoryRegion:  # noqa: ARG002 - there is one region
         return whole_region(self._cache)
 
     def outgoing(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
@@ -172,10 +172,10 @@ class _Ring:
             if self._stream is None:
                 copies()
                 return
-            use_device(self._stream.device)  # transports call from threads of theirs
+            use_device(self._stream.device)  # transports call from their own threads
             with draining(self._stream):
                 copies()
-                done = torch.cuda.Event(blocking=True)  # whoever waits must not spin on a core
+                done = torch.cuda.Event(blocking=True)  # the wait must not spin on a core
                 done.record()
             done.synchronize()  # blocks this thread only, never the device
         except RuntimeError as error:

@@ -149,8 +149,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             self.worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """See :meth:`ConnectorWorker.hello`. None under MultiConnector: it passes on the
-        metadata of one child only, and a sibling may have no other way to send its own."""
+        """See :meth:`ConnectorWorker.hello`. None under MultiConnector: it passes one
+        child's metadata to all children, and a sibling may have no other way to send its own."""
         return self.worker.hello() if get_kv_transfer_group() is self else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

@@ -176,7 +176,7 @@ class ConnectorScheduler:
         found = self.plan.match(req_id, hashes, local_tokens, limit)
         if req_id in self.handoff.failed and req_id in self._matched:
             found = 0  # vLLM 0.32 did not admit this load and may never do so, see `failed`
-        # A load inside the step must not fail while offered pages are sent: they would be wrong.
+        # Offered pages are sent while the step runs, before it is known that a load failed.
         most, others = self._config.offload.sync_load_bytes, len(self._requests) - 1
         sync = _inside_step(self.plan, found, self._slot_bytes, most, others)
         # If the whole prompt is found, a load inside the step leaves its last block to compute.

@@ -1,4 +1,4 @@
-"""Translates vLLM's objects into KVConnect's; the only module that depends on vLLM's version.
+"""Translates vLLM's objects into KVConnect's; the only module to change for a new version of vLLM.
 
 Written against vLLM 0.32 and 0.33.
 """
@@ -231,7 +231,7 @@ def cache_layers(
 
 
 def calls_layer_hooks(config: VllmConfig, forward_context: Any) -> bool:
-    """Return whether every attention layer calls the connector in this step.
+    """Return whether every attention layer that has a hook calls the connector in this step.
 
     No layer does in a full CUDA graph or in a step that computes nothing. Layers of a draft model
     may run in a CUDA graph of their own.
