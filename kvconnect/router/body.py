@@ -1,8 +1,7 @@
-"""A client's request body. Pure functions.
+"""Reads a client's request body. Pure functions.
 
-Only the fields that the router reads are built; all others stay the bytes that came, so that memory
-and time follow from a body's length, whatever it holds. Nesting and numbers are the engine's to
-judge.
+Only the fields that the router reads are decoded; all others stay the bytes that the client sent.
+So memory and time depend on a body's length alone. Engines check nesting and numbers.
 """
 
 from __future__ import annotations
@@ -18,48 +17,47 @@ from msgspec import Raw
 from kvconnect.errors import Refused
 
 Body = Mapping[str, Any]
-"""A JSON object: name -> its value as it came (``msgspec.Raw``), or what the router says."""
+"""A JSON object: field name -> JSON as sent (``msgspec.Raw``), or a value set by the router."""
 
 CHARS_PER_TOKEN = 4
-"""Of English text: an estimate, for decisions that need none better."""
+"""Estimate for English text."""
 CHUNK_TOKENS = 16
-"""Tokens of a piece of a prompt that is remembered."""
+"""Tokens of one chunk of a :class:`PromptPrefix`."""
 
 MOST_FIELDS = 1024
-_SMALL = 16 * 1024  # bytes: fewer fields fit in than memory could matter
-_PIECE = 1 << 20  # bytes whose encoding is checked at a time
-_MOST_OBJECTS = 4096  # messages and parts that are built; a longer list counts by its bytes
-_MOST_IDS = 1 << 21  # bytes of token ids that are looked at
-_MOST_UNITS = 8192
-_MOST_NAME = 4096  # bytes of a model's or a session's name; a longer one is kept as its digest
+_SMALL = 16 * 1024  # bytes of a body that holds too few fields for their memory to matter
+_PIECE = 1 << 20  # bytes of UTF-8 checked at a time
+_MOST_OBJECTS = 4096  # limit of objects decoded in one field; beyond it, the worst case is assumed
+_MOST_IDS = 1 << 21  # bytes of token ids to decode; the rest is left out
+_MOST_UNITS = 8192  # limit of chunks of a prefix
+_MOST_NAME = 4096  # bytes of a model or session name; a longer one is replaced by its digest
 
 _PARAMS = ("kv_transfer_params", "ec_transfer_params")
-_EXTRA = "vllm_xargs"  # vLLM merges these into the place where its connector looks
+_EXTRA = "vllm_xargs"  # vLLM's connector also finds _PARAMS in it
 _ROUTERS_OWN = (
     *_PARAMS,
     *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
     *("routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank"),
 )
 SALT = "cache_salt"
-_SCOPE = (SALT, "extra_key", "lora_path")  # equal prompts are equal blocks only where these are
+_SCOPE = (SALT, "extra_key", "lora_path")  # equal prompts share blocks only if these are equal too
 _IDS = ("prompt", "input_ids")
 _TEXTS = ("system", "instructions", "prompt", "text", "input", "messages")
 _PROMPTS = ("prompt", "prompt_embeds", "text", "input_ids", "input_embeds")
 _SESSION = ("prompt_cache_key", "session_id", "user")
-_TURNS = ("previous_response_id", "background")  # of Responses: other requests, or later ones
+_TURNS = ("previous_response_id", "background")  # of Responses: need further requests
 _FALSE = (b"", b"null", b"false", b"[]", b"{}", b'""', b"0")
 
 
 class Prompt(NamedTuple):
-    """What routing needs to know of a body.
+    """Summary of a body for routing.
 
     Attributes:
-        single: one prompt with one answer, so that one transfer id can name it.
-        tokens: length of the prompt, of all together if there are several; estimated where it is
-            text.
-        model: its name, empty if the body has none.
-        session: what the body says about which requests belong together; may be empty.
-        sampled: several answers to a prompt (``n``); SGLang's servers have but one room for them.
+        single: one prompt with one answer, so one transfer id identifies it.
+        tokens: length of all prompts together; estimated for text.
+        model: model name; empty if the body has none.
+        session: key that related requests share; may be empty.
+        sampled: several answers per prompt (``n``); SGLang has only one room for all of them.
     """
 
     single: bool = True
@@ -70,13 +68,13 @@ class Prompt(NamedTuple):
 
 
 class PromptPrefix(NamedTuple):
-    """What caches can be searched for.
+    """Keys of a prompt for cache lookups.
 
     Attributes:
-        ids: token ids of the only prompt; none if it is text.
-        units: numbers that are equal for equal pieces of equal prompts of the same model, salt and
-            adapter.
-        plain: neither salt nor adapter is named, so the ids alone name blocks.
+        token_ids: token ids of the only prompt; empty if it is text.
+        chunk_hashes: one hash per whole chunk; equal chunks with equal model, salt and adapter have
+            equal hashes.
+        plain: the body has neither salt nor adapter, so the ids alone identify blocks.
     """
 
     token_ids: list[int]
@@ -101,21 +99,21 @@ class _Tool(msgspec.Struct):
 
 
 class _Field(str):
-    """A field's name, counted when it was read."""
+    """A field name, counted by :class:`_Count` while it is decoded."""
 
     __slots__ = ()
 
 
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 _BROKEN = (msgspec.DecodeError, ValueError, RecursionError)
-"""What bytes that are no JSON of a type may raise."""
+"""Errors of decoding bytes that are not JSON of the expected type."""
 
 
 def read_body(raw: bytes | bytearray) -> dict[str, Any]:
-    """Return the JSON object in ``raw`` without what only the router may say.
+    """Return the JSON object in ``raw``, without the fields that only the router may set.
 
     Raises:
-        Refused: not a JSON object in UTF-8, or of too many fields; the message says where.
+        Refused: not a JSON object in UTF-8, or too many fields; the message says where.
     """
     try:
         _check_encoding(raw)
@@ -130,7 +128,7 @@ def read_body(raw: bytes | bytearray) -> dict[str, Any]:
 
 
 def prompt_of(body: Body) -> Prompt:
-    """Say what routing needs to know of a body. Never fails: an engine judges the rest."""
+    """Return the summary of a body. Never fails: validation is left to the engine."""
     sampled = not _one(body.get("n")) or not all(map(_one, _sampling(body)))
     prompts = sum(_count(_bytes(body, key)) for key in _PROMPTS if key in body)
     responses = not prompts and "input" in body
@@ -144,7 +142,7 @@ def prompt_of(body: Body) -> Prompt:
 
 
 def prefix_of(body: Body) -> PromptPrefix:
-    """Cut a body's prompt into pieces. The time is bounded: a long prompt's end is left out."""
+    """Return a prompt's cache keys. Takes bounded time: the end of a long prompt is left out."""
     ids = token_ids_of(body)
     scope = hash((_bytes(body, "model"), *(_bytes(body, name) for name in _SCOPE)))
     if ids:
@@ -162,7 +160,7 @@ def prefix_of(body: Body) -> PromptPrefix:
 
 
 def token_ids_of(body: Body) -> list[int]:
-    """Return the token ids of a body's only prompt, the first of very many; none if it is text."""
+    """Return the first token ids of a body's only prompt, usually all; none if it is text."""
     for key in _IDS:
         text = _bytes(body, key)
         if len(text) > _MOST_IDS:
@@ -186,7 +184,7 @@ def _check_encoding(raw: bytes | bytearray) -> None:
 
 
 def _fields(raw: bytes | bytearray | Raw) -> dict[str, Any]:
-    """Return the fields of an object, unless they are too many."""
+    """Return the fields of an object; raise ValueError if there are too many."""
     if len(memoryview(raw)) <= _SMALL:
         fields: dict[str, Any] = _FIELDS.decode(raw)
     else:
@@ -197,7 +195,7 @@ def _fields(raw: bytes | bytearray | Raw) -> dict[str, Any]:
 
 
 class _Count:
-    """Makes names of fields until they are too many."""
+    """Makes field names; raises ValueError when there are too many."""
 
     def __init__(self) -> None:
         self._made = 0
@@ -210,25 +208,25 @@ class _Count:
 
 
 def _without_transfers(extra: Raw) -> object:
-    if bytes(memoryview(extra)[:1]) != b"{":  # an engine judges it
+    if bytes(memoryview(extra)[:1]) != b"{":  # left to the engine
         return extra
     return {name: value for name, value in _fields(extra).items() if name not in _PARAMS}
 
 
 def _bytes(body: Body, key: str) -> bytes:
-    """Return a field's JSON; nothing if it has none."""
+    """Return a field's JSON, b"" if it is missing."""
     value = body.get(key, b"")
-    if isinstance(value, str):  # which the router says
+    if isinstance(value, str):  # set by the router
         return msgspec.json.encode(value)
     return bytes(value)
 
 
 def _text(body: Body, key: str) -> str:
-    """Return a field that is a text, else nothing."""
+    """Return a field's string, "" if it holds none. A long string is replaced by its digest."""
     value = _bytes(body, key)
     if value[:1] != b'"':
         return ""
-    if len(value) > _MOST_NAME:  # as text it may take four times its bytes, and it is kept
+    if len(value) > _MOST_NAME:  # it is kept, and decoded it may take four times its bytes
         return hashlib.blake2b(value, digest_size=16).hexdigest()
     try:
         return msgspec.json.decode(value, type=str)
@@ -245,7 +243,7 @@ def _one(count: Raw | None) -> bool:
 
 
 def _sampling(body: Body) -> list[Raw]:
-    """Return the ``n`` of SGLang's sampling parameters: of all prompts, or of each."""
+    """Return ``n`` in SGLang's sampling parameters: one for all prompts, or one each."""
     text = _bytes(body, "sampling_params")
     if not text:
         return []
@@ -260,7 +258,7 @@ def _sampling(body: Body) -> list[Raw]:
 
 
 def _count(text: bytes) -> int:
-    """Return how many prompts a value holds, 2 for more: a text, token ids, a list of either."""
+    """Return the number of prompts in a text, in token ids, or in a list of either; at most 2."""
     if text[:1] != b"[":
         return int(text not in (b"", b"null"))
     first = text[1:].lstrip()[:1]
@@ -273,13 +271,13 @@ def _count(text: bytes) -> int:
 
 
 def _ids_in(text: bytes) -> int:
-    """Return how many token ids a value holds."""
+    """Return the number of token ids in a field's JSON."""
     inner = text[1:65].lstrip(b" \t\r\n[") if text[:1] == b"[" else b""
     return text.count(b",") + 1 if inner[:1].isdigit() else 0
 
 
 def _chars_in(text: bytes) -> int:
-    """Return about how many characters of text a value holds: a text, a list, or messages."""
+    """Return the approximate number of characters in a text, a list of texts, or messages."""
     if text[:1] == b'"':
         return len(text) - 2 - text.count(b"\\")
     if text[:1] != b"[":
@@ -309,14 +307,14 @@ def _chars_of_messages(text: bytes) -> int:
 
 
 def _words(text: bytes) -> bytes:
-    """Return what of a prompt's JSON is compared."""
+    """Return the part of a prompt's JSON to hash: a text without its quotes."""
     return text[1:-1] if text[:1] == b'"' else text
 
 
 def _one_turn(body: Body) -> bool:
-    """Whether an engine computes one prompt for a request to Responses, and needs no other request.
+    """Return whether a Responses request is one prompt and needs no other request.
 
-    An engine that calls a tool itself goes on after it with a further prompt.
+    An engine that calls a tool itself continues with a further prompt.
     """
     tools = _bytes(body, "tools")
     if any(_true(body, key) for key in _TURNS) or tools.count(b"{") > _MOST_OBJECTS:

@@ -25,7 +25,6 @@ _WORKER = "URL[,engine=vllm|nixl|mooncake|sglang][,bootstrap=PORT][,version=TEXT
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add all flags."""
     _add_workers(parser)
     _add_listening(parser)
     _add_choices(parser)
@@ -33,7 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of(arguments: argparse.Namespace) -> RouterOptions:
-    """Return the options that parsed flags stand for.
+    """Return the options in parsed flags.
 
     Raises:
         ConfigError: names the flag, its value and the fix.
@@ -114,7 +113,7 @@ def _listening_of(arguments: argparse.Namespace) -> Listening:
 
 
 def _secret(flag: str, path: str) -> str:
-    """Return the text of a file."""
+    """Return a file's text, without surrounding whitespace."""
     try:
         return Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -215,10 +214,10 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def port(text: str) -> int:
-    """Return a port; 0 is one.
+    """Return the port in ``text``, 0 to 65535.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: out of range.
     """
     if not 0 <= int(text) < 2**16:
         raise argparse.ArgumentTypeError(f"{text} is no port")

@@ -1,4 +1,4 @@
-"""What a user of the router chooses."""
+"""Options of the router, and the format of workers on its command line."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from kvconnect.errors import ConfigError
 from kvconnect.router.policy.loads import Engine, Role
 from kvconnect.router.policy.ranking import RankingPolicy
 
-BOOTSTRAP_PORT = 8998  # of SGLang and of vLLM's MooncakeConnector, if nothing else is said
+BOOTSTRAP_PORT = 8998  # default of SGLang and of vLLM's MooncakeConnector
 _EXAMPLE = "http://10.0.0.1:8000"
 
 
 @dataclass(frozen=True)
 class Worker:
-    """One engine as a user names it: ``URL[,key=value...]``.
+    """One engine as a user gives it: ``URL[,key=value...]``.
 
     Attributes:
-        url: its base URL, without a slash at the end.
-        engine: what answers there.
-        bootstrap: port where its prefill side is met; SGLang and Mooncake only.
-        version: stands for what the engine says itself about its version.
-        events, replay: ports where rank 0 publishes KV events and repeats lost ones, 0: none.
-            Further ranks have the following ports.
+        url: base URL, without a trailing slash.
+        engine: kind of server at the URL.
+        bootstrap: port of the prefill side's bootstrap server; SGLang and Mooncake only.
+        version: overrides the version that the engine reports.
+        events, replay: ports at which rank 0 publishes KV events and repeats lost ones; 0: none.
+            Further ranks use the following ports.
     """
 
     url: str
@@ -36,44 +36,44 @@ class Worker:
 
     @property
     def hostname(self) -> str:
-        """Its host name or address."""
+        """Host name or address in the URL."""
         return urlsplit(self.url).hostname or ""
 
     @property
     def host(self) -> str:
-        """The same; IPv6 in brackets."""
+        """Host name or address; IPv6 in brackets."""
         return _bracketed(self.hostname)
 
     @property
     def port(self) -> int | None:
-        """The port that its URL names."""
+        """Port in the URL, None if it has none."""
         return urlsplit(self.url).port
 
     def on_host(self, address: str) -> Worker:
-        """Return the same at another address."""
+        """Return the worker with another host in its URL."""
         parts = urlsplit(self.url)
         place = f"{_bracketed(address)}:{parts.port}"
         return replace(self, url=parts._replace(netloc=place).geturl())
 
     @property
     def bootstrap_url(self) -> str:
-        """URL of its bootstrap server."""
+        """URL of the bootstrap server."""
         return f"http://{self.host}:{self.bootstrap}"
 
 
 @dataclass(frozen=True)
 class RouterLimits:
-    """How much a router takes on, and how long it waits; checked when made.
+    """Limits of load and time; checked when created.
 
     Attributes:
-        timeout_s: seconds from a request's first byte to its answer's last one.
-        silence_s: seconds an engine may send nothing while a request is open.
-        concurrent: requests worked on at a time; 0: any number.
-        queue: requests that may wait for their turn.
-        queue_s: seconds that one may wait for its turn.
+        timeout_s: seconds from a request's first byte to its response's last byte.
+        silence_s: seconds that an engine may send nothing while a request is open.
+        concurrent: running requests; 0: any number.
+        queue: waiting requests.
+        queue_s: seconds that a request may wait.
         drain_s: seconds that open requests have to end when the router is told to stop.
-        client_concurrent: requests that one client may have open; 0: any number.
-        body_mib: of a request's body.
+        client_concurrent: open requests of one client; 0: any number.
+        body_mib: size of a request's body. Unit: MiB.
 
     Raises:
         ConfigError: names the flag, its value and the fix.
@@ -90,7 +90,7 @@ class RouterLimits:
 
     @property
     def body_bytes(self) -> int:
-        """How large a request's body may be."""
+        """Limit of a request's body in bytes."""
         return int(self.body_mib * 2**20)
 
     def __post_init__(self) -> None:
@@ -117,13 +117,13 @@ class RouterLimits:
 
 @dataclass(frozen=True)
 class Sources:
-    """Where engines come from while the router runs, beside the command line.
+    """Sources of further engines, which the router follows while it runs.
 
     Attributes:
-        file: path of a file that names them, empty: none.
-        dns: URLs by role, whose host stands for all its addresses.
-        services: URLs by role, whose host is a Kubernetes service.
-        etcd: URL of a server, and as its path the prefix of the keys that name them; empty: none.
+        file: path of a file that lists engines; empty: none.
+        dns: workers by role; each stands for one engine at every address of its host.
+        services: workers by role; each host is a Kubernetes service.
+        etcd: URL of a server; its path is the prefix of the keys of engines. Empty: none.
     """
 
     file: str = ""
@@ -134,11 +134,11 @@ class Sources:
 
 @dataclass(frozen=True)
 class Intervals:
-    """How often engines are looked at; checked when made.
+    """Intervals of queries to engines; checked when created.
 
     Attributes:
-        load_s: seconds between two looks at an engine's load; 0: do not look.
-        probe_s: seconds between two probes of an engine's hand-off; 0: do not probe.
+        load_s: seconds between two queries of an engine's load; 0: one query when it comes up.
+        probe_s: seconds between two probes of an engine's hand-off; 0: never.
 
     Raises:
         ConfigError: names the flag, its value and the fix.
@@ -156,14 +156,14 @@ class Intervals:
 
 @dataclass(frozen=True)
 class Listening:
-    """Where clients are served, and which.
+    """Address for clients, and which clients are served.
 
     Attributes:
         shared: other processes may listen at the same port; the system spreads connections.
-        cert, key: paths of a certificate chain and its key, for TLS; empty: plain HTTP.
-        api_keys: clients name one of them; none: anybody is served.
+        cert, key: paths of a TLS certificate chain and its key; empty: plain HTTP.
+        api_keys: a client must send one of them; none: every client is served.
         isolate: clients with different keys share no cached KV.
-        hit_headers: tell clients what engines are expected to have cached.
+        hit_headers: response headers tell how much of a prompt is expected to be cached.
     """
 
     host: str = "127.0.0.1"
@@ -178,7 +178,7 @@ class Listening:
 
 @dataclass(frozen=True)
 class AdminAccess:
-    """Where administrators add and remove engines; without a token, nowhere."""
+    """Address and token of the admin API; without a token, the API is off."""
 
     host: str = "127.0.0.1"
     port: int = 8001
@@ -187,20 +187,15 @@ class AdminAccess:
 
 @dataclass(frozen=True)
 class RouterOptions:
-    """Settings of one router; checked when made.
+    """Settings of one router; checked when created.
 
     Attributes:
-        prefill, decode: the engines, as :func:`workers` returns them.
+        prefill, decode: engines of the command line.
         pull: always ask the decode engine only after the prefill engine has answered.
         push_min_tokens: prompts estimated to be shorter are pulled. Unit: tokens.
-        limits: how much it takes on, and how long it waits.
-        sources: where further engines come from.
-        admin: who may add and remove engines, and where.
-        listening: where clients are served, and which.
-        prefill_policy, decode_policy: how an engine and rank are picked.
-        dp_minimum_tokens: under policies that do not look at loads, take the rank with the fewest
-            tokens of the engine they picked.
-        intervals: how often engines are looked at.
+        prefill_policy, decode_policy: how an engine and rank are chosen.
+        dp_minimum_tokens: under policies that ignore loads, use the chosen engine's rank with the
+            fewest tokens.
 
     Raises:
         ConfigError: names the flag, its value and the fix.
@@ -225,10 +220,10 @@ class RouterOptions:
 
 
 def workers(flag: str, texts: Sequence[str]) -> tuple[Worker, ...]:
-    """Return the engines that ``texts`` name.
+    """Return the workers in ``texts``.
 
     Raises:
-        ConfigError: one is none, or the same one twice.
+        ConfigError: one is invalid, or two have the same URL.
     """
     found: dict[str, Worker] = {}
     for text in texts:
@@ -240,10 +235,10 @@ def workers(flag: str, texts: Sequence[str]) -> tuple[Worker, ...]:
 
 
 def check_hosts(flag: str, texts: Sequence[str]) -> tuple[str, ...]:
-    """Return workers whose host stands for all its addresses, or for a service, as they came.
+    """Return ``texts`` unchanged: workers whose host stands for its addresses, or for a service.
 
     Raises:
-        ConfigError: one is no worker, or has no port.
+        ConfigError: one is not a worker, or has no port.
     """
     for worker in workers(flag, texts):
         if worker.port is None:
@@ -252,10 +247,10 @@ def check_hosts(flag: str, texts: Sequence[str]) -> tuple[str, ...]:
 
 
 def worker_of(flag: str, text: str) -> Worker:
-    """Return the engine that ``text`` names: ``URL[,key=value...]``.
+    """Return the worker in ``text``: ``URL[,key=value...]``.
 
     Raises:
-        ConfigError: not an http(s) URL of a host, an unknown key, or a value that it cannot have.
+        ConfigError: not an http(s) URL of a host, an unknown key, or an invalid value.
     """
     _refuse_credentials(flag, text)
     url, *settings = text.strip().split(",")
@@ -266,7 +261,7 @@ def worker_of(flag: str, text: str) -> Worker:
     for setting in settings:
         key, _, value = setting.partition("=")
         values[key] = _value(flag, key, value)
-    return Worker(base, **values)  # type: ignore[arg-type]  # _value() is right for its key
+    return Worker(base, **values)  # type: ignore[arg-type]  # _value() has the type of its key
 
 
 def _value(flag: str, key: str, value: str) -> Engine | int | str:
@@ -287,10 +282,10 @@ def _value(flag: str, key: str, value: str) -> Engine | int | str:
 
 
 def check_etcd(url: str) -> str:
-    """Return the URL of an etcd server with a prefix as its path.
+    """Return ``url`` unchanged: empty, or an etcd server with a key prefix as its path.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is neither.
     """
     _refuse_credentials("etcd", url)
     if url and not (_is_base(url) and urlsplit(url).path.strip("/")):
@@ -299,7 +294,7 @@ def check_etcd(url: str) -> str:
 
 
 def _refuse_credentials(flag: str, url: str) -> None:
-    """Refuse a URL with a user or password; they would stand in logs, answers and metrics."""
+    """Refuse a URL with a user or password; they would appear in logs, responses and metrics."""
     before, at, place = url.rpartition("@")
     if at:
         scheme = before.partition("://")[0] if "://" in before else ""
@@ -314,10 +309,10 @@ def _bracketed(host: str) -> str:
 def _is_base(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        port = parts.port  # raises if it is no number
+        port = parts.port  # raises if it is not a number
     except ValueError:
         return False
-    if not url.isascii() or not url.isprintable() or " " in url:  # it becomes part of requests
+    if not url.isascii() or not url.isprintable() or " " in url:  # it becomes part of request heads
         return False
     known = parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0
     return known and not (parts.query or parts.fragment)

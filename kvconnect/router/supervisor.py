@@ -1,4 +1,4 @@
-"""Background tasks that do not die unseen. Everything here runs on the event loop."""
+"""Background tasks whose errors are logged and counted. Event loop only."""
 
 from __future__ import annotations
 
@@ -13,48 +13,47 @@ from kvconnect.errors import contained
 
 logger = logging.getLogger(__name__)
 
-PAUSE_FIRST_S = 0.5  # from an error to the next start; doubles
+PAUSE_FIRST_S = 0.5  # before the first restart; doubles with every further error
 PAUSE_MOST_S = 30.0
-_WELL_S = 60.0  # a task that ran so long had a good start: its pause is the first one again
+_WELL_S = 60.0  # after a run of this length, the pause is the first one again
 
 Work = Coroutine[Any, Any, None]
 
 
 class TaskKind(str, Enum):
-    """What a background task does; a label of the metric that counts their errors."""
+    """Kind of a background task; a label of the metric that counts errors."""
 
-    PROBE = "probe"  # is an engine well
-    LEARN = "learn"  # what it serves
-    LOAD = "load"  # how busy it is
-    STANDING_TICKETS = "standing_tickets"  # its standing offers
-    EVENTS = "events"  # what it has cached
-    HANDOFFS = "handoffs"  # which hand-offs are to be probed
-    HANDOFF = "handoff"  # probes one of them
-    SOURCE = "source"  # which engines there are
-    REMOVE = "remove"  # forgets one when its last request has ended
-    PREFILL = "prefill"  # ends a prefill whose answer nobody waits for
+    PROBE = "probe"  # checks an engine's health
+    LEARN = "learn"  # asks an engine for its models and version
+    LOAD = "load"  # queries an engine's load
+    STANDING_TICKETS = "standing_tickets"  # renews an engine's standing tickets
+    EVENTS = "events"  # follows an engine's KV events
+    HANDOFFS = "handoffs"  # starts hand-off probes that are due
+    HANDOFF = "handoff"  # one hand-off probe
+    SOURCE = "source"  # follows a source of engines
+    REMOVE = "remove"  # removes an engine after its last request
+    PREFILL = "prefill"  # a prefill request whose response is not needed any more
 
 
 class Supervisor:
-    """Starts tasks, and logs and counts the errors that end them; ``count`` gets the name of a
-    metric and the kind."""
+    """Starts tasks; logs and counts their errors. ``count`` gets a metric's name and the kind."""
 
     def __init__(self, count: Callable[[str, str], None]) -> None:
         self._counter = count
 
     def keep(self, kind: TaskKind, of: str, work: Callable[[], Work]) -> asyncio.Task[None]:
-        """Start a task that begins ``work`` again whenever an error ends it, after a pause that
-        doubles. ``of`` says in the log whose task it is."""
+        """Start a task that runs ``work`` again after every error, with a pause that doubles.
+        ``of`` names the task's subject in the log."""
         return asyncio.create_task(self._keep(kind, of, work))
 
     def once(self, kind: TaskKind, of: str, work: Work) -> asyncio.Task[None]:
-        """Start a task that ends with its first error: whoever waits for it has to see that."""
+        """Start a task that ends with its first error, which also reaches those that await it."""
         task = asyncio.create_task(work)
         task.add_done_callback(lambda ended: self.look(kind, of, ended))
         return task
 
     def look(self, kind: TaskKind, of: str, ended: asyncio.Task[Any]) -> None:
-        """A task has ended: log and count its error, if it had one."""
+        """Log and count the error of a task that ended, if it had one."""
         error = None if ended.cancelled() else ended.exception()
         if error is not None:
             self._count(kind)
