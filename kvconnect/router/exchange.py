@@ -1,7 +1,7 @@
 """One client request: from its body to the last byte of its response, within one deadline.
 
-Before the first byte goes to the client, a failed attempt is ended on both engines and another
-pair is tried. After it nothing is: the stream ends with an error event.
+Until the first byte goes to the client, a failed attempt is aborted on both engines, and another
+pair is tried. After it, a failure ends the stream with an error event.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 _FORWARDED = ("X-Request-Id", "Authorization", "traceparent", "tracestate")
 _SESSION = "X-Session-Id"
-_NO_PATH = (404, 405)  # of an engine
+_NO_PATH = (404, 405)  # status of an engine that does not serve the path
 
 
 class Services(NamedTuple):
@@ -86,7 +86,7 @@ class Exchange:
         hits = services.options.listening.hit_headers
         self._reply = Reply(request, named_events=api.named_events, show_hits=hits)
         self._spans = services.spans.of(request)
-        self._turn = turn  # counts requests, and attempts of this one
+        self._turn = turn  # number of the request; each retry adds one
         self._received_at = time.monotonic()
         self._outcome = RequestOutcome.CANCELLED  # until another outcome is known
 
@@ -102,7 +102,7 @@ class Exchange:
                 return self._reply.error(504, message)
             await self._reply.break_off(message)
             return self._reply.stream
-        except web.HTTPException:  # the body is too large, or too slow
+        except web.HTTPException:  # the body is encoded, too large, or too slow
             self._outcome = RequestOutcome.REJECTED
             raise
         finally:
@@ -142,8 +142,8 @@ class Exchange:
         """Try pairs of engines until one answers.
 
         Raises:
-            UpstreamFailed: the last attempt's failure, when there is nothing left to try.
-            Rejected: an engine finds the request wrong.
+            UpstreamFailed: the last attempt failed, and there is nothing left to try.
+            Rejected: an engine rejects the request.
         """
         routing_request, failed_targets, body = (
             self._routing_request(asked),
@@ -179,7 +179,7 @@ class Exchange:
                 if not failed_targets.add(choice, error.role, error.cause):
                     raise
                 failure = error
-                # SGLang takes an id once, and may not have noticed yet that its request was ended.
+                # SGLang accepts an id once, and may not have noticed the abort of its request yet.
                 body.pop(engine_bodies.REQUEST_ID, None)
                 keep = choice.decode.target.worker if error.role is Role.PREFILL else None
                 routing_request = routing_request._replace(turn=routing_request.turn + 1, keep=keep)
@@ -242,7 +242,7 @@ class Exchange:
     async def _prefill(
         self, upstream: Upstream, chosen: TargetChoice, body: Mapping[str, Any], overhead: Overhead
     ) -> dict[str, Any] | None:
-        """Have a prompt computed; return the engine's ticket for its KV."""
+        """Have a prompt computed; return the ticket for its KV, None if the response has none."""
         async with self._upstream_request(upstream, chosen) as upstream_request:
             await upstream_request.open(self._engine_request(body, chosen), overhead.written)
             if upstream_request.streams:
@@ -260,7 +260,7 @@ class Exchange:
     async def _begin(
         self, upstream_request: UpstreamRequest, body: Mapping[str, Any], overhead: Overhead
     ) -> bytes:
-        """Return the first bytes of a decode engine's answer; all of them if it is no stream."""
+        """Return the first bytes of decode's response; all of them if it is not a stream."""
         await upstream_request.open(
             self._engine_request(body, upstream_request.target_choice), overhead.written
         )
@@ -287,7 +287,7 @@ class Exchange:
         except UpstreamFailed as error:
             self._outcome = RequestOutcome.BROKEN
             await self._reply.break_off(str(error))
-        except ConnectionError:  # the client is gone
+        except ConnectionError:  # the client disconnected
             logger.debug("a client of %s left", self._request.path)
         return stream
 
@@ -333,7 +333,7 @@ def bodies(
 def mooncake_ticket(
     prefill: Upstream, rank: int | None, asked: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Return the ticket of an engine with vLLM's MooncakeConnector, whose responses have none."""
+    """Return the ticket of vLLM's MooncakeConnector, whose responses have none; else None."""
     engine_id = prefill.info.engine_ids.get(rank or 0)
     if prefill.worker.engine is not Engine.MOONCAKE or engine_id is None:
         return None
@@ -347,7 +347,7 @@ def _pulled(body: Mapping[str, Any], ticket: Mapping[str, Any] | None) -> Mappin
 
 
 async def _beginning(prefill: asyncio.Task[Any], decoding: Coroutine[Any, Any, bytes]) -> bytes:
-    """Return the first bytes of an answer that needs ``prefill``, whose failure ends the wait."""
+    """Return the first bytes of decode's response; a failure of ``prefill`` ends the wait."""
     decode = asyncio.create_task(decoding)
     try:
         await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,7 @@
 """Records the router's metrics; their rows are in ``observability/metrics/catalog.py``.
 
-Every series exists, as 0, from the first scrape on. The series of an engine exist from when it is
-added until it is removed.
+Every series reads 0 from the first scrape on. An engine's series exist from when it is added until
+it is removed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RequestOutcome(str, Enum):
     """How a client's request ended."""
 
     OK = "ok"
-    REJECTED = "rejected"  # 4xx, of the router or an engine
+    REJECTED = "rejected"  # 4xx, from the router or an engine
     FAILED = "failed"  # 5xx, before the first byte
     BROKEN = "broken"  # after the first byte
     TIMEOUT = "timeout"
@@ -54,14 +54,14 @@ class ProbeOutcome(str, Enum):
 
     OK = "ok"
     COMPUTED = "computed"  # the decode engine computed the prompt itself
-    FAILED = "failed"  # an engine failed it, or was lost
+    FAILED = "failed"  # an engine reported an error, or was lost
     LATE = "late"
-    REFUSED = "refused"  # 4xx, which says nothing about KV: taken for ok
-    VOID = "void"  # the router could not try
+    REFUSED = "refused"  # 4xx, which shows nothing about KV: counts as passed
+    VOID = "void"  # the router cannot open more connections
 
 
 class InputKind(str, Enum):
-    """Kind of input from engines, or from sources of engines, that could not be used."""
+    """Kind of unusable input from engines, or from sources of engines."""
 
     MODELS = "models"
     VERSION = "version"
@@ -74,21 +74,21 @@ class InputKind(str, Enum):
     ETCD = "etcd"
 
 
-_NO_MODE = ("none", "none")  # turned away before a mode was chosen
+_NO_MODE = ("none", "none")  # ended before a mode was chosen
 _TICKET_OUTCOMES = ("ok", "failed")
 _EVENT_OUTCOMES = ("ok", "replayed", "late", "lost", "refused")
 _REPORT_OUTCOMES = ("ok", "discarded", "failed")
 
 
 class _Ranks:
-    """The gauges of engines' ranks, which come and go."""
+    """Gauges of ranks. An engine's number of ranks may change."""
 
     def __init__(self, own: Gauge, foreign: Gauge) -> None:
         self._own, self._foreign = own, foreign
         self._known: dict[tuple[str, str], int] = {}
 
     def set(self, role: str, url: str, ranks: Sequence[TargetLoad]) -> None:
-        """An engine has these loads now, and no further ranks."""
+        """Set the loads of an engine's ranks; drop the series of its former ranks."""
         for rank, load in enumerate(ranks):
             self._own.labels(role, url, str(rank)).set(load.own)
             foreign = -1 if load.foreign is None else load.foreign
@@ -102,9 +102,9 @@ class _Ranks:
 
 
 class RouterMetrics:
-    """Counts of one router. Used on the event loop only.
+    """Metrics of one router. Event loop only.
 
-    Labels are closed sets: modes, reasons, outcomes; and the engines' URLs (``upstream``).
+    Labels are closed sets (modes, reasons, outcomes) and the engines' URLs (``upstream``).
     """
 
     def __init__(self) -> None:
@@ -117,22 +117,22 @@ class RouterMetrics:
         _create_series(self._families)
 
     def request(self, chosen: tuple[Mode, RoutingReason] | None, outcome: RequestOutcome) -> None:
-        """A client's request ended; ``chosen`` None: before a mode was chosen."""
+        """Count a client's request that ended; ``chosen``: None before a mode was chosen."""
         mode, reason = (chosen[0].value, chosen[1].value) if chosen else _NO_MODE
         self._families["requests"].labels(mode, reason, outcome.value).inc()
 
     def chosen(self, choice: RoutingChoice) -> None:
-        """An attempt was given its engines."""
+        """Count the choice of an attempt's engines."""
         for role, target_choice in ((Role.PREFILL, choice.prefill), (Role.DECODE, choice.decode)):
             if isinstance(target_choice, TargetChoice):
                 self._families["picks"].labels(role.value, target_choice.why.value).inc()
 
     def upstream_began(self, role: Role, url: str) -> None:
-        """A request to an engine begins."""
+        """Count a request to an engine as in flight."""
         self._families["in_flight"].labels(role.value, url).inc()
 
     def upstream_ended(self, role: Role, url: str, outcome: UpstreamOutcome) -> None:
-        """It is over."""
+        """Count a request to an engine that ended."""
         self._families["in_flight"].labels(role.value, url).dec()
         self._families["upstream_requests"].labels(role.value, url, outcome.value).inc()
 
@@ -141,15 +141,15 @@ class RouterMetrics:
         self._families["retries"].labels(role.value, cause).inc()
 
     def count(self, row: str, *labels: str) -> None:
-        """Something happened that has a counter of its own."""
+        """Increment the counter ``row``."""
         self._families[row].labels(*labels).inc()
 
     def up(self, upstream: Upstream) -> None:
-        """An engine was found up or down."""
+        """Record whether an engine is up."""
         self._families["upstream_up"].labels(upstream.role.value, upstream.url).set(upstream.up)
 
     def tokens(self, upstreams: Iterable[Upstream], now: float) -> None:
-        """Set what is only looked at on a scrape: tokens of every rank."""
+        """Set the gauges that change only on a scrape: tokens of every rank, and imbalance."""
         loads: dict[Role, list[int]] = {role: [] for role in Role}
         for upstream in upstreams:
             ranks = upstream.loads.at(now)
@@ -160,31 +160,31 @@ class RouterMetrics:
             self._families["imbalance"].labels(role.value).set(max(totals) / mean if mean else 1)
 
     def hit(self, expected: int, found: int | None) -> None:
-        """A prefill engine answered; ``found`` None: without saying what it had cached."""
+        """Count expected and found cached tokens; ``found``: None if the engine does not tell."""
         if found is not None:
             self._families["hit_tokens"].labels("expected").inc(expected)
             self._families["hit_tokens"].labels("found").inc(found)
 
     def queued(self, number: int) -> None:
-        """So many requests wait for their turn."""
+        """Set the number of waiting requests."""
         self._families["queue"].set(number)
 
     def added(self, mode: Mode, seconds: float) -> None:
-        """An attempt's requests were written."""
+        """Record the time that the router added to an attempt."""
         self._families["added_latency_seconds"].labels(mode.value).observe(seconds)
 
     def first_byte(self, mode: Mode, seconds: float) -> None:
-        """A streamed answer began."""
+        """Record the time to the first byte of a stream."""
         self._families["ttft_seconds"].labels(mode.value).observe(seconds)
 
     def add_upstream(self, role: Role, url: str) -> None:
-        """An engine was added: its series read 0."""
+        """Create the series of an engine, at 0."""
         for name, labels in _upstream_series(role, url):
             self._families[name].labels(*labels)
         self._ranks.set(role.value, url, (TargetLoad(),))
 
     def remove_upstream(self, role: Role, url: str) -> None:
-        """An engine was removed, and its series with it."""
+        """Remove the series of an engine."""
         for name, labels in _upstream_series(role, url):
             self._families[name].remove(*labels)
         self._ranks.set(role.value, url, ())
@@ -200,7 +200,7 @@ def _metric(row: RouterMetric, registry: CollectorRegistry) -> Any:
 
 
 def _upstream_series(role: Role, url: str) -> Iterable[tuple[str, tuple[str, ...]]]:
-    """Yield every series of one engine but those of its ranks."""
+    """Yield name and labels of every series of an engine, except those of its ranks."""
     name = role.value
     yield "in_flight", (name, url)
     yield "upstream_up", (name, url)
@@ -216,7 +216,7 @@ def _upstream_series(role: Role, url: str) -> Iterable[tuple[str, tuple[str, ...
 
 
 def _create_series(families: Mapping[str, Any]) -> None:
-    """Make every series, so that it reads 0 before its event."""
+    """Create every series, so that it reads 0 before its first event."""
     for mode, reason in [_NO_MODE, *((m.value, r.value) for m, r in MODES)]:
         for outcome in RequestOutcome:
             families["requests"].labels(mode, reason, outcome.value)

@@ -1,6 +1,6 @@
 """Spans of a request in the router: the request, its wait, its choices, its upstream requests.
 
-``RequestSpans`` and ``UpstreamSpan`` do nothing; they are used while tracing is off. Event loop
+``RequestSpans`` and ``UpstreamSpan`` record nothing; they serve while tracing is off. Event loop
 only.
 """
 
@@ -29,7 +29,7 @@ _UPSTREAM_NOT_FAILED = (UpstreamOutcome.OK, UpstreamOutcome.REJECTED, UpstreamOu
 
 
 class UpstreamSpan:
-    """A request to one engine."""
+    """Span of a request to one engine."""
 
     def headers(self) -> Mapping[str, str]:
         """Return the headers that make the engine's spans part of the trace."""
@@ -40,43 +40,43 @@ class UpstreamSpan:
 
 
 class RequestSpans:
-    """A client's request, from its head on."""
+    """Spans of a client's request, from its head on."""
 
     def queue_wait(
         self, queue_wait: AbstractAsyncContextManager[None]
     ) -> AbstractAsyncContextManager[None]:
-        """Return ``queue_wait``, which waits when entered."""
+        """Return a context manager that enters ``queue_wait``, and records the wait."""
         return queue_wait
 
     def chosen(self, choice: RoutingChoice | None) -> None:
-        """An attempt was given its engines, or there are none."""
+        """Record the choice of an attempt's engines; None: there are none."""
 
     def upstream_request(self, upstream: Upstream, target_choice: TargetChoice) -> UpstreamSpan:  # noqa: ARG002
-        """Return the span of a request to an engine that begins."""
+        """Begin and return the span of a request to an engine."""
         return _NO_UPSTREAM_SPAN
 
     def first_byte(self) -> None:
-        """A streamed answer begins."""
+        """Record the first byte of a stream."""
 
     def end(self, outcome: RequestOutcome, reply: Reply) -> None:
-        """The request is over."""
+        """End the span of the request."""
 
 
 _NO_UPSTREAM_SPAN, _NO_SPANS = UpstreamSpan(), RequestSpans()
 
 
 class RouterSpans:
-    """Makes the spans of one router, if the environment wants any."""
+    """Makes the spans of one router, if the environment names an OTLP endpoint."""
 
     def __init__(self) -> None:
         self._tracer = tracing.of_environment("kvconnect-router")
 
     def of(self, request: web.Request) -> RequestSpans:
-        """Return those of one request."""
+        """Return the spans of one request."""
         return _NO_SPANS if self._tracer is None else _TracedRequestSpans(self._tracer, request)
 
     def close(self) -> None:
-        """Send what has not been sent; may take seconds."""
+        """Send the spans that are left; may take seconds."""
         if self._tracer is not None:
             self._tracer.close()
 
@@ -86,7 +86,7 @@ class _TracedRequestSpans(RequestSpans):
         from kvconnect.observability.tracing import otel
 
         self._tracer, self._otel = tracer, otel
-        self._since = time.time_ns()  # when the request came, or what was before the next ended
+        self._since = time.time_ns()  # start of the next choice of engines
         self._path = request.path
         about = {"http.request.method": request.method, "http.route": self._path}
         about |= {"url.path": self._path, "url.scheme": request.scheme}
