@@ -1,8 +1,8 @@
-"""Which engines a router has: those of the command line, of its sources and of its administrators.
-Everything here runs on the event loop.
+"""Adds, removes and switches engines while the router runs. Event loop only.
 
-Each source owns the engines that it named. One that it names no longer is drained: it gets no
-requests, and is forgotten when its last one has ended.
+Engines come from the command line, from sources and from administrators. A source owns the engines
+that it names. An engine that its source no longer names is drained: it gets no more requests, and
+is removed when its last request has ended.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 
 DRAIN_LOOK_S = 0.05
 
-FLAGS, ADMIN = "flags", "admin"  # sources; the others name themselves
+FLAGS, ADMIN = "flags", "admin"  # owners of engines, besides the names of sources
 
 
 class Membership:
-    """Adds and removes engines while the router runs."""
+    """The engines of a router, their owners and background tasks."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Membership:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Probe the engines of the command line, then look after all of them in the background."""
+        """Probe the engines of the command line once, then start all background tasks."""
         for upstream in self._fleet.all():
             self._adopt(upstream, FLAGS)
         once = Supervisor(self._metrics.count).once
@@ -73,7 +73,7 @@ class Membership:
             self._background(TaskKind.SOURCE, name, partial(self._follow, name, follow))
 
     async def stop(self) -> None:
-        """End the background work."""
+        """End the background tasks."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -81,20 +81,20 @@ class Membership:
             await watcher.stop()
 
     def find(self, role: Role, url: str) -> Upstream | None:
-        """Return the engine of a role at a URL; one that is being drained only if it is the last
-        that was there."""
+        """Return the newest engine of a role at a URL, None if there is none. Older ones are being
+        drained."""
         found = [upstream for upstream in self._fleet.all(role) if upstream.url == url]
         return found[-1] if found else None
 
     def source_of(self, upstream: Upstream) -> str:
-        """Return who named an engine; nobody, if it is being removed."""
+        """Return the owner of an engine, "" once it is being removed."""
         return self._source.get(upstream, "")
 
     def add(self, role: Role, worker: Worker, source: str) -> Upstream:
-        """Add an engine; one at the same URL that is drained already is forgotten.
+        """Add an engine. It replaces one at the same URL that is being drained.
 
         Raises:
-            Refused: it is there already.
+            Refused: the role has an engine at this URL that is not being drained.
         """
         known = self.find(role, worker.url)
         if known is not None:
@@ -103,34 +103,34 @@ class Membership:
             self.remove(known)
         upstream = self._fleet.add(role, worker)
         self._adopt(upstream, source).start(self._options.intervals.load_s)
-        upstream.suspect()  # probed at once
+        upstream.suspect()  # have it probed at once
         logger.info("%s engine %s was added by %s", role.value, worker.url, source)
         return upstream
 
     def drain(self, upstream: Upstream) -> None:
-        """No more requests go there."""
+        """Send no more requests to an engine."""
         upstream.draining = True
 
     def remove(self, upstream: Upstream) -> None:
-        """Drain it, and forget it when its last request has ended."""
+        """Drain an engine, and remove it when its last request has ended. Idempotent."""
         if not upstream.draining or upstream in self._source:
             self.drain(upstream)
             self._source.pop(upstream, None)
             self._background(TaskKind.REMOVE, upstream.url, partial(self._forget, upstream))
 
     def update(self, source: str, named: NamedEngines) -> None:
-        """A source names these engines now."""
+        """Replace a source's engines, in the roles that ``named`` contains."""
         for role, wanted in named.items():
             mine = {u.url: u for u, of in self._source.items() if of == source and u.role is role}
             for url, upstream in mine.items():
-                if upstream.worker not in wanted:  # gone, or with other settings
+                if upstream.worker not in wanted:  # not named, or with other settings
                     logger.info("%s engine %s: no longer named by %s", role.value, url, source)
                     self.remove(upstream)
             for worker in wanted:
                 if worker.url not in mine or mine[worker.url].worker != worker:
                     try:
                         self.add(role, worker, source)
-                    except Refused as error:  # of another source
+                    except Refused as error:  # another source owns the URL
                         logger.warning("%s: %s", source, error)
 
     def _adopt(self, upstream: Upstream, source: str) -> Watcher:
@@ -148,7 +148,7 @@ class Membership:
             await asyncio.sleep(DRAIN_LOOK_S)
         await self._watchers[upstream].stop()
         reader = self._readers.pop(upstream, None)
-        if reader is not None:  # what it still told would be kept for ever
+        if reader is not None:  # a later event would stay in the index for ever
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
         self._watchers.pop(upstream, None)
@@ -174,21 +174,19 @@ class Membership:
         logger.warning("%s", text)
 
 
-# Has an engine change its role while the router runs, if its hand-offs work in the other one.
-#
-# Everything here runs on the event loop.
-
+# Role switches ------------------------------------------------------------------------------------
 
 _LOOK_S = 0.05
-_UP_S = 15.0  # for an engine to say what it serves
+_UP_S = 15.0  # limit for an engine to report its models
 
 
 async def switch(membership: Membership, fleet: Fleet, old: Upstream, drain_s: float) -> Upstream:
-    """Drain an engine, and have it serve in the other role once a probe has passed in that one; if
-    none does, the engine goes on as before. Returns it in its new role.
+    """Switch an engine to the other role if a probe passes there; return it in its new role.
+
+    The engine is drained first; its open requests have ``drain_s`` seconds to end.
 
     Raises:
-        Refused: it goes on in its old role; says why.
+        Refused: the engine continues in its old role; the message says why.
     """
     role = Role.DECODE if old.role is Role.PREFILL else Role.PREFILL
     _check(membership, fleet, old, role)
@@ -207,7 +205,7 @@ async def switch(membership: Membership, fleet: Fleet, old: Upstream, drain_s: f
 
 
 def _check(membership: Membership, fleet: Fleet, old: Upstream, role: Role) -> None:
-    """Refuse what cannot succeed, before anything is changed."""
+    """Refuse a switch that cannot succeed, before anything changes."""
     source = membership.source_of(old)
     if old.native:
         raise Refused("url", "SGLang's servers have the role that they were started with")
@@ -222,7 +220,7 @@ def _check(membership: Membership, fleet: Fleet, old: Upstream, role: Role) -> N
 
 
 async def _proven(membership: Membership, fleet: Fleet, old: Upstream, role: Role) -> Upstream:
-    """Return the engine in a new role in which a probe has passed. It gets no requests yet."""
+    """Return the engine in its new role after a passed probe. It gets no requests yet."""
     new = membership.add(role, old.worker, ADMIN)
     membership.drain(new)
     proven = False

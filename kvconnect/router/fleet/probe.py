@@ -1,7 +1,7 @@
-"""Probes: short requests through a prefill and a decode engine, to see KV move between them.
+"""Hand-off probes: short requests that check whether KV moves between two engines.
 
-A probe is what a client could ask, so it is the same for all engines: one computes random tokens,
-the other has to get their KV. Everything here runs on the event loop.
+A probe is an ordinary client request, so it works with every engine: prefill computes random
+tokens, and decode must receive their KV. Event loop only.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from kvconnect.router.supervisor import Supervisor, TaskKind
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.5  # between two looks at which probes are due
-TIMEOUT_S = 60.0  # of a probe: it queues behind real requests
-TOKENS = 128  # of its prompt: several blocks of most engines
-_IDS = range(32, 256)  # in every vocabulary
-_SHOWN = 200  # bytes of an engine's error
-_COUNTED_S = (0.0, 0.2, 0.8)  # pauses: tokens may be counted a little after the answer
+LOOK_S = 0.5  # between two checks for probes that are due
+TIMEOUT_S = 60.0  # limit of a probe, which queues behind real requests
+TOKENS = 128  # length of its prompt: several blocks of most engines
+_IDS = range(32, 256)  # token ids in every vocabulary
+_SHOWN = 200  # bytes of an engine's error to report
+_COUNTED_S = (0.0, 0.2, 0.8)  # pauses between reads of the counter, which may lag the response
 
 
 class ProbeFailed(KVConnectError):
-    """KV did not get across, or that could not be seen."""
+    """KV did not arrive, or the probe could not tell."""
 
     def __init__(self, outcome: ProbeOutcome, message: str) -> None:
         super().__init__(message)
@@ -53,10 +53,10 @@ class Prober:
         self._pool = pool
         self._metrics = metrics
         self._tasks = Supervisor(metrics.count)
-        self._turn = 0  # counts probes, so that every rank has its turn
+        self._turn = 0  # number of probes; selects the rank, so that every rank is probed
 
     async def run(self) -> None:
-        """Probe what is due, for ever; cancelling it cancels the probes."""
+        """Run the probes that are due, until cancelled; that cancels the open probes too."""
         running: set[asyncio.Task[None]] = set()
         try:
             while True:
@@ -75,10 +75,10 @@ class Prober:
             await asyncio.gather(*running, return_exceptions=True)
 
     async def probe(self, prefill: Upstream, decode: Upstream) -> None:
-        """Have KV move from one engine to the other.
+        """Move KV from one engine to the other.
 
         Raises:
-            ProbeFailed: it did not.
+            ProbeFailed: KV did not arrive, or the probe could not tell.
         """
         try:
             outcome = await within(self._probe(prefill, decode), TIMEOUT_S)
@@ -107,7 +107,7 @@ class Prober:
         return pairing.due(pairs, now)
 
     async def _judge(self, pair: EnginePair, prefill: Upstream, decode: Upstream) -> None:
-        """Probe a pair and note what it shows."""
+        """Probe a pair and record the result."""
         pairing = self._fleet.pairing
         try:
             await self.probe(prefill, decode)
@@ -120,7 +120,7 @@ class Prober:
                     logger.warning("no KV from %s to %s: %s", prefill.url, decode.url, error)
                 pairing.failed(pair, str(error), time.monotonic())
         finally:
-            pairing.void(pair, time.monotonic())  # unless there was a verdict
+            pairing.void(pair, time.monotonic())  # without effect after passed() or failed()
 
     async def _probe(self, prefill: Upstream, decode: Upstream) -> ProbeOutcome:
         before = await self._received(decode)
@@ -134,7 +134,7 @@ class Prober:
         return ProbeOutcome.OK
 
     async def _ask_both(self, prefill: Upstream, decode: Upstream) -> bytes:
-        """Return the decode engine's answer."""
+        """Send the requests of a probe; return the decode engine's response."""
         self._turn += 1
         p, d = self._target(prefill), self._target(decode)
         mode = Mode.BOOTSTRAP if prefill.native else Mode.PULL
@@ -152,7 +152,7 @@ class Prober:
         ticket = engine_bodies.ticket_of(said) or mooncake_ticket(prefill, p.target.rank, asked)
         if ticket is None:
             raise ProbeFailed(ProbeOutcome.FAILED, "prefill offers no hand-off")
-        # With it, vLLM would answer what the prefill engine had cached, not what came from there.
+        # With it, vLLM would report the tokens that prefill had cached, not those received.
         ticket.pop("remote_prefill_cached_tokens", None)
         return await self._send(decode, d, engine_bodies.pull_body(body, ticket))
 
@@ -181,9 +181,12 @@ class Prober:
         raise ProbeFailed(ProbeOutcome.FAILED, said)
 
     async def _has_received(self, decode: Upstream, answer: bytes, before: float | None) -> bool:
-        """Whether the KV came from elsewhere, by the answer if it tells (of vLLM with
-        ``--enable-prompt-tokens-details``); else by the engine's counts, to which others add.
-        SGLang's decode engines cannot compute prompts."""
+        """Return whether decode received KV; SGLang's must have, as it cannot compute prompts.
+
+        vLLM's response tells with ``--enable-prompt-tokens-details``. Otherwise the counter of
+        received tokens must have risen since ``before``; other requests raise it too. Without a
+        counter, the answer is yes.
+        """
         if decode.native:
             return True
         cached = engine_bodies.cached_tokens_of(answer)
@@ -197,7 +200,7 @@ class Prober:
         return False
 
     async def _received(self, decode: Upstream) -> float | None:
-        """Return how many tokens it has received so far, None if it does not tell."""
+        """Return the engine's count of received tokens, None if it has none."""
         status, text = await self._pool.get(decode.base, "/metrics", TIMEOUT_S)
         return reports.vllm_received(text.decode("utf-8", "replace")) if status == 200 else None
 
@@ -207,7 +210,7 @@ class _Rejected(KVConnectError):
 
 
 async def _both(*work: Coroutine[Any, Any, bytes]) -> list[bytes]:
-    """Return what all return; the first failure ends the others."""
+    """Return all results; the first failure cancels the others."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         return await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""The engines behind the router, as last seen. Everything here runs on the event loop."""
+"""State of the engines behind the router. Event loop only."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kvconnect.router.policy.loads import Engine, FleetView, Loads, Role, Worker
 
 logger = logging.getLogger(__name__)
 
-STALE_REPORTS = 10  # intervals after which a load is not known any more
-_LEAST_STALE_S = 5.0  # an engine under load may answer late
-FAILURES = 3  # requests in a row that fail before an engine is only tried now and then
-PAUSE_MOST_S = 30.0  # between such trials
+STALE_REPORTS = 10  # intervals after which a load report is ignored
+_LEAST_STALE_S = 5.0  # lower bound of that time: a busy engine may report late
+FAILURES = 3  # failed requests in a row after which an engine only gets trials
+PAUSE_MOST_S = 30.0  # longest pause between trials
 
 
 def engine_breaker(since: float = 0.0) -> CircuitBreaker:
-    """Return the breaker of an engine: its health may be green while every request fails."""
+    """Return the breaker of an engine: its health check may pass while every request fails."""
     return CircuitBreaker(FAILURES, PAUSE_MOST_S, since=since)
 
 
@@ -36,9 +36,9 @@ class EngineInfo:
     """What an engine reports about itself; kept while it is down, refreshed when it is back.
 
     Attributes:
-        models: what it serves: name -> what ``/v1/models`` says of it.
-        version: of the engine.
-        engine_ids: of its ranks; MooncakeConnector only.
+        models: name -> entry of ``/v1/models``.
+        version: version of the engine; empty: unknown.
+        engine_ids: rank -> engine id; MooncakeConnector only.
     """
 
     models: dict[str, Any] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Signals:
 
 
 class Upstream:
-    """One engine. Down until the first probe says otherwise."""
+    """One engine. It is down until a probe passes."""
 
     def __init__(
         self,
@@ -74,25 +74,25 @@ class Upstream:
         self.loads = loads
         self.info = EngineInfo()
         self.draining = False
-        self.open = 0  # requests under way, or on their way by another engine
+        self.open = 0  # requests in progress, or announced by awaited()
         self.breaker = engine_breaker()
         self.signals = Signals()
-        self._standing_tickets: dict[int, tuple[str, float]] = {}  # rank -> text, when it ends
+        self._standing_tickets: dict[int, tuple[str, float]] = {}  # rank -> text, expiry time
         self._changed = changed
 
     @property
     def url(self) -> str:
-        """Its base URL, which also names it."""
+        """Base URL, also the name of the engine."""
         return self.worker.url
 
     @property
     def native(self) -> bool:
-        """Whether it is SGLang."""
+        """Whether the engine is SGLang."""
         return self.worker.engine is Engine.SGLANG
 
     @property
     def up(self) -> bool:
-        """Whether it answers."""
+        """Whether the engine answers."""
         return self.signals.up.is_set()
 
     def view(self, now: float, *, proven: bool) -> WorkerView:
@@ -119,11 +119,11 @@ class Upstream:
             return
         logger.info("%s engine %s is %s", self.role.value, self.url, "up" if up else "down")
         if up:
-            self.breaker = engine_breaker(time.monotonic())  # it may be another incarnation
+            self.breaker = engine_breaker(time.monotonic())  # it may have restarted
             self.signals.down.clear()
             self.signals.up.set()
         else:
-            self._standing_tickets.clear()  # what comes back may be another incarnation
+            self._standing_tickets.clear()  # it may come back restarted
             self.loads.forget()
             self.signals.up.clear()
             self.signals.down.set()
@@ -147,8 +147,7 @@ class Upstream:
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """A request will go there: it counts as open already, so that its engine is not taken for
-        idle meanwhile."""
+        """Count a request that will be sent after the block, so the engine is not seen as idle."""
         self.open += 1
         try:
             yield
@@ -158,7 +157,7 @@ class Upstream:
     def hold_standing_ticket(
         self, rank: int, standing_ticket: StandingTicket, asked: float
     ) -> None:
-        """Keep a standing ticket that was requested at time ``asked``."""
+        """Keep a standing ticket requested at time ``asked``, unless the engine is down."""
         if self.up:
             self._standing_tickets[rank] = standing_ticket.text, asked + standing_ticket.lifetime_s
 
@@ -168,16 +167,16 @@ class Upstream:
 
 
 class FleetObserver(Protocol):
-    """Is told about changes in the fleet."""
+    """Callbacks for changes in the fleet."""
 
     def up(self, upstream: Upstream) -> None:
-        """It was found up or down."""
+        """An engine went up or down."""
 
     def add_upstream(self, role: Role, url: str) -> None:
-        """It was added."""
+        """An engine was added."""
 
     def remove_upstream(self, role: Role, url: str) -> None:
-        """It was removed."""
+        """The last engine of a role at a URL was removed."""
 
 
 class Fleet:
@@ -203,8 +202,7 @@ class Fleet:
         return upstream
 
     def remove(self, upstream: Upstream) -> None:
-        """Remove an engine."""
-        upstream.mark(up=False)  # for those who remember what it was sent
+        upstream.mark(up=False)  # observers forget what it was sent
         left = self._by_role[upstream.role]
         left.pop(upstream.index, None)
         self.pairing.forget((upstream.role, upstream.index))
@@ -216,12 +214,12 @@ class Fleet:
         return self._by_role[role][index]
 
     def all(self, role: Role | None = None) -> list[Upstream]:
-        """Return those of a role, or all."""
+        """Return the engines of a role, or of both."""
         roles = list(Role) if role is None else [role]
         return [upstream for role in roles for upstream in self._by_role[role].values()]
 
     def is_base(self, model: str) -> bool:
-        """Whether an engine says that it serves a model and not as an adapter; none named is."""
+        """Return whether a model is a base model of an engine, not an adapter; true for ""."""
         said = (upstream.info.models.get(model) for upstream in self.all())
         return not model or any(isinstance(m, dict) and not m.get("parent") for m in said)
 
@@ -238,7 +236,7 @@ class Fleet:
         return FleetView(prefill, decode, self.pairing.broken)
 
     def broken(self, upstream: Upstream) -> dict[str, str]:
-        """Return the partners, by URL, with which its last probe failed, and the error."""
+        """Return the partners with which an engine's last probe failed: URL -> error."""
         role, index = upstream.role, upstream.index
         other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
         return {
@@ -248,7 +246,7 @@ class Fleet:
         }
 
     def recheck(self, choice: RoutingChoice) -> None:
-        """Have the hand-off of a failed request's engines probed."""
+        """Have the hand-off between the engines of a failed request probed soon."""
         if choice.prefill is not None:
             pair = EnginePair(choice.prefill.target.worker, choice.decode.target.worker)
             if all(number in self._by_role[role] for role, number in pair.engines):

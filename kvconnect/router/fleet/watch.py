@@ -1,5 +1,6 @@
-"""Background tasks for each engine: health probes, models and version, load, standing tickets, and
-KV events. Event loop only; one task each.
+"""Background tasks of each engine: health, models and version, load, standing tickets, KV events.
+
+Event loop only.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from kvconnect.router.supervisor import Supervisor, TaskKind
 logger = logging.getLogger(__name__)
 
 PROBE_EVERY_S = 2.0
-PROBE_FIRST_S = 0.5  # after an engine went down; doubles
-PROBE_SELDOM_S = 8.0  # and stays there: an engine is never given up
+PROBE_FIRST_S = 0.5  # first pause after an engine went down; doubles
+PROBE_SELDOM_S = 8.0  # longest pause: an engine is never given up
 LEARN_EVERY_S = 30.0  # adapters are loaded and unloaded while an engine runs
 RETRY_S = 5.0
 PROBE_TIMEOUT_S = 5.0
@@ -45,7 +46,7 @@ ASK_TIMEOUT_S = 30.0  # a request for a standing ticket queues behind real prefi
 _RENEW_AT = 0.5  # share of its lifetime after which a standing ticket is renewed
 
 FAILED = (Unreachable, ConnectionLost, asyncio.TimeoutError, Refused)
-"""What any question to an engine may raise."""
+"""Errors of a request to an engine."""
 
 _T = TypeVar("_T")
 
@@ -58,11 +59,11 @@ class Watcher:
         self._pool = pool
         self._metrics = metrics
         self._late = 0  # probes in a row that were not answered in time
-        self._polled = asyncio.Event()  # how many ranks it has is known, if it says so
+        self._polled = asyncio.Event()  # the number of ranks is known, if reported
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, load_interval_s: float) -> None:
-        """Go on in the background."""
+        """Start the background tasks."""
         upstream = self._upstream
         work: dict[TaskKind, Callable[[], Coroutine[Any, Any, None]]] = {
             TaskKind.PROBE: self._probe_for_ever,
@@ -75,22 +76,22 @@ class Watcher:
         self._tasks = [keep(kind, upstream.url, each) for kind, each in work.items()]
 
     async def stop(self) -> None:
-        """End the background work."""
+        """End the background tasks."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def probe(self) -> None:
-        """Ask it whether it is well, and mark it."""
+        """Check the engine's health, and mark it up or down."""
         upstream, late = self._upstream, self._late
         self._late = 0
         try:
             status, _ = await self._pool.get(upstream.base, "/health", PROBE_TIMEOUT_S)
             up = status == 200
-        except Exhausted as error:  # which says nothing about the engine
+        except Exhausted as error:  # the router is at fault, not the engine
             logger.warning("probe of %s: %s", upstream.url, error)
             return
-        except asyncio.TimeoutError:  # once, it may just be busy
+        except asyncio.TimeoutError:  # a busy engine may be late once
             self._late = late + 1
             logger.debug("probe of %s: late", upstream.url)
             up = upstream.up and not late
@@ -100,10 +101,10 @@ class Watcher:
         upstream.mark(up=up)
 
     async def get(self, path: str, base: BaseUrl | None = None) -> bytes:
-        """Return what it answers to a GET.
+        """Return the body of a GET response.
 
         Raises:
-            Refused: not with 200.
+            Refused: the status is not 200.
             Unreachable, ConnectionLost, asyncio.TimeoutError: no response.
         """
         at = base or self._upstream.base
@@ -121,7 +122,7 @@ class Watcher:
             await self.probe()
 
     async def _learn_for_ever(self) -> None:
-        """Ask what it serves when it has come up, and now and then."""
+        """Ask for models and version when the engine comes up, and periodically."""
         upstream = self._upstream
         while True:
             await upstream.signals.up.wait()
@@ -133,13 +134,13 @@ class Watcher:
             await wait(upstream.signals.down, LEARN_EVERY_S if learned else RETRY_S)
 
     async def _learn(self) -> bool:
-        """Ask for each thing by itself: what is not told, or makes no sense, is as it was. Return
-        whether all that is needed is known."""
+        """Ask for each fact separately; a missing or unusable answer leaves the last value.
+        Return whether every fact that routing needs was answered."""
         worker, said = self._upstream.worker, self._upstream.info
         models = await self._ask(InputKind.MODELS, reports.models_of, "/v1/models")
         said.models = models or said.models
         path = "/server_info" if worker.engine is Engine.SGLANG else "/version"
-        # It may not say; then it pairs with any.
+        # An engine of unknown version pairs with any other.
         said.version = await self._ask(InputKind.VERSION, reports.version_of, path) or said.version
         if worker.engine is not Engine.MOONCAKE or self._upstream.role is Role.DECODE:
             return models is not None
@@ -151,7 +152,7 @@ class Watcher:
     async def _ask(
         self, what: InputKind, read: Callable[[bytes], _T], path: str, base: BaseUrl | None = None
     ) -> _T | None:
-        """Return what an answer says, None if nothing of use.
+        """Return the decoded response, None if it is unusable.
 
         Raises:
             Unreachable, ConnectionLost, asyncio.TimeoutError: no response.
@@ -173,7 +174,7 @@ class Watcher:
             raise
 
     async def _poll_for_ever(self, interval_s: float) -> None:
-        """Ask for its load; with no interval once, which also tells how many ranks it has."""
+        """Query load and number of ranks; with interval 0, once whenever the engine comes up."""
         upstream = self._upstream
         while True:
             await upstream.signals.up.wait()
@@ -205,14 +206,14 @@ class Watcher:
         status, answer = await self._pool.get(
             self._upstream.base, "/v1/loads?include=core", ASK_TIMEOUT_S
         )
-        if status == 404:  # before 0.5.6
+        if status == 404:  # SGLang before 0.5.6
             read, answer = _text_of(reports.sglang_metric_tokens), await self.get("/metrics")
             return self._read(InputKind.LOAD, read, answer)
         good = _body_of("/v1/loads", (status, answer))
         return self._read(InputKind.LOAD, reports.sglang_tokens, good)
 
     async def _keep_standing_tickets(self) -> None:
-        """Keep standing tickets fresh: renew them early, and at once when the engine comes back."""
+        """Renew standing tickets early, and at once when the engine comes back."""
         upstream = self._upstream
         await self._polled.wait()
         while True:
@@ -233,7 +234,7 @@ class Watcher:
             await wait(upstream.signals.down, pause)
 
     async def _fetch_standing_ticket(self, rank: int, ranks: int) -> float:
-        """Fetch a rank's standing ticket; return in how many seconds to fetch the next."""
+        """Fetch a rank's standing ticket; return the seconds until the next fetch."""
         asked = time.monotonic()
         base = self._upstream.base
         model = next(iter(reports.models_of(await self.get("/v1/models"))))
@@ -265,8 +266,8 @@ def _body_of(path: str, answer: tuple[int, bytes]) -> bytes:
 
 
 async def wait(event: asyncio.Event, timeout_s: float) -> None:
-    """Wait for ``event``, at most ``timeout_s`` seconds. Unlike ``asyncio.wait_for`` of Python
-    3.11 and before, it never swallows a cancellation that comes with the event."""
+    """Wait for ``event``, at most ``timeout_s`` seconds. Unlike ``asyncio.wait_for`` before Python
+    3.12, this never swallows a cancellation that comes with the event."""
     waiting = asyncio.ensure_future(event.wait())
     try:
         await asyncio.wait({waiting}, timeout=timeout_s)
@@ -277,17 +278,17 @@ async def wait(event: asyncio.Event, timeout_s: float) -> None:
 # KV events -------------------------------------------------------------------------------------
 
 
-REPLAY_S = 5.0  # for a whole replay
-LOOK_S = 1.0  # between two looks at how many ranks there are
-_REPLAY_END = (-1).to_bytes(8, "big", signed=True)  # number of the message that ends a replay
-_MOST_BYTES = 64 * 2**20  # of a message: one step's events are a few MB at most
+REPLAY_S = 5.0  # limit of a whole replay
+LOOK_S = 1.0  # between two checks of the number of ranks
+_REPLAY_END = (-1).to_bytes(8, "big", signed=True)  # message number that ends a replay
+_MOST_BYTES = 64 * 2**20  # limit of a message; one step's events are a few MB at most
 
 Count = Callable[..., None]
-"""Counts in a metric: its name and labels, such as role, URL and what became of a message."""
+"""Increments a counter: its name and labels, such as role, URL and outcome."""
 
 
 class Subscriber:
-    """Keeps the index of a role true to what one engine publishes, all its ranks."""
+    """Applies the KV events of one engine, of all its ranks, to the index of its role."""
 
     def __init__(self, upstream: Upstream, index: PrefixIndex, count: Count) -> None:
         self._upstream = upstream
@@ -297,7 +298,7 @@ class Subscriber:
         self._context = zmq.asyncio.Context.instance()
 
     async def run(self) -> None:
-        """Follow the engine for ever: its ranks as they become known."""
+        """Follow the engine's ranks as they become known, until cancelled."""
         tasks: dict[int | None, asyncio.Task[None]] = {}
         try:
             while True:
@@ -352,9 +353,9 @@ class Subscriber:
         self._count_outcome("replayed" if whole else "lost" if known else "late")
 
     async def _replay(self, feed: RankEvents, rank: int | None) -> bool:
-        """Ask for what was lost; return whether what came had no gap."""
+        """Request the lost messages; return whether the replay had no gap."""
         worker, whole, loop = self._upstream.worker, True, asyncio.get_running_loop()
-        # Not REQ, which takes but one reply to a request.
+        # Not REQ, which accepts only one reply per request.
         with self._context.socket(zmq.DEALER) as socket:
             socket.linger = 0
             socket.maxmsgsize = _MOST_BYTES
@@ -380,5 +381,5 @@ def _number(frame: bytes) -> int:
 
 
 async def subscribe(upstream: Upstream, index: PrefixIndex, count: Count) -> None:
-    """Keep ``index`` true to what an engine publishes, for ever."""
+    """Apply the KV events of an engine to ``index``, until cancelled."""
     await Subscriber(upstream, index, count).run()

@@ -1,9 +1,9 @@
-"""Where engines come from while a router runs, beside its flags and its administrators.
+"""Sources of engines that a router follows while it runs.
 
-A source is an asynchronous generator that ends only when it is closed. Each value names *all*
-engines of the roles in it; the router adds and removes what differs. A source that cannot be read
-says so in the log, yields nothing, and tries again: what it named before stays. An entry that
-makes no sense is refused by itself: its engine stays as it was, and the others are not affected.
+A source is an asynchronous generator that ends only when it is closed. Each value contains *all*
+engines of its roles; the router adds and removes the difference. A source that cannot be read logs
+the failure, yields nothing and tries again: its engines stay. An invalid entry is refused alone:
+its engine stays as it was, and the others are not affected.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvconnect.router.policy.loads import Role
 NamedEngines = Mapping[Role, tuple[Worker, ...]]
 EngineSource = AsyncGenerator[NamedEngines, None]
 OnRefused = Callable[[InputKind, str], None]
-"""Is told what an entry was that could not be used: counts and logs it."""
+"""Counts and logs an invalid entry: the kind of input, and the reason."""
 
 
 def configured_sources(
     sources: Sources,
 ) -> Iterator[tuple[str, Callable[[OnRefused], EngineSource]]]:
-    """Yield the name of each source that was asked for, and what opens it. What a source needs is
-    imported only if it is used."""
+    """Yield name and generator function of each configured source. The packages that a source
+    needs are imported only if it is configured."""
     if sources.file:
         from kvconnect.router.fleet.sources import local
 
@@ -49,7 +49,7 @@ def configured_sources(
 def at_addresses(
     model: Worker, addresses: Iterable[str], what: InputKind, refuse: OnRefused
 ) -> tuple[Worker, ...]:
-    """Return ``model`` at each address that can stand in a URL; ``refuse`` is told of others."""
+    """Return ``model`` at each address that is valid in a URL; ``refuse`` gets the others."""
     found = []
     for address in addresses:
         worker = model.on_host(address)

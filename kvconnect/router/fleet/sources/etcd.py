@@ -1,5 +1,7 @@
-"""Engines that are registered in etcd: ``PREFIX/prefill/ANY`` and ``PREFIX/decode/ANY`` have a
-worker as on the command line for a value. An engine that registers with a lease leaves by dying.
+"""Engines registered in etcd.
+
+The keys are ``PREFIX/prefill/ANY`` and ``PREFIX/decode/ANY``; a value is a worker as on the command
+line. An engine that registers with a lease disappears when it dies.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _ANSWER_S = 5.0
 
 
 async def follow(url: str, refuse: OnRefused) -> EngineSource:
-    """Read all keys under the path of ``url`` again and again."""
+    """Poll all keys under the path of ``url``."""
     parts = urlsplit(url)
     etcd = Etcd3Client(parts.hostname or "", parts.port or 2379, parts.scheme, timeout=_ANSWER_S)
     entries = Entries(parts.path.strip("/"), refuse)
@@ -46,8 +48,8 @@ async def follow(url: str, refuse: OnRefused) -> EngineSource:
 
 
 class Entries:
-    """What the keys under a prefix name. A value that is wrong is its own engine's: what the key
-    named before stays, until the key is right again or gone."""
+    """Engines of the keys under a prefix. A key with an invalid value keeps its engine until the
+    value is valid again or the key is gone."""
 
     def __init__(self, prefix: str, refuse: OnRefused) -> None:
         self.prefix = prefix
@@ -55,7 +57,7 @@ class Entries:
         self._good: dict[bytes, tuple[Role, Worker]] = {}
 
     def named(self, entries: Iterable[tuple[bytes, bytes]]) -> NamedEngines:
-        """Return what all keys with their values name."""
+        """Return the engines of ``entries``, all keys with their values."""
         before, self._good = self._good, {}
         for key, value in entries:
             try:

@@ -1,7 +1,7 @@
 """Engines that are the ready endpoints of a Kubernetes service.
 
-The official client blocks, so each service is followed by a thread of its own: it lists the
-service's EndpointSlices, watches them, and lists them again when the watch ends.
+The official client blocks, so each service has its own thread. It lists the service's
+EndpointSlices, watches them, and lists them again when the watch ends.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from kvconnect.threads import ThreadKind, make
 
 logger = logging.getLogger(__name__)
 
-WATCH_S = 300  # then the slices are listed again
-PAUSE_S = 1.0  # before that
-_GONE = 410  # what was listed is too old to watch from
+WATCH_S = 300  # length of a watch
+PAUSE_S = 1.0  # between a watch and the next list
+_GONE = 410  # HTTP status: the list is too old to watch from
 _ANSWER_S = 30.0
 _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _FAILED = (
     *(client.ApiException, config.ConfigException, urllib3.exceptions.HTTPError),
-    *(OSError, ValueError),  # no kubeconfig; an answer that makes no sense
+    *(OSError, ValueError),  # no kubeconfig; an invalid response
 )
 
 
 async def follow(role: Role, name: str, refuse: OnRefused) -> EngineSource:
-    """Follow the service in ``name``, a worker as on the command line."""
+    """Follow the service that is the host in ``name``, a worker as on the command line."""
     model, loop = worker_of("kubernetes", name), asyncio.get_running_loop()
     found: asyncio.Queue[set[str]] = asyncio.Queue()
     closed = threading.Event()
 
     def on_loop(function: Callable[..., None], *args: object) -> None:
         if not closed.is_set():
-            with suppress(RuntimeError):  # the loop was closed just now
+            with suppress(RuntimeError):  # the loop has just been closed
                 loop.call_soon_threadsafe(function, *args)
 
     def work() -> None:
@@ -61,7 +61,7 @@ async def follow(role: Role, name: str, refuse: OnRefused) -> EngineSource:
                     logger.warning("Kubernetes service %s: %s", name, str(error).strip())
             closed.wait(PAUSE_S)
 
-    # The process does not wait for it: it may be in the middle of a watch.
+    # A daemon thread: at exit it may be in the middle of a watch.
     make(
         *(ThreadKind.SOURCE, "kvconnect-kubernetes", work), again=True, stopped=closed.is_set
     ).start()
@@ -74,7 +74,7 @@ async def follow(role: Role, name: str, refuse: OnRefused) -> EngineSource:
 
 
 def _service(host: str) -> tuple[str, str]:
-    """Return name and namespace of the service that a host such as ``decode.serving`` names."""
+    """Return name and namespace of the service in a host such as ``decode.serving``."""
     name, _, rest = host.partition(".")
     namespace = rest.partition(".")[0]
     if not namespace and _NAMESPACE.exists():
@@ -101,15 +101,14 @@ class _Slice(msgspec.Struct):
 
 
 class Slices:
-    """A service's EndpointSlices. One that makes no sense is as it was before; ``refuse`` is told
-    why."""
+    """A service's EndpointSlices. An invalid one stays as it was; ``refuse`` gets the reason."""
 
     def __init__(self, refuse: Callable[[str], None]) -> None:
         self._refuse = refuse
         self._known: dict[str, _Slice] = {}
 
     def listed(self, slices: Iterable[object]) -> None:
-        """These are all."""
+        """Replace all slices."""
         before, self._known = self._known, {}
         for each in slices:
             self.changed(each)
@@ -118,7 +117,7 @@ class Slices:
                 self._known.setdefault(name, before[name])
 
     def changed(self, told: object) -> None:
-        """One is there, or is another one now."""
+        """Add or replace a slice."""
         try:
             said = msgspec.convert(told, _Slice, from_attributes=True)
         except msgspec.ValidationError as error:
@@ -127,12 +126,12 @@ class Slices:
             self._known[said.metadata.name] = said
 
     def deleted(self, told: object) -> None:
-        """One is gone."""
+        """Remove a slice."""
         self._known.pop(_name(told), None)
 
     def ready(self) -> set[str]:
-        """Return an address of each endpoint that is ready; one that does not say is. Further
-        addresses of an endpoint lead to the same engine."""
+        """Return one address of each ready endpoint; its other addresses lead to the same engine.
+        An endpoint without the condition is ready."""
         return {
             endpoint.addresses[0]
             for each in self._known.values()
@@ -146,8 +145,8 @@ def _name(told: object) -> str:
 
 
 def _watch(name: str, namespace: str, slices: Slices) -> Iterator[set[str]]:
-    """Yield the addresses of a service's ready endpoints, now and whenever they change, until the
-    watch ends."""
+    """Yield the addresses of a service's ready endpoints, at once and after each change of a
+    slice, until the watch ends."""
     try:
         config.load_incluster_config()
     except config.ConfigException:

@@ -1,4 +1,4 @@
-"""Sources without third-party packages: a file, and all addresses of a DNS name."""
+"""Sources without third-party packages: a file, and the addresses of a DNS name."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ FILE_EVERY_S = 1.0
 
 
 async def follow_file(path: str, refuse: OnRefused) -> EngineSource:
-    """Read it whenever its text changes."""
+    """Poll the file; yield its engines whenever its text changes."""
     last: str | None = None
     named: NamedEngines = {}
     while True:
         try:
             text = await asyncio.to_thread(Path(path).read_text)
-        except (OSError, ValueError) as error:  # not there, or no text
+        except (OSError, ValueError) as error:  # missing, or not text
             logger.warning("%s: %s", path, error)
         else:
             if text != last:
@@ -36,11 +36,11 @@ async def follow_file(path: str, refuse: OnRefused) -> EngineSource:
 
 
 def parse(text: str, before: NamedEngines, refuse: OnRefused) -> NamedEngines:
-    """Return what a file of engines names: a line each, ``prefill`` or ``decode`` and a worker as
-    on the command line; empty lines and those that begin with ``#`` do not count.
+    """Return the engines in the text of a file.
 
-    ``refuse`` is told of each line that is wrong. Whose it was cannot be known, so while there is
-    one, all engines stay that were named ``before``.
+    A line is ``prefill`` or ``decode`` and a worker as on the command line. Empty lines and lines
+    that begin with ``#`` are skipped. ``refuse`` gets each invalid line. Its engine is unknown, so
+    while a line is invalid, all engines in ``before`` stay.
     """
     named: dict[Role, dict[str, Worker]] = {role: {} for role in Role}
     wrong = False
@@ -74,7 +74,7 @@ DNS_EVERY_S = 5.0
 
 
 async def follow_dns(role: Role, name: str, refuse: OnRefused) -> EngineSource:
-    """Look a name up again and again."""
+    """Look a name up periodically."""
     while True:
         try:
             found = await resolve(name, refuse)
@@ -90,7 +90,7 @@ async def resolve(name: str, refuse: OnRefused) -> tuple[Worker, ...]:
     """Return a worker per address of the host in ``name``, a worker as on the command line.
 
     Raises:
-        OSError, UnicodeError: it cannot be looked up.
+        OSError, UnicodeError: the host cannot be looked up.
     """
     model = worker_of("dns", name)
     loop = asyncio.get_running_loop()
