@@ -1,8 +1,7 @@
-"""Rates from two scrapes of an endpoint, without I/O and clock.
+"""Computes rates from two scrapes of an endpoint, without I/O or clock.
 
-Rates are per second over the interval between the scrapes, ``None`` with one scrape. Series of one
-metric are summed over ranks and engines. A counter that fell means that the engine restarted: it
-has risen by its present value.
+Rates are per second between the scrapes, ``None`` with one scrape. Series of one metric are summed
+over ranks and engines. A counter that fell belongs to a restarted engine: its value is its rise.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ class UpstreamRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Router(msgspec.Struct, frozen=True, kw_only=True):
-    """A router's own figures."""
+    """Queue, request rates and engines of a router."""
 
     queue: float
     requests_per_s: dict[str, float] | None
@@ -220,7 +219,7 @@ class _ScrapePair:
 
 
 def over(value: float | None, whole: float | None) -> float | None:
-    """Return a quotient, None if either is unknown or the divisor is 0."""
+    """Return ``value / whole``, None if either is unknown or ``whole`` is 0."""
     return value / whole if value is not None and whole else None
 
 
@@ -283,7 +282,7 @@ def _tier(read: _ScrapePair, tier: str) -> TierUse:
             used_bytes=read.total("host_bytes_used"),
             capacity_bytes=read.total("host_bytes_capacity"),
         )
-    # Only the first rank publishes this. Of several engines, one unavailable tier counts.
+    # Only the first rank publishes it. With several engines, all must report the tier available.
     available = [value for _, value in read.series("tier_available", tier=tier)]
     return TierUse(
         tier=tier,

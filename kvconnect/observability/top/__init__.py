@@ -1,6 +1,6 @@
-"""``kvconnect top``: engines and routers, live on a terminal.
+"""``kvconnect top``: watches engines and routers on a terminal.
 
-This module is the command line; modules that need an extra are imported when the command runs.
+This module is the command line. Modules that need an extra are imported when the command runs.
 """
 
 from __future__ import annotations
@@ -62,6 +62,6 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         return 0 if app.run(app.options_of(arguments), sys.stdout) else 1
     except ConfigError as error:
         parser.error(f"{error.field} {error.value}: {error.fix}")
-    except BrokenPipeError:  # the reader closed the pipe; the interpreter flushes once more at exit
+    except BrokenPipeError:  # the reader closed the pipe; Python flushes stdout again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

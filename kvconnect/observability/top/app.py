@@ -47,7 +47,7 @@ def options_of(arguments: argparse.Namespace) -> TopOptions:
 
 
 def run(options: TopOptions, out: TextIO) -> bool:
-    """Show snapshots on ``out``, one or until interrupted; return whether all endpoints are up.
+    """Show snapshots until interrupted, or one; return whether all endpoints were up in the last.
 
     Raises:
         ConfigError: the recording cannot be written.
@@ -109,9 +109,9 @@ def _write(out: TextIO, line: str) -> None:
 
 # Scraping ---------------------------------------------------------------------------------------
 
-_TIMEOUT_S = 5.0
+_TIMEOUT_S = 5.0  # limit of one socket operation
 _MOST_BYTES = 64 << 20
-_AT_ONCE = 16
+_AT_ONCE = 16  # scrapes in parallel
 
 
 def metrics_url(text: str) -> str:
@@ -133,13 +133,13 @@ def metrics_url(text: str) -> str:
 
 
 def scrape_all(urls: Sequence[str]) -> list[Scrape]:
-    """Scrape all URLs in parallel, each within a time limit of seconds."""
+    """Scrape all URLs in parallel."""
     with ThreadPoolExecutor(min(len(urls), _AT_ONCE)) as pool:
         return list(pool.map(scrape, urls))
 
 
 def scrape(url: str) -> Scrape:
-    """Scrape one URL. A failure of the endpoint is in the result, not raised."""
+    """Scrape one URL. If the endpoint fails, the result has the error; nothing is raised."""
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as reply:
             body = reply.read(_MOST_BYTES + 1)
@@ -151,7 +151,7 @@ def scrape(url: str) -> Scrape:
 
 
 def parse(text: str) -> Samples:
-    """Return KVConnect's samples of a scrape; other lines are not parsed.
+    """Return KVConnect's samples in the text of a scrape.
 
     Raises:
         ValueError: malformed Prometheus text.

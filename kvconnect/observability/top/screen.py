@@ -1,6 +1,6 @@
 """Draws a snapshot with rich.
 
-All text is shown without control characters, because peers' names come from other machines.
+Control characters in names are replaced, because names come from other machines.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_PEERS = 10
 
 
 def draw(frame: Snapshot) -> RenderableType:
-    """Return the drawing of a snapshot."""
+    """Return the screen for a snapshot."""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(frame.at))
     down = sum(not endpoint.up for endpoint in frame.endpoints)
     state = f"{len(frame.endpoints)} endpoints, {down} down" if down else "all up"
@@ -174,27 +174,27 @@ def _table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]
 
 
 def plain(text: str) -> str:
-    """Return text without control characters."""
+    """Return text with ``?`` in place of control characters."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def size(nbytes: float | None) -> str:
-    """Return bytes for people, in powers of 1000."""
+    """Return a number of bytes such as ``1.5 GB``, in powers of 1000; ``-`` for None."""
     return "-" if nbytes is None else "{:.3g} {}B".format(*_scaled(nbytes))
 
 
 def speed(nbytes: float | None) -> str:
-    """Return bytes per second for people."""
+    """Return a rate such as ``1.5 GB/s``; ``-`` for None."""
     return "-" if nbytes is None else f"{size(nbytes)}/s"
 
 
 def count(number: float | None) -> str:
-    """Return a number for people."""
+    """Return a number such as ``1.5k``; ``-`` for None."""
     return "-" if number is None else "{:.3g}{}".format(*_scaled(number))
 
 
 def duration(seconds: float | None) -> str:
-    """Return a duration for people."""
+    """Return a duration such as ``1.5 ms``; ``-`` for None."""
     if seconds is None:
         return "-"
     units = (("s", 1.0), ("ms", 1e3))
