@@ -1,4 +1,4 @@
-"""Proof on every connection that both sides hold the same key, before anything else is said.
+"""Handshake that proves, at the start of every connection, that both sides hold the same key.
 
 ::
 
@@ -10,12 +10,12 @@
       | <--------------------- verdict: MAC("server", both messages)
     checks it                                  |
 
-The MAC (HMAC-SHA256) covers both messages whole: versions, channel, session and both nonces. The
-side's name is part of it, so that a proof sent back to its author is worthless; fresh nonces make
-one of yesterday worthless. The server says nothing of its key before the client has proven that it
-knows it. The payload that follows is not encrypted: that is what TLS is for.
+The MAC (HMAC-SHA256) covers both messages: versions, channel, session and both nonces. It covers
+the side's name too, so a proof sent back to its author fails. Fresh nonces make a recorded proof
+fail. The server reveals nothing about its key until the client has proven that it knows the key.
+The payload after the handshake is not encrypted; TLS does that.
 
-An empty key proves nothing; where that is allowed is the transport's decision.
+An empty key proves nothing; the transport decides where it is allowed.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ NONCE_BYTES = 32
 
 Channel = Literal["control", "data"]
 
-_CHANNELS: tuple[Channel, ...] = ("control", "data")  # place = number on the wire
+_CHANNELS: tuple[Channel, ...] = ("control", "data")  # index = number on the wire
 _OPENING_MAGIC, _CHALLENGE_MAGIC, _PROOF_MAGIC, _VERDICT_MAGIC = b"KVCO", b"KVCC", b"KVCP", b"KVCV"
 _OPENING = struct.Struct(f"<4sHHHHH{SESSION_BYTES}s{NONCE_BYTES}s")
 _CHALLENGE = struct.Struct(f"<4sHH{NONCE_BYTES}s")
 _MAC = struct.Struct("<4s32s")  # proof and verdict
-_TURNED_AWAY = bytes(32)  # in the place of a verdict's MAC
-_NOTHING = (b"", 0)  # magic and size of the message to come, once there is none
+_TURNED_AWAY = bytes(32)  # replaces the MAC in a verdict that rejects the client
+_NOTHING = (b"", 0)  # magic and size when no message is expected
 
 
 class Opening(NamedTuple):
-    """What a connection is for. All connections of one peer carry the same session."""
+    """Purpose of a connection. All connections of one peer have the same session."""
 
     channel: Channel
     session: bytes  # SESSION_BYTES, random
-    number: int  # of a data connection; 0 for the control connection
-    connections: int  # data connections of this peer in all, at least 1
+    number: int  # index of a data connection; 0 for the control connection
+    connections: int  # how many data connections this peer has, at least 1
 
 
 class _Handshake(ABC):
-    """One side. Not thread-safe; of no use after it raised.
+    """One side of the handshake. Not thread-safe; not usable after it raised.
 
     Attributes:
-        done: the other side has proven itself.
-        rest: bytes that came after the handshake, once ``done``.
-        farewell: after :class:`Refused`, bytes to send before closing, which let the other side
-            name the reason too. May be empty.
+        done: whether the other side has proven that it holds the key.
+        rest: bytes received after the end of the handshake, once ``done``.
+        farewell: after :class:`Refused`, bytes to send before closing, so that the other side can
+            report the reason too. May be empty.
     """
 
     def __init__(self, key: bytes, nonce: bytes) -> None:
@@ -76,12 +76,12 @@ class _Handshake(ABC):
         self._expected = _NOTHING
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes as they come, in any pieces; return bytes to send, maybe none.
+        """Process received bytes, in pieces of any size; return bytes to send, which may be none.
 
         Raises:
-            Refused: field ``auth``, the other side has another key; field ``protocol``, there is
-                no common protocol version. Send ``farewell``, then close.
-            ProtocolError: anything else that no KVConnect sends.
+            Refused: the other side has another key (field ``auth``), or there is no common
+                protocol version (field ``protocol``). Send ``farewell``, then close.
+            ProtocolError: the bytes are not a valid handshake.
             Misuse: the handshake is over.
         """
         if self._expected is _NOTHING:
@@ -101,7 +101,7 @@ class _Handshake(ABC):
 
     @abstractmethod
     def _on_message(self, message: bytes) -> bytes:
-        """Take the message that was expected; return the answer."""
+        """Process the expected message; return the answer."""
 
     def _finish(self) -> None:
         self.done = True
@@ -116,7 +116,7 @@ class _Handshake(ABC):
 
 
 class ClientAuth(_Handshake):
-    """The side that connected. ``nonce``: ``NONCE_BYTES`` fresh random bytes."""
+    """Handshake of the side that connects. ``nonce``: ``NONCE_BYTES`` fresh random bytes."""
 
     def __init__(self, key: bytes, opening: Opening, nonce: bytes) -> None:
         super().__init__(key, nonce)
@@ -153,10 +153,10 @@ class ClientAuth(_Handshake):
 
 
 class ServerAuth(_Handshake):
-    """The side that listens. ``nonce``: ``NONCE_BYTES`` fresh random bytes. ``also``: other keys
-    that are good too, while keys are changed; what a client shows is what it is shown.
+    """Handshake of the side that listens. ``nonce``: ``NONCE_BYTES`` fresh random bytes.
 
-    ``opening``: what the connection is for; valid, and proven, once ``done``.
+    ``also``: other accepted keys, while keys are changed; the server answers with the key that the
+    client used. ``opening`` is validated and authenticated once ``done``.
     """
 
     opening: Opening
@@ -186,10 +186,10 @@ class ServerAuth(_Handshake):
     def _on_opening(self, message: bytes) -> bytes:
         _, low, high, channel, number, connections, session, _ = _OPENING.unpack(message)
         challenge = _CHALLENGE.pack(_CHALLENGE_MAGIC, *PROTOCOL, self._nonce)
-        try:  # before the rest of it is read: another version may mean other things by it
+        try:  # checked first: in another version the rest may have another meaning
             common_protocol(PROTOCOL, (low, high))
         except Refused:
-            self.farewell = challenge  # names our range
+            self.farewell = challenge  # tells the client our versions
             raise
         if channel >= len(_CHANNELS):
             raise ProtocolError(f"opening for channel number {channel}")
@@ -207,7 +207,7 @@ def _proof(key: bytes, side: bytes, said: bytes) -> bytes:
 
 
 def _what_is_wrong(opening: Opening) -> str:
-    """Return why an opening is no good, or nothing."""
+    """Return why an opening is invalid, "" if it is valid."""
     if opening.channel not in _CHANNELS or len(opening.session) != SESSION_BYTES:
         return f"use one of {_CHANNELS} and a session of {SESSION_BYTES} bytes"
     if not 1 <= opening.connections <= 0xFFFF:

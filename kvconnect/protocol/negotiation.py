@@ -1,8 +1,7 @@
-"""What two workers agree on before pages move: which layers, heads and pieces, in which order.
+"""Negotiates layers, heads, wire blocks and their order between two workers, before pages move.
 
-Both sides call :func:`negotiate` with the same two greetings and get the same answer, so nothing
-but the greetings is ever sent. Where the caches cannot be matched, the error names the field,
-both values and what to do.
+Both sides call :func:`negotiate` with the same two greetings and get the same result, so only the
+greetings are sent. If the caches do not match, the error names the field, both values and the fix.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from kvconnect.protocol.messages import REFUSAL_FIELDS, GroupHello, Hello, Order
 from kvconnect.protocol.topology import head_range, served_heads
 
 _NAMES = ("on the decode side", "on the prefill side")
-_MOST_NAMED = 3  # layers in a message
+_MOST_NAMED = 3  # layers named in an error message
 
 
 @dataclass(frozen=True)
@@ -25,10 +24,10 @@ class GroupAgreement:
 
     Attributes:
         wire_tokens: tokens per wire block, the smaller of both page sizes.
-        reader_ratio, source_ratio: wire blocks per block of each side's block table.
-        layers: names of those to move, in wire order; none if this pair has nothing to move.
-        heads: (first, end) of the model's heads to move; (0, 0) with no layers.
-        order: of heads and tokens within a layer of a wire block.
+        reader_ratio, source_ratio: wire blocks per block of that side's block table.
+        layers: names of the layers to move, in wire order; empty if this pair moves none.
+        heads: (first, end) of the model's KV heads to move; (0, 0) without layers.
+        order: order of heads and tokens within one layer of a wire block.
     """
 
     wire_tokens: int
@@ -41,8 +40,8 @@ class GroupAgreement:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What two workers agreed on. ``units[u]`` is unit u's (group, place in the group's layers);
-    None stands for all of them."""
+    """Result of a negotiation. ``units[u]`` is unit u's group and its index in the group's
+    ``layers``, or None for all layers of the group."""
 
     protocol: int
     features: frozenset[str]
@@ -61,10 +60,10 @@ class Agreement:
         object.__setattr__(self, "_numbers", {unit: n for n, unit in enumerate(units)})
 
     def unit(self, group: int, layer: int | None = None) -> int:
-        """Return the number of a unit: a layer (by place in ``layers``) of a group, or all.
+        """Return the unit of one layer (index in ``layers``) of a group, or of all its layers.
 
         Raises:
-            Misuse: nothing of that group, or no such layer, moves.
+            Misuse: that group or layer does not move.
         """
         number = self._numbers.get((group, layer))
         if number is None:
@@ -73,17 +72,17 @@ class Agreement:
 
 
 def negotiate(reader: Hello, source: Hello) -> Agreement:
-    """Return what the worker that reads and the worker it reads from agree on.
+    """Return the agreement between the worker that reads and the worker that it reads from.
 
-    Versions of the software and features unknown to one side never matter. Heads that several
-    source ranks hold are served by the one that ``topology.sources_for`` picks.
+    Software versions, and features that one side does not know, never cause a refusal. If several
+    source ranks hold a head, the one that ``topology.sources_for`` picks serves it.
 
-    A group without layers here is served by other workers of the source. Even all groups may be:
-    stages of two pipelines may have no layer in common, and a replica that serves others may be
-    told which transfers it need not wait for.
+    A group without layers is served by other workers of the source. That may be so for all groups:
+    stages of two pipelines may share no layer, and a replica that serves other readers may be told
+    which transfers it need not wait for.
 
     Raises:
-        Refused: ``field`` says what does not fit, one of ``REFUSAL_FIELDS``.
+        Refused: ``field`` names the mismatch, one of ``REFUSAL_FIELDS``.
     """
     protocol = common_protocol(reader.protocol, source.protocol, _NAMES)
     _match_formats(reader, source)
@@ -94,7 +93,7 @@ def negotiate(reader: Hello, source: Hello) -> Agreement:
 
 
 def _match(what: str, ours: object, theirs: object, fix: str, where: str = "") -> None:
-    """Refuse, naming the field, unless both values are equal."""
+    """Raise :class:`Refused` for the field ``what`` unless both values are equal."""
     if ours != theirs:
         raise _mismatch(what, ours, theirs, fix, where)
 
@@ -109,7 +108,7 @@ def _mismatch(what: str, ours: object, theirs: object, fix: str, where: str = ""
 def _match_formats(reader: Hello, source: Hello) -> None:
     for key in sorted(reader.format.keys() | source.format.keys()):
         fix = f"start both engines with the same {key}"
-        _match(key, reader.format.get(key), source.format.get(key), fix)  # None where it is absent
+        _match(key, reader.format.get(key), source.format.get(key), fix)  # None: not sent
 
 
 def _match_group(number: int, reader: Hello, source: Hello) -> GroupAgreement:
@@ -137,7 +136,7 @@ def _match_group(number: int, reader: Hello, source: Hello) -> GroupAgreement:
 
 
 def _check_heads(where: str, side: Hello, group: GroupHello) -> None:
-    """A rank must hold the heads that its place says; context parallelism, say, breaks that."""
+    """Refuse a rank without its tensor parallel share of heads, as with context parallelism."""
     first, end = head_range(side.rank.tp_rank, side.rank.tp, group.kv_heads)
     if group.heads != end - first:
         raise Refused(
@@ -160,7 +159,7 @@ def _wire_tokens(where: str, ours: GroupHello, theirs: GroupHello) -> int:
 def _check_cut(
     where: str, group: GroupHello, wire_tokens: int, heads: tuple[int, int], order: Order
 ) -> None:
-    """Refuse pages that would have to be cut between tokens but cannot be."""
+    """Refuse pages that have to be split between tokens but are not splittable."""
     some_heads = group.order == "NHC" and heads[1] - heads[0] < group.heads
     reordered = group.order != order and group.heads > 1
     if group.splittable or not (wire_tokens < group.page_tokens or some_heads or reordered):
@@ -176,8 +175,9 @@ def _check_cut(
 def _common_layers(where: str, reader: Hello, source: Hello, number: int) -> tuple[str, ...]:
     """Return the layers both workers have, in the source's order.
 
-    A reader's layer that no worker of the source can have would keep what was in memory before,
-    so it is refused here where that is certain: there is but one stage, or none of them fits.
+    A reader's layer that no worker of the source has would keep its old contents. It is refused
+    where that is certain: here if the source has one stage, and in :func:`_check_something_moves`
+    if no layer matches.
     """
     ours, theirs = reader.groups[number].layers, source.groups[number].layers
     missing = sorted(set(ours) - set(theirs))
@@ -203,6 +203,6 @@ def _check_something_moves(reader: Hello, source: Hello, groups: Sequence[GroupA
 
 
 def _some(layers: Sequence[str]) -> str:
-    """Return the first few names, for a message."""
+    """Return the first names, for an error message."""
     more = f" and {len(layers) - _MOST_NAMED} more" if len(layers) > _MOST_NAMED else ""
     return ", ".join(layers[:_MOST_NAMED]) + more

@@ -1,10 +1,9 @@
-"""Tickets: what a decode engine shows to take part in one hand-off, and what clients may ask for.
+"""Tickets, which allow a decode engine one hand-off, and the hand-off parameters of requests.
 
-A ticket travels through routers and clients inside ``kv_transfer_params``. It is text (base64url
-of msgpack and an HMAC-SHA256 over all of it), and nothing beside it in the same dict is believed:
-addresses, sizes and block ids there belong to other connectors' protocols. The key is the one that
-engines prove to each other on connections; with an empty key a ticket is only as trustworthy as
-the network.
+A ticket travels through routers and clients inside ``kv_transfer_params``. It is text: base64url
+of msgpack and an HMAC-SHA256 over it. Nothing else in that dict is trusted: addresses, sizes and
+block ids there belong to other connectors' protocols. The key is the one that engines prove to
+each other on connections. With an empty key, a ticket is only as trustworthy as the network.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from kvconnect.protocol.codec import NO_CONTROLS, decode_struct
 from kvconnect.types import Endpoint, TransferId
 
 MAX_TICKET = 8192
-"""Characters of a ticket's text: room for the addresses of some 200 workers."""
+"""Limit on a ticket's text, in characters: fits the addresses of about 200 workers."""
 
 CLOCK_SKEW_S = 30.0
-"""How much later than the issuer's clock a reader's may be."""
+"""Seconds that a reader's clock may be ahead of the issuer's."""
 
 TICKET_KEY = "kvconnect_ticket"
 STANDING_TICKET_KEY = "kvconnect_card"
@@ -48,12 +47,12 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The right to read one transfer, or an engine's standing ticket.
 
     Attributes:
-        transfer: 16 bytes; empty on a standing ticket: each request brings its transfer id.
-        engine_id, epoch: who issued it, and which incarnation.
-        endpoints: where all the issuer's workers listen; one for each place in ``tp`` x ``pp``.
-        tokens: how much of the prompt is offered; 0 on a standing ticket.
-        expires: unix time in seconds.
-        peer: the only engine that may use it; None means any.
+        transfer: transfer id of 16 bytes; empty on a standing ticket, as each request has its own.
+        engine_id, epoch: the issuer and its incarnation.
+        endpoints: addresses of the issuer's workers, one per rank of ``tp`` x ``pp``.
+        tokens: prompt tokens that are offered; 0 on a standing ticket.
+        expires: Unix time in seconds.
+        peer: the only engine that may use the ticket; None allows any.
     """
 
     version: int = _VERSION
@@ -73,10 +72,10 @@ _DECODER = msgspec.msgpack.Decoder(Ticket)
 
 
 def issue(ticket: Ticket, key: bytes) -> str:
-    """Return a ticket's text.
+    """Return a ticket's signed text.
 
     Raises:
-        Misuse: it would be longer than ``MAX_TICKET``.
+        Misuse: the text would be longer than ``MAX_TICKET``.
     """
     body = _ENCODER.encode(ticket)
     text = _text(body + _mac(body, key))
@@ -88,16 +87,16 @@ def issue(ticket: Ticket, key: bytes) -> str:
 def verify(
     text: object, key: bytes, now: float, reader: str = "", also: Sequence[bytes] = ()
 ) -> Ticket:
-    """Return the ticket that a text holds.
+    """Verify a ticket's text and return the ticket.
 
     Args:
-        text: as a client sent it; of any type.
-        now: unix time in seconds.
-        reader: engine id of who wants to use it.
-        also: other keys that it may be signed with, while keys are changed.
+        text: the ticket as a client sent it; of any type.
+        now: Unix time in seconds.
+        reader: id of the engine that uses the ticket.
+        also: other accepted keys, while keys are changed.
 
     Raises:
-        Refused: field ``ticket``; the message says what is wrong with it.
+        Refused: field ``ticket``; the message says what is wrong.
     """
     ticket = _open(text, (key, *also))
     if ticket.version != _VERSION:
@@ -121,7 +120,7 @@ def _open(text: object, keys: Sequence[bytes]) -> Ticket:
         raw = base64.b64decode(text.encode("ascii") + b"=" * (-len(text) % 4), b"-_", validate=True)
     except (UnicodeEncodeError, binascii.Error) as error:
         raise _refused(f"is not base64url: {error}") from error
-    if _text(raw) != text:  # bits beyond the last byte, or the other base64 alphabet
+    if _text(raw) != text:  # stray bits after the last byte, or the other base64 alphabet
         raise _refused("is not base64url")
     body, mac = raw[:-_MAC_BYTES], raw[-_MAC_BYTES:]
     if not any(hmac.compare_digest(_mac(body, key), mac) for key in keys):
@@ -133,22 +132,22 @@ def _open(text: object, keys: Sequence[bytes]) -> Ticket:
 
 
 def parse_host(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Return the IP address that ``host`` is, in the usual spelling.
+    """Parse an IP address in its usual spelling.
 
     Raises:
-        ValueError: it is anything else. A zone ("::1%eth0") is refused because any text may
-            stand there, which sockets then stumble over.
+        ValueError: ``host`` is anything else. A zone ("::1%eth0") is refused because it may be any
+            text, on which sockets fail.
     """
     address = ipaddress.ip_address(host)
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    # Sockets spell a mapped address with dots, Python only from 3.13 on.
+    # Sockets write a mapped IPv4 address with dots; Python does so from 3.13 on.
     if "%" in host or host not in (str(address), f"::ffff:{mapped}"):
         raise ValueError(f"{host!r} has a zone or is not the usual spelling")
     return address
 
 
 def _check_endpoints(ticket: Ticket) -> None:
-    # First by number: a short ticket could have a million places listed.
+    # The count is checked first: a short ticket can name a million ranks.
     fits = len(ticket.endpoints) == ticket.tp * ticket.pp
     if not fits or sorted((e.tp_rank, e.pp_rank) for e in ticket.endpoints) != [
         (tp, pp) for tp in range(ticket.tp) for pp in range(ticket.pp)
@@ -184,11 +183,11 @@ def _refused(why: str) -> Refused:
 
 
 class HandoffRequest(NamedTuple):
-    """What a request's ``kv_transfer_params`` ask for.
+    """The hand-off parameters of a request, from its ``kv_transfer_params``.
 
-    ``role``: "send" (compute, then hand off), "recv" (take over) or "none". ``ticket`` is
-    whatever stands in its place; only :func:`verify` may look at it. ``rank``: the data-parallel
-    rank whose standing ticket is requested; -1: any.
+    ``role``: "send" (compute, then hand off), "recv" (take over) or "none". ``ticket`` is not
+    verified and may be of any type; only :func:`verify` may read it. ``rank``: the data-parallel
+    rank whose standing ticket is requested, -1 for any.
     """
 
     role: Literal["send", "recv", "none"] = "none"
@@ -199,16 +198,16 @@ class HandoffRequest(NamedTuple):
 
 
 def parse_request(params: Mapping[str, Any]) -> HandoffRequest:
-    """Return what a request asks for; keys of other connectors are ignored.
+    """Parse a request's ``kv_transfer_params``; keys of other connectors are ignored.
 
     Raises:
-        Refused: field ``params``: both roles at once, a role that is not true or false, a
-            ``transfer_id`` that is not 32 hexadecimal digits, or a rank that is no number.
+        Refused: field ``params``: both roles at once, a flag that is not true or false, a
+            ``transfer_id`` that is not 32 hexadecimal digits, or an invalid rank.
     """
     sends, receives = (_flag(params, k) for k in ("do_remote_decode", "do_remote_prefill"))
     if sends and receives:
         raise Refused("params", "do_remote_decode and do_remote_prefill are both true: set one")
-    # An engine with several connectors answers with the ticket alone.
+    # An engine with several connectors answers with a ticket but without a role.
     receives = receives or (TICKET_KEY in params and not sends)
     if not (sends or receives):
         return HandoffRequest()
