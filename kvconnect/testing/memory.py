@@ -1,4 +1,4 @@
-"""Blocks for the checks of stores, in buffers that notice what is written beside them."""
+"""Guarded buffers, block payloads and a KV cache in CPU memory, for conformance checks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def require(condition: object, text: str) -> None:
 
 
 class GuardedBuffer:
-    """A buffer with known bytes around it. ``shift`` is where it starts within a page."""
+    """A buffer between guard bytes. ``shift``: offset of its start within a page, in bytes."""
 
     def __init__(self, nbytes: int, shift: int = 0) -> None:
         self._map = mmap.mmap(-1, _PAGE + shift + nbytes + _PAGE)
@@ -32,7 +32,7 @@ class GuardedBuffer:
         self.view = memoryview(self._map)[self._start : self._start + nbytes]
 
     def content(self) -> bytes:
-        """Return what the buffer holds, after a look at what is around it."""
+        """Return the buffer's bytes; raise :class:`AssertionError` if a guard byte was written."""
         end = self._start + self.view.nbytes
         around = self._map[: self._start] + self._map[end:]
         if around.count(_GUARD) != len(around):
@@ -41,12 +41,12 @@ class GuardedBuffer:
 
 
 def payload_of(key: bytes, nbytes: int, version: int = 0) -> bytes:
-    """Return random bytes that are always the same for these arguments."""
+    """Return pseudorandom bytes, the same for the same arguments."""
     return random.Random(f"{key.hex()}/{version}").randbytes(nbytes)
 
 
 def put(store: Store, blocks: dict[bytes, bytes]) -> list[BlockOutcome]:
-    """Put blocks from buffers at every kind of address."""
+    """Put blocks from buffers of different alignment; check that the buffers do not change."""
     places = []
     for number, payload in enumerate(blocks.values()):
         place = GuardedBuffer(len(payload), (0, 1, 512)[number % 3])
@@ -60,7 +60,7 @@ def put(store: Store, blocks: dict[bytes, bytes]) -> list[BlockOutcome]:
 
 
 def get(store: Store, sizes: dict[bytes, int], shift: int = 0) -> list[bytes | BlockOutcome]:
-    """Get blocks; for each return its bytes, or why there are none."""
+    """Get blocks; for each return its bytes, or its outcome if that is not OK."""
     places = [GuardedBuffer(nbytes, shift) for nbytes in sizes.values()]
     outcomes = store.get(list(sizes), [place.view for place in places])
     if len(outcomes) != len(sizes):
@@ -73,7 +73,7 @@ def get(store: Store, sizes: dict[bytes, int], shift: int = 0) -> list[bytes | B
 
 
 def spoil_files(folder: Path, payload: bytes) -> int:
-    """Flip a bit in every copy of a payload in a folder's files; return how many there were."""
+    """Flip a bit in every copy of a payload in a folder's files; return the number of copies."""
     found = 0
     for path in [path for path in folder.rglob("*") if path.is_file()]:
         data = bytearray(path.read_bytes())
@@ -86,13 +86,13 @@ def spoil_files(folder: Path, payload: bytes) -> int:
     return found
 
 
-# Memory with pages in it, and how to read it the slow and obvious way.
+# Pages in memory, with a plain reference for reading and writing them.
 
 
 class PageMemory:
-    """``nbytes`` of memory that serves as a KV cache, registered with a transport as it is.
+    """A KV cache of ``nbytes`` in CPU memory; a transport uses it directly, without staging.
 
-    ``data`` is its contents. ``seed`` fills it with random bytes; without one it is zero.
+    ``data`` is its contents: random bytes from ``seed``, or zeros without a seed.
     """
 
     def __init__(self, nbytes: int, seed: int | None = None) -> None:
@@ -103,7 +103,7 @@ class PageMemory:
     def regions(self) -> tuple[MemoryRegion, ...]:
         return (MemoryRegion(self.address, len(self.data)),)
 
-    def region_of(self, unit: Unit) -> MemoryRegion:  # noqa: ARG002 - there is one
+    def region_of(self, unit: Unit) -> MemoryRegion:  # noqa: ARG002 - there is one region
         return self.regions()[0]
 
     def outgoing(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
@@ -112,7 +112,7 @@ class PageMemory:
     incoming = outgoing
 
     def runs(self, unit: Unit, ids: Sequence[int]) -> Iterator[slice]:
-        """Yield where in ``data`` the byte runs of wire blocks are, in wire order."""
+        """Yield the slices of ``data`` with the byte runs of wire blocks, in wire order."""
         triples = len(unit.segments) // unit.phases
         for number in ids:
             page, phase = divmod(number, unit.phases)
@@ -125,7 +125,7 @@ class PageMemory:
         return b"".join(self.data[run] for run in self.runs(unit, ids))
 
     def write(self, unit: Unit, ids: Sequence[int], content: bytes) -> None:
-        """Put ``content`` where wire blocks are."""
+        """Write the bytes of wire blocks, given in wire order."""
         start = 0
         for run in self.runs(unit, ids):
             end = start + run.stop - run.start
@@ -134,19 +134,19 @@ class PageMemory:
 
 
 def plain_unit(block_bytes: int, offset: int = 0) -> Unit:
-    """Wire blocks that lie one after the other."""
+    """Return a unit whose wire blocks follow one another."""
     return Unit(array("q", [offset, block_bytes, block_bytes]), 1, block_bytes)
 
 
 def split_unit(run_bytes: int, runs: int, pages: int, offset: int = 0) -> Unit:
-    """Wire blocks of several runs that lie far apart, as those of several layers do."""
+    """Return a unit whose wire blocks have several distant runs, as with several layers."""
     layer_bytes = run_bytes * pages
     triples = [(offset + i * layer_bytes, run_bytes, run_bytes) for i in range(runs)]
     return Unit(array("q", [n for triple in triples for n in triple]), 1, run_bytes * runs)
 
 
 def phased_unit(run_bytes: int, runs: int, phases: int, offset: int = 0) -> Unit:
-    """Wire blocks that are a part of a page: ``phases`` of them in each, their runs interleaved."""
+    """Return a unit with ``phases`` wire blocks in each page, their runs interleaved."""
     page_bytes = run_bytes * runs * phases
     triples = [
         (offset + (i * phases + phase) * run_bytes, page_bytes, run_bytes)

@@ -1,6 +1,6 @@
-"""What every store must do, checked from outside through the seam.
+"""Conformance checks for stores, through their public contract.
 
-``check_store(make, folder)`` raises :class:`AssertionError` naming the check and what went wrong.
+``check_store(make, folder)`` raises :class:`AssertionError` with the check's name and the error.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from kvconnect.testing.memory import GuardedBuffer, get, payload_of, put, requir
 from kvconnect.tiers.backends.base import MAX_KEY_BYTES, BlockOutcome, Store
 
 Make = Callable[[Path], Store]
-"""Returns a store that keeps its blocks in a folder (or under a name made of it). It has room for
-8 to 64 MiB, and for a block of 1 MiB; a folder that was never used is an empty store."""
+"""Returns a store that keeps its blocks in a folder, or under a name made from the folder's. The
+store has room for 8 to 64 MiB and for a block of 1 MiB. An unused folder gives an empty store."""
 
 Spoil = Callable[[Store, bytes], None]
-"""Changes a byte of what a store keeps of a block's payload, behind the store's back."""
+"""Changes one byte of a block's stored payload, without a call to the store."""
 
 _MIB = 1 << 20
 _PATIENCE_S = 60.0
@@ -34,14 +34,14 @@ def check_store(
     """Run every check, each with a store of its own in ``folder``.
 
     Args:
-        make: see :data:`Make`; called once a check, by those of restarts again for the same place.
-        folder: an empty one, on the file system to check.
-        persistent: whether what was put must outlive ``close``.
-        spoil: damages a stored block. Without it, the files of a persistent store are searched
-            for the payload; one that is not persistent goes without that check.
+        make: see :data:`Make`; a check that restarts the store calls it again for the same folder.
+        folder: an empty folder, on the file system to check.
+        persistent: whether blocks must survive ``close``.
+        spoil: damages a stored block. Without it, a persistent store's files are searched for the
+            payload, and another store skips that check.
 
     Raises:
-        AssertionError: a check failed; the text begins with its name.
+        AssertionError: a check failed; the text begins with the check's name.
     """
     for check in CHECKS:
         subject = Subject(make, folder / check.__name__, persistent, spoil)
@@ -54,7 +54,7 @@ def check_store(
 
 @dataclass(frozen=True)
 class Subject:
-    """What a check works on."""
+    """Store factory, folder and options of one check."""
 
     make: Make
     folder: Path
@@ -63,7 +63,7 @@ class Subject:
 
     @contextmanager
     def open(self) -> Iterator[Store]:
-        """A store in this folder, closed at the end."""
+        """Open a store in the folder and close it at the end."""
         store = self.make(self.folder)
         try:
             yield store
@@ -95,7 +95,7 @@ def _counts(store: Store, blocks: int) -> bool:
 
 
 def check_round_trip(subject: Subject) -> None:
-    """Blocks of odd sizes come back byte for byte, wherever the buffers are."""
+    """Blocks of odd sizes are read back unchanged, at any buffer alignment."""
     blocks = _blocks(_SIZES)
     with subject.open() as store:
         _all_ok(put(store, blocks), "put")
@@ -108,7 +108,7 @@ def check_round_trip(subject: Subject) -> None:
 
 
 def check_keys(subject: Subject) -> None:
-    """Keys are any bytes, from one to the most, and read-only payloads will do."""
+    """Keys are 1 to ``MAX_KEY_BYTES`` of any bytes; payloads may be read-only."""
     keys = [b"\x00", b"\xff", b"\x00\x00", b"/../x", bytes(MAX_KEY_BYTES), b"a" * MAX_KEY_BYTES]
     with subject.open() as store:
         payloads = [payload_of(key, 1000) for key in keys]
@@ -117,7 +117,7 @@ def check_keys(subject: Subject) -> None:
 
 
 def check_overwrite(subject: Subject) -> None:
-    """The newest block of a key counts, of another length too, and after a restart."""
+    """A put replaces the older block, also one of another length, also after a restart."""
     with subject.open() as store:
         for version, nbytes in enumerate((5000, 5000, 200_000, 64)):
             newest = payload_of(b"key", nbytes, version)
@@ -133,7 +133,7 @@ def check_overwrite(subject: Subject) -> None:
 
 
 def check_absent(subject: Subject) -> None:
-    """What was never put is absent, and spoils nothing beside it."""
+    """A block that was never put is absent and does not affect the rest of its batch."""
     blocks = _blocks([3000] * 40)
     stored = {key: payload for number, (key, payload) in enumerate(blocks.items()) if number % 3}
     with subject.open() as store:
@@ -152,7 +152,7 @@ def check_absent(subject: Subject) -> None:
 
 
 def check_sizes(subject: Subject) -> None:
-    """A buffer of another size gets nothing, and arguments that make no sense are refused."""
+    """A buffer of another length gets ``SIZE``; invalid arguments raise :class:`Misuse`."""
     with subject.open() as store:
         _all_ok(put(store, _blocks([10_000])), "put")
         for nbytes in (9_999, 10_001, 1, 4096, 20_000):
@@ -187,7 +187,7 @@ def _refused(
 
 
 def check_remove(subject: Subject) -> None:
-    """What was removed is gone, after a restart too, and can be put again."""
+    """A removed block is absent, also after a restart, and can be put again."""
     blocks = _blocks([2000] * 12)
     keys = list(blocks)
     gone, kept = keys[:6], keys[6:]
@@ -206,7 +206,7 @@ def check_remove(subject: Subject) -> None:
 
 
 def check_corruption(subject: Subject) -> None:
-    """Bytes that changed are never handed out, and the damage ends with the block."""
+    """Damaged bytes are never returned; other blocks stay, and the key can be put again."""
     blocks = _blocks([5000] * 3)
     bad, good = b"block-1", {key: len(p) for key, p in blocks.items() if key != b"block-1"}
     if subject.spoil is None and not subject.persistent:
@@ -241,7 +241,7 @@ def _check_damage(
 
 
 def check_threads(subject: Subject) -> None:
-    """Readers and writers of the same and of other keys never see a mixture."""
+    """Concurrent gets and puts, of the same and of other keys, never return a mixture."""
     shared = [b"shared-%d" % number for number in range(4)]
     versions = {key: [payload_of(key, 20_000, n) for n in range(4)] for key in shared}
     wrong: list[str] = []
@@ -272,7 +272,7 @@ def check_threads(subject: Subject) -> None:
 
 
 def check_full(subject: Subject) -> None:
-    """A store that is full makes room or refuses, stays within its capacity, and reads right."""
+    """A full store evicts or refuses, stays within its capacity and returns correct bytes."""
     with subject.open() as store:
         capacity = store.usage().capacity_bytes
         if not capacity:
@@ -300,7 +300,7 @@ def check_full(subject: Subject) -> None:
 
 
 def check_usage(subject: Subject) -> None:
-    """Usage counts what is there."""
+    """Usage counts the stored blocks."""
     blocks = _blocks([10_000] * 5)
     with subject.open() as store:
         empty = store.usage()
@@ -312,7 +312,7 @@ def check_usage(subject: Subject) -> None:
 
 
 def check_restart(subject: Subject) -> None:
-    """What a persistent store holds outlives it, restart after restart."""
+    """Blocks of a persistent store survive several restarts."""
     if not subject.persistent:
         return
     held: dict[bytes, bytes] = {}
@@ -328,7 +328,7 @@ def check_restart(subject: Subject) -> None:
 
 
 def check_close(subject: Subject) -> None:
-    """A closed store answers, does nothing, and can be closed again, also while it is used."""
+    """A closed store answers ``UNAVAILABLE``; it may be closed twice, and while it is used."""
     blocks = _blocks([50_000] * 4)
     answers: list[BlockOutcome] = []
     with subject.open() as store:
