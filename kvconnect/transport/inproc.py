@@ -1,7 +1,7 @@
-"""Transports that connect inside one process: for tests, and as the shortest example.
+"""Transport within one process, for tests and as the shortest example.
 
-There is no thread: an order is carried out when its side polls, and its events go to the other
-side's queue. Nothing is hashed and nobody authenticates.
+It has no threads: ``poll`` carries out the orders of its side and puts the events into the queues
+of both sides. Pages have no digests and peers do not authenticate.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from kvconnect.transport.base import (
     Unit,
 )
 
-_FIRST_PORT = 49152  # where a real machine's ephemeral ports start
+_FIRST_PORT = 49152  # first ephemeral port of a real machine
 
 
 class Network:
     """Addresses of the transports that listen in this process. Thread-safe."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # also of every connection between two transports
+        self.lock = threading.RLock()  # also guards every connection between two transports
         self._listening: dict[tuple[str, int], InprocTransport] = {}
         self._ports = itertools.count(_FIRST_PORT)
 
     def listen(self, host: str, port: int, transport: InprocTransport) -> tuple[str, int]:
-        """Reserve an address; raises :class:`ConfigError` if it is in use."""
+        """Reserve an address (port 0: any); raises :class:`ConfigError` if it is in use."""
         with self.lock:
             address = (host, port or next(self._ports))
             if address in self._listening:
@@ -57,7 +57,7 @@ class Network:
             return address
 
     def find(self, address: tuple[str, int]) -> InprocTransport | None:
-        """Return the transport that listens at an address."""
+        """Return the transport that listens at an address, None if there is none."""
         with self.lock:
             return self._listening.get(address)
 
@@ -69,7 +69,7 @@ class Network:
 
 
 NETWORK = Network()
-"""The network of all transports that are given no other."""
+"""Default network of all transports."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ class _End:
 
 
 class InprocTransport(Transport):
-    """See :class:`~kvconnect.transport.base.Transport`, and the module on when things happen."""
+    """A transport whose ``poll`` carries out its orders. Contract: see :class:`Transport`."""
 
     def __init__(self, network: Network = NETWORK) -> None:
         self._network = network
@@ -153,7 +153,7 @@ class InprocTransport(Transport):
             self._part(end, "closed", "closed by the other side")
 
     def _carry_out(self, end: _End) -> None:
-        """Carry out one peer's orders so far."""
+        """Carry out the orders that are queued for one peer."""
         for _ in range(len(end.orders)):
             with self._network.lock:
                 order = end.orders.popleft() if end.orders else None
@@ -161,7 +161,7 @@ class InprocTransport(Transport):
                 for fence in (order.fence, _fence_there(order, end.other)):
                     if fence:
                         fence.wait()
-            with self._network.lock:  # a cancel from another thread comes before or after a copy
+            with self._network.lock:  # so that no cancel from another thread comes during a copy
                 if order is None or end.number not in self._ends:
                     return
                 try:
@@ -221,10 +221,10 @@ def _fence_there(order: OutgoingPages, other: _End) -> Fence | None:
 
 
 def _destination(order: OutgoingPages, other: _End) -> tuple[Unit, array[int]]:
-    """Return where pages go, from the receiver's own table.
+    """Return the unit and ids that pages are written to, from the receiver's own table.
 
     Raises:
-        ProtocolError: the receiver did not ask for them.
+        ProtocolError: the receiver does not expect these pages.
     """
     expected = other.expected.get(order.read_id)
     if expected is None or order.number >= len(expected.units):
@@ -238,7 +238,7 @@ def _destination(order: OutgoingPages, other: _End) -> tuple[Unit, array[int]]:
 
 
 def _runs(piece: PageChunk) -> Iterator[tuple[int, int]]:
-    """Yield (address, bytes) of every run of a piece's pages; :class:`Misuse` if one is outside."""
+    """Yield (address, bytes) of each run of a chunk; raises :class:`Misuse` if one is outside."""
     segments, phases = piece.unit.segments, piece.unit.phases
     triples = len(segments) // phases
     for number in piece.ids:

@@ -1,4 +1,4 @@
-"""Who may connect: keys, TLS certificates and trusted addresses. Secrets are read from files."""
+"""Access control: keys, TLS certificates and trusted addresses. Secrets come from files."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from kvconnect.transport.base import Security
 logger = logging.getLogger(__name__)
 
 ALSO = ".also"
-"""What the name of a key file ends in that holds another key to accept, while keys are changed."""
+"""Suffix of the file beside a key file with another accepted key, while keys are changed."""
 
 LOOK_S = 1.0
-"""How often files are looked at to see whether they changed."""
+"""Shortest time between two checks for changed files, in seconds."""
 
 _SHORTEST_KEY = 16  # bytes
-_FEWEST_VALUES = 5  # of bytes in a key; 16 random hexadecimal digits have about ten
+_FEWEST_VALUES = 5  # distinct bytes in a key; 16 random hexadecimal digits have about ten
 _TLS_FILES = ("tls.crt", "tls.key", "ca.crt")  # as Kubernetes mounts them
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Changes:
-    """Says whether files have changed since it last said so. For one thread at a time."""
+    """Detects changes of files. For one thread at a time."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = tuple(paths)
@@ -45,7 +45,7 @@ class Changes:
         self._seen = [_stamp(path) for path in self._paths]
 
     def found(self) -> bool:
-        """Look, at most once per ``LOOK_S``."""
+        """Return whether a file changed since the last check; at most one check per ``LOOK_S``."""
         now = time.monotonic()
         if now - self._looked < LOOK_S:
             return False
@@ -63,10 +63,10 @@ def _stamp(path: str) -> tuple[int, ...]:
 
 
 class Keys:
-    """The key that this engine shows, and others that it accepts. Thread-safe.
+    """This engine's own key and the other keys that it accepts. Thread-safe.
 
-    Those of a key file are read again when it changes. A file that cannot be used then changes
-    nothing: the keys stay as they were, and the log says why.
+    A key file is read again when it changes. If it is invalid then, the old keys stay in use and
+    the error is logged.
 
     Raises:
         ConfigError: as :func:`read_key_file`.
@@ -81,7 +81,7 @@ class Keys:
             self._keys = self._read()
 
     def current(self) -> tuple[bytes, tuple[bytes, ...]]:
-        """Return the key to show, and the others to accept."""
+        """Return the own key and the other accepted keys."""
         with self._lock:
             if self._changes.found():
                 try:
@@ -97,12 +97,12 @@ class Keys:
 
 
 def read_key(config: NetworkConfig) -> bytes:
-    """Return the key that all engines share: that of ``key_file``, or this user's own on this
-    machine. Where networks are let in without a key, there is none.
+    """Return the key that all engines share: from ``key_file``, or this user's key on this machine.
+    It is empty if ``peers`` admits networks without a key.
 
     Raises:
-        ConfigError: the file cannot be read, holds too little or is not safe from others, or is
-            missing beside ``tls_dir``: certificates do not sign tickets.
+        ConfigError: the file cannot be read, its key is weak, others may change it, or ``tls_dir``
+            is set without ``key_file``: certificates do not sign tickets.
     """
     if config.tls_dir and not config.key_file:
         raise ConfigError("key_file", "", "set it beside tls_dir: tickets are signed with it")
@@ -112,8 +112,8 @@ def read_key(config: NetworkConfig) -> bytes:
 
 
 def record_keys(config: NetworkConfig) -> Callable[[], tuple[bytes, tuple[bytes, ...]]] | None:
-    """Return what gives the keys for records on shared servers, see :meth:`Keys.current`: those of
-    ``key_file``, None without one, as other machines do not have this user's own key.
+    """Return a function that returns the keys for records on shared servers, see
+    :meth:`Keys.current`. None without a ``key_file``: other machines lack this user's own key.
 
     Raises:
         ConfigError: as :func:`read_key_file`.
@@ -122,8 +122,8 @@ def record_keys(config: NetworkConfig) -> Callable[[], tuple[bytes, tuple[bytes,
 
 
 def _local_key() -> bytes:
-    """Return this user's key on this machine, made at first use. It keeps others on the machine,
-    and clients that invent tickets, from pointing engines at each other."""
+    """Return this user's key on this machine; create it at first use. It keeps other users of the
+    machine, and clients that forge tickets, from connecting engines to each other."""
     folder = Path(os.environ.get("XDG_RUNTIME_DIR") or Path.home() / ".cache", "kvconnect")
     path = folder / "handoff.key"
     try:
@@ -132,10 +132,10 @@ def _local_key() -> bytes:
         if mode & _OTHERS_WRITE:
             folder.chmod(stat.S_IMODE(mode) & ~_OTHERS_WRITE)
         if not path.exists():
-            handle, fresh = tempfile.mkstemp(dir=folder)  # readable by its owner alone
+            handle, fresh = tempfile.mkstemp(dir=folder)  # readable by its owner only
             with os.fdopen(handle, "wb") as file:
                 file.write(secrets.token_bytes(32))
-            with contextlib.suppress(FileExistsError):  # another worker was first
+            with contextlib.suppress(FileExistsError):  # another worker created it first
                 os.link(fresh, path)
             os.unlink(fresh)
         with path.open("rb") as file:
@@ -151,10 +151,10 @@ def _local_key() -> bytes:
 
 
 def read_key_file(path: str) -> bytes:
-    """Return the key in a file, without white space around it.
+    """Return the key in a file, without surrounding white space.
 
     Raises:
-        ConfigError: it cannot be read, holds no key that is hard to guess, or others may write it.
+        ConfigError: the file cannot be read, its key is weak, or others may change it.
     """
     try:
         with Path(path).open("rb") as file:
@@ -176,7 +176,7 @@ def _is_weak(key: bytes) -> bool:
 
 
 def _check_owner(field: str, path: str, found: os.stat_result) -> None:
-    """Check that nobody but this user and root can put something else into a file."""
+    """Raise :class:`ConfigError` if users other than this one and root can change a file."""
     if found.st_mode & _OTHERS_WRITE:
         raise ConfigError(field, path, "others may write it: chmod go-w")
     if found.st_uid not in (0, os.geteuid()):
@@ -184,10 +184,10 @@ def _check_owner(field: str, path: str, found: os.stat_result) -> None:
 
 
 def tls_files(folder: str) -> tuple[str, str, str]:
-    """Return the paths of the certificate, its key and the authority; all "" without a folder.
+    """Return the paths of certificate, private key and authority; all "" without a folder.
 
     Raises:
-        ConfigError: one is missing, or others may write the key.
+        ConfigError: a file is missing, or others may change the private key.
     """
     if not folder:
         return "", "", ""
@@ -200,7 +200,7 @@ def tls_files(folder: str) -> tuple[str, str, str]:
     return certificate, key, authority
 
 
-# Whom to talk to: addresses, and the TLS contexts of both sides.
+# Trusted addresses, and the TLS contexts of both sides.
 
 
 _FIX = (
@@ -210,10 +210,10 @@ _FIX = (
 
 
 class AccessPolicy:
-    """The address rule and TLS of one transport.
+    """The trusted addresses, keys and TLS contexts of one transport.
 
     Raises:
-        ConfigError: a network, or a certificate or key file, cannot be used.
+        ConfigError: a network, certificate or key file cannot be used.
     """
 
     def __init__(self, security: Security) -> None:
@@ -226,8 +226,10 @@ class AccessPolicy:
         self._proven = bool(self.keys.current()[0]) or any(files)
 
     def tls(self, server: bool) -> ssl.SSLContext | None:
-        """Return the context of a new connection, None without TLS. Files that changed are read
-        again; where they cannot be used, those before are. For one thread at a time."""
+        """Return the TLS context of a new connection, None without TLS. For one thread at a time.
+
+        Changed files are read again; if they cannot be used, the old certificates stay in use.
+        """
         if self._changes.found():
             try:
                 self._contexts = _contexts(self._security)
@@ -237,7 +239,7 @@ class AccessPolicy:
         return self._contexts[0 if server else 1]
 
     def admits(self, host: str) -> bool:
-        """Say whether to talk to the IP address ``host`` at all; False for anything else."""
+        """Return whether connections with ``host`` are allowed; False if it is no IP address."""
         try:
             address = _address(host)
         except ValueError:
@@ -246,7 +248,7 @@ class AccessPolicy:
         return self._proven or trusted
 
     def check_listen(self, host: str) -> None:
-        """Raise :class:`ConfigError` if ``host`` is not an address to listen at."""
+        """Raise :class:`ConfigError` if this transport must not listen at ``host``."""
         try:
             address = _address(host)
         except ValueError as error:
@@ -274,16 +276,16 @@ def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
 
 
 def _contexts(security: Security) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """Return the contexts of the side that listens and of the one that connects."""
+    """Return the TLS contexts of the side that listens and of the side that connects."""
     server = _context(ssl.PROTOCOL_TLS_SERVER, security)
     return server, _context(ssl.PROTOCOL_TLS_CLIENT, security)
 
 
 def _context(protocol: int, security: Security) -> ssl.SSLContext:
-    """A context of one side that shows our certificate and demands one of the same authority.
+    """Return a context that sends our certificate and requires one of the same authority.
 
-    Names are not checked here, as peers are found by address: whoever holds a certificate of this
-    authority is one. Addresses in a certificate are, by :class:`Handshake`.
+    Host names are not checked, because peers are found by address: whoever has a certificate of
+    this authority is a peer. :class:`Handshake` checks the addresses in a certificate.
     """
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -296,7 +298,7 @@ def _context(protocol: int, security: Security) -> ssl.SSLContext:
     try:
         context.load_cert_chain(security.tls_cert, security.tls_key)
         context.load_verify_locations(security.tls_ca)
-    except OSError as error:  # also what ssl raises
+    except OSError as error:  # includes ssl.SSLError
         fix = f"certificate, key and authority must be readable PEM files that match: {error}"
         raise ConfigError("tls_dir", files, fix) from error
     return context
@@ -305,11 +307,11 @@ def _context(protocol: int, security: Security) -> ssl.SSLContext:
 class TlsSocket(ssl.SSLSocket):
     """A TLS connection that one thread may read while another writes.
 
-    OpenSSL takes one call at a time per connection. The socket does not block, so neither
-    direction ever waits for the other while it has the lock.
+    OpenSSL allows one call at a time per connection, hence the lock. The socket does not block, so
+    no direction holds the lock while it waits for the network.
     """
 
-    turn: threading.Lock  # set by ``wrap``: SSLContext makes these objects without __init__
+    turn: threading.Lock  # set by ``wrap``: SSLContext creates these objects without __init__
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
         with self.turn:
@@ -321,7 +323,7 @@ class TlsSocket(ssl.SSLSocket):
 
 
 def wrap(sock: socket.socket, context: ssl.SSLContext, server_side: bool) -> ssl.SSLSocket:
-    """Return the connected ``sock`` as a TLS socket whose handshake is still to be done."""
+    """Return the connected ``sock`` as a TLS socket; its handshake is not done yet."""
     wrapped = context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False)
     assert isinstance(wrapped, TlsSocket)
     wrapped.turn = threading.Lock()
