@@ -1,8 +1,8 @@
-"""One NIXL agent: KVConnect's errors, and no polling thread that spins.
+"""Wrapper of one NIXL agent: raises KVConnect's errors, and its progress thread sleeps.
 
 NIXL (https://github.com/ai-dynamo/nixl) moves bytes with UCX, libfabric and others. Its Python
 class ``nixl_agent`` starts a progress thread that never sleeps and occupies one core. This module
-uses the bindings below that class, where the pause can be set.
+uses the lower-level bindings, where the thread's pause can be set.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ from kvconnect.transport.nixl.descriptors import Ints
 logger = logging.getLogger(__name__)
 
 PACKAGES = ("nixl_cu12", "nixl_cu13")
-"""Builds of NIXL, by CUDA version; for CPU memory both work."""
+"""Packages of NIXL, one per CUDA version; either works for CPU memory."""
 
-POLL_US = 1000  # of the progress thread; a notification takes 40 us all the same
-_SETTINGS = ("UCX_TLS", "UCX_NET_DEVICES")  # they decide which transport UCX uses
-_MAX_NOTIFICATIONS = 1 << 16  # of one connection, not asked for yet
+POLL_US = 1000  # pause of the progress thread; a notification takes 40 us nevertheless
+_SETTINGS = ("UCX_TLS", "UCX_NET_DEVICES")  # environment variables that select UCX's transport
+_MAX_NOTIFICATIONS = 1 << 16  # of one connection that were not taken yet
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
 class NixlAgent:
-    """All methods are for one thread, which needs a CUDA context if a region is on a device.
+    """A NIXL agent with registered memory. All methods are for one thread, which needs a CUDA
+    context if a region is on a device.
 
-    ``offer`` is for the greeting to the other side. ``local``: no other machine can reach it.
+    ``offer`` is sent in the greeting. ``local``: other machines cannot reach the agent.
 
     Raises:
         ConfigError: NIXL, its backend or this memory cannot be used; the message says why.
-        Misuse: the calling thread has no context.
+        Misuse: a region is on a device and the calling thread has no CUDA context.
     """
 
     def __init__(self, backend: str, areas: Sequence[MemoryRegion], *, local: bool) -> None:
@@ -57,17 +58,17 @@ class NixlAgent:
         self._errors: tuple[type[Exception], ...] = tuple(
             kind for name, kind in vars(nixl).items() if name.endswith("Error")
         )
-        # Unique for each start: a name that was used before is refused, or worse, remembered.
+        # Unique for each start: NIXL refuses a name used before, or reuses what it knows of it.
         name = f"kvconnect-{os.getpid()}-{secrets.token_hex(8)}"
         config = nixl.nixlAgentConfig()
-        # NIXL gives this thread no CUDA context (its issue 2102), which is for NIXL to mend:
-        # without the thread nothing moves on a side that has nothing to ask for.
+        # NIXL gives its progress thread no CUDA context (NIXL issue 2102). The thread is used
+        # nevertheless: without it, nothing moves on a side that makes no calls.
         config.useProgThread = True
         config.pthrDelay = POLL_US
         config.captureTelemetry = True
         config.syncMode = nixl.NIXL_THREAD_SYNC_NONE
-        self._notifications: dict[bytes, set[bytes]] = {}  # that arrived, by session
-        self._peers: Counter[str] = Counter()  # connections to each other side
+        self._notifications: dict[bytes, set[bytes]] = {}  # arrived and not taken, by session
+        self._peers: Counter[str] = Counter()  # connections, by agent name
         try:
             self._agent: Any = nixl.nixlAgent(name, config)
             self._create_backend(backend)
@@ -81,7 +82,7 @@ class NixlAgent:
             )
         except self._errors as error:
             raise ConfigError("transport", package, f"NIXL does not start: {error}") from error
-        # Where our own has another form, that of a later NIXL, so has the other side's.
+        # A later NIXL may use another form on both sides; the other side's is not checked then.
         self._form_is_known = not metadata_error(self.offer.metadata, name, backend)
         settings = ", ".join(f"{key}={os.environ.get(key, 'unset')}" for key in _SETTINGS)
         logger.info("%s %s, backend %s, %s", package, self.offer.version, backend, settings)
@@ -108,7 +109,7 @@ class NixlAgent:
         """Load the other side's metadata; return its agent's name.
 
         Raises:
-            TransferFailed: NIXL cannot read it.
+            TransferFailed: NIXL cannot read the metadata.
         """
         refusal = "NIXL cannot read the other side's metadata"
         if self._form_is_known:
@@ -144,13 +145,13 @@ class NixlAgent:
         devices: tuple[int, int],
         notification: bytes,
     ) -> int:
-        """Start to write pieces (addresses here, there, lengths) into the other side's memory;
-        the other side receives ``notification`` when they are complete. Return a handle.
+        """Start writing into the other side's memory; return a handle. The other side receives
+        ``notification`` once the write is complete. May block for as long as the copy takes.
 
-        ``devices`` are those of the two memories. May block for as long as the copy takes.
+        ``pieces``: addresses here, addresses there, lengths in bytes. ``devices``: here, there.
 
         Raises:
-            TransferFailed: an address that is not registered, or the other side is gone.
+            TransferFailed: an address is not registered, or the other side is gone.
         """
         ours, theirs, lengths = pieces
         try:
@@ -187,18 +188,18 @@ class NixlAgent:
     def release(self, handle: int) -> None:
         """Free a write's handle; ends the write if it is still under way."""
         if self._agent is None:
-            return  # closing the agent freed it
+            return  # freed when the agent was closed
         try:
             self._agent.releaseXferReq(handle)
         except self._errors as error:
             logger.debug("releasing a transfer: %s", error)
 
     def expect_notifications(self, session: bytes) -> None:
-        """Keep this session's notifications from now on; those of unknown sessions are dropped."""
+        """Keep a session's notifications from now on; those of other sessions are dropped."""
         self._notifications.setdefault(session, set())
 
     def take_notification(self, session: bytes, notification: bytes) -> bool:
-        """Say whether a notification has arrived, and forget it if so. Then its pages have arrived.
+        """Return whether a notification, and so its pages, has arrived; forget it if so.
 
         A notification begins with its session.
 
@@ -226,7 +227,7 @@ class NixlAgent:
         self._notifications.pop(session, None)
 
     def close(self) -> None:
-        """End the agent: after this no network write can reach this memory."""
+        """End the agent. No network write can reach this memory afterwards."""
         self._agent = None
 
     def _descs(self, addresses: Ints, lengths: Ints, device: int) -> Any:
@@ -242,9 +243,9 @@ class NixlAgent:
 
 
 def find_package(torch: Any, on_device: bool) -> str:
-    """Return the name of the NIXL build to load.
+    """Return the name of the NIXL package to load.
 
-    ``on_device``: it must fit the CUDA version that ``torch``, a module or None, is built for.
+    With ``on_device`` it must fit the CUDA version of ``torch``, which is the module or None.
 
     Raises:
         ConfigError: none is installed, or only one for another CUDA version.
@@ -281,15 +282,15 @@ def _load(package: str) -> Any:
 
 
 def _prepare_environment(*, local: bool) -> None:
-    """Set what UCX reads when it is loaded, where the user has not."""
+    """Set UCX's environment variables, which it reads when loaded, unless the user has."""
     if local:
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
     if not (_INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())):
-        # With a distribution's libibverbs beside it, UCX crashes at exit.
+        # UCX crashes at exit if a distribution's libibverbs is loaded beside it.
         os.environ.setdefault("UCX_MODULES", "^ib")
-    # These write into another process without its agent: ending that would not stop them.
+    # These write into a process without its agent, so ending the agent would not stop them.
     os.environ.setdefault("UCX_TLS", "^cma,knem,xpmem")
-    os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")  # or memory grows without end
+    os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")  # or memory grows without limit
 
 
 def _device_name(device: int) -> str:

@@ -1,8 +1,8 @@
-"""Which byte runs of this side's pages go to which byte runs of the other's. Arithmetic only.
+"""Pairs the byte runs of this side's pages with those of the other side. Does no I/O.
 
-Both sides keep the same wire blocks in the same order but cut them into runs differently; NIXL
-wants two lists of equal pieces. The pieces are cut wherever a run of either side ends, and those
-that follow one another on both sides are joined again.
+Both sides keep the same wire blocks in the same order but divide them into different runs. NIXL
+takes two lists of pieces of equal lengths, so both lists are cut wherever a run of either side
+ends. Pieces that follow one another on both sides are joined again.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ Ints = npt.NDArray[np.int64]
 
 
 class LocatedUnit(NamedTuple):
-    """Where one side keeps the wire blocks of a unit."""
+    """A unit and the memory region that its offsets count from."""
 
     unit: Unit
     area: MemoryRegion
 
 
 class Runs(NamedTuple):
-    """Byte runs in wire order: address and length of each, int64 ``[n]``."""
+    """Byte runs in wire order: addresses and lengths in bytes, int64 ``[n]``."""
 
     addresses: Ints
     lengths: Ints
 
 
 def check_unit(place: LocatedUnit) -> None:
-    """Raise :class:`ProtocolError` if a unit that the other side described makes no sense."""
+    """Raise :class:`ProtocolError` if a unit that the other side described is invalid."""
     unit = place.unit
     per_phase, rest = divmod(len(unit.segments), 3 * unit.phases)
     if rest or not per_phase:
         raise ProtocolError(f"{len(unit.segments)} segment numbers, {unit.phases} phases")
     table = _table(unit)
     lengths = table[..., 2]
-    too_long = lengths.max() > unit.block_bytes  # and their sum might overflow
+    too_long = lengths.max() > unit.block_bytes  # checked before the sum, which might overflow
     if (
         table.min() < 0
         or lengths.min() < 1
@@ -52,17 +52,17 @@ def check_unit(place: LocatedUnit) -> None:
 
 
 def runs_of(place: LocatedUnit, ids: array[int]) -> Runs:
-    """Return the runs of wire blocks.
+    """Return the byte runs of wire blocks.
 
     Raises:
-        ProtocolError: one of them lies outside the area.
+        ProtocolError: a wire block lies outside the region.
     """
     table = _table(place.unit)
     pages, phases = np.divmod(np.frombuffer(ids, np.int64), place.unit.phases)
     chosen = table[phases]
     limit = place.area.nbytes
     strides, lengths = chosen[..., 1], chosen[..., 2]
-    # Checked before anything is multiplied: it might overflow.
+    # Checked before the int64 product below, which might overflow.
     if ids and (pages.min() < 0 or int(pages.max()) * int(strides.max()) > limit):
         raise ProtocolError(f"wire blocks outside {limit} bytes")
     offsets = chosen[..., 0] + pages[:, None] * strides
@@ -73,7 +73,7 @@ def runs_of(place: LocatedUnit, ids: array[int]) -> Runs:
 
 
 def paired(here: Runs, there: Runs) -> tuple[Ints, Ints, Ints]:
-    """Return (addresses here, addresses there, lengths) of equal pieces, in wire order.
+    """Return (addresses here, addresses there, lengths) of pieces in wire order, int64 ``[n]``.
 
     Both sides must have the same number of bytes.
     """
@@ -95,7 +95,7 @@ def _table(unit: Unit) -> Ints:
 
 
 def _addresses(runs: Runs, ends: Ints, starts: Ints) -> Ints:
-    """Return where the bytes at positions ``starts`` of the wire order lie."""
+    """Return the addresses of the bytes at positions ``starts`` of the wire order."""
     index = np.searchsorted(ends, starts, side="right")
     return runs.addresses[index] + starts - (ends[index] - runs.lengths[index])
 

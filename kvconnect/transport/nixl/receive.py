@@ -25,7 +25,7 @@ from kvconnect.transport.nixl.agent import NixlAgent
 from kvconnect.transport.nixl.worker import NixlWorker
 from kvconnect.transport.tcp.context import ConnectionContext
 
-_MAX_ENDED = 4096  # the source learns of an end within a round trip; this is far more
+_MAX_ENDED = 4096  # far more than end within the round trip that tells the source
 
 
 @dataclass(eq=False)
@@ -35,9 +35,9 @@ class _InboundRead:
     over_tcp: bool = False
     placed: bool = False  # the source knows the destinations and may write
     ended: bool = False  # cancelled here: it produces no more events
-    stopped: bool = False  # the source writes no more of it
+    stopped: bool = False  # the source will not write to it any more
     busy: int = 0  # complete writes that are not verified yet
-    waits: ExitStack = field(default_factory=ExitStack)  # deadline of the source's answer
+    waits: ExitStack = field(default_factory=ExitStack)  # deadline for the answer to a cancel
 
     @property
     def exposed(self) -> bool:
@@ -46,7 +46,7 @@ class _InboundRead:
 
 
 class InboundWrites:
-    """Thread-safe. After ``close`` there are no events."""
+    """Reads whose pages a peer writes into this memory. Thread-safe. No events after ``close``."""
 
     def __init__(self, context: ConnectionContext, worker: NixlWorker) -> None:
         self._context = context
@@ -55,16 +55,16 @@ class InboundWrites:
         self._lock = threading.Lock()
         self._closed = False
         self._reads: dict[int, _InboundRead] = {}
-        self._ended: dict[int, None] = {}  # oldest first
-        # For the thread that prepares: lists of units by number, and whether the source has them.
+        self._ended: dict[int, None] = {}  # cancelled reads, oldest first
+        # For the worker's inbound thread: lists of units, and whether they were sent to the source.
         self._units: list[tuple[Sequence[Unit], bool]] = []
 
     def settle(self, period: int) -> None:
-        """Set the agreed digest period; before anything else."""
+        """Set the agreed digest period; called before all else."""
         self._period = period
 
     def expect(self, order: IncomingPages) -> None:
-        """Accept the pages of a read."""
+        """Accept the pages of a read, and tell the source where they go."""
         read = _InboundRead(
             order, sum(len(ids) for _, ids in order.spans), over_tcp=order.path == "tcp"
         )
@@ -80,7 +80,7 @@ class InboundWrites:
             )
 
     def cancel(self, number: int) -> bool:
-        """End a read; say False if there is none of that number. ``Drained`` follows."""
+        """End a read; ``Drained`` follows. Return False if the read is not known."""
         with self._lock:
             read = self._reads.get(number)
             if read is None or read.ended or self._closed:
@@ -94,28 +94,27 @@ class InboundWrites:
                 read.waits.enter_context(self._context.watch.over(number, 0))
         if read.over_tcp:
             self._context.cancel_tcp(number)
-        self._context.say(
-            StopWriting(want=number)
-        )  # also of one without a place: its pages are not held
+        # Sent even if the source has no destinations, so that it drops the orders it holds.
+        self._context.say(StopWriting(want=number))
         self._report_drained(read)
         return True
 
     def on_stopped(self, number: int) -> None:
-        """The source writes no more of a read."""
+        """Record that the source stopped a read; :class:`ProtocolError` if nobody asked it to."""
         with self._lock:
             read = self._reads.get(number)
             if read is None:
-                return  # it had no place
+                return  # the source had no destinations for it
             if not read.ended:
                 raise ProtocolError(f"read {number} stopped, which was not asked for")
             read.stopped = True
         self._report_drained(read)
 
     def on_written(self, written: PagesWritten) -> None:
-        """A write is complete; verify it once NIXL's notification has arrived.
+        """Accept a complete write; it is verified once NIXL's notification has arrived.
 
         Raises:
-            ProtocolError: nobody asked for these pages.
+            ProtocolError: these pages were not requested.
         """
         with self._lock:
             read = self._reads.get(written.want)
@@ -137,7 +136,7 @@ class InboundWrites:
         )
 
     def close(self) -> bool:
-        """End everything; return whether the source may still write."""
+        """End all reads; return whether the source may still write to one."""
         with self._lock:
             self._closed = True
             reads, self._reads = self._reads, {}
@@ -146,7 +145,7 @@ class InboundWrites:
         return any(read.exposed for read in reads.values())
 
     def _send_destinations(self, read: _InboundRead) -> None:
-        """Tell the source where a read goes, once the device is done with these places."""
+        """Send a read's destinations to the source, once its fence has passed."""
         order = read.order
         if order.fence:
             order.fence.wait()
@@ -163,18 +162,18 @@ class InboundWrites:
         self._tell_source(read, places if fits else None)
 
     def _tell_source(self, read: _InboundRead, places: Destinations | None) -> None:
-        """Let the source send a read, by the data connections if it has no places."""
+        """Let the source send a read: to ``places``, or over TCP if there are none."""
         with self._lock:
             if read.ended or self._closed:
                 return
             read.placed, read.over_tcp = True, places is None
-            if read.over_tcp:  # under the lock, so that a cancel comes before or after it
+            if read.over_tcp:  # under the lock, so that no cancel comes in between
                 self._context.submit_tcp(read.order)
         self._context.say(places or UseTcp(want=read.order.read_id))
 
     def _number_of(self, units: Sequence[Unit]) -> int | None:
-        """Return the number that the source knows a list of units by; None if it is too much to
-        tell."""
+        """Return the number of a list of units, which is sent to the source first if it is new.
+        None if it is too long, or one list too many."""
         for number, (known, told) in enumerate(self._units):
             if known is units or known == units:
                 return number if told else None

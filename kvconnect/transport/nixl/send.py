@@ -27,10 +27,10 @@ from kvconnect.transport.nixl.writes import NixlWrite, WriteQueue
 from kvconnect.transport.tcp.context import ConnectionContext
 
 MAX_WRITE_BYTES = 32 << 20
-MAX_WRITE_BLOCKS = 1 << 16  # whose digests fit into one message
+MAX_WRITE_BLOCKS = 1 << 16  # their digests fit into one message
 MAX_WRITE_RUNS = 1 << 18
-_MAX_READS = 4096  # of one reader
-_MAX_ID_BYTES = 64 << 20  # of all its reads
+_MAX_READS = 4096  # open reads of one reader
+_MAX_ID_BYTES = 64 << 20  # block ids of all these reads
 _MAX_SEGMENT_BYTES = 64 << 20
 _MAX_STOPPED = 4096
 
@@ -43,27 +43,27 @@ class _Span(NamedTuple):
 
 @dataclass(eq=False)
 class _OutboundRead:
-    spans: list[_Span] | None = None  # once the reader has sent its destinations
+    spans: list[_Span] | None = None  # None until the reader has sent its destinations
     over_tcp: bool = False
     stopped: bool = False  # by the reader
-    cancelled: bool = False  # here
+    cancelled: bool = False  # by this side
     id_bytes: int = 0
-    busy: int = 0  # writes that are prepared or under way
+    busy: int = 0  # writes in preparation or under way
     held: list[OutgoingPages] = field(default_factory=list)
-    waits: ExitStack = field(default_factory=ExitStack)  # deadline of the reader's destinations
+    waits: ExitStack = field(default_factory=ExitStack)  # deadline for the reader's destinations
 
 
 @dataclass(eq=False)
 class _WriteRequest:
     read: _OutboundRead
     order: OutgoingPages
-    left: int = 1  # writes
-    nbytes: int = 0  # that were written
+    left: int = 1  # writes that have not ended
+    nbytes: int = 0  # written so far
     started: float = 0.0
 
 
 class OutboundWrites:
-    """Thread-safe. After ``close`` there are no events."""
+    """Writes one peer's pages into its memory. Thread-safe. No events after ``close``."""
 
     def __init__(self, context: ConnectionContext, worker: NixlWorker) -> None:
         self._context = context
@@ -72,18 +72,18 @@ class OutboundWrites:
         self._lock = threading.Lock()
         self._closed = False
         self._reads: dict[int, _OutboundRead] = {}
-        self._stopped: dict[int, None] = {}  # oldest first
+        self._stopped: dict[int, None] = {}  # reads that the reader stopped, oldest first
         self._units: dict[int, list[LocatedUnit]] = {}
         self._segment_bytes = 0
         self._writes = WriteQueue(context, worker)
 
     def settle(self, theirs: NixlOffer, period: int) -> None:
-        """Set whom to write to and the agreed digest period; before anything else."""
+        """Set the reader's offer and the agreed digest period; called before all else."""
         self._writes.theirs = theirs
         self._period = period
 
     def send(self, order: OutgoingPages) -> None:
-        """Write pages once the reader has said where."""
+        """Write pages once the reader has sent their destinations."""
         if not order.ids:
             raise Misuse(f"nothing to send: {order}")
         with self._lock:
@@ -102,7 +102,7 @@ class OutboundWrites:
         self._submit(read, order)
 
     def cancel(self, number: int) -> None:
-        """Drop what is queued for a read; ``Drained`` follows."""
+        """Drop the queued orders of a read; ``Drained`` follows."""
         with self._lock:
             if self._closed:
                 return
@@ -113,11 +113,11 @@ class OutboundWrites:
                 read.cancelled = True
                 if not (read.over_tcp or read.busy):
                     self._context.events.put(Drained(self._context.peer, number))
-        if read is None or read.over_tcp:  # a read over TCP may have ended at the reader
+        if read is None or read.over_tcp:  # None: perhaps a TCP read that the reader stopped
             self._context.cancel_tcp(number)
 
     def on_units(self, message: UnitLocations) -> None:
-        """The reader describes a list of units; raises :class:`ProtocolError` if it cannot be."""
+        """Add units that the reader describes; raises :class:`ProtocolError` if invalid."""
         known = self._units.setdefault(message.number, [])
         self._segment_bytes += sum(len(unit.segments) for unit in message.units)
         too_many = len(known) + len(message.units) > MAX_UNITS
@@ -126,7 +126,7 @@ class OutboundWrites:
         known += map(_locate, message.units)
 
     def on_places(self, message: Destinations) -> None:
-        """The reader says where a read goes; raises :class:`ProtocolError` if it cannot be."""
+        """Start a read with its destinations; raises :class:`ProtocolError` if they are invalid."""
         places = self._units.get(message.units)
         if places is None or len(places) != len(message.spans):
             raise ProtocolError(f"{len(message.spans)} spans of units number {message.units}")
@@ -145,11 +145,11 @@ class OutboundWrites:
         )
 
     def on_use_tcp(self, number: int) -> None:
-        """The reader reads this over the data connections."""
+        """Start a read over the TCP data connections."""
         self._answer(number, None, 0)
 
     def on_stop(self, number: int) -> None:
-        """The reader reads no more of this: say when nothing can land any more."""
+        """Stop a read; tell the reader once no write of it is under way."""
         with self._lock:
             self._stopped[number] = None
             if len(self._stopped) > _MAX_STOPPED:
@@ -171,7 +171,7 @@ class OutboundWrites:
         self._writes.end(agent)
 
     def close(self) -> None:
-        """Drop everything."""
+        """Drop all reads."""
         with self._lock:
             self._closed = True
             for read in self._reads.values():
@@ -196,7 +196,7 @@ class OutboundWrites:
             self._submit(read, order)
 
     def _submit(self, read: _OutboundRead, order: OutgoingPages) -> None:
-        """Hand an order on; unless it goes over TCP, it already counts as busy."""
+        """Submit an order. Unless it goes over TCP, it is already counted in ``busy``."""
         if read.over_tcp:
             self._context.submit_tcp(order)
             return
@@ -204,7 +204,7 @@ class OutboundWrites:
         self._worker.prepare("outbound", work, self._context.fail)
 
     def _prepare(self, request: _WriteRequest) -> None:
-        """Work out the writes of an order, once the device has its pages."""
+        """Compute an order's writes and queue them, once its fence has passed."""
         order, spans = request.order, request.read.spans
         assert spans is not None
         if order.fence:
@@ -263,7 +263,7 @@ class OutboundWrites:
             if read.cancelled:
                 self._context.events.put(Drained(self._context.peer, number))
             if read.stopped:
-                del self._reads[number]  # once: from then on nothing is sent for it
+                del self._reads[number]  # only once: a stopped read gets no new writes
         if read.stopped:
             self._context.say(WritesStopped(want=number))
 
@@ -275,7 +275,7 @@ def _blocks_per_write(here: Unit, there: Unit) -> int:
 
 
 def _locate(unit: UnitLocation) -> LocatedUnit:
-    """Return where the reader keeps a unit; raises :class:`ProtocolError` if that is nowhere."""
+    """Return the place of a reader's unit; raises :class:`ProtocolError` if it is invalid."""
     if len(unit.segments) % 8:
         raise ProtocolError(f"{len(unit.segments)} bytes of segments")
     area = MemoryRegion(unit.address, unit.nbytes, unit.device)

@@ -1,8 +1,8 @@
-"""The threads behind all NIXL paths of one transport.
+"""Threads that all NIXL paths of one transport share.
 
 One thread makes every call into NIXL, which is not thread-safe, and polls the writes under way:
 every 50 us at first, every millisecond later, never while there are none. Two more threads, one per
-direction, do the slow work around it: wait for the device, compute addresses, hash pages.
+direction, do slow work: wait for the device, compute addresses, hash pages.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def _nothing() -> None:
 
 
 class NixlWorker:
-    """Owns the agent and the threads. All methods but ``watch`` are for any thread.
+    """Owns the agent and its threads. All methods except ``watch`` are for any thread.
 
-    Steps and checks handle their own errors. Prepared work may raise :class:`KVConnectError`, which
-    is passed to its ``failed`` function.
+    Steps and checks handle their own errors. Prepared work may raise :class:`KVConnectError`, whose
+    text goes to its ``failed`` function.
 
     Raises:
-        ConfigError: NIXL cannot be used here.
+        ConfigError: NIXL cannot be used.
     """
 
     def __init__(self, backend: str, areas: Sequence[MemoryRegion], *, local: bool) -> None:
@@ -73,8 +73,8 @@ class NixlWorker:
             thread.start()
 
     def call(self, step: Step, done: Callable[[], None] = _nothing) -> None:
-        """Run ``step`` on the agent's thread, in the order of calls, then ``done``. If the agent is
-        gone, only ``done`` is called."""
+        """Run ``step``, then ``done``, on the agent's thread, in the order of calls. If that thread
+        has ended, only ``done`` is called."""
         with self._changed:
             if not self._dead:
                 self._steps.append((step, done))
@@ -83,14 +83,14 @@ class NixlWorker:
         done()
 
     def watch(self, check: Check) -> None:
-        """Poll ``check`` until it returns True. For steps and checks."""
+        """Poll ``check`` until it returns True. Only steps and checks may call this."""
         self._checks.append(check)
 
     def prepare(
         self, queue_name: WorkQueue, work: Callable[[], None], failed: Callable[[str], None]
     ) -> None:
         """Run slow work on a queue's thread, in the order of calls; ``failed`` gets the reason if
-        it raises."""
+        the work raises."""
         with self._changed:
             self._work[queue_name].append(partial(_guarded, work, failed))
             self._changed.notify_all()
@@ -98,8 +98,8 @@ class NixlWorker:
     def join(self, lost: Callable[[str], None]) -> NixlOffer | None:
         """Return the agent's offer, None if there is no agent.
 
-        ``lost`` is called with the reason when this agent ends: its transfers are gone and its
-        offer is void.
+        ``lost`` is called with the reason when this agent ends: its transfers are lost and its
+        offer is invalid.
         """
         with self._changed:
             self._on_lost.append(lost)
@@ -114,8 +114,8 @@ class NixlWorker:
     def renew(self, exposed: NixlOffer | None, reason: str, done: Callable[[], None]) -> None:
         """Replace the agent that made the offer ``exposed``, unless it was replaced already.
 
-        A lost peer may still have writes under way, in its machine or in the network. Only the end
-        of this side's agent proves that they cannot arrive.
+        Writes of a lost peer may still be under way, in its machine or in the network. Only the end
+        of this side's agent guarantees that they cannot arrive.
         """
         self.call(partial(self._replace, exposed, reason), done)
 
@@ -129,7 +129,7 @@ class NixlWorker:
 
     def _replace(self, exposed: NixlOffer | None, reason: str, agent: NixlAgent) -> None:
         if agent.offer is not exposed:
-            return  # several peers were lost together
+            return  # replaced already: several peers were lost together
         logger.warning("starting a new NIXL agent: %s", reason)
         self._checks.clear()
         agent.close()
@@ -154,7 +154,7 @@ class NixlWorker:
             turn()
         finally:
             with self._changed:
-                self._closing = True  # the other threads need it
+                self._closing = True  # the threads cannot work without one another
                 self._changed.notify_all()
             if threading.current_thread() is self._threads[0]:
                 self._end()
@@ -192,7 +192,7 @@ class NixlWorker:
             made = True
         finally:
             if not made:
-                with self._changed:  # ``done`` is called once the agent is gone
+                with self._changed:  # ``_end`` calls ``done``, after the agent was closed
                     self._steps.appendleft((step, done))
         done()
 

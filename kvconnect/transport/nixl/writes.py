@@ -1,4 +1,4 @@
-"""Writes of one peer's NIXL path: which bytes, in which order. Runs on the agent's thread."""
+"""Queue of the NIXL writes to one peer. Runs on the agent's thread."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvconnect.transport.nixl.worker import NixlWorker
 from kvconnect.transport.tcp.context import ConnectionContext
 
 MAX_UNDER_WAY = 4
-"""Writes of one peer at a time: enough to keep it busy, few enough to cancel quickly."""
+"""Writes to one peer at a time: enough to use its bandwidth, few enough to cancel quickly."""
 
 
 @dataclass(eq=False)
 class NixlWrite:
-    """Some wire blocks of an order, on their way. ``pieces`` and ``devices``: see
-    :meth:`NixlAgent.write`."""
+    """A write of ``count`` wire blocks of an order, from ``first`` on. ``pieces`` and ``devices``:
+    see :meth:`NixlAgent.write`."""
 
     order: OutgoingPages
     first: int
@@ -32,10 +32,8 @@ class NixlWrite:
     pieces: tuple[Ints, Ints, Ints]
     devices: tuple[int, int]
     digests: bytes
-    dropped: Callable[[], bool]  # whether it was cancelled meanwhile
-    on_done: Callable[
-        [float | None], None
-    ]  # called at its end, with its start time if it was written
+    dropped: Callable[[], bool]  # whether the write was cancelled
+    on_done: Callable[[float | None], None]  # called at the end; gets the start time if written
     started: float = 0.0
     number: int = 0
     handle: int = -1
@@ -43,14 +41,13 @@ class NixlWrite:
 
     @property
     def nbytes(self) -> int:
-        """Size of the write in bytes."""
         return self.count * self.order.unit.block_bytes
 
 
 class WriteQueue:
-    """Starts writes, tells the reader of each that is complete, and ends the others.
+    """Starts writes, reports each complete one to the reader, and ends the others.
 
-    ``theirs`` is the reader's offer, to be set before the first write.
+    ``theirs`` is the reader's offer; it must be set before the first write.
     """
 
     def __init__(self, context: ConnectionContext, worker: NixlWorker) -> None:
@@ -63,7 +60,7 @@ class WriteQueue:
         self._started = 0
 
     def start(self, write: NixlWrite, agent: NixlAgent) -> None:
-        """Queue a write; it is dropped if ``dropped`` says so when its turn comes."""
+        """Queue a write; it is dropped if its ``dropped`` returns True when its turn comes."""
         self._queue.append(write)
         self._start_next(agent)
 
@@ -94,7 +91,7 @@ class WriteQueue:
         self._worker.watch(partial(self._check_done, write))
 
     def end(self, agent: NixlAgent) -> None:
-        """End the writes under way."""
+        """End the writes under way, drop queued ones and remove the peer from the agent."""
         for write, owner in self._under_way.items():
             owner.release(write.handle)
             write.watched.close()
@@ -104,7 +101,7 @@ class WriteQueue:
             agent.remove_peer(self._name)
 
     def _check_done(self, write: NixlWrite, agent: NixlAgent) -> bool:
-        """Return whether a write has ended, after reporting it."""
+        """Return whether a write has ended; report it to the reader if it is complete."""
         if write not in self._under_way:
             return True
         try:
