@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -76,8 +77,12 @@ class Mooncake:
 
     def _segments(self) -> int:
         url = f"http://127.0.0.1:{self.ports[1]}/get_all_segments"
-        with urllib.request.urlopen(url, timeout=30) as answer:
-            return len(answer.read().split())
+        try:
+            with urllib.request.urlopen(url, timeout=30) as answer:
+                return len(answer.read().split())
+        except urllib.error.HTTPError as error:
+            assert error.code == 503, error  # it is not ready to answer yet
+            return 0
 
 
 def kill(process: subprocess.Popen[bytes] | None) -> None:

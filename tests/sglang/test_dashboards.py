@@ -20,8 +20,8 @@ from tests.sglang.test_metrics import GOT, SENT, added, sums
 NOT_IN_SGLANG = {
     ("kvconnect-handoff", "Leases"),
     ("kvconnect-tiers", "Recomputed after a failed load"),
-    ("kvconnect-tiers", "Requests and jobs that wait for tiers below"),
-    ("kvconnect-tiers", "What became of hits below host memory"),
+    ("kvconnect-tiers", "Requests and jobs that wait for disk or remote"),
+    ("kvconnect-tiers", "Decisions on disk and remote hits"),
 }
 NO_DISK = {
     ("kvconnect-tiers", "Available tiers"),
