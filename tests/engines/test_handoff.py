@@ -139,8 +139,8 @@ class TestLlama:
                 return push(p, d, prompt, NEW, offer).tokens
             return pull(p, d, prompt, NEW).tokens
 
-        # A cache holds four requests. Four pulls whose blocks wait on one side, and four pushes that
-        # hold the other side's, would wait for one another until a deadline; seven cannot.
+        # A cache holds four requests. Four pulls whose blocks wait on one side, and four pushes
+        # that hold the other side's, would wait for one another until a deadline; seven cannot.
         with ThreadPoolExecutor(7) as pool:
             found = list(pool.map(one, range(4 * COUNT)))
         assert found == [want[number % COUNT] for number in range(4 * COUNT)]
