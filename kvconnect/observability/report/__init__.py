@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from kvconnect.errors import ConfigError
-from kvconnect.observability.report import runs
 
 
 def add_command(commands: Any) -> None:
@@ -30,6 +29,8 @@ def add_command(commands: Any) -> None:
 
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     """Write a page; return the exit code."""
+    from kvconnect.observability.report import runs  # other commands need none of its catalogue
+
     try:
         page = importlib.import_module("kvconnect.observability.report.page")
     except ImportError as error:
