@@ -4,8 +4,8 @@
 # make demo-sglang    prefill on one SGLang server, decode on another
 # make bench          every benchmark, one after the other
 # make bench-sglang   the one with SGLang
-# make gpu            tests and benchmark of the copies, on a machine with an NVIDIA GPU; CUDA=12
-#                     for a driver that is older than CUDA 13
+# make gpu            tests and benchmark of the copies, on a machine with an NVIDIA GPU; PIECES=DIR
+#                     has the packages (scripts/gpu_run pack) where there is no registry
 # make docs           the documentation as a site, in build/site
 # make fuzz           a million broken inputs against everything that reads what others wrote, and a
 #                     million more to each reader, guided by coverage
@@ -20,7 +20,7 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 FUZZ_ARGS ?=
-CUDA ?= 13
+PIECES ?=
 BIN := .venv/bin
 READY := .venv/.ready
 SGLANG_BIN := .venv-sglang/bin
@@ -28,7 +28,7 @@ SGLANG_READY := .venv-sglang/.ready
 GPU_PYTHON := .venv-gpu/bin/python
 # What changes the installed package also makes an environment stale.
 SOURCES := scripts/setup pyproject.toml $(wildcard requirements/*.lock setup.py kvconnect/native/*.[ch] kernels/*.cu*)
-BENCHMARKS := $(filter-out common copy_cuda fake_engines link nixl movers sglang_% __init__,$(basename $(notdir $(wildcard benchmarks/*.py))))
+BENCHMARKS := $(filter-out common copy_cuda fake_engines link nixl sglang_% transfer_methods __init__,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
 # The folders tests, demo and benchmarks import one another by their path from here.
 export PYTHONPATH := $(CURDIR)
@@ -83,14 +83,17 @@ bench-sglang: $(SGLANG_READY)
 	@$(SGLANG_BIN)/python -m benchmarks.sglang_handoff
 
 # Neither engine is needed, so their environments, which have a torch without CUDA, are not made.
-gpu: SHELL := /bin/bash
+# An interpreter that has torch with CUDA and all else serves as it is.
 gpu:
-	@$(PYTHON) -m venv .venv-gpu
-	@$(GPU_PYTHON) -m pip install --quiet torch 'hypothesis>=6.100' 'pytest>=9.0,<10' \
-	  'pytest-timeout>=2.3' 'xxhash>=3.4' --editable '.[cuda$(CUDA)]'
-	@set -o pipefail; \
-	{ $(GPU_PYTHON) -m pytest tests/gpu -v && \
-	  $(GPU_PYTHON) -m benchmarks.copy --device cuda; } 2>&1 | tee benchmarks/results/gpu.log
+	@python="$(PYTHON)"; pieces="$(if $(PIECES),--pieces $(PIECES))"; \
+	if ! $$python scripts/gpu_run ready $$pieces; then \
+	  $$python -m venv .venv-gpu && \
+	  $(GPU_PYTHON) -m pip install --quiet torch 'hypothesis>=6.100' 'pytest>=9.0,<10' \
+	    'pytest-timeout>=2.3' 'xxhash>=3.4' \
+	    --editable ".[cuda$$($$python scripts/gpu_run cuda)]" || exit 1; \
+	  python=$(GPU_PYTHON); \
+	fi; \
+	$$python scripts/gpu_run a $$pieces --limit 3600
 
 docs: $(READY)
 	@mkdocs build --strict --site-dir build/site

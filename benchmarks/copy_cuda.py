@@ -4,8 +4,10 @@
   the same bytes, page-locked; ``ratio_batch_`` over ``cuMemcpyBatchAsync`` of the same pages,
   ``ratio_torch_`` over torch indexing. ``dir`` is ``store``, ``load`` or ``both`` at once.
 - ``gbps_<dir>_<page>_<size>``: for transfers of 64 MiB to 4 GiB.
+- ``gbps_digest_<page>``: digests on the device of blocks of one page.
 - ``interference``: by how much a bf16 matrix product slows down while stores run.
 - ``launch_us_1000``: CPU time to start a load of 1,000 pages of 16 KiB.
+- ``executor_ratio_``: see ``copy_executor.py``.
 
 Variants take turns in one run; every figure is a ratio of medians.
 """
@@ -17,10 +19,12 @@ import statistics
 import time
 from array import array
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from benchmarks.common import interleave, medians, progress
+from benchmarks import copy_executor
+from benchmarks.common import interleave, medians, progress, timed
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.copy import make_copier, open_driver
 from kvconnect.copy.base import Copier
@@ -45,6 +49,7 @@ SIZE_PAGE = "64k"
 AREA_BYTES = max(SIZES.values())
 MATRIX = 8192
 PRODUCTS = 40
+ENDED_S = 0.0001  # a wait that took less found nothing to wait for
 DIRECTIONS = ("store", "load", "both")
 _KINDS = {"store": TransferType.GPU_TO_CPU, "load": TransferType.CPU_TO_GPU}
 
@@ -56,11 +61,16 @@ class CudaBench:
         self.random = random.Random(seed)
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.area = torch.empty(AREA_BYTES, dtype=torch.uint8, device=self.device).random_()
-        self.store = HostArena(AREA_BYTES // PAGES["4m"], PAGES["4m"], "off")
-        if not self.store.pin():
-            raise SystemExit("the arena cannot be page-locked: raise ulimit -l")
+        self.store = self.make_arena(AREA_BYTES // PAGES["4m"], PAGES["4m"])
         self.arena = self.store.tensor()
         self.streams: Streams = make_streams(self.device)
+
+    def make_arena(self, num_slots: int, slot_bytes: int) -> HostArena:
+        """Return a page-locked arena; end the process if it cannot be locked."""
+        arena = HostArena(num_slots, slot_bytes, "off")
+        if not arena.pin():
+            raise SystemExit("the arena cannot be page-locked: raise ulimit -l")
+        return arena
 
     def geometry(self, page: int) -> Geometry:
         return Geometry((GroupGeometry((ByteRun(0, page, page),), AREA_BYTES // page),))
@@ -183,6 +193,22 @@ def measure_sizes(bench: CudaBench, rounds: int) -> dict[str, float]:
     return figures
 
 
+def measure_digests(bench: CudaBench, rounds: int) -> dict[str, float]:
+    """Time digests alone, of blocks anywhere in the KV cache; no figures without kernels."""
+    figures = {}
+    for name, page in PAGES.items():
+        progress(f"digests of blocks of {name}: {rounds} rounds")
+        blocks, _ = bench.pick(page, SAMPLE_BYTES)
+        copier = bench.copiers(page)["batch"]
+        if not copier.hashes(0):
+            return {}
+        digest = partial(copier.enqueue_digests, 0, blocks)
+        kind, fence = _KINDS["store"], bench.streams.fence()
+        seconds = [bench.streams.run(kind, fence, digest) for _ in range(rounds)]
+        figures[f"gbps_digest_{name}"] = SAMPLE_BYTES / statistics.median(seconds) / 1e9
+    return figures
+
+
 def measure_interference(bench: CudaBench, rounds: int) -> dict[str, float]:
     """Time matrix products alone and while more stores are queued than they last."""
     progress(f"matrix products beside stores: {rounds} rounds")
@@ -209,7 +235,8 @@ def measure_interference(bench: CudaBench, rounds: int) -> dict[str, float]:
         fence = bench.streams.fence()
         flights = [bench.streams.launch(_KINDS["store"], fence, copies["store"]) for _ in range(16)]
         beside.append(products())
-        if flights[-1].poll() is not None:
+        waited = timed(flights[-1].wait)
+        if waited < ENDED_S:
             progress("the stores ended before the products: interference reads too low")
         for flight in flights:
             flight.wait()
@@ -232,6 +259,15 @@ def measure_launch(bench: CudaBench, rounds: int) -> dict[str, float]:
     return {"launch_us_1000": statistics.median(taken) * 1e6}
 
 
+def measure_executor(bench: CudaBench, rounds: int) -> dict[str, float]:
+    """Measure the executor, as ``copy_executor.py`` says."""
+
+    def make(store: HostArena, geometry: Geometry) -> Copier:
+        return make_copier(bench.area, store.tensor(), geometry)
+
+    return copy_executor.sweep(bench, make, max(rounds // 3, 3))
+
+
 def measure_all(seed: int, rounds: int) -> dict[str, object]:
     """Return every figure of a CUDA device; ends the process if there is none."""
     if not torch.cuda.is_available():
@@ -245,6 +281,8 @@ def measure_all(seed: int, rounds: int) -> dict[str, object]:
     for name in PAGES:
         figures |= measure_page(bench, name, rounds)
     figures |= measure_sizes(bench, max(rounds // 3, 3))
+    figures |= measure_digests(bench, rounds)
     figures |= measure_interference(bench, rounds)
     figures |= measure_launch(bench, rounds)
+    figures |= measure_executor(bench, rounds)
     return figures

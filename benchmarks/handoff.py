@@ -4,7 +4,7 @@
 
 Three pairs of engines with the same model (float32, 32 KiB of KV per token), one compute thread
 each, hand-off only: one pair with KVConnect over its TCP transport (``pull``, ``push``), one with
-KVConnect over its NIXL transport (``pull_rail``, ``push_rail``), and one with vLLM's
+KVConnect over its NIXL transport (``pull_nixl_path``, ``push_nixl_path``), and one with vLLM's
 ``NixlConnector`` (``nixl``); NIXL uses UCX's TCP in both. Every prompt is new and goes through all
 variants in turn; the pairs that are not being asked are stopped (SIGSTOP), since even idle engines
 would take time from the others. NIXL's polling sleeps 1 ms between rounds in both
@@ -21,7 +21,7 @@ the prefill engine, then to the decode engine; ``push``: to both at once) to the
 first streamed token. With concurrency 8 (``_c8``) eight new prompts are sent at once, and a sample
 is their mean. Ratios are of medians over samples: ``ttft_push_over_nixl_4k_1g``; without a place,
 of the shaped rate where KVConnect does worse. ``ttft_push_over_nixl_connector_4k`` is that of
-``push_rail``, ``ttft_push_over_pull_rail_4k`` compares both ways over the NIXL transport.
+``push_nixl_path``; ``ttft_push_over_pull_nixl_path_4k`` compares both ways over that transport.
 
 **Exposed time** of a transfer, at 4k: what the link's rate adds to the time between the prefill
 engine's answer and the decode engine's first token, the median at that rate less the median
@@ -226,10 +226,11 @@ class Run:
                 worse = max(ratios[variant, length, rate, crowd] for rate in self.rates)
                 found[f"{key}{crowd}"] = worse
             found[f"{key}_{place}{crowd}"] = ratio
-        if rails := [ratios["push_rail", LONGEST, rate, ""] for rate in self.rates]:
-            found[f"ttft_push_over_nixl_connector_{LONGEST}"] = max(rails)
-            found[f"ttft_push_over_pull_rail_{LONGEST}"] = max(
-                ratios["push_rail", LONGEST, rate, ""] / ratios["pull_rail", LONGEST, rate, ""]
+        if pushed := [ratios["push_nixl_path", LONGEST, rate, ""] for rate in self.rates]:
+            found[f"ttft_push_over_nixl_connector_{LONGEST}"] = max(pushed)
+            found[f"ttft_push_over_pull_nixl_path_{LONGEST}"] = max(
+                ratios["push_nixl_path", LONGEST, rate, ""]
+                / ratios["pull_nixl_path", LONGEST, rate, ""]
                 for rate in self.rates
             )
         for cell, sample in times.items():
@@ -286,7 +287,7 @@ def engines(ends: Sequence[End], key_file: Path) -> Iterator[list[Pair]]:
         pairs = []
         for transport, variants in (
             ("tcp", ("pull", "push")),
-            ("nixl", ("pull_rail", "push_rail")),
+            ("nixl", ("pull_nixl_path", "push_nixl_path")),
         ):
             both = {"transport": transport, "key_file": str(key_file)}
             ours = [pd.prefill_config(listen=listen, **both), pd.decode_config(**both)]

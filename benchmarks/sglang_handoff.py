@@ -5,11 +5,11 @@
 All servers have the same model (float32, 32 KiB of KV per token) and one compute thread. Those with
 KVConnect: two prefill servers, one that pushes layer by layer and one that pushes chunk by chunk,
 and two decode servers, one that takes pages over TCP and one over NIXL; any of the first talks to
-any of the second (``tcp_layerwise``, ``tcp``, ``rail_layerwise``, ``rail``). Then a pair with
-SGLang's own ``nixl`` (UCX over TCP), and one with ``mooncake_tcp`` where that is installed. Every
-prompt is new and goes through all variants in turn; servers that are not being asked are stopped
-(SIGSTOP). What the built-in backends need on a CPU is in ``benchmarks/sglang_plugin``: NIXL's
-polling sleeps 1 ms between rounds in all variants.
+any of the second (``tcp_layerwise``, ``tcp``, ``nixl_path_layerwise``, ``nixl_path``). Then a pair
+with SGLang's own ``nixl`` (UCX over TCP), and one with ``mooncake_tcp`` where that is installed.
+Every prompt is new and goes through all variants in turn; servers that are not being asked are
+stopped (SIGSTOP). What the built-in backends need on a CPU is in ``benchmarks/sglang_plugin``:
+NIXL's polling sleeps 1 ms between rounds in all variants.
 
 **Places.** ``loopback``; and a ``veth`` link between two network namespaces, prefill servers in
 one, decode servers in the other: ``1g`` shaped to 1 Gbit/s, ``balanced`` to the rate at which the
@@ -68,7 +68,7 @@ CROWD = 8
 NEW = 2  # tokens: the first is timed, the second read from the KV that came
 TOKENS = 3 * LENGTHS[LONGEST]
 REFERENCE, BEST = "nixl", "tcp_layerwise"
-OURS = (BEST, "tcp", "rail_layerwise", "rail")
+OURS = (BEST, "tcp", "nixl_path_layerwise", "nixl_path")
 GIGABIT = 1e9
 FREE, BALANCED, LOCAL = "free", "balanced", "loopback"
 WARM_UP = 64  # tokens
@@ -251,7 +251,7 @@ def kvconnect_group(stack: ExitStack, source: dict[str, Any], target: dict[str, 
     chunks = prefill_server(settings=settings, **source)
     receivers = {
         kind: decode_server(settings={**peers, "transport": transport}, **target)
-        for kind, transport in (("tcp", "tcp"), ("rail", "nixl"))
+        for kind, transport in (("tcp", "tcp"), ("nixl_path", "nixl"))
     }
     pairs = {
         f"{kind}{suffix}": (p, receivers[kind])

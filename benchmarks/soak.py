@@ -64,7 +64,7 @@ from kvconnect.router.policy.ranking import RankingPolicy
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends import make_store
 from kvconnect.types import FailureCause, JobId, Span, TransferId
-from tests.unit.disaggregation.test_agent import Engine as HandoffEngine
+from tests.fakes.handoff_engine import Engine as HandoffEngine
 
 WARM_UP, WARM_ROUNDS = 0.4, 10  # of the time; and at least
 SETTLED = 8  # rounds in each half at least: what goes up and down by chance must not look grown

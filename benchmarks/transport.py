@@ -8,14 +8,14 @@ the process that asks, from asking until the last byte is in place. Variants tak
 run, and ratios are of medians of throughput, so more is better:
 
 - ``ours``: ``TcpTransport`` as it comes, with 2 connections and sampled digests; ``off`` and
-  ``full`` with others. The reader asks with a note, as in a hand-off.
+  ``full`` with others. The reader requests pages with a message, as in a hand-off.
 - ``raw``: 2 connections, a thread for each, ``sendmsg`` and ``recvmsg_into`` in a loop over lists
   of pages made beforehand: no protocol, no checks. The faster of lists of 512 KiB and 4 MiB.
-- ``rail``: the same transport's NIXL path, over TCP too; ``rail_off`` without digests, which plain
-  NIXL has none of either: ``ratio_plain_nixl_*`` is ``rail_off`` over plain NIXL's ``write`` with
-  the same settings and descriptors. ``handshake_ms``: to connect, prove who one is, and agree on
-  both paths; the median of 21. ``idle_cores_rail``: CPU seconds per second of both processes
-  together while nothing moves.
+- ``ours_nixl``: KVConnect's NIXL path, over TCP too; ``ours_nixl_off`` without digests, which plain
+  NIXL does not have. ``ratio_plain_nixl_*`` is ``ours_nixl_off`` over plain NIXL's ``write`` with
+  the same settings and descriptors. ``handshake_ms``: to connect, authenticate and agree on both
+  paths; the median of 21. ``idle_cores_ours_nixl``: CPU seconds per second of both processes
+  together while no pages are sent.
 - ``nixl``: NIXL's UCX backend over TCP, the fastest of reading and writing, with UCX's own segment
   sizes and with larger ones. Descriptors are made beforehand. Its thread and its caller sleep
   between polls; as it comes the thread takes a core.
@@ -55,7 +55,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.common import emit, progress
 from benchmarks.link import LOOPBACK, End, Link, Unavailable
-from benchmarks.movers import AREA_BYTES, CONNECTIONS, MIB, NIXL, PATIENCE_S, serve
+from benchmarks.transfer_methods import AREA_BYTES, CONNECTIONS, MIB, NIXL, PATIENCE_S, serve
 from kvconnect.copy import native_unavailable_reason
 
 SAMPLE_BYTES = 256 * MIB
@@ -65,7 +65,7 @@ RATES = {"1g": (1e9, SAMPLE_BYTES), "10g": (1e10, AREA_BYTES)}  # bits per secon
 READY_S = 0.02  # for a source to wait to be asked
 
 OURS = {"off": "tcp off", "ours": "tcp sampled", "full": "tcp full"}
-RAIL = {"rail": "nixl sampled", "rail_off": "nixl off"}
+OURS_NIXL = {"ours_nixl": "nixl sampled", "ours_nixl_off": "nixl off"}
 HANDSHAKES = 21
 IDLE_S = 3.0
 RAW = {"raw_512k": str(512 << 10), "raw_4m": str(4 * MIB)}
@@ -122,7 +122,7 @@ class Sample(NamedTuple):
 
 
 class Pair:
-    """A source and a reader that have the same movers. As a context manager, ends both."""
+    """A source and a reader with the same transfer methods. As a context manager, ends both."""
 
     def __init__(
         self, env: Mapping[str, str], source: End = LOOPBACK, reader: End = LOOPBACK
@@ -138,7 +138,7 @@ class Pair:
         self.reader.kill()
 
     def open(self, kind: str, options: Mapping[str, str]) -> None:
-        """Make movers by name; see Host.open."""
+        """Make transfer methods by name; see Host.open."""
         for name, option in options.items():
             hellos = self._both("open", kind, name, option)
             self.reader.call("meet", name, hellos[0])
@@ -209,10 +209,10 @@ Load = Pair | Spinners
 
 
 class Variant(NamedTuple):
-    """A mover, and what keeps the machine busy meanwhile."""
+    """A transfer method, and what keeps the machine busy meanwhile."""
 
     pair: Pair
-    mover: str
+    method: str
     load: tuple[Load, ...] = ()
 
 
@@ -223,8 +223,8 @@ def interleave(
     samples: dict[str, list[Sample]] = defaultdict(list)
     for number in range(rounds + 1):
         for name in list(variants)[:: -1 if number % 2 else 1]:
-            pair, mover, load = variants[name]
-            sample = pair.sample(mover, page, nbytes, load)
+            pair, method, load = variants[name]
+            sample = pair.sample(method, page, nbytes, load)
             if number:
                 samples[name].append(sample)
     return {name: median(many) for name, many in samples.items()}
@@ -259,11 +259,11 @@ def measure_page(variants: Mapping[str, Variant], name: str, rounds: int) -> dic
         for variant, sample in found.items()
     }
     ours, raw, nixl = found["ours"], fastest(found, "raw"), fastest(found, "nixl")
-    if "rail_off" in found:
+    if "ours_nixl_off" in found:
         plain = found["nixl_write"].seconds
-        figures[f"ratio_plain_nixl_{name}"] = plain / found["rail_off"].seconds
+        figures[f"ratio_plain_nixl_{name}"] = plain / found["ours_nixl_off"].seconds
         figures[f"cpu_ratio_plain_nixl_{name}"] = (
-            found["rail_off"].cpu_s / found["nixl_write"].cpu_s
+            found["ours_nixl_off"].cpu_s / found["nixl_write"].cpu_s
         )
     figures[f"ratio_raw_{name}"] = found[raw].seconds / ours.seconds
     if nixl:
@@ -316,14 +316,14 @@ def measure_loopback(rounds: int) -> dict[str, object]:
                 nixl = stack.enter_context(Pair(env))
                 nixl.open("nixl", NIXL_WAYS)
                 variants |= {f"nixl_{way}{label}": Variant(nixl, way) for way in NIXL_WAYS}
-            rail = stack.enter_context(Pair(UCX))
-            rail.open("ours", RAIL)
-            variants |= {name: Variant(rail, name) for name in RAIL}
-            seconds = [rail.reader.call("handshake", "rail") for _ in range(HANDSHAKES)]
+            path = stack.enter_context(Pair(UCX))
+            path.open("ours", OURS_NIXL)
+            variants |= {name: Variant(path, name) for name in OURS_NIXL}
+            seconds = [path.reader.call("handshake", "ours_nixl") for _ in range(HANDSHAKES)]
             figures["handshake_ms"] = statistics.median(seconds) * 1e3
-            cpu_s = rail.cpu_s()
+            cpu_s = path.cpu_s()
             time.sleep(IDLE_S)
-            figures["idle_cores_rail"] = (rail.cpu_s() - cpu_s) / IDLE_S
+            figures["idle_cores_ours_nixl"] = (path.cpu_s() - cpu_s) / IDLE_S
         else:
             progress(f"{NIXL} is not installed: nothing is compared with NIXL")
         for name in PAGES:

@@ -25,13 +25,13 @@ __device__ __forceinline__ void move_blocks(u8 *area, u8 *staged, const Run *tab
     }
 }
 
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(512, 1)
     pack_blocks(u8 *area, u8 *staged, const Run *table, i64 rows, i64 phases, const i64 *ids,
                 i64 count, i64 block_bytes, i64 lanes) {
     move_blocks<true>(area, staged, table, rows, phases, ids, count, block_bytes, lanes);
 }
 
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(512, 1)
     unpack_blocks(u8 *area, u8 *staged, const Run *table, i64 rows, i64 phases, const i64 *ids,
                   i64 count, i64 block_bytes, i64 lanes) {
     move_blocks<false>(area, staged, table, rows, phases, ids, count, block_bytes, lanes);

@@ -1,166 +1,249 @@
 /* XXH3-64 of whole blocks where they lie in the KV cache, as a slot would hold them.
  *
- * XXH3 folds 1 KiB steps into eight accumulators, one after the other; but what a step adds to
- * them does not depend on their state. So 128 threads work out the sums of 16 steps at a time, and
- * eight of them fold those in, which is a few instructions per KiB. Thread blocks take KV blocks
- * in turn. The format is that of xxHash 0.8 (inputs over 240 bytes, default secret, seed 0).
+ * XXH3 keeps eight lanes, 64-bit numbers. A stripe is 64 bytes, eight for each lane; a step is 16
+ * stripes. The sums that a step adds to the lanes do not depend on their state. So `sum_steps`
+ * works out the sums of all steps, spread over the whole grid. `fold_steps` then adds each block's
+ * sums to its lanes in order, which takes a few instructions per KiB. The format is that of xxHash
+ * 0.8 (inputs over 240 bytes, default secret, seed 0).
  *
  * table    `rows` runs of one block, in the order of their place
- * pairs    `count` times (block, slot); the slot is not looked at
+ * ids      `count` blocks
  * nbytes   of one block, over 240: shorter inputs have a formula of their own
- * digests  `count` results */
+ * sums     `count` times one row of eight sums per step
+ * digests  `count` results
+ *
+ * Both take any number of thread blocks, of whole warps. */
 #include "runs.cuh"
 
-#define THREADS 128
-#define LANES 8
-#define STEPS (THREADS / LANES)
+#define LANES 8 /* of XXH3; also threads per step, and threads per block when folding */
 #define STRIPE 64
 #define STEP_STRIPES 16
 #define STEP_BYTES (STEP_STRIPES * STRIPE)
-#define SCRAMBLE_AT 128 /* where in the secret */
+#define WORDS 8 /* 16-byte words of a step per thread, all on their way at a time */
+#define AHEAD 16 /* sums that a lane reads ahead of the fold: what hides the latency of the L2 */
+#define SCRAMBLE_AT 128 /* where in the secret, in bytes */
 #define LAST_AT 121
 #define MERGE_AT 11
 
-__device__ __constant__ const u8 SECRET[192] = {
-    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
-    0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
-    0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
-    0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c,
-    0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3,
-    0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8,
-    0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d,
-    0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64,
-    0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
-    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e,
-    0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
-    0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e};
-
 #define PRIME32_1 0x9E3779B1ULL
-#define PRIME32_2 0x85EBCA77ULL
-#define PRIME32_3 0xC2B2AE3DULL
 #define PRIME64_1 0x9E3779B185EBCA87ULL
-#define PRIME64_2 0xC2B2AE3D27D4EB4FULL
-#define PRIME64_3 0x165667B19E3779F9ULL
-#define PRIME64_4 0x85EBCA77C2B2AE63ULL
-#define PRIME64_5 0x27D4EB2F165667C5ULL
 #define PRIME_MX1 0x165667919E3779F9ULL
 
+/* In global memory: the constant cache serves one address at a time, and lanes read different
+ * ones. */
+__device__ const u64 SECRET[24] = {
+    0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072,
+    0x78e5c0cc4ee679cb, 0x2172ffcc7dd05a82, 0x8e2443f7744608b8, 0x4c263a81e69035e0,
+    0xcb00c391bb52283c, 0xa32e531b8b65d088, 0x4ef90da297486471, 0xd8acdea946ef1938,
+    0x3f349ce33f76faa8, 0x1d4f0bc7c7bbdcf9, 0x3159b4cd4be0518a, 0x647378d9c97e9fc8,
+    0xc3ebd33483acc5ea, 0xeb6313faffa081c5, 0x49daf0b751dd0d17, 0x9e68d429265516d3,
+    0xfca1477d58be162b, 0xce31d07ad1b8f88f, 0x280416958f3acb45, 0x7e404bbbcafbd7af};
+
+__device__ const u64 INITIAL[LANES] = {
+    0x00000000c2b2ae3d, 0x9e3779b185ebca87, 0xc2b2ae3d27d4eb4f, 0x165667b19e3779f9,
+    0x85ebca77c2b2ae63, 0x0000000085ebca77, 0x27d4eb2f165667c5, 0x000000009e3779b1};
+
+/* Eight bytes of the secret from byte `at` on, which is no multiple of eight. */
 __device__ __forceinline__ u64 secret_at(int at) {
-    u64 value = 0;
-    for (int i = 7; i >= 0; i--)
-        value = value << 8 | SECRET[at + i];
-    return value;
+    return SECRET[at / 8] >> at % 8 * 8 | SECRET[at / 8 + 1] << (64 - at % 8 * 8);
 }
 
-__device__ __forceinline__ u64 initial(int lane) {
-    switch (lane) {
-    case 0: return PRIME32_3;
-    case 1: return PRIME64_1;
-    case 2: return PRIME64_2;
-    case 3: return PRIME64_3;
-    case 4: return PRIME64_4;
-    case 5: return PRIME32_2;
-    case 6: return PRIME64_5;
-    default: return PRIME32_1;
-    }
+/* The value of the thread whose number differs by `apart`. All threads of a warp come here. */
+__device__ __forceinline__ u64 exchange(u64 value, int apart) {
+    return __shfl_xor_sync(0xffffffff, value, apart);
 }
 
-/* The run that holds byte `at` of a block. */
-__device__ __forceinline__ i64 find_run(const Run *table, i64 rows, i64 at) {
-    i64 low = 0, high = rows;
-    while (high - low > 1) {
-        const i64 middle = (low + high) / 2;
-        if (table[middle].place <= at)
-            low = middle;
-        else
-            high = middle;
-    }
-    return low;
-}
+/* One block of the KV cache. */
+struct Block {
+    const u8 *area;
+    const Run *table;
+    i64 rows, id;
 
-/* Eight bytes of a block from byte `at` on, little-endian; `row` only ever moves forward. */
-__device__ __forceinline__ u64 read_u64(const u8 *area, const Run *table, i64 *row, i64 block,
-                                        i64 at) {
-    while (at >= table[*row].place + table[*row].length)
-        ++*row;
-    const Run run = table[*row];
-    const u8 *from = area + run.offset + block * run.stride + (at - run.place);
-    if (((u64)from & 7) == 0 && at + 8 <= run.place + run.length)
-        return *(const u64 *)from;
-    u64 value = 0;
-    i64 here = *row;
-    for (int i = 0; i < 8; i++) {
-        while (at + i >= table[here].place + table[here].length)
-            here++;
-        const Run part = table[here];
-        value |= (u64)area[part.offset + block * part.stride + (at + i - part.place)] << (8 * i);
-    }
-    return value;
-}
-
-/* What a stripe adds to its own accumulator and to the neighbouring one. */
-__device__ __forceinline__ void add_stripe(u64 value, int secret, u64 *own, u64 *other) {
-    const u64 key = value ^ secret_at(secret);
-    *own += (u64)(u32)key * (key >> 32);
-    *other += value;
-}
-
-__device__ __forceinline__ u64 fold(u64 a, u64 b) {
-    return (a * b) ^ __umul64hi(a, b);
-}
-
-__device__ __forceinline__ u64 merged(const u64 *lanes, i64 nbytes) {
-    u64 hash = (u64)nbytes * PRIME64_1;
-    for (int i = 0; i < LANES; i += 2)
-        hash += fold(lanes[i] ^ secret_at(MERGE_AT + 8 * i),
-                     lanes[i + 1] ^ secret_at(MERGE_AT + 8 * i + 8));
-    hash ^= hash >> 37;
-    hash *= PRIME_MX1;
-    return hash ^ hash >> 32;
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    digest_pages(const u8 *area, const Run *table, i64 rows, const i64 *pairs, i64 count,
-                 i64 nbytes, u64 *digests) {
-    __shared__ u64 own[STEPS][LANES], other[STEPS][LANES], lanes[LANES];
-    const int lane = (int)(threadIdx.x % LANES), mine = (int)(threadIdx.x / LANES);
-    const i64 full = (nbytes - 1) / STEP_BYTES; /* steps before the last, which is not scrambled */
-    for (i64 number = blockIdx.x; number < count; number += gridDim.x) {
-        const i64 block = pairs[2 * number];
-        u64 accumulator = initial(lane);
-        for (i64 first = 0; first <= full; first += STEPS) {
-            const i64 step = first + mine;
-            u64 to_own = 0, to_other = 0;
-            if (step <= full) {
-                const i64 start = step * STEP_BYTES;
-                const i64 stripes =
-                    step < full ? (i64)STEP_STRIPES : (nbytes - 1 - start) / STRIPE;
-                i64 row = find_run(table, rows, start + 8 * lane);
-                for (i64 i = 0; i < stripes; i++)
-                    add_stripe(read_u64(area, table, &row, block, start + i * STRIPE + 8 * lane),
-                               (int)(8 * i) + 8 * lane, &to_own, &to_other);
-                if (step == full) { /* the last 64 bytes, which may overlap the stripe before */
-                    row = find_run(table, rows, nbytes - STRIPE + 8 * lane);
-                    add_stripe(read_u64(area, table, &row, block, nbytes - STRIPE + 8 * lane),
-                               LAST_AT + 8 * lane, &to_own, &to_other);
-                }
-            }
-            own[mine][lane] = to_own;
-            other[mine][lane ^ 1] = to_other;
-            __syncthreads();
-            for (int k = 0; mine == 0 && k < STEPS && first + k <= full; k++) {
-                accumulator += own[k][lane] + other[k][lane];
-                if (first + k < full)
-                    accumulator = (accumulator ^ accumulator >> 47 ^
-                                   secret_at(SCRAMBLE_AT + 8 * lane)) * PRIME32_1;
-            }
-            __syncthreads();
+    /* The run that holds byte `at`. */
+    __device__ __forceinline__ i64 find_run(i64 at) const {
+        i64 low = 0, high = rows;
+        while (high - low > 1) {
+            const i64 middle = (low + high) / 2;
+            if (table[middle].place <= at)
+                low = middle;
+            else
+                high = middle;
         }
-        if (mine == 0)
-            lanes[lane] = accumulator;
-        __syncthreads();
-        if (threadIdx.x == 0)
-            digests[number] = merged(lanes, nbytes);
-        __syncthreads();
+        return low;
+    }
+
+    /* The same, searched forward from run `row` on. */
+    __device__ __forceinline__ i64 next_run(i64 row, i64 at) const {
+        while (at >= table[row].place + table[row].length)
+            row++;
+        return row;
+    }
+
+    __device__ __forceinline__ const u8 *address(const Run &run, i64 at) const {
+        return area + run.offset + id * run.stride + (at - run.place);
+    }
+
+    /* Eight bytes from byte `at` on, little-endian, which may lie in several runs; `row` only
+     * ever moves forward. */
+    __device__ __forceinline__ u64 read(i64 *row, i64 at) const {
+        *row = next_run(*row, at);
+        const Run run = table[*row];
+        const u8 *from = address(run, at);
+        if (((u64)from & 7) == 0 && at + 8 <= run.place + run.length)
+            return *(const u64 *)from;
+        u64 value = 0;
+        i64 here = *row;
+#pragma unroll 1
+        for (int i = 0; i < 8; i++) {
+            here = next_run(here, at + i);
+            value |= (u64)*address(table[here], at + i) << (8 * i);
+        }
+        return value;
+    }
+};
+
+/* Two neighbouring lanes of a step: the sums of the values that they were given. */
+struct LanePair {
+    u64 even = 0, odd = 0;
+
+    __device__ __forceinline__ void add(u64 to_even, u64 to_odd, u64 even_key, u64 odd_key) {
+        const u64 even_word = to_even ^ even_key, odd_word = to_odd ^ odd_key;
+        even += (u64)(u32)even_word * (even_word >> 32) + to_odd;
+        odd += (u64)(u32)odd_word * (odd_word >> 32) + to_even;
+    }
+};
+
+/* Eight threads work on a step. Thread t reads bytes 16 t to 16 t + 15 of every 128, which are two
+ * lanes of every other stripe. These are the keys of its words. */
+struct Keys {
+    int pair, second; /* lanes 2 * pair and the next one, of even or odd stripes */
+    u64 words[2 * WORDS];
+    u64 last[2]; /* the same as the last two words, but for a block's last 64 bytes */
+
+    __device__ __forceinline__ Keys(int thread) : pair(thread % 4), second(thread / 4) {
+#pragma unroll
+        for (int i = 0; i < 2 * WORDS; i++)
+            words[i] = SECRET[2 * pair + second + i];
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            last[i] = second ? secret_at(LAST_AT + 16 * pair + 8 * i) : words[2 * WORDS - 2 + i];
+    }
+
+    /* The sums of a whole step, from this thread's first word on. */
+    __device__ __forceinline__ LanePair sum_words(const uint4 *from, bool ends_block) const {
+        uint4 held[WORDS];
+#pragma unroll
+        for (int k = 0; k < WORDS; k++)
+            held[k] = __ldcs(from + LANES * k);
+        LanePair sum;
+#pragma unroll
+        for (int k = 0; k < WORDS; k++) {
+            const bool other = k == WORDS - 1 && ends_block;
+            sum.add((u64)held[k].y << 32 | held[k].x, (u64)held[k].w << 32 | held[k].z,
+                    other ? last[0] : words[2 * k], other ? last[1] : words[2 * k + 1]);
+        }
+        return sum;
+    }
+
+    /* The sums of any step from byte `at` on: short, or in several runs, or not aligned. */
+    __device__ __forceinline__ LanePair sum_bytes(const Block &block, i64 row, i64 at,
+                                                  i64 nbytes) const {
+        const bool ends_block = nbytes - at <= STEP_BYTES;
+        const int stripes = ends_block ? (int)(nbytes - at - 1) / STRIPE : STEP_STRIPES;
+        LanePair sum;
+        for (int i = second; i < stripes; i += 2) {
+            const i64 here = at + i * STRIPE + 16 * pair;
+            const u64 to_even = block.read(&row, here), to_odd = block.read(&row, here + 8);
+            sum.add(to_even, to_odd, SECRET[2 * pair + i], SECRET[2 * pair + i + 1]);
+        }
+        if (ends_block && second) { /* the last 64 bytes, which may overlap the stripe before */
+            const i64 here = nbytes - STRIPE + 16 * pair;
+            row = block.find_run(here);
+            const u64 to_even = block.read(&row, here), to_odd = block.read(&row, here + 8);
+            sum.add(to_even, to_odd, last[0], last[1]);
+        }
+        return sum;
+    }
+};
+
+/* Groups of eight threads take neighbouring steps, so that their run is found once and then only
+ * moves forward. The registers hold the keys, for one thread block per multiprocessor. */
+extern "C" __global__ void __launch_bounds__(512, 1)
+    sum_steps(const u8 *area, const Run *table, i64 rows, const i64 *ids, i64 count, i64 nbytes,
+              u64 *sums) {
+    const int thread = (int)(threadIdx.x % LANES);
+    const Keys keys(thread);
+    const i64 steps = (nbytes - 1) / STEP_BYTES + 1, all = steps * count;
+    const i64 share = (all + num_groups(LANES) - 1) / num_groups(LANES);
+    i64 item = first_group(LANES) * share, number = item / steps, at = item % steps * STEP_BYTES;
+    i64 row = Block{area, table, rows, 0}.find_run(at);
+    for (const i64 end = item + share; item < end; item++) {
+        LanePair sum;
+        if (item < all) {
+            const Block block{area, table, rows, ids[number]};
+            row = block.next_run(row, at);
+            const Run run = table[row];
+            const u8 *from = block.address(run, at);
+            if (((u64)from & 15) == 0 && at + STEP_BYTES <= run.place + run.length)
+                sum = keys.sum_words((const uint4 *)from + thread, at + STEP_BYTES == nbytes);
+            else
+                sum = keys.sum_bytes(block, row, at, nbytes);
+        }
+        /* The two threads of a pair of lanes each finish one. */
+        const u64 given = exchange(keys.second ? sum.even : sum.odd, 4);
+        if (item < all)
+            sums[item * LANES + 2 * keys.pair + keys.second] =
+                given + (keys.second ? sum.odd : sum.even);
+        at += STEP_BYTES;
+        if (at >= nbytes) {
+            at = row = 0;
+            number++;
+        }
+    }
+}
+
+__device__ __forceinline__ u64 scrambled(u64 state, u64 key) {
+    return (state ^ state >> 47 ^ key) * PRIME32_1;
+}
+
+/* Eight threads fold a block, each one lane. The order is fixed, so a block takes as long as its
+ * chain of multiplications; blocks run side by side. */
+extern "C" __global__ void __launch_bounds__(128)
+    fold_steps(const u64 *sums, i64 count, i64 nbytes, u64 *digests) {
+    const int lane = (int)(threadIdx.x % LANES);
+    const u64 scramble = SECRET[SCRAMBLE_AT / 8 + lane], merge = secret_at(MERGE_AT + 8 * lane);
+    const i64 full = (nbytes - 1) / STEP_BYTES; /* steps before the last, which is not scrambled */
+    const i64 batches = full / AHEAD, rest = full % AHEAD;
+    for (i64 first = 0; first < count; first += num_groups(LANES)) {
+        const i64 number = first + first_group(LANES);
+        const u64 *from = sums + (number < count ? number : 0) * (full + 1) * LANES + lane;
+        u64 state = INITIAL[lane], first_sums[AHEAD], ahead[AHEAD];
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+            first_sums[k] = k < rest ? from[k * LANES] : 0;
+            ahead[k] = batches ? from[(rest + k) * LANES] : 0;
+        }
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++)
+            if (k < rest)
+                state = scrambled(state + first_sums[k], scramble);
+        from += rest * LANES;
+        for (i64 i = 1; i <= batches; i++) {
+            from += AHEAD * LANES;
+#pragma unroll
+            for (int k = 0; k < AHEAD; k++) {
+                state = scrambled(state + ahead[k], scramble);
+                if (i < batches)
+                    ahead[k] = from[k * LANES];
+            }
+        }
+        const u64 mine = (state + *from) ^ merge, other = exchange(mine, 1);
+        u64 hash = (mine * other) ^ __umul64hi(mine, other);
+        hash += exchange(hash, 2);
+        hash += exchange(hash, 4) + (u64)nbytes * PRIME64_1;
+        hash ^= hash >> 37;
+        hash *= PRIME_MX1;
+        if (lane == 0 && number < count)
+            digests[number] = hash ^ hash >> 32;
     }
 }

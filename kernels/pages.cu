@@ -26,13 +26,13 @@ __device__ __forceinline__ void move_pages(u8 *area, u8 *arena, const Run *table
     }
 }
 
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(512, 1)
     gather_pages(u8 *area, u8 *arena, const Run *table, i64 rows, const i64 *pairs, i64 count,
                  i64 slot_bytes, i64 lanes) {
     move_pages<true>(area, arena, table, rows, pairs, count, slot_bytes, lanes);
 }
 
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(512, 1)
     scatter_pages(u8 *area, u8 *arena, const Run *table, i64 rows, const i64 *pairs, i64 count,
                   i64 slot_bytes, i64 lanes) {
     move_pages<false>(area, arena, table, rows, pairs, count, slot_bytes, lanes);

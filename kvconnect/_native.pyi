@@ -1,4 +1,5 @@
-"""Byte loops in C. Every function releases the GIL for the whole of its work."""
+"""Byte loops in C. Every function but ``run_addresses`` releases the GIL for the whole of its
+work."""
 
 from array import array
 
@@ -27,6 +28,13 @@ def scatter(
     slots: array[int],
 ) -> None:
     """Copy slots of an arena back into blocks of an area. Arguments and errors as ``gather``."""
+
+def run_addresses(starts: array[int], strides: array[int], ids: array[int], limit: int) -> bytes:
+    """Return ``starts[r] + id * strides[r]`` as int64, for each id all runs ``r``.
+
+    Keeps the GIL; takes microseconds for a thousand ids. IndexError for an id that is not in
+    [0, ``limit``), ValueError for malformed arguments or an address that does not fit.
+    """
 
 def populate(address: int, nbytes: int) -> None:
     """Have every page of writable memory backed by real memory; contents stay.

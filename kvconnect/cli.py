@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from kvconnect import versions
+from kvconnect import engine_versions
 from kvconnect.cache.keys import TENANT_BYTES, tenant_of
 from kvconnect.config import parse_bytes
 from kvconnect.doctor import Finding, FindingsReport, checks, disk, transfers
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command; its result has the function to ``run``."""
     parser = argparse.ArgumentParser(prog="kvconnect", description="KV-cache connector tools")
-    version = versions.installed("kvconnect") or "(not installed: running from a checkout)"
+    version = engine_versions.installed("kvconnect") or "(not installed: running from a checkout)"
     parser.add_argument("--version", action="version", version=f"%(prog)s {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor = commands.add_parser("doctor", help="check what works here and how fast, with fixes")

@@ -24,6 +24,7 @@ PolicyName = Literal["lru", "s3fifo"]
 TransportName = Literal["auto", "tcp", "nixl"]
 Spill = Literal["all", "reused"]
 LoadWhen = Literal["faster", "always"]
+KVLayout = Literal["engine", "blocks_first"]
 
 _UNITS = {
     "": 1,
@@ -49,40 +50,44 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The host tier: which blocks stay in host memory, and how they get there and back.
 
     Attributes:
-        host_bytes: host memory of one engine, shared by its workers on this machine;
+        host_bytes: bytes of host memory of one engine, shared by its workers on this machine.
             ``"auto"``: a quarter of the machine's or container's memory, divided among the
-            data-parallel engines on it; ``"off"``: no host tier.
-        policy: which block a full tier evicts first. ``lru`` suits conversations; ``s3fifo``
+            data-parallel engines on it. ``"off"``: no host tier.
+        policy: which block a full tier evicts first. ``lru`` suits conversations. ``s3fifo``
             keeps a working set through long scans of one-off prompts.
-        sync_load_bytes: loads up to this many bytes (all ranks' slots counted once) run inside
-            the step that needs them instead of parking the request; 0: none; ``"auto"``: those that
-            hold up the other requests no longer than the parked one would wait for a step, as both
-            are measured.
-        store_rate: limit on one worker's stores in bytes per second; 0: no limit. For machines
-            whose host memory or PCIe switch also carries the network of a hand-off or the loading
-            of weights: those would wait, while nobody waits for a store.
+        sync_load_bytes: largest load that runs inside the step that needs it, in bytes, all ranks
+            together. A larger load runs before that step, while the request waits. ``0``: no load
+            runs inside a step. ``"auto"``: a load runs inside the step if, as measured, that delays
+            the other requests no longer than waiting for the next step would delay this one.
+        store_rate: limit of one worker's stores to host memory, in bytes per second. ``0``: no
+            limit. Use it where stores slow down a hand-off or the loading of weights.
+        kv_layout: layout of vLLM's KV cache. ``engine``: vLLM's choice, which keeps each layer of a
+            block apart. ``blocks_first``: all layers of a block side by side, so that a block is
+            copied in one piece; vLLM warns and keeps its own layout if the attention backend does
+            not support it. SGLang ignores it.
     """
 
     host_bytes: int = 0  # "auto"; OFF: "off"
     policy: PolicyName = "lru"
     sync_load_bytes: int = AUTO
     store_rate: int = 0
+    kv_layout: KVLayout = "engine"
 
 
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Tiers below host memory; there are none unless they are named.
+    """Secondary tiers, behind host memory; there are none unless they are named.
 
     Attributes:
         disk: settings of the disk tier, such as ``{"path": "/nvme/kv", "capacity": "500GiB"}``.
-        remote: settings of a shared tier and its ``kind``: ``{"kind": "valkey", "address":
-            "10.1.2.3:6379"}``.
-        spill: which blocks are written to these tiers: ``all`` that the host tier stores, or those
-            that were ``reused`` from it.
-        load_when: ``faster``: load blocks as far as loading is expected to take less time than
-            computing, from what both took so far; ``always``: load all that is there, to spare the
-            device.
-        wait_s: seconds a request waits at most for its blocks to come from these tiers; then it is
-            computed.
+            ``{}``: no disk tier.
+        remote: ``kind`` and settings of a store that engines share, such as
+            ``{"kind": "valkey", "address": "10.1.2.3:6379"}``. ``{}``: no shared store.
+        spill: which blocks of the host tier are written to these tiers. ``all``: every block.
+            ``reused``: blocks that were loaded once from host memory.
+        load_when: how much of a found prefix is loaded. ``faster``: as much as is expected to be
+            faster than computing, by the times measured so far. ``always``: all of it.
+        wait_s: seconds that a request waits for its blocks from these tiers at most. After that, it
+            is computed.
     """
 
     disk: dict[str, Any] = {}
@@ -96,8 +101,8 @@ class DisaggregationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Hand-offs from prefill to decode engines.
 
     Attributes:
-        lease_s: seconds for which a prefill engine keeps the blocks of a finished request for a
-            decode engine that gives no sign of life.
+        lease_s: seconds for which a prefill engine keeps the blocks of a finished request until a
+            decode engine asks for them.
     """
 
     lease_s: float = 30.0
@@ -107,17 +112,23 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How engines reach one another for hand-offs.
 
     Attributes:
-        listen: ``HOST:PORT`` where workers hand out KV blocks; rank r adds r to the port, port 0
-            picks free ones; ``off`` for none. Must be the address peers reach.
-        peers: networks (``10.0.0.0/8``) to talk to without key or TLS, beside loopback.
-        key_file: file with the key that all engines share and prove to have; read again when it
-            changes. ``FILE.also`` holds another one to accept.
-        tls_dir: folder with ``tls.crt``, ``tls.key`` and ``ca.crt`` for mutual TLS, beside a key.
-        transport: what pages go over: ``tcp``, ``nixl``, or ``auto`` for the faster one of those
-            that both sides have, measured with real bytes at connect.
-        nixl_backend: the NIXL plugin: ``UCX``, ``LIBFABRIC`` ...
-        min_rate: bytes per second; a connection that is slower at connect is refused. 0: no limit.
-        connections: data connections per peer, of ``tcp``.
+        listen: ``IP:PORT`` at which workers listen for workers of other engines, an address of this
+            machine that those reach. Rank r listens at port + r; with port 0, each rank takes a
+            free port. ``off``: workers do not listen.
+        peers: networks that are trusted where there is no ``key_file``, beside loopback, such as
+            ``10.0.0.0/8``. ``[]``: none.
+        key_file: file with the key that all engines share. Each connection proves it, and tickets
+            are signed with it. The file is read again when it changes; ``FILE.also`` may hold a
+            second key to accept. Empty: a key of this user on this machine, or none with
+            ``peers``.
+        tls_dir: folder with ``tls.crt``, ``tls.key`` and ``ca.crt`` for mutual TLS; needs
+            ``key_file`` too. Empty: no TLS.
+        transport: how pages are sent: ``tcp``, ``nixl``, or ``auto``, the faster of those that both
+            sides have. The rates are measured when two workers connect.
+        nixl_backend: name of NIXL's plugin, such as ``UCX`` or ``LIBFABRIC``.
+        min_rate: lowest rate of a connection, in bytes per second, measured when it is made. A
+            slower connection is refused. ``0``: no limit.
+        connections: number of TCP data connections to each peer.
     """
 
     listen: str = "127.0.0.1:0"
@@ -136,10 +147,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     The keys that users write are flat: ``lease_s`` sets ``disaggregation.lease_s``.
 
     Attributes:
-        digest: which blocks get a checksum when stored or sent that is verified when they are
-            loaded or received.
-        deadline_s: seconds after which what is left of a transfer counts as failed; for a
-            hand-off, seconds without progress.
+        digest: which blocks get a checksum that is computed when they are stored or sent, and
+            verified when they are loaded or received. ``full``: all. ``sampled``: one in 16.
+            ``off``: none.
+        deadline_s: seconds after which an unfinished transfer has failed. Of a hand-off: seconds
+            without progress.
     """
 
     digest: DigestMode = "sampled"
@@ -210,6 +222,7 @@ def parse_config(extra: Mapping[str, Any]) -> Config:
     values = dict(extra)
     _parse_sizes(values)
     _check_choice(values, "policy", get_args(PolicyName))
+    _check_choice(values, "kv_layout", get_args(KVLayout))
     _check_choice(values, "digest", get_args(DigestMode))
     _check_choice(values, "transport", get_args(TransportName))
     _check_choice(values, "spill", get_args(Spill))

@@ -1,23 +1,40 @@
-"""CUDA driver calls through ctypes: contexts of threads, streams, page-locking.
+"""CUDA driver calls through ctypes: contexts of threads, streams, events, page-locking.
 
 torch cannot be used for these. It sets no context in a thread that only other libraries use. Its
 streams come from a pool that the engine uses too. A page-lock that it is refused leaves an error
 pending, which the next launch in the process raises.
 
 An error of the driver is raised as :class:`TransferFailed`, with its number.
+
+The library is loaded twice. Calls through :func:`load_driver` release the GIL, because they may
+block. Calls through :func:`load_short_calls` keep it, because they return within microseconds. To
+get the GIL back can take 5 ms (Python's switch interval) while another thread computes:
+
+- ``cuCtxSetCurrent``, ``cuCtxPushCurrent`` and ``cuCtxPopCurrent`` write a variable of the thread.
+- ``cuLaunchKernel``, ``cuMemcpyBatchAsync``, ``cuMemcpyAsync``, ``cuEventRecord`` and
+  ``cuStreamWaitEvent`` write commands into a queue. They block only while the queue is full. The
+  device empties it without Python, and copies bound what they have in flight.
+- ``cuEventCreate`` and ``cuEventDestroy`` take a slot of a pool. Every fence of a step has one.
+
+All other calls may block: page-locking takes seconds, a first context loads the driver's code, and
+a new stream may wait for the device.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from kvconnect.errors import Incompatible, TransferFailed
+
+Library = TypeVar("Library", bound=ctypes.CDLL)
 
 LIBRARY = "libcuda.so.1"
 
 _NON_BLOCKING = 1  # the stream and the null stream do not wait for each other
+_BLOCKING_WAIT, _NO_TIMING = 1, 2
 _PORTABLE, _MAPPED = 1, 2  # like the CUDA runtime: for every context, at the same address
 
 
@@ -29,7 +46,7 @@ class CudaContext:
     """
 
     def __init__(self, index: int) -> None:
-        self.library = load_driver()
+        self.library, self.short_calls = load_driver(), load_short_calls()
         device, self._handle = ctypes.c_int(0), ctypes.c_void_p()
         check(self.library.cuInit(0), "cuInit")
         check(self.library.cuDeviceGet(ctypes.byref(device), index), "cuDeviceGet")
@@ -45,7 +62,7 @@ class CudaContext:
 
     def enter(self) -> None:
         """Make this the calling thread's context. A new thread has none."""
-        check(self.library.cuCtxSetCurrent(self._handle), "cuCtxSetCurrent")
+        check(self.short_calls.cuCtxSetCurrent(self._handle), "cuCtxSetCurrent")
 
     def stream(self, urgent: bool = False) -> int:
         """Return the handle of a new stream, of the highest priority if ``urgent``, else of the
@@ -76,15 +93,55 @@ class CudaContext:
             status = self.library.cuMemHostUnregister(ctypes.c_void_p(address))
             check(status, "cuMemHostUnregister")
 
+    def event(self, timing: bool) -> int:
+        """Return the handle of a new event; threads wait for it without spinning."""
+        event = ctypes.c_void_p()
+        flags = ctypes.c_uint(_BLOCKING_WAIT | (0 if timing else _NO_TIMING))
+        with self._here():
+            check(self.short_calls.cuEventCreate(ctypes.byref(event), flags), "cuEventCreate")
+        return event.value or 0
+
+    def destroy_event(self, event: int) -> None:
+        """Free an event. Streams that wait for it still do."""
+        with self._here():
+            status = self.short_calls.cuEventDestroy_v2(ctypes.c_void_p(event))
+            check(status, "cuEventDestroy")
+
+    def record(self, event: int, stream: int) -> None:
+        """Record an event behind a stream's work so far."""
+        with self._here():
+            status = self.short_calls.cuEventRecord(ctypes.c_void_p(event), ctypes.c_void_p(stream))
+            check(status, "cuEventRecord")
+
+    def follow(self, stream: int, event: int) -> None:
+        """Make later work of a stream wait for an event."""
+        with self._here():
+            handles = ctypes.c_void_p(stream), ctypes.c_void_p(event)
+            check(self.short_calls.cuStreamWaitEvent(*handles, 0), "cuStreamWaitEvent")
+
+    def await_event(self, event: int) -> None:
+        """Block only the calling thread until the device has passed an event."""
+        with self._here():
+            check(self.library.cuEventSynchronize(ctypes.c_void_p(event)), "cuEventSynchronize")
+
+    def seconds(self, start: int, end: int) -> float:
+        """Return the seconds between two timing events that the device has passed."""
+        taken = ctypes.c_float(0.0)
+        with self._here():
+            handles = ctypes.c_void_p(start), ctypes.c_void_p(end)
+            status = self.library.cuEventElapsedTime(ctypes.byref(taken), *handles)
+            check(status, "cuEventElapsedTime")
+        return taken.value / 1e3
+
     @contextmanager
     def _here(self) -> Iterator[None]:
         """Use this context inside the block, then restore the thread's previous one."""
-        check(self.library.cuCtxPushCurrent_v2(self._handle), "cuCtxPushCurrent")
+        check(self.short_calls.cuCtxPushCurrent_v2(self._handle), "cuCtxPushCurrent")
         try:
             yield
         finally:
             before = ctypes.c_void_p()
-            check(self.library.cuCtxPopCurrent_v2(ctypes.byref(before)), "cuCtxPopCurrent")
+            check(self.short_calls.cuCtxPopCurrent_v2(ctypes.byref(before)), "cuCtxPopCurrent")
 
 
 def has_context() -> bool:
@@ -95,9 +152,22 @@ def has_context() -> bool:
 
 
 def load_driver() -> ctypes.CDLL:
-    """Return the driver's library. Raises :class:`Incompatible` if it does not load."""
+    """Return the driver's library, for calls that may block.
+
+    Raises :class:`Incompatible` if it does not load.
+    """
+    return _load(ctypes.CDLL)
+
+
+def load_short_calls() -> ctypes.PyDLL:
+    """Return the driver's library, for calls that return within microseconds; see
+    :func:`load_driver`."""
+    return _load(ctypes.PyDLL)
+
+
+def _load(kind: Callable[[str], Library]) -> Library:
     try:
-        return ctypes.CDLL(LIBRARY)
+        return kind(LIBRARY)
     except OSError as error:
         raise Incompatible(f"the CUDA driver does not load: {error}") from error
 

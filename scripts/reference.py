@@ -144,7 +144,7 @@ def links() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "settings-host": lambda: settings(OffloadConfig, Config, DisaggregationConfig),
-    "settings-below": lambda: settings(TierConfig),
+    "settings-tiers": lambda: settings(TierConfig),
     "settings-network": lambda: settings(NetworkConfig),
     "settings-disk": lambda: settings(DiskOptions),
     "settings-valkey": lambda: settings(ValkeyOptions),

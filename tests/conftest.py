@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.servers import Valkey
 from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401
 
 HERE = Path(__file__).parent
@@ -45,8 +47,11 @@ collect_ignore = [] if importlib.util.find_spec("vllm") else ["engines"]
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which not every environment has
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     """Where several processes share the tests, give one of them all that start engines, since two
-    engines would need more than two cores, and the others the rest, file by file."""
+    engines would need more than two cores, and the others the rest, file by file. Files go out in
+    the order of ``pytest_collection_modifyitems``, not in that of their numbers of tests."""
     from xdist.scheduler import LoadScopeScheduling
+
+    config.option.loadscopereorder = False
 
     class EnginesInOneProcess(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
@@ -56,8 +61,34 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     return EnginesInOneProcess(config, log)
 
 
+LONGEST = (
+    "tests/engines/",
+    "tests/unit/copy/test_ordering.py",
+    "tests/unit/router/test_hostile.py",
+    "tests/unit/transport/",
+)
+"""What takes longest: a process that begins with it last would keep the others waiting."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Leave what tests import out of garbage collections, which would look at all of it again and
+    again: nothing of it is garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else libraries would report at exit that it was leaked
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by folder and skip those whose device this machine lacks."""
+    """Mark tests by folder, skip those whose device this machine lacks, put the longest first."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
     no_gpu = pytest.mark.skip(reason="no CUDA device")
     for item in items:
         parts = item.path.relative_to(HERE).parts
@@ -82,3 +113,12 @@ def stack() -> Iterator[ExitStack]:
     """What a test enters, left at its end."""
     with ExitStack() as held:
         yield held
+
+
+@pytest.fixture
+def valkey(tmp_path: Path) -> Iterator[Valkey]:
+    pytest.importorskip("valkey")
+    server = Valkey(tmp_path)
+    server.start()
+    yield server
+    server.kill()

@@ -1,7 +1,7 @@
 """Starts engines by forking a process that has imported them already.
 
 An engine of a test is three processes, and each spends seven seconds on imports and less than one
-on a small model. A nursery pays for the imports once; whatever it forks is then the same program
+on a small model. A fork server pays for the imports once; what it forks is then the same program
 as from the command line, but for two things. Its own processes are forked too, not spawned: what
 spawning alone would show (settings that cannot be pickled) is left to the demos and benchmarks,
 which start servers as users do. And where it would poll without a pause, as vLLM's processes of one
@@ -38,9 +38,9 @@ _YIELD_S = 50e-6
 
 
 class Child:
-    """A process that a nursery forked; what is used of :class:`subprocess.Popen`.
+    """A process that a fork server forked; what is used of :class:`subprocess.Popen`.
 
-    Its exit status is the nursery's to collect: :meth:`poll` says 0 for any process that ended.
+    Its exit status is the fork server's to collect: :meth:`poll` says 0 for any process that ended.
     """
 
     def __init__(self, pid: int) -> None:
@@ -64,7 +64,7 @@ class Child:
             os.kill(self.pid, signal.SIGTERM)
 
 
-class Nursery:
+class ForkServer:
     """A process that has imported ``modules`` and forks; use as a context manager."""
 
     def __init__(self, modules: Iterable[str], env: dict[str, str]) -> None:
@@ -72,7 +72,7 @@ class Nursery:
         self._env = env
         self._lock = threading.Lock()
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> ForkServer:
         self._process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
@@ -96,7 +96,7 @@ class Nursery:
             self._process.stdin.flush()
             answer = self._process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"the nursery ended, status {self._process.wait()}")
+            raise RuntimeError(f"the fork server ended, status {self._process.wait()}")
         return Child(int(answer))
 
 

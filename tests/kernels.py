@@ -34,6 +34,8 @@ def host_library() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "host_kernels.so")
         flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+        # A device does not forgive an address that is not aligned to its word, so this traps.
+        flags += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
         command = [compiler, *flags, "-shared", "-fPIC", f"-I{SOURCES}"]
         subprocess.run([*command, str(HERE / "host_kernels.cpp"), "-o", str(target)], check=True)
         return ctypes.CDLL(str(target))

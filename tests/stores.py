@@ -6,9 +6,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from kvconnect.testing.memory import payload_of
+from kvconnect.testing.buffers import payload_of
 from kvconnect.tiers.backends import BlockOutcome, Store
 from kvconnect.tiers.backends.disk import DiskOptions, DiskStore
+from kvconnect.tiers.backends.remote import RemoteStore
 
 Open = Callable[..., DiskStore]
 
@@ -49,3 +50,14 @@ def get(store: Store, keys: Sequence[bytes], nbytes: int = 5000) -> list[BlockOu
     for key, buffer, outcome in zip(keys, buffers, outcomes, strict=True):
         assert outcome is not BlockOutcome.OK or buffer == payload_of(key, nbytes), "other bytes"
     return outcomes
+
+
+def spoil(store: Store, key: bytes) -> None:
+    """Change a byte of a value on the server."""
+    assert isinstance(store, RemoteStore)
+    [name] = store._names([key])
+    [value] = store._server.load([name], 1 << 20)
+    assert value is not None
+    changed = bytearray(value)
+    changed[-1] ^= 1
+    assert store._server.store([name], [memoryview(changed)]) == [BlockOutcome.OK]

@@ -17,6 +17,7 @@ from tests.architecture import (
     broad_excepts,
     calls_to_print,
     folder_cycles,
+    imported_tests,
     imports,
     impure_imports,
     misplaced_packages,
@@ -49,6 +50,14 @@ IMPORTS = [item for path, text in TEXTS.items() for item in imports(path, text)]
 
 def test_imports_go_strictly_downward() -> None:
     assert upward_imports(IMPORTS) == []
+
+
+def test_no_test_imports_another_one() -> None:
+    tests = {path.as_posix(): path.read_text() for path in Path(__file__).parent.rglob("*.py")}
+    assert imported_tests(item for path in tests for item in imports(path, tests[path])) == []
+    # Control: a helper is no test.
+    (bad, _) = both = list(imports("a.py", "import tests.unit.cache.test_keys, tests.fakes.engine"))
+    assert imported_tests(both) == [str(bad)]
 
 
 def test_packages_are_imported_only_where_they_belong() -> None:

@@ -1,8 +1,8 @@
 """Copies of blocks between device memory and the host arena.
 
 ``reference`` (torch) works on every device and defines the result. ``native`` (C) serves CPU areas
-if it was built. ``cuda`` (kernels and batched DMA) serves CUDA areas if CuPy and the driver are
-available and the arena is page-locked. All give the same bytes.
+if it was built. ``cuda`` (batched DMA, and kernels if CuPy loads them) serves CUDA areas if the
+arena is page-locked. All give the same bytes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from kvconnect.copy.driver import Driver
 
 logger = logging.getLogger(__name__)
+
+_WITHOUT_KERNELS = (
+    "Without kernels, short runs are copied more slowly, and the CPU computes digests and packs "
+    "blocks for other layouts"
+)
 
 __all__ = ["Copier", "make_block_copier", "make_copier", "native_unavailable_reason"]
 
@@ -77,16 +82,16 @@ def _cuda_copier(
 
     try:
         driver = open_driver(area.device)
-        choice = calibrated(driver, lambda: sample_move(driver))
-        copier = CudaCopier(area, arena, geometry, driver, choice)
+        measured = calibrated(driver, lambda: sample_move(driver))
+        copier = CudaCopier(area, arena, geometry, driver, measured.threshold)
     except (Incompatible, TransferFailed) as error:
-        _warn_once(str(error))
+        _warn_once(f"blocks are copied page by page, which is slower: {error}")
         return None, str(error)
-    logger.info(
-        "copying blocks with CUDA: store by %s, load by %s",
-        copier.method("store", 0),
-        copier.method("load", 0),
-    )
+    ways, no_kernels = measured.describe(), driver.kernels_unavailable_reason
+    if no_kernels is None:
+        logger.info("copying blocks with CUDA: %s", ways)
+    else:
+        logger.warning("copying blocks with CUDA: %s. %s: %s", ways, _WITHOUT_KERNELS, no_kernels)
     return copier, ""
 
 
@@ -100,17 +105,17 @@ def make_block_copier(area: torch.Tensor) -> BlockCopier | None:
     try:
         return BlockCopier(area, open_driver(area.device))
     except (Incompatible, TransferFailed) as error:
-        _warn_once(str(error))
+        _warn_once(f"blocks for other layouts are packed page by page, which is slower: {error}")
         return None
 
 
 def open_driver(device: torch.device) -> Driver:
-    """Return the driver of a CUDA device. Raises :class:`Incompatible` if something is missing."""
+    """Return the driver of a CUDA device. Raises :class:`Incompatible` without libcuda."""
     from kvconnect.copy.driver import CudaDriver
 
     return CudaDriver(device)
 
 
 @functools.cache
-def _warn_once(why: str) -> None:
-    logger.warning("no CUDA kernels, copies go page by page and are slower: %s", why)
+def _warn_once(message: str) -> None:
+    logger.warning(message)

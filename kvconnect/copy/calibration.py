@@ -1,23 +1,28 @@
 """Measures the largest page size at which the copy kernel is faster than batched DMA.
 
-The measurement takes about a tenth of a second, once per machine, device and driver; a file keeps
-the result. A kernel also takes multiprocessors and memory bandwidth from the model, which the
-measurement does not show. So the kernel must win by a margin: a large one for stores, because
-nobody waits for them.
+The measurement takes less than a second, once per machine, device, driver and version of the
+kernels; a file keeps the result. A kernel also takes multiprocessors and memory bandwidth from the
+model, which the measurement does not show. So the kernel must win by a margin: a large one for
+stores, because nobody waits for them.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 import tempfile
+import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 from kvconnect.copy.driver import Driver
 from kvconnect.errors import TransferFailed
@@ -26,9 +31,15 @@ logger = logging.getLogger(__name__)
 
 PAGES = (4 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10)
 SAMPLE_BYTES = 16 << 20
+REPEATS = 4
+"""Copies of the sample in one measurement, back to back."""
+
 ROUNDS = 3
+DIRECTIONS = ("store", "load")
 MARGIN = {"load": 1.05, "store": 1.5}
-_FORMAT = 1  # of the file; increase it when the kernels or their launch change
+LOCK_TIMEOUT_S = 60.0
+_LOCK_POLL_S = 0.05
+_FORMAT = 2  # of the file; increase it when the measurement or the launch of kernels changes
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,8 @@ class CopyThreshold:
     store: int
     load: int
 
+
+DMA_ONLY = CopyThreshold(store=0, load=0)
 
 DEFAULT = CopyThreshold(store=0, load=28 << 10)
 """Used if the measurement fails: values published for an H100 on PCIe 5."""
@@ -49,14 +62,15 @@ SampleCopy = Callable[[str, str, int], None]
 def choose(seconds: Mapping[tuple[str, str, int], float]) -> CopyThreshold:
     """Return the largest pages for which the kernel wins, per direction.
 
-    ``seconds`` is keyed by (direction, method, page). The search stops at the first page for which
-    the kernel loses, because a later win is noise.
+    ``seconds`` is keyed by (direction, method, page); a kernel without an entry loses. The search
+    stops at the first page for which the kernel loses, because a later win is noise.
     """
 
     def largest(direction: str) -> int:
         best = 0
         for page in PAGES:
-            kernel, dma = (seconds[direction, method, page] for method in ("kernel", "dma"))
+            kernel = seconds.get((direction, "kernel", page), math.inf)
+            dma = seconds[direction, "dma", page]
             if kernel * MARGIN[direction] > dma:
                 break
             best = page
@@ -65,44 +79,114 @@ def choose(seconds: Mapping[tuple[str, str, int], float]) -> CopyThreshold:
     return CopyThreshold(store=largest("store"), load=largest("load"))
 
 
-def measure(driver: Driver, move: SampleCopy) -> CopyThreshold:
-    """Time both methods for every page size and direction, as the best of ``ROUNDS``.
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured. ``gbps``: GB/s per direction, for each of ``PAGES`` by the faster method;
+    empty if the measurement failed."""
+
+    threshold: CopyThreshold
+    gbps: Mapping[str, Sequence[float]]
+
+    def describe(self) -> str:
+        """Return how each direction copies, and how fast."""
+        return "; ".join(map(self._describe, DIRECTIONS))
+
+    def _describe(self, direction: str) -> str:
+        limit = getattr(self.threshold, direction)
+        method = f"kernel up to {limit >> 10} KiB, DMA above" if limit else "DMA"
+        if not self.gbps:
+            return f"{direction} by {method} (not measured)"
+        first, last = (
+            f"{self.gbps[direction][i]:.1f} GB/s in runs of {PAGES[i] >> 10} KiB" for i in (0, -1)
+        )
+        return f"{direction} by {method} ({first}, {last})"
+
+
+def measure(driver: Driver, move: SampleCopy) -> Calibration:
+    """Time the methods that the driver has, for every page size and direction, as the best of
+    ``ROUNDS``.
 
     Raises:
         TransferFailed: a copy failed.
     """
     seconds = {}
-    for direction in ("store", "load"):
+    methods = ("dma",) if driver.kernels_unavailable_reason else ("kernel", "dma")
+    for direction in DIRECTIONS:
         for page in PAGES:
-            for method in ("kernel", "dma"):
-                work = partial(move, direction, method, page)
+            for method in methods:
+                work = partial(_repeat, move, direction, method, page)
                 driver.seconds(work)  # warm-up: loads code and fills tables
-                seconds[direction, method, page] = min(driver.seconds(work) for _ in range(ROUNDS))
-    return choose(seconds)
+                taken = min(driver.seconds(work) for _ in range(ROUNDS))
+                seconds[direction, method, page] = taken / REPEATS
+    threshold = choose(seconds)
+    gbps = {}
+    for direction in DIRECTIONS:
+        limit = getattr(threshold, direction)
+        chosen = [(direction, "kernel" if page <= limit else "dma", page) for page in PAGES]
+        gbps[direction] = [round(SAMPLE_BYTES / seconds[key] / 1e9, 2) for key in chosen]
+    return Calibration(threshold, gbps)
+
+
+def _repeat(move: SampleCopy, direction: str, method: str, page: int) -> None:
+    for _ in range(REPEATS):
+        move(direction, method, page)
 
 
 def calibrated(
     driver: Driver, make_move: Callable[[], SampleCopy], folder: Path | None = None
-) -> CopyThreshold:
-    """Return the thresholds of this machine, from the file or measured now.
+) -> Calibration:
+    """Return the thresholds and rates of this machine, from the file or measured now.
 
-    A file that is missing, broken or of another format is replaced. A file that cannot be written,
-    or a measurement that fails (for lack of memory), only costs speed.
+    Workers of one machine measure one after the other, because they may share a link; usually the
+    first one writes the file and the others read it. A file that is missing, broken or of another
+    format is replaced. A file that cannot be written, or a measurement that fails (for lack of
+    memory), only costs speed.
     """
     folder = folder or cache_folder()
     path = folder and folder / f"copy-{_key(driver.name)}.json"
-    found = _read(path, driver.name) if path else None
+    found = _read(path, driver.name)
     if found is not None:
         return found
-    try:
-        choice = measure(driver, make_move())
-    except TransferFailed as error:
-        logger.warning("copies cannot be measured, using defaults: %s", error)
-        return DEFAULT
-    if path:
-        _write(path, driver.name, choice)
-    logger.info("copies measured: kernel up to %s, DMA above", asdict(choice))
-    return choice
+    with _turn(folder):
+        found = _read(path, driver.name)
+        if found is not None:
+            return found
+        try:
+            made = measure(driver, make_move())
+        except TransferFailed as error:
+            logger.warning("copies cannot be measured, using defaults: %s", error)
+            return Calibration(DMA_ONLY if driver.kernels_unavailable_reason else DEFAULT, {})
+        if path:
+            _write(path, driver.name, made)
+    return made
+
+
+@contextmanager
+def _turn(folder: Path | None) -> Iterator[None]:
+    """Hold the lock file of a folder, if it can be had within ``LOCK_TIMEOUT_S``."""
+    with ExitStack() as stack:
+        try:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context((folder / "copy.lock").open("w"))
+                _lock(file)
+                # Closing alone would not unlock what a child process has inherited.
+                stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
+        except OSError as error:
+            logger.info("copies are measured without a lock in %s: %s", folder, error)
+        yield
+
+
+def _lock(file: IO[str]) -> None:
+    stop = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= stop:
+                raise
+        time.sleep(_LOCK_POLL_S)
 
 
 def cache_folder() -> Path | None:
@@ -124,25 +208,33 @@ def _key(name: str) -> str:
     return hashlib.sha256(f"{_FORMAT} {name}".encode()).hexdigest()[:16]
 
 
-def _read(path: Path, name: str) -> CopyThreshold | None:
+def _read(path: Path | None, name: str) -> Calibration | None:
+    if path is None:
+        return None
     try:
         content = json.loads(path.read_text())
-        store, load = content["store"], content["load"]
-        fits = content["machine"] == name and {store, load} <= {0, *PAGES}
+        threshold = CopyThreshold(content["store"], content["load"])
+        gbps = {d: [float(rate) for rate in content["gbps"][d]] for d in DIRECTIONS}
+        fits = (
+            content["machine"] == name
+            and {threshold.store, threshold.load} <= {0, *PAGES}
+            and all(len(rates) == len(PAGES) for rates in gbps.values())
+        )
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
         logger.info("%s is not usable, measuring again: %s", path, error)
         return None
-    return CopyThreshold(store, load) if fits else None
+    return Calibration(threshold, gbps) if fits else None
 
 
-def _write(path: Path, name: str, choice: CopyThreshold) -> None:
+def _write(path: Path, name: str, made: Calibration) -> None:
     """Replace the file atomically, because other workers of this machine use it too."""
+    content = {"machine": name, **asdict(made.threshold), "gbps": made.gbps}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump({"machine": name, **asdict(choice)}, file)
+            json.dump(content, file)
         os.replace(file.name, path)
     except OSError as error:
         logger.info("measurements cannot be kept in %s: %s", path, error)

@@ -1,12 +1,14 @@
 """Copies for KV caches on a CUDA device: a gather/scatter kernel, or batched DMA.
 
-Direction and length of a block's runs decide, by the thresholds of ``calibration``. Only ``store``,
-``load``, constructors and the first use of a wire-block table wait for the device.
+Direction and length of a block's runs decide, by the thresholds of ``calibration``. If a driver has
+no kernels, DMA copies all runs, and the host computes digests and packs wire blocks. Only
+``store``, ``load``, constructors and the first use of a wire-block table wait for the device.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,17 +18,53 @@ import torch
 
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.copy.base import Copier, Digests, Runs, check_request, check_sizes
-from kvconnect.copy.calibration import PAGES, SAMPLE_BYTES, CopyThreshold, SampleCopy, scattered
+from kvconnect.copy.calibration import (
+    DMA_ONLY,
+    PAGES,
+    SAMPLE_BYTES,
+    CopyThreshold,
+    SampleCopy,
+    scattered,
+)
 from kvconnect.copy.driver import Driver
-from kvconnect.copy.kernels import DIGEST_OVER, PIECE_BYTES, ROW, lanes_for, page_table, unit_table
-from kvconnect.errors import Misuse
+from kvconnect.copy.kernels import (
+    DIGEST_LANES,
+    DIGEST_OVER,
+    DIGEST_STEP_BYTES,
+    PIECE_BYTES,
+    ROW,
+    lanes_for,
+    page_table,
+    unit_table,
+)
+from kvconnect.errors import Incompatible, Misuse
+
+
+def torch_run_addresses(
+    starts: array[int], strides: array[int], ids: array[int], limit: int
+) -> bytes:
+    """As ``run_addresses`` of the C extension, but each call of torch gives up the GIL."""
+    numbers, first, step = (torch.frombuffer(n, dtype=torch.int64) for n in (ids, starts, strides))
+    if not 0 <= int(numbers.min()) <= int(numbers.max()) < limit:
+        raise IndexError(f"not all in [0, {limit}): {ids.tolist()}")
+    return bytes((first + numbers.unsqueeze(1) * step).numpy())
+
+
+try:
+    from kvconnect._native import run_addresses
+except ImportError:  # no C compiler when KVConnect was installed
+    run_addresses = torch_run_addresses
 
 Direction = Literal["store", "load"]
 _Ids = tuple["array[int]", "array[int]"]
 
 GRID, THREADS = 16, 512
 """A few multiprocessors keep 1 MiB in flight, several times what PCIe 5 needs."""
-_DIGEST_GRID, _DIGEST_THREADS = 16, 128
+_FOLD_THREADS = 128
+"""One warp per scheduler: a fold waits for its own results, not for memory or other warps."""
+_SUMS_BYTES = 1 << 20
+"""Scratch for the sums of 16 MiB. torch's allocator takes 20 MiB for anything larger."""
+_ZERO = array("q", [0])
 _KERNELS = {"store": "gather_pages", "load": "scatter_pages"}
 
 
@@ -36,19 +74,42 @@ class _GroupTables:
     ``area`` and ``arena`` are addresses.
     """
 
-    def __init__(self, driver: Driver, group: GroupGeometry, area: int, arena: int) -> None:
+    def __init__(
+        self, driver: Driver, group: GroupGeometry, area: int, arena: int, slot_bytes: int
+    ) -> None:
         table = page_table((s.offset, s.stride, s.length) for s in group.segments)
         self.table = driver.upload(table)
         self.lanes = lanes_for(table)
         self.lengths = array("q", (s.length for s in group.segments))
         self.run_bytes = sorted(self.lengths)[len(self.lengths) // 2]
-        self.pages = torch.tensor([s.offset for s in group.segments]) + area
-        self.strides = torch.tensor([s.stride for s in group.segments])
-        lengths = torch.tensor(self.lengths)
-        self.held = lengths.cumsum(0) - lengths + arena
+        self.pages = array("q", (area + s.offset for s in group.segments))
+        self.strides = array("q", (s.stride for s in group.segments))
+        self.held = array("q", accumulate(self.lengths[:-1], initial=arena))
+        self.slot_strides = array("q", [slot_bytes]) * len(self.lengths)
         # Per run, its first row; long runs have several rows.
         self.rows = [0, *accumulate(-(-length // PIECE_BYTES) for length in self.lengths)]
         self.all_runs = (0, len(self.lengths))
+        self.digest_buffers: deque[_DigestBuffers] = deque()  # free ones
+
+
+class _DigestBuffers:
+    """Memory of one call for digests, used again when its digests were read: torch's allocators
+    give up the GIL. ``capacity``: blocks."""
+
+    def __init__(self, driver: Driver, capacity: int, sums_bytes: int) -> None:
+        self.capacity = capacity
+        self.ids = driver.device_memory(8 * capacity)
+        self.sums = driver.device_memory(sums_bytes)
+        self.digests = driver.host_memory(8 * capacity)
+        self.result = memoryview(self.digests.numpy())
+        self._host_ids = driver.host_memory(8 * capacity)
+        self._view = memoryview(self._host_ids.numpy()).cast("q")
+
+    def upload(self, driver: Driver, block_ids: array[int]) -> None:
+        """Copy block ids to the device, ahead of later work of the current stream."""
+        self._view[: len(block_ids)] = memoryview(block_ids)
+        target, source = (array("q", [ids.data_ptr()]) for ids in (self.ids, self._host_ids))
+        driver.copy_batch(target, source, array("q", [8 * len(block_ids)]), early=True)
 
 
 class CudaCopier(Copier):
@@ -73,9 +134,10 @@ class CudaCopier(Copier):
         self._area, self._arena = area.data_ptr(), arena.data_ptr()
         self._geometry = geometry
         self._driver = driver
-        self._choice = choice
-        addresses = self._area, self._arena
-        self._groups = [_GroupTables(driver, group, *addresses) for group in geometry.groups]
+        self._has_kernels = driver.kernels_unavailable_reason is None
+        self._choice = choice if self._has_kernels else DMA_ONLY
+        places = self._area, self._arena, geometry.slot_bytes
+        self._groups = [_GroupTables(driver, group, *places) for group in geometry.groups]
         driver.synchronize()  # other streams read the tables
 
     def store(self, group: int, block_ids: Sequence[int], slots: Sequence[int]) -> None:
@@ -103,7 +165,7 @@ class CudaCopier(Copier):
         return "kernel" if self._groups[group].run_bytes <= limit else "dma"
 
     def hashes(self, group: int) -> bool:
-        return self._geometry.groups[group].block_bytes > DIGEST_OVER
+        return self._has_kernels and self._geometry.groups[group].block_bytes > DIGEST_OVER
 
     def enqueue_digests(self, group: int, block_ids: Sequence[int]) -> Digests:
         slots = [0] * len(block_ids)
@@ -113,14 +175,29 @@ class CudaCopier(Copier):
         if not block_ids:
             return lambda: array("Q")
         made, count = self._groups[group], len(block_ids)
-        pairs = self._driver.upload(_pairs(array("q", block_ids), array("q", slots)))
-        digests = self._driver.host_memory(8 * count)
-        arguments = (
-            *(self._area, made.table.data_ptr(), made.rows[-1], pairs.data_ptr(), count),
-            *(found.block_bytes, digests.data_ptr()),
-        )
-        self._driver.launch("digest_pages", min(count, _DIGEST_GRID), _DIGEST_THREADS, arguments)
-        return lambda: array("Q", digests.numpy().tobytes())
+        sums_bytes = 8 * DIGEST_LANES * -(-found.block_bytes // DIGEST_STEP_BYTES)  # of one block
+        per_launch = max(1, _SUMS_BYTES // sums_bytes)
+        # Of this call only: another stream may fold while this one sums.
+        buffers = made.digest_buffers.pop() if made.digest_buffers else None
+        if buffers is None or buffers.capacity < count:
+            capacity = 1 << (count - 1).bit_length()
+            sums = min(capacity, per_launch) * sums_bytes
+            buffers = _DigestBuffers(self._driver, capacity, sums)
+        buffers.upload(self._driver, array("q", block_ids))
+        scratch = buffers.sums.data_ptr()
+        for first in range(0, count, per_launch):
+            some, place = min(per_launch, count - first), 8 * first
+            table = made.table.data_ptr(), made.rows[-1]
+            blocks = buffers.ids.data_ptr() + place, some, found.block_bytes
+            self._driver.launch("sum_steps", GRID, THREADS, (self._area, *table, *blocks, scratch))
+            folded = scratch, some, found.block_bytes, buffers.digests.data_ptr() + place
+            self._driver.launch("fold_steps", GRID, _FOLD_THREADS, folded)
+
+        def read() -> array[int]:
+            made.digest_buffers.append(buffers)
+            return array("Q", bytes(buffers.result[: 8 * count]))
+
+        return read
 
     def _enqueue(
         self,
@@ -134,15 +211,18 @@ class CudaCopier(Copier):
             check_request(self._geometry, self._num_slots, group, block_ids, slots)
             return
         blocks, places = array("q", block_ids), array("q", slots)
-        num_blocks = self._geometry.groups[group].num_blocks
-        if not (_within(blocks, num_blocks) and _within(places, self._num_slots)):
-            # Raises and names the number that does not exist.
-            check_request(self._geometry, self._num_slots, group, block_ids, slots)
         made = self._groups[group]
         copy = self._launch if self.method(direction, group) == "kernel" else self._copy_batch
-        copy(direction, made, (blocks, places), runs or made.all_runs)
+        try:
+            copy(direction, group, (blocks, places), runs or made.all_runs)
+        except IndexError:  # names the number that does not exist
+            check_request(self._geometry, self._num_slots, group, block_ids, slots)
+            raise
 
-    def _launch(self, direction: Direction, made: _GroupTables, ids: _Ids, runs: Runs) -> None:
+    def _launch(self, direction: Direction, group: int, ids: _Ids, runs: Runs) -> None:
+        made = self._groups[group]
+        for numbers, limit in zip(ids, self._limits(group), strict=True):
+            run_addresses(_ZERO, _ZERO, numbers, limit)  # checks them
         pairs = self._driver.upload(_pairs(*ids))
         first, end = (made.rows[run] for run in runs)
         arguments = (
@@ -151,16 +231,19 @@ class CudaCopier(Copier):
         )
         self._driver.launch(_KERNELS[direction], GRID, THREADS, arguments)
 
-    def _copy_batch(self, direction: Direction, made: _GroupTables, ids: _Ids, runs: Runs) -> None:
-        blocks, places = (torch.frombuffer(i, dtype=torch.int64).unsqueeze(1) for i in ids)
-        some = slice(*runs)
-        pages = _numbers(made.pages[some] + blocks * made.strides[some])
-        held = _numbers(made.held[some] + places * self._geometry.slot_bytes)
+    def _copy_batch(self, direction: Direction, group: int, ids: _Ids, runs: Runs) -> None:
+        made, some = self._groups[group], slice(*runs)
+        num_blocks, num_slots = self._limits(group)
+        pages = run_addresses(made.pages[some], made.strides[some], ids[0], num_blocks)
+        held = run_addresses(made.held[some], made.slot_strides[some], ids[1], num_slots)
         sizes = made.lengths[some] * len(ids[0])
         if direction == "store":
-            self._driver.copy_batch(held, pages, sizes, early=False)
+            self._driver.copy_batch(array("q", held), array("q", pages), sizes, early=False)
         else:
-            self._driver.copy_batch(pages, held, sizes, early=True)
+            self._driver.copy_batch(array("q", pages), array("q", held), sizes, early=True)
+
+    def _limits(self, group: int) -> tuple[int, int]:
+        return self._geometry.groups[group].num_blocks, self._num_slots
 
 
 def _pairs(block_ids: array[int], slots: array[int]) -> array[int]:
@@ -168,16 +251,6 @@ def _pairs(block_ids: array[int], slots: array[int]) -> array[int]:
     pairs[::2] = block_ids
     pairs[1::2] = slots
     return pairs
-
-
-def _within(numbers: array[int], limit: int) -> bool:
-    """Return whether all are in [0, limit). Takes a tenth of the time of Python's min and max."""
-    low, high = torch.frombuffer(numbers, dtype=torch.int64).aminmax()
-    return bool(low.item() >= 0 and high.item() < limit)
-
-
-def _numbers(tensor: torch.Tensor) -> array[int]:
-    return array("q", tensor.numpy().tobytes())
 
 
 def sample_move(driver: Driver) -> SampleCopy:
@@ -218,9 +291,13 @@ class BlockCopier:
 
     ``area`` is the whole KV cache. The caller checks the ids of the wire blocks. Any thread may
     call any method. A call returns when its copy is launched, or raises :class:`TransferFailed`.
+
+    The constructor raises :class:`Incompatible` if the driver has no kernels.
     """
 
     def __init__(self, area: torch.Tensor, driver: Driver) -> None:
+        if driver.kernels_unavailable_reason is not None:
+            raise Incompatible(driver.kernels_unavailable_reason)
         self._owner = area  # keeps the address below valid
         self._area = area.data_ptr()
         self._driver = driver

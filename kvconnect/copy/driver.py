@@ -4,10 +4,11 @@ The contract has few calls, so that a test can replace all of them. Addresses an
 plain ints. Every failure is raised as :class:`TransferFailed`. After the loss of a device, every
 call fails.
 
-:class:`CudaDriver` uses torch for streams and memory, CuPy to load kernels, and libcuda through
-ctypes to launch them: libcuda takes torch's streams with every version of CuPy and releases the
-GIL. cuda-bindings takes a batch as three Python lists with one object per address. To build these
-takes longer than a launch may (30 us per 1,000 pages), so arrays are passed by address.
+:class:`CudaDriver` uses torch for streams and memory, CuPy to load and compile kernels, and
+libcuda through ctypes to launch them and for DMA. Without CuPy only the kernels are missing.
+:mod:`kvconnect.cuda` says which calls keep the GIL. cuda-bindings takes a batch as three Python
+lists with one object per address. To build these takes longer than a launch may (30 us per 1,000
+pages), so arrays are passed by address.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import platform
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -36,6 +37,10 @@ _OVERLAP_WITH_COMPUTE = 1
 _NO_HINT = 0
 _OPTIONS = ("-std=c++17",)
 
+_SPINS = (2 << 20, 16 << 20, 128 << 20)
+"""Cycles that a stream spins while work is submitted: about 1, 8 and 64 ms. Work that takes longer
+to submit, or more than the driver's queue holds, is bound by its submission, which then counts."""
+
 
 class Driver(ABC):
     """Calls for one device, from any thread. Work runs in order on the thread's current stream.
@@ -46,7 +51,12 @@ class Driver(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """Name of machine, device and driver; measurements hold for these only."""
+        """Name of machine, device, driver and kernels; measurements hold for these only."""
+
+    @property
+    @abstractmethod
+    def kernels_unavailable_reason(self) -> str | None:
+        """Why :meth:`launch` cannot be used; None if it can."""
 
     @property
     @abstractmethod
@@ -88,7 +98,11 @@ class Driver(ABC):
 
     @abstractmethod
     def seconds(self, work: Callable[[], None]) -> float:
-        """Run ``work`` on a new stream, wait for it, and return its seconds on the device."""
+        """Run ``work`` on an idle stream, wait for it, and return its seconds on the device.
+
+        The time to submit it does not count: the device begins when all is submitted. To get there,
+        ``work`` may be run several times.
+        """
 
 
 def own_stream(device: torch.device, urgent: bool = False) -> torch.cuda.Stream:
@@ -105,6 +119,40 @@ def own_stream(device: torch.device, urgent: bool = False) -> torch.cuda.Stream:
     index = torch.cuda.current_device() if device.index is None else device.index
     handle = CudaContext(index).stream(urgent)
     return torch.cuda.ExternalStream(handle, device=torch.device("cuda", index))
+
+
+class OwnEvent:
+    """A CUDA event like torch's, but its ``record`` and ``wait`` keep the GIL: they return within
+    microseconds, and another thread may take it for a millisecond or more.
+
+    Raises :class:`TransferFailed` if the driver refuses, or the device failed.
+    """
+
+    def __init__(self, device: torch.device, context: CudaContext, timing: bool = False) -> None:
+        self.device = device
+        self._context = context
+        self._handle = context.event(timing)
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # a lost device, or the end of the process
+            self._context.destroy_event(self._handle)
+
+    def record(self) -> None:
+        """Record the event behind the work of the calling thread's current stream."""
+        stream = torch.cuda.current_stream(self.device)
+        self._context.record(self._handle, stream.cuda_stream)
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        """Make later work of ``stream`` wait; torch's ``wait_event`` calls this."""
+        self._context.follow(stream.cuda_stream, self._handle)
+
+    def synchronize(self) -> None:
+        """Block only the calling thread until the device has passed the event."""
+        self._context.await_event(self._handle)
+
+    def seconds_to(self, end: OwnEvent) -> float:
+        """Return the seconds to another event. Both were made with ``timing`` and have passed."""
+        return self._context.seconds(self._handle, end._handle)
 
 
 class _CopyAttributes(ctypes.Structure):
@@ -128,21 +176,32 @@ def _translated(what: str) -> Iterator[None]:
 
 
 class CudaDriver(Driver):
-    """Calls through torch, CuPy and libcuda. Raises :class:`Incompatible` if one is missing."""
+    """Calls through torch, libcuda and CuPy. Raises :class:`Incompatible` without libcuda."""
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
-        self._functions = _load_kernels(index)
         self._context = CudaContext(index)
-        self._cuda = _typed(self._context.library)
+        self._functions: dict[str, Any] = {}
+        self._kernels_unavailable_reason: str | None = None
+        try:
+            self._functions = _load_kernels(index)
+        except Incompatible as error:
+            self._kernels_unavailable_reason = str(error)
+        self._cuda = _typed(self._context.short_calls)
         self._batch, self._has_index = _find_batch(self._cuda)
         properties = torch.cuda.get_device_properties(device)
-        self._name = f"{platform.node()} {properties.name} {self._context.version}"
+        copied_by = source_digest("pages") if self._functions else "DMA"
+        where = f"{platform.node()} {properties.name}"
+        self._name = f"{where} {self._context.version} {copied_by}"
 
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def kernels_unavailable_reason(self) -> str | None:
+        return self._kernels_unavailable_reason
 
     @property
     def has_batch(self) -> bool:
@@ -206,13 +265,22 @@ class CudaDriver(Driver):
             done.synchronize()
 
     def seconds(self, work: Callable[[], None]) -> float:
-        with _translated("measurement"), torch.cuda.stream(own_stream(self._device)):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            work()
-            end.record()
-            end.synchronize()
+        with _translated("measurement"), torch.cuda.stream(self._timed_stream):
+            for cycles in _SPINS:
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda._sleep(cycles)  # a kernel that ends by itself, so nothing can hang here
+                start.record()
+                work()
+                end.record()
+                submitted_first = not start.query()
+                end.synchronize()
+                if submitted_first:
+                    break
             return float(start.elapsed_time(end)) / 1e3
+
+    @functools.cached_property
+    def _timed_stream(self) -> torch.cuda.Stream:
+        return own_stream(self._device)
 
     def _stream(self) -> int:
         return int(torch.cuda.current_stream(self._device).cuda_stream)
@@ -270,12 +338,17 @@ def kernel_source(family: str) -> str:
 def binary_name(family: str) -> str:
     """Return the file name of a fat binary: it has a digest of the sources, so that a binary of
     other sources is never loaded."""
+    return f"{family}-{source_digest(family)}.fatbin"
+
+
+def source_digest(family: str) -> str:
+    """Return a digest of a kernel family's sources, as 12 hexadecimal digits."""
     sources = (kernels.folder() / "runs.cuh", kernels.folder() / f"{family}.cu")
     content = b"".join(path.read_bytes() for path in sources)
-    return f"{family}-{hashlib.sha256(content).hexdigest()[:12]}.fatbin"
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
-def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
+def _typed(library: ctypes.PyDLL) -> ctypes.PyDLL:
     """Declare the argument types of calls that take plain ints."""
     address, size, number = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint
     library.cuMemcpyAsync.argtypes = (address, address, size, ctypes.c_void_p)

@@ -18,14 +18,14 @@ from kvconnect import threads
 from kvconnect.config import Config
 from kvconnect.disaggregation import bandwidth_probe
 from kvconnect.disaggregation.bandwidth_probe import ProbedMemory
+from kvconnect.disaggregation.decode_executor import DecodeExecutor
 from kvconnect.disaggregation.messages import (
     DisaggregationInstructions,
     Receive,
     ReceiveReport,
     TransferEvent,
 )
-from kvconnect.disaggregation.receive_side import ReceiveSide
-from kvconnect.disaggregation.send_side import SendSide
+from kvconnect.disaggregation.prefill_executor import PrefillExecutor
 from kvconnect.disaggregation.sessions import (
     GroupPages,
     PathPreference,
@@ -84,8 +84,8 @@ class HandoffAgent:
         self.address = address
         self.refusals: Mapping[Endpoint, str] = sessions.refusals
         self._sessions = sessions
-        self._sending = SendSide(sessions, deadline_s)
-        self._receiving = ReceiveSide(sessions)
+        self._sending = PrefillExecutor(sessions, deadline_s)
+        self._receiving = DecodeExecutor(sessions)
         self._mark = mark
         self._offering = False  # this step offers blocks, so layer hooks matter
         self._lock = threading.Lock()

@@ -16,7 +16,7 @@ from kvconnect.cache.groups import CacheGroup, keeps_prefix
 from kvconnect.disaggregation.messages import Drop, Keep, PrefillSource, Receive, ReceiveReport
 from kvconnect.disaggregation.states import HANDOFF, Event, Handoff
 from kvconnect.errors import Misuse
-from kvconnect.offload.jobs import Hold, Ledger, Owner
+from kvconnect.offload.jobs import Hold, Ledger, Owner, first_cause
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause, JobId, Span, TransferId, TransferType
 
@@ -203,7 +203,7 @@ class Receives:
         handoff = in_flight.handoff
         dropped = handoff.state is Handoff.DROPPING
         handoff.state = HANDOFF.after(handoff.state, Event.ANSWERED)
-        cause = min(in_flight.failures.values(), key=_is_skipped, default=None)
+        cause = first_cause(in_flight.failures.values())
         settled = SettledReceive(handoff.req_id, cause, dropped)
         # A finished request computes nothing more.
         lost = 0 if cause is None or dropped else _lost_tokens(self._groups, in_flight)
@@ -269,10 +269,6 @@ def _lost_tokens(groups: Sequence[CacheGroup], in_flight: _ReceiveInFlight) -> i
         bad = min(span.block_ids.index(block) for _, block in in_flight.failures)
         first = max(first, (span.first + bad) * size)
     return in_flight.total_tokens - first
-
-
-def _is_skipped(cause: FailureCause) -> bool:
-    return cause is FailureCause.SKIPPED
 
 
 def _count(

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from kvconnect.bounded import remember
 from kvconnect.cache.pages import LayerPages, unit_segments
-from kvconnect.disaggregation.receiver import Origin
-from kvconnect.disaggregation.sender import GroupView
+from kvconnect.disaggregation.decode_planner import Origin
+from kvconnect.disaggregation.prefill_planner import GroupView
 from kvconnect.disaggregation.states import SESSION, Event, SessionState
 from kvconnect.disaggregation.transfer_meter import TransferMeter, TransferTrace
 from kvconnect.errors import KVConnectError, ProtocolError, Refused, contained
@@ -248,9 +249,7 @@ class Sessions:
                 logger.warning(
                     "%s: only tcp from now on, the other path failed in the probe", session.name
                 )
-                self._tcp_only[origin] = None
-                if len(self._tcp_only) > _MOST_TCP_ONLY:
-                    del self._tcp_only[next(iter(self._tcp_only))]
+                remember(self._tcp_only, origin, None, _MOST_TCP_ONLY)
         if event.refused:
             self.stats.count("handoff_refused", label=event.refused)
         if session is not None:
@@ -260,9 +259,7 @@ class Sessions:
         self.publish_counts()
         refusal = (session.refusal if session else "") or (event.refused and event.reason)
         if origin is not None and refusal:
-            self.refusals[origin.endpoint] = refusal
-            if len(self.refusals) > _MOST_REFUSALS:
-                del self.refusals[next(iter(self.refusals))]
+            remember(self.refusals, origin.endpoint, refusal, _MOST_REFUSALS)
         return origin, FailureCause.REFUSED if refusal else FailureCause.PEER
 
     def _resolve_units(self, session: Session, agreement: Agreement) -> None:

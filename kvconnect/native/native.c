@@ -260,9 +260,61 @@ static PyObject *populate(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* Fills `out` for each id in turn; false with an exception set. Takes microseconds, so it keeps the
+ * GIL: to get it back takes a millisecond and more beside a busy thread. */
+static bool fill_addresses(const Py_buffer *views, Py_ssize_t runs, Py_ssize_t count,
+                           long long limit, int64_t *out) {
+    const int64_t *starts = views[0].buf, *strides = views[1].buf, *ids = views[2].buf;
+    bool overflow = false;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (ids[i] < 0 || ids[i] >= limit) {
+            PyErr_Format(PyExc_IndexError, "%lld does not exist, there are %lld",
+                         (long long)ids[i], limit);
+            return false;
+        }
+        for (Py_ssize_t run = 0; run < runs; run++, out++)
+            overflow |= __builtin_mul_overflow(ids[i], strides[run], out) ||
+                        __builtin_add_overflow(*out, starts[run], out);
+    }
+    if (overflow)
+        PyErr_SetString(PyExc_ValueError, "an address does not fit 64 bits");
+    return !overflow;
+}
+
+static PyObject *run_addresses(PyObject *module, PyObject *args) {
+    static const char *const names[3] = {"starts", "strides", "ids"};
+    PyObject *objects[3], *found = NULL;
+    Py_buffer views[3] = {0};
+    Py_ssize_t counts[3] = {0};
+    long long limit;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OOOL", &objects[0], &objects[1], &objects[2], &limit))
+        return NULL;
+    int taken = 0;
+    while (taken < 3 && (counts[taken] = acquire_int64(objects[taken], names[taken],
+                                                       &views[taken])) >= 0)
+        taken++;
+    if (taken == 3) {
+        if (counts[0] != counts[1])
+            PyErr_Format(PyExc_ValueError, "%zd starts but %zd strides", counts[0], counts[1]);
+        else if (counts[0] > 0 && counts[2] > PY_SSIZE_T_MAX / 8 / counts[0])
+            PyErr_NoMemory();
+        else
+            found = PyBytes_FromStringAndSize(NULL, 8 * counts[0] * counts[2]);
+    }
+    if (found != NULL && !fill_addresses(views, counts[0], counts[2], limit,
+                                         (int64_t *)PyBytes_AS_STRING(found)))
+        Py_CLEAR(found);
+    for (int i = 0; i < 3; i++)
+        PyBuffer_Release(&views[i]);
+    return found;
+}
+
 static PyMethodDef methods[] = {
     {"gather", gather, METH_VARARGS, "Copy blocks of an area into slots of an arena."},
     {"scatter", scatter, METH_VARARGS, "Copy slots of an arena back into blocks of an area."},
+    {"run_addresses", run_addresses, METH_VARARGS, "Return where the runs of blocks start."},
     {"populate", populate, METH_VARARGS, "Have every page backed by real memory now."},
     {"send_pages", send_pages, METH_VARARGS, "Send pages through a socket from where they are."},
     {"recv_pages", recv_pages, METH_VARARGS, "Receive pages from a socket to where they belong."},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvconnect.cache.layout import Geometry
@@ -32,21 +32,11 @@ class ChunkCopy:
     digests: list[Digests]  # one, if the device computes them
 
 
-@dataclass(frozen=True)
-class ChunkResult:
-    """Result of a chunk: its ``good`` leading blocks were copied."""
-
-    good: int
-    cause: FailureCause | None
-    seconds: float
-
-
 class ChunkCopier:
     """Copies chunks; for the copy thread, which gets all errors of the copier and the device.
 
-    If the copier can, the device computes the digests behind the copy: a store's before the host
-    could change the blocks, a load's after the whole path. Otherwise the host hashes the slots,
-    before a load and after a store.
+    If the copier can, the device computes the digests: a store's beside the copy, a load's behind
+    it. Otherwise the host hashes the slots, before a load and after a store.
     """
 
     def __init__(
@@ -54,84 +44,95 @@ class ChunkCopier:
     ) -> None:
         self._copier = copier
         self._store = store
-        self._geometry = geometry
+        self.geometry = geometry
         self._streams = streams
-
-    def fence(self) -> Fence:
-        """Return a fence behind the device's work so far; for the engine's thread."""
-        return self._streams.fence()
 
     def block_bytes(self, part: GroupBlocks) -> int:
         """Return the bytes of one block of a part."""
-        return self._geometry.groups[part.group].block_bytes
+        return self.geometry.groups[part.group].block_bytes
 
     def start(
-        self, kind: TransferType, fence: Fence, part: GroupBlocks, sync: SyncLoad | None = None
+        self,
+        kind: TransferType,
+        fence: Fence,
+        part: GroupBlocks,
+        sync: SyncLoad | None = None,
+        launched: Callable[[Fence], None] | None = None,
     ) -> ChunkCopy:
-        """Launch a chunk behind ``fence``; a synchronous load layer by layer."""
+        """Launch a chunk behind ``fence``; a synchronous load layer by layer. ``launched`` gets a
+        fence behind the copy of another load."""
         if kind is TransferType.CPU_TO_GPU:
-            return self._load(fence, part, sync)
+            return self._load(fence, part, sync, launched)
         return self._store_blocks(fence, part)
 
-    def poll(self, chunk: ChunkCopy) -> ChunkResult | None:
-        """Return the result of a chunk, None while it is in flight; does not block."""
-        seconds = chunk.in_flight.poll()
-        if seconds is None:
-            return None
+    def finish(self, chunk: ChunkCopy) -> tuple[int, FailureCause | None]:
+        """Return the number of leading blocks that were copied, and why the next one was not.
+
+        Waits for the copy, so call this when it has ended. Raises :class:`TransferFailed` if the
+        device failed.
+        """
+        chunk.in_flight.wait()
+        good, cause = chunk.good, chunk.cause
         if chunk.kind is TransferType.GPU_TO_CPU:
             self._seal(chunk)
-            return ChunkResult(chunk.good, chunk.cause, seconds)
-        good, cause = chunk.good, chunk.cause
-        if chunk.digests:
-            good, cause = self._verified(chunk.part, chunk.sealed, chunk.digests[0]()) or (
-                good,
-                cause,
-            )
-        return ChunkResult(good, cause, seconds)
+        elif chunk.digests:
+            found = chunk.digests[0]()
+            good, cause = self._verified(chunk.part, chunk.sealed, found) or (good, cause)
+        return good, cause
 
     def _store_blocks(self, fence: Fence, part: GroupBlocks) -> ChunkCopy:
         sealed = [i for i, slot in enumerate(part.slots) if self._store.digests.begin(slot)]
-        found: list[Digests] = []
+        kind, digests = TransferType.GPU_TO_CPU, list[Digests]()
 
         def copy() -> None:
             self._copier.enqueue_store(part.group, part.block_ids, part.slots)
-            found.extend(self._hashes(part, sealed))
 
-        kind = TransferType.GPU_TO_CPU
-        in_flight = self._streams.launch(kind, fence, copy)
-        return ChunkCopy(part, kind, len(part.slots), None, in_flight, sealed, found)
+        digest = self._digest(part, sealed, digests)
+        in_flight = self._streams.launch(kind, fence, copy, digest)
+        return ChunkCopy(part, kind, len(part.slots), None, in_flight, sealed, digests)
 
-    def _load(self, fence: Fence, part: GroupBlocks, sync: SyncLoad | None) -> ChunkCopy:
+    def _load(
+        self,
+        fence: Fence,
+        part: GroupBlocks,
+        sync: SyncLoad | None,
+        launched: Callable[[Fence], None] | None,
+    ) -> ChunkCopy:
         good, cause = self._present(part)
         sealed = [i for i in range(good) if self._store.digests.is_sealed(part.slots[i])]
         if not self._copier.hashes(part.group):
             good, cause = self._verified(part, sealed, None) or (good, cause)
         blocks, slots = part.block_ids[:good], part.slots[:good]
-        found: list[Digests] = []
+        kind, digests = TransferType.CPU_TO_GPU, list[Digests]()
 
         def copy() -> None:
             if sync is None:
                 self._copier.enqueue_load(part.group, blocks, slots)
+                if launched is not None:
+                    launched(self._streams.fence())
             else:
                 self._load_layers(sync, part.group, blocks, slots)
-            found.extend(self._hashes(part, sealed))
 
-        kind = TransferType.CPU_TO_GPU
-        in_flight = self._streams.launch(kind, fence, copy)
-        return ChunkCopy(part, kind, good, cause, in_flight, sealed, found)
+        digest = self._digest(part, sealed, digests)
+        in_flight = self._streams.launch(kind, fence, copy, digest)
+        return ChunkCopy(part, kind, good, cause, in_flight, sealed, digests)
 
     def _load_layers(
         self, sync: SyncLoad, group: int, blocks: array[int], slots: array[int]
     ) -> None:
-        for runs in pieces(self._geometry.groups[group], len(slots)):
+        for runs in pieces(self.geometry.groups[group], len(slots)):
             self._copier.enqueue_runs(group, blocks, slots, runs)
             sync.mark_loaded(group, runs[1], self._streams.fence())
 
-    def _hashes(self, part: GroupBlocks, places: Sequence[int]) -> list[Digests]:
+    def _digest(
+        self, part: GroupBlocks, places: Sequence[int], digests: list[Digests]
+    ) -> Callable[[], None] | None:
+        """Return what starts to hash the blocks at ``places`` on the device, and adds the result to
+        ``digests``; None if nothing is to be hashed there."""
         if not places or not self._copier.hashes(part.group):
-            return []
+            return None
         blocks = array("q", (part.block_ids[i] for i in places))
-        return [self._copier.enqueue_digests(part.group, blocks)]
+        return lambda: digests.append(self._copier.enqueue_digests(part.group, blocks))
 
     def _present(self, part: GroupBlocks) -> tuple[int, FailureCause | None]:
         """Return how many leading blocks have a slot, and the cause of failure of the next one."""

@@ -1,8 +1,9 @@
 """Copies blocks on a thread of its own, loads before stores, and reports the results.
 
 The engine's thread submits jobs and polls for results; it never waits for a store. The executor
-cuts jobs into chunks, so that a load waits for at most one chunk of a store. On a device, several
-chunks of each direction are in flight at a time and may end in any order. Synchronous loads are
+copies jobs in chunks, which ``copy_schedule`` chooses. On a device, several chunks of each
+direction are in flight at a time. A second thread per direction waits for them, because only a
+thread that does nothing else can wait for the device without polling it. Synchronous loads are
 copied layer by layer instead (``layer_loads``).
 """
 
@@ -21,7 +22,8 @@ from kvconnect import threads
 from kvconnect.cache.layout import Geometry
 from kvconnect.copy.base import Copier
 from kvconnect.errors import TransferFailed, contained
-from kvconnect.offload.chunk_copy import ChunkCopier, ChunkCopy, ChunkResult
+from kvconnect.offload.chunk_copy import ChunkCopier, ChunkCopy
+from kvconnect.offload.copy_schedule import Chunks, CopySchedule
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.layer_loads import SyncLoad, SyncLoads
 from kvconnect.offload.messages import FailedBlock, GroupBlocks, JobReport, LoadBlocks, StoreBlocks
@@ -30,11 +32,6 @@ from kvconnect.types import FailureCause, TransferType
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 8 << 20  # takes a few milliseconds: the longest a load waits for a store
-MAX_IN_FLIGHT = 4
-"""Chunks of one direction in flight at a time: the next one is queued before one ends."""
-
-_POLL_S = 0.0005  # shorter than a chunk takes, long enough to spare the GIL
 _JOIN_TIMEOUT_S = 5.0
 
 
@@ -54,7 +51,7 @@ class _Task:
     job: StoreBlocks | LoadBlocks
     fence: Fence
     expires: float
-    chunks: deque[GroupBlocks]  # not launched yet
+    chunks: Chunks
     sync: SyncLoad | None  # progress that the engine's thread follows
     failures: list[FailedBlock] = field(default_factory=list)
     nbytes: int = 0
@@ -62,11 +59,15 @@ class _Task:
     queued: bool = True
     in_flight: int = 0
     ended: Callable[[FinishedCopy], None] | None = None
+    launched: Callable[[Fence], None] | None = None
 
     @property
     def kind(self) -> TransferType:
         is_load = isinstance(self.job, LoadBlocks)
         return TransferType.CPU_TO_GPU if is_load else TransferType.GPU_TO_CPU
+
+
+_Launched = tuple[_Task, ChunkCopy]
 
 
 class CopyExecutor:
@@ -75,7 +76,7 @@ class CopyExecutor:
     ``submit``, ``poll``, ``close`` and ``sync`` are for the engine's thread; the copy thread is
     started here and ended by ``close``. A copy that raises ends as a failed job, never as a dead
     thread. Past a job's deadline no further chunk of it is copied, and what is left has failed.
-    Stores chunk at most ``store_rate`` bytes per second; 0: as many as they can.
+    Stores copy at most ``store_rate`` bytes per second; 0: as many as they can.
     """
 
     def __init__(
@@ -87,15 +88,16 @@ class CopyExecutor:
         clock: Callable[[], float] = time.monotonic,
         store_rate: int = 0,
     ) -> None:
+        self.streams = streams
         self.sync = SyncLoads(streams)
         self._copier = ChunkCopier(copier, store, geometry, streams)
-        self._geometry = geometry
         self._clock = clock
-        self._rate_limiter = RateLimiter(store_rate, clock)
         self._wake = threading.Condition()
-        self._loads: deque[_Task] = deque()
-        self._stores: deque[_Task] = deque()
-        self._in_flight: list[tuple[_Task, ChunkCopy]] = []
+        block_bytes = [group.block_bytes for group in geometry.groups]
+        self._schedule: CopySchedule[_Task] = CopySchedule(block_bytes, store_rate)
+        self._waiters: dict[TransferType, _Waiter] = {}
+        self._in_flight: list[_Launched] = []
+        self._landed: deque[_Launched] = deque()  # in flight until the copy thread takes them
         self._done: deque[FinishedCopy] = deque()
         self._closed = False
         kind = threads.ThreadKind.COPY
@@ -105,30 +107,31 @@ class CopyExecutor:
         self._thread.start()
 
     def __repr__(self) -> str:
-        return f"<CopyExecutor {len(self._loads)} loads, {len(self._stores)} stores queued>"
+        return f"<CopyExecutor {self._schedule!r}, {len(self._in_flight)} chunks in flight>"
 
     def fence(self) -> Fence:
         """Return a fence behind the device's work so far, for jobs to be submitted."""
-        return self._copier.fence()
+        return self.streams.fence()
 
     def submit(
         self,
         job: StoreBlocks | LoadBlocks,
         fence: Fence,
         ended: Callable[[FinishedCopy], None] | None = None,
+        launched: Callable[[Fence], None] | None = None,
     ) -> None:
         """Queue a job that must come after ``fence``; does not block.
 
         The copy thread calls ``ended`` as soon as the job can be polled, for callers that
-        cannot wait until their next poll. It must be quick and not raise.
+        cannot wait until their next poll, and ``launched`` with a fence behind a load once all of
+        it is launched, unless a part has failed before. Both must be quick and not raise.
         """
         sync = self._sync_load(job)
-        chunks = deque(part for part in job.parts if part.slots)
-        if sync is None:
-            chunks = deque(_chunks(job.parts, self._copier))
-        task = _Task(job, fence, self._clock() + job.deadline_s, chunks, sync, ended=ended)
+        chunks = Chunks(job.parts, whole=sync is not None)
+        task = _Task(job, fence, self._clock() + job.deadline_s, chunks, sync)
+        task.ended, task.launched = ended, launched
         with self._wake:
-            (self._loads if isinstance(job, LoadBlocks) else self._stores).append(task)
+            self._schedule.add(task)
             self._wake.notify()
 
     def poll(self) -> list[FinishedCopy]:
@@ -142,7 +145,7 @@ class CopyExecutor:
         """Return the progress of a synchronous load, None for other jobs."""
         if not isinstance(job, LoadBlocks) or not job.sync:
             return None
-        groups = self._geometry.groups
+        groups = self._copier.geometry.groups
         runs = {p.group: len(groups[p.group].segments) for p in job.parts if p.slots}
         sync = SyncLoad(job.job, runs)
         self.sync.add(sync)
@@ -158,84 +161,97 @@ class CopyExecutor:
     def _loop(self) -> None:
         while self._await_work():
             self._collect()
-            self._launch_next()
+            while self._launch_next():
+                pass
         for _, chunk in self._in_flight:  # the memory must outlast them
             with suppress(TransferFailed):
                 chunk.in_flight.wait()
+        for waiter in self._waiters.values():
+            waiter.close()
 
     def _await_work(self) -> bool:
-        """Block until a chunk can be launched or may have ended; return False once closed."""
+        """Block until a chunk can be launched or has ended; return False once closed."""
+
+        def is_work() -> bool:
+            ready = self._closed or self._landed or self._schedule.next(self._clock())
+            return bool(ready)
+
         with self._wake:
-            patience = (
-                _POLL_S if self._in_flight else self._rate_limiter.delay() if self._stores else None
-            )
-            self._wake.wait_for(lambda: self._closed or self._next() is not None, patience)
+            self._wake.wait_for(is_work, self._schedule.delay(self._clock()))
             return not self._closed
 
-    def _next(self) -> deque[_Task] | None:
-        """Return the queue whose first job may launch a chunk now, if any."""
-        loads = sum(isinstance(task.job, LoadBlocks) for task, _ in self._in_flight)
-        if self._loads and loads < MAX_IN_FLIGHT:
-            return self._loads
-        if (
-            self._stores
-            and len(self._in_flight) - loads < MAX_IN_FLIGHT
-            and not self._rate_limiter.delay()
-        ):
-            return self._stores
-        return None
-
-    def _launch_next(self) -> None:
-        """Launch the next chunk."""
-        queue = self._next()
-        if queue is None:
-            return
-        task = queue[0]
+    def _launch_next(self) -> bool:
+        """Launch the next chunk; return whether there was one."""
+        with self._wake:
+            task = None if self._closed else self._schedule.next(self._clock())
+        if task is None:
+            return False
         if task.chunks:
-            part = task.chunks.popleft()
+            part = self._schedule.cut(task)
             if self._clock() >= task.expires:
                 _fail(task, part, 0, FailureCause.DEADLINE)
             else:
                 self._launch(task, part)
         self._finish_if_done(task)
+        return True
 
     def _launch(self, task: _Task, part: GroupBlocks) -> None:
-        chunk = None
+        chunk, started = None, time.perf_counter()
         with contained(partial(_log_error, task)):
-            chunk = self._copier.start(task.kind, task.fence, part, task.sync)
+            launched = None if task.chunks else task.launched
+            chunk = self._copier.start(task.kind, task.fence, part, task.sync, launched)
         if chunk is None:
             _fail(task, part, 0, FailureCause.COPY)
             return
+        nbytes = len(part.slots) * self._copier.block_bytes(part)
+        self._schedule.launched(task.kind, nbytes, self._clock())
         task.in_flight += 1
         self._in_flight.append((task, chunk))
-        if task.kind is TransferType.GPU_TO_CPU:
-            self._rate_limiter.consume(len(part.slots) * self._copier.block_bytes(part))
+        if chunk.in_flight.is_done:
+            self._land(task, chunk)
+            return
+        self._schedule.sizes[task.kind].launched(time.perf_counter() - started)
+        if task.kind not in self._waiters:
+            self._waiters[task.kind] = _Waiter(task.kind, self._wait)
+        self._waiters[task.kind].add((task, chunk))
+
+    def _wait(self, launched: _Launched) -> None:
+        """Wait for a chunk, on a waiter's thread."""
+        with contained(lambda _: None):  # raised again in _land
+            launched[1].in_flight.wait()
+        with self._wake:
+            self._landed.append(launched)
+            self._wake.notify()
 
     def _collect(self) -> None:
         """Take the results of the chunks that have ended."""
-        for entry in tuple(self._in_flight):
-            task, chunk = entry
-            result = self._poll_chunk(task, chunk)
-            if result is None:
-                continue
-            self._in_flight.remove(entry)
-            task.in_flight -= 1
-            task.seconds += result.seconds
-            task.nbytes += result.good * self._copier.block_bytes(chunk.part)
-            if result.cause is not None:
-                _fail(task, chunk.part, result.good, result.cause)
+        while self._landed:
+            task, chunk = self._landed.popleft()
+            self._land(task, chunk)
             self._finish_if_done(task)
 
-    def _poll_chunk(self, task: _Task, chunk: ChunkCopy) -> ChunkResult | None:
+    def _land(self, task: _Task, chunk: ChunkCopy) -> None:
+        """Take the result of a chunk that has ended."""
+        good, seconds = 0, 0.0
+        cause: FailureCause | None = FailureCause.COPY
         with contained(partial(_log_error, task)):
-            return self._copier.poll(chunk)
-        return ChunkResult(0, FailureCause.COPY, 0.0)
+            good, cause = self._copier.finish(chunk)
+            seconds = chunk.in_flight.wait()
+        self._in_flight.remove((task, chunk))
+        self._schedule.ended(task.kind)
+        task.in_flight -= 1
+        task.seconds += seconds
+        nbytes = good * self._copier.block_bytes(chunk.part)
+        task.nbytes += nbytes
+        self._schedule.sizes[task.kind].copied(nbytes, seconds)
+        if cause is not None:
+            _fail(task, chunk.part, good, cause)
 
     def _finish_if_done(self, task: _Task) -> None:
         """Take a job without more chunks from its queue; report it when none is in flight."""
         if task.queued and not task.chunks:
             with self._wake:
-                (self._loads if isinstance(task.job, LoadBlocks) else self._stores).remove(task)
+                self._schedule.remove(task)
             task.queued = False
         if task.queued or task.in_flight:
             return
@@ -248,12 +264,37 @@ class CopyExecutor:
             task.ended(done)
 
 
-def _chunks(parts: tuple[GroupBlocks, ...], copier: ChunkCopier) -> Iterator[GroupBlocks]:
-    for part in parts:
-        size = max(1, CHUNK_BYTES // copier.block_bytes(part))
-        for start in range(0, len(part.slots), size):
-            end = start + size
-            yield GroupBlocks(part.group, part.block_ids[start:end], part.slots[start:end])
+class _Waiter:
+    """A thread that waits for the chunks of one direction, in the order of their launch."""
+
+    def __init__(self, kind: TransferType, wait: Callable[[_Launched], None]) -> None:
+        self._wait = wait
+        self._launched: deque[_Launched] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        name = f"kvconnect-await-{kind.value.replace('_', '-').lower()}"
+        threads.make(threads.ThreadKind.COPY, name, self._loop).start()
+
+    def add(self, launched: _Launched) -> None:
+        """Wait for a chunk after those before it."""
+        with self._changed:
+            self._launched.append(launched)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the thread after the chunks that it was given."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._launched)
+                if not self._launched:
+                    return
+                launched = self._launched.popleft()
+            self._wait(launched)
 
 
 def _log_error(task: _Task, error: Exception) -> None:
@@ -267,8 +308,7 @@ def _fail(task: _Task, part: GroupBlocks, good: int, cause: FailureCause) -> Non
     known = len(part.slots) if cause is FailureCause.COPY else good + 1
     task.failures.extend(_failures(part, good, known, cause))
     task.failures.extend(_failures(part, known, len(part.slots), FailureCause.SKIPPED))
-    while task.chunks:
-        rest = task.chunks.popleft()
+    for rest in task.chunks.rest():
         task.failures.extend(_failures(rest, 0, len(rest.slots), FailureCause.SKIPPED))
 
 
@@ -277,24 +317,3 @@ def _failures(
 ) -> Iterator[FailedBlock]:
     for number in range(start, end):
         yield FailedBlock(part.group, part.block_ids[number], part.slots[number], cause)
-
-
-class RateLimiter:
-    """Limits stores to ``rate`` bytes per second; 0: no limit. For one thread.
-
-    Unused bytes are not saved up: after a pause there is no burst over the rate.
-    """
-
-    def __init__(self, rate: int, clock: Callable[[], float]) -> None:
-        self._rate = rate
-        self._clock = clock
-        self._free_at = 0.0
-
-    def delay(self) -> float:
-        """Return the seconds until the next copy may start."""
-        return max(0.0, self._free_at - self._clock()) if self._rate else 0.0
-
-    def consume(self, nbytes: int) -> None:
-        """Record a copy of ``nbytes`` that starts now."""
-        if self._rate:
-            self._free_at = max(self._free_at, self._clock()) + nbytes / self._rate

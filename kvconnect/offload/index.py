@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from kvconnect.errors import Misuse
 from kvconnect.offload.eviction import EvictionPolicy
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.types import FailureCause, Tier
+
+QUARANTINED = (FailureCause.DIGEST, FailureCause.COPY)
+"""Causes after which a stored copy cannot be trusted."""
 
 
 class RemovedBlock(NamedTuple):
@@ -30,15 +35,15 @@ class HostIndex:
     ints takes two to three times as long.
 
     Attributes:
-        removed: blocks removed since the caller last took the list.
         evictions: blocks evicted since the start.
     """
 
     def __init__(self, num_slots: int, num_groups: int, policy: EvictionPolicy) -> None:
         self.slots = Slots(num_slots)
         self.policy = policy
-        self.removed: list[RemovedBlock] = []
         self.evictions = 0
+        self._evictions_counted = 0
+        self._removed: list[RemovedBlock] = []
         self._ready: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
         self._pending: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
         self._storing: dict[int, bytes] = {}  # hash of PENDING slots
@@ -47,9 +52,6 @@ class HostIndex:
         # The entry after the last slot is the first hint of every lookup.
         self._readable: list[bytes] = [b""] * (num_slots + 1)  # hash of READY slots only
         self._next: list[int] = [num_slots] * (num_slots + 1)  # the hint
-
-    def __repr__(self) -> str:
-        return f"<HostIndex {self.slots!r}>"
 
     def has(self, group: int, block_hash: bytes) -> bool:
         """Return whether a block is ready or pending."""
@@ -145,13 +147,20 @@ class HostIndex:
         for slot in slots:
             self.slots.unpin(slot)
 
-    def discard(self, slot: int) -> bool:
-        """Quarantine a slot: its block is never loaded again. Return whether it was READY."""
-        if self.slots.state(slot) != READY:
-            return False
-        self.policy.remove(slot)
-        self._unlink(slot)
-        return True
+    def quarantine(self, slot: int, cause: FailureCause, stats: OffloadingConnectorStats) -> None:
+        """Remove the block of a READY slot after a failed load, and count it, if ``cause`` says
+        that the copy cannot be trusted. A slot of -1 stands for a block without a copy."""
+        if cause in QUARANTINED and slot >= 0 and self.slots.state(slot) == READY:
+            self.policy.remove(slot)
+            self._unlink(slot)
+            stats.count("quarantined_blocks", label=cause.value)
+
+    def take_removed(self, stats: OffloadingConnectorStats) -> list[RemovedBlock]:
+        """Return the blocks removed since the last call, and count those that were evicted."""
+        fresh, self._evictions_counted = self.evictions - self._evictions_counted, self.evictions
+        stats.count("evicted_blocks", fresh, label=Tier.HOST.value)
+        removed, self._removed = self._removed, []
+        return removed
 
     def clear(self) -> None:
         """Forget every ready block. The store jobs still own the pending ones."""
@@ -190,7 +199,7 @@ class HostIndex:
         del self._ready[group][block_hash]
         self._readable[slot] = b""
         self.slots.drop(slot)
-        self.removed.append(RemovedBlock(group, block_hash))
+        self._removed.append(RemovedBlock(group, block_hash))
 
 
 FREE, PENDING, READY, CONDEMNED = range(4)
@@ -273,6 +282,14 @@ class Slots:
             self.busy -= 1
             if self._state[slot] == CONDEMNED:
                 self._release(slot)
+
+    def gauges(self, slot_bytes: int) -> Iterator[tuple[str, float, str | None]]:
+        """Yield (name, value, label) of each gauge; ``slot_bytes`` over all workers."""
+        yield "host_blocks_used", self.used, None
+        yield "host_blocks_capacity", len(self), None
+        yield "host_blocks_pinned", self.busy, None
+        yield "host_bytes_used", self.used * slot_bytes, None
+        yield "host_bytes_capacity", len(self) * slot_bytes, None
 
     def expect(self, slot: int, state: int) -> None:
         """Raise :class:`Misuse` if a slot is in another state."""

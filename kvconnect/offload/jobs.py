@@ -17,7 +17,7 @@ from kvconnect.errors import Misuse
 from kvconnect.offload.index import HostIndex
 from kvconnect.offload.messages import FailedBlock, GroupBlocks, JobReport, LoadBlocks, StoreBlocks
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.types import FailureCause, JobId, Tier, TransferType
+from kvconnect.types import FailureCause, JobId, TransferType
 
 
 class Owner(str, Enum):
@@ -129,53 +129,57 @@ class Ledger:
 logger = logging.getLogger(__name__)
 
 NULL_BLOCK = 0  # the engine's placeholder for blocks outside a window; never copied
-QUARANTINED = (FailureCause.DIGEST, FailureCause.COPY)
-"""Causes after which a stored copy cannot be trusted."""
 _TYPE = {Owner.STORE: TransferType.GPU_TO_CPU, Owner.LOAD: TransferType.CPU_TO_GPU}
 # A worker counts from the arrival of the job and must be able to answer before the job expires.
 _ANSWER_FACTOR = 2.0
 
 
 class JobLimits(NamedTuple):
-    """``workers`` must answer each job, which may take ``deadline_s`` seconds. ``keeps_prefix``:
-    blocks before a failed one are kept (:func:`~kvconnect.cache.groups.keeps_prefix`)."""
+    """``workers`` must answer each job, which may take ``deadline_s`` seconds."""
 
     workers: int
     deadline_s: float
-    keeps_prefix: bool
 
 
-class SettledJob(NamedTuple):
-    """A finished job.
-
-    ``released`` device blocks are no longer held by a store and go back to the engine's pool;
-    ``stored`` and ``dropped`` name the (group, hash) of blocks that became readable, or did not;
-    ``failed_req_id`` is the request whose load failed. ``loaded`` blocks came in ``seconds``, the
-    slowest worker's.
-    """
-
-    owner: Owner
-    released: tuple[int, ...] = ()
-    stored: tuple[tuple[int, bytes], ...] = ()
-    dropped: tuple[tuple[int, bytes], ...] = ()
-    failed_req_id: str | None = None
-    loaded: int = 0
-    seconds: float = 0.0
+def first_cause(causes: Iterable[FailureCause]) -> FailureCause | None:
+    """Return the first cause other than SKIPPED, which gives no reason; else SKIPPED; None for no
+    causes."""
+    return min(causes, key=lambda cause: cause is FailureCause.SKIPPED, default=None)
 
 
 @dataclass
-class _OpenJob:
+class CopyJob:
+    """A store or load, until the last worker's report."""
+
     owner: Owner
     parts: tuple[GroupBlocks, ...]
     asked: float
     waiting: int  # workers that have not answered
-    req_id: str | None = None
+    req_id: str = ""  # of a load, as are tokens and sync
     tokens: int = 0
     sync: bool = False
     seconds: float = 0.0  # that copies took, of the slowest worker so far
     failures: dict[tuple[int, int, int], FailedBlock] = field(default_factory=dict)
     overdue: bool = False  # was past its deadline at the last check
     void: bool = False  # a reset or expiry made the result useless: nothing waits for it
+
+    @property
+    def cause(self) -> FailureCause | None:
+        """First cause that gives a reason; None if no block failed."""
+        return first_cause(failure.cause for failure in self.failures.values())
+
+
+class SettledJob(NamedTuple):
+    """A finished job.
+
+    ``released`` device blocks are no longer held by a store and go back to the engine's pool.
+    ``stored`` and ``dropped`` name the (group, hash) of blocks that became readable, or did not.
+    """
+
+    job: CopyJob
+    released: tuple[int, ...] = ()
+    stored: tuple[tuple[int, bytes], ...] = ()
+    dropped: tuple[tuple[int, bytes], ...] = ()
 
 
 class JobTable:
@@ -188,7 +192,7 @@ class JobTable:
         self._index = index
         self._stats = stats
         self._limits = limits
-        self._jobs: dict[JobId, _OpenJob] = {}
+        self._jobs: dict[JobId, CopyJob] = {}
         self._last = 0
 
     def __len__(self) -> int:
@@ -201,7 +205,7 @@ class JobTable:
 
     def open_store(self, parts: tuple[GroupBlocks, ...], now: float) -> StoreBlocks:
         """Open a store of reserved slots; their device blocks are held from now on."""
-        job = self._open(_OpenJob(Owner.STORE, parts, now, self._limits.workers))
+        job = self._open(CopyJob(Owner.STORE, parts, now, self._limits.workers))
         return StoreBlocks(job, parts, self._limits.deadline_s)
 
     def open_load(
@@ -213,11 +217,16 @@ class JobTable:
             self._index.pin(slots)
             self._index.policy.touch(slots)
         job = self._open(
-            _OpenJob(Owner.LOAD, parts, now, self._limits.workers, req_id, tokens, sync)
+            CopyJob(Owner.LOAD, parts, now, self._limits.workers, req_id, tokens, sync)
         )
         return LoadBlocks(job, req_id, parts, self._limits.deadline_s, sync)
 
-    def on_report(self, report: JobReport, now: float) -> SettledJob | None:
+    def cancel_load(self, number: JobId) -> None:
+        """Close a load that no worker was told of."""
+        self._unpin(self._jobs.pop(number))
+        self.ledger.settle(number)
+
+    def on_report(self, report: JobReport) -> SettledJob | None:
         """Take one worker's answer; return what changed once the last one has answered."""
         job = self._jobs.get(report.job)
         if job is None:
@@ -239,7 +248,7 @@ class JobTable:
         hold = self.ledger.settle(report.job)
         if job.owner is Owner.STORE:
             return self._end_store(job, () if hold is None else hold.blocks)
-        return self._end_load(job, now)
+        return self._end_load(job)
 
     def expire(self, now: float) -> list[int]:
         """Expire stores that workers did not answer in time; return their source blocks, released.
@@ -264,7 +273,7 @@ class JobTable:
         stores = [(n, job) for n, job in self._jobs.items() if job.owner is Owner.STORE]
         return [block for number, job in stores for block in self._void(number, job)]
 
-    def _void(self, number: JobId, job: _OpenJob) -> tuple[int, ...]:
+    def _void(self, number: JobId, job: CopyJob) -> tuple[int, ...]:
         job.void = True
         hold = self.ledger.settle(number)
         return () if hold is None else hold.blocks
@@ -277,7 +286,7 @@ class JobTable:
             yield "jobs_in_flight", jobs, _TYPE[owner].value
         yield "ledger_oldest_hold_seconds", self.ledger.oldest_age(now), None
 
-    def _open(self, job: _OpenJob) -> JobId:
+    def _open(self, job: CopyJob) -> JobId:
         self._last += 1
         number = JobId(self._last)
         # A synchronous load ends before its step computes. Its blocks may have a new owner before
@@ -289,7 +298,7 @@ class JobTable:
         self._jobs[number] = job
         return number
 
-    def _end_store(self, job: _OpenJob, released: tuple[int, ...]) -> SettledJob:
+    def _end_store(self, job: CopyJob, released: tuple[int, ...]) -> SettledJob:
         failed = {failure.slot for failure in job.failures.values()}
         stored: list[tuple[int, bytes]] = []
         dropped: list[tuple[int, bytes]] = []
@@ -298,35 +307,17 @@ class JobTable:
             dropped += self._index.abandon(set(part.slots).difference(good))
             self._index.commit(good)
             stored += [(part.group, self._index.hash_of(slot)) for slot in good]
-        return SettledJob(job.owner, released, tuple(stored), tuple(dropped))
+        return SettledJob(job, released, tuple(stored), tuple(dropped))
 
-    def _end_load(self, job: _OpenJob, now: float) -> SettledJob:
-        for part in job.parts:
-            self._index.unpin(slot for slot in part.slots if slot >= 0)
+    def _end_load(self, job: CopyJob) -> SettledJob:
+        self._unpin(job)
         for failure in job.failures.values():
-            there = failure.slot >= 0 and failure.cause in QUARANTINED
-            if there and self._index.discard(failure.slot):
-                self._stats.count("quarantined_blocks", label=failure.cause.value)
-        latency = now - job.asked
-        if not job.sync:  # a parked request waits for the whole load; workers measure the others
-            self._stats.observe("load_exposed_seconds", latency, label=Tier.HOST.value)
-        if not job.failures:
-            self._stats.observe("load_latency_seconds", latency, label=Tier.HOST.value)
-            loaded = sum(len(part.slots) for part in job.parts)
-            return SettledJob(job.owner, loaded=loaded, seconds=job.seconds)
+            self._index.quarantine(failure.slot, failure.cause, self._stats)
         # A step that reads its loads went on without the blocks, and its stores may hold the
         # result.
-        released = tuple(self.void_stores()) if job.sync else ()
-        first = next(iter(job.failures.values()))
-        self._stats.count("failed_requests", label=first.cause.value)
-        self._stats.count("recomputed_tokens", _lost_tokens(job, self._limits.keeps_prefix))
-        return SettledJob(job.owner, released, failed_req_id=job.req_id)
+        released = tuple(self.void_stores()) if job.sync and job.failures else ()
+        return SettledJob(job, released)
 
-
-def _lost_tokens(job: _OpenJob, keeps_prefix: bool) -> int:
-    """Tokens to recompute: from the first bad block on, where the blocks before it are kept."""
-    if not keeps_prefix:
-        return job.tokens
-    part = job.parts[0]
-    good = min(part.block_ids.index(failure.block_id) for failure in job.failures.values())
-    return job.tokens - job.tokens // len(part.block_ids) * good
+    def _unpin(self, job: CopyJob) -> None:
+        for part in job.parts:
+            self._index.unpin(slot for slot in part.slots if slot >= 0)

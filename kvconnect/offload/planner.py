@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvconnect.cache.groups import CacheGroup, keeps_prefix, longest_prefix
 from kvconnect.offload.index import HostIndex, RemovedBlock
-from kvconnect.offload.jobs import NULL_BLOCK, JobLimits, JobTable, Owner, SettledJob
+from kvconnect.offload.jobs import NULL_BLOCK, CopyJob, JobLimits, JobTable, Owner, SettledJob
 from kvconnect.offload.messages import GroupBlocks, JobReport, LoadBlocks, OffloadInstructions
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Tier
@@ -77,18 +77,16 @@ class OffloadPlan:
         self.groups = tuple(groups)
         self.index = index
         self.stats = stats
-        job_limits = JobLimits(limits.workers, limits.deadline_s, keeps_prefix(self.groups))
-        self.jobs = JobTable(index, stats, job_limits)
+        self.jobs = JobTable(index, stats, JobLimits(limits.workers, limits.deadline_s))
         self.load_mode = LoadMode()
         self._held_limit = limits.held_blocks
         self._requests: dict[str, _PlannedRequest] = {}
         self._loads: list[LoadBlocks] = []
         self._store_parts: dict[int, GroupBlocks] = {}  # this step's stores, by group
         self._planned = 0  # blocks in them
-        self._evictions_counted = 0
 
     def __repr__(self) -> str:
-        return f"<OffloadPlan {self.index!r} {self.jobs.ledger!r} {len(self.jobs)} jobs>"
+        return f"<OffloadPlan {self.index.slots!r} {self.jobs.ledger!r} {len(self.jobs)} jobs>"
 
     @property
     def busy(self) -> bool:
@@ -189,12 +187,16 @@ class OffloadPlan:
 
     def on_report(self, report: JobReport, now: float) -> SettledJob | None:
         """Take one worker's answer; return what changed once the last one has answered."""
-        settled = self.jobs.on_report(report, now)
-        if settled is not None:
-            self.load_mode.loaded(settled.loaded, settled.seconds)
-        if settled is not None and settled.failed_req_id in self._requests:
-            self._requests[settled.failed_req_id].load_failed = True
-            self.add_request(settled.failed_req_id)  # what it computes again is stored again
+        settled = self.jobs.on_report(report)
+        if settled is None or settled.job.owner is not Owner.LOAD:
+            return settled
+        job = settled.job
+        _count_load(self.stats, job, now, keeps_prefix(self.groups))
+        if job.cause is None:
+            self.load_mode.loaded(sum(len(part.slots) for part in job.parts), job.seconds)
+        elif job.req_id in self._requests:
+            self._requests[job.req_id].load_failed = True
+            self.add_request(job.req_id)  # what it computes again is stored again
         return settled
 
     def reset(self) -> list[int]:
@@ -211,12 +213,7 @@ class OffloadPlan:
 
     def take_removed(self) -> list[RemovedBlock]:
         """Return the blocks that left the tier since the last call, and count the evicted."""
-        removed, self.index.removed = self.index.removed, []
-        fresh = self.index.evictions - self._evictions_counted
-        if fresh:
-            self.stats.count("evicted_blocks", fresh, label=Tier.HOST.value)
-            self._evictions_counted = self.index.evictions
-        return removed
+        return self.index.take_removed(self.stats)
 
     def check(self) -> None:
         """Prove that blocks and slots add up.
@@ -273,12 +270,7 @@ def gauges(
     plan: OffloadPlan, now: float, slot_bytes: int
 ) -> Iterator[tuple[str, float, str | None]]:
     """Yield (name, value, label) of each gauge; ``slot_bytes`` over all workers."""
-    slots = plan.index.slots
-    yield "host_blocks_used", slots.used, None
-    yield "host_blocks_capacity", len(slots), None
-    yield "host_blocks_pinned", slots.busy, None
-    yield "host_bytes_used", slots.used * slot_bytes, None
-    yield "host_bytes_capacity", len(slots) * slot_bytes, None
+    yield from plan.index.slots.gauges(slot_bytes)
     yield from plan.jobs.gauges(now)
 
 
@@ -314,6 +306,25 @@ def _load_part(
     slots = array("q", index.ready_slots(number, wanted.hashes[number][first:end]))
     slots.extend([-1] * (end - first - len(slots)))
     return GroupBlocks(number, array("q", wanted.block_ids[number][first:end]), slots)
+
+
+def _count_load(
+    stats: OffloadingConnectorStats, job: CopyJob, now: float, keeps_prefix: bool
+) -> None:
+    """Record how long a load took, or that its request failed and what must be recomputed."""
+    latency = now - job.asked
+    if not job.sync:  # a parked request waits for the whole load; workers measure the others
+        stats.observe("load_exposed_seconds", latency, label=Tier.HOST.value)
+    if job.cause is None:
+        stats.observe("load_latency_seconds", latency, label=Tier.HOST.value)
+        return
+    lost = job.tokens
+    if keeps_prefix:  # from the first bad block on
+        blocks = job.parts[0].block_ids
+        good = min(blocks.index(failure.block_id) for failure in job.failures.values())
+        lost -= job.tokens // len(blocks) * good
+    stats.count("failed_requests", label=job.cause.value)
+    stats.count("recomputed_tokens", lost)
 
 
 # Loads run inside the step that needs them, or park their request until they are done.

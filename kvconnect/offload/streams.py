@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 import torch
 
-from kvconnect.copy.driver import own_stream
+from kvconnect.copy.driver import OwnEvent, own_stream
+from kvconnect.cuda import CudaContext
 from kvconnect.errors import Incompatible, TransferFailed
 from kvconnect.types import TransferType
 
@@ -34,7 +37,7 @@ def use_device(device: torch.device) -> None:
 class DeviceFence:
     """A point in the device's work, as a recorded event."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: OwnEvent | torch.cuda.Event) -> None:
         self._event = event
 
     def wait(self) -> None:
@@ -44,28 +47,29 @@ class DeviceFence:
 
 
 class InFlightCopy(ABC):
-    """One launched copy. For the thread that launched it.
+    """One launched copy, for any one thread.
 
-    Both calls raise :class:`TransferFailed` if the device failed.
+    ``is_done``: the launch completed the copy, and ``wait`` returns at once.
     """
 
-    @abstractmethod
-    def poll(self) -> float | None:
-        """Return the seconds the copy took, None while it is in flight; does not block."""
+    is_done = False
 
     @abstractmethod
     def wait(self) -> float:
-        """Block only the calling thread until the copy is done; return its seconds."""
+        """Block only the calling thread until the copy has ended; return its seconds.
+
+        Raises:
+            TransferFailed: the device failed.
+        """
 
 
 class CompletedCopy(InFlightCopy):
     """A copy that its launch completed."""
 
+    is_done = True
+
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-
-    def poll(self) -> float:
-        return self._seconds
 
     def wait(self) -> float:
         return self._seconds
@@ -84,15 +88,28 @@ class Streams(ABC):
         """Make later work of the current stream wait for ``fence``; does not block."""
 
     @abstractmethod
+    def current(self) -> int:
+        """Return the number of the calling thread's current stream."""
+
+    @abstractmethod
     def mark(self) -> DeviceFence | None:
         """Return a fence that any thread can wait for; None if there is nothing to wait for."""
 
     @abstractmethod
-    def launch(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> InFlightCopy:
+    def launch(
+        self,
+        kind: TransferType,
+        fence: Fence,
+        copy: Callable[[], None],
+        digest: Callable[[], None] | None = None,
+    ) -> InFlightCopy:
         """Start ``copy`` after ``fence``, in order with other copies of its kind.
 
-        Raises what ``copy`` raises; :class:`TransferFailed` if the device refuses. After an error,
-        nothing of the copy is in flight.
+        ``digest`` reads the blocks of the KV cache: those to be stored, or those that were loaded.
+        It delays no later copy. The copy ends when both have ended.
+
+        Raises what ``copy`` and ``digest`` raise; :class:`TransferFailed` if the device refuses.
+        After an error, nothing of the copy is in flight.
         """
 
     def run(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> float:
@@ -108,67 +125,80 @@ class HostStreams(Streams):
 
     def follow(self, fence: Fence) -> None: ...
 
+    def current(self) -> int:
+        return 0
+
     def mark(self) -> DeviceFence | None:
         return None
 
-    def launch(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> InFlightCopy:  # noqa: ARG002
+    def launch(
+        self,
+        kind: TransferType,  # noqa: ARG002
+        fence: Fence,  # noqa: ARG002
+        copy: Callable[[], None],
+        digest: Callable[[], None] | None = None,
+    ) -> InFlightCopy:
         started = time.perf_counter()
         copy()
-        return CompletedCopy(time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        if digest is not None:
+            digest()
+        return CompletedCopy(seconds)
 
 
-_Pair = tuple[torch.cuda.Event, torch.cuda.Event]
+class CopyEvents(NamedTuple):
+    """Points in the device's work around one copy. ``digested`` is recorded only with a digest."""
+
+    start: OwnEvent
+    end: OwnEvent
+    digested: OwnEvent
 
 
 class EventPool:
-    """Pairs of timing events for reuse: making one costs more than a launch. For one thread."""
+    """Events for reuse: making one costs more than a launch. Any thread may call. ``make`` makes
+    one, for timing or not."""
 
-    def __init__(self) -> None:
-        self._free: list[_Pair] = []
+    def __init__(self, make: Callable[[bool], OwnEvent]) -> None:
+        self._make = make
+        self._free: deque[CopyEvents] = deque()
 
-    def take(self) -> _Pair:
-        if self._free:
+    def take(self) -> CopyEvents:
+        with suppress(IndexError):
             return self._free.pop()
-        # Blocking: whoever waits must not spin on a core.
-        start, end = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
-        return start, end
+        return CopyEvents(self._make(True), self._make(True), self._make(False))
 
-    def give(self, pair: _Pair) -> None:
-        """Take back a pair that the device has passed."""
-        self._free.append(pair)
+    def give(self, events: CopyEvents) -> None:
+        """Take back events that the device has passed."""
+        self._free.append(events)
 
 
 class CudaInFlightCopy(InFlightCopy):
-    """A copy between two events, which go back to ``pool`` when it is done.
+    """A copy between events, which go back to ``pool`` when it has ended.
 
     The events of a failed copy do not go back: their state is unknown.
     """
 
-    def __init__(self, pair: _Pair, pool: EventPool) -> None:
-        self._pair = pair
+    def __init__(
+        self, device: torch.device, events: CopyEvents, has_digest: bool, pool: EventPool
+    ) -> None:
+        self._device = device
+        self._events = events
+        self._has_digest = has_digest
         self._pool = pool
         self._seconds: float | None = None
 
-    def poll(self) -> float | None:
-        try:
-            if self._seconds is None and self._pair[1].query():
-                self._finish()
-        except RuntimeError as error:
-            raise TransferFailed("the device failed during a copy") from error
-        return self._seconds
-
     def wait(self) -> float:
-        try:
-            if self._seconds is None:
-                self._pair[1].synchronize()  # blocks this thread only
-            return self._finish() if self._seconds is None else self._seconds
-        except RuntimeError as error:
-            raise TransferFailed("the device failed during a copy") from error
-
-    def _finish(self) -> float:
-        start, end = self._pair
-        self._seconds = float(start.elapsed_time(end)) / 1e3
-        self._pool.give(self._pair)
+        if self._seconds is None:
+            start, end, digested = self._events
+            try:
+                use_device(self._device)
+                end.synchronize()  # blocks this thread only
+                if self._has_digest:
+                    digested.synchronize()
+                self._seconds = start.seconds_to(end)
+            except TransferFailed as error:
+                raise TransferFailed("the device failed during a copy") from error
+            self._pool.give(self._events)
         return self._seconds
 
 
@@ -190,43 +220,74 @@ def draining(stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 class CudaStreams(Streams):
-    """One stream for loads, which requests wait for, and one of lower priority for stores."""
+    """Streams of a CUDA device: per direction, one for copies and one for their digests.
+
+    Requests wait for loads, so the streams of stores have a lower priority.
+    """
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
-        self._streams = {
-            TransferType.CPU_TO_GPU: own_stream(self._device, urgent=True),
-            TransferType.GPU_TO_CPU: own_stream(self._device),
-        }
-        self._pool = EventPool()
+        self._context = CudaContext(index)
+        self._copies, self._digests = (
+            {
+                TransferType.CPU_TO_GPU: own_stream(self._device, urgent=True),
+                TransferType.GPU_TO_CPU: own_stream(self._device),
+            }
+            for _ in range(2)
+        )
+        self._pool = EventPool(self._event)
 
     def fence(self) -> Fence:
-        event = torch.cuda.Event()
+        event = self._event()
         event.record()
         return event
 
     def follow(self, fence: Fence) -> None:
         torch.cuda.current_stream(self._device).wait_event(fence)
 
+    def current(self) -> int:
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
     def mark(self) -> DeviceFence | None:
-        event = torch.cuda.Event(blocking=True)  # whoever waits must not spin on a core
+        event = self._event()
         event.record()
         return DeviceFence(event)
 
-    def launch(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> InFlightCopy:
+    def launch(
+        self,
+        kind: TransferType,
+        fence: Fence,
+        copy: Callable[[], None],
+        digest: Callable[[], None] | None = None,
+    ) -> InFlightCopy:
         use_device(self._device)
-        stream = self._streams[kind]
+        stream = self._copies[kind]
         try:
-            pair = self._pool.take()
+            events = self._pool.take()
             with draining(stream):
                 stream.wait_event(fence)
-                pair[0].record()
+                events.start.record()
                 copy()
-                pair[1].record()
+                events.end.record()
+                if digest is not None:
+                    read = events.end if kind is TransferType.CPU_TO_GPU else fence
+                    self._launch_digest(kind, read, digest, events.digested)
         except RuntimeError as error:
             raise TransferFailed("a copy could not be launched") from error
-        return CudaInFlightCopy(pair, self._pool)
+        return CudaInFlightCopy(self._device, events, digest is not None, self._pool)
+
+    def _event(self, timing: bool = False) -> OwnEvent:
+        return OwnEvent(self._device, self._context, timing)
+
+    def _launch_digest(
+        self, kind: TransferType, fence: Fence, digest: Callable[[], None], end: OwnEvent
+    ) -> None:
+        stream = self._digests[kind]
+        with draining(stream):
+            stream.wait_event(fence)
+            digest()
+            end.record()
 
 
 def check_device(kind: str) -> None:

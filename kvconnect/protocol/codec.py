@@ -154,11 +154,11 @@ def stricter(one: int, other: int) -> int:
     return min(one, other) or max(one, other)
 
 
-# Notes ------------------------------------------------------------------------------------------
+# Messages ---------------------------------------------------------------------------------------
 
 
 class NixlPayload(bytes):
-    """A note between the transports themselves; see ``rails.py``."""
+    """A message of a NIXL path, see ``nixl_messages.py``."""
 
 
 def pack_greeting(digest_period: int, offer: bytes = b"") -> bytes:
@@ -170,12 +170,12 @@ def unpack_greeting(payload: bytes) -> tuple[int, bytes]:
     """Return the digest period asked for and the offer; :class:`ProtocolError` if this is no
     greeting."""
     if not payload or payload[0] not in DIGEST_PERIODS:
-        raise ProtocolError("its first note is no greeting")
+        raise ProtocolError("its first message is no greeting")
     return payload[0], payload[1:]
 
 
 def pack_message(payload: bytes) -> bytes:
-    """Return a note's bytes; no payload makes a heartbeat. :class:`Misuse` if it is too long."""
+    """Return a message's bytes; no payload makes a heartbeat. :class:`Misuse` if it is too long."""
     if len(payload) > MAX_MESSAGE:
         raise Misuse(f"a message of {len(payload)} bytes, at most {MAX_MESSAGE} fit")
     flag = _NIXL_BIT if isinstance(payload, NixlPayload) else 0
@@ -183,7 +183,8 @@ def pack_message(payload: bytes) -> bytes:
 
 
 class MessageReader:
-    """Cuts a control connection's bytes into notes. Keeps less than one note and one chunk."""
+    """Splits a control connection's bytes into messages. Keeps less than one message and one
+    chunk."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -192,8 +193,8 @@ class MessageReader:
         """Return the payloads that are complete now; ``b""`` is a heartbeat.
 
         Raises:
-            ProtocolError: a note is announced longer than ``MAX_MESSAGE``. The reader is of no use
-                from then on: where the next note would start is unknown.
+            ProtocolError: a message is longer than ``MAX_MESSAGE``. The reader cannot be used any
+                more: where the next message starts is unknown.
         """
         self._buffer += data
         notes = []

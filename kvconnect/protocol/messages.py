@@ -1,16 +1,19 @@
-"""What two workers say to each other: one message per note, as msgpack.
+"""Messages between two workers, in msgpack.
 
 The *reader* (decode side) connects, the *source* (prefill side) listens. Both send a
-:class:`Hello` first; when they agree (``session.py``), the reader asks::
+:class:`Hello` first. When they agree (``negotiation.py``), the reader requests pages::
 
-    reader                                 source
-      Want(1, transfer, parts) ------------> |   pages go out on the data connections as they
-      | <----------- Alive([1]) now and then |   become readable, layer by layer or all at once
-      Done(1) or Cancel(1) ----------------> |
-      | <-- Fail(1, cause) instead, where it cannot
+    reader                                     source
+      ReadRequest(want=1, transfer, parts) ---> |   sends pages on the data connections as they
+      | <------------- Alive(wants=[1])         |   are computed; tells now and then that it does
+      | <------------- PagesReady(want=1)       |   all pages are computed
+      ReadDone(want=1) -----------------------> |   all pages have arrived, or
+      Cancel(want=1) -------------------------> |   the reader needs them no more, or
+      | <------------- Fail(want=1, cause)      |   the source cannot send them
 
-Unknown fields are ignored, so that a later version may add some. Every field has a range; what is
-outside it never gets past :func:`decode`. No message holds an address, a block id or a path.
+A read's id is ``want``; the reader chooses it. Unknown fields are ignored, so that a later version
+may add some. :func:`decode` rejects a field that is out of range. No message contains an address, a
+block id or a path.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ _INT64_MAX = (1 << 63) - 1
 
 LAST_READ_ID = _INT64_MAX
 PROBE_READ_ID = _INT64_MAX - 15
-"""The want of the first probe; those from here to ``LAST_READ_ID`` are for probes alone."""
+"""Read id of the first probe; the ids from here to ``LAST_READ_ID`` are for probes alone."""
 
 Transfer = Annotated[bytes, Meta(min_length=16, max_length=16)]
 ReadId = Annotated[int, Meta(ge=0, lt=PROBE_READ_ID)]
@@ -131,7 +134,11 @@ class Reject(msgspec.Struct, tag="turned"):
 
 
 class ReadRequest(msgspec.Struct, tag="want"):
-    """Reader: send the pages of a bandwidth probe."""
+    """Reader: send pages of a transfer.
+
+    ``parts``: (group, first wire block, count), groups ascending. ``early``: the source may not
+    know the transfer yet (push).
+    """
 
     want: ReadId
     transfer: Transfer
@@ -187,7 +194,7 @@ class Decline(msgspec.Struct, tag="decline"):
 
 
 class Probe(msgspec.Struct, tag="probe"):
-    """Reader: send the pages of a probe under this want, so that I can measure the rate."""
+    """Reader: send the pages of a bandwidth probe, with this read id."""
 
     want: Annotated[int, Meta(ge=PROBE_READ_ID, le=_INT64_MAX)]
 

@@ -1,17 +1,18 @@
-"""What the two sides of a connection tell each other so that hardware can write pages.
+"""Messages between the two sides of a NIXL path.
 
-On a NIXL path the source writes into the reader's memory itself, so the reader must say where.
-These messages travel on the control connection, beside the notes of the layer above::
+The source writes pages into the reader's memory itself, so the reader tells it where. These
+messages use the control connection, beside those of ``messages.py``::
 
-    reader                                    source
-      Units(1, [...]) ----------------------> |   where the pages of an agreement lie, once
-      Places(7, 1, spans) or Plain(7) ------> |   where want 7 goes, or that it goes over TCP
-      | <------------ Landed(7, 0, 0, 64, 3) |   write number 3 is complete; its mark says so too
-      Stop(7) ------------------------------> |   nothing more, please
-      | <-------------------------- Stopped(7) |   no write of want 7 can land any more
+    reader                                  source
+      UnitLocations(number=1) -------------> |   addresses of the reader's units, once
+      Destinations(want=7, units=1) -------> |   the pages of read 7 go there, or
+      UseTcp(want=7) ----------------------> |   the pages of read 7 go over TCP
+      | <-- PagesWritten(want=7, number=3)   |   write 3 of this connection is complete
+      StopWriting(want=7) -----------------> |   write nothing more for read 7
+      | <---------- WritesStopped(want=7)    |   no write of read 7 can arrive any more
 
-An :class:`NixlOffer` comes with each side's greeting. The reader is the side that connected. Sizes
-are bytes. Nothing here does I/O.
+The greeting of each side (``codec.py``) contains a :class:`NixlOffer`. The reader is the side that
+connected. A read's id is ``want``. Sizes are in bytes. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from kvconnect.protocol.codec import MAX_MESSAGE, NO_CONTROLS, decode_struct
 from kvconnect.protocol.messages import LAST_READ_ID
 
 MAX_METADATA = 256 << 10
-"""Of one agent; a few areas take less than 1 KiB."""
+"""Limit on the metadata of one agent, in bytes; that of a few regions takes less than 1 KiB."""
 
 MAX_UNIT_LISTS = 16
-"""That one reader may describe; it has one, and one for the probe."""
+"""Limit on the lists of units of one reader. It uses two: one for pages, one for the probe."""
 
 MAX_UNITS = 4096
 
@@ -44,7 +45,8 @@ _Count = Annotated[int, Meta(ge=1, lt=1 << 31)]
 
 class NixlOffer(msgspec.Struct, kw_only=True):
     """What one side has. ``metadata`` lets the other side reach its memory, so only the reader
-    has any; it is only looked at when the rest fits: NIXL may crash on that of another version."""
+    sends any. It is read only if the other fields fit: NIXL may crash on that of another
+    version."""
 
     backend: _Name
     version: Annotated[str, Meta(max_length=32, pattern=NO_CONTROLS)]
@@ -55,9 +57,9 @@ class NixlOffer(msgspec.Struct, kw_only=True):
 class UnitLocation(msgspec.Struct, kw_only=True):
     """Where the reader keeps one unit.
 
-    ``address``, ``nbytes`` and ``device`` describe its memory region. ``segments`` holds int64
-    little-endian triples (offset, stride, length), see :class:`~kvconnect.transport.base.Unit`.
-    ``device`` is the number of a CUDA device, -1 for CPU memory."""
+    ``address``, ``nbytes`` and ``device`` describe its memory region; ``device`` is the number of
+    a CUDA device, -1 for CPU memory. ``segments`` holds int64 little-endian triples (offset,
+    stride, length), see :class:`~kvconnect.transport.base.Unit`."""
 
     address: _Address
     nbytes: _Size
@@ -77,8 +79,9 @@ class UnitLocations(msgspec.Struct, tag="units", kw_only=True):
 
 
 class Destinations(msgspec.Struct, tag="places", kw_only=True):
-    """Where the pages of a read go. ``spans[u]``: unit u's (first wire block, index into ``ids``);
-    ``ids`` are int64 little-endian."""
+    """Where the pages of a read go. ``units`` is the number of a :class:`UnitLocations` list.
+    ``spans[u]``: unit u's (first wire block, index into ``ids``). ``ids``: wire-block ids, int64
+    little-endian."""
 
     want: _WantNumber
     units: _Number
@@ -87,14 +90,14 @@ class Destinations(msgspec.Struct, tag="places", kw_only=True):
 
 
 class UseTcp(msgspec.Struct, tag="plain", kw_only=True):
-    """A read that uses the TCP data connections."""
+    """Reader: send the pages of this read over the TCP data connections."""
 
     want: _WantNumber
 
 
 class PagesWritten(msgspec.Struct, tag="landed", kw_only=True):
-    """Wire blocks ``first ... first + count - 1`` of a unit were written by write ``number`` of
-    this connection in ``seconds``. ``digests``: see ``codec.py``."""
+    """Source: write ``number`` of this connection has written wire blocks
+    ``first ... first + count - 1`` of a unit, in ``seconds``. ``digests``: see ``codec.py``."""
 
     want: _WantNumber
     unit: _Number

@@ -128,7 +128,7 @@ def _add_workers(parser: argparse.ArgumentParser) -> None:
         "--workers-file",
         default="",
         metavar="PATH",
-        help='a file that names more, "prefill W" or "decode W" a line; read again when it changes',
+        help='file of engines, "prefill W" or "decode W" a line; read again when it changes',
     )
     for role in ("prefill", "decode"):
         what = f"{role} engines: a worker at every address of the URL's host, looked up again"
@@ -148,8 +148,8 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
     add("--port", type=port, default=default.port, help="port (default: %(default)s)")
     add("--shared-port", action="store_true", help="other routers may listen at this port too")
     add("--tls-cert", default="", metavar="PATH", help="certificate chain, to serve HTTPS")
-    add("--tls-key", default="", metavar="PATH", help="its key")
-    add("--api-key-file", default="", metavar="PATH", help="keys that clients need, one a line")
+    add("--tls-key", default="", metavar="PATH", help="private key of the certificate")
+    add("--api-key-file", default="", metavar="PATH", help="file with client keys, one a line")
     what = "clients with different keys may use each other's cached KV"
     add("--shared-cache", action="store_true", help=what)
     what = "tell clients how much of a prompt engines are expected to have cached"
@@ -179,10 +179,18 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         help="under round_robin and random, take the rank with the fewest tokens",
     )
     for flag, seconds, what in (
-        ("worker-load-check-interval", default.intervals.load_s, "looks at an engine's load"),
-        ("probe-interval", default.intervals.probe_s, "probes of an engine's hand-off"),
+        (
+            "worker-load-check-interval",
+            default.intervals.load_s,
+            "queries of an engine's load, 0: one query each time it comes up",
+        ),
+        (
+            "probe-interval",
+            default.intervals.probe_s,
+            "probes of an engine's hand-off, 0: no probes",
+        ),
     ):
-        text = f"seconds between {what}, 0: never (default: %(default)s)"
+        text = f"seconds between {what} (default: %(default)s)"
         add(f"--{flag}", type=float, default=seconds, metavar="S", help=text)
 
 

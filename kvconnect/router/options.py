@@ -137,8 +137,8 @@ class Intervals:
     """Intervals of queries to engines; checked when created.
 
     Attributes:
-        load_s: seconds between two queries of an engine's load; 0: one query when it comes up.
-        probe_s: seconds between two probes of an engine's hand-off; 0: never.
+        load_s: seconds between two queries of an engine's load. 0: one query each time it comes up.
+        probe_s: seconds between two probes of an engine's hand-off. 0: no probes.
 
     Raises:
         ConfigError: names the flag, its value and the fix.
@@ -151,7 +151,7 @@ class Intervals:
         seconds = {"worker-load-check-interval": self.load_s, "probe-interval": self.probe_s}
         for flag, value in seconds.items():
             if not 0 <= value <= 3600:
-                raise ConfigError(flag, value, "use seconds, 0 (never) to 3600")
+                raise ConfigError(flag, value, "use seconds, 0 to 3600")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvconnect.errors import Misuse
-from kvconnect.testing.memory import GuardedBuffer, get, payload_of, put, require, spoil_files
+from kvconnect.testing.buffers import GuardedBuffer, get, payload_of, put, require, spoil_files
 from kvconnect.tiers.backends.base import MAX_KEY_BYTES, BlockOutcome, Store
 
 Make = Callable[[Path], Store]

@@ -1,4 +1,4 @@
-"""The tiers below host memory: a local disk, and a store that several engines share."""
+"""The secondary tiers: a local disk, and a store that several engines share."""
 
 from kvconnect.tiers.lookup import SHARED, LookupRequest, LookupResult, PrefetchDecision
 from kvconnect.tiers.planner import Promoted, TierLimits, TierPlan

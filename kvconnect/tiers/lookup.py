@@ -1,4 +1,4 @@
-"""Which blocks to look up in the lower tiers, which to prefetch, and the jobs that do it."""
+"""Which blocks to look up in the secondary tiers, which to prefetch, and the jobs that do it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
+from kvconnect.bounded import remember
 from kvconnect.cache.groups import CacheGroup, leading_group, longest_prefix
 from kvconnect.cache.keys import PREFIX_BYTES, block_key
 from kvconnect.offload.index import HostIndex
@@ -32,7 +33,7 @@ Block = tuple[int, bytes]
 
 
 class LookupResult(NamedTuple):
-    """Blocks that lower tiers have for a request: the tier of each block after the first
+    """Blocks that secondary tiers have for a request: the tier of each block after the first
     ``context`` tokens, up to the end of the prefix. Without a prefetch, ``tokens`` tokens must be
     computed."""
 
@@ -56,7 +57,7 @@ class LookupRequest(NamedTuple):
     """Blocks that a request can use: of tokens [local_tokens, max_tokens).
 
     ``prefix`` is the tenant and scope. ``block_names`` has, by hash, the names of blocks that the
-    lower tiers know under another name than their hash.
+    secondary tiers know under another name than their hash.
     """
 
     hashes: Sequence[Sequence[bytes]]
@@ -66,7 +67,7 @@ class LookupRequest(NamedTuple):
     block_names: Mapping[bytes, bytes] = MappingProxyType({})
 
     def key(self, group: int, block_hash: bytes) -> bytes:
-        """Return the key of a block in the lower tiers."""
+        """Return the key of a block in the secondary tiers."""
         return block_key(self.prefix, group, self.block_names.get(block_hash, block_hash))
 
     def rows(self, groups: Sequence[CacheGroup]) -> Iterator[tuple[int, Sequence[bytes]]]:
@@ -86,10 +87,7 @@ class RecentMisses:
         return key in self._until
 
     def add(self, key: bytes, now: float) -> None:
-        self._until[key] = now + _MISS_S
-        self._until.move_to_end(key)
-        if len(self._until) > _MAX_MISSES:
-            self._until.popitem(last=False)
+        remember(self._until, key, now + _MISS_S, _MAX_MISSES)
 
     def discard(self, key: bytes) -> None:
         self._until.pop(key, None)
@@ -125,7 +123,7 @@ class PendingPrefetches:
 
 
 class _HostAndFound:
-    """The host tier together with the blocks found in lower tiers, for :func:`longest_prefix`."""
+    """The host tier and the blocks found in secondary tiers, for :func:`longest_prefix`."""
 
     def __init__(self, index: HostIndex, found: Mapping[Block, int]) -> None:
         self._index = index

@@ -1,4 +1,4 @@
-"""Scheduler to worker: blocks to look up, read and write below host memory. Back: answers."""
+"""Scheduler to worker: lookups, reads and writes in the secondary tiers. Back: answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvconnect.types import JobId, Tier
 
 @dataclass(frozen=True)
 class LookupBlocks:
-    """Find out which blocks are in the tiers below host memory."""
+    """Find out which blocks are in the secondary tiers."""
 
     job: JobId
     keys: tuple[bytes, ...]
@@ -18,7 +18,7 @@ class LookupBlocks:
 
 @dataclass(frozen=True)
 class PrefetchBlocks:
-    """Read blocks from the tiers below host memory: ``keys[i]`` into ``slots[i]``."""
+    """Read blocks from the secondary tiers: ``keys[i]`` into ``slots[i]``."""
 
     job: JobId
     keys: tuple[bytes, ...]
@@ -28,7 +28,7 @@ class PrefetchBlocks:
 
 @dataclass(frozen=True)
 class WriteBackBlocks:
-    """Write blocks to the tiers below host memory: ``slots[i]`` as ``keys[i]``."""
+    """Write blocks to the secondary tiers: ``slots[i]`` as ``keys[i]``."""
 
     job: JobId
     keys: tuple[bytes, ...]
@@ -54,7 +54,7 @@ SECONDARY_TIERS = (None, Tier.DISK, Tier.REMOTE)
 
 @dataclass
 class TierInstructions:
-    """One step's work on the tiers below host memory, for every worker."""
+    """One step's work on the secondary tiers, for every worker."""
 
     lookups: list[LookupBlocks] = field(default_factory=list)
     prefetches: list[PrefetchBlocks] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Decides for the tiers below host memory what to look up, to prefetch and to write back.
+"""Decides for the secondary tiers what to look up, to prefetch and to write back.
 
 One object per engine, owned by the scheduler's thread. Time is an argument, as in
 :mod:`kvconnect.offload.planner`. If the host tier lacks a part of a request's prefix, the request
@@ -232,7 +232,7 @@ class TierPlan:
             self._stats.count("failed_blocks", len(job.slots), label=cause)
 
     def _look_up(self, req_id: str, request: LookupRequest, now: float) -> bool:
-        """Plan a lookup. Return False if no lower tier can have a block."""
+        """Plan a lookup. Return False if no secondary tier can have a block."""
         missing = missing_blocks(self._index, self._groups, request, self._misses)
         blocks = tuple(islice(missing, _MAX_KEYS))
         if not blocks:

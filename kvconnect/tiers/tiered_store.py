@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvconnect.breaker import CircuitBreaker
+from kvconnect.circuit_breaker import CircuitBreaker
 from kvconnect.errors import Corrupt, contained
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.stats import OffloadingConnectorStats

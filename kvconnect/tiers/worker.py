@@ -1,4 +1,4 @@
-"""Runs a worker's jobs of the tiers below host memory.
+"""Runs a worker's jobs of the secondary tiers.
 
 The engine's thread submits jobs and polls for answers; it never waits for a disk or a server. Jobs
 are cut into batches, and each batch goes through a :class:`TieredStore` on its own.

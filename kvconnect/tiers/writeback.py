@@ -36,7 +36,7 @@ class WriteBacks:
         self.reused = reused
         self._stats = stats
         self._queue: deque[_QueuedBlock] = deque()
-        self._handled = bytearray(len(index.slots))  # per slot: queued, or a lower tier has it
+        self._handled = bytearray(len(index.slots))  # per slot: queued, or a secondary tier has it
         self._writing = 0  # slots
 
     @property
@@ -45,7 +45,7 @@ class WriteBacks:
         return bool(self._queue) and self._writing < self._max_slots
 
     def stored(self, group: int, block_hash: bytes, key: bytes) -> None:
-        """Note a block that was copied from the device. ``key`` names it in the lower tiers."""
+        """Note a block that was copied from the device. ``key`` names it in the secondary tiers."""
         slot = self._index.slot_of(group, block_hash)
         if slot is None:
             return
@@ -59,7 +59,7 @@ class WriteBacks:
             self._add(_QueuedBlock(slot, group, self._index.hash_of(slot), key))
 
     def promoted(self, slots: Iterable[int]) -> None:
-        """Note blocks that were prefetched from a lower tier."""
+        """Note blocks that were prefetched from a secondary tier."""
         for slot in slots:
             self._handled[slot] = True
 

@@ -23,8 +23,8 @@ from kvconnect.testing.store import check_store
 from kvconnect.tiers.backends import BlockOutcome, make_store
 from kvconnect.tiers.backends.mooncake import MooncakeOptions, MooncakeServer
 from kvconnect.tiers.backends.remote import RemoteStore
-from tests.contract.test_remote_stores import get, put, spoil
 from tests.servers import free_port
+from tests.stores import get, put, spoil
 
 OK, ABSENT = BlockOutcome.OK, BlockOutcome.ABSENT
 

@@ -16,35 +16,15 @@ from typing import Any
 import pytest
 
 from kvconnect.errors import ConfigError, TransferFailed
-from kvconnect.testing.memory import payload_of
+from kvconnect.testing.buffers import payload_of
 from kvconnect.testing.store import check_store
 from kvconnect.tiers.backends import BlockOutcome, Store, make_store
 from kvconnect.tiers.backends.remote import RemoteStore, Server
 from tests.links import make_certificates
 from tests.servers import PASSWORD, Valkey
-from tests.stores import get, put
+from tests.stores import get, put, spoil
 
 OK, ABSENT = BlockOutcome.OK, BlockOutcome.ABSENT
-
-
-@pytest.fixture
-def valkey(tmp_path: Path) -> Iterator[Valkey]:
-    pytest.importorskip("valkey")
-    server = Valkey(tmp_path)
-    server.start()
-    yield server
-    server.kill()
-
-
-def spoil(store: Store, key: bytes) -> None:
-    """Change a byte of a value on the server."""
-    assert isinstance(store, RemoteStore)
-    [name] = store._names([key])
-    [value] = store._server.load([name], 1 << 20)
-    assert value is not None
-    changed = bytearray(value)
-    changed[-1] ^= 1
-    assert store._server.store([name], [memoryview(changed)]) == [OK]
 
 
 # Conformance ------------------------------------------------------------------------------------

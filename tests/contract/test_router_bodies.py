@@ -40,7 +40,7 @@ def test_transfers_and_salts_are_fields_of_responses_and_messages(path: str) -> 
         engine_bodies.encoded(engine_bodies.prefill_body(body, "x", api.one_token))
     )
     decode = kind.model_validate_json(
-        engine_bodies.encoded(engine_bodies.push_body(body, "x", "card"))
+        engine_bodies.encoded(engine_bodies.push_body(body, "x", "standing"))
     )
     bound = next(name for name, value in api.one_token.items() if value == 1)
     assert getattr(prefill, bound) == 1 and not prefill.stream

@@ -10,7 +10,7 @@ import pytest
 
 from kvconnect.errors import ConfigError, Misuse
 from kvconnect.testing import store as checks
-from kvconnect.testing.memory import payload_of, spoil_files
+from kvconnect.testing.buffers import payload_of, spoil_files
 from kvconnect.testing.store import Subject, check_store
 from kvconnect.tiers import backends as registry
 from kvconnect.tiers.backends import BlockOutcome, Store, Usage, make_store

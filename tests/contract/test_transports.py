@@ -119,7 +119,7 @@ class Forgiving(InprocTransport):
 
 
 class Rude(InprocTransport):
-    """Hangs up before the notes are out."""
+    """Hangs up before the messages are out."""
 
     def submit(self, order: Order) -> None:
         super().submit(order)

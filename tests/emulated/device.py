@@ -107,11 +107,11 @@ class EmulatedStream:
 
 
 class EmulatedEvent:
-    """``torch.cuda.Event``."""
+    """``torch.cuda.Event``, and KVConnect's own."""
 
     device = CUDA
 
-    def __init__(self, emulator: Emulator, **_: bool) -> None:
+    def __init__(self, emulator: Emulator) -> None:
         self._emulator = emulator
         self.mark: Mark | None = None
 
@@ -130,8 +130,8 @@ class EmulatedEvent:
         if mark is not None and not self._emulator.is_off("synchronize"):
             self._emulator.world.block(lambda: mark.done)
 
-    def elapsed_time(self, end: EmulatedEvent) -> float:
-        return 1.0
+    def seconds_to(self, end: EmulatedEvent) -> float:
+        return 0.001
 
 
 class Emulator:
@@ -150,8 +150,9 @@ class Emulator:
         self.streams.append(EmulatedStream(self))
         return self.streams[-1]
 
-    def event(self, **options: bool) -> EmulatedEvent:
-        return EmulatedEvent(self, **options)
+    def event(self, *_: object, **__: object) -> EmulatedEvent:
+        """Make an event."""
+        return EmulatedEvent(self)
 
     def current_stream(self, _: object = None) -> EmulatedStream:
         """Return the calling thread's."""
@@ -184,9 +185,12 @@ class Emulator:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Take the places of torch, and of what makes streams and threads."""
-        monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # it takes time
+        # Records take time. Not logging.disable: loggers remember it beyond the test.
+        monkeypatch.setattr(logging.Logger, "isEnabledFor", lambda *_: False)
         monkeypatch.setattr(threads, "threading", self.world.threading)
         monkeypatch.setattr(torch.cuda, "Event", self.event)
+        monkeypatch.setattr("kvconnect.offload.streams.OwnEvent", self.event)
+        monkeypatch.setattr("kvconnect.offload.streams.CudaContext", lambda _: None)
         monkeypatch.setattr(torch.cuda, "stream", self.on)
         monkeypatch.setattr(torch.cuda, "current_stream", self.current_stream)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -213,6 +217,7 @@ class EmulatedDriver(Driver):
     ``breaks``, breaks off half-way."""
 
     name = "emulated"
+    kernels_unavailable_reason = None
     has_batch = True
 
     def __init__(self, emulator: Emulator, breaks: float = 0.0) -> None:
@@ -222,8 +227,7 @@ class EmulatedDriver(Driver):
 
     def launch(self, kernel: str, grid: int, threads: int, arguments: Sequence[int]) -> None:
         values = [ctypes.c_longlong(argument) for argument in arguments]
-        threads = threads if kernel == "digest_pages" else 32
-        self._emulator.launch(lambda: launch_on_host(kernel, 1, threads, values))
+        self._emulator.launch(lambda: launch_on_host(kernel, 1, min(threads, 32), values))
 
     def copy_batch(
         self, targets: array[int], sources: array[int], sizes: array[int], early: bool
@@ -250,12 +254,11 @@ class EmulatedDriver(Driver):
         return target
 
     def device_memory(self, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8)
-
-    def host_memory(self, nbytes: int) -> torch.Tensor:
         memory = torch.zeros(nbytes, dtype=torch.uint8)
         self._kept.append(memory)
         return memory
+
+    host_memory = device_memory
 
     def synchronize(self) -> None:
         done = self._emulator.event()

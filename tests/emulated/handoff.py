@@ -20,9 +20,9 @@ from kvconnect.copy.cuda import BlockCopier
 from kvconnect.disaggregation import (
     agent,
     bandwidth_probe,
-    receive_side,
-    receiver,
-    send_side,
+    decode_executor,
+    decode_planner,
+    prefill_executor,
     sessions,
     staging,
 )
@@ -430,11 +430,11 @@ def play(
 def _replace_modules(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
     for module in (inproc, base, agent, agent, staging):
         monkeypatch.setattr(module, "threading", world.threading)
-    for module in (agent, send_side, receive_side, sessions):  # type: ignore[assignment]
+    for module in (agent, prefill_executor, decode_executor, sessions):  # type: ignore[assignment]
         monkeypatch.setattr(module, "time", world.time)
     monkeypatch.setattr(agent, "SimpleQueue", world.simple_queue)
     monkeypatch.setattr(bandwidth_probe, "_ROUNDS", (array("q", [0]), array("q", [0])))
-    monkeypatch.setattr(receiver, "MAX_WAIT_S", PATIENCE_S)
+    monkeypatch.setattr(decode_planner, "MAX_WAIT_S", PATIENCE_S)
     for name in ("_HELLO_TIMEOUT_S", "_PROBE_TIMEOUT_S"):
         monkeypatch.setattr(sessions, name, PATIENCE_S)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -14,12 +15,13 @@ Play = Callable[[Random, frozenset[Site]], Emulator]
 """Runs a model with these numbers and without these sites; raises if something is wrong."""
 
 
-def sites_of(play: Play, runs: int) -> list[Site]:
+@cache
+def sites_of(play: Play, runs: int) -> tuple[Site, ...]:
     """Return the sites that healthy runs pass, in a stable order."""
     found: set[Site] = set()
     for seed in range(runs):
         found |= play(Random(seed), frozenset()).sites
-    return sorted(found)
+    return tuple(sorted(found))
 
 
 def is_noticed(play: Play, site: Site, runs: int) -> bool:

@@ -17,7 +17,7 @@ import torch
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.copy.calibration import CopyThreshold
 from kvconnect.copy.cuda import CudaCopier
-from kvconnect.offload import copy_executor, host_tier, layer_loads
+from kvconnect.offload import copy_executor, copy_schedule, host_tier, layer_loads
 from kvconnect.offload.host_tier import HostTier
 from kvconnect.offload.messages import GroupBlocks, LoadBlocks, StoreBlocks
 from kvconnect.types import FailureCause, JobId
@@ -287,7 +287,7 @@ def play(random: Random, disabled: frozenset[Site] = frozenset()) -> Emulator:
         monkeypatch.setattr(host_tier, "device_node", lambda device: None)
         monkeypatch.setattr(host_tier.HostArena, "pin", lambda self: True)
         monkeypatch.setattr(layer_loads, "PIECE_BYTES", 1)  # a piece per layer
-        monkeypatch.setattr(copy_executor, "CHUNK_BYTES", 2 * LAYERS * RUN)
+        monkeypatch.setattr(copy_schedule, "CHUNK_BYTES", 2 * LAYERS * RUN)
         for module in (copy_executor, layer_loads):
             monkeypatch.setattr(module, "threading", world.threading)
             monkeypatch.setattr(module, "time", world.time)

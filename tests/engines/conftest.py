@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.engines.server import Server
-from tests.fork_server import Nursery
+from tests.fork_server import ForkServer
 
 # Threads and ranks spin while they wait for one another. Where they outnumber the cores, or share
 # them with other work, a step takes a hundred times as long.
@@ -25,8 +25,8 @@ MODULES = (
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nursery() -> Iterator[None]:
+def fork_server() -> Iterator[None]:
     """Fork servers from a process that has imported vLLM."""
-    with Nursery(MODULES, {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}) as Server.nursery:
+    with ForkServer(MODULES, {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}) as Server.fork_server:
         yield
-    Server.nursery = None
+    Server.fork_server = None

@@ -5,16 +5,27 @@ from __future__ import annotations
 import json
 import secrets
 import threading
+import time
+import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from tests.engines.models import model_dir
+import pytest
+
+from tests.engines.models import BLOCK_SIZE, model_dir
+from tests.engines.scenario import PROMPT
 from tests.engines.server import Answer, Server, kv_transfer
 
 SEND = {"transfer_type": "SEND"}
 RECV = {"transfer_type": "RECV"}
+HANDED_OFF = PROMPT - 1  # the decode engine computes the last token itself
+BLOCKS_EACH = -(-HANDED_OFF // BLOCK_SIZE)
+LEASE_S = 10.0  # long enough for a busy machine
+DEADLINE_S = 10.0
+LIMITS = {"lease_s": LEASE_S, "deadline_s": DEADLINE_S}
+Pair = tuple[Server, Server]
 
 
 def prefill_config(connector: str = "KVConnect", module: str | None = None, **extra: Any) -> str:
@@ -32,7 +43,7 @@ def pair(
     prefill: dict[str, Any] | None = None,
     decode: dict[str, Any] | None = None,
     **both: Any,
-) -> Iterator[tuple[Server, Server]]:
+) -> Iterator[Pair]:
     """Start one prefill and one decode engine side by side. ``prefill`` and ``decode`` are
     arguments of :class:`Server`, ``both`` those of either."""
     p = Server(model, **{"connector": prefill_config(), **both, **(prefill or {})})
@@ -61,8 +72,8 @@ def prefill(server: Server, prompt: list[int], transfer: str | None = None) -> d
     return params
 
 
-def card(server: Server) -> str:
-    """Return the standing offer of a prefill engine."""
+def standing_ticket(server: Server) -> str:
+    """Return the standing ticket of a prefill engine."""
     wanted = {"do_remote_decode": True, "kvconnect_card": True}
     text: str = raw(server, [1], 1, kv_transfer_params=wanted)["kv_transfer_params"][
         "kvconnect_card"
@@ -76,7 +87,7 @@ def pull(p: Server, d: Server, prompt: list[int], new: int) -> Answer:
 
 
 def push(p: Server, d: Server, prompt: list[int], new: int, offer: str) -> Answer:
-    """Ask both at the same time. ``offer`` is the prefill engine's card."""
+    """Ask both at the same time. ``offer`` is the prefill engine's standing ticket."""
     transfer = secrets.token_hex(16)
     first = threading.Thread(target=prefill, args=(p, prompt, transfer))
     first.start()
@@ -109,3 +120,28 @@ def received_bytes(server: Server) -> float:
 
 def sent_bytes(server: Server) -> float:
     return server.metric("vllm:kvconnect_transfer_bytes_total", **SEND)
+
+
+def assert_quiet(*servers: Server) -> None:
+    """After quiescence, and at the latest when leases have run out, nobody holds anything."""
+    for server in servers:
+        server.settle()
+        deadline = time.monotonic() + 2 * (LEASE_S + DEADLINE_S)
+        while server.metric("vllm:kvconnect_ledger_held_blocks") and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for owner in ("store", "load", "send", "recv"):
+            assert server.metric("vllm:kvconnect_ledger_held_blocks", owner=owner) == 0
+        assert server.metric("vllm:kv_cache_usage_perc") == 0
+
+
+@contextmanager
+def one_clean_error() -> Iterator[None]:
+    """The engine answers with an error, and is done with the request."""
+    with pytest.raises(urllib.error.HTTPError) as failed:
+        yield
+    with failed.value as error:
+        assert error.code == 500
+
+
+def refused(server: Server, field: str) -> float:
+    return server.metric("vllm:kvconnect_handoff_refused_total", field=field)

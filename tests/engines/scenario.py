@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from functools import cache
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from tests.engines.models import BLOCK_SIZE, MODELS, prompt_tokens
 from tests.engines.server import Answer, Server
@@ -23,6 +25,7 @@ ONE_STEP_AT_A_TIME = ("--no-async-scheduling",)
 
 GPU_TO_CPU = {"transfer_type": "GPU_to_CPU"}
 CPU_TO_GPU = {"transfer_type": "CPU_to_GPU"}
+PATIENCE_S = 60.0
 
 
 def prompts(count: int = COUNT, length: int = PROMPT) -> list[list[int]]:
@@ -134,3 +137,16 @@ def assert_aborts_leave_nothing_behind(server: Server, want: Expected) -> None:
         server.abort(prompt, after_chunks=number)
     assert tokens(ask(server)) == want.fresh
     assert_nothing_leaks(server)
+
+
+def disk(path: Path, **extra: Any) -> dict[str, Any]:
+    return {"path": str(path), "capacity": "64MiB", "min_free": 0, **extra}
+
+
+def settle(server: Server) -> None:
+    """Wait until nothing is being written down or brought up."""
+    server.settle()
+    deadline = time.monotonic() + PATIENCE_S
+    while server.metric("vllm:kvconnect_tier_jobs_in_flight"):
+        assert time.monotonic() < deadline, "write-backs go on and on"
+        time.sleep(0.1)

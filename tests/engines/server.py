@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from typing_extensions import Self
 
 from tests.engines.models import engine_args, engine_blocks
-from tests.fork_server import Child, Nursery
+from tests.fork_server import Child, ForkServer
 from tests.servers import free_port
 
 START_TIMEOUT_S = 480.0  # seconds on a free machine; several servers may start at once
@@ -198,7 +198,7 @@ class Client:
 class Process(Client, ABC):
     """A server started for the while of a ``with`` block. Its log is shown if that fails."""
 
-    nursery: ClassVar[Nursery | None] = None
+    fork_server: ClassVar[ForkServer | None] = None
     """What forks servers of this class in tests; elsewhere they are started as users do it."""
 
     health: ClassVar[str] = "/health"
@@ -222,8 +222,8 @@ class Process(Client, ABC):
     def launch(self) -> subprocess.Popen[bytes] | Child:
         """Start the program, its output in ``self.log``."""
         command = self.command()
-        if self.nursery and command[:2] == [sys.executable, "-m"]:
-            return self.nursery.start(command[2:], self.environment(), self.log)
+        if self.fork_server and command[:2] == [sys.executable, "-m"]:
+            return self.fork_server.start(command[2:], self.environment(), self.log)
         with self.log.open("wb") as log:
             return subprocess.Popen(
                 command,

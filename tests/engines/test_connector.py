@@ -14,14 +14,10 @@ import vllm
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
+from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
     MambaSpec,
-    SlidingWindowSpec,
 )
 
 from kvconnect.cache.groups import CacheGroup
@@ -33,54 +29,12 @@ from kvconnect.engines.vllm.stats import KVConnectStats
 from kvconnect.errors import ConfigError, Incompatible, Misuse
 from kvconnect.offload.messages import FailedBlock, JobReport
 from kvconnect.types import FailureCause, JobId
-
-FULL = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=16, dtype=torch.float32)
-WINDOW = SlidingWindowSpec(
-    block_size=32, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=128
+from tests.engines.vllm_configs import (
+    FULL,
+    WINDOW,
+    cache_config,
+    engine_config,
 )
-
-
-def engine_config(**changes: Any) -> Any:
-    """The parts of vLLM's configuration that the connector reads."""
-    transfer = KVTransferConfig(kv_connector="KVConnect", kv_role=changes.pop("kv_role", "kv_both"))
-    model = SimpleNamespace(
-        enable_sleep_mode=changes.pop("enable_sleep_mode", False),
-        model="llama",
-        is_hybrid=changes.pop("is_hybrid", False),
-        runner_type=changes.pop("runner_type", "generate"),
-        is_prefix_caching_supported=changes.pop("is_prefix_caching_supported", True),
-    )
-    device = SimpleNamespace(device_type=changes.pop("device_type", "cpu"))
-    caching = changes.pop("enable_prefix_caching", True)
-    parallel = {
-        "decode_context_parallel_size": 1,
-        "prefill_context_parallel_size": 1,
-        "data_parallel_size": 1,
-        "elastic_ep_max_dp_size": 1,
-        "data_parallel_external_lb": False,
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "world_size": 1,
-        "rank": 0,
-        "use_ubatching": False,
-    }
-    return SimpleNamespace(
-        kv_transfer_config=transfer,
-        parallel_config=SimpleNamespace(**{**parallel, **changes}),
-        cache_config=SimpleNamespace(block_size=32, enable_prefix_caching=caching),
-        model_config=model,
-        device_config=device,
-        max_concurrent_batches=1,
-        kv_events_config=None,
-        speculative_config=None,
-        observability_config=SimpleNamespace(otlp_traces_endpoint=None),
-    )
-
-
-def cache_config(*specs: Any, blocks: int = 4) -> KVCacheConfig:
-    groups = [KVCacheGroupSpec([f"layer{number}"], spec) for number, spec in enumerate(specs)]
-    tensor = KVCacheTensor(0, [group.layer_names[0] for group in groups], 0, 0)
-    return KVCacheConfig(blocks, [tensor], groups)
 
 
 def test_registering_twice_is_registering_once() -> None:
@@ -136,6 +90,25 @@ def test_what_is_not_served_is_refused(changes: dict[str, Any], field: str) -> N
     with pytest.raises(ConfigError) as refused:
         check_engine(engine_config(**changes), "off")
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("setting", "supported", "layout"),
+    [
+        ("engine", ["LBHNC", "BLHNC"], "LBHNC"),
+        ("blocks_first", ["LBHNC", "BLHNC"], "BLHNC"),
+        ("blocks_first", ["LBHNC"], "LBHNC"),  # the attention backend does not support it
+    ],
+)
+def test_the_layout_is_what_the_setting_says_if_attention_supports_it(
+    setting: str, supported: list[str], layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = engine_config()
+    transfer = config.kv_transfer_config
+    transfer.kv_connector_extra_config = {"kv_layout": setting}
+    config.cache_config = SimpleNamespace(kv_cache_layout=None)
+    monkeypatch.setattr(KVConnectorFactory, "get_connector_class", lambda _: KVConnect)
+    assert resolve_kv_cache_layout(config, [supported]).name == layout
 
 
 def test_what_is_refused_is_refused_as_soon_as_vllm_asks_for_anything() -> None:

@@ -36,7 +36,7 @@ from kvconnect.offload.messages import (
 )
 from kvconnect.offload.planner import LoadMode
 from kvconnect.types import FailureCause, JobId, Tier
-from tests.engines.test_connector import FULL, cache_config, engine_config
+from tests.engines.vllm_configs import FULL, cache_config, engine_config
 
 BLOCKS = 8
 SLOT = 2 * 2 * 32 * 16 * 4  # K and V, heads, tokens, head size, float32

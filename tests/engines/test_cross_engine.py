@@ -7,7 +7,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from tests.unit.cache.test_record_format import (
+from tests.unit.cache.engine_layouts import (
     HEADS,
     LAYERS,
     WIDTH,

@@ -28,11 +28,17 @@ from tests.boards import (
     selectors,
 )
 from tests.engines.models import prompt_tokens
-from tests.engines.pd import card, prefill, prefill_config, pull, push_params
-from tests.engines.scenario import COUNT, FULL, NEW, PROMPT, ask, block_bytes, prompts
+from tests.engines.pd import (
+    BLOCKS_EACH,
+    assert_quiet,
+    prefill,
+    prefill_config,
+    pull,
+    push_params,
+    standing_ticket,
+)
+from tests.engines.scenario import COUNT, FULL, NEW, PROMPT, ask, block_bytes, disk, prompts, settle
 from tests.engines.server import Router, Server, kv_transfer
-from tests.engines.test_handoff import BLOCKS_EACH, assert_quiet
-from tests.engines.test_tiers import disk, settle
 
 LIMITS = {"lease_s": 4.0, "deadline_s": 10.0, "digest": "full"}
 HOST = "4MiB"  # a block is 64 KiB: less than the prompts need, so that disk is read as well
@@ -68,9 +74,9 @@ class Fleet(NamedTuple):
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("fleet")
-    below = {"host_bytes": HOST, "disk": disk(folder / "disk"), "load_when": "always"}
+    tiers = {"host_bytes": HOST, "disk": disk(folder / "disk"), "load_when": "always"}
     with ExitStack() as stack:
-        p = Server("llama", prefill_config(**below, **LIMITS))
+        p = Server("llama", prefill_config(**tiers, **LIMITS))
         faulty = {"connector": "FlipsByte", "module": "tests.engines.faulty"}
         d = Server("llama", kv_transfer(**faulty, host_bytes="32MiB", transport="tcp", **LIMITS))
         with ThreadPoolExecutor(2) as pool:
@@ -164,7 +170,7 @@ class TestBoards:
 
     def kill_a_peer(self, p: Server, d: Server) -> None:
         """A prefill engine dies while a decode engine waits for it."""
-        offer = card(p)
+        offer = standing_ticket(p)
         with ThreadPoolExecutor(1) as pool:
             params = push_params(secrets.token_hex(16), offer)
             waiting = pool.submit(

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from tests.engines.models import BLOCK_SIZE, prompt_tokens
-from tests.engines.pd import pair
+from tests.engines.pd import assert_quiet, pair
 from tests.engines.ranks import (
     COUNT,
     NEW,
@@ -21,12 +21,11 @@ from tests.engines.ranks import (
     until,
 )
 from tests.engines.server import Process, Router, Server
-from tests.engines.test_handoff import assert_quiet
 
 MAX_LEN = 8192
 BLOCKS = 320
 LONG = 2000
-CARDS = "kvconnect_router_standing_ticket_fetches_total"
+FETCHES = "kvconnect_router_standing_ticket_fetches_total"
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,7 @@ def fleet() -> Iterator[Ranked]:
         routed(Router, p, d, "vllm", "engine") as found,
     ):
         for router in found.routers:
-            until(lambda r=router: r.metric(CARDS, outcome="ok") >= len(RANKS))
+            until(lambda r=router: r.metric(FETCHES, outcome="ok") >= len(RANKS))
         yield found
 
 

@@ -17,10 +17,9 @@ import pytest
 
 from tests.engines.load import CLIENTS, Admin, Load
 from tests.engines.models import prompt_tokens
-from tests.engines.pd import decode_config, prefill_config
+from tests.engines.pd import assert_quiet, decode_config, prefill_config
 from tests.engines.ranks import until
 from tests.engines.server import Router, Server, StreamBroken, events, kv_transfer
-from tests.engines.test_handoff import assert_quiet
 from tests.servers import free_port
 
 REQUESTS = 200
@@ -185,7 +184,7 @@ def assert_all_done(fleet: Fleet) -> None:
 
 
 def test_a_request_that_fails_is_counted(fleet: Fleet, load: Load) -> None:
-    """Negative control of the tests below: for a while there is no prefill engine, and later one
+    """Negative control of what follows: for a while there is no prefill engine, and later one
     answer is not what is expected."""
     prefill = fleet.engines[:2]
     with load:

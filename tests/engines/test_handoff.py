@@ -8,15 +8,21 @@ import time
 import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from tests.engines.models import BLOCK_SIZE, prompt_tokens
 from tests.engines.pd import (
-    card,
+    BLOCKS_EACH,
+    DEADLINE_S,
+    HANDED_OFF,
+    LEASE_S,
+    LIMITS,
+    Pair,
+    assert_quiet,
     decode_config,
+    one_clean_error,
     pair,
     prefill,
     prefill_config,
@@ -25,7 +31,9 @@ from tests.engines.pd import (
     push_params,
     raw,
     received_bytes,
+    refused,
     sent_bytes,
+    standing_ticket,
 )
 from tests.engines.scenario import (
     COUNT,
@@ -40,40 +48,9 @@ from tests.engines.scenario import (
 )
 from tests.engines.server import Server, kv_transfer
 
-HANDED_OFF = PROMPT - 1  # the decode engine computes the last token itself
-BLOCKS_EACH = -(-HANDED_OFF // BLOCK_SIZE)
-LEASE_S = 10.0  # long enough for a busy machine
-DEADLINE_S = 10.0
-LIMITS = {"lease_s": LEASE_S, "deadline_s": DEADLINE_S}
-Pair = tuple[Server, Server]
 TRANSPORTS = ("tcp", "nixl")
 of_one_transport = pytest.mark.parametrize("llama", ["tcp"], indirect=True, scope="module")
 """For tests of what no transport has a part in."""
-
-
-def assert_quiet(*servers: Server) -> None:
-    """After quiescence, and at the latest when leases have run out, nobody holds anything."""
-    for server in servers:
-        server.settle()
-        deadline = time.monotonic() + 2 * (LEASE_S + DEADLINE_S)
-        while server.metric("vllm:kvconnect_ledger_held_blocks") and time.monotonic() < deadline:
-            time.sleep(0.1)
-        for owner in ("store", "load", "send", "recv"):
-            assert server.metric("vllm:kvconnect_ledger_held_blocks", owner=owner) == 0
-        assert server.metric("vllm:kv_cache_usage_perc") == 0
-
-
-@contextmanager
-def one_clean_error() -> Iterator[None]:
-    """The engine answers with an error, and is done with the request."""
-    with pytest.raises(urllib.error.HTTPError) as failed:
-        yield
-    with failed.value as error:
-        assert error.code == 500
-
-
-def refused(server: Server, field: str) -> float:
-    return server.metric("vllm:kvconnect_handoff_refused_total", field=field)
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
@@ -107,7 +84,7 @@ class TestLlama:
         p, d = llama
         for server in llama:
             server.post("/reset_prefix_cache")
-        offer = card(p)
+        offer = standing_ticket(p)
         before = received_bytes(d)
         answers = [push(p, d, prompt, NEW, offer) for prompt in prompts()]
         assert tokens(answers) == expected("llama").fresh
@@ -130,7 +107,7 @@ class TestLlama:
 
     def test_many_at_once(self, llama: Pair) -> None:
         p, d = llama
-        offer = card(p)
+        offer = standing_ticket(p)
         want = expected("llama").fresh
 
         def one(number: int) -> tuple[int, ...]:
@@ -163,7 +140,7 @@ class TestLlama:
         """Also those of a client that brings its own: they are never an address."""
         p, d = llama
         before = refused(d, field)
-        params = {**push_params(secrets.token_hex(16), card(p)), **change}
+        params = {**push_params(secrets.token_hex(16), standing_ticket(p)), **change}
         invented = {"remote_host": "192.0.2.1", "remote_port": 1, "tp_size": 10**9}
         with one_clean_error():
             d.complete(prompts()[0], NEW, kv_transfer_params={**params, **invented})
@@ -228,7 +205,9 @@ class TestLlama:
         started = time.monotonic()
         with one_clean_error():
             d.complete(
-                prompts()[3], NEW, kv_transfer_params=push_params(secrets.token_hex(16), card(p))
+                prompts()[3],
+                NEW,
+                kv_transfer_params=push_params(secrets.token_hex(16), standing_ticket(p)),
             )
         assert time.monotonic() - started < 4 * DEADLINE_S
         self.alive(llama)
@@ -256,7 +235,7 @@ class TestLlama:
         p, d = llama
         for server in llama:
             server.post("/reset_prefix_cache")
-        offer, ticket = card(p), prefill(p, prompts()[0])
+        offer, ticket = standing_ticket(p), prefill(p, prompts()[0])
         transfer = secrets.token_hex(16)
         d.post(f"/pause?mode={mode}")
         with ThreadPoolExecutor(3) as pool:
@@ -269,7 +248,7 @@ class TestLlama:
                 time.sleep(0.05)
             d.post(f"/pause?mode={mode}")
             p.post(f"/pause?mode={mode}")  # waits for the lease, which is not renewed for ever
-            leg = pool.submit(prefill, p, prompts()[1], transfer)
+            prefilling = pool.submit(prefill, p, prompts()[1], transfer)
             for _ in range(20):  # the request comes meanwhile
                 p.post(f"/pause?mode={mode}")
             for server in llama:
@@ -277,7 +256,7 @@ class TestLlama:
             assert pushed.result().tokens == expected("llama").fresh[1]
             with one_clean_error():
                 pulled.result()
-            leg.result()
+            prefilling.result()
         self.alive(llama)
 
     @of_one_transport
@@ -291,7 +270,10 @@ class TestLlama:
         assert answer.tokens == expected("llama").fresh[0]
         transfer = secrets.token_hex(16)
         answer = d.complete(
-            prompts()[1], NEW, kv_transfer_params=push_params(transfer, card(p)), prompt_logprobs=1
+            prompts()[1],
+            NEW,
+            kv_transfer_params=push_params(transfer, standing_ticket(p)),
+            prompt_logprobs=1,
         )
         assert answer.tokens == expected("llama").fresh[1]
         assert received_bytes(d) == before
@@ -312,15 +294,15 @@ class TestLlama:
     def test_clients_that_hang_up(self, llama: Pair) -> None:
         p, d = llama
         d.post("/reset_prefix_cache")
-        offer = card(p)
+        offer = standing_ticket(p)
         for number, prompt in enumerate(prompts()):
             transfer = secrets.token_hex(16)
-            leg = threading.Thread(target=prefill, args=(p, prompt, transfer))
+            prefilling = threading.Thread(target=prefill, args=(p, prompt, transfer))
             if number % 2:
-                leg.start()
+                prefilling.start()
             d.abort(prompt, number % 3, kv_transfer_params=push_params(transfer, offer))
             if number % 2:
-                leg.join()
+                prefilling.join()
         for number, prompt in enumerate(prompts()):
             wanted = {"do_remote_decode": True, "transfer_id": secrets.token_hex(16)}
             p.abort(prompt, number % 2, kv_transfer_params=wanted)
@@ -343,7 +325,7 @@ class TestLlama:
 
     def test_a_decode_engine_that_dies(self, llama: Pair) -> None:
         p, d = llama
-        offer = card(p)
+        offer = standing_ticket(p)
         transfer = secrets.token_hex(16)
         with ThreadPoolExecutor(2) as pool:
             dying = pool.submit(
@@ -363,7 +345,7 @@ class TestLlama:
         p, d = llama
         if d.process.poll() is not None:
             d.__enter__()
-        offer, params = card(p), prefill(p, prompts()[5])
+        offer, params = standing_ticket(p), prefill(p, prompts()[5])
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(
                 d.complete,
@@ -398,7 +380,7 @@ def test_other_attention_kinds(model: str) -> None:
     sending = prefill_config(digest="full", host_bytes="64MiB")
     receiving = decode_config(digest="full", host_bytes="64MiB")
     with pair(model, {"connector": sending}, {"connector": receiving}) as (p, d):
-        offer = card(p)
+        offer = standing_ticket(p)
         assert tokens([pull(p, d, prompt, NEW) for prompt in prompts()[:4]]) == want.fresh[:4]
         pushed = [push(p, d, prompt, NEW, offer) for prompt in prompts()[4:]]
         assert tokens(pushed) == want.fresh[4:]
@@ -417,7 +399,7 @@ def test_latent_attention() -> None:
             single.complete(prompt, NEW)
         want = [single.complete(prompt, NEW).tokens for prompt in asked]
     with pair("deepseek_v2") as (p, d):
-        offer = card(p)
+        offer = standing_ticket(p)
         assert tokens([pull(p, d, prompt, NEW) for prompt in asked[:4]]) == want[:4]
         assert tokens([push(p, d, prompt, NEW, offer) for prompt in asked[4:]]) == want[4:]
         assert_quiet(p, d)
@@ -433,7 +415,8 @@ def test_a_failed_hand_off_is_recomputed_where_that_is_the_policy() -> None:
             params = push_params(secrets.token_hex(16), "forged")
             answer = d.complete(prompts()[0], NEW, kv_transfer_params=params)
             assert answer.tokens == want.fresh[0]
-            lost = push_params(secrets.token_hex(16), card(d))  # its own card; nobody prefills
+            # Its own standing ticket: nobody prefills.
+            lost = push_params(secrets.token_hex(16), standing_ticket(d))
             answer = d.complete(prompts()[1], NEW, kv_transfer_params=lost)
             assert answer.tokens == want.fresh[1]
             assert d.metric("vllm:kvconnect_handoff_failures_total", cause="refused") == 1
@@ -529,7 +512,7 @@ def test_other_tensor_parallelism(prefill_tp: int, decode_tp: int, transport: st
     prefill = {"tp": prefill_tp, "connector": sending}
     decode = {"tp": decode_tp, "connector": receiving}
     with pair(prefill=prefill, decode=decode) as (p, d):
-        offer = card(p)
+        offer = standing_ticket(p)
         assert tokens([pull(p, d, prompt, NEW) for prompt in prompts()[:4]]) == want.fresh[:4]
         pushed = [push(p, d, prompt, NEW, offer) for prompt in prompts()[4:]]
         assert tokens(pushed) == want.fresh[4:]

@@ -16,17 +16,23 @@ import pytest
 
 from tests.engines.models import BLOCK_SIZE
 from tests.engines.pd import (
+    BLOCKS_EACH,
+    LIMITS,
     SEND,
-    card,
+    Pair,
+    assert_quiet,
     decode_config,
+    one_clean_error,
     pair,
     prefill_config,
     pull,
     push,
     raw,
     received_bytes,
+    refused,
     sent_bytes,
     side_by_side,
+    standing_ticket,
 )
 from tests.engines.scenario import (
     COUNT,
@@ -42,14 +48,6 @@ from tests.engines.scenario import (
     tokens,
 )
 from tests.engines.server import Server
-from tests.engines.test_handoff import (
-    BLOCKS_EACH,
-    LIMITS,
-    Pair,
-    assert_quiet,
-    one_clean_error,
-    refused,
-)
 from tests.links import make_certificates
 
 DRAFTS = {  # from one token that occurred before; a random model takes few of them, if any
@@ -66,7 +64,7 @@ def assert_handed_off(p: Server, d: Server) -> None:
     a single engine, and nothing stays behind."""
     want = expected("llama").fresh
     assert len(set(want)) == COUNT  # else equality would prove little
-    offer = card(p)
+    offer = standing_ticket(p)
     assert tokens([pull(p, d, prompt, NEW) for prompt in prompts()[:4]]) == want[:4]
     assert tokens([push(p, d, prompt, NEW, offer) for prompt in prompts()[4:]]) == want[4:]
     assert_quiet(p, d)
@@ -113,7 +111,7 @@ class TestMutualTls:
         with one_clean_error():
             pull(p, stranger, prompts()[0], NEW)
         with one_clean_error():
-            push(p, stranger, prompts()[1], NEW, card(p))
+            push(p, stranger, prompts()[1], NEW, standing_ticket(p))
         assert_quiet(p, stranger)
         assert stranger.metric("vllm:kvconnect_handoff_refused_total") > 0
         assert stranger.metric("vllm:kvconnect_handoff_failures_total", cause="refused") == 2
@@ -135,7 +133,7 @@ def test_speculative_decoding() -> None:
         "args": ("--speculative-config", json.dumps(DRAFTS)),
     }
     with pair(decode=decode) as (p, d):
-        offer = card(p)
+        offer = standing_ticket(p)
         pulled = [pull(p, d, prompt, CROWD_NEW) for prompt in asked[:8]]
         pushed = [push(p, d, prompt, CROWD_NEW, offer) for prompt in asked[8:]]
         assert tokens(pulled + pushed) == want
@@ -179,7 +177,7 @@ class TestDataParallelPrefill:
         name = "vllm:kvconnect_transfer_bytes_total"
         assert all(p.metric(name, **SEND, engine=engine) > 0 for engine in "01")
 
-    def test_there_is_no_card(self, replicas: Pair) -> None:
+    def test_there_is_no_standing_ticket(self, replicas: Pair) -> None:
         """It would name one of the engines, and a push may reach the other. Whoever names the
         engine gets it (see ``test_data_parallel.py``)."""
         p, d = replicas

@@ -5,16 +5,12 @@ Each test compares greedy float32 tokens with those of the same engine without a
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
-import zmq
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
+from tests.engines.kv_events import Subscriber
 from tests.engines.models import BLOCK_SIZE
 from tests.engines.scenario import (
     BLOCKS,
@@ -241,36 +237,6 @@ def test_a_full_tier_with_events() -> None:
     assert {event.block_hashes[0] for event in removed} <= {e.block_hashes[0] for e in stored}
     first = next(event for event in stored if event.parent_block_hash is None)
     assert first.token_ids in [prompt[:BLOCK_SIZE] for prompt in prompts()]
-
-
-class Subscriber:
-    """Collects what the engine publishes about its KV cache."""
-
-    def __enter__(self) -> Subscriber:
-        self._socket = zmq.Context.instance().socket(zmq.SUB)
-        self._socket.subscribe(b"")
-        self._folder = tempfile.TemporaryDirectory(prefix="kvconnect-")
-        self._endpoint = f"ipc://{self._folder.name}/events"
-        self._socket.connect(self._endpoint)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._socket.close(linger=0)
-        self._folder.cleanup()
-
-    def engine_args(self) -> tuple[str, ...]:
-        config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self._endpoint}
-        return ("--kv-events-config", json.dumps(config))
-
-    def of_host_tier(self) -> tuple[list[BlockStored], list[BlockRemoved]]:
-        """Everything published so far about the host tier."""
-        events = []
-        while self._socket.poll(500):
-            _, _, payload = self._socket.recv_multipart()
-            events += msgspec.msgpack.decode(payload, type=KVEventBatch).events
-        stored = [e for e in events if isinstance(e, BlockStored) and e.medium == "CPU"]
-        removed = [e for e in events if isinstance(e, BlockRemoved) and e.medium == "CPU"]
-        return stored, removed
 
 
 def test_a_tier_of_one_block_still_serves() -> None:

@@ -82,7 +82,7 @@ def fleet() -> Iterator[Fleet]:
         Router([p], [d], ("--pull",)) as pull,
         Router([bad], [d]) as broken,
     ):
-        until(lambda: count(push, "standing_ticket_fetches", outcome="ok") > 0, "a card")
+        until(lambda: count(push, "standing_ticket_fetches", outcome="ok") > 0, "a standing ticket")
         yield Fleet(p, d, {"push": push, "pull": pull, "broken": broken})
 
 

@@ -1,43 +1,40 @@
-"""Disk and a shared server below the host tier of real engines."""
+"""Secondary tiers of real engines: disk and a shared server."""
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.engines.kv_events import Subscriber
 from tests.engines.models import BLOCK_SIZE
 from tests.engines.scenario import (
     COUNT,
     FULL,
     NEW,
+    PATIENCE_S,
     PROMPT,
     ask,
     assert_nothing_leaks,
     cached_by_source,
+    disk,
     expected,
     prompts,
+    settle,
     tokens,
 )
 from tests.engines.server import Server, ServerDied, kv_transfer
-from tests.engines.test_offload import Subscriber
 from tests.servers import Valkey
 
-HOST = "32MiB"  # a quarter of it holds a prompt of any model: no spill is skipped
-PATIENCE_S = 60.0
+HOST = "32MiB"  # a quarter of it holds a prompt of any model: no write-back is skipped
 
 
 def tiers(**extra: Any) -> str:
     """Settings of an engine that loads whatever there is: here computing is faster."""
     return kv_transfer(**{"host_bytes": HOST, "load_when": "always", "listen": "off", **extra})
-
-
-def disk(path: Path, **extra: Any) -> dict[str, Any]:
-    return {"path": str(path), "capacity": "64MiB", "min_free": 0, **extra}
 
 
 def hits(server: Server, tier: str) -> float:
@@ -46,15 +43,6 @@ def hits(server: Server, tier: str) -> float:
 
 def moved(server: Server, kind: str) -> float:
     return server.metric("vllm:kvconnect_transfer_bytes_total", transfer_type=kind)
-
-
-def settle(server: Server) -> None:
-    """Wait until nothing is being written down or brought up."""
-    server.settle()
-    deadline = time.monotonic() + PATIENCE_S
-    while server.metric("vllm:kvconnect_tier_jobs_in_flight"):
-        assert time.monotonic() < deadline, "spills go on and on"
-        time.sleep(0.1)
 
 
 def fill(server: Server, model: str = "llama") -> None:
@@ -130,14 +118,6 @@ def test_other_attention_kinds(model: str, tmp_path: Path) -> None:
     with Server("qwen3", settings) as other:  # same folder, another model
         assert_right(other, "qwen3")
         assert hits(other, "disk") == 0
-
-
-@pytest.fixture
-def valkey(tmp_path: Path) -> Iterator[Valkey]:
-    server = Valkey(tmp_path)
-    server.start()
-    yield server
-    server.kill()
 
 
 def test_engines_share_a_server_that_may_die(valkey: Valkey) -> None:

@@ -14,8 +14,11 @@ import pytest
 
 from tests.engines.models import BLOCK_SIZE
 from tests.engines.pd import (
-    card,
+    BLOCKS_EACH,
+    LIMITS,
+    assert_quiet,
     decode_config,
+    one_clean_error,
     pair,
     prefill,
     prefill_config,
@@ -24,10 +27,10 @@ from tests.engines.pd import (
     received_bytes,
     sent_bytes,
     side_by_side,
+    standing_ticket,
 )
 from tests.engines.scenario import FULL, NEW, PROMPT, block_bytes, expected, prompts
 from tests.engines.server import Client, Router, Server
-from tests.engines.test_handoff import BLOCKS_EACH, LIMITS, assert_quiet, one_clean_error
 from tests.fakes.trace_collector import Collector, Seen, collecting, text_of
 
 ROOT = "POST /v1/completions"
@@ -166,7 +169,7 @@ def assert_tree(spans: list[Seen], client_span: str) -> None:
 
 def test_push(fleet: Fleet) -> None:
     forget(fleet)
-    fleet.traced.complete(prompts()[1], NEW)  # a card is held, the engines have met
+    fleet.traced.complete(prompts()[1], NEW)  # a standing ticket is held, the engines have met
     moved = received_bytes(fleet.decode), sent_bytes(fleet.prefill)
     trace, client_span = ask(fleet.traced, 0)
     spans = fleet.collector.wait(trace, HANDED_OVER)
@@ -180,7 +183,7 @@ def test_push(fleet: Fleet) -> None:
 
 def test_chunks_leave_while_the_prompt_is_computed(fleet: Fleet) -> None:
     forget(fleet)
-    offer = card(fleet.prefill)
+    offer = standing_ticket(fleet.prefill)
     for number in range(8):  # until the decode engine was the first to ask
         prompt, transfer = prompts()[number], secrets.token_hex(16)
         told = {"kv_transfer_params": push_params(transfer, offer)}
@@ -244,7 +247,7 @@ def test_loads_from_host_and_disk(fleet: Fleet) -> None:
 def test_a_refused_hand_off_shows(fleet: Fleet) -> None:
     """Negative control of the tree: a receive that fails has no wire, and says why."""
     forget(fleet)
-    unknown = push_params(secrets.token_hex(16), card(fleet.prefill) + "x")
+    unknown = push_params(secrets.token_hex(16), standing_ticket(fleet.prefill) + "x")
     with traced(fleet.decode) as (trace, span), one_clean_error():
         fleet.decode.complete(prompts()[4], NEW, kv_transfer_params=unknown)
     spans = fleet.collector.wait(trace, has("kvconnect.receive"))

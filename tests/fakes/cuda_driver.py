@@ -15,7 +15,10 @@ from tests.kernels import launch_on_host
 
 class FakeDriver(Driver):
     """``calls`` notes what was called; call number ``fail_at`` (from 0) and, if ``lost``, all after
-    it raise. ``speed`` says how many seconds :meth:`seconds` answers for a piece of work."""
+    it raise. ``speed`` says how many seconds :meth:`seconds` answers for a piece of work. A driver
+    without kernels says why in ``kernels_unavailable_reason``."""
+
+    kernels_unavailable_reason: str | None = None
 
     def __init__(self, fail_at: int | None = None, lost: bool = False) -> None:
         self.calls: list[str] = []
@@ -43,9 +46,10 @@ class FakeDriver(Driver):
 
     def launch(self, kernel: str, grid: int, threads: int, arguments: Sequence[int]) -> None:
         self.note(kernel)
+        assert self.kernels_unavailable_reason is None
         # Few threads: each is a fiber, and the results do not depend on how many there are.
-        threads = threads if kernel == "digest_pages" else 64
-        launch_on_host(kernel, min(grid, 2), threads, [ctypes.c_longlong(a) for a in arguments])
+        values = [ctypes.c_longlong(argument) for argument in arguments]
+        launch_on_host(kernel, min(grid, 2), min(threads, 64), values)
 
     def copy_batch(
         self, targets: array[int], sources: array[int], sizes: array[int], early: bool

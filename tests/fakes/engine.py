@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import fields
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import pytest
@@ -19,10 +19,12 @@ from aiohttp import web
 
 from kvconnect.router.app import SERVER_OPTIONS, make_app
 from kvconnect.router.fleet import watch
-from kvconnect.router.options import Intervals, RouterLimits, RouterOptions, workers
+from kvconnect.router.options import AdminAccess, Intervals, RouterLimits, RouterOptions, workers
+from tests.servers import free_port
 
 Handler = Callable[["FakeEngine", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
+ADMIN_TOKEN = "0123456789abcdef"
 ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
 LIMITS = tuple(each.name for each in fields(RouterLimits))
 EVENTS = (b'data: {"choices":[{"text":"a"}]}\n\n', b'data: {"choices":[{"text":"b"}]}\n\n')
@@ -35,13 +37,13 @@ class FakeEngine:
     def __init__(self, answer: Handler, tls: ssl.SSLContext | None = None) -> None:
         self.answer = answer
         self.tls = tls
-        self.asked: list[dict[str, Any]] = []  # bodies of completions, without those for cards
+        self.asked: list[dict[str, Any]] = []  # bodies of completions; not for standing tickets
         self.headers: list[dict[str, str]] = []
         self.paths: list[str] = []
         self.got: Counter[str] = Counter()  # paths of questions that only some tests answer
         self.dropped = 0  # requests whose connection was closed before their end
         self.standing_tickets = 0  # given out; 0 lifetime: none
-        self.card_of_rank: dict[str, str] = {}
+        self.ticket_of_rank: dict[str, str] = {}
         self.standing_ticket_lifetime_s = 100.0
         self.models: tuple[str, ...] = ("tiny",)
         self.well = True
@@ -116,8 +118,8 @@ class FakeEngine:
         if not self.standing_ticket_lifetime_s:
             return web.json_response({"choices": []})
         self.standing_tickets += 1
-        text = f"card {self.standing_tickets} of {self.port}"
-        self.card_of_rank[request.headers.get("x-data-parallel-rank", "")] = text
+        text = f"standing {self.standing_tickets} of {self.port}"
+        self.ticket_of_rank[request.headers.get("x-data-parallel-rank", "")] = text
         params = {
             "kvconnect_card": text,
             "kvconnect_card_expires_in": self.standing_ticket_lifetime_s,
@@ -184,6 +186,14 @@ def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 # The router -------------------------------------------------------------------------------------
 
 
+class Reply(NamedTuple):
+    """What the router answered; names of headers are in lower case."""
+
+    status: int
+    body: bytes
+    headers: dict[str, str]
+
+
 class Bench:
     """A router between fake engines, and a client."""
 
@@ -194,21 +204,22 @@ class Bench:
         self.client = client
         self.prefill, self.decode = engines
 
-    async def post(
-        self, body: object, path: str = "/v1/completions", **options: Any
-    ) -> tuple[int, bytes, dict[str, str]]:
-        """Return status, body and headers (names in lower case)."""
+    async def post(self, body: object, path: str = "/v1/completions", **options: Any) -> Reply:
         data = io.BytesIO(json.dumps(body).encode())
         async with self.client.post(self.url + path, data=data, **options) as answer:
-            return answer.status, await answer.read(), lower(answer.headers)
+            return Reply(answer.status, await answer.read(), lower(answer.headers))
 
-    async def get(self, path: str) -> tuple[int, bytes]:
+    async def get(self, path: str) -> Reply:
         async with self.client.get(self.url + path) as answer:
-            return answer.status, await answer.read()
+            return Reply(answer.status, await answer.read(), lower(answer.headers))
+
+    async def answers(self, path: str, status: int) -> bool:
+        """Whether a GET is answered with that status."""
+        return (await self.get(path)).status == status
 
     async def metric(self, name: str, **labels: str) -> float:
         """Return the value of one series; -1 if it does not exist."""
-        _, text = await self.get("/metrics")
+        text = (await self.get("/metrics")).body
         wanted = {f'{label}="{value}"' for label, value in labels.items()}
         for line in text.decode().splitlines():
             series, _, value = line.rpartition(" ")
@@ -218,13 +229,13 @@ class Bench:
         return -1.0
 
     async def standing_tickets_are_held(self) -> None:
-        """Wait until the router can push to every prefill engine that gives out cards."""
+        """Wait until the router can push to every prefill engine that has standing tickets."""
         for engine in self.prefill:
             if engine.standing_ticket_lifetime_s:
                 await until(lambda url=engine.url: self.fetched(url, "ok"))
 
     async def fetched(self, url: str, outcome: str) -> bool:
-        """Whether a card was asked for with that outcome."""
+        """Whether a standing ticket was asked for with that outcome."""
         return await self.metric("standing_ticket_fetches_total", upstream=url, outcome=outcome) > 0
 
 
@@ -236,7 +247,7 @@ def lower(headers: Mapping[str, str]) -> dict[str, str]:
 async def bench(
     prefill: Sequence[FakeEngine], decode: Sequence[FakeEngine], **options: Any
 ) -> AsyncIterator[Bench]:
-    """Run engines and a router between them; wait until it holds the engines' cards."""
+    """Run engines and a router between them; wait until it holds the engines' standing tickets."""
     async with AsyncExitStack() as ends:
         for engine in (*prefill, *decode):
             await engine.start()
@@ -254,6 +265,48 @@ async def bench(
         router = Bench(url, client, (prefill, decode))
         await router.standing_tickets_are_held()
         yield router
+
+
+class Admin:
+    """A client of a router's admin API."""
+
+    def __init__(self, router: Bench, port: int) -> None:
+        self.router, self.url = router, f"http://127.0.0.1:{port}/workers"
+        self.token = ADMIN_TOKEN
+
+    async def ask(self, method: str, body: object = None, path: str = "") -> tuple[int, Any]:
+        """Return status and body."""
+        headers = {"Authorization": f"Bearer {self.token}"}
+        call = self.router.client.request(method, self.url + path, json=body, headers=headers)
+        async with call as answer:
+            return answer.status, json.loads(await answer.read())
+
+    async def listed(self) -> list[dict[str, Any]]:
+        """Return what the router says of its engines."""
+        _, listed = await self.ask("GET")
+        return list(listed)
+
+    async def of(self, url: str) -> list[dict[str, Any]]:
+        """Return what the router says of one engine."""
+        return [each for each in await self.listed() if each["url"] == url]
+
+
+@asynccontextmanager
+async def administered(
+    prefill: Sequence[FakeEngine], decode: Sequence[FakeEngine], **options: Any
+) -> AsyncIterator[Admin]:
+    """Run engines and a router with an admin API between them; wait until all are up."""
+    port = free_port()
+    access = AdminAccess(port=port, token=ADMIN_TOKEN)
+    async with bench(prefill, decode, admin=access, **options) as router:
+        admin = Admin(router, port)
+
+        async def up() -> bool:
+            listed = await admin.listed()
+            return bool(listed) and all(each["up"] and each["models"] for each in listed)
+
+        await until(up)
+        yield admin
 
 
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@
    (libcudart) are here because both share one thing: the runtime's last error. */
 
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -26,7 +27,7 @@ enum {
     NOT_REGISTERED = 713,
 };
 
-enum { DEVICES = 2, STREAMS = 256, RANGES = 256, DEPTH = 8, NAMES = 64 };
+enum { DEVICES = 2, STREAMS = 256, EVENTS = 256, RANGES = 256, DEPTH = 8, NAMES = 64 };
 enum { LEAST = 0, GREATEST = -5 };
 enum { PER_THREAD = 2, LEGACY = 1 }; /* handles that stand for null streams */
 
@@ -43,6 +44,13 @@ typedef struct {
 } Stream;
 
 typedef struct {
+    int device;
+    unsigned flags;
+    int records;
+    int alive;
+} Event;
+
+typedef struct {
     int order;
     int source_hint[2];
     int target_hint[2];
@@ -54,6 +62,8 @@ static int initialized;
 static int contexts[DEVICES]; /* a context is the address of its entry; the value counts retains */
 static Stream streams[STREAMS];
 static int num_streams;
+static Event events[EVENTS];
+static int num_events;
 static Range ranges[RANGES];
 static int num_ranges;
 static size_t lockable = SIZE_MAX; /* bytes that may be page-locked */
@@ -61,6 +71,7 @@ static Status sticky;              /* what a lost device answers to everything *
 static const char *refused = "";   /* the call that is refused next */
 static Status refusal;
 static int calls_of[NAMES];
+static int held_of[NAMES]; /* of these, calls of threads that held Python's lock */
 static const char *names[NAMES];
 static Status (*launched)(void *function, unsigned grid, unsigned threads, void **arguments);
 
@@ -69,6 +80,13 @@ static __thread int depth;
 static __thread Status last_error; /* of the runtime */
 static int last_order;             /* of the last batch that was taken */
 
+static int holds_python(void)
+{
+    int (*check)(void);
+    *(void **)&check = dlsym(RTLD_DEFAULT, "PyGILState_Check");
+    return check && check();
+}
+
 static void count(const char *name)
 {
     for (int i = 0; i < NAMES; i++) {
@@ -76,6 +94,7 @@ static void count(const char *name)
             names[i] = name;
         if (strcmp(names[i], name) == 0) {
             calls_of[i]++;
+            held_of[i] += holds_python();
             return;
         }
     }
@@ -141,9 +160,10 @@ static int covered(Address start, size_t bytes)
 void stub_reset(void)
 {
     pthread_mutex_lock(&lock);
-    initialized = num_streams = num_ranges = 0;
+    initialized = num_streams = num_events = num_ranges = 0;
     memset(contexts, 0, sizeof contexts);
     memset(calls_of, 0, sizeof calls_of);
+    memset(held_of, 0, sizeof held_of);
     memset(names, 0, sizeof names);
     lockable = SIZE_MAX;
     sticky = SUCCESS;
@@ -170,13 +190,16 @@ void stub_refuse(const char *name, Status status)
     refusal = status;
 }
 
-int stub_calls(const char *name)
+static int number_of(const int *of, const char *name)
 {
     for (int i = 0; i < NAMES && names[i]; i++)
         if (strcmp(names[i], name) == 0)
-            return calls_of[i];
+            return of[i];
     return 0;
 }
+
+int stub_calls(const char *name) { return number_of(calls_of, name); }
+int stub_held(const char *name) { return number_of(held_of, name); }
 
 int stub_priority(void *stream) { return ((Stream *)stream)->priority; }
 unsigned stub_flags(void *stream) { return ((Stream *)stream)->flags; }
@@ -289,6 +312,97 @@ Status cuStreamCreateWithPriority(void **stream, unsigned flags, int priority)
         *stream = &streams[num_streams++];
     }
     return leave(status);
+}
+
+enum { EVENT_FLAGS = 7, NO_TIMING = 2 };
+
+static Status check_event(void *handle)
+{
+    Event *event = handle;
+    if (event < events || event >= events + num_events || !event->alive)
+        return INVALID_HANDLE;
+    return event->device == current_device() ? SUCCESS : INVALID_HANDLE;
+}
+
+Status cuEventCreate(void **event, unsigned flags)
+{
+    Status status = enter("cuEventCreate", 1);
+    if (!status && flags & ~EVENT_FLAGS)
+        status = INVALID_VALUE;
+    if (!status && num_events == EVENTS)
+        status = OUT_OF_MEMORY;
+    if (!status) {
+        events[num_events] = (Event){current_device(), flags, 0, 1};
+        *event = &events[num_events++];
+    }
+    return leave(status);
+}
+
+Status cuEventDestroy_v2(void *event)
+{
+    Status status = enter("cuEventDestroy", 1);
+    if (!status)
+        status = check_event(event);
+    if (!status)
+        ((Event *)event)->alive = 0;
+    return leave(status);
+}
+
+Status cuEventRecord(void *event, void *stream)
+{
+    Status status = enter("cuEventRecord", 1);
+    if (!status)
+        status = check_event(event);
+    if (!status)
+        status = check_stream(stream);
+    if (!status)
+        ((Event *)event)->records++;
+    return leave(status);
+}
+
+Status cuStreamWaitEvent(void *stream, void *event, unsigned flags)
+{
+    Status status = enter("cuStreamWaitEvent", 1);
+    if (!status)
+        status = check_stream(stream);
+    if (!status)
+        status = check_event(event);
+    if (!status && flags > 1)
+        status = INVALID_VALUE;
+    return leave(status);
+}
+
+Status cuEventSynchronize(void *event)
+{
+    Status status = enter("cuEventSynchronize", 1);
+    if (!status)
+        status = check_event(event);
+    return leave(status);
+}
+
+Status cuEventElapsedTime(float *milliseconds, void *start, void *end)
+{
+    Status status = enter("cuEventElapsedTime", 1);
+    if (!status)
+        status = check_event(start);
+    if (!status)
+        status = check_event(end);
+    if (!status) {
+        const Event *first = start, *last = end;
+        if (!first->records || !last->records || (first->flags | last->flags) & NO_TIMING)
+            status = INVALID_HANDLE;
+    }
+    if (!status)
+        *milliseconds = 2.0f;
+    return leave(status);
+}
+
+int stub_events(void)
+{
+    int count = 0;
+    for (int i = 0; i < num_events; i++)
+        count += events[i].alive;
+    return count;
 }
 
 static Status register_range(Address start, size_t bytes)
@@ -424,9 +538,8 @@ Status cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsign
         status = INVALID_VALUE;
     if (!status && (!arguments == !extra))
         status = INVALID_VALUE;
-    if (!status && launched)
-        status = launched(function, x, threads_x, arguments);
-    return leave(status);
+    leave(status); /* a kernel here waits for Python's lock, which a caller that waits may hold */
+    return !status && launched ? launched(function, x, threads_x, arguments) : status;
 }
 
 /* The runtime: a call that fails leaves its error behind, and a checked launch takes it for its

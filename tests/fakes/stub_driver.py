@@ -84,6 +84,10 @@ class StubDriver:
         """How often something was called."""
         return int(self.library.stub_calls(name.encode()))
 
+    def held(self, name: str) -> int:
+        """How many of these calls came from a thread that held the GIL."""
+        return int(self.library.stub_held(name.encode()))
+
     @property
     def locked(self) -> int:
         """Bytes that are page-locked now."""

@@ -30,7 +30,7 @@ from kvconnect.protocol.negotiation import negotiate
 from kvconnect.types import Endpoint, Rank
 
 MOST_BYTES = 8 << 20
-"""Memory that one decoder may take at its worst: a few times the longest note."""
+"""Memory that one decoder may take at its worst: a few times the longest message."""
 
 KEY = b"fuzz"
 NOW = 1_000_000.0
@@ -70,7 +70,7 @@ OFFER = nixl_messages.NixlOffer(backend="UCX", version="1.5.1", agent="a", metad
 UNIT = nixl_messages.UnitLocation(
     address=4096, nbytes=4096, device=-1, phases=1, block_bytes=8, segments=bytes(24)
 )
-RAIL_MESSAGES: list[nixl_messages.NixlMessage] = [
+NIXL_MESSAGES: list[nixl_messages.NixlMessage] = [
     nixl_messages.UnitLocations(number=0, first=0, units=[UNIT]),
     nixl_messages.Destinations(want=1, units=0, spans=[(0, 0)], ids=[bytes(8)]),
     nixl_messages.UseTcp(want=1),
@@ -153,11 +153,11 @@ def fuzz_header(rng: random.Random) -> None:
     assert codec.pack_header(header) == data
 
 
-def fuzz_notes(rng: random.Random) -> None:
+def fuzz_messages_in_pieces(rng: random.Random) -> None:
     reader = codec.MessageReader()
-    for piece in in_pieces(rng, broken(rng, codec.pack_message(b"note") * 3)):
-        for note in reader.feed(piece):
-            assert len(note) <= codec.MAX_MESSAGE
+    for piece in in_pieces(rng, broken(rng, codec.pack_message(b"text") * 3)):
+        for message in reader.feed(piece):
+            assert len(message) <= codec.MAX_MESSAGE
 
 
 def fuzz_message(rng: random.Random) -> None:
@@ -165,8 +165,8 @@ def fuzz_message(rng: random.Random) -> None:
     assert messages.decode(messages.encode(message)) == message
 
 
-def fuzz_rail(rng: random.Random) -> None:
-    message = nixl_messages.decode(mutant(rng, nixl_messages.encode(rng.choice(RAIL_MESSAGES))))
+def fuzz_nixl_message(rng: random.Random) -> None:
+    message = nixl_messages.decode(mutant(rng, nixl_messages.encode(rng.choice(NIXL_MESSAGES))))
     assert nixl_messages.decode(nixl_messages.encode(message)) == message
 
 
@@ -229,9 +229,9 @@ def fuzz_client(rng: random.Random) -> None:
 
 TARGETS: tuple[Callable[[random.Random], None], ...] = (
     fuzz_header,
-    fuzz_notes,
+    fuzz_messages_in_pieces,
     fuzz_message,
-    fuzz_rail,
+    fuzz_nixl_message,
     fuzz_offer,
     fuzz_session,
     fuzz_ticket,

@@ -127,7 +127,17 @@ def move(draw: Draw) -> None:
             memory.check()
 
 
-CALLS: list[Calls] = [copy, digest, move]
+def addresses(draw: Draw) -> None:
+    runs, count = draw.random.randrange(4), draw.random.randrange(4)
+    starts, ids = draw.numbers(runs, 300), draw.numbers(count, 8)
+    strides = draw.numbers(runs + (draw.random.random() < 0.15), 300)
+    limit = draw.random.choice([8, 8, draw.number(20)])
+    found = array("q", _native.run_addresses(starts, strides, ids, limit))
+    wanted = [a + i * s for i in ids for a, s in zip(starts, strides, strict=True)]
+    assert list(found) == wanted and all(0 <= i < limit for i in ids)
+
+
+CALLS: list[Calls] = [copy, digest, move, addresses]
 
 
 def run(runs: int, seed: int) -> Counter[str]:

@@ -3,7 +3,7 @@
 ::
 
     python -m tests.fuzz.guided                          # every target, 20,000 inputs each
-    python -m tests.fuzz.guided --runs 1000000 rail disk_index
+    python -m tests.fuzz.guided --runs 1000000 ticket disk_index
 
 Every target begins with the inputs in ``tests/fuzz/corpus/TARGET``; ``--keep`` adds those that
 reached new code. An input that broke a target is written to ``build/fuzz`` and ends the run.
@@ -18,7 +18,8 @@ import sys
 from pathlib import Path
 
 CORPUS = Path(__file__).with_name("corpus")
-FOUND = Path(__file__).resolve().parents[2] / "build" / "fuzz"
+ROOT = Path(__file__).resolve().parents[2]
+FOUND = ROOT / "build" / "fuzz"
 LONGEST = 4096
 """Bytes of one input."""
 
@@ -40,6 +41,18 @@ def fuzz(name: str, runs: int, keep: bool) -> None:
     atheris.Fuzz()
 
 
+def in_process(name: str, runs: int, keep: bool = False) -> subprocess.CompletedProcess[str]:
+    """Fuzz one target in a process of its own."""
+    code = f"from tests.fuzz.guided import fuzz; fuzz({name!r}, {runs}, {keep})"
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
 def main() -> int:
     """Fuzz each target in a process of its own; return the exit code."""
     from tests.fuzz.readers import CONTROL, TARGETS
@@ -52,13 +65,7 @@ def main() -> int:
     if wrong := set(given.names) - set(TARGETS | CONTROL):
         parser.error(f"no target is called {wrong.pop()!r}: use {', '.join(TARGETS)}")
     for name in given.names or TARGETS:
-        code = f"from tests.fuzz.guided import fuzz; fuzz({name!r}, {given.runs}, {given.keep})"
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        done = in_process(name, given.runs, given.keep)
         if done.returncode:
             sys.stderr.write(done.stdout)
             print(f"{name} failed: its input is in {FOUND}", file=sys.stderr)

@@ -45,11 +45,11 @@ def expecting(*errors: type[Exception]) -> Callable[[Reader], Reader]:
 
 
 @expecting(KVConnectError)
-def notes(data: bytes) -> None:
+def message_pieces(data: bytes) -> None:
     reader = codec.MessageReader()
     for piece in (data[: len(data) // 2], data[len(data) // 2 :]):
-        for note in reader.feed(piece):
-            assert len(note) <= codec.MAX_MESSAGE
+        for each in reader.feed(piece):
+            assert len(each) <= codec.MAX_MESSAGE
 
 
 @expecting(KVConnectError)
@@ -59,7 +59,7 @@ def message(data: bytes) -> None:
 
 
 @expecting(KVConnectError)
-def rail(data: bytes) -> None:
+def nixl_message(data: bytes) -> None:
     decoded = nixl_messages.decode(data)
     assert nixl_messages.decode(nixl_messages.encode(decoded)) == decoded
 
@@ -144,6 +144,7 @@ CONTROL: dict[str, Reader] = {"planted": planted}
 TARGETS: dict[str, Reader] = {
     each.__name__: each
     for each in (
-        *(notes, message, rail, ticket, disk_index, disk_heads, events, loads, answer, members),
+        *(message_pieces, message, nixl_message, ticket, disk_index, disk_heads),
+        *(events, loads, answer, members),
     )
 }

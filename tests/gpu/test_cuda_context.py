@@ -19,7 +19,7 @@ from kvconnect.errors import TransferFailed  # noqa: E402
 from kvconnect.offload.host_arena import HostArena  # noqa: E402
 from kvconnect.offload.streams import CudaStreams  # noqa: E402
 from kvconnect.transport.base import MemoryRegion  # noqa: E402
-from kvconnect.transport.nixl import worker as movers  # noqa: E402
+from kvconnect.transport.nixl import worker as nixl_worker  # noqa: E402
 
 DEVICE = torch.device("cuda")
 BUSY_CYCLES = 1_000_000_000  # about half a second
@@ -57,12 +57,13 @@ def test_every_thread_of_nixl_has_a_context(monkeypatch: pytest.MonkeyPatch) -> 
         seen.append(has_context())
         return SimpleNamespace(offer=SimpleNamespace(), close=lambda: seen.append(has_context()))
 
-    monkeypatch.setattr(movers, "NixlAgent", start)
-    mover = in_new_thread(lambda: movers.NixlWorker("UCX", [MemoryRegion(0, 8, 0)], local=True))
+    monkeypatch.setattr(nixl_worker, "NixlAgent", start)
+    memory = [MemoryRegion(0, 8, 0)]
+    worker = in_new_thread(lambda: nixl_worker.NixlWorker("UCX", memory, local=True))
     over = threading.Event()
-    mover.renew(mover.offer, "a test", over.set)
+    worker.renew(worker.offer, "a test", over.set)
     assert over.wait(60)
-    mover.close()
+    worker.close()
     assert len(seen) == 4 and all(seen)
 
 
@@ -90,7 +91,7 @@ def test_a_refused_page_lock_breaks_nothing_that_follows() -> None:
 
 
 def test_copies_share_no_stream_with_torch() -> None:
-    streams = CudaStreams(DEVICE)._streams.values()
+    streams = CudaStreams(DEVICE)._copies.values()
     ours = {stream.cuda_stream for stream in streams} | {own_stream(DEVICE).cuda_stream}
     least, greatest = torch.cuda.Stream.priority_range()
     pools = range(greatest, least + 1)

@@ -17,6 +17,7 @@ xxhash = pytest.importorskip("xxhash")
 pytest.importorskip("cupy")
 
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry  # noqa: E402
+from kvconnect.copy import driver as cuda_driver  # noqa: E402
 from kvconnect.copy import open_driver  # noqa: E402
 from kvconnect.copy.calibration import PAGES, CopyThreshold, measure  # noqa: E402
 from kvconnect.copy.cuda import (  # noqa: E402
@@ -26,29 +27,14 @@ from kvconnect.copy.cuda import (  # noqa: E402
 )
 from kvconnect.copy.reference import ReferenceCopier  # noqa: E402
 from kvconnect.errors import TransferFailed  # noqa: E402
-from kvconnect.offload.copy_executor import CopyExecutor  # noqa: E402
-from kvconnect.offload.host_arena import HostArena  # noqa: E402
-from kvconnect.offload.messages import GroupBlocks, LoadBlocks, StoreBlocks  # noqa: E402
+from kvconnect.offload.messages import LoadBlocks, StoreBlocks  # noqa: E402
 from kvconnect.offload.streams import make_streams  # noqa: E402
-from kvconnect.testing.memory import PageMemory, phased_unit, plain_unit, split_unit  # noqa: E402
-from kvconnect.types import JobId, TransferType  # noqa: E402
+from kvconnect.testing.buffers import PageMemory, phased_unit, plain_unit, split_unit  # noqa: E402
+from kvconnect.types import TransferType  # noqa: E402
+from tests.gpu.worker import DEVICE, DMA, KERNEL, Worker, layers, noise  # noqa: E402
 
-DEVICE = torch.device("cuda")
 POISON = 0xA5
-KERNEL, DMA = CopyThreshold(1 << 40, 1 << 40), CopyThreshold(0, 0)
 ways = pytest.mark.parametrize("choice", [KERNEL, DMA], ids=["kernel", "dma"])
-
-
-def noise(nbytes: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
-
-
-def layers(count: int, blocks: int, page: int, gap: int, start: int) -> Geometry:
-    """Blocks of ``count`` layers, with ``gap`` bytes between their pages, from ``start`` on."""
-    stride = page + gap
-    segments = tuple(ByteRun(start + i * blocks * stride, stride, page) for i in range(count))
-    return Geometry((GroupGeometry(segments, blocks),))
 
 
 CASES = [
@@ -87,6 +73,33 @@ def test_bytes_are_those_of_the_reference(choice: CopyThreshold, case: tuple[int
     assert not torch.equal(results[0][2], noise(geometry.area_bytes + 64, 2))  # negative control
 
 
+@ways
+@pytest.mark.parametrize("nbytes", [1, 17, 255, 4095, 65_537])
+def test_a_copy_writes_its_blocks_and_nothing_else(choice: CopyThreshold, nbytes: int) -> None:
+    """Both sides lie between guards and are full of a pattern that no source has."""
+    guard, blocks = 512, 6
+    geometry = layers(2, blocks, nbytes, 0, 0)
+    source = noise(geometry.area_bytes, 8) | 1
+    source[source == POISON] = 1
+    sizes = geometry.area_bytes, blocks * geometry.slot_bytes
+    poisoned = [torch.full((size + 2 * guard,), POISON, dtype=torch.uint8) for size in sizes]
+    around, held = poisoned[0].to(DEVICE), poisoned[1].pin_memory()
+    area, arena = around[guard:-guard], held[guard:-guard]
+    copier = CudaCopier(area, arena, geometry, open_driver(DEVICE), choice)
+    area.copy_(source)
+    copier.store(0, [4, 1], [0, 5])
+    area.fill_(POISON)
+    copier.load(0, [2, 3], [5, 0])
+    found, pages = around.cpu(), source.view(2, blocks, nbytes)
+    blocks_wanted, slots_wanted = (torch.full_like(whole, POISON) for whole in poisoned)
+    blocks_wanted[guard:-guard].view(2, blocks, nbytes)[:, 2:4] = pages[:, [1, 4]]
+    slots = slots_wanted[guard:-guard].view(blocks, -1)[:, : 2 * nbytes]
+    slots[0], slots[5] = pages[:, 4].flatten(), pages[:, 1].flatten()
+    assert torch.equal(found, blocks_wanted) and torch.equal(held, slots_wanted)
+    copier.load(0, [3, 2], [5, 0])  # negative control
+    assert not torch.equal(around.cpu(), found)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @ways
 def test_a_block_is_bytes_whatever_they_mean(choice: CopyThreshold, dtype: torch.dtype) -> None:
@@ -102,21 +115,50 @@ def test_a_block_is_bytes_whatever_they_mean(choice: CopyThreshold, dtype: torch
     assert torch.equal(area, before) and area.any()
 
 
-@pytest.mark.parametrize("nbytes", [241, 1024, 1025, 4096, 65_536, 100_003, (1 << 20) + 24])
-def test_digests_are_those_of_xxhash(nbytes: int) -> None:
-    segments = (ByteRun(7, nbytes // 3, nbytes // 3), ByteRun(nbytes * 4, nbytes, nbytes * 2 // 3))
-    geometry = Geometry((GroupGeometry(segments, 5),))
+DIGESTED = {
+    "odd": [241, 256, 257, 1023, 1025, 2049, 5000, 8448, 100_003, (1 << 20) + 24],
+    "aligned": [1024, 4096, 8448, 65_536, 65_552, 2 << 20, (20 << 20) + 16],
+}
+"""Sizes of blocks: in runs at odd addresses, and in runs that can be read in words of 16 bytes."""
+
+
+def check_digests(segments: tuple[ByteRun, ...], blocks: int) -> None:
+    geometry = Geometry((GroupGeometry(segments, blocks),))
     area = noise(geometry.area_bytes, 4).to(DEVICE)
-    arena = torch.zeros(5 * geometry.slot_bytes, dtype=torch.uint8).pin_memory()
+    arena = torch.zeros(blocks * geometry.slot_bytes, dtype=torch.uint8).pin_memory()
     copier = CudaCopier(area, arena, geometry, open_driver(DEVICE), KERNEL)
-    copier.store(0, range(5), range(5))
-    if not copier.hashes(0):
-        pytest.skip("hashed on the host")
-    digests = copier.enqueue_digests(0, range(5))
+    copier.store(0, range(blocks), range(blocks))
+    ids = range(blocks - 1, -1, -1)
+    digests = copier.enqueue_digests(0, ids)
     torch.cuda.synchronize()
     size = geometry.groups[0].block_bytes
-    slots = [arena[i * geometry.slot_bytes :][:size].numpy().tobytes() for i in range(5)]
+    slots = [arena[i * geometry.slot_bytes :][:size].numpy().tobytes() for i in ids]
     assert digests().tolist() == [xxhash.xxh3_64_intdigest(slot) for slot in slots]
+    area[segments[-1].offset + segments[-1].length - 1] ^= 1  # negative control: block 0
+    changed = copier.enqueue_digests(0, ids)
+    torch.cuda.synchronize()
+    assert changed()[:-1] == digests()[:-1] and changed()[-1] != digests()[-1]
+
+
+@pytest.mark.parametrize("nbytes", DIGESTED["odd"])
+def test_digests_of_blocks_at_odd_addresses_are_those_of_xxhash(nbytes: int) -> None:
+    part = nbytes // 3
+    rest = nbytes - part
+    check_digests((ByteRun(7, part, part), ByteRun(nbytes * 4, rest + 1, rest)), 5)
+
+
+@pytest.mark.parametrize("nbytes", DIGESTED["aligned"])
+def test_digests_of_aligned_blocks_are_those_of_xxhash(nbytes: int) -> None:
+    """One run per block, and two whose border lies within a step."""
+    part = nbytes // 2 // 16 * 16 + 16
+    rest = nbytes - part
+    check_digests((ByteRun(0, nbytes, nbytes),), 5)
+    check_digests((ByteRun(16, part, part), ByteRun(6 * nbytes + 32, rest + 16, rest)), 5)
+
+
+def test_digests_of_more_blocks_than_one_launch_sums() -> None:
+    check_digests((ByteRun(0, 4096, 4096),), 10_000)
+    check_digests((ByteRun(0, 3 << 20, 3 << 20),), 13)
 
 
 @pytest.mark.parametrize(
@@ -139,42 +181,6 @@ def test_wire_blocks_are_packed_and_unpacked(unit: object) -> None:
     torch.cuda.synchronize()
     pages.write(unit, back, staged[:-64].numpy().tobytes())  # type: ignore[arg-type]
     assert area.cpu().numpy().tobytes() == bytes(pages.data)
-
-
-class Worker:
-    """Copies of one worker on the device."""
-
-    def __init__(self, choice: CopyThreshold, blocks: int = 64, page: int = 256 << 10) -> None:
-        self.geometry = layers(2, blocks, page, 0, 0)
-        self.area = noise(self.geometry.area_bytes, 6).to(DEVICE)
-        self.store = HostArena(blocks, self.geometry.slot_bytes, "full")
-        assert self.store.pin()
-        driver = open_driver(DEVICE)
-        copier = CudaCopier(self.area, self.store.tensor(), self.geometry, driver, choice)
-        self.executor = CopyExecutor(copier, self.store, self.geometry, make_streams(DEVICE))
-        torch.cuda.synchronize()
-
-    def submit(
-        self, number: int, kind: type[StoreBlocks] | type[LoadBlocks], blocks: range
-    ) -> None:
-        part = GroupBlocks(0, array("q", blocks), array("q", blocks))
-        more = ("r",) if kind is LoadBlocks else ()
-        tail = (False,) if kind is LoadBlocks else ()
-        job = kind(JobId(number), *more, (part,), 60.0, *tail)  # type: ignore[arg-type]
-        self.executor.submit(job, self.executor.fence())
-
-    def ended(self, count: int) -> list[JobId]:
-        found: list[JobId] = []
-        while len(found) < count:
-            for done in self.executor.poll():
-                assert not done.report.failures and done.seconds > 0
-                found.append(done.report.job)
-            time.sleep(0)
-        return found
-
-    def close(self) -> None:
-        self.executor.close()
-        self.store.close()
 
 
 @ways
@@ -208,8 +214,7 @@ def test_a_copy_waits_for_its_fence_and_for_nothing_else(choice: CopyThreshold) 
     torch.cuda._sleep(2_000_000_000)  # the model goes on for about a second
     busy = torch.cuda.Event()
     busy.record()
-    part = GroupBlocks(0, array("q", range(8)), array("q", range(8)))
-    worker.executor.submit(LoadBlocks(JobId(2), "r", (part,), 60.0, False), fence)
+    worker.submit(2, LoadBlocks, range(8), fence)
     worker.ended(1)
     assert not busy.query()  # the load did not wait for the model, nor the model for the load
     worker.submit(3, StoreBlocks, range(8))  # negative control: its fence is behind the model
@@ -237,8 +242,39 @@ def test_events_tell_the_time(choice: CopyThreshold) -> None:
 
 
 def test_ways_can_be_measured() -> None:
-    choice = measure(open_driver(DEVICE), sample_move(open_driver(DEVICE)))
-    assert {choice.store, choice.load} <= {0, *PAGES}
+    found = measure(open_driver(DEVICE), sample_move(open_driver(DEVICE)))
+    assert {found.threshold.store, found.threshold.load} <= {0, *PAGES}
+    assert all(0 < rate < 1000 for rates in found.gbps.values() for rate in rates)
+
+
+def test_the_time_to_submit_work_does_not_count() -> None:
+    page = torch.zeros(1 << 20, dtype=torch.uint8).pin_memory()
+
+    def work() -> None:
+        for _ in range(2):
+            page.to(DEVICE, non_blocking=True)
+            time.sleep(0.01)
+
+    driver = open_driver(DEVICE)
+    driver.seconds(work)
+    assert driver.seconds(work) < 0.005
+
+
+def test_without_cupy_dma_copies_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    cuda_driver._load_kernels.cache_clear()
+    driver = open_driver(DEVICE)
+    assert "CuPy is not installed" in (driver.kernels_unavailable_reason or "")
+    geometry = layers(2, 8, 4096, 0, 0)
+    area = noise(geometry.area_bytes, 7).to(DEVICE)
+    arena = torch.zeros(8 * geometry.slot_bytes, dtype=torch.uint8).pin_memory()
+    copier = CudaCopier(area, arena, geometry, driver, KERNEL)
+    before = area.clone()
+    copier.store(0, range(8), range(7, -1, -1))
+    area.zero_()
+    copier.load(0, range(8), range(7, -1, -1))
+    assert torch.equal(area, before) and area.any()
+    assert not copier.hashes(0)
 
 
 def test_memory_that_is_not_there_is_a_failed_transfer() -> None:
@@ -249,7 +285,7 @@ def test_memory_that_is_not_there_is_a_failed_transfer() -> None:
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
 def test_the_sanitizer_finds_nothing(tool: str) -> None:
-    chosen = "reference and page8191 and kernel or packed or (xxhash and 1025)"
+    chosen = "reference and page8191 and kernel or packed or (xxhash and (1025 or 65552))"
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable]
     made = subprocess.run(
         [*command, "-m", "pytest", "-q", __file__, "-k", chosen], capture_output=True, text=True

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from kvconnect.disaggregation.staging import BUFFERS, StagedMemory, make_memory  # noqa: E402
 from kvconnect.offload.streams import DeviceFence, make_streams  # noqa: E402
-from kvconnect.testing.memory import phased_unit, plain_unit, split_unit  # noqa: E402
+from kvconnect.testing.buffers import phased_unit, plain_unit, split_unit  # noqa: E402
 from kvconnect.transport import ConnectionOptions, Security, make_transport  # noqa: E402
 from kvconnect.transport.base import (  # noqa: E402
     Event,

@@ -13,7 +13,7 @@ if not any(map(importlib.util.find_spec, ("nixl_cu12", "nixl_cu13"))):
     pytest.skip("NIXL is not installed", allow_module_level=True)
 
 from kvconnect.disaggregation.staging import make_memory  # noqa: E402
-from kvconnect.testing.memory import plain_unit, split_unit  # noqa: E402
+from kvconnect.testing.buffers import plain_unit, split_unit  # noqa: E402
 from kvconnect.testing.transport import Side  # noqa: E402
 from kvconnect.transport import make_transport  # noqa: E402
 from kvconnect.transport.base import IncomingPages, OutgoingPages, PagesReceived, PeerUp  # noqa: E402

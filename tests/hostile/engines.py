@@ -75,7 +75,11 @@ _JSON: tuple[tuple[str, object, Reader], ...] = (
     ("version", {"version": "1", "more": [1]}, reports.version_of),
     ("registry", {"0": {"engine_id": "e"}, "1": {"engine_id": "f"}}, reports.engine_ids_of),
     ("loads", {"loads": [_LOAD, _LOAD | {"dp_rank": 1}]}, reports.sglang_tokens),
-    ("card", {"choices": [], "kv_transfer_params": _PARAMS}, engine_bodies.standing_ticket_of),
+    (
+        "standing ticket",
+        {"choices": [], "kv_transfer_params": _PARAMS},
+        engine_bodies.standing_ticket_of,
+    ),
 )
 _TEXT: tuple[tuple[str, str, Callable[[str], Any]], ...] = (
     ("vllm metrics", _VLLM, reports.vllm_tokens),
@@ -147,7 +151,7 @@ def _read(read: Callable[[Any], Any], answer: Any) -> str | None:
     except Refused:
         return None
     if isinstance(said, engine_bodies.StandingTicket):
-        return None if 0 < said.lifetime_s < 2**31 else f"a card for {said.lifetime_s} seconds"
+        return None if 0 < said.lifetime_s < 2**31 else f"a ticket for {said.lifetime_s} seconds"
     if read in (reports.vllm_tokens, reports.sglang_tokens, reports.sglang_metric_tokens):
         loads = Loads(10.0)
         loads.report(loads.ask(0.0), said)

@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 HASTE_S = 1.0
-"""Seconds that a router in a hurry gives clients for a head, a body, or to take an answer."""
+"""Seconds that a router in a hurry gives clients for a head, a body, the rest of a body that it
+has refused, or to take an answer."""
 UP_S = 120.0
 BEFORE = ""
 """Python that the router's process runs first: what takes a protection away, as a control."""
 _HASTE = (
     "from kvconnect.router import app; from kvconnect.router.http import client_side as reading; "
     f"app.IDLE_S = reading.BODY_S = app.UNREAD_S = {HASTE_S}\n"
+    f"app.SERVER_OPTIONS['lingering_time'] = {HASTE_S}\n"
 )
 _RUN = "import sys; from kvconnect import cli; sys.exit(cli.main(sys.argv[1:]))"
 _TICKET = {"do_remote_prefill": True, "kvconnect_ticket": "t" * 20}

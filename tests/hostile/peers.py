@@ -21,13 +21,13 @@ from kvconnect.errors import ProtocolError, Refused, TransferFailed
 from kvconnect.protocol import codec, messages, nixl_messages, tickets
 from kvconnect.protocol.auth import NONCE_BYTES, SESSION_BYTES, ClientAuth, Opening, ServerAuth
 from kvconnect.protocol.messages import PROBE_READ_ID, GroupHello, Hello
-from kvconnect.testing.memory import PageMemory, plain_unit
+from kvconnect.testing.buffers import PageMemory, plain_unit
 from kvconnect.transport import Security, Transport, make_transport
 from kvconnect.transport.base import IncomingPages, OutgoingPages, PagesReceived, PeerUp
 from kvconnect.transport.nixl.agent import NixlAgent
 from kvconnect.types import Endpoint, Rank, Span
+from tests.fakes.handoff_engine import TRANSFER, Engine, finished, receive, table
 from tests.hostile import Outcome
-from tests.unit.disaggregation.test_agent import TRANSFER, Engine, finished, receive, table
 
 KEY = b"the key that all engines share.."
 TOKENS = 150
@@ -46,7 +46,7 @@ def run(limit: int | None = None, seed: int = 1) -> Outcome:
     most = [count if limit is None else min(limit, count) for count in (MESSAGES, HANDSHAKES)]
     _play_readers(outcome, rng, most[0] // 2)
     _play_sources(outcome, rng, most[0] // 4)
-    _play_rails(outcome, rng, most[0] - most[0] // 2 - most[0] // 4)
+    _play_nixl(outcome, rng, most[0] - most[0] // 2 - most[0] // 4)
     _play_handshakes(outcome, rng, most[1])
     _play_tickets(outcome, rng, TICKETS if limit is None else min(limit, TICKETS))
     return outcome
@@ -55,35 +55,35 @@ def run(limit: int | None = None, seed: int = 1) -> Outcome:
 class Wire:
     """One hostile peer's connections, once it has proven the key."""
 
-    def __init__(self, control: socket.socket, lanes: list[socket.socket]) -> None:
-        self.control, self.lanes = control, lanes
-        self._notes = codec.MessageReader()
+    def __init__(self, control: socket.socket, data_connections: list[socket.socket]) -> None:
+        self.control, self.data_connections = control, data_connections
+        self._reader = codec.MessageReader()
         self._frames = 0
 
     def say(self, payload: bytes) -> None:
         self.control.sendall(codec.pack_message(payload))
 
-    def notes(self) -> list[bytes]:
-        """Wait for something, and return the notes in it."""
+    def received(self) -> list[bytes]:
+        """Wait for something, and return the messages in it."""
         data = self.control.recv(1 << 16)
         if not data:
             raise EOFError
-        return self._notes.feed(data)
+        return self._reader.feed(data)
 
     def hear(self) -> list[messages.Message]:
         """Wait for something, and return the messages in it."""
         found = []
-        for note in self.notes():
+        for message in self.received():
             with suppress(ProtocolError):  # the greeting, and heartbeats
-                found.append(messages.decode(note))
+                found.append(messages.decode(message))
         return found
 
-    def send(self, want: int, unit: int, blocks: range, payload: bytes) -> None:
+    def send(self, read_id: int, unit: int, blocks: range, payload: bytes) -> None:
         """Send pages, with digests that are wrong."""
         first, count, nbytes = blocks.start, len(blocks), len(payload)
-        header = codec.FrameHeader(self._frames, want, unit, first, count, nbytes, 1)
+        header = codec.FrameHeader(self._frames, read_id, unit, first, count, nbytes, 1)
         self._frames += 1
-        self.lanes[0].sendall(codec.pack_header(header) + payload + bytes(8 * count))
+        self.data_connections[0].sendall(codec.pack_header(header) + payload + bytes(8 * count))
 
     def close(self) -> None:
         """Close it once the other side has heard everything, or ended it."""
@@ -91,7 +91,7 @@ class Wire:
             self.control.shutdown(socket.SHUT_WR)
             while self.control.recv(1 << 16):
                 pass
-        for each in (self.control, *self.lanes):
+        for each in (self.control, *self.data_connections):
             each.close()
 
 
@@ -207,7 +207,7 @@ class Speaker:
                 lambda: messages.Fail(number, rng.choice(["gone", "x\u200b"]), "\x1b[31m" * 500),
             ]
         elif rng.random() < 0.4:
-            return self._want(transfer, number)
+            return self._read_request(transfer, number)
         else:
             kinds = [
                 lambda: messages.Cancel(number),
@@ -223,7 +223,7 @@ class Speaker:
             ]
         return rng.choice(kinds)()
 
-    def _want(self, transfer: bytes, number: int) -> messages.ReadRequest:
+    def _read_request(self, transfer: bytes, number: int) -> messages.ReadRequest:
         rng = self._rng
         self._last = number = self._last + 1 if rng.random() < 0.98 else number
         if rng.random() < 0.9:
@@ -256,7 +256,7 @@ def _play_readers(outcome: Outcome, rng: random.Random, count: int) -> None:
                         left, outcome.cases = left - 1, outcome.cases + 1
                         wire.say(speaker.next())
                     if rng.random() < 0.2:
-                        wire.lanes[0].sendall(rng.randbytes(rng.randrange(1, 200)))
+                        wire.data_connections[0].sendall(rng.randbytes(rng.randrange(1, 200)))
                 finally:
                     wire.close()
         _check(outcome, p, "hostile readers")
@@ -316,27 +316,27 @@ def _be_source(listener: socket.socket, rng: random.Random, count: int) -> None:
         try:
             name = "evil" if rng.random() < 0.9 else "other"
             wire.say(_hello(rng, plain=rng.random() < 0.8, engine_id=name))
-            want = _answer_probes(wire)
-            speaker = Speaker(rng, source=True, last=want)
+            read_id = _answer_probes(wire)
+            speaker = Speaker(rng, source=True, last=read_id)
             pages = [(unit, block) for unit in (1, 2, 3) for block in range(10)]
             rng.shuffle(pages)
             while pages and rng.random() < 0.96:  # all of them, sometimes
-                _send_pages(wire, rng, want, *pages.pop())
+                _send_pages(wire, rng, read_id, *pages.pop())
             for _ in range(count):
                 chance = rng.random()
                 if chance < 0.01:
-                    wire.lanes[0].sendall(_frame(rng))
+                    wire.data_connections[0].sendall(_frame(rng))
                 elif chance < 0.03:
-                    _send_pages(wire, rng, want, *rng.choice([(0, 0), (0, 9), (1, 0), (3, 2)]))
+                    _send_pages(wire, rng, read_id, *rng.choice([(0, 0), (0, 9), (1, 0), (3, 2)]))
                 elif chance < 0.7 and pages:
-                    _send_pages(wire, rng, want, *pages.pop())
+                    _send_pages(wire, rng, read_id, *pages.pop())
                 wire.say(speaker.next())
         finally:
             wire.close()
 
 
 def _answer_probes(wire: Wire) -> int:
-    """Send what a reader measures the path with; return the number of what it wants then."""
+    """Send what a reader measures the path with; return the number of what it reads then."""
     while True:
         for message in wire.hear():
             if isinstance(message, messages.ReadRequest):
@@ -347,29 +347,29 @@ def _answer_probes(wire: Wire) -> int:
                     wire.send(message.want, 0, blocks[first : first + 16], bytes(16 << 16))
 
 
-def _send_pages(wire: Wire, rng: random.Random, want: int, unit: int, block: int) -> None:
+def _send_pages(wire: Wire, rng: random.Random, read_id: int, unit: int, block: int) -> None:
     """Send a block that was asked for, in one layer or, as the first unit, in all."""
-    wire.send(want, unit, range(block, block + 1), rng.randbytes(2048 if unit else 3 * 2048))
+    wire.send(read_id, unit, range(block, block + 1), rng.randbytes(2048 if unit else 3 * 2048))
 
 
 def _frame(rng: random.Random) -> bytes:
-    want = rng.choice([0, 1, 2, PROBE_READ_ID, PROBE_READ_ID + 1])
+    read_id = rng.choice([0, 1, 2, PROBE_READ_ID, PROBE_READ_ID + 1])
     nbytes = rng.choice([1, 100, 65536])
-    header = codec.FrameHeader(0, want, rng.randrange(4), 0, rng.choice([1, 16]), nbytes, 1)
+    header = codec.FrameHeader(0, read_id, rng.randrange(4), 0, rng.choice([1, 16]), nbytes, 1)
     return codec.pack_header(header) + rng.randbytes(min(nbytes, 100))
 
 
 # About NIXL -------------------------------------------------------------------------------------
 
 
-def _play_rails(outcome: Outcome, rng: random.Random, count: int) -> None:
+def _play_nixl(outcome: Outcome, rng: random.Random, count: int) -> None:
     """Messages between transports, to one that expects pages over NIXL and writes some."""
     if not importlib.util.find_spec("nixl_cu12"):
         outcome.notes.append("messages about NIXL were only decoded: nixl-cu12 is not installed")
         for _ in range(count):
             outcome.cases += 1
             with suppress(ProtocolError):
-                nixl_messages.decode(_rail(rng))
+                nixl_messages.decode(_nixl_message(rng))
         return
     from tests.links import NIXL_QUICK
 
@@ -389,13 +389,13 @@ def _play_rails(outcome: Outcome, rng: random.Random, count: int) -> None:
                 wire = _connect(address, rng, greeting) if reads else _called(victim, rng, greeting)
                 _expect_pages(victim)
                 try:
-                    fitting = _fitting_rails(rng, own) if reads else _fitting_landings(rng, wire)
+                    fitting = _fitting_requests(rng, own) if reads else _fitting_writes(rng, wire)
                     for _ in range(share):
-                        note = next(fitting, b"") if rng.random() < 0.95 else b""
-                        note = note or _rail(rng)
+                        message = next(fitting, b"") if rng.random() < 0.95 else b""
+                        message = message or _nixl_message(rng)
                         if rng.random() < 0.05:
-                            note = _spoiled(rng, note)
-                        wire.say(codec.NixlPayload(note))
+                            message = _spoiled(rng, message)
+                        wire.say(codec.NixlPayload(message))
                 finally:
                     wire.close()
             left, outcome.cases = left - share, outcome.cases + share
@@ -411,8 +411,8 @@ def _called(victim: Transport, rng: random.Random, greeting: bytes) -> Wire:
         return _accept(listener, rng, greeting)
 
 
-def _fitting_rails(rng: random.Random, own: PageMemory) -> Iterator[bytes]:
-    """Yield what a reader of six wants of ten blocks may say."""
+def _fitting_requests(rng: random.Random, own: PageMemory) -> Iterator[bytes]:
+    """Yield what a reader of six reads of ten blocks may say."""
     (area,) = own.regions()
     place = nixl_messages.UnitLocation(
         address=area.address,
@@ -424,23 +424,23 @@ def _fitting_rails(rng: random.Random, own: PageMemory) -> Iterator[bytes]:
     )
     yield nixl_messages.encode(nixl_messages.UnitLocations(number=0, first=0, units=[place]))
     ids = array("q", range(10)).tobytes()
-    for want in rng.sample(range(6), 6):
-        where = nixl_messages.Destinations(want=want, units=0, spans=[(0, 0)], ids=[ids])
-        said: list[nixl_messages.NixlMessage] = [where, where, nixl_messages.UseTcp(want=want)]
-        yield nixl_messages.encode(rng.choice([*said, nixl_messages.StopWriting(want=want)]))
-    for want in rng.sample(range(6), 6):
-        yield nixl_messages.encode(nixl_messages.StopWriting(want=want))
+    for read_id in rng.sample(range(6), 6):
+        where = nixl_messages.Destinations(want=read_id, units=0, spans=[(0, 0)], ids=[ids])
+        said: list[nixl_messages.NixlMessage] = [where, where, nixl_messages.UseTcp(want=read_id)]
+        yield nixl_messages.encode(rng.choice([*said, nixl_messages.StopWriting(want=read_id)]))
+    for read_id in rng.sample(range(6), 6):
+        yield nixl_messages.encode(nixl_messages.StopWriting(want=read_id))
 
 
-def _fitting_landings(rng: random.Random, wire: Wire) -> Iterator[bytes]:
+def _fitting_writes(rng: random.Random, wire: Wire) -> Iterator[bytes]:
     """Yield what a source of them may say, though it wrote nothing: once they have places."""
     told = 0
     while told < 7:  # the unit, and a place for each
-        told += sum(isinstance(note, codec.NixlPayload) for note in wire.notes())
-    for number, want in enumerate(rng.sample(range(6), 6)):
+        told += sum(isinstance(message, codec.NixlPayload) for message in wire.received())
+    for number, read_id in enumerate(rng.sample(range(6), 6)):
         for first in (0, 5):
             message = nixl_messages.PagesWritten(
-                want=want,
+                want=read_id,
                 unit=0,
                 first=first,
                 count=5,
@@ -459,12 +459,14 @@ def _expect_pages(victim: Transport) -> None:
     while time.monotonic() < deadline:
         for event in victim.poll(0.05):
             if isinstance(event, PeerUp) and "nixl" in event.paths:
-                for want in range(6):
+                for read_id in range(6):
                     if event.inbound:
-                        victim.submit(OutgoingPages(event.peer, want, 0, unit, 0, ids))
+                        victim.submit(OutgoingPages(event.peer, read_id, 0, unit, 0, ids))
                     else:
                         spans = [(0, ids)]
-                        victim.submit(IncomingPages(event.peer, want, [unit], spans, None, "nixl"))
+                        victim.submit(
+                            IncomingPages(event.peer, read_id, [unit], spans, None, "nixl")
+                        )
                 return
 
 
@@ -494,8 +496,8 @@ def _works(victim: Transport, address: tuple[str, int]) -> bool:
         )
 
 
-def _rail(rng: random.Random) -> bytes:
-    want = rng.choice([0, 1, 2, 3, 4, 5, rng.choice(_NUMBERS)])
+def _nixl_message(rng: random.Random) -> bytes:
+    read_id = rng.choice([0, 1, 2, 3, 4, 5, rng.choice(_NUMBERS)])
     triple = array("q", rng.choice([[0, 4096, 4096], [-1, 0, 1], [0, 1 << 60, 4096], [0, 0, 0]]))
     place = nixl_messages.UnitLocation(
         address=rng.choice([0, 4096, 1 << 46, (1 << 63) - 1]),
@@ -521,13 +523,13 @@ def _rail(rng: random.Random) -> bytes:
                     number=rng.randrange(3), first=rng.choice([0, 0, 1]), units=[place]
                 ),
                 nixl_messages.Destinations(
-                    want=want, units=rng.randrange(3), spans=spans, ids=[ids]
+                    want=read_id, units=rng.randrange(3), spans=spans, ids=[ids]
                 ),
-                nixl_messages.UseTcp(want=want),
-                nixl_messages.StopWriting(want=want),
-                nixl_messages.WritesStopped(want=want),
+                nixl_messages.UseTcp(want=read_id),
+                nixl_messages.StopWriting(want=read_id),
+                nixl_messages.WritesStopped(want=read_id),
                 nixl_messages.PagesWritten(
-                    want=want, unit=rng.choice([0, 0, 9]), number=1, **landed
+                    want=read_id, unit=rng.choice([0, 0, 9]), number=1, **landed
                 ),
             ]
         )

@@ -16,6 +16,7 @@ from tests.hostile import Outcome
 from tests.hostile.fleet import Routed, Session, routed
 
 _AT_ONCE = 12
+_MALFORMED_AT_ONCE = 40  # most of their connections only wait until the router hangs up
 _POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 _CHUNKED = b"Transfer-Encoding: chunked\r\n"
 _FORGED = b"10.99.99.99"  # an address that only a client names
@@ -314,7 +315,7 @@ def texts() -> Iterator[tuple[str, bytes]]:
 
 
 async def _malformed(router: Routed, cases: list[Request], outcome: Outcome) -> None:
-    gate = asyncio.Semaphore(_AT_ONCE)
+    gate = asyncio.Semaphore(_MALFORMED_AT_ONCE)
 
     async def play(case: Request) -> None:
         async with gate:

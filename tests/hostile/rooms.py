@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from kvconnect.disaggregation.messages import DisaggregationInstructions, OfferBlocks, TransferEvent
-from kvconnect.disaggregation.sender import (
+from kvconnect.disaggregation.prefill_planner import (
     AcceptedRead,
     CancelRead,
     GroupView,
+    PrefillPlanner,
     ReportNotice,
     ReportServed,
-    Sender,
     SendPages,
 )
 from kvconnect.engines.sglang.rooms import PrefillRooms, transfer_of
@@ -60,7 +60,7 @@ class Agent:
     """The real sending machine, and a link on which events happen when a test says so."""
 
     def __init__(self) -> None:
-        self.sender = Sender([LAYERS, 1], 5.0, 1.0)
+        self.sender = PrefillPlanner([LAYERS, 1], 5.0, 1.0)
         self.counted = OffloadingConnectorStats()
         self.notices: dict[TransferEvent, None] = {}
         self.in_flight: list[tuple[int, int]] = []
@@ -158,7 +158,7 @@ class Peers(RuleBasedStateMachine):
             lambda room, why: self.failed.append((room, why)),
         )
         self.requests: dict[int, Request] = {}
-        self.wants = 0
+        self.reads = 0
 
     # What peers do ---------------------------------------------------------------------------
 
@@ -173,9 +173,9 @@ class Peers(RuleBasedStateMachine):
             st.sampled_from([1, 4, 6, (1 << 24) - 1]),
         ).flatmap(lambda part: st.sampled_from([[part], [part, (AUX, 0, 1)], [(AUX, 0, 1)]])),
     )
-    def want(self, peer: int, room: int, early: bool, rank: Rank, parts: Parts) -> None:
-        self.wants += 1
-        ask = AcceptedRead(peer, self.wants, transfer_of(room), early, rank, VIEWS, parts)
+    def read(self, peer: int, room: int, early: bool, rank: Rank, parts: Parts) -> None:
+        self.reads += 1
+        ask = AcceptedRead(peer, self.reads, transfer_of(room), early, rank, VIEWS, parts)
         try:
             self.agent.do(self.agent.sender.on_request(ask, 0.0))
         except ProtocolError:
@@ -183,7 +183,7 @@ class Peers(RuleBasedStateMachine):
 
     @rule(peer=st.integers(1, 3), back=st.integers(0, 5), what=st.sampled_from(["cancel", "done"]))
     def says(self, peer: int, back: int, what: str) -> None:
-        self.agent.do(getattr(self.agent.sender, what)(peer, self.wants - back))
+        self.agent.do(getattr(self.agent.sender, what)(peer, self.reads - back))
 
     @rule(room=st.sampled_from(ROOMS), what=st.sampled_from(["decline", "renew"]))
     def says_of_a_room(self, room: int, what: str) -> None:
@@ -245,9 +245,9 @@ class Peers(RuleBasedStateMachine):
         """Another room goes on as if nothing had been."""
         self.box.take(self.agent.take())
         request = Request(self.box, self.agent, HONEST)
-        self.wants += 1
+        self.reads += 1
         parts = [(KV, 0, BLOCKS), (AUX, 0, 1)]
-        ask = AcceptedRead(8, self.wants, transfer_of(HONEST), True, RANKS[0], VIEWS, parts)
+        ask = AcceptedRead(8, self.reads, transfer_of(HONEST), True, RANKS[0], VIEWS, parts)
         self.agent.do(self.agent.sender.on_request(ask, 0.0))
         self.box.take(self.agent.take())
         assert HONEST in self.ready
@@ -255,7 +255,7 @@ class Peers(RuleBasedStateMachine):
         request.push(2)
         request.send(BLOCKS)
         self.agent.everything_leaves()
-        self.agent.do(self.agent.sender.done(8, self.wants))
+        self.agent.do(self.agent.sender.done(8, self.reads))
         self.box.take(self.agent.take())
         assert self.served.count(HONEST) == 1
         assert not [why for room, why in self.failed if room == HONEST]

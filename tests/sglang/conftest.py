@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fork_server import Nursery
+from tests.fork_server import ForkServer
 from tests.sglang.pd import LAYERWISE, decode_server, prefill_server, side_by_side
 from tests.sglang.scenario import Fleet
 from tests.sglang.server import SglangServer, plugin_path
@@ -34,11 +34,11 @@ MODULES = (
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nursery() -> Iterator[None]:
+def fork_server() -> Iterator[None]:
     """Fork servers from a process that has imported SGLang."""
-    with Nursery(MODULES, {**os.environ, "OMP_NUM_THREADS": "1"}) as SglangServer.nursery:
+    with ForkServer(MODULES, {**os.environ, "OMP_NUM_THREADS": "1"}) as SglangServer.fork_server:
         yield
-    SglangServer.nursery = None
+    SglangServer.fork_server = None
 
 
 @pytest.fixture(scope="session")

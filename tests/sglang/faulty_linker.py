@@ -20,7 +20,7 @@ from sglang.srt.runtime_context import get_parallel
 from kvconnect.cache.layout import Geometry
 from kvconnect.copy import Copier, make_copier
 from kvconnect.engines.sglang.linker import KVConnectLinker
-from kvconnect.engines.sglang.pool_tier import PoolTier
+from kvconnect.engines.sglang.linker_host_tier import PoolTier
 
 LONGEST = 32  # pages of the longest prompt
 

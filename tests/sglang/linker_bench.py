@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from kvconnect.copy import Copier, make_copier
 from kvconnect.engines.sglang.linker import KVConnectLinker
-from kvconnect.engines.sglang.pool_tier import PoolTier
+from kvconnect.engines.sglang.linker_host_tier import PoolTier
 
 PAGE, LAYERS, PAGES = 16, 3, 32
 DSA_PAGE = 64  # the only one DSA has
@@ -274,7 +274,7 @@ class Bench:
     def check(self) -> None:
         for tier in self.linker.tiers.values():
             tier.index.check()
-            tier.ledger.check()
+            tier.jobs.ledger.check()
 
     def close(self) -> None:
         for spy in self.spies:

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.boards import ALL, Prometheus, Shown, engines, filled, of_panels
+from tests.sglang.linker_server import ROOM, linker_args
+from tests.sglang.linker_server import prompts as kept
 from tests.sglang.pd import ask_all
 from tests.sglang.scenario import CROWD, NEW, Fleet, page_bytes, pages, settled
 from tests.sglang.scenario import prompts as handed_off
 from tests.sglang.server import SglangServer
-from tests.sglang.test_linker_engine import ROOM, linker_args
-from tests.sglang.test_linker_engine import prompts as kept
-from tests.sglang.test_metrics import GOT, SENT, added, sums
+from tests.sglang.wire_sums import GOT, SENT, added, sums
 
 NOT_IN_SGLANG = {
     ("kvconnect-handoff", "Leases"),

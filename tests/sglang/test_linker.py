@@ -18,8 +18,8 @@ from sglang.srt.runtime_context import reset_context
 from sglang.srt.server_args import ServerArgs
 from sglang.test.parallel_groups import publish
 
+from kvconnect.engines.sglang.device_pools import device_pools, map_pool
 from kvconnect.engines.sglang.linker import KVConnectLinker, restorable
-from kvconnect.engines.sglang.pools import device_pools, map_pool
 from kvconnect.errors import ConfigError, Incompatible, Misuse
 from tests.sglang.linker_bench import (
     DSA_PAGE,
@@ -64,7 +64,7 @@ def make() -> Iterator[Callable[..., Bench]]:
     for bench in made:
         bench.close()
         bench.check()
-        assert not any(tier.ledger.held for tier in bench.linker.tiers.values())
+        assert not any(tier.jobs.ledger.held for tier in bench.linker.tiers.values())
 
 
 @pytest.fixture
@@ -270,6 +270,7 @@ def test_a_load_past_its_deadline_fails(make: Callable[..., Bench]) -> None:
     assert bench.counted("expired_jobs", "GPU_to_CPU") == 1
     assert bench.found(KEYS) == []
     assert not bench.load(KEYS, THERE)
+    assert bench.counted("expired_jobs", "CPU_to_GPU") == 1  # not one per stage
     assert bench.bytes_of(HERE) == wanted
 
 
@@ -336,7 +337,7 @@ def test_offloads_beyond_the_bound_are_taken_but_not_done(bench: Bench) -> None:
     spy.gate = threading.Semaphore(0)
     assert bench.linker.offload(transfers(names(8), range(8)))  # a quarter of the device's pages
     assert bench.linker.offload(transfers(names(1, start=20), [20]))
-    assert bench.tier.ledger.held == 8
+    assert bench.tier.jobs.ledger.held == 8
     spy.gate.release(100)
     assert bench.drain() == [True, False]
     assert bench.counted("skipped_store_blocks", "busy") == 1
@@ -407,6 +408,9 @@ def test_transfers_are_measured(bench: Bench) -> None:
     assert flat["GPU_to_CPU_total_bytes"] == flat["CPU_to_GPU_total_bytes"] == moved
     assert flat["lookups"] == 1
     assert flat["hit_tokens_host"] == flat["query_tokens"] == 96
+    seconds = stats.data["histograms"]
+    for name in ("load_latency_seconds", "load_exposed_seconds"):
+        assert sum(seconds[name]["host"][1:]) == 1  # the linker counts it, the job table does not
     assert flat["host_blocks_used"] == 6
     assert flat["ledger_held_blocks_load"] == flat["ledger_held_blocks_store"] == 0
 

@@ -30,9 +30,9 @@ from kvconnect.cache.layout import Geometry
 from kvconnect.copy.calibration import CopyThreshold
 from kvconnect.copy.cuda import CudaCopier
 from kvconnect.engines.sglang import linker as linker_module
-from kvconnect.engines.sglang import pool_tier
+from kvconnect.engines.sglang import linker_host_tier
 from kvconnect.engines.sglang.linker import KVConnectLinker
-from kvconnect.engines.sglang.pool_tier import LayerCounter, PoolTier
+from kvconnect.engines.sglang.linker_host_tier import LayerCounter, PoolTier
 from kvconnect.offload import copy_executor, host_tier, layer_loads
 from tests.emulated.device import EmulatedDriver, EmulatedEvent, Emulator, OnDevice, Site
 from tests.emulated.mutants import lines_of, sites_of, unnoticed, waits_in
@@ -50,8 +50,12 @@ from tests.sglang.linker_bench import (
 PACKAGE = Path(kvconnect.__file__).parent
 STEPS, ROOM = 6, 5  # pages of either pool that are used
 RUNS = 100
+MUTANT_RUNS = 600  # taking out the fence of loads shows in one run of a hundred
 COMPONENTS = (ComponentType.FULL, ComponentType.SWA)
-TIMING = "pair[0].record()"
+TIMING = "events.start.record()"
+LOAD_END = "events.end.record()"
+"""The forward waits for a fence of its own, and no slot is used again in this model. What the end
+of a load protects is in ``tests/emulated/offload.py``."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -206,7 +210,7 @@ def play(random: Random, disabled: frozenset[Site] = frozenset()) -> Emulator:
         runtime = SimpleNamespace(Event=emulator.event)
         monkeypatch.setattr(unified_cache_linker, "device_module", runtime)
         monkeypatch.setattr(unified_cache_linker, "Future", world.future)
-        for module in (copy_executor, layer_loads, pool_tier):
+        for module in (copy_executor, layer_loads, linker_host_tier):
             monkeypatch.setattr(module, "threading", world.threading)
             monkeypatch.setattr(module, "time", world.time)
         world.run(lambda: Scheduler(emulator).run())
@@ -223,13 +227,14 @@ def test_every_wait_is_needed() -> None:
     sites = [site for site in sites_of(play, 40) if "CudaCopier.__init__" not in site[1]]
     passed = lines_of(sites)
     assert not set(waits_in("engines/sglang/linker.py")) - passed
-    sites = [site for site in sites if text_of(site) != TIMING]
-    assert unnoticed(play, sites, RUNS) == []
+    sites = [site for site in sites if not is_exempt(site)]
+    assert unnoticed(play, sites, MUTANT_RUNS) == []
 
 
-def text_of(site: Site) -> str:
+def is_exempt(site: Site) -> bool:
     ((file, line),) = lines_of([site])
-    return getline(str(PACKAGE / file), line).strip()
+    text = getline(str(PACKAGE / file), line).strip()
+    return text == TIMING or (text == LOAD_END and "ChunkCopier._load" in "".join(site))
 
 
 def goes_wrong(runs: int = RUNS) -> bool:
@@ -243,8 +248,9 @@ def goes_wrong(runs: int = RUNS) -> bool:
 
 def one_layer_only(self: LayerCounter, threshold: int) -> None:
     """As if pools loaded in step with one another."""
-    if self.consumer_index in self.futures:
-        self._wait(self.consumer_index, threshold)
+    if self.consumer_index in self.batches:
+        for fence in self.batches[self.consumer_index].fences(threshold):
+            self._streams.follow(fence)
 
 
 def nothing(self: LayerCounter, threshold: int) -> None: ...

@@ -138,9 +138,9 @@ def test_a_request_that_leaves_gives_its_queued_load_back(tree: Tree) -> None:
     tree.cache.init_load_back(
         InitLoadBackParams(match.best_match_node, match.host_hit_length, req=req)
     )
-    assert tree.bench.tier.ledger.held == 6
+    assert tree.bench.tier.jobs.ledger.held == 6
     tree.cache.linker.release_request("req")
-    assert tree.bench.tier.ledger.held == 0
+    assert tree.bench.tier.jobs.ledger.held == 0
     assert tree.cache.ready_to_load_host_cache() == -1
 
 

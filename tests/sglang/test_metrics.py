@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -17,11 +15,17 @@ from kvconnect.observability.top import app
 from tests.engines.models import model_dir
 from tests.sglang.one_scheduler import PUBLISHED
 from tests.sglang.pd import ask_all
-from tests.sglang.scenario import CROWD, NEW, Fleet, page_bytes, pages, prompts, settled
+from tests.sglang.scenario import CROWD, NEW, Fleet, page_bytes, pages, prompts
 from tests.sglang.server import SglangServer
+from tests.sglang.wire_sums import (
+    GOT,
+    OURS,
+    SENT,
+    added,
+    sums,
+)
 
 SCHEDULER_S = 60.0
-OURS = "sglang:kvcache_transfer_latency"
 
 
 def scheduler(directory: Path, *flags: str) -> None:
@@ -34,9 +38,9 @@ def scheduler(directory: Path, *flags: str) -> None:
     env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(published)}
     log = directory / "log"
     log.touch()
-    assert SglangServer.nursery is not None
+    assert SglangServer.fork_server is not None
     command = ["tests.sglang.one_scheduler", *arguments]
-    SglangServer.nursery.start(command, env, log).wait(SCHEDULER_S)
+    SglangServer.fork_server.start(command, env, log).wait(SCHEDULER_S)
     assert log.read_text().endswith(PUBLISHED), log.read_text()
 
 
@@ -65,38 +69,6 @@ def test_without_metrics_nothing_is_there(tmp_path: Path) -> None:
 
 
 # --- servers ----------------------------------------------------------------------------------
-
-SENT = {"role": "send", "transfer_type": "SEND"}
-GOT = {"role": "recv", "transfer_type": "RECV"}
-
-
-def sums(server: SglangServer, side: dict[str, str]) -> dict[str, float]:
-    """What a server has published of one side of the wire."""
-    role, kind = {"role": side["role"]}, {"transfer_type": side["transfer_type"]}
-    return {
-        "requests": server.metric(f"{OURS}_count", **role),
-        "request seconds": server.metric(f"{OURS}_sum", **role),
-        "wire seconds": server.metric("sglang:kvconnect_transfer_seconds_total", **kind),
-        "bytes": server.metric("sglang:kvconnect_transfer_bytes_total", **kind),
-        "their requests": theirs(server, "sglang:kv_transfer_total_mb_count"),
-        "their seconds": theirs(server, "sglang:kv_transfer_latency_ms_sum") / 1000,
-        "their bytes": theirs(server, "sglang:kv_transfer_total_mb_sum") * 2**20,
-    }
-
-
-def theirs(server: SglangServer, name: str) -> float:
-    """A series of SGLang's own, which is not there before its first event."""
-    try:
-        return server.metric(name)
-    except KeyError:
-        return 0.0
-
-
-def added(server: SglangServer, side: dict[str, str], before: dict[str, float], n: int) -> Any:
-    """What was added to the sums, once ``n`` requests are in them."""
-    want = before["requests"] + n
-    settled(partial(server.metric, f"{OURS}_count", role=side["role"]), want)
-    return {name: value - before[name] for name, value in sums(server, side).items()}
 
 
 @pytest.mark.parametrize("sends", ["layers", "chunks"])

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.utils import get_hash_str
 
 from kvconnect.cache.record_format import page_names
 from kvconnect.config import Config
-from kvconnect.engines.sglang import tier_stores
+from kvconnect.engines.sglang import storage_backends
 from kvconnect.errors import Incompatible
 from kvconnect.tiers.backends.memory import MemoryStore
 from tests.engines.models import model_dir
@@ -40,7 +40,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     read = SimpleNamespace(to_json_string=(tmp_path / "config.json").read_text)
     known = SimpleNamespace(dtype=torch.float32, get_total_num_kv_heads=lambda: 4, hf_config=read)
     args = SimpleNamespace(from_server_args=lambda _: known)
-    monkeypatch.setattr(tier_stores, "ModelConfig", args)
+    monkeypatch.setattr(storage_backends, "ModelConfig", args)
     return tmp_path
 
 
@@ -52,14 +52,16 @@ def test_every_layout_and_rank_has_the_same_bytes(
         pool = host_pool(monkeypatch, layout)
         _, nh = pool.layer_num, pool.head_num
         monkeypatch.setattr(
-            tier_stores.ModelConfig.from_server_args(None),
+            storage_backends.ModelConfig.from_server_args(None),
             "get_total_num_kv_heads",
             lambda n=nh: 2 * n,
         )
-        monkeypatch.setattr(tier_stores.ModelConfig.from_server_args(None), "dtype", pool.dtype)
+        monkeypatch.setattr(
+            storage_backends.ModelConfig.from_server_args(None), "dtype", pool.dtype
+        )
         ranks = dataclasses.replace(RANKS, tp_rank=1, tp_size=2)
         with serving(str(model)):
-            form, found, _ = tier_stores.records_for_all({PoolName.KV: pool}, ranks)
+            form, found, _ = storage_backends.records_for_all({PoolName.KV: pool}, ranks)
         width = pool.head_dim * pool.dtype.itemsize
         assert (form.heads, form.tokens, form.row) == (2 * nh, PAGE, (width, width))
         assert [unit.number * form.unit for unit in found] == list(range(nh, 2 * nh, form.unit))
@@ -78,7 +80,7 @@ def test_every_layout_and_rank_has_the_same_bytes(
 def canonical(page: torch.Tensor, pool: Any) -> torch.Tensor:
     """Return [layers, heads, tokens, K or V, values] of a flat page."""
     sizes = {"L": pool.layer_num, "N": PAGE, "H": pool.head_num}
-    axes = tier_stores._AXES[pool.layout]
+    axes = storage_backends._AXES[pool.layout]
     shaped = page.view(2, *(sizes[axis] for axis in axes), pool.head_dim)
     return shaped.permute(*(1 + axes.index(axis) for axis in "LHN"), 0, 4)
 
@@ -97,17 +99,17 @@ def test_what_only_sglang_can_use(
 ) -> None:
     pools = {PoolName.KV: host_pool(monkeypatch)}
     with serving(str(model), **settings), pytest.raises(Incompatible, match=why):
-        tier_stores.records_for_all(pools, RANKS)
+        storage_backends.records_for_all(pools, RANKS)
     with serving(str(model)), pytest.raises(Incompatible, match="several pools"):
-        tier_stores.records_for_all({**pools, PoolName.MAMBA: object()}, RANKS)
+        storage_backends.records_for_all({**pools, PoolName.MAMBA: object()}, RANKS)
     config = json.loads((model / "config.json").read_text())
     rope = {"rope_scaling": {"rope_type": "longrope"}}
     (model / "config.json").write_text(json.dumps(config | rope))
     with serving(str(model)), pytest.raises(Incompatible, match="LongRoPE"):
-        tier_stores.records_for_all(pools, RANKS)
+        storage_backends.records_for_all(pools, RANKS)
     (model / "model.safetensors").unlink()
     with serving(str(model)), pytest.raises(Incompatible, match="no weight files"):
-        tier_stores.records_for_all(pools, RANKS)
+        storage_backends.records_for_all(pools, RANKS)
 
 
 def test_a_page_on_disk_lies_as_in_its_pool(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,37 +121,41 @@ def test_a_page_on_disk_lies_as_in_its_pool(model: Path, monkeypatch: pytest.Mon
         return MemoryStore(1 << 20)
 
     monkeypatch.setattr(
-        tier_stores, "make_disk", lambda settings, owner, fields, name: make("disk", settings, name)
+        storage_backends,
+        "make_disk",
+        lambda settings, owner, fields, name: make("disk", settings, name),
     )
     monkeypatch.setattr(
-        tier_stores, "make_remote", lambda settings, name, keys: make("memory", settings, name)
+        storage_backends, "make_remote", lambda settings, name, keys: make("memory", settings, name)
     )
     config = Config().replace(disk={"path": "/nowhere"}, remote={"store": "memory"})
     for layout in (*LAYOUTS, LAYOUTS[0]):
         pool = host_pool(monkeypatch, layout)
         monkeypatch.setattr(
-            tier_stores.ModelConfig.from_server_args(None),
+            storage_backends.ModelConfig.from_server_args(None),
             "get_total_num_kv_heads",
             lambda n=pool.head_num: n,
         )
-        monkeypatch.setattr(tier_stores.ModelConfig.from_server_args(None), "dtype", pool.dtype)
+        monkeypatch.setattr(
+            storage_backends.ModelConfig.from_server_args(None), "dtype", pool.dtype
+        )
         with serving(str(model)):
-            found = tier_stores.records_for_all({PoolName.KV: pool}, RANKS)
-            tier_stores.make_stores(config, RANKS, found)
+            found = storage_backends.records_for_all({PoolName.KV: pool}, RANKS)
+            storage_backends.make_stores(config, RANKS, found)
     assert len(set(names["memory"])) == 1
     assert len(set(names["disk"])) == len(LAYOUTS) and names["disk"][0] == names["disk"][-1]
 
 
 def test_another_model_has_another_format(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pools = {PoolName.KV: host_pool(monkeypatch)}
-    known = tier_stores.ModelConfig.from_server_args(None)
+    known = storage_backends.ModelConfig.from_server_args(None)
     pool = pools[PoolName.KV]
     monkeypatch.setattr(known, "get_total_num_kv_heads", lambda: pool.head_num)
     monkeypatch.setattr(known, "dtype", pool.dtype)
 
     def form(**settings: Any) -> bytes:
         with serving(str(model), **settings):
-            return tier_stores.records_for_all(pools, RANKS).form.fingerprint
+            return storage_backends.records_for_all(pools, RANKS).form.fingerprint
 
     first = form()
     assert form() == first

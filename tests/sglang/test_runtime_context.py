@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter
 from sglang.srt.runtime_context import SpawnRanks, reset_context
 from sglang.srt.server_args import ServerArgs
 from sglang.test.parallel_groups import publish
@@ -17,7 +16,6 @@ from sglang.test.parallel_groups import publish
 from kvconnect import memory
 from kvconnect.config import Config
 from kvconnect.engines.sglang import runtime_context
-from kvconnect.engines.sglang.pool_tier import LayerCounter, LoadBatch
 from kvconnect.engines.sglang.runtime_context import worker_share
 from kvconnect.errors import ConfigError
 
@@ -126,36 +124,3 @@ def test_every_rank_has_a_port_of_its_own() -> None:
         published(ranks=SpawnRanks(world_rank=rank), tp_size=4, attn_dp_size=2)
         numbers.add(runtime_context.rank_number(SimpleNamespace(system_dp_rank=None, pp_rank=0)))
     assert numbers == set(range(4))
-
-
-class Stock(LayerCounter):
-    """The control: SGLang's counter waits for one layer."""
-
-    wait_until = LayerWiseLoadCounter.wait_until
-
-
-@pytest.mark.parametrize("kind", [LayerCounter, Stock])
-def test_who_waits_for_a_layer_waits_for_those_before_it(kind: type[LayerCounter]) -> None:
-    """A graph of the whole prefill asks once, for the last layer; pools load side by side."""
-    counter = kind(4)
-    stages = {"full": [[0], [2]], "window": [[1], [3]]}
-    arrivals = LoadBatch(counter, stages)
-    counter.set_consumer(arrivals.index)
-    waited: list[int] = []
-    futures = counter.futures[arrivals.index]
-    late = [("full", 0), ("full", 1)]
-
-    def lands(self: LayerCounter, index: int, layer: int) -> None:
-        waited.append(layer)
-        while not futures[layer].done():
-            arrivals.landed(*late.pop(0), True)
-
-    arrivals.landed("window", 0, True)
-    arrivals.landed("window", 1, True)  # its last layer, before the first of the other pool
-    counter._wait = lands.__get__(counter)  # type: ignore[method-assign]
-    counter.wait_until(3)
-    assert all(future.done() for future in futures) is (kind is LayerCounter)
-    if kind is LayerCounter:
-        assert waited == [0, 1, 2, 3]
-        counter.wait_until(3)  # costs nothing more
-        assert waited == [0, 1, 2, 3]

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.contract.test_remote_stores import Valkey, valkey  # noqa: F401
 from tests.engines.models import BLOCK_SIZE, prompt_tokens
 from tests.engines.server import Server, kv_transfer
-from tests.sglang.scenario import settled
-from tests.sglang.test_storage_engine import NEW, at_work, server, written
+from tests.servers import Valkey
+from tests.sglang.scenario import NEW, settled
+from tests.sglang.storage_server import at_work, server, written
 
 VLLM = Path(__file__).parents[2] / ".venv" / "bin" / "python"
 VLLM_AT_WORK = "vllm:kvconnect_tier_jobs_in_flight"
@@ -38,7 +38,7 @@ def full_blocks(asked: Sequence[Sequence[int]]) -> int:
 
 
 @pytest.mark.skipif(not VLLM.exists(), reason="vLLM's environment is not here: make setup")
-def test_each_engine_loads_what_the_other_computed(valkey: Valkey) -> None:  # noqa: F811
+def test_each_engine_loads_what_the_other_computed(valkey: Valkey) -> None:
     ours, theirs = prompts(220_000), prompts(330_000)
     remote = {"kind": "valkey", **valkey.settings()}
     with sglang(remote) as running:

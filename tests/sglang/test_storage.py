@@ -11,7 +11,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
 from kvconnect.engines.sglang.storage import KVConnectStorage
-from kvconnect.engines.sglang.tier_stores import stored_format
+from kvconnect.engines.sglang.storage_backends import stored_format
 from kvconnect.errors import ConfigError, Incompatible
 from tests.sglang.linker_bench import PAGE, names, slots_of
 from tests.sglang.storage_bench import (

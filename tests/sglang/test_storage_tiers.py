@@ -1,4 +1,4 @@
-"""Tiers below the storage backend's host memory: what outlives it, and what goes wrong there."""
+"""Secondary tiers of the storage backend: what outlives it, and what goes wrong there."""
 
 from __future__ import annotations
 
@@ -95,15 +95,15 @@ def on_disk(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 def fill(storage: KVConnectStorage, count: int = len(KEYS)) -> None:
-    """Store the pages of the pool's first places, each when the one before is below."""
+    """Store the pages of the pool's first places, each when the one before is written back."""
     for number in range(count):
         assert storage.batch_set_v1(KEYS[number : number + 1], slots_of([number])) == [True]
         settle(storage)
 
 
 def settle(storage: KVConnectStorage) -> None:
-    below, deadline = storage.pages.store.tiers, time.monotonic() + WAIT_S
-    while below and below.jobs:
+    tiers, deadline = storage.pages.store.tiers, time.monotonic() + WAIT_S
+    while tiers and tiers.jobs:
         assert time.monotonic() < deadline, "it goes on and on"
         time.sleep(0.002)
 
@@ -300,8 +300,8 @@ def test_what_is_under_way_when_all_is_forgotten_is_not_found_later(
     server.gate.clear()
     reader = threading.Thread(target=storage.batch_get_v1, args=(KEYS[:2], slots_of([1, 2])))
     reader.start()
-    below, deadline = storage.pages.store.tiers, time.monotonic() + WAIT_S
-    while below is None or not below.jobs:
+    tiers, deadline = storage.pages.store.tiers, time.monotonic() + WAIT_S
+    while tiers is None or not tiers.jobs:
         assert time.monotonic() < deadline, "nothing is asked for"
         time.sleep(0.002)
     storage.clear()

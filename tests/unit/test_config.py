@@ -38,6 +38,7 @@ def test_everything_can_be_set() -> None:
         "deadline_s": 5,
         "sync_load_bytes": "8 MiB",
         "store_rate": "20GB",
+        "kv_layout": "blocks_first",
     }
     assert parse_config(extra) == Config().replace(
         host_bytes=2 << 30,
@@ -46,6 +47,7 @@ def test_everything_can_be_set() -> None:
         deadline_s=5.0,
         sync_load_bytes=8 << 20,
         store_rate=20 * 10**9,
+        kv_layout="blocks_first",
     )
     assert extra["host_bytes"] == "2GiB"  # what was passed in stays as it is
     assert parse_config({"host_bytes": "auto"}) == Config()
@@ -76,6 +78,7 @@ def test_a_parsed_config_does_not_change() -> None:
         ("host_bytes", "0.1B", 'use a size, "auto" or "off"'),
         ("host_bytes", -1, "use a size of 0 bytes or more"),
         ("store_rate", -1, "use a size of 0 bytes or more"),
+        ("kv_layout", "BLHNC", "use one of"),
         ("store_rate", "fast", "write a size such as"),
         ("host_bytes", "-1GiB", "write a size such as"),
         ("host_bytes", "", "write a size such as"),

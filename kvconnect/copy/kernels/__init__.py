@@ -18,7 +18,8 @@ KERNELS = {
     "scatter_pages": "pages",
     "pack_blocks": "blocks",
     "unpack_blocks": "blocks",
-    "digest_pages": "digest",
+    "sum_steps": "digest",
+    "fold_steps": "digest",
 }
 """Kernel -> its family."""
 
@@ -29,7 +30,10 @@ ROW = 4
 """Numbers per row of a table."""
 
 DIGEST_OVER = 240
-"""``digest_pages`` needs blocks of more bytes than this; XXH3 hashes shorter input differently."""
+"""Digests need blocks of more bytes than this; XXH3 hashes shorter input differently."""
+
+DIGEST_STEP_BYTES, DIGEST_LANES = 1024, 8
+"""``sum_steps`` makes this many sums of 64 bits out of this many bytes of a block."""
 
 
 def folder() -> Path:

@@ -45,14 +45,17 @@ def unpack_blocks(
         area[page] = staged[wire]
 
 
-def digest_pages(area: Memory, table: Sequence[int], pairs: Sequence[int]) -> list[int]:
-    """Return the XXH3-64 of each pair's block, in the byte order of a slot."""
+def digest_blocks(area: Memory, table: Sequence[int], ids: Sequence[int]) -> list[int]:
+    """Return the XXH3-64 of each block, in the byte order of a slot.
+
+    This is what ``fold_steps`` makes of the sums of ``sum_steps``.
+    """
     import xxhash
 
     digests = []
-    for i in range(0, len(pairs), 2):
+    for number in ids:
         state = xxhash.xxh3_64()
-        for page, _ in _page_runs(table, pairs[i : i + 2], 0):
+        for page, _ in _page_runs(table, (number, 0), 0):
             state.update(area[page])
         digests.append(state.intdigest())
     return digests

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from kvconnect import versions
+from kvconnect import engine_versions
 from kvconnect.engines.sglang import plugin
 from kvconnect.engines.sglang.plugin import LAYERWISE, NAME, check, is_layerwise, takes_over
 
@@ -33,7 +33,7 @@ def register() -> None:
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         logger.error(
             "kvconnect is not available: SGLang %s was found, %s is supported (%s: %s)",
-            versions.installed("sglang"),
+            engine_versions.installed("sglang"),
             TESTED,
             type(error).__name__,
             error,
@@ -51,7 +51,7 @@ def _register() -> None:
 
     from kvconnect.engines.sglang import tracing  # imports torch
 
-    found = versions.installed("sglang")
+    found = engine_versions.installed("sglang")
     if found != TESTED:
         logger.warning("kvconnect was tested with SGLang %s, this is %s", TESTED, found)
     HookRegistry.register(_VALIDATE, check, HookType.BEFORE)  # first: the rest may raise
@@ -69,7 +69,7 @@ def _register() -> None:
         HookRegistry.register(hooks.ATTENTION, hooks.around_attention, HookType.AROUND)
     logger.info(
         "kvconnect %s: transfer backend %r is available, layer-wise push is %s",
-        versions.installed("kvconnect"),
+        engine_versions.installed("kvconnect"),
         NAME,
         "on" if is_layerwise() else f"off ({LAYERWISE}=1 turns it on)",
     )

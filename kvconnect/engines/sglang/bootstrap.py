@@ -7,16 +7,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
 
 from kvconnect import threads
+from kvconnect.bounded import remember
 from kvconnect.config import Config
 
 _REMEMBERED_S = 60.0  # how long a resolved name is used
 _REFUSED_S = 3.0  # how long a failure is remembered: the server may be restarted
 _MOST_NAMES = 1024
 _MOST_LOOKUPS = 16  # at a time: clients choose the names, and each takes a thread
-T = TypeVar("T")
 
 
 def _resolve(host: str) -> str:
@@ -51,7 +50,7 @@ class BootstrapAddresses:
 
     def refuse(self, bootstrap: str, why: str) -> None:
         """Record that an allowed server does not fit this engine."""
-        _remember(self._refused, bootstrap, (why, time.monotonic()))
+        remember(self._refused, bootstrap, (why, time.monotonic()), _MOST_NAMES)
 
     def _check(self, bootstrap: str) -> str | None:
         why, since = self._refused.get(bootstrap, ("", 0.0))
@@ -95,7 +94,7 @@ class BootstrapAddresses:
             try:
                 found = self._find(host)
                 with self._lock:
-                    _remember(self._names, host, (found, time.monotonic()))
+                    remember(self._names, host, (found, time.monotonic()), _MOST_NAMES)
             finally:
                 self._asking.discard(host)
 
@@ -106,11 +105,3 @@ class BootstrapAddresses:
             return str(ipaddress.ip_address(self._resolve(host)))
         except (OSError, ValueError) as error:  # ValueError: not a valid name
             return error
-
-
-def _remember(known: dict[str, T], key: str, value: T) -> None:
-    """Add an entry; drop the oldest above the limit."""
-    known.pop(key, None)
-    known[key] = value
-    while len(known) > _MOST_NAMES:
-        del known[next(iter(known))]

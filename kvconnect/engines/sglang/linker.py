@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,18 +25,18 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 
 from kvconnect.config import Config
 from kvconnect.copy.driver import own_stream
-from kvconnect.engines.sglang.pool_tier import (
+from kvconnect.engines.sglang.device_pools import device_pools, map_pool, window_ends
+from kvconnect.engines.sglang.linker_host_tier import (
     LayerCounter,
     LoadBatch,
     PoolLoad,
     PoolTier,
-    Space,
-    worst,
 )
-from kvconnect.engines.sglang.pools import device_pools, map_pool, window_ends
 from kvconnect.engines.sglang.runtime_context import own_config, worker_share
 from kvconnect.engines.sglang.stats import LinkerStats
 from kvconnect.errors import ConfigError, Misuse, TransferFailed, refusing
+from kvconnect.offload.jobs import first_cause
+from kvconnect.offload.messages import GroupBlocks
 from kvconnect.offload.streams import Fence
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause
@@ -64,7 +63,7 @@ class _LinkedRequest:
     """The loads of one request, by pool."""
 
     asked: float  # monotonic seconds
-    wants: Mapping[PoolName, PoolLoad]
+    loads: Mapping[PoolName, PoolLoad]
 
 
 class KVConnectLinker(UnifiedCacheLinker):
@@ -91,11 +90,12 @@ class KVConnectLinker(UnifiedCacheLinker):
         self._group = device_pools(params, components)
         self.pools: dict[PoolName, DevicePoolEntry] = self._group.entry_map
         self.forward_stream = forward_stream
-        self.layer_done_counter = LayerCounter(self._group.num_layers)
-        if PoolName.MAMBA in self.pools:
-            params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         stats = OffloadingConnectorStats()
         self.tiers = _make_tiers(self.pools, share, config, stats)
+        streams = next(iter(self.tiers.values())).tier.executor.streams
+        self.layer_done_counter = LayerCounter(self._group.num_layers, streams)
+        if PoolName.MAMBA in self.pools:
+            params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self.stats = LinkerStats(stats, tuple(self.tiers.values()), self._group.page_size)
         self._queued: dict[str, _LinkedRequest] = {}
         self._batches: dict[int, Sequence[_LinkedRequest]] = {}
@@ -123,11 +123,11 @@ class KVConnectLinker(UnifiedCacheLinker):
         pages = self._pages(found)
         if not found or pages is None:
             return False
-        wants = {
-            transfer.name: self.tiers[transfer.name].want(_keys(transfer), pages[transfer.name])
-            for transfer in found
+        loads = {
+            entry.name: self.tiers[entry.name].queue_load(_keys(entry), pages[entry.name])
+            for entry in found
         }
-        self._queued[rid] = _LinkedRequest(time.monotonic(), wants)
+        self._queued[rid] = _LinkedRequest(time.monotonic(), loads)
         return True
 
     def start_layer_wise_loading(self) -> int:
@@ -137,13 +137,13 @@ class KVConnectLinker(UnifiedCacheLinker):
         requests, self._queued = tuple(self._queued.values()), {}
         by_pool: dict[PoolName, list[PoolLoad]] = {}
         for request in requests:
-            for name, want in request.wants.items():
-                by_pool.setdefault(name, []).append(want)
+            for name, load in request.loads.items():
+                by_pool.setdefault(name, []).append(load)
         stages = {name: self.tiers[name].pool.stages for name in by_pool}
         arrivals = LoadBatch(self.layer_done_counter, stages)
         fence = self._fence()
-        for name, wants in by_pool.items():
-            self.tiers[name].load(wants, fence, partial(arrivals.landed, name))
+        for name, loads in by_pool.items():
+            self.tiers[name].load(loads, fence, arrivals)
         self._batches[arrivals.index] = requests
         return arrivals.index
 
@@ -160,7 +160,7 @@ class KVConnectLinker(UnifiedCacheLinker):
                 self.stats.loaded(time.monotonic() - request.asked)
                 continue
             # SGLang aborts every request of the batch, even if its own pages were loaded.
-            cause = worst(want.cause for want in request.wants.values() if want.cause)
+            cause = first_cause(load.cause for load in request.loads.values() if load.cause)
             self.stats.load_failed(cause or FailureCause.SKIPPED)
         return landed
 
@@ -169,8 +169,8 @@ class KVConnectLinker(UnifiedCacheLinker):
         request = self._queued.pop(rid, None)
         if request is None:
             return False
-        for name, want in request.wants.items():
-            self.tiers[name].release(want)
+        for name, load in request.loads.items():
+            self.tiers[name].cancel(load)
         return True
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:  # noqa: ARG002
@@ -184,13 +184,13 @@ class KVConnectLinker(UnifiedCacheLinker):
             return False
         work = _Offload()
         self._offloads.append(work)
-        spaces = self._reserve(found)
-        work.good = spaces is not None
-        if spaces:
+        missing = self._reserve(found)
+        work.good = missing is not None
+        if missing:
             fence = self._fence()
-            for name, space in spaces.items():
+            for name, blocks in missing.items():
                 work.waiting += 1
-                self.tiers[name].store(space, fence, work.ended)
+                self.tiers[name].store(blocks, fence, work.ended)
         return True
 
     def num_completed_offloads(self) -> int:
@@ -235,22 +235,22 @@ class KVConnectLinker(UnifiedCacheLinker):
         for tier in self.tiers.values():
             tier.poll()
 
-    def _reserve(self, found: Sequence[PoolTransfer]) -> dict[PoolName, Space] | None:
+    def _reserve(self, found: Sequence[PoolTransfer]) -> dict[PoolName, GroupBlocks] | None:
         """Reserve slots for missing pages, by pool; None if one pool cannot."""
         pages = self._pages(found)
         if pages is None:
             return None
-        spaces: dict[PoolName, Space] = {}
+        missing: dict[PoolName, GroupBlocks] = {}
         for transfer in found:
             name = transfer.name
-            space = self.tiers[name].reserve(_keys(transfer), pages[name])
-            if space is None:
-                for other, taken in spaces.items():
+            blocks = self.tiers[name].reserve(_keys(transfer), pages[name])
+            if blocks is None:
+                for other, taken in missing.items():
                     self.tiers[other].give_back(taken)
                 return None
-            if space.pages:
-                spaces[name] = space
-        return spaces
+            if blocks.slots:
+                missing[name] = blocks
+        return missing
 
     def _pages(self, found: Iterable[PoolTransfer]) -> dict[PoolName, list[int]] | None:
         """Return each pool's device pages; None, with a log line, if a transfer is not whole pages:
@@ -298,7 +298,7 @@ def restorable(tiers: Tiers, transfers: Sequence[PoolTransfer]) -> list[int]:
 
 
 def _check_tiers(config: Config) -> None:
-    """Refuse lower tiers, whose lookups take time: SGLang needs the answer at once, in the step
+    """Refuse secondary tiers, whose lookups take time: SGLang needs the answer at once, in the step
     that admits the request, and does not ask earlier."""
     for field, settings in (("disk", config.tiers.disk), ("remote", config.tiers.remote)):
         if settings:

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvconnect.bounded import remember
 from kvconnect.disaggregation.agent import HandoffAgent
 from kvconnect.disaggregation.messages import (
     DisaggregationInstructions,
@@ -231,12 +232,11 @@ class PrefillRooms:
             # Withdraw what was offered: the next request of this room must not begin with it.
             if found.joined or found.served or found.given_up or found.offered is not None:
                 self._withdraw(room)
-            elif room not in self._withdrawing:  # later readers are refused at once
-                self._unasked[room] = None
-                if len(self._unasked) > _MOST_GIVEN_UP:
-                    oldest = next(iter(self._unasked))
-                    del self._unasked[oldest]
-                    self._withdraw(oldest)
+            # Later readers are refused at once.
+            elif room not in self._withdrawing and (
+                oldest := remember(self._unasked, room, None, _MOST_GIVEN_UP)
+            ):
+                self._withdraw(oldest[0])
             with self._agent.stats() as stats:
                 stats.count("handoff_sent_requests", label="done" if found.served else "aborted")
         for free in found.deferred_frees:

@@ -17,7 +17,7 @@ from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause, Tier
 
 if TYPE_CHECKING:
-    from kvconnect.engines.sglang.pool_tier import PoolTier
+    from kvconnect.engines.sglang.linker_host_tier import PoolTier
     from kvconnect.observability.metrics.prometheus import PromMetrics
 
 _PUBLISH_S = 1.0
@@ -62,14 +62,12 @@ class LinkerStats:
     def take(self) -> OffloadingConnectorStats | None:
         """Return what was counted since the last call, and all gauges if one changed."""
         now = time.monotonic()
-        found: dict[tuple[str, str | None], float] = {
-            ("ledger_oldest_hold_seconds", None): max(
-                tier.ledger.oldest_age(now) for tier in self._tiers
-            )
-        }
+        found: dict[tuple[str, str | None], float] = {}
         for tier in self._tiers:
-            for name, value, label in tier.gauges():
-                found[name, label] = found.get((name, label), 0) + value
+            for name, value, label in tier.gauges(now):
+                known = found.get((name, label), 0)
+                oldest = name == "ledger_oldest_hold_seconds"
+                found[name, label] = max(known, value) if oldest else known + value
         if found != self._gauges:
             self._gauges = found
             for (name, label), value in found.items():

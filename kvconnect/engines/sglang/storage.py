@@ -34,11 +34,11 @@ from kvconnect import memory
 from kvconnect.cache.layout import SLOT_ALIGNMENT
 from kvconnect.config import check_fits
 from kvconnect.engines.sglang import plugin
-from kvconnect.engines.sglang.page_store import PageStore
-from kvconnect.engines.sglang.pools import window_ends
+from kvconnect.engines.sglang.device_pools import window_ends
 from kvconnect.engines.sglang.runtime_context import own_config, worker_share
 from kvconnect.engines.sglang.stats import publish_regularly
-from kvconnect.engines.sglang.tier_stores import Records, make_stores, records_for_all
+from kvconnect.engines.sglang.storage_backends import Records, make_stores, records_for_all
+from kvconnect.engines.sglang.storage_pages import PageStore
 from kvconnect.errors import ConfigError, Incompatible, Misuse, refusing
 from kvconnect.types import Tier
 

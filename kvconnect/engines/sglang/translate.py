@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvconnect import versions
+from kvconnect import engine_versions
 from kvconnect.cache.pages import LayerPages
 from kvconnect.disaggregation.agent import WorkerCache
 from kvconnect.disaggregation.sessions import GroupPages
@@ -73,7 +73,7 @@ def describe(args: Any, model: Model, timeout_s: float) -> WorkerCache:
     groups = [_group(pages[KV], args.page_size, model.kv_heads, heads)]
     groups += [_group(rows, 1, 1, 1) for rows in pages[1:]]
     hello = Hello(
-        software=f"kvconnect {versions.installed('kvconnect')}",
+        software=f"kvconnect {engine_versions.installed('kvconnect')}",
         engine_id=f"sglang-{secrets.token_hex(8)}",
         epoch=0,
         rank=model.rank,

@@ -9,7 +9,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvconnect import versions
+from kvconnect import engine_versions
 from kvconnect.config import Config, parse_config
 from kvconnect.errors import ConfigError, Incompatible, refusing
 from kvconnect.offload.streams import check_device
@@ -39,8 +39,8 @@ def check_engine(config: VllmConfig, listen: str) -> None:
         ConfigError: a kind of parallelism, mode or model is not supported, or a prefill engine
             does not listen.
     """
-    if not versions.vllm_is_supported(vllm.__version__):
-        supported = versions.supported_vllm_text()
+    if not engine_versions.vllm_is_supported(vllm.__version__):
+        supported = engine_versions.supported_vllm_text()
         raise Incompatible(f"vLLM {vllm.__version__} is not supported", f"install {supported}")
     check_device(config.device_config.device_type)
     if config.model_config.enable_sleep_mode:  # vLLM 0.32 does not ask supports_sleep_mode

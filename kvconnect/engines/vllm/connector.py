@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvconnect.config import parse_config
+from kvconnect.config import KVLayout, parse_config
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.checks import checked_settings, why_idle
 from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
@@ -56,10 +56,14 @@ _SOURCES = {
     Tier.DISK: CacheHitSource.DISK,
     Tier.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED,  # vLLM's word for a remote store
 }
+_LAYOUTS: dict[KVLayout, str | None] = {
+    "engine": None,
+    "blocks_first": "BLHNC",  # vLLM's letters: block, layer, head, token, content
+}
 
 
 class KVConnect(KVConnectorBase_V1, SupportsHMA):
-    """vLLM KV connector. It keeps KV blocks in host memory and lower tiers, and hands them from
+    """vLLM KV connector. It keeps KV blocks in host memory and secondary tiers, and hands them from
     prefill to decode engines."""
 
     _cache_hit_source = CacheHitSource.P2P  # tokens from no tier come from another engine
@@ -120,10 +124,10 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return None, after checking all settings. vLLM calls this outside of its workers and
-        before it measures memory, so a refused start ends early with a single traceback."""
-        checked_settings(vllm_config)
-        return None
+        """Return the layout to ask for, after checking all settings. vLLM calls this outside of its
+        workers and before it measures memory, so a refused start ends early with a single
+        traceback."""
+        return _LAYOUTS[checked_settings(vllm_config).offload.kv_layout]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:

@@ -10,7 +10,7 @@ from vllm.config import VllmConfig
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvconnect import versions
+from kvconnect import engine_versions
 from kvconnect.config import Config, listen_address
 from kvconnect.disaggregation.agent import HandoffAgent, WorkerCache, start_agent
 from kvconnect.disaggregation.sessions import GroupPages
@@ -96,7 +96,7 @@ def _hello(
             )
         )
     return Hello(
-        software=f"kvconnect {versions.installed('kvconnect')}",
+        software=f"kvconnect {engine_versions.installed('kvconnect')}",
         engine_id=vllm_config.kv_transfer_config.engine_id,
         epoch=0,
         rank=Rank(parallel.rank % tp, tp, parallel.rank // tp % pp, pp),

@@ -55,7 +55,7 @@ class StepReports(KVConnectorWorkerMetadata):
         reports: jobs of the host tier.
         arrivals: received hand-offs.
         notices: what readers did with sent hand-offs.
-        answers: jobs of the lower tiers.
+        answers: jobs of the secondary tiers.
         hellos: answers to ``greet``, by (pipeline rank, tensor rank).
     """
 

@@ -1,4 +1,4 @@
-"""Makes the stores of a vLLM worker's lower tiers, and the formats of the blocks in them."""
+"""Makes the stores of a vLLM worker's secondary tiers, and the formats of the blocks in them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_lower_tiers(
     kv_caches: Mapping[str, torch.Tensor],
     host: tuple[HostArena, Geometry],
 ) -> TierWorker | None:
-    """Return a worker's lower tiers; None if none is configured.
+    """Return a worker's secondary tiers; None if none is configured.
 
     Raises:
         ConfigError: a tier cannot be used with its settings.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from kvconnect.bounded import remember
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.cache.keys import scope_of, seed_of, tenant_of
 from kvconnect.cache.model_identity import model_name
@@ -98,7 +99,7 @@ class TierScheduler:
         self, request: Request, hashes: Sequence[Sequence[bytes]], tokens: tuple[int, int]
     ) -> dict[Tier, int]:
         """A request has device blocks, and its load of tokens [start, end) is planned. Return how
-        many of the tokens came from each lower tier."""
+        many of the tokens came from each secondary tier."""
         if self.plan.write_backs.reused:
             wanted = self._names.wanted(request, hashes, tokens)
             for number, row in wanted.rows(self._groups):
@@ -186,7 +187,7 @@ def _prompt_tokens(output: SchedulerOutput) -> tuple[int, float]:
     return tokens, context / tokens if tokens else 0.0
 
 
-# Names of blocks in the lower tiers, made from tokens so that other engines find the blocks.
+# Names of blocks in the secondary tiers, made from tokens so that other engines find the blocks.
 
 
 MOST_ADAPTERS = 4096  # limit on remembered adapters; an engine loads far fewer
@@ -254,11 +255,9 @@ class BlockNames:
             except (Incompatible, OSError) as error:
                 logger.warning("blocks of adapter %s are for this engine alone: %s", loaded, error)
                 known = os.urandom(16)
-            self._adapters[loaded] = known
-            if len(self._adapters) > MOST_ADAPTERS:
-                (_, number, _), _ = self._adapters.popitem(last=False)
-                self._forgotten = max(self._forgotten, number)
-        self._adapters.move_to_end(loaded)
+        if oldest := remember(self._adapters, loaded, known, MOST_ADAPTERS):
+            (_, number, _), _ = oldest
+            self._forgotten = max(self._forgotten, number)
         return known
 
     def _chain(self, request: Request, hashes: Sequence[bytes]) -> Mapping[bytes, bytes]:

@@ -39,7 +39,7 @@ class _TracedRequest:
         self._tracer, self._parent, self._request = tracer, parent, request
         self._admitted = False
         self._looked = (0, 0)  # start and end of its last lookup
-        self._fetch = [0, 0]  # start and end of its wait for a lower tier
+        self._fetch = [0, 0]  # start and end of its wait for a secondary tier
         self._prefill: Span | None = None  # while its prompt is computed
         self._stored_at = 0  # when its first store was planned
         self._stored_blocks = 0

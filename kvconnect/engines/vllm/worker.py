@@ -28,7 +28,7 @@ from kvconnect.types import Tier
 
 logger = logging.getLogger(__name__)
 
-_IDLE_WAIT_S = 0.001  # for a lower tier's answer, in a step that computes nothing
+_IDLE_WAIT_S = 0.001  # for a secondary tier's answer, in a step that computes nothing
 
 
 class ConnectorWorker:
@@ -57,7 +57,7 @@ class ConnectorWorker:
         self._make_agent: Callable[[], HandoffAgent | None] = lambda: None
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Allocate the host tier and the lower tiers for these caches.
+        """Allocate the host tier and the secondary tiers for these caches.
 
         Raises:
             ConfigError: a setting does not fit this machine.

@@ -21,7 +21,8 @@ from kvconnect.observability.metrics.model import (
     Metric,
     RouterMetric,
 )
-from kvconnect.offload.jobs import QUARANTINED, Owner
+from kvconnect.offload.index import QUARANTINED
+from kvconnect.offload.jobs import Owner
 from kvconnect.stats import (
     MOST_LABELS,
     OTHER,

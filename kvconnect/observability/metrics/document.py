@@ -14,34 +14,39 @@ from kvconnect.stats import SIZE_BUCKETS, TIME_BUCKETS
 _INTRO = """\
 # Metrics
 
-Generated from `kvconnect/observability/metrics/catalog.py`. Names are shown as a scrape of
-vLLM's `/metrics` shows them; SGLang's start with `sglang:` instead of `vllm:`
-([what differs](#sglang)). Every series also has the engine's own labels (vLLM: `model_name`,
-`engine`), and exists, as 0, from the first scrape on. Only those of a `peer` appear with it.
+Generated from `kvconnect/observability/metrics/catalog.py`.
 
-## Three times that are never mixed
+- Names are those in a scrape of vLLM's `/metrics`. SGLang's begin with `sglang:` instead of
+  `vllm:`; [SGLang](#sglang) says what else differs.
+- Each series also has the engine's own labels (vLLM: `model_name`, `engine`).
+- Each series exists from the first scrape on, with the value 0. Series of a `peer` begin with the
+  first event of that peer.
 
-- **Wire** time: from an operation's first byte to its last byte, on one rank. Bytes over wire
-  time is the speed of the copy.
-- **Latency**: from the moment a load was asked for to the moment its blocks are usable, queueing
+## Three times
+
+- **Wire** time: from an operation's first byte to its last byte, on one rank. Bytes divided by
+  wire time is the speed of the copy.
+- **Latency**: from the moment a load is requested until its blocks can be used, queueing
   included.
-- **Exposed** time: what the request really waited for. A load that is hidden behind other work
-  has latency but no exposed time.
+- **Exposed** time: how long the request waited. A load that runs beside other work has latency
+  but no exposed time.
 
-A hand-off has the same three, on the decode side:
+A hand-off has the same three times, measured on the decode side:
 
-- **Wire** time adds up what a request's pages took from one rank to another. Pages that leave
-  while the prefill still computes have pauses between them, which do not count.
-- **Latency** runs from asking the prefill engine to the last page being usable. Who asks early
-  (push) also waits for the prefill; who asks late (pull) waits for the pages alone.
-- **Exposed** time is what the hand-off adds to the prefill: from the last page being computed
-  (for a pull: from asking) until everything has arrived. A perfect push has next to none.
-- *Wait* is from asking until the first byte: queueing and, with push, the first layers' prefill.
+- **Wire** time is the time in which a request's pages moved from one rank to another. With push,
+  pages are sent while prefill computes; the pauses between them are not counted.
+- **Latency** is from the read request until the last page can be used. With push, it contains the
+  prefill; with pull, it does not.
+- **Exposed** time is what the hand-off adds to prefill: from the last computed page (with pull:
+  from the read request) until the last page has arrived. With push, it is near 0 if the link is
+  fast enough.
+- **Wait** is from the read request until the first byte: queueing and, with push, the prefill of
+  the first layers.
 
-`role` is the side of the wire: prefill engines `send`, decode engines `recv`.
+The label `role` names the side: prefill engines `send`, decode engines `recv`.
 
-Bytes and wire time of a transfer type are always those of the same operations. Rates and means
-are for the query to compute:
+Bytes and wire time of a transfer type are those of the same operations, so a query can divide one
+by the other:
 
 ```promql
 # How fast is one copy?
@@ -49,7 +54,7 @@ increase(vllm:kvconnect_transfer_bytes_total[5m])
   / increase(vllm:kvconnect_transfer_seconds_total[5m])
 # How much is moved per second?
 rate(vllm:kvconnect_transfer_bytes_total[5m])
-# What share of what was asked for is found?
+# What share of the requested tokens is found?
 sum without (tier) (rate(vllm:kvconnect_hit_tokens_total[5m]))
   / rate(vllm:kvconnect_query_tokens_total[5m])
 # How long do the slowest 1 % of the requests wait for their load?
@@ -63,7 +68,7 @@ histogram_quantile(0.99, rate(vllm:kvconnect_load_exposed_seconds_bucket[5m]))
 # How fast is the wire to each engine?
 increase(vllm:kvconnect_handoff_peer_bytes_total[5m])
   / increase(vllm:kvconnect_handoff_peer_seconds_total[5m])
-# Which engines are trouble?
+# Which three engines fail most often?
 topk(3, rate(vllm:kvconnect_handoff_peer_failures_total[5m]) > 0)
 # Why do hand-offs fail, as a share of all of them?
 rate(vllm:kvconnect_handoff_failures_total[5m])
@@ -71,40 +76,39 @@ rate(vllm:kvconnect_handoff_failures_total[5m])
     sum without (outcome) (rate(vllm:kvconnect_handoff_received_requests_total[5m]))
 ```
 
-vLLM's own `vllm:prompt_tokens_cached_by_source_total` says the same as `hit_tokens_total`, for
-requests that were not preempted: `source` is `host`, `disk` or, for `remote`,
-`external_unspecified`; tokens of hand-offs are `p2p`.
-
-Ranks add up: with tensor parallelism, bytes, seconds and operations are those of all ranks, so
-bytes over seconds is the mean speed of one rank. An engine that does not step publishes nothing
-new: its gauges keep the values of its last step. What workers know of their connections is shown
-for the first of them.
-
-`peer` is another engine's host and the beginning of its id, as in `10.1.2.3/7565b9d2`; `host:port`
-if a connection ends before it has said its id. The first 32 that the serving process sees have
-their own series until it ends; later ones are added up as `other`, so that engines which come and
-go cannot fill the scrape.
+- **vLLM's own counter.** `vllm:prompt_tokens_cached_by_source_total` counts the same tokens as
+  `hit_tokens_total`, without those of preempted requests. Its label `source` is `host`, `disk`,
+  `external_unspecified` (remote stores) or `p2p` (hand-offs).
+- **Ranks.** With tensor parallelism, bytes, seconds and operations of all ranks are added up. So
+  bytes divided by seconds is the mean speed of one rank. Metrics of connections are those of the
+  first worker.
+- **Idle engines.** An engine that runs no steps publishes nothing new: its gauges keep the values
+  of its last step.
+- **Peers.** `peer` is another engine's host and the beginning of its id, as in
+  `10.1.2.3/7565b9d2`. It is `host:port` if a connection ends before the peer has sent its id. The
+  first 32 peers have series of their own until the process ends; later ones are added up as
+  `other`, so that the number of series is limited.
 """
 
 _SGLANG = """\
 ## SGLang
 
-The same rows are on SGLang's own `/metrics` when it runs with `--enable-metrics`, under names that
-start with `sglang:kvconnect_`. Their labels are those of SGLang's scheduler metrics: `model_name`,
-`engine_type`, `tp_rank`, `pp_rank`, `moe_ep_rank`, with data parallelism `dp_rank`, and what
-`--extra-metric-labels` adds. Three things differ:
+With `--enable-metrics`, SGLang's own `/metrics` has the same metrics, under names that begin with
+`sglang:kvconnect_`. Their labels are those of SGLang's scheduler metrics: `model_name`,
+`engine_type`, `tp_rank`, `pp_rank`, `moe_ep_rank`, with data parallelism `dp_rank`, and those of
+`--extra-metric-labels`. Three things differ:
 
-- Every rank is a process that publishes its own numbers, so what the table says of all ranks
-  together is a sum over `tp_rank` and `pp_rank`. As with SGLang's own metrics, of the ranks that
+- Each rank is a process that publishes its own numbers. Where the table says *all ranks
+  together*, sum over `tp_rank` and `pp_rank`. As with SGLang's own metrics, of the ranks that
   share attention only the first publishes, unless `--enable-metrics-for-all-schedulers` is set.
-- Not there, because SGLang has nothing like it: {absent}.
-- Prometheus may store `sglang:` as `sglang_`, as it and SGLang's client library agree
+- These are missing, because SGLang has no such event: {absent}.
+- Prometheus may store `sglang:` as `sglang_`
   ([why](https://github.com/prometheus/client_python/issues/1177)).
 
-`sglang:kvcache_transfer_latency` is the wire time of one request in seconds: the active times of
-all its chunks added up, observed once and on success only. It means the same for every transport,
-and layer-wise sending does not make it longer. With different tensor parallelism on both sides,
-one request is as many observations as ranks it goes to or comes from.
+`sglang:kvcache_transfer_latency` is the wire time of one request in seconds: the sum over its
+chunks, observed once, on success only. It means the same for every transport and for layer-wise
+sending. With different tensor parallelism on both sides, a rank observes a request once for each
+rank that it sends to or receives from.
 
 ```promql
 # Mean wire time of a request's KV cache, on the prefill side
@@ -116,21 +120,22 @@ increase(sglang:kvcache_transfer_latency_sum{{role="send"}}[5m])
 _ALIASES = """\
 ## vLLM's names for the same facts
 
-Boards made for vLLM's own offloading, its tiers and NIXL's connector keep working. A name that
-another connector in the same process has registered is left to that connector, and a log line says
-so.
+Dashboards that were made for vLLM's own offloading, its tiers and its NIXL connector keep
+working. If another connector in the same process has registered a name, KVConnect leaves the name
+to that connector and says so in the log.
 
-`vllm:kv_offload_cpu_cache_usage_perc` means what it means in vLLM: the share, 0 to 1, of host
-slots that transfers under way pin, not the share that is filled.
-`vllm:kv_offload_allocation_failure_total` counts attempts; KVConnect tries block by block, so an
-attempt is a block. `vllm:kv_offload_tiering_*` have the label `transfer_type` where vLLM's have
-`tier`. `vllm:nixl_xfer_time_seconds` and `vllm:nixl_bytes_transferred` are of one request (of one
-operation) on one decode rank, as NIXL's.
+- `vllm:kv_offload_cpu_cache_usage_perc` means what it means in vLLM: the share, 0 to 1, of host
+  slots that transfers pin, not the share that is filled.
+- `vllm:kv_offload_allocation_failure_total` counts attempts. KVConnect allocates block by block,
+  so an attempt is a block.
+- `vllm:kv_offload_tiering_*` have the label `transfer_type` where vLLM's have `tier`.
+- One observation of `vllm:nixl_xfer_time_seconds` is one request on one decode rank, and one of
+  `vllm:nixl_bytes_transferred` is one operation, as with vLLM's NIXL connector.
 
-Not there, because nothing here is the same fact: `vllm:nixl_post_time_seconds`,
+These names are missing, because KVConnect has no such event: `vllm:nixl_post_time_seconds`,
 `vllm:nixl_num_descriptors`, `vllm:nixl_num_failed_notifications`,
-`vllm:nixl_num_notifications_after_expiry`; `vllm:kv_offload_lookup_sync_delay_seconds` (no lookup
-waits for a tier); and of the tiers, what they count by chunk and by job.
+`vllm:nixl_num_notifications_after_expiry`, `vllm:kv_offload_lookup_sync_delay_seconds` (no lookup
+waits for a tier), and those of vLLM's tiers that count chunks and jobs.
 """
 
 

@@ -15,7 +15,7 @@ from opentelemetry.trace import Span as Span
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from kvconnect import versions
+from kvconnect import engine_versions
 from kvconnect.disaggregation.messages import PeerTransfer, ReceiveReport
 from kvconnect.errors import ConfigError
 
@@ -37,7 +37,7 @@ class Tracer:
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
         self._provider = provider
-        version = versions.installed("kvconnect")
+        version = engine_versions.installed("kvconnect")
         self._tracer = trace.get_tracer("kvconnect", version, tracer_provider=provider)
 
     def parent(self, headers: Mapping[str, str] | None) -> Context | None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvconnect.breaker import CircuitBreaker
+from kvconnect.circuit_breaker import CircuitBreaker
 from kvconnect.router.fleet.pairing import EnginePair, Pairing
 from kvconnect.router.http.engine_bodies import StandingTicket
 from kvconnect.router.http.http1 import BaseUrl

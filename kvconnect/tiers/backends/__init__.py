@@ -1,4 +1,4 @@
-"""Stores of the tiers below host memory, made by name."""
+"""Stores of the secondary tiers, made by name."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def make_disk(
 def make_tiers(
     config: TierConfig, disk: Callable[[], Store], remote: Callable[[], Store]
 ) -> dict[Tier, Store]:
-    """Return those of a worker's lower tiers that ``config`` asks for, the fastest first. Where one
-    cannot be made, those before it are closed, and the error of its maker is raised."""
+    """Return a worker's secondary tiers that ``config`` names, the fastest first. If one cannot be
+    made, those before it are closed, and the error is raised."""
     makers = {Tier.DISK: disk} if config.disk else {}
     if config.remote:
         makers[Tier.REMOTE] = remote

@@ -1,4 +1,4 @@
-"""The contract of a store, which keeps blocks of a tier below host memory, and shared helpers."""
+"""The contract of a store, which keeps blocks of a secondary tier, and shared helpers."""
 
 from __future__ import annotations
 

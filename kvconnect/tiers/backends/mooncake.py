@@ -36,9 +36,10 @@ class MooncakeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         address: ``HOST:PORT`` of the master.
-        prefix: what all names in the store start with.
-        timeout_s: seconds after which a store that says nothing has failed.
-        buffer: bytes of memory that blocks pass through on their way; a block must fit into it.
+        prefix: beginning of all names in the store.
+        timeout_s: seconds without an answer after which a call has failed.
+        buffer: bytes of memory through which blocks are copied to and from the store. Give it at
+            least 32 MiB, and four of the largest blocks.
     """
 
     address: str = "127.0.0.1:50051"

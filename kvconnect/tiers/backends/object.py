@@ -30,11 +30,11 @@ class ObjectOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         url: ``s3://bucket``, ``gs://bucket``, ``az://account/container`` or ``file:///folder``.
-        config_file: JSON file with what the client needs beside that and does not find in its
-            environment, such as ``{"endpoint": "http://minio:9000", "access_key_id": ...}``.
-        prefix: what all names start with.
+        config_file: JSON file with settings of the client that are not in its environment, such as
+            ``{"endpoint": "http://minio:9000", "access_key_id": ...}``. Empty: none.
+        prefix: beginning of all names in the store.
         timeout_s: seconds after which a request has failed.
-        connections: requests at the same time.
+        connections: number of requests at the same time.
     """
 
     url: str

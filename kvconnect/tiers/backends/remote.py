@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import xxhash
 
-from kvconnect.breaker import CircuitBreaker
+from kvconnect.circuit_breaker import CircuitBreaker
 from kvconnect.errors import TransferFailed
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends.base import (

@@ -36,17 +36,17 @@ class ValkeyOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach the server.
 
     Attributes:
-        address: ``HOST:PORT``; of a cluster, one of its nodes or some, with commas between them.
-        cluster: whether it is one.
-        user: whom to log in as; the server's default user if it is empty.
-        password_file: file with the password.
-        tls_dir: folder with ``ca.crt``, and ``tls.crt`` and ``tls.key`` if the server asks who we
-            are. Without it there is no TLS.
-        tls_name: name that the server's certificate must have, if it is not that of the address:
-            nodes of a cluster may know one another by numbers that no certificate names.
-        prefix: what all names on the server start with.
-        timeout_s: seconds after which a server that says nothing has failed.
-        ttl_s: seconds that the server keeps a block; 0: as long as its memory policy lets it.
+        address: ``HOST:PORT`` of the server; of a cluster, one or more nodes, separated by commas.
+        cluster: whether the server is a cluster.
+        user: name to log in with. Empty: the server's default user.
+        password_file: file with the password. Empty: no password.
+        tls_dir: folder with ``ca.crt``, and with ``tls.crt`` and ``tls.key`` if the server requires
+            a certificate of its clients. Empty: no TLS.
+        tls_name: name that the server's certificate must have. Empty: the host of ``address``. Set
+            it if the nodes of a cluster announce IP addresses that no certificate names.
+        prefix: beginning of all names on the server.
+        timeout_s: seconds without an answer after which a call has failed.
+        ttl_s: seconds that the server keeps a block. ``0``: as long as its memory policy allows.
     """
 
     address: str

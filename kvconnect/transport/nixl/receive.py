@@ -93,7 +93,7 @@ class InboundWrites:
             if not read.stopped:
                 read.waits.enter_context(self._context.watch.over(number, 0))
         if read.over_tcp:
-            self._context.cancel_tcp(number)
+            self._context.tcp.cancel(number)
         # Sent even if the source has no destinations, so that it drops the orders it holds.
         self._context.say(StopWriting(want=number))
         self._report_drained(read)
@@ -168,7 +168,7 @@ class InboundWrites:
                 return
             read.placed, read.over_tcp = True, places is None
             if read.over_tcp:  # under the lock, so that no cancel comes in between
-                self._context.submit_tcp(read.order)
+                self._context.tcp.submit(read.order)
         self._context.say(places or UseTcp(want=read.order.read_id))
 
     def _number_of(self, units: Sequence[Unit]) -> int | None:

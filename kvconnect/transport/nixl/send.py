@@ -114,7 +114,7 @@ class OutboundWrites:
                 if not (read.over_tcp or read.busy):
                     self._context.events.put(Drained(self._context.peer, number))
         if read is None or read.over_tcp:  # None: perhaps a TCP read that the reader stopped
-            self._context.cancel_tcp(number)
+            self._context.tcp.cancel(number)
 
     def on_units(self, message: UnitLocations) -> None:
         """Add units that the reader describes; raises :class:`ProtocolError` if invalid."""
@@ -198,7 +198,7 @@ class OutboundWrites:
     def _submit(self, read: _OutboundRead, order: OutgoingPages) -> None:
         """Submit an order. Unless it goes over TCP, it is already counted in ``busy``."""
         if read.over_tcp:
-            self._context.submit_tcp(order)
+            self._context.tcp.submit(order)
             return
         work = partial(self._prepare, _WriteRequest(read, order))
         self._worker.prepare("outbound", work, self._context.fail)

@@ -146,7 +146,7 @@ class NixlPath:
         if path_error and isinstance(order, IncomingPages) and order.path != "tcp":
             self._context.fail(f"{order.path} is no path to this peer: {path_error}")
         elif not self._usable:
-            self._context.submit_tcp(order)
+            self._context.tcp.submit(order)
         elif isinstance(order, IncomingPages):
             self._inbound.expect(order)
         else:
@@ -158,7 +158,7 @@ class NixlPath:
             self._waiting = [order for order in self._waiting if order.read_id != read_id]
             usable = self._usable
         if not usable:
-            self._context.cancel_tcp(read_id)
+            self._context.tcp.cancel(read_id)
         elif not self._inbound.cancel(read_id):
             self._outbound.cancel(read_id)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from kvconnect.transport.base import (
     Unit,
 )
 from kvconnect.transport.tcp.event_loop import EventLoop
-from kvconnect.transport.tcp.send_queue import StallWatchdog
+from kvconnect.transport.tcp.send_queue import SendQueue, StallWatchdog
 
 DIGEST_PERIOD = {"off": 0, "sampled": 16, "full": 1}
 
@@ -88,7 +87,7 @@ class ConnectionContext:
         inbound: whether the other side connected.
         say: sends a message to the other side; messages stay in order.
         fail: closes the connection for a reason.
-        submit_tcp, cancel_tcp: submit an order to the TCP path, or cancel a read there.
+        tcp: takes the orders that go over TCP.
         watch: closes the connection when an operation takes too long.
     """
 
@@ -101,8 +100,7 @@ class ConnectionContext:
     watch: StallWatchdog
     say: Callable[[NixlMessage], None]
     fail: Callable[[str], None]
-    submit_tcp: Callable[[IncomingPages | OutgoingPages], None]
-    cancel_tcp: Callable[[int], None]
+    tcp: SendQueue
 
     def notification(self, number: int) -> bytes:
         """Return the NIXL notification that write ``number`` of the source is complete."""
@@ -115,42 +113,3 @@ class ConnectionContext:
             return b""
         pieces = self.pages().outgoing(unit, chosen)
         return b"".join(map(page_io.digest_pages, pieces))
-
-
-# Log lines about rejected connections: rate-limited, but never silent.
-
-
-logger = logging.getLogger(__name__)
-
-MAX_KINDS = 1024
-AGAIN_S = 300.0
-"""Seconds after which the same kind of rejection of one address is logged again."""
-
-LINES_PER_MINUTE = 20
-
-
-class RejectionLog:
-    """Logs rejected connections. Not thread-safe. ``now`` is a monotonic clock in seconds."""
-
-    def __init__(self) -> None:
-        self._logged_at: dict[str, float] = {}  # time by address and kind, oldest first
-        self._minute = 0.0
-        self._lines = 0  # in that minute
-        self._suppressed = 0  # since the last line
-
-    def say(self, host: str, text: str, now: float) -> None:
-        """Log that ``host`` was rejected, unless that was logged lately or the minute is full."""
-        kind = f"{host}: {text.partition(':')[0]}"
-        if now - self._minute >= 60.0:
-            self._minute, self._lines = now, 0
-        known = now - self._logged_at.get(kind, -AGAIN_S) < AGAIN_S
-        if known or self._lines >= LINES_PER_MINUTE:
-            self._suppressed += 1
-            return
-        self._logged_at.pop(kind, None)
-        self._logged_at[kind] = now
-        if len(self._logged_at) > MAX_KINDS:
-            del self._logged_at[next(iter(self._logged_at))]
-        more = f" ({self._suppressed} more since the last such line)" if self._suppressed else ""
-        self._lines, self._suppressed = self._lines + 1, 0
-        logger.warning("%s: rejected: %s%s", host, text, more)

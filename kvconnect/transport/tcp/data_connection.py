@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import ssl
 import time
@@ -22,8 +23,8 @@ from kvconnect.protocol.codec import (
 from kvconnect.transport import page_io
 from kvconnect.transport.base import PagesReceived, PeerId
 from kvconnect.transport.tcp.context import TransportContext
+from kvconnect.transport.tcp.event_loop import allow_silence, read_some, shut, write_some
 from kvconnect.transport.tcp.send_queue import FrameTarget, OutboundFrame, SendQueue
-from kvconnect.transport.tcp.sockets import allow_silence, read_exact, shut, write_all
 
 _SCRATCH_BYTES = 1 << 20
 
@@ -130,7 +131,7 @@ class DataConnection:
                 )
                 first += len(piece.ids)
                 head = b""
-        write_all(self._sock, bytes(digests), self._stall_s)
+        _write_all(self._sock, bytes(digests), self._stall_s)
 
     # Receiving ----------------------------------------------------------------------------------
 
@@ -140,7 +141,7 @@ class DataConnection:
         while True:
             # A source may have nothing to say for hours; that it lives is the control
             # connection's concern.
-            read_exact(self._sock, memoryview(head), None)
+            _read_exact(self._sock, memoryview(head), None)
             started = time.perf_counter()
             header = unpack_header(bytes(head))
             if header.sequence != sequence:
@@ -166,7 +167,7 @@ class DataConnection:
             self._drain(len(blocks) * DIGEST_BYTES)
             return
         claimed = bytearray(len(blocks) * DIGEST_BYTES)
-        read_exact(self._sock, memoryview(claimed), self._stall_s)
+        _read_exact(self._sock, memoryview(claimed), self._stall_s)
         if target.stop[0]:
             return
         bad: tuple[int, ...] = ()
@@ -213,5 +214,41 @@ class DataConnection:
         scratch = memoryview(bytearray(min(nbytes, _SCRATCH_BYTES)))
         while nbytes:
             part = scratch[: min(nbytes, len(scratch))]
-            read_exact(self._sock, part, self._stall_s)
+            _read_exact(self._sock, part, self._stall_s)
             nbytes -= len(part)
+
+
+def _read_exact(sock: socket.socket, view: memoryview, stall_s: float | None) -> None:
+    """Fill ``view``; wait up to ``stall_s`` for each next byte, or for ever.
+
+    Raises:
+        TimeoutError: nothing came for ``stall_s``.
+        EOFError: the other side closed the connection; the text says whether inside ``view``.
+        OSError: the connection broke.
+    """
+    done = 0
+    while done < len(view):
+        count = read_some(sock, view[done:])
+        if count is None:
+            _wait(sock, select.POLLIN, stall_s)
+        elif count == 0:
+            raise EOFError("the other side closed it" + (" inside a message" if done else ""))
+        else:
+            done += count
+
+
+def _write_all(sock: socket.socket, data: bytes, stall_s: float) -> None:
+    """Write all of ``data``; raises as :func:`_read_exact` does."""
+    view = memoryview(data)
+    while view:
+        count = write_some(sock, view)
+        if count == 0:
+            _wait(sock, select.POLLOUT, stall_s)
+        view = view[count:]
+
+
+def _wait(sock: socket.socket, events: int, stall_s: float | None) -> None:
+    poller = select.poll()
+    poller.register(sock.fileno(), events)
+    if not poller.poll(None if stall_s is None else stall_s * 1000):
+        raise TimeoutError(f"no progress for {stall_s:g} s")

@@ -21,14 +21,17 @@ from kvconnect.protocol.codec import (
 )
 from kvconnect.transport.base import (
     ConnectionOptions,
-    IncomingPages,
     MessageReceived,
-    OutgoingPages,
     PeerDown,
     PeerId,
     PeerUp,
 )
-from kvconnect.transport.tcp.context import DIGEST_PERIOD, ConnectionContext, TransportContext
+from kvconnect.transport.tcp.context import (
+    DIGEST_PERIOD,
+    ConnectionContext,
+    PagePath,
+    TransportContext,
+)
 from kvconnect.transport.tcp.control_connection import CLOSED_BY_PEER, ControlConnection
 from kvconnect.transport.tcp.data_connection import DataConnection
 from kvconnect.transport.tcp.send_queue import SendQueue, StallWatchdog
@@ -54,7 +57,7 @@ class _PeerPhase:
     greeted: bool = False
     complete: bool = False  # has all its connections
     up: bool = False
-    sending: bool = False
+    sending: bool = False  # was given pages to send
     threads: int = 0  # that may still touch pages; the page path counts as one
     queued_messages: list[bytes] = field(default_factory=list)  # to send once up
     ending: str = ""  # reason, while last messages are waited for
@@ -63,12 +66,13 @@ class _PeerPhase:
 
 
 class Peer:
-    """One peer. ``submit_tcp`` and ``send_queue`` are for any thread, the rest is for the loop's.
+    """One peer. ``send_queue`` and ``pages`` are for any thread, the rest is for the loop's.
 
     Once all connections of a peer have joined, it sends its greeting. With the other side's
     greeting the peer is up: both sides have authenticated every connection, so no page can arrive
     on one that is still being set up. ``PeerDown`` is emitted and ``on_gone`` called after all its
-    threads have left the sockets. A ``page_path``, where there is one, takes the orders.
+    threads have left the sockets. ``pages`` takes the orders about pages: the ``page_path`` where
+    there is one, else the ``send_queue``.
     """
 
     def __init__(
@@ -86,7 +90,10 @@ class Peer:
         self.address = address
         options, now = shared.options, shared.loop.now
         watch = StallWatchdog(options.stall_s, now)
-        self.send_queue = SendQueue(number, shared.events, opening.connections, watch)
+        start_sending = partial(shared.loop.call, self._start_sending)
+        self.send_queue = SendQueue(
+            number, shared.events, opening.connections, watch, start_sending
+        )
         self._connections = opening.connections
         self._shared = shared
         self._on_gone = on_gone
@@ -100,6 +107,7 @@ class Peer:
             else None
         )
         self._phase.threads += self.page_path is not None
+        self.pages: PagePath | SendQueue = self.page_path or self.send_queue
 
     def __repr__(self) -> str:
         phase = self._phase
@@ -148,23 +156,6 @@ class Peer:
             self._control.finish(reason)
         else:
             self.fail(reason)
-
-    def submit_tcp(self, order: IncomingPages | OutgoingPages) -> None:
-        """Carry out an order over TCP. For any thread."""
-        if isinstance(order, IncomingPages):
-            self.send_queue.expect(order)
-            return
-        self.send_queue.send(order)
-        if not self._phase.sending:
-            self._shared.loop.call(self.start_sending)
-
-    def start_sending(self) -> None:
-        """Start the sending threads, if they do not run."""
-        phase = self._phase
-        if phase.up and not phase.reason and not phase.sending:
-            phase.sending = True
-            for connection in self._data.values():
-                self._start(connection.start_sending)
 
     def tick(self, now: float) -> None:
         """Send a heartbeat when it is due; go down after a timeout."""
@@ -226,8 +217,16 @@ class Peer:
             self._start(connection.start_receiving)
         for payload in phase.queued_messages:
             self.send_message(payload)
-        if self.send_queue.has_queued():
-            self.start_sending()
+        if phase.sending:
+            self._start_sending()
+
+    def _start_sending(self) -> None:
+        """Start the sending threads now, or once up."""
+        phase = self._phase
+        phase.sending = True
+        if phase.up:
+            for connection in self._data.values():
+                self._start(connection.start_sending)
 
     def _start(self, start: Callable[[int], None]) -> None:
         """Start a thread of a data connection, unless starting the previous one failed."""
@@ -298,8 +297,7 @@ def _make_context(peer: Peer, shared: TransportContext, inbound: bool) -> Connec
         watch=peer.send_queue.watch,
         say=say,
         fail=lambda reason: shared.loop.call(partial(peer.fail, reason)),
-        submit_tcp=peer.submit_tcp,
-        cancel_tcp=peer.send_queue.cancel,
+        tcp=peer.send_queue,
     )
 
 

@@ -66,17 +66,24 @@ class _Expected:
 class SendQueue:
     """Orders of one peer, shared by its data connections. Thread-safe.
 
-    No event is emitted after ``close`` returns.
+    ``on_first`` is called once, on the thread that submits the first pages to send. No event is
+    emitted after ``close`` returns.
     """
 
     def __init__(
-        self, peer: PeerId, events: EventQueue, connections: int, watch: StallWatchdog
+        self,
+        peer: PeerId,
+        events: EventQueue,
+        connections: int,
+        watch: StallWatchdog,
+        on_first: Callable[[], None],
     ) -> None:
         self.stop = bytearray(1)  # set by ``close``; interrupts frames that are being sent
         self.watch = watch
         self._peer = peer
         self._events = events
         self._connections = connections
+        self._on_first: Callable[[], None] | None = on_first  # None: was called
         self._changed = threading.Condition()
         self._queue: deque[OutboundFrame] = deque()
         self._expected: dict[int, _Expected] = {}
@@ -84,14 +91,11 @@ class SendQueue:
         self._busy: Counter[int] = Counter()  # frames under way per read
         self._draining: set[int] = set()
 
-    def expect(self, order: IncomingPages) -> None:
-        """Accept the pages of a read."""
-        with self._changed:
-            if not self.stop[0]:
-                self._expected[order.read_id] = _Expected(order, bytearray(1))
-
-    def send(self, order: OutgoingPages) -> None:
-        """Queue pages, cut into frames that are spread over the connections."""
+    def submit(self, order: IncomingPages | OutgoingPages) -> None:
+        """Queue pages to send, as frames for all connections; or expect the pages of a read."""
+        if isinstance(order, IncomingPages):
+            self._expect(order)
+            return
         if not order.ids:
             raise Misuse(f"nothing to send: {order}")
         with self._changed:
@@ -104,11 +108,14 @@ class SendQueue:
                 ids = order.ids[start : start + step]
                 self._queue.append(OutboundFrame(request, order.first + start, ids))
             self._changed.notify(len(starts))
+            on_first, self._on_first = self._on_first, None
+        if on_first:
+            on_first()
 
-    def has_queued(self) -> bool:
-        """Return whether frames wait to be sent."""
+    def _expect(self, order: IncomingPages) -> None:
         with self._changed:
-            return bool(self._queue)
+            if not self.stop[0]:
+                self._expected[order.read_id] = _Expected(order, bytearray(1))
 
     def _frame_blocks(self, order: OutgoingPages) -> int:
         share = len(order.ids) * order.unit.block_bytes // self._connections

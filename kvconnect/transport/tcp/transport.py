@@ -1,32 +1,53 @@
-"""The TCP transport."""
+"""The TCP transport: what other threads call, and all its peers."""
 
 from __future__ import annotations
 
+import itertools
 import logging
+import os
 import socket
 from collections.abc import Callable
 from functools import partial
 
-from kvconnect.errors import ConfigError, Misuse, TransferFailed
+from kvconnect.errors import ConfigError, Misuse, ProtocolError, Refused, TransferFailed
+from kvconnect.protocol.auth import SESSION_BYTES, Opening
 from kvconnect.transport import page_io
 from kvconnect.transport.base import (
     MAX_MESSAGE_BYTES,
     ConnectionOptions,
     Disconnect,
     Event,
+    EventQueue,
     IncomingPages,
     Memory,
     OutgoingPages,
+    PeerDown,
     PeerId,
     PeerMessage,
     Security,
     Transport,
 )
 from kvconnect.transport.security import AccessPolicy
-from kvconnect.transport.tcp.connections import DIED, MAX_CONNECTIONS, ConnectionManager
-from kvconnect.transport.tcp.context import DIGEST_PERIOD, ConnectionContext, PagePath
+from kvconnect.transport.tcp.context import (
+    DIGEST_PERIOD,
+    ConnectionContext,
+    PagePath,
+    TransportContext,
+)
+from kvconnect.transport.tcp.event_loop import EventLoop
+from kvconnect.transport.tcp.listener import UNTRUSTED, Listener, PendingConnection
+from kvconnect.transport.tcp.peer import CLOSED, Peer
 
 logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 16
+"""Data connections that one peer may open."""
+
+MAX_INBOUND = 256
+"""Limit on inbound peers; each costs threads and file descriptors."""
+
+DIED = "the transport's thread died: its error is in the log"
+"""Reason of every ``PeerDown`` after the loop raised an error."""
 
 _BACKLOG = 512
 _CLOSE_S = 10.0
@@ -36,7 +57,7 @@ class TcpTransport(Transport):
     """Pages and messages over TCP; see :class:`~kvconnect.transport.base.Transport`.
 
     Orders for a peer that is still connecting are kept until it is up. Every failure of a peer ends
-    in its ``PeerDown``.
+    in its ``PeerDown``. The event loop's thread sets connections up and ends with the last peer.
 
     Raises:
         ConfigError: a network, certificate or option cannot be used.
@@ -49,10 +70,16 @@ class TcpTransport(Transport):
             raise ConfigError("digest", options.digest, f"use one of {', '.join(DIGEST_PERIOD)}")
         self._access = AccessPolicy(security)
         page_io.check_digests(options.digest, tls=self._access.tls(server=False) is not None)
-        self._connections = ConnectionManager(self._access, options)
-        self._shared = self._connections.shared
+        loop = EventLoop(self._tick, options.heartbeat_s / 2, partial(self._close_peers, DIED))
+        self._shared = TransportContext(options, EventQueue(), loop)
+        self._listener = Listener(self._shared, self._access, self._adopt)
+        self._numbers = itertools.count(1)
+        self._peers: dict[PeerId, Peer] = {}  # any thread: each use is one atomic operation
         self._closed = False
-        self._shared.loop.start()
+        # For the loop's thread.
+        self._inbound: dict[bytes, Peer] = {}  # by session
+        self._ending = False
+        loop.start()
 
     def register(self, memory: Memory) -> None:
         if self._shared.memory is not None:
@@ -78,16 +105,23 @@ class TcpTransport(Transport):
             fix = f"use an address of this machine and a free port: {error}"
             raise ConfigError("listen", f"{host}:{port}", fix) from error
         address = listener.getsockname()
-        self._shared.loop.call(partial(self._connections.open, listener))
+        self._shared.loop.call(partial(self._listener.open, listener))
         return str(address[0]), int(address[1])
 
     def connect(self, host: str, port: int) -> PeerId:
         if self._closed:
             raise Misuse("the transport is closed")
-        return self._connections.dial(host, port)
+        number = PeerId(next(self._numbers))
+        if not self._access.admits(host):
+            self._shared.events.put(PeerDown(number, f"{host}: {UNTRUSTED}", "address"))
+            return number
+        opening = Opening("control", os.urandom(SESSION_BYTES), 0, self._shared.options.connections)
+        peer = self._add_peer(number, opening, f"{host}:{port}", inbound=False)
+        self._shared.loop.call(partial(self._dial, peer, opening, host, port))
+        return number
 
     def submit(self, order: PeerMessage | IncomingPages | OutgoingPages | Disconnect) -> None:
-        peer = self._connections.find(order.peer)
+        peer = self._peers.get(order.peer)
         if peer is None:
             return
         if isinstance(order, PeerMessage):
@@ -100,7 +134,7 @@ class TcpTransport(Transport):
             self._shared.loop.call(partial(peer.disconnect, order.reason))
         else:
             self._shared.pages()  # raises before a thread would
-            (peer.page_path.submit if peer.page_path else peer.submit_tcp)(order)
+            peer.pages.submit(order)
 
     def poll(self, timeout: float) -> list[Event]:
         """See the base class.
@@ -113,14 +147,69 @@ class TcpTransport(Transport):
         return self._shared.events.drain(timeout)
 
     def cancel(self, peer: PeerId, read_id: int) -> None:
-        found = self._connections.find(peer)
+        found = self._peers.get(peer)
         if found:
-            (found.page_path or found.send_queue).cancel(read_id)
+            found.pages.cancel(read_id)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        self._shared.loop.call(self._connections.close)
+        self._shared.loop.call(partial(self._close_peers, CLOSED))
         if not self._shared.loop.join(_CLOSE_S):
             logger.warning("a transfer did not end within %g s of closing", _CLOSE_S)
+
+    def _add_peer(self, number: PeerId, opening: Opening, address: str, *, inbound: bool) -> Peer:
+        peer = Peer(number, opening, address, self._shared, inbound=inbound, on_gone=self._on_gone)
+        self._peers[number] = peer
+        return peer
+
+    # On the loop's thread -----------------------------------------------------------------------
+
+    def _dial(self, peer: Peer, opening: Opening, host: str, port: int) -> None:
+        if self._ending:
+            peer.fail(CLOSED)
+        if peer.number not in self._peers:
+            return
+        numbers = range(opening.connections)
+        openings = [opening, *(opening._replace(channel="data", number=n) for n in numbers)]
+        try:
+            for each in openings:
+                self._listener.dial(peer, each, host, port)
+        except OSError as error:
+            peer.fail(f"cannot connect: {error}")
+
+    def _adopt(self, pending: PendingConnection, opening: Opening) -> None:
+        """Give an authenticated connection to its peer; the first one of a session makes it."""
+        peer = pending.peer or self._inbound.get(opening.session)
+        if peer is None:
+            if opening.connections > MAX_CONNECTIONS:
+                raise ProtocolError(
+                    f"peer requested {opening.connections} connections; limit is {MAX_CONNECTIONS}"
+                )
+            if len(self._inbound) >= MAX_INBOUND:
+                raise Refused("other", f"{MAX_INBOUND} peers are connected already")
+            number = PeerId(next(self._numbers))
+            peer = self._add_peer(number, opening, pending.address, inbound=True)
+            self._inbound[opening.session] = peer
+        peer.join(opening, pending.handshake.sock, pending.handshake.auth.rest)
+
+    def _tick(self, now: float) -> None:
+        self._listener.tick(now)
+        for peer in list(self._peers.values()):
+            peer.tick(now)
+
+    def _on_gone(self, peer: Peer) -> None:
+        self._listener.drop(peer)
+        self._inbound.pop(peer.session, None)
+        self._peers.pop(peer.number, None)
+        if self._ending and not self._peers:
+            self._shared.loop.stop()
+
+    def _close_peers(self, reason: str) -> None:
+        self._ending = True
+        self._listener.close()
+        for peer in list(self._peers.values()):
+            peer.fail(reason)
+        if not self._peers:
+            self._shared.loop.stop()

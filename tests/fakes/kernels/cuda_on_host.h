@@ -1,5 +1,5 @@
-/* Enough of CUDA to run the kernels' own source on a CPU: every thread is a fiber, so that
- * __syncthreads works; blocks run one after the other, threads in an order that a seed shuffles. */
+/* Enough of CUDA to run the kernels' own source on a CPU: every thread is a fiber, so that threads
+ * can exchange values; blocks run one after the other, threads in an order that a seed shuffles. */
 #pragma once
 #include <ucontext.h>
 
@@ -10,8 +10,7 @@
 #define __device__
 #define __constant__
 #define __forceinline__ inline
-#define __launch_bounds__(threads)
-#define __shared__ static /* blocks run one at a time */
+#define __launch_bounds__(...)
 
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
@@ -27,6 +26,8 @@ static inline unsigned long long __umul64hi(unsigned long long a, unsigned long 
     return (unsigned long long)(((unsigned __int128)a * b) >> 64);
 }
 
+#define MOST_THREADS 128
+
 struct Fiber {
     ucontext_t context;
     unsigned number;
@@ -37,7 +38,21 @@ static Fiber *running;
 static void (*body)(void **);
 static void **arguments;
 
-static inline void __syncthreads() { swapcontext(&running->context, &scheduler); }
+/* Wait until every thread of the block came to a barrier, or ended. */
+static inline void barrier() { swapcontext(&running->context, &scheduler); }
+
+/* All threads of a warp come here together, so two barriers keep them in step. */
+static inline unsigned long long __shfl_xor_sync(unsigned mask, unsigned long long value,
+                                                 unsigned apart) {
+    static unsigned long long given[MOST_THREADS];
+    if (mask != 0xffffffff || blockDim.x % 32 || apart > 31)
+        abort();
+    given[threadIdx.x] = value;
+    barrier();
+    const unsigned long long found = given[threadIdx.x ^ apart];
+    barrier();
+    return found;
+}
 
 static void enter() {
     body(arguments);
@@ -46,7 +61,6 @@ static void enter() {
 }
 
 #define STACK_BYTES (1 << 15)
-#define MOST_THREADS 128
 
 static Fiber fibers[MOST_THREADS];
 alignas(16) static char stacks[MOST_THREADS][STACK_BYTES];

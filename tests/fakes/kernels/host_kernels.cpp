@@ -23,9 +23,13 @@ static void blocks(void **a) {
            value<i64>(a, 8));
 }
 
-static void digest(void **a) {
-    digest_pages(value<const u8 *>(a, 0), value<const Run *>(a, 1), value<i64>(a, 2),
-                 value<const i64 *>(a, 3), value<i64>(a, 4), value<i64>(a, 5), value<u64 *>(a, 6));
+static void sum(void **a) {
+    sum_steps(value<const u8 *>(a, 0), value<const Run *>(a, 1), value<i64>(a, 2),
+              value<const i64 *>(a, 3), value<i64>(a, 4), value<i64>(a, 5), value<u64 *>(a, 6));
+}
+
+static void fold(void **a) {
+    fold_steps(value<const u64 *>(a, 0), value<i64>(a, 1), value<i64>(a, 2), value<u64 *>(a, 3));
 }
 
 extern "C" int run(const char *name, unsigned grid, unsigned threads, unsigned seed, void **a) {
@@ -35,7 +39,7 @@ extern "C" int run(const char *name, unsigned grid, unsigned threads, unsigned s
     } const kernels[] = {
         {"gather_pages", pages<gather_pages>},   {"scatter_pages", pages<scatter_pages>},
         {"pack_blocks", blocks<pack_blocks>},    {"unpack_blocks", blocks<unpack_blocks>},
-        {"digest_pages", digest},
+        {"sum_steps", sum},                      {"fold_steps", fold},
     };
     for (const auto &kernel : kernels)
         if (strcmp(kernel.name, name) == 0) {

@@ -9,20 +9,20 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from kvconnect.disaggregation import reads
-from kvconnect.disaggregation.send_side import SendSide
+from kvconnect.disaggregation import prefill_reads
+from kvconnect.disaggregation.prefill_executor import PrefillExecutor
 from kvconnect.types import Span
 
 KV = 0  # the group of pages; shifted rows of metadata would be noticed by SGLang itself
 
-_wire_ids = reads.wire_ids
-_send, _tick = SendSide._send, SendSide.tick
+_wire_ids = prefill_reads.wire_ids
+_send, _tick = PrefillExecutor._send, PrefillExecutor.tick
 _waiting: list[tuple[Any, ...]] = []
 
 
 def register() -> None:
-    reads.wire_ids = _shifted
-    SendSide._send, SendSide.tick = _held, _let_go
+    prefill_reads.wire_ids = _shifted
+    PrefillExecutor._send, PrefillExecutor.tick = _held, _let_go
 
 
 def _is_there(variable: str) -> bool:
@@ -41,7 +41,7 @@ def _held(*order: Any) -> None:
     _flush()
 
 
-def _let_go(side: SendSide, now: float) -> None:
+def _let_go(side: PrefillExecutor, now: float) -> None:
     _flush()
     _tick(side, now)
 

@@ -1,4 +1,4 @@
-"""Keys of blocks below host memory: different things never share one, and parts are found again."""
+"""Keys of blocks in secondary tiers: different things never share one, parts are found again."""
 
 from __future__ import annotations
 

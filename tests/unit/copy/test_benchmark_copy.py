@@ -2,50 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks import copy_cuda  # noqa: E402
-from kvconnect.cache.layout import Geometry  # noqa: E402
-from kvconnect.copy.calibration import CopyThreshold  # noqa: E402
-from kvconnect.copy.cuda import CudaCopier  # noqa: E402
-from kvconnect.offload.host_arena import HostArena  # noqa: E402
-from kvconnect.offload.streams import HostStreams  # noqa: E402
+from benchmarks import copy_cuda, copy_executor  # noqa: E402
+from kvconnect.offload import copy_schedule  # noqa: E402
 from tests.fakes.cuda_driver import FakeDriver  # noqa: E402
-
-MIB = copy_cuda.MIB
-
-
-class Event:
-    """A device's event, of which all take as long."""
-
-    def __init__(self, **_: bool) -> None: ...
-
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, end: Event) -> float:
-        return 1.0
-
-
-class HostBench(copy_cuda.CudaBench):
-    """Device memory is the host's, and torch does not index (it would page-lock memory)."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = copy_cuda.random.Random(seed)
-        self.device = torch.device("cpu")
-        self.area = torch.empty(copy_cuda.AREA_BYTES, dtype=torch.uint8).random_()
-        slots = copy_cuda.AREA_BYTES // copy_cuda.PAGES["4m"]
-        self.store = HostArena(slots, copy_cuda.PAGES["4m"], "off")
-        self.arena = self.store.tensor()
-        self.streams = HostStreams()
-
-    def indexed(self, page: int, nbytes: int) -> dict[str, Callable[[], None]]:
-        return self.large(nbytes)
+from tests.fakes.host_bench import MIB, use_host  # noqa: E402
 
 
 class Swapped(FakeDriver):
@@ -57,25 +26,8 @@ class Swapped(FakeDriver):
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[FakeDriver]], dict[str, object]]:
-    for name, value in {
-        "SAMPLE_BYTES": 4 * MIB,
-        "SIZES": dict.fromkeys(copy_cuda.SIZES, 8 * MIB),
-        "AREA_BYTES": 16 * MIB,
-        "MATRIX": 8,
-        "PRODUCTS": 1,
-        "CudaBench": HostBench,
-    }.items():
-        monkeypatch.setattr(copy_cuda, name, value)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device")
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-
     def run(driver: type[FakeDriver]) -> dict[str, object]:
-        def made(area: torch.Tensor, arena: torch.Tensor, geometry: Geometry) -> CudaCopier:
-            return CudaCopier(area, arena, geometry, driver(), CopyThreshold(0, 0))
-
-        monkeypatch.setattr(copy_cuda, "make_copier", made)
-        monkeypatch.setattr(copy_cuda, "open_driver", lambda device: driver())
+        use_host(monkeypatch, driver)
         return copy_cuda.measure_all(seed=0, rounds=1)
 
     return run
@@ -89,6 +41,13 @@ def test_all_figures_are_there(run: Callable[[type[FakeDriver]], dict[str, objec
         for direction in ("store", "load", "both")
         for page in copy_cuda.PAGES
     } | {"interference", "launch_us_1000"}
+    wanted |= {f"gbps_digest_{page}" for page in copy_cuda.PAGES}
+    wanted |= {
+        f"executor_ratio_{variant}{hog}"
+        for digest in ("off", "sampled", "full")
+        for variant in (digest, f"store_{digest}", f"{digest}_8m_2", f"{digest}_time_8")
+        for hog in ("", "_hog")
+    }
     assert wanted <= figures.keys()
     assert figures["interference"] == 0.0
     assert all(figures[name] > 0 for name in wanted - {"interference"})  # type: ignore[operator]
@@ -97,3 +56,57 @@ def test_all_figures_are_there(run: Callable[[type[FakeDriver]], dict[str, objec
 def test_wrong_bytes_are_not_timed(run: Callable[[type[FakeDriver]], dict[str, object]]) -> None:
     with pytest.raises(SystemExit, match="wrong bytes with pages of 4096"):
         run(Swapped)
+
+
+class Counting(FakeDriver):
+    """Notes the settings of the schedule at each copy. One of many blocks may go astray."""
+
+    astray = False
+    seen: ClassVar[set[tuple[int, int, float]]] = set()
+
+    def copy_batch(self, targets, sources, sizes, early) -> None:  # type: ignore[no-untyped-def]
+        chunk = copy_schedule.CHUNK_BYTES, copy_schedule.CHUNK_S
+        self.seen.add((copy_schedule.MAX_IN_FLIGHT, *chunk))
+        if self.astray and early:
+            targets = targets[:-1] + targets[:1]
+        super().copy_batch(targets, sources, sizes, early)
+
+
+def sweep(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    use_host(monkeypatch, Counting)
+    return copy_cuda.measure_executor(copy_cuda.CudaBench(seed=0), rounds=1)
+
+
+def test_executors_run_with_the_settings_that_their_figures_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = copy_schedule.MAX_IN_FLIGHT, copy_schedule.CHUNK_BYTES, copy_schedule.CHUNK_S
+    monkeypatch.setattr(Counting, "seen", set())
+    assert len(sweep(monkeypatch)) == 2 * (3 * 3 * 3 + 3)
+    chunks = {(8 * MIB, 0.0), (32 * MIB, 0.0), before[1:]}
+    assert Counting.seen == {(flights, *chunk) for flights in (2, 4, 8) for chunk in chunks}
+    after = copy_schedule.MAX_IN_FLIGHT, copy_schedule.CHUNK_BYTES, copy_schedule.CHUNK_S
+    assert after == before
+
+
+def test_failed_copies_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counting, "astray", True)
+    with pytest.raises(SystemExit, match=r"a copy failed: .*digest"):
+        sweep(monkeypatch)
+
+
+def test_a_hog_holds_the_gil_only_beside_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_executor, "HOG_US", 20_000)
+    hog = copy_executor.GilHog()
+    pause = threading.Event()
+
+    def wait() -> float:
+        start = time.perf_counter()
+        pause.wait(0.001)  # to get the GIL back takes as long as the hog holds it
+        return time.perf_counter() - start
+
+    alone = min(wait() for _ in range(5))
+    beside: list[float] = []
+    hog.beside(lambda: beside.extend(wait() for _ in range(5)))
+    hog.close()
+    assert max(beside) > 0.01 > alone

@@ -1,4 +1,4 @@
-"""Every kernel compiles for every named target with nvcc, warnings as errors."""
+"""Kernels are compiled with nvcc, warnings as errors."""
 
 from __future__ import annotations
 
@@ -21,16 +21,6 @@ def test_every_family_has_a_source_and_every_kernel_is_in_it() -> None:
     assert sources.keys() == set(kernels.SOURCES)
     for kernel, family in kernels.KERNELS.items():
         assert f" {kernel}(" in sources[family]
-
-
-@needs_nvcc
-@pytest.mark.parametrize("family", kernels.SOURCES)
-def test_it_compiles_for_all_targets(family: str, tmp_path: Path) -> None:
-    assert NVCC is not None
-    architectures = build_kernels.known_architectures(NVCC)
-    source, target = build_kernels.SOURCES / f"{family}.cu", tmp_path / f"{family}.fatbin"
-    subprocess.run(build_kernels.command(NVCC, architectures, source, target), check=True)
-    assert target.read_bytes().startswith(bytes.fromhex("50ed55ba"))  # a fat binary
 
 
 @needs_nvcc

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import multiprocessing
+import os
+import time
+from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -13,7 +20,11 @@ torch = pytest.importorskip("torch")
 from kvconnect.copy import calibration  # noqa: E402
 from kvconnect.copy.calibration import (  # noqa: E402
     DEFAULT,
+    DMA_ONLY,
     PAGES,
+    REPEATS,
+    SAMPLE_BYTES,
+    Calibration,
     CopyThreshold,
     cache_folder,
     calibrated,
@@ -70,17 +81,37 @@ class Counted:
         self.driver.note("copy_batch" if way == "dma" else "kernel")
 
 
+def files(folder: Path) -> list[Path]:
+    return list(folder.glob("*.json"))
+
+
 def test_a_machine_is_measured_once(tmp_path: Path) -> None:
     driver = driver_where_kernels_win()
     first, second = Counted(driver), Counted(driver)
     choice = calibrated(driver, first.make, tmp_path)
-    assert choice == CopyThreshold(LARGE, LARGE) and first.moves > 0
+    assert choice.threshold == CopyThreshold(LARGE, LARGE) and first.moves > 0
+    rate = round(SAMPLE_BYTES * REPEATS / 1e9, 2)
+    assert choice.gbps == {"store": [rate] * len(PAGES), "load": [rate] * len(PAGES)}
     assert calibrated(driver, second.make, tmp_path) == choice
     assert second.moves == 0
     driver.machine = "another"  # negative control: its file is its own
     calibrated(driver, second.make, tmp_path)
     assert second.moves == first.moves
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(files(tmp_path)) == 2
+
+
+RATES = json.dumps({"store": [1.0] * len(PAGES), "load": [1.0] * len(PAGES)})
+
+
+def test_a_good_file_is_taken(tmp_path: Path) -> None:
+    """Negative control of the next test."""
+    driver = driver_where_kernels_win()
+    calibrated(driver, Counted(driver).make, tmp_path)
+    (path,) = files(tmp_path)
+    path.write_text(f'{{"machine": "fake", "store": 0, "load": 0, "gbps": {RATES}}}')
+    again = Counted(driver)
+    assert calibrated(driver, again.make, tmp_path).threshold == DMA_ONLY
+    assert again.moves == 0
 
 
 @pytest.mark.parametrize(
@@ -90,29 +121,47 @@ def test_a_machine_is_measured_once(tmp_path: Path) -> None:
         "{",
         "[]",
         "{}",
-        '{"machine": "fake", "store": 1, "load": 0}',
-        '{"machine": "fake", "store": [], "load": 0}',
-        '{"machine": "other", "store": 0, "load": 0}',
+        '{"machine": "fake", "store": 0, "load": 0}',
+        f'{{"machine": "fake", "store": 1, "load": 0, "gbps": {RATES}}}',
+        f'{{"machine": "fake", "store": [], "load": 0, "gbps": {RATES}}}',
+        f'{{"machine": "other", "store": 0, "load": 0, "gbps": {RATES}}}',
+        '{"machine": "fake", "store": 0, "load": 0, "gbps": {"store": [], "load": []}}',
+        '{"machine": "fake", "store": 0, "load": 0, "gbps": {"store": [1], "load": "fast"}}',
     ],
 )
 def test_a_broken_file_is_measured_again_and_replaced(tmp_path: Path, content: str) -> None:
     driver = driver_where_kernels_win()
     calibrated(driver, Counted(driver).make, tmp_path)
-    (path,) = tmp_path.iterdir()
+    (path,) = files(tmp_path)
     good = path.read_text()
     path.write_text(content)
     again = Counted(driver)
-    assert calibrated(driver, again.make, tmp_path) == CopyThreshold(LARGE, LARGE)
+    assert calibrated(driver, again.make, tmp_path).threshold == CopyThreshold(LARGE, LARGE)
     assert again.moves > 0
     assert json.loads(path.read_text()) == json.loads(good)
-    assert list(tmp_path.iterdir()) == [path]  # no temporary file is left
+    names = {"copy.lock", path.name}
+    assert {file.name for file in tmp_path.iterdir()} == names  # no temporary file is left
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     driver = driver_where_kernels_win()
     choice = calibrated(driver, Counted(driver).make, tmp_path / "file" / "folder")
-    assert choice == CopyThreshold(LARGE, LARGE)
+    assert choice.threshold == CopyThreshold(LARGE, LARGE)
+
+
+def test_without_kernels_dma_alone_is_measured(tmp_path: Path) -> None:
+    driver = driver_where_kernels_win()
+    driver.kernels_unavailable_reason = "CuPy is not installed"
+    choice = calibrated(driver, Counted(driver).make, tmp_path)
+    assert choice.threshold == DMA_ONLY and "kernel" not in driver.calls
+    rate = round(SAMPLE_BYTES * REPEATS / 2e9, 2)
+    assert choice.gbps == {"store": [rate] * len(PAGES), "load": [rate] * len(PAGES)}
+    driver = FakeDriver(0)
+    driver.kernels_unavailable_reason = "CuPy is not installed"
+    failed = calibrated(driver, Counted(driver).make, tmp_path / "failing")
+    assert failed == Calibration(DMA_ONLY, {})
+    assert failed.describe() == "store by DMA (not measured); load by DMA (not measured)"
 
 
 def test_a_measurement_that_fails_anywhere_means_the_default(
@@ -122,12 +171,13 @@ def test_a_measurement_that_fails_anywhere_means_the_default(
     calibrated(healthy, Counted(healthy).make, tmp_path / "healthy")
     for number in range(len(healthy.calls)):
         driver = FakeDriver(number)
-        assert calibrated(driver, Counted(driver).make, tmp_path / "failing") == DEFAULT
-    assert not (tmp_path / "failing").exists()  # a failure is not kept
+        choice = calibrated(driver, Counted(driver).make, tmp_path / "failing")
+        assert choice == Calibration(DEFAULT, {})
+    assert not files(tmp_path / "failing")  # a failure is not kept
     assert "using defaults: call 0" in caplog.text
 
 
-def test_a_sample_is_copied_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_is_copied_both_ways(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(calibration, "SAMPLE_BYTES", 1 << 20)
     monkeypatch.setattr("kvconnect.copy.cuda.SAMPLE_BYTES", 1 << 20)
     driver = FakeDriver()
@@ -140,7 +190,7 @@ def test_a_sample_is_copied_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
         driver.calls.clear()
     for number in (0, 1):  # no memory on the device, or on the host
         make = partial(sample_move, FakeDriver(number))
-        assert calibrated(FakeDriver(), make, Path("/nowhere")) == DEFAULT
+        assert calibrated(FakeDriver(), make, tmp_path).threshold == DEFAULT
 
 
 def test_pages_of_a_sample_are_each_taken_once() -> None:
@@ -169,5 +219,90 @@ def test_a_user_without_a_home_measures_every_time(monkeypatch: pytest.MonkeyPat
     driver = driver_where_kernels_win()
     for _ in range(2):
         moves = Counted(driver)
-        assert calibrated(driver, moves.make) == CopyThreshold(LARGE, LARGE)
+        assert calibrated(driver, moves.make).threshold == CopyThreshold(LARGE, LARGE)
         assert moves.moves > 0
+
+
+# Several workers on one machine ------------------------------------------------------------------
+
+
+def measure_in_a_process(folder: Path, machine: str, notes: Path, ready: Barrier) -> None:
+    driver = driver_where_kernels_win()
+    driver.machine = machine
+    handle = os.open(notes, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def speed(calls: list[str]) -> float:
+        os.write(handle, machine.encode())
+        time.sleep(0.002)
+        return 1.0
+
+    driver.speed = speed
+    ready.wait(60)
+    calibrated(driver, Counted(driver).make, folder)
+
+
+def noted(tmp_path: Path, *machines: str) -> str:
+    """Return the letter of who measured, for each measurement in its order."""
+    forked = multiprocessing.get_context("fork")
+    ready, notes = forked.Barrier(len(machines)), tmp_path / "notes"
+    workers = [
+        forked.Process(target=measure_in_a_process, args=(tmp_path, machine, notes, ready))
+        for machine in machines
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+        assert worker.exitcode == 0
+    return notes.read_text()
+
+
+def changes(text: str) -> int:
+    return sum(a != b for a, b in pairwise(text))
+
+
+def test_workers_measure_one_after_the_other(tmp_path: Path) -> None:
+    text = noted(tmp_path, "a", "b")  # of different devices, so that both must measure
+    assert text.count("a") == text.count("b") > 0
+    assert changes(text) == 1
+
+
+def test_without_the_lock_they_would_measure_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control."""
+    monkeypatch.setattr(calibration, "_turn", lambda folder: nullcontext())
+    assert changes(noted(tmp_path, "a", "b")) > 1
+
+
+def test_whoever_waited_reads_what_the_other_measured(tmp_path: Path) -> None:
+    text = noted(tmp_path, "a", "a")
+    (tmp_path / "alone").mkdir()
+    assert text == noted(tmp_path / "alone", "a")
+
+
+def test_a_lock_that_is_not_given_back_only_delays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(calibration, "LOCK_TIMEOUT_S", 0.1)
+    caplog.set_level("INFO", logger="kvconnect.copy")
+    driver = driver_where_kernels_win()
+    with (tmp_path / "copy.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        choice = calibrated(driver, Counted(driver).make, tmp_path)
+    assert choice.threshold == CopyThreshold(LARGE, LARGE)
+    assert "without a lock" in caplog.text
+
+
+def test_a_child_process_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """A fork while the lock is held shares it, until the parent unlocks."""
+    forked = multiprocessing.get_context("fork")
+    over = forked.Event()
+    with calibration._turn(tmp_path):
+        child = forked.Process(target=over.wait, args=(60,))
+        child.start()
+    with (tmp_path / "copy.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    over.set()
+    child.join(60)
+    assert child.exitcode == 0

@@ -20,11 +20,11 @@ xxhash = pytest.importorskip("xxhash")
 
 from kvconnect import copy  # noqa: E402
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry  # noqa: E402
+from kvconnect.copy import calibration, cuda, kernels  # noqa: E402
 from kvconnect.copy import driver as cuda_driver  # noqa: E402
-from kvconnect.copy import kernels  # noqa: E402
-from kvconnect.copy.calibration import PAGES, CopyThreshold  # noqa: E402
-from kvconnect.copy.cuda import CudaCopier  # noqa: E402
-from kvconnect.copy.driver import CudaDriver, kernel_source  # noqa: E402
+from kvconnect.copy.calibration import PAGES, Calibration, CopyThreshold  # noqa: E402
+from kvconnect.copy.cuda import BlockCopier, CudaCopier  # noqa: E402
+from kvconnect.copy.driver import CudaDriver, kernel_source, source_digest  # noqa: E402
 from kvconnect.copy.kernels import PIECE_BYTES  # noqa: E402
 from kvconnect.copy.reference import ReferenceCopier  # noqa: E402
 from kvconnect.cuda import CudaContext  # noqa: E402
@@ -56,7 +56,12 @@ def made(
 
 @ways
 @pytest.mark.parametrize("group", [0, 1])
-def test_it_matches_the_reference_byte_for_byte(choice: CopyThreshold, group: int) -> None:
+@pytest.mark.parametrize("extension", [True, False])
+def test_it_matches_the_reference_byte_for_byte(
+    choice: CopyThreshold, group: int, extension: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not extension:
+        monkeypatch.setattr(cuda, "run_addresses", cuda.torch_run_addresses)
     results = []
     for kind in (lambda *a: CudaCopier(*a, FakeDriver(), choice), ReferenceCopier):
         area, arena = memories()
@@ -182,6 +187,32 @@ def test_digests_are_those_of_the_slots() -> None:
     assert copier.enqueue_digests(0, [])().tolist() == []
 
 
+@pytest.mark.parametrize(("scratch", "launches"), [(1 << 20, 1), (256, 3), (1, 5)])
+def test_the_sums_of_digests_take_limited_memory(
+    monkeypatch: pytest.MonkeyPatch, scratch: int, launches: int
+) -> None:
+    """Five blocks of two steps, whose sums take 128 bytes; at least one block is summed at once."""
+    monkeypatch.setattr(cuda, "_SUMS_BYTES", scratch)
+    driver, sizes = FakeDriver(), list[int]()
+    copier, arena = made(KERNEL, driver)
+    allocate = driver.device_memory
+    monkeypatch.setattr(driver, "device_memory", lambda n: sizes.append(n) or allocate(n))
+    copier.store(0, range(5), range(5))
+    digests = copier.enqueue_digests(0, [4, 1, 0, 3, 2])
+    size = GEOMETRY.groups[0].block_bytes
+    slots = [arena[s * GEOMETRY.slot_bytes :][:size].numpy().tobytes() for s in (4, 1, 0, 3, 2)]
+    assert digests().tolist() == [xxhash.xxh3_64_intdigest(slot) for slot in slots]
+    kinds = [call for call in driver.calls if call.endswith("_steps")]
+    assert kinds == ["sum_steps", "fold_steps"] * launches
+    assert sizes == [8 * 8, 128 * max(1, min(8, scratch // 128))]  # for eight blocks
+    sizes.clear()
+    assert copier.enqueue_digests(0, [1])().tolist() == [xxhash.xxh3_64_intdigest(slots[1])]
+    assert sizes == []  # the memory was used again
+    copier.enqueue_digests(0, [1])
+    copier.enqueue_digests(0, [2])
+    assert len(sizes) == 2  # but not while it is in use
+
+
 def test_blocks_that_cannot_be_hashed_there_are_refused() -> None:
     copier, _ = made(KERNEL)
     assert copier.hashes(0) and not copier.hashes(1)  # of 48 bytes: XXH3 has another formula
@@ -226,6 +257,9 @@ def make(
 ) -> Callable[..., tuple[copy.Copier, FakeDriver]]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     copy._warn_once.cache_clear()
+    monkeypatch.setattr(calibration, "REPEATS", 1)
+    for module in ("calibration", "cuda"):
+        monkeypatch.setattr(f"kvconnect.copy.{module}.SAMPLE_BYTES", PAGES[-1])
 
     def make(opened: Callable[[object], FakeDriver], pinned: bool = True) -> copy.Copier:
         monkeypatch.setattr(copy, "open_driver", opened)
@@ -243,18 +277,54 @@ def test_a_cuda_area_gets_the_cuda_copier(make: Callable[..., copy.Copier]) -> N
     assert copier.method("load", 1) == "dma"  # as measured
 
 
+NO_CUPY = "CuPy is not installed; install kvconnect[cuda12]"
+
+
+STORE = "store by DMA (3.0 GB/s in runs of 4 KiB, 24.0 GB/s in runs of 256 KiB); "
+RATES = "(20.1 GB/s in runs of 4 KiB, 25.0 GB/s in runs of 256 KiB)"
+
+
+@pytest.mark.parametrize(
+    ("reason", "limit", "wanted"),
+    [
+        (None, PAGES[1], f"{STORE}load by kernel up to 16 KiB, DMA above {RATES}"),
+        (NO_CUPY, 0, f"{STORE}load by DMA {RATES}. Without kernels, short runs are"),
+    ],
+)
+def test_one_line_says_how_each_direction_is_copied(
+    make: Callable[..., copy.Copier],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    reason: str | None,
+    limit: int,
+    wanted: str,
+) -> None:
+    rates = {"store": [3.0, 6.0, 12.0, 18.0, 24.0], "load": [20.1, 21.0, 22.0, 24.0, 25.0]}
+    measured = Calibration(CopyThreshold(0, limit), rates)
+    monkeypatch.setattr(calibration, "calibrated", lambda driver, make_move: measured)
+    driver = FakeDriver()
+    driver.kernels_unavailable_reason = reason
+    caplog.set_level("INFO", logger="kvconnect.copy")
+    copier = make(lambda device: driver)
+    (line,) = caplog.records
+    assert line.levelname == ("WARNING" if reason else "INFO")
+    assert line.getMessage().startswith(f"copying blocks with CUDA: {wanted}")
+    assert line.getMessage().endswith(reason or RATES)
+    assert copier.hashes(0) is (reason is None)
+
+
 def missing(device: object) -> FakeDriver:
-    raise Incompatible("CuPy is not installed; install kvconnect[cuda12]")
+    raise Incompatible("the CUDA driver does not load")
 
 
 @pytest.mark.parametrize(
     ("opened", "why"),
     [
-        (missing, "CuPy is not installed"),
+        (missing, "the CUDA driver does not load"),
         (lambda device: FakeDriver(0, lost=True), "call"),
     ],
 )
-def test_without_kernels_torch_copies_and_it_is_said_once(
+def test_without_a_driver_torch_copies_and_it_is_said_once(
     make: Callable[..., copy.Copier],
     caplog: pytest.LogCaptureFixture,
     opened: Callable[[object], FakeDriver],
@@ -263,7 +333,7 @@ def test_without_kernels_torch_copies_and_it_is_said_once(
     for _ in range(2):
         assert isinstance(make(opened), ReferenceCopier)
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    warnings = [text for text in warnings if "no CUDA kernels" in text]
+    warnings = [text for text in warnings if "page by page" in text]
     assert len({*warnings}) == len(warnings) and why in warnings[0]
 
 
@@ -271,8 +341,6 @@ def test_whichever_call_fails_at_the_start_there_is_a_copier(
     make: Callable[..., copy.Copier], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A measurement that fails costs the choice, tables that fail the kernels."""
-    for module in ("calibration", "cuda"):
-        monkeypatch.setattr(f"kvconnect.copy.{module}.SAMPLE_BYTES", PAGES[-1])
     monkeypatch.setattr("tests.fakes.cuda_driver.launch_on_host", lambda *_: None)
     made, number, driver = set(), 0, FakeDriver()
     while len(driver.calls) >= number:  # until none was left to fail
@@ -444,6 +512,7 @@ class OnStub:
         batch: str | None,
         choice: CopyThreshold,
         null: bool = False,
+        kernels_load: bool = True,
     ) -> None:
         self.stub = StubDriver(monkeypatch, batch)
         self.stub.run_kernels(list(kernels.KERNELS))
@@ -452,7 +521,9 @@ class OnStub:
             for name, handle in self.stub.kernels.items()
         }
         properties = SimpleNamespace(name="H100")
-        monkeypatch.setattr(cuda_driver, "_load_kernels", lambda index: loaded)
+        cuda_driver._load_kernels.cache_clear()
+        if kernels_load:
+            monkeypatch.setattr(cuda_driver, "_load_kernels", lambda index: loaded)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         self.stream = 0 if null else CudaContext(0).stream()
@@ -476,7 +547,7 @@ def test_the_real_driver_is_taken_at_its_word(
 ) -> None:
     real = OnStub(monkeypatch, batch, choice)
     assert real.driver.has_batch is (batch is not None)
-    assert real.driver.name.endswith(" H100 13000")
+    assert real.driver.name.endswith(f" H100 13000 {source_digest('pages')}")
     wanted_area, wanted_arena = memories()
     reference = ReferenceCopier(wanted_area, wanted_arena, GEOMETRY)
     orders = []
@@ -492,6 +563,52 @@ def test_the_real_driver_is_taken_at_its_word(
         assert real.copies() == ({batch: 2} if batch else {"cuMemcpyAsync": 12})
     if choice is DMA and batch:  # stores read in stream order, loads early
         assert (orders[0], real.stub.library.stub_last_order()) == (1, 3)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("cupy", [None, FakeCupy("path", "code")], ids=["no CuPy", "refused"])
+def test_without_kernels_dma_copies_everything(
+    monkeypatch: pytest.MonkeyPatch, batch: str | None, cupy: FakeCupy | None
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", cupy)  # type: ignore[arg-type]
+    real = OnStub(monkeypatch, batch, KERNEL, kernels_load=False)
+    wanted_area, wanted_arena = memories()
+    for each in (real.copier, ReferenceCopier(wanted_area, wanted_arena, GEOMETRY)):
+        each.store(0, [5, 2], [0, 3])
+        each.load(0, [1, 2], [0, 3])
+    assert torch.equal(real.area, wanted_area) and torch.equal(real.arena, wanted_arena)
+    assert not torch.equal(real.area, memories()[0])  # negative control: something moved
+    assert real.copies() == ({batch: 2} if batch else {"cuMemcpyAsync": 12})
+    assert real.driver.name.endswith(" H100 13000 DMA")  # measured apart from kernels
+    reason = "does not compile here" if cupy else "CuPy is not installed"
+    assert reason in (real.driver.kernels_unavailable_reason or "")
+    assert not real.copier.hashes(0)  # the host does
+    with pytest.raises(Misuse, match="cannot be hashed on the device"):
+        real.copier.enqueue_digests(0, [1])
+    with pytest.raises(Incompatible, match=reason):
+        BlockCopier(real.area, real.driver)
+
+
+@ways
+@pytest.mark.parametrize("batch", BATCHES)
+def test_short_calls_keep_the_gil_and_others_release_it(
+    monkeypatch: pytest.MonkeyPatch, choice: CopyThreshold, batch: str | None
+) -> None:
+    real = OnStub(monkeypatch, batch, choice)
+    CudaContext(0).unlock(real.arena.data_ptr())
+    CudaContext(0).lock(real.arena.data_ptr(), real.arena.nbytes)
+    real.copier.store(0, [1], [1])
+    held = {name: (real.stub.held(name), real.stub.calls(name)) for name in LONG}
+    assert all(number == 0 < calls for number, calls in held.values())
+    (copied_by,) = real.copies()
+    for name in ("cuCtxSetCurrent", copied_by):
+        assert real.stub.held(name) == real.stub.calls(name) > 0
+
+
+LONG = (
+    *("cuDevicePrimaryCtxRetain", "cuStreamCreateWithPriority"),
+    *("cuMemHostRegister", "cuMemHostUnregister"),
+)
 
 
 def test_the_default_stream_takes_no_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -572,3 +689,94 @@ def test_the_stub_refuses_what_the_driver_refuses(
     )
     # The second form takes no index.
     assert (status != 0) is bool(bad and (has_index or "index" not in bad))
+
+
+# Timing -----------------------------------------------------------------------------------------
+
+US = 1e-6
+WORK_US, SUBMIT_US = 30, 100  # of a piece of work: it takes longer to submit than to run
+
+
+class Clock:
+    """A thread and a stream, each with its own time in seconds; only calls take time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cycles_per_s: float) -> None:
+        self.thread = self.stream = 0.0
+        self.spins: list[int] = []
+        self.cycles_per_s = cycles_per_s
+        monkeypatch.setattr(torch.cuda, "ExternalStream", lambda *_, **__: None)
+        monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+        monkeypatch.setattr(torch.cuda, "_sleep", self.sleep)
+        monkeypatch.setattr(torch.cuda, "Event", partial(ClockEvent, self))
+
+    def submit(self, submit_s: float, work_s: float) -> None:
+        self.thread += submit_s
+        self.stream = max(self.stream, self.thread) + work_s
+
+    def sleep(self, cycles: int) -> None:
+        self.spins.append(cycles)
+        self.submit(US, cycles / self.cycles_per_s)
+
+
+class ClockEvent:
+    def __init__(self, clock: Clock, enable_timing: bool) -> None:
+        assert enable_timing
+        self.clock = clock
+        self.time = 0.0
+
+    def record(self) -> None:
+        self.clock.submit(US, 0)
+        self.time = self.clock.stream
+
+    def query(self) -> bool:
+        return self.clock.thread >= self.time
+
+    def synchronize(self) -> None:
+        self.clock.thread = max(self.clock.thread, self.time)
+
+    def elapsed_time(self, end: ClockEvent) -> float:
+        assert end.query()
+        return (end.time - self.time) * 1e3
+
+
+def timed(clock: Clock, driver: CudaDriver, times: int) -> float:
+    def work() -> None:
+        for _ in range(times):
+            clock.submit(SUBMIT_US * US, WORK_US * US)
+
+    return driver.seconds(work) / times / US
+
+
+@pytest.mark.parametrize("cycles_per_s", [1e9, 2e9, 2e10])
+@pytest.mark.parametrize("times", [1, 9, 60])
+def test_the_time_to_submit_work_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, cycles_per_s: float, times: int
+) -> None:
+    driver = OnStub(monkeypatch, None, DMA).driver
+    clock = Clock(monkeypatch, cycles_per_s)
+    assert timed(clock, driver, times) == pytest.approx(WORK_US)
+    assert timed(clock, driver, times) == pytest.approx(WORK_US)
+    clock.cycles_per_s = 1e18  # negative control: the stream is idle when the work comes
+    assert timed(clock, driver, times) >= SUBMIT_US
+
+
+def test_work_that_cannot_be_submitted_in_time_is_timed_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = OnStub(monkeypatch, None, DMA).driver
+    clock = Clock(monkeypatch, 2e9)
+    assert timed(clock, driver, 10_000) == pytest.approx(SUBMIT_US, rel=0.1)
+    assert clock.spins == list(cuda_driver._SPINS)
+    assert sum(clock.spins) / 1e9 < 0.2  # it cannot hang, at any clock of a device
+
+
+def test_addresses_of_runs_are_the_same_with_and_without_the_extension() -> None:
+    native = pytest.importorskip("kvconnect._native")
+    starts, strides = array("q", [1 << 40, 7, 0]), array("q", [4096, 0, 3])
+    ids = array("q", [5, 0, 999, 5])
+    wanted = [start + i * step for i in ids for start, step in zip(starts, strides, strict=True)]
+    for addresses in (native.run_addresses, cuda.torch_run_addresses):
+        assert array("q", addresses(starts, strides, ids, 1000)).tolist() == wanted
+        for wrong in (array("q", [0, 1000]), array("q", [-1])):
+            with pytest.raises(IndexError):
+                addresses(starts, strides, wrong, 1000)

@@ -17,6 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvconnect import cuda  # noqa: E402
+from kvconnect.copy.driver import OwnEvent  # noqa: E402
 from kvconnect.cuda import CudaContext, check, has_context, load_driver  # noqa: E402
 from kvconnect.disaggregation import staging  # noqa: E402
 from kvconnect.errors import ConfigError, Incompatible, Misuse, TransferFailed  # noqa: E402
@@ -25,7 +26,7 @@ from kvconnect.offload.host_arena import HostArena  # noqa: E402
 from kvconnect.offload.streams import CudaStreams  # noqa: E402
 from kvconnect.transport.base import MemoryRegion  # noqa: E402
 from kvconnect.transport.nixl import agent as agents  # noqa: E402
-from kvconnect.transport.nixl import worker as movers  # noqa: E402
+from kvconnect.transport.nixl import worker as nixl_worker  # noqa: E402
 from kvconnect.transport.nixl.worker import NixlWorker  # noqa: E402
 from kvconnect.types import TransferType  # noqa: E402
 from tests.fakes.stub_driver import StubDriver  # noqa: E402
@@ -107,16 +108,16 @@ class Recorder:
         self.contexts.append(has_context())
 
 
-def contexts_of_a_mover(monkeypatch: pytest.MonkeyPatch, device: int) -> list[bool]:
+def contexts_of_a_nixl_worker(monkeypatch: pytest.MonkeyPatch, device: int) -> list[bool]:
     """Return who had a context: an agent's first start and steps, work of both halves, and the
     start of an agent in another one's place."""
-    monkeypatch.setattr(movers, "NixlAgent", Recorder)
+    monkeypatch.setattr(nixl_worker, "NixlAgent", Recorder)
     monkeypatch.setattr(Recorder, "contexts", [])
-    mover = in_new_thread(
+    worker = in_new_thread(
         lambda: NixlWorker("UCX", [MemoryRegion(0, 8), MemoryRegion(0, 8, device)], local=True)
     )
     seen = Recorder.contexts
-    halves: tuple[movers.WorkQueue, ...] = ("outbound", "inbound")
+    halves: tuple[nixl_worker.WorkQueue, ...] = ("outbound", "inbound")
     for half in halves:
         done = threading.Event()
 
@@ -124,20 +125,20 @@ def contexts_of_a_mover(monkeypatch: pytest.MonkeyPatch, device: int) -> list[bo
             seen.append(has_context())
             done.set()
 
-        mover.prepare(half, work, pytest.fail)
+        worker.prepare(half, work, pytest.fail)
         assert done.wait(60)
     over = threading.Event()
-    mover.call(lambda agent: seen.append(has_context()))
-    mover.renew(mover.offer, "a test", over.set)
+    worker.call(lambda agent: seen.append(has_context()))
+    worker.renew(worker.offer, "a test", over.set)
     assert over.wait(60)
-    mover.close()
+    worker.close()
     return seen
 
 
 def test_every_thread_of_nixl_has_the_context_of_the_cache(
     stub: StubDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = contexts_of_a_mover(monkeypatch, device=1)
+    seen = contexts_of_a_nixl_worker(monkeypatch, device=1)
     assert len(seen) == 7 and all(seen)
 
 
@@ -146,13 +147,13 @@ def test_without_entering_no_thread_of_nixl_has_one(
 ) -> None:
     """Negative control: a new thread has no context of its own accord."""
     monkeypatch.setattr(CudaContext, "enter", lambda self: None)
-    assert not any(contexts_of_a_mover(monkeypatch, device=1))
+    assert not any(contexts_of_a_nixl_worker(monkeypatch, device=1))
 
 
 def test_a_cache_in_cpu_memory_needs_no_driver(
     stub: StubDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    contexts_of_a_mover(monkeypatch, device=-1)
+    contexts_of_a_nixl_worker(monkeypatch, device=-1)
     assert stub.library.stub_retained(0) == stub.library.stub_retained(1) == 0
 
 
@@ -199,12 +200,13 @@ def external(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_copies_run_on_streams_that_nobody_else_has(stub: StubDriver, external: list[int]) -> None:
     made = [CudaStreams(torch.device("cuda:1")) for _ in range(40)]  # more than torch's pool has
-    assert len(set(external)) == len(external) == 80
+    assert len(set(external)) == len(external) == 160
     for streams in made:
-        assert {stream.device for stream in streams._streams.values()} == {torch.device("cuda:1")}
+        there = (*streams._copies.values(), *streams._digests.values())
+        assert {stream.device for stream in there} == {torch.device("cuda:1")}
 
     def priority(kind: TransferType) -> int:
-        handle = ctypes.c_void_p(made[0]._streams[kind].cuda_stream)
+        handle = ctypes.c_void_p(made[0]._copies[kind].cuda_stream)
         assert stub.library.stub_flags(handle) == NON_BLOCKING
         return int(stub.library.stub_priority(handle))
 
@@ -229,6 +231,62 @@ def test_nothing_takes_a_stream_from_torchs_pool() -> None:
     texts = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
     assert not [str(path) for path, text in texts.items() if POOLED.search(text)]
     assert POOLED.search("self._join = torch.cuda.Stream(device)")  # negative control
+
+
+# Events ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def event_stream(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The thread's current stream."""
+    stream = SimpleNamespace(cuda_stream=CudaContext(1).stream())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    return stream
+
+
+def test_to_record_and_to_follow_an_event_keeps_the_gil(
+    stub: StubDriver, event_stream: SimpleNamespace
+) -> None:
+    """Another thread may hold it for a millisecond, and copies must be launched meanwhile."""
+    device, context = torch.device("cuda:1"), CudaContext(1)
+    start, end = (OwnEvent(device, context, timing=True) for _ in range(2))
+    start.record()
+    end.record()
+    end.wait(event_stream)  # type: ignore[arg-type]
+    end.synchronize()
+    assert start.seconds_to(end) == pytest.approx(0.002)
+    for name, count in (("cuEventCreate", 2), ("cuEventRecord", 2), ("cuStreamWaitEvent", 1)):
+        assert stub.calls(name) == stub.held(name) == count
+    assert stub.calls("cuEventSynchronize") == 1 and stub.held("cuEventSynchronize") == 0
+
+
+def test_events_are_freed_and_leave_the_threads_context_as_it_was(
+    stub: StubDriver, event_stream: SimpleNamespace
+) -> None:
+    def work() -> int:
+        event = OwnEvent(torch.device("cuda:1"), CudaContext(1))
+        event.record()
+        assert not has_context()
+        return int(stub.library.stub_events())
+
+    assert in_new_thread(work) == 1
+    assert stub.library.stub_events() == 0
+
+
+def test_an_event_that_the_driver_refuses_is_a_failed_transfer(
+    stub: StubDriver, event_stream: SimpleNamespace
+) -> None:
+    event = OwnEvent(torch.device("cuda:1"), CudaContext(1))
+    stub.refuse("cuEventRecord", 400)
+    with pytest.raises(TransferFailed, match="cuEventRecord failed with CUDA error 400"):
+        event.record()
+    event.record()  # negative control
+    with pytest.raises(TransferFailed, match="cuEventElapsedTime"):
+        event.seconds_to(event)  # it was not made to tell the time
+    stub.lose_device(700)
+    with pytest.raises(TransferFailed, match="CUDA error 700"):
+        event.synchronize()
+    del event  # not even this raises
 
 
 # Page-locking -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from kvconnect.cache.layout import ByteRun
 from kvconnect.cache.pages import LayerPages, unit_segments
 from kvconnect.copy import kernels
 from kvconnect.copy.kernels import lanes_for, reference, unit_table
-from kvconnect.testing.memory import PageMemory
+from kvconnect.testing.buffers import PageMemory
 from kvconnect.transport.base import Unit
 from tests.kernels import address, launch_on_host
 
@@ -165,48 +165,98 @@ LENGTHS = [241, 255, 256, 257, 320, 1023, 1024, 1025, 1087, 1088, 1089, 2048, 20
            16_384, 16_385, 17_408, 17_409, 40_000]  # fmt: skip
 
 
-def digests(area: bytearray, table: array[int], pairs: array[int], nbytes: int) -> list[int]:
-    found = array("Q", bytes(8 * (len(pairs) // 2)))
-    launch_on_host(
-        "digest_pages",
-        2,
-        128,
-        [
-            address(area),
-            address(table),
-            long_(len(table) // kernels.ROW),
-            address(pairs),
-            long_(len(pairs) // 2),
-            long_(nbytes),
-            address(found),
-        ],
-        seed=3,
-    )
-    return found.tolist()
+def digests(
+    area: bytearray, table: array[int], ids: array[int], nbytes: int, grid: int = 2
+) -> list[int]:
+    """Return what the two kernels make of some blocks; check that they write nothing else."""
+    steps = -(-nbytes // kernels.DIGEST_STEP_BYTES)
+    sums = array("Q", [POISON]) * (steps * kernels.DIGEST_LANES * len(ids) + 1)
+    found = array("Q", [POISON]) * (len(ids) + 1)
+    shape = long_(len(ids)), long_(nbytes)
+    rows = long_(len(table) // kernels.ROW)
+    sources = address(area), address(table), rows, address(ids)
+    launch_on_host("sum_steps", grid, 64, [*sources, *shape, address(sums)], seed=3)
+    launch_on_host("fold_steps", grid, 32, [address(sums), *shape, address(found)], seed=4)
+    assert sums[-1] == found[-1] == POISON
+    return found.tolist()[:-1]
+
+
+def cut(nbytes: int, ends: list[int], at: int, gap: int) -> list[ByteRun]:
+    """Return the runs of blocks that are cut at ``ends``, three blocks per run."""
+    segments = []
+    for start, end in zip([0, *ends], [*ends, nbytes], strict=True):
+        segments.append(ByteRun(at, end - start, end - start))
+        at += 3 * (end - start) + gap
+    return segments
+
+
+def check_digests(segments: list[ByteRun], nbytes: int, piece: int, grid: int = 2) -> None:
+    """Compare with xxhash, for blocks in any order; a byte that changes changes one digest."""
+    area = noise(max(s.offset + 3 * s.stride for s in segments), nbytes)
+    assert (address(area).value or 0) % 16 == 0  # so a run's offset says how it is aligned
+    ids, table = array("q", [2, 0, 1]), page_table(segments, piece)
+    contents = [
+        b"".join(area[s.offset + b * s.stride :][: s.length] for s in segments) for b in ids
+    ]
+    found = digests(area, table, ids, nbytes, grid)
+    assert found == [xxhash.xxh3_64_intdigest(content) for content in contents]
+    assert found == reference.digest_blocks(memoryview(area), table, ids)
+    last = segments[-1]
+    area[last.offset + last.stride + last.length - 1] ^= 1  # negative control: block 1's last byte
+    changed = digests(area, table, ids, nbytes, grid)
+    assert changed[:2] == found[:2] and changed[2] != found[2]
 
 
 @pytest.mark.parametrize("nbytes", LENGTHS)
 @pytest.mark.parametrize("cuts", [1, 2, 5])
 def test_digest_is_xxh3_of_the_block(nbytes: int, cuts: int) -> None:
     generator = random.Random(nbytes + cuts)
-    ends = [*sorted(generator.sample(range(1, nbytes), cuts - 1)), nbytes]
-    segments, at = [], 3 if cuts > 2 else 0
-    for start, end in zip([0, *ends], ends, strict=False):
-        segments.append(ByteRun(at, end - start, end - start))
-        at += 3 * (end - start) + generator.randrange(9)
-    area = noise(at, nbytes)
-    pairs = array("q", [2, 0, 0, 0, 1, 0])
-    table = page_table(segments, 900)
-    contents = [
-        b"".join(area[s.offset + b * s.stride :][: s.length] for s in segments) for b in (2, 0, 1)
-    ]
-    found = digests(area, table, pairs, nbytes)
-    assert found == [xxhash.xxh3_64_intdigest(content) for content in contents]
-    assert found == reference.digest_pages(memoryview(area), table, pairs)
-    last = segments[-1]
-    area[last.offset + last.stride + last.length - 1] ^= 1  # negative control: block 1's last byte
-    changed = digests(area, table, pairs, nbytes)
-    assert changed[:2] == found[:2] and changed[2] != found[2]
+    ends = sorted(generator.sample(range(1, nbytes), cuts - 1))
+    check_digests(cut(nbytes, ends, 3 if cuts > 2 else 0, generator.randrange(9)), nbytes, 900)
+
+
+@pytest.mark.parametrize("at", [0, 1, 4, 8])
+@pytest.mark.parametrize("run", [1024, 8448, 16_384])
+def test_digest_of_runs_that_steps_fit_and_cross(run: int, at: int) -> None:
+    """Whole steps in a run, which is read in words of 16 bytes where it is aligned to them; and
+    steps that lie in two runs."""
+    for nbytes in (3 * run, 3 * run - 16, 3 * run - 65):
+        check_digests(cut(nbytes, [run, 2 * run], at, 0), nbytes, kernels.PIECE_BYTES, grid=3)
+
+
+@pytest.mark.parametrize("nbytes", [(1 << 20) + 24, 2 << 20, (3 << 20) - 1008])
+def test_digest_of_a_long_block(nbytes: int) -> None:
+    """Its steps are spread over more threads than one block of the grid has."""
+    check_digests(cut(nbytes, [nbytes // 2 // 16 * 16], 16, 0), nbytes, kernels.PIECE_BYTES, 5)
+
+
+@settings(max_examples=30)
+@given(
+    nbytes=st.integers(241, 20_000),
+    cuts=st.sets(st.integers(1, 19_999), max_size=4),
+    at=st.integers(0, 17),
+    piece=st.sampled_from([7, 900, 8192]),
+)
+def test_digest_of_any_block(nbytes: int, cuts: set[int], at: int, piece: int) -> None:
+    check_digests(cut(nbytes, sorted(c for c in cuts if c < nbytes), at, at % 3), nbytes, piece)
+
+
+def test_a_step_that_is_not_summed_shows() -> None:
+    """Negative control: the fold sees every step, in its order."""
+    area, ids = noise(1 << 15, 1), array("q", [0])
+    sums, found = array("Q", bytes(64 * 32)), array("Q", [0])
+    table = page_table([ByteRun(0, 1 << 15, 1 << 15)])
+    shape = long_(1), long_(1 << 15)
+    sources = address(area), address(table), long_(len(table) // kernels.ROW), address(ids)
+    launch_on_host("sum_steps", 1, 64, [*sources, *shape, address(sums)])
+    results = set()
+    for first, second in ((0, 0), (0, 31), (4, 5), (15, 16)):
+        moved = array("Q", sums)
+        moved[8 * first : 8 * first + 8] = sums[8 * second : 8 * second + 8]
+        moved[8 * second : 8 * second + 8] = sums[8 * first : 8 * first + 8]
+        launch_on_host("fold_steps", 1, 32, [address(moved), *shape, address(found)])
+        results.add(found[0])
+    assert len(results) == 4 and xxhash.xxh3_64_intdigest(area) in results
 
 
 def test_tables_cut_long_runs_and_pad_short_phases() -> None:

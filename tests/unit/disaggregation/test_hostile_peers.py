@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvconnect.disaggregation.receiver import Receiver  # noqa: E402
-from kvconnect.disaggregation.sender import Sender  # noqa: E402
+from kvconnect.disaggregation.decode_planner import DecodePlanner  # noqa: E402
+from kvconnect.disaggregation.prefill_planner import PrefillPlanner  # noqa: E402
 from tests.hostile import Outcome, peers  # noqa: E402
 
 
@@ -23,7 +23,9 @@ def test_hostile_peers_end_their_own_connections_alone() -> None:
 
 def test_a_bug_that_a_peer_finds_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    monkeypatch.setattr(Sender, "on_request", lambda *_: 1 / 0)  # what most of them say first
+    monkeypatch.setattr(
+        PrefillPlanner, "on_request", lambda *_: 1 / 0
+    )  # what most of them say first
     assert peers.run(limit=400, seed=3).crashes
 
 
@@ -36,17 +38,17 @@ def play_sources_until(found: Callable[[Outcome], int]) -> None:
 
 def test_a_bug_that_a_source_finds_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a source is heard after it was asked for pages."""
-    monkeypatch.setattr(Receiver, "alive", lambda *_: 1 / 0)
+    monkeypatch.setattr(DecodePlanner, "alive", lambda *_: 1 / 0)
     play_sources_until(lambda outcome: outcome.crashes)
 
 
 def test_a_reader_that_takes_wrong_pages_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: sources send all that they were asked for, with digests of other pages."""
-    received = Receiver.received
+    received = DecodePlanner.received
 
-    def trusting(self: Receiver, *said: object) -> object:
+    def trusting(self: DecodePlanner, *said: object) -> object:
         *before, _bad, now = said
         return received(self, *before, (), now)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Receiver, "received", trusting)
+    monkeypatch.setattr(DecodePlanner, "received", trusting)
     play_sources_until(lambda outcome: outcome.wrong)

@@ -13,7 +13,7 @@ from kvconnect.disaggregation.messages import NoticeKind, OfferBlocks  # noqa: E
 from kvconnect.errors import Refused  # noqa: E402
 from kvconnect.protocol.tickets import Ticket, issue, verify  # noqa: E402
 from kvconnect.types import Endpoint, TransferId  # noqa: E402
-from tests.unit.disaggregation.test_agent import (  # noqa: E402
+from tests.fakes.handoff_engine import (  # noqa: E402
     TRANSFER,
     Engine,
     finished,

@@ -34,16 +34,24 @@ ONE = Rank(0, 1, 0, 1)
 PAIR = [Rank(0, 2, 0, 1), Rank(1, 2, 0, 1)]
 
 
-def leases(*groups: CacheGroup, workers: int = 1) -> Leases:
+Stats = OffloadingConnectorStats
+
+
+@pytest.fixture
+def stats() -> Stats:
+    return Stats()
+
+
+def leases(*groups: CacheGroup, workers: int = 1, stats: Stats | None = None) -> Leases:
     limits = LeaseLimits(workers, lease_s=10.0, deadline_s=20.0)
-    return Leases(groups or (CacheGroup(4),), OffloadingConnectorStats(), limits)
+    return Leases(groups or (CacheGroup(4),), stats or Stats(), limits)
 
 
 def spans(offers: list[OfferBlocks]) -> list[tuple[int, int, list[int]]]:
     return [(s.group, s.first, list(s.block_ids)) for offer in offers for s in offer.spans]
 
 
-def counters(stats: OffloadingConnectorStats) -> dict[str, dict[str, int]]:
+def counters(stats: Stats) -> dict[str, dict[str, int]]:
     counted: dict[str, dict[str, int]] = stats.data["counters"]
     return counted
 
@@ -93,7 +101,7 @@ def test_without_the_limit_it_would(kind: NoticeKind, monkeypatch: pytest.Monkey
 
 def test_a_lease_that_is_to_live_longer_does() -> None:
     limits = LeaseLimits(1, lease_s=5 * LONGEST_LIFE_S, deadline_s=20.0)
-    book = served(Leases((CacheGroup(4),), OffloadingConnectorStats(), limits))
+    book = served(Leases((CacheGroup(4),), Stats(), limits))
     for now in (4 * LONGEST_LIFE_S, 4 * LONGEST_LIFE_S + 1):
         book.tick(now)
         assert book.take()[1] == []
@@ -198,8 +206,8 @@ def test_what_is_not_complete_is_withdrawn(completed: bool, computed: int) -> No
     assert book.offer("r", 10, [[5, 6, 7]]) == []
 
 
-def test_blocks_return_when_every_worker_has_answered() -> None:
-    book = served(leases(workers=2))
+def test_blocks_return_when_every_worker_has_answered(stats: Stats) -> None:
+    book = served(leases(workers=2, stats=stats))
     book.on_notice(TransferEvent(T, NoticeKind.JOINED, ONE), 1.0)
     book.on_notice(TransferEvent(T, NoticeKind.DONE, ONE), 2.0)
     assert book.take()[1] == [Withdraw(T, FailureCause.GONE)]
@@ -209,14 +217,14 @@ def test_blocks_return_when_every_worker_has_answered() -> None:
     assert book.take_released() == [5, 6, 7]
     assert book.take_released() == [] and not book.busy
     assert (book.granted, book.returned) == (3, 3)
-    assert counters(book._stats) == {"handoff_sent_requests": {"done": 1}}
+    assert counters(stats) == {"handoff_sent_requests": {"done": 1}}
     book.on_notice(TransferEvent(T, NoticeKind.LEFT, ONE), 2.0)  # late
     assert book.open("again", T, 10, 3.0)
     book.check()
 
 
-def test_every_reader_of_the_other_engine_counts() -> None:
-    book = served(leases())
+def test_every_reader_of_the_other_engine_counts(stats: Stats) -> None:
+    book = served(leases(stats=stats))
     for kind, reader in [
         (NoticeKind.JOINED, PAIR[0]),
         (NoticeKind.DONE, PAIR[0]),
@@ -227,11 +235,11 @@ def test_every_reader_of_the_other_engine_counts() -> None:
         assert book.take()[1] == []
     book.on_notice(TransferEvent(T, NoticeKind.LEFT, PAIR[1]), 1.0)
     assert book.take()[1] == [Withdraw(T, FailureCause.GONE)]
-    assert counters(book._stats) == {"handoff_sent_requests": {"aborted": 1}}
+    assert counters(stats) == {"handoff_sent_requests": {"aborted": 1}}
 
 
-def test_a_reader_that_left_may_come_back() -> None:
-    book = served(leases())
+def test_a_reader_that_left_may_come_back(stats: Stats) -> None:
+    book = served(leases(stats=stats))
     for kind, reader in [
         (NoticeKind.JOINED, PAIR[0]),
         (NoticeKind.LEFT, PAIR[0]),
@@ -243,7 +251,7 @@ def test_a_reader_that_left_may_come_back() -> None:
     assert book.take()[1] == []
     book.on_notice(TransferEvent(T, NoticeKind.DONE, PAIR[0]), 1.0)
     assert len(book.take()[1]) == 1
-    assert counters(book._stats) == {"handoff_sent_requests": {"done": 1}}
+    assert counters(stats) == {"handoff_sent_requests": {"done": 1}}
 
 
 def withdrawn_at(book: Leases, times: list[float]) -> float | None:
@@ -254,11 +262,11 @@ def withdrawn_at(book: Leases, times: list[float]) -> float | None:
     return None
 
 
-def test_a_lease_ends_at_the_second_look_past_its_deadline() -> None:
-    book = served(leases())  # over at 1, lease 10
+def test_a_lease_ends_at_the_second_look_past_its_deadline(stats: Stats) -> None:
+    book = served(leases(stats=stats))  # over at 1, lease 10
     assert withdrawn_at(book, [10.9, 11.0, 11.1]) == 11.1
-    assert counters(book._stats)["handoff_expired_leases"] == {"": 1}
-    assert counters(book._stats)["handoff_sent_requests"] == {"expired": 1}
+    assert counters(stats)["handoff_expired_leases"] == {"": 1}
+    assert counters(stats)["handoff_sent_requests"] == {"expired": 1}
 
 
 def test_signs_of_life_extend_a_lease() -> None:
@@ -282,8 +290,8 @@ def test_a_live_request_has_no_deadline_and_a_declined_one_ends() -> None:
     assert book.finish("r", True, 2e6) is None
 
 
-def test_a_preempted_request_gets_its_blocks_back_and_is_an_ordinary_one() -> None:
-    book = leases()
+def test_a_preempted_request_gets_its_blocks_back_and_is_an_ordinary_one(stats: Stats) -> None:
+    book = leases(stats=stats)
     book.open("r", T, 10, 0.0)
     book.offer("r", 4, [[5]])
     book.preempted("r", 1.0)
@@ -294,7 +302,7 @@ def test_a_preempted_request_gets_its_blocks_back_and_is_an_ordinary_one() -> No
     assert book.take_released() == [5]
     assert book.offer("r", 10, [[7, 8, 9]]) == [] and book.finish("r", True, 2.0) is None
     assert book.take() == ([], []) and not book.busy
-    assert counters(book._stats) == {"handoff_sent_requests": {"aborted": 1}}
+    assert counters(stats) == {"handoff_sent_requests": {"aborted": 1}}
     book.check()
 
 
@@ -403,12 +411,12 @@ def test_lease_check_sees_damage() -> None:
         book.check()
 
 
-# Arrivals ---------------------------------------------------------------------------------------
+# Receives ---------------------------------------------------------------------------------------
 
 
-def arrivals(*groups: CacheGroup, workers: int = 1) -> Receives:
+def receives(*groups: CacheGroup, workers: int = 1, stats: Stats | None = None) -> Receives:
     limits = ReceiveLimits(workers, lease_s=30.0, deadline_s=20.0)
-    return Receives(groups or (CacheGroup(4),), OffloadingConnectorStats(), limits)
+    return Receives(groups or (CacheGroup(4),), stats or Stats(), limits)
 
 
 def planned(book: Receives, first: int = 1) -> Receive:
@@ -423,8 +431,8 @@ def failed(receive: Receive, *blocks: int, cause: Any = FailureCause.PEER) -> Re
     return ReceiveReport(receive.job, tuple(FailedBlock(0, block, -1, cause) for block in blocks))
 
 
-def test_a_receive_holds_its_blocks_until_every_worker_has_reported() -> None:
-    book = arrivals(workers=2)
+def test_a_receive_holds_its_blocks_until_every_worker_has_reported(stats: Stats) -> None:
+    book = receives(workers=2, stats=stats)
     receive = planned(book)
     assert (receive.transfer, receive.source, receive.early) == (T, SOURCE, False)
     assert receive.tokens == ((4, 14),)
@@ -435,8 +443,8 @@ def test_a_receive_holds_its_blocks_until_every_worker_has_reported() -> None:
     book.check()
     assert book.on_report(ReceiveReport(receive.job), 3.0) == SettledReceive("r", None, False)
     assert not book.busy and book.ledger.held == 0
-    assert counters(book._stats) == {"handoff_received_requests": {"done": 1}}
-    assert book._stats.data["histograms"]["handoff_latency_seconds"][""][0] == 2.0
+    assert counters(stats) == {"handoff_received_requests": {"done": 1}}
+    assert stats.data["histograms"]["handoff_latency_seconds"][""][0] == 2.0
     assert book.on_report(ReceiveReport(receive.job), 3.0) is None  # a second answer
     book.finish("r")
     assert book.take() == ([], [], [])
@@ -444,20 +452,20 @@ def test_a_receive_holds_its_blocks_until_every_worker_has_reported() -> None:
 
 
 def test_needed_tokens_are_those_that_the_next_one_sees() -> None:
-    book = arrivals(CacheGroup(8), CacheGroup(8, window=5), CacheGroup(8, chunk=4))
+    book = receives(CacheGroup(8), CacheGroup(8, window=5), CacheGroup(8, chunk=4))
     book.open("r", T, SOURCE, True)
     whole = [Span(n, 0, array("q", [10 * n + 1, 10 * n + 2])) for n in range(3)]
     receive = book.plan("r", whole, 0, 14, 0.0)
     assert receive.tokens == ((0, 14), (10, 14), (12, 14))
 
 
-def test_failures_are_counted_by_cause_with_the_tokens_they_cost() -> None:
-    book = arrivals(workers=2)
+def test_failures_are_counted_by_cause_with_the_tokens_they_cost(stats: Stats) -> None:
+    book = receives(workers=2, stats=stats)
     receive = planned(book)  # tokens 4 to 14 in blocks 5, 6, 7
     book.on_report(failed(receive, 6, 7, cause=FailureCause.SKIPPED), 2.0)
     settled = book.on_report(failed(receive, 6), 3.0)
     assert settled == SettledReceive("r", FailureCause.PEER, False)
-    assert counters(book._stats) == {
+    assert counters(stats) == {
         "handoff_received_requests": {"failed": 1},
         "handoff_failures": {"peer": 1},
         "recomputed_tokens": {"": 6},
@@ -465,30 +473,30 @@ def test_failures_are_counted_by_cause_with_the_tokens_they_cost() -> None:
     assert not book.pending("r")  # it is tried once
 
 
-def test_with_several_groups_all_is_lost() -> None:
-    book = arrivals(CacheGroup(4), CacheGroup(4, window=3))
+def test_with_several_groups_all_is_lost(stats: Stats) -> None:
+    book = receives(CacheGroup(4), CacheGroup(4, window=3), stats=stats)
     receive = planned(book)
     book.on_report(failed(receive, 7), 2.0)
-    assert counters(book._stats)["recomputed_tokens"] == {"": 10}
+    assert counters(stats)["recomputed_tokens"] == {"": 10}
 
 
-def test_a_refused_hand_off_has_no_source_and_fails() -> None:
-    book = arrivals()
+def test_a_refused_hand_off_has_no_source_and_fails(stats: Stats) -> None:
+    book = receives(stats=stats)
     book.refuse("r", "ticket")
     assert book.pending("r")
     book.tick(1e9)
     receive = book.plan("r", [Span(0, 0, array("q", [5, 6]))], 0, 8, 1.0)
     assert receive.source is None
     book.on_report(failed(receive, 5, 6, cause=FailureCause.REFUSED), 2.0)
-    assert counters(book._stats)["handoff_refused"] == {"ticket": 1}
-    assert counters(book._stats)["handoff_failures"] == {"refused": 1}
+    assert counters(stats)["handoff_refused"] == {"ticket": 1}
+    assert counters(stats)["handoff_failures"] == {"refused": 1}
     book.refuse("q", "ticket")
     book.finish("q")
     assert book.take()[2] == []  # nobody to tell
 
 
 def test_workers_are_told_once_to_renew_the_lease_of_a_pending_request() -> None:
-    book = arrivals()
+    book = receives()
     book.open("r", T, SOURCE, False)
     assert book.busy  # until they know
     for now in (1.0, 1e6):
@@ -502,7 +510,7 @@ def test_workers_are_told_once_to_renew_the_lease_of_a_pending_request() -> None
 
 def test_of_requests_for_one_transfer_the_first_receives_it() -> None:
     # A client asked for several answers, and the proxy passed one ticket on.
-    book = arrivals()
+    book = receives()
     assert book.open("0_r", T, SOURCE, False)
     assert not book.open("1_r", T, SOURCE, False)
     assert book.pending("0_r") and not book.pending("1_r")
@@ -517,8 +525,8 @@ def test_of_requests_for_one_transfer_the_first_receives_it() -> None:
     book.check()
 
 
-def test_a_request_that_is_over_says_so_once() -> None:
-    book = arrivals()
+def test_a_request_that_is_over_says_so_once(stats: Stats) -> None:
+    book = receives(stats=stats)
     book.open("r", T, SOURCE, False)
     book.finish("r")
     book.finish("r")
@@ -528,48 +536,48 @@ def test_a_request_that_is_over_says_so_once() -> None:
     assert not book.pending("full hit")
     book.finish("full hit")
     assert book.take()[2] == [Keep(T, SOURCE)]
-    assert counters(book._stats) == {"handoff_received_requests": {"aborted": 1}}
+    assert counters(stats) == {"handoff_received_requests": {"aborted": 1}}
     with pytest.raises(KeyError):
         book.plan("r", [], 0, 8, 0.0)
 
 
-def test_an_aborted_receive_is_dropped_and_holds_its_blocks_to_the_end() -> None:
-    book = arrivals()
+def test_an_aborted_receive_is_dropped_and_holds_its_blocks_to_the_end(stats: Stats) -> None:
+    book = receives(stats=stats)
     receive = planned(book)
     book.finish("r")
     assert book.take() == ([], [Drop(receive.job)], [])
     assert book.ledger.held == 3 and book.busy
     report = failed(receive, 5, 6, 7, cause=FailureCause.SKIPPED)
     assert book.on_report(report, 2.0) == SettledReceive("r", FailureCause.SKIPPED, True)
-    assert counters(book._stats) == {"handoff_received_requests": {"aborted": 1}}
+    assert counters(stats) == {"handoff_received_requests": {"aborted": 1}}
     assert book.ledger.held == 0
 
 
-def test_a_failure_counts_though_its_request_is_over() -> None:
+def test_a_failure_counts_though_its_request_is_over(stats: Stats) -> None:
     # An engine may fail the request first and pass the reports on after.
-    book = arrivals(workers=2)
+    book = receives(workers=2, stats=stats)
     receive = planned(book)
     book.finish("r")
     book.on_report(failed(receive, 5, 7, cause=FailureCause.SKIPPED), 2.0)
     settled = book.on_report(failed(receive, 6, 7, cause=FailureCause.DIGEST), 2.0)
     assert settled == SettledReceive("r", FailureCause.DIGEST, True)
-    assert counters(book._stats) == {
+    assert counters(stats) == {
         "handoff_received_requests": {"failed": 1},
         "handoff_failures": {"digest": 1},
     }
 
 
-def test_a_receive_that_nobody_answers_is_counted_once_and_held() -> None:
-    book = arrivals()
+def test_a_receive_that_nobody_answers_is_counted_once_and_held(stats: Stats) -> None:
+    book = receives(stats=stats)
     planned(book)
     for now in (40.0, 41.0, 42.0):
         book.tick(now)
-    assert counters(book._stats) == {"expired_jobs": {"RECV": 1}}
+    assert counters(stats) == {"expired_jobs": {"RECV": 1}}
     assert book.ledger.held == 3
 
 
 def test_a_hand_off_is_planned_once_and_check_sees_damage() -> None:
-    book = arrivals()
+    book = receives()
     receive = planned(book)
     with pytest.raises(Misuse, match="receiving: Planned"):
         book.plan("r", [], 0, 8, 0.0)

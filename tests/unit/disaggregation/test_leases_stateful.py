@@ -2,7 +2,7 @@
 
 Each worker's memory holds, per token, layer and head, *what was written*: so a page that comes from
 the wrong block, lands in the wrong place or lands too late is caught where it does harm. The link
-reads pages when it sends them and writes them when they arrive, in any order; a cancelled want goes
+reads pages when it sends them and writes them when they arrive, in any order; a cancelled read goes
 on being read and written until the link lets go of it.
 """
 
@@ -26,8 +26,9 @@ from hypothesis.stateful import (
 )
 
 from kvconnect.cache.groups import CacheGroup
-from kvconnect.disaggregation import receiver as decode
-from kvconnect.disaggregation import sender as prefill
+from kvconnect.disaggregation import decode_planner as decode
+from kvconnect.disaggregation import prefill_planner as prefill
+from kvconnect.disaggregation.decode_planner import DecodePlanner, Origin
 from kvconnect.disaggregation.leases import LeaseLimits, Leases
 from kvconnect.disaggregation.messages import (
     Keep,
@@ -37,9 +38,8 @@ from kvconnect.disaggregation.messages import (
     ReceiveReport,
     TransferEvent,
 )
-from kvconnect.disaggregation.receiver import Origin, Receiver
+from kvconnect.disaggregation.prefill_planner import AcceptedRead, GroupView, PrefillPlanner
 from kvconnect.disaggregation.receives import ReceiveLimits, Receives
-from kvconnect.disaggregation.sender import AcceptedRead, GroupView, Sender
 from kvconnect.disaggregation.states import TransferState
 from kvconnect.errors import KVConnectError
 from kvconnect.stats import OffloadingConnectorStats
@@ -84,7 +84,7 @@ class Choose:
 class Frame(NamedTuple):
     """Pages between the two machines, with the bytes that were read."""
 
-    want: int
+    read_id: int
     number: int
     first: int
     tokens: int  # per wire block
@@ -104,7 +104,7 @@ class Link:
     to_reader: list[tuple[Any, ...]] = field(default_factory=list)
     orders: list[prefill.SendPages] = field(default_factory=list)
     frames: list[Frame] = field(default_factory=list)
-    incoming: dict[int, dict[int, Span]] = field(default_factory=dict)  # want -> group -> span
+    incoming: dict[int, dict[int, Span]] = field(default_factory=dict)  # read_id -> group -> span
     source_stops: set[int] = field(default_factory=set)
     reader_stops: set[int] = field(default_factory=set)
     source_up: bool = True
@@ -129,12 +129,12 @@ class Worker:
 
 @dataclass(eq=False)
 class PrefillWorker(Worker):
-    machine: Sender
+    machine: PrefillPlanner
 
 
 @dataclass(eq=False)
 class DecodeWorker(Worker):
-    machine: Receiver
+    machine: DecodePlanner
     connecting: list[Origin] = field(default_factory=list)
     open: dict[int, Receive] = field(default_factory=dict)  # until the scheduler knows the end
     writable: dict[int, set[tuple[int, int]]] = field(default_factory=dict)  # until reported
@@ -475,7 +475,7 @@ class World:
                 link.incoming[action.read_id] = {span.group: span for span in action.spans}
                 parts = [(s.group, s.first, len(s.block_ids)) for s in action.spans]
                 link.to_source.append(
-                    ("want", action.read_id, action.transfer, action.early, parts)
+                    ("read", action.read_id, action.transfer, action.early, parts)
                 )
             else:
                 done = isinstance(action, decode.ConfirmRead)
@@ -503,11 +503,11 @@ class World:
         if link.source_up:
             found += [partial(self.hear, link)] * bool(link.to_source)
             found += [partial(self.transmit, link, choose)] * bool(link.orders)
-            found += [partial(self.source_quiet, link, want) for want in link.source_stops]
+            found += [partial(self.source_quiet, link, read_id) for read_id in link.source_stops]
         if link.reader_up:
             found += [partial(self.hear_back, link)] * bool(link.to_reader)
             found += [partial(self.arrive, link, choose)] * bool(link.frames)
-            found += [partial(self.reader_quiet, link, want) for want in link.reader_stops]
+            found += [partial(self.reader_quiet, link, read_id) for read_id in link.reader_stops]
         if not (link.source_up and link.reader_up):
             found.append(partial(self.cut, link))
         return found
@@ -536,13 +536,13 @@ class World:
         self.act(reader, reader.machine.connected(origin, link.peer, views))
 
     def hear(self, link: Link) -> None:
-        """A note reaches the prefill side."""
+        """A message reaches the prefill side."""
         machine = link.source.machine
         what, *rest = link.to_source.pop(0)
-        if what == "want":
-            want, transfer, early, parts = rest
+        if what == "read":
+            read_id, transfer, early, parts = rest
             views = self.views(link, link.source, self.sizes[0])
-            ask = AcceptedRead(link.peer, want, transfer, early, link.reader.rank, views, parts)
+            ask = AcceptedRead(link.peer, read_id, transfer, early, link.reader.rank, views, parts)
             self.do(link.source, machine.on_request(ask, self.now))
         elif what in ("renew", "decline"):
             self.do(link.source, getattr(machine, what)(*rest))
@@ -585,12 +585,12 @@ class World:
         self.do(link.source, link.source.machine.sent(link.peer, order.read_id))
 
     def arrive(self, link: Link, choose: Choose) -> None:
-        """Write a frame's pages, if its want has not been let go."""
+        """Write a frame's pages, if its read has not been let go."""
         frame = link.frames.pop(choose.below(len(link.frames)))
-        if frame.want not in link.incoming:
+        if frame.read_id not in link.incoming:
             return
         group = frame.number // 10
-        span = link.incoming[frame.want][group]
+        span = link.incoming[frame.read_id][group]
         ratio = self.sizes[1] // min(self.sizes)
         writable = set().union(*link.reader.writable.values())
         for (place, offset, layer, head), content in frame.cells.items():
@@ -598,24 +598,24 @@ class World:
             assert (group, wire_id // ratio) in writable, "a page lands in a finished job"
             slot = wire_id * frame.tokens + offset
             link.reader.memory[group, slot, layer, head] = WRONG if frame.bad else content
-        if frame.want not in link.reader_stops:
+        if frame.read_id not in link.reader_stops:
             blocks = range(frame.first, frame.first + frame.count)
             bad = tuple(blocks) if frame.bad else ()
             machine = link.reader.machine
             self.act(
                 link.reader,
-                machine.received(link.peer, frame.want, frame.number, blocks, bad, self.now),
+                machine.received(link.peer, frame.read_id, frame.number, blocks, bad, self.now),
             )
 
-    def source_quiet(self, link: Link, want: int) -> None:
-        link.source_stops.discard(want)
-        link.orders = [order for order in link.orders if order.read_id != want]
-        self.do(link.source, link.source.machine.drained(link.peer, want))
+    def source_quiet(self, link: Link, read_id: int) -> None:
+        link.source_stops.discard(read_id)
+        link.orders = [order for order in link.orders if order.read_id != read_id]
+        self.do(link.source, link.source.machine.drained(link.peer, read_id))
 
-    def reader_quiet(self, link: Link, want: int) -> None:
-        link.reader_stops.discard(want)
-        del link.incoming[want]
-        self.act(link.reader, link.reader.machine.drained(link.peer, want))
+    def reader_quiet(self, link: Link, read_id: int) -> None:
+        link.reader_stops.discard(read_id)
+        del link.incoming[read_id]
+        self.act(link.reader, link.reader.machine.drained(link.peer, read_id))
 
     def cut(self, link: Link) -> None:
         """The other end learns that the connection is gone."""
@@ -685,7 +685,7 @@ class World:
                 break
             self.pass_time(2.0)
         assert self.idle and not self.decodes and not self.prefills
-        for _ in range(2):  # for wants and declines that came too late
+        for _ in range(2):  # for reads and declines that came too late
             self.pass_time(DEADLINE_S)
         for worker in self.sources:
             machine = worker.machine
@@ -698,8 +698,8 @@ class Handoffs(RuleBasedStateMachine):
     """Drives both engines."""
 
     leases: ClassVar[type[Leases]] = Leases
-    sender: ClassVar[type[Sender]] = Sender
-    receiver: ClassVar[type[Receiver]] = Receiver
+    sender: ClassVar[type[PrefillPlanner]] = PrefillPlanner
+    receiver: ClassVar[type[DecodePlanner]] = DecodePlanner
 
     @initialize(
         shape=st.sampled_from(sorted(SHAPES)),
@@ -802,7 +802,7 @@ def test_hand_offs_are_never_wrong_and_leak_nothing() -> None:
 # Negative controls ------------------------------------------------------------------------------
 
 
-class SendsWrongBlocks(Sender):
+class SendsWrongBlocks(PrefillPlanner):
     """Takes the last block of a range for the first."""
 
     def on_request(self, ask: AcceptedRead, now: float) -> list[prefill.Action]:
@@ -814,15 +814,15 @@ class SendsWrongBlocks(Sender):
         ]
 
 
-class SendsBeforeTheWrite(Sender):
+class SendsBeforeTheWrite(PrefillPlanner):
     """Takes blocks for readable when they are offered."""
 
     def offer(self, offer: Any) -> list[prefill.Action]:
         return super().offer(offer) + (super().step_written(None) if offer.spans else [])
 
 
-class ReportsBeforeQuiet(Receiver):
-    """Takes a cancelled want for one of which nothing lands any more."""
+class ReportsBeforeQuiet(DecodePlanner):
+    """Takes a cancelled read for one of which nothing lands any more."""
 
     def _advance(self, job: Any) -> list[decode.Action]:
         actions = job.confirm()
@@ -832,7 +832,7 @@ class ReportsBeforeQuiet(Receiver):
         return actions + super()._advance(job)
 
 
-class TrustsEveryPage(Receiver):
+class TrustsEveryPage(DecodePlanner):
     """Ignores digests."""
 
     def received(self, *event: Any) -> list[decode.Action]:

@@ -11,17 +11,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvconnect.disaggregation import sender as machine  # noqa: E402
+from kvconnect.disaggregation import prefill_planner as machine  # noqa: E402
 from kvconnect.disaggregation.messages import NoticeKind, OfferBlocks  # noqa: E402
-from kvconnect.disaggregation.reads import SendPages, ServedRead  # noqa: E402
-from kvconnect.disaggregation.send_side import SendSide  # noqa: E402
-from kvconnect.disaggregation.sender import DropPeer, RefuseRead, Sender  # noqa: E402
+from kvconnect.disaggregation.prefill_executor import PrefillExecutor  # noqa: E402
+from kvconnect.disaggregation.prefill_planner import DropPeer, PrefillPlanner, RefuseRead  # noqa: E402
+from kvconnect.disaggregation.prefill_reads import SendPages, ServedRead  # noqa: E402
 from kvconnect.disaggregation.sessions import Sessions  # noqa: E402
 from kvconnect.protocol.codec import MessageReader  # noqa: E402
 from kvconnect.protocol.messages import Hello  # noqa: E402
 from kvconnect.transport.tcp.peer import Peer  # noqa: E402
 from kvconnect.types import FailureCause, Rank, Span, TransferId  # noqa: E402
-from tests.unit.disaggregation.test_agent import (  # noqa: E402
+from tests.fakes.handoff_engine import (  # noqa: E402
     TRANSFER,
     Engine,
     finished,
@@ -30,7 +30,7 @@ from tests.unit.disaggregation.test_agent import (  # noqa: E402
     receive,
     table,
 )
-from tests.unit.disaggregation.test_sender import T, ask, refusals, sender, span, written  # noqa: E402
+from tests.unit.disaggregation.prefill_steps import T, ask, refusals, sender, span, written  # noqa: E402
 
 WAIT_S = 60.0
 
@@ -60,7 +60,7 @@ def test_an_error_that_a_peer_raises_ends_its_connection_alone(
     with monkeypatch.context() as patch:
         owner, name = {
             "hello": (Sessions, "on_hello"),
-            "message": (SendSide, "on_message"),
+            "message": (PrefillExecutor, "on_message"),
             "up": (Sessions, "on_up"),
         }[where]
         real = getattr(owner, name)
@@ -109,7 +109,7 @@ def test_carrying_out_an_action_ends_one_connection_alone(
     d.step(receives=[receive(p.source(), table(150, 16), 150, early=True)])
     assert notices(p, NoticeKind.JOINED, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(SendSide, "_send", lambda *_: 1 / 0)
+        patch.setattr(PrefillExecutor, "_send", lambda *_: 1 / 0)
         p.step(offers=[OfferBlocks(TRANSFER, (Span(0, 0, table(150, 16)),))])
         (report,) = finished(d)
     assert {failure.cause for failure in report.failures} == {FailureCause.PEER}
@@ -136,33 +136,33 @@ def test_an_error_in_the_transport_s_thread_ends_one_connection_alone(
 # What the machine keeps -------------------------------------------------------------------------
 
 
-def kept(one: Sender) -> int:
+def kept(one: PrefillPlanner) -> int:
     book = one._transfers
     return sum(map(len, book.readers.values())) + sum(len(k.readers) for k in book.offered.values())
 
 
 def test_asking_and_giving_up_again_and_again_keeps_nothing() -> None:
     one = written(span(0, 5, 6))
-    for want in range(1000):
-        actions = one.on_request(ask(want), 0.0)
+    for read_id in range(1000):
+        actions = one.on_request(ask(read_id), 0.0)
         sent = sum(isinstance(action, SendPages) for action in actions)
         assert sent == 1
-        one.cancel(3, want)
-        one.drained(3, want)
+        one.cancel(3, read_id)
+        one.drained(3, read_id)
         assert kept(one) == 0
 
 
-def test_wants_that_do_not_fall_quiet_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_that_do_not_fall_quiet_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "MAX_READS", 4)
     one = written(span(0, 5, 6))
-    for want in range(6):
-        actions = one.on_request(ask(want), 0.0)
-        one.cancel(3, want)
+    for read_id in range(6):
+        actions = one.on_request(ask(read_id), 0.0)
+        one.cancel(3, read_id)
     assert refusals(actions) == [(3, 5, "refused")]
     assert kept(one) == 2 * 4
     assert not refusals(one.on_request(ask(0, peer=4), 0.0))  # another peer is served
-    for want in range(4):
-        one.drained(3, want)
+    for read_id in range(4):
+        one.drained(3, read_id)
     assert not refusals(one.on_request(ask(9, reader=Rank(0, 2, 0, 1)), 0.0))
 
 
@@ -177,11 +177,11 @@ def test_a_reader_that_has_everything_is_remembered_until_the_transfer_ends() ->
     assert kept(one) == 0
 
 
-def test_one_peer_cannot_take_all_room_for_early_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_peer_cannot_take_all_room_for_early_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "MAX_PARKED_READS", 10)
     one = sender()
-    for want in range(20):
-        one.on_request(ask(want, early=True, transfer=TransferId(bytes([want]) * 16)), 0.0)
+    for read_id in range(20):
+        one.on_request(ask(read_id, early=True, transfer=TransferId(bytes([read_id]) * 16)), 0.0)
     assert len(one._parked) == 5
     assert not refusals(one.on_request(ask(0, peer=4, early=True), 0.0))
 
@@ -203,11 +203,11 @@ def test_the_last_word_of_a_reader_is_the_last_notice(stack: ExitStack) -> None:
     p = stack.enter_context(Engine(sends=True))
     side = p.agents[0]._sending
     p.step(offers=[OfferBlocks(TRANSFER)])
-    for want in range(3):
+    for read_id in range(3):
         side._run_actions(
-            side._sender.on_request(ask(want, transfer=TRANSFER, parts=[(0, want, 1)]), 0.0)
+            side._sender.on_request(ask(read_id, transfer=TRANSFER, parts=[(0, read_id, 1)]), 0.0)
         )
-        if want < 2:
-            side._run_actions(side._sender.cancel(3, want))
+        if read_id < 2:
+            side._run_actions(side._sender.cancel(3, read_id))
     kinds = [(n.kind, n.first) for n in side.take_notices()]
     assert kinds == [(NoticeKind.LEFT, 0), (NoticeKind.JOINED, 2)]

@@ -25,12 +25,12 @@ from hypothesis.stateful import (
 )
 
 from kvconnect.cache.groups import CacheGroup
-from kvconnect.disaggregation import receiver, sender
+from kvconnect.disaggregation import decode_planner, prefill_planner
+from kvconnect.disaggregation.decode_planner import DecodePlanner, Origin
 from kvconnect.disaggregation.leases import LeaseLimits, Leases
 from kvconnect.disaggregation.messages import NoticeKind, PrefillSource, Receive, TransferEvent
-from kvconnect.disaggregation.reads import AcceptedRead, GroupView, OfferedTransfer
-from kvconnect.disaggregation.receiver import Origin, Receiver
-from kvconnect.disaggregation.sender import Sender
+from kvconnect.disaggregation.prefill_planner import PrefillPlanner
+from kvconnect.disaggregation.prefill_reads import AcceptedRead, GroupView, OfferedTransfer
 from kvconnect.errors import Misuse, ProtocolError
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span, TransferId
@@ -58,7 +58,7 @@ part = st.tuples(st.sampled_from([0, 0, 0, 1]), st.integers(-1, 5), st.sampled_f
 
 counts = st.integers(1, 5)
 
-wants = st.fixed_dictionaries(
+read_requests = st.fixed_dictionaries(
     {
         "transfer": some_transfer,
         "early": st.booleans(),
@@ -76,7 +76,7 @@ class SourceMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.last = Counter[int]()
-        self.in_flight: list[tuple[int, int, TransferId]] = []  # peer, want, transfer
+        self.in_flight: list[tuple[int, int, TransferId]] = []  # peer, read_id, transfer
         self.stopping: list[tuple[int, int]] = []
         self.of: dict[tuple[int, int], TransferId] = {}
         self.got = Counter[tuple[int, int]]()  # layer, block: sent to the honest reader
@@ -84,7 +84,7 @@ class SourceMachine(RuleBasedStateMachine):
         self.offered: Counter[TransferId] = Counter()
         self.withdrawn: Counter[TransferId] = Counter()
         self.ordered: Counter[TransferId] = Counter()
-        self.machine = Sender((LAYERS,), deadline_s=10.0, heartbeat_s=1.0)
+        self.machine = PrefillPlanner((LAYERS,), deadline_s=10.0, heartbeat_s=1.0)
         limits = LeaseLimits(1, lease_s=10.0, deadline_s=10.0)
         self.leases = Leases([CacheGroup(TOKENS)], OffloadingConnectorStats(), limits)
 
@@ -110,20 +110,20 @@ class SourceMachine(RuleBasedStateMachine):
             self.ordered[order.transfer] += 1
             self.carry_out(self.machine.withdraw(order))
 
-    def carry_out(self, actions: Sequence[sender.Action]) -> None:
+    def carry_out(self, actions: Sequence[prefill_planner.Action]) -> None:
         for action in actions:
-            assert not isinstance(action, sender.DropPeer), action
-            if isinstance(action, sender.SendPages):
+            assert not isinstance(action, prefill_planner.DropPeer), action
+            if isinstance(action, prefill_planner.SendPages):
                 key = action.peer, action.read_id
                 self.in_flight.append((*key, self.of[key]))
                 layers = [action.number] if action.number < LAYERS else range(LAYERS)
                 for layer in layers if key == (HONEST, 1) else ():
                     self.got.update((layer, action.first + i) for i in range(len(action.ids)))
-            elif isinstance(action, sender.CancelRead):
+            elif isinstance(action, prefill_planner.CancelRead):
                 self.stopping.append((action.peer, action.read_id))
-            elif isinstance(action, sender.RefuseRead):
+            elif isinstance(action, prefill_planner.RefuseRead):
                 self.refused |= action.peer == HONEST
-            elif isinstance(action, sender.ReportNotice | sender.ReportServed):
+            elif isinstance(action, prefill_planner.ReportNotice | prefill_planner.ReportServed):
                 self.tell(action.notice)
 
     def tell(self, notice: TransferEvent) -> None:
@@ -162,22 +162,22 @@ class SourceMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 99))
     @precondition(lambda self: self.in_flight)
     def pages_leave(self, index: int) -> None:
-        peer, want, _ = self.in_flight.pop(index % len(self.in_flight))
-        self.carry_out(self.machine.sent(peer, want))
+        peer, read_id, _ = self.in_flight.pop(index % len(self.in_flight))
+        self.carry_out(self.machine.sent(peer, read_id))
 
     @rule()
     @precondition(lambda self: self.stopping)
     def fall_quiet(self) -> None:
         self.drained(*self.stopping.pop(0))
 
-    def drained(self, peer: int, want: int) -> None:
-        self.in_flight = [item for item in self.in_flight if item[:2] != (peer, want)]
-        self.carry_out(self.machine.drained(peer, want))
+    def drained(self, peer: int, read_id: int) -> None:
+        self.in_flight = [item for item in self.in_flight if item[:2] != (peer, read_id)]
+        self.carry_out(self.machine.drained(peer, read_id))
 
     # What hostile peers say ---------------------------------------------------------------------
 
-    @rule(peer=peers, fresh=st.booleans(), number=numbers, said=wants)
-    def want(self, peer: int, fresh: bool, number: int, said: dict[str, Any]) -> None:
+    @rule(peer=peers, fresh=st.booleans(), number=numbers, said=read_requests)
+    def read(self, peer: int, fresh: bool, number: int, said: dict[str, Any]) -> None:
         number = self.last[peer] + 1 if fresh else number
         self.of.setdefault((peer, number), said["transfer"])
         try:
@@ -220,11 +220,11 @@ class SourceMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_kept_is_needed(self) -> None:
         book = self.machine._transfers
-        kept = {(peer, want) for peer, wants in book.readers.items() for want in wants}
+        kept = {(peer, read_id) for peer, reads in book.readers.items() for read_id in reads}
         assert kept == {key for known in book.offered.values() for key in known.readers}
-        for peer, wants in book.readers.items():
-            for want, reader in wants.items():
-                count = sum(item[:2] == (peer, want) for item in self.in_flight)
+        for peer, reads in book.readers.items():
+            for read_id, reader in reads.items():
+                count = sum(item[:2] == (peer, read_id) for item in self.in_flight)
                 assert reader.in_flight == count
                 assert reader.state.value != "over"
 
@@ -259,11 +259,11 @@ class ReaderMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.machine = Receiver([TOKENS], [LAYERS])
+        self.machine = DecodePlanner([TOKENS], [LAYERS])
         self.jobs = 0
         self.finished: Counter[int] = Counter()
         self.failures: dict[int, int] = {}
-        self.asked: dict[int, int] = {}  # by peer: the last want
+        self.asked: dict[int, int] = {}  # by peer: the last read_id
         self.source: dict[int, int] = {}  # of each job: who is to send its pages
         self.came: dict[tuple[int, int], set[tuple[int, int]]] = {}  # right ones: layer and block
         self.cancelled: list[tuple[int, int]] = []
@@ -288,17 +288,17 @@ class ReaderMachine(RuleBasedStateMachine):
         job = Receive(JobId(self.jobs), "r", TRANSFERS[0], source, spans, tokens, True, 10.0)
         self.carry_out(self.machine.receive(job, [origin.endpoint], self.now))
 
-    def carry_out(self, actions: Sequence[receiver.Action]) -> None:
+    def carry_out(self, actions: Sequence[decode_planner.Action]) -> None:
         for action in actions:
-            if isinstance(action, receiver.RequestPages):
+            if isinstance(action, decode_planner.RequestPages):
                 self.asked[action.peer] = action.read_id
-            elif isinstance(action, receiver.CancelReceive | receiver.ConfirmRead):
+            elif isinstance(action, decode_planner.CancelReceive | decode_planner.ConfirmRead):
                 self.cancelled.append((action.peer, action.read_id))
-            elif isinstance(action, receiver.ReportFinished):
+            elif isinstance(action, decode_planner.ReportFinished):
                 job = int(action.report.job)
                 self.finished[job] += 1
                 self.failures[job] = len(action.report.failures)
-                came = self.came.get((self.source[job], job), ())  # a want has its job's number
+                came = self.came.get((self.source[job], job), ())  # a read has its job's number
                 whole = all((la, b) in came for la in range(LAYERS) for b in range(BLOCKS))
                 assert whole or self.failures[job], "pages are missing, and nobody says so"
 
@@ -417,20 +417,20 @@ def test_a_machine_that_raises_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_readers_that_are_kept_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: nothing was ever forgotten before."""
-    monkeypatch.setattr(sender._TransferTable, "_forget", lambda *_: None)
+    monkeypatch.setattr(prefill_planner._TransferTable, "_forget", lambda *_: None)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(SourceMachine, settings=CONTROL)
 
 
 def test_jobs_that_wait_for_who_is_gone_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a reader does not hear that a source was lost."""
-    monkeypatch.setattr(Receiver, "peer_lost", lambda *_: [])
+    monkeypatch.setattr(DecodePlanner, "peer_lost", lambda *_: [])
     with pytest.raises(AssertionError):
         run_state_machine_as_test(ReaderMachine, settings=CONTROL)
 
 
 def reading() -> ReaderMachine:
-    """An honest job under way, and another one from a hostile source: the reader's second want."""
+    """An honest job under way, and another one from a hostile source: the reader's second read."""
     machine = ReaderMachine()
     machine.begin()
     machine.receive(EVIL[0])
@@ -439,14 +439,16 @@ def reading() -> ReaderMachine:
 
 
 def test_a_source_that_ends_the_job_of_another_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control, played by hand as chance takes long: a want is known by its number."""
-    failed = Receiver.failed
+    """Negative control, played by hand as chance takes long: a read is known by its number."""
+    failed = DecodePlanner.failed
 
-    def fail(self: Receiver, peer: int, want: int, cause: FailureCause) -> list[receiver.Action]:
-        owner = next((known for known, number in self._reads if number == want), peer)
-        return failed(self, owner, want, cause)
+    def fail(
+        self: DecodePlanner, peer: int, read_id: int, cause: FailureCause
+    ) -> list[decode_planner.Action]:
+        owner = next((known for known, number in self._reads if number == read_id), peer)
+        return failed(self, owner, read_id, cause)
 
-    monkeypatch.setattr(Receiver, "failed", fail)
+    monkeypatch.setattr(DecodePlanner, "failed", fail)
     machine = reading()
     machine.fail(EVIL[0], 1, FailureCause.PEER)
     machine.fall_quiet()
@@ -456,13 +458,13 @@ def test_a_source_that_ends_the_job_of_another_is_found(monkeypatch: pytest.Monk
 
 def test_a_page_that_counts_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control, by hand: another one would never come, and nobody would notice."""
-    take = receiver._AwaitedPages.take
+    take = decode_planner._AwaitedPages.take
 
-    def taken(self: receiver._AwaitedPages, number: int, blocks: range) -> int:
+    def taken(self: decode_planner._AwaitedPages, number: int, blocks: range) -> int:
         self.got = dict.fromkeys(self.got, 0)
         return take(self, number, blocks)
 
-    monkeypatch.setattr(receiver._AwaitedPages, "take", taken)
+    monkeypatch.setattr(decode_planner._AwaitedPages, "take", taken)
     machine = reading()
     for _ in range(2):
         machine.whole_unit(EVIL[0], 0, bad=False)

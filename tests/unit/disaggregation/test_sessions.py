@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("torch")
 
+from kvconnect.disaggregation.decode_executor import DecodeExecutor
+from kvconnect.disaggregation.decode_planner import Origin
 from kvconnect.disaggregation.messages import DisaggregationInstructions, Keep, PrefillSource
-from kvconnect.disaggregation.receive_side import ReceiveSide
-from kvconnect.disaggregation.receiver import Origin
 from kvconnect.disaggregation.sessions import PathPreference, Session, Sessions
 from kvconnect.disaggregation.states import SessionState
 from kvconnect.errors import Refused
@@ -136,7 +136,7 @@ def test_leases_are_renewed_for_an_engine_that_stands_still_but_not_for_long() -
     """Two paused engines would else wait for each other."""
     links, seam = make_links()
     connected(links).meter.path = "tcp"
-    side = ReceiveSide(links)
+    side = DecodeExecutor(links)
     transfer = TransferId(b"t" * 16)
     source = PrefillSource("there", 1, (ORIGIN.endpoint,), 1, 1)
     side.begin_step(

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from kvconnect import memory, versions
+from kvconnect import engine_versions, memory
 from kvconnect.doctor import Finding, checks
 
 GIB = 2**30
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, packages: dict[str, str]) -> None:
-    monkeypatch.setattr(versions, "installed", packages.get)
+    monkeypatch.setattr(engine_versions, "installed", packages.get)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvconnect.engines.sglang.stats import Publisher, scheduler_labels
 from kvconnect.observability.metrics.catalog import SGLANG, families
 from kvconnect.stats import OffloadingConnectorStats
+from tests.fakes.sglang_runtime import Context, measured
 
 ROOT = Path(__file__).resolve().parents[3]
 LABELS = {
@@ -28,23 +29,6 @@ LABELS = {
     "pp_rank": "0",
     "moe_ep_rank": "0",
 }
-
-
-class Context(ModuleType):
-    """What ``sglang.srt.runtime_context`` answers."""
-
-    def __init__(self) -> None:
-        super().__init__("sglang.srt.runtime_context")
-        self.observability = SimpleNamespace(
-            enable_metrics=True, enable_metrics_for_all_schedulers=False, extra_metric_labels=None
-        )
-        self.parallel = SimpleNamespace(
-            attn_tp_rank=0, attn_cp_rank=0, tp_rank=0, pp_rank=0, moe_ep_rank=0, dp_rank=None
-        )
-        self.disagg = SimpleNamespace(enable_pd_role_switch=False, disaggregation_mode="prefill")
-        for name in ("observability", "parallel", "disagg"):
-            setattr(self, f"get_{name}", lambda name=name: getattr(self, name))
-        self.get_serving = lambda: SimpleNamespace(served_model_name="m")
 
 
 @pytest.fixture
@@ -60,14 +44,6 @@ def context(monkeypatch: pytest.MonkeyPatch) -> Iterator[Context]:
     yield played
     for collector in set(REGISTRY._collector_to_names) - before:
         REGISTRY.unregister(collector)
-
-
-def measured(nbytes: int = 4096, seconds: float = 0.5) -> OffloadingConnectorStats:
-    stats = OffloadingConnectorStats()
-    stats.record_transfer("SEND", nbytes, seconds)
-    stats.observe("handoff_wire_seconds", seconds, "send")
-    stats.gauge("handoff_peers", 3, "up")
-    return stats
 
 
 def value(registry: Any, name: str, **labels: str) -> float | None:
@@ -212,7 +188,7 @@ def test_the_client_is_not_imported_before_a_publisher_is_made() -> None:
 PROCESS = """
 import os, sys
 from unittest import mock
-from tests.unit.engines.test_sglang_metrics import Context, measured
+from tests.fakes.sglang_runtime import Context, measured
 context = Context()
 context.parallel.tp_rank = int(os.environ["RANK"])
 srt = mock.MagicMock(runtime_context=context)

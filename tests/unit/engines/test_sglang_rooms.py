@@ -24,7 +24,7 @@ def declined_and_computed(play: hostile.Peers, count: int) -> None:
 
 
 def asks(play: hostile.Peers, peer: int, early: bool = True) -> None:
-    play.want(peer, ROOM, early, hostile.RANKS[0], [(hostile.KV, 0, hostile.BLOCKS)])
+    play.read(peer, ROOM, early, hostile.RANKS[0], [(hostile.KV, 0, hostile.BLOCKS)])
 
 
 def refused(play: hostile.Peers) -> Any:

@@ -1,4 +1,4 @@
-"""What vLLM's blocks are called below the host tier."""
+"""What vLLM's blocks are called in secondary tiers."""
 
 from __future__ import annotations
 

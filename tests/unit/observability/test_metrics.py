@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.observability.metrics.catalog import CATALOG, SGLANG, VLLM, families
@@ -220,14 +222,33 @@ OPEN = {
 }
 
 
+class Source(NamedTuple):
+    """Calls on stats in one source, and the constants and dotted names that it has."""
+
+    calls: tuple[ast.Call, ...]
+    made: frozenset[str]
+
+
+@cache
+def read(source: str) -> Source:
+    nodes = list(ast.walk(ast.parse(source)))
+    calls = tuple(
+        node
+        for node in nodes
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and "stats" in ast.unparse(node.func.value)
+    )
+    kinds = (ast.Attribute, ast.Constant)
+    return Source(calls, frozenset(ast.unparse(node) for node in nodes if isinstance(node, kinds)))
+
+
 def recorded_series(sources: list[str]) -> set[tuple[str, str]]:
     """(name, label value) of everything that calls in ``sources`` can count or observe."""
-    trees = [ast.parse(source) for source in sources]
-    made = {ast.unparse(node) for tree in trees for node in ast.walk(tree)}
+    made = {name for source in sources for name in read(source).made}
     found = set()
-    for call in (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        if not isinstance(call.func, ast.Attribute) or "stats" not in ast.unparse(call.func.value):
-            continue
+    for call in (call for source in sources for call in read(source).calls):
+        assert isinstance(call.func, ast.Attribute)
         if call.func.attr == "record_transfer":
             kinds = label_values(call.args[0], made)
             found |= {(name, kind) for name in (TRANSFER_SIZE, TRANSFER_WIRE) for kind in kinds}
@@ -243,7 +264,7 @@ def recorded_series(sources: list[str]) -> set[tuple[str, str]]:
     return found
 
 
-def label_values(label: ast.expr | None, made: set[str]) -> set[str]:
+def label_values(label: ast.expr | None, made: Collection[str]) -> set[str]:
     """Values that a label's expression can take, given all expressions of the sources."""
     if label is None:
         return {""}

@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 
 from kvconnect.copy import Copier, make_copier  # noqa: E402
 from kvconnect.copy.reference import ReferenceCopier  # noqa: E402
-from kvconnect.offload import copy_executor as executor_module  # noqa: E402
+from kvconnect.offload import copy_schedule  # noqa: E402
 from kvconnect.offload import layer_loads as layers_module  # noqa: E402
 from kvconnect.offload.copy_executor import CopyExecutor, FinishedCopy  # noqa: E402
 from kvconnect.offload.streams import HostStreams  # noqa: E402
@@ -123,7 +123,8 @@ class Bench:
 
 @pytest.fixture(params=[ReferenceCopier, make_copier], ids=["reference", "fastest"])
 def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setattr(executor_module, "CHUNK_BYTES", 2 * BLOCK_BYTES)  # two blocks a chunk
+    monkeypatch.setattr(copy_schedule, "CHUNK_BYTES", 2 * BLOCK_BYTES)  # two blocks a chunk
+    monkeypatch.setattr(copy_schedule, "CHUNK_S", 0.0)  # at any rate
     bench = Bench(request.param, "full" if has_digest else "off")
     yield bench
     if bench.spy.gate is not None:
@@ -186,7 +187,7 @@ def test_jobs_are_copied_in_chunks(bench: Bench) -> None:
 def test_a_block_larger_than_a_chunk_is_a_chunk(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor_module, "CHUNK_BYTES", BLOCK_BYTES // 2)
+    monkeypatch.setattr(copy_schedule, "CHUNK_BYTES", BLOCK_BYTES // 2)
     bench.submit(StoreBlocks, {0: 0, 1: 1})
     bench.ended()
     assert bench.spy.calls == [("store", [0]), ("store", [1])]
@@ -436,4 +437,5 @@ def test_close_of_an_idle_executor(bench: Bench) -> None:
 
 
 def test_repr_tells_the_queues(bench: Bench) -> None:
-    assert repr(bench.executor) == "<CopyExecutor 0 loads, 0 stores queued>"
+    queues = "<CopySchedule 0 loads, 0 stores queued>"
+    assert repr(bench.executor) == f"<CopyExecutor {queues}, 0 chunks in flight>"

@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 from kvconnect.errors import Misuse
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import CONDEMNED, FREE, PENDING, READY, HostIndex, RemovedBlock
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.types import FailureCause
 
 A, B, C, D = b"a", b"b", b"c", b"d"
+STATS = OffloadingConnectorStats()  # of tests that do not look at it
 
 
 def make_index(num_slots: int = 3, num_groups: int = 2) -> HostIndex:
@@ -50,7 +53,7 @@ def test_an_abandoned_block_leaves_no_trace() -> None:
     index.abandon([slot])
     assert not index.has(0, A)
     assert (index.slots.state(slot), index.slots.busy, index.slots.used) == (FREE, 0, 0)
-    assert not index.removed  # it never was there
+    assert index.take_removed(STATS) == []  # it never was there
     index.check()
 
 
@@ -83,7 +86,7 @@ def differs(index: HostIndex) -> bool:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["put", "put", "put", "fail", "discard", "clear"]),
+            st.sampled_from(["put", "put", "put", "fail", "quarantine", "clear"]),
             st.integers(0, 1),
             st.sampled_from(PROMPTS),
             st.integers(1, 5),
@@ -100,8 +103,8 @@ def test_a_lookup_by_prefix_finds_what_a_lookup_by_block_finds(
             new = [key for key in hashes[:count] if not index.has(group, key)]
             slots = [slot for key in new if (slot := index.reserve(group, key)) is not None]
             (index.commit if event == "put" else index.abandon)(slots)
-        elif event == "discard" and (slots := index.ready_slots(group, hashes)):
-            index.discard(slots[-1])
+        elif event == "quarantine" and (slots := index.ready_slots(group, hashes)):
+            index.quarantine(slots[-1], FailureCause.COPY, STATS)
         elif event == "clear" and count == 5:
             index.clear()
         index.check()
@@ -125,7 +128,10 @@ def test_a_full_tier_evicts_and_says_what() -> None:
     put(index, A)
     put(index, B, group=1)
     put(index, C)
-    assert index.removed == [RemovedBlock(0, A)] and index.evictions == 1
+    stats = OffloadingConnectorStats()
+    assert index.take_removed(stats) == [RemovedBlock(0, A)] and index.evictions == 1
+    assert index.take_removed(stats) == []
+    assert stats.data["counters"] == {"evicted_blocks": {"host": 1}}
     assert not index.has(0, A) and index.has(1, B) and index.has(0, C)
     index.check()
 
@@ -153,18 +159,18 @@ def test_pins_are_counted() -> None:
     assert index.slots.busy == 0 and index.reserve(0, B) == slot
 
 
-@pytest.mark.parametrize("remove", ["discard", "clear"])
+@pytest.mark.parametrize("remove", ["quarantine", "clear"])
 def test_a_block_that_goes_while_read_keeps_its_slot_until_read(remove: str) -> None:
     index = make_index(num_slots=1)
     (slot,) = put(index, A)
     index.pin([slot])
     index.pin([slot])
-    if remove == "discard":
-        assert index.discard(slot)
-        assert index.removed == [RemovedBlock(0, A)]
+    if remove == "quarantine":
+        index.quarantine(slot, FailureCause.COPY, STATS)
+        assert index.take_removed(STATS) == [RemovedBlock(0, A)]
     else:
         index.clear()
-        assert index.removed == []  # the caller cleared everything and knows
+        assert index.take_removed(STATS) == []  # the caller cleared everything and knows
     assert not index.has(0, A)
     assert index.slots.state(slot) == CONDEMNED
     index.check()
@@ -177,14 +183,17 @@ def test_a_block_that_goes_while_read_keeps_its_slot_until_read(remove: str) -> 
 
 
 def test_quarantine_happens_once_and_only_to_what_can_be_loaded() -> None:
-    index = make_index()
+    index, stats = make_index(), OffloadingConnectorStats()
     (slot,) = put(index, A)
-    assert index.discard(slot)
-    assert not index.discard(slot)
     pending = index.reserve(0, B)
     assert pending is not None
-    assert not index.discard(pending) and index.has(0, B)
-    assert index.evictions == 0
+    index.quarantine(slot, FailureCause.DEADLINE, stats)  # says nothing about the copy
+    assert index.has(0, A)
+    for each in (slot, slot, pending, -1):
+        index.quarantine(each, FailureCause.DIGEST, stats)
+    assert not index.has(0, A) and index.has(0, B)
+    assert stats.data["counters"] == {"quarantined_blocks": {"digest": 1}}
+    assert index.take_removed(stats) == [RemovedBlock(0, A)] and index.evictions == 0
     index.check()
 
 

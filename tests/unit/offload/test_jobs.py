@@ -8,7 +8,7 @@ import pytest
 
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex
-from kvconnect.offload.jobs import JobLimits, JobTable, Owner
+from kvconnect.offload.jobs import JobLimits, JobTable, Owner, first_cause
 from kvconnect.offload.messages import FailedBlock, GroupBlocks, JobReport, LoadBlocks, StoreBlocks
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause, JobId
@@ -25,9 +25,7 @@ class Desk:
     def __init__(self, workers: int = 1) -> None:
         self.index = HostIndex(4, 1, make_policy("lru", 4))
         self.stats = OffloadingConnectorStats()
-        self.book = JobTable(
-            self.index, self.stats, JobLimits(workers, DEADLINE_S, keeps_prefix=True)
-        )
+        self.book = JobTable(self.index, self.stats, JobLimits(workers, DEADLINE_S))
 
     def store(self, count: int = 2, now: float = 0.0) -> StoreBlocks:
         """Open a store of the first blocks: device block 10 + n to the slot of HASHES[n]."""
@@ -41,7 +39,7 @@ class Desk:
 
     def stored(self, count: int = 2) -> list[int]:
         """Store blocks and return their slots."""
-        self.book.on_report(JobReport(self.store(count).job), 0.0)
+        self.book.on_report(JobReport(self.store(count).job))
         slots = [self.index.slot_of(0, block_hash) for block_hash in HASHES[:count]]
         return [slot for slot in slots if slot is not None]
 
@@ -75,8 +73,8 @@ def test_a_store_publishes_and_releases_when_reported() -> None:
     store = desk.store()
     assert (len(desk.book), desk.book.ledger.held, desk.book.busy) == (1, 2, True)
     assert desk.index.ready_slots(0, HASHES[:2]) == []
-    settled = desk.book.on_report(JobReport(store.job), 1.0)
-    assert settled is not None and settled.owner is Owner.STORE
+    settled = desk.book.on_report(JobReport(store.job))
+    assert settled is not None and settled.job.owner is Owner.STORE
     assert settled.released == (10, 11)
     assert settled.stored == ((0, b"h0"), (0, b"h1"))
     assert desk.index.ready_slots(0, HASHES[:2]) == list(store.parts[0].slots)
@@ -87,7 +85,7 @@ def test_a_store_publishes_and_releases_when_reported() -> None:
 def test_a_failed_block_is_not_published_but_the_others_are() -> None:
     desk = Desk()
     store = desk.store(3)
-    settled = desk.book.on_report(JobReport(store.job, failures(store, None, COPY, None)), 1.0)
+    settled = desk.book.on_report(JobReport(store.job, failures(store, None, COPY, None)))
     assert settled is not None
     assert settled.stored == ((0, b"h0"), (0, b"h2"))
     assert settled.released == (10, 11, 12)
@@ -99,11 +97,11 @@ def test_a_failed_block_is_not_published_but_the_others_are() -> None:
 def test_the_last_worker_settles_and_failures_are_merged() -> None:
     desk = Desk(workers=3)
     store = desk.store(3)
-    assert desk.book.on_report(JobReport(store.job, failures(store, COPY, None, None)), 1.0) is None
-    assert desk.book.on_report(JobReport(store.job), 1.0) is None
+    assert desk.book.on_report(JobReport(store.job, failures(store, COPY, None, None))) is None
+    assert desk.book.on_report(JobReport(store.job)) is None
     assert desk.book.ledger.held == 3
     last = JobReport(store.job, failures(store, COPY, None, SKIPPED))
-    settled = desk.book.on_report(last, 1.0)
+    settled = desk.book.on_report(last)
     assert settled is not None and settled.stored == ((0, b"h1"),)
     assert desk.counted("failed_blocks") == {"copy": 1, "skipped": 1}  # blocks, not answers
     desk.check()
@@ -113,10 +111,10 @@ def test_a_report_of_no_open_job_is_ignored() -> None:
     desk = Desk()
     store = desk.store()
     report = JobReport(store.job, failures(store, COPY, SKIPPED))
-    assert desk.book.on_report(JobReport(JobId(99)), 0.0) is None
-    assert desk.book.on_report(report, 0.0) is not None
+    assert desk.book.on_report(JobReport(JobId(99))) is None
+    assert desk.book.on_report(report) is not None
     before = desk.stats.data["counters"]["failed_blocks"].copy()
-    assert desk.book.on_report(report, 0.0) is None
+    assert desk.book.on_report(report) is None
     assert desk.counted("failed_blocks") == before
     assert desk.book.ledger.returned == 2
     desk.check()
@@ -127,11 +125,11 @@ def test_a_load_pins_its_slots_until_reported() -> None:
     slots = desk.stored(4)
     load = desk.load(slots)
     assert desk.index.slots.busy == 4 and desk.index.reserve(0, b"new") is None
-    settled = desk.book.on_report(JobReport(load.job), 2.0)
+    settled = desk.book.on_report(JobReport(load.job))
     assert settled is not None
     # The blocks of a load are the request's: nothing goes back to the pool.
-    assert (settled.owner, settled.released) == (Owner.LOAD, ())
-    assert (settled.stored, settled.failed_req_id) == ((), None)
+    assert (settled.job.owner, settled.released) == (Owner.LOAD, ())
+    assert (settled.stored, settled.job.cause) == ((), None)
     assert desk.index.slots.busy == 0 and desk.index.reserve(0, b"new") is not None
     desk.check()
 
@@ -141,14 +139,13 @@ def test_only_what_cannot_be_trusted_is_quarantined(cause: FailureCause) -> None
     desk = Desk()
     slots = desk.stored(2)
     load = desk.load(slots)
-    settled = desk.book.on_report(JobReport(load.job, failures(load, None, cause)), 1.0)
-    assert settled is not None and settled.failed_req_id == "req"
+    settled = desk.book.on_report(JobReport(load.job, failures(load, None, cause)))
+    assert settled is not None
+    assert (settled.job.req_id, settled.job.cause) == ("req", cause)
     quarantined = cause in (DIGEST, COPY)
     assert desk.index.has(0, b"h0")
     assert desk.index.has(0, b"h1") is not quarantined
     assert desk.counted("quarantined_blocks") == ({cause.value: 1} if quarantined else {})
-    assert desk.counted("failed_requests") == {cause.value: 1}
-    assert desk.counted("recomputed_tokens") == {"": 8}  # the first block of 8 tokens is good
     desk.check()
 
 
@@ -158,8 +155,8 @@ def test_a_missing_slot_is_neither_pinned_nor_quarantined() -> None:
     load = desk.load([0, -1])
     assert desk.index.slots.busy == 1
     report = JobReport(load.job, failures(load, COPY, COPY))  # a copy that broke off names all
-    settled = desk.book.on_report(report, 1.0)
-    assert settled is not None and settled.failed_req_id == "req"
+    settled = desk.book.on_report(report)
+    assert settled is not None and settled.job.cause is COPY
     assert desk.counted("quarantined_blocks") == {"copy": 1}
     assert desk.index.slots.used == 3
     desk.check()
@@ -169,10 +166,10 @@ def test_a_block_under_another_reader_is_quarantined_once() -> None:
     desk = Desk()
     slots = desk.stored(1)
     first, second = desk.load(slots), desk.load(slots, first=30)
-    desk.book.on_report(JobReport(first.job, failures(first, DIGEST)), 1.0)
+    desk.book.on_report(JobReport(first.job, failures(first, DIGEST)))
     assert not desk.index.has(0, b"h0") and desk.index.slots.used == 1
     desk.check()
-    desk.book.on_report(JobReport(second.job, failures(second, DIGEST)), 1.0)
+    desk.book.on_report(JobReport(second.job, failures(second, DIGEST)))
     assert desk.index.slots.used == 0
     assert desk.counted("quarantined_blocks") == {"digest": 1}
     desk.check()
@@ -190,7 +187,7 @@ def test_an_expired_store_gives_its_blocks_back_once_and_is_not_published() -> N
     assert desk.counted("expired_jobs") == {"GPU_to_CPU": 1}
     assert desk.index.slots.busy == 2  # the late copy may still write there
     desk.check()
-    settled = desk.book.on_report(JobReport(store.job), 30.0)
+    settled = desk.book.on_report(JobReport(store.job))
     assert settled is not None and (settled.released, settled.stored) == ((), ())
     assert desk.index.slots.used == 0 and desk.book.ledger.returned == 2
     desk.check()
@@ -201,7 +198,7 @@ def test_a_load_never_expires_here() -> None:
     load = desk.load(desk.stored(2))
     assert desk.book.expire(1000.0) == desk.book.expire(1000.0) == []
     assert desk.book.ledger.held == 2 and desk.index.slots.busy == 2
-    settled = desk.book.on_report(JobReport(load.job), 1000.0)
+    settled = desk.book.on_report(JobReport(load.job))
     assert settled is not None and desk.book.ledger.held == 0
 
 
@@ -212,7 +209,7 @@ def test_voided_stores_are_not_published() -> None:
     assert desk.book.void_stores() == [10, 11]
     assert not desk.book.busy  # should its worker be gone, nobody steps on and on for it
     assert desk.book.void_stores() == []
-    settled = desk.book.on_report(JobReport(store.job), 1.0)
+    settled = desk.book.on_report(JobReport(store.job))
     assert settled is not None and (settled.released, settled.stored) == ((), ())
     assert desk.index.slots.used == 0
     desk.check()
@@ -227,8 +224,8 @@ def test_what_a_step_computed_on_a_failed_load_is_not_published(
     slot = desk.index.reserve(0, b"h1")
     assert slot is not None
     store = desk.book.open_store((GroupBlocks(0, array("q", [30]), array("q", [slot])),), 0.0)
-    failed = desk.book.on_report(JobReport(load.job, failures(load, DIGEST)), 0.0)
-    settled = desk.book.on_report(JobReport(store.job), 0.0)
+    failed = desk.book.on_report(JobReport(load.job, failures(load, DIGEST)))
+    settled = desk.book.on_report(JobReport(store.job))
     assert failed is not None and settled is not None
     # Nothing computes on the blocks of an asynchronous load before it has ended.
     assert settled.stored == stored
@@ -243,21 +240,39 @@ def test_blocks_of_a_synchronous_load_can_have_a_new_owner_before_its_report() -
     second = desk.load(slots)  # the first request was aborted, and its block given away
     assert desk.book.ledger.held == 1
     for load in (first, second):
-        assert desk.book.on_report(JobReport(load.job), 1.0) is not None
+        assert desk.book.on_report(JobReport(load.job)) is not None
     assert desk.book.ledger.held == 0
     desk.check()
 
 
-def test_times_are_taken_by_kind_of_load() -> None:
+def test_a_cancelled_load_leaves_no_trace() -> None:
     desk = Desk()
-    slots = desk.stored(1)
-    desk.book.on_report(JobReport(desk.load(slots, now=1.0).job), 4.0)
-    desk.book.on_report(JobReport(desk.load(slots, sync=True, now=1.0).job), 2.0)
-    failed = desk.load(slots, now=1.0)
-    desk.book.on_report(JobReport(failed.job, failures(failed, MISSING)), 6.0)
-    seconds = {name: cells["host"][0] for name, cells in desk.stats.data["histograms"].items()}
-    # Exposed: what a parked request waited, also for nothing. Latency: loads that were of use.
-    assert seconds == {"load_exposed_seconds": 3.0 + 5.0, "load_latency_seconds": 3.0 + 1.0}
+    slots = desk.stored(2)
+    load = desk.load([*slots, -1])
+    other = desk.load(slots, first=30)
+    desk.book.cancel_load(load.job)
+    assert (len(desk.book), desk.book.ledger.held) == (1, 2)
+    assert desk.index.slots.busy == 2  # under the other load
+    desk.check()
+    assert desk.book.on_report(JobReport(load.job)) is None
+    assert desk.book.on_report(JobReport(other.job)) is not None
+    assert (len(desk.book), desk.book.ledger.held, desk.index.slots.busy) == (0, 0, 0)
+    desk.check()
+
+
+@pytest.mark.parametrize(
+    ("causes", "first"),
+    [
+        ((), None),
+        ((SKIPPED,), SKIPPED),
+        ((SKIPPED, COPY, DIGEST), COPY),
+        ((DIGEST, SKIPPED), DIGEST),
+    ],
+)
+def test_a_skipped_block_names_a_cause_only_where_no_other_does(
+    causes: tuple[FailureCause, ...], first: FailureCause | None
+) -> None:
+    assert first_cause(causes) is first
 
 
 def test_gauges_tell_what_is_open() -> None:
@@ -278,7 +293,7 @@ def test_gauges_tell_what_is_open() -> None:
 def test_blocks_that_were_not_stored_are_named() -> None:
     desk = Desk()
     job = desk.store(2)
-    settled = desk.book.on_report(JobReport(job.job, failures(job, None, COPY)), 1.0)
+    settled = desk.book.on_report(JobReport(job.job, failures(job, None, COPY)))
     assert settled is not None
     assert (settled.stored, settled.dropped) == (((0, HASHES[0]),), ((0, HASHES[1]),))
     assert desk.index.has(0, HASHES[0]) and not desk.index.has(0, HASHES[1])
@@ -288,6 +303,6 @@ def test_blocks_that_were_not_stored_are_named() -> None:
 def test_a_job_past_its_deadline_is_counted_as_expired(cause: FailureCause) -> None:
     desk = Desk()
     load = desk.load(desk.stored(1))
-    desk.book.on_report(JobReport(load.job, failures(load, cause)), 1.0)
+    desk.book.on_report(JobReport(load.job, failures(load, cause)))
     expired = desk.stats.data["counters"].get("expired_jobs", {})
     assert expired == ({"CPU_to_GPU": 1} if cause is FailureCause.DEADLINE else {})

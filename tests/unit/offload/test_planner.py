@@ -106,7 +106,7 @@ def test_what_one_request_computed_another_one_loads() -> None:
     assert list(back.parts[0].block_ids) == [8, 9]
     assert list(back.parts[0].slots) == list(job.parts[0].slots)[1:]
     settled = plan.on_report(JobReport(back.job), 3.0)
-    assert settled is not None and settled.failed_req_id is None
+    assert settled is not None and settled.job.cause is None
     assert plan.take(3.0).loads == []
     plan.check()
 
@@ -261,7 +261,9 @@ def test_a_request_whose_load_failed_gets_nothing_from_then_on(cause: FailureCau
     part = job.parts[0]
     bad = FailedBlock(0, part.block_ids[1], part.slots[1], cause)
     settled = plan.on_report(JobReport(job.job, (bad,)), 0.0)
-    assert settled is not None and settled.failed_req_id == "r1"
+    assert settled is not None and settled.job.cause is cause
+    assert counted(plan, "failed_requests") == {cause.value: 1}
+    assert counted(plan, "recomputed_tokens") == {"": 8}  # the first block of 4 tokens is good
     assert plan.match("r1", [hashes], 0, 12) == 0
     plan.add_request("r1")  # preempted and back
     assert plan.match("r1", [hashes], 0, 12) == 0
@@ -299,7 +301,7 @@ def test_a_block_lost_between_promise_and_plan_is_marked() -> None:
     assert list(job.parts[0].block_ids) == [50, 51]
     bad = FailedBlock(0, 51, -1, FailureCause.MISSING)
     settled = plan.on_report(JobReport(job.job, (bad,)), 0.0)
-    assert settled is not None and settled.failed_req_id == "r2"
+    assert settled is not None and settled.job.cause is FailureCause.MISSING
     assert plan.match("r2", [hashes], 0, 8) == 0
     plan.check()
 
@@ -346,7 +348,7 @@ def test_reset_forgets_all_even_what_is_in_flight(policy: str) -> None:
     assert plan.match("r2", [flying], 0, 8) == 0
     assert plan.index.slots.used == 2  # under the load, which reads the right bytes
     settled = plan.on_report(JobReport(reading.job), 0.0)
-    assert settled is not None and settled.failed_req_id is None
+    assert settled is not None and settled.job.cause is None
     assert plan.index.slots.used == 0
     store(plan, "r3", there, first_block=20)
     assert plan.match("r2", [there], 0, 8) == 8
@@ -368,6 +370,19 @@ def test_a_store_nobody_answers_expires() -> None:
     assert plan.match("r1", [hashes], 0, 8) == 0
     assert not plan.busy
     plan.check()
+
+
+def test_times_are_taken_by_kind_of_load() -> None:
+    plan, hashes = make_plan(), prompt("a", 1)
+    store(plan, "r1", hashes)
+    plan.on_report(JobReport(load(plan, "r1", hashes, 4).job), 3.0)
+    plan.on_report(JobReport(load(plan, "r1", hashes, 4, sync=True).job), 1.0)
+    failed = load(plan, "r1", hashes, 4)
+    bad = FailedBlock(0, 50, failed.parts[0].slots[0], FailureCause.MISSING)
+    plan.on_report(JobReport(failed.job, (bad,)), 5.0)
+    seconds = {name: cells["host"][0] for name, cells in plan.stats.data["histograms"].items()}
+    # Exposed: what a parked request waited, also for nothing. Latency: loads that were of use.
+    assert seconds == {"load_exposed_seconds": 3.0 + 5.0, "load_latency_seconds": 3.0 + 1.0}
 
 
 def test_unknown_requests_are_no_error() -> None:

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvconnect.cache.groups import CacheGroup, alignment, keeps_prefix
+from kvconnect.cache.groups import CacheGroup, alignment
 from kvconnect.errors import Misuse
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex
@@ -123,7 +123,7 @@ class Engine(RuleBasedStateMachine):
         self.plan = self.plan_class(
             self.groups, index, stats, OffloadLimits(workers, DEADLINE_S, held)
         )
-        limits = JobLimits(workers, DEADLINE_S, keeps_prefix=keeps_prefix(self.plan.groups))
+        limits = JobLimits(workers, DEADLINE_S)
         self.plan.jobs = self.book_class(index, stats, limits)
         self.now = 0.0
         self.refs = [0] * (NUM_BLOCKS + 1)
@@ -383,7 +383,7 @@ class Engine(RuleBasedStateMachine):
         if isinstance(job, StoreBlocks):
             return
         failed = {failure.block_id for report in reports for failure in report.failures}
-        assert settled.failed_req_id == (job.req_id if failed else None)
+        assert settled.job.req_id == job.req_id and bool(failed) == (settled.job.cause is not None)
         self.end_load(job, failed)
 
     def end_load(self, load: LoadBlocks, failed: set[int]) -> None:

@@ -1,4 +1,4 @@
-"""Copies on a device: several on their way, landing in any order, failing at any call.
+"""Copies on a device: several on their way, landing late, failing at any call.
 
 The copier works on host memory through a driver that can fail; the streams here launch at once and
 land when a test says so.
@@ -22,14 +22,10 @@ from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry  # noqa: E40
 from kvconnect.copy.calibration import CopyThreshold  # noqa: E402
 from kvconnect.copy.cuda import CudaCopier  # noqa: E402
 from kvconnect.errors import TransferFailed  # noqa: E402
-from kvconnect.offload import copy_executor as executor_module  # noqa: E402
+from kvconnect.offload import copy_schedule  # noqa: E402
 from kvconnect.offload import streams as streams_module  # noqa: E402
-from kvconnect.offload.copy_executor import (  # noqa: E402
-    MAX_IN_FLIGHT,
-    CopyExecutor,
-    FinishedCopy,
-    RateLimiter,
-)
+from kvconnect.offload.copy_executor import CopyExecutor, FinishedCopy  # noqa: E402
+from kvconnect.offload.copy_schedule import MAX_IN_FLIGHT  # noqa: E402
 from kvconnect.offload.host_arena import HostArena  # noqa: E402
 from kvconnect.offload.messages import GroupBlocks, LoadBlocks, StoreBlocks  # noqa: E402
 from kvconnect.offload.streams import CudaStreams, Fence, InFlightCopy, Streams, make_streams  # noqa: E402
@@ -53,14 +49,12 @@ class Held(InFlightCopy):
         self.seconds = seconds
         self.told.set()
 
-    def poll(self) -> float | None:
-        if self.seconds is not None and self.seconds < 0:
-            raise TransferFailed("the device failed during a copy")
-        return self.seconds
-
     def wait(self) -> float:
         assert self.told.wait(WAIT_S)
-        return self.poll() or 0.0
+        assert self.seconds is not None
+        if self.seconds < 0:
+            raise TransferFailed("the device failed during a copy")
+        return self.seconds
 
 
 class HeldStreams(Streams):
@@ -76,11 +70,22 @@ class HeldStreams(Streams):
 
     def follow(self, fence: Fence) -> None: ...
 
+    def current(self) -> int:
+        return 0
+
     def mark(self) -> None:
         return None
 
-    def launch(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> InFlightCopy:
+    def launch(
+        self,
+        kind: TransferType,
+        fence: Fence,
+        copy: Callable[[], None],
+        digest: Callable[[], None] | None = None,
+    ) -> InFlightCopy:
         copy()
+        if digest is not None:
+            digest()
         flight = Held()
         if self.free:
             flight.land(0.25)
@@ -94,7 +99,8 @@ class Rig:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         host_library()  # here: the copy thread can skip no test
-        monkeypatch.setattr(executor_module, "CHUNK_BYTES", 2 * BLOCK)  # two blocks a chunk
+        monkeypatch.setattr(copy_schedule, "CHUNK_BYTES", 2 * BLOCK)  # two blocks a chunk
+        monkeypatch.setattr(copy_schedule, "CHUNK_S", 0.0)  # at any rate
         generator = torch.Generator().manual_seed(1)
         size = (BLOCKS * BLOCK,)
         self.area = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
@@ -159,17 +165,18 @@ def test_several_chunks_are_on_their_way_and_no_more(rig: Rig) -> None:
     rig.await_launches(MAX_IN_FLIGHT)
     assert len(rig.streams.flights) == MAX_IN_FLIGHT
     assert not rig.streams.launched.acquire(timeout=0.05)  # there is no room for the next
-    rig.streams.flights[1][1].land(0.5)  # any of them makes room
+    rig.streams.flights[0][1].land(0.5)  # makes room
     rig.await_launches(1)
     rig.submit(2, LoadBlocks, range(0))  # loads have room of their own
     assert [done.report.job for done in rig.ended(1)] == [2]
 
 
-def test_jobs_end_in_the_order_in_which_they_land(rig: Rig) -> None:
+def test_jobs_end_when_they_land(rig: Rig) -> None:
+    """Copies of one direction land in the order of their launch."""
     for number in range(3):
         rig.submit(number, StoreBlocks, range(2 * number, 2 * number + 2))
     rig.await_launches(3)
-    for number in (2, 0, 1):
+    for number in range(3):
         assert rig.executor.poll() == []
         rig.streams.flights[number][1].land(0.5)
         (done,) = rig.ended(1)
@@ -208,6 +215,31 @@ def test_one_failed_flight_fails_its_chunk_and_what_was_not_launched(rig: Rig) -
     assert causes(rig.ended(1)[0]) == []
 
 
+def test_who_follows_a_load_is_told_when_all_of_it_is_launched(rig: Rig) -> None:
+    rig.streams.free = True
+    rig.submit(1, StoreBlocks, range(6))
+    rig.ended(1)
+    rig.streams.free = False
+    rig.await_launches(3)
+    chunks: list[int] = []
+
+    def launched(_: Fence) -> None:
+        chunks.append(len(rig.streams.flights))
+
+    part = GroupBlocks(0, array("q", range(6)), array("q", range(6)))
+    rig.executor.submit(LoadBlocks(JobId(2), "r", (part,), 5.0, False), None, launched=launched)
+    rig.await_launches(3)
+    for _, flight in rig.streams.flights:
+        flight.land(0.1)
+    rig.ended(1)
+    assert chunks == [5]  # within the launch of the third chunk, behind two of it and the store's
+    missing = GroupBlocks(0, array("q", [0]), array("q", [-1]))
+    rig.streams.free = True
+    job = LoadBlocks(JobId(3), "r", (missing, part), 5.0, False)
+    rig.executor.submit(job, None, launched=launched)
+    assert causes(rig.ended(1)[0])[0] == (0, "missing")
+
+
 def round_trip(rig: Rig) -> list[FinishedCopy]:
     """Store blocks and load them; return what the two jobs said."""
     rig.streams.free = True
@@ -226,7 +258,7 @@ def test_digests_never_touch_the_slots(rig: Rig) -> None:
         assert causes(done) == []
     assert torch.equal(rig.area, before)
     assert hashed == []
-    assert rig.driver.calls.count("digest_pages") == 6  # of three chunks each way
+    assert rig.driver.calls.count("fold_steps") == 6  # of three chunks each way
 
 
 def test_a_rotten_slot_is_found_on_the_device(rig: Rig) -> None:
@@ -288,20 +320,6 @@ def test_stores_keep_to_their_rate(rig: Rig) -> None:
     assert causes(rig.ended(1)[0]) == []
 
 
-def test_a_pause_saves_nothing_up() -> None:
-    now = 0.0
-    pace = RateLimiter(100, lambda: now)
-    pace.consume(50)
-    assert pace.delay() == 0.5
-    now = 100.0
-    assert pace.delay() == 0.0
-    pace.consume(200)
-    assert pace.delay() == 2.0
-    free = RateLimiter(0, lambda: now)
-    free.consume(1 << 40)
-    assert free.delay() == 0.0  # negative control
-
-
 def test_close_waits_for_what_is_on_its_way(rig: Rig) -> None:
     rig.submit(1, StoreBlocks, range(4))
     rig.await_launches(2)
@@ -324,26 +342,21 @@ class FakeEvent:
 
     made = 0
 
-    def __init__(self, **_: bool) -> None:
+    def __init__(self, *_: object) -> None:
         FakeEvent.made += 1
-        self.passed = False
+        self.waited = False
         self.broken = False
-        self.records = 0
 
     def record(self, stream: object = None) -> None:
-        self.records += 1
-        self.passed = False
-
-    def query(self) -> bool:
-        if self.broken:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return self.passed
+        self.waited = False
 
     def synchronize(self) -> None:
-        self.passed = self.query() or True
+        if self.broken:
+            raise TransferFailed("cuEventSynchronize failed with CUDA error 700")
+        self.waited = True
 
-    def elapsed_time(self, end: FakeEvent) -> float:
-        return 1500.0
+    def seconds_to(self, end: FakeEvent) -> float:
+        return 1.5
 
 
 class FakeStream:
@@ -371,7 +384,8 @@ OWN_DEVICE: ContextVar[torch.device | None] = ContextVar("device", default=None)
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> CudaStreams:
     monkeypatch.setattr(FakeEvent, "made", 0)
-    monkeypatch.setattr(streams_module.torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(streams_module, "OwnEvent", FakeEvent)
+    monkeypatch.setattr(streams_module, "CudaContext", lambda _: None)
     monkeypatch.setattr(streams_module, "own_stream", FakeStream)
     monkeypatch.setattr(streams_module.torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(streams_module.torch.cuda, "set_device", OWN_DEVICE.set)
@@ -383,30 +397,57 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> CudaStreams:
 LOAD, STORE = TransferType.CPU_TO_GPU, TransferType.GPU_TO_CPU
 
 
+def nothing() -> None: ...
+
+
 def test_loads_go_before_the_model_and_stores_behind_it(cuda: CudaStreams) -> None:
-    assert cuda._streams[LOAD].urgent  # type: ignore[attr-defined]
-    assert not cuda._streams[STORE].urgent  # type: ignore[attr-defined]
+    for streams in (cuda._copies, cuda._digests):
+        assert streams[LOAD].urgent  # type: ignore[attr-defined]
+        assert not streams[STORE].urgent  # type: ignore[attr-defined]
 
 
 def test_a_copy_waits_for_its_fence_on_its_own_stream(cuda: CudaStreams) -> None:
     fence = cuda.fence()
-    flight = cuda.launch(STORE, fence, lambda: None)
-    assert cuda._streams[STORE].waited == [fence]
-    assert cuda._streams[LOAD].waited == []
-    assert flight.poll() is None
-    flight._pair[1].passed = True  # type: ignore[attr-defined]
-    assert flight.poll() == 1.5
-    assert flight.poll() == flight.wait() == 1.5
+    flight = cuda.launch(STORE, fence, nothing)
+    assert cuda._copies[STORE].waited == [fence]
+    assert cuda._copies[LOAD].waited == []
+    assert not flight.is_done
+    assert flight.wait() == flight.wait() == 1.5
+    assert flight._events.end.waited  # type: ignore[attr-defined]
+    assert not flight._events.digested.waited  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", [STORE, LOAD])
+def test_a_digest_delays_no_later_copy(cuda: CudaStreams, kind: TransferType) -> None:
+    fence, other = cuda.fence(), cuda.fence()
+    flight = cuda.launch(kind, fence, nothing, nothing)
+    cuda.launch(kind, other, nothing)
+    events = flight._events  # type: ignore[attr-defined]
+    assert cuda._copies[kind].waited == [fence, other]  # and for no digest
+    # What was loaded is read behind the copy, what is stored beside it.
+    assert cuda._digests[kind].waited == [events.end if kind is LOAD else fence]
+    flight.wait()
+    assert events.end.waited and events.digested.waited
+
+
+def test_a_digest_that_breaks_off_leaves_nothing_on_its_way(cuda: CudaStreams) -> None:
+    def broken() -> None:
+        raise TransferFailed("refused")
+
+    with pytest.raises(TransferFailed):
+        cuda.launch(STORE, cuda.fence(), nothing, broken)
+    streams: Any = cuda._copies[STORE], cuda._digests[STORE]
+    assert [stream.drained for stream in streams] == [1, 1]
 
 
 def test_events_are_used_again_once_their_copy_landed(cuda: CudaStreams) -> None:
     fence = cuda.fence()
     made = FakeEvent.made
     for _ in range(5):
-        assert cuda.run(LOAD, fence, lambda: None) == 1.5
-    assert FakeEvent.made == made + 2
-    flights = [cuda.launch(LOAD, fence, lambda: None) for _ in range(3)]
-    assert FakeEvent.made == made + 6
+        assert cuda.run(LOAD, fence, nothing) == 1.5
+    assert FakeEvent.made == made + 3
+    flights = [cuda.launch(LOAD, fence, nothing) for _ in range(3)]
+    assert FakeEvent.made == made + 9
     for flight in reversed(flights):
         flight.wait()
         flight.wait()
@@ -414,12 +455,12 @@ def test_events_are_used_again_once_their_copy_landed(cuda: CudaStreams) -> None
 
 
 def test_a_device_that_fails_is_a_failed_transfer(cuda: CudaStreams) -> None:
-    flight = cuda.launch(STORE, cuda.fence(), lambda: None)
-    flight._pair[1].broken = True  # type: ignore[attr-defined]
-    for call in (flight.poll, flight.wait):
+    flight = cuda.launch(STORE, cuda.fence(), nothing)
+    flight._events.end.broken = True  # type: ignore[attr-defined]
+    for _ in range(2):
         with pytest.raises(TransferFailed, match="during a copy"):
-            call()
-    assert cuda._pool._free == []  # what it says is unknown
+            flight.wait()
+    assert not cuda._pool._free  # what it says is unknown
 
     def broken() -> None:
         raise RuntimeError("CUDA error: out of memory")
@@ -433,7 +474,7 @@ def test_a_copy_that_breaks_off_leaves_nothing_on_its_way(
     cuda: CudaStreams, error: Exception
 ) -> None:
     """Half of it may have been launched, into blocks that are about to be computed instead."""
-    stream: Any = cuda._streams[LOAD]
+    stream: Any = cuda._copies[LOAD]
     cuda.launch(LOAD, cuda.fence(), lambda: None)
     assert stream.drained == 0  # negative control: a healthy copy is not waited for
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+import tomllib
 import yaml
 
-import kvconnect
 from kvconnect.config import parse_config
 from kvconnect.router.flags import add_flags, options_of
 from tests.boards import ALERTS, FOLDER
@@ -136,8 +136,9 @@ def test_images_are_of_one_version() -> None:
     images += [line.split()[1] for line in docker if line.startswith("FROM ")]
     assert len(images) == 4
     for image in images:
-        assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+", image), image
-    assert kustomization["images"] == [{"name": "kvconnect", "newTag": kvconnect.__version__}]
+        assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+(\.dev\d+)?", image), image
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert kustomization["images"] == [{"name": "kvconnect", "newTag": version}]
 
 
 def admitted(policy: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:

@@ -34,6 +34,7 @@ from kvconnect.tiers.backends.object import ObjectOptions
 from kvconnect.tiers.backends.valkey import ValkeyOptions
 from kvconnect.types import FailureCause
 from scripts import headlines, reference, site_pages
+from scripts.gpu.command import parse
 from tests.documents import PAGES, ROOT, SHELL, Command, blocks, blocks_of, commands, commands_of
 
 COMMANDS = commands()
@@ -133,6 +134,10 @@ def check_folder(command: Command) -> None:
     assert (ROOT / command.words[1]).is_dir()
 
 
+def check_gpu_run(command: Command) -> None:
+    parse(list(command.words[1:]))
+
+
 def check_program(command: Command) -> None:
     """Text tools: that their block is right shell is tested apart."""
     assert shutil.which(command.words[0])
@@ -163,6 +168,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     "docker": check_cluster,
     "kubectl": check_cluster,
     "kustomize": check_cluster,
+    "scripts/gpu_run": check_gpu_run,
     "printf": check_program,
     "sed": check_program,
     "curl": check_elsewhere,
@@ -371,9 +377,9 @@ def test_every_failure_has_a_row() -> None:
     assert rows("failures.md", "Causes") == {cause.value for cause in FailureCause}
     labels = {row.name: row.label.values for row in CATALOG if row.label}
     assert rows("failures.md", "Refused") == set(labels["handoff_refused"])
-    below = rows("failures.md", "Secondary tiers")
-    assert below == set(labels["store_failed_blocks"])
-    assert below == {outcome.value for outcome in BlockOutcome} - {"ok", "absent"}
+    tier_rows = rows("failures.md", "Secondary tiers")
+    assert tier_rows == set(labels["store_failed_blocks"])
+    assert tier_rows == {outcome.value for outcome in BlockOutcome} - {"ok", "absent"}
 
 
 # The site ---------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import kvconnect
-from kvconnect import errors, versions
+from kvconnect import engine_versions, errors
 from scripts.check_release import check_files, check_sbom
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,7 +40,7 @@ def loaded_after(code: str) -> set[str]:
     [
         "import kvconnect",
         "import kvconnect; [getattr(kvconnect, name) for name in kvconnect.__all__]",
-        "import kvconnect.config, kvconnect.memory, kvconnect.stats, kvconnect.versions",
+        "import kvconnect.config, kvconnect.memory, kvconnect.stats, kvconnect.engine_versions",
         "import kvconnect.cli",
     ],
 )
@@ -65,13 +65,19 @@ def test_version_is_that_of_the_installed_package() -> None:
     assert kvconnect.__version__ == version("kvconnect")
 
 
+def test_the_changelog_begins_with_the_version_in_work() -> None:
+    number = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    newest = re.findall(r"^## (.*)", (ROOT / "CHANGELOG.md").read_text(), re.M)[0]
+    assert newest == number.replace(".0.dev0", " (unreleased)").removesuffix(".0")
+
+
 def test_vllm_finds_the_plugin_by_its_entry_point() -> None:
     found = {entry.name: entry.value for entry in entry_points(group="vllm.general_plugins")}
     assert found["kvconnect"] == "kvconnect.engines.vllm:register"
 
 
 def test_supported_range_is_the_one_that_pip_is_told() -> None:
-    (first, last) = versions.SUPPORTED_VLLM
+    (first, last) = engine_versions.SUPPORTED_VLLM
     said = next(line for line in requires("kvconnect") or [] if line.startswith("vllm"))
     assert f">={first[0]}.{first[1]}" in said
     assert f"<{last[0]}.{last[1] + 1}" in said
@@ -91,7 +97,7 @@ def test_supported_range_is_the_one_that_pip_is_told() -> None:
     ],
 )
 def test_which_engines_are_supported(text: str, supported: bool) -> None:
-    assert versions.vllm_is_supported(text) is supported
+    assert engine_versions.vllm_is_supported(text) is supported
 
 
 # The development environment ----------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
 from collections.abc import Iterable
@@ -13,6 +14,13 @@ import pytest
 pytest.importorskip("torch")
 
 from benchmarks import soak
+
+
+@pytest.fixture(scope="module", autouse=True)
+def young() -> None:
+    """Leave what earlier tests made out of the soaks' collections, one after each round."""
+    gc.collect()
+    gc.freeze()
 
 
 def test_nothing_stays_of_what_comes_and_goes() -> None:

@@ -49,9 +49,9 @@ def test_sides_with_the_same_key_agree(size: int, key: bytes, opening: Opening) 
 def test_what_follows_the_handshake_is_kept() -> None:
     one, other = client(), server()
     proof = one.feed(other.feed(one.start()))
-    verdict = other.feed(proof + b"first note")
+    verdict = other.feed(proof + b"first message")
     assert one.feed(verdict + b"answer") == b""
-    assert (other.rest, one.rest) == (b"first note", b"answer")
+    assert (other.rest, one.rest) == (b"first message", b"answer")
     with pytest.raises(Misuse):
         one.feed(b"more")
 

@@ -124,16 +124,16 @@ def test_notes_come_out_whatever_the_pieces(payloads: list[bytes], cuts: list[in
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     reader = MessageReader()
     pieces = [data[a:b] for a, b in itertools.pairwise(edges)]
-    assert [note for piece in pieces for note in reader.feed(piece)] == payloads
+    assert [message for piece in pieces for message in reader.feed(piece)] == payloads
 
 
 def test_notes_of_the_transport_itself_are_told_apart() -> None:
-    plain, rail = MessageReader().feed(pack_message(b"same") + pack_message(NixlPayload(b"same")))
-    assert plain == rail == b"same"
-    assert (type(plain), type(rail)) == (bytes, NixlPayload)
+    plain, nixl = MessageReader().feed(pack_message(b"same") + pack_message(NixlPayload(b"same")))
+    assert plain == nixl == b"same"
+    assert (type(plain), type(nixl)) == (bytes, NixlPayload)
 
 
-def test_a_heartbeat_is_an_empty_note() -> None:
+def test_a_heartbeat_is_an_empty_message() -> None:
     assert MessageReader().feed(pack_message(b"")) == [b""]
 
 

@@ -117,7 +117,7 @@ CHILD = """
 import os, random, sys
 import msgspec
 from kvconnect.errors import TransferFailed
-from kvconnect.testing.memory import PageMemory
+from kvconnect.testing.buffers import PageMemory
 from kvconnect.transport.nixl import agent as agents
 
 if sys.argv[1] == "unchecked":

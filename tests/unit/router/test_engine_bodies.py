@@ -1,4 +1,4 @@
-"""The router's decisions: bodies of both legs, choice of engines, settings. No I/O."""
+"""The router's decisions: bodies of both upstream requests, choice of engines, settings. No I/O."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ def test_prefill_is_asked_for_one_token_of_the_same_prompt() -> None:
 
 def test_decode_is_asked_what_the_client_asked() -> None:
     body = {"prompt": "a", "stream": True, "max_tokens": 50}
-    assert engine_bodies.push_body(body, ID, "card") == body | {
+    assert engine_bodies.push_body(body, ID, "standing") == body | {
         "kv_transfer_params": {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "transfer_id": ID,
-            "kvconnect_ticket": "card",
+            "kvconnect_ticket": "standing",
         }
     }
     ticket = {"kvconnect_ticket": "t", "unknown": [None, {"x": 1}]}
@@ -289,13 +289,13 @@ def test_ticket_of_an_answer(answer: dict[str, Any], ticket: dict[str, Any] | No
     assert (found and json.loads(engine_bodies.encoded(found))) == ticket
 
 
-def test_card_of_an_answer() -> None:
-    def card(**params: object) -> engine_bodies.StandingTicket:
+def test_standing_ticket_of_an_answer() -> None:
+    def ticket(**params: object) -> engine_bodies.StandingTicket:
         return engine_bodies.standing_ticket_of(json.dumps({"kv_transfer_params": params}).encode())
 
-    assert card(kvconnect_card="c", kvconnect_card_expires_in=120) == engine_bodies.StandingTicket(
-        "c", 120.0
-    )
+    assert ticket(
+        kvconnect_card="c", kvconnect_card_expires_in=120
+    ) == engine_bodies.StandingTicket("c", 120.0)
     for params in (
         {"kvconnect_card": "c"},
         {"kvconnect_card": 7, "kvconnect_card_expires_in": 120},
@@ -304,7 +304,7 @@ def test_card_of_an_answer() -> None:
         {"kvconnect_card": "c", "kvconnect_card_expires_in": "120"},
     ):
         with pytest.raises(Refused, match="no usable kvconnect_card"):
-            card(**params)
+            ticket(**params)
     for answer in (b"{}", b'{"kv_transfer_params": []}'):
         with pytest.raises(Refused, match="is KVConnect its KV connector"):
             engine_bodies.standing_ticket_of(answer)
@@ -387,7 +387,7 @@ def view(prefill: str, decode: str) -> FleetView:
 
     def engines(states: str) -> tuple[WorkerView, ...]:
         return tuple(
-            WorkerView(i, state != "d", standing_tickets=(f"card {i}",) if state == "c" else ())
+            WorkerView(i, state != "d", standing_tickets=(f"ticket {i}",) if state == "c" else ())
             for i, state in enumerate(states)
         )
 
@@ -402,7 +402,7 @@ def mode_of(
 
 
 def test_push_by_default_and_pull_where_it_must_be() -> None:
-    seen, push = view("c", "u"), (Mode.PUSH, RoutingReason.DEFAULT, "card 0")
+    seen, push = view("c", "u"), (Mode.PUSH, RoutingReason.DEFAULT, "ticket 0")
     assert mode_of(seen) == push
     forced = RouterOptions((), (), pull=True)
     assert mode_of(seen, options=forced) == (Mode.PULL, RoutingReason.FORCED, "")
@@ -415,11 +415,11 @@ def test_push_by_default_and_pull_where_it_must_be() -> None:
 
 def test_a_card_is_one_ranks() -> None:
     two = WorkerView(
-        0, True, (TargetLoad(9, 0), TargetLoad(0, 0)), standing_tickets=(None, "card of 1")
+        0, True, (TargetLoad(9, 0), TargetLoad(0, 0)), standing_tickets=(None, "ticket of 1")
     )
     seen = FleetView((two,), (WorkerView(0, True),))
-    assert mode_of(seen) == (Mode.PUSH, RoutingReason.DEFAULT, "card of 1")
-    assert mode_of(FleetView((replace(two, standing_tickets=("card of 0",)),), seen.decode)) == (
+    assert mode_of(seen) == (Mode.PUSH, RoutingReason.DEFAULT, "ticket of 1")
+    assert mode_of(FleetView((replace(two, standing_tickets=("ticket of 0",)),), seen.decode)) == (
         Mode.PULL,
         RoutingReason.NO_STANDING_TICKET,
         "",

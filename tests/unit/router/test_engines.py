@@ -109,7 +109,7 @@ async def test_sglangs_servers_meet_on_the_ranks_with_the_fewest_tokens(path: st
 
 
 async def _no_tokens_in_flight(router: Bench) -> bool:
-    _, text = await router.get("/metrics")
+    text = (await router.get("/metrics")).body
     lines = [line for line in text.decode().splitlines() if "router_tokens_in_flight{" in line]
     assert lines
     return all(line.endswith(" 0.0") for line in lines)
@@ -199,7 +199,7 @@ async def test_ranks_of_vllm_are_named_in_a_header_and_have_cards_of_their_own()
         assert [h["x-data-parallel-rank"] for h in p.headers] == ["1", "1"]
         assert [h["x-data-parallel-rank"] for h in d.headers] == ["0", "1"]
         given = d.asked[0][PARAMS]["kvconnect_ticket"]
-        assert given == p.card_of_rank["1"], "the card of the rank that computes"
+        assert given == p.ticket_of_rank["1"], "the ticket of the rank that computes"
 
 
 @on_loop
@@ -265,21 +265,17 @@ async def test_versions_that_engines_tell_keep_them_apart() -> None:
         assert pairs == {("0", "1"), ("1", "0")}
 
 
-async def _models(router: Bench) -> bool:
-    return (await router.get("/v1/models"))[0] == 200
-
-
 @on_loop
 async def test_an_adapter_that_is_loaded_while_engines_run() -> None:
     p, d = FakeEngine(prefills), FakeEngine(decodes)
     async with bench([p], [d]) as router:
-        await until(lambda: _models(router))
+        await until(lambda: router.answers("/v1/models", 200))
         adapter = ASK | {"model": "adapter"}
-        assert (await router.post(adapter))[0] == 404
+        assert (await router.post(adapter)).status == 404
         p.models = d.models = ("tiny", "adapter")
 
         async def served() -> bool:
-            return (await router.post(adapter))[0] == 200
+            return (await router.post(adapter)).status == 200
 
         await until(served)
 
@@ -287,7 +283,7 @@ async def test_an_adapter_that_is_loaded_while_engines_run() -> None:
 @on_loop
 async def test_a_model_that_nobody_serves_is_named() -> None:
     async with bench([FakeEngine(prefills)], [FakeEngine(decodes)]) as router:
-        await until(lambda: _models(router))
+        await until(lambda: router.answers("/v1/models", 200))
 
         async def told() -> bool:
             status, body, _ = await router.post(ASK | {"model": "huge"})
@@ -347,7 +343,7 @@ async def test_a_load_that_is_not_told_is_unknown(answer: Handler) -> None:
         await until(heard)
         labels = {"role": "prefill", "upstream": p.url, "rank": "0"}
         assert await router.metric("foreign_tokens", **labels) == -1
-        assert (await router.post(ASK))[0] == 200
+        assert (await router.post(ASK)).status == 200
 
 
 @on_loop

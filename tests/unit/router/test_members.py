@@ -30,12 +30,14 @@ from kvconnect.router.http.admission import Admission, Busy
 from kvconnect.router.http.http1 import BaseUrl
 from kvconnect.router.http.pool import ConnectionPool
 from kvconnect.router.metrics import InputKind
-from kvconnect.router.options import AdminAccess, RouterLimits, Sources, Worker
+from kvconnect.router.options import RouterLimits, Sources, Worker
 from kvconnect.router.policy.loads import Engine, Loads, Role
 from tests.fakes.engine import (
     ASK,
+    Admin,
     FakeEngine,
     Handler,
+    administered,
     bench,
     decodes,
     hangs,
@@ -45,7 +47,6 @@ from tests.fakes.engine import (
     says,
     until,
 )
-from tests.servers import free_port
 
 BROKEN = says(500, {"error": {"message": "out of order"}})
 
@@ -124,7 +125,7 @@ async def test_an_engine_that_only_looks_well_is_gone_around() -> None:
     ps, d = [FakeEngine(BROKEN), FakeEngine(prefills)], FakeEngine(decodes)
     async with bench(ps, [d], pull=True) as router:
         for _ in range(12):
-            assert (await router.post(ASK))[0] == 200
+            assert (await router.post(ASK)).status == 200
         assert len(ps[0].asked) == breakers.FAILURES
         ps[0].answer = prefills
         await until(lambda: _asked_again(router, ps[0]))
@@ -141,9 +142,9 @@ async def test_when_all_fail_all_are_still_tried() -> None:
     p, d = FakeEngine(BROKEN), FakeEngine(decodes)
     async with bench([p], [d], pull=True) as router:
         for _ in range(5):
-            assert (await router.post(ASK))[0] == 502
+            assert (await router.post(ASK)).status == 502
         p.answer = prefills
-        assert (await router.post(ASK))[0] == 200, "no pause for the only one"
+        assert (await router.post(ASK)).status == 200, "no pause for the only one"
 
 
 # Admission --------------------------------------------------------------------------------------
@@ -152,11 +153,11 @@ async def test_when_all_fail_all_are_still_tried() -> None:
 @on_loop
 async def test_who_waits_gets_in_in_order_and_too_many_are_turned_away() -> None:
     said: list[int] = []
-    door, order = Admission(RouterLimits(concurrent=1, queue=2, queue_s=30.0), said.append), []
+    admission, order = Admission(RouterLimits(concurrent=1, queue=2, queue_s=30.0), said.append), []
     ends = [asyncio.Event() for _ in range(3)]
 
     async def work(number: int) -> None:
-        async with door.enter():
+        async with admission.enter():
             order.append(number)
             await ends[number].wait()
 
@@ -173,7 +174,7 @@ async def test_who_waits_gets_in_in_order_and_too_many_are_turned_away() -> None
         event.set()
     await asyncio.gather(tasks[0], tasks[2])
     assert order == [0, 2] and said[-1] == 0
-    async with door.enter():
+    async with admission.enter():
         pass
 
 
@@ -215,12 +216,12 @@ async def test_bodies_of_all_open_requests_together_have_a_bound(
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 3))
 def test_every_place_is_given_back(cancelled: list[bool], places: int) -> None:
     async def run() -> None:
-        door = Admission(RouterLimits(concurrent=places, queue=99), lambda waiting: None)
+        admission = Admission(RouterLimits(concurrent=places, queue=99), lambda waiting: None)
         inside, most = 0, 0
 
         async def work() -> None:
             nonlocal inside, most
-            async with door.enter():
+            async with admission.enter():
                 inside += 1
                 most = max(most, inside)
                 try:
@@ -237,7 +238,7 @@ def test_every_place_is_given_back(cancelled: list[bool], places: int) -> None:
         assert most <= places and inside == 0
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(places):
-                await asyncio.wait_for(stack.enter_async_context(door.enter()), 5)
+                await asyncio.wait_for(stack.enter_async_context(admission.enter()), 5)
 
     asyncio.run(run())
 
@@ -256,7 +257,7 @@ async def test_a_full_router_answers_429() -> None:
         first.cancel()
         await until(lambda: p.dropped == 1)
         p.answer, d.answer = prefills, decodes
-        assert (await router.post(ASK))[0] == 200
+        assert (await router.post(ASK)).status == 200
 
 
 @on_loop
@@ -270,8 +271,6 @@ async def test_a_silent_engine_is_gone_around() -> None:
 
 
 # Membership -------------------------------------------------------------------------------------
-
-TOKEN = "0123456789abcdef"
 
 
 @contextlib.asynccontextmanager
@@ -287,19 +286,8 @@ async def engine(answer: Handler) -> AsyncIterator[FakeEngine]:
 @on_loop
 async def test_engines_are_added_drained_and_removed_while_requests_run() -> None:
     ps, ds = [FakeEngine(prefills)], [FakeEngine(decodes)]
-    port = free_port()
-    admin, auth = f"http://127.0.0.1:{port}/workers", {"Authorization": f"Bearer {TOKEN}"}
-    async with (
-        engine(decodes) as late,
-        bench(ps, ds, admin=AdminAccess(port=port, token=TOKEN)) as router,
-    ):
-
-        async def ask(method: str, body: object, path: str = "") -> tuple[int, Any]:
-            async with router.client.request(
-                method, admin + path, json=body, headers=auth
-            ) as answer:
-                return answer.status, json.loads(await answer.read())
-
+    async with engine(decodes) as late, administered(ps, ds) as admin:
+        router = admin.router
         failed: list[int] = []
         running = True
 
@@ -311,16 +299,16 @@ async def test_engines_are_added_drained_and_removed_while_requests_run() -> Non
 
         clients = [asyncio.create_task(load()) for _ in range(3)]
         named = {"role": "decode", "worker": late.url}
-        assert (await ask("POST", named))[0] == 201
-        assert (await ask("POST", named))[0] == 409, "it is there already"
+        assert (await admin.ask("POST", named))[0] == 201
+        assert (await admin.ask("POST", named))[0] == 409, "it is there already"
         await until(lambda: len(late.asked) > 3)
         old = {"role": "decode", "url": ds[0].url}
-        status, said = await ask("POST", old, "/drain")
+        status, said = await admin.ask("POST", old, "/drain")
         assert (status, said["draining"]) == (200, True)
-        await until(lambda: _requests(ask, ds[0].url, 0))
+        await until(lambda: _requests(admin, ds[0].url, 0))
         before = len(ds[0].asked)
-        assert (await ask("DELETE", old))[0] == 200
-        await until(lambda: _gone(ask, ds[0].url))
+        assert (await admin.ask("DELETE", old))[0] == 200
+        await until(lambda: _gone(admin, ds[0].url))
         await ds[0].stop()
         count = len(late.asked)
         await until(lambda: len(late.asked) > count + 3)
@@ -328,7 +316,7 @@ async def test_engines_are_added_drained_and_removed_while_requests_run() -> Non
         await asyncio.gather(*clients)
         assert (failed, len(ds[0].asked)) == ([], before)
         assert await router.metric("upstream_up", role="decode", upstream=ds[0].url) == -1
-        _, listed = await ask("GET", None)
+        listed = await admin.listed()
         assert [(each["role"], each["url"], each["up"]) for each in listed] == [
             ("prefill", ps[0].url, True),
             ("decode", late.url, True),
@@ -340,43 +328,37 @@ async def test_engines_are_added_drained_and_removed_while_requests_run() -> Non
             ("POST", {"role": "decode", "worker": 7}, "", 400),
             ("POST", [], "/drain", 400),
         ):
-            assert (await ask(method, body, path))[0] == want
-        auth["Authorization"] = "Bearer wrong"
-        assert (await ask("GET", None))[0] == 401
-        assert (await ask("POST", named))[0] == 401
+            assert (await admin.ask(method, body, path))[0] == want
+        admin.token = "wrong"
+        assert (await admin.ask("GET"))[0] == 401
+        assert (await admin.ask("POST", named))[0] == 401
 
 
 @on_loop
 async def test_an_engine_comes_back_where_one_is_drained() -> None:
-    p, d, port = FakeEngine(prefills), FakeEngine(hangs), free_port()
-    admin, auth = f"http://127.0.0.1:{port}/workers", {"Authorization": f"Bearer {TOKEN}"}
-    async with bench([p], [d], admin=AdminAccess(port=port, token=TOKEN)) as router:
-
-        async def ask(method: str, body: object, path: str = "") -> tuple[int, Any]:
-            async with router.client.request(
-                method, admin + path, json=body, headers=auth
-            ) as answer:
-                return answer.status, json.loads(await answer.read())
+    p, d = FakeEngine(prefills), FakeEngine(hangs)
+    async with administered([p], [d]) as admin:
+        router = admin.router
 
         def in_flight() -> Any:
             return router.metric("in_flight", role="decode", upstream=d.url)
 
         held = [asyncio.create_task(router.post(ASK))]
-        await until(lambda: _requests(ask, d.url, 1))
+        await until(lambda: _requests(admin, d.url, 1))
         named = {"role": "decode", "url": d.url}
-        await ask("POST", named, "/drain")
-        _, said = await ask("POST", {"role": "decode", "worker": d.url})
+        await admin.ask("POST", named, "/drain")
+        _, said = await admin.ask("POST", {"role": "decode", "worker": d.url})
         assert said["number"] == 1
-        await until(lambda: _up(ask, d.url, 1))
+        await until(lambda: _up(admin, d.url, 1))
         held.append(asyncio.create_task(router.post(ASK)))
         await until(lambda: _at(in_flight, 2))
         held[0].cancel()
         # The old one is forgotten, and nothing of the new one with it.
-        await until(lambda: _requests(ask, d.url, 1))
+        await until(lambda: _requests(admin, d.url, 1))
         assert await in_flight() == 1
         held[1].cancel()
         await until(lambda: _at(in_flight, 0))
-        _, said = await ask("POST", named, "/drain")
+        _, said = await admin.ask("POST", named, "/drain")
         assert (said["number"], said["draining"]) == (1, True)
 
 
@@ -388,25 +370,18 @@ async def test_an_engine_that_a_prefill_is_for_is_not_idle() -> None:
         await may_answer.wait()
         return await prefills(*arguments)
 
-    p, d, port = FakeEngine(slowly), FakeEngine(decodes), free_port()
-    admin, auth = f"http://127.0.0.1:{port}/workers", {"Authorization": f"Bearer {TOKEN}"}
-    async with bench([p], [d], pull=True, admin=AdminAccess(port=port, token=TOKEN)) as router:
-
-        async def ask(method: str, body: object, path: str = "") -> tuple[int, Any]:
-            async with router.client.request(
-                method, admin + path, json=body, headers=auth
-            ) as answer:
-                return answer.status, json.loads(await answer.read())
-
+    p, d = FakeEngine(slowly), FakeEngine(decodes)
+    async with administered([p], [d], pull=True) as admin:
+        router = admin.router
         asking = asyncio.create_task(router.post(ASK))
         await until(lambda: bool(p.asked))
-        _, said = await ask("DELETE", {"role": "decode", "url": d.url})
+        _, said = await admin.ask("DELETE", {"role": "decode", "url": d.url})
         assert said["requests"] == 1
         await asyncio.sleep(0.2)
-        assert await _requests(ask, d.url, 1), "it is kept until its request has come and gone"
+        assert await _requests(admin, d.url, 1), "it is kept until its request has come and gone"
         may_answer.set()
         assert (await asking)[0] == 200
-        await until(lambda: _gone(ask, d.url))
+        await until(lambda: _gone(admin, d.url))
 
 
 @on_loop
@@ -415,34 +390,27 @@ async def test_no_connection_to_an_engine_that_was_removed_is_kept(
 ) -> None:
     forgotten: list[BaseUrl] = []
     monkeypatch.setattr(ConnectionPool, "forget", lambda _, base: forgotten.append(base))
-    p, d, port = FakeEngine(prefills), FakeEngine(decodes), free_port()
-    admin, auth = f"http://127.0.0.1:{port}/workers", {"Authorization": f"Bearer {TOKEN}"}
-    async with bench([p], [d], admin=AdminAccess(port=port, token=TOKEN)) as router:
+    p, d = FakeEngine(prefills), FakeEngine(decodes)
+    async with administered([p], [d]) as admin:
         body = {"role": "decode", "url": d.url}
-        async with router.client.delete(admin, json=body, headers=auth) as answer:
-            assert answer.status == 200
+        assert (await admin.ask("DELETE", body))[0] == 200
         await until(lambda: forgotten == [BaseUrl.of(d.url)])
 
 
-async def _up(ask: Any, url: str, number: int) -> bool:
-    return any(each["up"] and each["number"] == number for each in await _described(ask, url))
+async def _up(admin: Admin, url: str, number: int) -> bool:
+    return any(each["up"] and each["number"] == number for each in await admin.of(url))
 
 
 async def _at(read: Any, value: float) -> bool:
     return bool(await read() == value)
 
 
-async def _described(ask: Any, url: str) -> list[dict[str, Any]]:
-    _, listed = await ask("GET", None)
-    return [each for each in listed if each["url"] == url]
+async def _requests(admin: Admin, url: str, number: int) -> bool:
+    return [each["requests"] for each in await admin.of(url)] == [number]
 
 
-async def _requests(ask: Any, url: str, number: int) -> bool:
-    return [each["requests"] for each in await _described(ask, url)] == [number]
-
-
-async def _gone(ask: Any, url: str) -> bool:
-    return await _described(ask, url) == []
+async def _gone(admin: Admin, url: str) -> bool:
+    return await admin.of(url) == []
 
 
 @on_loop
@@ -530,7 +498,7 @@ async def test_dns_adds_engines_and_a_failed_lookup_removes_none(
         async with bench([], [], sources=sources) as router:
 
             async def serves() -> bool:
-                return (await router.post(ASK))[0] == 200
+                return (await router.post(ASK)).status == 200
 
             await until(serves)
             fails = True

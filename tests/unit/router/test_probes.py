@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from typing import Any
 
 import pytest
@@ -11,11 +10,12 @@ from aiohttp import web
 
 from kvconnect.router.fleet import pairing, probe
 from kvconnect.router.fleet.reports import vllm_received
-from kvconnect.router.options import AdminAccess, Intervals
+from kvconnect.router.options import Intervals
 from tests.fakes.engine import (
     ASK,
     Bench,
     FakeEngine,
+    administered,
     bench,
     decodes,
     hangs,
@@ -25,7 +25,6 @@ from tests.fakes.engine import (
     says,
     until,
 )
-from tests.servers import free_port
 
 # With engines -----------------------------------------------------------------------------------
 
@@ -147,7 +146,7 @@ async def test_requests_go_around_an_engine_that_fails_its_probe(
         ds[1].answer = told(127)
 
         async def back() -> bool:
-            return (await router.post(ASK))[2]["x-kvconnect-decode"] == "1"
+            return (await router.post(ASK)).headers["x-kvconnect-decode"] == "1"
 
         await until(back)
 
@@ -171,30 +170,24 @@ async def test_a_failed_request_has_its_pair_probed() -> None:
 
         await until(probed)
         d.answer = BROKEN
-        assert (await router.post(ASK))[0] == 500
+        assert (await router.post(ASK)).status == 500
         await received(router, "failed", 1)
 
 
 @on_loop
 async def test_administrators_see_what_probes_showed() -> None:
-    p, d, token = FakeEngine(prefills), FakeEngine(decodes), "0123456789abcdef"
-    port = free_port()
-    async with bench([p], [d], **OFTEN, admin=AdminAccess(port=port, token=token)) as router:
-
-        async def listed() -> list[dict[str, Any]]:
-            headers = {"Authorization": f"Bearer {token}"}
-            url = f"http://127.0.0.1:{port}/workers"
-            async with router.client.get(url, headers=headers) as answer:
-                return list(json.loads(await answer.read()))
+    p, d = FakeEngine(prefills), FakeEngine(decodes)
+    async with administered([p], [d], **OFTEN) as admin:
 
         async def shows(proven: bool, broken: int) -> bool:
             return all(
-                (each["proven"], len(each["broken"])) == (proven, broken) for each in await listed()
+                (each["proven"], len(each["broken"])) == (proven, broken)
+                for each in await admin.listed()
             )
 
         await until(lambda: shows(True, 0))
         d.answer = BROKEN
         await until(lambda: shows(False, 1))
-        first, second = await listed()
+        first, second = await admin.listed()
         assert "decode answered 500" in first["broken"][d.url]
         assert first["broken"][d.url] == second["broken"][p.url]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +11,12 @@ from aiohttp import web
 
 from kvconnect.router.fleet import probe
 from kvconnect.router.fleet.sources import local
-from kvconnect.router.options import AdminAccess, Intervals, Sources
+from kvconnect.router.options import Intervals, Sources
 from tests.fakes.engine import (
     ASK,
-    Bench,
+    Admin,
     FakeEngine,
-    bench,
+    administered,
     decodes,
     hangs,
     hurry,
@@ -28,8 +25,6 @@ from tests.fakes.engine import (
     says,
     until,
 )
-from tests.servers import free_port
-from tests.unit.router.test_members import TOKEN
 
 COMPUTED = {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 0}}}
 
@@ -48,48 +43,19 @@ async def both(
     return await (prefills if params.get("do_remote_decode") else decodes)(engine, request, body)
 
 
-class Admin:
-    """Talks to a router's admin API."""
-
-    def __init__(self, router: Bench, port: int) -> None:
-        self.router, self.url = router, f"http://127.0.0.1:{port}/workers"
-
-    async def ask(self, method: str, path: str = "", **body: Any) -> tuple[int, Any]:
-        headers = {"Authorization": f"Bearer {TOKEN}"}
-        call = self.router.client.request(method, self.url + path, json=body, headers=headers)
-        async with call as answer:
-            return answer.status, json.loads(await answer.read())
-
-    async def roles(self) -> list[tuple[str, str]]:
-        """Return role and URL of those that get requests."""
-        _, listed = await self.ask("GET")
-        return [(each["role"], each["url"]) for each in listed if not each["draining"]]
-
-    async def switch(self, role: str, engine: FakeEngine) -> tuple[int, Any]:
-        return await self.ask("POST", "/switch", role=role, url=engine.url)
+async def roles(admin: Admin) -> list[tuple[str, str]]:
+    """Return role and URL of those that get requests."""
+    return [(each["role"], each["url"]) for each in await admin.listed() if not each["draining"]]
 
 
-@asynccontextmanager
-async def administered(
-    ps: list[FakeEngine], ds: list[FakeEngine], **options: Any
-) -> AsyncIterator[Admin]:
-    port = free_port()
-    access = AdminAccess(port=port, token=TOKEN)
-    async with bench(ps, ds, admin=access, pull=True, **options) as router:
-        admin = Admin(router, port)
-
-        async def up() -> bool:
-            _, listed = await admin.ask("GET")
-            return bool(listed) and all(each["up"] and each["models"] for each in listed)
-
-        await until(up)
-        yield admin
+async def switch(admin: Admin, role: str, engine: FakeEngine) -> tuple[int, Any]:
+    return await admin.ask("POST", {"role": role, "url": engine.url}, "/switch")
 
 
 @on_loop
 async def test_an_engine_switches_there_and_back_under_load() -> None:
     ps, d = [FakeEngine(prefills), FakeEngine(both)], FakeEngine(decodes)
-    async with administered(ps, [d]) as admin:
+    async with administered(ps, [d], pull=True) as admin:
         failed: list[int] = []
         running = True
 
@@ -101,9 +67,9 @@ async def test_an_engine_switches_there_and_back_under_load() -> None:
 
         clients = [asyncio.create_task(load()) for _ in range(3)]
         for role, other in (("prefill", "decode"), ("decode", "prefill")):
-            status, said = await admin.switch(role, ps[1])
+            status, said = await switch(admin, role, ps[1])
             assert (status, said["role"], said["draining"]) == (200, other, False)
-            assert (role, ps[1].url) not in await admin.roles()
+            assert (role, ps[1].url) not in await roles(admin)
             before = len(ps[1].asked)
             await until(lambda count=before: len(ps[1].asked) > count + 3)
             role = "do_remote_prefill" if other == "decode" else "do_remote_decode"
@@ -120,11 +86,11 @@ async def test_who_passed_its_probe_is_proven_where_there_are_probes(
 ) -> None:
     monkeypatch.setattr(probe, "LOOK_S", 60.0)  # so that no other probe is made
     ps, d = [FakeEngine(prefills), FakeEngine(both)], FakeEngine(decodes)
-    async with administered(ps, [d], intervals=Intervals(probe_s=probe_s)) as admin:
-        _, said = await admin.switch("prefill", ps[1])
+    async with administered(ps, [d], intervals=Intervals(probe_s=probe_s), pull=True) as admin:
+        _, said = await switch(admin, "prefill", ps[1])
         assert (said["role"], said["proven"]) == ("decode", probe_s > 0)
         for _ in range(4):
-            assert (await admin.router.post(ASK))[0] == 200
+            assert (await admin.router.post(ASK)).status == 200
         told = {"kv_transfer_params"}
         assert bool([body for body in d.asked if told <= body.keys()]) == (probe_s == 0)
 
@@ -144,16 +110,16 @@ async def test_an_engine_whose_hand_off_fails_goes_on_as_before(
     ps = [FakeEngine(prefills), FakeEngine(prefills)]
     ds = [FakeEngine(decodes), FakeEngine(decodes)]
     engine = (ps if role == "prefill" else ds)[1]
-    async with administered(ps, ds) as admin:
-        before = await admin.roles()
+    async with administered(ps, ds, pull=True) as admin:
+        before = await roles(admin)
         engine.answer = answer
-        status, said = await admin.switch(role, engine)
+        status, said = await switch(admin, role, engine)
         assert status == 409 and why in said["error"]
-        assert await admin.roles() == before
+        assert await roles(admin) == before
         engine.answer = both
         count = len(engine.asked)
         for _ in range(4):
-            assert (await admin.router.post(ASK))[0] == 200
+            assert (await admin.router.post(ASK)).status == 200
         assert len(engine.asked) > count, "it gets requests again"
 
 
@@ -165,25 +131,27 @@ async def test_what_cannot_succeed_is_refused_at_once(tmp_path: Path) -> None:
     await named.start()
     path.write_text(f"prefill {named.url}\n")
     try:
-        async with administered(ps, ds, sources=Sources(str(path)), drain_s=0.2) as admin:
-            other = (await admin.ask("POST", role="prefill", worker=f"{ds[0].url},engine=sglang"))[
-                0
-            ]
+        async with administered(
+            ps, ds, sources=Sources(str(path)), drain_s=0.2, pull=True
+        ) as admin:
+            other = (
+                await admin.ask("POST", {"role": "prefill", "worker": f"{ds[0].url},engine=sglang"})
+            )[0]
             assert other == 201
-            await admin.ask("POST", "/drain", role="decode", url=ds[1].url)
+            await admin.ask("POST", {"role": "decode", "url": ds[1].url}, "/drain")
             for role, engine, why in (
                 ("prefill", ds[0], "SGLang's servers"),
                 ("prefill", named, "its role is named by file: change it there"),
                 ("decode", ds[0], "it is a prefill engine too"),
                 ("decode", ds[1], "it is down, or being drained"),
             ):
-                status, said = await admin.switch(role, engine)
+                status, said = await switch(admin, role, engine)
                 assert (status, why in said["error"]) == (409, True), said
-            assert (await admin.switch("decode", named))[0] == 404
+            assert (await switch(admin, "decode", named))[0] == 404
             ps[1].answer = hangs
             requests = [asyncio.create_task(admin.router.post(ASK)) for _ in range(6)]
             await until(lambda: bool(ps[1].asked))
-            status, said = await admin.switch("prefill", ps[1])
+            status, said = await switch(admin, "prefill", ps[1])
             assert status == 409 and "did not end in time" in said["error"]
             for request in requests:
                 request.cancel()
@@ -193,10 +161,10 @@ async def test_what_cannot_succeed_is_refused_at_once(tmp_path: Path) -> None:
 
 @on_loop
 async def test_the_last_engine_of_a_role_stays() -> None:
-    async with administered([FakeEngine(both)], [FakeEngine(both)]) as admin:
+    async with administered([FakeEngine(both)], [FakeEngine(both)], pull=True) as admin:
         for role, engine in (
             ("prefill", admin.router.prefill[0]),
             ("decode", admin.router.decode[0]),
         ):
-            status, said = await admin.switch(role, engine)
+            status, said = await switch(admin, role, engine)
             assert status == 409 and f"no other {role} engine" in said["error"]

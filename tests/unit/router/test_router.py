@@ -75,7 +75,7 @@ async def test_push_asks_both_with_one_transfer_id() -> None:
                 "do_remote_prefill": True,
                 "do_remote_decode": False,
                 "transfer_id": transfer,
-                "kvconnect_ticket": f"card 1 of {p.port}",
+                "kvconnect_ticket": f"standing 1 of {p.port}",
             }
         }
         await router.post(ASK)
@@ -223,7 +223,7 @@ async def test_a_large_prompt_passes() -> None:
     p, d = pair()
     async with bench([p], [d]) as router:
         prompt = "long " * 2**20
-        assert (await router.post(ASK | {"prompt": prompt}))[0] == 200
+        assert (await router.post(ASK | {"prompt": prompt})).status == 200
         assert p.asked[0]["prompt"] == d.asked[0]["prompt"] == prompt
 
 
@@ -400,17 +400,18 @@ async def test_a_dead_prefill_engine_is_passed_over_and_comes_back() -> None:
             status, _, headers = await router.post(ASK)
             assert (status, headers["x-kvconnect-prefill"]) == (200, "1")
         await until(lambda: up(router, ps[0], False))
-        cards = ps[0].standing_tickets
+        tickets = ps[0].standing_tickets
         await ps[0].start()
         await until(lambda: up(router, ps[0], True))
         await until(
-            lambda: ps[0].standing_tickets > cards
-        )  # another incarnation: its old card is worthless
+            lambda: ps[0].standing_tickets > tickets
+        )  # another incarnation: its old ticket is worthless
         before = len(ps[0].asked)
         for _ in range(2):
-            assert (await router.post(ASK))[0] == 200
+            assert (await router.post(ASK)).status == 200
         assert len(ps[0].asked) == before + 1
-        assert d.asked[-1]["kv_transfer_params"]["kvconnect_ticket"] != f"card 1 of {ps[0].port}"
+        given = d.asked[-1]["kv_transfer_params"]["kvconnect_ticket"]
+        assert given != f"standing 1 of {ps[0].port}"
 
 
 async def up(router: Bench, engine: FakeEngine, wanted: bool) -> bool:
@@ -536,7 +537,7 @@ async def test_4xx_of_an_engine_is_passed_on(pull: bool, who: str) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @on_loop
-async def test_a_client_that_leaves_cancels_both_legs(stream: bool) -> None:
+async def test_a_client_that_leaves_cancels_both_requests(stream: bool) -> None:
     p, d = FakeEngine(hangs), FakeEngine(hangs)
     async with bench([p], [d]) as router:
         asking = asyncio.create_task(router.post(ASK | {"stream": stream}))
@@ -607,7 +608,7 @@ async def test_a_client_that_leaves_a_running_stream_cancels_it() -> None:
 
 @pytest.mark.parametrize("pull", [False, True])
 @on_loop
-async def test_the_deadline_ends_both_legs(pull: bool) -> None:
+async def test_the_deadline_ends_both_requests(pull: bool) -> None:
     p, d = FakeEngine(hangs), FakeEngine(hangs)
     async with bench([p], [d], pull=pull, timeout_s=1.0) as router:
         status, body, _ = await router.post(ASK)
@@ -683,52 +684,44 @@ async def test_clients_name_a_key_where_keys_are_asked_for() -> None:
             assert status == want
             assert want == 200 or json.loads(body)["error"]["type"] == "invalid_request_error"
         assert len(d.asked) == 2
-        assert (await router.get("/health"))[0] == (await router.get("/metrics"))[0] == 200
-        assert (await router.get("/v1/models"))[0] == 401
+        assert await router.answers("/health", 200) and await router.answers("/metrics", 200)
+        assert await router.answers("/v1/models", 401)
 
 
 @on_loop
 async def test_models_are_those_of_a_decode_engine() -> None:
     p, d = pair()
     async with bench([p], [d]) as router:
-        status, body = await router.get("/v1/models")
+        status, body, _ = await router.get("/v1/models")
         assert (status, json.loads(body)["data"]) == (200, [{"id": "tiny"}])
         await d.stop()
+        await until(lambda: router.answers("/v1/models", 503))
 
-        async def unavailable() -> bool:
-            return (await router.get("/v1/models"))[0] == 503
 
-        await until(unavailable)
+async def lacks(router: Bench, names: list[str]) -> bool:
+    """Whether the router says that engines of these roles are missing."""
+    health = await router.get("/health")
+    return (health.status, json.loads(health.body)["missing"]) == (503 if names else 200, names)
 
 
 @on_loop
 async def test_health_names_what_is_missing() -> None:
     p, d = pair()
     async with bench([p], [d]) as router:
-        status, body = await router.get("/health")
-        assert (status, json.loads(body)["missing"]) == (200, [])
+        assert await lacks(router, [])
 
         for engines, missing in (([p], ["prefill"]), ([p, d], ["prefill", "decode"])):
             for engine in engines:
                 engine.well = False
 
-            async def found(names: list[str] = missing) -> bool:
-                status, body = await router.get("/health")
-                said = json.loads(body)
-                return status == 503 and said["missing"] == names
-
-            await until(found)
-        assert json.loads((await router.get("/health"))[1])["prefill"] == {p.url: False}
+            await until(lambda names=missing: lacks(router, names))
+        assert json.loads((await router.get("/health")).body)["prefill"] == {p.url: False}
         status, body, _ = await router.post(ASK)
         assert status == 503
         assert json.loads(body)["error"]["message"] == "no prefill and no decode engine is up"
         assert p.asked == d.asked == []
         p.well = d.well = True
-
-        async def well() -> bool:
-            return (await router.get("/health"))[0] == 200
-
-        await until(well)
+        await until(lambda: router.answers("/health", 200))
 
 
 @on_loop
@@ -749,20 +742,19 @@ async def test_every_series_exists_at_the_first_scrape() -> None:
 
 
 async def series(router: Bench) -> set[str]:
-    _, text = await router.get("/metrics")
-    lines = text.decode().splitlines()
+    lines = (await router.get("/metrics")).body.decode().splitlines()
     return {line.rpartition(" ")[0] for line in lines if not line.startswith("#")}
 
 
 @on_loop
-async def test_cards_are_renewed_before_they_expire() -> None:
+async def test_standing_tickets_are_renewed_before_they_expire() -> None:
     p, d = pair()
     p.standing_ticket_lifetime_s = 0.1
     async with bench([p], [d]) as router:
         await until(lambda: p.standing_tickets >= 5)
 
         async def pushed() -> bool:
-            return (await router.post(ASK))[2]["x-kvconnect-mode"] == "push"
+            return (await router.post(ASK)).headers["x-kvconnect-mode"] == "push"
 
         await until(pushed)
         given = d.asked[-1]["kv_transfer_params"]["kvconnect_ticket"]
@@ -775,15 +767,15 @@ async def test_an_engine_silent_to_two_probes_is_down(monkeypatch: pytest.Monkey
     p, d = pair()
     async with bench([p], [d]) as router:
         await until(lambda: up(router, p, True))
-        probed, cards = p.got["/health"], p.standing_tickets
+        probed, tickets = p.got["/health"], p.standing_tickets
         p.silent = 1
         await until(lambda: p.got["/health"] > probed + 3)
-        assert p.standing_tickets == cards, "new ones are fetched from an engine that comes back"
+        assert p.standing_tickets == tickets, "new ones are fetched from an engine that comes back"
         p.silent = 10**6
         await until(lambda: up(router, p, False))
         p.silent = 0
         await until(lambda: up(router, p, True))
-        await until(lambda: p.standing_tickets > cards)
+        await until(lambda: p.standing_tickets > tickets)
 
 
 @on_loop

@@ -1,65 +1,23 @@
-"""Engines from Kubernetes and from etcd: the real clients, a real etcd, and a server that speaks
-the part of Kubernetes' REST protocol that matters here."""
+"""Engines from Kubernetes: the real client, and a server that speaks the part of Kubernetes' REST
+protocol that matters here."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import logging
-import shutil
-import subprocess
-import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from kvconnect.router.fleet.sources import (
-    EngineSource,
-    NamedEngines,
-    configured_sources,
-    etcd,
-    kubernetes,
-)
-from kvconnect.router.metrics import InputKind
-from kvconnect.router.options import Sources, Worker
+from kvconnect.router.fleet.sources import configured_sources, kubernetes
+from kvconnect.router.options import Sources
 from kvconnect.router.policy.loads import Engine, Role
-from tests.fakes.engine import ASK, FakeEngine, bench, decodes, on_loop, prefills, until
-from tests.servers import free_port
-
-
-def refused(what: InputKind, text: str) -> None:
-    """What a source calls for an entry that makes no sense."""
-    logging.getLogger(__name__).warning("%s: %s", what.value, text)
-
-
-class Latest:
-    """Follows a source and keeps what it said last."""
-
-    def __init__(self, source: EngineSource) -> None:
-        self._source = source
-        self.named: NamedEngines = {}
-        self.times = 0
-
-    async def __aenter__(self) -> Latest:
-        self._task = asyncio.create_task(self._follow())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _follow(self) -> None:
-        async with contextlib.aclosing(self._source) as source:
-            async for self.named in source:
-                self.times += 1
-
-    def urls(self, role: Role) -> list[str]:
-        return [worker.url for worker in self.named.get(role, ())]
-
+from tests.fakes.engine import on_loop, until
+from tests.fakes.engine_source import Latest, refused
 
 # Kubernetes -------------------------------------------------------------------------------------
 
@@ -209,107 +167,6 @@ async def test_a_cluster_that_fails_changes_nothing(
             served.slices["a"] = served.slice("a", ("10.0.0.2", True))
             served.fails = False
             await until(lambda: latest.urls(Role.PREFILL) == ["http://10.0.0.2:8000"])
-
-
-# etcd -------------------------------------------------------------------------------------------
-
-
-class Etcd:
-    """A real server."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.port, self._peers = free_port(), free_port()
-
-    def start(self) -> None:
-        here, peers = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{self._peers}"
-        command = [
-            *("etcd", "--data-dir", str(self._folder / "data"), "--log-level", "error"),
-            *("--listen-client-urls", here, "--advertise-client-urls", here),
-            *("--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers),
-            *("--initial-cluster", f"default={peers}"),
-        ]
-        log = (self._folder / "log").open("ab")
-        with log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Etcd]:
-    if shutil.which("etcd") is None:
-        pytest.skip("etcd is not installed")
-    monkeypatch.setattr(etcd, "EVERY_S", 0.02)
-    found = Etcd(tmp_path)
-    found.start()
-    yield found
-    found.stop()
-
-
-@on_loop
-async def test_engines_register_in_etcd_and_a_wrong_one_harms_itself_alone(server: Etcd) -> None:
-    client = etcd.Etcd3Client(port=server.port, timeout=5.0)
-    async with Latest(etcd.follow(f"http://127.0.0.1:{server.port}/kv/one", refused)) as latest:
-        await until(lambda: latest.times == 1)
-        assert latest.named == {Role.PREFILL: (), Role.DECODE: ()}
-
-        def register() -> Any:
-            lease = client.lease(ttl=3600)
-            client.put("kv/one/prefill/a", "http://10.0.0.1:8000,engine=sglang")
-            client.put("kv/one/decode/b", "http://10.0.0.2:8000", lease)
-            client.put("kv/one/decode/c", "nonsense")
-            client.put("kv/one/both/d", "http://10.0.0.4:8000")
-            client.put("kv/ones/decode/e", "http://10.0.0.5:8000")
-            client.put("kv/one/decode/z", "http://10.0.0.6:8000")
-            return lease
-
-        lease = await asyncio.to_thread(register)
-        await until(lambda: len(latest.urls(Role.DECODE)) == 2)
-        a = Worker("http://10.0.0.1:8000", Engine.SGLANG)
-        b, z = Worker("http://10.0.0.2:8000"), Worker("http://10.0.0.6:8000")
-        assert latest.named == {Role.PREFILL: (a,), Role.DECODE: (b, z)}
-        server.stop()
-        times = latest.times
-        await asyncio.sleep(0.2)
-        assert latest.times == times, "no answer changes nothing"
-        server.start()
-        await asyncio.to_thread(_until_answers, lease.revoke)
-        await until(lambda: latest.named == {Role.PREFILL: (a,), Role.DECODE: (z,)})
-
-
-def _until_answers(call: Any) -> None:
-    for _ in range(200):
-        try:
-            call()
-            return
-        except etcd.Etcd3Exception:
-            time.sleep(0.05)
-    raise AssertionError("etcd does not answer")
-
-
-@on_loop
-async def test_a_router_serves_with_what_etcd_names(server: Etcd) -> None:
-    p, d = FakeEngine(prefills), FakeEngine(decodes)
-    async with contextlib.AsyncExitStack() as ends:
-        for engine in (p, d):
-            await engine.start()
-            ends.push_async_callback(engine.stop)
-        source = Sources(etcd=f"http://127.0.0.1:{server.port}/kv")
-        router = await ends.enter_async_context(bench([], [], sources=source))
-        client = etcd.Etcd3Client(port=server.port, timeout=5.0)
-        for role, engine in (("prefill", p), ("decode", d)):
-            put = (client.put, f"kv/{role}/x", engine.url)
-            await asyncio.to_thread(_until_answers, lambda put=put: put[0](*put[1:]))
-
-        async def serves(status: int) -> bool:
-            return (await router.post(ASK))[0] == status
-
-        await until(lambda: serves(200))
-        await asyncio.to_thread(client.delete, "kv/decode/x")
-        await until(lambda: serves(503))
 
 
 def test_each_source_is_opened_once_under_its_name() -> None:

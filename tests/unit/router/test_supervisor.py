@@ -141,7 +141,7 @@ async def test_each_thing_that_an_engine_says_is_kept_by_itself() -> None:
     async with bench([prefill], [decode], intervals=Intervals(0, 0)) as router:
 
         async def models() -> list[str]:
-            status, answer = await router.get("/v1/models")
+            status, answer, _ = await router.get("/v1/models")
             return [model["id"] for model in json.loads(answer)["data"]] if status == 200 else []
 
         async def serves(*names: str) -> bool:

@@ -116,7 +116,7 @@ async def test_salts_follow_from_keys() -> None:
             for key, salt in asked:
                 body = ASK | ({} if salt is None else {"cache_salt": salt})
                 headers = {"Authorization": f"Bearer {key}"}
-                assert (await router.post(body, headers=headers))[0] == 200
+                assert (await router.post(body, headers=headers)).status == 200
             assert all(
                 p["cache_salt"] == d["cache_salt"] for p, d in zip(p.asked, d.asked, strict=True)
             )
@@ -181,12 +181,12 @@ async def test_a_client_with_many_requests_does_not_hold_up_others() -> None:
         assert (status, headers["retry-after"]) == (429, "1")
         assert "this client has 1 open requests" in json.loads(body)["error"]["message"]
         d.answer = decodes
-        assert (await router.post(ASK, headers=b))[0] == 200
+        assert (await router.post(ASK, headers=b)).status == 200
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
 
         async def free() -> bool:
-            return (await router.post(ASK, headers=a))[0] == 200
+            return (await router.post(ASK, headers=a)).status == 200
 
         await until(free)
 
@@ -290,7 +290,7 @@ async def test_slow_bodies_do_not_keep_others_out(monkeypatch: pytest.MonkeyPatc
         going.set()
         status, said = await late
         assert status == 429 and "the request body arrived slowly" in said
-        assert (await router.post(ASK))[0] == 200
+        assert (await router.post(ASK)).status == 200
 
 
 @on_loop
@@ -304,7 +304,7 @@ async def test_large_bodies_are_parsed_off_the_loop(monkeypatch: pytest.MonkeyPa
             return prefix_of(body)
 
         monkeypatch.setattr("kvconnect.router.body.prefix_of", spy)
-        assert (await router.post(ASK | {"prompt": "b" * 900_000}))[0] == 200
+        assert (await router.post(ASK | {"prompt": "b" * 900_000})).status == 200
         assert names == {"kvconnect-bodies"}
-        assert (await router.post(ASK))[0] == 200
+        assert (await router.post(ASK)).status == 200
         assert names == {"kvconnect-bodies", "MainThread"}

@@ -73,7 +73,7 @@ async def test_a_failed_attempt_shows(collector: Collector) -> None:
     broken, p, d = FakeEngine(says(500, {})), FakeEngine(prefills), FakeEngine(decodes)
     trace, headers = client_headers()
     async with bench([broken, p], [d], pull=True) as router:
-        assert (await router.post(ASK, headers=headers))[0] == 200
+        assert (await router.post(ASK, headers=headers)).status == 200
     spans = by_name(collector.spans(trace))
     first, second = spans["prefill"]
     assert (first.failed, first.attributes["kvconnect.outcome"]) == (True, "error")
@@ -84,7 +84,7 @@ async def test_a_failed_attempt_shows(collector: Collector) -> None:
 
     async with bench([broken], [d], pull=True) as router:
         trace, headers = client_headers()
-        assert (await router.post(ASK, headers=headers))[0] == 502
+        assert (await router.post(ASK, headers=headers)).status == 502
     spans = by_name(collector.spans(trace))
     assert spans[ROUTE][0].failed and spans["choose"][-1].failed
     assert spans[ROUTE][0].attributes["http.response.status_code"] == 502

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvconnect.breaker import CircuitBreaker
+from kvconnect.circuit_breaker import CircuitBreaker
 from kvconnect.tiers.backends.base import WriteBudget
 
 

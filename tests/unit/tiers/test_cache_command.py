@@ -11,7 +11,7 @@ import pytest
 from kvconnect.cache.keys import block_key, tenant_of
 from kvconnect.cli import main, parse_seconds, parse_tenant
 from kvconnect.errors import ConfigError
-from kvconnect.testing.memory import payload_of, spoil_files
+from kvconnect.testing.buffers import payload_of, spoil_files
 from kvconnect.tiers.backends import BlockOutcome
 from kvconnect.tiers.backends.base import PagePool
 from kvconnect.tiers.backends.disk import DiskOptions, DiskStore, inspect

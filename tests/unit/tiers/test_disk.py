@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvconnect.errors import ConfigError
-from kvconnect.testing.memory import payload_of, spoil_files
+from kvconnect.testing.buffers import payload_of, spoil_files
 from kvconnect.tiers.backends import BlockOutcome, make_store
 from kvconnect.tiers.backends.disk import DiskStore, files
 from kvconnect.tiers.backends.disk.files import PageFile

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvconnect.errors import ConfigError
-from kvconnect.testing.memory import payload_of
+from kvconnect.testing.buffers import payload_of
 from kvconnect.tiers.backends import BlockOutcome
 from kvconnect.tiers.backends.disk import DiskOptions, DiskStore, folder
 from kvconnect.tiers.backends.disk.files import Directory, PageFile

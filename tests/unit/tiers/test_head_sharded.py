@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvconnect.cache.head_shards import HeadUnit
 from kvconnect.errors import Misuse
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.testing.memory import payload_of
+from kvconnect.testing.buffers import payload_of
 from kvconnect.testing.store import check_store
 from kvconnect.tiers.backends.base import MAX_KEY_BYTES, BlockOutcome, Store, Usage, check_buffers
 from kvconnect.tiers.backends.head_sharded import HeadShardedStore

@@ -30,7 +30,7 @@ from kvconnect.tiers.messages import (
     TierInstructions,
     WriteBackBlocks,
 )
-from kvconnect.types import Tier
+from kvconnect.types import FailureCause, Tier
 
 FULL = (CacheGroup(4),)
 HYBRID = (CacheGroup(4), CacheGroup(4, window=5))
@@ -446,7 +446,8 @@ def test_write_backs_are_bounded_and_evicted_blocks_are_left_out() -> None:
     assert list(write_back.keys) == keys(hashes[:2])
     bench.store(hashes[4:6])
     assert bench.take().write_backs == []  # two are under way
-    bench.index.discard(bench.index.ready_slots(0, hashes[4:5])[0])
+    (slot,) = bench.index.ready_slots(0, hashes[4:5])
+    bench.index.quarantine(slot, FailureCause.COPY, bench.stats)
     bench.plan.on_answer(
         TierAnswer(write_back.job, bytes([0, 0])), 0.0
     )  # not written, not tried again
@@ -462,7 +463,7 @@ def test_a_block_of_another_group_is_not_written_in_place_of_one_that_left() -> 
     (write_back,) = bench.take().write_backs
     bench.store(late)  # waits
     (slot,) = bench.index.ready_slots(0, late)
-    bench.index.discard(slot)
+    bench.index.quarantine(slot, FailureCause.COPY, bench.stats)
     assert bench.index.reserve(1, late[0]) == slot
     bench.index.commit([slot])
     bench.plan.on_answer(TierAnswer(write_back.job, bytes([1])), 0.0)

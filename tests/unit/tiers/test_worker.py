@@ -1,4 +1,4 @@
-"""A worker's tiers below host memory: lookups, prefetches and write-backs on their own threads."""
+"""A worker's secondary tiers: lookups, prefetches and write-backs on their own threads."""
 
 from __future__ import annotations
 

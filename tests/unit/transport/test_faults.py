@@ -20,7 +20,7 @@ from kvconnect.protocol.codec import (
     pack_header,
     pack_message,
 )
-from kvconnect.testing.memory import plain_unit
+from kvconnect.testing.buffers import plain_unit
 from kvconnect.testing.proxy import FaultProxy
 from kvconnect.testing.transport import ConnectedPair, Side
 from kvconnect.transport.base import (
@@ -34,8 +34,7 @@ from kvconnect.transport.base import (
     PeerMessage,
     PeerUp,
 )
-from kvconnect.transport.tcp import connections as hub
-from kvconnect.transport.tcp import listener, send_queue
+from kvconnect.transport.tcp import listener, send_queue, transport
 from kvconnect.transport.tcp.control_connection import MAX_QUEUED_BYTES
 from tests.links import outcome, side, threads_after_close, through_proxy
 
@@ -506,7 +505,7 @@ def test_strangers_that_say_nothing_do_not_lock_others_out(
 def test_only_so_many_peers_are_let_in(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(hub, "MAX_INBOUND", 2)
+    monkeypatch.setattr(transport, "MAX_INBOUND", 2)
     with side() as reader, side() as source:
         pair = ConnectedPair(reader, source)
         pair.connect()

@@ -25,7 +25,7 @@ import numpy as np
 
 from kvconnect.errors import ConfigError, TransferFailed
 from kvconnect.protocol import nixl_messages
-from kvconnect.testing.memory import PageMemory, plain_unit, split_unit
+from kvconnect.testing.buffers import PageMemory, plain_unit, split_unit
 from kvconnect.testing.transport import ConnectedPair, Side, kinds
 from kvconnect.transport import Security, make_transport
 from kvconnect.transport.base import (
@@ -121,7 +121,7 @@ def test_swapped_pages_are_found_by_their_digests(
 
 
 def test_places_that_take_many_notes_or_too_many_of_them() -> None:
-    """Several units that do not fit into one note, and one that does not on its own: over TCP."""
+    """Several units that do not fit into one message, and one that does not alone: over TCP."""
     with pair() as link:
         several = [split_unit(8, 15_000, 2, offset) for offset in range(0, 720_000, 240_000)]
         link.expect(1, several, [[0, 1]] * len(several))
@@ -191,14 +191,14 @@ def test_peers_that_are_lost_together_cost_one_agent(monkeypatch: pytest.MonkeyP
         for peer in peers:  # exposed: told where to write
             order = IncomingPages(peer, 1, [UNIT], [(0, array("q", range(10)))], None, "nixl")
             reader.transport.submit(order)
-        mover: NixlWorker = reader.transport._worker  # type: ignore[attr-defined]
-        make, made = mover._start, []
+        worker: NixlWorker = reader.transport._worker  # type: ignore[attr-defined]
+        make, made = worker._start, []
 
         def start() -> NixlAgent:
             made.append(make())
             return made[-1]
 
-        monkeypatch.setattr(mover, "_start", start)
+        monkeypatch.setattr(worker, "_start", start)
         link.of_reader, link.of_source = link.connect()
         moves(link, read_id=2)  # by now all places have been told
         reader.transport.submit(Disconnect(peers[0], "enough"))
@@ -212,17 +212,17 @@ def test_peers_that_are_lost_together_cost_one_agent(monkeypatch: pytest.MonkeyP
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_step_that_raises_ends_the_path_but_no_wait() -> None:
     with side() as reader:
-        mover: NixlWorker = reader.transport._worker  # type: ignore[attr-defined]
+        worker: NixlWorker = reader.transport._worker  # type: ignore[attr-defined]
         done, lost = threading.Event(), threading.Event()
-        mover.join(lambda _: lost.set())
+        worker.join(lambda _: lost.set())
 
         def broken(_: NixlAgent) -> None:
             raise RuntimeError("injected")
 
-        mover.call(broken, done.set)
+        worker.call(broken, done.set)
         assert done.wait(30)
         assert lost.wait(30)
-        assert mover.offer is None
+        assert worker.offer is None
 
 
 # What a peer can reach ---------------------------------------------------------------------------
@@ -358,8 +358,8 @@ def test_who_comes_back_has_another_name() -> None:
             with side(seed=seed) as source:
                 link = ConnectedPair(reader, source, "nixl")
                 moves(link, read_id=seed)
-                mover = source.transport._worker  # type: ignore[attr-defined]
-                names.append(mover.offer.agent)
+                worker = source.transport._worker  # type: ignore[attr-defined]
+                names.append(worker.offer.agent)
         assert names[0] != names[1]
 
 
@@ -369,9 +369,9 @@ def test_who_comes_back_has_another_name() -> None:
 def change_offers(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
     offer = NixlPath.offer
 
-    def changed(rail: NixlPath) -> bytes:
+    def changed(path: NixlPath) -> bytes:
         return nixl_messages.encode(
-            msgspec.structs.replace(nixl_messages.decode_offer(offer(rail)), **changes)
+            msgspec.structs.replace(nixl_messages.decode_offer(offer(path)), **changes)
         )
 
     monkeypatch.setattr(NixlPath, "offer", changed)

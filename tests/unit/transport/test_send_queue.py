@@ -9,7 +9,7 @@ import pytest
 
 from kvconnect.errors import Misuse, ProtocolError
 from kvconnect.protocol.codec import FrameHeader
-from kvconnect.testing.memory import plain_unit
+from kvconnect.testing.buffers import plain_unit
 from kvconnect.transport.base import (
     MAX_UNREAD_BYTES,
     Drained,
@@ -38,15 +38,19 @@ class Fixture:
         self.events = EventQueue()
         self.now = 100.0
         self.watch = StallWatchdog(30.0, lambda: self.now)
-        self.queue = SendQueue(PEER, self.events, connections, self.watch)
+        self.starts: list[int] = []  # number of frames when sending was to start
+        self.queue = SendQueue(PEER, self.events, connections, self.watch, self.on_first)
+
+    def on_first(self) -> None:
+        self.starts.append(len(self.queue._queue))
 
     def send(self, blocks: int, block_bytes: int = KIB64, read_id: int = 1, first: int = 0) -> None:
         unit = plain_unit(block_bytes)
         ids = array("q", range(100, 100 + blocks))
-        self.queue.send(OutgoingPages(PEER, read_id, 0, unit, first, ids))
+        self.queue.submit(OutgoingPages(PEER, read_id, 0, unit, first, ids))
 
     def frames(self) -> Iterator[OutboundFrame]:
-        while self.queue.has_queued():
+        while self.queue._queue:
             with self.queue.next_frame() as frame:
                 assert frame is not None
                 self.queue.sent(frame)
@@ -54,7 +58,7 @@ class Fixture:
 
     def expect(self, read_id: int = 1, first: int = 10, blocks: int = 5) -> None:
         span = (first, array("q", range(blocks)))
-        self.queue.expect(IncomingPages(PEER, read_id, [plain_unit(KIB64)], [span]))
+        self.queue.submit(IncomingPages(PEER, read_id, [plain_unit(KIB64)], [span]))
 
 
 def header(**changes: int) -> FrameHeader:
@@ -98,6 +102,16 @@ def test_a_block_larger_than_a_frame_goes_alone() -> None:
 def test_an_empty_order_is_a_mistake() -> None:
     with pytest.raises(Misuse, match="nothing to send"):
         Fixture().send(0)
+
+
+def test_sending_starts_with_the_first_pages_and_once() -> None:
+    fixture = Fixture()
+    fixture.expect()
+    assert fixture.starts == []
+    fixture.send(1)
+    fixture.queue.cancel(1)
+    fixture.send(1, read_id=2)
+    assert fixture.starts == [1]
 
 
 def test_an_expected_frame_finds_its_pages() -> None:
@@ -187,25 +201,26 @@ def test_nothing_happens_after_close() -> None:
         fixture.send(1)
     with fixture.queue.next_frame() as frame:
         assert frame is None
-    assert not fixture.queue.has_queued()
+    assert not fixture.queue._queue
+    assert fixture.starts == [1]
     assert fixture.events.drain(0) == []
 
 
 def test_a_mailbox_says_when_too_much_is_unread() -> None:
-    mailbox = EventQueue()
-    note = MessageReceived(PEER, bytes(1 << 20))
-    assert all(mailbox.put(note) for _ in range(MAX_UNREAD_BYTES >> 20))
-    assert not mailbox.put(note)
-    assert mailbox.put(MessageReceived(PeerId(8), b"x"))  # another peer is not to blame
-    assert len(mailbox.drain(0)) == (MAX_UNREAD_BYTES >> 20) + 2
-    assert mailbox.put(note)
+    events = EventQueue()
+    message = MessageReceived(PEER, bytes(1 << 20))
+    assert all(events.put(message) for _ in range(MAX_UNREAD_BYTES >> 20))
+    assert not events.put(message)
+    assert events.put(MessageReceived(PeerId(8), b"x"))  # another peer is not to blame
+    assert len(events.drain(0)) == (MAX_UNREAD_BYTES >> 20) + 2
+    assert events.put(message)
 
 
 def test_a_mailbox_is_not_filled_by_tiny_notes_either() -> None:
-    mailbox = EventQueue()
-    note = MessageReceived(PEER, b"x")
-    assert all(mailbox.put(note) for _ in range(MAX_UNREAD_BYTES // 256))
-    assert not mailbox.put(note)
+    events = EventQueue()
+    message = MessageReceived(PEER, b"x")
+    assert all(events.put(message) for _ in range(MAX_UNREAD_BYTES // 256))
+    assert not events.put(message)
 
 
 def test_a_frame_has_its_time_by_size_and_no_more() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvconnect.errors import ConfigError, Misuse, TransferFailed
-from kvconnect.testing.memory import plain_unit
+from kvconnect.testing.buffers import plain_unit
 from kvconnect.testing.transport import ConnectedPair, Side, kinds
 from kvconnect.transport import ConnectionOptions, Security, page_io
 from kvconnect.transport.base import (
@@ -41,6 +41,16 @@ from tests.links import (
 )
 
 KEY = Security(key=b"k" * 32)
+
+
+class SlowFence:
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.passed = threading.Event()
+
+    def wait(self) -> None:
+        self.asked.set()
+        self.passed.wait(30)
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +159,27 @@ def test_orders_before_a_peer_is_up_wait_for_it() -> None:
         assert [e.payload for e in source.of(MessageReceived)] == [b"1", b"2"]
 
 
+def test_pages_before_a_peer_is_up_wait_for_it() -> None:
+    unit, fence = plain_unit(64), SlowFence()
+    with side() as source, side() as reader:
+        number = source.transport.connect(*reader.transport.listen("127.0.0.1", 0))
+        ids = array("q", [0])
+        source.transport.submit(OutgoingPages(number, 1, 0, unit, 0, ids, fence))
+        assert fence.asked.wait(30)
+        for _ in range(500):
+            reader.poll()
+            if reader.of(PeerUp):
+                break
+        peer = reader.of(PeerUp)[0].peer
+        reader.transport.submit(IncomingPages(peer, 1, [unit], [(0, ids)]))
+        fence.passed.set()
+        for _ in range(500):
+            reader.poll()
+            if reader.of(PagesReceived):
+                break
+        assert [event.bad for event in reader.of(PagesReceived)] == [()]
+
+
 def test_a_restart_on_the_same_port_is_a_new_peer() -> None:
     with side() as reader:
         with side() as source:
@@ -224,16 +255,6 @@ def test_closing_while_connecting_leaves_nothing() -> None:
 
 def test_closing_waits_for_a_page_that_is_being_sent() -> None:
     """After ``close`` returned, no thread is in the memory any more."""
-
-    class SlowFence:
-        def __init__(self) -> None:
-            self.asked = threading.Event()
-            self.passed = threading.Event()
-
-        def wait(self) -> None:
-            self.asked.set()
-            self.passed.wait(30)
-
     fence = SlowFence()
     with side() as reader, side() as source:
         pair = ConnectedPair(reader, source)
@@ -357,9 +378,9 @@ def test_both_sides_use_the_stricter_digest_of_the_two(
 
 def without_hashing(side: Side, number: PeerId) -> None:
     """As if there were neither the extension nor xxhash."""
-    peer = side.transport._connections.find(number)  # type: ignore[attr-defined]
-    for lane in peer._data.values():
-        lane._can_digest = False
+    peer = side.transport._peers[number]  # type: ignore[attr-defined]
+    for connection in peer._data.values():
+        connection._can_digest = False
 
 
 def test_a_reader_that_cannot_hash_takes_pages_unverified(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The dashboard of hand-offs from prefill to decode engines."""
+"""The dashboard of hand-offs from prefill to decode engines: ``kvconnect-handoff.json``."""
 
 from __future__ import annotations
 

@@ -241,18 +241,19 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's part of the disk tier.
 
     Attributes:
-        path: folder of the tier, on a local disk; made if it is not there.
-        capacity: bytes at most that this worker keeps there, its indexes included.
-        owner: name of this worker's folder in it. Workers that run at the same time each have
-            their own, and find theirs again after a restart.
-        ttl_s: seconds after which a block does not exist any more; 0: never.
-        daily_write_bytes: bytes per day that are written at most, for the sake of the disk's life;
-            0: no bound.
-        min_free: bytes of the file system to leave free: the tier shrinks, or takes nothing more.
-        policy: which segment leaves first.
-        tenant_share: part of ``capacity`` that the blocks of one tenant may take, in (0, 1];
-            1: no bound. A tenant is the first 8 bytes of a key: the request's ``cache_salt``.
-        about: what the fingerprint means, in words; ``model`` is what ``kvconnect cache`` goes by.
+        path: folder of the tier, on a local disk; created if it is missing.
+        capacity: limit of the bytes that this worker keeps there, indexes included.
+        owner: name of this worker's folder in ``path``. Each worker sets it: leave it out.
+        ttl_s: seconds after which a block is not found any more. ``0``: no limit.
+        daily_write_bytes: limit of the bytes written per day, which spares the disk's life. ``0``:
+            no limit.
+        min_free: bytes of the file system to leave free. With less, the tier shrinks or stores
+            nothing more.
+        policy: which segment is evicted first.
+        tenant_share: part of ``capacity`` that the blocks of one tenant may take, in (0, 1].
+            ``1``: no limit. A tenant is the first 8 bytes of a key: the request's ``cache_salt``.
+        about: description of the block format, in words, which ``kvconnect cache`` shows. Each
+            worker sets it: leave it out.
     """
 
     path: str

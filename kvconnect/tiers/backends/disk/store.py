@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvconnect.breaker import CircuitBreaker
+from kvconnect.circuit_breaker import CircuitBreaker
 from kvconnect.offload.eviction import make_policy
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends.base import (

@@ -1,8 +1,7 @@
-"""The prefill worker's machine: every wanted page goes out once, as early as it can be read."""
+"""The prefill worker's planner: every requested page goes out once, as early as it can be read."""
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,68 +10,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.disaggregation import sender as machine
+from kvconnect.disaggregation import prefill_planner as machine
 from kvconnect.disaggregation.messages import NoticeKind, OfferBlocks, TransferEvent, Withdraw
-from kvconnect.disaggregation.reads import wire_ids
-from kvconnect.disaggregation.sender import (
-    AcceptedRead,
+from kvconnect.disaggregation.prefill_planner import (
     Action,
     AnnounceReady,
     CancelRead,
     GroupView,
-    RefuseRead,
+    PrefillPlanner,
     ReportNotice,
     ReportServed,
     SendAlive,
-    Sender,
-    SendPages,
 )
+from kvconnect.disaggregation.prefill_reads import wire_ids
 from kvconnect.errors import Misuse, ProtocolError
-from kvconnect.types import FailureCause, Rank, Span, TransferId
-
-T, U = TransferId(b"t" * 16), TransferId(b"u" * 16)
-ONE = Rank(0, 1, 0, 1)
-VIEW = GroupView(1, 9, (0, 1))
-VIEWS = {0: VIEW}
-
-
-def sender(*layers: int) -> Sender:
-    return Sender(layers or (2,), deadline_s=10.0, heartbeat_s=1.0)
-
-
-def span(first: int, *ids: int, group: int = 0) -> Span:
-    return Span(group, first, array("q", ids))
-
-
-def ask(want: int = 1, peer: int = 3, early: bool = False, **other: Any) -> AcceptedRead:
-    fields = {"transfer": T, "reader": ONE, "views": VIEWS, "parts": [(0, 0, 4)], **other}
-    return AcceptedRead(peer=peer, read_id=want, early=early, **fields)
-
-
-def pages(actions: list[Action]) -> list[tuple[int, int, list[int], Any]]:
-    """(unit, first, ids, fence) of what is sent."""
-    sends = [action for action in actions if isinstance(action, SendPages)]
-    return [(a.number, a.first, list(a.ids), a.fence) for a in sends]
-
-
-def notices(actions: list[Action]) -> list[str]:
-    return [
-        action.notice.kind.value
-        for action in actions
-        if isinstance(action, ReportNotice | ReportServed)
-    ]
-
-
-def refusals(actions: list[Action]) -> list[tuple[int, int, str]]:
-    return [(a.peer, a.read_id, a.cause.value) for a in actions if isinstance(a, RefuseRead)]
-
-
-def written(*spans: Span, layers: tuple[int, ...] = (2,)) -> Sender:
-    one = sender(*layers)
-    one.offer(OfferBlocks(T, spans))
-    one.step_written("step")
-    return one
-
+from kvconnect.types import FailureCause, Rank
+from tests.unit.disaggregation.prefill_steps import (
+    ONE,
+    T,
+    U,
+    ask,
+    notices,
+    pages,
+    refusals,
+    sender,
+    span,
+    written,
+)
 
 # What goes out, and when ------------------------------------------------------------------------
 
@@ -95,7 +59,7 @@ def test_layers_go_out_as_they_are_written_and_the_rest_with_the_step() -> None:
     one.offer(OfferBlocks(T, (span(2, 7, 8, 9),)))  # no hook fires
     assert pages(one.step_written("next")) == [(9, 2, [7, 8], "next")]
     one.offer(OfferBlocks(T, (span(5, 10),)))
-    assert pages(one.layer_written(0, 0, "f")) == []  # beyond what is wanted
+    assert pages(one.layer_written(0, 0, "f")) == []  # beyond what was requested
 
 
 def test_a_layer_that_runs_again_in_a_step_sends_nothing_again() -> None:
@@ -104,14 +68,14 @@ def test_a_layer_that_runs_again_in_a_step_sends_nothing_again() -> None:
     one.on_request(ask(), 0.0)
     assert pages(one.layer_written(0, 1, "first")) == [(1, 1, [6], "first")]
     assert one.layer_written(0, 1, "again") == []
-    late = one.on_request(ask(want=2, reader=Rank(1, 2, 0, 1)), 0.0)
+    late = one.on_request(ask(read_id=2, reader=Rank(1, 2, 0, 1)), 0.0)
     assert pages(late) == [(9, 0, [5], "step"), (1, 1, [6], "first")]
     assert pages(one.step_written("end")) == [(0, 1, [6], "end")] * 2
 
 
 def test_a_reader_hears_when_its_last_page_is_computed() -> None:
     one = written(span(0, 5))
-    assert AnnounceReady(3, 1) not in one.on_request(ask(), 0.0)  # three more blocks are wanted
+    assert AnnounceReady(3, 1) not in one.on_request(ask(), 0.0)  # three more blocks are requested
     one.offer(OfferBlocks(T, (span(1, 6, 7, 8, 9),)))
     assert AnnounceReady(3, 1) not in one.layer_written(0, 0, None)
     assert one.step_written(None)[-1] == AnnounceReady(3, 1)
@@ -153,7 +117,7 @@ def sent_cells(actions: list[Action], view: GroupView) -> Counter[tuple[int, int
 
 
 @given(st.data())
-def test_every_wanted_page_is_sent_exactly_once(data: st.DataObject) -> None:
+def test_every_requested_page_is_sent_exactly_once(data: st.DataObject) -> None:
     one, view = sender(3), GroupView(data.draw(st.integers(1, 3)), 9, (4, -1, 5))
     first, count = data.draw(st.integers(0, 8)), data.draw(st.integers(1, 12))
     actions = one.offer(OfferBlocks(T))
@@ -181,7 +145,7 @@ def test_every_wanted_page_is_sent_exactly_once(data: st.DataObject) -> None:
 def test_early_readers_wait_for_the_prefill() -> None:
     one = sender()
     assert one.on_request(ask(early=True), 0.0) == []
-    assert refusals(one.on_request(ask(want=2), 0.0)) == [(3, 2, "gone")]
+    assert refusals(one.on_request(ask(read_id=2), 0.0)) == [(3, 2, "gone")]
     assert notices(one.offer(OfferBlocks(T))) == ["joined"]
     assert refusals(one.tick(100.0)) == []
 
@@ -216,12 +180,12 @@ def test_early_readers_wait_for_a_time_and_in_limited_number(
     monkeypatch.setattr(machine, "MAX_PARKED_READS", 1)
     one = sender()
     one.on_request(ask(early=True), 0.0)
-    assert refusals(one.on_request(ask(want=2, early=True), 0.0)) == [(3, 2, "refused")]
+    assert refusals(one.on_request(ask(read_id=2, early=True), 0.0)) == [(3, 2, "refused")]
     assert refusals(one.tick(9.9)) == []
     assert refusals(one.tick(10.0)) == [(3, 1, "gone")]
-    one.on_request(ask(want=3, early=True), 10.0)
+    one.on_request(ask(read_id=3, early=True), 10.0)
     one.cancel(3, 3)
-    one.on_request(ask(want=4, early=True), 10.0)
+    one.on_request(ask(read_id=4, early=True), 10.0)
     one.peer_lost(3)
     assert one.offer(OfferBlocks(T)) == []
 
@@ -237,23 +201,24 @@ def test_what_must_not_be_asked(parts: list[tuple[int, int, int]]) -> None:
 
 def test_a_want_is_asked_once() -> None:
     one = written(span(0, 5))
-    one.on_request(ask(want=4), 0.0)
-    for want in (4, 3):
+    one.on_request(ask(read_id=4), 0.0)
+    for read_id in (4, 3):
         with pytest.raises(ProtocolError, match="does not follow"):
-            one.on_request(ask(want=want), 0.0)
-    one.on_request(ask(want=4, peer=8, reader=Rank(1, 2, 0, 1)), 0.0)  # numbers are the peer's own
+            one.on_request(ask(read_id=read_id), 0.0)
+    # Numbers are the peer's own.
+    one.on_request(ask(read_id=4, peer=8, reader=Rank(1, 2, 0, 1)), 0.0)
 
 
 def test_a_replay_is_refused_unless_the_first_reader_left() -> None:
     one = written(span(0, 5))
     one.on_request(ask(), 0.0)
-    assert refusals(one.on_request(ask(want=2), 0.0)) == [(3, 2, "refused")]
+    assert refusals(one.on_request(ask(read_id=2), 0.0)) == [(3, 2, "refused")]
     assert one.cancel(3, 1)[0] == CancelRead(3, 1)
-    actions = one.on_request(ask(want=3), 0.0)
+    actions = one.on_request(ask(read_id=3), 0.0)
     assert pages(actions) == [(9, 0, [5], "step")]
     one.sent(3, 3)
     assert notices(one.done(3, 3)) == ["done"]
-    assert refusals(one.on_request(ask(want=4), 0.0)) == [(3, 4, "refused")]
+    assert refusals(one.on_request(ask(read_id=4), 0.0)) == [(3, 4, "refused")]
 
 
 def test_a_reader_whose_thanks_overtake_our_sockets_is_done_when_the_last_page_has_left() -> None:
@@ -273,7 +238,7 @@ def test_a_reader_whose_thanks_overtake_our_sockets_is_done_when_the_last_page_h
 def test_readers_that_are_gone_get_nothing() -> None:
     one = written(span(0, 5))
     one.on_request(ask(), 0.0)
-    one.on_request(ask(want=1, peer=4, reader=Rank(1, 2, 0, 1)), 0.0)
+    one.on_request(ask(read_id=1, peer=4, reader=Rank(1, 2, 0, 1)), 0.0)
     assert notices(one.cancel(3, 1)) == ["left"]
     assert notices(one.peer_lost(4)) == ["left"]
     assert one.cancel(3, 1) == one.done(3, 1) == one.peer_lost(4) == one.sent(4, 1) == []
@@ -284,21 +249,21 @@ def test_readers_that_are_gone_get_nothing() -> None:
 # The end ----------------------------------------------------------------------------------------
 
 
-def lose(one: Sender) -> list[Action]:
+def lose(one: PrefillPlanner) -> list[Action]:
     return one.peer_lost(3)
 
 
-def drained(one: Sender) -> list[Action]:
+def drained(one: PrefillPlanner) -> list[Action]:
     return one.drained(3, 1)
 
 
-def send(one: Sender) -> list[Action]:
+def send(one: PrefillPlanner) -> list[Action]:
     assert one.sent(3, 1) == []  # one of two
     return one.sent(3, 1)
 
 
 @pytest.mark.parametrize("end", [lose, drained, send])
-def test_withdrawn_is_told_when_nothing_is_in_flight(end: Callable[[Sender], Any]) -> None:
+def test_withdrawn_is_told_when_nothing_is_in_flight(end: Callable[[PrefillPlanner], Any]) -> None:
     one = written(span(0, 5))
     one.on_request(ask(), 0.0)
     one.offer(OfferBlocks(T, (span(1, 6),)))
@@ -308,10 +273,10 @@ def test_withdrawn_is_told_when_nothing_is_in_flight(end: Callable[[Sender], Any
     assert refusals(actions) == [(3, 1, "deadline")]
     assert CancelRead(3, 1) in actions and notices(actions) == []
     assert one.step_written(None) == []  # what was on offer is not sent
-    assert refusals(one.on_request(ask(want=2), 0.0)) == ([(3, 2, "deadline")])
+    assert refusals(one.on_request(ask(read_id=2), 0.0)) == ([(3, 2, "deadline")])
     assert end(one) == [ReportNotice(TransferEvent(T, NoticeKind.WITHDRAWN))]
-    assert refusals(one.on_request(ask(want=5, peer=7), 0.0)) == [(7, 5, "gone")]
-    assert repr(one) == "<Sender 0 transfers, 0 reads>"
+    assert refusals(one.on_request(ask(read_id=5, peer=7), 0.0)) == [(7, 5, "gone")]
+    assert repr(one) == "<PrefillPlanner 0 transfers, 0 reads>"
 
 
 def test_an_idle_or_unknown_transfer_is_withdrawn_at_once() -> None:
@@ -337,10 +302,10 @@ def test_a_reader_that_is_done_is_not_told_of_the_end() -> None:
 
 def test_heartbeats_say_what_is_still_to_come() -> None:
     one = written(span(0, 5))
-    one.on_request(ask(), 0.0)  # four wire blocks wanted, one is there
+    one.on_request(ask(), 0.0)  # four wire blocks requested, one is there
     one.offer(OfferBlocks(U))
-    one.on_request(ask(want=2, transfer=U), 0.0)
-    one.on_request(ask(want=1, peer=4, transfer=U, reader=Rank(1, 2, 0, 1)), 0.0)
+    one.on_request(ask(read_id=2, transfer=U), 0.0)
+    one.on_request(ask(read_id=1, peer=4, transfer=U, reader=Rank(1, 2, 0, 1)), 0.0)
     renewed = ReportNotice(TransferEvent(T, NoticeKind.RENEWED))
     assert one.tick(1.0) == [renewed, SendAlive(3, (1, 2)), SendAlive(4, (1,))]
     assert one.tick(1.5) == []

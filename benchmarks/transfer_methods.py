@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
-from kvconnect.testing.memory import PageMemory, plain_unit
+from kvconnect.testing.buffers import PageMemory, plain_unit
 from kvconnect.transport import make_transport
 from kvconnect.transport.base import (
     ConnectionOptions,
@@ -60,7 +60,7 @@ class Picked(NamedTuple):
     theirs: array[int]
 
 
-class Mover(ABC):
+class TransferMethod(ABC):
     """One process's side of one way to move pages from the source to the reader."""
 
     def __init__(self, area: PageMemory, source: bool, host: str, option: str) -> None:
@@ -83,7 +83,7 @@ class Mover(ABC):
         """Do this side's part."""
 
 
-class Ours(Mover):
+class Ours(TransferMethod):
     """The transport of hand-offs; ``option`` is its path and its digest mode."""
 
     def __init__(self, area: PageMemory, source: bool, host: str, option: str) -> None:
@@ -145,7 +145,7 @@ class Ours(Mover):
                     yield event
 
 
-class Raw(Mover):
+class Raw(TransferMethod):
     """Sockets and nothing else; ``option`` is the number of bytes per system call."""
 
     def __init__(self, area: PageMemory, source: bool, host: str, option: str) -> None:
@@ -193,7 +193,7 @@ class Raw(Mover):
                 raise SystemExit("a blocking recvmsg did not receive all")
 
 
-class Nixl(Mover):
+class Nixl(TransferMethod):
     """NIXL over TCP; ``option`` is READ, where the reader asks, or WRITE, where the source does."""
 
     def __init__(self, area: PageMemory, source: bool, host: str, option: str) -> None:
@@ -238,17 +238,17 @@ def nixl_agent(name: str, area: PageMemory) -> Any:
     return agent
 
 
-KINDS: dict[str, type[Mover]] = {"ours": Ours, "raw": Raw, "nixl": Nixl}
+KINDS: dict[str, type[TransferMethod]] = {"ours": Ours, "raw": Raw, "nixl": Nixl}
 
 
 class Host:
-    """What the driver calls in a process: one memory, and movers by name."""
+    """What the driver calls in a process: one memory, and transfer methods by name."""
 
     def __init__(self, source: bool, address: str) -> None:
         self._source = source
         self._address = address
         self._area = PageMemory(AREA_BYTES)
-        self._movers: dict[str, Mover] = {}
+        self._methods: dict[str, TransferMethod] = {}
         self._views: list[memoryview] = []
         self._busy = threading.Event()
         if source:
@@ -257,11 +257,11 @@ class Host:
                 self._area.data[start : start + 64 * MIB] = contents.randbytes(64 * MIB)
 
     def open(self, kind: str, name: str, option: str) -> Any:
-        mover = self._movers[name] = KINDS[kind](self._area, self._source, self._address, option)
-        return mover.hello
+        method = self._methods[name] = KINDS[kind](self._area, self._source, self._address, option)
+        return method.hello
 
     def meet(self, name: str, hello: Any) -> None:
-        self._movers[name].meet(hello)
+        self._methods[name].meet(hello)
 
     def prepare(self, name: str, page: int, nbytes: int, seed: int) -> None:
         """Pick pages, the same in both processes: the source's first, then the reader's."""
@@ -270,18 +270,18 @@ class Host:
         mine, theirs = (source, reader) if self._source else (reader, source)
         data = memoryview(self._area.data)
         self._views = [data[i * page : (i + 1) * page] for i in mine]
-        self._movers[name].prepare(Picked(page, mine, theirs))
+        self._methods[name].prepare(Picked(page, mine, theirs))
 
     def move(self, name: str) -> float:
         start = time.perf_counter()
-        self._movers[name].move()
+        self._methods[name].move()
         return time.perf_counter() - start
 
     def handshake(self, name: str) -> float:
-        mover = self._movers[name]
-        if not isinstance(mover, Ours):
+        method = self._methods[name]
+        if not isinstance(method, Ours):
             raise SystemExit(f"{name} has no handshake to time")
-        return mover.handshake()
+        return method.handshake()
 
     def digest(self) -> str:
         """Return a checksum of the pages that were moved, in order."""

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.pool_host.mha import (
 )
 from sglang.srt.runtime_context import get_lora, get_model, get_parallel, get_server_args, get_spec
 
-from kvconnect import versions
+from kvconnect import engine_versions
 from kvconnect.cache.head_shards import HeadUnit, Rows, unit_heads, units
 from kvconnect.cache.keys import group_of
 from kvconnect.cache.layout import ByteRun, GroupGeometry
@@ -80,7 +80,7 @@ def stored_format(ranks: HiCacheStorageConfig) -> dict[str, Any]:
         **settings,
         "model": path.rstrip("/").rpartition("/")[2],
         "record": 1,
-        "sglang": versions.installed("sglang"),
+        "sglang": engine_versions.installed("sglang"),
         "weights": weights_name(path, revision, model.load_format == "dummy"),
         "configuration": _digest(model_folder(path, revision), "config.json"),
         "scales": _digest(Path(), model.quantization_param_path or ""),

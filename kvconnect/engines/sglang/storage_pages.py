@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from kvconnect.config import Config
-from kvconnect.engines.sglang.page_tiers import GROUP, PageCache, PageTiers
+from kvconnect.engines.sglang.storage_tiers import GROUP, PageCache, PageTiers
 from kvconnect.errors import Corrupt
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.host_arena import HostArena
@@ -45,7 +45,6 @@ class PageStore:
         limits = (config.tiers.wait_s, config.deadline_s)
         self.tiers = PageTiers(stores, self._pages, limits) if stores else None
         self._wait_s = config.tiers.wait_s
-        self._evictions_counted = 0
 
     @property
     def most(self) -> int:
@@ -148,17 +147,10 @@ class PageStore:
         """Return what was counted since the last call; one thread at a time may call."""
         theirs = self.tiers.take_stats() if self.tiers else None
         with self._pages.lock:
-            stats, slots = self._pages.stats, self.index.slots
-            fresh = self.index.evictions - self._evictions_counted
-            self._evictions_counted = self.index.evictions
-            stats.count("evicted_blocks", fresh, label=Tier.HOST.value)
-            self.index.removed.clear()  # nobody reads them
-            page_bytes = self.memory.slot_bytes
-            stats.gauge("host_blocks_used", slots.used)
-            stats.gauge("host_blocks_capacity", len(slots))
-            stats.gauge("host_blocks_pinned", slots.busy)
-            stats.gauge("host_bytes_used", slots.used * page_bytes)
-            stats.gauge("host_bytes_capacity", len(slots) * page_bytes)
+            stats = self._pages.stats
+            self.index.take_removed(stats)  # nobody needs the list
+            for name, value, label in self.index.slots.gauges(self.memory.slot_bytes):
+                stats.gauge(name, value, label)
             if self.tiers:
                 stats.gauge("tier_jobs_in_flight", self.tiers.jobs)
             if theirs:
@@ -172,10 +164,9 @@ class PageStore:
             self.memory.verify(slot, nbytes)
         except Corrupt:
             with self._pages.lock:
-                cause = FailureCause.DIGEST.value
-                self._pages.stats.count("failed_blocks", label=cause)
-                if self.index.discard(slot):
-                    self._pages.stats.count("quarantined_blocks", label=cause)
+                cause, stats = FailureCause.DIGEST, self._pages.stats
+                stats.count("failed_blocks", label=cause.value)
+                self.index.quarantine(slot, cause, stats)
             return None
         return self._slot(slot, nbytes)
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvconnect.disaggregation.messages import NoticeKind, OfferBlocks, TransferEvent, Withdraw
-from kvconnect.disaggregation.reads import (
+from kvconnect.disaggregation.prefill_reads import (
     AcceptedRead,
     Action,
     AnnounceReady,
@@ -44,12 +44,12 @@ __all__ = [
     "CancelRead",
     "DropPeer",
     "GroupView",
+    "PrefillPlanner",
     "RefuseRead",
     "ReportNotice",
     "ReportServed",
     "SendAlive",
     "SendPages",
-    "Sender",
 ]
 
 MAX_PARKED_READS = 2048
@@ -145,7 +145,7 @@ class _TransferTable:
         return actions + [SendAlive(peer, tuple(numbers)) for peer, numbers in read_ids.items()]
 
 
-class Sender:
+class PrefillPlanner:
     """Readers of one prefill worker. One thread; ``now`` is in seconds of one monotonic clock.
 
     Events about finished reads are ignored, since messages cross. Call order per step: offers,
@@ -170,7 +170,7 @@ class Sender:
     def __repr__(self) -> str:
         transfers = self._transfers
         reads = sum(map(len, transfers.readers.values()))
-        return f"<Sender {len(transfers.offered)} transfers, {reads} reads>"
+        return f"<PrefillPlanner {len(transfers.offered)} transfers, {reads} reads>"
 
     def offer(self, offer: OfferBlocks) -> list[Action]:
         """These blocks are written in the current step; an empty offer announces a transfer.

@@ -1,4 +1,4 @@
-"""Prefill side of one worker's hand-offs: carries out the actions of ``sender.py``."""
+"""Prefill side of one worker's hand-offs: carries out the actions of ``prefill_planner.py``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 import time
 from collections.abc import Sequence
 
-from kvconnect.disaggregation import sender, sessions
+from kvconnect.disaggregation import prefill_planner, sessions
 from kvconnect.disaggregation.messages import DisaggregationInstructions, NoticeKind, TransferEvent
-from kvconnect.disaggregation.sender import AcceptedRead, Action, Sender
+from kvconnect.disaggregation.prefill_planner import AcceptedRead, Action, PrefillPlanner
 from kvconnect.disaggregation.sessions import Session, Sessions, isolate
 from kvconnect.disaggregation.transfer_meter import ChunkKey
 from kvconnect.errors import ProtocolError
@@ -30,7 +30,7 @@ HEARTBEAT_S = 1.0
 """Seconds between heartbeats to readers that wait for pages."""
 
 
-class SendSide:
+class PrefillExecutor:
     """Not synchronised: the agent holds its lock around every call."""
 
     def __init__(self, sessions: Sessions, deadline_s: float) -> None:
@@ -43,7 +43,7 @@ class SendSide:
         # In order of arrival.
         self._notices: dict[tuple[TransferId, NoticeKind, Rank | None], TransferEvent] = {}
         layers = [len(group.layers) for group in sessions.hello.groups]
-        self._sender = Sender(layers, deadline_s, HEARTBEAT_S)
+        self._sender = PrefillPlanner(layers, deadline_s, HEARTBEAT_S)
         self._deadline_s = deadline_s
         # End of the engine's last step; inf: a step runs, or none was seen.
         self.step_ended_at = math.inf
@@ -120,37 +120,37 @@ class SendSide:
 
     def _run_actions(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            if isinstance(action, sender.ReportNotice):
+            if isinstance(action, prefill_planner.ReportNotice):
                 self._keep_notice(action.notice)
                 continue
             session = self._sessions.get(PeerId(action.peer))
             if session is None:
                 # The connection may end before its last PagesSent event.
-                if isinstance(action, sender.ReportServed):
+                if isinstance(action, prefill_planner.ReportServed):
                     self._keep_notice(action.notice)
                 continue
             with isolate(self._sessions, session.peer):  # this may be the engine's thread
                 self._run_action(session, action)
 
     def _run_action(self, session: Session, action: Action) -> None:
-        if isinstance(action, sender.SendPages):
+        if isinstance(action, prefill_planner.SendPages):
             self._send(session, action)
-        elif isinstance(action, sender.ReportServed):
+        elif isinstance(action, prefill_planner.ReportServed):
             measured = session.meter.finish(self._sessions.stats, action.read_id, "send")
             self._keep_notice(action.notice._replace(**measured._asdict()))
-        elif isinstance(action, sender.CancelRead):
+        elif isinstance(action, prefill_planner.CancelRead):
             session.meter.forget(action.read_id)
             self._sessions.transport.cancel(session.peer, action.read_id)
-        elif isinstance(action, sender.RefuseRead):
+        elif isinstance(action, prefill_planner.RefuseRead):
             session.meter.forget(action.read_id)
             fail = Fail(want=action.read_id, cause=action.cause.value, detail=action.detail)
             self._sessions.send(session.peer, fail)
-        elif isinstance(action, sender.AnnounceReady):
+        elif isinstance(action, prefill_planner.AnnounceReady):
             self._sessions.send(session.peer, PagesReady(want=action.read_id))
-        elif isinstance(action, sender.SendAlive):
+        elif isinstance(action, prefill_planner.SendAlive):
             self._sessions.send(session.peer, Alive(wants=list(action.read_ids)))
         else:
-            assert isinstance(action, sender.DropPeer)
+            assert isinstance(action, prefill_planner.DropPeer)
             sessions.end_session(self._sessions, session.peer, action.error)
 
     def _keep_notice(self, notice: TransferEvent) -> None:
@@ -160,7 +160,7 @@ class SendSide:
         self._notices.pop(key, None)
         self._notices[key] = notice
 
-    def _send(self, session: Session, pages: sender.SendPages) -> None:
+    def _send(self, session: Session, pages: prefill_planner.SendPages) -> None:
         unit = session.units[pages.number]
         if session.meter.trace is not None:
             chunk = ChunkKey(pages.group, pages.first, len(pages.ids))

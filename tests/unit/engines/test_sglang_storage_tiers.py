@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvconnect.config import Config
-from kvconnect.engines.sglang.page_store import PageStore
+from kvconnect.engines.sglang.storage_pages import PageStore
 from kvconnect.tiers.backends import BlockOutcome, Store
 from kvconnect.tiers.backends.memory import MemoryStore
 from kvconnect.types import Tier

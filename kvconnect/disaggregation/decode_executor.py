@@ -1,4 +1,4 @@
-"""Decode side of one worker's hand-offs: carries out the actions of ``receiver.py``."""
+"""Decode side of one worker's hand-offs: carries out the actions of ``decode_planner.py``."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvconnect.disaggregation import receiver
+from kvconnect.disaggregation import decode_planner
+from kvconnect.disaggregation.decode_planner import (
+    Action,
+    CancelReceive,
+    ConfirmRead,
+    DecodePlanner,
+    Origin,
+    RequestPages,
+)
 from kvconnect.disaggregation.messages import (
     DisaggregationInstructions,
     Keep,
     PeerTransfer,
     Receive,
     ReceiveReport,
-)
-from kvconnect.disaggregation.receiver import (
-    Action,
-    CancelReceive,
-    ConfirmRead,
-    Origin,
-    Receiver,
-    RequestPages,
 )
 from kvconnect.disaggregation.sessions import Session, Sessions, isolate
 from kvconnect.errors import ProtocolError, Refused
@@ -49,13 +49,13 @@ _PAUSED_RENEWALS = 3  # renewals that a paused engine still sends: enough for on
 _CAUSES = {cause.value: cause for cause in FailureCause}
 
 
-class ReceiveSide:
+class DecodeExecutor:
     """Not synchronised: the agent holds its lock around every call."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
         groups = sessions.hello.groups
-        self._receiver = Receiver(
+        self._receiver = DecodePlanner(
             [group.block_tokens for group in groups], [len(group.layers) for group in groups]
         )
         self._keeps: dict[Origin, list[Keep]] = {}  # until the connection is ready
@@ -169,10 +169,10 @@ class ReceiveSide:
 
     def _run_actions(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            if isinstance(action, receiver.ReportFinished):
+            if isinstance(action, decode_planner.ReportFinished):
                 came = tuple(self._moved.pop(action.job.job, ()))
                 self._finished.append((replace(action.report, moved=came), action.job))
-            elif isinstance(action, receiver.ConnectPeer):
+            elif isinstance(action, decode_planner.ConnectPeer):
                 session = self._sessions.get_or_connect(action.origin)
                 if session is not None:
                     self.on_connected(action.origin, session)

@@ -1,6 +1,6 @@
 """Parts of the prefill worker's state machine: served reads, offered transfers, the current step.
 
-:mod:`kvconnect.disaggregation.sender` combines them and states the rules.
+:mod:`kvconnect.disaggregation.prefill_planner` combines them and states the rules.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class AcceptedRead(NamedTuple):
 
 class SendPages(NamedTuple):
     """Submit an ``OutgoingPages``: wire blocks ``first ...`` of unit ``number`` at wire-block ids
-    ``ids``, once ``fence`` has passed. The caller reports each with ``Sender.sent``."""
+    ``ids``, once ``fence`` has passed. The caller reports each with ``PrefillPlanner.sent``."""
 
     peer: int
     read_id: int
@@ -61,7 +61,8 @@ class SendPages(NamedTuple):
 
 
 class CancelRead(NamedTuple):
-    """Cancel a read at the transport; the caller reports its end with ``Sender.drained``."""
+    """Cancel a read at the transport; the caller reports its end with
+    ``PrefillPlanner.drained``."""
 
     peer: int
     read_id: int

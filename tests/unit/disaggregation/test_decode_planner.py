@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from kvconnect.disaggregation.messages import PrefillSource, Receive
-from kvconnect.disaggregation.receiver import (
+from kvconnect.disaggregation.decode_planner import (
     MAX_WAIT_S,
     Action,
     CancelReceive,
     ConfirmRead,
     ConnectPeer,
+    DecodePlanner,
     Origin,
-    Receiver,
     ReportFinished,
     RequestPages,
 )
-from kvconnect.disaggregation.sender import GroupView
+from kvconnect.disaggregation.messages import PrefillSource, Receive
+from kvconnect.disaggregation.prefill_planner import GroupView
 from kvconnect.errors import ProtocolError
 from kvconnect.offload.messages import FailedBlock
 from kvconnect.types import Endpoint, FailureCause, JobId, Span, TransferId
@@ -45,12 +45,12 @@ def receive(job: int = 1, first: int = 0, ids: Any = (5, 6, 7), **other: Any) ->
     return Receive(job=JobId(job), req_id="r", transfer=T, **fields)
 
 
-def receiver() -> Receiver:
-    return Receiver([4], [2])
+def receiver() -> DecodePlanner:
+    return DecodePlanner([4], [2])
 
 
 def asked(actions: list[Action]) -> list[tuple[int, int, int, list[int]]]:
-    """(peer, want, first, ids) of what is asked for in group 0."""
+    """(peer, read_id, first, ids) of what is asked for in group 0."""
     asks = [action for action in actions if isinstance(action, RequestPages)]
     return [(a.peer, a.read_id, s.first, list(s.block_ids)) for a in asks for s in a.spans]
 
@@ -65,8 +65,8 @@ def ended(actions: list[Action]) -> dict[int, str] | None:
     return {failure.block_id: failure.cause.value for failure in finished.report.failures}
 
 
-def one_peer(job: Receive | None = None, views: Any = VIEWS) -> Receiver:
-    """A receiver that has asked peer 3 under want 1."""
+def one_peer(job: Receive | None = None, views: Any = VIEWS) -> DecodePlanner:
+    """A receiver that has asked peer 3 with read 1."""
     one = receiver()
     job = job or receive()
     assert one.receive(job, ENDS[:1], 0.0) == [ConnectPeer(ORIGINS[0])]
@@ -74,7 +74,7 @@ def one_peer(job: Receive | None = None, views: Any = VIEWS) -> Receiver:
     return one
 
 
-def two_peers() -> Receiver:
+def two_peers() -> DecodePlanner:
     one = receiver()
     one.receive(receive(), ENDS, 0.0)
     for number in (0, 1):
@@ -88,7 +88,7 @@ def test_a_job_is_finished_when_everything_came_and_the_transport_let_go() -> No
     assert one.received(3, 1, 1, range(2, 3), (), 1.0) == []
     assert one.received(3, 1, 0, range(2, 3), (), 1.0) == [ConfirmRead(3, 1, JobId(1))]
     assert ended(one.drained(3, 1)) == {}
-    assert repr(one) == "<Receiver 0 jobs, 0 reads>"
+    assert repr(one) == "<DecodePlanner 0 jobs, 0 reads>"
     assert one.drained(3, 1) == one.peer_lost(3) == one.drop(JobId(1)) == []
 
 

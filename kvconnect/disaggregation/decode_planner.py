@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvconnect.disaggregation.messages import Receive, ReceiveReport
-from kvconnect.disaggregation.reads import GroupView, wire_ids
+from kvconnect.disaggregation.prefill_reads import GroupView, wire_ids
 from kvconnect.disaggregation.states import TRANSFER, Event, TransferState
 from kvconnect.errors import ProtocolError
 from kvconnect.offload.messages import FailedBlock
@@ -195,7 +195,7 @@ class _ConnectedPeer(NamedTuple):
     views: Mapping[int, GroupView]
 
 
-class Receiver:
+class DecodePlanner:
     """Receives of one decode worker. One thread; ``now`` is in seconds of one monotonic clock.
 
     Events about finished reads are ignored, since messages cross.
@@ -213,7 +213,7 @@ class Receiver:
         self._last = 0
 
     def __repr__(self) -> str:
-        return f"<Receiver {len(self._jobs)} jobs, {len(self._reads)} reads>"
+        return f"<DecodePlanner {len(self._jobs)} jobs, {len(self._reads)} reads>"
 
     def receive(self, job: Receive, endpoints: Sequence[Endpoint], now: float) -> list[Action]:
         """Start a receive from the source workers at ``endpoints``. A job without a source fails

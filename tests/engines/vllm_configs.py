@@ -1,0 +1,64 @@
+"""The parts of vLLM's configuration that the connector reads."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.config import KVTransferConfig
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
+
+FULL = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=16, dtype=torch.float32)
+WINDOW = SlidingWindowSpec(
+    block_size=32, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=128
+)
+
+
+def engine_config(**changes: Any) -> Any:
+    """The parts of vLLM's configuration that the connector reads."""
+    transfer = KVTransferConfig(kv_connector="KVConnect", kv_role=changes.pop("kv_role", "kv_both"))
+    model = SimpleNamespace(
+        enable_sleep_mode=changes.pop("enable_sleep_mode", False),
+        model="llama",
+        is_hybrid=changes.pop("is_hybrid", False),
+        runner_type=changes.pop("runner_type", "generate"),
+        is_prefix_caching_supported=changes.pop("is_prefix_caching_supported", True),
+    )
+    device = SimpleNamespace(device_type=changes.pop("device_type", "cpu"))
+    caching = changes.pop("enable_prefix_caching", True)
+    parallel = {
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "data_parallel_size": 1,
+        "elastic_ep_max_dp_size": 1,
+        "data_parallel_external_lb": False,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "world_size": 1,
+        "rank": 0,
+        "use_ubatching": False,
+    }
+    return SimpleNamespace(
+        kv_transfer_config=transfer,
+        parallel_config=SimpleNamespace(**{**parallel, **changes}),
+        cache_config=SimpleNamespace(block_size=32, enable_prefix_caching=caching),
+        model_config=model,
+        device_config=device,
+        max_concurrent_batches=1,
+        kv_events_config=None,
+        speculative_config=None,
+        observability_config=SimpleNamespace(otlp_traces_endpoint=None),
+    )
+
+
+def cache_config(*specs: Any, blocks: int = 4) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"layer{number}"], spec) for number, spec in enumerate(specs)]
+    tensor = KVCacheTensor(0, [group.layer_names[0] for group in groups], 0, 0)
+    return KVCacheConfig(blocks, [tensor], groups)
