@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -54,7 +54,6 @@ from kvconnect.transport.base import (
     Transport,
 )
 from kvconnect.transport.security import read_key, tls_files
-from kvconnect.types import Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ class HandoffAgent:
     sleeps, and one submits the layers that a step wrote. ``close`` ends both.
 
     ``mark`` returns a fence after everything that the engine's thread has launched. ``address``:
-    where the transport listens. ``refusals``: by endpoint, why the last session was refused.
+    where the transport listens. ``ended``: the sessions with workers that this one read from.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class HandoffAgent:
         address: tuple[str, int] | None,
     ) -> None:
         self.address = address
-        self.refusals: Mapping[Endpoint, str] = sessions.refusals
+        self.ended = sessions.ended
         self._sessions = sessions
         self._sending = PrefillExecutor(sessions, deadline_s)
         self._receiving = DecodeExecutor(sessions)

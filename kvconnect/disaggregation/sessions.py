@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ _HELLO_TIMEOUT_S = 20.0  # a busy engine may be slow
 _PROBE_TIMEOUT_S = 60.0  # from connecting; enough for a few MiB over a very slow network
 _MOST_TCP_ONLY = 1024
 _MOST_REFUSALS = 64
+_MOST_ENDED = 1024
 _UNKNOWN_RANK = Rank(0, 1, 0, 1)  # before the peer's Hello
 
 GroupPages = Sequence[LayerPages]
@@ -85,6 +87,29 @@ class PathPreference(NamedTuple):
     min_rate: float = 0.0
 
 
+class EndedSessions:
+    """What is kept of sessions with workers that this one reads from, after their end.
+
+    ``refusals``: by endpoint, why the last session was refused, oldest first. Threads: one adds,
+    another takes.
+    """
+
+    def __init__(self) -> None:
+        self.refusals: dict[Endpoint, str] = {}
+        self._endpoints: deque[Endpoint] = deque(maxlen=_MOST_ENDED)
+
+    def add(self, endpoint: Endpoint) -> None:
+        """A session with this worker has ended, or could not be made."""
+        self._endpoints.append(endpoint)
+
+    def take(self) -> set[Endpoint]:
+        """Return the workers that were added since the last call."""
+        ended = set()
+        while self._endpoints:
+            ended.add(self._endpoints.popleft())
+        return ended
+
+
 class Sessions:
     """The sessions of one worker, by peer and by the origin they were made for.
 
@@ -106,7 +131,7 @@ class Sessions:
         self._pages = pages
         self.transport = transport
         self.stats = stats
-        self.refusals: dict[Endpoint, str] = {}  # last reason by endpoint, oldest first
+        self.ended = EndedSessions()
         self._sessions: dict[PeerId, Session] = {}
         self._origins: dict[PeerId, Origin] = {}
         self._peers: dict[Origin, PeerId] = {}
@@ -245,6 +270,7 @@ class Sessions:
         origin = self._origins.pop(event.peer, None)
         if origin is not None:
             del self._peers[origin]
+            self.ended.add(origin.endpoint)
             if session is not None and _failed_in_probe(session):
                 logger.warning(
                     "%s: only tcp from now on, the other path failed in the probe", session.name
@@ -259,7 +285,7 @@ class Sessions:
         self.publish_counts()
         refusal = (session.refusal if session else "") or (event.refused and event.reason)
         if origin is not None and refusal:
-            remember(self.refusals, origin.endpoint, refusal, _MOST_REFUSALS)
+            remember(self.ended.refusals, origin.endpoint, refusal, _MOST_REFUSALS)
         return origin, FailureCause.REFUSED if refusal else FailureCause.PEER
 
     def _resolve_units(self, session: Session, agreement: Agreement) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from kvconnect.engines.sglang.backend import KVConnectManager, KVConnectReceiver
 from kvconnect.engines.sglang.bootstrap import BootstrapAddresses
 from kvconnect.engines.sglang.rooms import SendRoom
 from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.types import Endpoint
 
 ROOM, PAGE = 5, 16
 
@@ -127,6 +130,34 @@ def test_a_server_that_says_what_nobody_expects_is_not_asked_for_a_while(
     made = manager(addresses=BootstrapAddresses(Config(), "192.0.2.9"))
     assert not made.try_ensure_parallel_info("127.0.0.1:1")
     assert "attn_tp_size" in made.addresses.refusal("127.0.0.1:1")
+
+
+@pytest.mark.parametrize(("ended", "known"), [([], 2), ([9], 2), ([1], 1), ([1, 2, 3], 0)])
+def test_a_request_looks_up_a_server_to_which_a_connection_ended(
+    ended: list[int], known: int
+) -> None:
+    """It may be another server's address by now: nothing of it is sent there."""
+    pool = {
+        "127.0.0.1:80_0_0_0": [{**GOOD, "rank_port": 1}],
+        "127.0.0.1:80_1_0_0": [{**GOOD, "rank_port": 1}],
+        "10.0.0.1:80_0_0_None": [{}, {**GOOD, "rank_port": "2"}],  # a server may say anything
+    }
+    made = manager(
+        connection_pool=pool,
+        prefill_info_table={"127.0.0.1:80": "an engine", "10.0.0.1:80": "another"},
+        connection_lock=threading.Lock(),
+        addresses=BootstrapAddresses(Config(), "192.0.2.9"),
+        defer_decode_allocation=False,
+        addr_to_rooms_tracker=defaultdict(set),
+        prefill_response_tracker={},
+        request_status={},
+        update_status=lambda *_: None,
+    )
+    lost = [Endpoint(0, 0, "127.0.0.1", port) for port in ended]
+    made.agent.ended = SimpleNamespace(take=lambda: lost)
+    KVConnectReceiver(made, "127.0.0.1:80", ROOM)
+    assert len(made.prefill_info_table) == known
+    assert {key.rsplit("_", 3)[0] for key in pool} == set(made.prefill_info_table)
 
 
 def test_what_is_known_of_a_request_from_its_queue() -> None:

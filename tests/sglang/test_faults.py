@@ -43,6 +43,11 @@ def in_flight(p: SglangServer, d: SglangServer) -> list[Future[Answer]]:
     return asked
 
 
+def peers(server: SglangServer) -> float:
+    """Return to how many workers a server is connected, as far as it knows."""
+    return server.metric("sglang:kvconnect_handoff_peers", state="up")
+
+
 def outcome(future: Future[Answer]) -> int:
     """Number of tokens, or 0 for a request that ended in an error; it must end."""
     try:
@@ -54,17 +59,21 @@ def outcome(future: Future[Answer]) -> int:
         return 0
 
 
-@pytest.mark.parametrize("victim", ["prefill", "decode"])
-def test_a_server_is_killed_and_comes_back(fleet: Fleet, victim: str) -> None:
+@pytest.mark.parametrize(
+    ("victim", "busy"), [("prefill", True), ("prefill", False), ("decode", True)]
+)
+def test_a_server_is_killed_and_comes_back(fleet: Fleet, victim: str, busy: bool) -> None:
+    """Without requests, no failure tells the decode server that ranks listen elsewhere now."""
     p, d = fleet.chunks, fleet.tcp
     want = [fleet.single.complete(prompt, NEW).tokens for prompt in prompts()]
     assert tokens(ask_all(p, d, prompts(), NEW, CROWD)) == want
-    asked = in_flight(p, d)
-    dead = p if victim == "prefill" else d
+    asked = in_flight(p, d) if busy else []
+    dead, survivor = (p, d) if victim == "prefill" else (d, p)
+    connected = peers(survivor)
     dead.kill()
     assert {outcome(future) for future in asked} <= {0, LONG}
-    survivor = d if victim == "prefill" else p
     assert_quiet(survivor)
+    assert settled(partial(peers, survivor), connected - 1) == connected - 1
     dead.restart()
     assert tokens(ask_all(p, d, prompts(), NEW, CROWD)) == want
     # Who had no part in it has not noticed.

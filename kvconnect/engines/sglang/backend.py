@@ -34,7 +34,7 @@ from sglang.srt.server_args import ServerArgs
 from kvconnect.config import Config, config_from_environment, listen_address
 from kvconnect.disaggregation.agent import start_agent
 from kvconnect.engines.sglang import layerwise, runtime_context, translate
-from kvconnect.engines.sglang.bootstrap import BootstrapAddresses
+from kvconnect.engines.sglang.bootstrap import BootstrapAddresses, forget_ranks
 from kvconnect.engines.sglang.decode_rooms import DecodeRooms, RoomRequest
 from kvconnect.engines.sglang.layerwise import EngineStreams
 from kvconnect.engines.sglang.rooms import PrefillRooms, contain_room_errors, is_room
@@ -167,6 +167,13 @@ class KVConnectManager(CommonKVManager):
             return False
         return found
 
+    def forget_ended(self) -> None:
+        """Forget the prefill ranks to which a connection ended: they may have been restarted."""
+        ended = self.agent.ended.take()
+        if ended:
+            with self.connection_lock:
+                forget_ranks(ended, self.connection_pool, self.prefill_info_table)
+
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:  # noqa: ARG002
         """Whether no page of an aborted room can be written any more."""
         self.poll_agent()
@@ -253,6 +260,7 @@ class KVConnectReceiver(CommonKVReceiver):
     def __init__(
         self, mgr: KVConnectManager, bootstrap_addr: str, bootstrap_room: int | None = None
     ) -> None:
+        mgr.forget_ended()
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         if not is_room(bootstrap_room):
             mgr.fail(

@@ -6,11 +6,13 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any
 
 from kvconnect import threads
 from kvconnect.bounded import remember
 from kvconnect.config import Config
+from kvconnect.types import Endpoint
 
 _REMEMBERED_S = 60.0  # how long a resolved name is used
 _REFUSED_S = 3.0  # how long a failure is remembered: the server may be restarted
@@ -105,3 +107,23 @@ class BootstrapAddresses:
             return str(ipaddress.ip_address(self._resolve(host)))
         except (OSError, ValueError) as error:  # ValueError: not a valid name
             return error
+
+
+def forget_ranks(
+    ended: Iterable[Endpoint],
+    ranks: MutableMapping[str, list[dict[str, Any]]],
+    engines: MutableMapping[str, Any],
+) -> None:
+    """Remove from SGLang's caches the prefill engines that have a rank at one of ``ended``: after
+    a restart a rank has another port, and the engine may have another number of ranks.
+
+    Args:
+        ended: workers to which a connection ended or could not be made.
+        ranks: what a bootstrap server said of an engine's ranks, by ``HOST:PORT_DP_CP_TP``.
+        engines: what it said of the engine as a whole, by ``HOST:PORT``.
+    """
+    gone = {(endpoint.host, str(endpoint.port)) for endpoint in ended}
+    for key, infos in list(ranks.items()):
+        if any((str(info.get("rank_ip")), str(info.get("rank_port"))) in gone for info in infos):
+            del ranks[key]
+            engines.pop(key.rsplit("_", 3)[0], None)

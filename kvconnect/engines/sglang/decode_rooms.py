@@ -127,8 +127,9 @@ class DecodeRooms:
         causes = Counter(failure.cause for failure in report.failures)
         found = ", ".join(f"{count} x {cause.value}" for cause, count in causes.items())
         for endpoint in job.source.endpoints if job.source else ():
-            if FailureCause.REFUSED in causes and endpoint in self._agent.refusals:
-                return f"blocks did not arrive ({found}): {self._agent.refusals[endpoint]}"
+            refusal = self._agent.ended.refusals.get(endpoint)
+            if FailureCause.REFUSED in causes and refusal:
+                return f"blocks did not arrive ({found}): {refusal}"
         return f"blocks did not arrive ({found})"
 
     def _tokens(self, span: Span) -> tuple[int, int]:

@@ -129,6 +129,25 @@ def test_a_peer_that_dies_fails_what_waits_for_it(stack: ExitStack) -> None:
     assert {failure.cause for failure in report.failures} == {FailureCause.PEER}
 
 
+def test_workers_whose_connection_ended_are_known_once(stack: ExitStack) -> None:
+    """Whoever keeps addresses of workers forgets these: they may listen elsewhere now."""
+    p = stack.enter_context(Engine(sends=True))
+    d = stack.enter_context(Engine())
+    source = p.source()
+    p.step(offers=[OfferBlocks(TRANSFER)])
+    d.step(receives=[receive(source, array("q", [1, 2]), 32, early=True)])
+    assert notices(p, NoticeKind.JOINED, 1)
+    assert d.agents[0].ended.take() == set()  # it is up
+    p.agents[0].close()
+    finished(d)
+    assert d.agents[0].ended.take() == set(source.endpoints)
+    assert d.agents[0].ended.take() == set()
+    d.step(receives=[receive(source, array("q", [1, 2]), 32)])  # nobody listens there
+    finished(d)
+    assert d.agents[0].ended.take() == set(source.endpoints)
+    assert p.agents[0].ended.take() == set()  # it connects to nobody
+
+
 def test_who_asked_too_early_is_news_once_the_transfer_is_known(stack: ExitStack) -> None:
     """Without anything else from outside that would wake whoever looks at news only."""
     p = stack.enter_context(Engine(sends=True))
