@@ -15,6 +15,7 @@ from kvconnect.protocol.messages import REFUSAL_FIELDS, GroupHello, Hello, Order
 from kvconnect.protocol.topology import head_range, served_heads
 
 _NAMES = ("on the decode side", "on the prefill side")
+_SAME_CACHE = "serve the same model with the same KV-cache type on both"
 _MOST_NAMED = 3  # layers named in an error message
 
 
@@ -114,9 +115,9 @@ def _match_formats(reader: Hello, source: Hello) -> None:
 def _match_group(number: int, reader: Hello, source: Hello) -> GroupAgreement:
     ours, theirs = reader.groups[number], source.groups[number]
     where = f"group {number}: "
-    for name in ("window", "chunk", "kv_heads", "row_bytes"):
-        fix = "serve the same model with the same KV-cache type on both"
-        _match(name, getattr(ours, name), getattr(theirs, name), fix, where)
+    for name in ("window", "chunk", "kv_heads"):
+        _match(name, getattr(ours, name), getattr(theirs, name), _SAME_CACHE, where)
+    _match_rows(where, ours, theirs)
     for side, group in ((reader, ours), (source, theirs)):
         _check_heads(where, side, group)
     wire_tokens = _wire_tokens(where, ours, theirs)
@@ -133,6 +134,26 @@ def _match_group(number: int, reader: Hello, source: Hello) -> GroupAgreement:
         heads=heads if layers else (0, 0),
         order=order,
     )
+
+
+def _match_rows(where: str, ours: GroupHello, theirs: GroupHello) -> None:
+    """Refuse layers whose rows differ in size. Stages of a pipeline may have different layers, so
+    only those that both sides have are compared."""
+    if not (ours.layer_row_bytes or theirs.layer_row_bytes):
+        _match("row_bytes", ours.row_bytes, theirs.row_bytes, _SAME_CACHE, where)
+        return
+    rows, other = _rows(where, ours), _rows(where, theirs)
+    for layer in rows.keys() & other.keys():
+        there = f"{where}layer {layer}: "
+        _match("row_bytes", rows[layer], other[layer], _SAME_CACHE, there)
+
+
+def _rows(where: str, group: GroupHello) -> dict[str, int]:
+    """Return the bytes of a row by layer."""
+    sizes = group.layer_row_bytes or [group.row_bytes] * len(group.layers)
+    if len(sizes) != len(group.layers):
+        raise Refused("row_bytes", f"{where}{len(sizes)} sizes for {len(group.layers)} layers")
+    return dict(zip(group.layers, sizes, strict=True))
 
 
 def _check_heads(where: str, side: Hello, group: GroupHello) -> None:

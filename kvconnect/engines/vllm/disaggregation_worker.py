@@ -43,13 +43,13 @@ def make_handoffs(
         return None
     try:
         pages = translate.handoff_pages(cache, kv_caches)
+        hello = _hello(vllm_config, cache, kv_caches, pages)
     except Incompatible as error:
         if transfer.kv_role != "kv_both":
             raise
         logger.warning("this model's KV cache can be offloaded but not handed off: %s", error)
         return None
     address = _address(vllm_config, config) if sends else None
-    hello = _hello(vllm_config, cache, kv_caches, pages)
     memory = make_memory(area, config.deadline_s)
     found = WorkerCache(hello, pages, memory, area.device)
     traced = translate.is_traced(vllm_config)
@@ -73,14 +73,22 @@ def _hello(
     kv_caches: Mapping[str, torch.Tensor],
     pages: tuple[GroupPages, ...],
 ) -> Hello:
-    """Return this worker's Hello; the first step sets the epoch."""
+    """Return this worker's Hello; the first step sets the epoch.
+
+    Raises:
+        Incompatible: layers of one group differ in their heads, or are not this rank's share.
+    """
     parallel = vllm_config.parallel_config
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    splittable = translate.can_split_pages(vllm_config, kv_caches)
+    splittable = translate.can_split_pages(vllm_config, cache, kv_caches)
     groups = []
     kinds = translate.cache_groups(cache)
     for kind, group, layers in zip(kinds, cache.kv_cache_groups, pages, strict=True):
-        first = layers[0]
+        first, rows = layers[0], translate.row_bytes(layers)
+        each = rows if isinstance(rows, list) else [rows]
+        total = translate.total_kv_heads(vllm_config, group.kv_cache_spec)
+        if first.heads != max(1, total // tp):
+            raise Incompatible(f"a page has {first.heads} heads, the model {total} on {tp} ranks")
         groups.append(
             GroupHello(
                 block_tokens=kind.block_tokens,
@@ -88,9 +96,10 @@ def _hello(
                 window=kind.window,
                 chunk=kind.chunk,
                 layers=[page.name for page in layers],
-                kv_heads=translate.total_kv_heads(vllm_config, group.kv_cache_spec),
+                kv_heads=total,
                 heads=first.heads,
-                row_bytes=first.row_bytes,
+                row_bytes=max(each),
+                layer_row_bytes=each if len(each) > 1 else [],
                 order="HNC" if first.head_stride >= first.token_stride else "NHC",
                 splittable=splittable,
             )

@@ -131,7 +131,7 @@ def _make_remote(cache: _Cache, fields: Mapping[str, Any], config: Config) -> St
 def _units(cache: _Cache) -> tuple[list[Sequence[HeadUnit]], list[list[Any]]]:
     """Return, per group, the units of a block and the format of their bytes."""
     pages = translate.handoff_pages(cache.kv_cache_config, cache.kv_caches)
-    apart = translate.can_split_pages(cache.vllm_config, cache.kv_caches)
+    apart = translate.can_split_pages(cache.vllm_config, cache.kv_cache_config, cache.kv_caches)
     parallel = cache.vllm_config.parallel_config
     tp = parallel.tensor_parallel_size
     layouts: list[Sequence[HeadUnit]] = []
@@ -144,7 +144,7 @@ def _units(cache: _Cache) -> tuple[list[Sequence[HeadUnit]], list[list[Any]]]:
         unit = unit_heads(total, layers[0].heads)
         page = 1 if apart else layers[0].tokens
         names = [layer.name for layer in layers]
-        rows = layers[0].row_bytes
+        rows = translate.row_bytes(layers)
         formats.append([group.kv_cache_spec.block_size, total, unit, page, rows, names])
     return layouts, formats
 

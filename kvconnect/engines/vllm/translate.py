@@ -1,4 +1,5 @@
-"""Translates vLLM's objects into KVConnect's; the only module to change for a new version of vLLM.
+"""Translates vLLM's objects into KVConnect's. With ``cache_specs``, the only module to change for a
+new version of vLLM.
 
 Written against vLLM 0.32 and 0.33.
 """
@@ -16,20 +17,21 @@ from vllm.config import CUDAGraphMode, ModelConfig, ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
+    HiddenStateCacheSpec,
     KVCacheConfig,
     KVCacheSpec,
     MLAAttentionSpec,
-    SlidingWindowSpec,
+    SlidingWindowMLASpec,
     UniformTypeKVCacheSpecs,
+    iter_layer_specs,
 )
 from vllm.v1.request import RequestStatus
 
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry, view_segments
 from kvconnect.cache.pages import LayerPages, layer_pages
-from kvconnect.errors import ConfigError, Incompatible, Refused
+from kvconnect.engines.vllm.cache_specs import cache_group, packs_pages
+from kvconnect.errors import Incompatible, Refused
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -72,39 +74,9 @@ def cache_groups(config: KVCacheConfig) -> tuple[CacheGroup, ...]:
     """Return vLLM's KV-cache groups as the planners need them.
 
     Raises:
-        ConfigError: a group cannot be offloaded.
+        Incompatible: a group cannot be offloaded.
     """
-    return tuple(_cache_group(group.kv_cache_spec) for group in config.kv_cache_groups)
-
-
-def _cache_group(spec: KVCacheSpec) -> CacheGroup:
-    layers = [spec]
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        layers = list(spec.kv_cache_specs.values())
-    kinds = {_attention(layer) for layer in layers}
-    if len(kinds) > 1:
-        raise ConfigError("model", type(spec).__name__, "its layers reach back differently far")
-    return kinds.pop()
-
-
-def _attention(spec: KVCacheSpec) -> CacheGroup:
-    if getattr(spec, "non_causal", False):
-        fix = "non-causal attention, whose KV no other prompt can use: run without KVConnect"
-        raise ConfigError("model", type(spec).__name__, fix)
-    # Compare exact types: a subclass has the same fields, but its blocks mean something else.
-    if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
-        return CacheGroup(spec.block_size)
-    if type(spec) is SlidingWindowSpec:
-        # Speculative decoding may recompute from tokens that vLLM keeps just before the window.
-        below = getattr(spec, "extra_retained_tokens", 0)
-        return CacheGroup(spec.block_size, window=spec.sliding_window + below)
-    if type(spec) is ChunkedLocalAttentionSpec:
-        return CacheGroup(spec.block_size, chunk=spec.attention_chunk_size)
-    raise ConfigError(
-        "model",
-        type(spec).__name__,
-        "this kind of KV cache cannot be offloaded; run without KVConnect",
-    )
+    return tuple(cache_group(group) for group in config.kv_cache_groups)
 
 
 def group_hashes(
@@ -192,8 +164,8 @@ def cache_geometry(config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor])
     """Return where each group's blocks are in the backing area.
 
     Raises:
-        Incompatible: a layer's shape and strides do not tell where its bytes are, or a group has
-            no layers on this worker.
+        Incompatible: a layer's shape and strides do not tell where its bytes are, they are not as
+            many as its spec says, or a group has no layers on this worker.
     """
     groups = []
     for group in config.kv_cache_groups:
@@ -201,7 +173,9 @@ def cache_geometry(config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor])
             raise Incompatible("a pipeline stage without layers of some KV-cache group: use fewer")
         segments: list[ByteRun] = []
         for layer in group.layer_names:
-            segments += _layer_segments(layer, kv_caches[layer], config.num_blocks)
+            found = _layer_segments(layer, kv_caches[layer], config.num_blocks)
+            _check_bytes(layer, group.kv_cache_spec, sum(run.length for run in found))
+            segments += found
         groups.append(GroupGeometry(tuple(segments), config.num_blocks))
     return Geometry(tuple(groups))
 
@@ -212,6 +186,18 @@ def _layer_segments(layer: str, view: torch.Tensor, num_blocks: int) -> tuple[By
         return view_segments(offset, view.shape, view.stride(), view.element_size(), num_blocks)
     except Incompatible as error:
         raise Incompatible(f"layer {layer}: {error}") from error
+
+
+def _check_bytes(layer: str, spec: KVCacheSpec, found: int) -> None:
+    """Raise :class:`Incompatible` unless a block has as many bytes as its spec says: the rest would
+    neither be stored nor loaded."""
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        if layer not in spec.kv_cache_specs:
+            return  # it shares another layer's cache
+        spec = spec.kv_cache_specs[layer]
+    if found != spec.unpadded_page_size_bytes:
+        said = f"{type(spec).__name__} says {spec.unpadded_page_size_bytes}"
+        raise Incompatible(f"layer {layer}: a block has {found} bytes, {said}")
 
 
 def cache_layers(
@@ -250,18 +236,16 @@ def handoff_format(
     vLLM's version is left out too: the fields name everything in it that changes the bytes.
     """
     model = config.model_config
-    first = next(iter(kv_caches.values()))
+    types = {str(view.dtype).removeprefix("torch.") for view in kv_caches.values()}
+    specs = [each for g in cache.kv_cache_groups for each in iter_layer_specs(g.kv_cache_spec)]
     return {
         "model": model.model.rstrip("/").rpartition("/")[2],
         "architecture": _architecture(model.hf_config.to_dict()),
-        "dtype": str(first.dtype).removeprefix("torch."),
+        "dtype": "+".join(sorted(types)),
         "cache_dtype": str(config.cache_config.cache_dtype),
         "packing": "+".join(sorted(packings(config))),
         "long_rope": int(any(model.max_model_len > most for most in long_ropes(model))),
-        "tokens_ahead": max(
-            getattr(group.kv_cache_spec, "extra_retained_tokens", 0)
-            for group in cache.kv_cache_groups
-        ),
+        "tokens_ahead": max(getattr(spec, "extra_retained_tokens", 0) for spec in specs),
     }
 
 
@@ -307,12 +291,15 @@ def _packing(config: VllmConfig, backend: Any) -> str:
     return f"{name}:{isa}"
 
 
-def can_split_pages(config: VllmConfig, kv_caches: Mapping[str, torch.Tensor]) -> bool:
+def can_split_pages(
+    config: VllmConfig, cache: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
+) -> bool:
     """Return whether a page can be cut between two tokens: not if CPU kernels interleave the tokens
     or if the page includes scales for all of its tokens."""
     interleaved = any(backend.get_name() == "CPU_ATTN" for backend in _backends(config))
     opaque = any(view.dtype == torch.uint8 for view in kv_caches.values())
-    return not interleaved and not opaque
+    packed = packs_pages(group.kv_cache_spec for group in cache.kv_cache_groups)
+    return not interleaved and not opaque and not packed
 
 
 def handoff_pages(
@@ -321,13 +308,16 @@ def handoff_pages(
     """Return, per group, each layer's pages. Layers that share another layer's cache are left out.
 
     Raises:
-        Incompatible: a layer's shape and strides do not tell its heads and tokens, or layers of one
-            group differ.
+        Incompatible: a layer's shape and strides do not tell its heads and tokens, its rows cover
+            several tokens, or layers of one group differ in their heads or in the tokens of a page.
     """
     base = next(iter(kv_caches.values())).untyped_storage().data_ptr()
     groups = []
     for group in cache.kv_cache_groups:
         pages: dict[int, LayerPages] = {}
+        ratios = {getattr(s, "tokens_per_state", 1) for s in iter_layer_specs(group.kv_cache_spec)}
+        if ratios != {1}:
+            raise Incompatible(f"rows of {sorted(ratios)} tokens: only blocks as a whole are moved")
         for layer in group.layer_names:
             view = kv_caches[layer]
             pages.setdefault(
@@ -340,24 +330,38 @@ def handoff_pages(
                     group.kv_cache_spec.block_size,
                 ),
             )
-        shapes = {(p.heads, p.tokens, p.row_bytes) for p in pages.values()}
+        shapes = sorted({(p.heads, p.tokens) for p in pages.values()})
         if len(shapes) > 1:
-            raise Incompatible(f"layers of one KV-cache group differ in (heads, ...): {shapes}")
+            raise Incompatible(f"layers of one KV-cache group differ in (heads, tokens): {shapes}")
         groups.append(tuple(pages.values()))
     return tuple(groups)
 
 
+def row_bytes(layers: Sequence[LayerPages]) -> int | list[int]:
+    """Return the bytes of a row of a group's layers, or of each layer if they differ."""
+    sizes = [page.row_bytes for page in layers]
+    return sizes if len(set(sizes)) > 1 else sizes[0]
+
+
 def total_kv_heads(config: VllmConfig, spec: KVCacheSpec) -> int:
-    """Return the number of KV heads of a layer over all ranks; 1 for MLA, whose ranks share one.
+    """Return the number of KV heads of a group's layers over all ranks; 1 for MLA, whose ranks
+    share one.
 
     Raises:
         Incompatible: layers have different numbers, and this rank's share fits none or several.
     """
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        spec = next(iter(spec.kv_cache_specs.values()))
-    if isinstance(spec, MLAAttentionSpec):
-        return 1
+    totals = {_layer_heads(config, layer) for layer in iter_layer_specs(spec)}
+    if len(totals) != 1:
+        raise Incompatible(f"layers of one group differ in their KV heads: {sorted(totals)}")
+    return totals.pop()
+
+
+def _layer_heads(config: VllmConfig, spec: Any) -> int:
     model, ranks = config.model_config, config.parallel_config.tensor_parallel_size
+    if isinstance(spec, HiddenStateCacheSpec) and ranks == 1:
+        return int(spec.num_kv_heads)
+    if isinstance(spec, (MLAAttentionSpec, SlidingWindowMLASpec)):
+        return 1
     fields = model.hf_text_config.to_dict().items()
     named = {n for name, n in fields if name.endswith("key_value_heads") and isinstance(n, int)}
     totals = {int(model.get_total_num_kv_heads())} | named
