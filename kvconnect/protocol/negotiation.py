@@ -143,7 +143,7 @@ def _match_rows(where: str, ours: GroupHello, theirs: GroupHello) -> None:
         _match("row_bytes", ours.row_bytes, theirs.row_bytes, _SAME_CACHE, where)
         return
     rows, other = _rows(where, ours), _rows(where, theirs)
-    for layer in rows.keys() & other.keys():
+    for layer in sorted(rows.keys() & other.keys()):
         there = f"{where}layer {layer}: "
         _match("row_bytes", rows[layer], other[layer], _SAME_CACHE, there)
 

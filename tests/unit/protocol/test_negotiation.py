@@ -51,6 +51,40 @@ def ranks(tp: int, pp: int) -> list[Rank]:
     return [Rank(t, tp, p, pp) for p, t in product(range(pp), range(tp))]
 
 
+# Layers that differ -----------------------------------------------------------------------------
+
+ROWS = [1152, 132, 1152, 132]
+
+
+def test_rows_may_differ_by_layer() -> None:
+    """Such as latent attention and its indexer's cache."""
+    mixed = hello(group(row_bytes=1152, layer_row_bytes=ROWS))
+    assert negotiate(mixed, mixed).groups[0].layers == tuple(LAYERS)
+    assert decode(encode(mixed)) == mixed
+    for other in (
+        group(row_bytes=1152, layer_row_bytes=[1152, 132, 1152, 136]),
+        group(row_bytes=1152),  # the widest row is the same, the others are not
+        group(row_bytes=1152, layer_row_bytes=ROWS[:3]),
+    ):
+        for pair in ((mixed, hello(other)), (hello(other), mixed)):
+            with pytest.raises(Refused) as refused:
+                negotiate(*pair)
+            assert refused.value.field == "row_bytes"
+
+
+def test_rows_of_layers_that_only_one_stage_has_are_not_compared() -> None:
+    first, second = Rank(0, 1, 0, 2), Rank(0, 1, 1, 2)
+    whole = hello(group(row_bytes=1152, layer_row_bytes=[132, 132, 1152, 132]))
+    narrow = hello(group(first, row_bytes=132), rank=first)
+    wide = hello(group(second, row_bytes=1152, layer_row_bytes=[1152, 132]), rank=second)
+    assert negotiate(whole, narrow).groups[0].layers == tuple(LAYERS[:2])
+    assert negotiate(whole, wide).groups[0].layers == tuple(LAYERS[2:])
+    # Control: the stage's own layers are compared.
+    wrong = hello(group(first, row_bytes=1152), rank=first)
+    with pytest.raises(Refused, match=r"layer layers\.0: row_bytes is 132 .* 1152"):
+        negotiate(whole, wrong)
+
+
 # Who serves whom --------------------------------------------------------------------------------
 
 

@@ -1,0 +1,225 @@
+"""KV caches as vLLM's own code makes them, in host memory: specs, groups, configuration, views."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
+from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
+from vllm.models.deepseek_v4.attention import DeepseekV4Attention, DeepseekV4IndexerCache
+from vllm.models.deepseek_v4.compressor import CompressorStateCache
+from vllm.models.deepseek_v41.compressor import CompressorStateCache as CompressorRing
+from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    KVQuantMode,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    create_kv_cache_views,
+)
+
+BLOCKS = 5
+Specs = dict[str, KVCacheSpec]
+
+
+class Cache(NamedTuple):
+    """A cache: vLLM's configuration of it, and each layer's view."""
+
+    config: KVCacheConfig
+    views: dict[str, torch.Tensor]
+
+
+@cache
+def _engine() -> VllmConfig:
+    return VllmConfig()
+
+
+def engine(block: int, layout: str = "BLHNC", cache_dtype: str = "auto") -> Any:
+    """Return vLLM's configuration without a model, with blocks of ``block`` tokens."""
+    config = _engine()
+    config.cache_config.block_size = block
+    config.cache_config.kv_cache_layout = layout
+    config.cache_config.cache_dtype = cache_dtype  # type: ignore[assignment]
+    config.cache_config.num_gpu_blocks_override = BLOCKS
+    config.scheduler_config.disable_hybrid_kv_cache_manager = False
+    config.compilation_config.static_forward_context.clear()
+    return config
+
+
+def make(specs: Specs, layout: str = "BLHNC", hybrid: bool = True, block: int = 64) -> Cache:
+    """Group the layers, size the cache and view it as vLLM does, filled with random bytes."""
+    config = engine(block, layout)
+    config.scheduler_config.disable_hybrid_kv_cache_manager = not hybrid
+    groups = get_kv_cache_groups(config, dict(specs))
+    cache = get_kv_cache_config_from_groups(config, groups, 1 << 30)
+    raw = torch.randint(-128, 128, (cache.kv_cache_tensors[0].size,), dtype=torch.int8)
+    views: dict[str, torch.Tensor] = {}
+    for tensor in cache.kv_cache_tensors:
+        spec = _spec_of(cache, tensor.layers[0])
+        resolved = config.cache_config.get_resolved_kv_cache_layout()
+        made = create_kv_cache_views(raw, spec, cache.num_blocks, resolved, tensor)
+        views.update(zip(tensor.layers, made, strict=True))
+    return Cache(cache, views)
+
+
+def _spec_of(cache: KVCacheConfig, layer: str) -> KVCacheSpec:
+    spec = next(g.kv_cache_spec for g in cache.kv_cache_groups if layer in g.layer_names)
+    return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+# Specs of models -------------------------------------------------------------------------------
+
+
+def latent(block: int, **changes: Any) -> KVCacheSpec:
+    """What a layer of latent attention says."""
+    fields = {
+        "kv_cache_dtype": "auto",
+        "head_size": 576,
+        "sliding_window": None,
+        "indexer": None,
+        "non_causal_multi_token_decode": False,
+    }
+    layer = SimpleNamespace(**(fields | changes))
+    config = engine(block, cache_dtype=layer.kv_cache_dtype)
+    config.model_config = SimpleNamespace(dtype=torch.bfloat16)
+    try:
+        return MLAAttention.get_kv_cache_spec(layer, config)
+    finally:
+        config.model_config = None
+
+
+def deepseek_v32(dtype: str = "auto") -> Specs:
+    """Latent attention with its indexer's cache in each layer; also GLM-5."""
+    specs: Specs = {}
+    for number in range(3):
+        specs[f"model.layers.{number}.attn"] = latent(64, kv_cache_dtype=dtype, indexer=object())
+        with set_current_vllm_config(config := engine(64)):
+            name = f"model.layers.{number}.indexer.k_cache"
+            indexer = DeepseekV32IndexerCache(132, torch.uint8, name, config.cache_config)
+            specs[name] = indexer.get_kv_cache_spec(config)
+    return specs
+
+
+def deepseek_v4(bounded_replay: bool = False) -> Specs:
+    """Windows of latent attention, compressed attention by 4 and by 128, its indexer, and the
+    states of the compressors."""
+    specs: Specs = {}
+    for number, ratio in enumerate((1, 4, 128, 4, 128)):
+        config = engine(256, cache_dtype="fp8_ds_mla")
+        with set_current_vllm_config(config):
+            name = f"model.layers.{number}"
+            caches = config.cache_config
+            kept: dict[str, Any] = {
+                "swa": DeepseekV4SWACache(
+                    512, 128, torch.uint8, f"{name}.swa", caches, bounded_replay=bounded_replay
+                )
+            }
+            if ratio > 1:
+                width = 2 * 512 * (2 if ratio == 4 else 1)
+                kept["state"] = CompressorStateCache(width, torch.float32, ratio, f"{name}.state")
+                layer = SimpleNamespace(
+                    compress_ratio=ratio,
+                    kv_cache_dtype="fp8_ds_mla",
+                    head_dim=512,
+                    kv_cache_torch_dtype=torch.uint8,
+                )
+                spec = DeepseekV4Attention.get_kv_cache_spec(layer, config)
+                assert spec is not None
+                specs[f"{name}.attn"] = spec
+            if ratio == 4:
+                kept["indexer"] = DeepseekV4IndexerCache(
+                    132, torch.uint8, f"{name}.indexer", caches, ratio
+                )
+            specs |= {f"{name}.{n}": each.get_kv_cache_spec(config) for n, each in kept.items()}
+    return specs
+
+
+def compressor_ring() -> KVCacheSpec:
+    """The ring of keys that DeepSeek V4.1 has not compressed yet."""
+    with set_current_vllm_config(config := engine(256)):
+        return CompressorRing(64, torch.float32, "ring").get_kv_cache_spec(config)
+
+
+def hidden_states() -> Specs:
+    """Full attention and a layer that keeps hidden states for extraction."""
+    with set_current_vllm_config(config := engine(64)):
+        config.model_config = SimpleNamespace(dtype=torch.bfloat16)
+        try:
+            layer = SimpleNamespace(num_heads=3, head_size=48, kv_cache_torch_dtype=torch.bfloat16)
+            spec = CacheOnlyAttentionLayer.get_kv_cache_spec(layer, config)
+        finally:
+            config.model_config = None
+    return {"layers.0": full(), "layers.1": full(), "hidden": spec}
+
+
+def full(heads: int = 2, head: int = 32, **fields: Any) -> FullAttentionSpec:
+    """Full attention in blocks of 64 tokens."""
+    fields = {"dtype": torch.bfloat16, "block_size": 64} | fields
+    return FullAttentionSpec(num_kv_heads=heads, head_size=head, **fields)
+
+
+def window(heads: int = 2, head: int = 32, tokens: int = 100, **fields: Any) -> SlidingWindowSpec:
+    """Attention to the last tokens, in blocks of 64."""
+    return SlidingWindowSpec(
+        block_size=64,
+        num_kv_heads=heads,
+        head_size=head,
+        dtype=torch.bfloat16,
+        sliding_window=tokens,
+        **fields,
+    )
+
+
+def mixed(local: KVCacheSpec, whole: KVCacheSpec) -> Specs:
+    """Two local layers for each layer of full attention."""
+    kinds = (local, local, whole) * 2
+    return {f"model.layers.{number}": spec for number, spec in enumerate(kinds)}
+
+
+CHUNKS = ChunkedLocalAttentionSpec(
+    block_size=64, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, attention_chunk_size=192
+)
+SINKS = SinkFullAttentionSpec(
+    block_size=64, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, sink_len=64
+)
+NVFP4 = full(dtype=torch.uint8, kv_quant_mode=KVQuantMode.NVFP4, state_content_bytes=36)
+SCALED = full(
+    dtype=torch.int8, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD, state_content_bytes=72
+)
+TURBO = full(
+    dtype=torch.uint8,
+    kv_quant_mode=KVQuantMode.TURBOQUANT_4BIT_NC,
+    num_head_slots=2,
+    state_content_bytes=40,
+)
+
+MODELS: Mapping[str, Specs] = {
+    "llama": {f"layers.{n}": full() for n in range(3)},
+    "llama4": mixed(CHUNKS, full()),
+    "gemma3": mixed(window(), full()),
+    "gemma3 with several draft modules": mixed(window(extra_retained_tokens=3), full()),
+    "gemma4": mixed(window(heads=4, head=32), full(heads=2, head=128)),
+    "mimo": mixed(window(heads=8), full(heads=4)),
+    "mimo with K != V": mixed(window(heads=8, head_size_v=16), full(heads=4, head_size_v=16)),
+    "deepseek_v32": deepseek_v32(),
+    "glm5 in fp8": deepseek_v32("fp8_ds_mla"),
+    "sliding latent": mixed(latent(64, sliding_window=100), latent(64)),
+    "deepseek_v4": deepseek_v4(),
+    "openpangu": {f"layers.{n}": SINKS for n in range(3)},
+    "hidden states": hidden_states(),
+    "nvfp4": {f"layers.{n}": NVFP4 for n in range(2)} | {"layers.2": full()},
+    "int8 with scales": {f"layers.{n}": SCALED for n in range(3)},
+    "turboquant": {f"layers.{n}": TURBO for n in range(2)} | {"layers.2": full()},
+}
+"""Per model, what its layers say; those with code of their own by that code."""
