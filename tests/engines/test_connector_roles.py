@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,7 +21,6 @@ from vllm.v1.request import RequestStatus
 from kvconnect.config import Config, parse_config
 from kvconnect.disaggregation.messages import ReceiveReport
 from kvconnect.engines.vllm import translate
-from kvconnect.engines.vllm.checks import MOST_RELOADED, LiveRequests
 from kvconnect.engines.vllm.connector import KVConnect
 from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
@@ -316,18 +316,22 @@ def test_hellos_of_several_workers_add_up() -> None:
     assert len(half.plan.index.slots) == 3
 
 
-def test_an_adapter_that_is_loaded_again_in_place_is_not_served_from_the_tier() -> None:
+def test_an_adapter_with_other_weights_is_not_served_from_the_tier(tmp_path: Path) -> None:
     """Its name and path are those of the weights before, and so are its blocks' hashes."""
     half = make_scheduler()
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
 
-    def ask(name: str, **adapter: Any) -> tuple[Any, list[StoreBlocks]]:
+    def ask(name: str, change: bytes = b"", **adapter: Any) -> tuple[Any, list[StoreBlocks]]:
+        """Run a request whose adapter's weights change after it was admitted."""
         request = make_request(65)
         request.request_id = name
         if adapter:
-            request.lora_request = LoRARequest("poet", 1, "/adapters/poet", **adapter)
+            request.lora_request = LoRARequest("poet", 1, str(tmp_path), **adapter)
         half.add_request(request)
         found = half.match(request, 0)
         half.after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1, 2],)), found[0] or 0)
+        if change:
+            (tmp_path / "adapter_model.safetensors").write_bytes(change)
         step = output(64, ([1, 2],))
         step.num_scheduled_tokens = {name: 64}
         step.scheduled_new_reqs = [SimpleNamespace(req_id=name, num_computed_tokens=0)]
@@ -342,13 +346,13 @@ def test_an_adapter_that_is_loaded_again_in_place_is_not_served_from_the_tier() 
     assert ask("r3", load_inplace=True) == (0, [])
     assert ask("r4", load_inplace=False) == (0, [])  # loaded anew from the same path
     assert ask("r5") == (64, [])  # others are as before (this fake's hashes are all the same)
-    live = LiveRequests()
-    for number in range(MOST_RELOADED):
-        again = LoRARequest(f"poet{number}", 1, "/adapters/poet", load_inplace=True)
-        live.may_reuse(SimpleNamespace(lora_request=again))  # type: ignore[arg-type]
-    other: Any = SimpleNamespace(lora_request=LoRARequest("painter", 2, "/adapters/painter"))
-    assert not live.may_reuse(other) and live.may_reuse(make_request())
-    assert LiveRequests().may_reuse(other)
+    half.reset()
+    assert ask("r6", b"other", load_inplace=True) == (0, [])  # they change while it runs
+    assert ask("r7", load_inplace=True) == (0, [])
+    half.reset()
+    found, stores = ask("r8", load_inplace=True)
+    assert not found and stores
+    assert ask("r9", load_inplace=True) == (64, [])  # control: no file has changed
 
 
 def test_source_blocks_are_held_until_the_copy_is_done_or_void() -> None:

@@ -11,6 +11,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvconnect import engine_versions
 from kvconnect.config import Config, parse_config
+from kvconnect.engines.vllm.adapters import Adapters
 from kvconnect.errors import ConfigError, Incompatible, refusing
 from kvconnect.offload.streams import check_device
 
@@ -77,26 +78,13 @@ def why_idle(config: VllmConfig, cache: KVCacheConfig) -> str:
 # Live requests, and which of them may reuse KV.
 
 
-MOST_RELOADED = 1024  # adapters loaded in place; at this limit, no adapter is trusted
-
-
 class LiveRequests(dict[str, "Request"]):
-    """The engine's live requests by id. Owned by the scheduler's thread.
-
-    An adapter that is loaded again in place has new weights but the same hashes, and requests do
-    not tell which weights they use. So after the first request with ``load_inplace``, blocks of
-    adapters with that name and path are neither stored nor loaded.
-    """
+    """The engine's live requests by id, and their adapters. Owned by the scheduler's thread."""
 
     def __init__(self) -> None:
-        self._reloaded: set[tuple[str, str]] = set()
+        self.adapters = Adapters()
 
     def may_reuse(self, request: Request) -> bool:
         """Return whether a request may share KV with all requests that have its hashes."""
         lora = request.lora_request
-        if lora is None:
-            return True
-        adapter = lora.lora_name, lora.lora_path
-        if lora.load_inplace and len(self._reloaded) < MOST_RELOADED:
-            self._reloaded.add(adapter)
-        return adapter not in self._reloaded and len(self._reloaded) < MOST_RELOADED
+        return lora is None or self.adapters.trusted(lora)

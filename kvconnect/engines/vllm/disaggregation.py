@@ -21,6 +21,7 @@ from kvconnect.disaggregation.messages import (
 )
 from kvconnect.disaggregation.receives import ReceiveLimits, Receives
 from kvconnect.engines.vllm import translate
+from kvconnect.engines.vllm.adapters import Adapters
 from kvconnect.engines.vllm.messages import WorkerHello
 from kvconnect.engines.vllm.tickets import TicketIssuer
 from kvconnect.errors import Refused
@@ -59,7 +60,9 @@ class DisaggregationScheduler:
         config: Config,
         groups: Sequence[CacheGroup],
         stats: OffloadingConnectorStats,
+        adapters: Adapters,
     ) -> None:
+        self._adapters = adapters
         transfer = vllm_config.kv_transfer_config
         parallel = vllm_config.parallel_config
         self._groups = groups
@@ -222,7 +225,7 @@ class DisaggregationScheduler:
         if asked.wants_standing_ticket:
             self._tickets.request_standing_ticket(request.request_id, asked.rank)
             return None
-        content = translate.prompt_content(request)
+        content = self._adapters.prompt_content(request)
         transfer = self._tickets.transfer_id_of(request.request_id, asked, content)
         tokens = request.num_prompt_tokens - 1  # the decode engine computes the last one
         if tokens and not self.leases.open(request.request_id, transfer, tokens, now):
@@ -234,7 +237,7 @@ class DisaggregationScheduler:
             raise Refused(
                 "params", "this engine does not receive: set kv_role to kv_consumer or kv_both"
             )
-        tokens, content = request.num_prompt_tokens - 1, translate.prompt_content(request)
+        tokens, content = request.num_prompt_tokens - 1, self._adapters.prompt_content(request)
         admitted = self._tickets.admit(asked, tokens, content)
         opened = self.receives.open(request.request_id, *admitted)
         if opened and not tokens:  # one token, or rejected by vLLM's front end

@@ -95,16 +95,15 @@ class ConnectorScheduler:
         self._config = config = _settings_for(vllm_config, config)
         groups = translate.cache_groups(kv_cache_config)
         self._hash_tokens = translate.hash_block_tokens(vllm_config, kv_cache_config)
-        workers, blocks = vllm_config.parallel_config.world_size, kv_cache_config.num_blocks
-        held_blocks = max(1, int(blocks * _STORE_SHARE))
-        self._limits = OffloadLimits(workers, config.deadline_s, held_blocks)
+        self._limits = _limits_of(vllm_config, kv_cache_config, config)
         self._requests = LiveRequests()
         # Requests that were matched and not admitted yet; None: the request reads no cache.
         self._matched: dict[str, _Match | None] = {}
         self._slot_bytes = 0
         self._gauges = Gauges()
         self.events = EventLog(vllm_config, groups, kv_cache_config)
-        self.handoff = DisaggregationScheduler(vllm_config, config, groups, KVConnectStats())
+        stats, adapters = KVConnectStats(), self._requests.adapters
+        self.handoff = DisaggregationScheduler(vllm_config, config, groups, stats, adapters)
         self.plan = _make_plan(groups, 0, config.offload.policy, self.handoff.stats, self._limits)
         self.tiers: TierScheduler | None = None
 
@@ -125,8 +124,8 @@ class ConnectorScheduler:
         stats, groups, config = self.handoff.stats, self.plan.groups, self._config
         self.plan = _make_plan(groups, num_slots, config.offload.policy, stats, self._limits)
         if config.tiers.disk or config.tiers.remote:
-            sizes = workers, self._slot_bytes
-            self.tiers = TierScheduler(config, groups, self.plan.index, stats, sizes)
+            sizes, adapters = (workers, self._slot_bytes), self._requests.adapters
+            self.tiers = TierScheduler(config, groups, self.plan.index, stats, sizes, adapters)
         self.handoff.greet(hellos, alone)
         gib = num_slots * self._slot_bytes / 2**30
         logger.info("host tier: %d blocks, %.2f GiB over %d workers", num_slots, gib, workers)
@@ -165,11 +164,7 @@ class ConnectorScheduler:
         if not self._requests.may_reuse(request):
             self._matched[req_id] = None
             return 0, False
-        # The engine computes the last token to sample from it. With a windowed group, the load must
-        # end before that token, so that the window before it is there.
-        whole = all(group.is_full for group in self.plan.groups)
-        limit = request.num_tokens if whole else request.num_tokens - 1
-        hashes = self._hashes(request)
+        limit, hashes = _most_tokens(request, self.plan.groups), self._hashes(request)
         now = time.monotonic()
         if self.tiers and self.tiers.ask(request, hashes, (local_tokens, limit), now):
             return None, False
@@ -223,6 +218,7 @@ class ConnectorScheduler:
     def build_step(self, output: SchedulerOutput) -> StepInstructions:
         """Plan the stores of this step; return its instructions for the workers."""
         now = time.monotonic()
+        self._requests.adapters.next_step()
         self.device.release_stored(self.plan.jobs.expire(now))
         for req_id, computed in self.plan.due(translate.computed_tokens(output)):
             self._store(req_id, computed, output)
@@ -296,6 +292,7 @@ class ConnectorScheduler:
     def reset(self) -> None:
         """Forget all blocks of the host tier: the engine resets its prefix cache."""
         self._gauges.moved = True
+        self._requests.adapters.reset()
         self.device.release_stored(self.plan.reset())
         if self.tiers is not None:
             self.tiers.reset()
@@ -323,6 +320,8 @@ class ConnectorScheduler:
     def _store(self, req_id: str, computed: int, output: SchedulerOutput) -> None:
         """Plan to store a request's new blocks."""
         request = self._requests[req_id]
+        if not self._requests.may_reuse(request):
+            return  # its adapter was loaded again after it began
         state = output.kv_connector_block_state
         assert state is not None
         hashes = self._hashes(request)
@@ -338,6 +337,23 @@ def _foreign_failures(reports: StepReports, failed: Collection[int]) -> set[int]
     """Return the failed device blocks that no load or receive of this connector reports."""
     jobs = chain(reports.reports, reports.arrivals)
     return set(failed).difference(f.block_id for report in jobs for f in report.failures)
+
+
+def _most_tokens(request: Request, groups: Sequence[CacheGroup]) -> int:
+    """Return how many of a request's tokens a load may bring.
+
+    The engine computes the last token to sample from it. With a windowed group, the load must end
+    before that token, so that the window before it is there.
+    """
+    most: int = request.num_tokens - (not all(group.is_full for group in groups))
+    return most
+
+
+def _limits_of(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config
+) -> OffloadLimits:
+    held_blocks = max(1, int(kv_cache_config.num_blocks * _STORE_SHARE))
+    return OffloadLimits(vllm_config.parallel_config.world_size, config.deadline_s, held_blocks)
 
 
 def _make_plan(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from kvconnect.bounded import remember
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.cache.keys import scope_of, seed_of, tenant_of
-from kvconnect.cache.model_identity import model_name
 from kvconnect.cache.record_format import page_names
 from kvconnect.config import Config
 from kvconnect.engines.vllm import translate
+from kvconnect.engines.vllm.adapters import Adapters
 from kvconnect.engines.vllm.translate import is_of_tokens
-from kvconnect.errors import Incompatible
 from kvconnect.offload.index import HostIndex
 from kvconnect.offload.jobs import SettledJob
 from kvconnect.stats import OffloadingConnectorStats
@@ -37,7 +35,6 @@ from kvconnect.tiers.messages import TierAnswer, TierInstructions
 from kvconnect.types import Tier
 
 if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
@@ -64,6 +61,7 @@ class TierScheduler:
         index: HostIndex,
         stats: OffloadingConnectorStats,
         sizes: tuple[int, int],
+        adapters: Adapters,
     ) -> None:
         workers, self._slot_bytes = sizes
         limits = TierLimits(
@@ -78,7 +76,7 @@ class TierScheduler:
         self._groups = tuple(groups)
         decides = config.tiers.load_when == "faster"
         self._cost = CostModel(groups[0].block_tokens) if decides else None
-        self._names = BlockNames(groups)
+        self._names = BlockNames(groups, adapters)
         self._keys: dict[tuple[int, bytes], bytes] = {}  # of blocks being stored, by (group, hash)
         self._steps: deque[_Step] = deque(maxlen=_STEPS)
         self._ended = 0.0  # when the last step ended
@@ -190,7 +188,6 @@ def _prompt_tokens(output: SchedulerOutput) -> tuple[int, float]:
 # Names of blocks in the secondary tiers, made from tokens so that other engines find the blocks.
 
 
-MOST_ADAPTERS = 4096  # limit on remembered adapters; an engine loads far fewer
 _NONE: Mapping[bytes, bytes] = MappingProxyType({})
 
 
@@ -203,15 +200,11 @@ def named_by_tokens(groups: Sequence[CacheGroup]) -> bool:
 class BlockNames:
     """Names of the blocks of live requests. Owned by the scheduler's thread."""
 
-    def __init__(self, groups: Sequence[CacheGroup]) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], adapters: Adapters) -> None:
+        self._adapters = adapters
         self._tokens = groups[0].block_tokens if named_by_tokens(groups) else 0
         self._prefixes: dict[str, bytes] = {}
         self._names: dict[str, dict[bytes, bytes]] = {}
-        # Identities of adapters by (name, number, path); vLLM gives each load a new number. The
-        # least recently used are forgotten. Files of a forgotten adapter may have changed since
-        # vLLM loaded them, so no other engine may share its blocks from then on.
-        self._forgotten = 0  # highest number of a forgotten adapter
-        self._adapters: OrderedDict[tuple[str, int, str], bytes] = OrderedDict()
         self._generation = b""
 
     def wanted(
@@ -237,27 +230,9 @@ class BlockNames:
         known = self._prefixes.get(request.request_id)
         if known is None:
             lora = request.lora_request
-            adapter = self._adapter(lora) if lora else b""
+            adapter = self._adapters.scope(lora) if lora else b""
             known = tenant_of(request.cache_salt or "") + scope_of(adapter, self._generation)
             self._prefixes[request.request_id] = known
-        return known
-
-    def _adapter(self, lora: LoRARequest) -> bytes:
-        """Return an adapter's identity, made from its files. If they cannot be read, it is random,
-        so that no other engine shares the adapter's blocks."""
-        loaded = lora.lora_name, lora.lora_int_id, lora.lora_path
-        known = self._adapters.get(loaded)
-        if known is None:
-            try:
-                if lora.lora_int_id <= self._forgotten:
-                    raise Incompatible("it was not used for long")
-                known = model_name(lora.lora_path, None, {}, "adapter_config.json").encode()
-            except (Incompatible, OSError) as error:
-                logger.warning("blocks of adapter %s are for this engine alone: %s", loaded, error)
-                known = os.urandom(16)
-        if oldest := remember(self._adapters, loaded, known, MOST_ADAPTERS):
-            (_, number, _), _ = oldest
-            self._forgotten = max(self._forgotten, number)
         return known
 
     def _chain(self, request: Request, hashes: Sequence[bytes]) -> Mapping[bytes, bytes]:

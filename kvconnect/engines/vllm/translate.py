@@ -99,8 +99,9 @@ def is_of_tokens(request: Request) -> bool:
     return request.prompt_token_ids is not None and request.prompt_embeds is None
 
 
-def prompt_content(request: Request) -> bytes:
-    """Return a digest of everything that a prompt's KV depends on, except the model.
+def prompt_content(request: Request, adapter: str = "") -> bytes:
+    """Return a digest of everything that a prompt's KV depends on, except the model. ``adapter``:
+    what the files of the request's adapter contain.
 
     Raises:
         Refused: the prompt has embeddings.
@@ -109,7 +110,7 @@ def prompt_content(request: Request) -> bytes:
         raise Refused("params", "prompts given as embeddings are not handed off")
     lora = request.lora_request
     parts = (
-        lora.name if lora else None,
+        (lora.name, adapter) if lora else None,
         request.cache_salt,
         [(item.identifier, str(item.mm_position)) for item in request.mm_features],
     )

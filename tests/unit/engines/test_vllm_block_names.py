@@ -6,12 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
+from vllm.lora.request import LoRARequest
 
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.cache.keys import block_key, seed_of
 from kvconnect.cache.record_format import page_names
-from kvconnect.engines.vllm import tiers as naming
+from kvconnect.engines.vllm.adapters import Adapters
 from kvconnect.engines.vllm.tiers import BlockNames, named_by_tokens
 
 SIZE = 4
@@ -39,7 +39,7 @@ def keys(names: BlockNames, asked: Any, salt: str = "") -> list[bytes]:
 
 
 def test_blocks_go_by_their_tokens_as_the_request_grows() -> None:
-    names, tokens = BlockNames(FULL), list(range(100, 119))
+    names, tokens = BlockNames(FULL, Adapters()), list(range(100, 119))
     found = []
     for length in (9, 10, 12, 19):
         found = keys(names, request(tokens[:length]))
@@ -52,21 +52,22 @@ def test_blocks_go_by_their_tokens_as_the_request_grows() -> None:
 
 
 def test_images_and_several_kinds_of_attention_go_by_vllms_hashes() -> None:
-    tokens = list(range(8))
+    names, tokens = BlockNames(FULL, Adapters()), list(range(8))
     plain = [block_key(ZEROS, 0, block_hash) for block_hash in hashes_of(tokens)]
-    assert keys(BlockNames(FULL), request(tokens, mm_features=["an image"])) == plain
-    assert keys(BlockNames(FULL), request(tokens, prompt_token_ids=None)) == plain
-    assert keys(BlockNames(FULL), request(tokens, prompt_embeds="between the tokens")) == plain
+    assert keys(names, request(tokens, mm_features=["an image"])) == plain
+    assert keys(names, request(tokens, prompt_token_ids=None)) == plain
+    assert keys(names, request(tokens, prompt_embeds="between the tokens")) == plain
     several = (CacheGroup(SIZE), CacheGroup(SIZE, window=8))
     assert not named_by_tokens(several) and not named_by_tokens(several[1:])
-    wanted = BlockNames(several).wanted(request(tokens), [hashes_of(tokens)] * 2, (0, 8))
+    names = BlockNames(several, Adapters())
+    wanted = names.wanted(request(tokens), [hashes_of(tokens)] * 2, (0, 8))
     assert wanted.key(1, b"x") == block_key(ZEROS, 1, b"x")
 
 
 def test_salts_adapters_and_generations_share_nothing() -> None:
     tokens = list(range(8))
-    names = BlockNames(FULL)
-    lora = SimpleNamespace(lora_name="l", lora_int_id=1, lora_path="/nowhere")
+    names = BlockNames(FULL, Adapters())
+    lora = LoRARequest("l", 1, "/nowhere")
     asked = [
         request(tokens),
         request(tokens, request_id="a", cache_salt="a"),
@@ -84,51 +85,24 @@ def test_salts_adapters_and_generations_share_nothing() -> None:
 
 
 def test_an_adapter_is_its_files(tmp_path: Path) -> None:
-    """Whatever it is called; what is loaded again is read again."""
+    """Whatever it is called."""
     tokens = list(range(8))
     (tmp_path / "adapter_model.safetensors").write_bytes(bytes(100))
     (tmp_path / "adapter_config.json").write_text('{"lora_alpha": 1}')
-    names = BlockNames(FULL)
+    names = BlockNames(FULL, Adapters())
 
     def found(names: BlockNames, number: int) -> list[bytes]:
-        lora = SimpleNamespace(lora_name=f"l{number}", lora_int_id=number, lora_path=str(tmp_path))
-        asked = request(tokens, request_id=str(number), lora_request=lora)
-        return keys(names, asked)
+        lora = LoRARequest(f"l{number}", number, str(tmp_path))
+        return keys(names, request(tokens, request_id=str(number), lora_request=lora))
 
     first = found(names, 1)
-    assert found(BlockNames(FULL), 2) == first
+    assert found(BlockNames(FULL, Adapters()), 2) == first
     (tmp_path / "adapter_config.json").write_text('{"lora_alpha": 2}')
-    assert found(names, 1) == first, "it is still the one that was loaded"
     second = found(names, 2)
     assert second != first
     (tmp_path / "adapter_model.safetensors").write_bytes(bytes([1] * 100))
     third = found(names, 3)
-    assert third not in (first, second) and found(BlockNames(FULL), 3) == third
+    assert third not in (first, second) and found(BlockNames(FULL, Adapters()), 3) == third
     (tmp_path / "adapter_model.safetensors").unlink()
-    assert found(BlockNames(FULL), 4) != found(BlockNames(FULL), 4), "for each engine alone"
-
-
-def test_adapters_come_and_go_in_bounded_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that was forgotten may have other files by now than those that the engine has loaded."""
-    monkeypatch.setattr(naming, "MOST_ADAPTERS", 8)
-    (tmp_path / "adapter_model.safetensors").write_bytes(bytes(100))
-    (tmp_path / "adapter_config.json").write_text("{}")
-    names = BlockNames(FULL)
-
-    def found(number: int) -> bytes:
-        lora = SimpleNamespace(lora_name=f"l{number}", lora_int_id=number, lora_path=str(tmp_path))
-        names.forget("r")
-        return keys(names, request(list(range(8)), lora_request=lora))[0]
-
-    first = found(1)
-    assert found(2) == first, "the same files"
-    for number in range(3, 100):
-        found(1)
-        assert found(number) == first
-        assert len(names._adapters) <= 8
-    assert found(1) == first, "it was used all the time"
-    again = found(2)
-    assert again != first
-    assert found(2) == again
+    unknown = [found(BlockNames(FULL, Adapters()), 4) for _ in range(2)]
+    assert unknown[0] != unknown[1], "for each engine alone"

@@ -114,6 +114,17 @@ def test_prompts_with_embeddings_are_not_handed_off() -> None:
         translate.prompt_content(asked)
 
 
+def test_a_hand_off_is_of_an_adapter_with_the_same_files() -> None:
+    fields = {"cache_salt": None, "mm_features": [], "prompt_embeds": None}
+    lora = LoRARequest("poet", 1, "/adapters/poet")
+    request: Any = SimpleNamespace(prompt_token_ids=[1, 2], lora_request=lora, **fields)
+    first = translate.prompt_content(request, "these weights")
+    assert translate.prompt_content(request, "these weights") == first  # control
+    assert translate.prompt_content(request, "other weights") != first
+    request.lora_request = LoRARequest("painter", 1, "/adapters/poet")
+    assert translate.prompt_content(request, "these weights") != first
+
+
 def event_log(*specs: Any) -> EventLog:
     events = SimpleNamespace(enable_kv_cache_events=True)
     groups: Any = SimpleNamespace(

@@ -1,0 +1,141 @@
+"""LoRA adapters of vLLM's requests: which files they are, and whether their KV may be reused.
+
+vLLM names an adapter's blocks by the adapter's name and path. New weights under the same name and
+path get the same hashes, and vLLM does not tell connectors when it loads an adapter. So each
+adapter's files are observed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvconnect.bounded import remember
+from kvconnect.cache.model_identity import model_folder, model_name
+from kvconnect.engines.vllm import translate
+from kvconnect.errors import Incompatible
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+MOST_ADAPTERS = 65536  # observed at once; more are not trusted, and use no more memory
+MOST_DIGESTS = 4096  # remembered; others are made again
+
+
+class _File(NamedTuple):
+    """A file's identity. Each change of its bytes changes the last field."""
+
+    name: str
+    inode: int
+    size: int
+    changed_ns: int
+
+
+@dataclass
+class _Adapter:
+    """An adapter as its first request named it.
+
+    ``loaded``: its number and whether it is loaded in place.
+    """
+
+    loaded: tuple[int, bool]
+    files: tuple[_File, ...]
+    trusted: bool
+
+
+class Adapters:
+    """The adapters that requests named since the last :meth:`reset`, by (name, path). Owned by the
+    scheduler's thread.
+
+    An adapter is trusted as long as all of its requests name the same load of it (its number and
+    ``load_inplace``) and its files stay as the first request found them. Else some of its KV may be
+    of other weights than the hashes say, and none of it is reused until the next reset.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str], _Adapter] = {}
+        self._checked: set[tuple[str, str]] = set()  # in this step
+        self._contents: dict[str, tuple[tuple[_File, ...], str]] = {}  # by path
+
+    def next_step(self) -> None:
+        """Read each adapter's file times again when it is needed next."""
+        self._checked.clear()
+
+    def reset(self) -> None:
+        """Forget all adapters: no KV of theirs is stored any more."""
+        self._known.clear()
+        self._checked.clear()
+
+    def trusted(self, lora: LoRARequest) -> bool:
+        """Return whether all KV of this adapter is of the weights that it has now."""
+        name = lora.lora_name, lora.lora_path
+        known = self._known.get(name)
+        if known is None:
+            if len(self._known) >= MOST_ADAPTERS:
+                return False
+            loaded, files = (lora.lora_int_id, lora.load_inplace), _files(lora.lora_path)
+            trusted = bool(self.contents(lora))
+            known = self._known[name] = _Adapter(loaded, files, trusted)
+            self._checked.add(name)
+        if not known.trusted:
+            return False
+        if known.loaded != (lora.lora_int_id, lora.load_inplace):
+            known.trusted = False
+        elif name not in self._checked:
+            self._checked.add(name)
+            known.trusted = known.files == _files(lora.lora_path)
+        if not known.trusted:
+            text = "adapter %s of %s was loaded again or its files changed: its KV is not reused"
+            logger.warning(text, *name)
+        return known.trusted
+
+    def scope(self, lora: LoRARequest) -> bytes:
+        """Return what separates an adapter's blocks from those of others in secondary tiers. All
+        engines agree on it; for an adapter that is not trusted it is random."""
+        return self.contents(lora).encode() if self.trusted(lora) else os.urandom(16)
+
+    def contents(self, lora: LoRARequest) -> str:
+        """Return a digest of an adapter's weights and configuration files as they are now; empty if
+        they cannot be read. May block for tens of milliseconds when the files have changed."""
+        path, files = lora.lora_path, _files(lora.lora_path)
+        known = self._contents.get(path)
+        if known is None or known[0] != files:
+            known = files, _digest(path)
+        remember(self._contents, path, known, MOST_DIGESTS)
+        return known[1]
+
+    def prompt_content(self, request: Request) -> bytes:
+        """See :func:`translate.prompt_content`."""
+        lora = request.lora_request
+        return translate.prompt_content(request, self.contents(lora) if lora else "")
+
+
+def _digest(path: str) -> str:
+    try:
+        return model_name(path, None, {}, "adapter_config.json")
+    except (Incompatible, OSError) as error:
+        logger.warning("the weights of adapter %s are not known: %s", path, error)
+        return ""
+
+
+def _files(path: str) -> tuple[_File, ...]:
+    """Return the files of an adapter; empty if they cannot be read."""
+    folder = model_folder(path, None)
+    try:
+        return tuple(sorted(_entries(folder))) if folder else ()
+    except OSError:  # it is being replaced
+        return ()
+
+
+def _entries(folder: Path) -> Iterator[_File]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            found = entry.stat()
+            yield _File(entry.name, found.st_ino, found.st_size, found.st_ctime_ns)

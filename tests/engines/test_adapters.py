@@ -1,0 +1,79 @@
+"""LoRA adapters that are loaded, replaced and loaded again while the server runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from tests.engines.models import MODELS, prompt_tokens
+from tests.engines.scenario import FULL, HOST, NEW, PROMPT, assert_nothing_leaks, disk, settle
+from tests.engines.server import Answer, Server, kv_transfer
+
+LORA = ("--enable-lora", "--max-lora-rank", "8")
+RUNTIME = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+
+
+def write(folder: Path, seed: int) -> str:
+    """Write an adapter with these random weights to a folder, in place."""
+    config = MODELS["llama"].config
+    width, head = config["hidden_size"], config["hidden_size"] // config["num_attention_heads"]
+    rng = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, heads in (("q", "num_attention_heads"), ("v", "num_key_value_heads")):
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}_proj"
+            weights[f"{place}.lora_A.weight"] = torch.randn(8, width, generator=rng) / width**0.5
+            out = config[heads] * head
+            weights[f"{place}.lora_B.weight"] = torch.randn(out, 8, generator=rng)
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+    return str(folder)
+
+
+def load(server: Server, name: str, path: str, **extra: bool) -> None:
+    server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path, **extra})
+
+
+def ask(server: Server, name: str) -> Answer:
+    """Ask with nothing in the device's own cache."""
+    settle(server)
+    server.post("/reset_prefix_cache")
+    return server.complete(prompt_tokens(PROMPT), NEW, model=name)
+
+
+def test_an_adapter_never_gets_the_kv_of_its_former_weights(tmp_path: Path) -> None:
+    """Neither removed and loaded again, nor loaded again in place. Controls: before the change, and
+    after a reset of the connector, its KV is found; the base model's is found throughout."""
+    poet = write(tmp_path / "poet", 1)
+    connector = kv_transfer(host_bytes=HOST, disk=disk(tmp_path / "disk"))
+    with Server("llama", connector, args=LORA, env=RUNTIME) as server:
+        for name, seed in (("first", 1), ("second", 2)):  # the same weights under other names
+            load(server, name, write(tmp_path / name, seed))
+        base, first, second = (ask(server, name) for name in ("model", "first", "second"))
+        assert len({base.tokens, first.tokens, second.tokens}) == 3
+        assert base.cached == second.cached == 0
+
+        load(server, "poet", poet)
+        for number, (new, old) in enumerate([(second, first), (first, second)]):
+            assert ask(server, "poet").tokens == old.tokens
+            assert ask(server, "poet") == Answer(old.tokens, FULL)
+            write(tmp_path / "poet", 2 - number)
+            if number:
+                load(server, "poet", poet, load_inplace=True)
+            else:
+                server.post("/v1/unload_lora_adapter", {"lora_name": "poet"})
+                load(server, "poet", poet)
+            for _ in range(2):
+                assert ask(server, "poet") == Answer(new.tokens, 0)
+            assert ask(server, "model") == Answer(base.tokens, FULL)
+            settle(server)
+            server.post("/reset_prefix_cache?reset_external=true")
+            assert ask(server, "model") == Answer(base.tokens, 0)
+        assert ask(server, "poet") == Answer(first.tokens, 0)
+        assert ask(server, "poet") == Answer(first.tokens, FULL)
+        assert_nothing_leaks(server)

@@ -1,0 +1,102 @@
+"""Which adapters' KV may be reused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from vllm.lora.request import LoRARequest
+
+from kvconnect.engines.vllm import adapters
+from kvconnect.engines.vllm.adapters import Adapters
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture
+def poet(tmp_path: Path) -> LoRARequest:
+    (tmp_path / WEIGHTS).write_bytes(bytes(100))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    return LoRARequest("poet", 1, str(tmp_path))
+
+
+def again(lora: LoRARequest, **changes: object) -> LoRARequest:
+    fields = {name: getattr(lora, name) for name in ("lora_name", "lora_int_id", "lora_path")}
+    return LoRARequest(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_an_adapter_is_trusted_while_it_stays_the_same(poet: LoRARequest) -> None:
+    seen = Adapters()
+    for _ in range(3):
+        assert seen.trusted(poet)
+        seen.next_step()
+    for changes in ({"load_inplace": True}, {"lora_int_id": 2}):  # it was loaded again
+        seen.reset()
+        assert seen.trusted(poet)
+        assert not seen.trusted(again(poet, **changes))
+        assert not seen.trusted(poet), "nobody knows which weights are loaded now"
+        assert seen.trusted(again(poet, lora_name="painter")), "others have hashes of their own"
+
+
+@pytest.mark.parametrize("how", ["written", "replaced", "backdated", "added", "removed"])
+def test_changed_files_are_other_weights(poet: LoRARequest, how: str) -> None:
+    seen, path = Adapters(), Path(poet.lora_path) / WEIGHTS
+    assert seen.trusted(poet)
+    before = path.stat()
+    if how == "added":
+        (path.parent / "new_embeddings.safetensors").write_bytes(b"")
+    elif how == "removed":
+        path.unlink()
+    elif how == "replaced":
+        (path.parent / "next").write_bytes(bytes(100))
+        (path.parent / "next").rename(path)
+    else:
+        path.write_bytes(bytes([1] * 100))
+    if how == "backdated":  # as a copy that preserves times
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert seen.trusted(poet), "files are read once a step"
+    seen.next_step()
+    assert not seen.trusted(poet)
+    seen.reset()
+    assert seen.trusted(poet) == (how != "removed"), "nothing of the old weights is stored"
+
+
+def test_weights_that_are_in_no_file_are_not_known(tmp_path: Path) -> None:
+    """As those that a trainer sends as tensors."""
+    seen = Adapters()
+    assert not seen.trusted(LoRARequest("poet", 1, str(tmp_path / "nowhere")))
+    assert not seen.trusted(LoRARequest("poet", 1, str(tmp_path)))
+
+
+def test_contents_are_the_same_in_all_engines(poet: LoRARequest, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in (WEIGHTS, "adapter_config.json"):
+        (copy / name).write_bytes((Path(poet.lora_path) / name).read_bytes())
+    other = LoRARequest("painter", 7, str(copy))
+    seen = Adapters()
+    first = seen.contents(poet)
+    assert first and Adapters().contents(other) == first
+    assert seen.scope(poet) == Adapters().scope(other)
+    (copy / WEIGHTS).write_bytes(bytes([1] * 100))
+    assert seen.contents(other) not in ("", first)
+    assert seen.trusted(other) and not seen.trusted(again(other, lora_int_id=8))
+    assert seen.scope(other) != seen.scope(other), "for nobody"
+
+
+def test_adapters_come_and_go_in_bounded_memory(
+    poet: LoRARequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "MOST_ADAPTERS", 8)
+    monkeypatch.setattr(adapters, "MOST_DIGESTS", 4)
+    seen = Adapters()
+    trusted = [seen.trusted(again(poet, lora_name=f"l{number}")) for number in range(20)]
+    assert trusted == [True] * 8 + [False] * 12
+    assert not seen.trusted(poet)
+    assert seen.trusted(again(poet, lora_name="l3")), "those that are known are served on"
+    for number in range(20):
+        seen.contents(LoRARequest("poet", 1, f"/nowhere/{number}"))
+    assert len(seen._contents) == 4 and len(seen._known) == 8
+    seen.reset()
+    assert seen.trusted(poet)
