@@ -62,6 +62,12 @@ def test_pages_that_are_given_away_too_early_or_never(setting: ExitStack, second
         runtime_context.check(published())
 
 
+def test_pages_that_would_land_in_host_memory() -> None:
+    args = published(enable_hisparse=True)
+    with pytest.raises(ConfigError, match=r"--enable-hisparse=True.*leave it out"):
+        runtime_context.check(args)
+
+
 def test_pages_that_move_while_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     args = published(enable_unified_memory=True)
     runtime_context.check(args)

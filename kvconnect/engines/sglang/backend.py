@@ -145,7 +145,7 @@ class KVConnectManager(CommonKVManager):
         ids = _ids(kv_indices)
         rest: list[Span] = []
         if is_last_chunk:
-            rest = _other_spans(more.get("aux_index"), more.get("state_indices"))
+            rest = self.rest(more.get("aux_index"), more.get("state_indices"))
         event = more.get("wait_event")
         fence: Fence | None = DeviceFence(event) if event is not None else None
         if fence is None and not (is_last_chunk or self.overlaps):
@@ -154,6 +154,16 @@ class KVConnectManager(CommonKVManager):
         self.prefill_rooms.send(bootstrap_room, first, ids, rest, fence)
         if is_last_chunk:
             self.prefill_rooms.complete(bootstrap_room)
+
+    def rest(self, aux_index: int | None, state_indices: Sequence[Any] | None) -> list[Span]:
+        """Return the spans of a request's row and of its state components."""
+        spans = [] if aux_index is None else [Span(translate.AUX, 0, array("q", [aux_index]))]
+        for number, indices in enumerate(state_indices or ()):
+            ids = array("q") if indices is None else _ids(indices)
+            if ids:
+                ids = translate.items(self.kv_args.state_types[number].value, ids)
+                spans.append(Span(translate.FIRST_STATE + number, 0, ids))
+        return spans
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Fetch a prefill engine's description if its address is allowed. If it does not fit this
@@ -299,7 +309,7 @@ class KVConnectReceiver(CommonKVReceiver):
             request = RoomRequest(
                 first=prefix_tokens // self.kv_mgr.kv_args.page_size,
                 ids=_ids(kv_indices),
-                rest=tuple(_other_spans(aux_index, state_indices)),
+                rest=tuple(self.kv_mgr.rest(aux_index, state_indices)),
                 workers=tuple(_endpoint(found) for found in self.bootstrap_infos),
                 tp=int(info.attn_tp_size),
                 pp=int(info.pp_size),
@@ -377,16 +387,6 @@ def _address(config: Config, args: KVArgs) -> tuple[str, int]:
 def _ids(indices: Any) -> array[int]:
     """Return page or slot numbers, which SGLang gives as arrays, tensors or lists."""
     return array("q", indices if isinstance(indices, list) else indices.tolist())
-
-
-def _other_spans(aux_index: int | None, state_indices: Sequence[Any] | None) -> list[Span]:
-    """Return the spans of a request's row and of its state components."""
-    spans = [] if aux_index is None else [Span(translate.AUX, 0, array("q", [aux_index]))]
-    for number, indices in enumerate(state_indices or ()):
-        ids = array("q") if indices is None else _ids(indices)
-        if ids:
-            spans.append(Span(translate.FIRST_STATE + number, 0, ids))
-    return spans
 
 
 def _endpoint(info: dict[str, Any]) -> Endpoint:

@@ -1,7 +1,10 @@
 """SGLang's device pools for offloading: which pools a cache has, and where their pages lie.
 
 Written against SGLang 0.5.23. SGLang assembles the pools of DeepSeek V4, DSA and some hybrid models
-for its own linkers. This module assembles plain MHA and MLA, sliding windows, and MHA with Mamba.
+for its own linkers. This module assembles plain MHA and MLA, sliding windows, MHA with Mamba, DSA
+whose layers share an index, and the pools of draft models beside all of these.
+
+A class that is not named here is refused: subclasses keep other bytes in the same attributes.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler as hybrid
 from sglang.srt.mem_cache.hybrid_cache import linker_pool_assembler as linker
@@ -20,6 +24,7 @@ from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import (
     DevicePoolGroup,
 )
 from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
     HybridLinearKVPool,
     MHATokenToKVPool,
     MLATokenToKVPool,
@@ -35,6 +40,10 @@ from kvconnect.errors import Incompatible, Misuse
 _MOST_STAGES = 16  # each is a separate job; the first layer waits for one stage
 _MOST_PADDING = 0.125  # as a fraction of a page
 
+_KINDS = (
+    *(MHATokenToKVPool, MLATokenToKVPool, DSATokenToKVPool, DeepSeekV4TokenToKVPool),
+    *(SWAKVPool, HybridLinearKVPool),
+)
 _FULL = frozenset({ComponentType.FULL})
 _SWA = frozenset({ComponentType.FULL, ComponentType.SWA})
 _MAMBA = frozenset({ComponentType.FULL, ComponentType.MAMBA})
@@ -49,30 +58,46 @@ def device_pools(params: Any, components: Iterable[ComponentType]) -> DevicePool
     kvcache = params.token_to_kv_pool_allocator.get_kvcache()
     kind, wanted = type(kvcache), frozenset(components)
     try:
+        _check_kinds(kvcache)
         if kind in (MHATokenToKVPool, MLATokenToKVPool) and wanted == _FULL:
             group = _plain(kvcache, params)
         elif kind is SWAKVPool and wanted == _SWA:
             group = _windowed(kvcache, params)
         elif kind is HybridLinearKVPool and wanted == _MAMBA and not kvcache.use_mla:
             group = _with_mamba(kvcache, params)
+        elif kind is DSATokenToKVPool and wanted == _FULL and any(kvcache.skip_topk_layers):
+            group = _with_shared_index(kvcache, params)
         else:
             group = linker.resolve_hybrid_device_pool_group(
                 kvcache=kvcache, page_size=params.page_size, params=params, components=set(wanted)
             )
     except (ValueError, AssertionError) as error:
         names = ", ".join(sorted(component.name for component in wanted))
-        raise Incompatible(f"{kind.__name__} ({names}) cannot be offloaded: {error}") from error
+        raise Incompatible(
+            f"{kind.__name__} ({names}) cannot be offloaded: {error}: start without the linker"
+        ) from error
     return group
+
+
+def _check_kinds(kvcache: Any) -> None:
+    """Refuse a pool, or a part of one, whose class is not known."""
+    kind = type(kvcache)
+    if kind not in _KINDS:
+        raise ValueError("its layout is not known")
+    if kind in (SWAKVPool, HybridLinearKVPool):
+        for part in (kvcache.full_kv_pool, getattr(kvcache, "swa_kv_pool", kvcache.full_kv_pool)):
+            if type(part) not in (MHATokenToKVPool, MLATokenToKVPool):
+                raise ValueError(f"the layout of its {type(part).__name__} is not known")
 
 
 def _plain(kvcache: Any, params: Any) -> DevicePoolGroup:
     layers = {layer: layer for layer in range(kvcache.layer_num)}
-    entry = _entry(PoolName.KV, kvcache, layers, params)
+    entries = [_entry(PoolName.KV, kvcache, layers, params), *_drafts(params)]
     return DevicePoolGroup(
-        [entry],
+        entries,
         kvcache.layer_num,
         params.page_size,
-        rank_replicated=type(kvcache) is MLATokenToKVPool,
+        rank_replicated=type(kvcache) is MLATokenToKVPool and len(entries) == 1,
     )
 
 
@@ -81,6 +106,7 @@ def _windowed(kvcache: Any, params: Any) -> DevicePoolGroup:
     entries = [
         _entry(PoolName.KV, kvcache.full_kv_pool, full, params),
         _entry(PoolName.SWA, kvcache.swa_kv_pool, windowed, params),
+        *_drafts(params),
     ]
     return DevicePoolGroup(entries, _layers_of(entries), params.page_size)
 
@@ -93,8 +119,71 @@ def _with_mamba(kvcache: Any, params: Any) -> DevicePoolGroup:
     entries = [
         _entry(PoolName.KV, kvcache.full_kv_pool, full, params),
         linker._mamba_device_pool_entry(params.req_to_token_pool, start),
+        *_drafts(params),
     ]
     return DevicePoolGroup(entries, _layers_of(entries), params.page_size)
+
+
+def _with_shared_index(kvcache: Any, params: Any) -> DevicePoolGroup:
+    """DSA some of whose layers use the index of another one, and have none."""
+    if kvcache.page_size != params.page_size:
+        raise ValueError(f"its pages have {kvcache.page_size} tokens, not {params.page_size}")
+    rows = {n: index for n, index in enumerate(kvcache.index_k_with_scale_buffer) if len(index)}
+    layers = {layer: layer for layer in range(kvcache.layer_num)}
+    entries = [
+        _rows_entry(PoolName.KV, kvcache, kvcache.kv_buffer, layers, params),
+        _rows_entry(
+            PoolName.INDEXER,
+            kvcache,
+            list(rows.values()),
+            {layer: place for place, layer in enumerate(rows)},
+            params,
+            rows_are_pages=True,
+        ),
+    ]
+    if params.mtp_draft_device_pools or params.sidecar_draft_device_pools:
+        raise ValueError("layers that share an index cannot be kept with the KV of a draft model")
+    return DevicePoolGroup(entries, kvcache.layer_num, params.page_size, rank_replicated=True)
+
+
+def _drafts(params: Any) -> list[DevicePoolEntry]:
+    """Describe the pools of a draft model as one. They share the target's page numbers; their
+    layers are loaded with the target's first ones, and read after its last one."""
+    pools = (*params.mtp_draft_device_pools, *params.sidecar_draft_device_pools)
+    if params.mtp_draft_mamba_pools:
+        raise ValueError("the states of a draft model cannot be kept beside it")
+    if not pools:
+        return []
+    kinds = {type(pool) for pool in pools}
+    if len(kinds) > 1 or not kinds <= {MHATokenToKVPool, MLATokenToKVPool}:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise ValueError(f"the KV of a draft model in {names} cannot be kept beside it")
+    entries = [
+        _entry(PoolName.DRAFT, pool, {n: n for n in range(pool.layer_num)}, params)
+        for pool in pools
+    ]
+    sides = zip(*(_sides(entry) for entry in entries), strict=True)
+    buffers = [[buffer for part in side for buffer in part] for side in sides]
+    count = len(buffers[0])
+    return [
+        DevicePoolEntry(
+            name=PoolName.DRAFT,
+            indices_from_pool=PoolName.KV,
+            device_pool=pools[0],
+            components=[[buffer for side in buffers for buffer in side]],
+            layer_mapping={
+                n: tuple(n + side * count for side in range(len(buffers))) for n in range(count)
+            },
+            page_size=params.page_size,
+            rows_are_pages=False,
+        )
+    ]
+
+
+def _sides(entry: DevicePoolEntry) -> list[list[torch.Tensor]]:
+    """Return a pool's buffers: one list of MLA, K and then V of MHA."""
+    pool = entry.device_pool
+    return [pool.kv_buffer] if type(pool) is MLATokenToKVPool else [pool.k_buffer, pool.v_buffer]
 
 
 def _layers_of(entries: Iterable[DevicePoolEntry]) -> int:
@@ -105,8 +194,6 @@ def _layers_of(entries: Iterable[DevicePoolEntry]) -> int:
 
 def _entry(name: PoolName, pool: Any, layers: dict[int, int], params: Any) -> DevicePoolEntry:
     """Describe one MHA or MLA pool; ``layers`` maps a forward's layers to the pool's."""
-    if params.mtp_draft_device_pools or params.sidecar_draft_device_pools:
-        raise ValueError("the KV of a draft model cannot be kept beside it")
     if get_parallel().attn_dcp_size > 1:
         raise ValueError("decode context parallelism spreads a page over ranks")
     if pool.page_size != params.page_size:
@@ -115,17 +202,28 @@ def _entry(name: PoolName, pool: Any, layers: dict[int, int], params: Any) -> De
         if pool.kv_cache_layout != "nhd":
             raise ValueError(f"KV layout {pool.kv_cache_layout!r} is not known, only 'nhd'")
         return linker._mha_device_pool_entry(name, pool, layers, params.page_size)
-    if type(pool) is MLATokenToKVPool and pool.kv_scale_buffer is None:
-        return DevicePoolEntry(
-            name=name,
-            indices_from_pool=name,
-            device_pool=pool,
-            components=[pool.kv_buffer],
-            layer_mapping=layers,
-            page_size=params.page_size,
-            rows_are_pages=False,
-        )
-    raise ValueError(f"the layout of {type(pool).__name__} is not known")
+    if pool.kv_scale_buffer is not None:
+        raise ValueError("its scales are kept apart")
+    return _rows_entry(name, pool, pool.kv_buffer, layers, params)
+
+
+def _rows_entry(
+    name: PoolName,
+    pool: Any,
+    buffers: list[torch.Tensor],
+    layers: dict[int, int],
+    params: Any,
+    rows_are_pages: bool = False,
+) -> DevicePoolEntry:
+    return DevicePoolEntry(
+        name=name,
+        indices_from_pool=PoolName.KV if name is PoolName.INDEXER else name,
+        device_pool=pool,
+        components=[buffers],
+        layer_mapping=layers,
+        page_size=params.page_size,
+        rows_are_pages=rows_are_pages,
+    )
 
 
 @dataclass(frozen=True)

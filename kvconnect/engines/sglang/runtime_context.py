@@ -48,6 +48,8 @@ def check(server_args: ServerArgs) -> None:
             raise ConfigError(f"--{flag}", size, "this transfer backend serves 1 only")
     if parallel.enable_kv_cache_sharding:
         raise ConfigError("--enable-kv-cache-sharding", True, "leave it out with this backend")
+    if server_args.enable_hisparse:
+        raise ConfigError("--enable-hisparse", True, "leave it out: pages land on the device only")
     if envs.SGLANG_DISAGG_STAGING_BUFFER.get():
         fix = "unset it: heads are sliced on the way by this backend itself"
         raise ConfigError("SGLANG_DISAGG_STAGING_BUFFER", "1", fix)

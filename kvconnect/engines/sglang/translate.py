@@ -9,7 +9,9 @@ whose blocks are pages, rows or state slots. So one protocol moves them all.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +30,16 @@ from kvconnect.types import Rank
 
 KV, AUX, FIRST_STATE = 0, 1, 2
 """Group numbers: the KV of all layers, the aux rows, the first of the state components."""
+
+_TAIL = "dsa_tail"
+_MINIMAX = ("minimax_index_k", "minimax_dense_kv")
+STATES = (
+    *("mamba", "qsa_pending", "qsa_compressed", "swa", "dsa", _TAIL, *_MINIMAX),
+    *("swa_ring", "c128_state", "request_row", "block_scale", "block_scale_swa"),
+)
+"""State components whose indices are known to be numbers of items, or, of the tail, a row."""
+
+_MOST_FIELD = 1024  # bytes of a format field
 
 
 @dataclass(frozen=True)
@@ -57,8 +69,10 @@ def describe(args: Any, model: Model, timeout_s: float) -> WorkerCache:
     """Return the cache that SGLang's ``KVArgs`` describe, for the hand-off agent.
 
     Raises:
-        Incompatible: a buffer is not whole pages, or the KV buffers are too few or too many.
+        Incompatible: a buffer is not whole pages, the KV buffers are too few or too many, or what
+            they list is not all of the cache.
     """
+    _check(args)
     kv = tuple(_kv_buffers(args, model))
     aux = tuple(_aux_buffers(args, model.rank))
     states = [tuple(_state_buffers(args, number)) for number in range(len(args.state_types))]
@@ -68,19 +82,31 @@ def describe(args: Any, model: Model, timeout_s: float) -> WorkerCache:
     offsets = [[regions.offset(area) for area in areas] for areas in places]
 
     heads = _heads(model)
-    pages: list[GroupPages] = [_pages(kv, offsets[KV], heads, args.page_size)]
+    # DeepSeek V4 has pages of fewer rows than tokens: they are never cut.
+    whole = model.is_mla and any(buffer.item_bytes % args.page_size for buffer in kv)
+    tokens = 1 if whole else args.page_size
+    pages: list[GroupPages] = [_pages(kv, offsets[KV], heads, tokens)]
     pages += [_pages(kind, at, 1, 1) for kind, at in zip(kinds[1:], offsets[1:], strict=True)]
-    groups = [_group(pages[KV], args.page_size, model.kv_heads, heads)]
+    groups = [_group(pages[KV], tokens, model.kv_heads, heads)]
     groups += [_group(rows, 1, 1, 1) for rows in pages[1:]]
     hello = Hello(
         software=f"kvconnect {engine_versions.installed('kvconnect')}",
         engine_id=f"sglang-{secrets.token_hex(8)}",
         epoch=0,
         rank=model.rank,
-        format=_format(args, model, (aux, *states)),
+        format=_format(args, model, pages[KV], (aux, *states)),
         groups=groups,
     )
     return WorkerCache(hello, pages, regions, regions.device)
+
+
+def items(state: str, indices: array[int]) -> array[int]:
+    """Return the items of a state component that SGLang's ``indices`` name.
+
+    Those of the tail are a row, two runs of its tokens, and its length. The whole row is sent: it
+    is the request's own, and the rest of it is not read.
+    """
+    return indices[:1] if state == _TAIL else indices
 
 
 def layer_names(cache: WorkerCache) -> dict[int, str]:
@@ -88,14 +114,45 @@ def layer_names(cache: WorkerCache) -> dict[int, str]:
     return {int(name): name for name in cache.hello.groups[KV].layers if name.isdecimal()}
 
 
+def _check(args: Any) -> None:
+    """Refuse a cache of which SGLang's lists do not say all, or something that is not known."""
+    for kind in args.state_types:
+        if kind.value not in STATES:
+            raise Incompatible(
+                f"state component {kind.value!r} of this model's cache is not known to KVConnect: "
+                "use one of SGLang's own transfer backends"
+            )
+    if "fp4" in args.kv_cache_dtype_str and not _has_minimax(args):
+        raise Incompatible(
+            f"--kv-cache-dtype {args.kv_cache_dtype_str}: SGLang keeps its scales beside the pages "
+            "and does not list them for a hand-off: use fp8_e4m3 or mxfp8"
+        )
+
+
 def _kv_buffers(args: Any, model: Model) -> Iterator[Buffer]:
     draft = getattr(args, "num_draft_entries", 0)
     own = len(args.kv_data_ptrs) - draft
-    ids = list(args.kv_layer_ids)[:own] or _layer_ids(own, model)
-    names = [str(layer) for layer in ids]  # MHA has each twice: K, then V
+    if not args.kv_layer_ids and _is_sorted_by_kind(args):
+        if model.rank.pp > 1:
+            raise Incompatible("this model's cache is handed off from one pipeline stage only")
+        names = [f"kv.{number}" for number in range(own)]
+    else:
+        ids = list(args.kv_layer_ids)[:own] or _layer_ids(own, model)
+        names = [str(layer) for layer in ids]  # MHA has each twice: K, then V
     names += [f"draft.{number}" for number in range(draft)]
     buffers = zip(names, args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, strict=True)
     return (Buffer(*buffer) for buffer in buffers)
+
+
+def _is_sorted_by_kind(args: Any) -> bool:
+    """Whether SGLang lists KV buffers without saying of which layers: DeepSeek V4's are sorted by
+    compression; MiniMax's are those of sparse layers, and with sliding windows, of the others."""
+    windows = any(kind.value == "swa" for kind in args.state_types)
+    return windows or bool(getattr(args, "mla_compression_ratios", None)) or _has_minimax(args)
+
+
+def _has_minimax(args: Any) -> bool:
+    return any(kind.value in _MINIMAX for kind in args.state_types)
 
 
 def _layer_ids(count: int, model: Model) -> list[int]:
@@ -125,7 +182,8 @@ def _state_buffers(args: Any, number: int) -> Iterator[Buffer]:
     kind, seen = args.state_types[number].value, Counter[int]()
     for place, values in enumerate(zip(*(each[number] for each in lists), strict=True)):
         layer = ids[place] if ids else place
-        yield Buffer(f"{kind}.{layer}.{seen[layer]}", *values)
+        if values[-1]:  # SGLang lists layers that share another one's index with empty items
+            yield Buffer(f"{kind}.{layer}.{seen[layer]}", *values)
         seen[layer] += 1
 
 
@@ -150,7 +208,7 @@ def _pages(
 def _layer(buffer: Buffer, offset: int, heads: int, tokens: int) -> LayerPages:
     """Return a buffer's pages, laid out as [page, token, head]."""
     row, rest = divmod(buffer.item_bytes, heads * tokens)
-    if rest or not row or buffer.nbytes % buffer.item_bytes:
+    if rest or not row or (tokens > 1 and buffer.nbytes % buffer.item_bytes):
         raise Incompatible(
             f"buffer {buffer.name}: {buffer.nbytes} bytes in items of {buffer.item_bytes} are not "
             f"pages of {tokens} tokens with {heads} KV heads each"
@@ -171,7 +229,9 @@ def _group(pages: GroupPages, tokens: int, kv_heads: int, heads: int) -> GroupHe
     )
 
 
-def _format(args: Any, model: Model, rows: Sequence[Sequence[Buffer]]) -> dict[str, str | int]:
+def _format(
+    args: Any, model: Model, kv: GroupPages, rows: Sequence[Sequence[Buffer]]
+) -> dict[str, str | int]:
     """Return the format fields that must be equal on both sides."""
     sizes = [",".join(str(buffer.item_bytes) for buffer in kind) for kind in rows]
     found: dict[str, str | int] = {
@@ -181,9 +241,21 @@ def _format(args: Any, model: Model, rows: Sequence[Sequence[Buffer]]) -> dict[s
         "packing": f"sglang {getattr(args, 'kv_layout', None) or 'plain'}",
         "aux_bytes": sizes[0],
     }
+    # Rows of layers that are matched by their place alone.
+    placed = [page.row_bytes for page in kv if not page.name.isdecimal()]
+    if placed:
+        found["placed_rows"] = _short(",".join(map(str, placed)))
     if args.state_types:
         kinds = (kind.value for kind in args.state_types)
-        found["state_bytes"] = ";".join(map(":".join, zip(kinds, sizes[1:], strict=True)))[:1024]
-        if not model.is_mla:  # ranks divide a state, and its parts cannot be divided anew
-            found["state_tp"] = model.rank.tp
+        found["state_bytes"] = _short(";".join(map(":".join, zip(kinds, sizes[1:], strict=True))))
+    if (args.state_types or _is_sorted_by_kind(args)) and not model.is_mla:
+        found["state_tp"] = model.rank.tp  # ranks divide a state, and its parts cannot be divided
     return found
+
+
+def _short(field: str) -> str:
+    """Return a field, or if it is too long for a Hello its beginning and a digest of all of it."""
+    if len(field) <= _MOST_FIELD:
+        return field
+    digest = hashlib.sha256(field.encode()).hexdigest()
+    return f"{field[: _MOST_FIELD - len(digest) - 1]} {digest}"

@@ -1,0 +1,394 @@
+"""Every KV pool class of SGLang: handed off and offloaded byte for byte, or refused in one line."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import time
+from array import array
+from collections.abc import Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sglang.srt.mem_cache
+import torch
+from sglang.srt.disaggregation.base.conn import KVArgs, StateType
+from sglang.srt.disaggregation.utils import get_dsa_tail_state_indices
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.memory_pool import KVCache
+from sglang.srt.runtime_context import reset_context
+from sglang.srt.server_args import ServerArgs
+from sglang.test.parallel_groups import publish
+
+from kvconnect.config import Config
+from kvconnect.disaggregation.agent import start_agent
+from kvconnect.engines.sglang import translate
+from kvconnect.engines.sglang.backend import KVConnectManager
+from kvconnect.engines.sglang.decode_rooms import DecodeRooms, RoomRequest
+from kvconnect.engines.sglang.device_pools import device_pools
+from kvconnect.engines.sglang.linker import KVConnectLinker
+from kvconnect.engines.sglang.rooms import PrefillRooms
+from kvconnect.errors import Incompatible
+from kvconnect.types import Endpoint, Span
+from tests.sglang.linker_bench import PAGE, mha_pool, mla_pool, names, params_for
+from tests.sglang.pools import POOLS, Pools, memory_of, model_of, transfer_args
+
+WAIT_S, ROOM = 20.0, 7
+SERVED = "served"
+BY_SGLANG = "SGLang refuses it itself"
+PART = "only a part of another pool"
+
+KINDS: dict[str, tuple[str, str]] = {
+    "BaseSWAKVPool": (PART, PART),
+    "DeepSeekV4IndexerPool": (PART, PART),
+    "DeepSeekV4SingleKVPool": (PART, PART),
+    "DeepSeekV4TokenToKVPool": (SERVED, SERVED),
+    "DeepSeekV4UniformFP8KVPool": (PART, PART),
+    "DSATokenToKVPool": (SERVED, SERVED),
+    "HiSparseC4DevicePool": (PART, PART),
+    "HiSparseDSATokenToKVPool": ("--enable-hisparse", "not known"),
+    "HiSparseMHAMainPool": (PART, PART),
+    "HybridLinearKVPool": (SERVED, SERVED),
+    "KVCache": (PART, PART),
+    "LayerSplitDSATokenToKVPool": ("attention-context-parallel-size", "not known"),
+    "MHATokenToKOnlyPool": (PART, PART),
+    "MHATokenToKVPool": (SERVED, SERVED),
+    "MHATokenToKVPoolFP4": (BY_SGLANG, "not known"),
+    "MHATokenToKVPoolMXFP8": (SERVED, "not known"),
+    "MLATokenToKVPool": (SERVED, SERVED),
+    "MLATokenToKVPoolFP4": ("scales beside the pages", "not known"),
+    "MiniMaxM3Nvfp4IndexKPool": (PART, PART),
+    "MiniMaxM3Nvfp4KVPool": ("no GPU to make one", "not known"),
+    "MiniMaxM3Nvfp4MainKVPool": (PART, PART),
+    "MiniMaxSparseKVPool": (SERVED, "not known"),
+    "NoOpMHATokenToKVPool": (BY_SGLANG, "not known"),
+    "PageInterleaveDSATokenToKVPool": ("--enable-kv-cache-sharding", "not known"),
+    "PageInterleaveMHATokenToKVPool": ("--enable-kv-cache-sharding", "not known"),
+    "PageInterleaveMLATokenToKVPool": ("--enable-kv-cache-sharding", "not known"),
+    "PageMajorMHATokenToKVPool": (BY_SGLANG, "not known"),
+    "QSATokenToKVPool": (SERVED, "not known"),
+    "SWAKVPool": (SERVED, SERVED),
+    "UnifiedDraftKVPool": (BY_SGLANG, "not known"),
+    "UnifiedDraftSWAKVPool": (BY_SGLANG, "not known"),
+    "UnifiedHybridLinearKVPool": (BY_SGLANG, "not known"),
+    "UnifiedMHATokenToKVPool": (BY_SGLANG, "not known"),
+    "UnifiedMLATokenToKVPool": (BY_SGLANG, "not known"),
+    "UnifiedSWAKVPool": (BY_SGLANG, "not known"),
+}
+"""By class: the hand-off and the linker. Else than served: the flag that is refused, words of the
+line that refuses the pool, or who else does."""
+
+OFFLOADED = [name for name in POOLS if KINDS[name.partition(",")[0]][1] == SERVED]
+HANDED_OFF = [name for name in POOLS if KINDS[name.partition(",")[0]][0] == SERVED]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def published() -> Iterator[None]:
+    reset_context()
+    publish(ServerArgs(model_path="dummy", device="cpu"), role="test")
+    yield
+    reset_context()
+
+
+def classes() -> dict[str, type]:
+    found = {}
+    for module in pkgutil.walk_packages(sglang.srt.mem_cache.__path__, "sglang.srt.mem_cache."):
+        if ".storage." in module.name:
+            continue  # clients of stores, which are not all installed
+        for value in vars(importlib.import_module(module.name)).values():
+            if inspect.isclass(value) and issubclass(value, KVCache):
+                found[value.__name__] = value
+    return {n: c for n, c in found.items() if c.__module__.startswith("sglang.srt.mem_cache")}
+
+
+def test_every_class_is_in_the_table() -> None:
+    """A class that a new version brings is looked at before it is served."""
+    assert set(classes()) == set(KINDS)
+    assert {name.partition(",")[0] for name in POOLS} <= set(KINDS)
+    assert {kind.value for kind in StateType} == set(translate.STATES)
+
+
+# --- the hand-off ----------------------------------------------------------------------------
+
+
+class End:
+    """One side: a pool whose bytes are random, or all zero, and its agent."""
+
+    def __init__(self, pools: Pools, dtype: str, sends: bool, draft: Any = None) -> None:
+        self.pools, self.aux = pools, torch.zeros(8, 16, dtype=torch.uint8)
+        self.args = transfer_args(pools, self.aux, dtype, draft)
+        self.draft = draft
+        self.cache = translate.describe(self.args, model_of(pools, self.args), 5.0)
+        for number, (memory, _) in enumerate(self.buffers()):
+            if sends:
+                memory.random_(0, 256, generator=torch.Generator().manual_seed(number))
+            else:
+                memory.zero_()
+        address = ("127.0.0.1", 0) if sends else None
+        self.agent = start_agent(
+            Config().replace(transport="tcp", digest="full"), self.cache, address, WAIT_S, True
+        )
+        self.ended: list[str] = []
+
+    def buffers(self) -> list[tuple[torch.Tensor, int]]:
+        """Return the bytes of every buffer and the size of its items, by group as in ``moved``."""
+        args = self.args
+        lists = [(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)]
+        lists += zip(args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True)
+        return [
+            (memory_of(address, nbytes // item * item).view(-1, item), group)
+            for group, one in enumerate(lists)
+            for address, nbytes, item in zip(*one, strict=True)
+            if item
+        ]
+
+
+def tail_of(pool: Any, row: int) -> list[int]:
+    """Return what SGLang names of a request's tail, with three tokens in its open group."""
+    hybrid = SimpleNamespace(use_dsa=True, full_kv_pool=pool)
+    return get_dsa_tail_state_indices(hybrid, row, 4 * 64 + 3)
+
+
+def indices(args: KVArgs, pool: Any, pages: list[int], row: int) -> list[list[int]]:
+    """Return for each state component what SGLang's queues name: pages, or what is a request's."""
+    by_page = {"swa", "dsa", "minimax_index_k", "minimax_dense_kv", "qsa_compressed"}
+    by_page |= {"block_scale", "block_scale_swa"}
+    found = []
+    for kind in args.state_types:
+        if kind.value == "dsa_tail":
+            found.append(tail_of(pool, row))
+        elif kind.value in by_page:
+            found.append(pages)
+        else:
+            found.append([row])
+    return found
+
+
+def rest_of(end: End, pages: list[int], row: int) -> list[Span]:
+    manager: Any = SimpleNamespace(kv_args=end.args)
+    return KVConnectManager.rest(manager, row, indices(end.args, end.pools.kvcache, pages, row))
+
+
+def hand_off(p: End, d: End, there: list[int], here: list[int]) -> None:
+    """Move pages ``there`` of the request in row 3 into pages ``here``, in row 5."""
+    kinds = [(group.block_tokens, group.kv_heads) for group in d.cache.hello.groups]
+    heads = [kv_heads for _, kv_heads in kinds]
+    rank = d.cache.hello.rank
+    why = p.ended.append
+    rooms = PrefillRooms(
+        p.agent, rank, heads, lambda _: None, lambda _: why("done"), lambda _, w: why(w)
+    )
+    asks = DecodeRooms(
+        d.agent,
+        rank,
+        kinds,
+        WAIT_S,
+        lambda _: d.ended.append("done"),
+        lambda _, w: d.ended.append(w),
+    )
+    rooms.open(ROOM)
+    assert p.agent.address is not None
+    worker = Endpoint(0, 0, *p.agent.address)
+    rest = tuple(rest_of(d, here, 5))
+    asks.request(ROOM, RoomRequest(0, array("q", here), rest, (worker,), 1, 1))
+    rooms.send(ROOM, 0, array("q", there), rest_of(p, there, 3), None)
+    rooms.complete(ROOM)
+    deadline = time.monotonic() + WAIT_S
+    while not d.ended and time.monotonic() < deadline:
+        rooms.take(p.agent.poll(idle=True)[1])
+        asks.take(d.agent.poll(idle=True)[0])
+    assert d.ended == ["done"]
+
+
+@pytest.fixture
+def closing() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def pair(closing: ExitStack, name: str, dtype: str = "auto", draft: Any = None) -> tuple[End, End]:
+    ends = tuple(
+        End(POOLS[name](), dtype, sends, draft() if draft else None) for sends in (True, False)
+    )
+    for end in ends:
+        closing.callback(end.agent.close)
+    return ends
+
+
+@pytest.mark.parametrize("name", HANDED_OFF)
+def test_handed_off_byte_for_byte(closing: ExitStack, name: str) -> None:
+    check(*pair(closing, name), [3, 1], [2, 4])
+
+
+@pytest.mark.parametrize("draft", [mha_pool, mla_pool])
+def test_the_kv_of_a_draft_model_goes_along(closing: ExitStack, draft: Any) -> None:
+    name = draft().__class__.__name__
+    p, d = pair(closing, name, draft=draft)
+    assert any(layer.startswith("draft") for layer in p.cache.hello.groups[0].layers)
+    check(p, d, [3, 1], [2, 4])
+
+
+def test_swapped_pages_would_be_seen(closing: ExitStack) -> None:
+    """The control of the comparisons."""
+    p, d = pair(closing, "MHATokenToKVPool")
+    hand_off(p, d, [3, 1], [2, 4])
+    (source, _), (target, _) = p.buffers()[0], d.buffers()[0]
+    assert torch.equal(target[[2, 4]], source[[3, 1]])
+    assert not torch.equal(target[[2, 4]], source[[1, 3]])
+
+
+def check(p: End, d: End, there: list[int], here: list[int]) -> None:
+    """Hand off; the pages and rows that were named have arrived, and nothing else has changed."""
+    hand_off(p, d, there, here)
+    kinds = ["kv", *(kind.value for kind in p.args.state_types)]
+    moved_p = [there, *(translated(p, i, there, 3) for i in range(len(kinds) - 1))]
+    moved_d = [here, *(translated(d, i, here, 5) for i in range(len(kinds) - 1))]
+    for (source, group), (target, _) in zip(p.buffers(), d.buffers(), strict=True):
+        assert torch.equal(target[moved_d[group]], source[moved_p[group]]), kinds[group]
+        untouched = [n for n in range(len(target)) if n not in moved_d[group]]
+        assert not target[untouched].any(), kinds[group]
+        assert source[moved_p[group]].any()
+
+
+def translated(end: End, number: int, pages: list[int], row: int) -> list[int]:
+    named = indices(end.args, end.pools.kvcache, pages, row)[number]
+    return [row] if end.args.state_types[number].value == "dsa_tail" else list(named)
+
+
+def test_a_tail_named_item_by_item_would_land_in_other_requests_rows(closing: ExitStack) -> None:
+    """The control: SGLang names a tail by its row, two runs of tokens and its length."""
+    p, _ = pair(closing, "DSATokenToKVPool, shared index")
+    assert "dsa_tail" in [kind.value for kind in p.args.state_types]
+    named = tail_of(p.pools.kvcache, 3)
+    assert len(named) == 6
+    assert list(translate.items("dsa_tail", array("q", named))) == [3]
+    assert list(translate.items("dsa", array("q", named))) == named
+
+
+@pytest.mark.parametrize("dtype", ["nvfp4", "fp4_mx_block16"])
+def test_pages_without_their_scales_are_not_handed_off(dtype: str) -> None:
+    pools = POOLS["MLATokenToKVPoolFP4"]()
+    args = transfer_args(pools, torch.zeros(8, 16), dtype)
+    with pytest.raises(Incompatible, match=f"--kv-cache-dtype {dtype}.*scales beside") as refused:
+        translate.describe(args, model_of(pools, args), 1.0)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_state_of_a_new_kind_is_refused() -> None:
+    pools = POOLS["SWAKVPool"]()
+    args = transfer_args(pools, torch.zeros(8, 16), "auto")
+    args.state_types = [SimpleNamespace(value="memory_of_2027")]
+    with pytest.raises(Incompatible, match=r"'memory_of_2027'.*not known"):
+        translate.describe(args, model_of(pools, args), 1.0)
+
+
+# --- the linker ------------------------------------------------------------------------------
+
+
+def linked(pools: Pools, draft: Any = None) -> KVConnectLinker:
+    params = params_for(pools.kvcache, tuple(pools.components))
+    params.page_size = pools.kvcache.page_size
+    if pools.requests is not None:
+        params.req_to_token_pool = pools.requests
+    if draft is not None:
+        params.sidecar_draft_device_pools = (draft,)
+    extra = {"host_bytes": "64MiB", "digest": "full"}
+    return KVConnectLinker(None, params, components=set(pools.components), extra_config=extra)
+
+
+def rows_of(linker: KVConnectLinker, name: PoolName, page: int) -> list[torch.Tensor]:
+    """Return the bytes of one page of a pool, by buffer."""
+    entry = linker.pools[name]
+    return [
+        memory_of(base + page * size, size)
+        for component in entry.buffer_meta
+        for base, _, size in component
+    ]
+
+
+def transfers(pools: Pools, keys: list[str], pages: list[int]) -> list[PoolTransfer]:
+    """Return what SGLang's tree hands over for two pages; a window or state at their end."""
+    size = pools.kvcache.page_size
+    tokens = torch.cat([torch.arange(size) + page * size for page in pages])
+    found = [PoolTransfer(name=PoolName.KV, keys=keys, device_indices=tokens)]
+    ends = {"SWA": tokens[-size:], "MAMBA": torch.tensor(pages[-1:])}
+    for component in pools.components:
+        if component.name in ends:
+            found.append(
+                PoolTransfer(
+                    name=PoolName[component.name],
+                    keys=keys[-1:],
+                    device_indices=ends[component.name],
+                    hit_policy=PoolHitPolicy.TRAILING_PAGES,
+                )
+            )
+    return found
+
+
+def check_offload(pools: Pools, draft: Any = None) -> None:
+    linker = linked(pools, draft)
+    here, there, keys = [3, 1], [2, 4], names(2)
+    for number, entry in enumerate(linker.pools.values()):
+        for buffer in entry.kv_buffer:
+            flat = buffer.view(torch.uint8)
+            flat.random_(0, 256, generator=torch.Generator().manual_seed(number))
+    ends = {name: name not in whole(linker) for name in linker.pools}
+    moved = {name: [1] if ends[name] else [0, 1] for name in linker.pools}
+    wanted = {
+        name: [[row.clone() for row in rows_of(linker, name, here[i])] for i in moved[name]]
+        for name in linker.pools
+    }
+    assert linker.offload(transfers(pools, keys, here))
+    for tier in linker.tiers.values():
+        tier.drain()
+    assert linker.lookup("req", transfers(pools, keys, here))[-1:] == [2]
+    assert linker.load("req", transfers(pools, keys, there))
+    assert linker.finish_layer_wise_loading(linker.start_layer_wise_loading())
+    for name, pages in wanted.items():
+        for i, rows in zip(moved[name], pages, strict=True):
+            landed = rows_of(linker, name, there[i])
+            assert all(torch.equal(a, b) for a, b in zip(landed, rows, strict=True)), name
+            other = rows_of(linker, name, 5)
+            assert not any(torch.equal(a, b) for a, b in zip(other, rows, strict=True)), name
+    linker.close()
+
+
+def whole(linker: KVConnectLinker) -> set[PoolName]:
+    """Return the pools of which every page is stored."""
+    return {n for n, entry in linker.pools.items() if entry.indices_from_pool is PoolName.KV}
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_offloaded_byte_for_byte(name: str) -> None:
+    check_offload(POOLS[name]())
+
+
+@pytest.mark.parametrize("name", ["MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool"])
+@pytest.mark.parametrize("draft", [mha_pool, mla_pool])
+def test_the_kv_of_a_draft_model_is_kept_beside_the_target_s(name: str, draft: Any) -> None:
+    pool = draft(layers=1) if draft is mha_pool else draft()
+    assert PoolName.DRAFT in linked(POOLS[name](), pool).pools
+    check_offload(POOLS[name](), pool)
+
+
+def test_a_draft_of_another_kind_is_refused() -> None:
+    with pytest.raises(Incompatible, match="draft model in SWAKVPool"):
+        linked(POOLS["MHATokenToKVPool"](), POOLS["SWAKVPool"]().kvcache)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, linker) in KINDS.items() if linker != SERVED])
+def test_refused_in_one_line(name: str) -> None:
+    pool = object.__new__(classes()[name]) if not inspect.isabstract(classes()[name]) else None
+    if pool is None:
+        return
+    params = SimpleNamespace(
+        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool), page_size=PAGE
+    )
+    with pytest.raises(Incompatible) as refused:
+        device_pools(params, POOLS["MHATokenToKVPool"]().components)
+    line = str(refused.value)
+    assert line.startswith(f"{name} (FULL) cannot be offloaded: its layout is not known")
+    assert "\n" not in line and "without the linker" in line
