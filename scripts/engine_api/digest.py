@@ -11,6 +11,7 @@ from scripts.engine_api.stubs import Stubs
 from scripts.engine_api.uses import uses_of
 
 MARK = "# == "
+MISSING = "# missing: "
 CALLS = "connector_calls"
 HEAD = (
     "from dataclasses import dataclass, field\n"
@@ -26,7 +27,7 @@ def digest(where: Path, package: str) -> str:
     texts = stubs.write()
     if package == "vllm":
         texts[CALLS] = calls(sources)
-    missing = "".join(f"# missing: {name}\n" for name in stubs.missing)
+    missing = "".join(f"{MISSING}{name}\n" for name in stubs.missing)
     return missing + "".join(f"{MARK}{name}\n{text}" for name, text in texts.items())
 
 

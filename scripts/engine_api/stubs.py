@@ -33,6 +33,7 @@ class Stubs:
         self._texts: defaultdict[str, dict[str, str]] = defaultdict(dict)
         self._todo: list[tuple[str, str]] = []
         self._whole: set[tuple[str, str]] = set()
+        self._added: set[tuple[str, str, bool]] = set()
         self._lines: set[str] = set()
         self._typed = True
         self.missing: list[str] = []
@@ -77,8 +78,10 @@ class Stubs:
 
     def _add(self, module: str, name: str) -> None:
         """Add one name to the stub of its module, as its definition or as an import."""
-        if name in self._texts[module] and (module, name) not in self._whole:
+        key = module, name, (module, name) in self._whole
+        if key in self._added:
             return
+        self._added.add(key)
         found = self._sources.find(module, name)
         if found is None:
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,14 +51,23 @@ class Uses:
 
 def imports(tree: ast.AST, package: str) -> Iterable[tuple[str, str]]:
     """Yield the (module, name) that a source imports of ``package``; ``import package`` yields the
-    attributes that the source reads from it."""
-    for node in ast.walk(tree):
+    attributes that the source reads from it. What may be missing is left out."""
+    for node in walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
             yield from ((node.module or "", alias.name) for alias in node.names)
         elif isinstance(node, ast.Import) and package in {alias.name for alias in node.names}:
             for read in ast.walk(tree):
                 if isinstance(read, ast.Attribute) and ast.unparse(read.value) == package:
                     yield package, read.attr
+
+
+def walk(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield all nodes but those of a ``try`` that expects an ImportError."""
+    for child in ast.iter_child_nodes(tree):
+        handled = [ast.unparse(h.type) for h in getattr(child, "handlers", ()) if h.type]
+        if "ImportError" not in handled:
+            yield child
+            yield from walk(child)
 
 
 def users(package: str, tops: Iterable[str] = TOPS) -> list[Path]:

@@ -64,9 +64,9 @@ CHANGES = {
         'Missing positional argument "vllm_config" in call to "get_current_attn_backends"',
     ),
     "    FULL = ": ("    WHOLE = ", '"type[CUDAGraphMode]" has no attribute "FULL"'),
-    "class ChunkedLocalAttentionSpec(": (
-        "class ChunkedSpec(",
-        'has no attribute "ChunkedLocalAttentionSpec"',
+    "class MLAAttentionSpec(": (
+        "class LatentSpec(",
+        'has no attribute "MLAAttentionSpec"',
     ),
 }
 

@@ -16,7 +16,6 @@ from vllm.models.deepseek_v4.attention import DeepseekV4Attention, DeepseekV4Ind
 from vllm.models.deepseek_v4.compressor import CompressorStateCache
 from vllm.models.deepseek_v41.compressor import CompressorStateCache as CompressorRing
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -28,6 +27,11 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
     create_kv_cache_views,
 )
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
+except ImportError:  # vLLM 0.32
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 
 BLOCKS = 5
 Specs = dict[str, KVCacheSpec]
