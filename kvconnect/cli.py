@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from kvconnect import engine_versions
 from kvconnect.cache.keys import TENANT_BYTES, tenant_of
 from kvconnect.config import parse_bytes
-from kvconnect.doctor import Finding, FindingsReport, checks, disk, transfers
+from kvconnect.doctor import Finding, FindingsReport, checks, disk, models, transfers
 from kvconnect.doctor.peer_process import Task
 from kvconnect.errors import ConfigError
 from kvconnect.observability import report, top
@@ -77,8 +77,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run_checks(arguments: argparse.Namespace) -> int:
-    """Check the installation; return the exit code."""
-    return _show(checks.run(), arguments)
+    """Check the installation, or what works with a model; return the exit code."""
+    found = models.examine(arguments.model) if arguments.model else checks.run()
+    return _show(found, arguments)
 
 
 def run_transport(refuse: Refuse, arguments: argparse.Namespace) -> int:
@@ -158,6 +159,8 @@ def _show(found: FindingsReport, arguments: argparse.Namespace) -> int:
 def _add_doctor_flags(parser: argparse.ArgumentParser) -> None:
     as_json = "print one JSON object instead of lines"
     parser.add_argument("--json", action="store_true", help=as_json)
+    of_model = "say what works with the model whose config.json is there, instead"
+    parser.add_argument("--model", metavar="DIR", help=of_model)
     parser.set_defaults(run=run_checks)
     what = parser.add_subparsers(dest="what", metavar="WHAT")
     transport = what.add_parser("transport", help="move pages to another process or machine")

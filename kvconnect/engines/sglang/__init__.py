@@ -16,7 +16,7 @@ from kvconnect.engines.sglang.plugin import LAYERWISE, NAME, check, is_layerwise
 
 logger = logging.getLogger(__name__)
 
-TESTED = "0.5.23"
+TESTED = engine_versions.TESTED_SGLANG
 _PICK = "sglang.srt.disaggregation.utils.get_kv_class"
 _VALIDATE = "sglang.srt.arg_groups.validation_hook.check_server_args"
 

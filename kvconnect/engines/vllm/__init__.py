@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from kvconnect.engines.vllm import start_checks
+
 _NAME = "KVConnect"
 
 
@@ -17,6 +19,7 @@ def register() -> None:
     if _NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(_NAME, "kvconnect.engines.vllm.connector", _NAME)
         _log_where_vllm_logs()
+    start_checks.check_engines_at_start()
 
 
 def _log_where_vllm_logs() -> None:

@@ -10,12 +10,14 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvconnect import engine_versions
+from kvconnect.cache import architectures
 from kvconnect.config import Config, parse_config
 from kvconnect.engines.vllm.adapters import Adapters
 from kvconnect.errors import ConfigError, Incompatible, refusing
 from kvconnect.offload.streams import check_device
 
 if TYPE_CHECKING:
+    from vllm.config import ModelConfig
     from vllm.v1.request import Request
 
 
@@ -36,7 +38,7 @@ def check_engine(config: VllmConfig, listen: str) -> None:
     """Check the engine before anything is allocated. ``listen``: KVConnect's setting.
 
     Raises:
-        Incompatible: the vLLM version or the device is not supported.
+        Incompatible: the vLLM version, the device or the model's kind of cache is not supported.
         ConfigError: a kind of parallelism, mode or model is not supported, or a prefill engine
             does not listen.
     """
@@ -50,6 +52,7 @@ def check_engine(config: VllmConfig, listen: str) -> None:
     if config.model_config.is_hybrid:  # its KV cache would tell this only later
         fix = "Mamba or linear attention, whose state is not made of token blocks"
         raise ConfigError("model", config.model_config.model, f"{fix}: run without KVConnect")
+    check_model(config.model_config, config.kv_transfer_config.kv_role)
     parallel = config.parallel_config
     for field in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, field, 1) > 1:
@@ -57,6 +60,22 @@ def check_engine(config: VllmConfig, listen: str) -> None:
     if config.kv_transfer_config.kv_role == "kv_producer" and listen == "off":
         fix = "a kv_producer hands KV blocks out: name an address and a port"
         raise ConfigError("listen", listen, fix)
+
+
+def check_model(model: ModelConfig, role: str) -> None:
+    """Check a model by its configuration, since its KV cache is known only after its weights are
+    loaded. ``role``: ``kv_role``; one for hand-offs only needs hand-offs.
+
+    Raises:
+        Incompatible: offloading is refused, or hand-offs if the role is only for them.
+    """
+    config = {**model.hf_config.to_dict(), "architectures": list(model.architectures)}
+    kinds = set(architectures.kinds_of(config)) - architectures.DECIDED_BY_ENGINE
+    for feature in ("offload",) if role == "kv_both" else ("offload", "hand-off"):
+        found = architectures.refusal("vllm", sorted(kinds), feature)
+        if found:
+            why, fix = found
+            raise Incompatible(f"no {feature} with {why}", fix)
 
 
 def why_idle(config: VllmConfig, cache: KVCacheConfig) -> str:

@@ -1,0 +1,265 @@
+"""Kinds of KV cache, what KVConnect does with each on each engine, and which models have which.
+
+This table is the one place for both: engines refuse by it before they load weights, and ``kvconnect
+doctor --model`` reads it where no engine is installed. What it does not list is told from the
+model's ``config.json``. An engine's own KV cache has the last word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Engine = Literal["vllm", "sglang"]
+
+ENGINES: tuple[Engine, ...] = ("vllm", "sglang")
+FEATURES = ("offload", "hand-off", "sharing")
+RUN_WITHOUT = "run it without KVConnect"
+
+
+@dataclass(frozen=True)
+class Support:
+    """What works with one kind of cache on one engine.
+
+    Attributes:
+        refused: by feature (of ``FEATURES``), why it does not work.
+        shared_with: who reads the blocks that this engine puts into a shared store.
+        fix: the way out of a refusal.
+    """
+
+    refused: Mapping[str, str]
+    shared_with: str = ""
+    fix: str = RUN_WITHOUT
+
+
+@dataclass(frozen=True)
+class CacheKind:
+    """One kind of KV cache: ``text`` for people, and the support by engine."""
+
+    text: str
+    vllm: Support
+    sglang: Support
+
+    def on(self, engine: Engine) -> Support:
+        """Return the support on one engine."""
+        return self.vllm if engine == "vllm" else self.sglang
+
+
+def _works(shared_with: str) -> Support:
+    return Support({}, shared_with)
+
+
+def _refused(why: str, fix: str = RUN_WITHOUT) -> Support:
+    return Support(dict.fromkeys(FEATURES, why), fix=fix)
+
+
+_ANY = "vLLM and SGLang of any tensor parallelism"
+_ANY_VLLM = "vLLM of any tensor parallelism"
+_SAME_VLLM = "vLLM with the same ranks"
+_SGLANG = "SGLang with the same ranks"
+_UNTRIED = _refused("never tried on this engine")
+_RING = "keys that are not compressed yet are kept in a ring per request, not in token blocks"
+
+KINDS: Mapping[str, CacheKind] = {
+    "full": CacheKind("full attention", _works(_ANY), _works(_ANY)),
+    "window": CacheKind("sliding-window attention", _works(_ANY_VLLM), _works(_SGLANG)),
+    "chunk": CacheKind("chunked attention", _works(_ANY_VLLM), _works(_SGLANG)),
+    "latent": CacheKind("latent attention (MLA)", _works(_ANY_VLLM), _works(_SGLANG)),
+    "indexer": CacheKind("a sparse index", _works(_ANY_VLLM), _works(_SGLANG)),
+    "compressed": CacheKind(
+        "compressed attention",
+        Support(
+            {"hand-off": "a row covers several tokens"},
+            _SAME_VLLM,
+            "offload only, with kv_role kv_both; or compute prompts where they are decoded",
+        ),
+        _works(_SGLANG),
+    ),
+    "state": CacheKind(
+        "Mamba or linear attention",
+        _refused("a state is not made of token blocks"),
+        _works(_SGLANG),
+    ),
+    "ring": CacheKind("a ring of keys", _refused(_RING), _UNTRIED),
+    "generated window": CacheKind(
+        "a window of generated tokens",
+        _refused("KV of generated tokens depends on where the prompt ended"),
+        _UNTRIED,
+    ),
+    "prefix": CacheKind(
+        "attention to later tokens of the prompt",
+        _refused("non-causal attention, whose KV no other prompt can use"),
+        _UNTRIED,
+    ),
+    "diffusion": CacheKind(
+        "tokens that change until a block of them is final",
+        _refused("KV of tokens that may still change cannot be kept"),
+        _UNTRIED,
+    ),
+    "cross": CacheKind(
+        "cross attention (encoder and decoder)",
+        _refused("vLLM runs no KV connector with encoder-decoder models"),
+        _UNTRIED,
+    ),
+    "none": CacheKind(
+        "no KV cache",
+        Support(dict.fromkeys(FEATURES, "nothing to keep; the engine starts, KVConnect is idle")),
+        Support(dict.fromkeys(FEATURES, "nothing to keep")),
+    ),
+}
+"""By name of the kind."""
+
+DECIDED_BY_ENGINE = frozenset({"state", "none"})
+"""Kinds that no engine refuses by this table: it has a check of its own, or an idle connector."""
+
+_STATES = """BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM
+    BailingMoeV3VLForConditionalGeneration
+    BambaForCausalLM FalconH1ForCausalLM GraniteMoeHybridForCausalLM JambaForCausalLM
+    KimiLinearForCausalLM KimiK3ForConditionalGeneration Lfm2ForCausalLM Lfm2MoeForCausalLM
+    Lfm2VlForConditionalGeneration MiniCPMV4_6ForConditionalGeneration MiniMaxM1ForCausalLM
+    MiniMaxText01ForCausalLM NemotronHForCausalLM NemotronHPuzzleForCausalLM NemotronH_Nano_VL_V2
+    OlmoHybridForCausalLM Plamo2ForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM
+    Qwen3_5MoeForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration
+    Zamba2ForCausalLM"""
+_ENCODERS = """BertModel BertForMaskedLM BertForSequenceClassification BertForTokenClassification
+    BertSpladeSparseEmbeddingModel BgeM3EmbeddingModel GteModel GteNewModel
+    GteNewForSequenceClassification ModernBertModel ModernBertForSequenceClassification
+    ModernBertForTokenClassification NomicBertModel RobertaModel RobertaForMaskedLM
+    RobertaForSequenceClassification RobertaForTokenClassification XLMRobertaModel
+    XLMRobertaForSequenceClassification XLMRobertaForTokenClassification CLIPModel SiglipModel
+    LlamaBidirectionalModel LlamaBidirectionalForSequenceClassification Terratorch"""
+_LISTED: Mapping[tuple[str, ...], str] = {
+    ("full",): """ApertusForCausalLM BaichuanForCausalLM CohereForCausalLM DbrxForCausalLM
+        DeciLMForCausalLM Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM Exaone4ForCausalLM
+        ExaoneForCausalLM FalconForCausalLM GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM
+        GlmForCausalLM GPT2LMHeadModel GraniteForCausalLM GraniteMoeForCausalLM InternLM2ForCausalLM
+        InternLM3ForCausalLM InternVLChatModel LlamaForCausalLM LlavaForConditionalGeneration
+        LlavaNextForConditionalGeneration MiniCPMForCausalLM MiniMaxM2ForCausalLM
+        Mistral3ForConditionalGeneration MixtralForCausalLM NemotronForCausalLM OlmoForCausalLM
+        Olmo2ForCausalLM OlmoeForCausalLM OPTForCausalLM Phi3ForCausalLM PhiForCausalLM
+        PhiMoEForCausalLM PixtralForConditionalGeneration Qwen2ForCausalLM Qwen2MoeForCausalLM
+        Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration Qwen3ForCausalLM
+        Qwen3MoeForCausalLM Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration
+        SeedOssForCausalLM SmolLM3ForCausalLM SolarForCausalLM StableLmForCausalLM
+        Starcoder2ForCausalLM PanguUltraMoEForCausalLM""",
+    ("full", "window"): """Cohere2ForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM
+        Gemma3ForConditionalGeneration Gemma3nForCausalLM Gemma3nForConditionalGeneration
+        Gemma4ForCausalLM Gemma4ForConditionalGeneration GptOssForCausalLM MiMoV2FlashForCausalLM
+        Ministral3ForCausalLM MistralForCausalLM Olmo3ForCausalLM Step3p5ForCausalLM""",
+    ("full", "chunk"): "Llama4ForCausalLM Llama4ForConditionalGeneration",
+    ("latent",): """DeepseekV2ForCausalLM DeepseekV3ForCausalLM DeepseekVLV2ForCausalLM
+        Glm4MoeLiteForCausalLM KimiVLForConditionalGeneration KimiK25ForConditionalGeneration
+        LongcatFlashForCausalLM MiniCPM3ForCausalLM MistralLarge3ForCausalLM""",
+    ("latent", "indexer"): "DeepseekV32ForCausalLM GlmMoeDsaForCausalLM",
+    ("full", "indexer"): "MiniMaxM3SparseForCausalLM MiniMaxM3SparseForConditionalGeneration",
+    ("window", "compressed", "indexer"): """DeepseekV4ForCausalLM
+        DeepseekV4ForConditionalGeneration""",
+    ("window", "compressed", "ring"): "DeepseekV41ForCausalLM",
+    ("latent", "compressed", "ring"): "Glm5NextForCausalLM Glm5NextForConditionalGeneration",
+    ("full", "compressed", "ring"): "Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration",
+    ("full", "state"): _STATES,
+    ("state",): "MambaForCausalLM Mamba2ForCausalLM FalconMambaForCausalLM",
+    ("generated window",): "UnlimitedOCRForCausalLM",
+    ("prefix",): "HrmTextForCausalLM",
+    ("diffusion",): "DiffusionGemmaForBlockDiffusion",
+    ("full", "cross"): """WhisperForConditionalGeneration CohereAsrForConditionalGeneration
+        NemotronParseForConditionalGeneration BartForConditionalGeneration
+        Florence2ForConditionalGeneration MBartForConditionalGeneration""",
+    ("none",): _ENCODERS,
+}
+
+ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
+    name: kinds for kinds, names in _LISTED.items() for name in names.split()
+}
+"""Kinds of cache by architecture, as ``config.json`` names it."""
+
+
+def names_of(config: Mapping[str, Any]) -> list[str]:
+    """Return the architectures that a model's configuration names."""
+    found = config.get("architectures")
+    return [str(name) for name in found] if isinstance(found, list) else []
+
+
+def kinds_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the kinds of cache that a model has, by its architecture or else by its fields.
+
+    ``config``: of ``config.json``.
+    """
+    for name in names_of(config):
+        if name in ARCHITECTURES:
+            return _without_unused_window(ARCHITECTURES[name], config)
+    return _by_fields(config)
+
+
+def refusal(engine: Engine, kinds: Iterable[str], feature: str) -> tuple[str, str] | None:
+    """Return why a feature is refused for a model with these kinds of cache, and the way out; None
+    if it is not."""
+    for name in kinds:
+        support = KINDS[name].on(engine)
+        if feature in support.refused:
+            return f"{KINDS[name].text}: {support.refused[feature]}", support.fix
+    return None
+
+
+def shared_with(engine: Engine, kinds: Iterable[str]) -> str:
+    """Return who reads what an engine stores of a model with these kinds: the fewest of any."""
+    order = (_ANY, _ANY_VLLM, _SAME_VLLM, _SGLANG)
+    found = {KINDS[name].on(engine).shared_with for name in kinds}
+    return max(found & set(order), key=order.index, default="")
+
+
+_TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
+_STATE_FIELDS = {
+    *("mamba_d_state", "ssm_state_size", "mamba_d_conv", "linear_attn_config", "conv_L_cache"),
+    *("linear_num_value_heads", "hybrid_override_pattern", "state_size", "attn_layer_period"),
+}
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a configuration that describes the language model."""
+    for name in _TEXT_PARTS:
+        if isinstance(config.get(name), Mapping):
+            return text_part(config[name])
+    return config
+
+
+def _layer_kinds(text: Mapping[str, Any]) -> set[str]:
+    found = text.get("layer_types")
+    return {str(kind) for kind in found} if isinstance(found, list) else set()
+
+
+def _has_window(text: Mapping[str, Any]) -> bool:
+    layers = _layer_kinds(text)
+    if layers:
+        return any("sliding" in kind for kind in layers)
+    return bool(text.get("sliding_window")) and text.get("use_sliding_window", True) is not False
+
+
+def _without_unused_window(kinds: tuple[str, ...], config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the kinds without a window that a model's configuration leaves out."""
+    if kinds == ("full", "window") and not _has_window(text_part(config)):
+        return ("full",)
+    return kinds
+
+
+def _by_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
+    text = text_part(config)
+    layers = _layer_kinds(text)
+    plain = {kind for kind in layers if "attention" in kind and "linear" not in kind}
+    found = {
+        "latent": bool(text.get("kv_lora_rank")),
+        "compressed": bool(text.get("compress_ratios")),
+        "indexer": bool(text.get("index_topk")),
+        "window": _has_window(text),
+        "chunk": any("chunk" in kind for kind in layers),
+        "state": bool(_STATE_FIELDS & text.keys() or layers - plain),
+        "diffusion": text.get("canvas_length") is not None,
+        "cross": bool(config.get("is_encoder_decoder")),
+    }
+    kinds = tuple(name for name, there in found.items() if there)
+    whole = not layers or any("full" in kind or kind == "attention" for kind in layers)
+    only_windows = found["window"] and not layers
+    if not found["latent"] and not found["compressed"] and whole and not only_windows:
+        return ("full", *kinds)
+    return kinds
