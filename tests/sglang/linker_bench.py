@@ -34,6 +34,7 @@ from kvconnect.engines.sglang.linker_host_tier import PoolTier
 
 PAGE, LAYERS, PAGES = 16, 3, 32
 DSA_PAGE = 64  # the only one DSA has
+STATE_TYPES = Mamba2StateDType(conv=torch.float32, temporal=torch.float32)
 WAIT_S = 20.0  # a bound for a test that would hang, not a time that is measured
 
 
@@ -98,8 +99,7 @@ def dsa_pool() -> DSATokenToKVPool:
     )
 
 
-def mamba_pools() -> tuple[HybridLinearKVPool, HybridReqToTokenPool]:
-    """Layers 1 and 3 attend, layers 0 and 2 have a state per request."""
+def mamba2_state() -> Mamba2CacheParams:
     shape = Mamba2StateShape.create(
         tp_world_size=1,
         intermediate_size=64,
@@ -109,7 +109,13 @@ def mamba_pools() -> tuple[HybridLinearKVPool, HybridReqToTokenPool]:
         state_size=16,
         conv_kernel=4,
     )
-    dtypes = Mamba2StateDType(conv=torch.float32, temporal=torch.float32)
+    return Mamba2CacheParams(shape=shape, dtype=STATE_TYPES, layers=[0, 2])
+
+
+def mamba_pools(
+    state: Any = None, heads: int = 2
+) -> tuple[HybridLinearKVPool, HybridReqToTokenPool]:
+    """Layers 1 and 3 attend, layers 0 and 2 have a state per request."""
     requests = HybridReqToTokenPool(
         size=8,
         mamba_size=16,
@@ -117,7 +123,7 @@ def mamba_pools() -> tuple[HybridLinearKVPool, HybridReqToTokenPool]:
         max_context_len=PAGES * PAGE,
         device="cpu",
         enable_memory_saver=False,
-        cache_params=Mamba2CacheParams(shape=shape, dtype=dtypes, layers=[0, 2]),
+        cache_params=state or mamba2_state(),
         mamba_layer_ids=[0, 2],
         enable_mamba_extra_buffer=False,
     )
@@ -125,7 +131,7 @@ def mamba_pools() -> tuple[HybridLinearKVPool, HybridReqToTokenPool]:
         size=PAGES * PAGE,
         dtype=torch.float32,
         page_size=PAGE,
-        head_num=2,
+        head_num=heads,
         head_dim=32,
         full_attention_layer_ids=[1, 3],
         device="cpu",

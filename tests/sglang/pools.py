@@ -39,6 +39,7 @@ from tests.sglang.linker_bench import (
     swa_pool,
 )
 
+ONE_RANK = Rank(0, 1, 0, 1)
 FULL = frozenset({ComponentType.FULL})
 FULL_SWA = frozenset({ComponentType.FULL, ComponentType.SWA})
 FULL_MAMBA = frozenset({ComponentType.FULL, ComponentType.MAMBA})
@@ -222,9 +223,9 @@ def transfer_args(pools: Pools, aux: torch.Tensor, dtype: str, draft: Any = None
     return args
 
 
-def model_of(pools: Pools, args: KVArgs, tp: int = 1) -> Model:
+def model_of(pools: Pools, args: KVArgs, rank: Rank = ONE_RANK, kv_heads: int = 2) -> Model:
     latent = is_mla_backend(pools.kvcache) or args.is_hybrid_mla_backend
-    return Model("m", "float32", Rank(0, tp, 0, 1), 1 if latent else 2, (0, LAYERS), latent, -1)
+    return Model("m", "float32", rank, 1 if latent else kv_heads, (0, LAYERS), latent, -1)
 
 
 def memory_of(address: int, nbytes: int) -> torch.Tensor:

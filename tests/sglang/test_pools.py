@@ -7,14 +7,21 @@ import inspect
 import pkgutil
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sglang.srt.mem_cache
 import torch
+from sglang.srt.configs.mamba_utils import (
+    KimiLinearCacheParams,
+    KimiLinearStateShape,
+    Mamba2CacheParams,
+    Mamba2StateShape,
+)
 from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from sglang.srt.disaggregation.utils import get_dsa_tail_state_indices
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
@@ -31,10 +38,19 @@ from kvconnect.engines.sglang.decode_rooms import DecodeRooms, RoomRequest
 from kvconnect.engines.sglang.device_pools import device_pools
 from kvconnect.engines.sglang.linker import KVConnectLinker
 from kvconnect.engines.sglang.rooms import PrefillRooms
-from kvconnect.errors import Incompatible
-from kvconnect.types import Endpoint, Span
-from tests.sglang.linker_bench import PAGE, mha_pool, mla_pool, names, params_for
-from tests.sglang.pools import POOLS, Pools, memory_of, model_of, transfer_args
+from kvconnect.errors import Incompatible, Refused
+from kvconnect.protocol.negotiation import negotiate
+from kvconnect.types import Endpoint, Rank, Span
+from tests.sglang.linker_bench import (
+    PAGE,
+    STATE_TYPES,
+    mamba_pools,
+    mha_pool,
+    mla_pool,
+    names,
+    params_for,
+)
+from tests.sglang.pools import FULL_MAMBA, POOLS, Pools, memory_of, model_of, transfer_args
 
 WAIT_S, ROOM = 20.0, 7
 SERVED = "served"
@@ -117,11 +133,22 @@ def test_every_class_is_in_the_table() -> None:
 class End:
     """One side: a pool whose bytes are random, or all zero, and its agent."""
 
-    def __init__(self, pools: Pools, dtype: str, sends: bool, draft: Any = None) -> None:
+    def __init__(
+        self,
+        pools: Pools,
+        dtype: str,
+        sends: bool,
+        draft: Any = None,
+        rank: Rank | None = None,
+        kv_heads: int = 2,
+    ) -> None:
+        self.rank = rank or Rank(0, 1, 0, 1)
         self.pools, self.aux = pools, torch.zeros(8, 16, dtype=torch.uint8)
         self.args = transfer_args(pools, self.aux, dtype, draft)
         self.draft = draft
-        self.cache = translate.describe(self.args, model_of(pools, self.args), 5.0)
+        self.cache = translate.describe(
+            self.args, model_of(pools, self.args, self.rank, kv_heads), 5.0
+        )
         for number, (memory, _) in enumerate(self.buffers()):
             if sends:
                 memory.random_(0, 256, generator=torch.Generator().manual_seed(number))
@@ -131,7 +158,7 @@ class End:
         self.agent = start_agent(
             Config().replace(transport="tcp", digest="full"), self.cache, address, WAIT_S, True
         )
-        self.ended: list[str] = []
+        self.ended: list[int | str] = []  # rooms, or why one failed
 
     def buffers(self) -> list[tuple[torch.Tensor, int]]:
         """Return the bytes of every buffer and the size of its items, by group as in ``moved``."""
@@ -174,33 +201,48 @@ def rest_of(end: End, pages: list[int], row: int) -> list[Span]:
 
 def hand_off(p: End, d: End, there: list[int], here: list[int]) -> None:
     """Move pages ``there`` of the request in row 3 into pages ``here``, in row 5."""
-    kinds = [(group.block_tokens, group.kv_heads) for group in d.cache.hello.groups]
-    heads = [kv_heads for _, kv_heads in kinds]
-    rank = d.cache.hello.rank
-    why = p.ended.append
-    rooms = PrefillRooms(
-        p.agent, rank, heads, lambda _: None, lambda _: why("done"), lambda _, w: why(w)
-    )
-    asks = DecodeRooms(
-        d.agent,
-        rank,
-        kinds,
-        WAIT_S,
-        lambda _: d.ended.append("done"),
-        lambda _, w: d.ended.append(w),
-    )
-    rooms.open(ROOM)
-    assert p.agent.address is not None
-    worker = Endpoint(0, 0, *p.agent.address)
-    rest = tuple(rest_of(d, here, 5))
-    asks.request(ROOM, RoomRequest(0, array("q", here), rest, (worker,), 1, 1))
-    rooms.send(ROOM, 0, array("q", there), rest_of(p, there, 3), None)
-    rooms.complete(ROOM)
+    hand_off_ranks([p], [d], there, here)
+
+
+def hand_off_ranks(
+    prefill: list[End], decode: list[End], there: list[int], here: list[int]
+) -> None:
+    """The same over all ranks of two engines."""
+    tp = prefill[0].rank.tp
+    sides: list[tuple[End, PrefillRooms | DecodeRooms]] = []
+    workers = []
+    for p in prefill:
+        heads = [group.kv_heads for group in p.cache.hello.groups]
+        ended = p.ended.append, partial(_failed, p)
+        rooms = PrefillRooms(p.agent, p.rank, heads, lambda _: None, *ended)
+        rooms.open(ROOM)
+        sides.append((p, rooms))
+        assert p.agent.address is not None
+        workers.append(Endpoint(p.rank.tp_rank, 0, *p.agent.address))
+    for d in decode:
+        kinds = [(group.block_tokens, group.kv_heads) for group in d.cache.hello.groups]
+        failed = partial(_failed, d)
+        asks = DecodeRooms(d.agent, d.rank, kinds, WAIT_S, d.ended.append, failed)
+        rest = tuple(rest_of(d, here, 5))
+        asks.request(ROOM, RoomRequest(0, array("q", here), rest, tuple(workers), tp, 1))
+        sides.append((d, asks))
+    for p, rooms in sides:
+        if isinstance(rooms, PrefillRooms):
+            rooms.send(ROOM, 0, array("q", there), rest_of(p, there, 3), None)
+            rooms.complete(ROOM)
     deadline = time.monotonic() + WAIT_S
-    while not d.ended and time.monotonic() < deadline:
-        rooms.take(p.agent.poll(idle=True)[1])
-        asks.take(d.agent.poll(idle=True)[0])
-    assert d.ended == ["done"]
+    while not all(d.ended for d in decode) and time.monotonic() < deadline:
+        for end, rooms in sides:
+            finished, notices = end.agent.poll(idle=True)
+            if isinstance(rooms, PrefillRooms):
+                rooms.take(notices)
+            else:
+                rooms.take(finished)
+    assert [d.ended for d in decode] == [[ROOM]] * len(decode)
+
+
+def _failed(end: End, room: int, why: str) -> None:
+    end.ended.append(why)
 
 
 @pytest.fixture
@@ -283,6 +325,102 @@ def test_a_state_of_a_new_kind_is_refused() -> None:
     args.state_types = [SimpleNamespace(value="memory_of_2027")]
     with pytest.raises(Incompatible, match=r"'memory_of_2027'.*not known"):
         translate.describe(args, model_of(pools, args), 1.0)
+
+
+# --- states over another number of ranks -----------------------------------------------------
+
+
+def gdn(tp: int) -> Mamba2CacheParams:
+    """Qwen3-Next's: queries, keys and values side by side, each divided by ranks."""
+    shape = Mamba2StateShape.create(
+        tp_world_size=tp,
+        intermediate_size=64,
+        n_groups=4,
+        num_heads=8,
+        head_dim=8,
+        state_size=8,
+        conv_kernel=4,
+        conv_shard_groups=[32, 32, 64],
+    )
+    return Mamba2CacheParams(shape=shape, dtype=STATE_TYPES, layers=[0, 2])
+
+
+def kda(tp: int) -> KimiLinearCacheParams:
+    """Kimi-Linear's: the same in rows of one token each."""
+    shape = KimiLinearStateShape.create(tp_world_size=tp, num_heads=4, head_dim=8)
+    return KimiLinearCacheParams(shape=shape, dtype=STATE_TYPES, layers=[0, 2])
+
+
+def mamba2(tp: int) -> Mamba2CacheParams:
+    """Its parts are divided as well, but SGLang does not say where they are."""
+    shape = Mamba2StateShape.create(
+        tp_world_size=tp,
+        intermediate_size=64,
+        n_groups=4,
+        num_heads=4,
+        head_dim=16,
+        state_size=8,
+        conv_kernel=4,
+    )
+    return Mamba2CacheParams(shape=shape, dtype=STATE_TYPES, layers=[0, 2])
+
+
+def part_of(whole: torch.Tensor, parts: list[int], axis: int, rank: int, tp: int) -> torch.Tensor:
+    """Return a rank's share of a state that consists of ``parts`` along an axis."""
+    cut = [part.chunk(tp, axis)[rank] for part in whole.split(parts, axis)]
+    return torch.cat(cut, axis)
+
+
+def states_of(pools: Pools) -> list[torch.Tensor]:
+    cache = pools.requests.mamba_pool.mamba_cache
+    return [*cache.conv, cache.temporal]
+
+
+def ranks(closing: ExitStack, state: Callable[[int], Any], tp: int, sends: bool) -> list[End]:
+    found = []
+    for rank in range(tp):
+        kvcache, requests = mamba_pools(state(tp), 4 // tp)
+        pools = Pools(kvcache, FULL_MAMBA, requests)
+        end = End(pools, "auto", sends, rank=Rank(rank, tp, 0, 1), kv_heads=4)
+        closing.callback(end.agent.close)
+        found.append(end)
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (4, 2), (1, 4), (2, 2)])
+@pytest.mark.parametrize("state", [gdn, kda])
+def test_a_state_goes_to_another_number_of_ranks(
+    closing: ExitStack, state: Callable[[int], Any], sizes: tuple[int, int]
+) -> None:
+    prefill, decode = (
+        ranks(closing, state, tp, sends) for tp, sends in zip(sizes, (True, False), strict=True)
+    )
+    shape = state(1).shape
+    axes = [1 + getattr(shape, "conv_slice_axis", 0), 1]  # after the axis of layers
+    parts = [list(shape.conv_shard_groups), [shape.temporal[0]]]
+    # By layer, and the same in every slot.
+    whole = [torch.rand(2, *shape.conv[0]), torch.rand(2, *shape.temporal)]
+    for end in prefill:
+        for tensor, one, part, axis in zip(states_of(end.pools), whole, parts, axes, strict=True):
+            mine = part_of(one, part, axis, end.rank.tp_rank, end.rank.tp)
+            tensor.copy_(mine.unsqueeze(1).expand_as(tensor))
+    hand_off_ranks(prefill, decode, [3, 1], [2, 4])
+    for end in decode:
+        for tensor, one, part, axis in zip(states_of(end.pools), whole, parts, axes, strict=True):
+            assert torch.equal(
+                tensor[:, 5], part_of(one, part, axis, end.rank.tp_rank, end.rank.tp)
+            )
+            assert not tensor[:, [n for n in range(tensor.shape[1]) if n != 5]].any()
+    # The control: parts that lie side by side make another state.
+    cut = part_of(whole[0], parts[0], axes[0], 0, 2)
+    assert not torch.equal(cut, whole[0].chunk(2, axes[0])[0])
+
+
+def test_a_state_whose_parts_are_not_known_stays_with_its_ranks(closing: ExitStack) -> None:
+    (p,), (d, _) = ranks(closing, mamba2, 1, True), ranks(closing, mamba2, 2, False)
+    with pytest.raises(Refused, match="state_"):
+        negotiate(d.cache.hello, p.cache.hello)
+    assert p.cache.hello.format["state_tp"] == 1
 
 
 # --- the linker ------------------------------------------------------------------------------

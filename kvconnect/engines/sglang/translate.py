@@ -15,6 +15,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, NamedTuple
 
 from kvconnect import engine_versions
@@ -86,15 +87,22 @@ def describe(args: Any, model: Model, timeout_s: float) -> WorkerCache:
     whole = model.is_mla and any(buffer.item_bytes % args.page_size for buffer in kv)
     tokens = 1 if whole else args.page_size
     pages: list[GroupPages] = [_pages(kv, offsets[KV], heads, tokens)]
-    pages += [_pages(kind, at, 1, 1) for kind, at in zip(kinds[1:], offsets[1:], strict=True)]
-    groups = [_group(pages[KV], tokens, model.kv_heads, heads)]
-    groups += [_group(rows, 1, 1, 1) for rows in pages[1:]]
+    pages.append(_pages(aux, offsets[AUX], 1, 1))
+    groups = [_group(pages[KV], tokens, model.kv_heads, heads), _group(pages[AUX], 1, 1, 1)]
+    shares = [_shares(args, number, model.rank.tp) for number in range(len(states))]
+    for number, count in enumerate(shares):
+        own, at = max(1, count // model.rank.tp), offsets[FIRST_STATE + number]
+        if count > 1:
+            pages.append(_share_pages(args, number, states[number], at, own, model.rank.tp))
+        else:
+            pages.append(_pages(states[number], at, 1, 1))
+        groups.append(_group(pages[-1], 1, count, own))
     hello = Hello(
         software=f"kvconnect {engine_versions.installed('kvconnect')}",
         engine_id=f"sglang-{secrets.token_hex(8)}",
         epoch=0,
         rank=model.rank,
-        format=_format(args, model, pages[KV], (aux, *states)),
+        format=_format(args, model, pages, (aux, *states), shares),
         groups=groups,
     )
     return WorkerCache(hello, pages, regions, regions.device)
@@ -187,6 +195,47 @@ def _state_buffers(args: Any, number: int) -> Iterator[Buffer]:
         seen[layer] += 1
 
 
+def _shares(args: Any, number: int, tp: int) -> int:
+    """Return into how many equal shares a state component can be cut so that each rank of any size
+    has whole ones; 1 if SGLang does not say where its parts are, as of Mamba 2."""
+    groups = (getattr(args, "state_conv_shard_groups", None) or {number: ()})[number]
+    if args.state_types[number].value != "mamba" or not any(groups):
+        return 1
+    sizes: list[int] = []
+    for dim, parts in zip(args.state_dim_per_tensor[number], groups, strict=True):
+        if not dim or (parts and sum(parts) != dim * tp):
+            return 1
+        sizes += parts or [dim * tp]
+    shares = gcd(*sizes)
+    return shares if shares % tp == 0 else 1
+
+
+def _share_pages(
+    args: Any,
+    number: int,
+    buffers: Sequence[Buffer],
+    offsets: Sequence[int],
+    shares: int,
+    tp: int,
+) -> GroupPages:
+    """Return where this rank's ``shares`` of a state component are: in each row of each part."""
+    dims, outers = args.state_dim_per_tensor[number], args.state_slice_outer_counts[number]
+    groups = args.state_conv_shard_groups[number]
+    found = []
+    for buffer, start, dim, outer, parts in zip(
+        buffers, offsets, dims, outers, groups, strict=True
+    ):
+        step = buffer.item_bytes // (dim * outer)
+        offset = start
+        for part in [whole // tp for whole in parts or [dim * tp]] * outer:
+            row = part * step // shares
+            found.append(
+                LayerPages(buffer.name, offset, buffer.item_bytes, row, row, shares, 1, row)
+            )
+            offset += part * step
+    return tuple(found)
+
+
 def _area(buffer: Buffer, model: Model, is_aux: bool) -> MemoryRegion:
     return MemoryRegion(buffer.address, buffer.nbytes, -1 if is_aux else model.device)
 
@@ -230,7 +279,11 @@ def _group(pages: GroupPages, tokens: int, kv_heads: int, heads: int) -> GroupHe
 
 
 def _format(
-    args: Any, model: Model, kv: GroupPages, rows: Sequence[Sequence[Buffer]]
+    args: Any,
+    model: Model,
+    pages: Sequence[GroupPages],
+    rows: Sequence[Sequence[Buffer]],
+    shares: Sequence[int],
 ) -> dict[str, str | int]:
     """Return the format fields that must be equal on both sides."""
     sizes = [",".join(str(buffer.item_bytes) for buffer in kind) for kind in rows]
@@ -242,13 +295,17 @@ def _format(
         "aux_bytes": sizes[0],
     }
     # Rows of layers that are matched by their place alone.
-    placed = [page.row_bytes for page in kv if not page.name.isdecimal()]
+    placed = [page.row_bytes for page in pages[KV] if not page.name.isdecimal()]
     if placed:
         found["placed_rows"] = _short(",".join(map(str, placed)))
     if args.state_types:
-        kinds = (kind.value for kind in args.state_types)
-        found["state_bytes"] = _short(";".join(map(":".join, zip(kinds, sizes[1:], strict=True))))
-    if (args.state_types or _is_sorted_by_kind(args)) and not model.is_mla:
+        for number, count in enumerate(shares):
+            if count > 1:  # layers are matched by name, and their shares do not depend on ranks
+                kinds = {page.row_bytes for page in pages[FIRST_STATE + number]}
+                sizes[1 + number] = f"{count}x{'/'.join(map(str, sorted(kinds)))}"
+        names = (kind.value for kind in args.state_types)
+        found["state_bytes"] = _short(";".join(map(":".join, zip(names, sizes[1:], strict=True))))
+    if (_is_sorted_by_kind(args) or 1 in shares) and not model.is_mla:
         found["state_tp"] = model.rank.tp  # ranks divide a state, and its parts cannot be divided
     return found
 
