@@ -4,6 +4,8 @@
 # make demo-sglang    prefill on one SGLang server, decode on another
 # make bench          every benchmark, one after the other
 # make bench-sglang   the one with SGLang
+# make models         a tiny model of every architecture that vLLM's CPU engine runs, with and without
+#                     KVConnect; makes docs/models.md. MODELS_ARGS="--only qwen3" narrows it
 # make gpu            tests and benchmark of the copies, on a machine with an NVIDIA GPU; PIECES=DIR
 #                     has the packages (scripts/gpu_run pack) where there is no registry
 # make docs           the documentation as a site, in build/site
@@ -21,6 +23,7 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 FUZZ_ARGS ?=
 PIECES ?=
+MODELS_ARGS ?=
 BIN := .venv/bin
 READY := .venv/.ready
 SGLANG_BIN := .venv-sglang/bin
@@ -34,7 +37,7 @@ BENCHMARKS := $(filter-out common copy_cuda fake_engines link nixl sglang_% tran
 export PYTHONPATH := $(CURDIR)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup setup-sglang test test-vllm test-sglang demo demo-sglang bench bench-sglang docs gpu fuzz sanitize release lock clean
+.PHONY: setup setup-sglang test test-vllm test-sglang demo demo-sglang bench bench-sglang models docs gpu fuzz sanitize release lock clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -81,6 +84,9 @@ bench: $(READY)
 # Not in a namespace of its own: it makes two, and a link between them.
 bench-sglang: $(SGLANG_READY)
 	@$(SGLANG_BIN)/python -m benchmarks.sglang_handoff
+
+models: $(READY)
+	@python -m benchmarks.models $(MODELS_ARGS)
 
 # Neither engine is needed, so their environments, which have a torch without CUDA, are not made.
 # An interpreter that has torch with CUDA and all else serves as it is.

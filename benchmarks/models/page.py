@@ -1,0 +1,181 @@
+"""The committed results, and the page of the documentation that is made from them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "models.json"
+PAGE = ROOT / "docs" / "models.md"
+
+VERDICTS = ("right", "bytes_only", "refused_clean", "wrong", "crashed")
+"""What an architecture that the engine runs can come to. Those that it does not run are counted as
+``no_engine`` or, where their caches were tested without it, as ``bytes_only``."""
+
+_KINDS = {
+    "FullAttentionSpec": "full",
+    "SlidingWindowSpec": "window",
+    "ChunkedLocalAttentionSpec": "chunk",
+    "MLAAttentionSpec": "latent",
+    "SlidingWindowMLASpec": "latent window",
+    "MambaSpec": "state",
+    "CrossAttentionSpec": "cross",
+    "EncoderOnlyAttentionSpec": "none",
+}
+
+
+BY_BYTES = {
+    "DeepseekV32ForCausalLM": "deepseek_v32",
+    "GlmMoeDsaForCausalLM": "glm5 in fp8",
+    "DeepseekV4ForCausalLM": "deepseek_v4",
+    "PanguProMoEV2ForCausalLM": "openpangu",
+    "MiMoV2ForCausalLM": "mimo with K != V",
+}
+"""Architectures that the CPU engine does not run, and the caches under which
+``tests/unit/engines/vllm_caches.py`` has what vLLM's own code makes for them."""
+
+
+def with_bytes(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Add the architectures whose caches are tested without the engine."""
+    merged: dict[str, Any] = dict(found)
+    for name, cache in BY_BYTES.items():
+        if merged.get(name, {}).get("verdict", "no_engine") == "no_engine":
+            said = merged.get(name, {}).get("error", "no kernel for CPUs")
+            merged[name] = {"verdict": "bytes_only", "cache": cache, "error": said}
+    return merged
+
+
+def figures(found: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    """Return how many architectures came to each verdict. One that has several variants counts
+    once, by its worst."""
+    worst = {}
+    for name, one in found.items():
+        rank = ("no_engine", *VERDICTS).index(one["verdict"])
+        base = name.partition(" (")[0]
+        worst[base] = max(worst.get(base, 0), rank)
+    counts = Counter(("no_engine", *VERDICTS)[rank] for rank in worst.values())
+    return {name: counts[name] for name in (*VERDICTS, "no_engine")}
+
+
+def kinds(one: Mapping[str, Any]) -> list[str]:
+    """Return the kinds of cache that an engine said it has."""
+    return sorted({_KINDS.get(spec, spec) for spec, _ in one.get("groups", [])})
+
+
+def page(results: Mapping[str, Any]) -> str:
+    """Return the page as Markdown."""
+    found = results["architectures"]
+    run = {n: one for n, one in found.items() if one["verdict"] not in ("no_engine", "bytes_only")}
+    rest = {name: one for name, one in found.items() if name not in run}
+    machine, counts = results["machine"], results["figures"]
+    lines = [
+        _HEAD.format(vllm=machine["vllm"], runs=len(run), **counts),
+        "| architecture | caches | hits | offload | disk, restart | hand-off | control | proof |",
+        "|---|---|---|---|---|---|---|---|",
+        *(_row(name, one) for name, one in sorted(run.items(), key=_order)),
+        *_refusals(run),
+        _REST,
+        "| architecture | proof | what the engine said |",
+        "|---|---|---|",
+        *(
+            _joined([name, "bytes" if "cache" in one else "none", _cell(one["error"])])
+            for name, one in sorted(rest.items(), key=_order)
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _order(item: tuple[str, Any]) -> str:
+    return item[0].lower()
+
+
+def _row(name: str, one: Mapping[str, Any]) -> str:
+    cells = [name, ", ".join(kinds(one)) or "?"]
+    if one["verdict"] in ("refused_clean", "crashed"):
+        cells += ["-", one["verdict"].replace("_clean", ""), "-", "-", "-", "-"]
+        return _joined(cells)
+    hits = "/".join(str(tokens) for tokens in one["rounds"][-1]["cached"])
+    cells += [
+        hits,
+        _same(all(r["same"] for r in one["rounds"])),
+        _same(one["restart"]["same"]),
+        _same(one["hand_off"]["same"]) if "same" in one["hand_off"] else "refused",
+        "seen, caught" if one["control"]["changed"] and one["caught"]["bad_blocks"] else "**no**",
+        f"tokens; {max(r['logprobs'] for r in one['rounds']):.0e}",
+    ]
+    return _joined(cells)
+
+
+def _joined(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _same(right: bool) -> str:
+    return "same tokens" if right else "**other tokens**"
+
+
+def _refusals(run: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    lines = [
+        f"| {name} | {part} | {_cell(text)} |"
+        for name, one in sorted(run.items(), key=_order)
+        for part, text in (
+            ("everything", one.get("error")),
+            ("hand-off", one.get("hand_off", {}).get("error")),
+        )
+        if text
+    ]
+    if not lines:
+        return []
+    return ["", "## Refused", "", "| architecture | what | message |", "|---|---|---|", *lines]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")[:300]
+
+
+def read() -> dict[str, Any]:
+    """Return the committed results."""
+    results: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return results
+
+
+_HEAD = """\
+# Models
+
+<!-- Made by `make models` from benchmarks/results/models.json. -->
+
+This page lists every architecture that was run through KVConnect on the CPU build of vLLM
+({vllm}), and what came of it. `make models` makes the page: it runs a tiny random model of each
+architecture on an engine without a connector and on engines with KVConnect, and compares.
+
+Of the {runs} models below, by architecture: {right} right, {refused_clean} refused, {wrong} wrong,
+{crashed} crashed. A random model shows that pages and states are put back where they belong. It
+says nothing about the quality of an answer.
+
+## What "right" means
+
+Four prompts of 41, 203, 517 and 701 tokens, 16 greedy tokens each, on engines with equal weights:
+
+- **Offload:** three rounds; the device's prefix cache is reset in between, so the second and third
+  load from host memory. All tokens are those of the engine without a connector, and the **hits**
+  (tokens found per prompt) are all full blocks.
+- **Disk, restart:** a new engine finds the same blocks in the disk tier of the first.
+- **Hand-off:** another engine receives the prompts' KV over TCP and continues.
+- **Control:** the engine is made to load another prompt's pages or states. With digests off the
+  tokens must change (*seen*). With `"digest": "full"` the load must fail and the tokens must be
+  right (*caught*). A model whose tokens do not change proves nothing and is not counted as right.
+- **Proof:** what was compared, and the largest difference of the tokens' log probabilities.
+
+## Architectures
+"""
+_REST = """
+## Not run
+
+The CPU engine does not run these: they need kernels that it lacks. *Bytes:* tests make their caches
+with vLLM's own code, then store, load and hand off every block and compare the bytes
+(`tests/unit/engines/test_vllm_cache_specs.py`).
+"""

@@ -1,0 +1,303 @@
+"""What is asked of one architecture, and what the answers must be.
+
+Four engines, each in a process of its own: one without a connector; one with KVConnect, which
+computes, stores, loads, and is the prefill of a hand-off; one that only receives; and one that is
+started anew on the disk tier of the second. All have the same weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.models.architectures import Architecture, like_llama
+from benchmarks.models.engine import Answer, Engine, EngineFailed, Settings, write_model
+
+LENGTHS = (41, 203, 517, 701)
+"""Tokens of the prompts. None is a whole number of blocks."""
+NEW = 16
+ROUNDS = 3
+EXACT = 1e-3
+"""Largest difference of log probabilities that counts as none, in float32."""
+
+RIGHT, WRONG, REFUSED, CRASHED, NO_ENGINE = (
+    "right",
+    "wrong",
+    "refused_clean",
+    "crashed",
+    "no_engine",
+)
+_HOST = "64MiB"
+_FAULT = "LoadsAnothersPages"
+
+
+def prompts() -> list[list[int]]:
+    """The prompts, which share no block."""
+    source = random.Random(12)
+    return [[source.randrange(10, 2000) for _ in range(length)] for length in LENGTHS]
+
+
+def other_prompts() -> list[list[int]]:
+    """As many others of the same lengths."""
+    source = random.Random(13)
+    return [[source.randrange(10, 2000) for _ in range(length)] for length in LENGTHS]
+
+
+def rehearsal(folder: Path) -> Settings:
+    """Return a small engine with everything that others have, to be started once before them."""
+    model = like_llama("LlamaForCausalLM", "llama")
+    write_model(folder, model.written(), "rehearsal")
+    disk = {"path": str(folder / "disk"), "capacity": "64MiB", "min_free": 0}
+    extra = {"host_bytes": _HOST, "transport": "tcp", "disk": disk}
+    return Settings(folder, arguments(model), (1.0, 1.0), extra, fault=_FAULT)
+
+
+def arguments(model: Architecture) -> dict[str, Any]:
+    """Return the engine's arguments for a model."""
+    return {
+        "dtype": model.dtype,
+        "block_size": model.block,
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 1024,
+        "num_gpu_blocks_override": 256,
+        "enforce_eager": True,
+        "enable_prefix_caching": True,
+        "seed": 0,
+        "trust_remote_code": model.remote,
+        **model.args,
+    }
+
+
+def prove(model: Architecture, timeout: float) -> dict[str, Any]:
+    """Run one architecture through all engines; return what was found. Never raises."""
+    started = time.monotonic()
+    result: dict[str, Any] = {"verdict": CRASHED}
+    with tempfile.TemporaryDirectory(prefix="kvconnect-models-") as scratch:
+        run = _Run(model, Path(scratch), started + timeout, result)
+        try:
+            result["verdict"] = run.verdict()
+        except EngineFailed as error:
+            result["error"] = str(error)
+            result["verdict"] = REFUSED if error.refused else CRASHED
+    result["seconds"] = round(time.monotonic() - started, 1)
+    return result
+
+
+class _Run:
+    def __init__(
+        self, model: Architecture, scratch: Path, deadline: float, result: dict[str, Any]
+    ) -> None:
+        self._model = model
+        self._scratch = scratch
+        self._deadline = deadline
+        self._result = result
+        self._folder = scratch / "model"
+        self._prompts = prompts()
+        self._fresh: list[Answer] = []
+        self._cached: list[Answer] = []
+        recipe = f"{model!r} {Path(__file__).with_name('weights.py').read_text()}"
+        write_model(self._folder, model.written(), hashlib.sha256(recipe.encode()).hexdigest())
+
+    def verdict(self) -> str:
+        try:
+            self._plain()
+        except EngineFailed as error:
+            self._result["error"] = str(error)
+            return NO_ENGINE
+        with ExitStack() as stack:
+            first = stack.enter_context(self._engine("first", digest="full", **self._disk()))
+            receiver = stack.enter_context(
+                self._engine("receiver", "kv_consumer", host_bytes="off")
+            )
+            first.ready()
+            self._rounds(first)
+            try:
+                receiver.ready()
+                self._hand_off(first, receiver)
+            except EngineFailed as error:
+                self._result["hand_off"] = {"error": str(error), "refused": error.refused}
+            self._caught(first)
+        with self._engine("second", digest="off", listen="off", **self._disk()) as second:
+            second.ready()
+            self._restarted(second)
+            self._control(second)
+        return self._judge()
+
+    def _engine(self, name: str, role: str = "kv_both", **extra: Any) -> Engine:
+        return self._start(name, role, {"host_bytes": _HOST, "transport": "tcp", **extra})
+
+    def _start(self, name: str, role: str, extra: dict[str, Any] | None) -> Engine:
+        model = self._model
+        gains = (model.gain, model.embedding_gain)
+        both = extra is not None and role == "kv_both"
+        env = {"HF_MODULES_CACHE": str(self._scratch / "modules"), **model.env}
+        settings = Settings(
+            self._folder,
+            arguments(model),
+            gains,
+            extra,
+            role,
+            _FAULT if both else None,
+            env,
+            model.torchvision,
+        )
+        return Engine(settings, self._scratch / f"{name}.log", self._deadline)
+
+    def _disk(self) -> dict[str, Any]:
+        path = str(self._scratch / "disk")
+        disk = {"path": path, "capacity": "256MiB", "min_free": 0}
+        return {"disk": disk, "load_when": "always"}
+
+    # Steps --------------------------------------------------------------------------------------
+
+    def _plain(self) -> None:
+        """Say what an engine without a connector answers, and whether it always does."""
+        with self._start("plain", "kv_both", None) as engine:
+            self._result |= engine.ready()
+            self._fresh = engine.ask(self._prompts, NEW)
+            self._cached = engine.ask(self._prompts, NEW)
+            engine.reset()
+            again = engine.ask(self._prompts, NEW)
+            changed = [[(token + 7) % 2000 for token in p[:8]] + p[8:] for p in self._prompts]
+            others = engine.ask(changed, NEW)
+        groups = self._result["groups"]
+        step = math.lcm(*(tokens for _, tokens in groups)) if groups else 1
+        hits = [answer.cached for answer in self._cached]
+        if not self._has_states():  # states are kept at some boundaries: as the device's hits are
+            hits = [length // step * step for length in LENGTHS]
+        self._result |= {
+            "device_cached": [answer.cached for answer in self._cached],
+            "expected_cached": hits,
+            "noise": _difference(self._fresh, again),
+            "noise_cached": _difference(self._fresh, self._cached),
+            "unstable": _tokens(again) != _tokens(self._fresh),
+            "sensitivity": _difference(self._fresh, others),
+            "distinct_tokens": len({token for one in self._fresh for token in one.tokens}),
+        }
+
+    def _rounds(self, engine: Engine) -> None:
+        rounds = []
+        for _ in range(ROUNDS):
+            rounds.append(self._compared(engine.ask(self._prompts, NEW)))
+            engine.settle()
+            engine.reset()
+        self._result["rounds"] = rounds
+
+    def _hand_off(self, first: Engine, receiver: Engine) -> None:
+        answers = []
+        for prompt in self._prompts:
+            [made] = first.ask([prompt], 1, do_remote_decode=True, do_remote_prefill=False)
+            if not made.ticket:
+                raise EngineFailed("the prefill gave no ticket")
+            answers += receiver.ask([prompt], NEW, **made.ticket)
+        self._result["hand_off"] = self._compared(answers)
+        first.settle()
+        first.reset()
+
+    def _caught(self, engine: Engine) -> None:
+        """Load other prompts' pages with digests on: right tokens, and blocks counted as bad."""
+        engine.plant(True)
+        answers = engine.ask(self._prompts, NEW)
+        engine.plant(False)
+        found = self._compared(answers)
+        bad = engine.metric("failed_blocks_total", cause="digest")
+        self._result["caught"] = {"same": found["same"], "bad_blocks": bad}
+        if self._has_states():
+            changed = self._older(engine)
+            bad = engine.metric("failed_blocks_total", cause="digest") - bad
+            self._result["caught_older"] = {"same": not changed, "bad_blocks": bad}
+
+    def _restarted(self, engine: Engine) -> None:
+        self._result["restart"] = self._compared(engine.ask(self._prompts, NEW))
+        engine.settle()
+        engine.reset()
+
+    def _control(self, engine: Engine) -> None:
+        """The same fault with digests off must be seen in what the engine answers."""
+        engine.plant(True)
+        answers = engine.ask(self._prompts, NEW)
+        found = self._compared(answers)
+        self._result["control"] = {"changed": not found["same"], "logprobs": found["logprobs"]}
+        if self._has_states():
+            self._result["control_older"] = {"changed": self._older(engine)}
+
+    def _has_states(self) -> bool:
+        return any("Mamba" in spec for spec, _ in self._result["groups"])
+
+    def _older(self, engine: Engine) -> bool:
+        """Load a prompt with the state of its beginning; return whether other tokens come."""
+        engine.plant(False)
+        engine.settle()
+        engine.reset()
+        whole = other_prompts()[-1]
+        beginning = whole[: len(whole) // 2]
+        engine.ask([beginning], 1)
+        right = engine.ask([whole], NEW)
+        engine.settle()
+        engine.reset()
+        engine.plant(True)
+        engine.ask([beginning], 1)
+        engine.reset()
+        wrong = engine.ask([whole], NEW)
+        engine.plant(False)
+        return _tokens(wrong) != _tokens(right)
+
+    # Verdict ------------------------------------------------------------------------------------
+
+    def _compared(self, answers: list[Answer]) -> dict[str, Any]:
+        """Compare with the engine without a connector: prompts that it computed whole with such,
+        prompts that some cache had with those that its device had."""
+        peers = [
+            cached if answer.cached and answer.cached >= cached.cached else fresh
+            for answer, fresh, cached in zip(answers, self._fresh, self._cached, strict=True)
+        ]
+        return {
+            "same": _tokens(answers) == _tokens(peers),
+            "cached": [answer.cached for answer in answers],
+            "logprobs": _difference(peers, answers),
+        }
+
+    def _judge(self) -> str:
+        found = self._result
+        hits = [one["cached"] for one in [*found["rounds"][1:], found["restart"]]]
+        problems = {
+            "the plain engine differs from itself": found["unstable"],
+            "output does not depend on early tokens": found["sensitivity"] < 10 * EXACT,
+            "few distinct tokens": found["distinct_tokens"] < 8,
+            "first round": not found["rounds"][0]["same"] or any(found["rounds"][0]["cached"]),
+            "hits have other tokens": not all(r["same"] for r in found["rounds"]),
+            "other tokens after a restart": not found["restart"]["same"],
+            "cached tokens": any(one != found["expected_cached"] for one in hits),
+            "hand-off": not found["hand_off"].get("same"),
+            "fault not caught": not _was_caught(found["caught"]),
+            "fault without effect": not found["control"]["changed"],
+            "older state not caught": not _was_caught(found.get("caught_older")),
+            "older state without effect": not found.get("control_older", {}).get("changed", True),
+        }
+        found["problems"] = [name for name, bad in problems.items() if bad]
+        return WRONG if found["problems"] else RIGHT
+
+
+def _was_caught(found: dict[str, Any] | None) -> bool:
+    return found is None or (found["same"] and found["bad_blocks"] > 0)
+
+
+def _tokens(answers: list[Answer]) -> list[list[int]]:
+    return [answer.tokens for answer in answers]
+
+
+def _difference(one: list[Answer], other: list[Answer]) -> float:
+    """The largest difference of log probabilities, up to the first token that differs."""
+    worst = 0.0
+    for a, b in zip(one, other, strict=True):
+        for x, y, left, right in zip(a.tokens, b.tokens, a.logprobs, b.logprobs, strict=True):
+            worst = max(worst, abs(left - right))
+            if x != y:
+                break
+    return float(f"{worst:.2g}")

@@ -1,0 +1,49 @@
+"""docs/models.md says what the committed run of ``make models`` found, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from benchmarks.models.page import BY_BYTES, PAGE, ROOT, VERDICTS, figures, page, read
+
+
+def test_the_page_is_made_from_the_committed_results() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(read())
+
+
+def test_the_figures_are_those_of_the_architectures() -> None:
+    results = read()
+    assert results["figures"] == figures(results["architectures"])
+    assert results["figures"]["wrong"] == results["figures"]["crashed"] == 0
+    assert results["figures"]["right"] >= 30
+
+
+def test_what_counts_as_right_was_compared() -> None:
+    for name, one in read()["architectures"].items():
+        if one["verdict"] != "right":
+            continue
+        assert one["problems"] == [], name
+        assert all(found["same"] for found in one["rounds"]), name
+        assert any(one["rounds"][-1]["cached"]), name
+        assert one["control"]["changed"] and one["caught"]["bad_blocks"] > 0, name
+
+
+def test_caches_that_were_compared_by_bytes_are_in_their_test() -> None:
+    caches = (ROOT / "tests" / "unit" / "engines" / "vllm_caches.py").read_text(encoding="utf-8")
+    assert [name for name in BY_BYTES.values() if f'"{name}": ' not in caches] == []
+
+
+@pytest.mark.parametrize("verdict", VERDICTS)
+def test_an_architecture_counts_by_its_worst_variant(verdict: str) -> None:
+    both = {"A (one)": {"verdict": "right"}, "A (other)": {"verdict": verdict}}
+    assert figures(both)[verdict] == 1
+    assert sum(figures(both).values()) == 1
+
+
+def test_negative_control_other_results_make_another_page() -> None:
+    results = copy.deepcopy(read())
+    name = next(n for n, one in results["architectures"].items() if one["verdict"] == "right")
+    results["architectures"][name]["restart"]["same"] = False
+    assert page(results) != PAGE.read_text(encoding="utf-8")
