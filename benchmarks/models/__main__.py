@@ -3,8 +3,8 @@
     python -m benchmarks.models [--only TEXT]... [--jobs N] [--again]
 
 What was found is kept in ``build/models.json``, from which an interrupted run goes on; `--again`
-starts over. A run that is complete writes ``benchmarks/results/models.json`` and
-``docs/models.md``. The last line is the figures as JSON, see :mod:`benchmarks.models.page`.
+starts over. Without `--only`, ``benchmarks/results/models.json`` and ``docs/models.md`` are
+written. The last line is the figures as JSON, see :mod:`benchmarks.models.page`.
 """
 
 from __future__ import annotations
@@ -82,19 +82,27 @@ def main() -> None:
     left = len(ALL) - len(results)
     results = with_bytes(results)
     counts = figures(results)
-    if not left:
+    if not names:
         record = {"benchmark": "models", "machine": machine(), "figures": counts}
         record["architectures"] = results
-        RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+        RESULTS.write_text(_compact(record) + "\n")
         PAGE.write_text(page(record))
-    else:
-        progress(f"{left} architectures are left: run it again")
+    if left:
+        progress(f"{left} models are left: run it again")
     print(json.dumps({"benchmark": "models", **counts}), flush=True)
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     progress(f"{spent.ru_utime + spent.ru_stime:.0f} s of CPU")
     sys.stderr.flush()
     # Not by way of the interpreter's end, which a library uses to complain about another one.
     os._exit(bool(counts["wrong"] or counts["crashed"]))
+
+
+def _compact(record: dict[str, Any]) -> str:
+    """One line for each model; the rest as other results have it."""
+    rows = record["architectures"].items()
+    lines = ",\n  ".join(f"{json.dumps(name)}: {json.dumps(one)}" for name, one in rows)
+    head = json.dumps({**record, "architectures": 0}, indent=1)
+    return head.replace('"architectures": 0', f'"architectures": {{\n  {lines}\n }}')
 
 
 if __name__ == "__main__":
