@@ -59,6 +59,7 @@ _ANY_VLLM = "vLLM of any tensor parallelism"
 _SAME_VLLM = "vLLM with the same ranks"
 _SGLANG = "SGLang with the same ranks"
 _UNTRIED = _refused("never tried on this engine")
+_NO_LINKER = dict.fromkeys(("offload", "sharing"), "SGLang's linker keeps no such cache")
 _RING = "keys that are not compressed yet are kept in a ring per request, not in token blocks"
 
 KINDS: Mapping[str, CacheKind] = {
@@ -76,12 +77,23 @@ KINDS: Mapping[str, CacheKind] = {
         ),
         _works(_SGLANG),
     ),
+    "block sparse": CacheKind(
+        "a sparse index beside heads",
+        Support(
+            {"hand-off": "its layers differ in their heads"},
+            _SAME_VLLM,
+            "offload only, with kv_role kv_both; or compute prompts where they are decoded",
+        ),
+        Support(_NO_LINKER, fix="hand it off only"),
+    ),
     "state": CacheKind(
         "Mamba or linear attention",
         _refused("a state is not made of token blocks"),
         _works(_SGLANG),
     ),
-    "ring": CacheKind("a ring of keys", _refused(_RING), _UNTRIED),
+    "ring": CacheKind(
+        "a ring of keys", _refused(_RING), Support(_NO_LINKER, fix="hand it off only")
+    ),
     "generated window": CacheKind(
         "a window of generated tokens",
         _refused("KV of generated tokens depends on where the prompt ended"),
@@ -152,7 +164,7 @@ _LISTED: Mapping[tuple[str, ...], str] = {
         Glm4MoeLiteForCausalLM KimiVLForConditionalGeneration KimiK25ForConditionalGeneration
         LongcatFlashForCausalLM MiniCPM3ForCausalLM MistralLarge3ForCausalLM""",
     ("latent", "indexer"): "DeepseekV32ForCausalLM GlmMoeDsaForCausalLM",
-    ("full", "indexer"): "MiniMaxM3SparseForCausalLM MiniMaxM3SparseForConditionalGeneration",
+    ("full", "block sparse"): "MiniMaxM3SparseForCausalLM MiniMaxM3SparseForConditionalGeneration",
     ("window", "compressed", "indexer"): """DeepseekV4ForCausalLM
         DeepseekV4ForConditionalGeneration""",
     ("window", "compressed", "ring"): "DeepseekV41ForCausalLM",

@@ -15,7 +15,6 @@ from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     KVCacheGroupSpec,
     KVCacheSpec,
-    MambaSpec,
     RSWASpec,
 )
 
@@ -42,6 +41,7 @@ PLAIN: dict[str, Any] = {
     "head_size": 32,
     "dtype": torch.bfloat16,
 }
+V32 = vllm_caches.deepseek_v32()
 V4 = vllm_caches.MODELS["deepseek_v4"]
 
 SPECS: list[tuple[str, KVCacheSpec]] = [
@@ -50,8 +50,9 @@ SPECS: list[tuple[str, KVCacheSpec]] = [
     ("window", V4["model.layers.0.swa"]),
     ("chunk", vllm_caches.CHUNKS),
     ("latent", vllm_caches.latent(64)),
-    ("indexer", vllm_caches.deepseek_v32()["model.layers.0.indexer.k_cache"]),
+    ("indexer", V32["model.layers.0.indexer.k_cache"]),
     ("compressed", V4["model.layers.1.attn"]),
+    ("block sparse", V32["model.layers.0.indexer.k_cache"]),
     ("ring", vllm_caches.compressor_ring()),
     ("generated window", RSWASpec(rswa_window=64, **PLAIN)),
     ("prefix", vllm_caches.full(non_causal=True)),
@@ -98,6 +99,4 @@ def test_a_model_whose_hand_off_alone_is_refused_may_be_offloaded() -> None:
 def test_states_are_not_refused_by_the_table() -> None:
     """The engine knows better which of them it keeps: ``check_engine`` decides."""
     check("Qwen3NextForCausalLM")
-    state = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
-    with pytest.raises(Incompatible):
-        cache_group(KVCacheGroupSpec(["layer"], state))
+    check("MambaForCausalLM")
