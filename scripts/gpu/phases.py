@@ -57,7 +57,7 @@ def copies() -> list[Step]:
 def engine() -> list[Step]:
     """Phase B: what of vLLM loads beside this torch, and the tests of ``tests/gpu`` with vLLM."""
     return [
-        with_dry("engine-import", 120.0, "scripts.gpu.engine_import"),
+        with_dry("engine-import", 180.0, "scripts.gpu.engine_import"),
         *(test_step(path) for path in test_files() if needs_engine(path)),
     ]
 

@@ -36,6 +36,26 @@ CONFIG = {
 }
 
 
+def settings(folder: Path) -> dict[str, Any]:
+    """Write the model into ``folder``; return an engine's arguments."""
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return {
+        "model": str(folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 1024,
+        "block_size": BLOCK_SIZE,
+        "num_gpu_blocks_override": BLOCKS,
+        "kv_transfer_config": {
+            "kv_connector": "KVConnect",
+            # Run from a checkout, KVConnect is no plugin that vLLM finds by itself.
+            "kv_connector_module_path": "kvconnect.engines.vllm.connector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"host_bytes": "256MiB", "digest": "full"},
+        },
+    }
+
+
 class Engine:
     """An engine with the connector; ``blocks``: of the newest request, ``caches``: per layer."""
 
@@ -43,20 +63,7 @@ class Engine:
         self.blocks: list[int] = []
         self.caches: dict[str, torch.Tensor] = {}
         self._note()
-        (folder / "config.json").write_text(json.dumps(CONFIG))
-        self._llm = LLM(
-            str(folder),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            max_model_len=1024,
-            block_size=BLOCK_SIZE,
-            num_gpu_blocks_override=BLOCKS,
-            kv_transfer_config={
-                "kv_connector": "KVConnect",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"host_bytes": "256MiB", "digest": "full"},
-            },
-        )
+        self._llm = LLM(**settings(folder))
 
     def _note(self) -> None:
         """Note which blocks a request has, and where the layers are."""

@@ -93,6 +93,7 @@ def latent(block: int, **changes: Any) -> KVCacheSpec:
         "sliding_window": None,
         "indexer": None,
         "non_causal_multi_token_decode": False,
+        "topk_buffer_width": None,  # since vLLM 0.33
     }
     layer = SimpleNamespace(**(fields | changes))
     config = engine(block, cache_dtype=layer.kv_cache_dtype)

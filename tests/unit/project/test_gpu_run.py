@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.gpu import engine, fat_binaries, phases, pieces, run_tests, wheels
+from scripts.gpu import engine, engine_import, fat_binaries, phases, pieces, run_tests, wheels
 from scripts.gpu.steps import SKIPPED, Phase, Result, Step
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -134,6 +134,7 @@ def wheel(folder: Path, requires: tuple[str, ...] = ()) -> Path:
     with zipfile.ZipFile(path, "w") as content:
         content.writestr("stand_in/__init__.py", "NUMBER = 3\n")
         content.writestr("stand_in/more.py", "# " + "x" * 600)
+        content.writestr("stand_in-1.data/", "")
         content.writestr("stand_in-1.data/purelib/beside.py", "")
         content.writestr("stand_in-1.data/scripts/tool", "")
         lines = ("Name: stand_in", "Version: 1", *(f"Requires-Dist: {text}" for text in requires))
@@ -244,3 +245,23 @@ def test_an_engine_wheel_is_packed_without_its_server(tmp_path: Path) -> None:
         content.writestr("vllm/code.so", container(entry(CUBIN, 80, b"c80c80")))
     found = dict(engine.engine_members(path, 90))
     assert engine.SERVER not in found and b"c80c80" not in found["vllm/code.so"]
+
+
+def test_what_no_version_meets_is_taken_without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(wanted: list[str]) -> list[str]:
+        if "certifi>=9" in wanted:
+            raise subprocess.CalledProcessError(1, "uv", stderr="you require certifi>=9")
+        return [f"{engine.name_of(text)}==1" for text in wanted]
+
+    monkeypatch.setattr(engine, "compiled", compiled)
+    assert engine.resolve(["orjson>=1", "certifi>=9"]) == ["orjson==1", "certifi==1"]
+
+
+def test_names_that_torch_lacks_are_found() -> None:
+    pytest.importorskip("torch")
+    source = "torch.float32\nother.accelerator.x\nif y:\n    torch.accelerator.no_such(1)\n"
+    names = list(engine_import.names_of_torch(source))
+    assert ("torch.float32", 1) in names and ("torch.accelerator.no_such", 4) in names
+    there = {text: engine_import.is_there(text) for text, _ in names}
+    assert not there.pop("torch.accelerator.no_such")  # negative control
+    assert there and all(there.values())
