@@ -154,15 +154,17 @@ _LISTED: Mapping[tuple[str, ...], str] = {
         Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration Qwen3ForCausalLM
         Qwen3MoeForCausalLM Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration
         SeedOssForCausalLM SmolLM3ForCausalLM SolarForCausalLM StableLmForCausalLM
-        Starcoder2ForCausalLM PanguUltraMoEForCausalLM""",
+        Starcoder2ForCausalLM""",
     ("full", "window"): """Cohere2ForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM
         Gemma3ForConditionalGeneration Gemma3nForCausalLM Gemma3nForConditionalGeneration
         Gemma4ForCausalLM Gemma4ForConditionalGeneration GptOssForCausalLM MiMoV2FlashForCausalLM
-        Ministral3ForCausalLM MistralForCausalLM Olmo3ForCausalLM Step3p5ForCausalLM""",
+        Ministral3ForCausalLM Olmo3ForCausalLM Step3p5ForCausalLM""",
+    ("window",): "MistralForCausalLM",
     ("full", "chunk"): "Llama4ForCausalLM Llama4ForConditionalGeneration",
     ("latent",): """DeepseekV2ForCausalLM DeepseekV3ForCausalLM DeepseekVLV2ForCausalLM
         Glm4MoeLiteForCausalLM KimiVLForConditionalGeneration KimiK25ForConditionalGeneration
-        LongcatFlashForCausalLM MiniCPM3ForCausalLM MistralLarge3ForCausalLM""",
+        LongcatFlashForCausalLM MiniCPM3ForCausalLM MistralLarge3ForCausalLM
+        PanguUltraMoEForCausalLM""",
     ("latent", "indexer"): "DeepseekV32ForCausalLM GlmMoeDsaForCausalLM",
     ("full", "block sparse"): "MiniMaxM3SparseForCausalLM MiniMaxM3SparseForConditionalGeneration",
     ("window", "compressed", "indexer"): """DeepseekV4ForCausalLM
@@ -200,7 +202,7 @@ def kinds_of(config: Mapping[str, Any]) -> tuple[str, ...]:
     """
     for name in names_of(config):
         if name in ARCHITECTURES:
-            return _without_unused_window(ARCHITECTURES[name], config)
+            return _with_window(ARCHITECTURES[name], config)
     return _by_fields(config)
 
 
@@ -248,11 +250,13 @@ def _has_window(text: Mapping[str, Any]) -> bool:
     return bool(text.get("sliding_window")) and text.get("use_sliding_window", True) is not False
 
 
-def _without_unused_window(kinds: tuple[str, ...], config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the kinds without a window that a model's configuration leaves out."""
-    if kinds == ("full", "window") and not _has_window(text_part(config)):
+def _with_window(kinds: tuple[str, ...], config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the kinds with the window that a model's configuration asks for, or without."""
+    if not {*kinds} <= {"full", "window"}:
+        return kinds
+    if not _has_window(text_part(config)):
         return ("full",)
-    return kinds
+    return ("full", "window") if "full" in kinds else kinds
 
 
 def _by_fields(config: Mapping[str, Any]) -> tuple[str, ...]:

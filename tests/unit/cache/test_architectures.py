@@ -62,12 +62,17 @@ def test_an_unknown_architecture_is_judged_by_its_fields(
     assert kinds_of({**config, "architectures": ["NobodyKnowsForCausalLM"]}) == kinds
 
 
-def test_the_table_goes_before_the_fields_but_for_a_window_that_is_not_used() -> None:
+def test_the_table_goes_before_the_fields_but_for_windows() -> None:
     known = {"architectures": ["UnlimitedOCRForCausalLM"], "kv_lora_rank": 512}
     assert kinds_of(known) == ("generated window",)
     mistral = {"architectures": ["MistralForCausalLM"], "sliding_window": None}
     assert kinds_of(mistral) == ("full",)
-    assert kinds_of({**mistral, "sliding_window": 4096}) == ("full", "window")
+    assert kinds_of({**mistral, "sliding_window": 4096}) == ("window",)
+    gemma = {"architectures": ["Gemma2ForCausalLM"], "sliding_window": 4096}
+    assert kinds_of(gemma) == ("full", "window")
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096}
+    assert kinds_of({**qwen, "use_sliding_window": False}) == ("full",)
+    assert kinds_of({**qwen, "use_sliding_window": True}) == ("full", "window")
 
 
 def test_one_refused_kind_refuses_the_model() -> None:

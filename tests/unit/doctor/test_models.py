@@ -148,6 +148,6 @@ def test_a_folder_that_cannot_be_read_is_one_line(
 
 
 def test_programs_get_the_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["doctor", "--json", "--model", model(tmp_path, "Gemma2ForCausalLM")])
+    cli.main(["doctor", "--json", "--model", model(tmp_path, "LlamaForCausalLM")])
     found = json.loads(capsys.readouterr().out)
-    assert found["measured"] == {"architectures": ["Gemma2ForCausalLM"], "kinds": ["full"]}
+    assert found["measured"] == {"architectures": ["LlamaForCausalLM"], "kinds": ["full"]}

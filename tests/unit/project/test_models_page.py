@@ -6,7 +6,13 @@ import copy
 
 import pytest
 
+from benchmarks.models.dense import DENSE, THROUGH_TRANSFORMERS
+from benchmarks.models.experts import MIXTURES
+from benchmarks.models.hybrids import HYBRIDS
+from benchmarks.models.latent import LATENT
 from benchmarks.models.page import BY_BYTES, PAGE, ROOT, VERDICTS, figures, page, read
+from benchmarks.models.windows import WINDOWS
+from kvconnect.cache.architectures import kinds_of
 
 
 def test_the_page_is_made_from_the_committed_results() -> None:
@@ -27,6 +33,29 @@ def test_what_counts_as_right_was_compared() -> None:
         assert all(found["same"] for found in one["rounds"]), name
         assert any(one["rounds"][-1]["cached"]), name
         assert one["control"]["changed"] and one["caught"]["bad_blocks"] > 0, name
+
+
+MODELS = (*DENSE, *THROUGH_TRANSFORMERS, *MIXTURES, *HYBRIDS, *LATENT, *WINDOWS)
+KINDS = {
+    "FullAttentionSpec": "full",
+    "SlidingWindowSpec": "window",
+    "ChunkedLocalAttentionSpec": "chunk",
+    "MLAAttentionSpec": "latent",
+    "MambaSpec": "state",
+}
+
+
+def test_the_table_of_architectures_says_the_caches_that_were_found() -> None:
+    """What ``kvconnect doctor --model`` tells of a configuration, against the engine's caches."""
+    tiny = {one.key: one.written() for one in MODELS}
+    results = read()["architectures"]
+    found = {key: one["groups"] for key, one in results.items() if one.get("groups")}
+    said = {key: {*kinds_of(tiny[key])} for key in found}
+    assert said == {key: {KINDS[spec] for spec, _ in groups} for key, groups in found.items()}
+    # Control: the kinds depend on the configuration.
+    assert {*kinds_of({**tiny["LlamaForCausalLM"], "kv_lora_rank": 64, "architectures": []})} == {
+        "latent"
+    }
 
 
 def test_caches_that_were_compared_by_bytes_are_in_their_test() -> None:
