@@ -44,6 +44,7 @@ from kvconnect.types import Endpoint, Rank, Span
 from tests.sglang.linker_bench import (
     PAGE,
     STATE_TYPES,
+    dsa_pool,
     mamba_pools,
     mha_pool,
     mla_pool,
@@ -265,7 +266,7 @@ def test_handed_off_byte_for_byte(closing: ExitStack, name: str) -> None:
     check(*pair(closing, name), [3, 1], [2, 4])
 
 
-@pytest.mark.parametrize("draft", [mha_pool, mla_pool])
+@pytest.mark.parametrize("draft", [mha_pool, mla_pool, dsa_pool])
 def test_the_kv_of_a_draft_model_goes_along(closing: ExitStack, draft: Any) -> None:
     name = draft().__class__.__name__
     p, d = pair(closing, name, draft=draft)
@@ -426,12 +427,14 @@ def test_a_state_whose_parts_are_not_known_stays_with_its_ranks(closing: ExitSta
 # --- the linker ------------------------------------------------------------------------------
 
 
-def linked(pools: Pools, draft: Any = None) -> KVConnectLinker:
+def linked(pools: Pools, draft: Any = None, packed: bool = False) -> KVConnectLinker:
     params = params_for(pools.kvcache, tuple(pools.components))
     params.page_size = pools.kvcache.page_size
     if pools.requests is not None:
         params.req_to_token_pool = pools.requests
-    if draft is not None:
+    if packed:
+        params.mtp_draft_device_pools = (draft,)
+    elif draft is not None:
         params.sidecar_draft_device_pools = (draft,)
     extra = {"host_bytes": "64MiB", "digest": "full"}
     return KVConnectLinker(None, params, components=set(pools.components), extra_config=extra)
@@ -466,8 +469,8 @@ def transfers(pools: Pools, keys: list[str], pages: list[int]) -> list[PoolTrans
     return found
 
 
-def check_offload(pools: Pools, draft: Any = None) -> None:
-    linker = linked(pools, draft)
+def check_offload(pools: Pools, draft: Any = None, packed: bool = False) -> None:
+    linker = linked(pools, draft, packed)
     here, there, keys = [3, 1], [2, 4], names(2)
     for number, entry in enumerate(linker.pools.values()):
         for buffer in entry.kv_buffer:
@@ -510,6 +513,20 @@ def test_the_kv_of_a_draft_model_is_kept_beside_the_target_s(name: str, draft: A
     pool = draft(layers=1) if draft is mha_pool else draft()
     assert PoolName.DRAFT in linked(POOLS[name](), pool).pools
     check_offload(POOLS[name](), pool)
+
+
+@pytest.mark.parametrize(
+    "name", ["DSATokenToKVPool", "MLATokenToKVPool", "DeepSeekV4TokenToKVPool"]
+)
+def test_the_kv_of_the_model_s_own_draft_layers_is_kept(kind: str) -> None:
+    name = f"{kind}TokenToKVPool"
+    alone = linked(POOLS[name]())
+    beside = linked(POOLS[name](), POOLS[name]().kvcache, packed=True)
+    buffers = [
+        sum(len(entry.kv_buffer) for entry in linker.pools.values()) for linker in (alone, beside)
+    ]
+    assert buffers[0] < buffers[1]
+    check_offload(POOLS[name](), POOLS[name]().kvcache, packed=True)
 
 
 def test_a_draft_of_another_kind_is_refused() -> None:
