@@ -78,6 +78,7 @@ PURE = (
     *("cache/pages.py", "cache/record_format.py"),
     "protocol/",
     *("offload/planner.py", "offload/index.py", "offload/jobs.py", "offload/messages.py"),
+    "offload/load_mode.py",
     "offload/copy_schedule.py",
     "offload/eviction/",
     *("tiers/messages.py", "tiers/planner.py", "tiers/lookup.py", "tiers/writeback.py"),

@@ -1,7 +1,8 @@
 """KV-cache groups, and the longest prefix that a tier can restore.
 
 Layers of one group share a block table. Full attention needs every block of a prefix, a sliding
-window only the blocks that it reaches, chunked attention those since the last chunk boundary.
+window only the blocks that it reaches, chunked attention those since the last chunk boundary. A
+recurrent layer (Mamba, linear attention, short convolution) needs the state at the prefix's end.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 
 class Lookup(Protocol):
@@ -27,22 +28,27 @@ class CacheGroup:
     """One KV-cache group: tokens per block and the reach of its attention.
 
     ``window`` is the number of tokens a query sees, itself included. ``chunk`` is the number of
-    tokens per attention chunk. At most one is set; without both, attention is full.
+    tokens per attention chunk. ``states``: a block holds the state after its last token; with
+    ``"some"``, the engine keeps states of some blocks only, and names them. At most one of the
+    three is set; without any, attention is full.
     """
 
     block_tokens: int
     window: int | None = None
     chunk: int | None = None
+    states: Literal["every", "some"] | None = None
 
     @property
     def is_full(self) -> bool:
         """Whether attention is full: every block of a prefix is needed."""
-        return self.window is None and self.chunk is None
+        return self.window is None and self.chunk is None and self.states is None
 
     def first_block(self, num_tokens: int) -> int:
         """Return the first block that the token at position ``num_tokens`` can still see."""
         first_token = 0
-        if self.window is not None:
+        if self.states is not None:
+            first_token = max(0, num_tokens - 1)
+        elif self.window is not None:
             first_token = max(0, num_tokens - self.window + 1)
         elif self.chunk is not None:
             first_token = num_tokens // self.chunk * self.chunk

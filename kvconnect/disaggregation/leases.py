@@ -88,6 +88,8 @@ class _Lease:
     ) -> Span | None:
         """Take the blocks of a group that are complete and were not offered yet."""
         first, end = self.next_block[number], self.end_block[number]
+        if group.states is not None:
+            return self._complete_state(number, computed_tokens, table)
         if computed_tokens < self.tokens:  # else a partly filled last block counts too
             end = computed_tokens // group.block_tokens
         if first >= end:
@@ -103,6 +105,20 @@ class _Lease:
             return None
         self.next_block[number] = end
         return Span(number, first, block_ids)
+
+    def _complete_state(
+        self, number: int, computed_tokens: int, table: Sequence[int]
+    ) -> Span | None:
+        """Take the state after ``tokens`` tokens, as block 0 of its group: block sizes may differ.
+        A step that goes further overwrites it."""
+        first = self.next_block[number]
+        if computed_tokens < self.tokens or first == self.end_block[number]:
+            return None
+        self.gap = self.gap or computed_tokens > self.tokens or table[first] == NULL_BLOCK
+        if self.gap:
+            return None
+        self.next_block[number] = self.end_block[number]
+        return Span(number, 0, array("q", table[first : first + 1]))
 
     def record_reader(self, reader: Rank, kind: NoticeKind) -> None:
         """Record a reader's notice."""

@@ -254,7 +254,10 @@ def _needs_renewal(handoff: _OpenHandoff) -> bool:
 
 
 def _needed(group: CacheGroup, span: Span, total_tokens: int) -> tuple[int, int]:
-    """Return the tokens [first, end) of a span's blocks that later tokens can still see."""
+    """Return the tokens [first, end) of a span's blocks that later tokens can still see. A state
+    counts as one token."""
+    if group.states is not None:
+        return 0, 1
     first = span.first * group.block_tokens
     end = min(first + len(span.block_ids) * group.block_tokens, total_tokens)
     return max(first, replace(group, block_tokens=1).first_block(total_tokens)), end

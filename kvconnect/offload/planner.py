@@ -17,6 +17,7 @@ from typing import NamedTuple
 from kvconnect.cache.groups import CacheGroup, keeps_prefix, longest_prefix
 from kvconnect.offload.index import HostIndex, RemovedBlock
 from kvconnect.offload.jobs import NULL_BLOCK, CopyJob, JobLimits, JobTable, Owner, SettledJob
+from kvconnect.offload.load_mode import LoadMode
 from kvconnect.offload.messages import GroupBlocks, JobReport, LoadBlocks, OffloadInstructions
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Tier
@@ -27,6 +28,8 @@ Hashes = Sequence[Sequence[bytes]]
 BlockTable = Sequence[Sequence[int]]
 """Per group, the device block ids of a request, in prefix order."""
 
+KeptStates = Sequence[tuple[int, int, int]]
+"""(group, block number, device block) of states that the engine keeps."""
 
 _NEVER = sys.maxsize
 
@@ -58,10 +61,20 @@ class _PlannedRequest:
     """State of a live request."""
 
     next_block: list[int]  # per group: the first block not yet considered for storing
-    due_tokens: int  # computed tokens at which the next block is full
+    due_tokens: int = 0  # computed tokens at which the next block is full
+    stops: bool = False  # it stores nothing more
     covered: int = 0  # slots that hold, or were given to, blocks of this request
     deferred: int = 0  # full blocks not considered yet because the copies lag behind
     load_failed: bool = False
+
+    def set_due(self, groups: Sequence[CacheGroup]) -> None:
+        """Set ``due_tokens`` from the blocks that were considered."""
+        ends = [
+            (done + 1) * group.block_tokens
+            for done, group in zip(self.next_block, groups, strict=True)
+            if group.states != "some"
+        ]
+        self.due_tokens = _NEVER if self.stops else min(ends, default=_NEVER)
 
 
 class OffloadPlan:
@@ -96,12 +109,12 @@ class OffloadPlan:
     def add_request(self, req_id: str) -> None:
         """Start to remember a request; again when its blocks are computed anew."""
         known = self._requests.get(req_id)
-        first = min(group.block_tokens for group in self.groups)
-        self._requests[req_id] = _PlannedRequest(
+        request = self._requests[req_id] = _PlannedRequest(
             next_block=[0] * len(self.groups),
-            due_tokens=first if len(self.index.slots) else _NEVER,  # there may be no host tier
+            stops=not len(self.index.slots),  # there may be no host tier
             load_failed=known is not None and known.load_failed,
         )
+        request.set_due(self.groups)
 
     def finish_request(self, req_id: str, hashes: Hashes) -> None:
         """The request is over. Its jobs, if any, end on their own."""
@@ -109,9 +122,7 @@ class OffloadPlan:
         if request is None:
             return
         self.stats.count("skipped_store_blocks", request.deferred, label="busy")
-        for number, done in enumerate(request.next_block):
-            slots = self.index.ready_slots(number, hashes[number][:done])
-            self.index.policy.settle(slots)
+        self.index.policy.settle(_in_prefix_order(self.index, self.groups, request, hashes))
 
     def match(self, req_id: str, hashes: Hashes, local_tokens: int, max_tokens: int) -> int:
         """Return how many tokens beyond ``local_tokens`` the tier can restore; changes nothing.
@@ -144,21 +155,31 @@ class OffloadPlan:
         ]
 
     def plan_store(
-        self, req_id: str, computed_tokens: int, hashes: Hashes, block_ids: BlockTable
+        self,
+        req_id: str,
+        computed_tokens: int,
+        hashes: Hashes,
+        block_ids: BlockTable,
+        kept: KeptStates = (),
     ) -> list[tuple[int, int]]:
-        """Plan to store the request's newly full blocks that the tier lacks.
+        """Plan to store the request's newly full blocks, and states, that the tier lacks.
 
         Args:
             computed_tokens: tokens whose KV is on the device after this step.
+            kept: states that this step writes, of groups whose states the engine names.
 
         Returns:
             (group, block number) of each block that was given a slot.
         """
-        request = self._requests[req_id]
+        request = self._requests.get(req_id)
+        if request is None or request.stops:
+            return []
         room = self._held_limit - self.jobs.ledger.held_by(Owner.STORE) - self._planned
         new: list[tuple[int, int]] = []
         request.deferred = 0
         for number, group in enumerate(self.groups):
+            if group.states == "some":
+                continue
             row, table = hashes[number], block_ids[number]
             end = min(computed_tokens // group.block_tokens, len(row))
             blocks = range(request.next_block[number], end)
@@ -166,13 +187,14 @@ class OffloadPlan:
             new.extend((number, block) for block in done)
             request.next_block[number] = stop
             request.deferred += max(0, end - stop)
-        if request.due_tokens != _NEVER:
-            request.due_tokens = min(
-                [
-                    (done + 1) * group.block_tokens
-                    for done, group in zip(request.next_block, self.groups, strict=True)
-                ]
-            )
+        for number, block, block_id in kept:
+            place, at = range(block, block + 1), {block: block_id}
+            done, stop = self._reserve(request, number, place, hashes[number], at, room - len(new))
+            new.extend((number, block) for block in done)
+            request.next_block[number] = max(request.next_block[number], block + 1)
+            # The engine keeps a state on the device for a few steps only, so it cannot wait.
+            self.stats.count("skipped_store_blocks", block + 1 - stop, label="busy")
+        request.set_due(self.groups)
         self._planned += len(new)
         return new
 
@@ -208,7 +230,8 @@ class OffloadPlan:
         """
         self.index.clear()
         for request in self._requests.values():
-            request.due_tokens = _NEVER
+            request.stops = True
+            request.set_due(self.groups)
         return self.jobs.void_stores()
 
     def take_removed(self) -> list[RemovedBlock]:
@@ -230,7 +253,7 @@ class OffloadPlan:
         number: int,
         blocks: range,
         hashes: Sequence[bytes],
-        block_ids: Sequence[int],
+        block_ids: Sequence[int] | Mapping[int, int],
         room: int,
     ) -> tuple[list[int], int]:
         """Give slots to at most ``room`` blocks that need one; return those blocks, and the first
@@ -255,7 +278,7 @@ class OffloadPlan:
             slot = index.reserve(number, block_hash) if fits else None
             if slot is None:
                 self.stats.count("skipped_store_blocks", blocks.stop - block, label="no_space")
-                request.due_tokens = _NEVER  # later blocks are of no use without this one
+                request.stops = True  # later blocks are of no use without this one
                 break
             request.covered += 1
             part.block_ids.append(block_id)
@@ -297,6 +320,28 @@ def count_lookup(
     stats.count("miss_tokens", asked_tokens - sum(hits.values()))
 
 
+def _in_prefix_order(
+    index: HostIndex, groups: Sequence[CacheGroup], request: _PlannedRequest, hashes: Hashes
+) -> list[int]:
+    """Return the slots of a request's stored blocks by the end of their tokens. So a policy that
+    evicts the last slot first keeps a state as long as the tokens before it."""
+    rows = [row[:done] for row, done in zip(hashes, request.next_block, strict=True)]
+    if len(rows) == 1 and groups[0].states is None:
+        return index.ready_slots(0, rows[0])
+    ends: list[tuple[int, int]] = []
+    for number, (group, row) in enumerate(zip(groups, rows, strict=True)):
+        if group.states is None:
+            slots: Iterable[int | None] = index.ready_slots(number, row)
+        else:
+            slots = [index.slot_of(number, block_hash) for block_hash in row]
+        ends += [
+            (block * group.block_tokens, slot)
+            for block, slot in enumerate(slots, 1)
+            if slot is not None
+        ]
+    return [slot for _, slot in sorted(ends)]
+
+
 def _load_part(
     index: HostIndex, number: int, group: CacheGroup, wanted: LoadRequest
 ) -> GroupBlocks:
@@ -325,51 +370,3 @@ def _count_load(
         lost -= job.tokens // len(blocks) * good
     stats.count("failed_requests", label=job.cause.value)
     stats.count("recomputed_tokens", lost)
-
-
-# Loads run inside the step that needs them, or park their request until they are done.
-#
-# A load inside the step makes every other request of the engine wait. A parked request waits for
-# the load and then for the step that runs meanwhile. So a load runs inside the step if its time,
-# multiplied by the number of other requests, is at most a step. Both times are measured.
-
-
-_FRESH = 0.125  # the weight of the newest observation
-
-
-class LoadMode:
-    """Chooses the mode of loads from measured times. For one thread; its state does not grow."""
-
-    def __init__(self) -> None:
-        self._block_s: float | None = None
-        self._step_s: float | None = None
-        self._began: float | None = None  # start of the running step
-
-    def loaded(self, blocks: int, seconds: float) -> None:
-        """Record a load of ``blocks`` that took ``seconds``."""
-        if blocks > 0 and seconds > 0:
-            self._block_s = _mean(self._block_s, seconds / blocks)
-
-    def began(self, now: float, plain: bool) -> None:
-        """A step begins; measure it if it is ``plain``: it computes, and no load is inside."""
-        self._began = now if plain else None
-
-    def ended(self, now: float) -> None:
-        """The step that began last has ended."""
-        if self._began is not None:
-            self._step_s, self._began = _mean(self._step_s, now - self._began), None
-
-    def inside(self, blocks: int, others: int) -> bool:
-        """Whether a load of ``blocks`` runs inside the step, with ``others`` other requests.
-
-        Without other requests nobody waits. With others, not before both times are known.
-        """
-        if not others:
-            return True
-        if self._block_s is None or self._step_s is None:
-            return False
-        return others * blocks * self._block_s <= self._step_s
-
-
-def _mean(known: float | None, seen: float) -> float:
-    return seen if known is None else known + _FRESH * (seen - known)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvconnect.copy import make_copier
 from kvconnect.engines.vllm.connector import KVConnect
 from kvconnect.engines.vllm.messages import StepInstructions
+from kvconnect.engines.vllm.translate import cache_groups
 from kvconnect.offload import layer_loads
 from kvconnect.transport import page_io
 from kvconnect.transport.base import OutgoingPages, Unit
@@ -30,6 +31,31 @@ class FlipsByte(KVConnect):
             # The high byte of a float32: sign and exponent.
             self.worker.tier.store.view(load.parts[0].slots[1])[3] ^= 0x7F
         super().bind_connector_metadata(connector_metadata)
+
+
+class LoadsOldStates(KVConnect):
+    """Overwrites each state that is loaded with one that was stored before it, in the arena."""
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        groups = cache_groups(self._kv_cache_config)
+        self.states = {number for number, group in enumerate(groups) if group.states}
+        self.stored: dict[int, list[int]] = {number: [] for number in self.states}
+        super().register_kv_caches(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        assert isinstance(connector_metadata, StepInstructions)
+        work, view = connector_metadata.offload, self.worker.tier.store.view
+        for group, slots in self._states_of(work.loads):
+            for slot in slots:
+                before = self.stored[group].index(slot) - 1
+                view(slot)[:] = view(self.stored[group][before])
+        for group, slots in self._states_of(work.stores):
+            self.stored[group] += slots
+        super().bind_connector_metadata(connector_metadata)
+
+    def _states_of(self, jobs: Sequence[Any]) -> list[tuple[int, Sequence[int]]]:
+        parts = [part for job in jobs for part in job.parts if part.group in self.states]
+        return [(part.group, part.slots) for part in parts]
 
 
 class LoadRaises(KVConnect):

@@ -15,7 +15,12 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import (
+    CachedRequestData,
+    KVConnectorBlockState,
+    NewRequestData,
+    SchedulerOutput,
+)
 from vllm.v1.kv_cache_interface import (
     MambaSpec,
 )
@@ -25,6 +30,7 @@ from kvconnect.engines.vllm import register, translate
 from kvconnect.engines.vllm.checks import check_engine, why_idle
 from kvconnect.engines.vllm.connector import KVConnect
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports
+from kvconnect.engines.vllm.states import kept_states
 from kvconnect.engines.vllm.stats import KVConnectStats
 from kvconnect.errors import ConfigError, Incompatible, Misuse
 from kvconnect.offload.messages import FailedBlock, JobReport
@@ -80,7 +86,6 @@ def test_another_vllm_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) 
     ("changes", "field"),
     [
         ({"enable_sleep_mode": True}, "enable_sleep_mode"),
-        ({"is_hybrid": True}, "model"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
         ({"kv_role": "kv_producer"}, "listen"),
@@ -123,7 +128,6 @@ def test_what_is_refused_is_refused_as_soon_as_vllm_asks_for_anything() -> None:
     with pytest.raises(ConfigError, match="policy='mru'"):
         KVConnect.get_required_kvcache_layout(config)
     for changes, fix in (
-        ({"is_hybrid": True}, "state is not made of token blocks: run without KVConnect"),
         ({"device_type": "xpu"}, "use a CPU or an NVIDIA GPU"),
         ({"enable_sleep_mode": True}, "turn it off"),
     ):
@@ -232,10 +236,22 @@ def test_groups() -> None:
     assert groups == (CacheGroup(32), CacheGroup(32, window=128))
 
 
-def test_a_cache_that_is_not_made_of_token_blocks_is_refused() -> None:
+def test_states_are_groups_of_their_own() -> None:
     state = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
-    with pytest.raises(Incompatible, match=r"MambaSpec: MambaManager does not manage token blocks"):
-        translate.cache_groups(cache_config(FULL, state))
+    kinds = {"none": "some", "align": "some", "all": "every"}
+    for mode, states in kinds.items():
+        spec = dataclasses.replace(state, mamba_cache_mode=mode)
+        groups = translate.cache_groups(cache_config(FULL, spec))
+        assert groups == (CacheGroup(32), CacheGroup(32, states=states))
+
+
+def test_states_inside_a_block_are_left_out() -> None:
+    output = step({}, drafts={})
+    output.kv_connector_block_state = KVConnectorBlockState(
+        {"new"}, lambda _: ([],), {"new": [(1, 7, 64), (1, 8, 80)]}
+    )
+    groups = (CacheGroup(32), CacheGroup(32, states="some"))
+    assert kept_states(output, groups) == {"new": [(1, 1, 7)]}
 
 
 def test_hashes_of_bigger_blocks_are_those_of_their_last_part() -> None:

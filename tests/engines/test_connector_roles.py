@@ -27,6 +27,7 @@ from kvconnect.engines.vllm.messages import StepInstructions, StepReports, Worke
 from kvconnect.engines.vllm.scheduler import ConnectorScheduler
 from kvconnect.engines.vllm.worker import ConnectorWorker
 from kvconnect.errors import ConfigError, Incompatible
+from kvconnect.offload.load_mode import LoadMode
 from kvconnect.offload.messages import (
     FailedBlock,
     GroupBlocks,
@@ -34,7 +35,6 @@ from kvconnect.offload.messages import (
     OffloadInstructions,
     StoreBlocks,
 )
-from kvconnect.offload.planner import LoadMode
 from kvconnect.types import FailureCause, JobId, Tier
 from tests.engines.vllm_configs import FULL, cache_config, engine_config
 

@@ -53,6 +53,18 @@ def test_negative_control_without_digests_the_flipped_byte_changes_tokens() -> N
         assert server.metric("vllm:kvconnect_failed_blocks_total", cause="digest") == 0
 
 
+@pytest.mark.parametrize("digest", ["full", "off"])
+def test_an_older_state_is_caught_by_its_digest_alone(digest: str) -> None:
+    connector = kv_transfer("LoadsOldStates", FAULTY, host_bytes=HOST, digest=digest)
+    with Server("lfm2", connector) as server:
+        assert tokens(ask(server)) == expected("lfm2").fresh
+        assert (tokens(ask(server)) == expected("lfm2").fresh) == (digest == "full")
+        server.settle()
+        caught = server.metric("vllm:kvconnect_failed_requests_total", cause="digest")
+        assert caught == (COUNT if digest == "full" else 0)
+        assert_nothing_leaks(server)
+
+
 @pytest.mark.parametrize("in_step", [False, True], ids=["async", "sync"])
 def test_a_load_that_raises_is_recomputed_once(in_step: bool) -> None:
     extra = {"sync_load_bytes": HOST if in_step else 0}

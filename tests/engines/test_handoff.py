@@ -373,9 +373,9 @@ class TestLlama:
         assert_quiet(p, d)
 
 
-@pytest.mark.parametrize("model", ["mistral", "gemma3"])
+@pytest.mark.parametrize("model", ["mistral", "gemma3", "lfm2"])
 def test_other_attention_kinds(model: str) -> None:
-    """Windows and several groups; the host tier beside it on both sides."""
+    """Windows, several groups and states; the host tier beside it on both sides."""
     want = expected(model)
     sending = prefill_config(digest="full", host_bytes="64MiB")
     receiving = decode_config(digest="full", host_bytes="64MiB")

@@ -148,9 +148,10 @@ def test_other_attention_kinds(model: str) -> None:
         assert_nothing_leaks(server)
 
 
-def test_several_groups() -> None:
-    want = expected("gemma3")
-    with Server("gemma3", OFFLOAD) as server:
+@pytest.mark.parametrize("model", ["gemma3", "lfm2"])
+def test_several_groups(model: str) -> None:
+    want = expected(model)
+    with Server(model, OFFLOAD) as server:
         assert tokens(ask(server)) == want.fresh
         assert tokens(ask(server)) == want.cached
         server.settle()

@@ -29,7 +29,6 @@ def engine_config(**changes: Any) -> Any:
         model="llama",
         architectures=changes.pop("architectures", ["LlamaForCausalLM"]),
         hf_config=SimpleNamespace(to_dict=dict),
-        is_hybrid=changes.pop("is_hybrid", False),
         runner_type=changes.pop("runner_type", "generate"),
         is_prefix_caching_supported=changes.pop("is_prefix_caching_supported", True),
     )

@@ -14,6 +14,7 @@ from typing import Any
 from vllm.v1.core.single_type_kv_cache_manager import (
     ChunkedLocalAttentionManager,
     FullAttentionManager,
+    MambaManager,
     SlidingWindowManager,
 )
 from vllm.v1.kv_cache_interface import (
@@ -22,11 +23,13 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     KVQuantMode,
+    MambaSpec,
     iter_layer_specs,
 )
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvconnect.cache.groups import CacheGroup
+from kvconnect.engines.vllm.states import state_group
 from kvconnect.errors import Incompatible
 
 _RUN_WITHOUT = "run without KVConnect"
@@ -55,6 +58,8 @@ def cache_group(group: KVCacheGroupSpec) -> CacheGroup:
 def _examined(spec: KVCacheSpec) -> CacheGroup:
     """Return the reach of one layer's attention and its tokens per block."""
     manager = KVCacheSpecRegistry.get_manager_class(spec)
+    if isinstance(spec, MambaSpec) and manager and behaves_like(manager, MambaManager):
+        return state_group(spec)
     known = next((kind for kind in _REACH if manager and behaves_like(manager, kind)), None)
     if known is None or not isinstance(spec, AttentionSpec):
         named = manager.__name__ if manager else "no manager"
@@ -139,4 +144,5 @@ def packs_pages(specs: Iterable[KVCacheSpec]) -> bool:
         or getattr(spec, "tokens_per_state", 1) != 1
         for group in specs
         for spec in iter_layer_specs(group)
+        if not isinstance(spec, MambaSpec)
     )

@@ -49,9 +49,6 @@ def check_engine(config: VllmConfig, listen: str) -> None:
     if config.model_config.enable_sleep_mode:  # vLLM 0.32 does not ask supports_sleep_mode
         fix = "weights may change in sleep, and stored KV would be stale: turn it off"
         raise ConfigError("enable_sleep_mode", True, fix)
-    if config.model_config.is_hybrid:  # its KV cache would tell this only later
-        fix = "Mamba or linear attention, whose state is not made of token blocks"
-        raise ConfigError("model", config.model_config.model, f"{fix}: run without KVConnect")
     check_model(config.model_config, config.kv_transfer_config.kv_role)
     parallel = config.parallel_config
     for field in ("decode_context_parallel_size", "prefill_context_parallel_size"):

@@ -23,6 +23,7 @@ from kvconnect.disaggregation.receives import ReceiveLimits, Receives
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.adapters import Adapters
 from kvconnect.engines.vllm.messages import WorkerHello
+from kvconnect.engines.vllm.states import asks_one_token, drop_last_token
 from kvconnect.engines.vllm.tickets import TicketIssuer
 from kvconnect.errors import Refused
 from kvconnect.offload.jobs import NULL_BLOCK
@@ -66,6 +67,7 @@ class DisaggregationScheduler:
         transfer = vllm_config.kv_transfer_config
         parallel = vllm_config.parallel_config
         self._groups = groups
+        self._hands_states = any(group.states for group in groups)
         self.stats = stats
         self.stands = False  # the engine was paused after its last step
         self._sends: bool = transfer.is_kv_producer and config.network.listen != "off"
@@ -215,7 +217,9 @@ class DisaggregationScheduler:
         self.receives.finish(req_id)
         self.failed.discard(req_id)
         transfer = self.leases.finish(req_id, translate.ended_well(request), now)
-        return self._tickets.answer(req_id, transfer, request.num_prompt_tokens - 1, self.alone)
+        # With states, the prompt has lost its last token already.
+        tokens = request.num_prompt_tokens - (not self._hands_states)
+        return self._tickets.answer(req_id, transfer, tokens, self.alone)
 
     def _open_lease(self, request: Request, asked: HandoffRequest, now: float) -> TransferId | None:
         if not self._sends:
@@ -228,8 +232,12 @@ class DisaggregationScheduler:
         content = self._adapters.prompt_content(request)
         transfer = self._tickets.transfer_id_of(request.request_id, asked, content)
         tokens = request.num_prompt_tokens - 1  # the decode engine computes the last one
+        if tokens and self._hands_states and not asks_one_token(request):
+            raise Refused("params", "this model's states are handed off with max_tokens 1 only")
         if tokens and not self.leases.open(request.request_id, transfer, tokens, now):
             raise Refused("params", "a live request has the same transfer_id and prompt")
+        if tokens and self._hands_states:
+            drop_last_token(request)
         return transfer if tokens else None
 
     def _open_receive(self, request: Request, asked: HandoffRequest) -> None:
@@ -247,7 +255,10 @@ class DisaggregationScheduler:
 def _span(
     number: int, group: CacheGroup, table: Sequence[int], local_tokens: int, total: int
 ) -> Span | None:
-    """Return the blocks of one group that tokens [local, total) need; None if there are none."""
+    """Return the blocks of one group that tokens [local, total) need; None if there are none. The
+    state after ``total`` tokens is block 0 of its group."""
+    if group.states is not None:
+        return Span(number, 0, array("q", [table[group.first_block(total)]]))
     first = max(group.first_block(total), local_tokens // group.block_tokens)
     end = -(-total // group.block_tokens)
     while first < end and table[first] == NULL_BLOCK:

@@ -91,7 +91,7 @@ def _hello(
             raise Incompatible(f"a page has {first.heads} heads, the model {total} on {tp} ranks")
         groups.append(
             GroupHello(
-                block_tokens=kind.block_tokens,
+                block_tokens=1 if kind.states else kind.block_tokens,
                 page_tokens=first.tokens,
                 window=kind.window,
                 chunk=kind.chunk,
@@ -101,7 +101,7 @@ def _hello(
                 row_bytes=max(each),
                 layer_row_bytes=each if len(each) > 1 else [],
                 order="HNC" if first.head_stride >= first.token_stride else "NHC",
-                splittable=splittable,
+                splittable=splittable and not kind.states,
             )
         )
     return Hello(

@@ -20,12 +20,14 @@ from kvconnect.engines.vllm.disaggregation import DisaggregationScheduler
 from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
 from kvconnect.engines.vllm.events import EventLog
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
+from kvconnect.engines.vllm.states import kept_states
 from kvconnect.engines.vllm.stats import Gauges, KVConnectStats
 from kvconnect.engines.vllm.tiers import TierScheduler
 from kvconnect.errors import Incompatible
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex
 from kvconnect.offload.planner import (
+    KeptStates,
     LoadRequest,
     OffloadLimits,
     OffloadPlan,
@@ -220,8 +222,10 @@ class ConnectorScheduler:
         now = time.monotonic()
         self._requests.adapters.next_step()
         self.device.release_stored(self.plan.jobs.expire(now))
-        for req_id, computed in self.plan.due(translate.computed_tokens(output)):
-            self._store(req_id, computed, output)
+        kept = kept_states(output, self.plan.groups)
+        due = {**dict.fromkeys(kept, 0), **dict(self.plan.due(translate.computed_tokens(output)))}
+        for req_id, computed in due.items():
+            self._store(req_id, computed, output, kept.get(req_id, ()))
         offered = self.handoff.offer(output, now)
         if offered:
             self.device.hold(offered)
@@ -317,15 +321,13 @@ class ConnectorScheduler:
     def _hashes(self, request: Request) -> tuple[Sequence[bytes], ...]:
         return translate.group_hashes(request, self.plan.groups, self._hash_tokens)
 
-    def _store(self, req_id: str, computed: int, output: SchedulerOutput) -> None:
-        """Plan to store a request's new blocks."""
-        request = self._requests[req_id]
-        if not self._requests.may_reuse(request):
-            return  # its adapter was loaded again after it began
-        state = output.kv_connector_block_state
-        assert state is not None
-        hashes = self._hashes(request)
-        new = self.plan.plan_store(req_id, computed, hashes, state.resolve_block_ids(req_id))
+    def _store(self, req_id: str, computed: int, output: SchedulerOutput, kept: KeptStates) -> None:
+        """Plan to store a request's new blocks, and the states that the engine keeps."""
+        request, state = self._requests.get(req_id), output.kv_connector_block_state
+        if request is None or state is None or not self._requests.may_reuse(request):
+            return  # it is gone, or its adapter was loaded again after it began
+        hashes, table = self._hashes(request), state.resolve_block_ids(req_id)
+        new = self.plan.plan_store(req_id, computed, hashes, table, kept)
         if self.tiers is not None:
             self.tiers.name(request, hashes, new)
         self.events.planned(request, hashes, new)

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
     HiddenStateCacheSpec,
     KVCacheConfig,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     UniformTypeKVCacheSpecs,
@@ -31,6 +32,7 @@ from kvconnect.cache.groups import CacheGroup
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry, view_segments
 from kvconnect.cache.pages import LayerPages, layer_pages
 from kvconnect.engines.vllm.cache_specs import cache_group, packs_pages
+from kvconnect.engines.vllm.states import state_format
 from kvconnect.errors import Incompatible, Refused
 
 if TYPE_CHECKING:
@@ -247,6 +249,7 @@ def handoff_format(
         "packing": "+".join(sorted(packings(config))),
         "long_rope": int(any(model.max_model_len > most for most in long_ropes(model))),
         "tokens_ahead": max(getattr(spec, "extra_retained_tokens", 0) for spec in specs),
+        **state_format(config, cache),
     }
 
 
@@ -316,8 +319,9 @@ def handoff_pages(
     groups = []
     for group in cache.kv_cache_groups:
         pages: dict[int, LayerPages] = {}
+        is_state = isinstance(group.kv_cache_spec, MambaSpec)  # then it is a page of one token
         ratios = {getattr(s, "tokens_per_state", 1) for s in iter_layer_specs(group.kv_cache_spec)}
-        if ratios != {1}:
+        if ratios != {1} and not is_state:
             raise Incompatible(f"rows of {sorted(ratios)} tokens: only blocks as a whole are moved")
         for layer in group.layer_names:
             view = kv_caches[layer]
@@ -328,7 +332,7 @@ def handoff_pages(
                     view.data_ptr() - base,
                     (view.shape, view.stride(), view.element_size()),
                     cache.num_blocks,
-                    group.kv_cache_spec.block_size,
+                    1 if is_state else group.kv_cache_spec.block_size,
                 ),
             )
         shapes = sorted({(p.heads, p.tokens) for p in pages.values()})
@@ -346,7 +350,7 @@ def row_bytes(layers: Sequence[LayerPages]) -> int | list[int]:
 
 def total_kv_heads(config: VllmConfig, spec: KVCacheSpec) -> int:
     """Return the number of KV heads of a group's layers over all ranks; 1 for MLA, whose ranks
-    share one.
+    share one. A rank's part of a state counts as one head.
 
     Raises:
         Incompatible: layers have different numbers, and this rank's share fits none or several.
@@ -363,6 +367,8 @@ def _layer_heads(config: VllmConfig, spec: Any) -> int:
         return int(spec.num_kv_heads)
     if isinstance(spec, (MLAAttentionSpec, SlidingWindowMLASpec)):
         return 1
+    if isinstance(spec, MambaSpec):
+        return int(ranks)
     fields = model.hf_text_config.to_dict().items()
     named = {n for name, n in fields if name.endswith("key_value_heads") and isinstance(n, int)}
     totals = {int(model.get_total_num_kv_heads())} | named

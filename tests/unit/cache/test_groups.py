@@ -14,6 +14,7 @@ from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex
 
 FULL, WINDOW, CHUNK = CacheGroup(2), CacheGroup(2, window=5), CacheGroup(2, chunk=8)
+STATES = CacheGroup(2, states="some")
 Finder = Callable[[HostIndex, Sequence[CacheGroup], list[list[bytes]], int, int], int]
 
 
@@ -42,6 +43,7 @@ class Case:
                 seen = (group.window is None or token > total - group.window) and (
                     group.chunk is None or token >= total // group.chunk * group.chunk
                 )
+                seen = seen and (group.states is None or token == total - 1)
                 if seen and (number, token // group.block_tokens) not in self.ready:
                     return False
         return True
@@ -64,6 +66,7 @@ def cases(draw: st.DrawFn) -> Case:
                 sizes.map(CacheGroup),
                 st.builds(lambda size, window: CacheGroup(size, window=window), sizes, far),
                 st.builds(lambda size, chunk: CacheGroup(size, chunk=chunk), sizes, far),
+                st.builds(lambda size: CacheGroup(size, states="some"), sizes),
             ),
             min_size=1,
             max_size=3,
@@ -120,6 +123,10 @@ BLOCKS = [b"0", b"1", b"2", b"3", b"4", b"5"]
         ([CHUNK], {(0, 0)}, 0, 12, 12),  # position 12 sees tokens from 8 on
         ([CHUNK], {(0, 4)}, 0, 12, 8),  # and position 8 none before itself
         ([CHUNK], {(0, 0), (0, 4)}, 0, 7, 0),
+        ([FULL, STATES], {(1, 0), (1, 2), (1, 4)}, 0, 12, 12),  # the last state is enough
+        ([FULL, STATES], {(1, 5), (1, 4)}, 0, 12, 8),
+        ([FULL, STATES], {(0, 3)}, 0, 12, 6),  # a state without the tokens before it
+        ([STATES], {(0, 0), (0, 1), (0, 2)}, 0, 11, 10),
         ([FULL, WINDOW], {(1, 0)}, 0, 12, 12),
         ([FULL, WINDOW], {(0, 4), (1, 3)}, 0, 12, 6),
         ([FULL, CacheGroup(1)], {(1, 3)}, 0, 12, 2),  # aligned to both groups' blocks
@@ -140,5 +147,6 @@ def test_first_block_and_alignment() -> None:
     assert [FULL.first_block(n) for n in (0, 100)] == [0, 0]
     assert [WINDOW.first_block(n) for n in (0, 4, 5, 6, 12)] == [0, 0, 0, 1, 4]
     assert [CHUNK.first_block(n) for n in (0, 7, 8, 15, 16)] == [0, 0, 4, 4, 8]
-    assert (FULL.is_full, WINDOW.is_full, CHUNK.is_full) == (True, False, False)
+    assert [STATES.first_block(n) for n in (0, 1, 2, 3, 12)] == [0, 0, 0, 1, 5]
+    assert [g.is_full for g in (FULL, WINDOW, CHUNK, STATES)] == [True, False, False, False]
     assert alignment([CacheGroup(4), CacheGroup(6)]) == 12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvconnect.offload.planner import LoadMode
+from kvconnect.offload.load_mode import LoadMode
 
 
 def measured(block_s: float, step_s: float) -> LoadMode:

@@ -24,6 +24,7 @@ from kvconnect.types import FailureCause, Tier
 
 FULL = (CacheGroup(4),)
 HYBRID = (CacheGroup(4), CacheGroup(4, window=5))
+STATES = (CacheGroup(4), CacheGroup(4, states="some"))
 
 
 def make_plan(
@@ -318,6 +319,48 @@ def test_a_windowed_group_loads_only_what_it_still_sees() -> None:
     assert job.parts[1].slots[0] == plan.index.slot_of(1, b"a3")
 
 
+def test_only_the_states_that_the_engine_names_are_stored() -> None:
+    plan, hashes = make_plan(slots=16, groups=STATES), prompt("a", 4)
+    plan.add_request("r1")
+    rows, tables, kept = [hashes, hashes], [[1, 2, 3, 4], [0, 0, 0, 9]], [(1, 2, 7)]
+    stored = plan.plan_store("r1", 16, rows, tables, kept)
+    assert stored == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 2)]
+    (job,) = plan.take(0.0).stores
+    assert [(p.group, list(p.block_ids)) for p in job.parts] == [(0, [1, 2, 3, 4]), (1, [7])]
+    plan.on_report(JobReport(job.job), 0.0)
+    plan.add_request("r2")
+    assert plan.match("r2", rows, 0, 16) == 12  # up to the state, no further
+    plan.plan_load("r2", LoadRequest(0, 12, rows, [[5, 6, 8], [0, 0, 9]], False), 0.0)
+    (work,) = plan.take(0.0).loads
+    assert [list(part.block_ids) for part in work.parts] == [[5, 6, 8], [9]]
+    assert plan.plan_store("r1", 0, rows, tables, kept) == []  # it is there already
+    assert plan.plan_store("gone", 0, rows, tables, [(1, 3, 9)]) == []
+
+
+def test_a_state_for_which_copies_have_no_room_is_given_up() -> None:
+    plan, hashes = make_plan(slots=16, groups=STATES, held=1), prompt("a", 2)
+    plan.add_request("r1")
+    both = [(1, 0, 7), (1, 1, 8)]
+    assert plan.plan_store("r1", 0, [hashes, hashes], [[], []], both) == [(1, 0)]
+    assert counted(plan, "skipped_store_blocks") == {"busy": 1}
+    plan.reset()
+    assert plan.plan_store("r1", 0, [hashes, hashes], [[], []], both) == []
+
+
+def test_a_state_is_evicted_with_the_tokens_before_it() -> None:
+    plan, hashes = make_plan(slots=6, groups=STATES), prompt("a", 4)
+    plan.add_request("r1")
+    rows, kept = [hashes, hashes], [(1, 1, 8), (1, 3, 9)]
+    plan.plan_store("r1", 16, rows, [[1, 2, 3, 4], []], kept)
+    for job in plan.take(0.0).stores:
+        plan.on_report(JobReport(job.job), 0.0)
+    plan.finish_request("r1", rows)
+    plan.take_removed()
+    store(plan, "r2", prompt("b", 4))
+    gone = {(block.group, block.block_hash) for block in plan.take_removed()}
+    assert gone == {(1, b"a3"), (0, b"a3"), (0, b"a2"), (1, b"a1")}
+
+
 def test_device_blocks_under_a_load_are_never_stored() -> None:
     plan, hashes = make_plan(), prompt("a", 2)
     store(plan, "r1", hashes)
@@ -397,7 +440,7 @@ def test_a_plan_without_slots_stores_nothing() -> None:
     plan = make_plan(slots=0)
     assert store(plan, "r1", prompt("a", 2)) is None
     assert plan.match("r1", [prompt("a", 2)], 0, 8) == 0
-    assert counted(plan, "skipped_store_blocks") == {"no_space": 2}
+    assert not plan.due([("r1", 8)])
 
 
 def test_gauges_count_blocks_and_bytes() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -49,6 +49,8 @@ LAYOUTS = {
     "window": (CacheGroup(1, window=3),),
     "full+window": (CacheGroup(1), CacheGroup(2, window=4)),
     "full+chunk": (CacheGroup(2), CacheGroup(1, chunk=4)),
+    "full+states": (CacheGroup(1), CacheGroup(2, states="every")),
+    "full+some states": (CacheGroup(2), CacheGroup(2, states="some")),
 }
 TEXTS = [start + "xyxxyyxyxxyyxx"[:length] for start in "abc" for length in (3, 7, 9, 13)]
 PREFIXES = sorted({text[:end].encode() for text in TEXTS for end in range(1, len(text) + 1)})
@@ -95,6 +97,7 @@ class Req:
     tokens: str
     tables: list[list[int]] = field(default_factory=list)
     computed: int = 0
+    kept: set[tuple[int, int]] = field(default_factory=set)  # (group, block) of states "some"
     valid: int = 0  # while loading: the prefix it will have
     state: str = "waiting"  # then loading or running
     resumed: bool = False
@@ -315,6 +318,7 @@ class Engine(RuleBasedStateMachine):
                 tables.append([NULL_BLOCK] * first + table[first : local // group.block_tokens])
             seen = zip(self.groups, tables, strict=False)
             whole = all(NULL_BLOCK not in table[g.first_block(local) :] for g, table in seen)
+            whole = whole and all(place in donor.kept for place in self.states_at(local))
             if donor.state == "running" and local and whole:
                 return local, tables
         return 0, [[] for _ in self.groups]
@@ -330,8 +334,10 @@ class Engine(RuleBasedStateMachine):
                 self.plan.add_request(name)
             req.resumed = req.unscheduled = False
             ends[name] = min(len(req.tokens), req.computed + most)
-            if self.plan.due([(name, ends[name])]):
-                self.plan.plan_store(name, ends[name], self.hashes(req), req.tables)
+            written = self.states_at(ends[name]) if ends[name] > req.computed else []
+            kept = [(number, block, req.tables[number][block]) for number, block in written]
+            if kept or self.plan.due([(name, ends[name])]):
+                self.plan.plan_store(name, ends[name], self.hashes(req), req.tables, kept)
         work = self.plan.take(self.now)
         for job in [*work.loads, *work.stores]:
             self.open[job.job] = (job, [])
@@ -344,12 +350,23 @@ class Engine(RuleBasedStateMachine):
     def compute(self, req: Req, end: int) -> None:
         """Write the KV of tokens [computed, end): right only on top of what is right."""
         sound = self.is_sound(req)
+        req.kept.update(self.states_at(end))
         for number, group in enumerate(self.groups):
             for block in range(req.computed // group.block_tokens, end // group.block_tokens):
+                if group.states == "some" and (number, block) not in req.kept:
+                    continue  # the step passed by its end
                 named = content(number, self.hashes(req)[number][block])
                 for worker in self.workers:
                     worker.device[req.tables[number][block]] = named if sound else WRONG
         req.computed = end
+
+    def states_at(self, end: int) -> list[tuple[int, int]]:
+        """Return the (group, block) of each state that a step writes if it ends there."""
+        return [
+            (number, end // group.block_tokens - 1)
+            for number, group in enumerate(self.groups)
+            if group.states == "some" and end and end % group.block_tokens == 0
+        ]
 
     def is_sound(self, req: Req) -> bool:
         """Whether all that the next token sees is what it should be, on every worker."""
@@ -397,6 +414,7 @@ class Engine(RuleBasedStateMachine):
             table = req.tables[0] if req.tables else []
             bad = [number for number, block in enumerate(table) if block in failed]
             if name == load.req_id and not load.sync:
+                req.kept.update(self.states_at(req.valid))
                 req.computed, req.state, req.unscheduled = req.valid, "running", False
             if bad and not restart:
                 req.computed = min(req.computed, bad[0] * self.groups[0].block_tokens)
@@ -409,7 +427,7 @@ class Engine(RuleBasedStateMachine):
     def free(self, req: Req) -> None:
         for table in req.tables:
             self.release(block for block in table if block != NULL_BLOCK)
-        req.tables, req.computed, req.state = [], 0, "waiting"
+        req.tables, req.computed, req.state, req.kept = [], 0, "waiting", set()
 
     def look_at_output(self) -> None:
         output, self.output = self.output, []
@@ -496,6 +514,14 @@ class PublishesLate(JobTable):
         return released
 
 
+class StoresByPosition(OffloadPlan):
+    """Stores every full block, also those of which the engine keeps no state."""
+
+    def __init__(self, groups: Any, *rest: Any) -> None:
+        stored = [replace(g, states="every") if g.states == "some" else g for g in groups]
+        super().__init__(stored, *rest)
+
+
 @pytest.mark.parametrize(
     ("part", "broken"),
     [
@@ -503,6 +529,7 @@ class PublishesLate(JobTable):
         ("book_class", PublishesAll),
         ("book_class", TrustsEveryStep),
         ("book_class", PublishesLate),
+        ("plan_class", StoresByPosition),
     ],
 )
 def test_a_broken_plan_is_found(part: str, broken: type) -> None:
