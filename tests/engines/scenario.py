@@ -16,7 +16,7 @@ FULL = PROMPT // BLOCK_SIZE * BLOCK_SIZE  # tokens of a prompt's full blocks
 NEW = 16
 COUNT = 8  # prompts; together 104 blocks
 BLOCKS = 64  # of the device, so that some of them leave it
-CROWDED = ("llama", "gemma3", "lfm2")  # models that serve a crowd: one KV group, and several
+CROWDED = ("llama", "gemma3")  # models that serve a crowd: one KV group, and several
 CROWD = 40  # requests at once, more than the device has room for
 CROWD_NEW = 48  # tokens each, so that even those that it lets in outgrow it
 

@@ -15,6 +15,7 @@ from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.output import KVConnectorBlockState
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
@@ -133,7 +134,7 @@ def output(computed: int, block_ids: tuple[list[int], ...]) -> Any:
         scheduled_spec_decode_tokens={},
         scheduled_new_reqs=[SimpleNamespace(req_id="r1", num_computed_tokens=0)],
         scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-        kv_connector_block_state=SimpleNamespace(resolve_block_ids=lambda _: block_ids),
+        kv_connector_block_state=KVConnectorBlockState(set(), lambda _: block_ids, {}),
     )
 
 

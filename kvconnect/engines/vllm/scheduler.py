@@ -226,9 +226,7 @@ class ConnectorScheduler:
         due = {**dict.fromkeys(kept, 0), **dict(self.plan.due(translate.computed_tokens(output)))}
         for req_id, computed in due.items():
             self._store(req_id, computed, output, kept.get(req_id, ()))
-        offered = self.handoff.offer(output, now)
-        if offered:
-            self.device.hold(offered)
+        self.device.hold(self.handoff.offer(output, now))
         offload, computes = self.plan.take(now), bool(output.num_scheduled_tokens)
         self.plan.load_mode.began(now, computes and not any(load.sync for load in offload.loads))
         step = StepInstructions(offload, disaggregation=self.handoff.take(now))

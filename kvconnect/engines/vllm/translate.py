@@ -198,8 +198,12 @@ def _check_bytes(layer: str, spec: KVCacheSpec, found: int) -> None:
         if layer not in spec.kv_cache_specs:
             return  # it shares another layer's cache
         spec = spec.kv_cache_specs[layer]
-    if found != spec.unpadded_page_size_bytes:
-        said = f"{type(spec).__name__} says {spec.unpadded_page_size_bytes}"
+    if isinstance(spec, MambaSpec):
+        wanted = spec.real_page_size_bytes
+    else:
+        wanted = spec.unpadded_page_size_bytes
+    if found != wanted:
+        said = f"{type(spec).__name__} says {wanted}"
         raise Incompatible(f"layer {layer}: a block has {found} bytes, {said}")
 
 
