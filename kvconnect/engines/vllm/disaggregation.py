@@ -67,7 +67,6 @@ class DisaggregationScheduler:
         transfer = vllm_config.kv_transfer_config
         parallel = vllm_config.parallel_config
         self._groups = groups
-        self._hands_states = any(group.states for group in groups)
         self.stats = stats
         self.stands = False  # the engine was paused after its last step
         self._sends: bool = transfer.is_kv_producer and config.network.listen != "off"
@@ -94,6 +93,10 @@ class DisaggregationScheduler:
         # Live requests whose hand-off failed. If one loads again, vLLM 0.32 wants as many free
         # blocks beside its own as the failed load returned; until then all other requests wait.
         self.failed: set[str] = set()
+
+    @property
+    def _has_states(self) -> bool:
+        return any(group.states for group in self._groups)
 
     @property
     def epoch(self) -> int:
@@ -218,7 +221,7 @@ class DisaggregationScheduler:
         self.failed.discard(req_id)
         transfer = self.leases.finish(req_id, translate.ended_well(request), now)
         # With states, the prompt has lost its last token already.
-        tokens = request.num_prompt_tokens - (not self._hands_states)
+        tokens = request.num_prompt_tokens - (not self._has_states)
         return self._tickets.answer(req_id, transfer, tokens, self.alone)
 
     def _open_lease(self, request: Request, asked: HandoffRequest, now: float) -> TransferId | None:
@@ -232,11 +235,11 @@ class DisaggregationScheduler:
         content = self._adapters.prompt_content(request)
         transfer = self._tickets.transfer_id_of(request.request_id, asked, content)
         tokens = request.num_prompt_tokens - 1  # the decode engine computes the last one
-        if tokens and self._hands_states and not asks_one_token(request):
+        if tokens and self._has_states and not asks_one_token(request):
             raise Refused("params", "this model's states are handed off with max_tokens 1 only")
         if tokens and not self.leases.open(request.request_id, transfer, tokens, now):
             raise Refused("params", "a live request has the same transfer_id and prompt")
-        if tokens and self._hands_states:
+        if tokens and self._has_states:
             drop_last_token(request)
         return transfer if tokens else None
 
