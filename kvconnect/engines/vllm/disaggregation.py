@@ -95,10 +95,6 @@ class DisaggregationScheduler:
         self.failed: set[str] = set()
 
     @property
-    def _has_states(self) -> bool:
-        return any(group.states for group in self._groups)
-
-    @property
     def epoch(self) -> int:
         """The number of this incarnation of the engine, in tickets and Hellos."""
         return self._tickets.source.epoch
@@ -221,7 +217,7 @@ class DisaggregationScheduler:
         self.failed.discard(req_id)
         transfer = self.leases.finish(req_id, translate.ended_well(request), now)
         # With states, the prompt has lost its last token already.
-        tokens = request.num_prompt_tokens - (not self._has_states)
+        tokens = request.num_prompt_tokens - (not _has_states(self._groups))
         return self._tickets.answer(req_id, transfer, tokens, self.alone)
 
     def _open_lease(self, request: Request, asked: HandoffRequest, now: float) -> TransferId | None:
@@ -235,11 +231,11 @@ class DisaggregationScheduler:
         content = self._adapters.prompt_content(request)
         transfer = self._tickets.transfer_id_of(request.request_id, asked, content)
         tokens = request.num_prompt_tokens - 1  # the decode engine computes the last one
-        if tokens and self._has_states and not asks_one_token(request):
+        if tokens and _has_states(self._groups) and not asks_one_token(request):
             raise Refused("params", "this model's states are handed off with max_tokens 1 only")
         if tokens and not self.leases.open(request.request_id, transfer, tokens, now):
             raise Refused("params", "a live request has the same transfer_id and prompt")
-        if tokens and self._has_states:
+        if tokens and _has_states(self._groups):
             drop_last_token(request)
         return transfer if tokens else None
 
@@ -253,6 +249,10 @@ class DisaggregationScheduler:
         opened = self.receives.open(request.request_id, *admitted)
         if opened and not tokens:  # one token, or rejected by vLLM's front end
             self.decline(request.request_id)
+
+
+def _has_states(groups: Sequence[CacheGroup]) -> bool:
+    return any(group.states for group in groups)
 
 
 def _span(
