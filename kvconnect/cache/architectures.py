@@ -128,7 +128,7 @@ DECIDED_BY_ENGINE = frozenset({"state", "none"})
 _STATES = """BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM
     BailingMoeV3VLForConditionalGeneration
     BambaForCausalLM FalconH1ForCausalLM GraniteMoeHybridForCausalLM JambaForCausalLM
-    KimiLinearForCausalLM KimiK3ForConditionalGeneration Lfm2ForCausalLM Lfm2MoeForCausalLM
+    Lfm2ForCausalLM Lfm2MoeForCausalLM
     Lfm2VlForConditionalGeneration MiniCPMV4_6ForConditionalGeneration MiniMaxM1ForCausalLM
     MiniMaxText01ForCausalLM NemotronHForCausalLM NemotronHPuzzleForCausalLM NemotronH_Nano_VL_V2
     OlmoHybridForCausalLM Plamo2ForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM
@@ -173,6 +173,7 @@ _LISTED: Mapping[tuple[str, ...], str] = {
     ("latent", "compressed", "ring"): "Glm5NextForCausalLM Glm5NextForConditionalGeneration",
     ("full", "compressed", "ring"): "Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration",
     ("full", "state"): _STATES,
+    ("latent", "state"): "KimiLinearForCausalLM KimiK3ForConditionalGeneration",
     ("state",): "MambaForCausalLM Mamba2ForCausalLM FalconMambaForCausalLM",
     ("generated window",): "UnlimitedOCRForCausalLM",
     ("prefix",): "HrmTextForCausalLM",
