@@ -515,9 +515,7 @@ def test_the_kv_of_a_draft_model_is_kept_beside_the_target_s(name: str, draft: A
     check_offload(POOLS[name](), pool)
 
 
-@pytest.mark.parametrize(
-    "name", ["DSATokenToKVPool", "MLATokenToKVPool", "DeepSeekV4TokenToKVPool"]
-)
+@pytest.mark.parametrize("kind", ["DSA", "MLA", "DeepSeekV4"])
 def test_the_kv_of_the_model_s_own_draft_layers_is_kept(kind: str) -> None:
     name = f"{kind}TokenToKVPool"
     alone = linked(POOLS[name]())
