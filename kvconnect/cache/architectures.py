@@ -86,11 +86,7 @@ KINDS: Mapping[str, CacheKind] = {
         ),
         Support(_NO_LINKER, fix="hand it off only"),
     ),
-    "state": CacheKind(
-        "Mamba or linear attention",
-        _refused("a state is not made of token blocks"),
-        _works(_SGLANG),
-    ),
+    "state": CacheKind("states (Mamba, linear attention)", _works(_SAME_VLLM), _works(_SGLANG)),
     "ring": CacheKind(
         "a ring of keys", _refused(_RING), Support(_NO_LINKER, fix="hand it off only")
     ),
@@ -122,8 +118,8 @@ KINDS: Mapping[str, CacheKind] = {
 }
 """By name of the kind."""
 
-DECIDED_BY_ENGINE = frozenset({"state", "none"})
-"""Kinds that no engine refuses by this table: it has a check of its own, or an idle connector."""
+IDLE = frozenset({"none"})
+"""Kinds with which an engine starts although nothing works: its connector is idle."""
 
 _STATES = """BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM
     BailingMoeV3VLForConditionalGeneration

@@ -67,7 +67,7 @@ def check_model(model: ModelConfig, role: str) -> None:
         Incompatible: offloading is refused, or hand-offs if the role is only for them.
     """
     config = {**model.hf_config.to_dict(), "architectures": list(model.architectures)}
-    kinds = set(architectures.kinds_of(config)) - architectures.DECIDED_BY_ENGINE
+    kinds = set(architectures.kinds_of(config)) - architectures.IDLE
     for feature in ("offload",) if role == "kv_both" else ("offload", "hand-off"):
         found = architectures.refusal("vllm", sorted(kinds), feature)
         if found:

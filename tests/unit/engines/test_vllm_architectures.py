@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     RSWASpec,
 )
 
@@ -53,6 +54,7 @@ SPECS: list[tuple[str, KVCacheSpec]] = [
     ("indexer", V32["model.layers.0.indexer.k_cache"]),
     ("compressed", V4["model.layers.1.attn"]),
     ("block sparse", V32["model.layers.0.indexer.k_cache"]),
+    ("state", MambaSpec(block_size=64, shapes=((4, 4),), dtypes=(torch.float32,))),
     ("ring", vllm_caches.compressor_ring()),
     ("generated window", RSWASpec(rswa_window=64, **PLAIN)),
     ("prefix", vllm_caches.full(non_causal=True)),
@@ -96,7 +98,6 @@ def test_a_model_whose_hand_off_alone_is_refused_may_be_offloaded() -> None:
     check("BertModel")  # its connector is idle
 
 
-def test_states_are_not_refused_by_the_table() -> None:
-    """The engine knows better which of them it keeps: ``check_engine`` decides."""
-    check("Qwen3NextForCausalLM")
+def test_models_with_states_are_not_refused() -> None:
+    check("Qwen3NextForCausalLM", "kv_producer")
     check("MambaForCausalLM")
