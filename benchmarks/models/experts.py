@@ -46,7 +46,7 @@ MIXTURES = (
     like_llama("DeepseekForCausalLM", "deepseek", remote=True, **EXPERTS, n_shared_experts=1,
                first_k_dense_replace=1, moe_layer_freq=1),
     like_llama("ExaoneMoeForCausalLM", "exaone_moe", **EXPERTS, num_shared_experts=1, n_group=1,
-               topk_group=1, is_moe_layer=[False, True, True, True], sliding_window=None,
+               topk_group=1, is_moe_layer=[False, True, True, True], sliding_window=128,
                first_k_dense_replace=1, scoring_func="sigmoid", routed_scaling_factor=1.0,
                layer_types=["full_attention"] * 4),
     like_llama("HYV3ForCausalLM", "hy_v3", **EXPERTS, num_shared_experts=1, qk_norm=True,

@@ -53,8 +53,6 @@ LATENT = (
                sandwich_norm=True, num_dense_layers=2, attention_q_lora_dim=64,
                attention_kv_lora_dim=512, attention_qk_rope_dim=64, attention_qk_dim=64,
                attention_v_dim=64),
-    like_llama("SarvamMLAForCausalLM", "sarvam_mla", remote=True, **{**_V3, "head_dim": 576},
-               num_shared_experts=1, use_qk_norm=False, moe_router_enable_expert_bias=True),
     like_llama("LongcatFlashForCausalLM", "longcat_flash", **{**_V3, "moe_topk": 2,
                "ffn_hidden_size": 512, "expert_ffn_hidden_size": 128, "num_layers": 2,
                "zero_expert_num": 1, "zero_expert_type": "identity", "router_bias": False,

@@ -78,13 +78,6 @@ WINDOWS = (
                partial_rotary_factor=1.0, attention_value_scale=None, head_dim=32,
                sliding_window_size=128, num_key_value_heads=2,
                layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2),
-    like_llama("Step3p5ForCausalLM", "step3p5", num_hidden_layers=6, sliding_window=128,
-               layer_types=_SLIDING * 2, num_attention_groups=2, moe_num_experts=4, moe_top_k=2,
-               moe_intermediate_size=128, share_expert_dim=128, moe_layers_enum="3,4,5",
-               use_moe=True, use_qk_norm=True, use_head_wise_attn_gate=False,
-               attention_other_setting=None, rope_theta=[10000.0] * 6,
-               partial_rotary_factors=[1.0] * 6, norm_expert_weight=True,
-               moe_router_activation="sigmoid", use_moe_router_bias=True),
     Architecture("Olmo3ForCausalLM", {
         **{k: v for k, v in LLAMA.items() if k != "head_dim"}, "model_type": "olmo3",
         "num_hidden_layers": 6, "sliding_window": 128, "layer_types": _SLIDING * 2},

@@ -23,6 +23,7 @@ def test_the_figures_are_those_of_the_architectures() -> None:
     results = read()
     assert results["figures"] == figures(results["architectures"])
     assert results["figures"]["wrong"] == results["figures"]["crashed"] == 0
+    assert results["figures"]["right"] >= 30
 
 
 def test_what_counts_as_right_was_compared() -> None:
