@@ -54,7 +54,7 @@ def problems(digest: str, package: str, folder: Path) -> list[str]:
         capture_output=True,
         text=True,
     )
-    if made.returncode > 1:
+    if made.returncode > 1 or not re.search(r"^(Found|Success)", made.stdout, re.M):
         raise RuntimeError(f"mypy cannot check: {made.stdout}{made.stderr}")
     checked = {*paths, str(calls)}
     lacking = [line for line in digest.splitlines() if line.startswith(MISSING)]

@@ -2,11 +2,15 @@
 
 The driver has no devices, and its functions do nothing. That the libraries load with it shows that
 torch and CUDA's libraries have every other symbol.
+
+As a plugin of pytest (``-p scripts.gpu.without_device``), it lets tests of the connector run with
+that build.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import re
 import subprocess
@@ -48,3 +52,9 @@ def pretend_device(vllm: Path) -> None:
         get_device_total_memory = staticmethod(lambda *_, **__: 139 << 30)
 
     platforms._current_platform = Pretended()
+
+
+def pytest_configure() -> None:
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None, "vLLM is not installed"
+    pretend_device(Path(spec.origin).parent)

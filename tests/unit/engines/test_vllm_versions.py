@@ -18,6 +18,7 @@ from scripts.engine_api.digest import digest, parts
 from scripts.engine_api.uses import uses_of
 
 vllm = pytest.importorskip("vllm")
+pytest.importorskip("mypy")
 
 DIGESTS = Path(__file__).resolve().parents[2] / "engine_api"
 FIX = "see docs/engine-versions.md; is the digest older than what KVConnect uses?"
