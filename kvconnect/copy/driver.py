@@ -192,7 +192,10 @@ class CudaDriver(Driver):
         self._batch, self._has_index = _find_batch(self._cuda)
         properties = torch.cuda.get_device_properties(device)
         copied_by = source_digest("pages") if self._functions else "DMA"
-        where = f"{platform.node()} {properties.name}"
+        # GPUs of one model may have links of different widths.
+        domain = getattr(properties, "pci_domain_id", 0)
+        bus = getattr(properties, "pci_bus_id", index)
+        where = f"{platform.node()} {properties.name} {domain:04x}:{bus:02x}"
         self._name = f"{where} {self._context.version} {copied_by}"
 
     @property

@@ -520,7 +520,7 @@ class OnStub:
             name: SimpleNamespace(kernel=SimpleNamespace(ptr=handle))
             for name, handle in self.stub.kernels.items()
         }
-        properties = SimpleNamespace(name="H100")
+        properties = SimpleNamespace(name="H100", pci_domain_id=0, pci_bus_id=0x1A)
         cuda_driver._load_kernels.cache_clear()
         if kernels_load:
             monkeypatch.setattr(cuda_driver, "_load_kernels", lambda index: loaded)
@@ -547,7 +547,7 @@ def test_the_real_driver_is_taken_at_its_word(
 ) -> None:
     real = OnStub(monkeypatch, batch, choice)
     assert real.driver.has_batch is (batch is not None)
-    assert real.driver.name.endswith(f" H100 13000 {source_digest('pages')}")
+    assert real.driver.name.endswith(f" H100 0000:1a 13000 {source_digest('pages')}")
     wanted_area, wanted_arena = memories()
     reference = ReferenceCopier(wanted_area, wanted_arena, GEOMETRY)
     orders = []
@@ -579,7 +579,7 @@ def test_without_kernels_dma_copies_everything(
     assert torch.equal(real.area, wanted_area) and torch.equal(real.arena, wanted_arena)
     assert not torch.equal(real.area, memories()[0])  # negative control: something moved
     assert real.copies() == ({batch: 2} if batch else {"cuMemcpyAsync": 12})
-    assert real.driver.name.endswith(" H100 13000 DMA")  # measured apart from kernels
+    assert real.driver.name.endswith(" H100 0000:1a 13000 DMA")  # measured apart from kernels
     reason = "does not compile here" if cupy else "CuPy is not installed"
     assert reason in (real.driver.kernels_unavailable_reason or "")
     assert not real.copier.hashes(0)  # the host does
