@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import partial
 
 from kvconnect import threads
@@ -33,6 +34,7 @@ from kvconnect.types import FailureCause, TransferType
 logger = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 5.0
+_CHECK_S = 1.0  # between looks whether the copy thread lives, which may end by an error
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,17 @@ class _Task:
 _Launched = tuple[_Task, ChunkCopy]
 
 
+class _State(Enum):
+    RUNNING = auto()
+    PAUSING = auto()  # chunks are in flight, but no more are launched
+    PAUSED = auto()
+    CLOSED = auto()
+
+
 class CopyExecutor:
     """Runs store and load jobs of one worker.
 
-    ``submit``, ``poll``, ``close`` and ``sync`` are for the engine's thread; the copy thread is
+    All methods and ``sync`` are for the engine's thread; the copy thread is
     started here and ended by ``close``. A copy that raises ends as a failed job, never as a dead
     thread. Past a job's deadline no further chunk of it is copied, and what is left has failed.
     Stores copy at most ``store_rate`` bytes per second; 0: as many as they can.
@@ -99,11 +108,9 @@ class CopyExecutor:
         self._in_flight: list[_Launched] = []
         self._landed: deque[_Launched] = deque()  # in flight until the copy thread takes them
         self._done: deque[FinishedCopy] = deque()
-        self._closed = False
-        kind = threads.ThreadKind.COPY
-        self._thread = threads.make(
-            kind, "kvconnect-copy", self._loop, again=True, stopped=lambda: self._closed
-        )
+        self._state = _State.RUNNING
+        kind, stopped = threads.ThreadKind.COPY, lambda: self._state is _State.CLOSED
+        self._thread = threads.make(kind, "kvconnect-copy", self._loop, again=True, stopped=stopped)
         self._thread.start()
 
     def __repr__(self) -> str:
@@ -126,13 +133,15 @@ class CopyExecutor:
         cannot wait until their next poll, and ``launched`` with a fence behind a load once all of
         it is launched, unless a part has failed before. Both must be quick and not raise.
         """
-        sync = self._sync_load(job)
+        sync = _sync_load(job, self._copier.geometry)
+        if sync is not None:
+            self.sync.add(sync)
         chunks = Chunks(job.parts, whole=sync is not None)
         task = _Task(job, fence, self._clock() + job.deadline_s, chunks, sync)
         task.ended, task.launched = ended, launched
         with self._wake:
             self._schedule.add(task)
-            self._wake.notify()
+            self._wake.notify_all()
 
     def poll(self) -> list[FinishedCopy]:
         """Return jobs that ended since the last call; each exactly once."""
@@ -141,26 +150,35 @@ class CopyExecutor:
             done.append(self._done.popleft())
         return done
 
-    def _sync_load(self, job: StoreBlocks | LoadBlocks) -> SyncLoad | None:
-        """Return the progress of a synchronous load, None for other jobs."""
-        if not isinstance(job, LoadBlocks) or not job.sync:
-            return None
-        groups = self._copier.geometry.groups
-        runs = {p.group: len(groups[p.group].segments) for p in job.parts if p.slots}
-        sync = SyncLoad(job.job, runs)
-        self.sync.add(sync)
-        return sync
+    def pause(self) -> None:
+        """Wait until no chunk is in flight, and launch none until :meth:`resume`. Idempotent."""
+        with self._wake:
+            if self._state is _State.RUNNING:
+                self._state = _State.PAUSING
+            self._wake.notify_all()
+            while self._state is _State.PAUSING and self._thread.is_alive():
+                self._wake.wait(_CHECK_S)
+
+    def resume(self) -> None:
+        """Go on with the jobs that are queued. Idempotent."""
+        with self._wake:
+            if self._state is not _State.CLOSED:
+                self._state = _State.RUNNING
+            self._wake.notify_all()
 
     def close(self) -> None:
         """Stop after the chunks in progress; jobs still queued are dropped. Idempotent."""
         with self._wake:
-            self._closed = True
-            self._wake.notify()
+            self._state = _State.CLOSED
+            self._wake.notify_all()
         self._thread.join(_JOIN_TIMEOUT_S)
 
     def _loop(self) -> None:
         while self._await_work():
-            self._collect()
+            while self._landed:
+                task, chunk = self._landed.popleft()
+                self._land(task, chunk)
+                self._finish_if_done(task)
             while self._launch_next():
                 pass
         for _, chunk in self._in_flight:  # the memory must outlast them
@@ -173,17 +191,23 @@ class CopyExecutor:
         """Block until a chunk can be launched or has ended; return False once closed."""
 
         def is_work() -> bool:
-            ready = self._closed or self._landed or self._schedule.next(self._clock())
-            return bool(ready)
+            if self._state is _State.PAUSING and not self._in_flight:
+                self._state = _State.PAUSED
+                self._wake.notify_all()
+            if self._state is _State.RUNNING:
+                return bool(self._landed or self._schedule.next(self._clock()))
+            return bool(self._landed) or self._state is _State.CLOSED
 
         with self._wake:
-            self._wake.wait_for(is_work, self._schedule.delay(self._clock()))
-            return not self._closed
+            runs = self._state is _State.RUNNING
+            self._wake.wait_for(is_work, self._schedule.delay(self._clock()) if runs else None)
+            return self._state is not _State.CLOSED
 
     def _launch_next(self) -> bool:
         """Launch the next chunk; return whether there was one."""
         with self._wake:
-            task = None if self._closed else self._schedule.next(self._clock())
+            runs = self._state is _State.RUNNING
+            task = self._schedule.next(self._clock()) if runs else None
         if task is None:
             return False
         if task.chunks:
@@ -221,14 +245,7 @@ class CopyExecutor:
             launched[1].in_flight.wait()
         with self._wake:
             self._landed.append(launched)
-            self._wake.notify()
-
-    def _collect(self) -> None:
-        """Take the results of the chunks that have ended."""
-        while self._landed:
-            task, chunk = self._landed.popleft()
-            self._land(task, chunk)
-            self._finish_if_done(task)
+            self._wake.notify_all()  # pause() may wait, too
 
     def _land(self, task: _Task, chunk: ChunkCopy) -> None:
         """Take the result of a chunk that has ended."""
@@ -295,6 +312,14 @@ class _Waiter:
                     return
                 launched = self._launched.popleft()
             self._wait(launched)
+
+
+def _sync_load(job: StoreBlocks | LoadBlocks, geometry: Geometry) -> SyncLoad | None:
+    """Return the progress of a synchronous load, None for other jobs."""
+    if not isinstance(job, LoadBlocks) or not job.sync:
+        return None
+    runs = {p.group: len(geometry.groups[p.group].segments) for p in job.parts if p.slots}
+    return SyncLoad(job.job, runs)
 
 
 def _log_error(task: _Task, error: Exception) -> None:

@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.engines.vllm import register, translate
-from kvconnect.engines.vllm.checks import check_engine, why_idle
+from kvconnect.engines.vllm.checks import check_engine, checked_settings, why_idle
 from kvconnect.engines.vllm.connector import KVConnect
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports
 from kvconnect.engines.vllm.states import kept_states
@@ -68,7 +68,7 @@ def test_log_lines_appear_where_vllm_logs() -> None:
 
 def test_class_level_answers() -> None:
     assert supports_hma(KVConnect)
-    assert not KVConnect.supports_sleep_mode(engine_config().kv_transfer_config)
+    assert KVConnect.supports_sleep_mode(engine_config().kv_transfer_config)
     assert not KVConnect.requires_kv_delivery
     assert KVConnect.build_kv_connector_stats({}).is_empty()
     assert not KVConnect.requires_piecewise_for_cudagraph({})
@@ -85,8 +85,6 @@ def test_another_vllm_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"enable_sleep_mode": True}, "enable_sleep_mode"),
-        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
         ({"kv_role": "kv_producer"}, "listen"),
     ],
@@ -127,14 +125,35 @@ def test_what_is_refused_is_refused_as_soon_as_vllm_asks_for_anything() -> None:
     config.kv_transfer_config.kv_connector_extra_config = {"policy": "mru"}
     with pytest.raises(ConfigError, match="policy='mru'"):
         KVConnect.get_required_kvcache_layout(config)
-    for changes, fix in (
-        ({"device_type": "xpu"}, "use a CPU or an NVIDIA GPU"),
-        ({"enable_sleep_mode": True}, "turn it off"),
-    ):
+    for changes, fix in (({"device_type": "xpu"}, "use a CPU or an NVIDIA GPU"),):
         with pytest.raises((ConfigError, Incompatible)) as refused:
             KVConnect.get_required_kvcache_layout(engine_config(**changes))
         line = str(refused.value)
         assert line.startswith("kvconnect: ") and line.endswith(fix) and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "role", "refused"),
+    [
+        ({}, "kv_both", False),
+        ({"disk": {"path": "/tmp/kv", "capacity": "1GiB"}}, "kv_both", True),
+        ({"remote": {"kind": "valkey", "url": "valkey://host"}}, "kv_both", True),
+        ({"listen": "127.0.0.1:5000"}, "kv_producer", True),
+        ({}, "kv_consumer", True),
+    ],
+)
+def test_blocks_that_ranks_share_out_do_not_leave_the_engine(
+    settings: dict[str, Any], role: str, refused: bool
+) -> None:
+    """Control: without context parallelism, each of these is served."""
+    for ranks in (1, 2):
+        config = engine_config(kv_role=role, decode_context_parallel_size=ranks)
+        config.kv_transfer_config.kv_connector_extra_config = settings
+        if refused and ranks > 1:
+            with pytest.raises(ConfigError, match=r"parallel_size=2 is not usable: its blocks"):
+                checked_settings(config)
+        else:
+            checked_settings(config)
 
 
 @pytest.mark.parametrize("device", ["xpu", "tpu", "hpu", "rocm"])

@@ -15,13 +15,14 @@ from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.output import KVConnectorBlockState
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvconnect.config import Config, parse_config
 from kvconnect.disaggregation.messages import ReceiveReport
-from kvconnect.engines.vllm import translate
+from kvconnect.engines.vllm import sleep, translate
 from kvconnect.engines.vllm.connector import KVConnect
 from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
@@ -46,7 +47,7 @@ SLOT = 2 * 2 * 32 * 16 * 4  # K and V, heads, tokens, head size, float32
 @pytest.fixture(autouse=True)
 def no_handoffs(monkeypatch: pytest.MonkeyPatch) -> None:
     """They need a model; ``test_handoff.py`` has one."""
-    monkeypatch.setattr("kvconnect.engines.vllm.worker.make_handoffs", lambda *_: None)
+    monkeypatch.setattr("kvconnect.engines.vllm.worker.make_handoffs", lambda *_, **__: None)
 
 
 def make_worker(**config: Any) -> ConnectorWorker:
@@ -87,6 +88,112 @@ def test_stores_survive_a_step_that_ends_without_asking_for_them() -> None:
     assert collect(worker, 0) == [] and worker.take_reports() is None
     worker.close()
     worker.close()
+
+
+def test_nothing_is_copied_between_sleep_and_wake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The KV cache's memory is gone then. Peers find the worker where they found it before."""
+    made: list[dict[str, Any]] = []
+    closed: list[Any] = []
+
+    def make(*_: Any, **kwargs: Any) -> Any:
+        made.append(kwargs)
+        agent: Any = SimpleNamespace(
+            address=("127.0.0.1", 5),
+            begin_step=lambda *_: None,
+            end_step=lambda: None,
+            poll=lambda *_, **__: ([], []),
+        )
+        agent.close = lambda: closed.append(agent)
+        return agent
+
+    monkeypatch.setattr("kvconnect.engines.vllm.worker.make_handoffs", make)
+    worker = make_worker()
+    worker.hello()
+    worker.begin_step(StepInstructions(epoch=7))
+    for _ in range(2):  # vLLM may say so twice
+        worker.release_caches()
+    assert len(closed) == 1 and worker._agent is None
+    worker.begin_step(StepInstructions(step(store(1)).offload, epoch=7))
+    worker.end_step()
+    worker.collect()
+    assert worker.take_reports() is None
+    assert worker.tier.executor._state.name == "PAUSED"
+    for _ in range(2):
+        worker.restore_caches()
+    assert [report.job for report in collect(worker, 1)] == [1]
+    assert made == [{}, {"address": ("127.0.0.1", 5), "epoch": 7}]
+    worker.close()
+    assert len(closed) == 2
+
+
+def test_caches_that_are_registered_again_replace_those_before() -> None:
+    worker = make_worker()
+    first = worker.tier
+    worker.begin_step(step(store(1)))
+    worker.end_step()
+    collect(worker, 1)
+    worker.register({"layer0": torch.ones(BLOCKS, 2, 32, 32)})
+    assert not first.executor._thread.is_alive()
+    worker.begin_step(step(store(1)))
+    worker.end_step()
+    assert [report.failures for report in collect(worker, 1)] == [()]
+    assert set(worker.tier.store.view(1, SLOT).cast("f")) == {1.0}
+    worker.close()
+
+
+def test_a_second_greeting_forgets_what_was_stored() -> None:
+    half = make_scheduler()
+    stored(half)
+    again = make_request(65)
+    again.request_id = "r2"
+    half.add_request(again)
+    assert half.match(again, 0) == (64, True)  # control
+    plan, hello = half.plan, WorkerHello(num_slots=4, slot_bytes=SLOT)
+    half.greet({(0, 0): hello})
+    assert half.plan is plan, "reports of copies may still come"
+    assert half.match(again, 0) == (0, False)
+    half.greet({(0, 0): WorkerHello(num_slots=2, slot_bytes=SLOT)})
+    assert len(half.plan.index.slots) == 2
+
+
+def test_vllm_0_32_says_when_its_workers_sleep() -> None:
+    events: list[Any] = []
+
+    class Worker:
+        def sleep(self, level: int = 1) -> None:
+            events.append(("sleep", level))
+
+        def discard(self, tags: tuple[str, ...]) -> None:
+            events.append(("discard", tags))
+
+        def wake_up(self, tags: list[str] | None = None) -> None:
+            events.append(("wake", tags))
+
+    class Told:
+        def unregister_kv_caches(self) -> None:
+            events.append("unregister")
+
+        def restore_kv_caches(self) -> None:
+            events.append("restore")
+
+    told, worker = Told(), Worker()
+    for _ in range(2):
+        sleep.extend(Worker)
+    sleep._told.add(told)
+    worker.sleep(level=2)
+    worker.wake_up(tags=["weights"])
+    worker.wake_up(["kv_cache"])
+    worker.discard(tags=("kv_cache",))
+    worker.discard(("other",))
+    worker.wake_up()
+    sleep._told.discard(told)
+    worker.sleep()
+    assert events == [
+        *("unregister", ("sleep", 2)),
+        *(("wake", ["weights"]), ("wake", ["kv_cache"]), "restore"),
+        *("unregister", ("discard", ("kv_cache",)), ("discard", ("other",))),
+        *(("wake", None), "restore", ("sleep", 1)),
+    ]
 
 
 def test_a_share_larger_than_the_free_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,12 +478,42 @@ def test_source_blocks_are_held_until_the_copy_is_done_or_void() -> None:
     assert half.device._pool.reset_prefix_cache()
 
 
+def test_with_decode_context_parallelism_a_block_holds_tokens_of_all_ranks() -> None:
+    engine = engine_config(decode_context_parallel_size=2, tensor_parallel_size=2, world_size=2)
+    engine.cache_config.prefix_match_unit = None
+    cache = cache_config(FULL, blocks=BLOCKS)
+    cache.hash_block_size = resolve_kv_cache_block_sizes(cache, engine)[1]
+    half = ConnectorScheduler(engine, translate.scheduled_cache(engine, cache), Config())
+    assert cache.kv_cache_groups[0].kv_cache_spec.block_size == 32, "a worker's part of a block"
+    half.device = DeviceBlocks(BlockPool(BLOCKS, enable_caching=True, hash_block_size=64))
+    hello = WorkerHello(num_slots=4, slot_bytes=SLOT)
+    half.greet({(0, 0): hello, (0, 1): hello})
+    request = make_request(129)
+    half.add_request(request)
+    half.match(request, 0)
+    half.after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1, 2],)), 0)
+    planned = [half.build_step(output(computed, ([1, 2],))) for computed in (63, 127, 128)]
+    jobs = [step.offload.stores for step in planned]
+    blocks = [[list(part.block_ids) for job in made for part in job.parts] for made in jobs]
+    assert blocks == [[], [[1]], [[2]]]
+    for (job,) in jobs[1:]:
+        for _ in range(2):  # each worker stored its part
+            half.on_reports(StepReports([JobReport(job.job)]))
+    again = make_request(129)
+    again.request_id = "r2"
+    half.add_request(again)
+    assert half.match(again, 0)[0] == 128
+    # Control: a single rank's blocks are half as large.
+    alone = engine_config()
+    assert translate.scheduled_cache(alone, cache) is cache
+
+
 def test_no_peer_is_met_before_graphs_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM captures them after it registered the caches, and asks for addresses when it is done."""
     agent = SimpleNamespace(address=("127.0.0.1", 5), close=lambda: None)
     made: list[tuple[Any, ...]] = []
 
-    def make(*args: Any) -> Any:
+    def make(*args: Any, **_: Any) -> Any:
         made.append(args)
         return agent
 

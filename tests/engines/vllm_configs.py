@@ -25,7 +25,6 @@ def engine_config(**changes: Any) -> Any:
     """The parts of vLLM's configuration that the connector reads."""
     transfer = KVTransferConfig(kv_connector="KVConnect", kv_role=changes.pop("kv_role", "kv_both"))
     model = SimpleNamespace(
-        enable_sleep_mode=changes.pop("enable_sleep_mode", False),
         model="llama",
         architectures=changes.pop("architectures", ["LlamaForCausalLM"]),
         hf_config=SimpleNamespace(to_dict=dict),

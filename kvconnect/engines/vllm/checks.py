@@ -31,6 +31,7 @@ def checked_settings(config: VllmConfig) -> Config:
     settings = parse_config(config.kv_transfer_config.kv_connector_extra_config)
     with refusing(f"model {config.model_config.model}"):
         check_engine(config, settings.network.listen)
+        _check_context_parallelism(config, settings)
     return settings
 
 
@@ -46,14 +47,11 @@ def check_engine(config: VllmConfig, listen: str) -> None:
         supported = engine_versions.supported_vllm_text()
         raise Incompatible(f"vLLM {vllm.__version__} is not supported", f"install {supported}")
     check_device(config.device_config.device_type)
-    if config.model_config.enable_sleep_mode:  # vLLM 0.32 does not ask supports_sleep_mode
-        fix = "weights may change in sleep, and stored KV would be stale: turn it off"
-        raise ConfigError("enable_sleep_mode", True, fix)
     check_model(config.model_config, config.kv_transfer_config.kv_role)
     parallel = config.parallel_config
-    for field in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, field, 1) > 1:
-            raise ConfigError(field, getattr(parallel, field), "context parallelism: use 1")
+    if parallel.prefill_context_parallel_size > 1:
+        field = "prefill_context_parallel_size"
+        raise ConfigError(field, parallel.prefill_context_parallel_size, "not supported: use 1")
     if config.kv_transfer_config.kv_role == "kv_producer" and listen == "off":
         fix = "a kv_producer hands KV blocks out: name an address and a port"
         raise ConfigError("listen", listen, fix)
@@ -73,6 +71,16 @@ def check_model(model: ModelConfig, role: str) -> None:
         if found:
             why, fix = found
             raise Incompatible(f"no {feature} with {why}", fix)
+
+
+def _check_context_parallelism(config: VllmConfig, settings: Config) -> None:
+    """Refuse all but the host tier where a block's tokens are spread over ranks: other engines and
+    later starts may spread them in another way."""
+    ranks = config.parallel_config.decode_context_parallel_size
+    leaves = settings.tiers.disk or settings.tiers.remote
+    if ranks > 1 and (leaves or config.kv_transfer_config.kv_role != "kv_both"):
+        fix = "its blocks cannot leave the engine: use 1, or kv_role kv_both with host memory only"
+        raise ConfigError("decode_context_parallel_size", ranks, fix)
 
 
 def why_idle(config: VllmConfig, cache: KVCacheConfig) -> str:

@@ -34,7 +34,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvconnect.config import KVLayout, parse_config
-from kvconnect.engines.vllm import translate
+from kvconnect.engines.vllm import sleep, translate
 from kvconnect.engines.vllm.checks import checked_settings, why_idle
 from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
@@ -84,7 +84,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def scheduler(self) -> ConnectorScheduler:
         """The connector's part in the engine core."""
         self._expect(KVConnectorRole.SCHEDULER)
-        made = self._vllm_config, self._kv_cache_config, self._config
+        cache = translate.scheduled_cache(self._vllm_config, self._kv_cache_config)
+        made = self._vllm_config, cache, self._config
         idle = why_idle(self._vllm_config, self._kv_cache_config)
         if idle:
             logger.warning("KVConnect stores and loads nothing: %s", idle)
@@ -112,8 +113,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """Return False: weights may change in sleep, and stored blocks would be stale."""
-        return False
+        """Return True: all blocks are forgotten before the engine sleeps."""
+        return True
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -151,6 +152,15 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """See :meth:`ConnectorWorker.register`."""
         with refusing(f"model {self._vllm_config.model_config.model}"):
             self.worker.register(kv_caches)
+        sleep.tell(self)
+
+    def unregister_kv_caches(self) -> None:
+        """See :meth:`ConnectorWorker.release_caches`."""
+        self.worker.release_caches()
+
+    def restore_kv_caches(self) -> None:
+        """See :meth:`ConnectorWorker.restore_caches`."""
+        self.worker.restore_caches()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """See :meth:`ConnectorWorker.hello`. None under MultiConnector: it passes one

@@ -28,10 +28,11 @@ def make_handoffs(
     cache: KVCacheConfig,
     config: Config,
     kv_caches: Mapping[str, torch.Tensor],
-    area: torch.Tensor,
+    address: tuple[str, int] | None = None,
+    epoch: int = 0,
 ) -> HandoffAgent | None:
     """Start a worker's hand-off agent, which listens if the role sends; return None if the worker
-    neither sends nor receives.
+    neither sends nor receives. It listens at ``address``, or where the settings say.
 
     Raises:
         ConfigError: an address, key or certificate cannot be used.
@@ -39,17 +40,20 @@ def make_handoffs(
     """
     transfer = vllm_config.kv_transfer_config
     sends = transfer.is_kv_producer and config.network.listen != "off"
-    if not (sends or transfer.is_kv_consumer):
+    splits_blocks = vllm_config.parallel_config.decode_context_parallel_size > 1
+    if splits_blocks or not (sends or transfer.is_kv_consumer):
         return None
     try:
         pages = translate.handoff_pages(cache, kv_caches)
-        hello = _hello(vllm_config, cache, kv_caches, pages)
+        hello = _hello(vllm_config, cache, kv_caches, pages, epoch)
     except Incompatible as error:
         if transfer.kv_role != "kv_both":
             raise
         logger.warning("this model's KV cache can be offloaded but not handed off: %s", error)
         return None
-    address = _address(vllm_config, config) if sends else None
+    if sends and address is None:
+        address = _address(vllm_config, config)
+    area = translate.backing_area(kv_caches)
     memory = make_memory(area, config.deadline_s)
     found = WorkerCache(hello, pages, memory, area.device)
     traced = translate.is_traced(vllm_config)
@@ -72,8 +76,9 @@ def _hello(
     cache: KVCacheConfig,
     kv_caches: Mapping[str, torch.Tensor],
     pages: tuple[GroupPages, ...],
+    epoch: int,
 ) -> Hello:
-    """Return this worker's Hello; the first step sets the epoch.
+    """Return this worker's Hello; each step sets the epoch.
 
     Raises:
         Incompatible: layers of one group differ in their heads, or are not this rank's share.
@@ -107,7 +112,7 @@ def _hello(
     return Hello(
         software=f"kvconnect {engine_versions.installed('kvconnect')}",
         engine_id=vllm_config.kv_transfer_config.engine_id,
-        epoch=0,
+        epoch=epoch,
         rank=Rank(parallel.rank % tp, tp, parallel.rank // tp % pp, pp),
         format=translate.handoff_format(vllm_config, cache, kv_caches),
         groups=groups,

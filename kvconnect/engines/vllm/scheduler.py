@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvconnect.cache.groups import CacheGroup, keeps_prefix
 from kvconnect.config import AUTO, Config, PolicyName
 from kvconnect.engines.vllm import translate
+from kvconnect.engines.vllm.adapters import Adapters
 from kvconnect.engines.vllm.checks import LiveRequests
 from kvconnect.engines.vllm.disaggregation import DisaggregationScheduler
 from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
@@ -110,24 +111,25 @@ class ConnectorScheduler:
         self.tiers: TierScheduler | None = None
 
     def greet(self, hellos: Mapping[tuple[int, int], WorkerHello], alone: bool = True) -> None:
-        """Take the workers' host tiers and addresses. The smallest tier sets the number of slots,
-        since all workers use the same slots. ``alone``: this is the engine's only connector.
+        """Take the workers' host tiers and addresses; forget all blocks if they greeted before.
 
-        Raises:
-            Incompatible: a worker's hello is missing.
+        The smallest tier sets the number of slots, since all workers use the same ones. ``alone``:
+        there is no other connector. Raises :class:`Incompatible` if a worker's hello is missing.
         """
         workers = self._limits.workers
         if len(hellos) != workers:
             fix = "see the log for why others did not, and start again"
             raise Incompatible(f"{len(hellos)} of {workers} workers came up", fix)
         self._gauges.moved = True
+        if self.handoff.greeted:
+            self.reset()
         num_slots = min(hello.num_slots for hello in hellos.values())
         self._slot_bytes = sum(hello.slot_bytes for hello in hellos.values())
-        stats, groups, config = self.handoff.stats, self.plan.groups, self._config
-        self.plan = _make_plan(groups, num_slots, config.offload.policy, stats, self._limits)
-        if config.tiers.disk or config.tiers.remote:
+        if num_slots != len(self.plan.index.slots):
+            policy, stats = self._config.offload.policy, self.handoff.stats
+            self.plan = _make_plan(self.plan.groups, num_slots, policy, stats, self._limits)
             sizes, adapters = (workers, self._slot_bytes), self._requests.adapters
-            self.tiers = TierScheduler(config, groups, self.plan.index, stats, sizes, adapters)
+            self.tiers = _make_tiers(self._config, self.plan, sizes, adapters)
         self.handoff.greet(hellos, alone)
         gib = num_slots * self._slot_bytes / 2**30
         logger.info("host tier: %d blocks, %.2f GiB over %d workers", num_slots, gib, workers)
@@ -365,6 +367,14 @@ def _make_plan(
 ) -> OffloadPlan:
     index = HostIndex(num_slots, len(groups), make_policy(policy, num_slots))
     return OffloadPlan(groups, index, stats, limits)
+
+
+def _make_tiers(
+    config: Config, plan: OffloadPlan, sizes: tuple[int, int], adapters: Adapters
+) -> TierScheduler | None:
+    if not (config.tiers.disk or config.tiers.remote):
+        return None
+    return TierScheduler(config, plan.groups, plan.index, plan.stats, sizes, adapters)
 
 
 def _settings_for(vllm_config: VllmConfig, config: Config) -> Config:

@@ -10,11 +10,13 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CUDAGraphMode, ModelConfig, ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_cache_spec
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     HiddenStateCacheSpec,
@@ -70,6 +72,19 @@ def recompute_failed_loads(config: VllmConfig) -> None:
     """
     if config.kv_transfer_config.kv_role != "kv_consumer":
         config.kv_transfer_config.kv_load_failure_policy = "recompute"
+
+
+def scheduled_cache(config: VllmConfig, cache: KVCacheConfig) -> KVCacheConfig:
+    """Return the KV-cache configuration with the blocks that the scheduler counts. With decode
+    context parallelism, each rank has a part of the tokens of every block."""
+    ranks = config.parallel_config.decode_context_parallel_size
+    if ranks == 1:
+        return cache
+    groups = [
+        replace(group, kv_cache_spec=resolve_dcp_kv_cache_spec(group.kv_cache_spec, ranks))
+        for group in cache.kv_cache_groups
+    ]
+    return replace(cache, kv_cache_groups=groups)
 
 
 def cache_groups(config: KVCacheConfig) -> tuple[CacheGroup, ...]:

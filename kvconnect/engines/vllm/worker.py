@@ -49,23 +49,26 @@ class ConnectorWorker:
         self._keeps_prefix = keeps_prefix(translate.cache_groups(kv_cache_config))
         self._stats = KVConnectStats()
         self._reports = StepReports()
-        self._idle = False  # the step computes nothing
+        self._step = StepInstructions()  # the last one
         self._errors: set[int] = set()
         self._tier: HostTier | None = None
         self._tiers: TierWorker | None = None
         self._agent: HandoffAgent | None = None
-        self._make_agent: Callable[[], HandoffAgent | None] = lambda: None
+        self._make_agent: Callable[..., HandoffAgent | None] = lambda: None
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Allocate the host tier and the secondary tiers for these caches.
+        """Allocate the host tier and the secondary tiers for these caches. Caches that were
+        registered before are not used any more, and what was stored of them is lost.
 
         Raises:
             ConfigError: a setting does not fit this machine.
             Incompatible: the layout of the KV cache is not supported.
         """
-        area = translate.backing_area(kv_caches)
+        self.close()
+        self._agent = self._tiers = self._tier = None
         share = _worker_share(self._vllm_config, self._config)
         if share:
+            area = translate.backing_area(kv_caches)
             geometry = translate.cache_geometry(self._kv_cache_config, kv_caches)
             self._tier = HostTier(
                 share,
@@ -84,7 +87,7 @@ class ConnectorWorker:
                 kv_caches,
                 (self._tier.store, geometry),
             )
-        args = self._vllm_config, self._kv_cache_config, self._config, kv_caches, area
+        args = self._vllm_config, self._kv_cache_config, self._config, kv_caches
         self._make_agent = partial(make_handoffs, *args)
 
     @property
@@ -109,6 +112,23 @@ class ConnectorWorker:
             receives=agent is not None,
         )
 
+    def release_caches(self) -> None:
+        """Stop to use the KV cache: vLLM frees its memory. Waits for copies; ends the hand-offs.
+        Idempotent."""
+        if self._agent is not None:
+            known = {"address": self._agent.address, "epoch": self._step.epoch}
+            self._make_agent = partial(self._make_agent, **known)
+            self._agent.close()
+            self._agent = None
+        if self._tier is not None:
+            self._tier.executor.pause()
+
+    def restore_caches(self) -> None:
+        """Use the KV cache again, whose memory is back; listen where it did before. Idempotent."""
+        if self._tier is not None:
+            self._tier.executor.resume()
+        self._agent = self._agent or self._make_agent()
+
     def begin_step(self, step: StepInstructions) -> None:
         """Start the step's loads and receives before the forward; keep its stores for later."""
         if step.greet:
@@ -122,7 +142,7 @@ class ConnectorWorker:
             )
         if self._agent is not None:
             self._agent.begin_step(step.disaggregation, step.epoch)
-        self._idle = step.idle
+        self._step = step
 
     def layer_written(self, layer_name: str) -> None:
         """A layer's attention has been launched: hand off its KV. With micro-batches, each layer is
@@ -168,11 +188,11 @@ class ConnectorWorker:
                 if not done.job.sync:
                     finished.add(done.job.req_id)
         if self._tiers is not None:
-            if self._idle:
+            if self._step.idle:
                 self._tiers.wait(_IDLE_WAIT_S)
             self._reports.answers += self._tiers.poll()
         if self._agent is not None:
-            arrived, notices = self._agent.poll(self._idle, ends_step=True)
+            arrived, notices = self._agent.poll(self._step.idle, ends_step=True)
             self._reports.notices += notices
             for report, job in arrived:
                 self._reports.arrivals.append(report)

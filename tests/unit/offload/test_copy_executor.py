@@ -410,6 +410,35 @@ def test_a_stuck_synchronous_load_is_an_error(
     bench.ended()
 
 
+def test_a_pause_waits_for_the_chunk_in_progress_and_holds_back_the_rest(bench: Bench) -> None:
+    gate = bench.hold()
+    bench.submit(StoreBlocks, {0: 0, 1: 1, 2: 2})
+    bench.await_copy()
+    pausing = threading.Thread(target=bench.executor.pause)
+    pausing.start()
+    while bench.executor._state.name != "PAUSING":
+        threading.Event().wait(0.001)
+    bench.submit(LoadBlocks, {3: 3})
+    assert pausing.is_alive(), "the chunk is still in progress"
+    gate.release(10)
+    pausing.join(WAIT_S)
+    assert not pausing.is_alive()
+    assert bench.spy.calls == [("store", [0, 1])]
+    bench.executor.pause()
+    assert bench.executor.poll() == []
+    bench.executor.resume()
+    bench.executor.resume()
+    assert len(bench.ended(2)) == 2
+    assert [call for call in bench.spy.calls if call[0] == "store"] == [
+        ("store", [0, 1]),
+        ("store", [2]),
+    ]
+    bench.executor.pause()
+    bench.executor.close()
+    bench.executor.resume()
+    assert not bench.executor._thread.is_alive()
+
+
 def test_close_ends_the_thread_and_drops_the_queue(bench: Bench) -> None:
     thread = bench.executor._thread
     gate = bench.hold()
@@ -418,7 +447,7 @@ def test_close_ends_the_thread_and_drops_the_queue(bench: Bench) -> None:
     bench.submit(StoreBlocks, {3: 3})
     closing = threading.Thread(target=bench.executor.close)
     closing.start()
-    while not bench.executor._closed:
+    while bench.executor._state.name != "CLOSED":
         threading.Event().wait(0.001)
     gate.release(10)
     closing.join(WAIT_S)
