@@ -30,7 +30,7 @@ from kvconnect.engines.vllm import register, translate
 from kvconnect.engines.vllm.checks import check_engine, checked_settings, why_idle
 from kvconnect.engines.vllm.connector import KVConnect
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports
-from kvconnect.engines.vllm.states import kept_states
+from kvconnect.engines.vllm.states import keeps_none, kept_states
 from kvconnect.engines.vllm.stats import KVConnectStats
 from kvconnect.errors import ConfigError, Incompatible, Misuse
 from kvconnect.offload.messages import FailedBlock, JobReport
@@ -264,6 +264,13 @@ def test_states_are_groups_of_their_own() -> None:
         assert groups == (CacheGroup(32), CacheGroup(32, states=states))
 
 
+def test_without_prefix_caching_no_state_is_kept() -> None:
+    state = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
+    kept = {mode: dataclasses.replace(state, mamba_cache_mode=mode) for mode in ("none", "align")}
+    assert keeps_none(cache_config(FULL, kept["none"]))
+    assert not keeps_none(cache_config(FULL, kept["align"])) and not keeps_none(cache_config(FULL))
+
+
 def test_states_inside_a_block_are_left_out() -> None:
     output = step({}, drafts={})
     output.kv_connector_block_state = KVConnectorBlockState(
@@ -279,6 +286,7 @@ def test_hashes_of_bigger_blocks_are_those_of_their_last_part() -> None:
     small, big = translate.group_hashes(request, groups, 32)
     assert list(small) == [b"a", b"b", b"c", b"d", b"e"]
     assert list(big) == [b"b", b"d"]
+    assert translate.group_hashes(request, (CacheGroup(16), CacheGroup(48)), 32) == ((), ())
 
 
 def test_draft_tokens_have_no_kv_yet() -> None:

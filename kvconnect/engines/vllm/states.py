@@ -26,6 +26,12 @@ def state_group(spec: MambaSpec) -> CacheGroup:
     return CacheGroup(spec.block_size, states="every" if spec.mamba_cache_mode == "all" else "some")
 
 
+def keeps_none(cache: KVCacheConfig) -> bool:
+    """Return whether the model has states and vLLM keeps none for other requests."""
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    return any(isinstance(s, MambaSpec) and s.mamba_cache_mode == "none" for s in specs)
+
+
 def kept_states(output: SchedulerOutput, groups: Sequence[CacheGroup]) -> dict[str, KeptStates]:
     """Return, by request, the states that this step writes and vLLM keeps. States inside a block
     are left out."""

@@ -100,13 +100,13 @@ def group_hashes(
     request: Request, groups: Sequence[CacheGroup], hash_tokens: int
 ) -> tuple[Sequence[bytes], ...]:
     """Return, per group, the hash of each full block. vLLM's hashes cover ``hash_tokens`` tokens
-    and are chained: the last hash inside a block identifies the whole prefix."""
+    and are chained: the last hash inside a block identifies the whole prefix. Blocks that no hash
+    ends with have none: vLLM shares none of them."""
     hashes = request.block_hashes
+    sizes = [divmod(group.block_tokens, hash_tokens) for group in groups]
     return tuple(
-        hashes
-        if group.block_tokens == hash_tokens
-        else hashes[group.block_tokens // hash_tokens - 1 :: group.block_tokens // hash_tokens]
-        for group in groups
+        hashes if every == 1 and not rest else () if rest else hashes[every - 1 :: every]
+        for every, rest in sizes
     )
 
 

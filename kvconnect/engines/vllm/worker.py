@@ -18,6 +18,7 @@ from kvconnect.disaggregation.agent import HandoffAgent
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.disaggregation_worker import make_handoffs
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
+from kvconnect.engines.vllm.states import keeps_none
 from kvconnect.engines.vllm.stats import KVConnectStats
 from kvconnect.engines.vllm.tier_stores import make_lower_tiers
 from kvconnect.errors import Misuse
@@ -67,6 +68,9 @@ class ConnectorWorker:
         self.close()
         self._agent = self._tiers = self._tier = None
         share = _worker_share(self._vllm_config, self._config)
+        if share and keeps_none(self._kv_cache_config):
+            logger.warning("prefix caching is off, so vLLM keeps no states: nothing is offloaded")
+            share = 0
         if share:
             area = translate.backing_area(kv_caches)
             geometry = translate.cache_geometry(self._kv_cache_config, kv_caches)

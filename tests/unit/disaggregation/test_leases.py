@@ -188,6 +188,36 @@ def test_windowed_groups_have_no_gaps() -> None:
     assert book.take()[1] == [Withdraw(T, FailureCause.GONE)]
 
 
+STATES = CacheGroup(8, states="some")
+
+
+def test_a_state_is_offered_by_the_step_that_ends_where_decode_begins() -> None:
+    book = leases(CacheGroup(4), STATES)
+    book.open("r", T, 10, 0.0)
+    assert book.offer("r", 8, [[5, 6], [3]]) == [5, 6]  # a state, but not the wanted one
+    assert book.offer("r", 10, [[5, 6, 7], [0, 4]]) == [7, 4]
+    # Block 0 of its group, wherever it is in the table: block sizes may differ.
+    assert spans(book.take()[0]) == [(0, 0, [5, 6]), (0, 2, [7]), (1, 0, [4])]
+    assert book.finish("r", True, 1.0) == T
+
+
+@pytest.mark.parametrize(("computed", "table"), [(11, [0, 4]), (10, [0, 0])])
+def test_a_later_state_or_none_is_not_offered(computed: int, table: list[int]) -> None:
+    book = leases(STATES)
+    book.open("r", T, 10, 0.0)
+    assert book.offer("r", computed, [table]) == []
+    book.tick(0.0)
+    assert book.take()[1] == [Withdraw(T, FailureCause.GONE)]
+
+
+def test_a_state_is_received_as_one_token() -> None:
+    book = Receives((STATES,), Stats(), ReceiveLimits(1, 10.0, 20.0))
+    book.open("r", T, SOURCE, early=False)
+    book.plan("r", (Span(0, 0, array("q", [4])),), 8, 10, 0.0)
+    ((receive,), _, _) = book.take()
+    assert receive.tokens == ((0, 1),)
+
+
 def test_a_transfer_has_one_lease() -> None:
     book = leases()
     assert book.open("r", T, 10, 0.0)
