@@ -132,6 +132,10 @@ class Engine:
         found = self._call("ask", prompts=prompts, new=new, params=params)
         return [Answer(*answer) for answer in found]
 
+    def decode_last(self, prompts: list[list[int]]) -> list[Answer]:
+        """Ask for one token after each prompt, whose last token is computed alone, by decoding."""
+        return [Answer(*answer) for answer in self._call("decode_last", prompts=prompts)]
+
     def reset(self) -> None:
         """Forget the prefix cache of the device."""
         if not self._call("reset"):
@@ -332,6 +336,26 @@ class _Served:
             ]
             ticket = output.kv_transfer_params
             found.append((tokens, probabilities, output.num_cached_tokens or 0, ticket))
+        return found
+
+    def decode_last(self, prompts: list[list[int]]) -> list[tuple]:
+        from vllm import SamplingParams
+
+        found = []
+        for *begin, last in prompts:
+            # The engine may sample nothing but the prompt's last token, and says what it would.
+            asked = SamplingParams(
+                max_tokens=2,
+                temperature=0.0,
+                ignore_eos=True,
+                logprobs=1,
+                detokenize=False,
+                allowed_token_ids=[last],
+            )
+            [output] = self._llm.generate([{"prompt_token_ids": begin}], asked, use_tqdm=False)
+            step = output.outputs[0].logprobs[1]
+            token = next(token for token, one in step.items() if one.rank == 1)
+            found.append(([token], [step[token].logprob], 0, None))
         return found
 
     def reset(self) -> bool:

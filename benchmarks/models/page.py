@@ -95,6 +95,9 @@ def _order(item: tuple[str, Any]) -> str:
 
 def _row(name: str, one: Mapping[str, Any]) -> str:
     cells = [name, ", ".join(kinds(one)) or "?"]
+    if "rounds" in one and not any(one["rounds"][-1]["cached"]):
+        handed = _same(one["hand_off"].get("same", False))
+        return _joined([*cells, "-", "idle", "-", handed, "-", "tokens of the hand-off"])
     if one["verdict"] in ("refused_clean", "crashed"):
         cells += ["-", one["verdict"].replace("_clean", ""), "-", "-", "-", "-"]
         return _joined(cells)
@@ -123,7 +126,7 @@ def _refusals(run: Mapping[str, Mapping[str, Any]]) -> list[str]:
         f"| {name} | {part} | {_cell(text)} |"
         for name, one in sorted(run.items(), key=_order)
         for part, text in (
-            ("everything", one.get("error")),
+            ("offload" if "rounds" in one else "everything", one.get("error")),
             ("hand-off", one.get("hand_off", {}).get("error")),
         )
         if text
@@ -162,12 +165,16 @@ Four prompts of 41, 203, 517 and 701 tokens, 16 greedy tokens each, on engines w
 
 - **Offload:** three rounds; the device's prefix cache is reset in between, so the second and third
   load from host memory. All tokens are those of the engine without a connector, and the **hits**
-  (tokens found per prompt) are all full blocks.
+  (tokens found per prompt) are all full blocks; with states, those up to the last state that vLLM
+  keeps, as for hits on the device.
 - **Disk, restart:** a new engine finds the same blocks in the disk tier of the first.
-- **Hand-off:** another engine receives the prompts' KV over TCP and continues.
+- **Hand-off:** another engine receives the prompts' KV over TCP and continues. With states, decode
+  computes the prompt's last token alone, which rounds differently. So its first token is compared
+  with that of the engine without a connector after it computed the last token alone, too.
 - **Control:** the engine is made to load another prompt's pages or states. With digests off the
   tokens must change (*seen*). With `"digest": "full"` the load must fail and the tokens must be
-  right (*caught*). A model whose tokens do not change proves nothing and is not counted as right.
+  right (*caught*). With states, a state that is one boundary too old must be seen and caught, too.
+  A model whose tokens do not change proves nothing and is not counted as right.
 - **Proof:** what was compared, and the largest difference of the tokens' log probabilities.
 
 ## Architectures
