@@ -118,24 +118,6 @@ MODELS: dict[str, Model] = {
         # The only type that the AMX latent attention takes; the other one is less exact in it.
         dtype="bfloat16" if _HAS_AMX else "float32",
     ),
-    # Gated delta nets and full attention: states besides tokens.
-    "qwen3_next": Model(
-        "Qwen3NextConfig",
-        {
-            **_COMMON,
-            "head_dim": 32,
-            "linear_key_head_dim": 64,
-            "linear_value_head_dim": 64,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 128,
-            "shared_expert_intermediate_size": 128,
-            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-        },
-        dtype="bfloat16",  # the only type that vLLM's CPU kernels of this model take
-    ),
     # Short convolutions and full attention: the smallest states, exact in float32.
     "lfm2": Model(
         "Lfm2Config",

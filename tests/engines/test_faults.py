@@ -113,15 +113,15 @@ def test_kill_9_leaves_nothing_that_a_restart_trips_over() -> None:
         arenas = [
             mapping
             for pid in first.pids()
-            for mapping in mappings(Path(f"/proc/{pid}/maps").read_text())
+            for mapping in mappings(read(f"/proc/{pid}/maps"))
             if mapping.nbytes == ARENA_BYTES
         ]
         # Neither a name nor a second owner: the kernel frees it with the process.
         assert arenas == [Mapping(ARENA_BYTES, shared=False, name="")]
-        pids = first.pids()
-        assert len(pids) > 1
+        alive = {pid: start_of(pid) for pid in first.pids()}
+        assert len(alive) > 1
         first.kill()
-        wait_until_gone(pids)
+        wait_until_gone(alive)
     with Server("llama", kv_transfer(host_bytes=HOST), port=first.port) as second:
         assert tokens(ask(second)) == expected("llama").fresh
         assert_nothing_leaks(second)
@@ -196,20 +196,27 @@ def mappings(text: str) -> list[Mapping]:
     return found
 
 
-def wait_until_gone(pids: list[int]) -> None:
-    """Wait for processes that were killed; one that nobody has asked about yet counts as gone."""
+def wait_until_gone(processes: dict[int, str]) -> None:
+    """Wait for processes that were killed; one that nobody has asked about yet counts as gone.
+    ``processes``: when each began, since a number may soon belong to another process."""
     deadline = time.monotonic() + STOP_TIMEOUT_S
-    while any(_is_running(pid) for pid in pids):
+    while any(start_of(pid) == start for pid, start in processes.items() if start):
         assert time.monotonic() < deadline, "killed processes still run"
         time.sleep(0.1)
 
 
-def _is_running(pid: int) -> bool:
+def start_of(pid: int) -> str:
+    """Return when a process began, in the kernel's ticks; empty if it has ended."""
+    state, *rest = read(f"/proc/{pid}/stat").rpartition(")")[2].split() or "Z"
+    return "" if state == "Z" else rest[18]
+
+
+def read(path: str) -> str:
+    """Return the text of a process's file; empty if the process has ended."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(path).read_text()
     except OSError:
-        return False
-    return state != "Z"
+        return ""
 
 
 def _command_line(pid: int) -> bytes:
