@@ -31,8 +31,13 @@ class CircuitBreaker:
         self._retry_at = 0.0  # the next trial, while the breaker is open
 
     def __repr__(self) -> str:
-        state = "open" if self._failures >= self._limit else "closed"
+        state = "closed" if self.closed else "open"
         return f"CircuitBreaker({state}, {self._failures} failures)"
+
+    @property
+    def closed(self) -> bool:
+        """Whether all calls are let through. An open breaker closes with the first success."""
+        return self._failures < self._limit
 
     def allows(self, now: float) -> bool:
         """Return whether a call would be let through."""
@@ -70,7 +75,7 @@ class CircuitBreaker:
                 self._since, self._retry_at = now, now + self._pause_s
 
     def _allows(self, now: float) -> bool:
-        return self._failures < self._limit or now >= self._retry_at
+        return self.closed or now >= self._retry_at
 
     def _begin(self, now: float) -> None:
         if self._failures >= self._limit:

@@ -111,11 +111,10 @@ class StoreThreads:
             call.ended()
 
     def available(self) -> bool:
-        """Return whether a call would be accepted."""
-        now = self._clock()
+        """Return whether no call is late, and one has ended in time since the last late one."""
         with self._changed:
-            self._mark_late(now)
-            return not self._late and self._breaker.allows(now)
+            self._mark_late(self._clock())
+            return not self._late and self._breaker.closed
 
     def take_late_blocks(self) -> int:
         """Return the number of blocks in calls that became late since the last call."""

@@ -133,7 +133,7 @@ class RemoteStore(Store):
         return outcomes
 
     def usage(self) -> Usage:
-        available = not self._in_flight.closed and self._breaker.allows(self._clock())
+        available = not self._in_flight.closed and self._breaker.closed
         return Usage(-1, 0, 0, available)
 
     def take_stats(self) -> OffloadingConnectorStats | None:

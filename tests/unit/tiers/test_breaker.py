@@ -23,7 +23,9 @@ def test_one_probe_goes_through_per_delay_and_success_ends_it() -> None:
     breaker = CircuitBreaker(1, trial_factor=2)
     breaker.failed(0.0)
     assert [breaker.enter(1.0), breaker.enter(1.0), breaker.allows(1.0)] == [True, False, False]
+    assert breaker.allows(9.0) and not breaker.closed  # a trial may be made, none has succeeded
     breaker.succeeded()
+    assert breaker.closed
     assert [breaker.enter(1.0), breaker.enter(1.0)] == [True, True]
 
 

@@ -141,9 +141,9 @@ class DiskStore(Store):
         return outcomes
 
     def usage(self) -> Usage:
-        totals, now = self._table.totals(), self._steady()
+        totals = self._table.totals()
         guards = (self._guards.reads, self._guards.writes)
-        available = not self._in_flight.closed and all(guard.allows(now) for guard in guards)
+        available = not self._in_flight.closed and all(guard.closed for guard in guards)
         return Usage(totals.blocks, totals.nbytes, self._options.capacity, available)
 
     def take_stats(self) -> OffloadingConnectorStats | None:
