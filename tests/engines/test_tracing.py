@@ -139,7 +139,9 @@ def assert_tree(spans: list[Seen], client_span: str) -> None:
     assert all(span.parent in ids for span in spans if span is not root), text
     for role in OUR_ENGINES:
         span = one(spans, role, "kvconnect-router")
-        assert span.parent == root.id and root.holds(span)
+        assert span.parent == root.id and root.began <= span.began
+        # A prefill request may end after the client has its answer: nobody waits for its response.
+        assert role == "prefill" or root.holds(span), text
         inside = children(spans, span)
         assert {s.service for s in inside} == {role}, text
         for name in ("kvconnect.queue", "kvconnect.prefill"):
