@@ -13,8 +13,9 @@ device's prefix cache reset before, over that of a new prompt on the engine with
 ``handoff_over_alone_*``: the same prompt through prefill and hand-off to the first token of the
 decode engine, over computing it alone.
 ``stored_over_attention_*``: bytes stored per token of the prompt over those of its attention layers
-alone; ``state_tokens_*`` is the distance of the boundaries whose states are kept, and
-``stored_bytes_per_token_*`` the bytes.
+alone, with one state at its end; ``stored_bytes_per_token_*`` the bytes.
+``stored_over_attention_*_every_N``: the same where vLLM keeps a state every N tokens
+(``--prefix-cache-retention-interval N``); ``state_tokens_*`` is the smallest such distance.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from benchmarks.models.proof import arguments, rehearsal
 PROMPT = 2056
 NEW = 8
 TIMEOUT_S = 600.0
+DISTANCES = (1, 2, 4, 8)
 _BIG = {
     "hidden_size": 1024,
     "intermediate_size": 3072,
@@ -62,12 +64,34 @@ _NAMES = {
 }
 
 
-def model(name: str) -> Architecture:
-    """Return the large form of one of ``make models``' architectures."""
+_TIER = {"host_bytes": "1GiB", "transport": "tcp", "load_when": "always"}
+
+
+def model(name: str, **args: Any) -> Architecture:
+    """Return the large form of one of ``make models``' architectures, with arguments of vLLM."""
     base, sizes = _NAMES[name]
     small = next(m for m in (*DENSE, *HYBRIDS) if m.name == base)
-    args = {"max_model_len": 4096, "max_num_batched_tokens": 4096, "num_gpu_blocks_override": None}
+    args = {
+        "max_model_len": 4096,
+        "max_num_batched_tokens": 4096,
+        "num_gpu_blocks_override": None,
+        **args,
+    }
     return replace(small, config={**small.config, **sizes}, args=args)
+
+
+def engine(
+    tiny: Architecture, folder: Path, log: Path, extra: dict[str, Any] | None, role: str = "kv_both"
+) -> Engine:
+    """Return an engine that is starting."""
+    gains = (tiny.gain, tiny.embedding_gain)
+    settings = Settings(folder, arguments(tiny), gains, extra, role, torchvision=tiny.torchvision)
+    return Engine(settings, log, time.monotonic() + TIMEOUT_S)
+
+
+def new_prompt(numbers: random.Random, tokens: int) -> list[int]:
+    """Return a prompt of random tokens."""
+    return [numbers.randrange(10, 2000) for _ in range(tokens)]
 
 
 class Pair:
@@ -78,25 +102,20 @@ class Pair:
         tiny = model(name)
         folder = scratch / name
         write_model(folder, tiny.written(), f"{tiny!r}")
-        tier = {"host_bytes": "1GiB", "transport": "tcp", "load_when": "always"}
 
         def start(role: str, extra: dict[str, Any] | None) -> Engine:
-            gains = (tiny.gain, tiny.embedding_gain)
-            settings = Settings(
-                folder, arguments(tiny), gains, extra, role, torchvision=tiny.torchvision
-            )
             log = scratch / f"{name}-{role}-{extra is None}.log"
-            engine = stack.enter_context(Engine(settings, log, time.monotonic() + TIMEOUT_S))
-            self.about = engine.ready()
-            return engine
+            started = stack.enter_context(engine(tiny, folder, log, extra, role))
+            self.about = started.ready()
+            return started
 
         self.plain = start("kv_both", None)
-        self.first = start("kv_both", tier)
+        self.first = start("kv_both", _TIER)
         self.other = start("kv_consumer", {"host_bytes": "off", "transport": "tcp"})
 
     def prompt(self) -> list[int]:
         """A prompt that shares no block with any other."""
-        return [self._random.randrange(10, 2000) for _ in range(PROMPT)]
+        return new_prompt(self._random, PROMPT)
 
     def hand_off(self, prompt: list[int], new: int) -> list[Answer]:
         [made] = self.first.ask([prompt], 1, do_remote_decode=True, do_remote_prefill=False)
@@ -128,12 +147,7 @@ def measure(name: str, rounds: int, scratch: Path) -> dict[str, float]:
     seconds = {key: statistics.median(values) for key, values in samples.items()}
     groups = pair.about["groups"]
     states = [tokens for spec, tokens in groups if "Mamba" in spec]
-    config = model(name).written()
-    kinds = config.get("layer_types", ["full_attention"] * config["num_hidden_layers"])
-    itemsize = {"float32": 4, "bfloat16": 2}[config["torch_dtype"]]
-    row = 2 * config["num_key_value_heads"] * config["head_dim"] * itemsize
-    attention = kinds.count("full_attention") * row
-    step = groups[0][1]
+    step, attention = groups[0][1], attention_bytes(name)
     per_token = nbytes / (PROMPT // step * step)
     found = {
         "ttft_hit_over_recompute": seconds["hit"] / seconds["alone"],
@@ -145,7 +159,40 @@ def measure(name: str, rounds: int, scratch: Path) -> dict[str, float]:
         "ttft_hit_ms": seconds["hit"] * 1e3,
         "handoff_ms": seconds["handoff"] * 1e3,
     }
-    return {f"{key}_{name}": value for key, value in found.items()}
+    figures = {f"{key}_{name}": value for key, value in found.items()}
+    return figures | (stored_by_distance(name, scratch, states[0]) if states else {})
+
+
+def attention_bytes(name: str) -> int:
+    """Return the bytes that the attention layers keep of a token."""
+    config = model(name).written()
+    kinds = config.get("layer_types", ["full_attention"] * config["num_hidden_layers"])
+    itemsize = {"float32": 4, "bfloat16": 2}[config["torch_dtype"]]
+    row = 2 * config["num_key_value_heads"] * config["head_dim"] * itemsize
+    return kinds.count("full_attention") * row
+
+
+def stored_by_distance(name: str, scratch: Path, smallest: int) -> dict[str, float]:
+    """Return the bytes stored per token over those of attention alone, by the distance of states:
+    1, 2, 4 and 8 times the smallest. The prompt has eight times the smallest and a token."""
+    prompt, found = new_prompt(random.Random(6), DISTANCES[-1] * smallest + 1), {}
+    for times in DISTANCES:
+        distance = times * smallest
+        # vLLM makes a state where a step ends.
+        args = {
+            "max_num_batched_tokens": smallest,
+            "prefix_cache_retention_interval": distance,
+        }
+        tiny, log = model(name, **args), scratch / f"{name}-{distance}.log"
+        with engine(tiny, scratch / name, log, _TIER) as started:
+            started.ready()
+            started.ask([prompt], 1)
+            started.settle()
+            nbytes = started.metric("transfer_bytes_total", transfer_type="GPU_to_CPU")
+        ratio = nbytes / (len(prompt) - 1) / attention_bytes(name)
+        found[f"stored_over_attention_{name}_every_{distance}"] = ratio
+        progress(f"{name}: a state every {distance} tokens: {ratio:.2f} times attention alone")
+    return found
 
 
 def check(pair: Pair, stored: list[int]) -> None:
