@@ -4,6 +4,8 @@
 # make demo-sglang    prefill on one SGLang server, decode on another
 # make bench          every benchmark, one after the other
 # make bench-sglang   the one with SGLang
+# make bench-serve    load generators and routers that others wrote, against real engines with and
+#                     without KVConnect. SERVE_ARGS="--quick --only trace" narrows it
 # make models         a tiny model of every architecture that vLLM's CPU engine runs, with and without
 #                     KVConnect; makes docs/models.md. MODELS_ARGS="--only qwen3" narrows it
 # make gpu            tests and benchmark of the copies, on a machine with an NVIDIA GPU; PIECES=DIR
@@ -24,6 +26,7 @@ PYTEST_ARGS ?=
 FUZZ_ARGS ?=
 PIECES ?=
 MODELS_ARGS ?=
+SERVE_ARGS ?=
 # On a machine whose load nobody knows, a test that fails is run once more. The report lists it as
 # RERUN: it is a defect of the test or of what it tests, and is mended as such.
 RERUN := --reruns=1 --rerun-show-tracebacks -raR
@@ -31,6 +34,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 SGLANG_BIN := .venv-sglang/bin
 SGLANG_READY := .venv-sglang/.ready
+PEERS_READY := .venv-peers/.ready
 GPU_PYTHON := .venv-gpu/bin/python
 # What changes the installed package also makes an environment stale.
 SOURCES := scripts/setup pyproject.toml $(wildcard requirements/*.lock setup.py kvconnect/native/*.[ch] kernels/*.cu*)
@@ -40,7 +44,7 @@ BENCHMARKS := $(filter-out common copy_cuda fake_engines link nixl sglang_% tran
 export PYTHONPATH := $(CURDIR)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup setup-sglang test test-vllm test-sglang demo demo-sglang bench bench-sglang models docs gpu fuzz sanitize release lock clean
+.PHONY: setup setup-sglang test test-vllm test-sglang demo demo-sglang bench bench-sglang bench-serve models docs gpu fuzz sanitize release lock clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -51,6 +55,9 @@ $(READY): $(SOURCES)
 
 $(SGLANG_READY): $(SOURCES) scripts/sglang_on_cpu.py
 	@PYTHON="$(PYTHON)" scripts/setup sglang
+
+$(PEERS_READY): scripts/setup
+	@PYTHON="$(PYTHON)" scripts/setup peers
 
 test: $(READY)
 	@echo "== ruff check" && ruff check .
@@ -88,6 +95,9 @@ bench: $(READY)
 bench-sglang: $(SGLANG_READY)
 	@$(SGLANG_BIN)/python -m benchmarks.sglang_handoff
 
+bench-serve: $(READY) $(PEERS_READY)
+	@python -m benchmarks.serve $(SERVE_ARGS)
+
 models: $(READY)
 	@python -m benchmarks.models $(MODELS_ARGS)
 
@@ -121,5 +131,5 @@ sanitize: $(READY)
 	@echo "== sanitizers" && scripts/sanitize address && scripts/sanitize thread
 
 clean:
-	rm -rf .venv .venv-sglang .venv-gpu build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-sglang .venv-peers .venv-gpu build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find kvconnect -name '*.so' -delete

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
-    "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/README.md": "all-benchmarks.md",
     "CHANGELOG.md": "changelog.md",
 }
 """File in the repository -> page of the site."""

@@ -1,0 +1,118 @@
+"""Load generators that others wrote, against real vLLM CPU engines with and without KVConnect.
+
+    python -m benchmarks.serve [--quick] [--only PART]... [--trace FILE]
+
+``scripts/setup peers`` installs LMCache's and vllm-router's programs. Every engine runs one tiny
+random model in float32 (``bench`` of ``tests/engines/models.py``), with 8,192 tokens of KV on the
+device. Variants take turns, round after round; those that are not asked are stopped (SIGSTOP).
+Ratios are medians over rounds of KVConnect over its peer.
+
+Parts:
+
+``random``: vLLM's ``bench serve``, 1,000 new tokens and 200 of an answer, four requests at once.
+``overhead_random`` is the seconds for all with KVConnect over those without a connector;
+``overhead_control`` compares two engines without one, and shows what can be told apart.
+
+``doc_qa``: LMCache's ``lmcache bench engine`` with ``long-doc-qa``: 30 documents of 1,000 tokens,
+each computed once, then two questions about each, five at a time. ``doc_qa_ttft_gain`` and
+``doc_qa_round_gain`` are 1 less the mean TTFT, and less the seconds for all questions, over those
+without a connector. ``doc_failures``: failed requests with KVConnect, also with 100 documents, 20
+at a time.
+
+``trace``: the Mooncake conversation trace (``trace.py``) by vLLM's ``timed_trace``. Times are
+compressed to 70 % of the rate that the engine without a connector bears. ``trace_ttft_gain`` is 1
+less the ratio of mean TTFT; ``trace_p99_ratio`` and ``trace_itl_ratio`` are those of its 99th
+percentile and of the mean time between tokens. ``trace_hit_over_ideal``: prompt tokens that were
+cached, over those that an LRU cache as big as the host tier could have had.
+
+``pd``: the same requests through KVConnect's router and its engines, over vllm-router and engines
+with ``NixlConnector`` (``pd_*_ratio``), at 70 % of what the latter bear. No host tier.
+
+``wrong_answers``: greedy answers of KVConnect that differ from the engine's without a connector.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.common import emit
+from benchmarks.serve import parts
+from benchmarks.serve.answers import wrong
+from benchmarks.serve.disaggregation import handed_off
+from benchmarks.serve.fleet import CONTROL, MODEL, OURS, PLAIN, disaggregated, single_engines
+from benchmarks.serve.load import ROOT, LoadFailed
+from benchmarks.serve.trace import Request, read, sample, scaled
+from tests.engines.models import model_dir
+
+TRACE = ROOT.parent / "shared" / "data" / "traces" / "conversation_trace.jsonl.gz"
+ALL = ("random", "doc_qa", "trace", "pd")
+
+
+def requests(path: Path, count: int, seed: int) -> list[Request]:
+    """Return the sample of the trace."""
+    if not path.exists():
+        raise SystemExit(f"--trace: {path} is not there; Mooncake's FAST25-release has it")
+    return scaled(sample(read(path), count, seed))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one small round of each part")
+    parser.add_argument("--only", choices=ALL, action="append", help="a part; repeatable")
+    parser.add_argument("--rounds", type=int, help="turns of every variant in each part")
+    parser.add_argument("--trace", type=Path, default=TRACE, help="conversation_trace.jsonl[.gz]")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # leaves nothing behind
+    chosen = tuple(name for name in ALL if name in (options.only or ALL))
+    sizes = parts.QUICK if options.quick else parts.FULL
+    if options.rounds:
+        sizes = replace(sizes, rounds=options.rounds)
+    model_dir(MODEL)  # made once, before several engines need it
+    try:
+        figures = measure(chosen, sizes, options)
+    except LoadFailed as error:
+        raise SystemExit(str(error)) from error
+    if chosen == ALL and not options.quick:
+        emit("serve", figures)
+    else:
+        rounded = {key: round(value, 4) for key, value in figures.items()}
+        print(json.dumps({"benchmark": "serve", **rounded}), flush=True)
+    if figures["wrong_answers"] or figures.get("doc_failures"):
+        raise SystemExit("answers are wrong or missing")
+
+
+def measure(
+    chosen: Collection[str], sizes: parts.Sizes, options: argparse.Namespace
+) -> dict[str, float]:
+    """Return the figures of the parts; fleets that none of them needs are not started."""
+    figures: dict[str, float] = {}
+    wrong_answers = 0
+    if {"trace", "pd"} & set(chosen):
+        asked = requests(options.trace, sizes.trace_requests, options.seed)
+    if {"random", "doc_qa", "trace"} & set(chosen):
+        names = (PLAIN, OURS, CONTROL) if "random" in chosen else (PLAIN, OURS)
+        with single_engines(names) as variants:
+            if "random" in chosen:
+                figures |= parts.random_prompts(variants, sizes)
+            if "doc_qa" in chosen:
+                figures |= parts.doc_qa(variants, sizes)
+            if "trace" in chosen:
+                figures |= parts.trace(variants, sizes, asked)
+            wrong_answers += wrong(variants, options.seed)[OURS]
+    if "pd" in chosen:
+        with disaggregated() as variants:
+            figures |= handed_off(variants, sizes, asked)
+            wrong_answers += wrong(variants, options.seed)[OURS]
+    return {**figures, "wrong_answers": wrong_answers}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""The engines and routers that are compared. Those that are not asked are stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.common import progress
+from benchmarks.serve.load import PEERS, LoadFailed
+from tests.engines import pd
+from tests.engines.server import Client, Process, Router, Server, kv_transfer
+from tests.servers import free_port
+
+MODEL = "bench"
+MAX_LEN = 4096
+DEVICE_BLOCKS = 256
+"""Two of the longest prompts; a working set of many documents or conversations does not fit."""
+HOST_BYTES = "1GiB"
+HOST_BLOCKS = 2048
+"""Of ``HOST_BYTES``: a block of 32 tokens has 512 KiB."""
+PLAIN, CONTROL, OURS, NIXL = "plain", "control", "kvconnect", "nixl"
+RESET_S = 60.0
+VLLM_ROUTER = PEERS / "vllm-router" / "bin" / "vllm-router"
+
+
+@dataclass
+class Variant:
+    """Something that the load generators ask: one engine, or a router and its engines."""
+
+    name: str
+    engines: Sequence[Server]
+    router: Process | None = None
+
+    @property
+    def front(self) -> Client:
+        return self.router or self.engines[0]
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Let it run, ask once for a prompt that does not count, stop it again."""
+        self.signal(signal.SIGCONT)
+        self.front.complete([5] * 8, 2)
+        yield
+        self.signal(signal.SIGSTOP)
+
+    def signal(self, number: signal.Signals) -> None:
+        for process in filter(None, (*self.engines, self.router)):
+            for pid in process.pids():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    def reset(self) -> None:
+        """Forget all blocks, on the device and in host memory."""
+        for engine in self.engines:
+            reset(engine, external=True)
+
+
+def reset(engine: Server, external: bool) -> None:
+    """Empty an engine's prefix cache, and with ``external`` what its connector keeps.
+
+    Raises:
+        TimeoutError: its blocks stay in use.
+    """
+    query = "?reset_external=true" if external and engine.connector else ""
+    deadline = time.monotonic() + RESET_S
+    while time.monotonic() < deadline:
+        if json.loads(engine.post(f"/reset_prefix_cache{query}"))["success"]:
+            return
+        time.sleep(0.2)  # blocks may still be on their way
+    raise TimeoutError(f"{engine.url}: the prefix cache could not be reset")
+
+
+@dataclass
+class VllmRouter(Process):
+    """``vllm-router`` in front of one prefill and one decode engine."""
+
+    prefill: Server
+    decode: Server
+
+    def command(self) -> list[str]:
+        if not VLLM_ROUTER.exists():
+            raise LoadFailed(f"{VLLM_ROUTER} is not there: run scripts/setup peers")
+        return [
+            *(str(VLLM_ROUTER), "--vllm-pd-disaggregation", "--policy", "round_robin"),
+            *("--prefill", self.prefill.url, "--decode", self.decode.url),
+            *("--host", self.host, "--port", str(self.port), "--log-level", "warning"),
+            *("--prometheus-port", str(free_port())),
+        ]
+
+
+def engine(connector: str | None, threads: int, **env: str) -> Server:
+    """Return an engine that is not started yet."""
+    settings = {
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "86400",  # a stopped engine is not a hung one
+        **env,
+    }
+    return Server(
+        MODEL,
+        connector,
+        blocks=DEVICE_BLOCKS,
+        max_len=MAX_LEN,
+        env=settings,
+        args=("--max-num-batched-tokens", "512"),
+    )
+
+
+@contextmanager
+def single_engines(names: Sequence[str]) -> Iterator[dict[str, Variant]]:
+    """Start an engine for each of the names and leave them stopped; one core is for the rest."""
+    threads = max(1, (os.cpu_count() or 2) - 1)
+    ours = kv_transfer(host_bytes=HOST_BYTES)
+    servers = {name: engine(ours if name == OURS else None, threads) for name in names}
+    progress(f"starting engines: {', '.join(names)}")
+    with pd.side_by_side(*servers.values()):
+        variants = {name: Variant(name, [server]) for name, server in servers.items()}
+        with stopped(variants.values()):
+            yield variants
+
+
+@contextmanager
+def disaggregated() -> Iterator[dict[str, Variant]]:
+    """Start a prefill and a decode engine with KVConnect and its router, the same with NIXL and
+    vllm-router, and one engine without a connector; leave them stopped."""
+
+    def nixl(role: str) -> Server:
+        config = {
+            "kv_connector": "NixlConnector",
+            "kv_connector_module_path": "benchmarks.nixl",
+            "kv_role": role,
+            "kv_buffer_device": "cpu",
+        }
+        env = {
+            "UCX_TLS": "tcp,self",
+            "UCX_NET_DEVICES": "lo",
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        }
+        return engine(json.dumps(config), 1, **env)
+
+    ours = [engine(pd.prefill_config(), 1), engine(pd.decode_config(), 1)]
+    theirs = [nixl("kv_producer"), nixl("kv_consumer")]
+    alone = engine(None, 1)
+    progress("starting prefill and decode engines and routers")
+    with ExitStack() as stack:
+        stack.enter_context(pd.side_by_side(*ours, *theirs, alone))
+        our_router = stack.enter_context(Router(ours[:1], ours[1:]))
+        their_router = stack.enter_context(VllmRouter(theirs[0], theirs[1]))
+        variants = {
+            NIXL: Variant(NIXL, theirs, their_router),
+            OURS: Variant(OURS, ours, our_router),
+            PLAIN: Variant(PLAIN, [alone]),
+        }
+        with stopped(variants.values()):
+            yield variants
+
+
+@contextmanager
+def stopped(variants: Any) -> Iterator[None]:
+    """Stop the variants, and let them go on in the end: a stopped process does not terminate."""
+    variants = list(variants)
+    for variant in variants:
+        variant.signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for variant in variants:
+            variant.signal(signal.SIGCONT)
+
+
+Work = Callable[[Variant, int], dict[str, Any]]
+
+
+def turns(variants: Sequence[Variant], rounds: int, work: Work) -> dict[str, list[dict[str, Any]]]:
+    """Do the work with every variant in every round; every second round runs backwards."""
+    found: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in variants}
+    for number in range(rounds):
+        for variant in variants[:: -1 if number % 2 else 1]:
+            with variant.awake():
+                found[variant.name].append(work(variant, number))
+    return found
+
+
+def ratio(
+    found: Mapping[str, Sequence[Mapping[str, float]]], ours: str, theirs: str, key: str
+) -> float:
+    """Return the median over rounds of one figure of ours over that of theirs."""
+    pairs = zip(found[ours], found[theirs], strict=True)
+    return statistics.median(a[key] / b[key] for a, b in pairs)

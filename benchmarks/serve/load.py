@@ -1,0 +1,109 @@
+"""Load generators that others wrote, each as it comes, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PEERS = ROOT / ".venv-peers"
+"""A folder with a virtual environment for each of them (scripts/setup peers)."""
+LMCACHE = PEERS / "lmcache" / "bin" / "lmcache"
+# `vllm bench serve`, as its command does it. The command itself asks for the version of a package
+# named vllm, and the build for CPUs has another name.
+_BENCH_SERVE = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+
+
+class LoadFailed(RuntimeError):
+    """A load generator ended without a result; the message holds the end of its output."""
+
+
+def bench_serve(
+    port: int, tokenizer: Path, arguments: Sequence[str], limit_s: float
+) -> dict[str, Any]:
+    """Run vLLM's ``bench serve`` against a port; return what it saves.
+
+    Raises:
+        LoadFailed: it ends with an error, or not within ``limit_s`` seconds.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            *(sys.executable, "-c", _BENCH_SERVE, "--backend", "vllm"),
+            *("--host", "127.0.0.1", "--port", str(port), "--endpoint", "/v1/completions"),
+            *("--model", "model", "--tokenizer", str(tokenizer), "--temperature", "0"),
+            *("--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,90,99"),
+            *("--ready-check-timeout-sec", "0", "--disable-tqdm"),  # it would ask the first prompt
+            *("--save-result", "--result-dir", folder, "--result-filename", "result.json"),
+            *arguments,
+        ]
+        # The words of a trace are drawn from the hashes of its ids.
+        _run(command, {"PYTHONHASHSEED": "0"}, limit_s)
+        return _saved(Path(folder) / "result.json")
+
+
+def long_doc_qa(
+    port: int, documents: int, tokens: int, arguments: Sequence[str], limit_s: float
+) -> dict[str, Any]:
+    """Run LMCache's ``bench engine`` with its ``long-doc-qa``; return its summary's results.
+
+    Raises:
+        LoadFailed: it is not installed, ends without a summary, or not within ``limit_s`` seconds.
+    """
+    if not LMCACHE.exists():
+        raise LoadFailed(f"{LMCACHE} is not there: run scripts/setup peers")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            *(str(LMCACHE), "bench", "engine", "--workload", "long-doc-qa"),
+            *("--engine-url", f"http://127.0.0.1:{port}", "--model", "model"),
+            # It wants a cache to fill: one GB, in which so many tokens go.
+            *("--kv-cache-volume", "1", "--tokens-per-gb-kvcache", str(documents * tokens)),
+            *("--ldqa-document-length", str(tokens), "--ignore-eos"),
+            *("--json", "--no-csv", "--quiet", "--no-interactive", "--output-dir", folder),
+            *arguments,
+        ]
+        # It ends with 1 if a request failed, which the summary counts.
+        _run(command, {"LMCACHE_DISABLE_BANNER": "1"}, limit_s, good=(0, 1))
+        results: dict[str, Any] = _saved(Path(folder) / "bench_summary.json")["results"]
+        return results
+
+
+def _run(
+    command: Sequence[str], env: Mapping[str, str], limit_s: float, good: Sequence[int] = (0,)
+) -> None:
+    with tempfile.TemporaryFile() as output:
+        try:
+            done = subprocess.run(
+                command,
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **env},
+                timeout=limit_s,
+                check=False,
+            )
+            problem = "" if done.returncode in good else f"ended with {done.returncode}"
+        except subprocess.TimeoutExpired:
+            problem = f"not done after {limit_s:.0f} s"
+        if problem:
+            output.seek(0)
+            tail = output.read().decode(errors="replace")[-3000:]
+            raise LoadFailed(f"{Path(command[0]).name}: {problem}\n{tail}")
+
+
+def _saved(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise LoadFailed(f"no {path.name} was saved")
+    saved: dict[str, Any] = json.loads(path.read_text())
+    return saved
