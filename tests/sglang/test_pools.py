@@ -507,7 +507,10 @@ def test_offloaded_byte_for_byte(name: str) -> None:
     check_offload(POOLS[name]())
 
 
-@pytest.mark.parametrize("name", ["MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool"])
+HYBRIDS = ("HybridLinearKVPool", "HybridLinearKVPool, MLA")
+
+
+@pytest.mark.parametrize("name", ["MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool", *HYBRIDS])
 @pytest.mark.parametrize("draft", [mha_pool, mla_pool])
 def test_the_kv_of_a_draft_model_is_kept_beside_the_target_s(name: str, draft: Any) -> None:
     pool = draft(layers=1) if draft is mha_pool else draft()
@@ -525,6 +528,32 @@ def test_the_kv_of_the_model_s_own_draft_layers_is_kept(kind: str) -> None:
     ]
     assert buffers[0] < buffers[1]
     check_offload(POOLS[name](), POOLS[name]().kvcache, packed=True)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_the_states_of_a_draft_model_are_refused(name: str) -> None:
+    pools = POOLS[name]()
+    params = params_for(pools.kvcache, tuple(pools.components))
+    params.req_to_token_pool = pools.requests
+    params.mtp_draft_device_pools = (mha_pool(layers=1),)
+    assert PoolName.DRAFT in device_pools(params, pools.components).entry_map
+    params.mtp_draft_mamba_pools = (pools.requests.mamba_pool,)
+    with pytest.raises(Incompatible, match="states of a draft model") as refused:
+        device_pools(params, pools.components)
+    assert "\n" not in str(refused.value)
+
+
+def test_draft_layers_that_sglang_leaves_out_are_refused() -> None:
+    """Windows and states in one model, which SGLang assembles."""
+    pools = POOLS["SWAKVPool"]()
+    components = pools.components | FULL_MAMBA
+    params = params_for(pools.kvcache, tuple(components))
+    params.req_to_token_pool = POOLS["HybridLinearKVPool"]().requests
+    assert PoolName.MAMBA in device_pools(params, components).entry_map
+    params.mtp_draft_device_pools = (mha_pool(layers=1),)
+    with pytest.raises(Incompatible, match=r"own draft layers.*without the linker") as refused:
+        device_pools(params, components)
+    assert "\n" not in str(refused.value)
 
 
 def test_a_draft_of_another_kind_is_refused() -> None:

@@ -1,8 +1,8 @@
 """SGLang's device pools for offloading: which pools a cache has, and where their pages lie.
 
 Written against SGLang 0.5.23. SGLang assembles the pools of DeepSeek V4, DSA and some hybrid models
-for its own linkers. This module assembles plain MHA and MLA, sliding windows, MHA with Mamba, DSA
-whose layers share an index, and the pools of draft models beside all of these.
+for its own linkers. This module assembles plain MHA and MLA, sliding windows, MHA and MLA with
+Mamba, DSA whose layers share an index, and the pools of draft models beside all but the last.
 
 A class that is not named here is refused: subclasses keep other bytes in the same attributes.
 """
@@ -44,6 +44,7 @@ _KINDS = (
     *(MHATokenToKVPool, MLATokenToKVPool, DSATokenToKVPool, DeepSeekV4TokenToKVPool),
     *(SWAKVPool, HybridLinearKVPool),
 )
+_KEPT_WITH_DRAFTS = (DSATokenToKVPool, DeepSeekV4TokenToKVPool)  # by SGLang, their own layers
 _FULL = frozenset({ComponentType.FULL})
 _SWA = frozenset({ComponentType.FULL, ComponentType.SWA})
 _MAMBA = frozenset({ComponentType.FULL, ComponentType.MAMBA})
@@ -63,10 +64,12 @@ def device_pools(params: Any, components: Iterable[ComponentType]) -> DevicePool
             group = _plain(kvcache, params)
         elif kind is SWAKVPool and wanted == _SWA:
             group = _windowed(kvcache, params)
-        elif kind is HybridLinearKVPool and wanted == _MAMBA and not kvcache.use_mla:
+        elif kind is HybridLinearKVPool and wanted == _MAMBA:
             group = _with_mamba(kvcache, params)
         elif kind is DSATokenToKVPool and wanted == _FULL and any(kvcache.skip_topk_layers):
             group = _with_shared_index(kvcache, params)
+        elif params.mtp_draft_device_pools and kind not in _KEPT_WITH_DRAFTS:
+            raise ValueError("SGLang leaves out the KV of the model's own draft layers")
         else:
             group = linker.resolve_hybrid_device_pool_group(
                 kvcache=kvcache, page_size=params.page_size, params=params, components=set(wanted)
