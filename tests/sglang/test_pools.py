@@ -24,6 +24,7 @@ from sglang.srt.configs.mamba_utils import (
 )
 from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from sglang.srt.disaggregation.utils import get_dsa_tail_state_indices
+from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.runtime_context import reset_context
@@ -32,7 +33,7 @@ from sglang.test.parallel_groups import publish
 
 from kvconnect.config import Config
 from kvconnect.disaggregation.agent import start_agent
-from kvconnect.engines.sglang import translate
+from kvconnect.engines.sglang import layerwise, translate
 from kvconnect.engines.sglang.backend import KVConnectManager
 from kvconnect.engines.sglang.decode_rooms import DecodeRooms, RoomRequest
 from kvconnect.engines.sglang.device_pools import device_pools
@@ -309,6 +310,28 @@ def test_a_tail_named_item_by_item_would_land_in_other_requests_rows(closing: Ex
     assert len(named) == 6
     assert list(translate.items("dsa_tail", array("q", named))) == [3]
     assert list(translate.items("dsa", array("q", named))) == named
+
+
+@pytest.mark.parametrize("name", ["HybridLinearKVPool", "HybridLinearKVPool, MLA"])
+def test_layers_and_their_states_have_names_of_their_own(closing: ExitStack, name: str) -> None:
+    p, _ = pair(closing, name)
+    names = translate.layer_names(p.cache, p.args)
+    assert names.kv == {1: ("1",), 3: ("3",)}
+    assert names.states == {layer: (f"mamba.{layer}.0", f"mamba.{layer}.1") for layer in (0, 2)}
+    group = p.cache.hello.groups[names.state_group]
+    assert set(group.layers) == {part for parts in names.states.values() for part in parts}
+    # Without ids, names count buffers: layer 2 would be named after a buffer of layer 0.
+    p.args.state_layer_ids = [[]]
+    assert not translate.layer_names(p.cache, p.args).states
+
+
+@pytest.mark.parametrize("target", layerwise.ATTENTION)
+def test_the_hooks_of_layers_find_what_they_look_for(target: str) -> None:
+    module, kind, function = target.rsplit(".", 2)
+    backend = getattr(importlib.import_module(module), kind)
+    assert function in vars(backend)  # a hook on what is inherited would miss the calls
+    assert list(inspect.signature(vars(backend)[function]).parameters)[4] == "layer"
+    assert RadixLinearAttention.__name__ == layerwise._LINEAR
 
 
 @pytest.mark.parametrize("dtype", ["nvfp4", "fp4_mx_block16"])

@@ -66,7 +66,8 @@ def _register() -> None:
 
         HookRegistry.register(hooks.RUN_BATCH, hooks.around_run_batch, HookType.AROUND)
         HookRegistry.register(hooks.CHECKPOINT, hooks.around_checkpoint, HookType.AROUND)
-        HookRegistry.register(hooks.ATTENTION, hooks.around_attention, HookType.AROUND)
+        for attention in hooks.ATTENTION:
+            HookRegistry.register(attention, hooks.around_attention, HookType.AROUND)
     logger.info(
         "kvconnect %s: transfer backend %r is available, layer-wise push is %s",
         engine_versions.installed("kvconnect"),

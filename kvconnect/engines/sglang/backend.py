@@ -98,7 +98,7 @@ class KVConnectManager(CommonKVManager):
             heads = [kv_heads for _, kv_heads in kinds]
             self.prefill_rooms = PrefillRooms(self.agent, model.rank, heads, self._on_ready, *ended)
             names, once = (
-                translate.layer_names(cache),
+                translate.layer_names(cache, args),
                 runtime_context.calls_layers_once(server_args),
             )
             layerwise.follow_layers(self.agent, self.prefill_rooms, names, once)

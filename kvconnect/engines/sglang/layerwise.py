@@ -13,6 +13,12 @@ first, or the page was computed again because the last token always is. SGLang t
 request's own page, and the next batch may overwrite it while it is being sent. So a third hook,
 around ``Scheduler.checkpoint_disagg_prefill``, defers these frees until the hand-off is over.
 
+The state of a linear attention layer (GDN, KDA) is final once the layer has run in the batch that
+ends the prompt. That batch offers the request's slot too; SGLang copies it into its cache, and
+frees it with the request. States that other code writes (Mamba 2, short convolutions) follow at the
+end of that forward. Pages of sliding windows follow with the last chunk: SGLang names them only
+after it has entered the request into its cache, which may free some or give it other ones.
+
 An event per attention layer is the idea of SGLang's pull request 19931, which records them inside
 its Mooncake backend.
 """
@@ -21,7 +27,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -31,7 +37,8 @@ import torch
 from kvconnect.copy.driver import own_stream
 from kvconnect.disaggregation.agent import HandoffAgent
 from kvconnect.disaggregation.messages import DisaggregationInstructions, OfferBlocks
-from kvconnect.engines.sglang.rooms import PrefillRooms, transfer_of
+from kvconnect.engines.sglang.rooms import PrefillRooms, SendRoom, transfer_of
+from kvconnect.engines.sglang.translate import LayerNames
 from kvconnect.offload.streams import DeviceFence
 from kvconnect.transport.base import Fence
 from kvconnect.types import Span
@@ -40,21 +47,27 @@ logger = logging.getLogger(__name__)
 
 RUN_BATCH = "sglang.srt.managers.scheduler.Scheduler.run_batch"
 CHECKPOINT = "sglang.srt.managers.scheduler.Scheduler.checkpoint_disagg_prefill"
-ATTENTION = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward"
+_BACKENDS = "sglang.srt.layers.attention"
+ATTENTION = (
+    f"{_BACKENDS}.base_attn_backend.AttentionBackend.forward",
+    # Has a forward of its own, for attention and linear attention.
+    f"{_BACKENDS}.hybrid_linear_attn_backend.HybridLinearAttnBackend.forward",
+)
+_LINEAR = "RadixLinearAttention"  # SGLang's class of layers that write their state in this call
 
 
 class LayerwisePush:
     """Offers, before a batch runs, the pages that it will fill. For the scheduler's thread.
 
-    ``names``: layers' names, by layer id. ``once``: a forward calls each layer's attention once for
-    the whole batch; otherwise layers are not followed.
+    ``once``: a forward calls each layer's attention once for the whole batch; otherwise layers are
+    not followed.
     """
 
     def __init__(
         self,
         agent: HandoffAgent,
         prefill_rooms: PrefillRooms,
-        names: Mapping[int, str],
+        names: LayerNames,
         once: bool = True,
     ) -> None:
         self._agent = agent
@@ -72,11 +85,14 @@ class LayerwisePush:
             self._agent.begin_step(DisaggregationInstructions(offers=offers), epoch=0)
             self._offering, self._layer_seen = True, False
 
-    def layer(self, layer_id: int) -> None:
-        """Record that a layer's attention has been launched."""
+    def layer(self, layer_id: int, linear: bool = False) -> None:
+        """Record that a layer's attention has been launched; ``linear``: its linear attention. A
+        layer may have both."""
         if self._offering and self._layers_called_once:
             self._layer_seen = True
-            self._agent.layer_written(self._names.get(layer_id, ""))
+            names = self._names.states if linear else self._names.kv
+            for name in names.get(layer_id, ()):
+                self._agent.layer_written(name)
 
     def end(self) -> None:
         """Record that the whole batch has been launched on the current stream."""
@@ -116,12 +132,31 @@ class LayerwisePush:
             end = min(req.extend_end, len(req.origin_input_ids)) // size
             if room.deferred_frees:  # a long prompt must not take its memory twice
                 end = min(end, req.kv.cache_protected_len // size)
-            blocks = room.unoffered_until(end)
-            if blocks:
-                ids = _page_ids(scheduler, req, blocks, size)
-                room.record_ahead(blocks.start, ids)
-                span = Span(0, blocks.start, ids)
-                yield OfferBlocks(transfer_of(req.bootstrap_room), (span,))
+            spans = [*_pages(scheduler, req, room, end), *self._state(scheduler, req, room)]
+            if spans:
+                yield OfferBlocks(transfer_of(req.bootstrap_room), tuple(spans))
+
+    def _state(self, scheduler: Any, req: Any, room: SendRoom) -> Iterator[Span]:
+        """Yield the state of a request whose prompt ends in the starting step."""
+        ends = req.extend_end >= len(req.origin_input_ids)
+        if ends and self._names.states and room.asked and room.state_ahead is None:
+            # The slot is found as in SGLang's own sender.
+            pool = scheduler.req_to_token_pool
+            slot = pool.req_index_to_mamba_index_mapping[req.kv.req_pool_idx]
+            slots = array("q", [int(pool.translate_mamba_indices(slot))])
+            span = Span(self._names.state_group, 0, slots)
+            room.record_state_ahead(span)
+            yield span
+
+
+def _pages(scheduler: Any, req: Any, room: SendRoom, end: int) -> Iterator[Span]:
+    """Yield the pages of those blocks up to ``end`` that were not offered yet."""
+    size = scheduler.token_to_kv_pool_allocator.page_size
+    blocks = room.unoffered_until(end)
+    if blocks:
+        ids = _page_ids(scheduler, req, blocks, size)
+        room.record_ahead(blocks.start, ids)
+        yield Span(0, blocks.start, ids)
 
 
 def _page_ids(scheduler: Any, req: Any, blocks: range, size: int) -> array[int]:
@@ -136,7 +171,7 @@ _push: LayerwisePush | None = None  # of this process; there is one prefill rank
 
 
 def follow_layers(
-    agent: HandoffAgent, prefill_rooms: PrefillRooms, names: Mapping[int, str], once: bool
+    agent: HandoffAgent, prefill_rooms: PrefillRooms, names: LayerNames, once: bool
 ) -> None:
     """Follow the layers of this process's prefills from now on, if the hooks are set. Arguments are
     those of :class:`LayerwisePush`."""
@@ -173,12 +208,12 @@ def around_checkpoint(
 
 
 def around_attention(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Hook around ``AttentionBackend.forward(self, q, k, v, layer, ...)``: the layer's KV is
-    written when it returns."""
+    """Hook around ``AttentionBackend.forward(self, q, k, v, layer, ...)``: the layer's KV, or its
+    state, is written when it returns."""
     output = original(*args, **kwargs)
     if _push is not None:
         layer = kwargs["layer"] if "layer" in kwargs else args[4]
-        _push.layer(layer.layer_id)
+        _push.layer(layer.layer_id, type(layer).__name__ == _LINEAR)
     return output
 
 

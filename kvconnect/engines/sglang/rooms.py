@@ -93,6 +93,7 @@ class SendRoom:
     offered_ahead: dict[int, int] = field(
         default_factory=dict
     )  # block -> page, until SGLang sends it
+    state_ahead: Span | None = None  # a state that a step offers before SGLang sends it
     deferred_pages: set[int] = field(default_factory=set)  # pages to free when the room is closed
     deferred_frees: list[Callable[[], object]] = field(default_factory=list)  # these free them
     given_up: bool = False  # by this side
@@ -111,14 +112,23 @@ class SendRoom:
         """The first block that was not offered."""
         return self.prefix if self.offered is None else self.offered
 
+    @property
+    def asked(self) -> bool:
+        """Whether the readers are known, and with them what they need."""
+        return self.waiting is not None
+
     def unoffered_until(self, end: int) -> range:
         """Return the blocks up to ``end`` that were not offered yet."""
-        return range(0) if self.waiting is None else range(self.next_block, end)
+        return range(self.next_block, end) if self.asked else range(0)
 
     def record_ahead(self, first: int, ids: array[int]) -> None:
         """Record that the starting step offers the blocks ``first ...`` from pages ``ids``."""
         self.offered = first + len(ids)
         self.offered_ahead.update(enumerate(ids, first))
+
+    def record_state_ahead(self, state: Span) -> None:
+        """Record that the starting step offers the state of the request, after its blocks."""
+        self.offered, self.state_ahead = self.next_block, state
 
     def keep(self, pages: set[int], frees: Sequence[Callable[[], object]]) -> None:
         """Keep pages that the request no longer owns but that may still be read. ``frees`` are
@@ -126,8 +136,11 @@ class SendRoom:
         self.deferred_pages |= pages
         self.deferred_frees += frees
 
-    def check(self, first: int, ids: array[int]) -> str:
-        """Return why the blocks ``first ...`` cannot be sent from pages ``ids``, "" if they can."""
+    def check(self, first: int, ids: array[int], rest: Sequence[Span]) -> str:
+        """Return why the blocks ``first ...`` cannot be sent from pages ``ids``, or ``rest``; ""
+        if they can."""
+        if rest and self.state_ahead is not None and self.state_ahead not in rest:
+            return "the state was moved to another slot while it was being sent"
         if ids and first > self.next_block:
             return f"blocks from {first} on were to be sent when {self.next_block} was the next one"
         if self.offered_ahead:
@@ -195,16 +208,17 @@ class PrefillRooms:
         if found is None or found.given_up:
             return
         with contain_room_errors(self._agent, room, self.give_up):
-            why = found.check(first, ids)
+            why = found.check(first, ids, rest)
             if why:
                 logger.error("kvconnect: the hand-off of room %s is given up: %s", room, why)
                 self.give_up(room, why)
                 return
             new = ids[found.next_block - first :]
             spans = [Span(0, found.next_block, new)] if new else []
+            spans += [span for span in rest if span != found.state_ahead]
             found.offered = found.next_block + len(new)
-            if spans or rest:
-                offer = OfferBlocks(transfer_of(room), (*spans, *rest))
+            if spans:
+                offer = OfferBlocks(transfer_of(room), tuple(spans))
                 self._agent.run(DisaggregationInstructions(offers=[offer]), fence)
 
     def give_up(self, room: int, why: str) -> None:

@@ -13,7 +13,7 @@ import hashlib
 import secrets
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Any, NamedTuple
@@ -32,10 +32,10 @@ from kvconnect.types import Rank
 KV, AUX, FIRST_STATE = 0, 1, 2
 """Group numbers: the KV of all layers, the aux rows, the first of the state components."""
 
-_TAIL = "dsa_tail"
+_TAIL, _STATE = "dsa_tail", "mamba"
 _MINIMAX = ("minimax_index_k", "minimax_dense_kv")
 STATES = (
-    *("mamba", "qsa_pending", "qsa_compressed", "swa", "dsa", _TAIL, *_MINIMAX),
+    *(_STATE, "qsa_pending", "qsa_compressed", "swa", "dsa", _TAIL, *_MINIMAX),
     *("swa_ring", "c128_state", "request_row", "block_scale", "block_scale_swa"),
 )
 """State components whose indices are known to be numbers of items, or, of the tail, a row."""
@@ -117,9 +117,28 @@ def items(state: str, indices: array[int]) -> array[int]:
     return indices[:1] if state == _TAIL else indices
 
 
-def layer_names(cache: WorkerCache) -> dict[int, str]:
-    """Return each layer's name in the hand-off, by layer id; without draft layers."""
-    return {int(name): name for name in cache.hello.groups[KV].layers if name.isdecimal()}
+class LayerNames(NamedTuple):
+    """Names in the hand-off by layer id, without draft layers: of layers' KV, and of their parts of
+    a request's state, in group ``state_group``."""
+
+    kv: Mapping[int, Sequence[str]]
+    states: Mapping[int, Sequence[str]]
+    state_group: int
+
+
+def layer_names(cache: WorkerCache, args: Any) -> LayerNames:
+    """Return the names of layers in the hand-off. States are left out where SGLang does not say of
+    which layers they are."""
+    groups = cache.hello.groups
+    kv = {int(name): (name,) for name in groups[KV].layers if name.isdecimal()}
+    states: dict[int, tuple[str, ...]] = {}
+    kinds = [kind.value for kind in args.state_types]
+    number = kinds.index(_STATE) if _STATE in kinds else 0
+    if _STATE in kinds and args.state_layer_ids[number]:
+        for name in groups[FIRST_STATE + number].layers:
+            layer = int(name.split(".")[1])
+            states[layer] = (*states.get(layer, ()), name)
+    return LayerNames(kv, states, FIRST_STATE + number)
 
 
 def _check(args: Any) -> None:
@@ -199,7 +218,7 @@ def _shares(args: Any, number: int, tp: int) -> int:
     """Return into how many equal shares a state component can be cut so that each rank of any size
     has whole ones; 1 if SGLang does not say where its parts are, as of Mamba 2."""
     groups = (getattr(args, "state_conv_shard_groups", None) or {number: ()})[number]
-    if args.state_types[number].value != "mamba" or not any(groups):
+    if args.state_types[number].value != _STATE or not any(groups):
         return 1
     sizes: list[int] = []
     for dim, parts in zip(args.state_dim_per_tensor[number], groups, strict=True):

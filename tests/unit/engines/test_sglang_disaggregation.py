@@ -27,6 +27,7 @@ from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Endpoint, Rank, Span
 
 PAGES, TOKENS, LAYERS, WIDTH, ROWS = 24, 4, 3, 8, 6
+HYBRID = 1  # the layer that has states beside its KV
 PATIENCE_S = 20.0
 ROOM = 2**63 + 7
 
@@ -76,7 +77,7 @@ class Rank1:
             state_data_ptrs=[state[0]],
             state_data_lens=[state[1]],
             state_item_lens=[state[2]],
-            state_layer_ids=[],
+            state_layer_ids=[[HYBRID] * len(self.state)] if self.state else [],
         )
 
     def page(self, layer: int, page: int) -> torch.Tensor:
@@ -96,6 +97,7 @@ class Prefill(Rank1):
             )
         for tensor in (*self.aux, *self.state):
             tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape))
+        self.names = translate.layer_names(self.cache, self.args())
         heads_by_group = [group.kv_heads for group in self.cache.hello.groups]
         self.prefill_rooms = PrefillRooms(
             self.agent,
@@ -425,10 +427,14 @@ def slots_of(pages: Sequence[int]) -> torch.Tensor:
 
 
 class Scheduler:
-    """What layer-wise push reads of SGLang's scheduler, with one request's row."""
+    """What layer-wise push reads of SGLang's scheduler, with one request's row and state."""
 
-    def __init__(self, pages: Sequence[int]) -> None:
-        self.req_to_token_pool = SimpleNamespace(req_to_token=slots_of(pages).unsqueeze(0))
+    def __init__(self, pages: Sequence[int], state: int = 3) -> None:
+        self.req_to_token_pool = SimpleNamespace(
+            req_to_token=slots_of(pages).unsqueeze(0),
+            req_index_to_mamba_index_mapping=torch.tensor([state]),
+            translate_mamba_indices=lambda slot: slot,
+        )
         self.token_to_kv_pool_allocator = Allocator()
 
     def checkpoint(self, dup: int, tree: Sequence[int]) -> None:
@@ -456,7 +462,7 @@ def batch_of(*requests: Any) -> Any:
 def test_layers_go_while_the_chunk_computes(closing: ExitStack) -> None:
     (source,), (reader,) = engines(closing, (1, 1), 4)
     here, there = [3, 9, 4], [7, 2, 13]
-    push = LayerwisePush(source.agent, source.prefill_rooms, translate.layer_names(source.cache))
+    push = LayerwisePush(source.agent, source.prefill_rooms, source.names)
     source.prefill_rooms.open(ROOM)
     reader.ask(there, [source])
     until([source, reader], lambda: bool(source.ready))
@@ -486,7 +492,7 @@ def test_a_silent_forward_is_handed_off_at_its_end(
     closing: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     (source,), (reader,) = engines(closing, (1, 1), 4)
-    push = LayerwisePush(source.agent, source.prefill_rooms, translate.layer_names(source.cache))
+    push = LayerwisePush(source.agent, source.prefill_rooms, source.names)
     source.prefill_rooms.open(ROOM)
     reader.ask([7], [source])
     until([source, reader], lambda: bool(source.ready))
@@ -496,6 +502,116 @@ def test_a_silent_forward_is_handed_off_at_its_end(
     assert "could not be followed" in caplog.text
     source.send_all([3])
     until([source, reader], lambda: bool(reader.done and source.done))
+
+
+NOT_FINAL = -1.0  # what a state holds before its layer has run
+
+
+def pushing_states(
+    closing: ExitStack, names: Callable[[translate.LayerNames], translate.LayerNames]
+) -> tuple[Prefill, Decode, LayerwisePush]:
+    """Return both ends of a hand-off that can begin; the states in slot 3 are not final."""
+    (source,), (reader,) = engines(closing, (1, 1), 4, state=True)
+    push = LayerwisePush(source.agent, source.prefill_rooms, names(source.names))
+    source.prefill_rooms.open(ROOM)
+    reader.ask([7, 2], [source])
+    until([source, reader], lambda: bool(source.ready))
+    for tensor in source.state:
+        tensor[3] = NOT_FINAL
+    return source, reader, push
+
+
+def as_they_are(names: translate.LayerNames) -> translate.LayerNames:
+    return names
+
+
+def with_attention(names: translate.LayerNames) -> translate.LayerNames:
+    """The mistake: a layer's state counted as final when its attention has run."""
+    states = {layer: (*names.kv[layer], *names.states[layer]) for layer in names.states}
+    return names._replace(kv={**names.kv, **states})
+
+
+@pytest.mark.parametrize("right", [True, False], ids=["linear", "attention"])
+def test_states_go_after_their_layer_in_the_step_that_ends_the_prompt(
+    closing: ExitStack, right: bool
+) -> None:
+    source, reader, push = pushing_states(closing, as_they_are if right else with_attention)
+    both = [source, reader]
+    scheduler, got = Scheduler([3, 9]), [tensor[1] for tensor in reader.state]
+    push.begin(scheduler, batch_of(request_of(TOKENS * 2, TOKENS)))
+    push.layer(HYBRID, linear=True)  # more of the prompt follows, and changes the state
+    push.layer(HYBRID)
+    push.end()
+    until(both, lambda: all(reader.page(layer, 7).any() for layer in range(len(reader.kv))))
+    assert not any(state.any() for state in got)
+
+    push.begin(scheduler, batch_of(request_of(TOKENS * 2, TOKENS * 2)))
+    push.layer(HYBRID)
+    until(both, lambda: bool(reader.page(HYBRID, 2).any()))
+    if not right:
+        until(both, lambda: all(bool(state.any()) for state in got))
+    assert not right or not any(state.any() for state in got)
+    for number, tensor in enumerate(source.state):
+        tensor[3] = number + 1
+    push.layer(HYBRID, linear=True)
+    until(both, lambda: all(bool(state.any()) for state in got))
+    assert not reader.page(0, 2).any()  # the step goes on
+    push.end()
+    source.send_all([3, 9], chunks=1)
+    until(both, lambda: bool(reader.done and source.done))
+    assert [bool((state == n + 1).all()) for n, state in enumerate(got)] == [right] * len(got)
+    stats = source.agent.take_stats()
+    assert stats is not None
+    # Layers of two pages; the states and the row, once each.
+    pages = LAYERS * 2
+    assert stats.reduce()["SEND_operations"] == pages + len(got) + 1
+
+
+def test_states_that_no_call_follows_go_at_the_end_of_the_forward(closing: ExitStack) -> None:
+    source, reader, push = pushing_states(closing, as_they_are)
+    push.begin(Scheduler([3, 9]), batch_of(request_of(TOKENS * 2, TOKENS * 2)))
+    push.layer(HYBRID)
+    until([source, reader], lambda: bool(reader.page(HYBRID, 2).any()))
+    assert not any(tensor.any() for tensor in reader.state)
+    for number, tensor in enumerate(source.state):
+        tensor[3] = number + 1
+    push.end()
+    until([source, reader], lambda: all(bool(tensor[1].any()) for tensor in reader.state))
+    source.send_all([3, 9], chunks=1)
+    until([source, reader], lambda: bool(reader.done and source.done))
+    for number, tensor in enumerate(reader.state):
+        assert (tensor[1] == number + 1).all()
+
+
+def test_a_state_that_moves_while_it_is_sent_fails_the_request(closing: ExitStack) -> None:
+    source, reader, push = pushing_states(closing, as_they_are)
+    push.begin(Scheduler([3, 9], state=2), batch_of(request_of(TOKENS * 2, TOKENS * 2)))
+    push.end()
+    source.send_all([3, 9], chunks=1)  # its state from slot 3
+    until([source, reader], lambda: bool(reader.failed))
+    assert "moved to another slot" in source.failed[0]
+    assert not reader.done
+
+
+def test_a_state_that_was_offered_alone_is_withdrawn_with_its_room(closing: ExitStack) -> None:
+    """Decode has declined, so nobody reads. The next request of the room has another state."""
+    (source,), (reader,) = engines(closing, (1, 1), 4, state=True)
+    push = LayerwisePush(source.agent, source.prefill_rooms, source.names)
+    source.prefill_rooms.open(ROOM)
+    room = source.prefill_rooms.find(ROOM)
+    assert room is not None
+    room.waiting = frozenset()
+    push.begin(Scheduler([3]), batch_of(request_of(TOKENS - 1, TOKENS - 1)))  # no whole page
+    push.end()
+    source.prefill_rooms.close(ROOM)
+    source.prefill_rooms.open(ROOM)
+    for tensor in source.state:
+        tensor[5] = 6.0
+    reader.ask([7], [source])
+    until([source, reader], lambda: bool(source.ready))
+    source.send_all([3], chunks=1)
+    until([source, reader], lambda: bool(reader.done and source.done))
+    assert not source.failed
 
 
 class Held:
@@ -522,7 +638,7 @@ def test_pages_that_the_tree_frees_while_they_are_sent(closing: ExitStack, defer
     for one, other in zip(own[:2], tree[:2], strict=True):  # the same was computed twice
         for layer in range(len(source.kv)):
             source.page(layer, other).copy_(source.page(layer, one))
-    push = LayerwisePush(source.agent, source.prefill_rooms, translate.layer_names(source.cache))
+    push = LayerwisePush(source.agent, source.prefill_rooms, source.names)
     source.prefill_rooms.open(ROOM)
     reader.ask(there, [source])
     until([source, reader], lambda: bool(source.ready))
@@ -560,7 +676,7 @@ def test_a_room_that_keeps_pages_offers_no_more_of_its_own_ahead(closing: ExitSt
     own, tree, there = [3, 9, 4], [15, 9, 4], [7, 2, 13]
     for layer in range(len(source.kv)):
         source.page(layer, 15).copy_(source.page(layer, 3))
-    push = LayerwisePush(source.agent, source.prefill_rooms, translate.layer_names(source.cache))
+    push = LayerwisePush(source.agent, source.prefill_rooms, source.names)
     source.prefill_rooms.open(ROOM)
     reader.ask(there, [source])
     until([source, reader], lambda: bool(source.ready))
@@ -603,8 +719,7 @@ def test_layers_of_two_halves_are_not_followed(
     """With two-batch overlap a layer is called for half of the batch first: the other half's pages
     are not written yet. The control follows it, and sends what is not there."""
     (source,), (reader,) = engines(closing, (1, 1), 4)
-    names = translate.layer_names(source.cache)
-    push = LayerwisePush(source.agent, source.prefill_rooms, names, once)
+    push = LayerwisePush(source.agent, source.prefill_rooms, source.names, once)
     source.prefill_rooms.open(ROOM)
     reader.ask([7, 2], [source])
     until([source, reader], lambda: bool(source.ready))
