@@ -1,6 +1,7 @@
 """An SGLang plugin that breaks hand-off on purpose, with this folder on PYTHONPATH: a server sends
-the page before the one that was asked for while the file named by KVCONNECT_FAULTY exists, and no
-pages at all while that named by KVCONNECT_HELD does, as over a link that is very slow."""
+the page before the one that was asked for while the file named by KVCONNECT_FAULTY exists, the
+same of state components while that named by KVCONNECT_FAULTY_STATE does, and no pages at all while
+that named by KVCONNECT_HELD does, as over a link that is very slow."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from kvconnect.disaggregation import prefill_reads
 from kvconnect.disaggregation.prefill_executor import PrefillExecutor
 from kvconnect.types import Span
 
-KV = 0  # the group of pages; shifted rows of metadata would be noticed by SGLang itself
+KV, ROWS = 0, 1  # groups; shifted rows of metadata would be noticed by SGLang itself
 
 _wire_ids = prefill_reads.wire_ids
 _send, _tick = PrefillExecutor._send, PrefillExecutor.tick
@@ -31,7 +32,8 @@ def _is_there(variable: str) -> bool:
 
 def _shifted(span: Span, ratio: int, first: int, stop: int) -> array[int]:
     ids = _wire_ids(span, ratio, first, stop)
-    if span.group != KV or not _is_there("KVCONNECT_FAULTY"):
+    fault = "KVCONNECT_FAULTY" if span.group == KV else "KVCONNECT_FAULTY_STATE"
+    if span.group == ROWS or not _is_there(fault):
         return ids
     return array("q", [max(page - 1, 0) for page in ids])
 
