@@ -37,11 +37,11 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.common import emit
+from benchmarks.common import emit, progress
 from benchmarks.serve import parts
 from benchmarks.serve.answers import wrong
 from benchmarks.serve.disaggregation import handed_off
@@ -93,25 +93,29 @@ def measure(
     chosen: Collection[str], sizes: parts.Sizes, options: argparse.Namespace
 ) -> dict[str, float]:
     """Return the figures of the parts; fleets that none of them needs are not started."""
-    figures: dict[str, float] = {}
-    wrong_answers = 0
+    figures: dict[str, float] = {"wrong_answers": 0}
+
+    def add(found: Mapping[str, float]) -> None:
+        progress(", ".join(f"{key} {value:.4g}" for key, value in found.items()))
+        figures.update(found)
+
     if {"trace", "pd"} & set(chosen):
         asked = requests(options.trace, sizes.trace_requests, options.seed)
     if {"random", "doc_qa", "trace"} & set(chosen):
         names = (PLAIN, OURS, CONTROL) if "random" in chosen else (PLAIN, OURS)
         with single_engines(names) as variants:
             if "random" in chosen:
-                figures |= parts.random_prompts(variants, sizes)
+                add(parts.random_prompts(variants, sizes))
             if "doc_qa" in chosen:
-                figures |= parts.doc_qa(variants, sizes)
+                add(parts.doc_qa(variants, sizes))
             if "trace" in chosen:
-                figures |= parts.trace(variants, sizes, asked)
-            wrong_answers += wrong(variants, options.seed)[OURS]
+                add(parts.trace(variants, sizes, asked))
+            figures["wrong_answers"] += wrong(variants, options.seed)[OURS]
     if "pd" in chosen:
         with disaggregated() as variants:
-            figures |= handed_off(variants, sizes, asked)
-            wrong_answers += wrong(variants, options.seed)[OURS]
-    return {**figures, "wrong_answers": wrong_answers}
+            add(handed_off(variants, sizes, asked))
+            figures["wrong_answers"] += wrong(variants, options.seed)[OURS]
+    return figures
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import signal
 import statistics
 import time
+import urllib.error
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ HOST_BLOCKS = 2048
 """Of ``HOST_BYTES``: a block of 32 tokens has 512 KiB."""
 PLAIN, CONTROL, OURS, NIXL = "plain", "control", "kvconnect", "nixl"
 RESET_S = 60.0
+INTRODUCTIONS = 5
+"""Requests with which a pair of NIXL's engines may fail before the benchmark does."""
 VLLM_ROUTER = PEERS / "vllm-router" / "bin" / "vllm-router"
 
 
@@ -158,8 +161,26 @@ def disaggregated() -> Iterator[dict[str, Variant]]:
             OURS: Variant(OURS, ours, our_router),
             PLAIN: Variant(PLAIN, [alone]),
         }
+        introduce(variants[NIXL])
         with stopped(variants.values()):
             yield variants
+
+
+def introduce(variant: Variant) -> None:
+    """Let NIXL's engines connect. On a busy machine that takes longer than the five seconds that
+    NixlConnector gives it, and then the first request fails; the next ones find the connection.
+
+    Raises:
+        HTTPError: requests still fail after :data:`INTRODUCTIONS`.
+    """
+    for left in reversed(range(INTRODUCTIONS)):
+        try:
+            variant.front.complete([5] * 8, 2)
+            return
+        except urllib.error.HTTPError as error:
+            if not left:
+                raise
+            error.close()
 
 
 @contextmanager

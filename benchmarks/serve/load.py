@@ -45,7 +45,8 @@ def bench_serve(
             *("--model", "model", "--tokenizer", str(tokenizer), "--temperature", "0"),
             *("--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,90,99"),
             *("--ready-check-timeout-sec", "0", "--disable-tqdm"),  # it would ask the first prompt
-            *("--save-result", "--result-dir", folder, "--result-filename", "result.json"),
+            *("--save-result", "--save-detailed"),  # with the errors
+            *("--result-dir", folder, "--result-filename", "result.json"),
             *arguments,
         ]
         # The words of a trace are drawn from the hashes of its ids.

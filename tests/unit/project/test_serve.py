@@ -7,9 +7,11 @@ import gzip
 import json
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from email.message import Message
 from pathlib import Path
+from urllib.error import HTTPError
 
 import pytest
 
@@ -184,6 +186,24 @@ def test_an_answer_that_is_wrong_only_after_a_load_is_found() -> None:
     assert check_answers(bad=True) == {fleet.PLAIN: 0, fleet.OURS: len(answers.prompts(0))}
     with pytest.raises(SystemExit, match="loaded nothing"):
         check_answers(loads=False)
+
+
+@pytest.mark.parametrize("failing", [0, fleet.INTRODUCTIONS - 1, fleet.INTRODUCTIONS])
+def test_engines_that_do_not_connect_at_first_may_fail_a_few_requests(failing: int) -> None:
+    """Control: those that never connect end the benchmark."""
+    left = failing
+
+    class Late(Engine):
+        def complete(self, prompt: list[int], max_tokens: int) -> Answer:
+            nonlocal left
+            left -= 1
+            if left >= 0:
+                raise HTTPError("http://decode", 500, "not connected", Message(), None)
+            return super().complete(prompt, max_tokens)
+
+    ends = pytest.raises(HTTPError) if failing == fleet.INTRODUCTIONS else nullcontext()
+    with ends:
+        fleet.introduce(Asked(fleet.NIXL, [Late()]))  # type: ignore[list-item]
 
 
 def test_prompts_of_the_check_share_one_prefix_only() -> None:
