@@ -300,6 +300,12 @@ def test_draft_tokens_have_no_kv_yet() -> None:
     assert dict(translate.computed_tokens(step(drafted, drafts={})))["drafts"] == 65
 
 
+def test_placeholders_of_a_new_request_have_no_kv_either() -> None:
+    """vLLM adds them to a request that one token of its prompt is left of."""
+    output = step({"new": 1 + 3, "long": 1, "drafts": 1}, drafts={"new": [-1, -1, -1]})
+    assert dict(translate.computed_tokens(output))["new"] == 32 + 1
+
+
 def step(scheduled: dict[str, int], drafts: dict[str, list[int]]) -> SchedulerOutput:
     """vLLM's own message: "new" has 32 tokens on the device, "long" 256 and "drafts" 60."""
     new = NewRequestData(

@@ -144,13 +144,14 @@ def hash_block_tokens(config: VllmConfig, kv_cache: KVCacheConfig) -> int:
 def computed_tokens(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
     """Yield each scheduled request's id and the number of its tokens that have KV after the step.
 
-    Draft tokens do not count: if they are rejected, their KV is overwritten.
+    Draft tokens do not count: if they are rejected, their KV is overwritten. A new request may have
+    some, too: vLLM gives it placeholders when one token of its prompt is left to compute.
     """
     scheduled, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
-    for new in output.scheduled_new_reqs:
-        yield new.req_id, new.num_computed_tokens + scheduled[new.req_id]
-    cached = output.scheduled_cached_reqs
-    for req_id, before in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+    new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
+    befores = [(request.req_id, request.num_computed_tokens) for request in new]
+    befores += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    for req_id, before in befores:
         yield req_id, before + scheduled[req_id] - len(drafts.get(req_id, ()))
 
 
