@@ -68,22 +68,10 @@ KINDS: Mapping[str, CacheKind] = {
     "chunk": CacheKind("chunked attention", _works(_ANY_VLLM), _works(_SGLANG)),
     "latent": CacheKind("latent attention (MLA)", _works(_ANY_VLLM), _works(_SGLANG)),
     "indexer": CacheKind("a sparse index", _works(_ANY_VLLM), _works(_SGLANG)),
-    "compressed": CacheKind(
-        "compressed attention",
-        Support(
-            {"hand-off": "a row covers several tokens"},
-            _SAME_VLLM,
-            "offload only, with kv_role kv_both; or compute prompts where they are decoded",
-        ),
-        _works(_SGLANG),
-    ),
+    "compressed": CacheKind("compressed attention", _works(_SAME_VLLM), _works(_SGLANG)),
     "block sparse": CacheKind(
         "a sparse index beside heads",
-        Support(
-            {"hand-off": "its layers differ in their heads"},
-            _SAME_VLLM,
-            "offload only, with kv_role kv_both; or compute prompts where they are decoded",
-        ),
+        _works(_SAME_VLLM),
         Support(_NO_LINKER, fix="hand it off only"),
     ),
     "state": CacheKind("states (Mamba, linear attention)", _works(_SAME_VLLM), _works(_SGLANG)),

@@ -308,10 +308,12 @@ class Sessions:
             names = group.layers if layer is None else (group.layers[layer],)
             pages = [page for name in names for page in self._pages[number] if page.name == name]
             first = head_range(rank.tp_rank, rank.tp, self.hello.groups[number].kv_heads)[0]
+            # A block that is moved whole is one row, whatever its tokens.
+            rows = pages[0].tokens * group.wire_tokens // self.hello.groups[number].page_tokens
             segments, phases, size = unit_segments(
                 pages,
                 (group.heads[0] - first, group.heads[1] - first),
-                group.wire_tokens,
+                rows,
                 group.order,
             )
             session.units.append(Unit(segments, phases, size))

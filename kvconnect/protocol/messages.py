@@ -74,7 +74,8 @@ class GroupHello(msgspec.Struct, kw_only=True):
         layers: names of the layers of this group that this worker (pipeline stage) has.
         kv_heads: of the model, over all ranks; 1 for MLA.
         heads: on this worker.
-        row_bytes: bytes of one token of one head of one layer; the most where layers differ.
+        row_bytes: bytes of one token of one head of one layer, or of one layer's whole block if it
+            is moved as one row; the most where layers differ.
         layer_row_bytes: the same for each of ``layers``, where layers differ; else empty.
         order: of a page's dims in memory: heads outside tokens, or tokens outside heads.
         splittable: a page may be cut between tokens.

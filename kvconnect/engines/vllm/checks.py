@@ -47,7 +47,7 @@ def check_engine(config: VllmConfig, listen: str) -> None:
         supported = engine_versions.supported_vllm_text()
         raise Incompatible(f"vLLM {vllm.__version__} is not supported", f"install {supported}")
     check_device(config.device_config.device_type)
-    check_model(config.model_config, config.kv_transfer_config.kv_role)
+    check_model(config.model_config)
     parallel = config.parallel_config
     if parallel.prefill_context_parallel_size > 1:
         field = "prefill_context_parallel_size"
@@ -57,20 +57,19 @@ def check_engine(config: VllmConfig, listen: str) -> None:
         raise ConfigError("listen", listen, fix)
 
 
-def check_model(model: ModelConfig, role: str) -> None:
+def check_model(model: ModelConfig) -> None:
     """Check a model by its configuration, since its KV cache is known only after its weights are
-    loaded. ``role``: ``kv_role``; one for hand-offs only needs hand-offs.
+    loaded.
 
     Raises:
-        Incompatible: offloading is refused, or hand-offs if the role is only for them.
+        Incompatible: its cache cannot be kept, so it cannot be handed off either.
     """
     config = {**model.hf_config.to_dict(), "architectures": list(model.architectures)}
     kinds = set(architectures.kinds_of(config)) - architectures.IDLE
-    for feature in ("offload",) if role == "kv_both" else ("offload", "hand-off"):
-        found = architectures.refusal("vllm", sorted(kinds), feature)
-        if found:
-            why, fix = found
-            raise Incompatible(f"no {feature} with {why}", fix)
+    found = architectures.refusal("vllm", sorted(kinds), "offload")
+    if found:
+        why, fix = found
+        raise Incompatible(f"no offload with {why}", fix)
 
 
 def _check_context_parallelism(config: VllmConfig, settings: Config) -> None:

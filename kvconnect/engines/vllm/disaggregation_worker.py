@@ -15,9 +15,9 @@ from kvconnect.config import Config, listen_address
 from kvconnect.disaggregation.agent import HandoffAgent, WorkerCache, start_agent
 from kvconnect.disaggregation.sessions import GroupPages
 from kvconnect.disaggregation.staging import make_memory
-from kvconnect.engines.vllm import translate
+from kvconnect.engines.vllm import handoff_pages, translate
 from kvconnect.errors import Incompatible
-from kvconnect.protocol.messages import GroupHello, Hello
+from kvconnect.protocol.messages import Hello
 from kvconnect.types import Rank
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def make_handoffs(
     if splits_blocks or not (sends or transfer.is_kv_consumer):
         return None
     try:
-        pages = translate.handoff_pages(cache, kv_caches)
+        pages = handoff_pages.handoff_pages(cache, kv_caches)
         hello = _hello(vllm_config, cache, kv_caches, pages, epoch)
     except Incompatible as error:
         if transfer.kv_role != "kv_both":
@@ -85,37 +85,16 @@ def _hello(
     """
     parallel = vllm_config.parallel_config
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    splittable = translate.can_split_pages(vllm_config, cache, kv_caches)
-    groups = []
-    kinds = translate.cache_groups(cache)
-    for kind, group, layers in zip(kinds, cache.kv_cache_groups, pages, strict=True):
-        first, rows = layers[0], translate.row_bytes(layers)
-        each = rows if isinstance(rows, list) else [rows]
-        total = translate.total_kv_heads(vllm_config, group.kv_cache_spec)
-        if first.heads != max(1, total // tp):
-            raise Incompatible(f"a page has {first.heads} heads, the model {total} on {tp} ranks")
-        groups.append(
-            GroupHello(
-                block_tokens=1 if kind.states else kind.block_tokens,
-                page_tokens=first.tokens,
-                window=kind.window,
-                chunk=kind.chunk,
-                layers=[page.name for page in layers],
-                kv_heads=total,
-                heads=first.heads,
-                row_bytes=max(each),
-                layer_row_bytes=each if len(each) > 1 else [],
-                order="HNC" if first.head_stride >= first.token_stride else "NHC",
-                splittable=splittable and not kind.states,
-            )
-        )
     return Hello(
         software=f"kvconnect {engine_versions.installed('kvconnect')}",
         engine_id=vllm_config.kv_transfer_config.engine_id,
         epoch=epoch,
         rank=Rank(parallel.rank % tp, tp, parallel.rank // tp % pp, pp),
-        format=translate.handoff_format(vllm_config, cache, kv_caches),
-        groups=groups,
+        format={
+            **translate.handoff_format(vllm_config, cache, kv_caches),
+            **handoff_pages.whole_format(vllm_config, cache, kv_caches),
+        },
+        groups=handoff_pages.group_hellos(vllm_config, cache, kv_caches, pages),
     )
 
 

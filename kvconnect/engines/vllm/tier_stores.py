@@ -18,7 +18,7 @@ from kvconnect.cache.layout import Geometry
 from kvconnect.cache.model_identity import model_name, weights_name
 from kvconnect.cache.record_format import RecordFormat, fingerprint, parts
 from kvconnect.config import Config
-from kvconnect.engines.vllm import translate
+from kvconnect.engines.vllm import handoff_pages, translate
 from kvconnect.engines.vllm.tiers import named_by_tokens
 from kvconnect.errors import Incompatible, Refused
 from kvconnect.offload.host_arena import HostArena
@@ -130,7 +130,9 @@ def _make_remote(cache: _Cache, fields: Mapping[str, Any], config: Config) -> St
 
 def _units(cache: _Cache) -> tuple[list[Sequence[HeadUnit]], list[list[Any]]]:
     """Return, per group, the units of a block and the format of their bytes."""
-    pages = translate.handoff_pages(cache.kv_cache_config, cache.kv_caches)
+    if any(handoff_pages.whole_groups(cache.kv_cache_config, cache.kv_caches)):
+        raise Incompatible("blocks are kept as a whole")
+    pages = handoff_pages.handoff_pages(cache.kv_cache_config, cache.kv_caches)
     apart = translate.can_split_pages(cache.vllm_config, cache.kv_cache_config, cache.kv_caches)
     parallel = cache.vllm_config.parallel_config
     tp = parallel.tensor_parallel_size
@@ -138,13 +140,13 @@ def _units(cache: _Cache) -> tuple[list[Sequence[HeadUnit]], list[list[Any]]]:
     formats = []
     groups = cache.kv_cache_config.kv_cache_groups
     for group, layers, geometry in zip(groups, pages, cache.geometry.groups, strict=True):
-        total = translate.total_kv_heads(cache.vllm_config, group.kv_cache_spec)
+        total = handoff_pages.total_kv_heads(cache.vllm_config, group.kv_cache_spec)
         heads = head_range(parallel.rank % tp, tp, total)  # ranks may share a head
         layouts.append(units(geometry, [(layer,) for layer in layers], heads, total, apart))
         unit = unit_heads(total, layers[0].heads)
         page = 1 if apart else layers[0].tokens
         names = [layer.name for layer in layers]
-        rows = translate.row_bytes(layers)
+        rows = handoff_pages.row_bytes(layers)
         formats.append([group.kv_cache_spec.block_size, total, unit, page, rows, names])
     return layouts, formats
 
@@ -246,7 +248,7 @@ def _plain_rows(
     in_planes = kernels <= _PLANES
     if not kernels <= _ROWS and not in_planes:
         raise Incompatible(f"the attention kernel {'+'.join(sorted(kernels))} packs pages")
-    (pages,) = translate.handoff_pages(cache, kv_caches)
+    (pages,) = handoff_pages.handoff_pages(cache, kv_caches)
     if len(pages) != len(kv_caches):
         raise Incompatible("layers that share K and V")
     numbered = sorted((extract_layer_index(page.name), page) for page in pages)

@@ -1,5 +1,5 @@
-"""Translates vLLM's objects into KVConnect's. With ``cache_specs``, the only module to change for a
-new version of vLLM.
+"""Translates vLLM's objects into KVConnect's. With ``cache_specs`` and ``handoff_pages``, the only
+module to change for a new version of vLLM.
 
 Written against vLLM 0.32 and 0.33.
 """
@@ -19,12 +19,9 @@ from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_bac
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_cache_spec
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
-    HiddenStateCacheSpec,
     KVCacheConfig,
     KVCacheSpec,
     MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
     UniformTypeKVCacheSpecs,
     iter_layer_specs,
 )
@@ -32,7 +29,6 @@ from vllm.v1.request import RequestStatus
 
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry, view_segments
-from kvconnect.cache.pages import LayerPages, layer_pages
 from kvconnect.engines.vllm.cache_specs import cache_group, packs_pages
 from kvconnect.engines.vllm.states import state_format
 from kvconnect.errors import Incompatible, Refused
@@ -192,14 +188,19 @@ def cache_geometry(config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor])
             raise Incompatible("a pipeline stage without layers of some KV-cache group: use fewer")
         segments: list[ByteRun] = []
         for layer in group.layer_names:
-            found = _layer_segments(layer, kv_caches[layer], config.num_blocks)
+            found = layer_segments(layer, kv_caches[layer], config.num_blocks)
             _check_bytes(layer, group.kv_cache_spec, sum(run.length for run in found))
             segments += found
         groups.append(GroupGeometry(tuple(segments), config.num_blocks))
     return Geometry(tuple(groups))
 
 
-def _layer_segments(layer: str, view: torch.Tensor, num_blocks: int) -> tuple[ByteRun, ...]:
+def layer_segments(layer: str, view: torch.Tensor, num_blocks: int) -> tuple[ByteRun, ...]:
+    """Return where one layer's blocks are in the backing area.
+
+    Raises:
+        Incompatible: the layer's shape and strides do not tell.
+    """
     offset = view.data_ptr() - view.untyped_storage().data_ptr()
     try:
         return view_segments(offset, view.shape, view.stride(), view.element_size(), num_blocks)
@@ -231,7 +232,7 @@ def cache_layers(
         layer: (
             number,
             geometry.groups[number].reach(
-                _layer_segments(layer, kv_caches[layer], config.num_blocks)
+                layer_segments(layer, kv_caches[layer], config.num_blocks)
             ),
         )
         for number, group in enumerate(config.kv_cache_groups)
@@ -324,77 +325,3 @@ def can_split_pages(
     opaque = any(view.dtype == torch.uint8 for view in kv_caches.values())
     packed = packs_pages(group.kv_cache_spec for group in cache.kv_cache_groups)
     return not interleaved and not opaque and not packed
-
-
-def handoff_pages(
-    cache: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
-) -> tuple[tuple[LayerPages, ...], ...]:
-    """Return, per group, each layer's pages. Layers that share another layer's cache are left out.
-
-    Raises:
-        Incompatible: a layer's shape and strides do not tell its heads and tokens, its rows cover
-            several tokens, or layers of one group differ in their heads or in the tokens of a page.
-    """
-    base = next(iter(kv_caches.values())).untyped_storage().data_ptr()
-    groups = []
-    for group in cache.kv_cache_groups:
-        pages: dict[int, LayerPages] = {}
-        is_state = isinstance(group.kv_cache_spec, MambaSpec)  # then it is a page of one token
-        ratios = {getattr(s, "tokens_per_state", 1) for s in iter_layer_specs(group.kv_cache_spec)}
-        if ratios != {1} and not is_state:
-            raise Incompatible(f"rows of {sorted(ratios)} tokens: only blocks as a whole are moved")
-        for layer in group.layer_names:
-            view = kv_caches[layer]
-            pages.setdefault(
-                view.data_ptr(),
-                layer_pages(
-                    layer,
-                    view.data_ptr() - base,
-                    (view.shape, view.stride(), view.element_size()),
-                    cache.num_blocks,
-                    1 if is_state else group.kv_cache_spec.block_size,
-                ),
-            )
-        shapes = sorted({(p.heads, p.tokens) for p in pages.values()})
-        if len(shapes) > 1:
-            raise Incompatible(f"layers of one KV-cache group differ in (heads, tokens): {shapes}")
-        groups.append(tuple(pages.values()))
-    return tuple(groups)
-
-
-def row_bytes(layers: Sequence[LayerPages]) -> int | list[int]:
-    """Return the bytes of a row of a group's layers, or of each layer if they differ."""
-    sizes = [page.row_bytes for page in layers]
-    return sizes if len(set(sizes)) > 1 else sizes[0]
-
-
-def total_kv_heads(config: VllmConfig, spec: KVCacheSpec) -> int:
-    """Return the number of KV heads of a group's layers over all ranks; 1 for MLA, whose ranks
-    share one. A rank's part of a state counts as one head.
-
-    Raises:
-        Incompatible: layers have different numbers, and this rank's share fits none or several.
-    """
-    totals = {_layer_heads(config, layer) for layer in iter_layer_specs(spec)}
-    if len(totals) != 1:
-        raise Incompatible(f"layers of one group differ in their KV heads: {sorted(totals)}")
-    return totals.pop()
-
-
-def _layer_heads(config: VllmConfig, spec: Any) -> int:
-    model, ranks = config.model_config, config.parallel_config.tensor_parallel_size
-    if isinstance(spec, HiddenStateCacheSpec) and ranks == 1:
-        return int(spec.num_kv_heads)
-    if isinstance(spec, (MLAAttentionSpec, SlidingWindowMLASpec)):
-        return 1
-    if isinstance(spec, MambaSpec):
-        return int(ranks)
-    fields = model.hf_text_config.to_dict().items()
-    named = {n for name, n in fields if name.endswith("key_value_heads") and isinstance(n, int)}
-    totals = {int(model.get_total_num_kv_heads())} | named
-    if len(totals) > 1:
-        own = getattr(spec, "num_kv_heads", 0)
-        totals = {total for total in totals if max(1, total // ranks) == own}
-    if len(totals) != 1:
-        raise Incompatible("layers differ in their KV heads")
-    return totals.pop()

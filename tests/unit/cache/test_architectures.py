@@ -79,8 +79,8 @@ def test_one_refused_kind_refuses_the_model() -> None:
     assert refusal("vllm", ("full", "window"), "offload") is None
     found = refusal("vllm", ("full", "cross"), "offload")
     assert found is not None and found[0].startswith("cross attention")
-    assert refusal("vllm", ("window", "compressed"), "offload") is None
-    assert refusal("vllm", ("window", "compressed"), "hand-off") is not None
+    assert refusal("sglang", ("full", "block sparse"), "hand-off") is None
+    assert refusal("sglang", ("full", "block sparse"), "offload") is not None
 
 
 def test_blocks_are_shared_as_widely_as_the_narrowest_kind() -> None:

@@ -74,18 +74,18 @@ def test_only_installed_engines_are_named_with_their_versions(
 def test_a_refused_feature_has_a_line_with_the_cause_and_the_way_out(
     tmp_path: Path, packages: dict[str, str]
 ) -> None:
-    packages["vllm"] = "0.32.0"
-    folder = model(tmp_path, "DeepseekV4ForCausalLM", compress_ratios=[1, 4, 128])
+    packages["sglang"] = "0.5.23"
+    folder = model(tmp_path, "MiniMaxM3SparseForCausalLM")
     found = lines(folder)
-    assert found["vllm offload"][0] == "ok"
-    status, why, fix = found["vllm hand-off"]
-    assert (status, why) == ("fail", "compressed attention: a row covers several tokens")
-    assert "kv_both" in fix
-    assert found["vllm sharing"] == ("ok", "with vLLM with the same ranks", "")
+    assert found["sglang hand-off"][0] == "ok"
+    status, why, fix = found["sglang offload"]
+    cause = "a sparse index beside heads: SGLang's linker keeps no such cache"
+    assert (status, why, fix) == ("fail", cause, "hand it off only")
     assert not models.examine(folder).ok
-    # Control: the same without compression.
-    (tmp_path / "config.json").unlink()
-    assert models.examine(model(tmp_path, "DeepseekV3ForCausalLM", kv_lora_rank=512)).ok
+    # Control: the same model on the other engine.
+    packages["vllm"] = packages.pop("sglang").replace("0.5.23", "0.32.0")
+    assert models.examine(folder).ok
+    assert lines(folder)["vllm sharing"] == ("ok", "with vLLM with the same ranks", "")
 
 
 def test_an_architecture_that_is_not_listed_is_judged_by_its_fields(

@@ -72,32 +72,30 @@ def test_the_table_refuses_what_the_spec_refuses(kind: str, spec: KVCacheSpec) -
     assert served == (refusal("vllm", [kind], "offload") is None)
 
 
-def check(architecture: str, role: str = "kv_both") -> None:
-    check_model(engine_config(architectures=[architecture]).model_config, role)
+def check(architecture: str) -> None:
+    check_model(engine_config(architectures=[architecture]).model_config)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "role", "why"),
+    ("architecture", "why"),
     [
-        ("DeepseekV41ForCausalLM", "kv_both", "a ring of keys"),
-        ("UnlimitedOCRForCausalLM", "kv_both", "where the prompt ended"),
-        ("HrmTextForCausalLM", "kv_both", "non-causal"),
-        ("DeepseekV4ForCausalLM", "kv_producer", "no hand-off with compressed attention"),
-        ("DeepseekV4ForCausalLM", "kv_consumer", "no hand-off with compressed attention"),
+        ("DeepseekV41ForCausalLM", "a ring of keys"),
+        ("UnlimitedOCRForCausalLM", "where the prompt ended"),
+        ("HrmTextForCausalLM", "non-causal"),
     ],
 )
-def test_a_model_is_refused_by_its_configuration(architecture: str, role: str, why: str) -> None:
+def test_a_model_is_refused_by_its_configuration(architecture: str, why: str) -> None:
     with pytest.raises(Incompatible, match=why) as refused:
-        check(architecture, role)
+        check(architecture)
     assert refused.value.fix
 
 
-def test_a_model_whose_hand_off_alone_is_refused_may_be_offloaded() -> None:
+def test_other_models_are_not_refused() -> None:
     check("DeepseekV4ForCausalLM")
-    check("DeepseekV3ForCausalLM", "kv_producer")
+    check("DeepseekV3ForCausalLM")
     check("BertModel")  # its connector is idle
 
 
 def test_models_with_states_are_not_refused() -> None:
-    check("Qwen3NextForCausalLM", "kv_producer")
+    check("Qwen3NextForCausalLM")
     check("MambaForCausalLM")

@@ -33,12 +33,11 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cach
 
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.cache.layout import GroupGeometry
-from kvconnect.cache.pages import LayerPages, unit_segments
-from kvconnect.engines.vllm import translate
+from kvconnect.engines.vllm import handoff_pages, translate
 from kvconnect.engines.vllm.cache_specs import behaves_like, cache_group, packs_pages
 from kvconnect.errors import Incompatible, refusing
 from tests.unit.engines import vllm_caches
-from tests.unit.engines.vllm_caches import MODELS, Cache, full, make
+from tests.unit.engines.vllm_caches import MODELS, area_of, block_of, full, make
 
 TWO_LAYOUTS = {"deepseek_v4": ["BLHNC"]}
 """Layouts to try; vLLM packs these models' pages in one only."""
@@ -95,10 +94,6 @@ def test_a_group_keeps_what_vllm_keeps(model: str) -> None:
 # Bytes -----------------------------------------------------------------------------------------
 
 
-def area_of(cache: Cache) -> torch.Tensor:
-    return translate.backing_area(cache.views)
-
-
 def slot(area: torch.Tensor, group: GroupGeometry, block: int) -> torch.Tensor:
     """The bytes of a block as the host tier keeps them."""
     runs = [area[s.offset + block * s.stride :][: s.length] for s in group.segments]
@@ -110,10 +105,6 @@ def load(area: torch.Tensor, group: GroupGeometry, block: int, kept: torch.Tenso
     for s in group.segments:
         area[s.offset + block * s.stride :][: s.length] = kept[start : start + s.length]
         start += s.length
-
-
-def block_of(view: torch.Tensor, block: int) -> torch.Tensor:
-    return view[block].clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 @pytest.mark.parametrize(("model", "layout", "hybrid"), CASES)
@@ -152,67 +143,8 @@ def test_a_layer_that_shares_a_cache_adds_no_bytes() -> None:
     cache.views["shared"] = cache.views["model.layers.0.attn"]
     (both,) = translate.cache_geometry(cache.config, cache.views).groups
     assert both == alone
-    (pages,) = translate.handoff_pages(cache.config, cache.views)
+    (pages,) = handoff_pages.handoff_pages(cache.config, cache.views)
     assert "shared" not in [page.name for page in pages]
-
-
-# Hand-off --------------------------------------------------------------------------------------
-
-HANDED_OFF = [model for model in MODELS if model not in ("deepseek_v4", "hidden states")]
-
-
-def wire(
-    cache: Cache, layers: list[LayerPages], block: int
-) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-    """One wire block of layers, and where its runs are."""
-    heads = (0, layers[0].heads)
-    segments, phases, size = unit_segments(layers, heads, layers[0].tokens, "HNC")
-    assert phases == 1
-    runs = [
-        (segments[i] + block * segments[i + 1], segments[i + 2]) for i in range(0, len(segments), 3)
-    ]
-    area = area_of(cache)
-    moved = torch.cat([area[start : start + length] for start, length in runs])
-    assert moved.numel() == size
-    return moved, runs
-
-
-@pytest.mark.parametrize("model", HANDED_OFF)
-def test_pages_reach_a_cache_of_another_layout(model: str) -> None:
-    """Prefill keeps tokens outside heads, decode the other way round; all layers at once, then one
-    by one."""
-    source, reader = (make(MODELS[model], layout) for layout in ("BLNHC", "BLHNC"))
-    sent, received = (translate.handoff_pages(c.config, c.views) for c in (source, reader))
-    for theirs, ours in zip(sent, received, strict=True):
-        assert [page.name for page in theirs] == [page.name for page in ours]
-        units = [list(range(len(ours))), *([number] for number in range(len(ours)))]
-        for unit in units:
-            moved, _ = wire(source, [theirs[n] for n in unit], 1)
-            _, runs = wire(reader, [ours[n] for n in unit], 2)
-            area, start = area_of(reader), 0
-            for offset, length in runs:
-                area[offset : offset + length] = moved[start : start + length]
-                start += length
-            for page in (ours[n] for n in unit):
-                there, here = source.views[page.name], reader.views[page.name]
-                assert torch.equal(block_of(here, 2), block_of(there, 1))
-                assert not torch.equal(block_of(here, 2), block_of(there, 3))  # control: swapped
-
-
-def test_rows_may_differ_within_a_group_but_heads_may_not() -> None:
-    cache = make(MODELS["deepseek_v32"])
-    (pages,) = translate.handoff_pages(cache.config, cache.views)
-    assert translate.row_bytes(pages) == [1152, 132] * 3
-    assert translate.row_bytes(pages[::2]) == 1152
-    unequal = make(MODELS["mimo"], hybrid=False)
-    with pytest.raises(Incompatible, match=r"differ in \(heads, tokens\): \[\(4, 64\), \(8, 64\)"):
-        translate.handoff_pages(unequal.config, unequal.views)
-    hidden = make(MODELS["hidden states"])
-    with pytest.raises(Incompatible, match=r"differ in \(heads, tokens\): \[\(2, 64\), \(3, 64\)"):
-        translate.handoff_pages(hidden.config, hidden.views)
-    compressed = make(MODELS["deepseek_v4"])
-    with pytest.raises(Incompatible, match=r"rows of \[4, 128\] tokens"):
-        translate.handoff_pages(compressed.config, compressed.views)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ from vllm.v1.kv_cache_interface import (
     create_kv_cache_views,
 )
 
+from kvconnect.engines.vllm import translate
+
 try:
     from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
 except ImportError:  # vLLM 0.32
@@ -80,6 +82,16 @@ def make(specs: Specs, layout: str = "BLHNC", hybrid: bool = True, block: int = 
 def _spec_of(cache: KVCacheConfig, layer: str) -> KVCacheSpec:
     spec = next(g.kv_cache_spec for g in cache.kv_cache_groups if layer in g.layer_names)
     return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def area_of(cache: Cache) -> torch.Tensor:
+    """Return the bytes that all views are of."""
+    return translate.backing_area(cache.views)
+
+
+def block_of(view: torch.Tensor, block: int) -> torch.Tensor:
+    """Return the bytes of a block."""
+    return view[block].clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 # Specs of models -------------------------------------------------------------------------------
