@@ -91,6 +91,20 @@ def test_a_group_keeps_what_vllm_keeps(model: str) -> None:
                     assert not reaches_as_its_manager(wrong, spec)
 
 
+def test_a_load_fills_every_group_that_vllm_then_does_not_zero() -> None:
+    """vLLM takes a connector to load all groups but those that no other request can use."""
+    for specs in MODELS.values():
+        config = make(specs).config
+        served = range(len(translate.cache_groups(config)))
+        assert list(config.prefix_cacheable_group_ids) == list(served)
+    # Control: such a group is left out, and refused at start.
+    groups = [*config.kv_cache_groups, group_of(vllm_caches.compressor_ring())]
+    more = dataclasses.replace(config, kv_cache_groups=groups)
+    assert list(more.prefix_cacheable_group_ids) == list(range(len(groups) - 1))
+    with pytest.raises(Incompatible, match="one ring per request"):
+        translate.cache_groups(more)
+
+
 # Bytes -----------------------------------------------------------------------------------------
 
 
