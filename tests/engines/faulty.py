@@ -58,6 +58,19 @@ class LoadsOldStates(KVConnect):
         return [(part.group, part.slots) for part in parts]
 
 
+class ForgetsDrafts(KVConnect):
+    """Empties the second half of each block that is loaded, in the arena: the layers of a draft
+    model that is as large as the model itself."""
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        assert isinstance(connector_metadata, StepInstructions)
+        parts = (part for load in connector_metadata.offload.loads for part in load.parts)
+        for slot in (slot for part in parts for slot in part.slots):
+            view = self.worker.tier.store.view(slot)
+            view[len(view) // 2 :] = bytes(len(view) - len(view) // 2)
+        super().bind_connector_metadata(connector_metadata)
+
+
 class LoadRaises(KVConnect):
     """Every load raises in the copier."""
 

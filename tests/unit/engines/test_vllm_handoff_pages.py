@@ -22,7 +22,12 @@ from kvconnect.types import Rank
 from tests.unit.engines import vllm_caches
 from tests.unit.engines.vllm_caches import MODELS, Cache, area_of, block_of, full, make, mixed
 
-WHOLE = {"deepseek_v4": True, "mimo": False, "hidden states": True}
+WHOLE = {
+    "deepseek_v4": True,
+    "mimo": False,
+    "hidden states": True,
+    "llama with EAGLE of more heads": True,
+}
 """Models with groups whose blocks are moved whole, and whether vLLM groups them so by itself; else
 it does without its manager for hybrids."""
 

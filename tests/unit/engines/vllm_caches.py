@@ -116,10 +116,10 @@ def latent(block: int, **changes: Any) -> KVCacheSpec:
         config.model_config = None
 
 
-def deepseek_v32(dtype: str = "auto") -> Specs:
+def deepseek_v32(dtype: str = "auto", layers: int = 3) -> Specs:
     """Latent attention with its indexer's cache in each layer; also GLM-5."""
     specs: Specs = {}
-    for number in range(3):
+    for number in range(layers):
         specs[f"model.layers.{number}.attn"] = latent(64, kv_cache_dtype=dtype, indexer=object())
         with set_current_vllm_config(config := engine(64)):
             name = f"model.layers.{number}.indexer.k_cache"
@@ -204,6 +204,11 @@ def mixed(local: KVCacheSpec, whole: KVCacheSpec) -> Specs:
     return {f"model.layers.{number}": spec for number, spec in enumerate(kinds)}
 
 
+def with_head(target: Specs, head: KVCacheSpec) -> Specs:
+    """A model and its draft head, whose layer vLLM numbers like one more of the model."""
+    return {**target, f"model.layers.{len(target)}": head}
+
+
 CHUNKS = ChunkedLocalAttentionSpec(
     block_size=64, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, attention_chunk_size=192
 )
@@ -221,15 +226,26 @@ TURBO = full(
     state_content_bytes=40,
 )
 
+LLAMA: Specs = {f"model.layers.{n}": full() for n in range(3)}
+
 MODELS: Mapping[str, Specs] = {
-    "llama": {f"layers.{n}": full() for n in range(3)},
+    "llama": LLAMA,
     "llama4": mixed(CHUNKS, full()),
     "gemma3": mixed(window(), full()),
     "gemma3 with several draft modules": mixed(window(extra_retained_tokens=3), full()),
     "gemma4": mixed(window(heads=4, head=32), full(heads=2, head=128)),
     "mimo": mixed(window(heads=8), full(heads=4)),
     "mimo with K != V": mixed(window(heads=8, head_size_v=16), full(heads=4, head_size_v=16)),
+    "gemma3 with EAGLE": with_head(mixed(window(), full()), full()),
+    "gemma4 with EAGLE": with_head(mixed(window(heads=4, head=32), full(head=128)), full(head=64)),
+    "llama with wider EAGLE": with_head(
+        {f"model.layers.{n}": full() for n in range(3)}, full(2, 64)
+    ),
+    "llama with EAGLE of more heads": with_head(
+        {f"model.layers.{n}": full() for n in range(3)}, full(4)
+    ),
     "deepseek_v32": deepseek_v32(),
+    "deepseek_v32 with MTP": deepseek_v32(layers=4),
     "glm5 in fp8": deepseek_v32("fp8_ds_mla"),
     "sliding latent": mixed(latent(64, sliding_window=100), latent(64)),
     "deepseek_v4": deepseek_v4(),
