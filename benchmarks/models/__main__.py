@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import machine, progress
-from benchmarks.models import engine
+from benchmarks.models import drafts, engine
 from benchmarks.models.dense import DENSE, THROUGH_TRANSFORMERS
 from benchmarks.models.experts import MIXTURES
 from benchmarks.models.hybrids import HYBRIDS
@@ -31,7 +31,8 @@ from benchmarks.models.page import PAGE, RESULTS, figures, page, with_bytes
 from benchmarks.models.proof import prove, rehearsal
 from benchmarks.models.windows import WINDOWS
 
-ALL = (*LATENT, *WINDOWS, *MIXTURES, *DENSE, *HYBRIDS, *THROUGH_TRANSFORMERS)
+ARCHITECTURES = (*LATENT, *WINDOWS, *MIXTURES, *DENSE, *HYBRIDS, *THROUGH_TRANSFORMERS)
+ALL = (*ARCHITECTURES, *drafts.drafted({model.name: model for model in ARCHITECTURES}))
 KEPT = Path(__file__).resolve().parents[2] / "build" / "models.json"
 
 
@@ -67,7 +68,8 @@ def main() -> None:
     def one(model: Any) -> None:
         if time.monotonic() > ends:
             return
-        result = prove(model, options.timeout)
+        how = drafts.prove if isinstance(model, drafts.Drafting) else prove
+        result = how(model, options.timeout)
         found.add(model.key, result)
         said = "; ".join(result.get("problems", [])) or result.get("error", "")
         progress(f"{model.key}: {result['verdict']}, {result['seconds']:.0f} s  {said}")

@@ -155,6 +155,16 @@ class Engine:
         found: list[str] = self._call("modules")
         return found
 
+    def drafts(self) -> list[list[list[int]]]:
+        """Return the tokens that were drafted since the last call, by step and request."""
+        found: list[list[list[int]]] = self._call("drafts")
+        return found
+
+    def empty_drafts(self) -> bool:
+        """Overwrite what the draft model's layers have cached; return whether it has any."""
+        found: bool = self._call("empty_drafts")
+        return found
+
     def plant(self, fault: bool) -> None:
         """Break what is loaded from now on; needs an engine with a fault class."""
         self._call("plant", fault=fault)
@@ -290,6 +300,21 @@ class _Served:
             **settings.args,
         )
         self._core = self._llm.llm_engine.engine_core.engine_core
+        self._runner = self._core.model_executor.driver_worker.worker.model_runner
+        self._drafted: list[list[list[int]]] = []
+        if "speculative_config" in settings.args:
+            self._record_drafts()
+
+    def _record_drafts(self) -> None:
+        propose = self._runner.propose_draft_token_ids
+
+        def recorded(*args: Any) -> Any:
+            found = propose(*args)
+            rows = found.tolist() if hasattr(found, "tolist") else found
+            self._drafted.append([[int(token) for token in row] for row in rows])
+            return found
+
+        self._runner.propose_draft_token_ids = recorded
 
     def about(self) -> dict[str, Any]:
         """The engine's KV-cache groups: [classes of its layers' caches, tokens of a block]."""
@@ -393,6 +418,17 @@ class _Served:
 
     def modules(self) -> list[str]:
         return [name for name in sys.modules if name.startswith(_PRELOADED)]
+
+    def drafts(self) -> list[list[list[int]]]:
+        found, self._drafted = self._drafted, []
+        return found
+
+    def empty_drafts(self) -> bool:
+        layers = self._runner.compilation_config.static_forward_context
+        names = getattr(getattr(self._runner, "drafter", None), "_draft_attn_layer_names", ())
+        for name in names:
+            layers[name].kv_cache.zero_()
+        return bool(names)
 
     def plant(self, fault: bool) -> None:
         from benchmarks.models import faults

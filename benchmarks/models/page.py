@@ -68,7 +68,8 @@ def kinds(one: Mapping[str, Any]) -> list[str]:
 
 def page(results: Mapping[str, Any]) -> str:
     """Return the page as Markdown."""
-    found = results["architectures"]
+    found = {name: one for name, one in results["architectures"].items() if "method" not in one}
+    drafts = {name: one for name, one in results["architectures"].items() if "method" in one}
     run = {n: one for n, one in found.items() if one["verdict"] not in ("no_engine", "bytes_only")}
     rest = {name: one for name, one in found.items() if name not in run}
     machine, counts = results["machine"], results["figures"]
@@ -78,6 +79,7 @@ def page(results: Mapping[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
         *(_row(name, one) for name, one in sorted(run.items(), key=_order)),
         *_refusals(run),
+        *_drafts(drafts),
         _REST,
         "| architecture | proof | what the engine said |",
         "|---|---|---|",
@@ -136,6 +138,45 @@ def _refusals(run: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return ["", "## Refused", "", "| architecture | what | message |", "|---|---|---|", *lines]
 
 
+def _drafts(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The section on speculative decoding."""
+    run = [item for item in sorted(found.items(), key=_order) if "rounds" in item[1]]
+    rest = [item for item in sorted(found.items(), key=_order) if "rounds" not in item[1]]
+    return [
+        _DRAFTS,
+        "| architecture | drafts | hits | offload | on both | on prefill only | on decode only |",
+        "|---|---|---|---|---|---|---|",
+        *(_joined([*_target(name), *_drafted(one)]) for name, one in run),
+        _NO_DRAFTS,
+        "| architecture | drafts | what was seen |",
+        "|---|---|---|",
+        *(_joined([*_target(name), _cell(one["error"])]) for name, one in rest),
+    ]
+
+
+def _target(key: str) -> list[str]:
+    """Return architecture and drafts of a key of :class:`benchmarks.models.drafts.Drafting`."""
+    name, _, drafts = key.rstrip(")").partition(" (drafts: ")
+    return [name, drafts]
+
+
+def _drafted(one: Mapping[str, Any]) -> list[str]:
+    last = one["rounds"][-1]
+    hits = "/".join(str(tokens) for tokens in last["cached"])
+    cells = [hits, _same_drafts(last)]
+    for side in ("both", "prefill_only", "decode_only"):
+        moved = f", {one[side]['bytes'] / 2**20:.1f} MiB" if one[side]["bytes"] else ""
+        said = _same_drafts(one[side])
+        cells.append(f"refused; {said}" if one[side]["refused"] else said + moved)
+    return cells
+
+
+def _same_drafts(found: Mapping[str, Any]) -> str:
+    if not found.get("same_drafts", True):
+        return _same(found["same"]) + ", **other drafts**"
+    return _same(found["same"]) + (" and drafts" if "same_drafts" in found else "")
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")[:300]
 
@@ -178,6 +219,20 @@ Four prompts of 41, 203, 517 and 701 tokens, 16 greedy tokens each, on engines w
 - **Proof:** what was compared, and the largest difference of the tokens' log probabilities.
 
 ## Architectures
+"""
+_DRAFTS = """
+## Speculative decoding
+
+Tiny random draft models, EAGLE heads and MTP layers, in the same rounds and hand-offs. The target
+checks each draft, so a draft model's wrong KV changes no token. So every draft is compared, too:
+*same tokens and drafts* are those of an engine without a connector. Control: after the draft
+model's KV is overwritten, its drafts change and the tokens stay (tried where one KV-cache group has
+all layers and the device keeps prefixes). If a decode engine has layers that the prefill engine
+lacks, or the KV-cache groups differ, the hand-off is *refused* with one line, and the decode engine
+computes the prompt.
+"""
+_NO_DRAFTS = """
+These ways fail in vLLM's CPU engine itself, without any connector:
 """
 _REST = """
 ## Not run

@@ -12,6 +12,7 @@ import math
 import random
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -77,12 +78,23 @@ def arguments(model: Architecture) -> dict[str, Any]:
 
 def prove(model: Architecture, timeout: float) -> dict[str, Any]:
     """Run one architecture through all engines; return what was found. Never raises."""
+
+    def verdict(scratch: Path, deadline: float, result: dict[str, Any]) -> str:
+        return _Run(model, scratch, deadline, result).verdict()
+
+    return guarded(verdict, timeout)
+
+
+def guarded(
+    verdict: Callable[[Path, float, dict[str, Any]], str], timeout: float
+) -> dict[str, Any]:
+    """Return what ``verdict`` finds, given a folder, a deadline and a result to add to. An engine
+    that does not start or answer in time is a finding, too."""
     started = time.monotonic()
     result: dict[str, Any] = {"verdict": CRASHED}
     with tempfile.TemporaryDirectory(prefix="kvconnect-models-") as scratch:
-        run = _Run(model, Path(scratch), started + timeout, result)
         try:
-            result["verdict"] = run.verdict()
+            result["verdict"] = verdict(Path(scratch), started + timeout, result)
         except EngineFailed as error:
             result["error"] = str(error)
             result["verdict"] = REFUSED if error.refused else CRASHED
@@ -171,19 +183,17 @@ class _Run:
             self._split = engine.decode_last(self._prompts)
             changed = [[(token + 7) % 2000 for token in p[:8]] + p[8:] for p in self._prompts]
             others = engine.ask(changed, NEW)
-        groups = self._result["groups"]
-        step = math.lcm(*(tokens for _, tokens in groups)) if groups else 1
         hits = [answer.cached for answer in self._cached]
         if not self._has_states():  # states are kept at some boundaries: as the device's hits are
-            hits = [length // step * step for length in LENGTHS]
+            hits = full_blocks(self._result["groups"])
         self._result |= {
             "device_cached": [answer.cached for answer in self._cached],
             "expected_cached": hits,
-            "noise": _difference(self._fresh, again),
+            "noise": difference(self._fresh, again),
             "noise_decoded": decoded,
-            "noise_cached": _difference(self._fresh, self._cached),
-            "unstable": _tokens(again) != _tokens(self._fresh),
-            "sensitivity": _difference(self._fresh, others),
+            "noise_cached": difference(self._fresh, self._cached),
+            "unstable": tokens(again) != tokens(self._fresh),
+            "sensitivity": difference(self._fresh, others),
             "distinct_tokens": len({token for one in self._fresh for token in one.tokens}),
         }
 
@@ -196,7 +206,7 @@ class _Run:
         rest = [
             one._replace(tokens=one.tokens[1:], logprobs=one.logprobs[1:]) for one in self._fresh
         ]
-        return _difference(rest, found)
+        return difference(rest, found)
 
     def _rounds(self, engine: Engine) -> None:
         rounds = []
@@ -220,8 +230,8 @@ class _Run:
                 one._replace(tokens=one.tokens[:1], logprobs=one.logprobs[:1]) for one in answers
             ]
             self._result["hand_off"] |= {
-                "same": _tokens(begun) == _tokens(self._split),
-                "logprobs": _difference(self._split, begun),
+                "same": tokens(begun) == tokens(self._split),
+                "logprobs": difference(self._split, begun),
             }
         first.settle()
         first.reset()
@@ -281,7 +291,7 @@ class _Run:
             engine.reset()
             answers.append(engine.ask([whole], NEW))
         engine.plant(False)
-        return _difference(*answers)
+        return difference(*answers)
 
     # Verdict ------------------------------------------------------------------------------------
 
@@ -293,9 +303,9 @@ class _Run:
             for answer, fresh, cached in zip(answers, self._fresh, self._cached, strict=True)
         ]
         return {
-            "same": _tokens(answers) == _tokens(peers),
+            "same": tokens(answers) == tokens(peers),
             "cached": [answer.cached for answer in answers],
-            "logprobs": _difference(peers, answers),
+            "logprobs": difference(peers, answers),
         }
 
     def _was_handed_off(self) -> bool:
@@ -338,6 +348,12 @@ class _Run:
         return WRONG if found["problems"] else REFUSED
 
 
+def full_blocks(groups: list[tuple[str, int]]) -> list[int]:
+    """Return the tokens of each prompt's full blocks."""
+    step = math.lcm(*(tokens for _, tokens in groups)) if groups else 1
+    return [length // step * step for length in LENGTHS]
+
+
 def _is_same(found: dict[str, Any]) -> bool:
     return bool(found["same"]) and found["logprobs"] <= EXACT
 
@@ -346,11 +362,12 @@ def _was_caught(found: dict[str, Any] | None) -> bool:
     return found is None or (found["same"] and found["bad_blocks"] > 0)
 
 
-def _tokens(answers: list[Answer]) -> list[list[int]]:
+def tokens(answers: list[Answer]) -> list[list[int]]:
+    """Return the tokens of each answer."""
     return [answer.tokens for answer in answers]
 
 
-def _difference(one: list[Answer], other: list[Answer]) -> float:
+def difference(one: list[Answer], other: list[Answer]) -> float:
     """The largest difference of log probabilities, up to the first token that differs."""
     worst = 0.0
     for a, b in zip(one, other, strict=True):
