@@ -46,18 +46,20 @@ from benchmarks.serve import parts
 from benchmarks.serve.answers import wrong
 from benchmarks.serve.disaggregation import handed_off
 from benchmarks.serve.fleet import CONTROL, MODEL, OURS, PLAIN, disaggregated, single_engines
-from benchmarks.serve.load import ROOT, LoadFailed
+from benchmarks.serve.load import LoadFailed
 from benchmarks.serve.trace import Request, read, sample, scaled
 from tests.engines.models import model_dir
 
-TRACE = ROOT.parent / "shared" / "data" / "traces" / "conversation_trace.jsonl.gz"
+TRACE = Path(__file__).with_name("conversations.jsonl.gz")
+"""500 requests of Mooncake's conversation trace (FAST '25 release, Apache-2.0), which ``sample``
+drew from all 12,031 with seed 0."""
 ALL = ("random", "doc_qa", "trace", "pd")
 
 
 def requests(path: Path, count: int, seed: int) -> list[Request]:
     """Return the sample of the trace."""
     if not path.exists():
-        raise SystemExit(f"--trace: {path} is not there; Mooncake's FAST25-release has it")
+        raise SystemExit(f"--trace: {path} is not there")
     return scaled(sample(read(path), count, seed))
 
 
