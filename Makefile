@@ -6,6 +6,8 @@
 # make bench-sglang   the one with SGLang
 # make bench-serve    load generators and routers that others wrote, against real engines with and
 #                     without KVConnect. SERVE_ARGS="--quick --only trace" narrows it
+# make outside        test suites, routers and clients that others wrote, against real engines with
+#                     KVConnect; makes docs/compatibility.md. OUTSIDE_ARGS="--only clients" narrows it
 # make models         a tiny model of every architecture that vLLM's CPU engine runs, with and without
 #                     KVConnect; makes docs/models.md. MODELS_ARGS="--only qwen3" narrows it
 # make gpu            tests and benchmark of the copies, on a machine with an NVIDIA GPU; PIECES=DIR
@@ -27,6 +29,7 @@ FUZZ_ARGS ?=
 PIECES ?=
 MODELS_ARGS ?=
 SERVE_ARGS ?=
+OUTSIDE_ARGS ?=
 # On a machine whose load nobody knows, a test that fails is run once more. The report lists it as
 # RERUN: it is a defect of the test or of what it tests, and is mended as such.
 RERUN := --reruns=1 --rerun-show-tracebacks -raR
@@ -44,7 +47,7 @@ BENCHMARKS := $(filter-out common copy_cuda fake_engines link nixl sglang_% tran
 export PYTHONPATH := $(CURDIR)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup setup-sglang test test-vllm test-sglang demo demo-sglang bench bench-sglang bench-serve models docs gpu fuzz sanitize release lock clean
+.PHONY: setup setup-sglang test test-vllm test-sglang demo demo-sglang bench bench-sglang bench-serve models outside outside-quick docs gpu fuzz sanitize release lock clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -65,7 +68,7 @@ test: $(READY)
 	@echo "== mypy" && mypy
 ifeq ($(PYTEST_ARGS),)
 	@$(MAKE) --no-print-directory --jobs=2 test-vllm setup-sglang
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target sanitize test-sglang
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target sanitize test-sglang outside-quick
 else
 	@echo "== pytest" && pytest $(PYTEST_ARGS)
 endif
@@ -113,6 +116,12 @@ gpu:
 	  python=$(GPU_PYTHON); \
 	fi; \
 	$$python scripts/gpu_run a $$pieces --limit 3600
+
+outside: $(READY) $(SGLANG_READY) $(PEERS_READY)
+	@python -m tests.outside $(OUTSIDE_ARGS)
+
+outside-quick: $(READY) $(SGLANG_READY)
+	@echo "== programs of others" && python -m tests.outside --quick
 
 docs: $(READY)
 	@mkdocs build --strict --site-dir build/site

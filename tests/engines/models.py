@@ -144,6 +144,10 @@ MODELS: dict[str, Model] = {
             "num_key_value_heads": 4,
         },
     ),
+    # As many token ids, and as long a context, as programs of others take for granted.
+    "outside": Model(
+        "LlamaConfig", {**_COMMON, "vocab_size": 32768, "max_position_embeddings": 131072}
+    ),
     # Much KV per token (32 KiB) for little work: a CPU core fills it about as fast as a gigabit
     # link carries it, as an accelerator does with a large model and a fast link.
     "handoff": Model(
@@ -239,6 +243,8 @@ def _write_weights(model: Model, target: Path) -> None:
                 gain = model.embedding_gain if "embed_tokens" in name else model.gain
                 std = gain / parameter.shape[-1] ** 0.5
                 parameter.normal_(0.0, std, generator=rng)
+                if name == "lm_head.weight":
+                    parameter[VOCAB_SIZE:] = 0  # never generated: the tokenizer has no such token
     net.to(getattr(torch, model.dtype)).save_pretrained(target)
 
 
