@@ -12,7 +12,6 @@ os.environ["SGLANG_TEST_PD_DISAGG_BACKEND"] = "kvconnect"
 # The suites start `python3` and `sglang`.
 os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
 
-import requests
 from sglang.test.server_fixtures import disaggregation_fixture
 from sglang.test.test_utils import (
     DEFAULT_URL_FOR_TEST,
@@ -57,7 +56,7 @@ def environment(**settings: Any) -> dict[str, str]:
     }
 
 
-class Pair(disaggregation_fixture.PDDisaggregationServerBase):  # type: ignore[misc]
+class Pair(disaggregation_fixture.PDDisaggregationServerBase):
     """A prefill and a decode server of the suites' own fixture, not started yet."""
 
     model = MODEL
@@ -78,7 +77,7 @@ class RunningPair(Pair):
         cls.process = cls.process_decode
 
 
-class Single(CustomTestCase):  # type: ignore[misc]
+class Single(CustomTestCase):
     """One server for all tests of a class."""
 
     model = MODEL
@@ -95,12 +94,6 @@ class Single(CustomTestCase):  # type: ignore[misc]
             other_args=[*ON_CPU, *cls.arguments],
             env=cls.environment,
         )
-
-    @classmethod
-    def flush_cache(cls) -> None:
-        """Empty what SGLang has cached on the device and in its own host tier."""
-        answer = requests.post(f"{cls.base_url}/flush_cache", params={"timeout": 30}, timeout=60)
-        answer.raise_for_status()
 
     @classmethod
     def tearDownClass(cls) -> None:
