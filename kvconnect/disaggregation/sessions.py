@@ -278,12 +278,13 @@ class Sessions:
                 remember(self._tcp_only, origin, None, _MOST_TCP_ONLY)
         if event.refused:
             self.stats.count("handoff_refused", label=event.refused)
+        refusal = (session.refusal if session else "") or (event.refused and event.reason)
         if session is not None:
             name = session.name or (str(origin.endpoint) if origin else "a peer")
-            logger.warning("connection to %s ended: %s", name, event.reason)
+            # Who refuses closes the connection, and may do so before this side does.
+            logger.warning("connection to %s ended: %s", name, refusal or event.reason)
             self.stats.count("handoff_peer_failures", label=name)
         self.publish_counts()
-        refusal = (session.refusal if session else "") or (event.refused and event.reason)
         if origin is not None and refusal:
             remember(self.ended.refusals, origin.endpoint, refusal, _MOST_REFUSALS)
         return origin, FailureCause.REFUSED if refusal else FailureCause.PEER

@@ -127,6 +127,14 @@ def test_a_path_that_is_asked_for_and_missing_is_refused_with_the_reason() -> No
     assert Reject("transport", "no nixl path: no NIXL there") in notes
 
 
+def test_a_refusal_is_logged_though_the_peer_closes_first(caplog: pytest.LogCaptureFixture) -> None:
+    links, _ = make_links()
+    link = connected(links)
+    links.on_reject(link, Reject("layers", "layers is 4 here, 5 there"))
+    links.on_down(PeerDown(link.peer, "closed by the peer"))
+    assert "layers is 4 here, 5 there" in caplog.text
+
+
 def test_the_errors_that_a_path_can_raise_are_metric_labels() -> None:
     for field in ("transport", "rate"):
         assert Refused(field, "x").field in messages.REFUSAL_FIELDS
