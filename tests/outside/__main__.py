@@ -3,7 +3,7 @@
     python -m tests.outside [--quick] [--only NAME]
 
 ``--quick`` runs the part that CI runs. Without it, what each suite said is kept in
-``benchmarks/results/outside.json``, and docs/compatibility.md is made of it. The last line of the
+``results.json``, and docs/compatibility.md is made of it. The last line of the
 output is one JSON object: ``suites``, ``cases``, ``passed``, ``failed``, ``not_runnable``.
 """
 
@@ -25,7 +25,7 @@ from tests.outside.suites import NOT_RUNNABLE, PROGRAMS, SUITES, Suite
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 1800
 COMPATIBILITY = ROOT / "docs" / "compatibility.md"
-KEPT = ROOT / "benchmarks" / "results" / "outside.json"
+KEPT = Path(__file__).with_name("results.json")
 
 
 class Outcome(NamedTuple):
