@@ -3,8 +3,9 @@
     python -m tests.outside [--quick] [--only NAME]
 
 ``--quick`` runs the part that CI runs. Without it, what each suite said is kept in
-``results.json``, and docs/compatibility.md is made of it. The last line of the
-output is one JSON object: ``suites``, ``cases``, ``passed``, ``failed``, ``not_runnable``.
+``results.json``, and docs/compatibility.md is made of it. A test that fails is run once more, as in
+``make test``. The last line of the output is one JSON object: ``suites``, ``cases``, ``passed``,
+``failed``, ``not_runnable``.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def run(suite: Suite, quick: bool) -> Outcome:
         command = [
             *(str(ROOT / "scripts" / "in-netns"), str(ROOT / suite.environment / "bin" / "python")),
             *("-m", "pytest", suite.quick if quick else suite.tests),
-            *("-q", "-p", "no:cacheprovider", f"--junitxml={report}"),
+            *("-q", "-rR", "--reruns=1", "-p", "no:cacheprovider", f"--junitxml={report}"),
         ]
         print(f"== {suite.name}", flush=True)
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
