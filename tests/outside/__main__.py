@@ -61,7 +61,8 @@ def outcome(report: ET.Element) -> Outcome:
         cases.append(name)
         if any(case.find(tag) is not None for tag in ("failure", "error", "skipped")):
             failed.append(name)
-    return Outcome(tuple(cases), tuple(failed) if cases else ("no test ran",))
+    once = tuple(dict.fromkeys(cases))  # a test that ran twice is reported twice
+    return Outcome(once, tuple(failed) if cases else ("no test ran",))
 
 
 def keep(outcomes: Mapping[str, Outcome]) -> None:

@@ -12,6 +12,7 @@ from tests.outside.suites import PROGRAMS, SUITES
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.outside.sglang.test_handoff.TestParity" name="test_a"/>
+<testcase classname="tests.outside.sglang.test_handoff.TestParity" name="test_a"/>
 <testcase classname="tests.outside.sglang.test_handoff.TestPair" name="test_b"><{tag}/></testcase>
 </testsuite></testsuites>"""
 
