@@ -23,9 +23,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -42,27 +40,14 @@ from benchmarks.offload_engine import (
     NewPrompts,
     check_answers,
 )
+from benchmarks.valkey_server import start_server
 from tests.engines.models import BLOCK_SIZE
-from tests.servers import free_port
 
 SMALL = "136MiB"  # four prompts: fewer than are asked for in turn, and a quarter is one of them
 LARGE = "400MiB"
 STORED_PROMPTS = 7
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 WARM_UP = 10  # prompts, until the rule knows the engine and its disk
-
-
-def start_server(stack: ExitStack, folder: Path) -> dict[str, Any] | None:
-    """Start a Valkey or Redis server; return the settings of the tier, None if there is none."""
-    program = shutil.which("valkey-server") or shutil.which("redis-server")
-    if program is None:
-        return None
-    port = free_port()
-    flags = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
-    process = subprocess.Popen([program, *flags], stdout=subprocess.DEVNULL)
-    stack.callback(process.wait)
-    stack.callback(process.terminate)
-    return {"kind": "valkey", "address": f"127.0.0.1:{port}"}
 
 
 def store(engines: list[Engine], plain: Engine, prompts: list[list[int]]) -> None:

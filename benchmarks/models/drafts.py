@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.models import proof
+from benchmarks.models import compare, proof
 from benchmarks.models.architectures import LLAMA, Architecture
+from benchmarks.models.compare import EXACT
 from benchmarks.models.engine import Answer, Engine, EngineFailed, Settings, write_model
-from benchmarks.models.proof import EXACT, NEW, NO_ENGINE, RIGHT, ROUNDS, WRONG
+from benchmarks.models.proof import NEW, NO_ENGINE, RIGHT, ROUNDS, WRONG, HandOff, pull, push
 
 _NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4}
 _SMALL = {**LLAMA, "model_type": "llama", "num_hidden_layers": 1, "torch_dtype": "float32"}
@@ -119,7 +120,7 @@ class _Run:
         self._deadline = deadline
         self._result = result
         self._folder = scratch / "model"
-        self._prompts = proof.prompts()
+        self._prompts = compare.prompts()
         self._fresh: list[Answer] = []
         self._drafts: list[Any] = []
         result["method"] = case.method
@@ -146,6 +147,7 @@ class _Run:
                 engine.ready()
             self._result["rounds"] = self._rounds(first)
             self._result["both"] = self._hand_off(first, second)
+            self._result["pushed"] = self._hand_off(first, second, push)
             self._result["prefill_only"] = self._hand_off(first, plain)
             # The last one: what is refused stays offered until its lease ends.
             self._result["decode_only"] = self._hand_off(plain, second)
@@ -187,13 +189,13 @@ class _Run:
                 emptied = engine.ask(self._prompts, NEW)
                 self._result["control"] = {
                     "changed": engine.drafts() != again,
-                    "same": proof.tokens(emptied) == proof.tokens(self._fresh),
+                    "same": compare.tokens(emptied) == compare.tokens(self._fresh),
                 }
-        answers = [proof.tokens(found) for found in (truth, self._fresh, cached)]
+        answers = [compare.tokens(found) for found in (truth, self._fresh, cached)]
         self._result |= {
             "own_tokens": answers[0] == answers[1] == answers[2],
             "device_cached": [answer.cached for answer in cached],
-            "expected_cached": proof.full_blocks(self._result["groups"]),
+            "expected_cached": compare.full_blocks(self._result["groups"]),
         }
 
     def _rounds(self, engine: Engine) -> list[dict[str, Any]]:
@@ -204,18 +206,13 @@ class _Run:
             engine.reset()
         return rounds
 
-    def _hand_off(self, prefill: Engine, decode: Engine) -> dict[str, Any]:
+    def _hand_off(self, prefill: Engine, decode: Engine, how: HandOff = pull) -> dict[str, Any]:
         for engine in (prefill, decode):
             engine.settle()
-            engine.reset()
+            engine.reset(tiers=True)
         decode.drafts()
         before = _arrivals(decode)
-        answers = []
-        for prompt in self._prompts:
-            [made] = prefill.ask([prompt], 1, do_remote_decode=True, do_remote_prefill=False)
-            if not made.ticket:
-                raise EngineFailed("the prefill gave no ticket")
-            answers += decode.ask([prompt], NEW, **made.ticket)
+        answers = [how(prefill, decode, prompt) for prompt in self._prompts]
         found = self._compared(decode, answers)
         received, refused = (
             now - then for now, then in zip(_arrivals(decode), before, strict=True)
@@ -225,9 +222,9 @@ class _Run:
     def _compared(self, engine: Engine, answers: list[Answer]) -> dict[str, Any]:
         drafts = engine.drafts()
         found = {
-            "same": proof.tokens(answers) == proof.tokens(self._fresh),
+            "same": compare.tokens(answers) == compare.tokens(self._fresh),
             "cached": [answer.cached for answer in answers],
-            "logprobs": proof.difference(self._fresh, answers),
+            "logprobs": compare.difference(self._fresh, answers),
         }
         return found | ({"same_drafts": drafts == self._drafts} if drafts else {})
 
@@ -236,7 +233,7 @@ class _Run:
     def _judge(self) -> str:
         found = self._result
         hits = [one["cached"] for one in found["rounds"][1:]]
-        sides = ("both", "prefill_only", "decode_only")
+        sides = ("both", "pushed", "prefill_only", "decode_only")
         problems = {
             "tokens": not all(_is_right(one) for one in found["rounds"]),
             "cached tokens": any(one != found["expected_cached"] for one in hits),

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import importlib
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -129,16 +130,24 @@ class Engine:
 
     def ask(self, prompts: list[list[int]], new: int, **params: Any) -> list[Answer]:
         """Ask for the greedy continuation of prompts, one after the other."""
-        found = self._call("ask", prompts=prompts, new=new, params=params)
-        return [Answer(*answer) for answer in found]
+        self.begin(prompts, new, **params)
+        return self.finish()
+
+    def begin(self, prompts: list[list[int]], new: int, **params: Any) -> None:
+        """Ask, and leave the answers to :meth:`finish`, which is to be called next."""
+        self._send("ask", prompts=prompts, new=new, params=params)
+
+    def finish(self) -> list[Answer]:
+        """Return the answers to what :meth:`begin` asked."""
+        return [Answer(*answer) for answer in self._answer()]
 
     def decode_last(self, prompts: list[list[int]]) -> list[Answer]:
         """Ask for one token after each prompt, whose last token is computed alone, by decoding."""
         return [Answer(*answer) for answer in self._call("decode_last", prompts=prompts)]
 
-    def reset(self) -> None:
-        """Forget the prefix cache of the device."""
-        if not self._call("reset"):
+    def reset(self, tiers: bool = False) -> None:
+        """Forget the prefix cache of the device, and what the connector has stored."""
+        if not self._call("reset", tiers=tiers):
             raise EngineFailed("the prefix cache could not be reset")
 
     def settle(self) -> None:
@@ -170,11 +179,14 @@ class Engine:
         self._call("plant", fault=fault)
 
     def _call(self, what: str, **arguments: Any) -> Any:
+        self._send(what, **arguments)
+        return self._answer()
+
+    def _send(self, what: str, **arguments: Any) -> None:
         try:
             self._pipe.send((what, arguments))
         except (BrokenPipeError, OSError):
             raise EngineFailed(self._last_line()) from None
-        return self._answer()
 
     def _answer(self) -> Any:
         try:
@@ -275,6 +287,25 @@ def _said(error: BaseException) -> dict[str, Any]:
     return {"text": f"{type(error).__name__}: {text}"[:600], "refused": refused}
 
 
+class _Notes(logging.Handler):
+    """Keeps what the connector says about the stores that it shares."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._said = ""
+        source = logging.getLogger("kvconnect.engines.vllm.tier_stores")
+        source.setLevel(logging.INFO)
+        source.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._said += record.getMessage()
+
+    def shared_with(self) -> str:
+        if "only engines with the same ranks" in self._said:
+            return "same ranks"
+        return "vLLM" if "SGLang cannot use" in self._said else "vLLM, SGLang"
+
+
 class _Served:
     def __init__(self, settings: Settings) -> None:
         from vllm import LLM
@@ -291,6 +322,7 @@ class _Served:
             }
             if settings.fault:
                 transfer["kv_connector_module_path"] = "benchmarks.models.faults"
+        self._notes = _Notes()
         self._llm = LLM(
             model=str(settings.model),
             load_format=weights.LOAD_FORMAT,
@@ -317,14 +349,15 @@ class _Served:
         self._runner.propose_draft_token_ids = recorded
 
     def about(self) -> dict[str, Any]:
-        """The engine's KV-cache groups: [classes of its layers' caches, tokens of a block]."""
+        """The engine's KV-cache groups: [classes of its layers' caches, tokens of a block]; and
+        which engines it shares a store with, if it has one."""
         found = []
         for group in self._core.scheduler.kv_cache_config.kv_cache_groups:
             spec = group.kv_cache_spec
             layers = getattr(spec, "kv_cache_specs", {"": spec}).values()
             names = sorted({type(layer).__name__ for layer in layers})
             found.append(["+".join(names), spec.block_size])
-        return {"groups": found}
+        return {"groups": found, "shared_with": self._notes.shared_with()}
 
     def serve(self, pipe: Connection) -> None:
         while True:
@@ -383,9 +416,11 @@ class _Served:
             found.append(([token], [step[token].logprob], 0, None))
         return found
 
-    def reset(self) -> bool:
+    def reset(self, tiers: bool) -> bool:
         deadline = time.monotonic() + SETTLE_S
-        while not self._llm.reset_prefix_cache():  # blocks may still be on their way to a reader
+        while not self._llm.reset_prefix_cache(
+            reset_connector=tiers
+        ):  # blocks may still be on their way to a reader
             if time.monotonic() > deadline:
                 return False
             self._step()

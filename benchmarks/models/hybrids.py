@@ -78,7 +78,7 @@ HYBRIDS = (
         "state_size": 32, "conv_kernel": 4, "expand": 2, "num_heads": 8, "head_dim": 64,
         "n_groups": 1, "chunk_size": 256}, **_UNCACHED),
     like_llama("OlmoHybridForCausalLM", "olmo_hybrid", **_GDN),
-    like_llama("KimiLinearForCausalLM", "kimi_linear", **EXPERTS, kv_lora_rank=512,
+    like_llama("KimiLinearForCausalLM", "kimi_linear", **EXPERTS, **_UNCACHED, kv_lora_rank=512,
                q_lora_rank=None, qk_rope_head_dim=64, qk_nope_head_dim=64, v_head_dim=64,
                mla_use_nope=True, num_shared_experts=1, first_k_dense_replace=1, moe_layer_freq=1,
                moe_router_activation_func="sigmoid", moe_renormalize=True,

@@ -34,6 +34,12 @@ BY_BYTES = {
     "DeepseekV4ForCausalLM": "deepseek_v4",
     "PanguProMoEV2ForCausalLM": "openpangu",
     "MiMoV2ForCausalLM": "mimo with K != V",
+    "LongcatFlashForCausalLM": "longcat",
+    "Rnj1ForCausalLM": "llama",
+    "MambaForCausalLM": "mamba",
+    "JambaForCausalLM": "jamba",
+    "OlmoHybridForCausalLM": "olmo hybrid",
+    "KimiLinearForCausalLM": "kimi linear",
 }
 """Architectures that the CPU engine does not run, and the caches under which
 ``tests/unit/engines/vllm_caches.py`` has what vLLM's own code makes for them."""
@@ -75,8 +81,9 @@ def page(results: Mapping[str, Any]) -> str:
     machine, counts = results["machine"], results["figures"]
     lines = [
         _HEAD.format(vllm=machine["vllm"], runs=len(run), **counts),
-        "| architecture | caches | hits | offload | disk, restart | hand-off | control | proof |",
-        "|---|---|---|---|---|---|---|---|",
+        "| architecture | caches | hits | offload | disk, restart | store, shared with | pull "
+        "| push | control | log probabilities |",
+        "|---|---|---|---|---|---|---|---|---|---|",
         *(_row(name, one) for name, one in sorted(run.items(), key=_order)),
         *_refusals(run),
         *_drafts(drafts),
@@ -98,21 +105,26 @@ def _order(item: tuple[str, Any]) -> str:
 def _row(name: str, one: Mapping[str, Any]) -> str:
     cells = [name, ", ".join(kinds(one)) or "?"]
     if "rounds" in one and not any(one["rounds"][-1]["cached"]):
-        handed = _same(one["hand_off"].get("same", False))
-        return _joined([*cells, "-", "idle", "-", handed, "-", "tokens of the hand-off"])
+        moved = max(one["hand_off"].get("logprobs", 0.0), one["push"].get("logprobs", 0.0))
+        return _joined([*cells, "-", "idle", "-", "-", *_pairs(one), "-", f"{moved:.0e}"])
     if one["verdict"] in ("refused_clean", "crashed"):
-        cells += ["-", one["verdict"].replace("_clean", ""), "-", "-", "-", "-"]
-        return _joined(cells)
+        return _joined([*cells, "-", one["verdict"].replace("_clean", ""), *"------"])
     hits = "/".join(str(tokens) for tokens in one["rounds"][-1]["cached"])
     cells += [
         hits,
         _same(all(r["same"] for r in one["rounds"])),
         _same(one["restart"]["same"]),
-        _same(one["hand_off"]["same"]) if "same" in one["hand_off"] else "refused",
+        f"{_same(one['shared']['same'])}; {one['shared_with']}",
+        *_pairs(one),
         "seen, caught" if one["control"]["changed"] and one["caught"]["bad_blocks"] else "**no**",
-        f"tokens; {max(r['logprobs'] for r in one['rounds']):.0e}",
+        f"{max(r['logprobs'] for r in one['rounds']):.0e}",
     ]
     return _joined(cells)
+
+
+def _pairs(one: Mapping[str, Any]) -> list[str]:
+    found = [one.get(how, {}) for how in ("hand_off", "push")]
+    return [_same(each["same"]) if "same" in each else "refused" for each in found]
 
 
 def _joined(cells: Iterable[str]) -> str:
@@ -120,7 +132,7 @@ def _joined(cells: Iterable[str]) -> str:
 
 
 def _same(right: bool) -> str:
-    return "same tokens" if right else "**other tokens**"
+    return "same" if right else "**other**"
 
 
 def _refusals(run: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -144,8 +156,9 @@ def _drafts(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     rest = [item for item in sorted(found.items(), key=_order) if "rounds" not in item[1]]
     return [
         _DRAFTS,
-        "| architecture | drafts | hits | offload | on both | on prefill only | on decode only |",
-        "|---|---|---|---|---|---|---|",
+        "| architecture | drafts | hits | offload | on both, pull | on both, push "
+        "| on prefill only | on decode only |",
+        "|---|---|---|---|---|---|---|---|",
         *(_joined([*_target(name), *_drafted(one)]) for name, one in run),
         _NO_DRAFTS,
         "| architecture | drafts | what was seen |",
@@ -164,7 +177,7 @@ def _drafted(one: Mapping[str, Any]) -> list[str]:
     last = one["rounds"][-1]
     hits = "/".join(str(tokens) for tokens in last["cached"])
     cells = [hits, _same_drafts(last)]
-    for side in ("both", "prefill_only", "decode_only"):
+    for side in ("both", "pushed", "prefill_only", "decode_only"):
         moved = f", {one[side]['bytes'] / 2**20:.1f} MiB" if one[side]["bytes"] else ""
         said = _same_drafts(one[side])
         cells.append(f"refused; {said}" if one[side]["refused"] else said + moved)
@@ -209,14 +222,19 @@ Four prompts of 41, 203, 517 and 701 tokens, 16 greedy tokens each, on engines w
   (tokens found per prompt) are all full blocks; with states, those up to the last state that vLLM
   keeps, as for hits on the device.
 - **Disk, restart:** a new engine finds the same blocks in the disk tier of the first.
-- **Hand-off:** another engine receives the prompts' KV over TCP and continues. With states, decode
-  computes the prompt's last token alone, which rounds differently. So its first token is compared
-  with that of the engine without a connector after it computed the last token alone, too.
+- **Store:** a new engine finds the same blocks in a Valkey server to which the first wrote. The
+  engine says with which others it can share them: SGLang and vLLM of any tensor parallelism, vLLM
+  of any, or vLLM with the same ranks.
+- **Pull, push:** another engine receives the prompts' KV over TCP and continues: after the first
+  one computed the prompt, or layer by layer while it computes. With states, decode computes the
+  prompt's last token alone, which rounds differently. So its first token is compared with that of
+  the engine without a connector after it computed the last token alone, too.
 - **Control:** the engine is made to load another prompt's pages or states. With digests off the
   tokens must change (*seen*). With `"digest": "full"` the load must fail and the tokens must be
   right (*caught*). With states, a state that is one boundary too old must be seen and caught, too.
   A model whose tokens do not change proves nothing and is not counted as right.
-- **Proof:** what was compared, and the largest difference of the tokens' log probabilities.
+- **Same:** all tokens are equal. The last column has the largest difference of the log
+  probabilities of the tokens that were loaded, or handed off where nothing is loaded.
 
 ## Architectures
 """
@@ -225,7 +243,7 @@ _DRAFTS = """
 
 Tiny random draft models, EAGLE heads and MTP layers, in the same rounds and hand-offs. The target
 checks each draft, so a draft model's wrong KV changes no token. So every draft is compared, too:
-*same tokens and drafts* are those of an engine without a connector. Control: after the draft
+*same and drafts* are those of an engine without a connector. Control: after the draft
 model's KV is overwritten, its drafts change and the tokens stay (tried where one KV-cache group has
 all layers and the device keeps prefixes). If a decode engine has layers that the prefill engine
 lacks, or the KV-cache groups differ, the hand-off is *refused* with one line, and the decode engine

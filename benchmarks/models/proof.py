@@ -1,15 +1,15 @@
 """What is asked of one architecture, and what the answers must be.
 
-Four engines, each in a process of its own: one without a connector; one with KVConnect, which
-computes, stores, loads, and is the prefill of a hand-off; one that only receives; and one that is
-started anew on the disk tier of the second. All have the same weights.
+Five engines, each in a process of its own: one without a connector; one with KVConnect, which
+computes, stores, loads, and is the prefill of a hand-off; one that only receives; one that is
+started anew on the disk tier of the second; and one that shares a store with the second. All have
+the same weights.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-import random
+import secrets
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,15 +18,21 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models.architectures import Architecture, like_llama
+from benchmarks.models.compare import (
+    EXACT,
+    difference,
+    full_blocks,
+    is_same,
+    other_prompts,
+    prompts,
+    tokens,
+    was_caught,
+)
 from benchmarks.models.engine import Answer, Engine, EngineFailed, Settings, write_model
+from benchmarks.valkey_server import start_server
 
-LENGTHS = (41, 203, 517, 701)
-"""Tokens of the prompts. None is a whole number of blocks."""
 NEW = 16
 ROUNDS = 3
-EXACT = 1e-3
-"""Largest difference of log probabilities that counts as none. What comes back from a tier is
-compared with what comes from the device's own prefix cache, since bfloat16 shows the difference."""
 
 RIGHT, WRONG, REFUSED, CRASHED, NO_ENGINE = (
     "right",
@@ -35,20 +41,10 @@ RIGHT, WRONG, REFUSED, CRASHED, NO_ENGINE = (
     "crashed",
     "no_engine",
 )
+HandOff = Callable[[Engine, Engine, list[int]], Answer]
+"""Has a prefill and a decode engine answer a prompt."""
 _HOST = "64MiB"
 _FAULT = "LoadsAnothersPages"
-
-
-def prompts() -> list[list[int]]:
-    """The prompts, which share no block."""
-    source = random.Random(12)
-    return [[source.randrange(10, 2000) for _ in range(length)] for length in LENGTHS]
-
-
-def other_prompts() -> list[list[int]]:
-    """As many others of the same lengths."""
-    source = random.Random(13)
-    return [[source.randrange(10, 2000) for _ in range(length)] for length in LENGTHS]
 
 
 def rehearsal(folder: Path) -> Settings:
@@ -124,8 +120,18 @@ class _Run:
         except EngineFailed as error:
             self._result["error"] = str(error)
             return NO_ENGINE
+        with ExitStack() as server:
+            remote = start_server(server, self._scratch)
+            if remote is None:
+                raise EngineFailed("no store: install valkey-server or redis-server")
+            self._proved(remote)
+        return self._judge()
+
+    def _proved(self, remote: dict[str, Any]) -> None:
+        """Put all questions to all engines with KVConnect, which share a store."""
+        first_tiers = {**self._disk(), "remote": remote}
         with ExitStack() as stack:
-            first = stack.enter_context(self._engine("first", digest="full", **self._disk()))
+            first = stack.enter_context(self._engine("first", digest="full", **first_tiers))
             receiver = stack.enter_context(
                 self._engine("receiver", "kv_consumer", host_bytes="off")
             )
@@ -133,7 +139,10 @@ class _Run:
             self._rounds(first)
             try:
                 receiver.ready()
-                self._hand_off(first, receiver)
+                self._result["hand_off"] = self._handed_off(pull, first, receiver)
+                receiver.reset()
+                first.reset(tiers=True)  # else nothing is computed, and there are no layers to send
+                self._result["push"] = self._handed_off(push, first, receiver)
             except EngineFailed as error:
                 self._result["hand_off"] = {"error": str(error), "refused": error.refused}
             self._caught(first)
@@ -141,7 +150,9 @@ class _Run:
             second.ready()
             self._restarted(second)
             self._control(second)
-        return self._judge()
+        with self._engine("third", listen="off", remote=remote, load_when="always") as third:
+            self._result["shared_with"] = third.ready()["shared_with"]
+            self._result["shared"] = self._compared(third.ask(self._prompts, NEW))
 
     def _engine(self, name: str, role: str = "kv_both", **extra: Any) -> Engine:
         return self._start(name, role, {"host_bytes": _HOST, "transport": "tcp", **extra})
@@ -216,25 +227,21 @@ class _Run:
             engine.reset()
         self._result["rounds"] = rounds
 
-    def _hand_off(self, first: Engine, receiver: Engine) -> None:
-        answers = []
-        for prompt in self._prompts:
-            [made] = first.ask([prompt], 1, do_remote_decode=True, do_remote_prefill=False)
-            if not made.ticket:
-                raise EngineFailed("the prefill gave no ticket")
-            answers += receiver.ask([prompt], NEW, **made.ticket)
-        self._result["hand_off"] = self._compared(answers)
+    def _handed_off(self, how: HandOff, first: Engine, receiver: Engine) -> dict[str, Any]:
+        answers = [how(first, receiver, prompt) for prompt in self._prompts]
+        found = self._compared(answers)
         if self._has_states():
             # The prompt's last token is decoded from the state before it: so is the peer's.
             begun = [
                 one._replace(tokens=one.tokens[:1], logprobs=one.logprobs[:1]) for one in answers
             ]
-            self._result["hand_off"] |= {
+            found |= {
                 "same": tokens(begun) == tokens(self._split),
                 "logprobs": difference(self._split, begun),
             }
         first.settle()
         first.reset()
+        return found
 
     def _caught(self, engine: Engine) -> None:
         """Load other prompts' pages with digests on: right tokens, and blocks counted as bad."""
@@ -309,8 +316,8 @@ class _Run:
         }
 
     def _was_handed_off(self) -> bool:
-        found = self._result["hand_off"]
-        return "same" in found and _is_same(found)
+        found = [self._result.get(how, {}) for how in ("hand_off", "push")]
+        return all("same" in one and is_same(one) for one in found)
 
     def _limit(self) -> float:
         """What may differ where a state was computed in other pieces."""
@@ -318,19 +325,20 @@ class _Run:
 
     def _judge(self) -> str:
         found = self._result
-        hits = [one["cached"] for one in [*found["rounds"][1:], found["restart"]]]
+        hits = [one["cached"] for one in [*found["rounds"][1:], found["restart"], found["shared"]]]
         problems = {
             "the plain engine differs from itself": found["unstable"],
             "output does not depend on early tokens": found["sensitivity"] < 10 * EXACT,
             "few distinct tokens": found["distinct_tokens"] < 8,
             "first round": not found["rounds"][0]["same"] or any(found["rounds"][0]["cached"]),
-            "hits": not all(map(_is_same, found["rounds"])),
-            "hits after a restart": not _is_same(found["restart"]),
+            "hits": not all(map(is_same, found["rounds"])),
+            "hits after a restart": not is_same(found["restart"]),
             "cached tokens": any(one != found["expected_cached"] for one in hits),
+            "hits in a shared store": not is_same(found["shared"]),
             "hand-off": not self._was_handed_off(),
-            "fault not caught": not _was_caught(found["caught"]),
+            "fault not caught": not was_caught(found["caught"]),
             "fault without effect": not found["control"]["changed"],
-            "older state not caught": not _was_caught(found.get("caught_older")),
+            "older state not caught": not was_caught(found.get("caught_older")),
             "older state without effect": not found.get("control_older", {}).get("changed", True),
         }
         found["problems"] = [name for name, bad in problems.items() if bad]
@@ -348,35 +356,23 @@ class _Run:
         return WRONG if found["problems"] else REFUSED
 
 
-def full_blocks(groups: list[tuple[str, int]]) -> list[int]:
-    """Return the tokens of each prompt's full blocks."""
-    step = math.lcm(*(tokens for _, tokens in groups)) if groups else 1
-    return [length // step * step for length in LENGTHS]
+def pull(first: Engine, receiver: Engine, prompt: list[int]) -> Answer:
+    """Ask the prefill engine, and then the decode engine."""
+    [made] = first.ask([prompt], 1, do_remote_decode=True, do_remote_prefill=False)
+    if not made.ticket:
+        raise EngineFailed("the prefill gave no ticket")
+    [answer] = receiver.ask([prompt], NEW, **made.ticket)
+    return answer
 
 
-def _is_same(found: dict[str, Any]) -> bool:
-    return bool(found["same"]) and found["logprobs"] <= EXACT
-
-
-def _was_caught(found: dict[str, Any] | None) -> bool:
-    return found is None or (found["same"] and found["bad_blocks"] > 0)
-
-
-def tokens(answers: list[Answer]) -> list[list[int]]:
-    """Return the tokens of each answer."""
-    return [answer.tokens for answer in answers]
-
-
-def difference(one: list[Answer], other: list[Answer]) -> float:
-    """The largest difference of log probabilities, up to the first token that differs."""
-    worst = 0.0
-    for a, b in zip(one, other, strict=True):
-        for x, y, left, right in zip(a.tokens, b.tokens, a.logprobs, b.logprobs, strict=True):
-            worst = max(worst, abs(left - right))
-            if x != y:
-                break
-    return _rounded(worst)
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.2g}")
+def push(first: Engine, receiver: Engine, prompt: list[int]) -> Answer:
+    """Ask both at once: layers are sent while the rest is computed."""
+    [offer] = first.ask([prompt[:1]], 1, do_remote_decode=True, kvconnect_card=True)
+    if not offer.ticket:
+        raise EngineFailed("the prefill gave no standing ticket")
+    transfer = secrets.token_hex(16)
+    wanted = {"do_remote_prefill": True, "transfer_id": transfer}
+    receiver.begin([prompt], NEW, kvconnect_ticket=offer.ticket["kvconnect_card"], **wanted)
+    first.ask([prompt], 1, do_remote_decode=True, transfer_id=transfer)
+    [answer] = receiver.finish()
+    return answer

@@ -103,6 +103,8 @@ def engine(connector: str | None, threads: int, **env: str) -> Server:
     settings = {
         "OMP_NUM_THREADS": str(threads),
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "86400",  # a stopped engine is not a hung one
+        # After 5 s, the server would close connections that vLLM's load generator still writes to.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
         **env,
     }
     return Server(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -10,12 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator as Dtypes
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator as Shapes
 from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
 from vllm.models.deepseek_v4.attention import DeepseekV4Attention, DeepseekV4IndexerCache
 from vllm.models.deepseek_v4.compressor import CompressorStateCache
 from vllm.models.deepseek_v41.compressor import CompressorStateCache as CompressorRing
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -168,6 +172,66 @@ def compressor_ring() -> KVCacheSpec:
         return CompressorRing(64, torch.float32, "ring").get_kv_cache_spec(config)
 
 
+def states(
+    kind: str,
+    shapes: Iterable[tuple[int, ...]],
+    dtypes: tuple[torch.dtype, ...],
+    beside: KVCacheSpec | None = None,
+) -> KVCacheSpec:
+    """What a recurrent layer says whose states vLLM keeps at boundaries.
+
+    Args:
+        kind: name in :class:`MambaAttentionBackendEnum`.
+        shapes: of the parts of a state.
+        dtypes: of these parts.
+        beside: the attention layers' spec, whose pages are as large as vLLM makes a state's.
+    """
+    layer = SimpleNamespace(
+        get_state_shape=lambda: shapes,
+        get_state_dtype=lambda: dtypes,
+        mamba_type=MambaAttentionBackendEnum[kind],
+        is_kv_cache_tp_replicated=False,
+    )
+    config = engine(64)
+    config.cache_config.mamba_block_size = beside.block_size if beside else 64
+    config.cache_config.mamba_page_size_padded = beside.page_size_bytes if beside else None
+    config.cache_config.mamba_cache_mode = "align"
+    spec = MambaBase.get_kv_cache_spec(layer, config)  # type: ignore[arg-type]
+    assert spec is not None
+    return spec
+
+
+def hybrid(recurrent: KVCacheSpec, attention: KVCacheSpec) -> Specs:
+    """Three recurrent layers for each layer of attention."""
+    kinds = (recurrent, recurrent, recurrent, attention) * 2
+    return {f"model.layers.{number}": spec for number, spec in enumerate(kinds)}
+
+
+def mamba1(beside: KVCacheSpec | None = None) -> KVCacheSpec:
+    """A convolution's state and a Mamba layer's."""
+    shapes = Shapes.mamba1_state_shape(1, 64, 16, 4)
+    return states("MAMBA1", shapes, Dtypes.mamba1_state_dtype(BF16, "auto", "auto"), beside)
+
+
+def mamba2(beside: KVCacheSpec) -> KVCacheSpec:
+    """A convolution's state and a Mamba-2 layer's, whose type may be another one."""
+    shapes = Shapes.mamba2_state_shape(1, 64, 1, 4, 16, 16, 4)
+    return states("MAMBA2", shapes, Dtypes.mamba2_state_dtype(BF16, "auto", "float32"), beside)
+
+
+def gated_delta(beside: KVCacheSpec) -> KVCacheSpec:
+    """A convolution's state and that of a gated delta net."""
+    shapes = Shapes.gated_delta_net_state_shape(1, 2, 4, 16, 16, 4)
+    dtypes = Dtypes.gated_delta_net_state_dtype(BF16, "auto", "float32")
+    return states("GDN_ATTN", shapes, dtypes, beside)
+
+
+def kimi_delta(beside: KVCacheSpec) -> KVCacheSpec:
+    """A convolution's state and that of Kimi's delta attention."""
+    shapes = Shapes.kda_state_shape(1, 4, 16)
+    return states("GDN_ATTN", shapes, Dtypes.kda_state_dtype(BF16, "auto"), beside)
+
+
 def hidden_states() -> Specs:
     """Full attention and a layer that keeps hidden states for extraction."""
     with set_current_vllm_config(config := engine(64)):
@@ -226,6 +290,8 @@ TURBO = full(
     state_content_bytes=40,
 )
 
+BF16 = torch.bfloat16
+
 LLAMA: Specs = {f"model.layers.{n}": full() for n in range(3)}
 
 MODELS: Mapping[str, Specs] = {
@@ -249,6 +315,12 @@ MODELS: Mapping[str, Specs] = {
     "glm5 in fp8": deepseek_v32("fp8_ds_mla"),
     "sliding latent": mixed(latent(64, sliding_window=100), latent(64)),
     "deepseek_v4": deepseek_v4(),
+    "longcat": {f"model.layers.{n}.attn.{part}": latent(64) for n in range(2) for part in (0, 1)},
+    "mamba": {f"model.layers.{n}": mamba1() for n in range(3)},
+    "jamba": hybrid(mamba1(full(4)), full(4)),
+    "granite 4": hybrid(mamba2(full(4)), full(4)),
+    "olmo hybrid": hybrid(gated_delta(full(4)), full(4)),
+    "kimi linear": hybrid(kimi_delta(latent(64)), latent(64)),
     "openpangu": {f"layers.{n}": SINKS for n in range(3)},
     "hidden states": hidden_states(),
     "nvfp4": {f"layers.{n}": NVFP4 for n in range(2)} | {"layers.2": full()},
