@@ -375,7 +375,8 @@ def real(requests: int) -> dict[str, float]:
 @contextmanager
 def process(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     """Run a program until the block is left."""
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as running:
+    silent = subprocess.DEVNULL  # standard output is for the figures
+    with subprocess.Popen(command, stdout=silent, stderr=silent) as running:
         try:
             yield running
         finally:

@@ -1,16 +1,21 @@
-"""What a router adds to a request, and how many it serves per core: KVConnect's, `sglang-router`
-and `vllm-router` in front of the same fake engines, and no router at all.
+"""What a router adds to a request, and how many it serves per core: KVConnect's, `smg` and
+`vllm-router` in front of the same fake engines, and no router at all.
 
-    python -m benchmarks.router [--seconds 15] [--rate 200] [--peers DIR]
+    python -m benchmarks.router [--seconds 15] [--rate 200]
 
-`--peers` names a folder with a virtual environment for each peer, `DIR/sglang` and `DIR/vllm`, with
-that package installed; one that is not there is left out, and said to be.
+The peers are those of `.venv-peers` (`scripts/setup peers`); one that is not there is left out, and
+said to be.
 
 Latency: 200 streaming requests per second, 50 tokens each, arriving at random. Added is the time to
-the first event, and to the last, less the median of going to the decode engine directly. The
-variants take turns, slice by slice. Throughput: answers in one piece, 32 at a time; requests per
-second of CPU time of the router's process, all its threads (read from /proc), because the load
-generator and the engines share the machine.
+the first event (`added_p50_ms_*`, `added_p99_ms_*`) and to the last (`added_end_*`), less the
+median of going to the decode engine directly. The variants take turns, slice by slice. Throughput:
+per second of CPU time of the router's process, all its threads (read from /proc), because the load
+generator and the engines share the machine. `answers_per_core_second_*`: answers in one piece, 32
+at a time. `streams_per_core_second_*`: the streaming requests above.
+
+`*_over_smg` and `*_over_vllm_router` divide KVConnect's figure by the peer's, in the same mode of
+prefill and decode: both at once, as SGLang does it (`bootstrap`), and one after the other, as vLLM
+does it (`pull`).
 """
 
 from __future__ import annotations
@@ -38,6 +43,7 @@ from benchmarks.common import emit, progress
 from benchmarks.fake_engines import MODEL
 from tests.servers import free_port
 
+PEERS = Path(__file__).resolve().parents[1] / ".venv-peers"
 RATE = 200.0  # requests per second
 TOKENS = 50
 EVERY_S = 0.01  # between two tokens
@@ -45,6 +51,11 @@ ROUNDS = 3
 CROWD = 32
 PROMPT = "The sea was calm. " * 64
 START_S = 60.0
+LIKE = {"smg": "bootstrap", "vllm_router": "pull"}  # which of ours does what a peer does
+RATIOS = (
+    *("added_p50_ms", "added_p99_ms", "added_end_p50_ms", "added_end_p99_ms"),
+    *("answers_per_core_second", "streams_per_core_second"),
+)
 
 
 class Variant(NamedTuple):
@@ -133,7 +144,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 @contextmanager
-def variants(peers: Path) -> Iterator[list[Variant]]:
+def variants() -> Iterator[list[Variant]]:
     """Run engines and routers; yield what there is to compare, the engine first."""
     with ExitStack() as ends:
         prefill, decode = free_port(), free_port()
@@ -145,7 +156,7 @@ def variants(peers: Path) -> Iterator[list[Variant]]:
             "push": [*ours, "--prefill", p, "--decode", d],
             "pull": [*ours, "--pull", "--prefill", p, "--decode", d],
             "bootstrap": [*ours, *_both(f"{p},engine=sglang", f"{d},engine=sglang")],
-            **_peer_commands(peers, p, d),
+            **_peer_commands(p, d),
         }
         found = [Variant("direct", decode, None)]
         wait_for(decode)
@@ -163,24 +174,23 @@ def _both(prefill: str, decode: str) -> list[str]:
     return ["--prefill", prefill, "--decode", decode]
 
 
-def _peer_commands(peers: Path, p: str, d: str) -> Mapping[str, list[str]]:
+def _peer_commands(p: str, d: str) -> Mapping[str, list[str]]:
     """Commands of the peers that are installed; with everything off that they need not do."""
-    found = {}
-    sglang, vllm = peers / "sglang" / "bin" / "python", peers / "vllm" / "bin" / "vllm-router"
+    smg, vllm = PEERS / "smg" / "bin" / "smg", PEERS / "vllm-router" / "bin" / "vllm-router"
     common = ["--host", "127.0.0.1", "--policy", "round_robin", "--log-level", "error"]
-    if sglang.exists():
-        found["sglang_router"] = [
-            *(str(sglang), "-m", "sglang_router.launch_router", "--pd-disaggregation"),
+    commands = {
+        "smg": [
+            *(str(smg), "launch", "--backend", "sglang", "--pd-disaggregation"),
             *("--prefill", p, "8998", "--decode", d, *common),
-            *("--prometheus-port", str(free_port())),
-        ]
-    if vllm.exists():
-        found["vllm_router"] = [
-            *(str(vllm), "--vllm-pd-disaggregation", *_both(p, d), *common),
-            *("--prometheus-port", str(free_port())),
-        ]
-    for name in {"sglang_router", "vllm_router"} - set(found):
-        progress(f"{name} is not installed in {peers}, and is left out")
+        ],
+        "vllm_router": [str(vllm), "--vllm-pd-disaggregation", *_both(p, d), *common],
+    }
+    found = {}
+    for name, command in commands.items():
+        if Path(command[0]).exists():
+            found[name] = [*command, "--prometheus-port", str(free_port())]
+        else:
+            progress(f"{name} is left out: no {command[0]} (scripts/setup peers installs it)")
     return found
 
 
@@ -231,25 +241,32 @@ def _figures(
         lasts = statistics.quantiles((1000 * (last - base_last) for _, last in found), n=100)
         figures[f"added_p50_ms_{name}"], figures[f"added_p99_ms_{name}"] = firsts[49], firsts[98]
         figures[f"added_end_p50_ms_{name}"] = lasts[49]
+        figures[f"added_end_p99_ms_{name}"] = lasts[98]
         if rates[name]:
-            figures[f"rps_core_{name}"] = statistics.median(rates[name])
-            figures[f"streams_core_{name}"] = statistics.median(streams[name])
-    for ours in ("added_p50_ms", "added_p99_ms", "rps_core"):
+            figures[f"answers_per_core_second_{name}"] = statistics.median(rates[name])
+            figures[f"streams_per_core_second_{name}"] = statistics.median(streams[name])
+    for ours in ("added_p50_ms", "added_p99_ms", "answers_per_core_second"):
         figures[ours] = figures[f"{ours}_push"]
-    for peer, like in (("sglang_router", "bootstrap"), ("vllm_router", "pull")):
-        if f"rps_core_{peer}" in figures:
-            share = figures[f"rps_core_{like}"] / figures[f"rps_core_{peer}"]
-            figures[f"rps_over_{peer}"] = share
-    return figures
+    return figures | ratios(figures)
+
+
+def ratios(figures: Mapping[str, float]) -> dict[str, float]:
+    """Return KVConnect's figures over those of every peer that was measured."""
+    found = {}
+    for peer, like in LIKE.items():
+        for name in RATIOS:
+            if f"{name}_{peer}" in figures:
+                share = figures[f"{name}_{like}"] / figures[f"{name}_{peer}"]
+                found[f"{name.removesuffix('_ms')}_over_{peer}"] = share
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=15.0, help="per variant and kind of load")
     parser.add_argument("--rate", type=float, default=RATE, help="streaming requests per second")
-    parser.add_argument("--peers", type=Path, default=Path(".venv-routers"))
     arguments = parser.parse_args()
-    with variants(arguments.peers) as found:
+    with variants() as found:
         figures = measure(found, arguments.seconds, arguments.rate)
     figures["rate"] = arguments.rate
     emit("router", figures)

@@ -54,8 +54,8 @@ HEADLINES = (
              "transport", "ratio_nixl_64k", 2.0, higher=True),
     Headline("Rate of writes to Valkey, 1 MiB blocks", "the Valkey client alone",
              "store", "valkey_put_ratio", 0.9, higher=True),
-    Headline("Router: requests per second of a CPU core", "`vllm-router` (Rust)",
-             "router", "rps_over_vllm_router", None, higher=True),
+    Headline("Router: answers per second of a CPU core", "`vllm-router` (Rust)",
+             "router", "answers_per_core_second_over_vllm_router", None, higher=True),
 )  # fmt: skip
 """At most ten; where a benchmark has several conditions, the figure is its worst."""
 
