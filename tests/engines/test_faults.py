@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.engines.models import BLOCK_SIZE
+from tests.engines.pd import raw
 from tests.engines.scenario import (
     BLOCKS,
     COUNT,
@@ -81,6 +82,13 @@ def test_a_load_that_raises_is_recomputed_once(in_step: bool) -> None:
         hits = hit_tokens(server) / FULL
         assert hits >= COUNT
         assert_each_hit_failed_once(server, hits, readmitted=0 if in_step else hits)
+        # Four requests at once, which share the blocks.
+        server.post("/reset_prefix_cache")
+        answer = raw(server, prompts()[0], NEW, n=4, temperature=1.0, top_k=1)
+        found = [tuple(choice["token_ids"]) for choice in answer["choices"]]
+        assert found == [expected("llama").fresh[0]] * 4
+        assert_nothing_leaks(server)
+        assert server.metric("vllm:kvconnect_failed_requests_total", cause="copy") > hits
 
 
 @pytest.mark.parametrize("model", ["gemma3", "mistral"])

@@ -6,8 +6,9 @@ import secrets
 import threading
 import time
 import urllib.error
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ from tests.engines.scenario import (
     prompts,
     tokens,
 )
-from tests.engines.server import Server, kv_transfer
+from tests.engines.server import Answer, Server, kv_transfer
 
 TRANSPORTS = ("tcp", "nixl")
 of_one_transport = pytest.mark.parametrize("llama", ["tcp"], indirect=True, scope="module")
@@ -61,6 +62,10 @@ def llama(request: pytest.FixtureRequest) -> Iterator[Pair]:
     sending, receiving = prefill_config(digest="full", **way), decode_config(**way)
     with pair(prefill={"connector": sending}, decode={"connector": receiving}) as servers:
         yield servers
+
+
+def pushing(offer: str) -> Callable[[Server, Server, list[int], int], Answer]:
+    return partial(push, offer=offer)
 
 
 class TestLlama:
@@ -104,6 +109,46 @@ class TestLlama:
         assert_quiet(p, d)
         local = HANDED_OFF // BLOCK_SIZE  # full blocks in the device's prefix cache
         assert received_bytes(d) - before == (BLOCKS_EACH - local) * block_bytes("llama")
+
+    def test_prompts_about_a_block_long(self, llama: Pair) -> None:
+        """One token, of which nothing is handed off; less than a block, a whole one, and more."""
+        p, d = llama
+        lengths = (1, 9, BLOCK_SIZE, BLOCK_SIZE + 1, BLOCK_SIZE + 2)
+        asked = [prompt_tokens(length, start=40_000 + 100 * length) for length in lengths]
+        want = [p.complete(prompt, NEW).tokens for prompt in asked]  # no hand-off is asked for
+        assert len(set(want)) == len(want)
+        for hand_off in (pull, pushing(standing_ticket(p))):
+            d.post("/reset_prefix_cache")
+            before = received_bytes(d)
+            assert tokens([hand_off(p, d, prompt, NEW) for prompt in asked]) == want
+            assert_quiet(p, d)
+            assert received_bytes(d) - before == (0 + 1 + 1 + 1 + 2) * block_bytes("llama")
+
+    @of_one_transport
+    @pytest.mark.parametrize("way", ["pull", "push"])
+    def test_what_only_one_side_has_computed(self, llama: Pair, way: str) -> None:
+        """A full hit on decode but not on prefill, a partial one, and one on prefill alone."""
+        p, d = llama
+        for server in llama:
+            server.post("/reset_prefix_cache")
+        offer = standing_ticket(p)
+        long = prompt_tokens(PROMPT + 5 * BLOCK_SIZE, start=25_000)
+        full, block = PROMPT // BLOCK_SIZE, block_bytes("llama")
+
+        def handed_off(prompt: list[int]) -> tuple[tuple[int, ...], float]:
+            before = received_bytes(d)
+            hand_off = pull if way == "pull" else pushing(offer)
+            found = hand_off(p, d, prompt, NEW).tokens
+            assert_quiet(p, d)
+            return found, (received_bytes(d) - before) / block
+
+        want = d.complete(long[:PROMPT], NEW).tokens
+        assert handed_off(long[:PROMPT]) == (want, BLOCKS_EACH - full)
+        found, blocks = handed_off(long)
+        assert blocks == BLOCKS_EACH + 5 - full
+        assert p.complete(long, NEW).tokens == found
+        d.post("/reset_prefix_cache")
+        assert handed_off(long) == (found, BLOCKS_EACH + 5)
 
     def test_many_at_once(self, llama: Pair) -> None:
         p, d = llama

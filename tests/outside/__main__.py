@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.outside.suites import NOT_RUNNABLE, PROGRAMS, SUITES, Suite
+from tests.outside.vllm_cases import section
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 1800
@@ -102,7 +103,7 @@ def document(known: Mapping[str, Any]) -> str:
         lines.append(f"| {program.name} | {version} | {program.used_on} | {said} |")
     lines += ["", "Not run:", "", "| Program | Reason |", "|---|---|"]
     lines += [f"| {name} | {reason} |" for name, reason in NOT_RUNNABLE.items()]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *section()]) + "\n"
 
 
 def version_of(package: str, environment: Path) -> str:

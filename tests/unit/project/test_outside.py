@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import pytest
 
 from tests.outside import __main__ as outside
 from tests.outside.suites import PROGRAMS, SUITES
+from tests.outside.vllm_cases import CASES
+
+ROOT = Path(outside.__file__).resolve().parents[2]
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.outside.sglang.test_handoff.TestParity" name="test_a"/>
@@ -43,7 +47,45 @@ def test_a_run_without_tests_has_failed() -> None:
 
 
 def test_every_suite_has_its_file() -> None:
-    root = Path(outside.__file__).resolve().parents[2]
-    assert all((root / suite.tests).is_file() for suite in SUITES)
+    assert all((ROOT / suite.tests).is_file() for suite in SUITES)
     assert all(suite.quick.startswith(suite.tests) for suite in SUITES if suite.quick)
     assert len({(p.name, p.used_on) for p in PROGRAMS}) == len(PROGRAMS)
+
+
+def test_every_test_named_beside_one_of_vllm_is_there() -> None:
+    named = {test for case in CASES for test in case.tests}
+    assert {test for test in named if not is_there(test)} == set()
+    assert all(case.tests for case in CASES)
+    assert len({(case.file, case.text) for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "engines/test_handoff.py::TestLlama::test_nothing",
+        "engines/test_handoff.py::test_pull",  # of a class
+        "engines/test_nothing.py::test_pull",
+        "engines/test_handoff.py::pushing",
+    ],
+)
+def test_negative_control_a_test_that_is_not_there(test: str) -> None:
+    assert not is_there(test)
+
+
+def is_there(test: str) -> bool:
+    """Return whether pytest would find a test, named as it names it."""
+    file, *names = test.split("::")
+    path = ROOT / "tests" / file
+    if not path.is_file() or not names[-1].startswith("test_"):
+        return False
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    for name in names:
+        found = [
+            node
+            for node in body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name
+        ]
+        if not found:
+            return False
+        body = found[0].body
+    return True
