@@ -98,7 +98,7 @@ bench: $(READY)
 bench-sglang: $(SGLANG_READY)
 	@$(SGLANG_BIN)/python -m benchmarks.sglang_handoff
 
-bench-serve: $(READY) $(PEERS_READY)
+bench-serve: $(READY) $(SGLANG_READY) $(PEERS_READY)
 	@python -m benchmarks.serve $(SERVE_ARGS)
 
 models: $(READY)

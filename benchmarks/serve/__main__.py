@@ -2,10 +2,11 @@
 
     python -m benchmarks.serve [--quick] [--only PART]... [--trace FILE]
 
-``scripts/setup peers`` installs LMCache's and vllm-router's programs. Every engine runs one tiny
-random model in float32 (``bench`` of ``tests/engines/models.py``), with 8,192 tokens of KV on the
-device. Variants take turns, round after round; those that are not asked are stopped (SIGSTOP).
-Ratios are medians over rounds of KVConnect over its peer.
+``scripts/setup peers`` installs LMCache's, guidellm's and vllm-router's programs, ``scripts/setup
+sglang`` SGLang's. Every engine runs one tiny random model in float32 (``bench`` of
+``tests/engines/models.py``), with 8,192 tokens of KV on the device. Variants take turns, round
+after round; those that are not asked are stopped (SIGSTOP). Ratios are medians over rounds of
+KVConnect over its peer.
 
 Parts:
 
@@ -25,8 +26,12 @@ less the ratio of mean TTFT; ``trace_p99_ratio`` and ``trace_itl_ratio`` are tho
 percentile and of the mean time between tokens. ``trace_hit_over_ideal``: prompt tokens that were
 cached, over those that an LRU cache as big as the host tier could have had.
 
-``pd``: the same requests through KVConnect's router and its engines, over vllm-router and engines
-with ``NixlConnector`` (``pd_*_ratio``), at 70 % of what the latter bear. No host tier.
+``workloads``: prompts that share prefixes, by vLLM's ``bench serve``, SGLang's ``bench_serving``,
+``guidellm`` and LMCache (``workloads.py``). A ``*_ttft_ratio`` is the mean TTFT with KVConnect over
+that without a connector; ``workload_failures`` are failed requests of either.
+
+``pd``: the requests of the trace through KVConnect's router and its engines, over vllm-router and
+engines with ``NixlConnector`` (``pd_*_ratio``), at 70 % of what the latter bear. No host tier.
 
 ``wrong_answers``: greedy answers of KVConnect that differ from the engine's without a connector.
 """
@@ -42,7 +47,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.common import emit, progress
-from benchmarks.serve import parts
+from benchmarks.serve import parts, workloads
 from benchmarks.serve.answers import wrong
 from benchmarks.serve.disaggregation import handed_off
 from benchmarks.serve.fleet import CONTROL, MODEL, OURS, PLAIN, disaggregated, single_engines
@@ -53,7 +58,7 @@ from tests.engines.models import model_dir
 TRACE = Path(__file__).with_name("conversations.jsonl.gz")
 """500 requests of Mooncake's conversation trace (FAST '25 release, Apache-2.0), which ``sample``
 drew from all 12,031 with seed 0."""
-ALL = ("random", "doc_qa", "trace", "pd")
+ALL = ("random", "doc_qa", "trace", "workloads", "pd")
 
 
 def requests(path: Path, count: int, seed: int) -> list[Request]:
@@ -75,11 +80,13 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # leaves nothing behind
     chosen = tuple(name for name in ALL if name in (options.only or ALL))
     sizes = parts.QUICK if options.quick else parts.FULL
+    scale = workloads.QUICK if options.quick else workloads.FULL
     if options.rounds:
         sizes = replace(sizes, rounds=options.rounds)
+        scale = replace(scale, rounds=options.rounds)
     model_dir(MODEL)  # made once, before several engines need it
     try:
-        figures = measure(chosen, sizes, options)
+        figures = measure(chosen, sizes, scale, options)
     except LoadFailed as error:
         raise SystemExit(str(error)) from error
     if chosen == ALL and not options.quick:
@@ -87,12 +94,15 @@ def main() -> None:
     else:
         rounded = {key: round(value, 4) for key, value in figures.items()}
         print(json.dumps({"benchmark": "serve", **rounded}), flush=True)
-    if figures["wrong_answers"] or figures.get("doc_failures"):
+    if any(figures.get(key) for key in ("wrong_answers", "doc_failures", "workload_failures")):
         raise SystemExit("answers are wrong or missing")
 
 
 def measure(
-    chosen: Collection[str], sizes: parts.Sizes, options: argparse.Namespace
+    chosen: Collection[str],
+    sizes: parts.Sizes,
+    scale: workloads.Scale,
+    options: argparse.Namespace,
 ) -> dict[str, float]:
     """Return the figures of the parts; fleets that none of them needs are not started."""
     figures: dict[str, float] = {"wrong_answers": 0}
@@ -103,7 +113,7 @@ def measure(
 
     if {"trace", "pd"} & set(chosen):
         asked = requests(options.trace, sizes.trace_requests, options.seed)
-    if {"random", "doc_qa", "trace"} & set(chosen):
+    if {"random", "doc_qa", "trace", "workloads"} & set(chosen):
         names = (PLAIN, OURS, CONTROL) if "random" in chosen else (PLAIN, OURS)
         with single_engines(names) as variants:
             if "random" in chosen:
@@ -112,6 +122,8 @@ def measure(
                 add(parts.doc_qa(variants, sizes))
             if "trace" in chosen:
                 add(parts.trace(variants, sizes, asked))
+            if "workloads" in chosen:
+                add(workloads.shared_prompts(variants, scale))
             figures["wrong_answers"] += wrong(variants, options.seed)[OURS]
     if "pd" in chosen:
         with disaggregated() as variants:

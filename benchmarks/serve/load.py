@@ -11,10 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.serve import words
+
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ROOT / ".venv-peers"
 """A folder with a virtual environment for each of them (scripts/setup peers)."""
 LMCACHE = PEERS / "lmcache" / "bin" / "lmcache"
+GUIDELLM = PEERS / "guidellm" / "bin" / "guidellm"
+SGLANG = ROOT / ".venv-sglang" / "bin" / "python"
 # `vllm bench serve`, as its command does it. The command itself asks for the version of a package
 # named vllm, and the build for CPUs has another name.
 _BENCH_SERVE = """
@@ -54,10 +58,68 @@ def bench_serve(
         return _saved(Path(folder) / "result.json")
 
 
-def long_doc_qa(
-    port: int, documents: int, tokens: int, arguments: Sequence[str], limit_s: float
+def sglang_bench(
+    port: int, tokenizer: Path, arguments: Sequence[str], limit_s: float
 ) -> dict[str, Any]:
-    """Run LMCache's ``bench engine`` with its ``long-doc-qa``; return its summary's results.
+    """Run SGLang's ``bench_serving`` against a port; return what it saves.
+
+    Raises:
+        LoadFailed: it is not installed, ends with an error, or not within ``limit_s`` seconds.
+    """
+    if not SGLANG.exists():
+        raise LoadFailed(f"{SGLANG} is not there: run scripts/setup sglang")
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.jsonl"
+        command = [
+            *(str(SGLANG), "-m", "sglang.benchmark.serving", "--backend", "vllm"),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--model", "model", "--tokenizer", str(tokenizer)),
+            *("--warmup-requests", "0", "--disable-tqdm"),  # it would ask the first prompt
+            *("--output-file", str(result), "--output-details"),  # with the errors
+            *arguments,
+        ]
+        # Prompts are kept in the home folder, under a name that does not tell the tokenizer.
+        _run(command, {"HOME": folder}, limit_s)
+        return _saved(result)
+
+
+def guidellm(
+    port: int, tokenizer: Path, data: Mapping[str, Any], arguments: Sequence[str], limit_s: float
+) -> dict[str, Any]:
+    """Run ``guidellm`` with one set of synthetic prompts; return its first benchmark's metrics.
+
+    Raises:
+        LoadFailed: it is not installed, ends with an error, or not within ``limit_s`` seconds.
+    """
+    if not GUIDELLM.exists():
+        raise LoadFailed(f"{GUIDELLM} is not there: run scripts/setup peers")
+    backend = {
+        "kind": "openai_http",
+        "target": f"http://127.0.0.1:{port}",
+        "model": "model",
+        "request_format": "/v1/completions",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        command = [
+            *(str(GUIDELLM), "run", "--backend", json.dumps(backend)),
+            *("--tokenizer", json.dumps({"kind": "huggingface_auto", "model": str(tokenizer)})),
+            *("--data", json.dumps({"kind": "synthetic_text", **data})),
+            *("--output", f"kind=json,path={result}", "--disable-console"),
+            *arguments,
+        ]
+        _run(command, {"HF_HUB_OFFLINE": "1"}, limit_s)
+        metrics: dict[str, Any] = _saved(result)["benchmarks"][0]["metrics"]
+        return metrics
+
+
+def lmcache_bench(
+    port: int, workload: str, cache_tokens: int, arguments: Sequence[str], limit_s: float
+) -> dict[str, Any]:
+    """Run a workload of LMCache's ``bench engine``; return its summary's results.
+
+    ``cache_tokens`` is the size of the cache that some workloads fill. A workload that needs a
+    tokenizer takes the one of made-up words (``words.py``).
 
     Raises:
         LoadFailed: it is not installed, ends without a summary, or not within ``limit_s`` seconds.
@@ -65,23 +127,28 @@ def long_doc_qa(
     if not LMCACHE.exists():
         raise LoadFailed(f"{LMCACHE} is not there: run scripts/setup peers")
     with tempfile.TemporaryDirectory() as folder:
+        if workload == "long-doc-permutator":
+            words.save(Path(folder) / "model")  # where it looks for a model of this name
         command = [
-            *(str(LMCACHE), "bench", "engine", "--workload", "long-doc-qa"),
+            *(str(LMCACHE), "bench", "engine", "--workload", workload),
             *("--engine-url", f"http://127.0.0.1:{port}", "--model", "model"),
-            # It wants a cache to fill: one GB, in which so many tokens go.
-            *("--kv-cache-volume", "1", "--tokens-per-gb-kvcache", str(documents * tokens)),
-            *("--ldqa-document-length", str(tokens), "--ignore-eos"),
-            *("--json", "--no-csv", "--quiet", "--no-interactive", "--output-dir", folder),
-            *arguments,
+            *("--kv-cache-volume", "1", "--tokens-per-gb-kvcache", str(cache_tokens)),
+            *("--ignore-eos", "--json", "--no-csv", "--quiet", "--no-interactive"),
+            *("--output-dir", folder, *arguments),
         ]
         # It ends with 1 if a request failed, which the summary counts.
-        _run(command, {"LMCACHE_DISABLE_BANNER": "1"}, limit_s, good=(0, 1))
+        env = {"LMCACHE_DISABLE_BANNER": "1", "HF_HUB_OFFLINE": "1"}
+        _run(command, env, limit_s, good=(0, 1), folder=folder)
         results: dict[str, Any] = _saved(Path(folder) / "bench_summary.json")["results"]
         return results
 
 
 def _run(
-    command: Sequence[str], env: Mapping[str, str], limit_s: float, good: Sequence[int] = (0,)
+    command: Sequence[str],
+    env: Mapping[str, str],
+    limit_s: float,
+    good: Sequence[int] = (0,),
+    folder: str | None = None,
 ) -> None:
     with tempfile.TemporaryFile() as output:
         try:
@@ -91,6 +158,7 @@ def _run(
                 stderr=output,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **env},
+                cwd=folder,
                 timeout=limit_s,
                 check=False,
             )

@@ -19,7 +19,7 @@ from benchmarks.serve.fleet import (
     ratio,
     turns,
 )
-from benchmarks.serve.load import bench_serve, long_doc_qa
+from benchmarks.serve.load import bench_serve, lmcache_bench
 from benchmarks.serve.trace import Request, ideal_hits, spread, write
 from tests.engines.models import BLOCK_SIZE, model_dir
 
@@ -107,8 +107,13 @@ def doc_qa(variants: Mapping[str, Variant], sizes: Sizes) -> dict[str, float]:
     def ask(variant: Variant, documents: int, *arguments: str) -> dict[str, Any]:
         nonlocal failures
         variant.reset()
-        found = long_doc_qa(
-            variant.front.port, documents, sizes.document_length, arguments, sizes.limit_s
+        length = sizes.document_length
+        found = lmcache_bench(
+            variant.front.port,
+            "long-doc-qa",
+            documents * length,
+            ("--ldqa-document-length", str(length), *arguments),
+            sizes.limit_s,
         )
         failures += int(found["failed_requests"]) if variant.name == OURS else 0
         return found

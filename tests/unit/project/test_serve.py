@@ -17,7 +17,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from benchmarks.serve import answers, fleet, trace
+from benchmarks.serve import answers, fleet, trace, workloads
+from benchmarks.serve.load import LoadFailed
 from benchmarks.serve.trace import Request
 from tests.engines.server import Answer
 
@@ -217,3 +218,40 @@ def test_a_ratio_is_of_runs_of_one_round() -> None:
     """Control: the ratio of medians would be 1 here."""
     found = {"a": [{"s": 2.0}, {"s": 6.0}, {"s": 30.0}], "b": [{"s": 1.0}, {"s": 6.0}, {"s": 10.0}]}
     assert fleet.ratio(found, "a", "b", "s") == 2.0
+
+
+LMCACHE_RESULT = {"successful_requests": 3, "failed_requests": 0, "mean_ttft_ms": 8.0}
+OTHERS_RESULT = {"completed": 3, "errors": ["", "", ""], "mean_ttft_ms": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("result", "failures"),
+    [
+        (LMCACHE_RESULT, 0),
+        ({**LMCACHE_RESULT, "failed_requests": 2}, 2),
+        (OTHERS_RESULT, 0),
+        ({**OTHERS_RESULT, "errors": ["", "gone", ""]}, 1),
+    ],
+)
+def test_failed_requests_of_every_load_generator_are_counted(
+    result: dict[str, object], failures: int
+) -> None:
+    assert workloads.failed(result) == failures
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        {**LMCACHE_RESULT, "successful_requests": 0, "failed_requests": 3},
+        {**OTHERS_RESULT, "completed": 0, "errors": ["gone"] * 3},
+    ],
+)
+def test_a_run_without_an_answer_is_an_error(result: dict[str, object]) -> None:
+    with pytest.raises(LoadFailed, match="no request was answered"):
+        workloads.failed(result)
+
+
+def test_prefixes_do_not_fit_the_device_but_the_host_tier() -> None:
+    device = fleet.DEVICE_BLOCKS * BLOCK
+    tokens = workloads.FULL.prefixes * workloads.FULL.prefix_length
+    assert device < tokens < fleet.HOST_BLOCKS * BLOCK / 2
