@@ -168,6 +168,18 @@ class Engine:
         pass
 
 
+@dataclass
+class Server(Engine):
+    """Counts how often its caches were emptied."""
+
+    port: int = 0
+    resets: int = 0
+
+    def post(self, path: str) -> str:
+        self.resets += 1
+        return super().post(path)
+
+
 class Asked(fleet.Variant):
     """A variant without processes."""
 
@@ -255,3 +267,25 @@ def test_prefixes_do_not_fit_the_device_but_the_host_tier() -> None:
     device = fleet.DEVICE_BLOCKS * BLOCK
     tokens = workloads.FULL.prefixes * workloads.FULL.prefix_length
     assert device < tokens < fleet.HOST_BLOCKS * BLOCK / 2
+
+
+def test_each_workload_gives_a_ratio_and_its_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of either engine count as failed; every run begins with empty caches."""
+    engines = [Server(connector=None), Server()]
+    asked: list[int] = []
+
+    def ask(port: int, scale: workloads.Scale, number: int) -> dict[str, object]:
+        assert engines[port].resets == len(asked) // 2 + 1
+        asked.append(port)
+        return {**LMCACHE_RESULT, "failed_requests": port + 1, "mean_ttft_ms": 8.0 / (port + 1)}
+
+    for port, engine in enumerate(engines):
+        engine.port = port
+    monkeypatch.setattr(workloads, "ALL", {"one": ask, "two": ask})
+    variants = {
+        name: Asked(name, [engine])  # type: ignore[list-item]
+        for name, engine in zip((fleet.PLAIN, fleet.OURS), engines, strict=True)
+    }
+    found = workloads.shared_prompts(variants, workloads.QUICK)
+    assert found == {"one_ttft_ratio": 0.5, "two_ttft_ratio": 0.5, "workload_failures": 6}
+    assert asked == [0, 1, 0, 1]
