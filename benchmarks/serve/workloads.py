@@ -75,7 +75,7 @@ QUICK = Scale(
     context_words=16,
     prefills=3,
     prefill_length=500,
-    limit_s=120.0,
+    limit_s=240.0,
 )
 
 
