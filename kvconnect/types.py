@@ -34,6 +34,17 @@ class Tier(str, Enum):
     REMOTE = "remote"
 
 
+class PromptSource(str, Enum):
+    """Where the KV of a prompt's token came from."""
+
+    DEVICE = "device"
+    HOST = Tier.HOST.value
+    DISK = Tier.DISK.value
+    REMOTE = Tier.REMOTE.value
+    HANDOFF = "handoff"
+    COMPUTED = "computed"
+
+
 class FailureCause(str, Enum):
     """Why a block could not be stored or loaded. Values are metric labels."""
 

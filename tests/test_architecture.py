@@ -37,7 +37,7 @@ EXCEPTIONS: dict[tuple[str, str], int] = {
     # vLLM calls its worker's part at this many points of a step and of a worker's life.
     ("class methods", "engines/vllm/worker.py::ConnectorWorker"): 17,
     # One object meets vLLM's scheduler: host tier, lower tiers, hand-off, events and an observer.
-    ("class attributes", "engines/vllm/scheduler.py::ConnectorScheduler"): 13,
+    ("class attributes", "engines/vllm/scheduler.py::ConnectorScheduler"): 14,
 }
 """(budget, place) -> the size it has now. Growing fails; so does a number left too high."""
 

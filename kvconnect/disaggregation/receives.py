@@ -38,11 +38,13 @@ class ReceiveLimits(NamedTuple):
 
 class SettledReceive(NamedTuple):
     """A receive that every worker has answered. ``cause``: why it failed, or None; ``SKIPPED`` if
-    only the drop ended it. ``dropped``: the request was over before."""
+    only the drop ended it. ``dropped``: the request was over before. ``lost``: tokens that it was
+    to bring and that are computed instead."""
 
     req_id: str
     cause: FailureCause | None
     dropped: bool
+    lost: int = 0
 
 
 @dataclass
@@ -204,10 +206,10 @@ class Receives:
         dropped = handoff.state is Handoff.DROPPING
         handoff.state = HANDOFF.after(handoff.state, Event.ANSWERED)
         cause = first_cause(in_flight.failures.values())
-        settled = SettledReceive(handoff.req_id, cause, dropped)
         # A finished request computes nothing more.
         lost = 0 if cause is None or dropped else _lost_tokens(self._groups, in_flight)
-        _count(self._stats, in_flight, settled, lost, now)
+        settled = SettledReceive(handoff.req_id, cause, dropped, lost)
+        _count(self._stats, in_flight, settled, now)
         return settled
 
     def tick(self, now: float) -> None:
@@ -278,7 +280,6 @@ def _count(
     stats: OffloadingConnectorStats,
     in_flight: _ReceiveInFlight,
     settled: SettledReceive,
-    lost: int,
     now: float,
 ) -> None:
     # An engine may end a request because its hand-off failed, and only then pass on the report. So
@@ -293,4 +294,4 @@ def _count(
         return
     stats.count("handoff_received_requests", label="failed")
     stats.count("handoff_failures", label=settled.cause.value)
-    stats.count("recomputed_tokens", lost)
+    stats.count("recomputed_tokens", settled.lost)

@@ -363,10 +363,17 @@ def _count_load(
     if job.cause is None:
         stats.observe("load_latency_seconds", latency, label=Tier.HOST.value)
         return
-    lost = job.tokens
-    if keeps_prefix:  # from the first bad block on
-        blocks = job.parts[0].block_ids
-        good = min(blocks.index(failure.block_id) for failure in job.failures.values())
-        lost -= job.tokens // len(blocks) * good
     stats.count("failed_requests", label=job.cause.value)
-    stats.count("recomputed_tokens", lost)
+    stats.count("recomputed_tokens", lost_tokens(job, keeps_prefix))
+
+
+def lost_tokens(job: CopyJob, keeps_prefix: bool) -> int:
+    """Return how many tokens of a load are computed instead. ``keeps_prefix``: the engine keeps the
+    blocks before the first bad one."""
+    if job.cause is None:
+        return 0
+    if not keeps_prefix:
+        return job.tokens
+    blocks = job.parts[0].block_ids
+    good = min(blocks.index(failure.block_id) for failure in job.failures.values())
+    return job.tokens - job.tokens // len(blocks) * good

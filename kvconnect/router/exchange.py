@@ -224,6 +224,8 @@ class Exchange:
                 else:
                     prefill = asyncio.create_task(computed)
                     ends.push_async_callback(self._end_prefill, prefill)
+            if self._gets_receipt(decode):
+                body = engine_bodies.receipt_body(body)
             upstream_request = await ends.enter_async_context(
                 self._upstream_request(decode, choice.decode)
             )
@@ -231,6 +233,10 @@ class Exchange:
             first = await (beginning if prefill is None else _beginning(prefill, beginning))
             self._services.metrics.added(choice.mode, overhead.seconds)
             yield upstream_request, first
+
+    def _gets_receipt(self, decode: Upstream) -> bool:
+        asks = self._services.options.listening.receipts and not self._api.decode_only
+        return asks and decode.worker.engine is Engine.VLLM
 
     async def _end_prefill(self, prefill: asyncio.Task[Any]) -> None:
         if self._outcome is RequestOutcome.OK:

@@ -108,7 +108,7 @@ def _listening_of(arguments: argparse.Namespace) -> Listening:
     if path and not keys:
         raise ConfigError("api-key-file", path, "put a key in it, or several, one a line")
     at = arguments.host, arguments.port, arguments.shared_port
-    tenants = not arguments.shared_cache, arguments.hit_headers
+    tenants = not arguments.shared_cache, arguments.hit_headers, arguments.receipts
     return Listening(*at, cert, key, keys, *tenants)
 
 
@@ -154,6 +154,8 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
     add("--shared-cache", action="store_true", help=what)
     what = "tell clients how much of a prompt engines are expected to have cached"
     add("--hit-headers", action="store_true", help=what)
+    what = "tell clients where the tokens of their prompts came from, as the decode engine says"
+    add("--receipts", action="store_true", help=what)
 
 
 def _add_choices(parser: argparse.ArgumentParser) -> None:

@@ -164,6 +164,7 @@ class Listening:
         api_keys: a client must send one of them; none: every client is served.
         isolate: clients with different keys share no cached KV.
         hit_headers: response headers tell how much of a prompt is expected to be cached.
+        receipts: engines are asked where the tokens of a prompt came from.
     """
 
     host: str = "127.0.0.1"
@@ -174,6 +175,7 @@ class Listening:
     api_keys: tuple[str, ...] = ()
     isolate: bool = True
     hit_headers: bool = False
+    receipts: bool = False
 
 
 @dataclass(frozen=True)

@@ -227,6 +227,7 @@ def make_request(tokens: int = 64) -> Any:
         block_hashes=[b"a", b"b"],
         num_tokens=tokens,
         num_prompt_tokens=tokens,
+        num_output_tokens=0,
         skip_reading_prefix_cache=False,
         lora_request=None,
         kv_transfer_params=None,

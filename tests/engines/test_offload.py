@@ -5,11 +5,14 @@ Each test compares greedy float32 tokens with those of the same engine without a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvconnect.types import PromptSource
 from tests.engines.kv_events import Subscriber
 from tests.engines.models import BLOCK_SIZE
 from tests.engines.scenario import (
@@ -119,6 +122,19 @@ class TestLlama:
         assert (again.cached, hit_tokens(llama)) == (FULL, hit + FULL)
         assert again.tokens == expected("llama").fresh[0]
 
+    def test_receipts_say_where_a_prompt_came_from(self, llama: Server) -> None:
+        ask(llama)  # the prompt that is asked for now has left the device
+        prompt, asks = prompts()[0], {"kvconnect": {"receipt": True}}
+        before = [counted_prompt(llama, source) for source in PromptSource]
+        found = [receipt(llama, prompt, kv_transfer_params=asks) for _ in range(2)]
+        assert [(one["device"], one["host"]) for one in found] == [(0, FULL), (FULL, 0)]
+        for one in found:
+            assert sum(one[source.value] for source in PromptSource) == one["prompt"] == PROMPT
+        llama.settle()
+        for source, old in zip(PromptSource, before, strict=True):
+            assert counted_prompt(llama, source) - old == sum(one[source.value] for one in found)
+        assert receipt(llama, prompt) is None  # control: nobody asks
+
     def test_reset_forgets_the_host_tier(self, llama: Server) -> None:
         llama.settle()
         llama.post("/reset_prefix_cache?reset_external=true")
@@ -131,6 +147,16 @@ class TestLlama:
     def test_no_block_ever_failed(self, llama: Server) -> None:
         for cause in ("digest", "copy", "deadline", "missing"):
             assert llama.metric("vllm:kvconnect_failed_blocks_total", cause=cause) == 0
+
+
+def counted_prompt(server: Server, source: PromptSource) -> float:
+    return server.metric("vllm:kvconnect_prompt_tokens_total", source=source.value)
+
+
+def receipt(server: Server, prompt: list[int], **extra: Any) -> Any:
+    """The receipt in the answer to a prompt, if there is one."""
+    answer = json.loads(server.post("/v1/completions", server.body(prompt, 2, **extra)))
+    return ((answer["kv_transfer_params"] or {}).get("kvconnect") or {}).get("receipt")
 
 
 @pytest.mark.parametrize("model", ["qwen3", "mistral", "deepseek_v2", "lfm2"])

@@ -19,7 +19,7 @@ from kvconnect.disaggregation.messages import (
     ReceiveReport,
     TransferEvent,
 )
-from kvconnect.disaggregation.receives import ReceiveLimits, Receives
+from kvconnect.disaggregation.receives import ReceiveLimits, Receives, SettledReceive
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.adapters import Adapters
 from kvconnect.engines.vllm.messages import WorkerHello
@@ -200,15 +200,19 @@ class DisaggregationScheduler:
 
     def on_reports(
         self, reports: Iterable[ReceiveReport], notices: Iterable[TransferEvent], now: float
-    ) -> list[int]:
-        """Take the workers' reports; return the blocks to release."""
+    ) -> tuple[list[int], list[SettledReceive]]:
+        """Take the workers' reports; return the blocks to release, and the receives that ended."""
+        ended = []
         for report in reports:
             settled = self.receives.on_report(report, now)
-            if settled is not None and settled.cause is not None and not settled.dropped:
+            if settled is None or settled.dropped:
+                continue
+            if settled.cause is not None:
                 self.failed.add(settled.req_id)
+            ended.append(settled)
         for notice in notices:
             self.leases.on_notice(notice, now)
-        return self.leases.take_released()
+        return self.leases.take_released(), ended
 
     def finish(self, request: Request, now: float) -> dict[str, Any] | None:
         """End a request; return the ``kv_transfer_params`` of its response."""

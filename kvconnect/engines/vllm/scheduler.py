@@ -12,31 +12,34 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvconnect.cache.groups import CacheGroup, keeps_prefix
-from kvconnect.config import AUTO, Config, PolicyName
+from kvconnect.config import Config
 from kvconnect.engines.vllm import translate
-from kvconnect.engines.vllm.adapters import Adapters
 from kvconnect.engines.vllm.checks import LiveRequests
 from kvconnect.engines.vllm.disaggregation import DisaggregationScheduler
 from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
 from kvconnect.engines.vllm.events import EventLog
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
+from kvconnect.engines.vllm.plans import (
+    inside_step,
+    limits_of,
+    make_plan,
+    make_tiers,
+    most_tokens,
+    settings_for,
+)
+from kvconnect.engines.vllm.receipts import Receipts
 from kvconnect.engines.vllm.states import kept_states
 from kvconnect.engines.vllm.stats import Gauges, KVConnectStats
 from kvconnect.engines.vllm.tiers import TierScheduler
 from kvconnect.errors import Incompatible
-from kvconnect.offload.eviction import make_policy
-from kvconnect.offload.index import HostIndex
 from kvconnect.offload.planner import (
     KeptStates,
     LoadRequest,
-    OffloadLimits,
-    OffloadPlan,
     count_lookup,
     gauges,
     hits_by_tier,
 )
-from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.protocol.options import with_receipt
 from kvconnect.types import Tier, TransferId
 
 if TYPE_CHECKING:
@@ -46,7 +49,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NOTHING = StepInstructions()
-_STORE_SHARE = 0.25  # of device blocks that stores may hold; the rest is for the engine
 
 
 class _Match(NamedTuple):
@@ -95,10 +97,10 @@ class ConnectorScheduler:
     ) -> None:
         self.observer: SchedulerObserver | None = None
         translate.recompute_failed_loads(vllm_config)
-        self._config = config = _settings_for(vllm_config, config)
+        self._config = config = settings_for(vllm_config, config)
         groups = translate.cache_groups(kv_cache_config)
         self._hash_tokens = translate.hash_block_tokens(vllm_config, kv_cache_config)
-        self._limits = _limits_of(vllm_config, kv_cache_config, config)
+        self._limits = limits_of(vllm_config, kv_cache_config, config)
         self._requests = LiveRequests()
         # Requests that were matched and not admitted yet; None: the request reads no cache.
         self._matched: dict[str, _Match | None] = {}
@@ -106,8 +108,9 @@ class ConnectorScheduler:
         self._gauges = Gauges()
         self.events = EventLog(vllm_config, groups, kv_cache_config)
         stats, adapters = KVConnectStats(), self._requests.adapters
+        self.receipts = Receipts(stats)
         self.handoff = DisaggregationScheduler(vllm_config, config, groups, stats, adapters)
-        self.plan = _make_plan(groups, 0, config.offload.policy, self.handoff.stats, self._limits)
+        self.plan = make_plan(groups, 0, config.offload.policy, self.handoff.stats, self._limits)
         self.tiers: TierScheduler | None = None
 
     def greet(self, hellos: Mapping[tuple[int, int], WorkerHello], alone: bool = True) -> None:
@@ -127,9 +130,9 @@ class ConnectorScheduler:
         self._slot_bytes = sum(hello.slot_bytes for hello in hellos.values())
         if num_slots != len(self.plan.index.slots):
             policy, stats = self._config.offload.policy, self.handoff.stats
-            self.plan = _make_plan(self.plan.groups, num_slots, policy, stats, self._limits)
+            self.plan = make_plan(self.plan.groups, num_slots, policy, stats, self._limits)
             sizes, adapters = (workers, self._slot_bytes), self._requests.adapters
-            self.tiers = _make_tiers(self._config, self.plan, sizes, adapters)
+            self.tiers = make_tiers(self._config, self.plan, sizes, adapters)
         self.handoff.greet(hellos, alone)
         gib = num_slots * self._slot_bytes / 2**30
         logger.info("host tier: %d blocks, %.2f GiB over %d workers", num_slots, gib, workers)
@@ -149,10 +152,11 @@ class ConnectorScheduler:
     def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Return (tokens available after ``local_tokens``, whether they load asynchronously). They
         come from a hand-off, else from the host tier. None: ask again at the next step."""
-        if self.observer is None:
-            return self._match(request, local_tokens)
-        began, answer = time.monotonic(), self._match(request, local_tokens)
-        self.observer.looked_up(request.request_id, time.monotonic() - began, answer[0] is None)
+        began = time.monotonic()
+        self.receipts.looked_up(request, local_tokens, began)
+        answer = self._match(request, local_tokens)
+        if self.observer is not None:
+            self.observer.looked_up(request.request_id, time.monotonic() - began, answer[0] is None)
         return answer
 
     def _match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
@@ -168,7 +172,7 @@ class ConnectorScheduler:
         if not self._requests.may_reuse(request):
             self._matched[req_id] = None
             return 0, False
-        limit, hashes = _most_tokens(request, self.plan.groups), self._hashes(request)
+        limit, hashes = most_tokens(request, self.plan.groups), self._hashes(request)
         now = time.monotonic()
         if self.tiers and self.tiers.ask(request, hashes, (local_tokens, limit), now):
             return None, False
@@ -177,7 +181,7 @@ class ConnectorScheduler:
             found = 0  # vLLM 0.32 did not admit this load and may never do so, see `failed`
         # Offered pages are sent while the step runs, before it is known that a load failed.
         most, others = self._config.offload.sync_load_bytes, len(self._requests) - 1
-        sync = _inside_step(self.plan, found, self._slot_bytes, most, others)
+        sync = inside_step(self.plan, found, self._slot_bytes, most, others)
         # If the whole prompt is found, a load inside the step leaves its last block to compute.
         whole_prompt = local_tokens + found >= request.num_tokens
         sync = sync and not self.handoff.leases and not whole_prompt
@@ -194,10 +198,10 @@ class ConnectorScheduler:
         match = self._matched.pop(request.request_id)
         if self._requests.may_reuse(request):
             self.plan.add_request(request.request_id)  # a preemption replaced its blocks
-        if match is None:
-            return {}  # the request reads no cache
-        tiers = self._admit(request, blocks, match, num_external)
-        if self.observer is not None:
+        # None: the request reads no cache.
+        tiers = self._admit(request, blocks, match, num_external) if match else {}
+        self.receipts.admitted(request, tiers, num_external)
+        if match and self.observer is not None:
             self.observer.admitted(request.request_id, num_external, tiers, match.handoff)
         return tiers
 
@@ -258,11 +262,11 @@ class ConnectorScheduler:
             # may be wrong.
             self.device.release_stored(self.plan.jobs.void_stores())
             self.handoff.leases.withdraw_all(now)
-        self.device.release(self.handoff.on_reports(reports.arrivals, reports.notices, now))
-        for report in reports.reports:
-            settled = self.plan.on_report(report, now)
-            if settled is None:
-                continue
+        released, received = self.handoff.on_reports(reports.arrivals, reports.notices, now)
+        self.device.release(released)
+        self.receipts.received(received, now)
+        for settled in filter(None, (self.plan.on_report(one, now) for one in reports.reports)):
+            self.receipts.settled(settled.job, now, self.plan.groups)
             self.device.release_stored(settled.released)
             if self.tiers is not None:
                 self.tiers.settled(settled)
@@ -288,7 +292,8 @@ class ConnectorScheduler:
         if self.tiers is not None:
             self.tiers.forget(request.request_id)
         now, asked = time.monotonic(), request.kv_transfer_params
-        answer = self.handoff.finish(request, now) if asked else None
+        ticket = self.handoff.finish(request, now) if asked else None
+        answer = with_receipt(ticket, asked, self.receipts.finish(request.request_id))
         if self.observer is not None:
             self.observer.request_finished(request.request_id)
         return answer
@@ -315,8 +320,7 @@ class ConnectorScheduler:
     @property
     def busy(self) -> bool:
         """Whether a job is open, so that the engine must keep stepping."""
-        tiers = self.tiers is not None and self.tiers.plan.busy
-        return self.plan.busy or self.handoff.busy or tiers
+        return self.plan.busy or self.handoff.busy or bool(self.tiers and self.tiers.plan.busy)
 
     def _hashes(self, request: Request) -> tuple[Sequence[bytes], ...]:
         return translate.group_hashes(request, self.plan.groups, self._hash_tokens)
@@ -339,58 +343,3 @@ def _foreign_failures(reports: StepReports, failed: Collection[int]) -> set[int]
     """Return the failed device blocks that no load or receive of this connector reports."""
     jobs = chain(reports.reports, reports.arrivals)
     return set(failed).difference(f.block_id for report in jobs for f in report.failures)
-
-
-def _most_tokens(request: Request, groups: Sequence[CacheGroup]) -> int:
-    """Return how many of a request's tokens a load may bring.
-
-    The engine computes the last token to sample from it. With a windowed group, the load must end
-    before that token, so that the window before it is there.
-    """
-    most: int = request.num_tokens - (not all(group.is_full for group in groups))
-    return most
-
-
-def _limits_of(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config
-) -> OffloadLimits:
-    held_blocks = max(1, int(kv_cache_config.num_blocks * _STORE_SHARE))
-    return OffloadLimits(vllm_config.parallel_config.world_size, config.deadline_s, held_blocks)
-
-
-def _make_plan(
-    groups: Sequence[CacheGroup],
-    num_slots: int,
-    policy: PolicyName,
-    stats: OffloadingConnectorStats,
-    limits: OffloadLimits,
-) -> OffloadPlan:
-    index = HostIndex(num_slots, len(groups), make_policy(policy, num_slots))
-    return OffloadPlan(groups, index, stats, limits)
-
-
-def _make_tiers(
-    config: Config, plan: OffloadPlan, sizes: tuple[int, int], adapters: Adapters
-) -> TierScheduler | None:
-    if not (config.tiers.disk or config.tiers.remote):
-        return None
-    return TierScheduler(config, plan.groups, plan.index, plan.stats, sizes, adapters)
-
-
-def _settings_for(vllm_config: VllmConfig, config: Config) -> Config:
-    """Return ``config``, without loads inside the step if steps overlap: the step after a failed
-    load would sample from bad blocks."""
-    if not config.offload.sync_load_bytes or vllm_config.max_concurrent_batches == 1:
-        return config
-    if config.offload.sync_load_bytes != AUTO:
-        logger.warning("sync_load_bytes is ignored: steps overlap (async scheduling)")
-    return config.replace(sync_load_bytes=0)
-
-
-def _inside_step(plan: OffloadPlan, tokens: int, slot_bytes: int, most: int, others: int) -> bool:
-    """Return whether a load runs inside the step. If a failed load makes the request start over, it
-    does not: the engine restarts parked requests only."""
-    if not tokens or not keeps_prefix(plan.groups):
-        return False
-    blocks = tokens // plan.groups[0].block_tokens
-    return plan.load_mode.inside(blocks, others) if most == AUTO else blocks * slot_bytes <= most

@@ -33,7 +33,7 @@ from kvconnect.stats import (
 )
 from kvconnect.threads import ThreadKind
 from kvconnect.tiers.cost_model import LoadReason
-from kvconnect.types import FailureCause, Tier, TransferType
+from kvconnect.types import FailureCause, PromptSource, Tier, TransferType
 
 
 def _values(enum: type[Enum]) -> tuple[str, ...]:
@@ -47,6 +47,7 @@ _TIER = Label("tier", _values(Tier))
 _HOST = Label("tier", (Tier.HOST.value,))
 _LOWER = (Tier.DISK.value, Tier.REMOTE.value)
 _SECONDARY = Label("tier", _LOWER)
+_SOURCE = Label("source", _values(PromptSource))
 _DECISION = Label("reason", (*_values(LoadReason), "late", "no_space"))
 _CAUSE = Label("cause", _values(FailureCause))
 _QUARANTINE = Label("cause", tuple(cause.value for cause in QUARANTINED))
@@ -146,6 +147,10 @@ CATALOG: tuple[Metric, ...] = (
     Metric("failed_requests", "counter", "requests",
            "Requests whose load failed. vLLM recomputes them; SGLang aborts them.",
            "a request's load fails", label=_CAUSE),
+    Metric("prompt_tokens", "counter", "tokens",
+           "Prompt tokens of finished requests by where their KV came from. Sources add up to the "
+           "prompts.",
+           "a request ends", label=_SOURCE, absent=(SGLANG,)),
     Metric("recomputed_tokens", "counter", "tokens",
            "Tokens of a hit that were recomputed because their load failed.",
            "a request's load fails", absent=(SGLANG,)),

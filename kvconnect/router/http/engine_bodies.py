@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Raw
 
 from kvconnect.errors import Refused
+from kvconnect.protocol.options import OPTIONS_KEY, RECEIPT
 from kvconnect.router.body import Body
 
 _PARAMS = "kv_transfer_params"
@@ -97,6 +98,12 @@ def bootstrap_body(body: Body, meeting: BootstrapRoom, rank: int | None) -> dict
     if rank is not None:
         asked["routed_dp_rank"] = rank
     return asked
+
+
+def receipt_body(body: Body) -> dict[str, Any]:
+    """Return the decode body that also asks where the tokens of the prompt came from."""
+    options = {OPTIONS_KEY: {RECEIPT: True}}
+    return {**body, _PARAMS: {**body.get(_PARAMS, {}), **options}}
 
 
 def transfer_of(asked: Body) -> str:

@@ -494,7 +494,7 @@ def test_failures_are_counted_by_cause_with_the_tokens_they_cost(stats: Stats) -
     receive = planned(book)  # tokens 4 to 14 in blocks 5, 6, 7
     book.on_report(failed(receive, 6, 7, cause=FailureCause.SKIPPED), 2.0)
     settled = book.on_report(failed(receive, 6), 3.0)
-    assert settled == SettledReceive("r", FailureCause.PEER, False)
+    assert settled == SettledReceive("r", FailureCause.PEER, False, lost=6)
     assert counters(stats) == {
         "handoff_received_requests": {"failed": 1},
         "handoff_failures": {"peer": 1},

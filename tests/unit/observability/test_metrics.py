@@ -28,7 +28,7 @@ from kvconnect.stats import (
     OffloadingConnectorStats,
 )
 from kvconnect.tiers.cost_model import LoadReason
-from kvconnect.types import FailureCause, Tier, TransferType
+from kvconnect.types import FailureCause, PromptSource, Tier, TransferType
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -47,7 +47,7 @@ def test_engines_share_rows_but_for_those_that_one_of_them_cannot_have() -> None
         for prefix in (VLLM, SGLANG)
     }
     assert rows[VLLM] == {row.name for row in CATALOG}
-    missing = {"recomputed_tokens", "handoff_expired_leases", "handoff_leases"}
+    missing = {"recomputed_tokens", "prompt_tokens", "handoff_expired_leases", "handoff_leases"}
     missing |= {"tier_decisions", "tier_waiting_requests"}  # HiCache decides, and has a queue
     assert rows[VLLM] - rows[SGLANG] == missing
     assert {p for row in CATALOG for p in row.absent} <= {VLLM, SGLANG}
@@ -206,6 +206,7 @@ LABEL_ENUMS = {
     "_TYPE": TransferType,
     "tier": Tier,
     "reason": LoadReason,
+    "source": PromptSource,
 }
 
 

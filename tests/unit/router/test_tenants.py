@@ -308,3 +308,19 @@ async def test_large_bodies_are_parsed_off_the_loop(monkeypatch: pytest.MonkeyPa
         assert names == {"kvconnect-bodies"}
         assert (await router.post(ASK)).status == 200
         assert names == {"kvconnect-bodies", "MainThread"}
+
+
+@pytest.mark.parametrize("receipts", [False, True])
+@pytest.mark.parametrize("pull", [False, True])
+@on_loop
+async def test_the_decode_engine_is_asked_for_a_receipt(receipts: bool, pull: bool) -> None:
+    p, d = FakeEngine(prefills), FakeEngine(decodes)
+    listening = Listening(receipts=receipts)
+    async with bench([p], [d], listening=listening, pull=pull) as router:
+        # What a client asks of engines in these parameters is dropped.
+        forged = {"kv_transfer_params": {"kvconnect": {"receipt": True}}}
+        await router.post(ASK | forged)
+    options = {"receipt": True} if receipts else None
+    assert d.asked[-1]["kv_transfer_params"].get("kvconnect") == options
+    assert d.asked[-1]["kv_transfer_params"]["do_remote_prefill"] is True
+    assert "kvconnect" not in p.asked[-1]["kv_transfer_params"]

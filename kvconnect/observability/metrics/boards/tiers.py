@@ -22,6 +22,13 @@ _LOOKUPS = PanelRow(
             about="Per second.",
         ),
         Panel(
+            "Prompt tokens of finished requests, by source (vLLM)",
+            "short",
+            (Query(rate(series("prompt_tokens"), "source"), "{{source}}"),),
+            kind="areas",
+            about="Per second. The sources add up to the prompts.",
+        ),
+        Panel(
             "Requests looked up",
             "reqps",
             (

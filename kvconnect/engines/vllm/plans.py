@@ -1,0 +1,81 @@
+"""Makes the scheduler's plans from vLLM's configuration, and bounds what they may load."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvconnect.cache.groups import CacheGroup, keeps_prefix
+from kvconnect.config import AUTO, Config, PolicyName
+from kvconnect.engines.vllm.adapters import Adapters
+from kvconnect.engines.vllm.tiers import TierScheduler
+from kvconnect.offload.eviction import make_policy
+from kvconnect.offload.index import HostIndex
+from kvconnect.offload.planner import OffloadLimits, OffloadPlan
+from kvconnect.stats import OffloadingConnectorStats
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_STORE_SHARE = 0.25  # of device blocks that stores may hold; the rest is for the engine
+
+
+def most_tokens(request: Request, groups: Sequence[CacheGroup]) -> int:
+    """Return how many of a request's tokens a load may bring.
+
+    The engine computes the last token to sample from it. With a windowed group, the load must end
+    before that token, so that the window before it is there.
+    """
+    most: int = request.num_tokens - (not all(group.is_full for group in groups))
+    return most
+
+
+def limits_of(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config
+) -> OffloadLimits:
+    held_blocks = max(1, int(kv_cache_config.num_blocks * _STORE_SHARE))
+    return OffloadLimits(vllm_config.parallel_config.world_size, config.deadline_s, held_blocks)
+
+
+def make_plan(
+    groups: Sequence[CacheGroup],
+    num_slots: int,
+    policy: PolicyName,
+    stats: OffloadingConnectorStats,
+    limits: OffloadLimits,
+) -> OffloadPlan:
+    index = HostIndex(num_slots, len(groups), make_policy(policy, num_slots))
+    return OffloadPlan(groups, index, stats, limits)
+
+
+def make_tiers(
+    config: Config, plan: OffloadPlan, sizes: tuple[int, int], adapters: Adapters
+) -> TierScheduler | None:
+    if not (config.tiers.disk or config.tiers.remote):
+        return None
+    return TierScheduler(config, plan.groups, plan.index, plan.stats, sizes, adapters)
+
+
+def settings_for(vllm_config: VllmConfig, config: Config) -> Config:
+    """Return ``config``, without loads inside the step if steps overlap: the step after a failed
+    load would sample from bad blocks."""
+    if not config.offload.sync_load_bytes or vllm_config.max_concurrent_batches == 1:
+        return config
+    if config.offload.sync_load_bytes != AUTO:
+        logger.warning("sync_load_bytes is ignored: steps overlap (async scheduling)")
+    return config.replace(sync_load_bytes=0)
+
+
+def inside_step(plan: OffloadPlan, tokens: int, slot_bytes: int, most: int, others: int) -> bool:
+    """Return whether a load runs inside the step. If a failed load makes the request start over, it
+    does not: the engine restarts parked requests only."""
+    if not tokens or not keeps_prefix(plan.groups):
+        return False
+    blocks = tokens // plan.groups[0].block_tokens
+    return plan.load_mode.inside(blocks, others) if most == AUTO else blocks * slot_bytes <= most
