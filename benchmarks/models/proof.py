@@ -367,7 +367,8 @@ def pull(first: Engine, receiver: Engine, prompt: list[int]) -> Answer:
 
 def push(first: Engine, receiver: Engine, prompt: list[int]) -> Answer:
     """Ask both at once: layers are sent while the rest is computed."""
-    [offer] = first.ask([prompt[:1]], 1, do_remote_decode=True, kvconnect_card=True)
+    # One token would do, but vLLM's CPU engine fails with it and Qwen3.5.
+    [offer] = first.ask([prompt[:2]], 1, do_remote_decode=True, kvconnect_card=True)
     if not offer.ticket:
         raise EngineFailed("the prefill gave no standing ticket")
     transfer = secrets.token_hex(16)

@@ -75,7 +75,7 @@ def prefill(server: Server, prompt: list[int], transfer: str | None = None) -> d
 def standing_ticket(server: Server) -> str:
     """Return the standing ticket of a prefill engine."""
     wanted = {"do_remote_decode": True, "kvconnect_card": True}
-    text: str = raw(server, [1], 1, kv_transfer_params=wanted)["kv_transfer_params"][
+    text: str = raw(server, [1, 1], 1, kv_transfer_params=wanted)["kv_transfer_params"][
         "kvconnect_card"
     ]
     return text

@@ -116,7 +116,8 @@ def standing_ticket_body(model: str, rank: int | None) -> dict[str, Any]:
     params: dict[str, Any] = {"do_remote_decode": True, _STANDING_TICKET: True}
     if rank is not None:
         params[_RANK] = rank
-    return {"model": model, "prompt": [1], "max_tokens": 1, _PARAMS: params}
+    # vLLM's CPU engine dies of prompts of one token with some models (Qwen3.5).
+    return {"model": model, "prompt": [1, 1], "max_tokens": 1, _PARAMS: params}
 
 
 def token_ids_body(model: str, ids: list[int], *, native: bool) -> dict[str, Any]:

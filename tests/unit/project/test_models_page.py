@@ -31,8 +31,9 @@ def test_what_counts_as_right_was_compared() -> None:
         if one["verdict"] != "right" or "method" in one:
             continue
         assert one["problems"] == [], name
-        assert all(found["same"] for found in one["rounds"]), name
-        assert any(one["rounds"][-1]["cached"]), name
+        compared = [*one["rounds"], one["restart"], one["shared"], one["hand_off"], one["push"]]
+        assert all(found["same"] for found in compared), name
+        assert any(one["rounds"][-1]["cached"]) and any(one["shared"]["cached"]), name
         assert one["control"]["changed"] and one["caught"]["bad_blocks"] > 0, name
 
 
@@ -43,7 +44,7 @@ def test_drafts_that_count_as_right_were_compared() -> None:
     assert {one["method"] for one in right} == {"ngram", "medusa"} | WITH_KV
     for one in right:
         assert one["problems"] == []
-        compared = [*one["rounds"], one["both"], one["decode_only"]]
+        compared = [*one["rounds"], one["both"], one["pushed"], one["decode_only"]]
         assert all(found["same"] and found["same_drafts"] for found in compared)
         assert one.get("control", {}).get("changed", True)
     assert {one["method"] for one in right if "control" in one} == WITH_KV
