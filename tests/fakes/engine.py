@@ -114,7 +114,7 @@ class FakeEngine:
             raise
 
     def _standing_ticket(self, request: web.Request, body: dict[str, Any]) -> web.Response:
-        assert body["model"] == "tiny" and body["prompt"] == [1] and body["max_tokens"] == 1
+        assert body["model"] == "tiny" and body["prompt"] == [1, 1] and body["max_tokens"] == 1
         if not self.standing_ticket_lifetime_s:
             return web.json_response({"choices": []})
         self.standing_tickets += 1
