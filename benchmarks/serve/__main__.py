@@ -2,6 +2,9 @@
 
     python -m benchmarks.serve [--quick] [--only PART]... [--trace FILE]
 
+A run of some parts keeps the other parts' figures in ``results/serve.json``; ``--quick`` writes
+nothing.
+
 ``scripts/setup peers`` installs LMCache's, guidellm's and vllm-router's programs, ``scripts/setup
 sglang`` SGLang's. Every engine runs one tiny random model in float32 (``bench`` of
 ``tests/engines/models.py``), with 8,192 tokens of KV on the device. Variants take turns, round
@@ -47,7 +50,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.common import emit, progress
+from benchmarks.common import RESULTS, emit, progress
 from benchmarks.serve import parts, workloads
 from benchmarks.serve.answers import wrong
 from benchmarks.serve.disaggregation import handed_off
@@ -98,13 +101,19 @@ def main() -> None:
         figures = measure(chosen, sizes, scale, options)
     except LoadFailed as error:
         raise SystemExit(str(error)) from error
-    if chosen == ALL and not options.quick:
-        emit("serve", figures)
-    else:
+    if options.quick:
         rounded = {key: round(value, 4) for key, value in figures.items()}
         print(json.dumps({"benchmark": "serve", **rounded}), flush=True)
+    else:
+        emit("serve", {**(kept() if chosen != ALL else {}), **figures})
     if any(figures.get(key) for key in ("wrong_answers", "doc_failures", "workload_failures")):
         raise SystemExit("answers are wrong or missing")
+
+
+def kept() -> dict[str, float]:
+    """Return the figures of the last run, for the parts that this one leaves out."""
+    path = RESULTS / "serve.json"
+    return dict(json.loads(path.read_text())["figures"]) if path.exists() else {}
 
 
 def measure(
