@@ -20,8 +20,7 @@ Parts:
 ``doc_qa``: LMCache's ``lmcache bench engine`` with ``long-doc-qa``: 30 documents of 1,000 tokens,
 each computed once, then two questions about each, five at a time. ``doc_qa_ttft_gain`` and
 ``doc_qa_round_gain`` are 1 less the mean TTFT, and less the seconds for all questions, over those
-without a connector; ``doc_qa_example_ttft_ratio`` is the TTFT over that with vLLM's
-``ExampleConnector``. ``doc_failures``: failed requests with KVConnect, also with 100 documents, 20
+without a connector. ``doc_failures``: failed requests with KVConnect, also with 100 documents, 20
 at a time.
 
 ``trace``: the Mooncake conversation trace (``trace.py``) by vLLM's ``timed_trace``. Times are
@@ -54,15 +53,7 @@ from benchmarks.common import RESULTS, emit, progress
 from benchmarks.serve import parts, workloads
 from benchmarks.serve.answers import wrong
 from benchmarks.serve.disaggregation import handed_off
-from benchmarks.serve.fleet import (
-    CONTROL,
-    EXAMPLE,
-    MODEL,
-    OURS,
-    PLAIN,
-    disaggregated,
-    single_engines,
-)
+from benchmarks.serve.fleet import CONTROL, MODEL, OURS, PLAIN, disaggregated, single_engines
 from benchmarks.serve.load import LoadFailed
 from benchmarks.serve.trace import Request, read, sample, scaled
 from tests.engines.models import model_dir
@@ -132,9 +123,7 @@ def measure(
     if {"trace", "pd"} & set(chosen):
         asked = requests(options.trace, sizes.trace_requests, options.seed)
     if {"random", "doc_qa", "trace", "workloads"} & set(chosen):
-        names = [PLAIN, OURS]
-        names += [CONTROL] if "random" in chosen else []
-        names += [EXAMPLE] if "doc_qa" in chosen else []
+        names = (PLAIN, OURS, CONTROL) if "random" in chosen else (PLAIN, OURS)
         with single_engines(names) as variants:
             if "random" in chosen:
                 add(parts.random_prompts(variants, sizes))

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import statistics
-import tempfile
 import time
 import urllib.error
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common import progress
@@ -29,11 +26,7 @@ DEVICE_BLOCKS = 256
 HOST_BYTES = "1GiB"
 HOST_BLOCKS = 2048
 """Of ``HOST_BYTES``: a block of 32 tokens has 512 KiB."""
-PLAIN, CONTROL, OURS, NIXL, EXAMPLE = "plain", "control", "kvconnect", "nixl", "example"
-STEP = 512
-WHOLE = 8192
-"""``ExampleConnector`` keeps what the first step of a prompt computes, under the name of all of it:
-its prompts are computed in one step."""
+PLAIN, CONTROL, OURS, NIXL = "plain", "control", "kvconnect", "nixl"
 RESET_S = 60.0
 INTRODUCTIONS = 5
 """Requests with which a pair of NIXL's engines may fail before the benchmark does."""
@@ -47,8 +40,6 @@ class Variant:
     name: str
     engines: Sequence[Server]
     router: Process | None = None
-    folder: Path | None = None
-    """Where it keeps blocks that no request to an engine makes it forget."""
 
     @property
     def front(self) -> Client:
@@ -69,12 +60,9 @@ class Variant:
                     os.kill(pid, number)
 
     def reset(self) -> None:
-        """Forget all blocks, on the device, in host memory and in files."""
+        """Forget all blocks, on the device and in host memory."""
         for engine in self.engines:
             reset(engine, external=True)
-        if self.folder:
-            shutil.rmtree(self.folder)
-            self.folder.mkdir()
 
 
 def reset(engine: Server, external: bool) -> None:
@@ -110,8 +98,8 @@ class VllmRouter(Process):
         ]
 
 
-def engine(connector: str | None, threads: int, step: int = STEP, **env: str) -> Server:
-    """Return an engine that is not started yet; it computes ``step`` tokens at a time."""
+def engine(connector: str | None, threads: int, **env: str) -> Server:
+    """Return an engine that is not started yet."""
     settings = {
         "OMP_NUM_THREADS": str(threads),
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "86400",  # a stopped engine is not a hung one
@@ -125,7 +113,7 @@ def engine(connector: str | None, threads: int, step: int = STEP, **env: str) ->
         blocks=DEVICE_BLOCKS,
         max_len=MAX_LEN,
         env=settings,
-        args=("--max-num-batched-tokens", str(step)),
+        args=("--max-num-batched-tokens", "512"),
     )
 
 
@@ -134,20 +122,12 @@ def single_engines(names: Sequence[str]) -> Iterator[dict[str, Variant]]:
     """Start an engine for each of the names and leave them stopped; one core is for the rest."""
     threads = max(1, (os.cpu_count() or 2) - 1)
     ours = kv_transfer(host_bytes=HOST_BYTES)
-    with tempfile.TemporaryDirectory() as folder:
-        files = Path(folder) / "blocks"
-        files.mkdir()
-        example = kv_transfer("ExampleConnector", shared_storage_path=str(files))
-        servers = {name: engine(ours if name == OURS else None, threads) for name in names}
-        if EXAMPLE in names:
-            servers[EXAMPLE] = engine(example, threads, step=WHOLE)
-        progress(f"starting engines: {', '.join(names)}")
-        with pd.side_by_side(*servers.values()):
-            variants = {name: Variant(name, [server]) for name, server in servers.items()}
-            if EXAMPLE in names:
-                variants[EXAMPLE].folder = files
-            with stopped(variants.values()):
-                yield variants
+    servers = {name: engine(ours if name == OURS else None, threads) for name in names}
+    progress(f"starting engines: {', '.join(names)}")
+    with pd.side_by_side(*servers.values()):
+        variants = {name: Variant(name, [server]) for name, server in servers.items()}
+        with stopped(variants.values()):
+            yield variants
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from typing import Any
 from benchmarks.common import progress
 from benchmarks.serve.fleet import (
     CONTROL,
-    EXAMPLE,
     HOST_BLOCKS,
     MODEL,
     OURS,
@@ -134,7 +133,7 @@ def doc_qa(variants: Mapping[str, Variant], sizes: Sizes) -> dict[str, float]:
         )
         return found
 
-    found = turns([variants[name] for name in (PLAIN, OURS, EXAMPLE)], sizes.rounds, work)
+    found = turns([variants[name] for name in (PLAIN, OURS)], sizes.rounds, work)
     with variants[OURS].awake():
         crowd = ("--ldqa-query-per-document", "1", "--ldqa-num-inflight-requests", "20")
         ask(variants[OURS], sizes.many_documents, *crowd, "--ldqa-max-output-length", "1")
@@ -142,7 +141,6 @@ def doc_qa(variants: Mapping[str, Variant], sizes: Sizes) -> dict[str, float]:
     return {
         "doc_qa_ttft_gain": 1 - ratio(found, OURS, PLAIN, "mean_ttft_ms"),
         "doc_qa_round_gain": 1 - ratio(found, OURS, PLAIN, "elapsed_time"),
-        "doc_qa_example_ttft_ratio": ratio(found, OURS, EXAMPLE, "mean_ttft_ms"),
         "doc_failures": failures,
     }
 
