@@ -26,7 +26,7 @@ from kvconnect.tiers.backends.disk.folder import DiskOptions
 from kvconnect.tiers.backends.mooncake import MooncakeOptions
 from kvconnect.tiers.backends.object import ObjectOptions
 from kvconnect.tiers.backends.valkey import ValkeyOptions
-from scripts import headlines
+from scripts import headlines, measured
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -153,6 +153,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "sizing": sizing,
     "links": links,
     "headlines": headlines.table,
+    "serving": measured.serving,
+    "routing": measured.routing,
 }
 
 

@@ -1,0 +1,93 @@
+"""The tables of docs/benchmarks.md, made from ``benchmarks/results``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from scripts.headlines import RESULTS
+
+_NOTHING = "no connector"
+_ROUTER = "vllm-router, `NixlConnector`"
+
+
+class Row(NamedTuple):
+    """One line: figures that belong together, what they are compared with, and what is aimed at."""
+
+    text: str
+    figures: tuple[str, ...]
+    peer: str = _NOTHING
+    aim: str = "-"
+
+
+SERVING = (
+    Row("TTFT of questions about long documents, gain", ("doc_qa_ttft_gain",), aim=">= 0.75"),
+    Row("time for all questions, gain", ("doc_qa_round_gain",), aim=">= 0.35"),
+    Row("failed requests, also with 100 documents", ("doc_failures",), "none", "0"),
+    Row("prompts without reuse, time for all", ("overhead_random",), aim="<= 1.02"),
+    Row("two engines without a connector, the same", ("overhead_control",), "each other"),
+    Row("TTFT of the trace, mean, gain", ("trace_ttft_gain",), aim=">= 0.2"),
+    Row("the same, 99th percentile", ("trace_p99_ratio",), aim="<= 0.8"),
+    Row("the same, time between tokens", ("trace_itl_ratio",), aim="<= 1.02"),
+    Row("prompt tokens from a cache", ("trace_hit_over_ideal",),
+        "an ideal cache as big as the host tier", ">= 0.95"),
+    Row("the same without KVConnect", ("trace_plain_hit_over_ideal",), "the same"),
+    Row("TTFT of questions after one of 12 prefixes", ("prefix_repetition_ttft_ratio",)),
+    Row("TTFT of questions after one of 12 system prompts", ("shared_prefix_ttft_ratio",)),
+    Row("the same, prompts of guidellm", ("guidellm_ttft_ratio",)),
+    Row("TTFT of five documents in other orders", ("permutator_ttft_ratio",)),
+    Row("TTFT of a question to one of 10 chats", ("multi_round_ttft_ratio",)),
+    Row("TTFT of prompts without reuse, all at once", ("random_prefill_ttft_ratio",)),
+    Row("failed requests of these workloads, of either", ("workload_failures",), "none", "0"),
+    Row("P/D: TTFT p50 / p99", ("pd_ttft_p50_ratio", "pd_ttft_p99_ratio"), _ROUTER, "<= 1"),
+    Row("P/D: time between tokens, p99", ("pd_itl_p99_ratio",), _ROUTER, "<= 1"),
+    Row("P/D: tokens per second", ("pd_throughput_ratio",), _ROUTER, ">= 1"),
+    Row("answers that differ", ("wrong_answers",), aim="0"),
+)  # fmt: skip
+ROUTING = (
+    Row("added to the first event at 200 streams a second, p50 / p99", ("added_p50", "added_p99")),
+    Row("added to the last event, p50 / p99", ("added_end_p50", "added_end_p99")),
+    Row("whole answers per second of a core", ("answers_per_core_second",)),
+    Row("streams of 50 tokens per second of a core", ("streams_per_core_second",)),
+)
+
+
+def serving() -> str:
+    """Return the table of ``benchmarks.serve``."""
+    found = _figures("serve")
+    lines = ["| figure | compared with | aim | measured |", "|---|---|---|---|"]
+    for row in SERVING:
+        names = ", ".join(f"`{name}`" for name in row.figures)
+        cells = (f"{row.text} ({names})", row.peer, row.aim, _cell(found, row.figures))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def routing() -> str:
+    """Return the table of ``benchmarks.router``."""
+    found = _figures("router")
+    lines = ["| figure | vllm-router 0.1.17 | smg 1.13 |", "|---|---|---|"]
+    for row in ROUTING:
+        names = ", ".join(f"`{name}_over_*`" for name in row.figures)
+        cells = [f"{row.text} ({names})"]
+        for peer in ("vllm_router", "smg"):
+            cells.append(_cell(found, [f"{name}_over_{peer}" for name in row.figures]))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _figures(name: str) -> Mapping[str, float]:
+    path = RESULTS / f"{name}.json"
+    figures: dict[str, float] = json.loads(path.read_text())["figures"] if path.exists() else {}
+    return figures
+
+
+def _cell(found: Mapping[str, float], names: Sequence[str]) -> str:
+    if not found.keys() & {*names}:
+        return "not run yet"
+    return " / ".join(_number(found[name]) if name in found else "not run yet" for name in names)
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) and abs(value) != 1 else f"{value:.2f}"
