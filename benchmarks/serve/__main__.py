@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one small round of each part")
     parser.add_argument("--only", choices=ALL, action="append", help="a part; repeatable")
     parser.add_argument("--rounds", type=int, help="turns of every variant in each part")
+    parser.add_argument("--requests", type=int, help="how many of the trace are asked for")
     parser.add_argument("--trace", type=Path, default=TRACE, help="conversation_trace.jsonl[.gz]")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -87,6 +88,8 @@ def main() -> None:
     if options.rounds:
         sizes = replace(sizes, rounds=options.rounds)
         scale = replace(scale, rounds=options.rounds)
+    if options.requests:
+        sizes = replace(sizes, trace_requests=options.requests)
     model_dir(MODEL)  # made once, before several engines need it
     try:
         figures = measure(chosen, sizes, scale, options)
