@@ -201,7 +201,10 @@ class TestBoards:
     def test_control_broken_panels_are_seen(self, fleet: Fleet) -> None:
         name = "kvconnect-tiers"
         board = copy.deepcopy(boards()[name])
-        misspelt, unlabelled = board["panels"][1], board["panels"][3]
+        misspelt, unlabelled = (
+            next(panel for panel in board["panels"] if part in str(panel.get("targets")))
+            for part in ("hit_tokens", "by (reason)")
+        )
         for panel, right, wrong in (
             (misspelt, "hit_tokens", "hit_token"),
             (unlabelled, "by (reason)", "by (reasons)"),
