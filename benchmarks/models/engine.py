@@ -418,9 +418,8 @@ class _Served:
 
     def reset(self, tiers: bool) -> bool:
         deadline = time.monotonic() + SETTLE_S
-        while not self._llm.reset_prefix_cache(
-            reset_connector=tiers
-        ):  # blocks may still be on their way to a reader
+        # Blocks may still be on their way to a reader.
+        while not self._llm.reset_prefix_cache(reset_connector=tiers):
             if time.monotonic() > deadline:
                 return False
             self._step()

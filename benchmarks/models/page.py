@@ -35,7 +35,6 @@ BY_BYTES = {
     "PanguProMoEV2ForCausalLM": "openpangu",
     "MiMoV2ForCausalLM": "mimo with K != V",
     "LongcatFlashForCausalLM": "longcat",
-    "Rnj1ForCausalLM": "llama",
     "MambaForCausalLM": "mamba",
     "JambaForCausalLM": "jamba",
     "OlmoHybridForCausalLM": "olmo hybrid",
