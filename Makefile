@@ -41,7 +41,7 @@ PEERS_READY := .venv-peers/.ready
 GPU_PYTHON := .venv-gpu/bin/python
 # What changes the installed package also makes an environment stale.
 SOURCES := scripts/setup pyproject.toml $(wildcard requirements/*.lock setup.py kvconnect/native/*.[ch] kernels/*.cu*)
-BENCHMARKS := $(filter-out common copy_cuda fake_engines link nixl sglang_% transfer_methods valkey_server __init__,$(basename $(notdir $(wildcard benchmarks/*.py))))
+BENCHMARKS := $(filter-out common copy_cuda fake_engines link mooncake_storage nixl sglang_% transfer_methods valkey_server __init__,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
 # The folders tests, demo and benchmarks import one another by their path from here.
 export PYTHONPATH := $(CURDIR)

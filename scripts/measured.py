@@ -51,6 +51,13 @@ ROUTING = (
     Row("whole answers per second of a core", ("answers_per_core_second",)),
     Row("streams of 50 tokens per second of a core", ("streams_per_core_second",)),
 )
+JUDGED = (
+    Row("time of a read / a write over their file", ("read_over_file", "write_over_file")),
+    Row("the same, their file synchronised after each write",
+        ("read_over_file_synced", "write_over_file_synced")),
+    Row("requests per second over their file / synchronised",
+        ("requests_over_file", "requests_over_file_synced")),
+)  # fmt: skip
 
 
 def serving() -> str:
@@ -73,6 +80,19 @@ def routing() -> str:
         cells = [f"{row.text} ({names})"]
         for peer in ("vllm_router", "smg"):
             cells.append(_cell(found, [f"{name}_over_{peer}" for name in row.figures]))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def judged() -> str:
+    """Return the table of ``benchmarks.mooncake_storage``."""
+    found = _figures("mooncake_storage")
+    lines = ["| figure | disk | Valkey | Mooncake |", "|---|---|---|---|"]
+    for row in JUDGED:
+        names = ", ".join(f"`*_{name}`" for name in row.figures)
+        cells = [f"{row.text} ({names})"]
+        for tier in ("disk", "valkey", "mooncake"):
+            cells.append(_cell(found, [f"{tier}_{name}" for name in row.figures]))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -155,6 +155,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "headlines": headlines.table,
     "serving": measured.serving,
     "routing": measured.routing,
+    "judged": measured.judged,
 }
 
 

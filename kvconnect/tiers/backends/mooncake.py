@@ -169,6 +169,8 @@ class MooncakeServer(Server):
     def _existing(self, client: Any, names: Sequence[str]) -> list[str]:
         """Return the names that have a value, each once. A lease keeps their values for now."""
         once = list(dict.fromkeys(names))  # the library returns wrong bytes for repeated names
+        if not once:
+            return []  # the library would log a warning
         answers = client.batch_is_exist(once)
         return [n for n, code in zip(once, answers, strict=True) if self._answer(code) > 0]
 
