@@ -43,6 +43,7 @@ _LONGEST_S = 86_400
 _MOST_CONNECTIONS = 16
 OFF = -1  # of host_bytes: no host tier
 AUTO = -1  # of sync_load_bytes: as measured
+MOST_PINNED = 0.5  # retained blocks may take as much again
 AUTO_HOST_SHARE = 0.25  # leaves room for weights being loaded, page cache and the engine itself
 
 
@@ -61,6 +62,9 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
             the other requests no longer than waiting for the next step would delay this one.
         store_rate: limit of one worker's stores to host memory, in bytes per second. ``0``: no
             limit. Use it where stores slow down a hand-off or the loading of weights.
+        pin_share: largest share of the host tier that requests may pin, 0 to 0.5. They may retain
+            as much again. Requests with one ``cache_salt`` may have half of each. ``0``: no request
+            may. SGLang ignores it.
         kv_layout: layout of vLLM's KV cache. ``engine``: vLLM's choice, which keeps each layer of a
             block apart. ``blocks_first``: all layers of a block side by side, so that a block is
             copied in one piece; vLLM warns and keeps its own layout if the attention backend does
@@ -71,6 +75,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
     policy: PolicyName = "lru"
     sync_load_bytes: int = AUTO
     store_rate: int = 0
+    pin_share: float = 0.25
     kv_layout: KVLayout = "engine"
 
 
@@ -233,6 +238,9 @@ def parse_config(extra: Mapping[str, Any]) -> Config:
         if type(seconds) not in (int, float) or not 0 < seconds <= _LONGEST_S:
             fix = f"use seconds, more than 0 and at most {_LONGEST_S}"
             raise ConfigError(field, seconds, fix)
+    share = values.get("pin_share", 0)
+    if type(share) not in (int, float) or not 0 <= share <= MOST_PINNED:
+        raise ConfigError("pin_share", share, f"use a share, 0 to {MOST_PINNED}")
     _check_network(values)
     nested: dict[str, Any] = {}
     for key, value in values.items():

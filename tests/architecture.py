@@ -79,6 +79,7 @@ PURE = (
     "protocol/",
     *("offload/planner.py", "offload/index.py", "offload/jobs.py", "offload/messages.py"),
     *("offload/load_mode.py", "offload/copy_schedule.py"),
+    *("offload/retention.py", "offload/hint_plan.py"),
     "offload/eviction/",
     *("tiers/messages.py", "tiers/planner.py", "tiers/lookup.py", "tiers/writeback.py"),
     "tiers/cost_model.py",

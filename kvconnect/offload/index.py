@@ -17,7 +17,7 @@ QUARANTINED = (FailureCause.DIGEST, FailureCause.COPY)
 
 
 class RemovedBlock(NamedTuple):
-    """A block that was evicted or quarantined."""
+    """A block that was evicted, quarantined or dropped."""
 
     group: int
     block_hash: bytes
@@ -95,7 +95,7 @@ class HostIndex:
             if victim is None:
                 return None
             self.evictions += 1
-            self._unlink(victim)
+            self.remove((victim,), evicted=True)
             slot = self.slots.take()
             assert slot is not None
         self._storing[slot] = block_hash
@@ -151,9 +151,20 @@ class HostIndex:
         """Remove the block of a READY slot after a failed load, and count it, if ``cause`` says
         that the copy cannot be trusted. A slot of -1 stands for a block without a copy."""
         if cause in QUARANTINED and slot >= 0 and self.slots.state(slot) == READY:
-            self.policy.remove(slot)
-            self._unlink(slot)
+            self.remove([slot])
             stats.count("quarantined_blocks", label=cause.value)
+
+    def remove(self, slots: Iterable[int], evicted: bool = False) -> None:
+        """Remove the blocks of READY slots, which the policy may have ``evicted``. Loads that read
+        them go on."""
+        for slot in slots:
+            if not evicted:
+                self.policy.remove(slot)
+            group, block_hash = self._group[slot], self._readable[slot]
+            del self._ready[group][block_hash]
+            self._readable[slot] = b""
+            self.slots.drop(slot)
+            self._removed.append(RemovedBlock(group, block_hash))
 
     def take_removed(self, stats: OffloadingConnectorStats) -> list[RemovedBlock]:
         """Return the blocks removed since the last call, and count those that were evicted."""
@@ -193,13 +204,6 @@ class HostIndex:
             there = self.slot_of(self._group[slot], block_hash) == slot
             if there != (state == READY) or (block_hash and not there):
                 raise Misuse(f"slot {slot} in state {state} is wrongly readable or not")
-
-    def _unlink(self, slot: int) -> None:
-        group, block_hash = self._group[slot], self._readable[slot]
-        del self._ready[group][block_hash]
-        self._readable[slot] = b""
-        self.slots.drop(slot)
-        self._removed.append(RemovedBlock(group, block_hash))
 
 
 FREE, PENDING, READY, CONDEMNED = range(4)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvconnect.cache.groups import CacheGroup, keeps_prefix, longest_prefix
+from kvconnect.offload.hint_plan import HintPlan
 from kvconnect.offload.index import HostIndex, RemovedBlock
 from kvconnect.offload.jobs import NULL_BLOCK, CopyJob, JobLimits, JobTable, Owner, SettledJob
 from kvconnect.offload.load_mode import LoadMode
@@ -38,12 +39,14 @@ class OffloadLimits(NamedTuple):
     """Limits of a plan.
 
     ``workers`` must answer each job; a job may take ``deadline_s`` seconds; stores may hold
-    ``held_blocks`` device blocks at once, since more would starve the engine.
+    ``held_blocks`` device blocks at once, since more would starve the engine. Hints may pin
+    ``pin_share`` of the host tier.
     """
 
     workers: int
     deadline_s: float
     held_blocks: int
+    pin_share: float = 0.0
 
 
 class LoadRequest(NamedTuple):
@@ -91,6 +94,7 @@ class OffloadPlan:
         self.index = index
         self.stats = stats
         self.jobs = JobTable(index, stats, JobLimits(limits.workers, limits.deadline_s))
+        self.hints = HintPlan(index, self.groups, stats, limits.pin_share)
         self.load_mode = LoadMode()
         self._held_limit = limits.held_blocks
         self._requests: dict[str, _PlannedRequest] = {}
@@ -200,6 +204,7 @@ class OffloadPlan:
 
     def take(self, now: float) -> OffloadInstructions:
         """Hand out what was planned since the last call; all stores of a step are one job."""
+        self.hints.expire(now)
         instructions = OffloadInstructions(loads=self._loads)
         if self._store_parts:
             parts = tuple(self._store_parts.values())
@@ -211,6 +216,8 @@ class OffloadPlan:
         """Take one worker's answer; return what changed once the last one has answered."""
         settled = self.jobs.on_report(report)
         if settled is None or settled.job.owner is not Owner.LOAD:
+            if settled is not None:
+                self.hints.settled(settled.stored, settled.dropped, now)
             return settled
         job = settled.job
         _count_load(self.stats, job, now, keeps_prefix(self.groups))
@@ -229,6 +236,7 @@ class OffloadPlan:
         on KV that the reset may have made stale.
         """
         self.index.clear()
+        self.hints.reset()
         for request in self._requests.values():
             request.stops = True
             request.set_due(self.groups)
@@ -245,6 +253,7 @@ class OffloadPlan:
             Misuse: naming what does not.
         """
         self.index.check()
+        self.hints.check()
         self.jobs.ledger.check()
 
     def _reserve(
@@ -295,6 +304,8 @@ def gauges(
     """Yield (name, value, label) of each gauge; ``slot_bytes`` over all workers."""
     yield from plan.index.slots.gauges(slot_bytes)
     yield from plan.jobs.gauges(now)
+    plan.hints.expire(now)
+    yield from plan.hints.gauges()
 
 
 def hits_by_tier(hit_tokens: int, promoted: Mapping[Tier, int]) -> dict[Tier, int]:

@@ -17,6 +17,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.output import KVConnectorBlockState
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
@@ -231,6 +232,8 @@ def make_request(tokens: int = 64) -> Any:
         skip_reading_prefix_cache=False,
         lora_request=None,
         kv_transfer_params=None,
+        kv_hints=None,
+        cache_salt=None,
         all_token_ids=list(range(tokens)),
     )
 
@@ -255,6 +258,68 @@ def stored(half: ConnectorScheduler) -> Any:
     (job,) = half.build_step(output(64, ([1, 2],))).offload.stores
     half.on_reports(StepReports([JobReport(job.job)]))
     return request
+
+
+def hinted(half: ConnectorScheduler, **told: Any) -> Any:
+    """Have a request with hints computed and its blocks stored; return its response's params."""
+    request = make_request(65)
+    request.status = RequestStatus.FINISHED_STOPPED
+    for name, value in told.items():
+        setattr(request, name, value)
+    half.add_request(request)
+    half.match(request, 0)
+    half.after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1, 2],)), 0)
+    (job,) = half.build_step(output(64, ([1, 2],))).offload.stores
+    half.on_reports(StepReports([JobReport(job.job)]))
+    return half.finish_request(request)
+
+
+def envelope(version: str = "1", **payload: Any) -> KvHintsEnvelope:
+    other = KvHintAction("1", "somebody.else", "1", {"pin": 60})
+    ours = KvHintAction("2", "kvconnect.cache", version, payload)
+    return KvHintsEnvelope("1", "m", [other, ours])
+
+
+def counted(half: ConnectorScheduler, name: str) -> Any:
+    return half.plan.stats.data["counters"].get(name, {})
+
+
+def test_hints_of_a_request_reach_its_blocks() -> None:
+    asks = {"kvconnect": {"pin": 60, "tokens": 40, "receipt": True}}
+    half = make_scheduler(pin_share=0.5)
+    answer = hinted(half, kv_transfer_params=asks)
+    assert answer["kvconnect"]["hints"] == {"pinned": 1}
+    assert answer["kvconnect"]["receipt"]["prompt"] == 65
+    assert dict(g[::2] for g in half.plan.hints.gauges()) == {"host_blocks_kept": "retain"}
+    assert [value for _, value, _ in half.plan.hints.gauges()] == [1, 0]
+    half.reset()
+    assert [value for _, value, _ in half.plan.hints.gauges()] == [0, 0]
+    plain = hinted(make_scheduler(), kv_transfer_params={"kvconnect": {"receipt": True}})
+    assert "hints" not in plain["kvconnect"]  # control: nobody asks
+
+
+def test_hints_come_in_vllm_s_envelope_too() -> None:
+    half = make_scheduler(pin_share=0.5)
+    assert hinted(half, kv_hints=envelope(drop=True)) is None
+    assert counted(half, "cache_hint_blocks") == {"dropped": 2}
+    assert half.plan.index.slots.used == 0
+    both = make_scheduler(pin_share=0.5)
+    params = {"kvconnect": {"retain": 9}}
+    hinted(both, kv_hints=envelope(drop=True), kv_transfer_params=params)
+    assert counted(both, "cache_hint_blocks") == {"retained": 1, "refused_tenant": 1}
+    assert counted(both, "ignored_cache_hints") == {"conflict": 1}
+    newer = make_scheduler()
+    hinted(newer, kv_hints=envelope("2", drop=True))
+    assert counted(newer, "ignored_cache_hints") == {"unknown": 1}
+    assert newer.plan.index.slots.used == 2
+
+
+@pytest.mark.parametrize("options", [7, "pin", {"pin": "long"}, {"pin": 1e300}, {"tokens": -1}])
+def test_a_hostile_hint_changes_nothing_and_is_counted(options: Any) -> None:
+    half = make_scheduler(pin_share=0.5)
+    assert hinted(half, kv_transfer_params={"kvconnect": options}) is None
+    assert counted(half, "ignored_cache_hints") == {"invalid": 1}
+    assert half.plan.index.slots.used == 2
 
 
 @pytest.mark.parametrize(("steps", "is_async"), [(1, False), (2, True)])

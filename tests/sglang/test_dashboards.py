@@ -20,6 +20,9 @@ from tests.sglang.wire_sums import GOT, SENT, added, sums
 NOT_IN_SGLANG = {
     ("kvconnect-handoff", "Leases"),
     ("kvconnect-tiers", "Prompt tokens of finished requests, by source (vLLM)"),
+    ("kvconnect-tiers", "Kept by hints (vLLM)"),
+    ("kvconnect-tiers", "Blocks of prompts with hints, by outcome (vLLM)"),
+    ("kvconnect-tiers", "Hints of requests (vLLM)"),
     ("kvconnect-tiers", "Recomputed after a failed load"),
     ("kvconnect-tiers", "Requests and jobs that wait for disk or remote"),
     ("kvconnect-tiers", "Decisions on disk and remote hits"),

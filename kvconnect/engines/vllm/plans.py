@@ -40,7 +40,8 @@ def limits_of(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config
 ) -> OffloadLimits:
     held_blocks = max(1, int(kv_cache_config.num_blocks * _STORE_SHARE))
-    return OffloadLimits(vllm_config.parallel_config.world_size, config.deadline_s, held_blocks)
+    workers, share = vllm_config.parallel_config.world_size, config.offload.pin_share
+    return OffloadLimits(workers, config.deadline_s, held_blocks, share)
 
 
 def make_plan(

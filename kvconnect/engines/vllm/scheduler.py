@@ -18,6 +18,7 @@ from kvconnect.engines.vllm.checks import LiveRequests
 from kvconnect.engines.vllm.disaggregation import DisaggregationScheduler
 from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
 from kvconnect.engines.vllm.events import EventLog
+from kvconnect.engines.vllm.hints import add_hints
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.plans import (
     inside_step,
@@ -129,8 +130,8 @@ class ConnectorScheduler:
         num_slots = min(hello.num_slots for hello in hellos.values())
         self._slot_bytes = sum(hello.slot_bytes for hello in hellos.values())
         if num_slots != len(self.plan.index.slots):
-            policy, stats = self._config.offload.policy, self.handoff.stats
-            self.plan = make_plan(self.plan.groups, num_slots, policy, stats, self._limits)
+            policy, groups = self._config.offload.policy, self.plan.groups
+            self.plan = make_plan(groups, num_slots, policy, self.plan.stats, self._limits)
             sizes, adapters = (workers, self._slot_bytes), self._requests.adapters
             self.tiers = make_tiers(self._config, self.plan, sizes, adapters)
         self.handoff.greet(hellos, alone)
@@ -145,6 +146,7 @@ class ConnectorScheduler:
             self.plan.add_request(request.request_id)
         now, asks = time.monotonic(), request.kv_transfer_params
         transfer = self.handoff.add_request(request, now) if asks else None
+        add_hints(self.plan, request, self._hashes, now)
         if self.observer is not None:
             self.observer.request_added(request, transfer)
         return transfer
@@ -173,8 +175,7 @@ class ConnectorScheduler:
             self._matched[req_id] = None
             return 0, False
         limit, hashes = most_tokens(request, self.plan.groups), self._hashes(request)
-        now = time.monotonic()
-        if self.tiers and self.tiers.ask(request, hashes, (local_tokens, limit), now):
+        if self.tiers and self.tiers.ask(request, hashes, (local_tokens, limit), time.monotonic()):
             return None, False
         found = self.plan.match(req_id, hashes, local_tokens, limit)
         if req_id in self.handoff.failed and req_id in self._matched:
@@ -273,8 +274,7 @@ class ConnectorScheduler:
             self.events.settled(settled.stored, settled.dropped)
         if self.tiers is not None:
             for promoted in self.tiers.on_answers(reports.answers, now):
-                request = self._requests.get(promoted.req_id)
-                if request is not None:
+                if (request := self._requests.get(promoted.req_id)) is not None:
                     self.events.promoted(request, self._hashes(request), promoted.blocks)
         self.events.removed(self.plan.take_removed())
         if self.observer is not None:
@@ -293,7 +293,8 @@ class ConnectorScheduler:
             self.tiers.forget(request.request_id)
         now, asked = time.monotonic(), request.kv_transfer_params
         ticket = self.handoff.finish(request, now) if asked else None
-        answer = with_receipt(ticket, asked, self.receipts.finish(request.request_id))
+        hints = self.plan.hints.finish(request.request_id, now)
+        answer = with_receipt(ticket, asked, self.receipts.finish(request.request_id), hints)
         if self.observer is not None:
             self.observer.request_finished(request.request_id)
         return answer

@@ -21,8 +21,10 @@ from kvconnect.observability.metrics.model import (
     Metric,
     RouterMetric,
 )
+from kvconnect.offload.hint_plan import CACHE_HINT_OUTCOMES, KEPT
 from kvconnect.offload.index import QUARANTINED
 from kvconnect.offload.jobs import Owner
+from kvconnect.protocol.cache_hints import CacheHint, IgnoredHint
 from kvconnect.stats import (
     MOST_LABELS,
     OTHER,
@@ -52,6 +54,10 @@ _DECISION = Label("reason", (*_values(LoadReason), "late", "no_space"))
 _CAUSE = Label("cause", _values(FailureCause))
 _QUARANTINE = Label("cause", tuple(cause.value for cause in QUARANTINED))
 _REASON = Label("reason", ("no_space", "busy"))
+_HINT = Label("hint", _values(CacheHint))
+_KEPT_BY = Label("hint", tuple(hint.value for hint in KEPT))
+_IGNORED_HINT = Label("reason", _values(IgnoredHint))
+_HINT_OUTCOME = Label("outcome", CACHE_HINT_OUTCOMES)
 _OWNER = Label("owner", _values(Owner))
 _STORE_OUTCOME = Label(
     "outcome", ("corrupt", "size", "full", "limited", "failed", "late", "unavailable")
@@ -138,6 +144,19 @@ CATALOG: tuple[Metric, ...] = (
            "Blocks not stored: no room even after eviction, or too many stores in flight.",
            "a store of a block is given up before it starts", label=_REASON,
            aliases=(Alias("vllm:kv_offload_allocation_failure", only=("no_space",)),)),
+    Metric("cache_hints", "counter", "hints",
+           "Hints of requests on their cached blocks, of those that were understood.",
+           "a request arrives", label=_HINT, absent=(SGLANG,)),
+    Metric("ignored_cache_hints", "counter", "hints",
+           "Hints that were ignored: `unknown` name, `invalid` value, or in `conflict` with "
+           "another hint of the request.",
+           "a request arrives", label=_IGNORED_HINT, absent=(SGLANG,)),
+    Metric("cache_hint_blocks", "counter", "blocks",
+           "Blocks of prompts with hints, by outcome. `refused_share` and `refused_tenant` exceed "
+           "`pin_share`, of all requests or of one `cache_salt`; `expired` are kept no longer; "
+           "`missing` are not in host memory.",
+           "a request with hints ends and its blocks are stored, or their time is over",
+           label=_HINT_OUTCOME, absent=(SGLANG,)),
     Metric("failed_blocks", "counter", "blocks",
            "Blocks whose store or load failed: wrong digest, copy error, deadline, or evicted.",
            "a job ends with failed blocks", label=_CAUSE),
@@ -198,6 +217,9 @@ CATALOG: tuple[Metric, ...] = (
     Metric("host_blocks_pinned", "gauge", "blocks",
            "Host slots that a store or load in flight protects from eviction.", _STEP,
            aliases=(Alias("vllm:kv_offload_cpu_cache_usage_perc", per="host_blocks_capacity"),)),
+    Metric("host_blocks_kept", "gauge", "blocks",
+           "Host slots that requests have pinned or retained.", _STEP, label=_KEPT_BY,
+           absent=(SGLANG,)),
     Metric("host_bytes_used", "gauge", "bytes",
            "Host memory in slots that hold a block, all ranks together.", _STEP),
     Metric("host_bytes_capacity", "gauge", "bytes",

@@ -32,6 +32,11 @@ class EvictionPolicy(ABC):
         """
 
     @abstractmethod
+    def demote(self, slots: Sequence[int]) -> None:
+        """Make ``slots`` (in prefix order) the next victims, the last one first. All must have been
+        inserted."""
+
+    @abstractmethod
     def remove(self, slot: int) -> None:
         """Remove a slot that lost its block without eviction (quarantine)."""
 

@@ -47,6 +47,11 @@ class LRU(EvictionPolicy):
     def settle(self, slots: Sequence[int]) -> None:
         self.touch(slots)  # else the head of a long request would be evicted before its tail
 
+    def demote(self, slots: Sequence[int]) -> None:
+        if slots:
+            self.touch(slots)
+            self._batches.appendleft(self._batches.pop())  # the oldest one, instead of the newest
+
     def remove(self, slot: int) -> None:
         self._stamp[slot] = _DEAD
         self._alive -= 1

@@ -14,7 +14,7 @@ from kvconnect.offload.eviction.base import EvictionPolicy
 
 _SMALL_SHARE = 0.1  # the paper's setting; its results hardly differ between 5 and 20 %
 _MAX_FREQUENCY = 3  # two bits per block
-_ABSENT, _SMALL, _MAIN = 0, 1, 2
+_ABSENT, _SMALL, _MAIN, _DEMOTED = 0, 1, 2, 3
 
 
 class S3FIFO(EvictionPolicy):
@@ -25,6 +25,7 @@ class S3FIFO(EvictionPolicy):
         self._ghost_limit = capacity
         self._small: deque[int] = deque()
         self._main: deque[int] = deque()
+        self._demoted: deque[int] = deque()
         self._where = bytearray(capacity)
         self._frequency = bytearray(capacity)
         self._hash: list[int] = [0] * capacity
@@ -49,12 +50,25 @@ class S3FIFO(EvictionPolicy):
     def settle(self, slots: Sequence[int]) -> None:
         """Do nothing: the queues keep the order of insertion."""
 
+    def demote(self, slots: Sequence[int]) -> None:
+        gone = set(slots)
+        for queue in (self._small, self._main, self._demoted):  # linear time, once for all slots
+            kept = [slot for slot in queue if slot not in gone]
+            queue.clear()
+            queue.extend(kept)
+        for slot in slots:
+            self._demoted.appendleft(slot)
+            self._where[slot] = _DEMOTED
+            self._frequency[slot] = 0
+
     def remove(self, slot: int) -> None:
-        queue = self._small if self._where[slot] == _SMALL else self._main
-        queue.remove(slot)  # linear time, but only for a quarantined block
+        queues = {_SMALL: self._small, _MAIN: self._main, _DEMOTED: self._demoted}
+        queues[self._where[slot]].remove(slot)  # linear time, but only for few blocks
         self._where[slot] = _ABSENT
 
     def evict(self, pins: Sequence[int]) -> int | None:
+        if self._demoted and (demoted := self._evict_demoted(pins)) is not None:
+            return demoted
         if len(self._small) >= self._small_target or not self._main:
             victim = self._evict_small(pins)
             return self._evict_main(pins) if victim is None else victim
@@ -64,8 +78,20 @@ class S3FIFO(EvictionPolicy):
     def clear(self) -> None:
         self._small.clear()
         self._main.clear()
+        self._demoted.clear()
         self._ghost.clear()
         self._where = bytearray(len(self._where))
+
+    def _evict_demoted(self, pins: Sequence[int]) -> int | None:
+        while self._demoted:
+            slot = self._demoted.popleft()
+            if not (self._frequency[slot] or pins[slot]):
+                self._where[slot] = _ABSENT
+                return slot
+            self._frequency[slot] = 0  # it is used again
+            self._where[slot] = _MAIN
+            self._main.append(slot)
+        return None
 
     def _evict_small(self, pins: Sequence[int]) -> int | None:
         for _ in range(len(self._small)):

@@ -16,6 +16,7 @@ from kvconnect.observability.metrics.model import EntryPart, Family
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex
 from kvconnect.offload.planner import OffloadLimits, OffloadPlan, gauges
+from kvconnect.protocol.cache_hints import CacheHint, IgnoredHint
 from kvconnect.stats import (
     COUNTERS,
     GAUGES,
@@ -49,6 +50,7 @@ def test_engines_share_rows_but_for_those_that_one_of_them_cannot_have() -> None
     assert rows[VLLM] == {row.name for row in CATALOG}
     missing = {"recomputed_tokens", "prompt_tokens", "handoff_expired_leases", "handoff_leases"}
     missing |= {"tier_decisions", "tier_waiting_requests"}  # HiCache decides, and has a queue
+    missing |= {"cache_hints", "ignored_cache_hints", "cache_hint_blocks", "host_blocks_kept"}
     assert rows[VLLM] - rows[SGLANG] == missing
     assert {p for row in CATALOG for p in row.absent} <= {VLLM, SGLANG}
     assert [f.name for f in families(SGLANG) if f.alias] == ["sglang:kvcache_transfer_latency"]
@@ -207,6 +209,8 @@ LABEL_ENUMS = {
     "tier": Tier,
     "reason": LoadReason,
     "source": PromptSource,
+    "hint": CacheHint,
+    "ignored": IgnoredHint,
 }
 
 

@@ -30,6 +30,9 @@ class NaiveLRU(EvictionPolicy):
     def settle(self, slots: Sequence[int]) -> None:
         self.touch(slots)
 
+    def demote(self, slots: Sequence[int]) -> None:
+        self.order = [*reversed(slots), *(slot for slot in self.order if slot not in slots)]
+
     def remove(self, slot: int) -> None:
         self.order.remove(slot)
 
@@ -54,7 +57,9 @@ class KeepsOrderOfInsertion(LRU):
 Event = tuple[str, list[int], list[int]]
 events = st.lists(
     st.tuples(
-        st.sampled_from(["insert", "touch", "settle", "evict", "evict", "remove", "clear"]),
+        st.sampled_from(
+            ["insert", "touch", "settle", "demote", "evict", "evict", "remove", "clear"]
+        ),
         st.lists(st.integers(0, SLOTS - 1), unique=True, max_size=5),
         st.lists(st.sampled_from([0, 0, 1]), min_size=SLOTS, max_size=SLOTS),
     ),
@@ -76,6 +81,9 @@ def play(policy: EvictionPolicy, naive: NaiveLRU, events: list[Event]) -> None:
         elif name == "settle":
             policy.settle(known)
             naive.settle(known)
+        elif name == "demote":
+            policy.demote(known)
+            naive.demote(known)
         elif name == "remove" and known:
             policy.remove(known[0])
             naive.remove(known[0])
@@ -145,8 +153,8 @@ def test_pinned_and_absent_slots_are_never_evicted(name: str, events: list[Event
             there.update(fresh)
         elif event == "touch":
             policy.touch(known)
-        elif event == "settle":
-            policy.settle(known)
+        elif event in ("settle", "demote"):
+            getattr(policy, event)(known)
         elif event == "remove" and known:
             policy.remove(known[0])
             there.discard(known[0])
@@ -162,6 +170,19 @@ def test_pinned_and_absent_slots_are_never_evicted(name: str, events: list[Event
                 there.discard(victim)
     assert {policy.evict(FREE_PINS) for _ in range(len(there))} == there
     assert policy.evict(FREE_PINS) is None
+
+
+@pytest.mark.parametrize("name", ["lru", "s3fifo"])
+def test_demoted_blocks_are_the_next_victims_unless_they_are_used_again(name: str) -> None:
+    policy = make_policy(name, SLOTS)  # type: ignore[arg-type]
+    policy.insert(range(SLOTS), range(SLOTS))
+    policy.demote([0, 1, 2])
+    policy.touch([1])
+    assert [policy.evict(FREE_PINS) for _ in range(2)] == [2, 0]
+    assert policy.evict(FREE_PINS) == SLOTS - 1
+    control = make_policy(name, SLOTS)  # type: ignore[arg-type]
+    control.insert(range(SLOTS), range(SLOTS))
+    assert control.evict(FREE_PINS) == SLOTS - 1
 
 
 @pytest.mark.parametrize("name", ["lru", "s3fifo"])

@@ -37,6 +37,7 @@ from kvconnect.offload.messages import (
     StoreBlocks,
 )
 from kvconnect.offload.planner import LoadRequest, OffloadLimits, OffloadPlan
+from kvconnect.protocol.cache_hints import read_hints
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause
 
@@ -56,6 +57,9 @@ TEXTS = [start + "xyxxyyxyxxyyxx"[:length] for start in "abc" for length in (3, 
 PREFIXES = sorted({text[:end].encode() for text in TEXTS for end in range(1, len(text) + 1)})
 EVENTS = ["arrive", "step", "work"] * 5 + ["leave"] * 4
 EVENTS += ["preempt", "time_passes", "reset", "rot", "repeat_report"]
+HINTS: list[dict[str, Any]] = [{}] * 6
+HINTS += [{"pin": 5}, {"pin": 20, "retain": 50}, {"retain": 9, "tokens": 5}]
+HINTS += [{"demote": True}, {"drop": True}]
 FAULTS = [None] * 6 + [FailureCause.COPY, FailureCause.DEADLINE]
 
 
@@ -123,11 +127,9 @@ class Engine(RuleBasedStateMachine):
         self.groups = LAYOUTS[layout]
         index = self.index_class(slots, len(self.groups), make_policy(policy, slots))
         stats = OffloadingConnectorStats()
-        self.plan = self.plan_class(
-            self.groups, index, stats, OffloadLimits(workers, DEADLINE_S, held)
-        )
-        limits = JobLimits(workers, DEADLINE_S)
-        self.plan.jobs = self.book_class(index, stats, limits)
+        limits = OffloadLimits(workers, DEADLINE_S, held, pin_share=0.5)
+        self.plan = self.plan_class(self.groups, index, stats, limits)
+        self.plan.jobs = self.book_class(index, stats, JobLimits(workers, DEADLINE_S))
         self.now = 0.0
         self.refs = [0] * (NUM_BLOCKS + 1)
         self.workers = [Memory([WRONG] * (NUM_BLOCKS + 1), [WRONG] * slots) for _ in range(workers)]
@@ -153,6 +155,7 @@ class Engine(RuleBasedStateMachine):
             waiting = [f"r{self.arrived}"]
             self.requests[waiting[0]] = Req(data.draw(st.sampled_from(TEXTS)))
             self.plan.add_request(waiting[0])
+            self.hint(waiting[0], data.draw(st.sampled_from(HINTS)))
         if waiting:
             self.shares = data.draw(st.booleans())
             self.admit(data.draw(st.sampled_from(waiting)), sync=data.draw(st.booleans()))
@@ -189,7 +192,7 @@ class Engine(RuleBasedStateMachine):
         if names := [n for n, r in self.requests.items() if r.state != "running" or r in running]:
             name = data.draw(st.sampled_from(names))
             req = self.requests.pop(name)
-            self.plan.finish_request(name, self.hashes(req))
+            self.finish(name, req)
             if req.state == "loading":
                 self.parked[name] = req
             else:
@@ -262,8 +265,9 @@ class Engine(RuleBasedStateMachine):
             while worker.queue:
                 self.end_job(worker, worker.queue.pop(), None, 0)
         for name, req in self.requests.items():
-            self.plan.finish_request(name, self.hashes(req))
+            self.finish(name, req)
             self.free(req)
+        assert not self.plan.hints._waiting  # for a block that no store brings
         ledger = self.plan.jobs.ledger
         self.plan.check()
         assert not (self.plan.busy or self.open or self.parked)
@@ -272,6 +276,15 @@ class Engine(RuleBasedStateMachine):
         assert self.plan.index.slots.used == 0
 
     # -- the engine ---------------------------------------------------------------------------
+
+    def hint(self, name: str, options: dict[str, Any]) -> None:
+        req, tenant = self.requests[name], name[-1:].encode()
+        args = tenant, self.hashes(req), len(req.tokens), self.now
+        self.plan.hints.add(name, read_hints(options), *args)
+
+    def finish(self, name: str, req: Req) -> None:
+        self.plan.finish_request(name, self.hashes(req))
+        self.plan.hints.finish(name, self.now)
 
     def admit(self, name: str, sync: bool) -> None:
         """Match, allocate, plan the load; the request waits on if the pool has no room."""

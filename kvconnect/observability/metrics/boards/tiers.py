@@ -104,6 +104,27 @@ _HOST = PanelRow(
             ),
             about="Blocks per second.",
         ),
+        Panel(
+            "Kept by hints (vLLM)",
+            "short",
+            (Query(now(series("host_blocks_kept"), "hint"), "{{hint}}"),),
+            about="Blocks that requests have pinned or retained.",
+        ),
+        Panel(
+            "Blocks of prompts with hints, by outcome (vLLM)",
+            "short",
+            (Query(rate(series("cache_hint_blocks"), "outcome"), "{{outcome}}"),),
+            about="Blocks per second.",
+        ),
+        Panel(
+            "Hints of requests (vLLM)",
+            "short",
+            (
+                Query(rate(series("cache_hints"), "hint"), "{{hint}}"),
+                Query(rate(series("ignored_cache_hints"), "reason"), "ignored: {{reason}}"),
+            ),
+            about="Hints per second.",
+        ),
     ),
 )
 

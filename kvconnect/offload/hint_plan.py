@@ -1,0 +1,209 @@
+"""Applies the hints of requests to their blocks in the host tier.
+
+Owned by the scheduler's thread. Time is an argument, as in :mod:`kvconnect.offload.planner`. The
+blocks of a prompt are kept as soon as they are readable, and counted when the request has ended:
+then its times begin. ``demote`` and ``drop`` wait for the end of the request, which may read the
+blocks. A block whose store is in flight then follows when the store ends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvconnect.cache.groups import CacheGroup
+from kvconnect.offload.index import HostIndex
+from kvconnect.offload.retention import KeepOutcome, KeepTimes, Retention
+from kvconnect.protocol.cache_hints import CacheHint, HintsRead, PromptHints
+from kvconnect.stats import OffloadingConnectorStats
+
+Block = tuple[int, bytes]
+"""(group, hash)"""
+
+RELEASED = {CacheHint.DEMOTE: "demoted", CacheHint.DROP: "dropped"}
+MISSING, PENDING = "missing", "pending"
+KEPT = (CacheHint.PIN, CacheHint.RETAIN)
+
+
+@dataclass(eq=False)
+class _HintedPrompt:
+    """The hints of a request, and its prompt's blocks in prefix order."""
+
+    hints: PromptHints
+    tenant: bytes
+    blocks: tuple[Block, ...]
+    ended: float | None = None  # when the request ended
+
+    def keep(self, now: float) -> KeepTimes:
+        """Return how long to keep a block that is readable since ``now``."""
+        start, hints = now if self.ended is None else self.ended, self.hints
+        pinned_until = start + hints.pin_s if hints.pin_s else 0.0
+        return KeepTimes(
+            self.tenant, pinned_until, start + hints.retain_s if hints.retain_s else 0.0
+        )
+
+
+class HintPlan:
+    """Hints of one engine. Without hints, the index keeps its eviction policy as it is.
+
+    ``share`` of the slots may be pinned, and as many retained.
+    """
+
+    def __init__(
+        self,
+        index: HostIndex,
+        groups: Sequence[CacheGroup],
+        stats: OffloadingConnectorStats,
+        share: float,
+    ) -> None:
+        self._index = index
+        self._groups = groups
+        self._stats = stats
+        self._share = share
+        self._retention: Retention | None = None
+        self._prompts: dict[str, _HintedPrompt] = {}
+        self._waiting: dict[Block, _HintedPrompt] = {}  # blocks that are not readable yet
+
+    def add(
+        self,
+        req_id: str,
+        read: HintsRead,
+        tenant: bytes,
+        hashes: Sequence[Sequence[bytes]],
+        prompt_tokens: int,
+        now: float,
+    ) -> None:
+        """Take the hints of a new request. ``hashes`` are those of its blocks, by group."""
+        for ignored in read.ignored:
+            self._stats.count("ignored_cache_hints", label=ignored.value)
+        hints = read.hints
+        if hints is None:
+            return
+        for hint in hints.hints:
+            self._stats.count("cache_hints", label=hint.value)
+        tokens = min(prompt_tokens, hints.tokens or prompt_tokens)
+        prompt = _HintedPrompt(hints, tenant, _blocks_within(self._groups, hashes, tokens))
+        self._prompts[req_id] = prompt
+        if hints.release is None:
+            found = self._apply(prompt, prompt.blocks, now)
+            missing = (block for block in prompt.blocks if block not in found)
+            self._waiting.update(dict.fromkeys(missing, prompt))
+
+    def finish(self, req_id: str, now: float) -> dict[str, int] | None:
+        """End a request. Return how many blocks had which outcome; None if it had no hints.
+
+        ``pending`` blocks are being stored; ``missing`` ones are not in host memory.
+        """
+        prompt = self._prompts.pop(req_id, None)
+        if prompt is None:
+            return None
+        prompt.ended = now
+        self.expire(now)
+        found = self._apply(prompt, prompt.blocks, now)
+        outcomes = Counter(found.values())
+        for block in prompt.blocks:
+            if block in found:
+                self._forget(prompt, block)
+            elif self._index.has(*block):
+                self._waiting[block] = prompt
+                outcomes[PENDING] += 1
+            else:
+                self._forget(prompt, block)
+                outcomes[MISSING] += 1
+        self._count({name: blocks for name, blocks in outcomes.items() if name != PENDING})
+        return dict(outcomes)
+
+    def settled(self, stored: Iterable[Block], dropped: Iterable[Block], now: float) -> None:
+        """Take the blocks that a finished store made readable, or did not."""
+        if not self._waiting:
+            return
+        by_prompt: dict[_HintedPrompt, list[Block]] = {}
+        for block in stored:
+            prompt = self._waiting.pop(block, None)
+            if prompt is not None:
+                by_prompt.setdefault(prompt, []).append(block)
+        for prompt, blocks in by_prompt.items():
+            outcomes = self._apply(prompt, blocks, now)
+            if prompt.ended is not None:
+                self._count(Counter(outcomes.values()))
+        lost = [self._waiting.pop(block, None) for block in dropped]
+        self._count({MISSING: sum(one is not None and one.ended is not None for one in lost)})
+
+    def expire(self, now: float) -> None:
+        """End the pins and retentions whose time is over."""
+        if self._retention is not None:
+            self._count({KeepOutcome.EXPIRED.value: self._retention.expire(now)})
+
+    def reset(self) -> None:
+        """Note that all blocks are forgotten. Live requests' hints have nothing to apply to."""
+        self._prompts.clear()
+        self._waiting.clear()
+
+    def gauges(self) -> Iterator[tuple[str, float, str | None]]:
+        """Yield (name, value, label) of each gauge."""
+        for kind in KEPT:
+            kept = self._retention.kept.used(kind) if self._retention is not None else 0
+            yield "host_blocks_kept", kept, kind.value
+
+    def check(self) -> None:
+        """Raise :class:`Misuse` unless the kept slots add up."""
+        if self._retention is not None:
+            self._retention.check()
+
+    def _apply(
+        self, prompt: _HintedPrompt, blocks: Sequence[Block], now: float
+    ) -> dict[Block, str]:
+        """Apply a prompt's hints to those blocks that are readable; return the outcomes."""
+        slots = {
+            block: slot for block in blocks if (slot := self._index.slot_of(*block)) is not None
+        }
+        release = prompt.hints.release
+        if release is None:
+            keep = prompt.keep(now)
+            return {
+                block: self._keeping().keep(slot, keep, now).value for block, slot in slots.items()
+            }
+        if release is CacheHint.DROP:
+            self._index.remove(slots.values())
+        else:
+            self._index.policy.demote(list(slots.values()))
+        return dict.fromkeys(slots, RELEASED[release])
+
+    def _forget(self, prompt: _HintedPrompt, block: Block) -> None:
+        """Wait for a block no longer, unless another request's hint does."""
+        if self._waiting.get(block) is prompt:
+            del self._waiting[block]
+
+    def _count(self, outcomes: Mapping[str, int]) -> None:
+        for outcome, blocks in outcomes.items():
+            self._stats.count("cache_hint_blocks", blocks, label=outcome)
+
+    def _keeping(self) -> Retention:
+        """Return the policy that keeps blocks, which takes the place of the index's own one."""
+        if self._retention is None:
+            index = self._index
+            slots = len(index.slots)
+            self._retention = Retention(index.policy, slots, self._share, index.hash_of)
+            index.policy = self._retention
+        return self._retention
+
+
+def _blocks_within(
+    groups: Sequence[CacheGroup], hashes: Sequence[Sequence[bytes]], tokens: int
+) -> tuple[Block, ...]:
+    """Return the blocks of the first ``tokens`` tokens, by the end of their tokens."""
+    ends = [
+        (end * group.block_tokens, number, row[end - 1])
+        for number, (group, row) in enumerate(zip(groups, hashes, strict=True))
+        for end in range(1, min(tokens // group.block_tokens, len(row)) + 1)
+    ]
+    return tuple((number, block_hash) for _, number, block_hash in sorted(ends))
+
+
+CACHE_HINT_OUTCOMES = (
+    *(outcome.value for outcome in KeepOutcome),
+    *RELEASED.values(),
+    MISSING,
+)
+"""Values of the label ``outcome`` of ``cache_hint_blocks``."""

@@ -1,0 +1,77 @@
+"""Hints of requests: what is understood, and that nothing else can do harm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnect.protocol.cache_hints import (
+    LONGEST_S,
+    CacheHint,
+    HintsRead,
+    IgnoredHint,
+    PromptHints,
+    read_hints,
+)
+
+UNKNOWN, INVALID, CONFLICT = IgnoredHint.UNKNOWN, IgnoredHint.INVALID, IgnoredHint.CONFLICT
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner),
+    max_leaves=8,
+)
+NAMES = st.sampled_from(["pin", "retain", "demote", "drop", "tokens", "receipt", "Pin", "prefetch"])
+
+
+@pytest.mark.parametrize(
+    ("options", "hints", "ignored"),
+    [
+        ({}, None, ()),
+        ({"receipt": True}, None, ()),
+        ({"pin": 600}, PromptHints(pin_s=600.0), ()),
+        ({"pin": 0.5, "retain": LONGEST_S}, PromptHints(0.5, LONGEST_S), ()),
+        ({"pin": 60, "tokens": 7}, PromptHints(60.0, tokens=7), ()),
+        ({"demote": True, "pin": None}, PromptHints(release=CacheHint.DEMOTE), ()),
+        ({"drop": True, "demote": False}, PromptHints(release=CacheHint.DROP), ()),
+        ({"drop": True, "demote": True}, PromptHints(release=CacheHint.DROP), (CONFLICT,)),
+        ({"drop": True, "retain": 1}, PromptHints(retain_s=1.0), (CONFLICT,)),
+        ({"pin": 60, "hold": 1, "prefetch": True}, PromptHints(60.0), (UNKNOWN,)),
+        ({"pin": LONGEST_S + 1, "retain": 5}, PromptHints(retain_s=5.0), (INVALID,)),
+        ({"pin": True}, None, (INVALID,)),
+        ({"pin": 0}, None, (INVALID,)),
+        ({"pin": float("nan"), "retain": float("inf")}, None, (INVALID, INVALID)),
+        ({"drop": 1}, None, (INVALID,)),
+        ({"pin": 60, "tokens": 0}, None, (INVALID,)),
+        ({"pin": 60, "tokens": True}, None, (INVALID,)),
+        ([], None, (INVALID,)),
+        ("pin", None, (INVALID,)),
+    ],
+)
+def test_hints(
+    options: object, hints: PromptHints | None, ignored: tuple[IgnoredHint, ...]
+) -> None:
+    assert read_hints(options) == HintsRead(hints, ignored)
+
+
+@given(st.dictionaries(NAMES, JSON | st.floats(0, 100_000) | st.integers(1, 10**30)) | JSON)
+def test_whatever_is_sent_hints_are_sound_and_few(options: Any) -> None:
+    hints, ignored = read_hints(options)
+    assert len(ignored) <= 6
+    if hints is None:
+        return
+    assert 0 <= hints.pin_s <= LONGEST_S and 0 <= hints.retain_s <= LONGEST_S
+    assert hints.hints
+    assert hints.release is None or hints.hints == (hints.release,)
+    assert hints.tokens is None or (type(hints.tokens) is int and hints.tokens > 0)
+    for hint in hints.hints:  # none that was not asked for
+        assert options[hint.value] is not None and options[hint.value] is not False
+
+
+def test_the_property_tells_a_reader_that_trusts_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvconnect.protocol.cache_hints.LONGEST_S", 10**40)
+    with pytest.raises(AssertionError):
+        test_whatever_is_sent_hints_are_sound_and_few()
