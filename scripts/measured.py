@@ -58,6 +58,23 @@ JUDGED = (
     Row("requests per second over their file / synchronised",
         ("requests_over_file", "requests_over_file_synced")),
 )  # fmt: skip
+HANDED_OFF = {
+    "4k tokens, link as slow as prefill": "4k_balanced",
+    "4k tokens, 1 Gbit/s": "4k_1g",
+    "4k tokens, link not shaped": "4k_free",
+    "1k tokens, link as slow as prefill": "1k_balanced",
+    "256 tokens, 1 Gbit/s": "256_1g",
+    "256 tokens, loopback": "256_loopback",
+    "eight times 256 tokens at once, 1 Gbit/s": "256_1g_c8",
+}
+"""Lines of SGLang's hand-off: what is asked, and how the figures' names end."""
+HAND_OFFS = {
+    "TCP, by layers": "tcp_layerwise",
+    "TCP, by chunks": "tcp",
+    "NIXL, by layers": "nixl_path_layerwise",
+    "NIXL, by chunks": "nixl_path",
+    "built-in `mooncake_tcp`": "mooncake",
+}
 
 
 def serving() -> str:
@@ -94,6 +111,21 @@ def judged() -> str:
         for tier in ("disk", "valkey", "mooncake"):
             cells.append(_cell(found, [f"{tier}_{name}" for name in row.figures]))
         lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def handed_off() -> str:
+    """Return the table of ``benchmarks.sglang_handoff``."""
+    found = _figures("sglang_handoff")
+    lines = ["| TTFT over built-in `nixl` | " + " | ".join(HAND_OFFS) + " |"]
+    lines.append("|---" * (1 + len(HAND_OFFS)) + "|")
+    for text, end in HANDED_OFF.items():
+        cells = [_cell(found, [f"ttft_{kind}_over_nixl_{end}"]) for kind in HAND_OFFS.values()]
+        lines.append("| " + " | ".join((text, *cells)) + " |")
+    shares = [_cell(found, [f"exposed_over_wire_4k_{kind}"]) for kind in HAND_OFFS.values()]
+    own = _cell(found, ["exposed_over_wire_4k_nixl"])
+    text = f"share of the wire time that shows, 4k tokens (`nixl`: {own})"
+    lines.append("| " + " | ".join((text, *shares)) + " |")
     return "\n".join(lines)
 
 

@@ -156,6 +156,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "serving": measured.serving,
     "routing": measured.routing,
     "judged": measured.judged,
+    "handed-off": measured.handed_off,
 }
 
 

@@ -147,7 +147,7 @@ def _length(series: Mapping[str, Points]) -> float:
 
 UNITS = {
     **dict.fromkeys(("over", "ratio", "vs", "share", "cost"), "ratios"),
-    **{"ms": "ms", "us": "us", "s": "s", "gbps": "GB/s", "bytes": "bytes"},
+    **{"gain": "gains", "ms": "ms", "us": "us", "s": "s", "gbps": "GB/s", "bytes": "bytes"},
 }
 """Word in a figure's name -> unit. Figures of one unit share a plot."""
 _MOST_BARS = 24

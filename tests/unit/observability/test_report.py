@@ -17,10 +17,12 @@ from PIL import Image
 from kvconnect import cli
 from kvconnect.observability.metrics.rates import EndpointFrame, Phase, Snapshot, TransferRates
 from kvconnect.observability.report import runs
+from kvconnect.observability.report.page import figure
 from kvconnect.observability.report.page import html as page
 from kvconnect.observability.report.runs import compare, largest_changes, unit_of
 
-RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
+ROOT = Path(__file__).resolve().parents[3]
+RESULTS = ROOT / "benchmarks" / "results"
 BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")
 
 
@@ -122,8 +124,18 @@ def test_one_run_has_no_ratios(two: list[str]) -> None:
 
 
 def test_units() -> None:
-    names = ("ttft_ms", "ttft_ms_4k", "hit_over_miss", "gbps_4k", "ratio_x", "wrong_tokens")
-    assert [unit_of(name) for name in names] == ["ms", "ms", "ratios", "GB/s", "ratios", ""]
+    names = ("ttft_ms", "ttft_ms_4k", "hit_over_miss", "gbps_4k", "ratio_x", "x_gain", "wrong")
+    want = ["ms", "ms", "ratios", "GB/s", "ratios", "gains", ""]
+    assert [unit_of(name) for name in names] == want
+
+
+def test_the_page_in_the_docs_has_the_figures_of_the_results() -> None:
+    """Control: figures that are not those of the results are found."""
+    rows = Cells((ROOT / "docs" / "serve.html").read_text()).rows
+    figures = runs.read(str(RESULTS / "serve.json")).sections["serve"].figures
+    for name, value in figures.items():
+        assert [name, figure(value)] in rows, "make docs/serve.html again"
+        assert [name, figure(f"{value} or so")] not in rows
 
 
 def test_a_folder_is_all_its_results() -> None:
