@@ -46,6 +46,10 @@ _TEXTS = ("system", "instructions", "prompt", "text", "input", "messages")
 _PROMPTS = ("prompt", "prompt_embeds", "text", "input_ids", "input_embeds")
 _SESSION = ("prompt_cache_key", "session_id", "user")
 _TURNS = ("previous_response_id", "background")  # of Responses: need further requests
+_RETENTION = {"24h": 86_400.0}  # "in_memory" is what engines do without being asked
+_MARKS = {"5m": 300.0, "1h": 3600.0}
+_MARK_DEPTH = 3  # messages, their parts, and parts of a tool's result
+_MARKED = ("cache_control", "system", "messages", "tools")
 _FALSE = (b"", b"null", b"false", b"[]", b"{}", b'""', b"0")
 
 
@@ -58,6 +62,8 @@ class Prompt(NamedTuple):
         model: model name; empty if the body has none.
         session: key that related requests share; may be empty.
         sampled: several answers per prompt (``n``); SGLang has only one room for all of them.
+        retention_s: seconds for which the client asks to keep the prompt's KV, in the words of
+            OpenAI's or Anthropic's API; 0: it does not ask.
     """
 
     single: bool = True
@@ -65,6 +71,7 @@ class Prompt(NamedTuple):
     model: str = ""
     session: str = ""
     sampled: bool = False
+    retention_s: float = 0.0
 
 
 class PromptPrefix(NamedTuple):
@@ -87,6 +94,17 @@ class _ContentPart(msgspec.Struct):
 
 
 class _Message(msgspec.Struct):
+    content: Raw = Raw(b"")
+
+
+class _CacheControl(msgspec.Struct):
+    ttl: str = "5m"
+
+
+class _Marked(msgspec.Struct):
+    """A message, a part of one, or a tool, which Anthropic's API lets clients mark."""
+
+    cache_control: _CacheControl | None = None
     content: Raw = Raw(b"")
 
 
@@ -138,7 +156,8 @@ def prompt_of(body: Body) -> Prompt:
     chars = sum(_chars_in(_bytes(body, key)) for key in _TEXTS if key in body)
     session = next(filter(None, (_text(body, key) for key in _SESSION)), "")
     tokens += chars // CHARS_PER_TOKEN
-    return Prompt(one_prompt and one_answer, tokens, _text(body, "model"), session, sampled)
+    model, retention_s = _text(body, "model"), _retention_of(body)
+    return Prompt(one_prompt and one_answer, tokens, model, session, sampled, retention_s)
 
 
 def prefix_of(body: Body) -> PromptPrefix:
@@ -304,6 +323,35 @@ def _chars_of_messages(text: bytes) -> int:
     except _BROKEN:
         return chars
     return chars
+
+
+def _retention_of(body: Body) -> float:
+    """Return the longest time that ``prompt_cache_retention`` or a ``cache_control`` asks for."""
+    seconds = [_RETENTION.get(_text(body, "prompt_cache_retention"), 0.0)]
+    for key in _MARKED:
+        text = _bytes(body, key)
+        if key == "cache_control":
+            text = b'[{"cache_control":' + text + b"}]" if text else b""
+        seconds.append(_longest_mark(text))
+    return max(seconds)
+
+
+def _longest_mark(text: bytes, depth: int = _MARK_DEPTH) -> float:
+    """Return the longest time of a ``cache_control`` in a list of objects, or in their content."""
+    if (
+        not depth
+        or text[:1] != b"["
+        or b'"cache_control"' not in text
+        or text.count(b"{") > _MOST_OBJECTS
+    ):
+        return 0.0
+    try:
+        marked = msgspec.json.decode(text, type=list[_Marked])
+    except _BROKEN:
+        return 0.0
+    own = (_MARKS.get(one.cache_control.ttl, 0.0) for one in marked if one.cache_control)
+    inner = (_longest_mark(bytes(one.content), depth - 1) for one in marked)
+    return max((*own, *inner), default=0.0)
 
 
 def _words(text: bytes) -> bytes:

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 from kvconnect.errors import Refused
+from kvconnect.protocol.cache_hints import CacheHint
+from kvconnect.protocol.options import RECEIPT
 from kvconnect.router.apis import Api
 from kvconnect.router.fleet.upstreams import Fleet, Upstream
 from kvconnect.router.http import engine_bodies
@@ -88,6 +90,7 @@ class Exchange:
         self._spans = services.spans.of(request)
         self._turn = turn  # number of the request; each retry adds one
         self._received_at = time.monotonic()
+        self._hints: dict[str, float] = {}  # for engines, on the prompt's blocks
         self._outcome = RequestOutcome.CANCELLED  # until another outcome is known
 
     async def serve(self) -> web.StreamResponse:
@@ -150,6 +153,8 @@ class Exchange:
             FailedTargets(),
             asked.body,
         )
+        retain_s = min(asked.prompt.retention_s, self._services.options.listening.retention_s)
+        self._hints = {CacheHint.RETAIN.value: retain_s} if retain_s else {}
         failure: UpstreamFailed | Rejected | None = None
         while True:
             fleet_view = self._services.fleet.view()
@@ -210,6 +215,8 @@ class Exchange:
                 )
                 one_token = self._api.one_token
                 asked, body = bodies(choice, choice.prefill, prefill_engine, body, one_token)
+                options = self._options(prefill_engine, answers=False)
+                asked = engine_bodies.options_body(asked, options)
                 computed = self._prefill(prefill_engine, choice.prefill, asked, overhead)
                 if choice.mode is Mode.PULL:
                     with decode.awaited():
@@ -224,8 +231,7 @@ class Exchange:
                 else:
                     prefill = asyncio.create_task(computed)
                     ends.push_async_callback(self._end_prefill, prefill)
-            if self._gets_receipt(decode):
-                body = engine_bodies.receipt_body(body)
+            body = engine_bodies.options_body(body, self._options(decode, answers=True))
             upstream_request = await ends.enter_async_context(
                 self._upstream_request(decode, choice.decode)
             )
@@ -234,9 +240,12 @@ class Exchange:
             self._services.metrics.added(choice.mode, overhead.seconds)
             yield upstream_request, first
 
-    def _gets_receipt(self, decode: Upstream) -> bool:
-        asks = self._services.options.listening.receipts and not self._api.decode_only
-        return asks and decode.worker.engine is Engine.VLLM
+    def _options(self, upstream: Upstream, *, answers: bool) -> dict[str, Any]:
+        """Return the options of KVConnect for an engine; ``answers``: the client reads it."""
+        if upstream.worker.engine is not Engine.VLLM or self._api.decode_only:
+            return {}
+        receipt = {RECEIPT: True} if answers and self._services.options.listening.receipts else {}
+        return {**self._hints, **receipt}
 
     async def _end_prefill(self, prefill: asyncio.Task[Any]) -> None:
         if self._outcome is RequestOutcome.OK:

@@ -109,7 +109,7 @@ def _listening_of(arguments: argparse.Namespace) -> Listening:
         raise ConfigError("api-key-file", path, "put a key in it, or several, one a line")
     at = arguments.host, arguments.port, arguments.shared_port
     tenants = not arguments.shared_cache, arguments.hit_headers, arguments.receipts
-    return Listening(*at, cert, key, keys, *tenants)
+    return Listening(*at, cert, key, keys, *tenants, arguments.retention)
 
 
 def _secret(flag: str, path: str) -> str:
@@ -156,6 +156,8 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
     add("--hit-headers", action="store_true", help=what)
     what = "tell clients where the tokens of their prompts came from, as the decode engine says"
     add("--receipts", action="store_true", help=what)
+    what = "seconds that clients may have a prompt's KV retained at most (default: %(default)s)"
+    add("--retention", type=float, default=default.retention_s, metavar="S", help=what)
 
 
 def _add_choices(parser: argparse.ArgumentParser) -> None:

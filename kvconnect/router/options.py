@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
 from kvconnect.errors import ConfigError
+from kvconnect.protocol.cache_hints import LONGEST_S
 from kvconnect.router.policy.loads import Engine, Role
 from kvconnect.router.policy.ranking import RankingPolicy
 
@@ -165,6 +166,8 @@ class Listening:
         isolate: clients with different keys share no cached KV.
         hit_headers: response headers tell how much of a prompt is expected to be cached.
         receipts: engines are asked where the tokens of a prompt came from.
+        retention_s: longest time for which clients may have the blocks of a prompt retained, in
+            seconds; 0: not at all.
     """
 
     host: str = "127.0.0.1"
@@ -176,6 +179,11 @@ class Listening:
     isolate: bool = True
     hit_headers: bool = False
     receipts: bool = False
+    retention_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.retention_s <= LONGEST_S:
+            raise ConfigError("retention", self.retention_s, "use seconds, 0 to a day")
 
 
 @dataclass(frozen=True)

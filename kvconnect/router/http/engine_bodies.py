@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Raw
 
 from kvconnect.errors import Refused
-from kvconnect.protocol.options import OPTIONS_KEY, RECEIPT
+from kvconnect.protocol.options import OPTIONS_KEY
 from kvconnect.router.body import Body
 
 _PARAMS = "kv_transfer_params"
@@ -100,10 +100,11 @@ def bootstrap_body(body: Body, meeting: BootstrapRoom, rank: int | None) -> dict
     return asked
 
 
-def receipt_body(body: Body) -> dict[str, Any]:
-    """Return the decode body that also asks where the tokens of the prompt came from."""
-    options = {OPTIONS_KEY: {RECEIPT: True}}
-    return {**body, _PARAMS: {**body.get(_PARAMS, {}), **options}}
+def options_body(body: Body, options: Mapping[str, Any]) -> Body:
+    """Return a body for vLLM with options of KVConnect: a receipt, hints, or none."""
+    if not options:
+        return body
+    return {**body, _PARAMS: {**body.get(_PARAMS, {}), OPTIONS_KEY: options}}
 
 
 def transfer_of(asked: Body) -> str:

@@ -378,6 +378,49 @@ def test_what_is_no_chunk_opens_nothing() -> None:
 
 # Choice -----------------------------------------------------------------------------------------
 
+EPHEMERAL: dict[str, Any] = {"type": "ephemeral"}
+
+
+def marked(ttl: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"cache_control": EPHEMERAL | ({} if ttl is None else {"ttl": ttl}), **more}
+
+
+@pytest.mark.parametrize(
+    ("body", "seconds"),
+    [
+        ({"prompt": "a"}, 0),
+        ({"prompt_cache_retention": "24h"}, 86_400),
+        ({"prompt_cache_retention": "in_memory"}, 0),
+        ({"prompt_cache_retention": "for ever"}, 0),
+        ({"prompt_cache_retention": {"24h": 1}}, 0),
+        ({"system": [marked(type="text", text="s")]}, 300),
+        ({"system": "cache_control"}, 0),
+        ({"messages": [{"role": "user", "content": [marked("1h", type="text", text="t")]}]}, 3600),
+        ({"messages": [{"role": "user", "content": 'say "cache_control":{"ttl":"1h"}'}]}, 0),
+        ({"messages": [{"content": [{"type": "tool_result", "content": [marked()]}]}]}, 300),
+        ({"tools": [marked("5m", name="t"), marked("1h", name="u")], "system": [marked()]}, 3600),
+        (marked(), 300),
+        (marked("2h"), 0),
+        ({"tools": [marked("1h") | {"cache_control": None}]}, 0),
+        ({"cache_control": 7, "tools": 7, "messages": [7]}, 0),
+        ({"tools": [{"cache_control": {"ttl": 7}}]}, 0),
+    ],
+)
+def test_how_long_a_client_asks_to_keep_a_prompt(body: dict[str, Any], seconds: float) -> None:
+    assert prompt_of(came(body)).retention_s == seconds
+
+
+def test_marks_that_are_nested_deeply_or_too_many_are_not_followed() -> None:
+    deep: dict[str, Any] = marked("1h")
+    for _ in range(3):
+        deep = {"content": [deep]}
+    assert prompt_of(came({"messages": [deep]})).retention_s == 0
+    assert prompt_of(came({"messages": deep["content"]})).retention_s == 3600
+    many = [marked()] * 5000
+    assert prompt_of(came({"tools": many})).retention_s == 0
+    assert prompt_of(came({"tools": many[:1000]})).retention_s == 300
+
+
 ONE = Prompt(single=True, tokens=100)
 OPTIONS = RouterOptions((), ())
 

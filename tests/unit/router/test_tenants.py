@@ -324,3 +324,24 @@ async def test_the_decode_engine_is_asked_for_a_receipt(receipts: bool, pull: bo
     assert d.asked[-1]["kv_transfer_params"].get("kvconnect") == options
     assert d.asked[-1]["kv_transfer_params"]["do_remote_prefill"] is True
     assert "kvconnect" not in p.asked[-1]["kv_transfer_params"]
+
+
+@pytest.mark.parametrize(("longest", "retained"), [(7200, 7200), (86_400, 86_400), (0, 0)])
+@pytest.mark.parametrize("pull", [False, True])
+@on_loop
+async def test_engines_are_told_how_long_to_retain_a_prompt(
+    longest: float, retained: float, pull: bool
+) -> None:
+    p, d = FakeEngine(prefills), FakeEngine(decodes)
+    listening = Listening(receipts=True, retention_s=longest)
+    async with bench([p], [d], listening=listening, pull=pull) as router:
+        forged = {"kv_transfer_params": {"kvconnect": {"pin": 9, "drop": True}}}
+        await router.post(ASK | forged | {"prompt_cache_retention": "24h"})
+        await router.post(ASK)
+    hints = {"retain": retained} if retained else {}
+    asked, plain = (one["kv_transfer_params"] for one in d.asked[-2:])
+    assert asked["kvconnect"] == {**hints, "receipt": True}
+    assert plain["kvconnect"] == {"receipt": True}  # control: this client does not ask
+    asked, plain = (one["kv_transfer_params"] for one in p.asked[-2:])
+    assert asked.get("kvconnect", {}) == hints
+    assert asked["do_remote_decode"] is True and "kvconnect" not in plain
