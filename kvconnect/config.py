@@ -87,6 +87,8 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
             ``{}``: no disk tier.
         remote: ``kind`` and settings of a store that engines share, such as
             ``{"kind": "valkey", "address": "10.1.2.3:6379"}``. ``{}``: no shared store.
+        cache_peers: engines whose host memory this one may read, and where it serves its own, such
+            as ``{"ask": ["10.1.2.4:7900"], "listen": "10.1.2.3:7900"}``. ``{}``: none.
         spill: which blocks of the host tier are written to these tiers. ``all``: every block.
             ``reused``: blocks that were loaded once from host memory.
         load_when: how much of a found prefix is loaded. ``faster``: as much as is expected to be
@@ -97,6 +99,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     disk: dict[str, Any] = {}
     remote: dict[str, Any] = {}
+    cache_peers: dict[str, Any] = {}
     spill: Spill = "all"
     load_when: LoadWhen = "faster"
     wait_s: float = 5.0
@@ -267,7 +270,7 @@ def _parse_sizes(values: dict[str, Any]) -> None:
 
 def _check_tiers(values: Mapping[str, Any]) -> None:
     """Check the tiers' settings, but for those that each store checks itself."""
-    for field in ("disk", "remote"):
+    for field in ("disk", "remote", "cache_peers"):
         settings = values.get(field, {})
         if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
             raise ConfigError(field, settings, 'use an object such as {"path": "/nvme/kv"}')

@@ -30,6 +30,7 @@ class ThreadKind(str, Enum):
     TCP = "tcp"  # connections
     DATA = "data"  # pages of one connection
     NIXL = "nixl"
+    PEERS = "peers"  # shares blocks of host memory with other engines
     TIER = "tier"  # calls to a disk or remote store
     METRICS = "metrics"  # publishes statistics
     SOURCE = "source"  # discovers engines for a router

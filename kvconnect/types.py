@@ -22,6 +22,8 @@ class TransferType(str, Enum):
     DISK_TO_CPU = "DISK_to_CPU"
     CPU_TO_REMOTE = "CPU_to_REMOTE"
     REMOTE_TO_CPU = "REMOTE_to_CPU"
+    CPU_TO_PEER = "CPU_to_PEER"
+    PEER_TO_CPU = "PEER_to_CPU"
     SEND = "SEND"
     RECV = "RECV"
 
@@ -31,6 +33,7 @@ class Tier(str, Enum):
 
     HOST = "host"
     DISK = "disk"
+    PEER = "peer"  # host memory of other engines
     REMOTE = "remote"
 
 
@@ -40,6 +43,7 @@ class PromptSource(str, Enum):
     DEVICE = "device"
     HOST = Tier.HOST.value
     DISK = Tier.DISK.value
+    PEER = Tier.PEER.value
     REMOTE = Tier.REMOTE.value
     HANDOFF = "handoff"
     COMPUTED = "computed"

@@ -26,6 +26,7 @@ from kvconnect.tiers.backends.disk.folder import DiskOptions
 from kvconnect.tiers.backends.mooncake import MooncakeOptions
 from kvconnect.tiers.backends.object import ObjectOptions
 from kvconnect.tiers.backends.valkey import ValkeyOptions
+from kvconnect.tiers.peers.peer_agent import PeerOptions
 from scripts import headlines, measured
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +36,7 @@ _BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.S)
 # Settings ---------------------------------------------------------------------------------------
 
 _SIZES = {"host_bytes", "min_rate", "store_rate", "sync_load_bytes"}
-_SIZES |= {"capacity", "daily_write_bytes", "min_free", "buffer"}
+_SIZES |= {"serve_rate", "capacity", "daily_write_bytes", "min_free", "buffer"}
 _KINDS = {str: "text", int: "number", float: "number", bool: "`true`, `false`", tuple: "list",
           dict: "object"}  # fmt: skip
 
@@ -147,6 +148,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "settings-tiers": lambda: settings(TierConfig),
     "settings-network": lambda: settings(NetworkConfig),
     "settings-disk": lambda: settings(DiskOptions),
+    "settings-peers": lambda: settings(PeerOptions),
     "settings-valkey": lambda: settings(ValkeyOptions),
     "settings-object": lambda: settings(ObjectOptions),
     "settings-mooncake": lambda: settings(MooncakeOptions),

@@ -81,7 +81,13 @@ PURE = (
     *("offload/load_mode.py", "offload/copy_schedule.py"),
     *("offload/retention.py", "offload/hint_plan.py"),
     "offload/eviction/",
-    *("tiers/messages.py", "tiers/planner.py", "tiers/lookup.py", "tiers/writeback.py"),
+    *(
+        "tiers/messages.py",
+        "tiers/planner.py",
+        "tiers/lookup.py",
+        "tiers/writeback.py",
+        "tiers/offers.py",
+    ),
     "tiers/cost_model.py",
     *(
         "disaggregation/messages.py",

@@ -53,7 +53,7 @@ from kvconnect.transport.base import (
     Security,
     Transport,
 )
-from kvconnect.transport.security import read_key, tls_files
+from kvconnect.transport.security import security_of
 
 logger = logging.getLogger(__name__)
 
@@ -320,8 +320,7 @@ def start_agent(
         ConfigError: an address, key, certificate or transport that cannot be used.
     """
     network = config.network
-    tls = tls_files(network.tls_dir)
-    security = Security(read_key(network), network.peers, *tls, key_file=network.key_file)
+    security = security_of(network)
     options = ConnectionOptions(
         connections=network.connections,
         digest=config.digest,

@@ -48,14 +48,20 @@ class TierAnswer:
     found: bytes
 
 
-SECONDARY_TIERS = (None, Tier.DISK, Tier.REMOTE)
+SECONDARY_TIERS = (None, Tier.DISK, Tier.PEER, Tier.REMOTE)
 """What an :class:`TierAnswer` says of a block: 0 for none, and the slower the tier the higher."""
 
 
 @dataclass
 class TierInstructions:
-    """One step's work on the secondary tiers, for every worker."""
+    """One step's work on the secondary tiers, for every worker.
+
+    ``served``: blocks of the host tier, as (key, slot), that other engines may read from now on.
+    ``withdraw``: first, none of those before may be read any more.
+    """
 
     lookups: list[LookupBlocks] = field(default_factory=list)
     prefetches: list[PrefetchBlocks] = field(default_factory=list)
     write_backs: list[WriteBackBlocks] = field(default_factory=list)
+    served: list[tuple[bytes, int]] = field(default_factory=list)
+    withdraw: bool = False

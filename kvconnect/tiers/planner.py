@@ -61,10 +61,11 @@ class TierLimits(NamedTuple):
 
 
 class Promoted(NamedTuple):
-    """Blocks that were prefetched into the host tier for a request."""
+    """Blocks that were prefetched into the host tier for a request, and their (key, slot)."""
 
     req_id: str
     blocks: Sequence[Block]
+    places: Sequence[tuple[bytes, int]]
 
 
 @dataclass(eq=False)
@@ -287,7 +288,7 @@ class TierPlan:
         return True
 
     def _end_prefetch(self, req_id: str, finished: FinishedJob, now: float) -> Promoted:
-        _, slots, _, blocks = finished.job
+        keys, slots, _, blocks = finished.job
         unusable = finished.stale or finished.timed_out
         found = bytes(len(blocks)) if unusable else finished.found
         good = [slot for slot, tier in zip(slots, found, strict=True) if tier]
@@ -304,11 +305,13 @@ class TierPlan:
         waiting = self._waiting.get(req_id)
         if waiting is not None and not waiting.decided:
             waiting.decided = True
-            for tier in (Tier.DISK, Tier.REMOTE):
+            for tier in filter(None, SECONDARY_TIERS):
                 if tier in tiers:
                     self._stats.observe("load_latency_seconds", finished.seconds, label=tier.value)
                     waited = now - waiting.asked
                     self._stats.observe("load_exposed_seconds", waited, label=tier.value)
             waiting.count(blocks, found, self._groups)
             waiting.pin(self._index, self._groups)
-        return Promoted(req_id, promoted)
+        pairs = zip(keys, slots, strict=True)
+        places = [place for place, tier in zip(pairs, found, strict=True) if tier]
+        return Promoted(req_id, promoted, places)

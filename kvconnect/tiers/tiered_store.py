@@ -201,9 +201,10 @@ class BlockBatch:
 
 
 class TieredStore:
-    """Stores in order of speed, the fastest first. They are closed with this object.
+    """Stores in order of speed, the fastest first. They are closed with this object. Nothing is
+    written to peers. A store that raises or is not available has nothing. A call is late after
+    ``wait_s``.
 
-    A store that raises or is not available has nothing. A call is late after ``wait_s``.
     :meth:`lookup`, :meth:`prefetch` and :meth:`write_back` return at once; until ``done`` is
     called, nobody else may use the slots. ``reports_usage``: whether :meth:`take_stats` has the
     gauges of the stores; one worker per engine reports them.
@@ -224,7 +225,8 @@ class TieredStore:
         self._reported: dict[Tier, Usage] = {}
         late_s = max(wait_s, _LEAST_LATE_S)
         self.readers = {t: StoreThreads(f"read-{t.value}", READERS, late_s, clock) for t in stores}
-        self.writers = {t: StoreThreads(f"write-{t.value}", WRITERS, late_s, clock) for t in stores}
+        kept: list[Tier] = [tier for tier in stores if tier is not Tier.PEER]
+        self.writers = {t: StoreThreads(f"write-{t.value}", WRITERS, late_s, clock) for t in kept}
         self._closed = False
 
     def __repr__(self) -> str:
@@ -255,8 +257,7 @@ class TieredStore:
             recorded = store.take_stats()
             if recorded is not None:
                 taken.aggregate(recorded)
-            late = self.readers[tier].take_late_blocks() + self.writers[tier].take_late_blocks()
-            if late:
+            if late := sum(threads.take_late_blocks() for threads in self._threads(tier)):
                 taken.count("store_failed_blocks", late, label=BlockOutcome.LATE)
             usage = store.usage()
             usage = usage._replace(available=usage.available and self.readers[tier].available())
@@ -277,10 +278,13 @@ class TieredStore:
             threads.close()
         with contextlib.ExitStack() as closing:  # closes the others if one raises
             for tier, store in self.stores.items():
-                if all([self.readers[tier].join(), self.writers[tier].join()]):
+                if all(list(map(StoreThreads.join, self._threads(tier)))):
                     closing.callback(store.close)
                 else:  # its resources stay in use until this process ends
                     logger.warning("tier %s: a call does not end; not closed", tier.value)
+
+    def _threads(self, tier: Tier) -> list[StoreThreads]:
+        return [threads[tier] for threads in (self.readers, self.writers) if tier in threads]
 
 
 class _Read(StoreCall):
@@ -330,7 +334,7 @@ class _WriteBack:
         self.tiers = tiers
         self.batch = batch
         self._lock = threading.Lock()
-        self._pending = len(tiers.stores)  # tiers that have not ended
+        self._pending = len(tiers.writers)  # tiers that have not ended
         self._verifying = threading.Lock()
         self._intact: list[int] | None = None
 

@@ -19,7 +19,14 @@ from kvconnect.cache.layout import Geometry
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends import Store
-from kvconnect.tiers.messages import LookupBlocks, PrefetchBlocks, TierAnswer, WriteBackBlocks
+from kvconnect.tiers.messages import (
+    LookupBlocks,
+    PrefetchBlocks,
+    TierAnswer,
+    TierInstructions,
+    WriteBackBlocks,
+)
+from kvconnect.tiers.peers.peer_store import PeerStore
 from kvconnect.tiers.tiered_store import BATCH_BYTES, BlockBatch, TieredStore
 from kvconnect.types import Tier
 
@@ -52,6 +59,8 @@ class TierWorker:
         wait_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        peers = stores.get(Tier.PEER)
+        self._served = peers.served if isinstance(peers, PeerStore) else None
         self._tiers = TieredStore(stores, host, wait_s, reports_usage, clock)
         self._geometry = geometry
         largest = max(group.block_bytes for group in geometry.groups)
@@ -64,9 +73,20 @@ class TierWorker:
     def __repr__(self) -> str:
         return f"<TierWorker {self._tiers}>"
 
+    def serve(self, work: TierInstructions, overwritten: Iterable[int]) -> None:
+        """Let other engines read the blocks that a step names, and no longer those in slots that
+        the step's stores will overwrite. Call this before these stores and :meth:`submit`."""
+        if self._served is not None:
+            if work.withdraw:
+                self._served.clear()
+            self._served.offer(work.served)
+            self._served.withdraw(overwritten)
+
     def submit(self, jobs: Iterable[Job]) -> None:
         """Queue jobs without blocking."""
         for job in jobs:
+            if self._served is not None and isinstance(job, PrefetchBlocks):
+                self._served.withdraw(job.slots)
             batches = list(_batches(job, self._batch_blocks))
             deadline_s = self._wait_s if isinstance(job, LookupBlocks) else job.deadline_s
             expires = self._clock() + deadline_s

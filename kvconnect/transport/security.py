@@ -111,6 +111,16 @@ def read_key(config: NetworkConfig) -> bytes:
     return read_key_file(config.key_file)
 
 
+def security_of(config: NetworkConfig) -> Security:
+    """Return who may connect, by an engine's settings.
+
+    Raises:
+        ConfigError: as of :func:`read_key` and :func:`tls_files`.
+    """
+    tls = tls_files(config.tls_dir)
+    return Security(read_key(config), config.peers, *tls, key_file=config.key_file)
+
+
 def record_keys(config: NetworkConfig) -> Callable[[], tuple[bytes, tuple[bytes, ...]]] | None:
     """Return a function that returns the keys for records on shared servers, see
     :meth:`Keys.current`. None without a ``key_file``: other machines lack this user's own key.

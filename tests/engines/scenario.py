@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from functools import cache
 from pathlib import Path
@@ -80,6 +81,30 @@ def ask(server: Server) -> list[Answer]:
 def hit_tokens(server: Server) -> float:
     """Tokens that the host tier had so far."""
     return server.metric("vllm:kvconnect_hit_tokens_total", tier="host")
+
+
+def receipt(server: Server, prompt: list[int], **extra: Any) -> Any:
+    """The receipt in the answer to a prompt, if there is one."""
+    answer = json.loads(server.post("/v1/completions", server.body(prompt, 2, **extra)))
+    return ((answer["kv_transfer_params"] or {}).get("kvconnect") or {}).get("receipt")
+
+
+def hits(server: Server, tier: str) -> float:
+    """Tokens that a tier had so far."""
+    return server.metric("vllm:kvconnect_hit_tokens_total", tier=tier)
+
+
+def moved(server: Server, kind: str) -> float:
+    """Bytes of one type of transfer so far."""
+    return server.metric("vllm:kvconnect_transfer_bytes_total", transfer_type=kind)
+
+
+def fill(server: Server, model: str = "llama") -> None:
+    """Ask all prompts once, one after the other so that none of their blocks is skipped."""
+    for prompt, want in zip(prompts(), expected(model).fresh, strict=True):
+        answer = server.complete(prompt, NEW)
+        assert (answer.tokens, answer.cached) == (want, 0)
+        settle(server)
 
 
 def cached_by_source(server: Server) -> dict[str, float]:

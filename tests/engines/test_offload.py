@@ -5,10 +5,8 @@ Each test compares greedy float32 tokens with those of the same engine without a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,6 +32,7 @@ from tests.engines.scenario import (
     expected,
     hit_tokens,
     prompts,
+    receipt,
     tokens,
     whole_prompt,
 )
@@ -151,12 +150,6 @@ class TestLlama:
 
 def counted_prompt(server: Server, source: PromptSource) -> float:
     return server.metric("vllm:kvconnect_prompt_tokens_total", source=source.value)
-
-
-def receipt(server: Server, prompt: list[int], **extra: Any) -> Any:
-    """The receipt in the answer to a prompt, if there is one."""
-    answer = json.loads(server.post("/v1/completions", server.body(prompt, 2, **extra)))
-    return ((answer["kv_transfer_params"] or {}).get("kvconnect") or {}).get("receipt")
 
 
 @pytest.mark.parametrize("model", ["qwen3", "mistral", "deepseek_v2", "lfm2"])

@@ -22,6 +22,9 @@ from tests.engines.scenario import (
     cached_by_source,
     disk,
     expected,
+    fill,
+    hits,
+    moved,
     prompts,
     settle,
     tokens,
@@ -35,22 +38,6 @@ HOST = "32MiB"  # a quarter of it holds a prompt of any model: no write-back is 
 def tiers(**extra: Any) -> str:
     """Settings of an engine that loads whatever there is: here computing is faster."""
     return kv_transfer(**{"host_bytes": HOST, "load_when": "always", "listen": "off", **extra})
-
-
-def hits(server: Server, tier: str) -> float:
-    return server.metric("vllm:kvconnect_hit_tokens_total", tier=tier)
-
-
-def moved(server: Server, kind: str) -> float:
-    return server.metric("vllm:kvconnect_transfer_bytes_total", transfer_type=kind)
-
-
-def fill(server: Server, model: str = "llama") -> None:
-    """Ask all prompts once, one after the other so that none of their blocks is skipped."""
-    for prompt, want in zip(prompts(), expected(model).fresh, strict=True):
-        answer = server.complete(prompt, NEW)
-        assert (answer.tokens, answer.cached) == (want, 0)
-        settle(server)
 
 
 def assert_right(server: Server, model: str = "llama") -> None:

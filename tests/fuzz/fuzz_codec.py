@@ -24,7 +24,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvconnect.errors import KVConnectError, Misuse
-from kvconnect.protocol import codec, messages, nixl_messages, tickets
+from kvconnect.protocol import cache_messages, codec, messages, nixl_messages, tickets
 from kvconnect.protocol.auth import ClientAuth, Opening, ServerAuth
 from kvconnect.protocol.negotiation import negotiate
 from kvconnect.types import Endpoint, Rank
@@ -65,6 +65,15 @@ MESSAGES = [
     messages.Renew([TRANSFER]),
     messages.Decline(TRANSFER),
     messages.Probe(want=messages.PROBE_READ_ID),
+]
+KEYS = [bytes(18), bytes(49)]
+CACHE_MESSAGES: list[cache_messages.CacheMessage] = [
+    cache_messages.CacheHello(engine=bytes(16), format=b"format", groups=[{0: 4096, 1: 4096}]),
+    cache_messages.Ask(1, KEYS),
+    cache_messages.Found(1, bytes([1, 0])),
+    cache_messages.Fetch(2, 0, [0, 1], KEYS),
+    cache_messages.Sent(2, bytes([1, 2])),
+    cache_messages.Stop(2),
 ]
 OFFER = nixl_messages.NixlOffer(backend="UCX", version="1.5.1", agent="a", metadata=b"opaque")
 UNIT = nixl_messages.UnitLocation(
@@ -165,6 +174,11 @@ def fuzz_message(rng: random.Random) -> None:
     assert messages.decode(messages.encode(message)) == message
 
 
+def fuzz_cache_message(rng: random.Random) -> None:
+    message = cache_messages.decode(mutant(rng, cache_messages.encode(rng.choice(CACHE_MESSAGES))))
+    assert cache_messages.decode(cache_messages.encode(message)) == message
+
+
 def fuzz_nixl_message(rng: random.Random) -> None:
     message = nixl_messages.decode(mutant(rng, nixl_messages.encode(rng.choice(NIXL_MESSAGES))))
     assert nixl_messages.decode(nixl_messages.encode(message)) == message
@@ -231,6 +245,7 @@ TARGETS: tuple[Callable[[random.Random], None], ...] = (
     fuzz_header,
     fuzz_messages_in_pieces,
     fuzz_message,
+    fuzz_cache_message,
     fuzz_nixl_message,
     fuzz_offer,
     fuzz_session,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import xxhash
 
 from kvconnect.errors import KVConnectError, Misuse, Refused
-from kvconnect.protocol import codec, messages, nixl_messages, tickets
+from kvconnect.protocol import cache_messages, codec, messages, nixl_messages, tickets
 from kvconnect.router.fleet import reports
 from kvconnect.router.fleet.kv_events import RankEvents
 from kvconnect.router.fleet.sources import etcd, local
@@ -50,6 +50,12 @@ def message_pieces(data: bytes) -> None:
     for piece in (data[: len(data) // 2], data[len(data) // 2 :]):
         for each in reader.feed(piece):
             assert len(each) <= codec.MAX_MESSAGE
+
+
+@expecting(KVConnectError)
+def cache_message(data: bytes) -> None:
+    decoded = cache_messages.decode(data)
+    assert cache_messages.decode(cache_messages.encode(decoded)) == decoded
 
 
 @expecting(KVConnectError)
@@ -144,7 +150,7 @@ CONTROL: dict[str, Reader] = {"planted": planted}
 TARGETS: dict[str, Reader] = {
     each.__name__: each
     for each in (
-        *(message_pieces, message, nixl_message, ticket, disk_index, disk_heads),
+        *(message_pieces, message, cache_message, nixl_message, ticket, disk_index, disk_heads),
         *(events, loads, answer, members),
     )
 }

@@ -53,7 +53,8 @@ def make_stores(
         fields["share"] = f"{ranks.tp_rank} of {ranks.tp_size}"
     name = fingerprint(fields)
     disk = partial(make_disk, config.tiers.disk, _owner(), fields, name)
-    return make_tiers(config.tiers, disk, partial(_make_remote, config, name, records))
+    remote = partial(_make_remote, config, name, records)
+    return make_tiers(config.tiers, {Tier.DISK: disk, Tier.REMOTE: remote})
 
 
 def _make_remote(config: Config, name: bytes, records: Records | None) -> Store:

@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 _SOURCES = {
     Tier.HOST: CacheHitSource.HOST,
     Tier.DISK: CacheHitSource.DISK,
+    Tier.PEER: CacheHitSource.P2P,
     Tier.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED,  # vLLM's word for a remote store
 }
 _LAYOUTS: dict[KVLayout, str | None] = {

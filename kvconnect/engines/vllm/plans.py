@@ -58,7 +58,7 @@ def make_plan(
 def make_tiers(
     config: Config, plan: OffloadPlan, sizes: tuple[int, int], adapters: Adapters
 ) -> TierScheduler | None:
-    if not (config.tiers.disk or config.tiers.remote):
+    if not (config.tiers.disk or config.tiers.remote or config.tiers.cache_peers):
         return None
     return TierScheduler(config, plan.groups, plan.index, plan.stats, sizes, adapters)
 

@@ -93,7 +93,10 @@ def _sources(prompt: _Prompt) -> dict[PromptSource, int]:
     sources = dict.fromkeys(PromptSource, 0)
     sources |= {**prompt.loaded, PromptSource.DEVICE: min(prompt.device, prompt.tokens)}
     lost = prompt.lost
-    for source in (PromptSource.HANDOFF, PromptSource.REMOTE, PromptSource.DISK, PromptSource.HOST):
+    for source in (
+        *(PromptSource.HANDOFF, PromptSource.REMOTE, PromptSource.PEER, PromptSource.DISK),
+        PromptSource.HOST,
+    ):
         taken = min(lost, sources[source])
         sources[source] -= taken
         lost -= taken

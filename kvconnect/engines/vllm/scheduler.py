@@ -321,7 +321,7 @@ class ConnectorScheduler:
     @property
     def busy(self) -> bool:
         """Whether a job is open, so that the engine must keep stepping."""
-        return self.plan.busy or self.handoff.busy or bool(self.tiers and self.tiers.plan.busy)
+        return self.plan.busy or self.handoff.busy or bool(self.tiers and self.tiers.busy)
 
     def _hashes(self, request: Request) -> tuple[Sequence[bytes], ...]:
         return translate.group_hashes(request, self.plan.groups, self._hash_tokens)

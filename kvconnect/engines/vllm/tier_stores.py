@@ -24,8 +24,11 @@ from kvconnect.errors import Incompatible, Refused
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.protocol.topology import head_range
 from kvconnect.tiers.backends import Store, make_disk, make_remote, make_tiers
+from kvconnect.tiers.peers.peer_agent import SharedBlocks, start_agent
+from kvconnect.tiers.peers.peer_store import PeerStore
 from kvconnect.tiers.worker import TierWorker
 from kvconnect.transport.security import record_keys
+from kvconnect.types import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -51,15 +54,27 @@ def make_lower_tiers(
     Raises:
         ConfigError: a tier cannot be used with its settings.
     """
-    if not (config.tiers.disk or config.tiers.remote):
+    if not (config.tiers.disk or config.tiers.remote or config.tiers.cache_peers):
         return None
     store, geometry = host
     cache = _Cache(vllm_config, kv_cache_config, kv_caches, geometry)
     fields = stored_format(vllm_config, kv_cache_config, kv_caches)
-    disk = partial(_make_disk, cache, fields, config.tiers.disk)
-    stores = make_tiers(config.tiers, disk, partial(_make_remote, cache, fields, config))
-    speaks = vllm_config.parallel_config.rank == 0
-    return TierWorker(stores, store, geometry, speaks, config.tiers.wait_s)
+    rank = vllm_config.parallel_config.rank
+
+    def peers() -> Store:
+        shared = _shared_form(cache, fields)
+        blocks = SharedBlocks(store, shared.units(geometry), shared.fingerprint)
+        return PeerStore(start_agent(config, blocks, rank), blocks)
+
+    stores = make_tiers(
+        config.tiers,
+        {
+            Tier.DISK: partial(_make_disk, cache, fields, config.tiers.disk),
+            Tier.PEER: peers,
+            Tier.REMOTE: partial(_make_remote, cache, fields, config),
+        },
+    )
+    return TierWorker(stores, store, geometry, rank == 0, config.tiers.wait_s)
 
 
 def stored_format(
@@ -110,12 +125,32 @@ def _make_remote(cache: _Cache, fields: Mapping[str, Any], config: Config) -> St
     and V, else with vLLM of any tensor parallelism, else with engines of the same ranks."""
     from kvconnect.tiers.backends.head_sharded import HeadShardedStore
 
-    make = partial(make_remote, config.tiers.remote, keys=record_keys(config.network))
+    shared = _shared_form(cache, fields)
+    keys = record_keys(config.network)
+    store = make_remote(config.tiers.remote, shared.fingerprint, keys=keys)
+    return HeadShardedStore(store, shared.layouts, group_of) if shared.layouts else store
+
+
+class _SharedForm(NamedTuple):
+    """The form in which engines share blocks: the units of a block per group, empty for whole
+    blocks."""
+
+    fingerprint: bytes
+    layouts: Sequence[Sequence[HeadUnit]]
+
+    def units(self, geometry: Geometry) -> Sequence[Sequence[HeadUnit]]:
+        """Return the units; a whole block is one unit."""
+        blocks = (group.block_bytes for group in geometry.groups)
+        return self.layouts or [(HeadUnit(0, ((0, nbytes),)),) for nbytes in blocks]
+
+
+def _shared_form(cache: _Cache, fields: Mapping[str, Any]) -> _SharedForm:
+    """Return the form that the most other engines can use."""
     try:
         form, layout = records_for_all(
             cache.vllm_config, cache.kv_cache_config, cache.kv_caches, cache.geometry
         )
-        return HeadShardedStore(make(form.fingerprint), [layout], group_of)
+        return _SharedForm(form.fingerprint, [layout])
     except Incompatible as error:
         logger.info("SGLang cannot use what is stored here: %s", error)
     try:
@@ -123,9 +158,9 @@ def _make_remote(cache: _Cache, fields: Mapping[str, Any], config: Config) -> St
     except (Incompatible, Refused) as error:
         logger.info("only engines with the same ranks share blocks: %s", error)
         own = {**fields, "rank": _rank(cache.vllm_config), "layout": _layout(cache)}
-        return make(fingerprint(own))
+        return _SharedForm(fingerprint(own), [])
     shared = {**fields, "stage": _stage(cache.vllm_config), "units": format_of_units}
-    return HeadShardedStore(make(fingerprint(shared)), layouts, group_of)
+    return _SharedForm(fingerprint(shared), layouts)
 
 
 def _units(cache: _Cache) -> tuple[list[Sequence[HeadUnit]], list[list[Any]]]:

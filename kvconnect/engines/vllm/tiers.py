@@ -32,6 +32,7 @@ from kvconnect.tiers import (
 )
 from kvconnect.tiers.cost_model import CostModel, LoadReason, TierSegment
 from kvconnect.tiers.messages import TierAnswer, TierInstructions
+from kvconnect.tiers.offers import Offers
 from kvconnect.types import Tier
 
 if TYPE_CHECKING:
@@ -64,12 +65,13 @@ class TierScheduler:
         adapters: Adapters,
     ) -> None:
         workers, self._slot_bytes = sizes
+        self._writes = bool(config.tiers.disk or config.tiers.remote)
         limits = TierLimits(
             workers=workers,
             deadline_s=config.deadline_s,
             wait_s=config.tiers.wait_s,
             slots=max(1, int(len(index.slots) * _SHARE)),
-            reused=config.tiers.spill == "reused",
+            reused=self._writes and config.tiers.spill == "reused",
         )
         self._stats = stats
         self._index = index
@@ -80,6 +82,8 @@ class TierScheduler:
         self._keys: dict[tuple[int, bytes], bytes] = {}  # of blocks being stored, by (group, hash)
         self._steps: deque[_Step] = deque(maxlen=_STEPS)
         self._ended = 0.0  # when the last step ended
+        serves = config.tiers.cache_peers.get("listen", "off") != "off"
+        self._offers = Offers(index, serves)
         self.plan = TierPlan(index, groups, stats, limits, self._choose, self._fetched)
 
     def ask(
@@ -119,7 +123,10 @@ class TierScheduler:
         """Tell the plan which blocks a finished job stored in the host tier."""
         for block in settled.stored:
             key = self._keys.pop(block, None)
-            if key is not None:
+            if key is None:
+                continue
+            self._offers.stored(*block, key)
+            if self._writes:
                 self.plan.write_backs.stored(*block, key)
         for block in settled.dropped:
             self._keys.pop(block, None)
@@ -133,7 +140,9 @@ class TierScheduler:
         """Return this step's instructions for the workers."""
         if self._cost is not None:
             self._steps.append(_Step(now, *_prompt_tokens(output)))
-        return self.plan.take(now)
+        work = self.plan.take(now)
+        self._offers.take(work)
+        return work
 
     def on_answers(self, answers: Iterable[TierAnswer], now: float) -> list[Promoted]:
         """Take the workers' answers at the end of a step, and measure the step. Return the blocks
@@ -143,13 +152,22 @@ class TierScheduler:
             self._cost.prefilled(tokens, now - max(began, self._ended), context)
         self._ended = now
         found = (self.plan.on_answer(answer, now) for answer in answers)
-        return [came for came in found if came is not None]
+        promoted = [came for came in found if came is not None]
+        for came in promoted:
+            self._offers.promoted(came.places)
+        return promoted
 
     def reset(self) -> None:
         """Start a new random scope of keys, shared with no other engine: the weights may change."""
         self._names.reset(os.urandom(16))
         self._keys.clear()
         self.plan.reset()
+        self._offers.withdraw()
+
+    @property
+    def busy(self) -> bool:
+        """Whether work is planned or an answer is awaited: the engine must keep stepping."""
+        return self.plan.busy or self._offers.ready
 
     def gauges(self) -> Iterator[tuple[str, float, str | None]]:
         """Yield gauges as (name, value, label)."""

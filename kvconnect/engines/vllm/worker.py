@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 
 import torch
 from vllm.config import VllmConfig
@@ -138,12 +139,14 @@ class ConnectorWorker:
         if step.greet:
             place = translate.place(self._vllm_config.parallel_config)
             self._reports.hellos[place] = self.hello()
-        if self._tier is not None:
-            self._tier.begin(step.offload.loads, step.offload.stores)
         if self._tiers is not None:
+            parts = chain.from_iterable(store.parts for store in step.offload.stores)
+            self._tiers.serve(step.tiers, chain.from_iterable(part.slots for part in parts))
             self._tiers.submit(
                 (*step.tiers.lookups, *step.tiers.prefetches, *step.tiers.write_backs)
             )
+        if self._tier is not None:
+            self._tier.begin(step.offload.loads, step.offload.stores)
         if self._agent is not None:
             self._agent.begin_step(step.disaggregation, step.epoch)
         self._step = step

@@ -47,7 +47,7 @@ _JOBS = ("GPU_to_CPU", "CPU_to_GPU", "SEND", "RECV")  # secondary tiers have cou
 _JOB = Label("transfer_type", _JOBS)
 _TIER = Label("tier", _values(Tier))
 _HOST = Label("tier", (Tier.HOST.value,))
-_LOWER = (Tier.DISK.value, Tier.REMOTE.value)
+_LOWER = (Tier.DISK.value, Tier.PEER.value, Tier.REMOTE.value)
 _SECONDARY = Label("tier", _LOWER)
 _SOURCE = Label("source", _values(PromptSource))
 _DECISION = Label("reason", (*_values(LoadReason), "late", "no_space"))
@@ -76,7 +76,7 @@ _LOAD = (TransferType.CPU_TO_GPU.value,)
 _STORE = (TransferType.GPU_TO_CPU.value,)
 _OFFLOAD = _STORE + _LOAD
 _RECV = (TransferType.RECV.value,)
-_UP = (TransferType.DISK_TO_CPU.value, TransferType.REMOTE_TO_CPU.value)
+_UP = tuple(f"{tier.name}_to_CPU" for tier in (Tier.DISK, Tier.PEER, Tier.REMOTE))
 _DOWN = (TransferType.CPU_TO_DISK.value, TransferType.CPU_TO_REMOTE.value)
 _STEP = "an engine step ends"
 _PEERS = "the first worker gains or loses a peer"
@@ -176,16 +176,16 @@ CATALOG: tuple[Metric, ...] = (
     Metric("expired_jobs", "counter", "jobs",
            "Jobs that missed their deadline.", "a job's deadline passes", label=_JOB),
     Metric("store_failed_blocks", "counter", "blocks",
-           "Blocks that a disk or remote tier failed to store or return, by reason.",
+           "Blocks that a secondary tier failed to store or return, by reason.",
            "a call to the tier ends", label=_STORE_OUTCOME),
     Metric("store_evicted_blocks", "counter", "blocks",
            "Blocks that a disk or remote tier evicted, for room or for age.",
            "a disk or remote tier evicts blocks"),
     Metric("tier_lookups", "counter", "requests",
-           "Requests looked up in the disk and remote tiers.",
+           "Requests looked up in the secondary tiers.",
            "a request's first lookup starts"),
     Metric("tier_decisions", "counter", "requests",
-           "Lookups that hit a disk or remote tier, by decision: `load` prefetches; `probe` and "
+           "Lookups that hit a secondary tier, by decision: `load` prefetches; `probe` and "
            "`unknown` prefetch a few blocks to measure the tier; `recompute` is faster than the "
            "tier; `no_space` found host memory full; `late` exceeded `wait_s`.",
            "a lookup is decided", label=_DECISION, absent=(SGLANG,),
@@ -199,11 +199,16 @@ CATALOG: tuple[Metric, ...] = (
            "a block is stored in the host tier",
            aliases=(Alias("vllm:kv_offload_tiering_backpressure_blocks_dropped"),)),
     Metric("tier_waiting_requests", "gauge", "requests",
-           "Requests that wait for a disk or remote tier.", _STEP, absent=(SGLANG,)),
+           "Requests that wait for a secondary tier.", _STEP, absent=(SGLANG,)),
     Metric("tier_jobs_in_flight", "gauge", "jobs",
            "Lookups, prefetches and write-backs not yet answered by every rank.", _STEP),
+    Metric("peer_refused_blocks", "counter", "blocks",
+           "Blocks that another engine asked for and that were not sent, because as much is being "
+           "sent as may be.",
+           "a peer asks for blocks", absent=(SGLANG,)),
     Metric("tier_available", "gauge", "tiers",
-           "1 while the first rank uses a tier, 0 while its circuit breaker is open.",
+           "1 while the first rank uses a tier, 0 while its circuit breaker is open, or while no "
+           "peer can be asked.",
            "a tier is used", label=_SECONDARY),
     Metric("tier_bytes_used", "gauge", "bytes",
            "Bytes that a tier of the first rank holds; 0 if only a server knows.",

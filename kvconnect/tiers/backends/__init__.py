@@ -94,17 +94,19 @@ def make_disk(
     return make_store("disk", {**settings, "owner": owner, "about": about}, fingerprint)
 
 
-def make_tiers(
-    config: TierConfig, disk: Callable[[], Store], remote: Callable[[], Store]
-) -> dict[Tier, Store]:
-    """Return a worker's secondary tiers that ``config`` names, the fastest first. If one cannot be
-    made, those before it are closed, and the error is raised."""
-    makers = {Tier.DISK: disk} if config.disk else {}
-    if config.remote:
-        makers[Tier.REMOTE] = remote
+def make_tiers(config: TierConfig, makers: Mapping[Tier, Callable[[], Store]]) -> dict[Tier, Store]:
+    """Return a worker's secondary tiers that ``config`` names, in the order of ``makers``, the
+    fastest first. If one cannot be made, those before it are closed, and the error is raised."""
+    named = {
+        Tier.DISK: config.disk,
+        Tier.PEER: config.cache_peers,
+        Tier.REMOTE: config.remote,
+    }
     stores: dict[Tier, Store] = {}
     with ExitStack() as undo:
         for tier, make in makers.items():
+            if not named[tier]:
+                continue
             stores[tier] = undo.enter_context(closing(make()))
             logger.info("KVConnect tier %s: %r", tier.value, stores[tier])
         undo.pop_all()

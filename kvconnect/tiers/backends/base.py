@@ -150,6 +150,8 @@ def parse_settings(kind: type[S], settings: Mapping[str, object], sizes: Sequenc
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigError):  # the struct's own check of a value
+            raise error.__cause__ from None
         field = str(error).rpartition("$.")[2].rstrip("`")
         missing = next((name for name in known if f"`{name}`" in str(error)), field)
         raise ConfigError(missing, settings.get(missing), str(error)) from error

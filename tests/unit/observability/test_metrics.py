@@ -49,6 +49,7 @@ def test_engines_share_rows_but_for_those_that_one_of_them_cannot_have() -> None
     }
     assert rows[VLLM] == {row.name for row in CATALOG}
     missing = {"recomputed_tokens", "prompt_tokens", "handoff_expired_leases", "handoff_leases"}
+    missing |= {"peer_refused_blocks"}
     missing |= {"tier_decisions", "tier_waiting_requests"}  # HiCache decides, and has a queue
     missing |= {"cache_hints", "ignored_cache_hints", "cache_hint_blocks", "host_blocks_kept"}
     assert rows[VLLM] - rows[SGLANG] == missing
@@ -84,7 +85,7 @@ def test_vllms_names_show_what_they_are_about() -> None:
             shown.setdefault(about, set()).update(family.values)
     assert shown == {
         "vllm:kv_offload": {"GPU_to_CPU", "CPU_to_GPU"},
-        "vllm:kv_offload_tiering_read": {"DISK_to_CPU", "REMOTE_to_CPU"},
+        "vllm:kv_offload_tiering_read": {"DISK_to_CPU", "PEER_to_CPU", "REMOTE_to_CPU"},
         "vllm:kv_offload_tiering_write": {"CPU_to_DISK", "CPU_to_REMOTE"},
         "vllm:nixl": {"RECV"},
     }

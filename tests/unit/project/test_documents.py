@@ -344,7 +344,7 @@ def test_lists_are_lists_on_the_site() -> None:
 
 def test_every_setting_has_a_row() -> None:
     text = (ROOT / "docs/configuration.md").read_text()
-    stores = (reference.DiskOptions, *REMOTE.values())
+    stores = (reference.DiskOptions, reference.PeerOptions, *REMOTE.values())
     for name in (*SETTINGS, *(name for struct in stores for name in struct.__struct_fields__)):
         assert f"| `{name}` |" in text
 

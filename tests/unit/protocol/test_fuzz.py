@@ -20,6 +20,7 @@ def test_only_errors_of_the_library_come_out() -> None:
         "fuzz_header",
         "fuzz_messages_in_pieces",
         "fuzz_message",
+        "fuzz_cache_message",
         "fuzz_session",
         "fuzz_ticket",
     }

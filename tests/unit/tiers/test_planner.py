@@ -24,6 +24,7 @@ from kvconnect.tiers import (
     TierPlan,
 )
 from kvconnect.tiers.messages import (
+    SECONDARY_TIERS,
     LookupBlocks,
     PrefetchBlocks,
     TierAnswer,
@@ -32,6 +33,7 @@ from kvconnect.tiers.messages import (
 )
 from kvconnect.types import FailureCause, Tier
 
+REMOTE = SECONDARY_TIERS.index(Tier.REMOTE)
 FULL = (CacheGroup(4),)
 HYBRID = (CacheGroup(4), CacheGroup(4, window=5))
 WAIT_S = 5.0
@@ -135,7 +137,7 @@ def test_what_host_memory_lost_comes_back_from_a_lower_tier() -> None:
 
 def test_a_prefix_of_which_host_memory_has_the_head_gets_the_rest() -> None:
     bench, hashes = Bench(), prompt("a", 4)
-    bench.stored = dict.fromkeys(keys(hashes), 2)
+    bench.stored = dict.fromkeys(keys(hashes), REMOTE)
     bench.store(hashes[:1])
     assert bench.plan.lookup("r", bench.request(hashes), 0.0)
     assert list(bench.step().lookups[0].keys) == keys(hashes[1:])
@@ -171,7 +173,7 @@ def test_all_workers_must_have_a_block() -> None:
     (lookup,) = bench.take().lookups
     bench.plan.on_answer(TierAnswer(lookup.job, bytes([1, 1])), 0.0)
     assert bench.plan.lookup("r", bench.request(hashes), 0.0)
-    bench.plan.on_answer(TierAnswer(lookup.job, bytes([2, 0])), 0.0)
+    bench.plan.on_answer(TierAnswer(lookup.job, bytes([REMOTE, 0])), 0.0)
     (prefetch,) = bench.take().prefetches
     assert list(prefetch.keys) == keys(hashes[:1])
     assert bench.offered == [(0, 4, (Tier.REMOTE,))]  # as slow as the slowest
@@ -215,7 +217,7 @@ def test_where_all_groups_have_windows_it_is_all_or_nothing() -> None:
 
 def test_tokens_are_those_of_the_group_with_full_attention() -> None:
     bench, hashes = Bench(HYBRID[::-1], slots=16, share=16), prompt("a", 4)
-    bench.stored = dict.fromkeys([*keys(hashes), *keys(hashes, 1)], 2)
+    bench.stored = dict.fromkeys([*keys(hashes), *keys(hashes, 1)], REMOTE)
     assert bench.plan.lookup("r", bench.request(hashes), 0.0)
     bench.step()
     bench.step()
@@ -412,7 +414,7 @@ def test_no_room_is_no_reason_to_wait() -> None:
 def test_blocks_may_have_other_names_in_lower_tiers() -> None:
     bench, hashes = Bench(), prompt("a", 2)
     names = {block: b"name of " + block for block in hashes}
-    bench.stored = dict.fromkeys(keys(list(names.values())), 2)
+    bench.stored = dict.fromkeys(keys(list(names.values())), REMOTE)
     unnamed = bench.request(hashes)
     assert bench.plan.lookup("control", unnamed, 0.0)
     bench.step()
@@ -422,8 +424,9 @@ def test_blocks_may_have_other_names_in_lower_tiers() -> None:
     bench.step(1.0)
     assert bench.plan.lookup("r", named, 1.0)
     (prefetch,) = bench.take(1.0).prefetches
-    came = bench.plan.on_answer(TierAnswer(prefetch.job, bytes([2, 2])), 1.0)
-    assert came == ("r", [(0, block) for block in hashes])
+    came = bench.plan.on_answer(TierAnswer(prefetch.job, bytes([REMOTE, REMOTE])), 1.0)
+    places = list(zip(prefetch.keys, prefetch.slots, strict=True))
+    assert came == ("r", [(0, block) for block in hashes], places)
     assert bench.ready(hashes) == 2
     assert bench.plan.on_load_planned("r") == {Tier.REMOTE: 8}
 

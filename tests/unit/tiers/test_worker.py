@@ -16,7 +16,13 @@ from kvconnect.offload.host_arena import HostArena
 from kvconnect.tiers import SHARED
 from kvconnect.tiers.backends import BlockOutcome, Store
 from kvconnect.tiers.backends.memory import MemoryStore
-from kvconnect.tiers.messages import LookupBlocks, PrefetchBlocks, TierAnswer, WriteBackBlocks
+from kvconnect.tiers.messages import (
+    SECONDARY_TIERS,
+    LookupBlocks,
+    PrefetchBlocks,
+    TierAnswer,
+    WriteBackBlocks,
+)
 from kvconnect.tiers.worker import TierWorker
 from kvconnect.types import JobId, Tier
 
@@ -27,6 +33,7 @@ GEOMETRY = Geometry(tuple(GroupGeometry((ByteRun(0, size, size),), 4) for size i
 SLOTS = 8
 WAIT_S = 20.0
 JOB = JobId(1)
+DISK, REMOTE = map(SECONDARY_TIERS.index, (Tier.DISK, Tier.REMOTE))
 
 
 class Fragile(MemoryStore):
@@ -141,8 +148,8 @@ def test_the_second_tier_has_what_the_first_lost(bench: Bench) -> None:
     bench.fill(0), bench.fill(1)
     bench.do(write_back([0, 1]))
     bench.disk.remove([key(0)])
-    assert bench.do(LookupBlocks(JOB, (key(0), key(1)))) == b"\2\1"
-    assert bench.do(prefetch([0, 1, 2], [4, 5, 6])) == b"\2\1\0"
+    assert bench.do(LookupBlocks(JOB, (key(0), key(1)))) == bytes([REMOTE, DISK])
+    assert bench.do(prefetch([0, 1, 2], [4, 5, 6])) == bytes([REMOTE, DISK, 0])
 
 
 def test_what_a_shared_tier_has_is_not_written_again(bench: Bench) -> None:
@@ -170,12 +177,12 @@ def test_a_record_of_another_length_is_not_there(bench: Bench) -> None:
 def test_a_store_that_raises_finds_nothing_and_the_next_job_is_done(bench: Bench) -> None:
     bench.fill(0)
     bench.disk.broken = True
-    assert bench.do(write_back([0])) == b"\2"  # the other tier has taken it
-    assert bench.do(LookupBlocks(JOB, (key(0),))) == b"\2"
+    assert bench.do(write_back([0])) == bytes([REMOTE])  # the other tier has taken it
+    assert bench.do(LookupBlocks(JOB, (key(0),))) == bytes([REMOTE])
     bench.disk.broken = False
     assert bench.do(write_back([0])) == b"\1"
     bench.disk.broken = True
-    assert bench.do(prefetch([0], [1])) == b"\2"
+    assert bench.do(prefetch([0], [1])) == bytes([REMOTE])
     bench.remote.broken = True
     assert bench.do(prefetch([0], [1])) == b"\0"
 
@@ -277,8 +284,8 @@ def hung(bench: Bench) -> None:
 def test_when_the_disk_hangs_the_remote_tier_goes_on_serving(bench: Bench) -> None:
     hung(bench)
     for number in range(4, 8):
-        assert bench.do(LookupBlocks(JOB, (key(number),))) == b"\2"
-        assert bench.do(prefetch([number], [number])) == b"\2"
+        assert bench.do(LookupBlocks(JOB, (key(number),))) == bytes([REMOTE])
+        assert bench.do(prefetch([number], [number])) == bytes([REMOTE])
     bench.fill(4, seed=3)
     assert bench.do(write_back([4])) == b"\1"  # what is written has threads of its own
     stats = bench.tiers.take_stats()
@@ -313,18 +320,18 @@ def test_what_waited_for_a_disk_that_hangs_goes_to_the_next_tier(bench: Bench) -
     assert bench.tiers.poll() == []
     bench.now = 5.0
     assert {bench.next_answer() for _ in range(2)} == {
-        TierAnswer(JOB, b"\2"),
+        TierAnswer(JOB, bytes([REMOTE])),
         TierAnswer(JobId(2), b"\0\0"),
     }
 
 
 def test_a_disk_that_comes_back_is_probed_and_used(bench: Bench) -> None:
     hung(bench)
-    assert bench.do(prefetch([5], [5])) == b"\2"
+    assert bench.do(prefetch([5], [5])) == bytes([REMOTE])
     bench.disk.readable.set()
     found = {bench.next_answer() for _ in range(4)}
     assert found == {TierAnswer(JobId(10 + n), b"\1") for n in range(4)}
-    assert bench.do(prefetch([5], [5])) == b"\2"  # it hung until just now
+    assert bench.do(prefetch([5], [5])) == bytes([REMOTE])  # it hung until just now
     bench.now += 1.0
     assert bench.do(prefetch([5], [5])) == b"\1"
     assert bench.do(prefetch([6], [6])) == b"\1"

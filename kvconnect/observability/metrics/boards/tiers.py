@@ -184,6 +184,12 @@ _SECONDARY = PanelRow(
             (Query(rate(series("store_failed_blocks"), "outcome"), "{{outcome}}"),),
             about="Per second.",
         ),
+        Panel(
+            "Blocks not sent to other engines",
+            "short",
+            (Query(rate(series("peer_refused_blocks")), "refused"),),
+            about="Per second: as much was being sent as may be.",
+        ),
     ),
 )
 

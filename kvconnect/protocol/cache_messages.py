@@ -1,0 +1,125 @@
+"""Messages between engines that read blocks from one another's host memory, in msgpack.
+
+The *reader* connects, the *source* listens. Both send a :class:`CacheHello` first. A reader asks
+all its sources at once, and reads from those that answered::
+
+    reader                                     source
+      Ask(ask=1, keys) ---------------------> |
+      | <------------------- Found(ask=1, found)
+      Fetch(fetch=2, units, keys) ----------> |   sends pages on the data connections
+      | <---------------- Sent(fetch=2, outcomes)   they are handed to the network
+      Stop(fetch=2) ------------------------> |   the reader does not wait any longer
+
+Ids are the reader's; that of a fetch is also the transport's read id. Unknown fields are ignored.
+:func:`decode` rejects a field that is out of range. No message contains an address, a slot or a
+path.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvconnect.errors import ProtocolError
+from kvconnect.protocol.codec import MAX_MESSAGE, PROTOCOL, decode_struct
+from kvconnect.protocol.messages import ReadId
+
+MAX_ASKED = 4096
+"""Keys of one :class:`Ask`."""
+MAX_FETCHED = 1024
+"""Keys of one :class:`Fetch`."""
+
+_Version = Annotated[int, Meta(ge=1, le=0xFFFF)]
+_Key = Annotated[bytes, Meta(min_length=18, max_length=81)]  # as kvconnect.cache.keys makes them
+_Unit = Annotated[int, Meta(ge=0, lt=1 << 16)]
+_Bytes = Annotated[int, Meta(ge=1, le=1 << 40)]
+_Group = Annotated[int, Meta(ge=0, lt=64)]
+_Units = Annotated[dict[_Unit, _Bytes], Meta(min_length=1, max_length=1024)]
+
+
+class FetchOutcome(IntEnum):
+    """What became of one block of a :class:`Fetch`."""
+
+    ABSENT = 0  # nothing was sent
+    SENT = 1
+    OVERWRITTEN = 2  # it was sent, but its memory changed meanwhile: do not use it
+    BUSY = 3  # nothing was sent: the source sends as much as it may
+
+
+class CacheHello(msgspec.Struct, kw_only=True, tag="hello"):
+    """Who a worker is, and which blocks it keeps; the first message, both ways.
+
+    Attributes:
+        engine: random bytes of the process, by which a worker knows itself.
+        format: fingerprint of the blocks' bytes; only workers with the same one share blocks.
+        groups: per KV-cache group, the units of a block that this worker has, with their bytes.
+    """
+
+    protocol: tuple[_Version, _Version] = PROTOCOL
+    engine: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    format: Annotated[bytes, Meta(min_length=1, max_length=64)]
+    groups: Annotated[list[_Units], Meta(min_length=1, max_length=64)]
+
+
+class Ask(msgspec.Struct, tag="ask"):
+    """Reader: which of these blocks are there?"""
+
+    ask: ReadId
+    keys: Annotated[list[_Key], Meta(min_length=1, max_length=MAX_ASKED)]
+
+
+class Found(msgspec.Struct, tag="found"):
+    """Source: ``found[i]`` is 1 if ``keys[i]`` is there, else 0."""
+
+    ask: ReadId
+    found: Annotated[bytes, Meta(max_length=MAX_ASKED)]
+
+
+class Fetch(msgspec.Struct, tag="fetch"):
+    """Reader: send these units of these blocks of one group. Wire block i is ``keys[i]``."""
+
+    fetch: ReadId
+    group: _Group
+    units: Annotated[list[_Unit], Meta(min_length=1, max_length=1024)]
+    keys: Annotated[list[_Key], Meta(min_length=1, max_length=MAX_FETCHED)]
+
+
+class Sent(msgspec.Struct, tag="sent"):
+    """Source: nothing more is sent for a fetch. ``outcomes[i]`` is a :class:`FetchOutcome`."""
+
+    fetch: ReadId
+    outcomes: Annotated[bytes, Meta(max_length=MAX_FETCHED)]
+
+
+class Stop(msgspec.Struct, tag="stop"):
+    """Reader: send nothing more for this fetch."""
+
+    fetch: ReadId
+
+
+CacheMessage = CacheHello | Ask | Found | Fetch | Sent | Stop
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[CacheMessage] = msgspec.msgpack.Decoder(CacheMessage)
+
+
+def encode(message: CacheMessage) -> bytes:
+    """Return a message's bytes."""
+    return _ENCODER.encode(message)
+
+
+def decode(data: bytes) -> CacheMessage:
+    """Return the message that the bytes hold.
+
+    Raises:
+        ProtocolError: they hold none, or one with a value out of range. Nothing else.
+    """
+    if len(data) > MAX_MESSAGE:
+        raise ProtocolError(f"a message of {len(data)} bytes, at most {MAX_MESSAGE} are allowed")
+    message = decode_struct(_DECODER, data)
+    if isinstance(message, Fetch) and len(set(message.units)) < len(message.units):
+        raise ProtocolError(f"fetch {message.fetch} names a unit twice")
+    return message

@@ -1,0 +1,98 @@
+"""Asks other engines which blocks they have."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvconnect.errors import ProtocolError
+from kvconnect.protocol.cache_messages import MAX_ASKED, Ask, Found
+from kvconnect.tiers.peers.sources import CacheSource, CacheSources
+from kvconnect.transport.base import PeerId
+
+Holders = frozenset[PeerId]
+"""Workers that together have all units of a block; empty if there are none."""
+
+
+@dataclass(eq=False)
+class _Question:
+    """One worker is asked for ``count`` keys from ``first`` on."""
+
+    source: CacheSource
+    first: int
+    count: int
+    found: bytes | None = None
+
+
+class Questions:
+    """Questions to all sources. :meth:`find` is for any thread, the rest for the one that polls the
+    transport. ``wait_s``: how long it waits for answers."""
+
+    def __init__(self, sources: CacheSources, wait_s: float, clock: Callable[[], float]) -> None:
+        self._sources = sources
+        self._wait_s = wait_s
+        self._clock = clock
+        self._open: dict[int, _Question] = {}
+
+    def find(self, keys: Sequence[bytes], groups: Sequence[int]) -> list[Holders]:
+        """Ask all sources at once, and wait for their answers until the deadline. Return for each
+        key who has it; ``groups`` are the keys' groups."""
+        with self._sources.changed:
+            asked = {next(self._sources.numbers): question for question in self._ask(len(keys))}
+            self._open.update(asked)
+        for number, question in asked.items():
+            some = list(keys[question.first : question.first + question.count])
+            self._sources.say(question.source.peer, Ask(number, some))
+        with self._sources.changed:
+            self._sources.changed.wait_for(
+                lambda: all(question.found is not None for question in asked.values()),
+                self._wait_s,
+            )
+            for number in asked:
+                del self._open[number]
+            return self._holders(asked.values(), groups)
+
+    def on_found(self, peer: PeerId, message: Found) -> None:
+        """Take an answer; raises :class:`ProtocolError` if it answers no question."""
+        with self._sources.changed:
+            question = self._open.get(message.ask)
+            if question is None:  # it came too late
+                return
+            if question.source.peer != peer or len(message.found) != question.count:
+                raise ProtocolError(f"answer to question {message.ask}, which was not asked")
+            question.found = message.found
+            self._sources.changed.notify_all()
+
+    def on_down(self, peer: PeerId) -> None:
+        """A source is gone."""
+        with self._sources.changed:
+            for question in self._open.values():
+                if question.source.peer == peer and question.found is None:
+                    question.found = b""
+            self._sources.changed.notify_all()
+
+    def _ask(self, count: int) -> Iterator[_Question]:
+        now = self._clock()
+        sources = [each for each in self._sources.all() if each.breaker.enter(now)]
+        for first, source in itertools.product(range(0, count, MAX_ASKED), sources):
+            yield _Question(source, first, min(MAX_ASKED, count - first))
+
+    def _holders(self, asked: Iterable[_Question], groups: Sequence[int]) -> list[Holders]:
+        """Return who has each block, and note who did not answer in time."""
+        now = self._clock()
+        holders: list[set[PeerId]] = [set() for _ in groups]
+        for question in asked:
+            if question.found is None:
+                question.source.breaker.failed(now)
+                continue
+            question.source.breaker.succeeded()
+            for place, there in enumerate(question.found):
+                if there:
+                    holders[question.first + place].add(question.source.peer)
+        pairs = zip(holders, groups, strict=True)
+        return [frozenset(p) if self._covers(p, group) else frozenset() for p, group in pairs]
+
+    def _covers(self, peers: set[PeerId], group: int) -> bool:
+        there = {unit for source in self._sources.of(peers) for unit in source.units[group]}
+        return there.issuperset(self._sources.groups[group])

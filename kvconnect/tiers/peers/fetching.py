@@ -1,0 +1,194 @@
+"""Reads blocks from the host memory of other engines into this worker's slots."""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from kvconnect.errors import ProtocolError
+from kvconnect.protocol.cache_messages import MAX_FETCHED, Fetch, FetchOutcome, Sent, Stop
+from kvconnect.tiers.backends.base import BlockOutcome
+from kvconnect.tiers.peers.asking import Holders
+from kvconnect.tiers.peers.sources import CacheSource, CacheSources
+from kvconnect.transport.base import Drained, IncomingPages, PagesReceived, PeerId, Unit
+
+_WITH_PAGES = (FetchOutcome.SENT, FetchOutcome.OVERWRITTEN)
+
+
+class Wanted(NamedTuple):
+    """A block to read, the slot for it, and who has it."""
+
+    key: bytes
+    slot: int
+    holders: Holders
+
+
+@dataclass(eq=False)
+class _OpenRead:
+    """Units of some blocks from one source. It has ended when no page can arrive any more."""
+
+    source: CacheSource
+    number: int
+    units: Sequence[int]
+    places: Sequence[int]  # of the blocks in the caller's list
+    arrived: int = 0  # wire blocks
+    bad: set[int] = field(default_factory=set)
+    outcomes: bytes | None = None
+    stopped: bool = False
+    ended: bool = False
+
+    def settle(self) -> None:
+        """End the read if all pages that were sent have arrived."""
+        if self.outcomes is not None and not self.stopped:
+            sent = sum(outcome in _WITH_PAGES for outcome in self.outcomes)
+            self.ended = self.arrived >= sent * len(self.units)
+
+    def outcome(self, number: int) -> BlockOutcome:
+        """Return what became of the block with this number in the read."""
+        if self.stopped or self.outcomes is None:
+            return BlockOutcome.FAILED
+        if self.outcomes[number] == FetchOutcome.SENT:
+            return BlockOutcome.CORRUPT if number in self.bad else BlockOutcome.OK
+        busy = self.outcomes[number] == FetchOutcome.BUSY
+        return BlockOutcome.UNAVAILABLE if busy else BlockOutcome.ABSENT
+
+
+class Reads:
+    """Reads from all sources. :meth:`read` is for any thread, the rest for the one that polls the
+    transport. ``wait_s``: after how long a read has failed."""
+
+    def __init__(self, sources: CacheSources, wait_s: float, clock: Callable[[], float]) -> None:
+        self._sources = sources
+        self._wait_s = wait_s
+        self._clock = clock
+        self._open: dict[int, _OpenRead] = {}
+        self._units: dict[tuple[int, tuple[int, ...]], list[Unit]] = {}
+
+    def read(self, group: int, wanted: Sequence[Wanted]) -> list[BlockOutcome]:
+        """Read blocks of one group. Block until nothing writes into the slots any more; usually no
+        longer than ``wait_s``."""
+        outcomes = [BlockOutcome.OK] * len(wanted)
+        with self._sources.changed:
+            reads = list(self._plan(group, wanted, outcomes))
+            self._open.update((read.number, read) for read in reads)
+        for read in reads:
+            self._start(group, read, [wanted[place] for place in read.places])
+        self._wait(reads)
+        for read in reads:
+            for number, place in enumerate(read.places):
+                outcome = read.outcome(number)
+                if outcome is not BlockOutcome.OK:
+                    outcomes[place] = outcome
+        return outcomes
+
+    def on_sent(self, peer: PeerId, message: Sent) -> None:
+        """A source sends no more; raises :class:`ProtocolError` for an unknown read of it."""
+        with self._sources.changed:
+            read = self._open.get(message.fetch)
+            if read is None:
+                return
+            if read.source.peer != peer or len(message.outcomes) != len(read.places):
+                raise ProtocolError(f"outcome of fetch {message.fetch}, which was not asked for")
+            read.outcomes = message.outcomes
+            read.settle()
+            self._sources.changed.notify_all()
+
+    def on_received(self, event: PagesReceived) -> None:
+        """Pages of a read have arrived."""
+        with self._sources.changed:
+            read = self._open.get(event.read_id)
+            if read is not None and read.source.peer == event.peer:
+                read.arrived += event.count
+                read.bad.update(event.bad)
+                read.settle()
+                self._sources.changed.notify_all()
+
+    def on_drained(self, event: Drained) -> None:
+        """A read that was stopped has ended."""
+        with self._sources.changed:
+            read = self._open.get(event.read_id)
+            if read is not None and read.source.peer == event.peer:
+                read.ended = True
+                self._sources.changed.notify_all()
+
+    def on_down(self, peer: PeerId) -> None:
+        """A source is gone: nothing of it arrives any more."""
+        with self._sources.changed:
+            for read in self._open.values():
+                if read.source.peer == peer and not read.ended:
+                    read.stopped = read.ended = True
+            self._sources.changed.notify_all()
+
+    def _plan(
+        self, group: int, wanted: Sequence[Wanted], outcomes: list[BlockOutcome]
+    ) -> Iterator[_OpenRead]:
+        """Yield the reads, and note blocks that nobody has as ABSENT."""
+        by_holders: dict[Holders, list[int]] = defaultdict(list)
+        for place, block in enumerate(wanted):
+            by_holders[block.holders].append(place)
+        for holders, places in by_holders.items():
+            givers = self._givers(group, holders)
+            if not givers:
+                for place in places:
+                    outcomes[place] = BlockOutcome.ABSENT
+            for source, units in givers.items():
+                for start in range(0, len(places), MAX_FETCHED):
+                    some = places[start : start + MAX_FETCHED]
+                    source.reading += len(some)
+                    yield _OpenRead(source, next(self._sources.numbers), tuple(units), some)
+
+    def _givers(self, group: int, holders: Holders) -> dict[CacheSource, list[int]]:
+        """Return the units that each source gives, the least busy one first; empty if nobody has
+        one of them."""
+        sources = sorted(self._sources.of(holders), key=lambda source: source.reading)
+        givers: dict[CacheSource, list[int]] = defaultdict(list)
+        for unit in self._sources.groups[group]:
+            giver = next((source for source in sources if unit in source.units[group]), None)
+            if giver is None:
+                return {}
+            givers[giver].append(unit)
+        return givers
+
+    def _start(self, group: int, read: _OpenRead, blocks: Sequence[Wanted]) -> None:
+        units = self._units_of(group, tuple(read.units))
+        slots = array("q", [block.slot for block in blocks])
+        peer, path = read.source.peer, read.source.path
+        spans = [(0, slots)] * len(units)
+        self._sources.transport.submit(IncomingPages(peer, read.number, units, spans, path=path))
+        keys = [block.key for block in blocks]
+        self._sources.say(peer, Fetch(read.number, group, list(read.units), keys))
+
+    def _units_of(self, group: int, numbers: tuple[int, ...]) -> list[Unit]:
+        """Return the units of a read; the same list each time, which NIXL tells a source once."""
+        found = self._units.get((group, numbers))
+        if found is None:
+            found = [self._sources.groups[group][number] for number in numbers]
+            self._units[group, numbers] = found
+        return found
+
+    def _wait(self, reads: Sequence[_OpenRead]) -> None:
+        """Wait for reads; stop those that take too long, and wait until they have stopped."""
+        changed, ended = self._sources.changed, partial(self._have_ended, reads)
+        with changed:
+            changed.wait_for(ended, self._wait_s)
+            late = [read for read in reads if not read.ended]
+            now = self._clock()
+            for read in late:
+                read.stopped = True
+                read.source.breaker.failed(now)
+        for read in late:
+            self._sources.say(read.source.peer, Stop(read.number))
+        for read in reads:  # also those that have ended: the transport keeps a read until then
+            self._sources.transport.cancel(read.source.peer, read.number)
+        with changed:
+            changed.wait_for(ended)  # the transport ends a peer that does not let a read end
+            for read in reads:
+                read.source.reading -= len(read.places)
+                del self._open[read.number]
+
+    def _have_ended(self, reads: Sequence[_OpenRead]) -> bool:
+        return self._sources.closed or all(read.ended for read in reads)

@@ -1,0 +1,388 @@
+"""Connections of one worker with workers of other engines that share blocks of host memory."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import threading
+import time
+from array import array
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+
+from kvconnect import threads
+from kvconnect.cache.head_shards import HeadUnit
+from kvconnect.circuit_breaker import CircuitBreaker
+from kvconnect.config import Config, listen_address
+from kvconnect.errors import ConfigError, KVConnectError, ProtocolError, contained
+from kvconnect.offload.host_arena import HostArena
+from kvconnect.protocol.cache_messages import (
+    CacheHello,
+    CacheMessage,
+    Found,
+    Sent,
+    decode,
+    encode,
+)
+from kvconnect.protocol.codec import PROTOCOL, common_protocol
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.tiers.backends.base import parse_settings
+from kvconnect.tiers.peers.asking import Questions
+from kvconnect.tiers.peers.fetching import Reads
+from kvconnect.tiers.peers.served import ServedBlocks
+from kvconnect.tiers.peers.serving import SendLimit, Serving
+from kvconnect.tiers.peers.sources import CacheSources
+from kvconnect.transport import make_transport
+from kvconnect.transport.base import (
+    ConnectionOptions,
+    Disconnect,
+    Event,
+    MemoryRegion,
+    MessageReceived,
+    PageChunk,
+    PagesReceived,
+    PagesSent,
+    PeerDown,
+    PeerId,
+    PeerMessage,
+    PeerUp,
+    Transport,
+    Unit,
+)
+from kvconnect.transport.security import security_of
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+_JOIN_TIMEOUT_S = 10.0
+_MOST_ADDRESSES = 256
+_LONGEST_RETRY_S = 30.0
+
+
+class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """With whom an engine shares the blocks of its host tier.
+
+    Attributes:
+        ask: workers of other engines, as ``IP:PORT``, or ``IP:FIRST-LAST`` for several ranks at
+            ports in a row. The engine's own addresses may be among them.
+        listen: ``IP:PORT`` at which this engine serves blocks, an address of this machine that the
+            others reach. Rank r listens at port + r. ``off``: it serves none.
+        ask_s: seconds that a request waits for answers.
+        serve_rate: limit of one worker's sending, in bytes per second. ``0``: no limit.
+    """
+
+    ask: tuple[str, ...] = ()
+    listen: str = "off"
+    ask_s: float = 0.05
+    serve_rate: int = 0
+
+    def __post_init__(self) -> None:
+        listen_address(self.listen)
+        self.addresses()
+        if not 0 < self.ask_s <= 10:
+            raise ConfigError("ask_s", self.ask_s, "use seconds, at most 10")
+        if not self.ask and self.listen == "off":
+            raise ConfigError("cache_peers", {}, "set ask, listen or both")
+
+    def addresses(self) -> list[tuple[str, int]]:
+        """Return (IP address, port) of all workers to ask.
+
+        Raises:
+            ConfigError: one is not an IP address and a port, or there are too many.
+        """
+        found = []
+        for text in self.ask:
+            host, _, ports = text.rpartition(":")
+            first, _, last = ports.partition("-")
+            try:
+                address = str(ipaddress.ip_address(host.strip("[]")))
+                numbers = range(int(first), int(last or first) + 1)
+            except ValueError as error:
+                fix = f"use an IP address and a port such as 10.1.2.3:7900 ({error})"
+                raise ConfigError("ask", text, fix) from error
+            if not numbers or not 0 < numbers[0] <= numbers[-1] < 2**16:
+                raise ConfigError("ask", text, "use ports from 1 to 65535, the first one first")
+            found += [(address, number) for number in numbers]
+        if len(found) > _MOST_ADDRESSES:
+            raise ConfigError("ask", len(found), f"name at most {_MOST_ADDRESSES} workers")
+        return found
+
+
+class ArenaMemory:
+    """The host tier as a transport reads and writes it, in place. Slot n is wire block n."""
+
+    def __init__(self, host: HostArena) -> None:
+        self._host = host
+        self._region = MemoryRegion(host.address, host.nbytes)
+
+    def regions(self) -> tuple[MemoryRegion, ...]:
+        return (self._region,)
+
+    def region_of(self, unit: Unit) -> MemoryRegion:  # noqa: ARG002 - there is one region
+        return self._region
+
+    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
+        yield PageChunk(self._region.address, self._region.nbytes, unit, ids)
+
+    incoming = outgoing
+
+
+class _Dialler:
+    """Connects to the configured workers, and again with back-off when a connection is lost."""
+
+    def __init__(self, transport: Transport, addresses: Sequence[tuple[str, int]]) -> None:
+        self._transport = transport
+        self._breakers = {address: CircuitBreaker(1, _LONGEST_RETRY_S) for address in addresses}
+        self._dialled: dict[PeerId, tuple[str, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._breakers)
+
+    def connect(self, now: float) -> None:
+        """Connect to the workers that no connection is open to."""
+        open_now = set(self._dialled.values())
+        for address, breaker in self._breakers.items():
+            if address not in open_now and breaker.enter(now):
+                self._dialled[self._transport.connect(*address)] = address
+
+    def address(self, peer: PeerId) -> tuple[str, int] | None:
+        """Return where a peer listens; None if it connected to this worker."""
+        return self._dialled.get(peer)
+
+    def answered(self, peer: PeerId) -> None:
+        """A worker is there."""
+        if peer in self._dialled:
+            self._breakers[self._dialled[peer]].succeeded()
+
+    def forget(self, peer: PeerId) -> None:
+        """Never connect to an address again: this worker itself listens there."""
+        if peer in self._dialled:
+            self._breakers.pop(self._dialled[peer], None)
+            self._transport.submit(Disconnect(peer, "this is the worker itself"))
+
+    def lost(self, peer: PeerId, now: float) -> None:
+        """A connection is lost."""
+        address = self._dialled.pop(peer, None)
+        if address in self._breakers:
+            self._breakers[address].failed(now)
+
+
+@dataclass
+class _Connection:
+    """A connection that is up. ``agreed``: both sides keep the same blocks."""
+
+    inbound: bool
+    path: str
+    agreed: bool = False
+
+
+class SharedBlocks(NamedTuple):
+    """What a worker shares: the host tier, per KV-cache group the units of a block in a slot, and
+    the fingerprint of the units' format."""
+
+    host: HostArena
+    layouts: Sequence[Sequence[HeadUnit]]
+    fingerprint: bytes
+
+
+class Reader(NamedTuple):
+    """The workers that can be asked, and what asks them and reads from them, on any thread."""
+
+    sources: CacheSources
+    questions: Questions
+    reads: Reads
+
+
+class PeerAgent:
+    """Owns the transport, and a thread that answers others and takes their answers.
+
+    ``read_s``: seconds after which a read has failed. ``rank`` is added to the port to listen at.
+    ``nixl``: read over NIXL where a peer has it.
+
+    Attributes:
+        reader: finds and reads blocks.
+        address: where it listens; None if it does not.
+
+    Raises:
+        ConfigError: it cannot listen there, or the transport does not work here.
+    """
+
+    def __init__(
+        self,
+        options: PeerOptions,
+        transport: Transport,
+        blocks: SharedBlocks,
+        read_s: float,
+        rank: int = 0,
+        nixl: bool = False,
+    ) -> None:
+        host = blocks.host
+        groups = [_transport_units(layout, host.slot_bytes) for layout in blocks.layouts]
+        sizes = [{number: unit.block_bytes for number, unit in group.items()} for group in groups]
+        clock = time.monotonic
+        self._transport = transport
+        self._nixl = nixl
+        self._hello = CacheHello(engine=os.urandom(16), format=blocks.fingerprint, groups=sizes)
+        self._stats = OffloadingConnectorStats()
+        self._lock = threading.Lock()  # of the statistics
+        sources = CacheSources(transport, groups)
+        self.reader = Reader(
+            sources, Questions(sources, options.ask_s, clock), Reads(sources, read_s, clock)
+        )
+        served, limit = ServedBlocks(host.num_slots), SendLimit(options.serve_rate, clock)
+        self._serving = Serving(transport, served, host, groups, limit, self._stats)
+        self._dialler = _Dialler(transport, options.addresses())
+        self._peers: dict[PeerId, _Connection] = {}
+        self._closed = threading.Event()
+        transport.register(ArenaMemory(host))
+        self.address = _listen(transport, options.listen, rank)
+        kind, stopped = threads.ThreadKind.PEERS, self._closed.is_set
+        name = "kvconnect-peers"
+        self._thread = threads.make(kind, name, self._loop, again=True, stopped=stopped)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<PeerAgent {len(self.reader.sources)} of {len(self._dialler)} sources>"
+
+    @property
+    def served(self) -> ServedBlocks:
+        """What others may read; any thread may change it."""
+        return self._serving.served
+
+    def take_stats(self) -> OffloadingConnectorStats | None:
+        """Return the counts since the last call. Any thread may call this."""
+        with self._lock:
+            return self._stats.take()
+
+    def close(self) -> None:
+        """Close every connection. Idempotent."""
+        self._closed.set()
+        self._thread.join(_JOIN_TIMEOUT_S)
+        self._transport.close()
+        self.reader.sources.close()
+
+    def _loop(self) -> None:
+        ticked = -_TICK_S
+        while not self._closed.is_set():
+            now = time.monotonic()
+            if now - ticked >= _TICK_S:
+                ticked = now
+                self._dialler.connect(now)
+            for event in self._transport.poll(_TICK_S):
+                with self._lock, contained(partial(self._end, event.peer)):
+                    self._on_event(event)
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, PeerUp):
+            path = "nixl" if self._nixl and "nixl" in event.paths else "tcp"
+            self._peers[event.peer] = _Connection(event.inbound, path)
+            self._transport.submit(PeerMessage(event.peer, encode(self._hello)))
+        elif isinstance(event, PeerDown):
+            self._on_down(event)
+        elif (connection := self._peers.get(event.peer)) is None:
+            return
+        elif isinstance(event, MessageReceived):
+            self._on_message(event.peer, connection, decode(event.payload))
+        elif isinstance(event, PagesReceived):
+            self.reader.reads.on_received(event)
+        elif isinstance(event, PagesSent):
+            self._serving.on_sent(event)
+        elif connection.inbound:
+            self._serving.on_drained(event)
+        else:
+            self.reader.reads.on_drained(event)
+
+    def _on_message(self, peer: PeerId, connection: _Connection, message: CacheMessage) -> None:
+        if isinstance(message, CacheHello):
+            self._on_hello(peer, connection, message)
+        elif not connection.agreed:
+            raise ProtocolError(f"{type(message).__name__} before an agreement")
+        elif connection.inbound:
+            self._serving.on_message(peer, message)
+        elif isinstance(message, Found):
+            self.reader.questions.on_found(peer, message)
+        elif isinstance(message, Sent):
+            self.reader.reads.on_sent(peer, message)
+        else:
+            raise ProtocolError(f"{type(message).__name__} from a source")
+
+    def _on_hello(self, peer: PeerId, connection: _Connection, hello: CacheHello) -> None:
+        """Agree with a worker that keeps the same blocks. The connection to another one stays, and
+        is not used: it would only be made again."""
+        if connection.agreed:
+            raise ProtocolError("a second hello")
+        common_protocol(PROTOCOL, hello.protocol)
+        if hello.engine == self._hello.engine:
+            self._dialler.forget(peer)
+            return
+        self._dialler.answered(peer)
+        address = self._dialler.address(peer)
+        if hello.format != self._hello.format:
+            logger.warning("the peer at %s keeps other blocks: nothing is shared", address or peer)
+            return
+        if address is not None:
+            self.reader.sources.add(peer, connection.path, hello)
+        connection.agreed = True
+
+    def _on_down(self, event: PeerDown) -> None:
+        self._peers.pop(event.peer, None)
+        self._dialler.lost(event.peer, time.monotonic())
+        self._serving.on_down(event.peer)
+        self.reader.sources.remove(event.peer)
+        self.reader.questions.on_down(event.peer)
+        self.reader.reads.on_down(event.peer)
+
+    def _end(self, peer: PeerId, error: Exception) -> None:
+        """End the connection that an error came from."""
+        if not isinstance(error, KVConnectError):  # a bug here
+            logger.error("unexpected error; this connection ends", exc_info=error)
+        self._transport.submit(Disconnect(peer, f"{type(error).__name__}: {error}"))
+
+
+def start_agent(config: Config, blocks: SharedBlocks, rank: int) -> PeerAgent:
+    """Start a worker's agent with the settings of its engine; see :class:`PeerAgent`.
+
+    Raises:
+        ConfigError: an address, key, certificate or transport that cannot be used.
+    """
+    options = parse_settings(PeerOptions, config.tiers.cache_peers, ("serve_rate",))
+    network = config.network
+    nixl = network.transport == "nixl"
+    connection = ConnectionOptions(
+        connections=network.connections,
+        backend=network.nixl_backend,
+        local=not (network.key_file or network.peers),
+        digest=config.digest,
+        stall_s=config.deadline_s,
+    )
+    transport = make_transport("nixl" if nixl else "tcp", security_of(network), connection)
+    with ExitStack() as undo:
+        undo.callback(transport.close)
+        agent = PeerAgent(options, transport, blocks, config.tiers.wait_s, rank, nixl)
+        undo.pop_all()
+    return agent
+
+
+def _listen(transport: Transport, setting: str, rank: int) -> tuple[str, int] | None:
+    where = listen_address(setting)
+    if where is None:
+        return None
+    host, port = where
+    found = transport.listen(host, port + rank if port else 0)
+    logger.info("serving blocks of host memory at %s:%d", *found)
+    return found
+
+
+def _transport_units(layout: Sequence[HeadUnit], slot_bytes: int) -> Mapping[int, Unit]:
+    """Return the units of a block by number, with their places in slots."""
+    found = {}
+    for unit in layout:
+        runs = [number for offset, length in unit.runs for number in (offset, slot_bytes, length)]
+        found[unit.number] = Unit(array("q", runs), 1, unit.nbytes)
+    return found

@@ -1,0 +1,121 @@
+"""The host memory of other engines as a secondary tier that is only read."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+
+from kvconnect.bounded import remember
+from kvconnect.cache.keys import group_of
+from kvconnect.errors import Misuse
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.tiers.backends.base import (
+    BlockOutcome,
+    Store,
+    StoreMeter,
+    Usage,
+    check_buffers,
+    check_keys,
+)
+from kvconnect.tiers.peers.asking import Holders
+from kvconnect.tiers.peers.fetching import Wanted
+from kvconnect.tiers.peers.peer_agent import PeerAgent, SharedBlocks
+from kvconnect.tiers.peers.served import ServedBlocks
+from kvconnect.types import TransferType
+
+_MOST_REMEMBERED = 1 << 16
+
+
+class PeerStore(Store):
+    """Blocks that other engines have. Buffers of ``get`` must be slots of the host tier.
+
+    A block is there if some peers together have all of this worker's units of it. ``put`` and
+    ``remove`` do nothing: what an engine keeps is its own business.
+    """
+
+    def __init__(self, agent: PeerAgent, blocks: SharedBlocks) -> None:
+        self._agent = agent
+        self._host = blocks.host
+        self._block_bytes = [sum(unit.nbytes for unit in group) for group in blocks.layouts]
+        self._meter = StoreMeter()
+        self._lock = threading.Lock()
+        self._holders: dict[bytes, Holders] = {}  # of blocks that were looked up
+
+    @property
+    def served(self) -> ServedBlocks:
+        """What other engines may read."""
+        return self._agent.served
+
+    def __repr__(self) -> str:
+        return f"PeerStore({self._agent!r})"
+
+    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
+        check_buffers(keys, payloads, writable=False)
+        return [BlockOutcome.UNAVAILABLE] * len(keys)
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
+        check_buffers(keys, buffers, writable=True)
+        started = time.perf_counter()
+        unknown = [key for key in keys if key not in self._holders]
+        if unknown:
+            self.exists(unknown)
+        by_group: dict[int, list[int]] = defaultdict(list)
+        outcomes = [BlockOutcome.SIZE] * len(keys)
+        for place, key in enumerate(keys):
+            if buffers[place].nbytes == self._size(key):
+                by_group[group_of(key)].append(place)
+        for group, places in by_group.items():
+            with self._lock:
+                holders = [self._holders.pop(keys[place], frozenset()) for place in places]
+            slots = [self._slot(buffers[place]) for place in places]
+            some = [keys[place] for place in places]
+            found = self._agent.reader.reads.read(group, list(map(Wanted, some, slots, holders)))
+            for place, outcome in zip(places, found, strict=True):
+                outcomes[place] = outcome
+        good = zip(outcomes, buffers, strict=True)
+        nbytes = sum(buffer.nbytes for outcome, buffer in good if outcome is BlockOutcome.OK)
+        self._meter.moved(TransferType.PEER_TO_CPU, nbytes, time.perf_counter() - started)
+        self._meter.count_failed(outcomes)
+        return outcomes
+
+    def exists(self, keys: Sequence[bytes]) -> list[int]:
+        check_keys(keys)
+        known = [key for key in keys if self._size(key)]
+        found = self._agent.reader.questions.find(known, [group_of(key) for key in known])
+        holders = dict(zip(known, found, strict=True))
+        with self._lock:
+            for key, peers in holders.items():
+                if peers:
+                    remember(self._holders, key, peers, _MOST_REMEMBERED)
+        return [self._size(key) if holders.get(key) else 0 for key in keys]
+
+    def remove(self, keys: Sequence[bytes]) -> list[BlockOutcome]:
+        check_keys(keys)
+        return [BlockOutcome.ABSENT] * len(keys)
+
+    def usage(self) -> Usage:
+        return Usage(-1, 0, 0, bool(len(self._agent.reader.sources)))
+
+    def take_stats(self) -> OffloadingConnectorStats | None:
+        taken = OffloadingConnectorStats()
+        for part in (self._meter.take(), self._agent.take_stats()):
+            if part is not None:
+                taken.aggregate(part)
+        return taken.take()
+
+    def close(self) -> None:
+        self._agent.close()
+
+    def _size(self, key: bytes) -> int:
+        group = group_of(key)
+        return self._block_bytes[group] if group < len(self._block_bytes) else 0
+
+    def _slot(self, buffer: memoryview) -> int:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        slot, rest = divmod(address - self._host.address, self._host.slot_bytes)
+        if rest or not 0 <= slot < self._host.num_slots:
+            raise Misuse("a buffer is not a slot of the host tier")
+        return slot

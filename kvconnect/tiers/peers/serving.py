@@ -1,0 +1,199 @@
+"""Answers other engines that ask for blocks of this worker's host tier."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from kvconnect.errors import KVConnectError, ProtocolError
+from kvconnect.offload.host_arena import HostArena
+from kvconnect.protocol.cache_messages import (
+    Ask,
+    CacheMessage,
+    Fetch,
+    FetchOutcome,
+    Found,
+    Sent,
+    Stop,
+    encode,
+)
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.tiers.peers.served import ServedBlock, ServedBlocks
+from kvconnect.transport.base import (
+    Drained,
+    OutgoingPages,
+    PagesSent,
+    PeerId,
+    PeerMessage,
+    Transport,
+    Unit,
+)
+from kvconnect.types import TransferType
+
+logger = logging.getLogger(__name__)
+
+MOST_BYTES = 256 << 20
+"""Bytes that are being sent at a time. A fetch beyond them is answered with BUSY."""
+
+_BURST_S = 1.0  # of a limited rate
+
+GroupUnits = Mapping[int, Unit]
+"""A group's units by number, each with its place in a slot."""
+
+
+@dataclass(eq=False)
+class _Sending:
+    """A fetch whose pages are being sent."""
+
+    blocks: Sequence[ServedBlock | None]
+    nbytes: int
+    orders: int  # that are not handed to the network yet
+
+
+class SendLimit:
+    """Limits the bytes that are being sent, and those sent per second (``rate``, 0: no limit)."""
+
+    def __init__(self, rate: int, clock: Callable[[], float]) -> None:
+        self._rate = rate
+        self._clock = clock
+        self._paid_until = 0.0  # when all bytes so far are within the rate
+        self.nbytes = 0
+
+    def admit(self, nbytes: int) -> bool:
+        """Return whether as many more bytes may be sent now, and count them if so. A fetch that is
+        larger than the limit is admitted alone."""
+        if self.nbytes and self.nbytes + nbytes > MOST_BYTES:
+            return False
+        if self._rate:
+            now = self._clock()
+            if self._paid_until > now + _BURST_S:
+                return False
+            self._paid_until = max(self._paid_until, now) + nbytes / self._rate
+        self.nbytes += nbytes
+        return True
+
+    def ended(self, nbytes: int) -> None:
+        """Bytes are not being sent any more."""
+        self.nbytes -= nbytes
+
+
+class Serving:
+    """The source's side of all connections. For one thread.
+
+    ``groups``: per group, the units of this worker's blocks. ``stats`` gets the bytes sent and the
+    blocks refused.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        served: ServedBlocks,
+        host: HostArena,
+        groups: Sequence[GroupUnits],
+        limit: SendLimit,
+        stats: OffloadingConnectorStats,
+    ) -> None:
+        self.served = served
+        self._transport = transport
+        self._host = host
+        self._groups = groups
+        self._limit = limit
+        self._stats = stats
+        self._sending: dict[tuple[PeerId, int], _Sending] = {}
+
+    def on_message(self, peer: PeerId, message: CacheMessage) -> None:
+        """Answer a message; raises :class:`ProtocolError` for one that a reader does not send."""
+        if isinstance(message, Ask):
+            found = bytes(self.served.find(key) is not None for key in message.keys)
+            self._say(peer, Found(message.ask, found))
+        elif isinstance(message, Fetch):
+            self._fetch(peer, message)
+        elif isinstance(message, Stop):
+            if (peer, message.fetch) in self._sending:
+                self._transport.cancel(peer, message.fetch)
+        else:
+            raise ProtocolError(f"{type(message).__name__} from a reader")
+
+    def on_sent(self, event: PagesSent) -> None:
+        """Pages of a fetch were handed to the network."""
+        sending = self._sending.get((event.peer, event.read_id))
+        if sending is None:
+            return
+        self._stats.record_transfer(TransferType.CPU_TO_PEER, event.nbytes, event.seconds)
+        sending.orders -= 1
+        if not sending.orders:
+            self._end(event.peer, event.read_id)
+            self._say(event.peer, Sent(event.read_id, bytes(map(self._outcome, sending.blocks))))
+
+    def on_drained(self, event: Drained) -> None:
+        """A fetch that its reader stopped has ended."""
+        self._end(event.peer, event.read_id)
+
+    def on_down(self, peer: PeerId) -> None:
+        """A reader is gone."""
+        for number, fetch in [each for each in self._sending if each[0] == peer]:
+            self._end(number, fetch)
+
+    def _fetch(self, peer: PeerId, fetch: Fetch) -> None:
+        if (peer, fetch.fetch) in self._sending:
+            raise ProtocolError(f"fetch {fetch.fetch} is asked for twice")
+        units = self._groups[fetch.group] if fetch.group < len(self._groups) else {}
+        unknown = [number for number in fetch.units if number not in units]
+        if unknown:
+            raise ProtocolError(f"unit {unknown[0]} of group {fetch.group} is not kept here")
+        size = sum(units[number].block_bytes for number in fetch.units)
+        whole = sum(unit.block_bytes for unit in units.values())
+        blocks = [self._intact(self.served.find(key), whole) for key in fetch.keys]
+        count = sum(block is not None for block in blocks)
+        nbytes = count * size
+        if not count or not self._limit.admit(nbytes):
+            outcome = FetchOutcome.BUSY if count else FetchOutcome.ABSENT
+            self._stats.count("peer_refused_blocks", count)
+            self._say(peer, Sent(fetch.fetch, bytes([outcome]) * len(blocks)))
+            return
+        runs = list(_runs(blocks))
+        sending = _Sending(blocks, nbytes, len(runs) * len(fetch.units))
+        self._sending[peer, fetch.fetch] = sending
+        for first, slots in runs:
+            for place, number in enumerate(fetch.units):
+                order = OutgoingPages(peer, fetch.fetch, place, units[number], first, slots)
+                self._transport.submit(order)
+
+    def _intact(self, block: ServedBlock | None, nbytes: int) -> ServedBlock | None:
+        """Return a block unless its bytes do not match their digest."""
+        if block is None:
+            return None
+        try:
+            self._host.verify(block.slot, nbytes)
+        except KVConnectError as error:  # corrupt, or without the digest that it must have
+            if self.served.is_current(block):  # else it is being overwritten
+                logger.error("%s; the block is not served", error)
+                self.served.withdraw([block.slot])
+            return None
+        return block
+
+    def _outcome(self, block: ServedBlock | None) -> FetchOutcome:
+        if block is None:
+            return FetchOutcome.ABSENT
+        current = self.served.is_current(block)
+        return FetchOutcome.SENT if current else FetchOutcome.OVERWRITTEN
+
+    def _end(self, peer: PeerId, fetch: int) -> None:
+        sending = self._sending.pop((peer, fetch), None)
+        if sending is not None:
+            self._limit.ended(sending.nbytes)
+
+    def _say(self, peer: PeerId, message: CacheMessage) -> None:
+        self._transport.submit(PeerMessage(peer, encode(message)))
+
+
+def _runs(blocks: Sequence[ServedBlock | None]) -> Iterator[tuple[int, array[int]]]:
+    """Yield (first wire block, slots) of each run of blocks that are there."""
+    numbered = enumerate(blocks)
+    for there, run in groupby(numbered, key=lambda item: item[1] is not None):
+        if there:
+            pairs = list(run)
+            yield pairs[0][0], array("q", [block.slot for _, block in pairs if block is not None])

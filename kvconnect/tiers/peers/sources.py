@@ -1,0 +1,89 @@
+"""Workers of other engines that this worker may read blocks from."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvconnect.circuit_breaker import CircuitBreaker
+from kvconnect.errors import ProtocolError
+from kvconnect.protocol.cache_messages import CacheHello, CacheMessage, encode
+from kvconnect.tiers.peers.serving import GroupUnits
+from kvconnect.transport.base import PeerId, PeerMessage, Transport
+
+LATE_ANSWERS = 3
+"""In a row, after which a source is not asked for a while."""
+
+_LONGEST_PAUSE_S = 30.0
+
+
+@dataclass(eq=False)
+class CacheSource:
+    """One worker. ``units``: those that it has, per group; ``reading``: blocks read from it now."""
+
+    peer: PeerId
+    path: str
+    units: Sequence[frozenset[int]]
+    breaker: CircuitBreaker
+    reading: int = 0
+
+
+class CacheSources:
+    """The workers that can be asked, and what questions and reads share.
+
+    ``groups``: per group, the units of this worker's blocks. The table belongs to ``changed``,
+    which is notified when a question or a read goes on. Thread-safe.
+    """
+
+    def __init__(self, transport: Transport, groups: Sequence[GroupUnits]) -> None:
+        self.transport = transport
+        self.groups = groups
+        self.changed = threading.Condition()
+        self.numbers = itertools.count(1)
+        self.closed = False
+        self._sources: dict[PeerId, CacheSource] = {}
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def add(self, peer: PeerId, path: str, hello: CacheHello) -> None:
+        """Add a worker that keeps blocks of the same format.
+
+        Raises:
+            ProtocolError: its groups or units are others.
+        """
+        if len(hello.groups) != len(self.groups):
+            raise ProtocolError(f"{len(hello.groups)} groups there, {len(self.groups)} here")
+        for mine, theirs in zip(self.groups, hello.groups, strict=True):
+            for number, unit in mine.items():
+                if theirs.get(number, unit.block_bytes) != unit.block_bytes:
+                    raise ProtocolError(f"unit {number} has {theirs[number]} bytes there")
+        units = [frozenset(group) for group in hello.groups]
+        breaker = CircuitBreaker(LATE_ANSWERS, _LONGEST_PAUSE_S)
+        with self.changed:
+            self._sources[peer] = CacheSource(peer, path, units, breaker)
+
+    def remove(self, peer: PeerId) -> None:
+        """Remove a worker, if it is there."""
+        with self.changed:
+            self._sources.pop(peer, None)
+
+    def all(self) -> list[CacheSource]:
+        """Return all workers. The caller holds ``changed``."""
+        return list(self._sources.values())
+
+    def of(self, peers: Iterable[PeerId]) -> list[CacheSource]:
+        """Return those of some workers that are still there. The caller holds ``changed``."""
+        return [self._sources[peer] for peer in peers if peer in self._sources]
+
+    def say(self, peer: PeerId, message: CacheMessage) -> None:
+        """Send a message."""
+        self.transport.submit(PeerMessage(peer, encode(message)))
+
+    def close(self) -> None:
+        """End all waits: the transport is closed."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()

@@ -1,0 +1,662 @@
+"""Blocks in the host memory of other engines: real agents on loopback, and each side alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnect.cache.head_shards import HeadUnit
+from kvconnect.cache.keys import block_key
+from kvconnect.errors import ConfigError, Misuse, ProtocolError
+from kvconnect.offload.host_arena import HostArena
+from kvconnect.protocol.cache_messages import (
+    MAX_ASKED,
+    Ask,
+    CacheHello,
+    CacheMessage,
+    Fetch,
+    FetchOutcome,
+    Found,
+    Sent,
+    Stop,
+    decode,
+    encode,
+)
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.tiers import SHARED
+from kvconnect.tiers.backends import BlockOutcome
+from kvconnect.tiers.backends.base import parse_settings
+from kvconnect.tiers.peers.asking import Questions
+from kvconnect.tiers.peers.fetching import Reads, Wanted
+from kvconnect.tiers.peers.peer_agent import PeerAgent, PeerOptions, SharedBlocks
+from kvconnect.tiers.peers.peer_store import PeerStore
+from kvconnect.tiers.peers.served import ServedBlock, ServedBlocks
+from kvconnect.tiers.peers.serving import MOST_BYTES, SendLimit, Serving
+from kvconnect.tiers.peers.sources import LATE_ANSWERS, CacheSources
+from kvconnect.transport import ConnectionOptions, Security, make_transport
+from kvconnect.transport.base import (
+    Drained,
+    MessageReceived,
+    OutgoingPages,
+    PagesReceived,
+    PagesSent,
+    PeerDown,
+    PeerId,
+    PeerMessage,
+    Unit,
+)
+from tests.servers import free_port
+
+pytest.importorskip("xxhash")
+
+BLOCK = 8192
+HALF = BLOCK // 2
+SLOTS = 8
+WAIT_S = 30.0
+FORMAT = b"format"
+WHOLE = [[HeadUnit(0, ((0, HALF),)), HeadUnit(1, ((HALF, HALF),))]]
+"""One rank has both heads."""
+SWAPPED = [[HeadUnit(0, ((HALF, HALF),)), HeadUnit(1, ((0, HALF),))]]
+"""The same heads, in another order in the slot."""
+LEFT, RIGHT = [[HeadUnit(0, ((0, HALF),))]], [[HeadUnit(1, ((0, HALF),))]]
+"""Two ranks have one head each."""
+
+
+def key(number: int) -> bytes:
+    return block_key(SHARED, 0, b"hash %d" % number)
+
+
+def content(number: int) -> bytes:
+    return bytes((number * 31 + i * 7) % 251 for i in range(BLOCK))
+
+
+class Engine:
+    """A worker's host tier, its agent and its tier of peers."""
+
+    def __init__(
+        self,
+        ask: Sequence[str] = (),
+        layouts: Sequence[Sequence[HeadUnit]] = WHOLE,
+        name: bytes = FORMAT,
+        transport: str = "tcp",
+        **settings: object,
+    ) -> None:
+        nbytes = sum(unit.nbytes for unit in layouts[0])
+        self.host = HostArena(SLOTS, nbytes, "full")
+        blocks = SharedBlocks(self.host, layouts, name)
+        options = {"ask": list(ask), "listen": "127.0.0.1:0", "ask_s": 10.0, **settings}
+        connection = ConnectionOptions(dead_after_s=WAIT_S, local=True)
+        self.agent = PeerAgent(
+            parse_settings(PeerOptions, options, ()),
+            make_transport(transport, Security(b"k" * 16), connection),
+            blocks,
+            WAIT_S,
+            nixl=transport == "nixl",
+        )
+        self.store = PeerStore(self.agent, blocks)
+
+    @property
+    def where(self) -> str:
+        assert self.agent.address is not None
+        host, port = self.agent.address
+        return f"{host}:{port}"
+
+    def keep(self, number: int, slot: int, data: bytes | None = None) -> None:
+        """Store a block in a slot and offer it."""
+        data = content(number) if data is None else data
+        self.host.view(slot, len(data))[:] = data
+        self.host.seal(slot, len(data))
+        self.agent.served.offer([(key(number), slot)])
+
+    def get(self, numbers: Sequence[int], first_slot: int = 0) -> list[BlockOutcome]:
+        slots = range(first_slot, first_slot + len(numbers))
+        return self.store.get([key(n) for n in numbers], [self.host.view(slot) for slot in slots])
+
+    def sources(self, count: int) -> Engine:
+        """Wait until as many sources can be asked."""
+        until(lambda: len(self.agent.reader.sources) == count)
+        return self
+
+
+def until(fact: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not fact():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.005)
+
+
+@contextmanager
+def engines(*made: Callable[[], Engine]) -> Iterator[list[Engine]]:
+    with ExitStack() as stack:
+        found = []
+        for make in made:
+            engine = make()
+            stack.callback(engine.store.close)
+            found.append(engine)
+        yield found
+
+
+@pytest.mark.parametrize("transport", ["tcp", "nixl"])
+def test_blocks_come_from_another_engine(transport: str) -> None:
+    if transport == "nixl":
+        pytest.importorskip("nixl_cu12")
+    with engines(lambda: Engine(transport=transport)) as [source]:
+        source.keep(1, slot=3)
+        source.keep(2, slot=0)
+        with engines(lambda: Engine([source.where], transport=transport)) as [reader]:
+            reader.sources(1)
+            keys = [key(n) for n in (1, 9, 2)]
+            assert reader.store.exists(keys) == [BLOCK, 0, BLOCK]
+            ok, absent = BlockOutcome.OK, BlockOutcome.ABSENT
+            assert reader.get([1, 9, 2], first_slot=4) == [ok, absent, ok]
+            assert bytes(reader.host.view(4)) == content(1)
+            assert bytes(reader.host.view(6)) == content(2)
+            assert bytes(reader.host.view(5)) == bytes(BLOCK)  # nothing was written there
+            # A reader serves too, but only what it offers.
+            assert source.store.exists([key(1)]) == [0]
+            sent = source.store.take_stats()
+            taken = reader.store.take_stats()
+    assert sent is not None
+    assert taken is not None
+    assert moved(sent, "CPU_to_PEER") == moved(taken, "PEER_to_CPU") == 2 * BLOCK
+
+
+def moved(stats: OffloadingConnectorStats, kind: str) -> float:
+    """Return the bytes of one type of transfer."""
+    return float(stats.data["histograms"]["transfer_size_bytes"][kind][0])
+
+
+def test_ranks_read_one_another_s_heads() -> None:
+    """One rank with both heads, two ranks with one head each, and one with another slot layout."""
+    with engines(Engine, lambda: Engine(layouts=SWAPPED)) as [source, swapped]:
+        source.keep(1, slot=0)
+        asked = [source.where]
+        with engines(
+            lambda: Engine(asked, LEFT),
+            lambda: Engine(asked, RIGHT),
+            lambda: Engine(asked, SWAPPED),
+        ) as [left, right, other]:
+            for engine in (left, right, other):
+                assert engine.sources(1).get([1]) == [BlockOutcome.OK]
+            assert bytes(left.host.view(0, HALF)) == content(1)[:HALF]
+            assert bytes(right.host.view(0, HALF)) == content(1)[HALF:]
+            assert bytes(other.host.view(0)) == content(1)[HALF:] + content(1)[:HALF]
+            # Back: a rank with both heads reads them from two ranks.
+            for half, slot in ((left, 5), (right, 6)):
+                data = content(2)[:HALF] if half is left else content(2)[HALF:]
+                half.keep(2, slot, data)
+            with engines(lambda: Engine([left.where, right.where])) as [both]:
+                assert both.sources(2).get([2]) == [BlockOutcome.OK]
+                assert bytes(both.host.view(0)) == content(2)
+                # Control: one half is not a block.
+                right.agent.served.withdraw([6])
+                assert both.store.exists([key(2)]) == [0]
+                assert both.get([2]) == [BlockOutcome.ABSENT]
+    assert swapped.agent.address is not None
+
+
+def test_engines_with_other_blocks_share_nothing() -> None:
+    """Another model, another size of a unit, another number of groups."""
+    large = [[HeadUnit(0, ((0, BLOCK),)), HeadUnit(1, ((BLOCK, HALF),))]]
+    with engines(Engine) as [source]:
+        source.keep(1, slot=0)
+        with engines(
+            lambda: Engine([source.where], name=b"another"),
+            lambda: Engine([source.where], layouts=large),
+            lambda: Engine([source.where], layouts=[*WHOLE, *WHOLE]),
+            lambda: Engine([source.where]),
+        ) as [*others, same]:
+            same.sources(1)
+            assert same.store.exists([key(1)]) == [BLOCK]  # control
+            for other in others:
+                assert other.store.exists([key(1)]) == [0]
+                assert not other.store.usage().available
+
+
+def test_an_engine_does_not_ask_itself() -> None:
+    port = free_port()
+    addresses = [f"127.0.0.1:{port}"]
+    with engines(lambda: Engine(addresses, listen=addresses[0])) as [engine]:
+        engine.keep(1, slot=0)
+        until(lambda: "of 0 sources" in repr(engine.agent))
+        assert engine.store.exists([key(1)]) == [0]
+
+
+def test_a_damaged_block_is_not_served() -> None:
+    with engines(Engine) as [source]:
+        source.keep(1, slot=0)
+        source.keep(2, slot=1)
+        source.host.view(0)[100] ^= 1
+        with engines(lambda: Engine([source.where])) as [reader]:
+            reader.sources(1)
+            assert reader.get([1, 2]) == [BlockOutcome.ABSENT, BlockOutcome.OK]
+            assert bytes(reader.host.view(1)) == content(2)
+            assert reader.store.exists([key(1)]) == [0]  # it was withdrawn
+
+
+def test_a_source_that_dies_and_comes_back() -> None:
+    port = free_port()
+    where = f"127.0.0.1:{port}"
+    with engines(lambda: Engine([where])) as [reader]:
+        for number in range(2):
+            with engines(lambda: Engine(listen=where)) as [source]:
+                source.keep(1, slot=0)
+                reader.sources(1)
+                assert reader.get([1], first_slot=number) == [BlockOutcome.OK]
+            reader.sources(0)
+            assert reader.get([1]) == [BlockOutcome.ABSENT]
+            assert not reader.store.usage().available
+
+
+def test_a_stranger_s_messages_end_its_connection_only() -> None:
+    """Whatever a peer with the key sends, others go on."""
+    hello = CacheHello(engine=bytes(16), format=FORMAT, groups=[{0: HALF, 1: HALF}])
+    bad: list[list[bytes]] = [
+        [b"no message"],
+        [encode(Ask(1, [key(1)]))],  # before a hello
+        [encode(hello), encode(hello)],
+        [encode(hello), encode(Fetch(1, 0, [7], [key(1)]))],
+        [encode(hello), encode(Fetch(1, 9, [0], [key(1)]))],
+        [encode(hello), encode(Found(1, b""))],
+    ]
+    with engines(Engine) as [source]:
+        source.keep(1, slot=0)
+        with engines(lambda: Engine([source.where])) as [reader]:
+            reader.sources(1)
+            for messages in bad:
+                assert ended_with(source, messages)
+                assert reader.get([1]) == [BlockOutcome.OK]
+            # Control: a stranger that keeps to the protocol is not thrown out.
+            assert ended_with(source, [encode(hello), encode(Ask(1, [key(1)]))]) == ""
+
+
+def ended_with(source: Engine, messages: Sequence[bytes]) -> str:
+    """Send messages as a peer would. Return why the connection ended; "" if a question was
+    answered."""
+    stranger = make_transport("tcp", Security(b"k" * 16), ConnectionOptions(dead_after_s=WAIT_S))
+    assert source.agent.address is not None
+    try:
+        peer = stranger.connect(*source.agent.address)
+        for message in messages:
+            stranger.submit(PeerMessage(peer, message))
+        end = time.monotonic() + WAIT_S
+        while time.monotonic() < end:
+            for event in stranger.poll(1.0):
+                if isinstance(event, PeerDown):
+                    return event.reason or "it ended"
+                if isinstance(event, MessageReceived) and isinstance(decode(event.payload), Found):
+                    return ""
+        raise AssertionError("neither an answer nor an end")
+    finally:
+        stranger.close()
+
+
+# One side alone -----------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Takes a transport's place: keeps what is submitted and cancelled."""
+
+    def __init__(self) -> None:
+        self.orders: list[object] = []
+        self.cancelled: list[int] = []
+
+    def submit(self, order: object) -> None:
+        self.orders.append(order)
+
+    def cancel(self, peer: PeerId, read_id: int) -> None:
+        self.cancelled.append(read_id)
+
+    def messages(self) -> list[CacheMessage]:
+        orders, self.orders = self.orders, []
+        return [decode(order.payload) for order in orders if isinstance(order, PeerMessage)]
+
+
+PEER, OTHER_PEER = PeerId(1), PeerId(2)
+UNITS = {number: Unit(array("q", [number * HALF, BLOCK, HALF]), 1, HALF) for number in (0, 1)}
+
+
+class Source:
+    """The serving side, without a network."""
+
+    def __init__(self, rate: int = 0) -> None:
+        self.now = 0.0
+        self.host = HostArena(SLOTS, BLOCK, "full")
+        self.served = ServedBlocks(SLOTS)
+        self.network = Recorder()
+        self.stats = OffloadingConnectorStats()
+        limit = SendLimit(rate, lambda: self.now)
+        network: Any = self.network
+        self.side = Serving(network, self.served, self.host, [UNITS], limit, self.stats)
+        for number in range(4):
+            self.host.view(number)[:] = content(number)
+            self.host.seal(number, BLOCK)
+            self.served.offer([(key(number), number)])
+
+    def fetch(self, fetch: int, numbers: Sequence[int], units: Sequence[int] = (0,)) -> None:
+        wanted = [key(number) for number in numbers]
+        self.side.on_message(PEER, Fetch(fetch, 0, list(units), wanted))
+
+    def sent(self, fetch: int) -> list[CacheMessage]:
+        """All pages of a fetch were handed to the network."""
+        pages = [order for order in self.network.orders if isinstance(order, OutgoingPages)]
+        self.network.orders = [o for o in self.network.orders if not isinstance(o, OutgoingPages)]
+        for order in pages:
+            self.side.on_sent(PagesSent(PEER, fetch, len(order.ids) * HALF, 0.0))
+        return self.network.messages()
+
+
+def test_a_block_that_is_overwritten_while_it_is_sent_is_said_to_be() -> None:
+    source = Source()
+    source.fetch(1, [0, 9, 2, 3])
+    source.served.withdraw([2])  # a store is about to write there
+    source.served.offer([(key(7), 2)])
+    (answer,) = source.sent(1)
+    assert isinstance(answer, Sent)
+    states = FetchOutcome.SENT, FetchOutcome.ABSENT, FetchOutcome.OVERWRITTEN, FetchOutcome.SENT
+    assert answer.outcomes == bytes(states)
+
+
+def test_an_evicted_block_is_served_until_it_is_overwritten() -> None:
+    source = Source()
+    source.fetch(1, [0])
+    (answer,) = source.sent(1)
+    assert answer == Sent(1, bytes([FetchOutcome.SENT]))
+    source.served.withdraw([0])
+    source.fetch(2, [0])
+    (answer,) = source.sent(2)
+    assert answer == Sent(2, bytes([FetchOutcome.ABSENT]))
+
+
+def test_a_source_sends_no_more_than_it_may() -> None:
+    source = Source(rate=HALF)  # a unit per second
+    source.fetch(1, [0, 1, 2])
+    assert source.sent(1) == [Sent(1, bytes([FetchOutcome.SENT] * 3))]
+    source.fetch(2, [3])
+    assert source.sent(2) == [Sent(2, bytes([FetchOutcome.BUSY]))]
+    assert source.stats.data["counters"]["peer_refused_blocks"] == {"": 1}
+    source.now = 2.5
+    source.fetch(3, [3])
+    assert source.sent(3) == [Sent(3, bytes([FetchOutcome.SENT]))]
+
+
+@given(st.lists(st.integers(1, MOST_BYTES + 5), max_size=30), st.randoms())
+def test_the_bytes_being_sent_are_bounded(sizes: list[int], random: Any) -> None:
+    limit = SendLimit(0, lambda: 0.0)
+    going: list[int] = []
+    for size in sizes:
+        alone = not going
+        if limit.admit(size):
+            going.append(size)
+        else:
+            assert going
+        assert sum(going) == limit.nbytes
+        assert limit.nbytes <= MOST_BYTES or (alone and len(going) == 1)
+        while going and random.random() < 0.4:
+            limit.ended(going.pop(random.randrange(len(going))))
+
+
+def test_a_stopped_fetch_ends_once_it_is_drained() -> None:
+    source = Source()
+    source.fetch(1, [0, 1])
+    source.side.on_message(PEER, Stop(1))
+    source.side.on_message(PEER, Stop(5))  # not known: its Sent is on the way
+    assert source.network.cancelled == [1]
+    source.side.on_drained(Drained(PEER, 1))
+    assert source.sent(1) == []
+    source.fetch(1, [0])  # the number is free again
+    source.side.on_down(PEER)
+    source.fetch(1, [0])
+    with pytest.raises(ProtocolError, match="twice"):
+        source.fetch(1, [0])
+
+
+class Reading:
+    """The reading side, without a network: two sources, the second of which has one unit only."""
+
+    def __init__(self, wait_s: float = WAIT_S) -> None:
+        self.now = 0.0
+        self.network = Recorder()
+        network: Any = self.network
+        self.sources = CacheSources(network, [UNITS])
+        for peer, units in ((PEER, {0: HALF, 1: HALF}), (OTHER_PEER, {1: HALF})):
+            hello = CacheHello(engine=bytes(16), format=FORMAT, groups=[units])
+            self.sources.add(peer, "tcp", hello)
+        clock = lambda: self.now  # noqa: E731
+        self.questions = Questions(self.sources, wait_s, clock)
+        self.reads = Reads(self.sources, wait_s, clock)
+
+    def start(self, work: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+        """Run a blocking call on a thread; its result is in the list at the end."""
+        results: list[object] = []
+        thread = threading.Thread(target=lambda: results.append(work()))
+        thread.start()
+        return thread, results
+
+    def asked(self, kind: type, count: int = 1) -> list[Any]:
+        """Wait for messages of one kind."""
+        found: list[Any] = []
+
+        def came() -> bool:
+            found.extend(each for each in self.network.messages() if isinstance(each, kind))
+            return len(found) >= count
+
+        until(came)
+        return found
+
+    def read(self, holders: frozenset[PeerId] = frozenset({PEER})) -> Callable[[], object]:
+        wanted = [Wanted(key(number), number, holders) for number in range(2)]
+        return lambda: self.reads.read(0, wanted)
+
+
+def arrived(read: int, unit: int, count: int = 2, bad: tuple[int, ...] = ()) -> PagesReceived:
+    return PagesReceived(PEER, read, unit, 0, count, bad, count * HALF, 0.0)
+
+
+def test_a_read_ends_when_all_that_was_sent_has_arrived() -> None:
+    """Pages and the word that no more come arrive over different connections, in any order."""
+    sent, absent = FetchOutcome.SENT, FetchOutcome.ABSENT
+    for pages_first in (True, False):
+        reading = Reading()
+        thread, results = reading.start(reading.read())
+        (fetch,) = reading.asked(Fetch)
+        assert fetch.units == [0, 1]
+        if pages_first:
+            reading.reads.on_received(arrived(fetch.fetch, 0))
+            reading.reads.on_received(arrived(fetch.fetch, 1, bad=(1,)))
+            assert not results
+            reading.reads.on_sent(PEER, Sent(fetch.fetch, bytes([sent, sent])))
+        else:
+            reading.reads.on_sent(PEER, Sent(fetch.fetch, bytes([sent, sent])))
+            reading.reads.on_received(arrived(fetch.fetch, 0))
+            assert not results
+            reading.reads.on_received(arrived(fetch.fetch, 1, bad=(1,)))
+        thread.join(WAIT_S)
+        assert results == [[BlockOutcome.OK, BlockOutcome.CORRUPT]]
+        assert reading.network.cancelled == [fetch.fetch]  # the transport may forget it
+    reading = Reading()
+    thread, results = reading.start(reading.read())
+    (fetch,) = reading.asked(Fetch)
+    reading.reads.on_sent(PEER, Sent(fetch.fetch, bytes([absent, FetchOutcome.BUSY])))
+    thread.join(WAIT_S)
+    assert results == [[BlockOutcome.ABSENT, BlockOutcome.UNAVAILABLE]]
+
+
+def test_pages_that_were_overwritten_are_not_used() -> None:
+    reading = Reading()
+    thread, results = reading.start(reading.read())
+    (fetch,) = reading.asked(Fetch)
+    outcomes = bytes([FetchOutcome.SENT, FetchOutcome.OVERWRITTEN])
+    reading.reads.on_sent(PEER, Sent(fetch.fetch, outcomes))
+    reading.reads.on_received(arrived(fetch.fetch, 0))
+    assert not results  # pages of the other unit may still be written
+    reading.reads.on_received(arrived(fetch.fetch, 1))
+    thread.join(WAIT_S)
+    assert results == [[BlockOutcome.OK, BlockOutcome.ABSENT]]
+
+
+def test_a_late_read_returns_when_nothing_writes_into_its_slots() -> None:
+    reading = Reading(wait_s=0.01)
+    thread, results = reading.start(reading.read())
+    assert [stop.fetch for stop in reading.asked(Stop)] == [1]
+    until(lambda: reading.network.cancelled == [1])
+    assert thread.is_alive()
+    reading.reads.on_received(arrived(1, 0))  # too late to count
+    assert not results
+    reading.reads.on_drained(Drained(PEER, 1))
+    thread.join(WAIT_S)
+    assert results == [[BlockOutcome.FAILED] * 2]
+
+
+def test_a_source_that_dies_in_the_middle_of_a_read() -> None:
+    reading = Reading()
+    thread, results = reading.start(reading.read())
+    (fetch,) = reading.asked(Fetch)
+    reading.reads.on_received(arrived(fetch.fetch, 0))
+    reading.sources.remove(PEER)
+    reading.reads.on_down(PEER)
+    thread.join(WAIT_S)
+    assert results == [[BlockOutcome.FAILED] * 2]
+    assert reading.reads.read(0, [Wanted(key(1), 0, frozenset({PEER}))]) == [BlockOutcome.ABSENT]
+
+
+def test_the_least_busy_source_gives_a_unit() -> None:
+    reading = Reading()
+    (first, _) = reading.sources.all()
+    first.reading = 5
+    thread, results = reading.start(reading.read(frozenset({PEER, OTHER_PEER})))
+    reads = reading.asked(Fetch, 2)
+    assert sorted(fetch.units for fetch in reads) == [[0], [1]]
+    reading.sources.close()
+    thread.join(WAIT_S)
+    assert results == [[BlockOutcome.FAILED] * 2]
+
+
+def test_a_question_waits_for_nobody_longer_than_it_may() -> None:
+    reading = Reading(wait_s=0.01)
+    for _ in range(LATE_ANSWERS):
+        assert reading.questions.find([key(1)], [0]) == [frozenset()]
+        assert len(reading.network.messages()) == 2
+    assert reading.questions.find([key(1)], [0]) == [frozenset()]
+    assert reading.network.messages() == []  # both were late too often
+    reading.now = 60.0
+    reading.questions.find([key(1)], [0])
+    assert len(reading.network.messages()) == 2  # and are tried again
+
+
+def test_long_questions_go_in_several_messages() -> None:
+    reading = Reading()
+    keys = [key(number) for number in range(MAX_ASKED + 10)]
+    thread, results = reading.start(lambda: reading.questions.find(keys, [0] * len(keys)))
+    asked = reading.asked(Ask, 4)
+    assert sorted(len(ask.keys) for ask in asked) == [10, 10, MAX_ASKED, MAX_ASKED]
+    for ask in asked:
+        here = bytes(one == key(MAX_ASKED + 3) for one in ask.keys)
+        for peer in (PEER, OTHER_PEER):
+            if reading.questions._open[ask.ask].source.peer == peer:
+                reading.questions.on_found(peer, Found(ask.ask, here))
+    thread.join(WAIT_S)
+    (holders,) = results
+    assert [n for n, peers in enumerate(holders) if peers] == [MAX_ASKED + 3]  # type: ignore[var-annotated, arg-type]
+
+
+def test_answers_that_nobody_asked_for() -> None:
+    reading = Reading()
+    reading.questions.on_found(PEER, Found(99, b""))  # too late: no error
+    reading.reads.on_sent(PEER, Sent(99, b""))
+    thread, _ = reading.start(reading.read())
+    (fetch,) = reading.asked(Fetch)
+    with pytest.raises(ProtocolError):
+        reading.reads.on_sent(OTHER_PEER, Sent(fetch.fetch, b"11"))
+    with pytest.raises(ProtocolError):
+        reading.reads.on_sent(PEER, Sent(fetch.fetch, b"111"))
+    reading.sources.close()
+    thread.join(WAIT_S)
+
+
+# What is served -----------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("store"), st.integers(0, 9), st.integers(0, SLOTS - 1)),
+            st.tuples(st.just("clear"), st.just(0), st.just(0)),
+        ),
+        max_size=60,
+    )
+)
+def test_a_found_block_is_the_one_that_its_slot_has(steps: list[tuple[str, int, int]]) -> None:
+    """Slots are overwritten at random; a version that stayed is that of the same bytes."""
+    served = ServedBlocks(SLOTS)
+    slots: list[int | None] = [None] * SLOTS
+    before: list[tuple[ServedBlock, int | None]] = []
+    for what, number, slot in steps:
+        if what == "clear":
+            served.clear()
+            continue
+        served.withdraw([slot])
+        slots[slot] = number
+        served.offer([(key(number), slot)])
+        found = served.find(key(number))
+        assert found is not None
+        assert slots[found.slot] == number
+        before.append((found, number))
+    for block, number in before:
+        if served.is_current(block):
+            assert slots[block.slot] == number
+    for number in range(10):
+        found = served.find(key(number))
+        assert found is None or slots[found.slot] == number
+    assert len(served) <= SLOTS
+
+
+# Settings -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"ask": ["somewhere:1"]}, "ask"),
+        ({"ask": ["10.0.0.1"]}, "ask"),
+        ({"ask": ["10.0.0.1:9-7"]}, "ask"),
+        ({"ask": ["10.0.0.1:0"]}, "ask"),
+        ({"ask": ["10.0.0.1:1-300"]}, "ask"),
+        ({"ask": "10.0.0.1:1"}, "ask"),
+        ({"listen": "0.0.0.0:1"}, "listen"),
+        ({"listen": "off"}, "cache_peers"),
+        ({"ask": ["10.0.0.1:1"], "ask_s": 0}, "ask_s"),
+        ({"ask": ["10.0.0.1:1"], "serve_rate": "1 GX"}, "serve_rate"),
+        ({"asks": ["10.0.0.1:1"]}, "asks"),
+    ],
+)
+def test_settings_that_cannot_be_used(settings: dict[str, object], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_settings(PeerOptions, settings, ("serve_rate",))
+    assert caught.value.field == field
+
+
+def test_addresses_of_several_ranks() -> None:
+    options = parse_settings(PeerOptions, {"ask": ["10.0.0.1:7900-7902", "[::1]:80"]}, ())
+    ports = [("10.0.0.1", 7900), ("10.0.0.1", 7901), ("10.0.0.1", 7902), ("::1", 80)]
+    assert options.addresses() == ports
+
+
+def test_buffers_must_be_slots() -> None:
+    with engines(Engine) as [engine], pytest.raises(Misuse, match="slot"):
+        engine.store.get([key(1)], [memoryview(bytearray(BLOCK))])
+
+
+def test_put_and_remove_do_nothing() -> None:
+    with engines(Engine) as [engine]:
+        assert engine.store.put([key(1)], [engine.host.view(0)]) == [BlockOutcome.UNAVAILABLE]
+        assert engine.store.remove([key(1)]) == [BlockOutcome.ABSENT]
+        assert engine.store.exists([key(1)]) == [0]
