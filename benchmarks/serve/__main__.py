@@ -36,6 +36,11 @@ that without a connector; ``workload_failures`` are failed requests of either.
 ``pd``: the requests of the trace through KVConnect's router and its engines, over vllm-router and
 engines with ``NixlConnector`` (``pd_*_ratio``), at 70 % of what the latter bear. No host tier.
 
+``sglang``: SGLang servers with KVConnect's linker, over those without a cache in host memory
+(``sglang_shared_prefix_ttft_ratio``) and those with HiCache and its ``file`` backend
+(``sglang_hicache_ttft_ratio``), by ``bench_serving`` (``sglang_servers.py``). ``sglang_failures``
+are failed requests of any.
+
 ``wrong_answers``: greedy answers of KVConnect that differ from the engine's without a connector.
 """
 
@@ -50,7 +55,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.common import RESULTS, emit, progress
-from benchmarks.serve import parts, workloads
+from benchmarks.serve import parts, sglang_servers, workloads
 from benchmarks.serve.answers import wrong
 from benchmarks.serve.disaggregation import handed_off
 from benchmarks.serve.fleet import CONTROL, MODEL, OURS, PLAIN, disaggregated, single_engines
@@ -61,7 +66,8 @@ from tests.engines.models import model_dir
 TRACE = Path(__file__).with_name("conversations.jsonl.gz")
 """500 requests of Mooncake's conversation trace (FAST '25 release, Apache-2.0), which ``sample``
 drew from all 12,031 with seed 0."""
-ALL = ("random", "doc_qa", "trace", "workloads", "pd")
+ALL = ("random", "doc_qa", "trace", "workloads", "pd", "sglang")
+MUST_BE_0 = ("wrong_answers", "doc_failures", "workload_failures", "sglang_failures")
 
 
 def requests(path: Path, count: int, seed: int) -> list[Request]:
@@ -100,7 +106,7 @@ def main() -> None:
         print(json.dumps({"benchmark": "serve", **rounded}), flush=True)
     else:
         emit("serve", {**(kept() if chosen != ALL else {}), **figures})
-    if any(figures.get(key) for key in ("wrong_answers", "doc_failures", "workload_failures")):
+    if any(map(figures.get, MUST_BE_0)):
         raise SystemExit("answers are wrong or missing")
 
 
@@ -141,6 +147,10 @@ def measure(
         with disaggregated() as variants:
             add(handed_off(variants, sizes, asked))
             figures["wrong_answers"] += wrong(variants, options.seed)[OURS]
+    if "sglang" in chosen:
+        with sglang_servers.servers() as servers:
+            add(sglang_servers.compared(servers, scale))
+            figures["wrong_answers"] += sglang_servers.wrong(servers, options.seed)
     return figures
 
 

@@ -59,9 +59,10 @@ def bench_serve(
 
 
 def sglang_bench(
-    port: int, tokenizer: Path, arguments: Sequence[str], limit_s: float
+    port: int, tokenizer: Path, arguments: Sequence[str], limit_s: float, backend: str = "vllm"
 ) -> dict[str, Any]:
-    """Run SGLang's ``bench_serving`` against a port; return what it saves.
+    """Run SGLang's ``bench_serving`` against a port; return what it saves. ``backend`` is its name
+    for the server's interface.
 
     Raises:
         LoadFailed: it is not installed, ends with an error, or not within ``limit_s`` seconds.
@@ -71,7 +72,7 @@ def sglang_bench(
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.jsonl"
         command = [
-            *(str(SGLANG), "-m", "sglang.benchmark.serving", "--backend", "vllm"),
+            *(str(SGLANG), "-m", "sglang.benchmark.serving", "--backend", backend),
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--model", "model", "--tokenizer", str(tokenizer)),
             *("--warmup-requests", "0", "--disable-tqdm"),  # it would ask the first prompt
@@ -79,7 +80,7 @@ def sglang_bench(
             *arguments,
         ]
         # Prompts are kept in the home folder, under a name that does not tell the tokenizer.
-        _run(command, {"HOME": folder}, limit_s)
+        _run(command, {"HOME": folder, "HF_HUB_OFFLINE": "1"}, limit_s)
         return _saved(result)
 
 

@@ -97,7 +97,7 @@ def prefix_repetition(port: int, scale: Scale, number: int) -> dict[str, Any]:
     )
 
 
-def shared_prefix(port: int, scale: Scale, number: int) -> dict[str, Any]:
+def shared_prefix(port: int, scale: Scale, number: int, backend: str = "vllm") -> dict[str, Any]:
     """SGLang's ``generated-shared-prefix``: groups of questions after one system prompt each."""
     return sglang_bench(
         port,
@@ -112,6 +112,7 @@ def shared_prefix(port: int, scale: Scale, number: int) -> dict[str, Any]:
             *("--max-concurrency", str(CROWD), "--seed", str(number + 1)),
         ],
         scale.limit_s,
+        backend,
     )
 
 

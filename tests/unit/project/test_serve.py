@@ -17,9 +17,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from benchmarks.serve import answers, fleet, trace, workloads
+from benchmarks.serve import answers, fleet, sglang_servers, trace, workloads
 from benchmarks.serve.load import LoadFailed
 from benchmarks.serve.trace import Request
+from kvconnect.config import parse_bytes
 from tests.engines.server import Answer
 
 BLOCK = 32
@@ -199,6 +200,52 @@ def test_an_answer_that_is_wrong_only_after_a_load_is_found() -> None:
     assert check_answers(bad=True) == {fleet.PLAIN: 0, fleet.OURS: len(answers.prompts(0))}
     with pytest.raises(SystemExit, match="loaded nothing"):
         check_answers(loads=False)
+
+
+@dataclass
+class SglangEngine:
+    """Answers with its prompt's length; wrongly what it loads, if it is ``bad``."""
+
+    bad: bool = False
+    loads: bool = True
+    fillers: int = 0
+
+    def complete(self, prompt: list[int], max_tokens: int) -> Answer:
+        self.fillers += max_tokens == 1
+        pushed_out = self.fillers == sglang_servers.FILLERS
+        token = len(prompt) + (self.bad and pushed_out)
+        return Answer((token,) * max_tokens, 64 * (self.loads and pushed_out))
+
+    def forget(self) -> None:
+        self.fillers = 0
+
+
+class AskedSglang(sglang_servers.SglangVariant):
+    """A variant without processes."""
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        yield
+
+
+def wrong_on_sglang(**ours: bool) -> int:
+    engines = {sglang_servers.NONE: SglangEngine(), fleet.OURS: SglangEngine(**ours)}
+    return sglang_servers.wrong(
+        {name: AskedSglang(name, [one]) for name, one in engines.items()}, 0
+    )
+
+
+def test_an_answer_of_sglang_that_is_wrong_only_after_a_load_is_found() -> None:
+    """Control: when nothing is loaded, the check itself fails."""
+    assert wrong_on_sglang() == 0
+    assert wrong_on_sglang(bad=True) == len(answers.prompts(0))
+    with pytest.raises(SystemExit, match="loaded nothing"):
+        wrong_on_sglang(loads=False)
+
+
+def test_sglang_s_host_memory_is_that_of_the_linker() -> None:
+    device = sglang_servers.DEVICE_TOKENS * 16 * 1024  # bytes of a token: tests/engines/models.py
+    assert sglang_servers.HOST_RATIO * device == parse_bytes("host_bytes", fleet.HOST_BYTES)
 
 
 @pytest.mark.parametrize("failing", [0, fleet.INTRODUCTIONS - 1, fleet.INTRODUCTIONS])
