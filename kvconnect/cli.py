@@ -27,6 +27,7 @@ from kvconnect.doctor.peer_process import Task
 from kvconnect.errors import ConfigError
 from kvconnect.observability import report, top
 from kvconnect.observability.metrics import dashboards
+from kvconnect.router import cache_command
 from kvconnect.router import flags as router_flags
 
 Refuse = Callable[[str], NoReturn]
@@ -61,7 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor = commands.add_parser("doctor", help="check what works here and how fast, with fixes")
     _add_doctor_flags(doctor)
-    cache = commands.add_parser("cache", help="inspect or clear a folder of the disk tier")
+    cache = commands.add_parser("cache", help="inspect the disk tier, or control caches of engines")
     _add_cache_flags(cache)
     boards = commands.add_parser("dashboards", help="Grafana dashboards and Prometheus alerts")
     _add_dashboards_flags(boards)
@@ -200,7 +201,7 @@ def _add_transport_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_cache(refuse: Refuse, arguments: argparse.Namespace) -> int:
-    """Inspect or clear a folder of the disk tier; return the exit code."""
+    """Inspect the disk tier, or control caches of engines; return the exit code."""
     try:
         inspect = importlib.import_module("kvconnect.tiers.backends.disk.inspect")
     except ImportError as error:
@@ -257,11 +258,18 @@ def _cache_clear(inspect: ModuleType, arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _cache_hint(_: ModuleType, arguments: argparse.Namespace) -> int:
+    code, text = cache_command.ask_router(arguments)
+    print(text)
+    return code
+
+
 _CACHE: dict[str, Callable[[ModuleType, argparse.Namespace], int]] = {
     "stats": _cache_stats,
     "ls": _cache_ls,
     "verify": _cache_verify,
     "clear": _cache_clear,
+    **dict.fromkeys(cache_command.COMMANDS, _cache_hint),
 }
 
 
@@ -328,6 +336,8 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
     for each in (stats, ls, verify, clear):
         each.add_argument("folder", metavar="DIR", help="path of the disk tier")
         each.add_argument("--json", action="store_true", help="print JSON instead of lines")
+        each.set_defaults(run=partial(run_cache, each.error))
+    for each in cache_command.add_commands(what):
         each.set_defaults(run=partial(run_cache, each.error))
     for each in (stats, ls, clear):
         of_model = "only formats of this model; '' for formats of unknown models"

@@ -2,7 +2,8 @@
 
 ``GET /workers`` lists engines. ``POST /workers`` with ``{"role": "prefill", "worker": "URL"}`` adds
 one. ``POST /workers/drain``, ``POST /workers/switch`` (to the other role) and
-``DELETE /workers`` name an engine by ``role`` and ``url``. Every request needs the admin token.
+``DELETE /workers`` name an engine by ``role`` and ``url``. ``POST /cache`` controls the engines'
+caches (:mod:`kvconnect.router.cache_admin`). Every request needs the admin token.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from typing import Any
 from aiohttp import web
 
 from kvconnect.errors import ConfigError, KVConnectError, Refused
+from kvconnect.router.cache_admin import CacheAdmin
 from kvconnect.router.fleet.membership import ADMIN, Membership, switch
 from kvconnect.router.fleet.upstreams import Fleet, Upstream
 from kvconnect.router.options import worker_of
 from kvconnect.router.policy.loads import Role
 
-_MAX_BODY_BYTES = 64 * 1024
+_MAX_BODY_BYTES = 16 * 2**20  # of a prompt for /cache
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -107,7 +109,9 @@ class _UnknownEngine(KVConnectError):
     """The admin API was asked about an engine that does not exist."""
 
 
-def make_admin(fleet: Fleet, membership: Membership, token: str, drain_s: float) -> web.Application:
+def make_admin(
+    fleet: Fleet, membership: Membership, cache: CacheAdmin, token: str, drain_s: float
+) -> web.Application:
     """Return the application; every request needs ``Authorization: Bearer <token>``.
 
     An engine that switches its role has ``drain_s`` seconds to finish its requests.
@@ -133,6 +137,7 @@ def make_admin(fleet: Fleet, membership: Membership, token: str, drain_s: float)
     app.router.add_delete("/workers", admin.remove)
     app.router.add_post("/workers/drain", admin.drain)
     app.router.add_post("/workers/switch", admin.switch)
+    app.router.add_post("/cache", cache.apply)
     return app
 
 

@@ -22,6 +22,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, disable_created_metrics, gene
 from kvconnect import memory
 from kvconnect.router.admin import make_admin
 from kvconnect.router.apis import APIS, Api
+from kvconnect.router.cache_admin import CacheAdmin
 from kvconnect.router.exchange import Exchange, Services
 from kvconnect.router.fleet.membership import Membership
 from kvconnect.router.fleet.upstreams import Fleet, Upstream
@@ -117,8 +118,10 @@ class RouterHandlers:
     async def administer(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
         """Serve the admin API while the application runs."""
         admin = self._options.admin
-        drain_s = self._options.limits.drain_s
-        runner = web.AppRunner(make_admin(self._fleet, self._membership, admin.token, drain_s))
+        limits = self._options.limits
+        cache = CacheAdmin(self._fleet, self._client, self.tenants, limits.timeout_s)
+        made = make_admin(self._fleet, self._membership, cache, admin.token, limits.drain_s)
+        runner = web.AppRunner(made)
         await runner.setup()
         await web.TCPSite(runner, admin.host, admin.port).start()
         logger.info("admin API on %s", runner.addresses[0])
