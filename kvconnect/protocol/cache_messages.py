@@ -32,9 +32,14 @@ MAX_ASKED = 4096
 MAX_FETCHED = 1024
 """Keys of one :class:`Fetch`."""
 
+WHOLE = (1 << 16) - 1
+"""Number of the unit that is a whole block as its slot has it. Only workers with the same
+``CacheHello.layout`` may ask for it."""
+
 _Version = Annotated[int, Meta(ge=1, le=0xFFFF)]
 _Key = Annotated[bytes, Meta(min_length=18, max_length=81)]  # as kvconnect.cache.keys makes them
 _Unit = Annotated[int, Meta(ge=0, lt=1 << 16)]
+_Fingerprint = Annotated[bytes, Meta(min_length=1, max_length=64)]
 _Bytes = Annotated[int, Meta(ge=1, le=1 << 40)]
 _Group = Annotated[int, Meta(ge=0, lt=64)]
 _Units = Annotated[dict[_Unit, _Bytes], Meta(min_length=1, max_length=1024)]
@@ -54,13 +59,15 @@ class CacheHello(msgspec.Struct, kw_only=True, tag="hello"):
 
     Attributes:
         engine: random bytes of the process, by which a worker knows itself.
-        format: fingerprint of the blocks' bytes; only workers with the same one share blocks.
+        format: fingerprint of the units' bytes; only workers with the same one share blocks.
+        layout: fingerprint of a whole block's bytes in a slot.
         groups: per KV-cache group, the units of a block that this worker has, with their bytes.
     """
 
     protocol: tuple[_Version, _Version] = PROTOCOL
     engine: Annotated[bytes, Meta(min_length=16, max_length=16)]
-    format: Annotated[bytes, Meta(min_length=1, max_length=64)]
+    format: _Fingerprint
+    layout: _Fingerprint
     groups: Annotated[list[_Units], Meta(min_length=1, max_length=64)]
 
 

@@ -68,7 +68,9 @@ MESSAGES = [
 ]
 KEYS = [bytes(18), bytes(49)]
 CACHE_MESSAGES: list[cache_messages.CacheMessage] = [
-    cache_messages.CacheHello(engine=bytes(16), format=b"format", groups=[{0: 4096, 1: 4096}]),
+    cache_messages.CacheHello(
+        engine=bytes(16), format=b"format", layout=b"layout", groups=[{0: 4096, 1: 4096}]
+    ),
     cache_messages.Ask(1, KEYS),
     cache_messages.Found(1, bytes([1, 0])),
     cache_messages.Fetch(2, 0, [0, 1], KEYS),

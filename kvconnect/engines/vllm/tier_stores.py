@@ -63,7 +63,8 @@ def make_lower_tiers(
 
     def peers() -> Store:
         shared = _shared_form(cache, fields)
-        blocks = SharedBlocks(store, shared.units(geometry), shared.fingerprint)
+        layout = fingerprint(_own_fields(cache, fields))
+        blocks = SharedBlocks(store, shared.units(geometry), shared.fingerprint, layout)
         return PeerStore(start_agent(config, blocks, rank), blocks)
 
     stores = make_tiers(
@@ -115,9 +116,8 @@ def _draft(config: Any) -> str:
 def _make_disk(cache: _Cache, fields: Mapping[str, Any], settings: Mapping[str, Any]) -> Store:
     """Return the worker's own disk store, which stores slots unchanged."""
     parallel = cache.vllm_config.parallel_config
-    own = {**fields, "rank": _rank(cache.vllm_config), "layout": _layout(cache)}
     owner = f"dp{parallel.data_parallel_index}-rank{parallel.rank}"
-    return make_disk(settings, owner, fields, fingerprint(own))
+    return make_disk(settings, owner, fields, fingerprint(_own_fields(cache, fields)))
 
 
 def _make_remote(cache: _Cache, fields: Mapping[str, Any], config: Config) -> Store:
@@ -157,10 +157,14 @@ def _shared_form(cache: _Cache, fields: Mapping[str, Any]) -> _SharedForm:
         layouts, format_of_units = _units(cache)
     except (Incompatible, Refused) as error:
         logger.info("only engines with the same ranks share blocks: %s", error)
-        own = {**fields, "rank": _rank(cache.vllm_config), "layout": _layout(cache)}
-        return _SharedForm(fingerprint(own), [])
+        return _SharedForm(fingerprint(_own_fields(cache, fields)), [])
     shared = {**fields, "stage": _stage(cache.vllm_config), "units": format_of_units}
     return _SharedForm(fingerprint(shared), layouts)
+
+
+def _own_fields(cache: _Cache, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that the bytes of a whole slot depend on."""
+    return {**fields, "rank": _rank(cache.vllm_config), "layout": _layout(cache)}
 
 
 def _units(cache: _Cache) -> tuple[list[Sequence[HeadUnit]], list[list[Any]]]:

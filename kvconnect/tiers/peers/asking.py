@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvconnect.errors import ProtocolError
-from kvconnect.protocol.cache_messages import MAX_ASKED, Ask, Found
+from kvconnect.protocol.cache_messages import MAX_ASKED, WHOLE, Ask, Found
 from kvconnect.tiers.peers.sources import CacheSource, CacheSources
 from kvconnect.transport.base import PeerId
 
@@ -95,4 +95,4 @@ class Questions:
 
     def _covers(self, peers: set[PeerId], group: int) -> bool:
         there = {unit for source in self._sources.of(peers) for unit in source.units[group]}
-        return there.issuperset(self._sources.groups[group])
+        return WHOLE in there or there.issuperset(self._sources.groups[group].parts)

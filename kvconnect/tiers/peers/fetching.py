@@ -10,7 +10,14 @@ from functools import partial
 from typing import NamedTuple
 
 from kvconnect.errors import ProtocolError
-from kvconnect.protocol.cache_messages import MAX_FETCHED, Fetch, FetchOutcome, Sent, Stop
+from kvconnect.protocol.cache_messages import (
+    MAX_FETCHED,
+    WHOLE,
+    Fetch,
+    FetchOutcome,
+    Sent,
+    Stop,
+)
 from kvconnect.tiers.backends.base import BlockOutcome
 from kvconnect.tiers.peers.asking import Holders
 from kvconnect.tiers.peers.sources import CacheSource, CacheSources
@@ -145,8 +152,11 @@ class Reads:
         """Return the units that each source gives, the least busy one first; empty if nobody has
         one of them."""
         sources = sorted(self._sources.of(holders), key=lambda source: source.reading)
+        for source in sources:
+            if WHOLE in source.units[group]:
+                return {source: [WHOLE]}
         givers: dict[CacheSource, list[int]] = defaultdict(list)
-        for unit in self._sources.groups[group]:
+        for unit in self._sources.groups[group].parts:
             giver = next((source for source in sources if unit in source.units[group]), None)
             if giver is None:
                 return {}
@@ -166,7 +176,8 @@ class Reads:
         """Return the units of a read; the same list each time, which NIXL tells a source once."""
         found = self._units.get((group, numbers))
         if found is None:
-            found = [self._sources.groups[group][number] for number in numbers]
+            units = self._sources.groups[group]
+            found = [unit for number in numbers if (unit := units.get(number)) is not None]
             self._units[group, numbers] = found
         return found
 

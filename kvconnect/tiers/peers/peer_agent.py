@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from array import array
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +36,7 @@ from kvconnect.tiers.backends.base import parse_settings
 from kvconnect.tiers.peers.asking import Questions
 from kvconnect.tiers.peers.fetching import Reads
 from kvconnect.tiers.peers.served import ServedBlocks
-from kvconnect.tiers.peers.serving import SendLimit, Serving
+from kvconnect.tiers.peers.serving import GroupUnits, SendLimit, Serving
 from kvconnect.tiers.peers.sources import CacheSources
 from kvconnect.transport import make_transport
 from kvconnect.transport.base import (
@@ -183,12 +183,13 @@ class _Connection:
 
 
 class SharedBlocks(NamedTuple):
-    """What a worker shares: the host tier, per KV-cache group the units of a block in a slot, and
-    the fingerprint of the units' format."""
+    """What a worker shares: the host tier, per KV-cache group the units of a block in a slot, the
+    fingerprint of the units' format, and that of a slot's layout."""
 
     host: HostArena
     layouts: Sequence[Sequence[HeadUnit]]
     fingerprint: bytes
+    layout: bytes
 
 
 class Reader(NamedTuple):
@@ -224,11 +225,13 @@ class PeerAgent:
     ) -> None:
         host = blocks.host
         groups = [_transport_units(layout, host.slot_bytes) for layout in blocks.layouts]
-        sizes = [{number: unit.block_bytes for number, unit in group.items()} for group in groups]
+        sizes = [{n: unit.block_bytes for n, unit in group.parts.items()} for group in groups]
         clock = time.monotonic
         self._transport = transport
         self._nixl = nixl
-        self._hello = CacheHello(engine=os.urandom(16), format=blocks.fingerprint, groups=sizes)
+        self._hello = CacheHello(
+            engine=os.urandom(16), format=blocks.fingerprint, layout=blocks.layout, groups=sizes
+        )
         self._stats = OffloadingConnectorStats()
         self._lock = threading.Lock()  # of the statistics
         sources = CacheSources(transport, groups)
@@ -327,7 +330,8 @@ class PeerAgent:
             logger.warning("the peer at %s keeps other blocks: nothing is shared", address or peer)
             return
         if address is not None:
-            self.reader.sources.add(peer, connection.path, hello)
+            same = hello.layout == self._hello.layout
+            self.reader.sources.add(peer, connection.path, hello, same)
         connection.agreed = True
 
     def _on_down(self, event: PeerDown) -> None:
@@ -379,10 +383,13 @@ def _listen(transport: Transport, setting: str, rank: int) -> tuple[str, int] | 
     return found
 
 
-def _transport_units(layout: Sequence[HeadUnit], slot_bytes: int) -> Mapping[int, Unit]:
-    """Return the units of a block by number, with their places in slots."""
-    found = {}
-    for unit in layout:
-        runs = [number for offset, length in unit.runs for number in (offset, slot_bytes, length)]
-        found[unit.number] = Unit(array("q", runs), 1, unit.nbytes)
-    return found
+def _transport_units(layout: Sequence[HeadUnit], slot_bytes: int) -> GroupUnits:
+    """Return the units of a block, with their places in slots."""
+
+    def unit(runs: Iterable[tuple[int, int]], nbytes: int) -> Unit:
+        numbers = [number for start, length in runs for number in (start, slot_bytes, length)]
+        return Unit(array("q", numbers), 1, nbytes)
+
+    nbytes = sum(part.nbytes for part in layout)
+    parts = {part.number: unit(part.runs, part.nbytes) for part in layout}
+    return GroupUnits(parts, unit([(0, nbytes)], nbytes))

@@ -7,10 +7,12 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from kvconnect.errors import KVConnectError, ProtocolError
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.protocol.cache_messages import (
+    WHOLE,
     Ask,
     CacheMessage,
     Fetch,
@@ -40,8 +42,17 @@ MOST_BYTES = 256 << 20
 
 _BURST_S = 1.0  # of a limited rate
 
-GroupUnits = Mapping[int, Unit]
-"""A group's units by number, each with its place in a slot."""
+
+class GroupUnits(NamedTuple):
+    """A group's units, each with its place in a slot: ``parts`` of a block by number, and all of
+    it."""
+
+    parts: Mapping[int, Unit]
+    whole: Unit
+
+    def get(self, number: int) -> Unit | None:
+        """Return a unit by its number on the wire."""
+        return self.whole if number == WHOLE else self.parts.get(number)
 
 
 @dataclass(eq=False)
@@ -140,13 +151,15 @@ class Serving:
     def _fetch(self, peer: PeerId, fetch: Fetch) -> None:
         if (peer, fetch.fetch) in self._sending:
             raise ProtocolError(f"fetch {fetch.fetch} is asked for twice")
-        units = self._groups[fetch.group] if fetch.group < len(self._groups) else {}
-        unknown = [number for number in fetch.units if number not in units]
-        if unknown:
-            raise ProtocolError(f"unit {unknown[0]} of group {fetch.group} is not kept here")
-        size = sum(units[number].block_bytes for number in fetch.units)
-        whole = sum(unit.block_bytes for unit in units.values())
-        blocks = [self._intact(self.served.find(key), whole) for key in fetch.keys]
+        if fetch.group >= len(self._groups):
+            raise ProtocolError(f"there is no group {fetch.group} here")
+        group = self._groups[fetch.group]
+        units = [unit for number in fetch.units if (unit := group.get(number)) is not None]
+        if len(units) < len(fetch.units):
+            raise ProtocolError(f"some of the units {fetch.units} are not kept here")
+        size = sum(unit.block_bytes for unit in units)
+        nbytes = group.whole.block_bytes
+        blocks = [self._intact(self.served.find(key), nbytes) for key in fetch.keys]
         count = sum(block is not None for block in blocks)
         nbytes = count * size
         if not count or not self._limit.admit(nbytes):
@@ -158,8 +171,8 @@ class Serving:
         sending = _Sending(blocks, nbytes, len(runs) * len(fetch.units))
         self._sending[peer, fetch.fetch] = sending
         for first, slots in runs:
-            for place, number in enumerate(fetch.units):
-                order = OutgoingPages(peer, fetch.fetch, place, units[number], first, slots)
+            for place, unit in enumerate(units):
+                order = OutgoingPages(peer, fetch.fetch, place, unit, first, slots)
                 self._transport.submit(order)
 
     def _intact(self, block: ServedBlock | None, nbytes: int) -> ServedBlock | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvconnect.circuit_breaker import CircuitBreaker
 from kvconnect.errors import ProtocolError
-from kvconnect.protocol.cache_messages import CacheHello, CacheMessage, encode
+from kvconnect.protocol.cache_messages import WHOLE, CacheHello, CacheMessage, encode
 from kvconnect.tiers.peers.serving import GroupUnits
 from kvconnect.transport.base import PeerId, PeerMessage, Transport
 
@@ -21,7 +21,8 @@ _LONGEST_PAUSE_S = 30.0
 
 @dataclass(eq=False)
 class CacheSource:
-    """One worker. ``units``: those that it has, per group; ``reading``: blocks read from it now."""
+    """One worker. ``units``: those that it has, per group: ``WHOLE`` alone if its slots are like
+    this worker's. ``reading``: blocks read from it now."""
 
     peer: PeerId
     path: str
@@ -48,8 +49,8 @@ class CacheSources:
     def __len__(self) -> int:
         return len(self._sources)
 
-    def add(self, peer: PeerId, path: str, hello: CacheHello) -> None:
-        """Add a worker that keeps blocks of the same format.
+    def add(self, peer: PeerId, path: str, hello: CacheHello, same_layout: bool) -> None:
+        """Add a worker that keeps blocks of the same format, and perhaps in the same layout.
 
         Raises:
             ProtocolError: its groups or units are others.
@@ -57,10 +58,10 @@ class CacheSources:
         if len(hello.groups) != len(self.groups):
             raise ProtocolError(f"{len(hello.groups)} groups there, {len(self.groups)} here")
         for mine, theirs in zip(self.groups, hello.groups, strict=True):
-            for number, unit in mine.items():
+            for number, unit in mine.parts.items():
                 if theirs.get(number, unit.block_bytes) != unit.block_bytes:
                     raise ProtocolError(f"unit {number} has {theirs[number]} bytes there")
-        units = [frozenset(group) for group in hello.groups]
+        units = [frozenset({WHOLE} if same_layout else group) for group in hello.groups]
         breaker = CircuitBreaker(LATE_ANSWERS, _LONGEST_PAUSE_S)
         with self.changed:
             self._sources[peer] = CacheSource(peer, path, units, breaker)

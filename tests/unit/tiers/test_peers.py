@@ -19,6 +19,7 @@ from kvconnect.errors import ConfigError, Misuse, ProtocolError
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.protocol.cache_messages import (
     MAX_ASKED,
+    WHOLE,
     Ask,
     CacheHello,
     CacheMessage,
@@ -39,11 +40,12 @@ from kvconnect.tiers.peers.fetching import Reads, Wanted
 from kvconnect.tiers.peers.peer_agent import PeerAgent, PeerOptions, SharedBlocks
 from kvconnect.tiers.peers.peer_store import PeerStore
 from kvconnect.tiers.peers.served import ServedBlock, ServedBlocks
-from kvconnect.tiers.peers.serving import MOST_BYTES, SendLimit, Serving
+from kvconnect.tiers.peers.serving import MOST_BYTES, GroupUnits, SendLimit, Serving
 from kvconnect.tiers.peers.sources import LATE_ANSWERS, CacheSources
 from kvconnect.transport import ConnectionOptions, Security, make_transport
 from kvconnect.transport.base import (
     Drained,
+    IncomingPages,
     MessageReceived,
     OutgoingPages,
     PagesReceived,
@@ -55,7 +57,7 @@ from kvconnect.transport.base import (
 )
 from tests.servers import free_port
 
-pytest.importorskip("xxhash")
+xxhash = pytest.importorskip("xxhash")
 
 BLOCK = 8192
 HALF = BLOCK // 2
@@ -91,7 +93,9 @@ class Engine:
     ) -> None:
         nbytes = sum(unit.nbytes for unit in layouts[0])
         self.host = HostArena(SLOTS, nbytes, "full")
-        blocks = SharedBlocks(self.host, layouts, name)
+        blocks = SharedBlocks(
+            self.host, layouts, name, xxhash.xxh3_128_digest(repr(layouts).encode())
+        )
         options = {"ask": list(ask), "listen": "127.0.0.1:0", "ask_s": 10.0, **settings}
         connection = ConnectionOptions(dead_after_s=WAIT_S, local=True)
         self.agent = PeerAgent(
@@ -258,7 +262,9 @@ def test_a_source_that_dies_and_comes_back() -> None:
 
 def test_a_stranger_s_messages_end_its_connection_only() -> None:
     """Whatever a peer with the key sends, others go on."""
-    hello = CacheHello(engine=bytes(16), format=FORMAT, groups=[{0: HALF, 1: HALF}])
+    hello = CacheHello(
+        engine=bytes(16), format=FORMAT, layout=b"layout", groups=[{0: HALF, 1: HALF}]
+    )
     bad: list[list[bytes]] = [
         [b"no message"],
         [encode(Ask(1, [key(1)]))],  # before a hello
@@ -307,10 +313,13 @@ class Recorder:
 
     def __init__(self) -> None:
         self.orders: list[object] = []
+        self.pages: list[IncomingPages] = []  # that were expected
         self.cancelled: list[int] = []
 
     def submit(self, order: object) -> None:
         self.orders.append(order)
+        if isinstance(order, IncomingPages):
+            self.pages.append(order)
 
     def cancel(self, peer: PeerId, read_id: int) -> None:
         self.cancelled.append(read_id)
@@ -324,6 +333,9 @@ PEER, OTHER_PEER = PeerId(1), PeerId(2)
 UNITS = {number: Unit(array("q", [number * HALF, BLOCK, HALF]), 1, HALF) for number in (0, 1)}
 
 
+GROUP = GroupUnits(UNITS, Unit(array("q", [0, BLOCK, BLOCK]), 1, BLOCK))
+
+
 class Source:
     """The serving side, without a network."""
 
@@ -335,7 +347,7 @@ class Source:
         self.stats = OffloadingConnectorStats()
         limit = SendLimit(rate, lambda: self.now)
         network: Any = self.network
-        self.side = Serving(network, self.served, self.host, [UNITS], limit, self.stats)
+        self.side = Serving(network, self.served, self.host, [GROUP], limit, self.stats)
         for number in range(4):
             self.host.view(number)[:] = content(number)
             self.host.seal(number, BLOCK)
@@ -426,10 +438,10 @@ class Reading:
         self.now = 0.0
         self.network = Recorder()
         network: Any = self.network
-        self.sources = CacheSources(network, [UNITS])
+        self.sources = CacheSources(network, [GROUP])
         for peer, units in ((PEER, {0: HALF, 1: HALF}), (OTHER_PEER, {1: HALF})):
-            hello = CacheHello(engine=bytes(16), format=FORMAT, groups=[units])
-            self.sources.add(peer, "tcp", hello)
+            hello = CacheHello(engine=bytes(16), format=FORMAT, layout=b"layout", groups=[units])
+            self.sources.add(peer, "tcp", hello, same_layout=False)
         clock = lambda: self.now  # noqa: E731
         self.questions = Questions(self.sources, wait_s, clock)
         self.reads = Reads(self.sources, wait_s, clock)
@@ -538,6 +550,22 @@ def test_the_least_busy_source_gives_a_unit() -> None:
     reading.sources.close()
     thread.join(WAIT_S)
     assert results == [[BlockOutcome.FAILED] * 2]
+
+
+def test_engines_alike_read_whole_blocks() -> None:
+    reading = Reading()
+    third = PeerId(3)
+    hello = CacheHello(engine=bytes(16), format=FORMAT, layout=b"same", groups=[{0: HALF, 1: HALF}])
+    reading.sources.add(third, "tcp", hello, same_layout=True)
+    thread, results = reading.start(reading.read(frozenset({PEER, third})))
+    (fetch,) = reading.asked(Fetch)
+    assert fetch.units == [WHOLE]
+    (order,) = reading.network.pages
+    assert (order.peer, [unit.block_bytes for unit in order.units]) == (third, [BLOCK])
+    reading.reads.on_sent(third, Sent(fetch.fetch, bytes([FetchOutcome.SENT] * 2)))
+    reading.reads.on_received(PagesReceived(third, fetch.fetch, 0, 0, 2, (), 2 * BLOCK, 0.0))
+    thread.join(WAIT_S)
+    assert results == [[BlockOutcome.OK] * 2]
 
 
 def test_a_question_waits_for_nobody_longer_than_it_may() -> None:

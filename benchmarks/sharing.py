@@ -1,0 +1,302 @@
+"""Real vLLM CPU engines that read blocks from one another's host memory.
+
+    python -m benchmarks.sharing [--rounds N] [--requests N]
+
+Five servers with the same model (float32), one compute thread each; those that are not asked are
+stopped (SIGSTOP). ``plain`` has no connector, ``host`` its own host tier only. ``source`` and
+``reader`` share and load whatever there is; ``rule`` reads from ``source`` what the cost rule says.
+
+``ttft_peer_over_recompute_2k``, ``ttft_peer_over_host_2k``: TTFT of ``reader`` on a prompt of 2k
+tokens that ``source`` has, over that of ``plain`` on a new one, and over that of ``host`` on one in
+its own host memory. ``server_slowdown``: 99th percentile of the time between ``source``'s tokens
+while ``reader`` reads prompts from it, over that while ``reader`` loads the same prompts from its
+own host memory. ``trace_hit_over_shared_ideal``: requests of the Mooncake trace, one after the
+other, to ``source`` or ``reader`` at random; prompt tokens that were not computed, over those that
+one cache as big as both host tiers could have had. ``trace_control``: the same for a second pair of
+runs in which they do not share. ``cost_rule_worst``: ``rule`` over ``plain`` on prompts of which
+``source`` has a share, the worst share; ``control_worst`` compares ``plain`` with itself.
+``pin_kept``: the share of a pinned prompt's blocks that ``host`` still has after more prompts than
+its host tier holds, ``pin_control`` of one that is not pinned. ``receipt_mismatch``: receipts that
+do not add up to the prompt. ``wrong_tokens``: answers that differ from those of ``plain``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import emit, progress
+from benchmarks.offload_engine import NewPrompts
+from benchmarks.serve.fleet import Variant, engine, reset, stopped
+from benchmarks.serve.trace import ID_TOKENS, Request, ideal_hits, read, sample, scaled
+from kvconnect.types import PromptSource
+from tests.engines import pd
+from tests.engines.models import BLOCK_SIZE
+from tests.engines.server import Server, events, kv_transfer
+from tests.servers import free_port
+
+PROMPT_BLOCKS = 64
+CACHED = PROMPT_BLOCKS * BLOCK_SIZE
+PROMPT = CACHED + 8
+HOST_BYTES, HOST_BLOCKS = "512MiB", 1024  # 16 prompts
+PULLS = 6  # prompts that are read while the source computes
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+TRACE = Path(__file__).parent / "serve" / "conversations.jsonl.gz"
+CONTINUE, STOP = signal.SIGCONT, signal.SIGSTOP
+SOURCES = {source.value for source in PromptSource}
+CONNECT_S = 120.0
+ASK_S = 0.25  # an engine on a CPU answers when it gets to it
+
+
+class Fleet:
+    """The five servers, and what came out wrong so far."""
+
+    def __init__(self) -> None:
+        port, other = free_port(), free_port()
+        settings = {"host_bytes": HOST_BYTES, "listen": "off"}
+        always = {**settings, "load_when": "always"}
+        source = {"listen": f"127.0.0.1:{port}", "ask": [f"127.0.0.1:{other}"], "ask_s": ASK_S}
+        reader = {"listen": f"127.0.0.1:{other}", "ask": [f"127.0.0.1:{port}"], "ask_s": ASK_S}
+        rule = {"ask": [f"127.0.0.1:{port}"], "ask_s": ASK_S}
+        self.plain = engine(None, 1)
+        self.host = engine(kv_transfer(**settings), 1)
+        self.source = engine(kv_transfer(**always, cache_peers=source), 1)
+        self.reader = engine(kv_transfer(**always, cache_peers=reader), 1)
+        self.rule = engine(kv_transfer(**settings, cache_peers=rule), 1)
+        self.wrong = self.mismatched = 0
+
+    @property
+    def servers(self) -> list[Server]:
+        return [self.plain, self.host, self.source, self.reader, self.rule]
+
+    @contextmanager
+    def awake(self, *servers: Server) -> Iterator[None]:
+        """Let some servers run, each warmed up by prompts that do not count until its peers are
+        connected again: they give up one that has been stopped for long."""
+        for server in servers:
+            Variant("", [server]).signal(CONTINUE)
+        deadline = time.monotonic() + CONNECT_S
+        for server in servers:
+            server.complete([5] * 8, 2)
+            while server in (self.reader, self.rule) and self.source in servers:
+                if server.metric("vllm:kvconnect_tier_available", tier="peer"):
+                    break
+                if time.monotonic() > deadline:
+                    raise SystemExit(f"not connected within {CONNECT_S:.0f} s")
+                time.sleep(0.2)
+                server.complete([5] * 8, 2)
+        yield
+        for server in servers:
+            Variant("", [server]).signal(STOP)
+
+
+def ttft(fleet: Fleet, new: NewPrompts, rounds: int) -> dict[str, float]:
+    """TTFT of prompts that a peer has, that the own host memory has, and that nobody has."""
+    samples: dict[str, list[float]] = {"plain": [], "host": [], "peer": []}
+    for number in range(rounds + 1):
+        prompt = new.take(PROMPT)
+        with fleet.awake(fleet.host):
+            fleet.host.complete(prompt, 1)
+            fleet.host.settle()
+            reset(fleet.host, external=False)
+        with fleet.awake(fleet.source):
+            fleet.source.complete(prompt, 1)
+            fleet.source.settle()
+        seconds = {}
+        with fleet.awake(fleet.plain):
+            seconds["plain"], want = fleet.plain.stream(prompt, 4)
+        with fleet.awake(fleet.host):
+            seconds["host"], host = fleet.host.stream(prompt, 4)
+        with fleet.awake(fleet.source, fleet.reader):
+            seconds["peer"], peer = fleet.reader.stream(prompt, 4)
+        for answer in (host, peer):
+            if answer.cached != CACHED:
+                raise SystemExit(f"{answer.cached} cached tokens, expected {CACHED}")
+            fleet.wrong += answer.tokens != want.tokens
+        progress(", ".join(f"{name} {value * 1e3:.0f} ms" for name, value in seconds.items()))
+        if number:  # the first connection and the first large copy do not count
+            for name, value in seconds.items():
+                samples[name].append(value)
+    middle = {name: statistics.median(values) for name, values in samples.items()}
+    return {
+        "ttft_peer_over_recompute_2k": middle["peer"] / middle["plain"],
+        "ttft_peer_over_host_2k": middle["peer"] / middle["host"],
+        "ttft_peer_ms": middle["peer"] * 1e3,
+    }
+
+
+def slowdown(fleet: Fleet, new: NewPrompts, rounds: int) -> dict[str, float]:
+    """The time between the source's tokens while a peer reads from it."""
+    found: dict[str, list[float]] = {"pulled": [], "own": []}
+    for _ in range(rounds):
+        prompts = [new.take(PROMPT) for _ in range(PULLS)]
+        with fleet.awake(fleet.source):
+            for prompt in prompts:
+                fleet.source.complete(prompt, 1)
+            fleet.source.settle()
+        with fleet.awake(fleet.source, fleet.reader):
+            for kind in ("pulled", "own"):
+                stop = threading.Event()
+                with ThreadPoolExecutor(1) as pool:
+                    gaps = pool.submit(intervals, fleet, new, stop)
+                    for prompt in prompts:
+                        if fleet.reader.complete(prompt, 1).cached != CACHED:
+                            raise SystemExit("the reader computed a prompt")
+                    stop.set()
+                fleet.reader.settle()
+                reset(fleet.reader, external=False)
+                found[kind].append(percentile(gaps.result(), 0.99))
+        progress(f"p99 between tokens: {found['pulled'][-1] * 1e3:.1f} ms while it is read from, "
+                 f"{found['own'][-1] * 1e3:.1f} ms while it is not")  # fmt: skip
+    ratios = [a / b for a, b in zip(found["pulled"], found["own"], strict=True)]
+    return {"server_slowdown": statistics.median(ratios)}
+
+
+def intervals(fleet: Fleet, new: NewPrompts, stop: threading.Event) -> list[float]:
+    """Return the seconds between tokens of streams of the source, until told to stop."""
+    gaps: list[float] = []
+    while not stop.is_set():
+        body = fleet.source.body(new.take(64), 400, stream=True)
+        with fleet.source.open("/v1/completions", body) as reply:
+            last = 0.0
+            for chunk in events(reply):
+                now = time.perf_counter()
+                if chunk["choices"] and last:
+                    gaps.append(now - last)
+                last = now
+                if stop.is_set():
+                    break
+    return gaps
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[int(share * (len(values) - 1))]
+
+
+def trace(fleet: Fleet, requests: Sequence[Request], seed: int) -> dict[str, float]:
+    """Requests of the trace to two engines at random, sharing or not."""
+    prompts = [prompt_of(one) for one in requests]
+    ideal = ideal_hits(requests, 2 * HOST_BLOCKS, BLOCK_SIZE)
+    cached: dict[str, int] = {}
+    answers: dict[str, list[tuple[int, ...]]] = {}
+    for name, salted in (("shared", False), ("apart", True)):
+        rng = random.Random(seed)
+        cached[name], answers[name] = 0, []
+        with fleet.awake(fleet.source, fleet.reader):
+            for server in (fleet.source, fleet.reader):
+                reset(server, external=False)
+            for prompt in prompts:
+                number = rng.randrange(2)
+                server = (fleet.source, fleet.reader)[number]
+                # With a salt of its own, an engine finds nothing of the other one.
+                salt = f"engine {number}" if salted else "both"
+                reply = ask(server, prompt, salt)
+                receipt = reply["kv_transfer_params"]["kvconnect"]["receipt"]
+                sources = {key: value for key, value in receipt.items() if key in SOURCES}
+                fleet.mismatched += not sum(sources.values()) == receipt["prompt"] == len(prompt)
+                cached[name] += receipt["prompt"] - receipt["computed"]
+                answers[name].append(tuple(reply["choices"][0]["token_ids"]))
+        progress(f"trace, {name}: {cached[name]} tokens cached, {ideal} is the ideal")
+    with fleet.awake(fleet.plain):
+        for place, prompt in enumerate(prompts):
+            want = fleet.plain.complete(prompt, 4).tokens
+            fleet.wrong += sum(answers[name][place] != want for name in answers)
+    return {
+        "trace_hit_over_shared_ideal": cached["shared"] / ideal,
+        "trace_control": cached["apart"] / ideal,
+    }
+
+
+def prompt_of(request: Request) -> list[int]:
+    """Return a prompt with 16 tokens for each id of the trace."""
+    tokens: list[int] = []
+    for number in request.hash_ids:
+        rng = random.Random(number)
+        tokens += [rng.randrange(10, 2000) for _ in range(ID_TOKENS)]
+    return tokens[: request.input_length]
+
+
+def ask(server: Server, prompt: list[int], salt: str) -> dict[str, Any]:
+    """Return the reply to a prompt, with its receipt."""
+    params = {"kvconnect": {"receipt": True}}
+    body = server.body(prompt, 4, cache_salt=salt, kv_transfer_params=params)
+    with server.open("/v1/completions", body) as reply:
+        found: dict[str, Any] = json.load(reply)
+    return found
+
+
+def rule(fleet: Fleet, new: NewPrompts, rounds: int) -> dict[str, float]:
+    """Prompts of which the source has a share: with the rule, and computed."""
+    ratios: dict[float, list[float]] = {share: [] for share in SHARES}
+    control: dict[float, list[float]] = {share: [] for share in SHARES}
+    for number in range(-1, rounds):  # until the rule knows engine and peer
+        for share in SHARES:
+            prompt = new.take(PROMPT)
+            with fleet.awake(fleet.source):
+                fleet.source.complete(prompt[: int(share * PROMPT_BLOCKS) * BLOCK_SIZE + 1], 1)
+                fleet.source.settle()
+            with fleet.awake(fleet.plain):
+                first, want = fleet.plain.stream(prompt, 4)
+            with fleet.awake(fleet.source, fleet.rule):
+                seconds, answer = fleet.rule.stream(prompt, 4)
+            with fleet.awake(fleet.plain):
+                again, _ = fleet.plain.stream(new.take(PROMPT), 4)
+            fleet.wrong += answer.tokens != want.tokens
+            if number >= 0:
+                ratios[share].append(seconds / first)
+                control[share].append(again / first)
+        progress(f"cost rule, round {number + 1}/{rounds}")
+    return {
+        "cost_rule_worst": max(map(statistics.median, ratios.values())),
+        "cost_rule_at_0": statistics.median(ratios[0.0]),
+        "cost_rule_at_100": statistics.median(ratios[1.0]),
+        "control_worst": max(map(statistics.median, control.values())),
+    }
+
+
+def pins(fleet: Fleet, new: NewPrompts) -> dict[str, float]:
+    """A pinned prompt and one that is not, after more prompts than the host tier holds."""
+    pinned, other = new.take(PROMPT), new.take(PROMPT)
+    with fleet.awake(fleet.host):
+        hint = {"kvconnect": {"pin": 3600}}
+        fleet.host.complete(pinned, 1, kv_transfer_params=hint)
+        fleet.host.complete(other, 1)
+        for _ in range(HOST_BLOCKS // PROMPT_BLOCKS + 4):
+            fleet.host.complete(new.take(PROMPT), 1)
+            fleet.host.settle()
+        kept = fleet.host.complete(pinned, 1).cached
+        lost = fleet.host.complete(other, 1).cached
+    return {"pin_kept": kept / CACHED, "pin_control": lost / CACHED}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=200, help="of the trace")
+    parser.add_argument("--seed", type=int, default=7)
+    options = parser.parse_args()
+    requests = scaled(sample(read(TRACE), options.requests, options.seed))
+    fleet, new = Fleet(), NewPrompts(options.seed)
+    variants = [Variant("", [server]) for server in fleet.servers]
+    with pd.side_by_side(*fleet.servers), stopped(variants):
+        figures = ttft(fleet, new, options.rounds)
+        figures |= slowdown(fleet, new, options.rounds)
+        figures |= rule(fleet, new, options.rounds)
+        figures |= trace(fleet, requests, options.seed)
+        figures |= pins(fleet, new)
+    figures |= {"receipt_mismatch": fleet.mismatched, "wrong_tokens": fleet.wrong}
+    emit("sharing", figures)
+
+
+if __name__ == "__main__":
+    main()
