@@ -17,9 +17,9 @@ from kvconnect.cache.head_shards import HeadUnit
 from kvconnect.cache.keys import block_key
 from kvconnect.errors import ConfigError, Misuse, ProtocolError
 from kvconnect.offload.host_arena import HostArena
+from kvconnect.protocol import cache_messages
 from kvconnect.protocol.cache_messages import (
     MAX_ASKED,
-    WHOLE,
     Ask,
     CacheHello,
     CacheMessage,
@@ -559,7 +559,7 @@ def test_engines_alike_read_whole_blocks() -> None:
     reading.sources.add(third, "tcp", hello, same_layout=True)
     thread, results = reading.start(reading.read(frozenset({PEER, third})))
     (fetch,) = reading.asked(Fetch)
-    assert fetch.units == [WHOLE]
+    assert fetch.units == [cache_messages.WHOLE]
     (order,) = reading.network.pages
     assert (order.peer, [unit.block_bytes for unit in order.units]) == (third, [BLOCK])
     reading.reads.on_sent(third, Sent(fetch.fetch, bytes([FetchOutcome.SENT] * 2)))
