@@ -9,15 +9,16 @@ stopped (SIGSTOP). ``plain`` has no connector, ``host`` its own host tier only. 
 ``ttft_peer_over_recompute_2k``, ``ttft_peer_over_host_2k``: TTFT of ``reader`` on a prompt of 2k
 tokens that ``source`` has, over that of ``plain`` on a new one, and over that of ``host`` on one in
 its own host memory. ``server_slowdown``: 99th percentile of the time between ``source``'s tokens
-while ``reader`` reads prompts from it, over that while ``reader`` loads the same prompts from its
-own host memory. ``trace_hit_over_shared_ideal``: requests of the Mooncake trace, one after the
-other, to ``source`` or ``reader`` at random; prompt tokens that were not computed, over those that
-one cache as big as both host tiers could have had. ``trace_control``: the same for a second pair of
-runs in which they do not share. ``cost_rule_worst``: ``rule`` over ``plain`` on prompts of which
-``source`` has a share, the worst share; ``control_worst`` compares ``plain`` with itself.
-``pin_kept``: the share of a pinned prompt's blocks that ``host`` still has after more prompts than
-its host tier holds, ``pin_control`` of one that is not pinned. ``receipt_mismatch``: receipts that
-do not add up to the prompt. ``wrong_tokens``: answers that differ from those of ``plain``.
+while ``reader`` reads prompts from it, over that while ``host`` loads them from its own memory;
+``late_loads``: the share of these prompts that ``reader`` computed, since ``source`` took too long.
+``trace_hit_over_shared_ideal``: requests of the Mooncake trace, one after the other, to ``source``
+or ``reader`` at random; prompt tokens that were not computed, over those that one cache as big as
+both host tiers could have had. ``trace_control``: the same where they do not share.
+``cost_rule_worst``: ``rule`` over ``plain`` on prompts of which ``source`` has a share, the worst
+share; ``control_worst`` compares ``plain`` with itself. ``pin_kept``: the share of a pinned
+prompt's blocks that ``host`` still has after more prompts than its host tier holds, ``pin_control``
+of one that is not pinned. ``receipt_mismatch``: receipts that do not add up to the prompt.
+``wrong_tokens``: answers that differ from those of ``plain``.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ import json
 import random
 import signal
 import statistics
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,15 @@ PROMPT_BLOCKS = 64
 CACHED = PROMPT_BLOCKS * BLOCK_SIZE
 PROMPT = CACHED + 8
 HOST_BYTES, HOST_BLOCKS = "512MiB", 1024  # 16 prompts
-PULLS = 6  # prompts that are read while the source computes
+READER_BYTES, READER_BLOCKS = "160MiB", 320  # 5 prompts
+CYCLE = 8  # prompts in turn: the reader never has the next one, the others never on the device
+STREAM = 300  # tokens
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 TRACE = Path(__file__).parent / "serve" / "conversations.jsonl.gz"
 CONTINUE, STOP = signal.SIGCONT, signal.SIGSTOP
 SOURCES = {source.value for source in PromptSource}
 CONNECT_S = 120.0
-ASK_S = 0.25  # an engine on a CPU answers when it gets to it
+ASK_S = 2.0  # an engine on a CPU answers when it gets to it
 
 
 class Fleet:
@@ -71,7 +74,8 @@ class Fleet:
         self.plain = engine(None, 1)
         self.host = engine(kv_transfer(**settings), 1)
         self.source = engine(kv_transfer(**always, cache_peers=source), 1)
-        self.reader = engine(kv_transfer(**always, cache_peers=reader), 1)
+        small = {**always, "host_bytes": READER_BYTES}
+        self.reader = engine(kv_transfer(**small, cache_peers=reader), 1)
         self.rule = engine(kv_transfer(**settings, cache_peers=rule), 1)
         self.wrong = self.mismatched = 0
 
@@ -136,47 +140,42 @@ def ttft(fleet: Fleet, new: NewPrompts, rounds: int) -> dict[str, float]:
 
 
 def slowdown(fleet: Fleet, new: NewPrompts, rounds: int) -> dict[str, float]:
-    """The time between the source's tokens while a peer reads from it."""
-    found: dict[str, list[float]] = {"pulled": [], "own": []}
-    for _ in range(rounds):
-        prompts = [new.take(PROMPT) for _ in range(PULLS)]
-        with fleet.awake(fleet.source):
+    """The time between the source's tokens while a peer reads from it, and while another engine
+    loads as much from its own host memory."""
+    prompts = [new.take(PROMPT) for _ in range(CYCLE)]
+    for server in (fleet.source, fleet.host):
+        with fleet.awake(server):
             for prompt in prompts:
-                fleet.source.complete(prompt, 1)
-            fleet.source.settle()
-        with fleet.awake(fleet.source, fleet.reader):
-            for kind in ("pulled", "own"):
-                stop = threading.Event()
-                with ThreadPoolExecutor(1) as pool:
-                    gaps = pool.submit(intervals, fleet, new, stop)
-                    for prompt in prompts:
-                        if fleet.reader.complete(prompt, 1).cached != CACHED:
-                            raise SystemExit("the reader computed a prompt")
-                    stop.set()
-                fleet.reader.settle()
-                reset(fleet.reader, external=False)
-                found[kind].append(percentile(gaps.result(), 0.99))
-        progress(f"p99 between tokens: {found['pulled'][-1] * 1e3:.1f} ms while it is read from, "
-                 f"{found['own'][-1] * 1e3:.1f} ms while it is not")  # fmt: skip
-    ratios = [a / b for a, b in zip(found["pulled"], found["own"], strict=True)]
-    return {"server_slowdown": statistics.median(ratios)}
+                server.complete(prompt, 1)
+                server.settle()
+    ratios: list[float] = []
+    loads, late = 0, 0
+    for number in range(rounds):
+        found = {}
+        for server in (fleet.reader, fleet.host)[:: -1 if number % 2 else 1]:
+            with fleet.awake(fleet.source, server), ThreadPoolExecutor(1) as pool:
+                gaps = pool.submit(intervals, fleet.source, new.take(64))
+                for prompt in cycle(prompts):
+                    if gaps.done():
+                        break
+                    cached = server.complete(prompt, 1).cached
+                    loads += server is fleet.reader
+                    late += server is fleet.reader and cached != CACHED
+                found[server.port] = percentile(gaps.result(), 0.99)
+        read, own = found[fleet.reader.port], found[fleet.host.port]
+        progress(f"p99 between tokens: {read * 1e3:.1f} ms while read from, else {own * 1e3:.1f}")
+        ratios.append(read / own)
+    return {"server_slowdown": statistics.median(ratios), "late_loads": late / loads}
 
 
-def intervals(fleet: Fleet, new: NewPrompts, stop: threading.Event) -> list[float]:
-    """Return the seconds between tokens of streams of the source, until told to stop."""
-    gaps: list[float] = []
-    while not stop.is_set():
-        body = fleet.source.body(new.take(64), 400, stream=True)
-        with fleet.source.open("/v1/completions", body) as reply:
-            last = 0.0
-            for chunk in events(reply):
-                now = time.perf_counter()
-                if chunk["choices"] and last:
-                    gaps.append(now - last)
-                last = now
-                if stop.is_set():
-                    break
-    return gaps
+def intervals(server: Server, prompt: list[int]) -> list[float]:
+    """Return the seconds between the tokens of a stream."""
+    times: list[float] = []
+    with server.open("/v1/completions", server.body(prompt, STREAM, stream=True)) as reply:
+        for chunk in events(reply):
+            if chunk["choices"]:
+                times.append(time.perf_counter())
+    return [after - before for before, after in pairwise(times)]
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -186,7 +185,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 def trace(fleet: Fleet, requests: Sequence[Request], seed: int) -> dict[str, float]:
     """Requests of the trace to two engines at random, sharing or not."""
     prompts = [prompt_of(one) for one in requests]
-    ideal = ideal_hits(requests, 2 * HOST_BLOCKS, BLOCK_SIZE)
+    ideal = ideal_hits(requests, HOST_BLOCKS + READER_BLOCKS, BLOCK_SIZE)
     cached: dict[str, int] = {}
     answers: dict[str, list[tuple[int, ...]]] = {}
     for name, salted in (("shared", False), ("apart", True)):

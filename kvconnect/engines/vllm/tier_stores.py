@@ -59,13 +59,15 @@ def make_lower_tiers(
     store, geometry = host
     cache = _Cache(vllm_config, kv_cache_config, kv_caches, geometry)
     fields = stored_format(vllm_config, kv_cache_config, kv_caches)
-    rank = vllm_config.parallel_config.rank
+    parallel = vllm_config.parallel_config
+    rank = parallel.rank
 
     def peers() -> Store:
         shared = _shared_form(cache, fields)
         layout = fingerprint(_own_fields(cache, fields))
         blocks = SharedBlocks(store, shared.units(geometry), shared.fingerprint, layout)
-        return PeerStore(start_agent(config, blocks, rank), blocks)
+        first = parallel.data_parallel_index * parallel.world_size
+        return PeerStore(start_agent(config, blocks, first + rank), blocks)
 
     stores = make_tiers(
         config.tiers,

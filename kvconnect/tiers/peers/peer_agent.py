@@ -72,7 +72,8 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
         ask: workers of other engines, as ``IP:PORT``, or ``IP:FIRST-LAST`` for several ranks at
             ports in a row. The engine's own addresses may be among them.
         listen: ``IP:PORT`` at which this engine serves blocks, an address of this machine that the
-            others reach. Rank r listens at port + r. ``off``: it serves none.
+            others reach. Worker r listens at port + r, counted over all data-parallel engines.
+            ``off``: it serves none.
         ask_s: seconds that a request waits for answers.
         serve_rate: limit of one worker's sending, in bytes per second. ``0``: no limit.
     """
@@ -203,7 +204,7 @@ class Reader(NamedTuple):
 class PeerAgent:
     """Owns the transport, and a thread that answers others and takes their answers.
 
-    ``read_s``: seconds after which a read has failed. ``rank`` is added to the port to listen at.
+    ``read_s``: seconds after which a read has failed. ``number`` is added to the port to listen at.
     ``nixl``: read over NIXL where a peer has it.
 
     Attributes:
@@ -220,7 +221,7 @@ class PeerAgent:
         transport: Transport,
         blocks: SharedBlocks,
         read_s: float,
-        rank: int = 0,
+        number: int = 0,
         nixl: bool = False,
     ) -> None:
         host = blocks.host
@@ -244,7 +245,7 @@ class PeerAgent:
         self._peers: dict[PeerId, _Connection] = {}
         self._closed = threading.Event()
         transport.register(ArenaMemory(host))
-        self.address = _listen(transport, options.listen, rank)
+        self.address = _listen(transport, options.listen, number)
         kind, stopped = threads.ThreadKind.PEERS, self._closed.is_set
         name = "kvconnect-peers"
         self._thread = threads.make(kind, name, self._loop, again=True, stopped=stopped)
@@ -349,8 +350,9 @@ class PeerAgent:
         self._transport.submit(Disconnect(peer, f"{type(error).__name__}: {error}"))
 
 
-def start_agent(config: Config, blocks: SharedBlocks, rank: int) -> PeerAgent:
-    """Start a worker's agent with the settings of its engine; see :class:`PeerAgent`.
+def start_agent(config: Config, blocks: SharedBlocks, number: int) -> PeerAgent:
+    """Start a worker's agent with the settings of its engine; see :class:`PeerAgent`. ``number``
+    counts the workers of all data-parallel engines.
 
     Raises:
         ConfigError: an address, key, certificate or transport that cannot be used.
@@ -368,17 +370,17 @@ def start_agent(config: Config, blocks: SharedBlocks, rank: int) -> PeerAgent:
     transport = make_transport("nixl" if nixl else "tcp", security_of(network), connection)
     with ExitStack() as undo:
         undo.callback(transport.close)
-        agent = PeerAgent(options, transport, blocks, config.tiers.wait_s, rank, nixl)
+        agent = PeerAgent(options, transport, blocks, config.tiers.wait_s, number, nixl)
         undo.pop_all()
     return agent
 
 
-def _listen(transport: Transport, setting: str, rank: int) -> tuple[str, int] | None:
+def _listen(transport: Transport, setting: str, number: int) -> tuple[str, int] | None:
     where = listen_address(setting)
     if where is None:
         return None
     host, port = where
-    found = transport.listen(host, port + rank if port else 0)
+    found = transport.listen(host, port + number if port else 0)
     logger.info("serving blocks of host memory at %s:%d", *found)
     return found
 

@@ -15,8 +15,11 @@ from hypothesis import strategies as st
 
 from kvconnect.cache.head_shards import HeadUnit
 from kvconnect.cache.keys import block_key
+from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.errors import ConfigError, Misuse, ProtocolError
+from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.host_arena import HostArena
+from kvconnect.offload.index import HostIndex
 from kvconnect.protocol import cache_messages
 from kvconnect.protocol.cache_messages import (
     MAX_ASKED,
@@ -35,6 +38,8 @@ from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers import SHARED
 from kvconnect.tiers.backends import BlockOutcome
 from kvconnect.tiers.backends.base import parse_settings
+from kvconnect.tiers.messages import PrefetchBlocks, TierInstructions
+from kvconnect.tiers.offers import Offers
 from kvconnect.tiers.peers.asking import Questions
 from kvconnect.tiers.peers.fetching import Reads, Wanted
 from kvconnect.tiers.peers.peer_agent import PeerAgent, PeerOptions, SharedBlocks
@@ -42,6 +47,7 @@ from kvconnect.tiers.peers.peer_store import PeerStore
 from kvconnect.tiers.peers.served import ServedBlock, ServedBlocks
 from kvconnect.tiers.peers.serving import MOST_BYTES, GroupUnits, SendLimit, Serving
 from kvconnect.tiers.peers.sources import LATE_ANSWERS, CacheSources
+from kvconnect.tiers.worker import TierWorker
 from kvconnect.transport import ConnectionOptions, Security, make_transport
 from kvconnect.transport.base import (
     Drained,
@@ -55,6 +61,7 @@ from kvconnect.transport.base import (
     PeerMessage,
     Unit,
 )
+from kvconnect.types import JobId, Tier
 from tests.servers import free_port
 
 xxhash = pytest.importorskip("xxhash")
@@ -688,3 +695,45 @@ def test_put_and_remove_do_nothing() -> None:
         assert engine.store.put([key(1)], [engine.host.view(0)]) == [BlockOutcome.UNAVAILABLE]
         assert engine.store.remove([key(1)]) == [BlockOutcome.ABSENT]
         assert engine.store.exists([key(1)]) == [0]
+
+
+# A worker and its scheduler -----------------------------------------------------------------------
+
+
+def test_a_step_offers_blocks_before_it_overwrites_slots() -> None:
+    """One step may name a block whose slot it also gives to another one."""
+    with engines(Engine) as [engine]:
+        geometry = Geometry((GroupGeometry((ByteRun(0, BLOCK, BLOCK),), 4),))
+        worker = TierWorker({Tier.PEER: engine.store}, engine.host, geometry)
+        served = engine.agent.served
+        offered = [(key(number), number) for number in range(4)]
+        worker.serve(TierInstructions(served=offered), overwritten=[1])
+        worker.submit([PrefetchBlocks(JobId(1), (key(9),), array("q", [2]), WAIT_S)])
+        assert [served.find(key(n)) is not None for n in range(4)] == [True, False, False, True]
+        worker.serve(TierInstructions(withdraw=True, served=[(key(5), 5)]), overwritten=[])
+        assert [served.find(key(n)) is not None for n in (0, 3, 5)] == [False, False, True]
+        until(lambda: bool(worker.poll()))
+        worker.close()
+
+
+def test_only_complete_blocks_are_offered() -> None:
+    index = HostIndex(4, 1, make_policy("lru", 4))
+    for serves in (True, False):
+        offers = Offers(index, serves)
+        slot = index.reserve(0, b"a%d" % serves)
+        assert slot is not None
+        offers.stored(0, b"a%d" % serves, key(1))  # it is still being stored
+        assert not offers.ready
+        index.commit([slot])
+        offers.stored(0, b"a%d" % serves, key(1))
+        offers.promoted([(key(2), 3)])
+        assert offers.ready is serves
+        step = TierInstructions()
+        offers.take(step)
+        assert step.served == ([(key(1), slot), (key(2), 3)] if serves else [])
+        assert not offers.ready
+        offers.promoted([(key(2), 3)])
+        offers.withdraw()
+        step = TierInstructions()
+        offers.take(step)
+        assert (step.served, step.withdraw) == ([], serves)
