@@ -63,7 +63,7 @@ class KeptSlots:
         return self._used[kind]
 
     def keep(self, slot: int, wanted: KeepTimes, now: float) -> KeepOutcome:
-        """KeepTimes a slot. A time that was granted before is never shortened.
+        """Keep a slot. A time that was granted before is never shortened.
 
         A pin beyond the share becomes retention, if ``wanted`` asks for that too.
         """
@@ -90,7 +90,7 @@ class KeptSlots:
         return refused
 
     def forget(self, slot: int) -> None:
-        """KeepTimes a slot no longer."""
+        """Keep a slot no longer."""
         kind = self.kinds.pop(slot, None)
         if kind is None:
             return
@@ -118,7 +118,7 @@ class KeptSlots:
         return list(over), retained
 
     def clear(self) -> None:
-        """KeepTimes nothing."""
+        """Keep nothing."""
         for slot in list(self.kinds):
             self.forget(slot)
         self._ends.clear()
@@ -169,14 +169,14 @@ class Retention(EvictionPolicy):
         self._aside: dict[CacheHint, dict[int, None]] = {CacheHint.PIN: {}, CacheHint.RETAIN: {}}
 
     def keep(self, slot: int, wanted: KeepTimes, now: float) -> KeepOutcome:
-        """KeepTimes the block of an inserted slot, as :meth:`KeptSlots.keep`."""
+        """Keep the block of an inserted slot, as :meth:`KeptSlots.keep`."""
         outcome = self.kept.keep(slot, wanted, now)
         if self._take_back(slot):
             self._set_aside(slot)  # with those of its present kind
         return outcome
 
     def expire(self, now: float) -> int:
-        """KeepTimes no longer what was kept until ``now``; return the number of those blocks."""
+        """Keep no longer what was kept until ``now``; return the number of those blocks."""
         over, retained = self.kept.expire(now)
         for slot in retained:
             if self._take_back(slot):
@@ -249,7 +249,7 @@ class Retention(EvictionPolicy):
         return [slot for slot in slots if slot not in pinned and slot not in retained]
 
     def _release(self, slots: Sequence[int]) -> None:
-        """KeepTimes these slots no longer."""
+        """Keep these slots no longer."""
         back = [slot for slot in slots if self._take_back(slot)]
         for slot in slots:
             self.kept.forget(slot)
