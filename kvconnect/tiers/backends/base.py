@@ -246,6 +246,11 @@ class StoreMeter:
         with self._lock:
             self._stats.count("store_evicted_blocks", blocks)
 
+    def refused(self, blocks: int) -> None:
+        """Count blocks that a peer asked for and that were not sent."""
+        with self._lock:
+            self._stats.count("peer_refused_blocks", blocks)
+
     def take(self) -> OffloadingConnectorStats | None:
         """Return the statistics since the last call, None if there are none."""
         with self._lock:

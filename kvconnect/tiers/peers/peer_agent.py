@@ -32,7 +32,7 @@ from kvconnect.protocol.cache_messages import (
 )
 from kvconnect.protocol.codec import PROTOCOL, common_protocol
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.tiers.backends.base import parse_settings
+from kvconnect.tiers.backends.base import StoreMeter, parse_settings
 from kvconnect.tiers.peers.asking import Questions
 from kvconnect.tiers.peers.fetching import Reads
 from kvconnect.tiers.peers.served import ServedBlocks
@@ -233,14 +233,13 @@ class PeerAgent:
         self._hello = CacheHello(
             engine=os.urandom(16), format=blocks.fingerprint, layout=blocks.layout, groups=sizes
         )
-        self._stats = OffloadingConnectorStats()
-        self._lock = threading.Lock()  # of the statistics
+        self._meter = StoreMeter()
         sources = CacheSources(transport, groups)
         self.reader = Reader(
             sources, Questions(sources, options.ask_s, clock), Reads(sources, read_s, clock)
         )
         served, limit = ServedBlocks(host.num_slots), SendLimit(options.serve_rate, clock)
-        self._serving = Serving(transport, served, host, groups, limit, self._stats)
+        self._serving = Serving(transport, served, host, groups, limit, self._meter)
         self._dialler = _Dialler(transport, options.addresses())
         self._peers: dict[PeerId, _Connection] = {}
         self._closed = threading.Event()
@@ -261,8 +260,7 @@ class PeerAgent:
 
     def take_stats(self) -> OffloadingConnectorStats | None:
         """Return the counts since the last call. Any thread may call this."""
-        with self._lock:
-            return self._stats.take()
+        return self._meter.take()
 
     def close(self) -> None:
         """Close every connection. Idempotent."""
@@ -279,7 +277,7 @@ class PeerAgent:
                 ticked = now
                 self._dialler.connect(now)
             for event in self._transport.poll(_TICK_S):
-                with self._lock, contained(partial(self._end, event.peer)):
+                with contained(partial(self._end, event.peer)):
                     self._on_event(event)
 
     def _on_event(self, event: Event) -> None:

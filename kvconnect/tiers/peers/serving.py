@@ -22,7 +22,7 @@ from kvconnect.protocol.cache_messages import (
     Stop,
     encode,
 )
-from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.tiers.backends.base import StoreMeter
 from kvconnect.tiers.peers.served import ServedBlock, ServedBlocks
 from kvconnect.transport.base import (
     Drained,
@@ -94,7 +94,7 @@ class SendLimit:
 class Serving:
     """The source's side of all connections. For one thread.
 
-    ``groups``: per group, the units of this worker's blocks. ``stats`` gets the bytes sent and the
+    ``groups``: per group, the units of this worker's blocks. ``meter`` gets the bytes sent and the
     blocks refused.
     """
 
@@ -105,14 +105,14 @@ class Serving:
         host: HostArena,
         groups: Sequence[GroupUnits],
         limit: SendLimit,
-        stats: OffloadingConnectorStats,
+        meter: StoreMeter,
     ) -> None:
         self.served = served
         self._transport = transport
         self._host = host
         self._groups = groups
         self._limit = limit
-        self._stats = stats
+        self._meter = meter
         self._sending: dict[tuple[PeerId, int], _Sending] = {}
 
     def on_message(self, peer: PeerId, message: CacheMessage) -> None:
@@ -133,7 +133,7 @@ class Serving:
         sending = self._sending.get((event.peer, event.read_id))
         if sending is None:
             return
-        self._stats.record_transfer(TransferType.CPU_TO_PEER, event.nbytes, event.seconds)
+        self._meter.moved(TransferType.CPU_TO_PEER, event.nbytes, event.seconds)
         sending.orders -= 1
         if not sending.orders:
             self._end(event.peer, event.read_id)
@@ -164,7 +164,7 @@ class Serving:
         nbytes = count * size
         if not count or not self._limit.admit(nbytes):
             outcome = FetchOutcome.BUSY if count else FetchOutcome.ABSENT
-            self._stats.count("peer_refused_blocks", count)
+            self._meter.refused(count)
             self._say(peer, Sent(fetch.fetch, bytes([outcome]) * len(blocks)))
             return
         runs = list(_runs(blocks))

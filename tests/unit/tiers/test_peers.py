@@ -37,7 +37,7 @@ from kvconnect.protocol.cache_messages import (
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers import SHARED
 from kvconnect.tiers.backends import BlockOutcome
-from kvconnect.tiers.backends.base import parse_settings
+from kvconnect.tiers.backends.base import StoreMeter, parse_settings
 from kvconnect.tiers.messages import PrefetchBlocks, TierInstructions
 from kvconnect.tiers.offers import Offers
 from kvconnect.tiers.peers.asking import Questions
@@ -351,10 +351,10 @@ class Source:
         self.host = HostArena(SLOTS, BLOCK, "full")
         self.served = ServedBlocks(SLOTS)
         self.network = Recorder()
-        self.stats = OffloadingConnectorStats()
+        self.meter = StoreMeter()
         limit = SendLimit(rate, lambda: self.now)
         network: Any = self.network
-        self.side = Serving(network, self.served, self.host, [GROUP], limit, self.stats)
+        self.side = Serving(network, self.served, self.host, [GROUP], limit, self.meter)
         for number in range(4):
             self.host.view(number)[:] = content(number)
             self.host.seal(number, BLOCK)
@@ -401,7 +401,9 @@ def test_a_source_sends_no_more_than_it_may() -> None:
     assert source.sent(1) == [Sent(1, bytes([FetchOutcome.SENT] * 3))]
     source.fetch(2, [3])
     assert source.sent(2) == [Sent(2, bytes([FetchOutcome.BUSY]))]
-    assert source.stats.data["counters"]["peer_refused_blocks"] == {"": 1}
+    counted = source.meter.take()
+    assert counted is not None
+    assert counted.data["counters"]["peer_refused_blocks"] == {"": 1}
     source.now = 2.5
     source.fetch(3, [3])
     assert source.sent(3) == [Sent(3, bytes([FetchOutcome.SENT]))]
