@@ -549,6 +549,18 @@ def test_a_source_that_dies_in_the_middle_of_a_read() -> None:
     assert reading.reads.read(0, [Wanted(key(1), 0, frozenset({PEER}))]) == [BlockOutcome.ABSENT]
 
 
+def test_a_read_that_closing_cuts_short_has_failed() -> None:
+    """The source has sent everything, and not all of it is here."""
+    reading = Reading()
+    thread, results = reading.start(reading.read())
+    (fetch,) = reading.asked(Fetch)
+    reading.reads.on_sent(PEER, Sent(fetch.fetch, bytes([FetchOutcome.SENT] * 2)))
+    reading.reads.on_received(arrived(fetch.fetch, 0))
+    reading.sources.close()
+    thread.join(WAIT_S)
+    assert results == [[BlockOutcome.FAILED] * 2]
+
+
 def test_the_least_busy_source_gives_a_unit() -> None:
     reading = Reading()
     (first, _) = reading.sources.all()
