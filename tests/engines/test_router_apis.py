@@ -25,7 +25,12 @@ NEW = 8
 TEXT = "Say something about the sea, and about the wind. " * 12
 TURN = [{"role": "user", "content": TEXT}]
 GREEDY = {"temperature": 0}
-_CLIENT: Any = {"api_key": "any", "max_retries": 0, "default_headers": {"Connection": "close"}}
+_CLIENT: Any = {
+    "api_key": "any",
+    "max_retries": 0,
+    "timeout": 120,
+    "default_headers": {"Connection": "close"},
+}
 _OPENAI = openai.OpenAI(**_CLIENT)  # each new one reads the system's certificates
 _ANTHROPIC = anthropic.Anthropic(**_CLIENT)
 
