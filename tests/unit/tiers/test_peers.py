@@ -414,13 +414,12 @@ def test_the_bytes_being_sent_are_bounded(sizes: list[int], random: Any) -> None
     limit = SendLimit(0, lambda: 0.0)
     going: list[int] = []
     for size in sizes:
-        alone = not going
         if limit.admit(size):
             going.append(size)
         else:
             assert going
         assert sum(going) == limit.nbytes
-        assert limit.nbytes <= MOST_BYTES or (alone and len(going) == 1)
+        assert limit.nbytes <= MOST_BYTES or len(going) == 1  # what is too large is sent alone
         while going and random.random() < 0.4:
             limit.ended(going.pop(random.randrange(len(going))))
 
