@@ -42,6 +42,9 @@ def make_stores(
     Raises:
         ConfigError: a tier cannot be used as it is set.
     """
+    if config.tiers.cache_peers:
+        fix = "remove it: only vLLM engines share host memory"
+        raise ConfigError("cache_peers", config.tiers.cache_peers, fix)
     if not (config.tiers.disk or config.tiers.remote):
         return {}
     if config.tiers.spill != "all":
