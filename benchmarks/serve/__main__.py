@@ -20,8 +20,9 @@ Parts:
 ``doc_qa``: LMCache's ``lmcache bench engine`` with ``long-doc-qa``: 30 documents of 1,000 tokens,
 each computed once, then two questions about each, five at a time. ``doc_qa_ttft_gain`` and
 ``doc_qa_round_gain`` are 1 less the mean TTFT, and less the seconds for all questions, over those
-without a connector. ``doc_failures``: failed requests with KVConnect, also with 100 documents, 20
-at a time.
+without a connector. ``doc_qa_ttft_over_lmcache`` and ``doc_qa_round_over_lmcache`` are the same two
+over those with LMCache's server beside the engine. ``doc_failures``: failed requests with
+KVConnect, also with 100 documents, 20 at a time.
 
 ``trace``: the Mooncake conversation trace (``trace.py``) by vLLM's ``timed_trace``. Times are
 compressed to 70 % of the rate that the engine without a connector bears. ``trace_ttft_gain`` is 1
@@ -58,7 +59,15 @@ from benchmarks.common import RESULTS, emit, progress
 from benchmarks.serve import parts, sglang_servers, workloads
 from benchmarks.serve.answers import wrong
 from benchmarks.serve.disaggregation import handed_off
-from benchmarks.serve.fleet import CONTROL, MODEL, OURS, PLAIN, disaggregated, single_engines
+from benchmarks.serve.fleet import (
+    CONTROL,
+    LMCACHE,
+    MODEL,
+    OURS,
+    PLAIN,
+    disaggregated,
+    single_engines,
+)
 from benchmarks.serve.load import LoadFailed
 from benchmarks.serve.trace import Request, read, sample, scaled
 from tests.engines.models import model_dir
@@ -132,7 +141,8 @@ def measure(
     if {"trace", "pd"} & set(chosen):
         asked = requests(options.trace, sizes.trace_requests, options.seed)
     if {"random", "doc_qa", "trace", "workloads"} & set(chosen):
-        names = (PLAIN, OURS, CONTROL) if "random" in chosen else (PLAIN, OURS)
+        of_parts = {"random": CONTROL, "doc_qa": LMCACHE}
+        names = (PLAIN, OURS, *(name for part, name in of_parts.items() if part in chosen))
         with single_engines(names) as variants:
             if "random" in chosen:
                 add(parts.random_prompts(variants, sizes))

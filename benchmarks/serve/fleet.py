@@ -6,16 +6,19 @@ import json
 import os
 import signal
 import statistics
+import sys
 import time
 import urllib.error
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
 
 from benchmarks.common import progress
 from benchmarks.serve.load import PEERS, LoadFailed
 from tests.engines import pd
+from tests.engines.models import BLOCK_SIZE
 from tests.engines.server import Client, Process, Router, Server, kv_transfer
 from tests.servers import free_port
 
@@ -26,11 +29,13 @@ DEVICE_BLOCKS = 256
 HOST_BYTES = "1GiB"
 HOST_BLOCKS = 2048
 """Of ``HOST_BYTES``: a block of 32 tokens has 512 KiB."""
-PLAIN, CONTROL, OURS, NIXL = "plain", "control", "kvconnect", "nixl"
+PLAIN, CONTROL, OURS, NIXL, LMCACHE = "plain", "control", "kvconnect", "nixl", "lmcache"
 RESET_S = 60.0
 INTRODUCTIONS = 5
 """Requests with which a pair of NIXL's engines may fail before the benchmark does."""
 VLLM_ROUTER = PEERS / "vllm-router" / "bin" / "vllm-router"
+LMCACHE_PACKAGES = PEERS / "lmcache-server"
+"""LMCache and what it needs beside vLLM's packages, for its server and the engine that asks it."""
 
 
 @dataclass
@@ -40,6 +45,8 @@ class Variant:
     name: str
     engines: Sequence[Server]
     router: Process | None = None
+    store: LmcacheServer | None = None
+    """What keeps blocks outside the engine."""
 
     @property
     def front(self) -> Client:
@@ -54,7 +61,7 @@ class Variant:
         self.signal(signal.SIGSTOP)
 
     def signal(self, number: signal.Signals) -> None:
-        for process in filter(None, (*self.engines, self.router)):
+        for process in filter(None, (*self.engines, self.router, self.store)):
             for pid in process.pids():
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
@@ -62,7 +69,9 @@ class Variant:
     def reset(self) -> None:
         """Forget all blocks, on the device and in host memory."""
         for engine in self.engines:
-            reset(engine, external=True)
+            reset(engine, external=not self.store)
+        if self.store:
+            self.store.post("/cache/clear", {"tier": "l1"})
 
 
 def reset(engine: Server, external: bool) -> None:
@@ -98,6 +107,41 @@ class VllmRouter(Process):
         ]
 
 
+@dataclass
+class LmcacheServer(Process):
+    """LMCache's server with as much host memory as KVConnect has."""
+
+    requests: int = field(default_factory=free_port)
+    """Port that engines ask; ``port`` is its admin API's."""
+    health: ClassVar[str] = "/healthcheck"
+
+    def command(self) -> list[str]:
+        if not LMCACHE_PACKAGES.exists():
+            raise LoadFailed(f"{LMCACHE_PACKAGES} is not there: run scripts/setup peers")
+        return [
+            *(sys.executable, "-m", "lmcache.cli.main", "server"),
+            *("--host", self.host, "--port", str(self.requests)),
+            *("--http-host", self.host, "--http-port", str(self.port)),
+            *("--l1-size-gb", "1", "--eviction-policy", "LRU", "--chunk-size", str(BLOCK_SIZE)),
+            *("--supported-transfer-mode", "auto"),
+            *("--worker-reap-timeout-seconds", "3600"),  # a stopped engine is not a dead one
+        ]
+
+    def environment(self) -> dict[str, str]:
+        return {**super().environment(), **self.settings()}
+
+    @staticmethod
+    def settings() -> dict[str, str]:
+        """Return the environment variables with which it, and an engine, find LMCache."""
+        root = str(Path(__file__).resolve().parents[2])
+        return {"PYTHONPATH": os.pathsep.join([root, str(LMCACHE_PACKAGES)])}
+
+    def connector(self) -> str:
+        """Return an engine's setting to ask it."""
+        port = {"lmcache.mp.host": f"tcp://{self.host}", "lmcache.mp.port": self.requests}
+        return kv_transfer("LMCacheMPConnector", **port, **{"lmcache.mp.heartbeat_interval": 3600})
+
+
 def engine(connector: str | None, threads: int, **env: str) -> Server:
     """Return an engine that is not started yet."""
     settings = {
@@ -121,13 +165,20 @@ def engine(connector: str | None, threads: int, **env: str) -> Server:
 def single_engines(names: Sequence[str]) -> Iterator[dict[str, Variant]]:
     """Start an engine for each of the names and leave them stopped; one core is for the rest."""
     threads = max(1, (os.cpu_count() or 2) - 1)
-    ours = kv_transfer(host_bytes=HOST_BYTES)
-    servers = {name: engine(ours if name == OURS else None, threads) for name in names}
     progress(f"starting engines: {', '.join(names)}")
-    with pd.side_by_side(*servers.values()):
-        variants = {name: Variant(name, [server]) for name, server in servers.items()}
-        with stopped(variants.values()):
-            yield variants
+    with ExitStack() as stack:
+        variants = {}
+        for name in names:
+            store = stack.enter_context(LmcacheServer()) if name == LMCACHE else None
+            if store:
+                server = engine(store.connector(), threads, **store.settings())
+            else:
+                ours = kv_transfer(host_bytes=HOST_BYTES)
+                server = engine(ours if name == OURS else None, threads)
+            variants[name] = Variant(name, [server], store=store)
+        stack.enter_context(pd.side_by_side(*(one.engines[0] for one in variants.values())))
+        stack.enter_context(stopped(variants.values()))
+        yield variants
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from benchmarks.common import progress
 from benchmarks.serve.fleet import (
     CONTROL,
     HOST_BLOCKS,
+    LMCACHE,
     MODEL,
     OURS,
     PLAIN,
@@ -133,7 +134,7 @@ def doc_qa(variants: Mapping[str, Variant], sizes: Sizes) -> dict[str, float]:
         )
         return found
 
-    found = turns([variants[name] for name in (PLAIN, OURS)], sizes.rounds, work)
+    found = turns([variants[name] for name in (PLAIN, OURS, LMCACHE)], sizes.rounds, work)
     with variants[OURS].awake():
         crowd = ("--ldqa-query-per-document", "1", "--ldqa-num-inflight-requests", "20")
         ask(variants[OURS], sizes.many_documents, *crowd, "--ldqa-max-output-length", "1")
@@ -141,6 +142,8 @@ def doc_qa(variants: Mapping[str, Variant], sizes: Sizes) -> dict[str, float]:
     return {
         "doc_qa_ttft_gain": 1 - ratio(found, OURS, PLAIN, "mean_ttft_ms"),
         "doc_qa_round_gain": 1 - ratio(found, OURS, PLAIN, "elapsed_time"),
+        "doc_qa_ttft_over_lmcache": ratio(found, OURS, LMCACHE, "mean_ttft_ms"),
+        "doc_qa_round_over_lmcache": ratio(found, OURS, LMCACHE, "elapsed_time"),
         "doc_failures": failures,
     }
 
