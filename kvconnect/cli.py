@@ -23,6 +23,7 @@ from kvconnect import engine_versions
 from kvconnect.cache.keys import TENANT_BYTES, tenant_of
 from kvconnect.config import parse_bytes
 from kvconnect.doctor import Finding, FindingsReport, checks, disk, models, transfers
+from kvconnect.doctor import flags as doctor_flags
 from kvconnect.doctor.peer_process import Task
 from kvconnect.errors import ConfigError
 from kvconnect.observability import report, top
@@ -33,7 +34,6 @@ from kvconnect.router import flags as router_flags
 Refuse = Callable[[str], NoReturn]
 """Ends the command with a usage error."""
 
-_DISK_BYTES = "256MiB"
 _TENANTS = 10  # most to show; there may be one per user
 
 
@@ -61,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor = commands.add_parser("doctor", help="check what works here and how fast, with fixes")
-    _add_doctor_flags(doctor)
+    _add_doctor(doctor)
     cache = commands.add_parser("cache", help="inspect the disk tier, or control caches of engines")
     _add_cache_flags(cache)
     boards = commands.add_parser("dashboards", help="Grafana dashboards and Prometheus alerts")
@@ -107,7 +107,7 @@ def run_transport(refuse: Refuse, arguments: argparse.Namespace) -> int:
         refuse(f"--{error.field.replace('_', '-')} {error.value}: {error.fix}")
 
 
-def run_copy(arguments: argparse.Namespace) -> int:
+def run_copy(refuse: Refuse, arguments: argparse.Namespace) -> int:  # noqa: ARG001
     """Copy blocks as the host tier does; return the exit code."""
     try:
         from kvconnect.doctor import copies
@@ -127,6 +127,17 @@ def run_disk(refuse: Refuse, arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         refuse(f"--{error.field} {error.value}: {error.fix}")
     return _show(disk.examine(arguments.folder, nbytes), arguments)
+
+
+def run_peers(refuse: Refuse, arguments: argparse.Namespace) -> int:
+    """Ask workers that share their host memory; return the exit code."""
+    from kvconnect.doctor import cache_peers
+
+    try:
+        found = cache_peers.examine(arguments.ask, arguments.key_file, arguments.tls_dir)
+        return _show(found, arguments)
+    except ConfigError as error:
+        refuse(f"{error.field} {error.value}: {error.fix}")
 
 
 def parse_address(field: str, text: str) -> tuple[str, int]:
@@ -157,44 +168,11 @@ def _show(found: FindingsReport, arguments: argparse.Namespace) -> int:
     return 0 if found.ok else 1
 
 
-def _add_doctor_flags(parser: argparse.ArgumentParser) -> None:
-    as_json = "print one JSON object instead of lines"
-    parser.add_argument("--json", action="store_true", help=as_json)
-    of_model = "say what works with the model whose config.json is there, instead"
-    parser.add_argument("--model", metavar="DIR", help=of_model)
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_checks)
-    what = parser.add_subparsers(dest="what", metavar="WHAT")
-    transport = what.add_parser("transport", help="move pages to another process or machine")
-    copy = what.add_parser("copy", help="copy blocks between the KV cache and host memory")
-    folder = what.add_parser("disk", help="write and read a file")
-    for each in (transport, copy, folder):
-        # No default, so that a --json before the subcommand counts too.
-        each.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=as_json)
-    _add_transport_flags(transport)
-    copy.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the KV cache")
-    folder.add_argument("folder", metavar="DIR", help="where to write")
-    size = "how much (default: %(default)s)"
-    folder.add_argument("--bytes", default=_DISK_BYTES, metavar="SIZE", help=size)
-    transport.set_defaults(run=partial(run_transport, transport.error))
-    copy.set_defaults(run=run_copy)
-    folder.set_defaults(run=partial(run_disk, folder.error))
-
-
-def _add_transport_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    other = parser.add_mutually_exclusive_group()
-    other.add_argument("--peer", default="", metavar="HOST:PORT", help="the listening side")
-    other.add_argument("--listen", default="", metavar="HOST:PORT", help="be the listening side")
-    add("--path", choices=["tcp", "nixl", "all"], default="all", help="transports to measure")
-    add("--device", choices=["cpu", "cuda"], default="cpu", help="where the pages are")
-    add(
-        "--min-rate",
-        default="0",
-        metavar="SIZE",
-        help="fail below this per second, such as 1GB",
-    )
-    add("--key-file", default="", metavar="FILE", help="key file; the same on both sides")
-    add("--tls-dir", default="", metavar="DIR", help="tls.crt, tls.key and ca.crt of this side")
+    runs = {"transport": run_transport, "copy": run_copy, "disk": run_disk, "peers": run_peers}
+    for name, each in doctor_flags.add_flags(parser).items():
+        each.set_defaults(run=partial(runs[name], each.error))
 
 
 # cache ------------------------------------------------------------------------------------------

@@ -134,11 +134,13 @@ SLOW = 0.5
 """A path slower than this share of plain sockets gets a warning."""
 
 _BUSY = 0.8  # share of the machine's cores
-_FIXES = {
+REFUSAL_FIXES = {
     "auth": "give both sides the same --key-file",
     "tls": "give both sides certificates of the same authority: --tls-dir",
     "address": "give --key-file on both sides: without a key only loopback addresses are accepted",
 }
+"""What to do where the other side refused to talk, by :attr:`PeerDown.refused`."""
+
 _NO_PEER = (
     "start the other side (kvconnect doctor transport --listen HOST:PORT), "
     "and open its port in firewalls"
@@ -186,7 +188,7 @@ def judge(result: Result, environment: Environment, required: RequiredPaths) -> 
     """Return the findings: paths first, then the link and the machine."""
     if result.problem.reason:
         reason, fix = result.problem.reason, result.problem.fix
-        return [Finding("peer", "fail", reason, fix or _FIXES.get(result.refused, _NO_PEER))]
+        return [Finding("peer", "fail", reason, fix or REFUSAL_FIXES.get(result.refused, _NO_PEER))]
     findings = [_path(measured, result, environment, required) for measured in result.measured]
     if required.path != "tcp" and result.nixl_problem.reason:
         status: Status = "fail" if required.path == "nixl" else "warn"

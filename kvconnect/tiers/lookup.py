@@ -50,6 +50,15 @@ class PrefetchDecision(NamedTuple):
     give_up_s: float = math.inf
 
 
+class ChosenBlocks(NamedTuple):
+    """The blocks to prefetch, after how many seconds to give up waiting for them, and whether more
+    were found, which are to be computed."""
+
+    blocks: list[Block]
+    give_up_s: float = 0.0
+    more_found: bool = False
+
+
 Choose = Callable[[LookupResult], PrefetchDecision]
 
 
@@ -164,9 +173,8 @@ def blocks_to_prefetch(
     request: LookupRequest,
     found: Mapping[Block, int],
     choose: Choose,
-) -> tuple[list[Block], float]:
-    """Return the blocks to prefetch, in prefix order within each group, and the seconds after which
-    to give up waiting for them.
+) -> ChosenBlocks:
+    """Return the blocks to prefetch, in prefix order within each group.
 
     ``found`` maps blocks to indexes in :data:`SECONDARY_TIERS`. ``choose`` is given the blocks of
     the leading group, with full attention if there is one; the other groups follow from the length
@@ -185,13 +193,13 @@ def blocks_to_prefetch(
         if tier or tiers:  # blocks in between that host memory has cost nothing more
             tiers.append(tier or tiers[-1])
     if not tiers:
-        return [], 0.0
+        return ChosenBlocks([])
     context = start * lead.block_tokens
     result = LookupResult(context, request.max_tokens - context, lead.block_tokens, tiers)
     decision = choose(result)
     if decision.blocks < len(tiers):
         if not lead.is_full:
-            return [], 0.0
+            return ChosenBlocks([], more_found=True)
         max_tokens = context + decision.blocks * lead.block_tokens
         total = longest_prefix(view, groups, request.hashes, local, max_tokens)
     blocks = [
@@ -202,7 +210,7 @@ def blocks_to_prefetch(
         ]
         if (group_number, block_hash) in found and not index.has(group_number, block_hash)
     ]
-    return blocks, decision.give_up_s
+    return ChosenBlocks(blocks, decision.give_up_s, decision.blocks < len(tiers))
 
 
 class TierJob(NamedTuple):

@@ -79,6 +79,7 @@ class _Waiting:
     working: bool = False  # it has a job; otherwise it waits for another request's prefetch
     pinned: list[int] = field(default_factory=list)  # slots that it is about to load
     promoted: dict[Tier, int] = field(default_factory=dict)  # tokens prefetched for it
+    not_loaded: str | None = None  # why not all that the tiers have is prefetched for it
 
     def pin(self, index: HostIndex, groups: Sequence[CacheGroup]) -> None:
         """Pin the part of the prefix in the host tier until its load is planned."""
@@ -163,11 +164,14 @@ class TierPlan:
         promoted, waiting.promoted = waiting.promoted, {}
         return promoted
 
-    def forget(self, req_id: str) -> None:
-        """End a request."""
+    def forget(self, req_id: str) -> str | None:
+        """End a request. Return why not all that the tiers had was prefetched for it: a decision as
+        in ``tier_decisions``; None if all was."""
         waiting = self._waiting.pop(req_id, None)
-        if waiting is not None:
-            waiting.unpin(self._index)
+        if waiting is None:
+            return None
+        waiting.unpin(self._index)
+        return waiting.not_loaded
 
     def take(self, now: float) -> TierInstructions:
         """Return this step's instructions for the workers."""
@@ -179,7 +183,7 @@ class TierPlan:
             if now >= waiting.deadline and (waiting.pinned or not waiting.decided):
                 if not waiting.decided:
                     self._stats.count("tier_decisions", label="late")
-                    waiting.decided = True
+                    waiting.decided, waiting.not_loaded = True, "late"
                 waiting.unpin(self._index)
         for keys, slots in self.write_backs.take_jobs():
             self._stats.count("tier_written_blocks", len(keys))
@@ -258,7 +262,8 @@ class TierPlan:
         blocks: list[Block] = []
         if found:
             args = (self._index, self._groups, waiting.request, found)
-            blocks, seconds = blocks_to_prefetch(*args, self._choose)
+            blocks, seconds, more_found = blocks_to_prefetch(*args, self._choose)
+            waiting.not_loaded = "recompute" if more_found else None
             waiting.deadline = min(waiting.deadline, now + seconds)
         waiting.decided = not (blocks and self._prefetch(req_id, waiting, blocks, now))
 
@@ -274,6 +279,7 @@ class TierPlan:
         for block in blocks:
             slot = self._index.reserve(*block) if len(placed) < room else None
             if slot is None:
+                waiting.not_loaded = "no_space"
                 break
             slots.append(slot)
             placed.append(block)

@@ -24,7 +24,6 @@ NOT_IN_SGLANG = {
     ("kvconnect-tiers", "Blocks of prompts with hints, by outcome (vLLM)"),
     ("kvconnect-tiers", "Hints of requests (vLLM)"),
     ("kvconnect-tiers", "Recomputed after a failed load"),
-    ("kvconnect-tiers", "Blocks not sent to other engines"),
     ("kvconnect-tiers", "Requests and jobs that wait for disk or remote"),
     ("kvconnect-tiers", "Decisions on disk and remote hits"),
 }

@@ -448,6 +448,7 @@ def test_sglang_makes_it_from_its_own_flags() -> None:
         ({"host_bytes": 1 << 50}, "use less"),
         ({"disk": {"path": "/x", "capacity": "1GiB"}}, "as HiCache's storage backend"),
         ({"remote": {"kind": "null"}}, "as HiCache's storage backend"),
+        ({"cache_peers": {"ask": ["127.0.0.1:1"]}}, "as HiCache's storage backend"),
     ],
 )
 def test_settings_that_cannot_be_used(extra: dict[str, Any], words: str) -> None:

@@ -14,10 +14,12 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.utils import get_hash_str
 
+from kvconnect.cache.layout import SLOT_ALIGNMENT
 from kvconnect.cache.record_format import page_names
 from kvconnect.config import Config
 from kvconnect.engines.sglang import storage_backends
 from kvconnect.errors import Incompatible
+from kvconnect.offload.host_arena import HostArena
 from kvconnect.tiers.backends.memory import MemoryStore
 from tests.engines.models import model_dir
 from tests.sglang.linker_bench import PAGE
@@ -141,7 +143,8 @@ def test_a_page_on_disk_lies_as_in_its_pool(model: Path, monkeypatch: pytest.Mon
         )
         with serving(str(model)):
             found = storage_backends.records_for_all({PoolName.KV: pool}, RANKS)
-            storage_backends.make_stores(config, RANKS, found)
+            memory, pools = HostArena(1, SLOT_ALIGNMENT, "off"), {PoolName.KV: pool}
+            storage_backends.make_stores(config, RANKS, found, memory, pools)
     assert len(set(names["memory"])) == 1
     assert len(set(names["disk"])) == len(LAYOUTS) and names["disk"][0] == names["disk"][-1]
 

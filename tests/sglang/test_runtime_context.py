@@ -125,8 +125,18 @@ def test_an_explicit_size_is_of_each_engine(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_every_rank_has_a_port_of_its_own() -> None:
     """Also where ranks of one tensor-parallel group attend to requests of their own."""
-    numbers = set()
+    numbers = []
     for rank in range(4):
         published(ranks=SpawnRanks(world_rank=rank), tp_size=4, attn_dp_size=2)
-        numbers.add(runtime_context.rank_number(SimpleNamespace(system_dp_rank=None, pp_rank=0)))
-    assert numbers == set(range(4))
+        numbers.append(runtime_context.rank_number())
+    assert numbers == [0, 1, 2, 3]
+
+
+def test_replicas_and_stages_have_ports_of_their_own() -> None:
+    numbers = []
+    for replica in range(2):
+        for rank in range(4):
+            ranks = SpawnRanks(world_rank=rank, dp_rank=replica)
+            published(ranks=ranks, tp_size=2, pp_size=2, dp_size=2)
+            numbers.append(runtime_context.rank_number())
+    assert numbers == list(range(8))

@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engines.models import BLOCK_SIZE, prompt_tokens
-from tests.engines.server import Server, kv_transfer
+from tests.engines.server import kv_transfer
 from tests.servers import Valkey
 from tests.sglang.scenario import NEW, settled
 from tests.sglang.storage_server import at_work, server, written
+from tests.sglang.vllm_server import VLLM, Vllm
 
-VLLM = Path(__file__).parents[2] / ".venv" / "bin" / "python"
 VLLM_AT_WORK = "vllm:kvconnect_tier_jobs_in_flight"
 LENGTHS = (200, 330, 270)
-
-
-@dataclass
-class Vllm(Server):
-    """vLLM lives in an environment of its own."""
-
-    def command(self) -> list[str]:
-        return [str(VLLM), *super().command()[1:]]
 
 
 def prompts(seed: int) -> list[list[int]]:

@@ -399,7 +399,6 @@ def latent_pool(monkeypatch: pytest.MonkeyPatch) -> MLATokenToKVPoolHost:
         ({"disk": {"path": "/x", "capacity": "1GiB", "owner": "a"}}, "each worker sets its own"),
         ({"remote": {"kind": "valky"}}, "store='valky' is not usable"),
         ({**REMOTE, "spill": "reused"}, "spill='reused' is not usable"),
-        ({"cache_peers": {"ask": ["127.0.0.1:1"]}}, "only vLLM engines share host memory"),
     ],
 )
 def test_settings_that_cannot_be_used(

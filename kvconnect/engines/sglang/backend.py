@@ -83,7 +83,7 @@ class KVConnectManager(CommonKVManager):
         )
         model = runtime_context.model(args, server_args, bool(is_mla_backend))
         self._sends = disaggregation_mode == DisaggregationMode.PREFILL
-        address = _address(config, args) if self._sends else None
+        address = _address(config) if self._sends else None
         cache = translate.describe(args, model, config.deadline_s)
         patience = runtime_context.patience_s()
         self.spans = make_spans()
@@ -371,7 +371,7 @@ CLASSES: dict[str, type] = {
 """Classes of this backend, by the name of SGLang's ``KVClassType``."""
 
 
-def _address(config: Config, args: KVArgs) -> tuple[str, int]:
+def _address(config: Config) -> tuple[str, int]:
     """Return the address at which this rank listens; each rank has its own port."""
     address = listen_address(config.network.listen)
     if address is None:
@@ -380,7 +380,7 @@ def _address(config: Config, args: KVArgs) -> tuple[str, int]:
         )
     host, port = address
     if port:
-        port += runtime_context.rank_number(args)
+        port += runtime_context.rank_number()
     return host, port
 
 

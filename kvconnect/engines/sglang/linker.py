@@ -300,7 +300,9 @@ def restorable(tiers: Tiers, transfers: Sequence[PoolTransfer]) -> list[int]:
 def _check_tiers(config: Config) -> None:
     """Refuse secondary tiers, whose lookups take time: SGLang needs the answer at once, in the step
     that admits the request, and does not ask earlier."""
-    for field, settings in (("disk", config.tiers.disk), ("remote", config.tiers.remote)):
+    tiers = config.tiers
+    there = {"disk": tiers.disk, "remote": tiers.remote, "cache_peers": tiers.cache_peers}
+    for field, settings in there.items():
         if settings:
             fix = "SGLang's linker cannot wait for it: use KVConnect as HiCache's storage backend"
             raise ConfigError(field, settings, fix)

@@ -116,12 +116,11 @@ def model(args: Any, server_args: ServerArgs, is_mla: bool) -> Model:
     )
 
 
-def rank_number(args: Any) -> int:
-    """Return a number for this rank that no other rank of its engine on this machine has."""
+def rank_number() -> int:
+    """Return this rank's number among those of all data-parallel replicas, from 0 on."""
     parallel = get_parallel()
-    ranks = parallel.tp_size * parallel.pp_size
-    own = args.pp_rank * parallel.tp_size + parallel.tp_rank  # also numbers attention DP ranks
-    return int((args.system_dp_rank or 0) * ranks + own)
+    own = parallel.pp_rank * parallel.tp_size + parallel.tp_rank  # also numbers attention DP ranks
+    return int((parallel.dp_rank or 0) * parallel.tp_size * parallel.pp_size + own)
 
 
 def patience_s() -> float:

@@ -1,4 +1,4 @@
-"""Storage backend of SGLang's HiCache: host memory, a disk and a shared server.
+"""Storage backend of SGLang's HiCache: host memory, a disk, other engines and a shared server.
 
 For ``--hicache-storage-backend dynamic``; see ``docs/sglang-offload.md``. HiCache has a host tier
 of its own and writes pages through to this backend. HiCache's threads call it, do the copies and
@@ -40,6 +40,7 @@ from kvconnect.engines.sglang.stats import publish_regularly
 from kvconnect.engines.sglang.storage_backends import Records, make_stores, records_for_all
 from kvconnect.engines.sglang.storage_pages import PageStore
 from kvconnect.errors import ConfigError, Incompatible, Misuse, refusing
+from kvconnect.offload.host_arena import HostArena
 from kvconnect.types import Tier
 
 logger = logging.getLogger(__name__)
@@ -239,8 +240,8 @@ class KVConnectStorage(_Copying):
             self._pages.store.close()
 
     def _records(self) -> Records | None:
-        """Return the records in which vLLM can read the remote tier, None if it cannot."""
-        if not self._config.tiers.remote:
+        """Return the records in which vLLM can read the shared tiers, None if it cannot."""
+        if not (self._config.tiers.remote or self._config.tiers.cache_peers):
             return None
         try:
             return records_for_all(self.registered_pools, self._ranks)
@@ -250,12 +251,14 @@ class KVConnectStorage(_Copying):
 
     def _make_store(self, slots: int, slot_bytes: int, records: Records | None) -> PageStore:
         with ExitStack() as undo:
-            tiers = make_stores(self._config, self._ranks, records)
+            arena = HostArena(slots, slot_bytes, self._config.digest)
+            undo.callback(arena.close)
+            tiers = make_stores(self._config, self._ranks, records, arena, self.registered_pools)
             for tier in tiers.values():
                 undo.callback(tier.close)
             if tiers:
                 plugin.check_watched()
-            store = PageStore(slots, slot_bytes, self._config, tiers)
+            store = PageStore(arena, self._config, tiers)
             undo.pop_all()
         return store
 

@@ -24,8 +24,12 @@ from kvconnect.cache.model_identity import model_folder, model_name, weights_nam
 from kvconnect.cache.pages import LayerPages
 from kvconnect.cache.record_format import RecordFormat, fingerprint
 from kvconnect.config import Config
+from kvconnect.engines.sglang.runtime_context import rank_number
 from kvconnect.errors import ConfigError, Incompatible
+from kvconnect.offload.host_arena import HostArena
 from kvconnect.tiers.backends import Store, make_disk, make_remote, make_tiers
+from kvconnect.tiers.peers.peer_agent import SharedBlocks, start_agent
+from kvconnect.tiers.peers.peer_store import PeerStore
 from kvconnect.transport.security import record_keys
 from kvconnect.types import Tier
 
@@ -34,18 +38,20 @@ _SETTINGS = ("dtype", "kv_cache_dtype", "quantization", "json_model_override_arg
 
 
 def make_stores(
-    config: Config, ranks: HiCacheStorageConfig, records: Records | None
+    config: Config,
+    ranks: HiCacheStorageConfig,
+    records: Records | None,
+    memory: HostArena,
+    pools: Mapping[PoolName, Any],
 ) -> dict[Tier, Store]:
-    """Return this rank's lower tiers, the fastest first. ``records``: the remote tier's pages as
-    any engine can read them, None if only servers like this one can.
+    """Return this rank's lower tiers, the fastest first. ``records``: the shared tiers' pages as
+    any engine can read them, None if only servers like this one can. ``memory``: the slots for
+    the pages of ``pools``.
 
     Raises:
         ConfigError: a tier cannot be used as it is set.
     """
-    if config.tiers.cache_peers:
-        fix = "remove it: only vLLM engines share host memory"
-        raise ConfigError("cache_peers", config.tiers.cache_peers, fix)
-    if not (config.tiers.disk or config.tiers.remote):
+    if not (config.tiers.disk or config.tiers.remote or config.tiers.cache_peers):
         return {}
     if config.tiers.spill != "all":
         fix = 'use "all": HiCache says what is stored, with --hicache-write-policy'
@@ -57,7 +63,35 @@ def make_stores(
     name = fingerprint(fields)
     disk = partial(make_disk, config.tiers.disk, _owner(), fields, name)
     remote = partial(_make_remote, config, name, records)
-    return make_tiers(config.tiers, {Tier.DISK: disk, Tier.REMOTE: remote})
+
+    def peers() -> Store:
+        blocks = _shared_blocks(config, fields, records, memory, pools)
+        return PeerStore(start_agent(config, blocks, rank_number()), blocks)
+
+    return make_tiers(config.tiers, {Tier.DISK: disk, Tier.PEER: peers, Tier.REMOTE: remote})
+
+
+def _shared_blocks(
+    config: Config,
+    fields: Mapping[str, Any],
+    records: Records | None,
+    memory: HostArena,
+    pools: Mapping[PoolName, Any],
+) -> SharedBlocks:
+    """Return what other engines may read: records, or the first pool's pages as they are.
+
+    Raises:
+        ConfigError: there are several pools.
+    """
+    if len(pools) > 1:
+        fix = "remove it: of a model with several pools, peers cannot read all that it needs"
+        raise ConfigError("cache_peers", config.tiers.cache_peers, fix)
+    layout = fingerprint(fields)
+    if records is not None:
+        return SharedBlocks(memory, [records.units], records.form.fingerprint, layout)
+    nbytes = pools[PoolName.KV].get_data_page(0, flat=True).nbytes
+    whole = (HeadUnit(0, ((0, nbytes),)),)
+    return SharedBlocks(memory, [whole], fingerprint({**fields, "bytes": nbytes}), layout)
 
 
 def _make_remote(config: Config, name: bytes, records: Records | None) -> Store:

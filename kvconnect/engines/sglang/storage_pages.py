@@ -17,16 +17,16 @@ from kvconnect.offload.index import HostIndex
 from kvconnect.offload.planner import count_lookup, hits_by_tier
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends import Store
+from kvconnect.tiers.peers.peer_store import PeerStore
 from kvconnect.types import FailureCause, Tier
 
 
 class PageStore:
-    """Up to ``num_slots`` pages of at most ``slot_bytes``. A full store evicts pages; damaged pages
-    are dropped.
+    """Pages in the slots of ``memory``. A full store evicts pages; damaged pages are dropped.
 
     Pages are written back to the lower tiers ``stores`` in the background, and a read loads them
-    into slots. The stores are closed with this object. A key has 1 to 64 bytes: a digest of all
-    that a page's bytes depend on.
+    into slots. Peers, if they are among the stores, may read pages. The memory and the stores are
+    closed with this object. A key has 1 to 64 bytes: a digest of all that a page's bytes depend on.
 
     Thread-safe. A lock protects the index; bytes are copied without it, into reserved slots and out
     of pinned ones.
@@ -34,14 +34,15 @@ class PageStore:
 
     def __init__(
         self,
-        num_slots: int,
-        slot_bytes: int,
+        memory: HostArena,
         config: Config,
         stores: Mapping[Tier, Store] | None = None,
     ) -> None:
-        self.index = HostIndex(num_slots, 1, make_policy(config.offload.policy, num_slots))
-        self.memory = HostArena(num_slots, slot_bytes, config.digest)
-        self._pages = PageCache(self.index, self.memory)
+        slots = memory.num_slots
+        self.index = HostIndex(slots, 1, make_policy(config.offload.policy, slots))
+        self.memory = memory
+        peers = stores.get(Tier.PEER) if stores else None
+        self._pages = PageCache(self.index, memory, peers if isinstance(peers, PeerStore) else None)
         limits = (config.tiers.wait_s, config.deadline_s)
         self.tiers = PageTiers(stores, self._pages, limits) if stores else None
         self._wait_s = config.tiers.wait_s
@@ -90,6 +91,7 @@ class PageStore:
             if slot is None:
                 self._pages.stats.count("skipped_store_blocks", label="no_space")
                 return False
+            self._pages.withdraw(slot)
         stored = False
         try:
             self._slot(slot, content.nbytes).copy_(content)
@@ -102,6 +104,7 @@ class PageStore:
                 else:
                     self._pages.sizes[slot] = content.nbytes
                     self.index.commit([slot])
+                    self._pages.offer(key, slot)
                     if self.tiers:
                         self.tiers.stored(key)
         if self.tiers:
@@ -136,6 +139,7 @@ class PageStore:
         """Forget every page in host memory."""
         with self._pages.lock:
             self.index.clear()
+            self._pages.withdraw_all()
 
     def close(self) -> None:
         """Free the memory and close the tiers. No read or store may run. Idempotent."""
@@ -166,6 +170,7 @@ class PageStore:
             with self._pages.lock:
                 cause, stats = FailureCause.DIGEST, self._pages.stats
                 stats.count("failed_blocks", label=cause.value)
+                self._pages.withdraw(slot)
                 self.index.quarantine(slot, cause, stats)
             return None
         return self._slot(slot, nbytes)

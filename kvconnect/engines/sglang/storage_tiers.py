@@ -17,6 +17,7 @@ from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers import SHARED
 from kvconnect.tiers.backends import Store
 from kvconnect.tiers.messages import SECONDARY_TIERS
+from kvconnect.tiers.peers.peer_store import PeerStore
 from kvconnect.tiers.tiered_store import BATCH_BYTES, BlockBatch, TieredStore
 from kvconnect.tiers.writeback import WriteBacks
 from kvconnect.types import FailureCause, Tier
@@ -29,14 +30,34 @@ _SHARE = 0.25  # of the slots that write-backs may pin together, and one reader 
 
 class PageCache:
     """State that a page store and its tiers share. The lock protects all of it except ``memory``:
-    bytes are copied without the lock, in slots that are reserved or pinned."""
+    bytes are copied without the lock, in slots that are reserved or pinned.
 
-    def __init__(self, index: HostIndex, memory: HostArena) -> None:
+    ``peers``: other engines, which may read the pages; None if there are none.
+    """
+
+    def __init__(self, index: HostIndex, memory: HostArena, peers: PeerStore | None = None) -> None:
         self.index = index
         self.memory = memory
         self.sizes = array("q", bytes(8 * memory.num_slots))  # of the page in each slot
         self.stats = OffloadingConnectorStats()
         self.lock = threading.Lock()
+        self._peers = peers
+
+    def offer(self, key: bytes, slot: int) -> None:
+        """Let other engines read a page that is complete, if its size is the one they read."""
+        name = block_key(SHARED, GROUP, key)
+        if self._peers is not None and self._peers.block_bytes(name) == self.sizes[slot]:
+            self._peers.served.offer([(name, slot)])
+
+    def withdraw(self, slot: int) -> None:
+        """Let nobody read a slot: its bytes will be overwritten, or are not right."""
+        if self._peers is not None:
+            self._peers.served.withdraw([slot])
+
+    def withdraw_all(self) -> None:
+        """Let nobody read any page."""
+        if self._peers is not None:
+            self._peers.served.clear()
 
 
 @dataclass(eq=False)
@@ -144,7 +165,8 @@ class PageTiers:
     def stored(self, key: bytes) -> None:
         """Queue a stored page for :meth:`start_write_backs`, unless the queue is full. The caller
         holds the lock."""
-        self._write_backs.stored(GROUP, key, block_key(SHARED, GROUP, key))
+        if self._tiers.writers:
+            self._write_backs.stored(GROUP, key, block_key(SHARED, GROUP, key))
 
     def start_write_backs(self) -> None:
         """Start the queued write-backs. The caller does not hold the lock."""
@@ -196,6 +218,7 @@ class PageTiers:
                 if slot is None:
                     self._pages.stats.count("skipped_store_blocks", label="no_space")
                     continue
+                self._pages.withdraw(slot)
                 names.append(key)
                 slots.append(slot)
             cuts = list(pairwise([*range(0, len(names), self._batch), len(names)]))
@@ -214,6 +237,8 @@ class PageTiers:
             for slot in good:
                 pages.sizes[slot] = fetch.nbytes
             pages.index.commit(good)
+            for key, slot in kept.items():
+                pages.offer(key, slot)
             pages.index.abandon(set(fetch.slots).difference(good))
             self._write_backs.promoted(good)
             if fetch.awaited:

@@ -70,8 +70,9 @@ class Receipts:
         for one in receives:
             self._ended(one.req_id, now, one.lost, one.cause)
 
-    def finish(self, req_id: str) -> dict[str, Any] | None:
-        """End a request and count its tokens. Return its receipt; None if it was not admitted."""
+    def finish(self, req_id: str, not_loaded: str | None = None) -> dict[str, Any] | None:
+        """End a request and count its tokens. ``not_loaded``: why the secondary tiers' blocks were
+        not all prefetched. Return its receipt; None if it was not admitted."""
         prompt = self._prompts.pop(req_id, None)
         if prompt is None or not prompt.tokens:
             return None
@@ -80,7 +81,8 @@ class Receipts:
             self._stats.count("prompt_tokens", tokens, label=source.value)
         receipt: dict[str, Any] = {source.value: tokens for source, tokens in sources.items()}
         receipt |= {"prompt": prompt.tokens, "waited_s": round(prompt.ready - prompt.asked, 6)}
-        return receipt | ({"not_loaded": prompt.cause.value} if prompt.cause else {})
+        cause = prompt.cause.value if prompt.cause else not_loaded
+        return receipt | ({"not_loaded": cause} if cause else {})
 
     def _ended(self, req_id: str, now: float, lost: int, cause: FailureCause | None) -> None:
         prompt = self._prompts.get(req_id)

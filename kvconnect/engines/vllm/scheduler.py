@@ -289,12 +289,12 @@ class ConnectorScheduler:
         self.plan.finish_request(request.request_id, self._hashes(request))
         if not self._requests:
             self.device.rest()
-        if self.tiers is not None:
-            self.tiers.forget(request.request_id)
+        not_loaded = self.tiers.forget(request.request_id) if self.tiers is not None else None
         now, asked = time.monotonic(), request.kv_transfer_params
         ticket = self.handoff.finish(request, now) if asked else None
         hints = self.plan.hints.finish(request.request_id, now)
-        answer = with_receipt(ticket, asked, self.receipts.finish(request.request_id), hints)
+        receipt = self.receipts.finish(request.request_id, not_loaded)
+        answer = with_receipt(ticket, asked, receipt, hints)
         if self.observer is not None:
             self.observer.request_finished(request.request_id)
         return answer

@@ -131,10 +131,10 @@ class TierScheduler:
         for block in settled.dropped:
             self._keys.pop(block, None)
 
-    def forget(self, req_id: str) -> None:
-        """Drop the state of a finished request."""
+    def forget(self, req_id: str) -> str | None:
+        """Drop the state of a finished request; see :meth:`TierPlan.forget`."""
         self._names.forget(req_id)
-        self.plan.forget(req_id)
+        return self.plan.forget(req_id)
 
     def take(self, output: SchedulerOutput, now: float) -> TierInstructions:
         """Return this step's instructions for the workers."""

@@ -205,7 +205,7 @@ CATALOG: tuple[Metric, ...] = (
     Metric("peer_refused_blocks", "counter", "blocks",
            "Blocks that another engine asked for and that were not sent, because as much is being "
            "sent as may be.",
-           "a peer asks for blocks", absent=(SGLANG,)),
+           "a peer asks for blocks"),
     Metric("tier_available", "gauge", "tiers",
            "1 while the first rank uses a tier, 0 while its circuit breaker is open, or while no "
            "peer can be asked.",

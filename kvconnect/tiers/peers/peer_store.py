@@ -39,7 +39,7 @@ class PeerStore(Store):
     def __init__(self, agent: PeerAgent, blocks: SharedBlocks) -> None:
         self._agent = agent
         self._host = blocks.host
-        self._block_bytes = [sum(unit.nbytes for unit in group) for group in blocks.layouts]
+        self._sizes = [sum(unit.nbytes for unit in group) for group in blocks.layouts]
         self._meter = StoreMeter()
         self._lock = threading.Lock()
         self._holders: dict[bytes, Holders] = {}  # of blocks that were looked up
@@ -48,6 +48,11 @@ class PeerStore(Store):
     def served(self) -> ServedBlocks:
         """What other engines may read."""
         return self._agent.served
+
+    def block_bytes(self, key: bytes) -> int:
+        """Return the bytes of a block of a key's group; 0 if there is no such group."""
+        group = group_of(key)
+        return self._sizes[group] if group < len(self._sizes) else 0
 
     def __repr__(self) -> str:
         return f"PeerStore({self._agent!r})"
@@ -65,7 +70,7 @@ class PeerStore(Store):
         by_group: dict[int, list[int]] = defaultdict(list)
         outcomes = [BlockOutcome.SIZE] * len(keys)
         for place, key in enumerate(keys):
-            if buffers[place].nbytes == self._size(key):
+            if buffers[place].nbytes == self.block_bytes(key):
                 by_group[group_of(key)].append(place)
         for group, places in by_group.items():
             with self._lock:
@@ -83,14 +88,14 @@ class PeerStore(Store):
 
     def exists(self, keys: Sequence[bytes]) -> list[int]:
         check_keys(keys)
-        known = [key for key in keys if self._size(key)]
+        known = [key for key in keys if self.block_bytes(key)]
         found = self._agent.reader.questions.find(known, [group_of(key) for key in known])
         holders = dict(zip(known, found, strict=True))
         with self._lock:
             for key, peers in holders.items():
                 if peers:
                     remember(self._holders, key, peers, _MOST_REMEMBERED)
-        return [self._size(key) if holders.get(key) else 0 for key in keys]
+        return [self.block_bytes(key) if holders.get(key) else 0 for key in keys]
 
     def remove(self, keys: Sequence[bytes]) -> list[BlockOutcome]:
         check_keys(keys)
@@ -108,10 +113,6 @@ class PeerStore(Store):
 
     def close(self) -> None:
         self._agent.close()
-
-    def _size(self, key: bytes) -> int:
-        group = group_of(key)
-        return self._block_bytes[group] if group < len(self._block_bytes) else 0
 
     def _slot(self, buffer: memoryview) -> int:
         address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))

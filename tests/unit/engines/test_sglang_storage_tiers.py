@@ -11,6 +11,7 @@ import torch
 
 from kvconnect.config import Config
 from kvconnect.engines.sglang.storage_pages import PageStore
+from kvconnect.offload.host_arena import HostArena
 from kvconnect.tiers.backends import BlockOutcome, Store
 from kvconnect.tiers.backends.memory import MemoryStore
 from kvconnect.types import Tier
@@ -47,7 +48,7 @@ class Bench:
         self.disk, self.remote = Hanging(), Hanging()
         stores: dict[Tier, Store] = {Tier.DISK: self.disk, Tier.REMOTE: self.remote}
         config = Config().replace(wait_s=SOON_S, deadline_s=SOON_S, digest="full")
-        self.store = PageStore(SLOTS, PAGE, config, stores)
+        self.store = PageStore(HostArena(SLOTS, PAGE, config.digest), config, stores)
 
     def put(self, number: int) -> None:
         assert self.store.put(KEYS[number], torch.full((PAGE,), number, dtype=torch.uint8))

@@ -92,6 +92,15 @@ def test_blocks_after_a_bad_one_are_computed(receipts: Receipts) -> None:
     assert receipt is not None and receipt["not_loaded"] == "digest"
 
 
+def test_what_the_cost_model_declined_is_named_unless_a_load_failed(receipts: Receipts) -> None:
+    for bad, named in ((None, "recompute"), (1, "digest")):
+        receipts.looked_up(request(), 0, 1.0)
+        receipts.admitted(request(), {Tier.HOST: 64}, 64)
+        receipts.settled(load(4, bad=bad), 2.0, GROUPS)
+        receipt = receipts.finish("r", "recompute")
+        assert receipt is not None and receipt["not_loaded"] == named
+
+
 def test_a_request_that_starts_over_counts_what_it_finds_then(receipts: Receipts) -> None:
     receipts.looked_up(request(), 0, 1.0)
     receipts.admitted(request(), {Tier.HOST: 64}, 64)

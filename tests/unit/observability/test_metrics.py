@@ -49,7 +49,6 @@ def test_engines_share_rows_but_for_those_that_one_of_them_cannot_have() -> None
     }
     assert rows[VLLM] == {row.name for row in CATALOG}
     missing = {"recomputed_tokens", "prompt_tokens", "handoff_expired_leases", "handoff_leases"}
-    missing |= {"peer_refused_blocks"}
     missing |= {"tier_decisions", "tier_waiting_requests"}  # HiCache decides, and has a queue
     missing |= {"cache_hints", "ignored_cache_hints", "cache_hint_blocks", "host_blocks_kept"}
     assert rows[VLLM] - rows[SGLANG] == missing

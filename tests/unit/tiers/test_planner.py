@@ -130,7 +130,7 @@ def test_what_host_memory_lost_comes_back_from_a_lower_tier() -> None:
     assert bench.prefetched == [(Tier.DISK, 3, 3.0)]  # asked when its lookup ended, at 1.0
     assert bench.plan.on_load_planned("r") == {Tier.DISK: 12}
     assert bench.step(5.0).write_backs == []  # what was prefetched is not written again
-    bench.plan.forget("r")
+    assert bench.plan.forget("r") is None
     assert not bench.index.slots.busy
     bench.index.check()
 
@@ -192,6 +192,7 @@ def test_only_what_is_worth_it_is_prefetched(worth: int, come: int) -> None:
     bench.step()
     assert not bench.plan.lookup("r", bench.request(hashes), 0.0)
     assert bench.ready(hashes) == come
+    assert bench.plan.forget("r") == ("recompute" if come < 3 else None)
 
 
 def test_windowed_groups_prefetch_what_their_window_reaches() -> None:
@@ -234,6 +235,7 @@ def test_a_request_does_not_wait_longer_than_it_may() -> None:
     assert bench.counted("tier_decisions") == {"late": 1}
     bench.plan.on_answer(TierAnswer(lookup.job, bytes([1, 1])), 6.0)
     assert bench.take(6.0).prefetches == []
+    assert bench.plan.forget("r") == "late"
 
 
 def test_a_prefetch_is_given_up_when_computing_would_have_been_faster() -> None:
@@ -409,6 +411,7 @@ def test_no_room_is_no_reason_to_wait() -> None:
     bench.step()
     assert not bench.plan.lookup("r", bench.request(hashes), 0.0)
     assert bench.counted("tier_decisions") == {"no_space": 1}
+    assert bench.plan.forget("r") == "no_space"
 
 
 def test_blocks_may_have_other_names_in_lower_tiers() -> None:

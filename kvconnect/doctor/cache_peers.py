@@ -1,0 +1,117 @@
+"""``kvconnect doctor peers``: whether workers that share their host memory answer from here."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvconnect.config import NetworkConfig
+from kvconnect.doctor import Finding, FindingsReport
+from kvconnect.doctor.transfers import REFUSAL_FIXES
+from kvconnect.errors import ProtocolError
+from kvconnect.offload.host_arena import HostArena
+from kvconnect.protocol.cache_messages import CacheHello, decode
+from kvconnect.tiers.peers.peer_agent import ArenaMemory, PeerOptions
+from kvconnect.transport import ConnectionOptions, make_transport
+from kvconnect.transport.base import Event, MessageReceived, PeerDown, PeerUp
+from kvconnect.transport.security import security_of
+
+_GOOD = "engines with the same settings can read from these workers"
+_BAD = "some workers cannot be read from: see the fail lines"
+_WAIT_S = 10.0
+_NOT_THERE = (
+    "start the engine with cache_peers and this address as listen, and open its port in firewalls"
+)
+_SILENT = "restart the engine: its connections work, its worker does not answer"
+_ALONE = (
+    "use the same weights, types and block size; workers that keep whole blocks share with the "
+    "same rank of other engines"
+)
+
+
+@dataclass
+class _Worker:
+    """A worker and what it said."""
+
+    address: str
+    hello: CacheHello | None = None
+    paths: str = ""
+    finding: Finding | None = None  # why it cannot be read from
+
+    def fail(self, value: str, fix: str) -> None:
+        if self.hello is None and self.finding is None:
+            self.finding = Finding(self.address, "fail", value, fix)
+
+
+def examine(
+    addresses: Sequence[str], key_file: str, tls_dir: str, wait_s: float = _WAIT_S
+) -> FindingsReport:
+    """Connect to workers as an engine does, and wait ``wait_s`` seconds for their answers.
+
+    ``addresses`` are those of ``cache_peers.ask``. No block is read.
+
+    Raises:
+        ConfigError: an address, the key or the certificates cannot be used.
+    """
+    to_ask = PeerOptions(ask=tuple(addresses)).addresses()
+    network = NetworkConfig(key_file=key_file, tls_dir=tls_dir)
+    options = ConnectionOptions(local=not key_file)
+    transport = make_transport("tcp", security_of(network), options)
+    memory = HostArena(1, mmap.PAGESIZE, "off")
+    try:
+        transport.register(ArenaMemory(memory))
+        workers = {transport.connect(*each): _Worker(f"{each[0]}:{each[1]}") for each in to_ask}
+        deadline = time.monotonic() + wait_s
+        waiting = set(workers)
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for event in transport.poll(left):
+                if event.peer in workers and _ended(workers[event.peer], event):
+                    waiting.discard(event.peer)
+        for peer in waiting:
+            workers[peer].fail(f"no answer within {wait_s:g} s", _SILENT)
+    finally:
+        transport.close()
+        memory.close()
+    return FindingsReport(tuple(_findings(list(workers.values()))), _GOOD, _BAD)
+
+
+def _ended(worker: _Worker, event: Event) -> bool:
+    """Take an event; return whether no more is to be waited for."""
+    if isinstance(event, PeerUp):
+        worker.paths = "+".join(event.paths)
+        return False
+    if isinstance(event, PeerDown):
+        worker.fail(event.reason, REFUSAL_FIXES.get(event.refused, _NOT_THERE))
+        return True
+    if not isinstance(event, MessageReceived):
+        return False
+    try:
+        message = decode(event.payload)
+        if not isinstance(message, CacheHello):
+            raise ProtocolError(f"{type(message).__name__} before its hello")
+        worker.hello = message
+    except ProtocolError as error:
+        worker.fail(str(error), "use the port of cache_peers, and a kvconnect of the same version")
+    return True
+
+
+def _findings(workers: Sequence[_Worker]) -> list[Finding]:
+    """Return one line per worker; those that share with nobody here get a warning."""
+    alike = Counter(worker.hello.format for worker in workers if worker.hello)
+    several = sum(alike.values()) > 1
+    findings = []
+    for worker in workers:
+        if worker.hello is None:
+            findings.extend([worker.finding] if worker.finding else [])
+            continue
+        form = worker.hello.format
+        value = f"answers; {worker.paths}; blocks of format {form.hex()[:8]}"
+        if several and alike[form] == 1:
+            value += ", which nobody else here keeps"
+            findings.append(Finding(worker.address, "warn", value, _ALONE))
+        else:
+            findings.append(Finding(worker.address, "ok", value))
+    return findings

@@ -1,0 +1,152 @@
+"""Pages of the storage backend in the host memory of other servers, over real connections."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName
+
+from kvconnect.cache.keys import block_key
+from kvconnect.engines.sglang import plugin
+from kvconnect.engines.sglang.storage import KVConnectStorage
+from kvconnect.engines.sglang.storage_tiers import GROUP
+from kvconnect.errors import ConfigError
+from kvconnect.tiers import SHARED
+from kvconnect.tiers.peers.peer_store import PeerStore
+from kvconnect.types import Tier
+from tests.servers import free_port
+from tests.sglang.linker_bench import PAGE, names
+from tests.sglang.storage_bench import Make, host_pool, name_of, pages_of, serving, storages
+
+KEYS = names(6)
+WAIT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def published(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(plugin, "_generation", b"")
+    with serving():
+        yield
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    with storages(monkeypatch) as make_storage:
+        yield make_storage
+
+
+def peers(listen: int, *ask: int) -> dict[str, Any]:
+    addresses = [f"127.0.0.1:{port}" for port in ask]
+    return {"cache_peers": {"listen": f"127.0.0.1:{listen}", "ask": addresses, "ask_s": 5.0}}
+
+
+def pair(monkeypatch: pytest.MonkeyPatch, make: Make, **reader: Any) -> list[KVConnectStorage]:
+    """Return a storage with pages, and one that reads from it."""
+    first, second = free_port(), free_port()
+    source = make(host_pool(monkeypatch), **peers(first))
+    source.batch_set_v1(KEYS, indices(len(KEYS)))
+    asking = make(host_pool(monkeypatch), **{**peers(second, first), **reader})
+    asking.mem_pool_host.kv_buffer.zero_()
+    return [source, asking]
+
+
+def indices(pages: int) -> torch.Tensor:
+    return torch.arange(pages * PAGE)
+
+
+def peer_store(storage: KVConnectStorage) -> PeerStore:
+    tiers = storage.pages.store.tiers
+    assert tiers is not None
+    store = tiers._tiers.stores[Tier.PEER]
+    assert isinstance(store, PeerStore)
+    return store
+
+
+def connected(storage: KVConnectStorage) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not peer_store(storage).usage().available:
+        assert time.monotonic() < deadline, "no peer answered"
+        time.sleep(0.01)
+
+
+def offered(storage: KVConnectStorage, key: str) -> bool:
+    name = block_key(SHARED, GROUP, name_of(storage, key))
+    return peer_store(storage).served.find(name) is not None
+
+
+def test_pages_come_from_another_server(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+    source, reader = pair(monkeypatch, make)
+    connected(reader)
+    assert reader.pages.where(PoolName.KV, KEYS) == [Tier.PEER] * len(KEYS)
+    assert reader.batch_get_v1(KEYS, indices(len(KEYS))) == [True] * len(KEYS)
+    every = range(len(KEYS))
+    assert pages_of(reader.mem_pool_host, every) == pages_of(source.mem_pool_host, every)
+    assert reader.pages.where(PoolName.KV, KEYS) == [Tier.HOST] * len(KEYS)
+    assert all(offered(reader, key) for key in KEYS)  # whoever asks this one gets them, too
+    assert reader.pages.store.tiers is not None
+    assert not reader.pages.store.tiers.jobs  # nothing is written back to peers
+    stats = reader.pages.store.take_stats()
+    assert stats is not None and "tier_written_blocks" not in str(stats)
+
+
+def test_pages_of_other_weights_do_not_come(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+    source, reader = pair(monkeypatch, make)
+    connected(reader)
+    monkeypatch.setattr(plugin, "_generation", b"an update of this server's weights")
+    assert reader.pages.where(PoolName.KV, KEYS) == [None] * len(KEYS)
+    monkeypatch.setattr(plugin, "_generation", b"")
+    assert reader.pages.where(PoolName.KV, KEYS)[0] is Tier.PEER  # the control
+    source.clear()
+    reader.clear()
+    assert not peer_store(source).served.find(block_key(SHARED, GROUP, name_of(source, KEYS[0])))
+    assert len(peer_store(source).served) == 0
+
+
+def test_a_slot_is_not_offered_while_it_is_written(
+    monkeypatch: pytest.MonkeyPatch, make: Make
+) -> None:
+    storage = make(host_pool(monkeypatch), **peers(free_port()))
+    storage.batch_set_v1(KEYS, indices(len(KEYS)))
+    store = storage.pages.store
+    assert all(offered(storage, key) for key in KEYS)
+    served, during = peer_store(storage).served, []
+    copied = store.memory.seal
+
+    def seal(slot: int, nbytes: int) -> None:
+        during.append(slot in served._slots.values())
+        copied(slot, nbytes)
+
+    monkeypatch.setattr(store.memory, "seal", seal)
+    more = [key + "00" for key in KEYS]  # evicts pages: there are eight slots
+    storage.batch_set_v1(more, indices(len(more)))
+    assert during == [False] * len(more)
+    assert all(offered(storage, key) for key in more)
+    assert sum(offered(storage, key) for key in KEYS) == 2
+
+
+def test_a_damaged_page_is_not_offered(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+    storage = make(host_pool(monkeypatch), **peers(free_port()))
+    storage.batch_set_v1(KEYS, indices(len(KEYS)))
+    store = storage.pages.store
+    slot = store.index.slot_of(GROUP, name_of(storage, KEYS[0]))
+    assert slot is not None
+    store.memory.view(slot)[0] ^= 1
+    assert storage.batch_get_v1(KEYS, indices(len(KEYS))) == [False] + [True] * (len(KEYS) - 1)
+    assert [offered(storage, key) for key in KEYS] == [False] + [True] * (len(KEYS) - 1)
+
+
+def test_several_pools_are_refused(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+    pool = host_pool(monkeypatch)
+    own = KVConnectStorage.on_host_pools_registered
+
+    def with_another_pool(storage: KVConnectStorage) -> None:
+        storage.registered_pools[PoolName.MAMBA] = pool
+        own(storage)
+
+    monkeypatch.setattr(KVConnectStorage, "on_host_pools_registered", with_another_pool)
+    with pytest.raises(ConfigError, match="model with several pools"):
+        make(pool, **peers(free_port()))

@@ -1,0 +1,112 @@
+"""``kvconnect doctor peers`` against real workers on loopback, and against what is none."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvconnect import cli
+from kvconnect.cache.head_shards import HeadUnit
+from kvconnect.config import Config
+from kvconnect.doctor import Finding, cache_peers
+from kvconnect.offload.host_arena import HostArena
+from kvconnect.tiers.peers.peer_agent import SharedBlocks, start_agent
+
+Worker = str
+
+
+class Workers:
+    """Workers of engines with a key."""
+
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        self._stack = stack
+        self.key_file = self.key(folder / "key")
+        self.other_key = self.key(folder / "other")
+
+    def key(self, path: Path) -> str:
+        path.write_text(secrets.token_hex(32))
+        path.chmod(0o600)
+        return str(path)
+
+    def start(self, form: bytes = b"a format") -> Worker:
+        host = HostArena(1, mmap.PAGESIZE, "off")
+        self._stack.callback(host.close)
+        units = [(HeadUnit(0, ((0, mmap.PAGESIZE),)),)]
+        peers = {"listen": "127.0.0.1:0"}
+        config = Config().replace(cache_peers=peers, key_file=self.key_file)
+        agent = start_agent(config, SharedBlocks(host, units, form, b"layout"), 0)
+        self._stack.callback(agent.close)
+        assert agent.address is not None
+        return "{}:{}".format(*agent.address)
+
+    def ask(self, *addresses: Worker, key_file: str | None = None) -> tuple[Finding, ...]:
+        key = self.key_file if key_file is None else key_file
+        return cache_peers.examine(addresses, key, "").findings
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[Workers]:
+    with ExitStack() as stack:
+        yield Workers(stack, tmp_path)
+
+
+def test_workers_that_answer(workers: Workers) -> None:
+    first, second = workers.start(), workers.start()
+    found = workers.ask(first, second)
+    assert [(each.name, each.status) for each in found] == [(first, "ok"), (second, "ok")]
+    assert all(f"format {b'a format'.hex()[:8]}" in each.value for each in found)
+
+
+def test_a_worker_with_other_blocks_than_the_rest(workers: Workers) -> None:
+    addresses = [workers.start(), workers.start(), workers.start(b"b other")]
+    found = workers.ask(*addresses)
+    assert [each.status for each in found] == ["ok", "ok", "warn"]
+    assert "nobody else" in found[2].value and "same weights" in found[2].fix
+    (alone,) = workers.ask(addresses[2])  # the control: nobody to compare it with
+    assert alone.status == "ok"
+
+
+def test_another_key(workers: Workers) -> None:
+    address = workers.start()
+    (found,) = workers.ask(address, key_file=workers.other_key)
+    assert (found.status, found.fix) == ("fail", "give both sides the same --key-file")
+
+
+def test_nobody_there(workers: Workers) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{free.getsockname()[1]}"
+        there = workers.start()
+        found = workers.ask(nobody, there)
+    assert [each.status for each in found] == ["fail", "ok"]
+    assert "cache_peers" in found[0].fix
+
+
+def test_a_port_that_never_answers(workers: Workers) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        (found,) = cache_peers.examine([address], workers.key_file, "", wait_s=0.2).findings
+    assert (found.status, found.value) == ("fail", "no answer within 0.2 s")
+
+
+def test_the_command(workers: Workers, capsys: pytest.CaptureFixture[str]) -> None:
+    address = workers.start()
+    command = ["doctor", "peers", "--key-file", workers.key_file]
+    assert cli.main([*command, "--json", address]) == 0
+    assert json.loads(capsys.readouterr().out)["findings"][0]["name"] == address
+    other = ["doctor", "peers", "--key-file", workers.other_key, address]
+    assert cli.main(other) == 1
+    assert "fail" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command, "somewhere:1"])
+    assert ended.value.code == 2
+    assert "use an IP address and a port" in capsys.readouterr().err
