@@ -106,26 +106,47 @@ def test_pages_of_other_weights_do_not_come(monkeypatch: pytest.MonkeyPatch, mak
     assert len(peer_store(source).served) == 0
 
 
+def offered_when_sealed(monkeypatch: pytest.MonkeyPatch, storage: KVConnectStorage) -> list[bool]:
+    """Return a list that gets, for each page written from now on, whether its slot is offered
+    before the page is complete."""
+    served, during = peer_store(storage).served, []
+    own = storage.pages.store.memory.seal
+
+    def seal(slot: int, nbytes: int) -> None:
+        during.append(slot in served._slots.values())
+        own(slot, nbytes)
+
+    monkeypatch.setattr(storage.pages.store.memory, "seal", seal)
+    return during
+
+
 def test_a_slot_is_not_offered_while_it_is_written(
     monkeypatch: pytest.MonkeyPatch, make: Make
 ) -> None:
     storage = make(host_pool(monkeypatch), **peers(free_port()))
     storage.batch_set_v1(KEYS, indices(len(KEYS)))
-    store = storage.pages.store
     assert all(offered(storage, key) for key in KEYS)
-    served, during = peer_store(storage).served, []
-    copied = store.memory.seal
-
-    def seal(slot: int, nbytes: int) -> None:
-        during.append(slot in served._slots.values())
-        copied(slot, nbytes)
-
-    monkeypatch.setattr(store.memory, "seal", seal)
-    more = [key + "00" for key in KEYS]  # evicts pages: there are eight slots
+    during = offered_when_sealed(monkeypatch, storage)
+    more = names(len(KEYS), start=100)  # evicts pages: there are eight slots
     storage.batch_set_v1(more, indices(len(more)))
     assert during == [False] * len(more)
     assert all(offered(storage, key) for key in more)
     assert sum(offered(storage, key) for key in KEYS) == 2
+
+
+def test_a_slot_is_not_offered_while_a_page_is_read_into_it(
+    monkeypatch: pytest.MonkeyPatch, make: Make
+) -> None:
+    _, reader = pair(monkeypatch, make)
+    own = names(8, start=100)
+    reader.batch_set_v1(own, indices(len(own)))
+    assert all(offered(reader, key) for key in own)
+    connected(reader)
+    during = offered_when_sealed(monkeypatch, reader)
+    assert reader.batch_get_v1(KEYS, indices(len(KEYS))) == [True] * len(KEYS)
+    assert during == [False] * len(KEYS)
+    assert all(offered(reader, key) for key in KEYS)
+    assert sum(offered(reader, key) for key in own) == 2
 
 
 def test_a_damaged_page_is_not_offered(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:

@@ -19,8 +19,6 @@ from kvconnect.doctor import Finding, cache_peers
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.tiers.peers.peer_agent import SharedBlocks, start_agent
 
-Worker = str
-
 
 class Workers:
     """Workers of engines with a key."""
@@ -35,7 +33,7 @@ class Workers:
         path.chmod(0o600)
         return str(path)
 
-    def start(self, form: bytes = b"a format") -> Worker:
+    def start(self, form: bytes = b"a format") -> str:
         host = HostArena(1, mmap.PAGESIZE, "off")
         self._stack.callback(host.close)
         units = [(HeadUnit(0, ((0, mmap.PAGESIZE),)),)]
@@ -46,7 +44,7 @@ class Workers:
         assert agent.address is not None
         return "{}:{}".format(*agent.address)
 
-    def ask(self, *addresses: Worker, key_file: str | None = None) -> tuple[Finding, ...]:
+    def ask(self, *addresses: str, key_file: str | None = None) -> tuple[Finding, ...]:
         key = self.key_file if key_file is None else key_file
         return cache_peers.examine(addresses, key, "").findings
 
