@@ -43,26 +43,29 @@ class Side:
         model = translate.Model(
             "hooks", "bfloat16", ALONE, HEADS, (0, LAYERS), is_mla=False, device=-1
         )
-        self.cache = translate.describe(self._arguments(), model, TIMEOUT_S)
+        args = _arguments(self.tensors)
+        self.cache = translate.describe(args, model, TIMEOUT_S)
+        self.names = translate.layer_names(self.cache, args)
         self.agent = start_agent(Config().replace(transport="tcp"), self.cache, address, TIMEOUT_S)
 
-    def _arguments(self) -> Any:
-        return SimpleNamespace(
-            kv_data_ptrs=[tensor.data_ptr() for tensor in self.tensors],
-            kv_data_lens=[tensor.nbytes for tensor in self.tensors],
-            kv_item_lens=[tensor[0].nbytes for tensor in self.tensors],
-            kv_layer_ids=[],
-            kv_cache_dtype_str="bfloat16",
-            aux_data_ptrs=[],
-            aux_data_lens=[],
-            aux_item_lens=[],
-            state_types=[],
-            state_data_ptrs=[],
-            state_data_lens=[],
-            state_item_lens=[],
-            state_layer_ids=[],
-            page_size=PAGE,
-        )
+
+def _arguments(tensors: list[torch.Tensor]) -> Any:
+    return SimpleNamespace(
+        kv_data_ptrs=[tensor.data_ptr() for tensor in tensors],
+        kv_data_lens=[tensor.nbytes for tensor in tensors],
+        kv_item_lens=[tensor[0].nbytes for tensor in tensors],
+        kv_layer_ids=[],
+        kv_cache_dtype_str="bfloat16",
+        aux_data_ptrs=[],
+        aux_data_lens=[],
+        aux_item_lens=[],
+        state_types=[],
+        state_data_ptrs=[],
+        state_data_lens=[],
+        state_item_lens=[],
+        state_layer_ids=[],
+        page_size=PAGE,
+    )
 
 
 def hook_us(rounds: int) -> float:
@@ -83,9 +86,7 @@ def _measure(source: Side, target: Side, rounds: int) -> float:
     assert source.agent.address is not None
     peer = (Endpoint(0, 0, *source.agent.address),)
     pages = array("q", range(PAGES))
-    layerwise.follow_layers(
-        source.agent, prefill_rooms, translate.layer_names(source.cache), once=True
-    )
+    layerwise.follow_layers(source.agent, prefill_rooms, source.names, once=True)
     hooked, plain = [], []
     for room in range(1, rounds + 1):
         prefill_rooms.open(room)
