@@ -11,7 +11,7 @@ import pytest
 from tests.boards import ALL, Prometheus, Shown, engines, filled, of_panels
 from tests.sglang.linker_server import ROOM, linker_args
 from tests.sglang.linker_server import prompts as kept
-from tests.sglang.pd import ask_all
+from tests.sglang.pd import ask_all, decode_server, side_by_side
 from tests.sglang.scenario import CROWD, NEW, Fleet, page_bytes, pages, settled
 from tests.sglang.scenario import prompts as handed_off
 from tests.sglang.server import SglangServer
@@ -50,13 +50,13 @@ def of_engines() -> list[Shown]:
 
 
 def test_boards_serve_sglang(fleet: Fleet, tmp_path: Path) -> None:
-    p, d, asked = fleet.layers, fleet.tcp, handed_off(9)
+    p, d, asked = fleet.layers, decode_server(), handed_off(9)  # d has shaken hands with nobody
     linker = SglangServer(
         tokens=ROOM,
         args=linker_args(host_bytes="64MiB"),
         env={"KVCONNECT_FAULTY_LINKER": str(tmp_path / "no fault")},
     )
-    with linker:
+    with side_by_side(linker, d):
         servers = {"prefill": p, "decode": d, "unified": linker}
         for server in servers.values():
             server.forget()

@@ -16,7 +16,19 @@ from kvconnect.transport.nixl.agent import PACKAGES
 from tests.engines.models import prompt_tokens
 from tests.engines.server import Answer, ServerDied
 from tests.sglang.pd import ask, ask_all, decode_server, prefill_server, room, side_by_side
-from tests.sglang.scenario import CROWD, NEW, Fleet, assert_quiet, prompts, settled, tokens
+from tests.sglang.scenario import (
+    CROWD,
+    NEW,
+    Fleet,
+    assert_quiet,
+    moved_so_far,
+    page_bytes,
+    pages,
+    prompts,
+    settled,
+    tokens,
+    traded,
+)
 from tests.sglang.server import PAGE, SglangServer, plugin_path
 
 LONG = 256  # tokens of an answer during which a server is killed
@@ -66,15 +78,20 @@ def test_a_server_is_killed_and_comes_back(fleet: Fleet, victim: str, busy: bool
     """Without requests, no failure tells the decode server that ranks listen elsewhere now."""
     p, d = fleet.chunks, fleet.tcp
     want = [fleet.single.complete(prompt, NEW).tokens for prompt in prompts()]
+    before = moved_so_far(p, d)
     assert tokens(ask_all(p, d, prompts(), NEW, CROWD)) == want
+    # Who has published these bytes has also published with whom they were exchanged.
+    traded(p, d, before, pages(prompts()) * page_bytes())
     asked = in_flight(p, d) if busy else []
     dead, survivor = (p, d) if victim == "prefill" else (d, p)
     connected = peers(survivor)
     dead.kill()
-    assert {outcome(future) for future in asked} <= {0, LONG}
-    assert_quiet(survivor)
-    assert settled(partial(peers, survivor), connected - 1) == connected - 1
-    dead.restart()
+    try:
+        assert {outcome(future) for future in asked} <= {0, LONG}
+        assert_quiet(survivor)
+        assert settled(partial(peers, survivor), connected - 1) == connected - 1
+    finally:
+        dead.restart()  # other tests share it
     assert tokens(ask_all(p, d, prompts(), NEW, CROWD)) == want
     # Who had no part in it has not noticed.
     assert tokens(ask_all(fleet.layers, d, prompts(), NEW, CROWD)) == want
