@@ -15,10 +15,12 @@ while ``reader`` reads prompts from it, over that while ``host`` loads them from
 or ``reader`` at random; prompt tokens that were not computed, over those that one cache as big as
 both host tiers could have had. ``trace_control``: the same where they do not share.
 ``cost_rule_worst``: ``rule`` over ``plain`` on prompts of which ``source`` has a share, the worst
-share; ``control_worst`` compares ``plain`` with itself. ``pin_kept``: the share of a pinned
-prompt's blocks that ``host`` still has after more prompts than its host tier holds, ``pin_control``
-of one that is not pinned. ``receipt_mismatch``: receipts that do not add up to the prompt.
-``wrong_tokens``: answers that differ from those of ``plain``.
+share; ``control_worst`` compares ``plain`` with itself. ``prefetch_ttft_over_host``: TTFT of
+``rule`` on prompts that the hint ``prefetch`` has brought from ``source``, over that of ``host`` on
+prompts in its own host memory. ``pin_kept``: the share of a pinned prompt's blocks that ``host``
+still has after more prompts than its host tier holds, ``pin_control`` of one that is not pinned.
+``receipt_mismatch``: receipts that do not add up to the prompt. ``wrong_tokens``: answers that
+differ from those of ``plain``.
 """
 
 from __future__ import annotations
@@ -104,18 +106,23 @@ class Fleet:
             Variant("", [server]).signal(STOP)
 
 
+def fill(fleet: Fleet, prompt: list[int]) -> None:
+    """Store a prompt in the host memory of ``host``, whose device forgets it, and of ``source``."""
+    with fleet.awake(fleet.host):
+        fleet.host.complete(prompt, 1)
+        fleet.host.settle()
+        reset(fleet.host, external=False)
+    with fleet.awake(fleet.source):
+        fleet.source.complete(prompt, 1)
+        fleet.source.settle()
+
+
 def ttft(fleet: Fleet, new: NewPrompts, rounds: int) -> dict[str, float]:
     """TTFT of prompts that a peer has, that the own host memory has, and that nobody has."""
     samples: dict[str, list[float]] = {"plain": [], "host": [], "peer": []}
     for number in range(rounds + 1):
         prompt = new.take(PROMPT)
-        with fleet.awake(fleet.host):
-            fleet.host.complete(prompt, 1)
-            fleet.host.settle()
-            reset(fleet.host, external=False)
-        with fleet.awake(fleet.source):
-            fleet.source.complete(prompt, 1)
-            fleet.source.settle()
+        fill(fleet, prompt)
         seconds = {}
         with fleet.awake(fleet.plain):
             seconds["plain"], want = fleet.plain.stream(prompt, 4)
@@ -263,6 +270,30 @@ def rule(fleet: Fleet, new: NewPrompts, rounds: int) -> dict[str, float]:
     }
 
 
+def prefetch(fleet: Fleet, new: NewPrompts, rounds: int) -> dict[str, float]:
+    """TTFT of prompts that a hint brought from a peer to host memory, and of prompts that were in
+    host memory anyway. The engine that is given the hint weighs loads against computing."""
+    ratios: list[float] = []
+    hint = {"kvconnect": {"prefetch": True}}
+    for number in range(rounds):
+        prompt = new.take(PROMPT)
+        fill(fleet, prompt)
+        with fleet.awake(fleet.source, fleet.rule):
+            came = fleet.rule.complete(prompt, 1, kv_transfer_params=hint).cached
+            fleet.rule.settle()
+            reset(fleet.rule, external=False)
+        if came != CACHED:
+            raise SystemExit(f"{came} tokens were prefetched, expected {CACHED}")
+        with fleet.awake(fleet.host):
+            host_s, host = fleet.host.stream(prompt, 4)
+        with fleet.awake(fleet.rule):
+            hinted_s, hinted = fleet.rule.stream(prompt, 4)
+        fleet.wrong += hinted.tokens != host.tokens
+        ratios.append(hinted_s / host_s)
+        progress(f"prefetch, round {number + 1}/{rounds}: {ratios[-1]:.2f} of host memory")
+    return {"prefetch_ttft_over_host": statistics.median(ratios)}
+
+
 def pins(fleet: Fleet, new: NewPrompts) -> dict[str, float]:
     """A pinned prompt and one that is not, after more prompts than the host tier holds."""
     pinned, other = new.take(PROMPT), new.take(PROMPT)
@@ -291,6 +322,7 @@ def main() -> None:
         figures = ttft(fleet, new, options.rounds)
         figures |= slowdown(fleet, new, options.rounds)
         figures |= rule(fleet, new, options.rounds)
+        figures |= prefetch(fleet, new, options.rounds)
         figures |= trace(fleet, requests, options.seed)
         figures |= pins(fleet, new)
     figures |= {"receipt_mismatch": fleet.mismatched, "wrong_tokens": fleet.wrong}

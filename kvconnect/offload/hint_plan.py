@@ -63,6 +63,7 @@ class HintPlan:
         self._share = share
         self._retention: Retention | None = None
         self._prompts: dict[str, _HintedPrompt] = {}
+        self._prefetches: dict[str, int] = {}  # tokens to prefetch, by request
         self._waiting: dict[Block, _HintedPrompt] = {}  # blocks that are not readable yet
 
     def add(
@@ -83,6 +84,10 @@ class HintPlan:
         for hint in hints.hints:
             self._stats.count("cache_hints", label=hint.value)
         tokens = min(prompt_tokens, hints.tokens or prompt_tokens)
+        if hints.prefetch:
+            self._prefetches[req_id] = tokens
+        if hints.hints == (CacheHint.PREFETCH,):
+            return
         prompt = _HintedPrompt(hints, tenant, _blocks_within(self._groups, hashes, tokens))
         self._prompts[req_id] = prompt
         if hints.release is None:
@@ -90,11 +95,17 @@ class HintPlan:
             missing = (block for block in prompt.blocks if block not in found)
             self._waiting.update(dict.fromkeys(missing, prompt))
 
+    def prefetch_tokens(self, req_id: str) -> int:
+        """Return how many tokens of its prompt a request wants loaded at any cost."""
+        return self._prefetches.get(req_id, 0)
+
     def finish(self, req_id: str, now: float) -> dict[str, int] | None:
-        """End a request. Return how many blocks had which outcome; None if it had no hints.
+        """End a request. Return how many blocks had which outcome; None if it had no hints but
+        ``prefetch``.
 
         ``pending`` blocks are being stored; ``missing`` ones are not in host memory.
         """
+        self._prefetches.pop(req_id, None)
         prompt = self._prompts.pop(req_id, None)
         if prompt is None:
             return None
@@ -138,6 +149,7 @@ class HintPlan:
     def reset(self) -> None:
         """Note that all blocks are forgotten. Live requests' hints have nothing to apply to."""
         self._prompts.clear()
+        self._prefetches.clear()
         self._waiting.clear()
 
     def gauges(self) -> Iterator[tuple[str, float, str | None]]:

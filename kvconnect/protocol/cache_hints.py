@@ -6,6 +6,8 @@ Hints stand in ``kv_transfer_params["kvconnect"]``::
     {"retain": 3600}               evict them after all others for an hour
     {"demote": true}               evict them before all others
     {"drop": true}                 remove them from host memory
+    {"prefetch": true}             bring them from secondary tiers to host memory, also where
+                                   computing them would be faster
     {"pin": 600, "tokens": 2048}   only the blocks of the prompt's first 2048 tokens
 
 A hint that is wrong is ignored and counted. It never makes a request fail.
@@ -35,6 +37,7 @@ class CacheHint(str, Enum):
     RETAIN = "retain"
     DEMOTE = "demote"
     DROP = "drop"
+    PREFETCH = "prefetch"
 
 
 class IgnoredHint(str, Enum):
@@ -52,6 +55,7 @@ class PromptHints:
     Attributes:
         pin_s, retain_s: seconds; 0: no such hint.
         release: ``demote`` or ``drop``; both excludes the other hints.
+        prefetch: whether to load what secondary tiers have.
         tokens: only blocks within the prompt's first tokens; None: the whole prompt.
     """
 
@@ -59,6 +63,7 @@ class PromptHints:
     retain_s: float = 0.0
     release: CacheHint | None = None
     tokens: int | None = None
+    prefetch: bool = False
 
     @property
     def hints(self) -> tuple[CacheHint, ...]:
@@ -68,6 +73,7 @@ class PromptHints:
             CacheHint.RETAIN: self.retain_s > 0,
             CacheHint.DEMOTE: self.release is CacheHint.DEMOTE,
             CacheHint.DROP: self.release is CacheHint.DROP,
+            CacheHint.PREFETCH: self.prefetch,
         }
         return tuple(hint for hint, there in given.items() if there)
 
@@ -86,8 +92,9 @@ def read_hints(options: object) -> HintsRead:
     """Return the hints in ``options``, a request's value of ``kvconnect``. Never fails. Takes
     bounded time, whatever a client sent.
 
-    ``pin`` and ``retain`` win over ``demote`` and ``drop``, and ``drop`` wins over ``demote``. With
-    invalid ``tokens``, all hints are ignored: the request meant fewer blocks than its prompt has.
+    ``pin``, ``retain`` and ``prefetch`` win over ``demote`` and ``drop``, and ``drop`` wins over
+    ``demote``. With invalid ``tokens``, all hints are ignored: the request meant fewer blocks than
+    its prompt has.
     """
     if not isinstance(options, Mapping):
         return HintsRead(None, (IgnoredHint.INVALID,))
@@ -103,14 +110,16 @@ def read_hints(options: object) -> HintsRead:
         elif value is not None:
             ignored.append(IgnoredHint.INVALID)
     asked: list[CacheHint] = []
-    for hint in (CacheHint.DROP, CacheHint.DEMOTE):
+    for hint in (CacheHint.DROP, CacheHint.DEMOTE, CacheHint.PREFETCH):
         value = options.get(hint.value)
         if value is True:
             asked.append(hint)
         elif value is not None and value is not False:
             ignored.append(IgnoredHint.INVALID)
-    release = asked[0] if asked and not seconds else None
-    ignored += [IgnoredHint.CONFLICT] * (len(asked) - (release is not None))
+    prefetch = CacheHint.PREFETCH in asked
+    releases = [hint for hint in asked if hint is not CacheHint.PREFETCH]
+    release = releases[0] if releases and not seconds and not prefetch else None
+    ignored += [IgnoredHint.CONFLICT] * (len(releases) - (release is not None))
     pin_s, retain_s = seconds.get(CacheHint.PIN, 0.0), seconds.get(CacheHint.RETAIN, 0.0)
-    hints = PromptHints(pin_s, retain_s, release, tokens)
+    hints = PromptHints(pin_s, retain_s, release, tokens, prefetch)
     return HintsRead(hints if hints.hints else None, tuple(ignored))

@@ -2,8 +2,9 @@
 
 ``POST /cache`` of the admin API takes a completion or chat request, and beside its fields:
 
-- ``hint``: ``prewarm`` (the prompt is computed and stored), ``pin``, ``retain``, ``demote`` or
-  ``drop``; ``seconds`` of ``pin`` and ``retain``; ``tokens``: only the prompt's first tokens.
+- ``hint``: ``prewarm`` (the prompt is computed and stored), ``prefetch``, ``pin``, ``retain``,
+  ``demote`` or ``drop``; ``seconds`` of ``pin`` and ``retain``; ``tokens``: only the prompt's first
+  tokens.
 - ``api_key``: of the client whose cache it is, where clients have caches of their own.
 - ``url``: only this engine. Otherwise, every vLLM engine that is up and serves the model.
 """

@@ -18,6 +18,7 @@ COMMANDS = {
     CacheHint.RETAIN.value: "evict a prompt's blocks after all others for some seconds",
     CacheHint.DEMOTE.value: "evict a prompt's blocks before all others",
     CacheHint.DROP.value: "remove a prompt's blocks from host memory",
+    CacheHint.PREFETCH.value: "bring a prompt's blocks from secondary tiers to host memory",
 }
 """Command -> its help."""
 _TIMEOUT_S = 900.0  # engines answer within the router's own limit

@@ -51,12 +51,13 @@ class PrefetchDecision(NamedTuple):
 
 
 class ChosenBlocks(NamedTuple):
-    """The blocks to prefetch, after how many seconds to give up waiting for them, and whether more
-    were found, which are to be computed."""
+    """The blocks to prefetch, after how many seconds to give up waiting for them, whether more were
+    found, which are to be computed, and whether a hint of the request decided."""
 
     blocks: list[Block]
     give_up_s: float = 0.0
     more_found: bool = False
+    hinted: bool = False
 
 
 Choose = Callable[[LookupResult], PrefetchDecision]
@@ -66,7 +67,8 @@ class LookupRequest(NamedTuple):
     """Blocks that a request can use: of tokens [local_tokens, max_tokens).
 
     ``prefix`` is the tenant and scope. ``block_names`` has, by hash, the names of blocks that the
-    secondary tiers know under another name than their hash.
+    secondary tiers know under another name than their hash. The first ``prefetch_tokens`` tokens
+    are to be loaded at any cost, if the tiers have them.
     """
 
     hashes: Sequence[Sequence[bytes]]
@@ -74,6 +76,7 @@ class LookupRequest(NamedTuple):
     max_tokens: int
     prefix: bytes = SHARED
     block_names: Mapping[bytes, bytes] = MappingProxyType({})
+    prefetch_tokens: int = 0
 
     def key(self, group: int, block_hash: bytes) -> bytes:
         """Return the key of a block in the secondary tiers."""
@@ -195,11 +198,17 @@ def blocks_to_prefetch(
     if not tiers:
         return ChosenBlocks([])
     context = start * lead.block_tokens
-    result = LookupResult(context, request.max_tokens - context, lead.block_tokens, tiers)
-    decision = choose(result)
+    least = min(len(tiers), max(0, request.prefetch_tokens - context) // lead.block_tokens)
+    decision = PrefetchDecision(0)
+    if least < len(tiers):
+        tokens = request.max_tokens - context
+        decision = choose(LookupResult(context, tokens, lead.block_tokens, tiers))
+    hinted = decision.blocks < least
+    if hinted:
+        decision = PrefetchDecision(least)
     if decision.blocks < len(tiers):
         if not lead.is_full:
-            return ChosenBlocks([], more_found=True)
+            return ChosenBlocks([], more_found=True, hinted=hinted)
         max_tokens = context + decision.blocks * lead.block_tokens
         total = longest_prefix(view, groups, request.hashes, local, max_tokens)
     blocks = [
@@ -210,7 +219,7 @@ def blocks_to_prefetch(
         ]
         if (group_number, block_hash) in found and not index.has(group_number, block_hash)
     ]
-    return ChosenBlocks(blocks, decision.give_up_s, decision.blocks < len(tiers))
+    return ChosenBlocks(blocks, decision.give_up_s, decision.blocks < len(tiers), hinted)
 
 
 class TierJob(NamedTuple):

@@ -4,8 +4,8 @@ One object per engine, owned by the scheduler's thread. Time is an argument, as 
 :mod:`kvconnect.offload.planner`. If the host tier lacks a part of a request's prefix, the request
 waits (:meth:`TierPlan.lookup`): workers look its blocks up, and the blocks worth loading are
 prefetched into host slots, from which they are loaded like any other block of the host tier. No
-request waits longer than ``wait_s``. Blocks stored in the host tier are written back in the
-background, a bounded number at a time.
+request waits longer than ``wait_s``, or ``deadline_s`` if it asks for a prefetch. Blocks stored in
+the host tier are written back in the background, a bounded number at a time.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class TierLimits(NamedTuple):
     """Limits of a :class:`TierPlan`.
 
     ``workers`` workers must answer each job, which may take ``deadline_s`` seconds. A request waits
-    at most ``wait_s`` seconds. ``slots`` of the host tier may be pinned by write-backs, and as many
-    by prefetches. ``reused``: write back only blocks that were loaded once.
+    at most ``wait_s`` seconds, ``deadline_s`` if it asks for a prefetch. ``slots`` of the host tier
+    may be pinned by write-backs, and as many by prefetches. ``reused``: write back only blocks that
+    were loaded once.
     """
 
     workers: int
@@ -145,7 +146,9 @@ class TierPlan:
         """
         waiting = self._waiting.get(req_id)
         if waiting is None:
-            waiting = _Waiting(request, now, now + self._limits.wait_s)
+            limits = self._limits
+            wait_s = limits.deadline_s if request.prefetch_tokens else limits.wait_s
+            waiting = _Waiting(request, now, now + wait_s)
             self._waiting[req_id] = waiting
         start = now - self._limits.wait_s
         follows = self._prefetching.any_since(request.rows(self._groups), start)
@@ -262,7 +265,9 @@ class TierPlan:
         blocks: list[Block] = []
         if found:
             args = (self._index, self._groups, waiting.request, found)
-            blocks, seconds, more_found = blocks_to_prefetch(*args, self._choose)
+            blocks, seconds, more_found, hinted = blocks_to_prefetch(*args, self._choose)
+            if hinted:
+                self._stats.count("tier_decisions", label="hinted")
             waiting.not_loaded = "recompute" if more_found else None
             waiting.deadline = min(waiting.deadline, now + seconds)
         waiting.decided = not (blocks and self._prefetch(req_id, waiting, blocks, now))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from pathlib import Path
@@ -42,6 +43,33 @@ def tiers(**extra: Any) -> str:
 
 def assert_right(server: Server, model: str = "llama") -> None:
     assert tokens(ask(server)) == expected(model).fresh
+
+
+def test_a_hint_prefetches_what_would_be_computed(tmp_path: Path) -> None:
+    settings = tiers(disk=disk(tmp_path), load_when="faster")
+    with Server("llama", settings) as first:
+        fill(first)
+    with Server("llama", settings) as second:
+        control, hinted, *_ = prompts()
+        # An engine that knows no rates yet loads a few blocks at most.
+        assert receipt(second, control)["disk"] < FULL
+        assert receipt(second, hinted, prefetch=True)["disk"] == FULL
+        assert second.metric("vllm:kvconnect_tier_decisions_total", reason="hinted") == 1
+        assert second.metric("vllm:kvconnect_cache_hints_total", hint="prefetch") == 1
+        settle(second)
+        second.post("/reset_prefix_cache")
+        assert receipt(second, hinted)["host"] == FULL
+        assert_right(second)
+        settle(second)
+        assert_nothing_leaks(second)
+
+
+def receipt(server: Server, prompt: list[int], **hints: Any) -> dict[str, Any]:
+    params = {"kvconnect": {"receipt": True, **hints}}
+    body = server.body(prompt, 1, kv_transfer_params=params)
+    answer = json.loads(server.post("/v1/completions", body))
+    found: dict[str, Any] = answer["kv_transfer_params"]["kvconnect"]["receipt"]
+    return found
 
 
 def test_disk_outlives_kill_9_and_flipped_bytes(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def make_tiers(
 ) -> TierScheduler | None:
     if not (config.tiers.disk or config.tiers.remote or config.tiers.cache_peers):
         return None
-    return TierScheduler(config, plan.groups, plan.index, plan.stats, sizes, adapters)
+    return TierScheduler(config, plan, sizes, adapters)
 
 
 def settings_for(vllm_config: VllmConfig, config: Config) -> Config:

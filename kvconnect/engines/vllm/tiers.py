@@ -19,9 +19,8 @@ from kvconnect.config import Config
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.adapters import Adapters
 from kvconnect.engines.vllm.translate import is_of_tokens
-from kvconnect.offload.index import HostIndex
 from kvconnect.offload.jobs import SettledJob
-from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.offload.planner import OffloadPlan
 from kvconnect.tiers import (
     LookupRequest,
     LookupResult,
@@ -53,14 +52,13 @@ class _Step(NamedTuple):
 
 
 class TierScheduler:
-    """Owned by the scheduler's thread. ``sizes``: (workers, bytes of a block over all workers)."""
+    """Owned by the scheduler's thread. ``host``: the engine's plan of its host tier. ``sizes``:
+    (workers, bytes of a block over all workers)."""
 
     def __init__(
         self,
         config: Config,
-        groups: Sequence[CacheGroup],
-        index: HostIndex,
-        stats: OffloadingConnectorStats,
+        host: OffloadPlan,
         sizes: tuple[int, int],
         adapters: Adapters,
     ) -> None:
@@ -70,12 +68,11 @@ class TierScheduler:
             workers=workers,
             deadline_s=config.deadline_s,
             wait_s=config.tiers.wait_s,
-            slots=max(1, int(len(index.slots) * _SHARE)),
+            slots=max(1, int(len(host.index.slots) * _SHARE)),
             reused=self._writes and config.tiers.spill == "reused",
         )
-        self._stats = stats
-        self._index = index
-        self._groups = tuple(groups)
+        self._host = host
+        groups = host.groups
         decides = config.tiers.load_when == "faster"
         self._cost = CostModel(groups[0].block_tokens) if decides else None
         self._names = BlockNames(groups, adapters)
@@ -83,8 +80,9 @@ class TierScheduler:
         self._steps: deque[_Step] = deque(maxlen=_STEPS)
         self._ended = 0.0  # when the last step ended
         serves = config.tiers.cache_peers.get("listen", "off") != "off"
-        self._offers = Offers(index, serves)
-        self.plan = TierPlan(index, groups, stats, limits, self._choose, self._fetched)
+        self._offers = Offers(host.index, serves)
+        shared = (host.index, groups, host.stats)
+        self.plan = TierPlan(*shared, limits, self._choose, self._fetched)
 
     def ask(
         self,
@@ -94,7 +92,8 @@ class TierScheduler:
         now: float,
     ) -> bool:
         """Look up a request's tokens [start, end); return whether it should ask again later."""
-        wanted = self._names.wanted(request, hashes, tokens)
+        hinted = self._host.hints.prefetch_tokens(request.request_id)
+        wanted = self._names.wanted(request, hashes, tokens)._replace(prefetch_tokens=hinted)
         return self.plan.lookup(request.request_id, wanted, now)
 
     def admitted(
@@ -104,9 +103,9 @@ class TierScheduler:
         many of the tokens came from each secondary tier."""
         if self.plan.write_backs.reused:
             wanted = self._names.wanted(request, hashes, tokens)
-            for number, row in wanted.rows(self._groups):
-                for slot in self._index.ready_slots(number, row):
-                    key = wanted.key(number, self._index.hash_of(slot))
+            for number, row in wanted.rows(self._host.groups):
+                for slot in self._host.index.ready_slots(number, row):
+                    key = wanted.key(number, self._host.index.hash_of(slot))
                     self.plan.write_backs.loaded(number, slot, key)
         return self.plan.on_load_planned(request.request_id)
 
@@ -176,7 +175,7 @@ class TierScheduler:
     def _choose(self, offer: LookupResult) -> PrefetchDecision:
         """Decide how many of the found blocks to prefetch rather than compute."""
         if self._cost is None:
-            self._stats.count("tier_decisions", label=LoadReason.LOAD.value)
+            self._host.stats.count("tier_decisions", label=LoadReason.LOAD.value)
             return PrefetchDecision(len(offer.tiers))
         segments = [
             TierSegment(tier, count * offer.block_tokens, count * self._slot_bytes)
@@ -184,7 +183,7 @@ class TierScheduler:
             if (count := len(list(same)))
         ]
         choice = self._cost.choose(offer.tokens, offer.context, segments)
-        self._stats.count("tier_decisions", label=choice.reason.value)
+        self._host.stats.count("tier_decisions", label=choice.reason.value)
         return PrefetchDecision(choice.tokens // offer.block_tokens, choice.give_up_s)
 
     def _fetched(self, tier: Tier, blocks: int, seconds: float) -> None:

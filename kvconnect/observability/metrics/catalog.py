@@ -50,7 +50,7 @@ _HOST = Label("tier", (Tier.HOST.value,))
 _LOWER = (Tier.DISK.value, Tier.PEER.value, Tier.REMOTE.value)
 _SECONDARY = Label("tier", _LOWER)
 _SOURCE = Label("source", _values(PromptSource))
-_DECISION = Label("reason", (*_values(LoadReason), "late", "no_space"))
+_DECISION = Label("reason", (*_values(LoadReason), "hinted", "late", "no_space"))
 _CAUSE = Label("cause", _values(FailureCause))
 _QUARANTINE = Label("cause", tuple(cause.value for cause in QUARANTINED))
 _REASON = Label("reason", ("no_space", "busy"))
@@ -187,7 +187,8 @@ CATALOG: tuple[Metric, ...] = (
     Metric("tier_decisions", "counter", "requests",
            "Lookups that hit a secondary tier, by decision: `load` prefetches; `probe` and "
            "`unknown` prefetch a few blocks to measure the tier; `recompute` is faster than the "
-           "tier; `no_space` found host memory full; `late` exceeded `wait_s`.",
+           "tier; `hinted`: a request's hint asked for the prefetch; `no_space` found host memory "
+           "full; `late` exceeded `wait_s`.",
            "a lookup is decided", label=_DECISION, absent=(SGLANG,),
            aliases=(Alias("vllm:kv_offload_tiering_promotion_allocation_failures",
                           only=("no_space",)),)),

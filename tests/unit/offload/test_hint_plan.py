@@ -200,3 +200,22 @@ def test_hints_are_counted() -> None:
     assert counters["cache_hints"] == {"pin": 1, "retain": 1}
     assert counters["ignored_cache_hints"] == {"unknown": 1, "conflict": 1}
     assert bench.hints.finish("r2", 0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("hints", "tokens"),
+    [
+        ({"prefetch": True}, 4 * TOKENS + 1),
+        ({"prefetch": True, "tokens": 6}, 6),
+        ({"prefetch": True, "tokens": 600, "pin": 60}, 4 * TOKENS + 1),
+        ({"pin": 60}, 0),
+    ],
+)
+def test_a_prefetch_is_asked_for_until_the_request_ends(hints: Any, tokens: int) -> None:
+    bench = Bench()
+    bench.add(hints)
+    assert bench.hints.prefetch_tokens("r") == tokens
+    assert bench.hints.prefetch_tokens("other") == 0
+    outcomes = bench.hints.finish("r", 1.0)
+    assert bench.hints.prefetch_tokens("r") == 0
+    assert outcomes == ({"missing": 4} if "pin" in hints else None)

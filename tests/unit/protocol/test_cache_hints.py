@@ -24,7 +24,9 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner),
     max_leaves=8,
 )
-NAMES = st.sampled_from(["pin", "retain", "demote", "drop", "tokens", "receipt", "Pin", "prefetch"])
+NAMES = st.sampled_from(
+    ["pin", "retain", "demote", "drop", "tokens", "receipt", "Pin", "prefetch", "hold"]
+)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,11 @@ NAMES = st.sampled_from(["pin", "retain", "demote", "drop", "tokens", "receipt",
         ({"drop": True, "demote": False}, PromptHints(release=CacheHint.DROP), ()),
         ({"drop": True, "demote": True}, PromptHints(release=CacheHint.DROP), (CONFLICT,)),
         ({"drop": True, "retain": 1}, PromptHints(retain_s=1.0), (CONFLICT,)),
-        ({"pin": 60, "hold": 1, "prefetch": True}, PromptHints(60.0), (UNKNOWN,)),
+        ({"pin": 60, "hold": 1, "fetch": True}, PromptHints(60.0), (UNKNOWN,)),
+        ({"prefetch": True, "tokens": 7}, PromptHints(tokens=7, prefetch=True), ()),
+        ({"prefetch": True, "pin": 60}, PromptHints(60.0, prefetch=True), ()),
+        ({"prefetch": True, "drop": True}, PromptHints(prefetch=True), (CONFLICT,)),
+        ({"prefetch": 1, "drop": True}, PromptHints(release=CacheHint.DROP), (INVALID,)),
         ({"pin": LONGEST_S + 1, "retain": 5}, PromptHints(retain_s=5.0), (INVALID,)),
         ({"pin": True}, None, (INVALID,)),
         ({"pin": 0}, None, (INVALID,)),

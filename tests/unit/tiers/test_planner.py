@@ -37,6 +37,7 @@ REMOTE = SECONDARY_TIERS.index(Tier.REMOTE)
 FULL = (CacheGroup(4),)
 HYBRID = (CacheGroup(4), CacheGroup(4, window=5))
 WAIT_S = 5.0
+DEADLINE_S = 10.0
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Bench:
         policy = make_policy("lru", self.slots)
         self.index = HostIndex(self.slots, len(self.groups), policy)
         self.stats = OffloadingConnectorStats()
-        limits = TierLimits(self.workers, 10.0, WAIT_S, self.share, self.reused)
+        limits = TierLimits(self.workers, DEADLINE_S, WAIT_S, self.share, self.reused)
         told = lambda *what: self.prefetched.append(what)  # noqa: E731
         self.plan = TierPlan(self.index, self.groups, self.stats, limits, self.choose, told)
 
@@ -193,6 +194,44 @@ def test_only_what_is_worth_it_is_prefetched(worth: int, come: int) -> None:
     assert not bench.plan.lookup("r", bench.request(hashes), 0.0)
     assert bench.ready(hashes) == come
     assert bench.plan.forget("r") == ("recompute" if come < 3 else None)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "worth", "come", "counted"),
+    [
+        (0, 0, 0, {}),
+        (12, 0, 3, {"hinted": 1}),
+        (4000, 0, 3, {"hinted": 1}),
+        (11, 0, 2, {"hinted": 1}),
+        (3, 0, 0, {}),
+        (4, 2, 2, {}),
+    ],
+)
+def test_a_hint_brings_what_is_not_worth_it(
+    tokens: int, worth: int, come: int, counted: dict[str, int]
+) -> None:
+    bench, hashes = Bench(worth=worth), prompt("a", 3)
+    bench.stored = dict.fromkeys(keys(hashes), 1)
+    wanted = bench.request(hashes)._replace(prefetch_tokens=tokens)
+    assert bench.plan.lookup("r", wanted, 0.0)
+    bench.step()
+    bench.step()
+    assert not bench.plan.lookup("r", wanted, 0.0)
+    assert bench.ready(hashes) == come
+    assert bench.counted("tier_decisions") == counted
+    assert bench.plan.forget("r") == ("recompute" if come < 3 else None)
+
+
+@pytest.mark.parametrize(("tokens", "waits"), [(0, False), (12, True)])
+def test_a_request_with_a_hint_waits_until_the_deadline_of_jobs(tokens: int, waits: bool) -> None:
+    bench, hashes = Bench(worth=0), prompt("a", 3)
+    wanted = bench.request(hashes)._replace(prefetch_tokens=tokens)
+    assert bench.plan.lookup("r", wanted, 0.0)
+    bench.take(WAIT_S)
+    assert bench.plan.lookup("r", wanted, WAIT_S) == waits
+    bench.take(DEADLINE_S)
+    assert not bench.plan.lookup("r", wanted, DEADLINE_S)
+    assert bench.plan.forget("r") == "late"
 
 
 def test_windowed_groups_prefetch_what_their_window_reaches() -> None:
