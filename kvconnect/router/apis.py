@@ -21,6 +21,8 @@ class Api(NamedTuple):
         salted: it computes KV, so the router adds the tenant's cache salt to the body.
         one_token: fields that make a prefill engine compute the prompt only.
         named_events: its server-sent events have names.
+        takes_token_ids: vLLM's decode engine takes the prompt's token ids with the ticket, and does
+            not tokenize again.
         method: HTTP method.
     """
 
@@ -30,6 +32,7 @@ class Api(NamedTuple):
     salted: bool = False
     one_token: Mapping[str, Any] = engine_bodies.ONE_TOKEN
     named_events: bool = False
+    takes_token_ids: bool = False
     method: str = "POST"
 
 
@@ -48,7 +51,7 @@ _GETS = ("/version", "/ping", "/load", "/v1/load")
 COMPLETIONS = _generates("/v1/completions")
 APIS: tuple[Api, ...] = (
     COMPLETIONS,
-    _generates("/v1/chat/completions"),
+    _generates("/v1/chat/completions", takes_token_ids=True),
     _generates("/v1/responses", one_token=_RESPONSES, named_events=True),
     # SGLang's /v1/messages takes no bootstrap room.
     _generates("/v1/messages", engines=_VLLM_ONLY, named_events=True),

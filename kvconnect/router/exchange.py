@@ -217,6 +217,8 @@ class Exchange:
                 asked, body = bodies(choice, choice.prefill, prefill_engine, body, one_token)
                 options = self._options(prefill_engine, answers=False)
                 asked = engine_bodies.options_body(asked, options)
+                if choice.mode is Mode.PULL and self._api.takes_token_ids:
+                    asked = engine_bodies.token_ids_too(asked)
                 computed = self._prefill(prefill_engine, choice.prefill, asked, overhead)
                 if choice.mode is Mode.PULL:
                     with decode.awaited():

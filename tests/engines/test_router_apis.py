@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -107,6 +108,20 @@ def test_every_api_is_handed_over(ask: Ask, mode: str, fleet: Fleet) -> None:
         fleet.decode.settle()
         assert received_bytes(fleet.decode) > before, "the KV came from the prefill engine"
     assert texts[0] and texts == [ask(fleet.prefill.url)] * 2
+
+
+def test_chats_are_tokenized_once(fleet: Fleet, tmp_path: Path) -> None:
+    """The decode engine's template would make another prompt of a chat."""
+    template = tmp_path / "other.jinja"
+    template.write_text("{% for turn in messages %}Other: {{ turn['content'] }}{% endfor %}")
+    d = Server("llama", decode_config(), args=("--chat-template", str(template)))
+    with d, Router([fleet.prefill], [d], ("--pull",)) as router:
+        assert chat(router.url) == chat(router.url, stream=True) == chat(fleet.prefill.url)
+        assert chat(d.url) != chat(fleet.prefill.url)
+        assert received_bytes(d) > 0
+        # vLLM takes no token ids with the ticket of a message: its ticket is for another prompt.
+        with pytest.raises(anthropic.APIStatusError):
+            messages(router.url)
 
 
 @APIS

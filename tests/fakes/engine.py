@@ -28,6 +28,7 @@ ADMIN_TOKEN = "0123456789abcdef"
 ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
 LIMITS = tuple(each.name for each in fields(RouterLimits))
 EVENTS = (b'data: {"choices":[{"text":"a"}]}\n\n', b'data: {"choices":[{"text":"b"}]}\n\n')
+TOKEN_IDS = [3, 1, 4]  # of any prompt
 DONE = b"data: [DONE]\n\n"
 
 
@@ -134,7 +135,10 @@ async def prefills(engine: FakeEngine, request: web.Request, body: dict[str, Any
     """A good prefill engine: its answer offers a ticket for the transfer it was asked for."""
     transfer = body["kv_transfer_params"]["transfer_id"]
     ticket = {"do_remote_prefill": True, "kvconnect_ticket": f"ticket {transfer}", "odd": [1, {}]}
-    return web.json_response({"choices": [{"text": "x"}], "kv_transfer_params": ticket})
+    answer = {"choices": [{"text": "x"}], "kv_transfer_params": ticket}
+    if body.get("return_token_ids"):
+        answer["prompt_token_ids"] = TOKEN_IDS
+    return web.json_response(answer)
 
 
 async def decodes(

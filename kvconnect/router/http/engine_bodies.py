@@ -23,6 +23,7 @@ _STANDING_TICKET = "kvconnect_card"
 _STANDING_TICKET_EXPIRY = "kvconnect_card_expires_in"
 _RANK = "kvconnect_card_rank"
 _MOONCAKE = "remote_bootstrap_addr"
+_TOKEN_IDS = "prompt_token_ids"  # of vLLM: in a prefill response, and in the ticket for decode
 _WHOLE_ANSWER = ("stream", "stream_options", "min_tokens")
 _OPENING = ("ping", "message_start", "response.created", "response.queued", "response.in_progress")
 ONE_TOKEN: Mapping[str, Any] = {"max_tokens": 1}
@@ -76,6 +77,11 @@ def push_body(body: Body, transfer: str, standing_ticket: str) -> dict[str, Any]
 def pull_body(body: Body, ticket: Mapping[str, Any]) -> dict[str, Any]:
     """Return the decode body of pull mode; ``ticket`` is passed on unchanged."""
     return {**body, _PARAMS: ticket}
+
+
+def token_ids_too(asked: Body) -> dict[str, Any]:
+    """Return a :func:`prefill_body` whose response also has the prompt's token ids."""
+    return {**asked, "return_token_ids": True}
 
 
 def mooncake_ticket(transfer: str, engine_id: str, address: str) -> dict[str, Any]:
@@ -139,6 +145,7 @@ class _Usage(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     kv_transfer_params: Raw = Raw(b"null")
+    prompt_token_ids: Raw = Raw(b"null")
 
 
 class _Counted(msgspec.Struct):
@@ -151,19 +158,23 @@ _COUNTED = msgspec.json.Decoder(_Counted)
 
 
 def ticket_of(answer: bytes) -> dict[str, Any] | None:
-    """Return the ticket in a prefill engine's response, None if there is none.
+    """Return the ticket in a prefill engine's response, with the prompt's token ids if the response
+    has them; None if there is no ticket.
 
     Raises:
         Refused: the response is not a JSON object.
     """
     try:
-        params = _ANSWER.decode(answer).kv_transfer_params
+        told = _ANSWER.decode(answer)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Refused("answer", f"it is not a JSON object: {error}") from error
     try:
-        return msgspec.json.decode(params, type=dict[str, Raw]) or None
+        ticket = msgspec.json.decode(told.kv_transfer_params, type=dict[str, Raw])
     except (msgspec.DecodeError, ValueError):  # no ticket, or an unusable one
         return None
+    if ticket and bytes(told.prompt_token_ids) != b"null":
+        ticket[_TOKEN_IDS] = told.prompt_token_ids
+    return ticket or None
 
 
 def cached_tokens_of(answer: bytes) -> int | None:

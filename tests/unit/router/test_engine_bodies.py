@@ -279,6 +279,15 @@ def test_any_json_object_can_be_looked_at(body: dict[str, Any]) -> None:
     ("answer", "ticket"),
     [
         ({"kv_transfer_params": {"kvconnect_ticket": "t"}}, {"kvconnect_ticket": "t"}),
+        (
+            {"kv_transfer_params": {"kvconnect_ticket": "t"}, "prompt_token_ids": [3, 1]},
+            {"kvconnect_ticket": "t", "prompt_token_ids": [3, 1]},
+        ),
+        (
+            {"kv_transfer_params": {"kvconnect_ticket": "t"}, "prompt_token_ids": None},
+            {"kvconnect_ticket": "t"},
+        ),
+        ({"kv_transfer_params": None, "prompt_token_ids": [3, 1]}, None),
         ({"kv_transfer_params": None}, None),
         ({"kv_transfer_params": {}}, None),
         ({"choices": []}, None),

@@ -20,6 +20,7 @@ from tests.fakes.engine import (
     ASK,
     DONE,
     EVENTS,
+    TOKEN_IDS,
     Bench,
     FakeEngine,
     begin_stream,
@@ -136,9 +137,23 @@ async def test_pull_hands_on_what_prefill_offered_word_for_word() -> None:
                 "do_remote_prefill": True,
                 "kvconnect_ticket": f"ticket {transfer}",
                 "odd": [1, {}],
+                "prompt_token_ids": TOKEN_IDS,
             }
         }
         assert await ended(router, "pull", "forced", "ok") == 1
+
+
+@on_loop
+async def test_chats_are_tokenized_once_where_decode_is_asked_after_prefill() -> None:
+    p, d = pair()
+    async with bench([p], [d], pull=True) as router:
+        await router.post(ASK, "/v1/chat/completions")
+        await router.post(ASK)  # vLLM takes no token ids with the ticket of a completion
+    async with bench([p], [d]) as router:  # push: decode is asked before prefill has an answer
+        await router.post(ASK, "/v1/chat/completions")
+    given = [asked["kv_transfer_params"].get("prompt_token_ids") for asked in d.asked]
+    assert given == [TOKEN_IDS, None, None]
+    assert [asked.get("return_token_ids", False) for asked in p.asked] == [True, False, False]
 
 
 @on_loop
