@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from kvconnect.protocol.options import RECEIPT
+from kvconnect.router.body import Body
 from kvconnect.router.http import engine_bodies
 from kvconnect.router.policy.loads import Engine
 
@@ -23,6 +25,7 @@ class Api(NamedTuple):
         named_events: its server-sent events have names.
         takes_token_ids: vLLM's decode engine takes the prompt's token ids with the ticket, and does
             not tokenize again.
+        cached_details: SGLang says on request where the prompt's cached tokens were.
         method: HTTP method.
     """
 
@@ -33,7 +36,20 @@ class Api(NamedTuple):
     one_token: Mapping[str, Any] = engine_bodies.ONE_TOKEN
     named_events: bool = False
     takes_token_ids: bool = False
+    cached_details: bool = False
     method: str = "POST"
+
+    def with_options(
+        self, engine: Engine, body: Body, hints: Mapping[str, float], *, receipt: bool
+    ) -> Body:
+        """Return a body for an engine, with hints on its prompt's blocks where the engine takes
+        them; ``receipt``: the response shall say where the prompt's KV came from."""
+        if engine is Engine.VLLM and not self.decode_only:
+            options = {**hints, RECEIPT: True} if receipt else hints
+            return engine_bodies.options_body(body, options)
+        if engine is Engine.SGLANG and receipt and self.cached_details:
+            return engine_bodies.cached_details_body(body)
+        return body
 
 
 def _generates(path: str, **options: Any) -> Api:
@@ -48,10 +64,10 @@ _POOLING = (
 _OTHERS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 _GETS = ("/version", "/ping", "/load", "/v1/load")
 
-COMPLETIONS = _generates("/v1/completions")
+COMPLETIONS = _generates("/v1/completions", cached_details=True)
 APIS: tuple[Api, ...] = (
     COMPLETIONS,
-    _generates("/v1/chat/completions", takes_token_ids=True),
+    _generates("/v1/chat/completions", takes_token_ids=True, cached_details=True),
     _generates("/v1/responses", one_token=_RESPONSES, named_events=True),
     # SGLang's /v1/messages takes no bootstrap room.
     _generates("/v1/messages", engines=_VLLM_ONLY, named_events=True),

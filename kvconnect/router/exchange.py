@@ -19,7 +19,6 @@ from aiohttp import web
 
 from kvconnect.errors import Refused
 from kvconnect.protocol.cache_hints import CacheHint
-from kvconnect.protocol.options import RECEIPT
 from kvconnect.router.apis import Api
 from kvconnect.router.fleet.upstreams import Fleet, Upstream
 from kvconnect.router.http import engine_bodies
@@ -215,8 +214,8 @@ class Exchange:
                 )
                 one_token = self._api.one_token
                 asked, body = bodies(choice, choice.prefill, prefill_engine, body, one_token)
-                options = self._options(prefill_engine, answers=False)
-                asked = engine_bodies.options_body(asked, options)
+                kind = prefill_engine.worker.engine
+                asked = self._api.with_options(kind, asked, self._hints, receipt=False)
                 if choice.mode is Mode.PULL and self._api.takes_token_ids:
                     asked = engine_bodies.token_ids_too(asked)
                 computed = self._prefill(prefill_engine, choice.prefill, asked, overhead)
@@ -233,7 +232,8 @@ class Exchange:
                 else:
                     prefill = asyncio.create_task(computed)
                     ends.push_async_callback(self._end_prefill, prefill)
-            body = engine_bodies.options_body(body, self._options(decode, answers=True))
+            receipt = self._services.options.listening.receipts
+            body = self._api.with_options(decode.worker.engine, body, self._hints, receipt=receipt)
             upstream_request = await ends.enter_async_context(
                 self._upstream_request(decode, choice.decode)
             )
@@ -241,13 +241,6 @@ class Exchange:
             first = await (beginning if prefill is None else _beginning(prefill, beginning))
             self._services.metrics.added(choice.mode, overhead.seconds)
             yield upstream_request, first
-
-    def _options(self, upstream: Upstream, *, answers: bool) -> dict[str, Any]:
-        """Return the options of KVConnect for an engine; ``answers``: the client reads it."""
-        if upstream.worker.engine is not Engine.VLLM or self._api.decode_only:
-            return {}
-        receipt = {RECEIPT: True} if answers and self._services.options.listening.receipts else {}
-        return {**self._hints, **receipt}
 
     async def _end_prefill(self, prefill: asyncio.Task[Any]) -> None:
         if self._outcome is RequestOutcome.OK:

@@ -41,7 +41,7 @@ def options_of(arguments: argparse.Namespace) -> RouterOptions:
     options = RouterOptions(
         workers("prefill", arguments.prefill),
         workers("decode", arguments.decode),
-        pull=arguments.pull,
+        handoff="none" if arguments.unified else "pull" if arguments.pull else "push",
         push_min_tokens=arguments.push_min_tokens,
         limits=RouterLimits(
             arguments.timeout,
@@ -63,7 +63,11 @@ def options_of(arguments: argparse.Namespace) -> RouterOptions:
     )
     later = bool(sources.file or sources.etcd or options.admin.token)
     for role, named in ((Role.PREFILL, options.prefill), (Role.DECODE, options.decode)):
-        if not (later or named or role in sources.dns or role in sources.services):
+        found = named or role in sources.dns or role in sources.services
+        if role is Role.PREFILL and options.handoff == "none":
+            if found:
+                raise ConfigError("unified", "on", "name no prefill engines beside it")
+        elif not (later or found):
             fix = "name an engine, or where to find some, or an admin token"
             raise ConfigError(role.value, "", fix)
     return options
@@ -162,7 +166,11 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
 
 def _add_choices(parser: argparse.ArgumentParser) -> None:
     default, add = RouterOptions((), ()), parser.add_argument
-    add("--pull", action="store_true", help="ask decode only after prefill has answered")
+    one = parser.add_mutually_exclusive_group()
+    what = "engines compute the prompts that they answer: name all with --decode, no hand-offs"
+    one.add_argument("--unified", action="store_true", help=what)
+    what = "ask decode only after prefill has answered"
+    one.add_argument("--pull", action="store_true", help=what)
     add(
         "--push-min-tokens",
         type=int,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 from urllib.parse import urlsplit
 
 from kvconnect.errors import ConfigError
@@ -201,7 +202,9 @@ class RouterOptions:
 
     Attributes:
         prefill, decode: engines of the command line.
-        pull: always ask the decode engine only after the prefill engine has answered.
+        handoff: "push" where the engines can; "pull": always ask the decode engine only after the
+            prefill engine has answered; "none": engines compute the prompts that they answer, and
+            all are of the decode role.
         push_min_tokens: prompts estimated to be shorter are pulled. Unit: tokens.
         prefill_policy, decode_policy: how an engine and rank are chosen.
         dp_minimum_tokens: under policies that ignore loads, use the chosen engine's rank with the
@@ -213,7 +216,7 @@ class RouterOptions:
 
     prefill: tuple[Worker, ...]
     decode: tuple[Worker, ...]
-    pull: bool = False
+    handoff: Literal["push", "pull", "none"] = "push"
     push_min_tokens: int = 0
     limits: RouterLimits = RouterLimits()
     sources: Sources = Sources()

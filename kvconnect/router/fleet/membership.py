@@ -94,8 +94,11 @@ class Membership:
         """Add an engine. It replaces one at the same URL that is being drained.
 
         Raises:
-            Refused: the role has an engine at this URL that is not being drained.
+            Refused: the role has an engine at this URL that is not being drained, or no use here.
         """
+        if self._fleet.unified and role is Role.PREFILL:
+            fix = "the router has --unified, so name it as a decode engine"
+            raise Refused("worker", f"prefill engine {worker.url} would get no requests: {fix}")
         known = self.find(role, worker.url)
         if known is not None:
             if not known.draining:
@@ -130,7 +133,7 @@ class Membership:
                 if worker.url not in mine or mine[worker.url].worker != worker:
                     try:
                         self.add(role, worker, source)
-                    except Refused as error:  # another source owns the URL
+                    except Refused as error:  # as when another source owns the URL
                         logger.warning("%s: %s", source, error)
 
     def _adopt(self, upstream: Upstream, source: str) -> Watcher:
@@ -207,6 +210,8 @@ async def switch(membership: Membership, fleet: Fleet, old: Upstream, drain_s: f
 def _check(membership: Membership, fleet: Fleet, old: Upstream, role: Role) -> None:
     """Refuse a switch that cannot succeed, before anything changes."""
     source = membership.source_of(old)
+    if fleet.unified:
+        raise Refused("url", "the router has --unified, so its engines have one role")
     if old.native:
         raise Refused("url", "SGLang's servers have the role that they were started with")
     if source not in (FLAGS, ADMIN):

@@ -180,11 +180,12 @@ class FleetObserver(Protocol):
 
 
 class Fleet:
-    """All engines of one router, by role and number."""
+    """All engines of one router, by role and number. ``unified``: prefill engines have no use."""
 
     def __init__(self, options: RouterOptions, observer: FleetObserver) -> None:
         self._stale_s = max(_LEAST_STALE_S, STALE_REPORTS * options.intervals.load_s)
         self._observer = observer
+        self.unified = options.handoff == "none"
         self.pairing = Pairing(options.intervals.probe_s)
         self._numbers = dict.fromkeys(Role, 0)
         self._by_role: dict[Role, dict[int, Upstream]] = {role: {} for role in Role}
@@ -233,7 +234,7 @@ class Fleet:
             )
             for role in Role
         )
-        return FleetView(prefill, decode, self.pairing.broken)
+        return FleetView(prefill, decode, self.pairing.broken, self.unified)
 
     def broken(self, upstream: Upstream) -> dict[str, str]:
         """Return the partners with which an engine's last probe failed: URL -> error."""

@@ -113,6 +113,12 @@ def options_body(body: Body, options: Mapping[str, Any]) -> Body:
     return {**body, _PARAMS: {**body.get(_PARAMS, {}), OPTIONS_KEY: options}}
 
 
+def cached_details_body(body: Body) -> dict[str, Any]:
+    """Return a body for SGLang that asks where the prompt's cached tokens were: on the device, in
+    host memory or in its storage."""
+    return {**body, "return_cached_tokens_details": True}
+
+
 def transfer_of(asked: Body) -> str:
     """Return the transfer id in a :func:`prefill_body`."""
     return str(asked[_PARAMS]["transfer_id"])

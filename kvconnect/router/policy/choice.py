@@ -51,6 +51,7 @@ class RoutingReason(str, Enum):
     MULTI = "multi"  # several prompts or answers; a transfer id names one prompt
     NO_TICKET = "no_ticket"  # the prefill engine offered no hand-off
     API = "api"  # not a completion: there is nothing to hand over
+    UNIFIED = "unified"  # --unified
 
 
 MODES: tuple[tuple[Mode, RoutingReason], ...] = (
@@ -63,6 +64,7 @@ MODES: tuple[tuple[Mode, RoutingReason], ...] = (
     (Mode.PLAIN, RoutingReason.MULTI),
     (Mode.PLAIN, RoutingReason.NO_TICKET),
     (Mode.PLAIN, RoutingReason.API),
+    (Mode.PLAIN, RoutingReason.UNIFIED),
 )
 """Every (mode, reason) pair that the router can report."""
 
@@ -160,9 +162,11 @@ def choose(
 ) -> RoutingChoice | None:
     """Return where the request goes; None if a role that it needs has no engine left."""
     decode = _available(view.decode, failed.decode, request)
-    if request.api.decode_only and decode:
+    alone = request.api.decode_only or view.unified
+    if alone and decode:
+        reason = RoutingReason.API if request.api.decode_only else RoutingReason.UNIFIED
         target_choice = _choose_target(options.decode_policy, decode, request, Role.DECODE, options)
-        return RoutingChoice(Mode.PLAIN, RoutingReason.API, None, target_choice)
+        return RoutingChoice(Mode.PLAIN, reason, None, target_choice)
     decode_only = (
         [] if request.prompt.single else [w for w in decode if w.engine is not Engine.SGLANG]
     )
@@ -171,7 +175,7 @@ def choose(
             options.decode_policy, decode_only, request, Role.DECODE, options
         )
         return RoutingChoice(Mode.PLAIN, RoutingReason.MULTI, None, target_choice)
-    if request.prompt.sampled or request.api.decode_only:
+    if alone or request.prompt.sampled:
         return None
     group = _best_group(
         view, _available(view.prefill, failed.prefill, request), decode, request.turn
@@ -212,7 +216,7 @@ def explain_no_choice(view: FleetView, request: RoutingRequest) -> str:
         Refused: no engine can take a request of this form.
     """
     sides = {Role.PREFILL: view.prefill, Role.DECODE: view.decode}
-    if request.api.decode_only:
+    if request.api.decode_only or view.unified:
         del sides[Role.PREFILL]
     if any(workers and not _serving(workers, request) for workers in sides.values()):
         model = request.prompt.model[:_SHOWN]
@@ -226,7 +230,7 @@ def explain_no_choice(view: FleetView, request: RoutingRequest) -> str:
         return f"no {' and no '.join(missing)} engine is up"
     if not all(_available(workers, (), request) for workers in sides.values()):
         return f"no engine that is up serves the model {request.prompt.model[:_SHOWN]!r}"
-    if request.prompt.sampled:
+    if request.prompt.sampled and not view.unified:
         if all(worker.engine is Engine.SGLANG for worker in _serving(view.decode, request)):
             fix = "send the request without n, once for each answer"
             raise Refused("n", f"SGLang hands over one answer to a prompt: {fix}")
@@ -352,7 +356,7 @@ def _handover_mode(
         return Mode.BOOTSTRAP, RoutingReason.DEFAULT
     if engine is not Engine.VLLM:
         return Mode.PULL, RoutingReason.CONNECTOR
-    if options.pull:
+    if options.handoff == "pull":
         return Mode.PULL, RoutingReason.FORCED
     if prompt.tokens < options.push_min_tokens:
         return Mode.PULL, RoutingReason.SHORT

@@ -108,16 +108,19 @@ def _agree(one: str, other: str) -> bool:
 
 @dataclass(frozen=True)
 class FleetView:
-    """All engines at one moment. ``broken``: pairs, by number, whose last probe failed."""
+    """All engines at one moment. ``broken``: pairs, by number, whose last probe failed.
+    ``unified``: there are only decode engines, and they serve requests alone."""
 
     prefill: tuple[WorkerView, ...]
     decode: tuple[WorkerView, ...]
     broken: Collection[tuple[int, int]] = ()
+    unified: bool = False
 
     def missing(self) -> list[Role]:
         """Return the roles without an engine that is up."""
         both = ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode))
-        return [role for role, engines in both if not any(engine.up for engine in engines)]
+        needed = both[1:] if self.unified else both
+        return [role for role, engines in needed if not any(engine.up for engine in engines)]
 
 
 # Loads ------------------------------------------------------------------------------------------

@@ -298,7 +298,7 @@ async def test_prompts_go_where_events_say_they_are_cached() -> None:
     ps[1].answer = found
     async with publisher() as events:
         ps[1].settings = f",events={events.port},replay={events.replay}"
-        aware = {"prefill_policy": RankingPolicy.CACHE_AWARE, "pull": True, "listening": TOLD}
+        aware = {"prefill_policy": RankingPolicy.CACHE_AWARE, "handoff": "pull", "listening": TOLD}
         async with bench(ps, [d], **aware) as router:
 
             async def outcome(name: str) -> float:

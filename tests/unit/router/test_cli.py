@@ -85,7 +85,7 @@ def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     options = RouterOptions(
         (a, b),
         (Worker("http://b:2"),),
-        pull=True,
+        handoff="pull",
         push_min_tokens=256,
         limits=RouterLimits(30.0, 40.0, 7, 8, 9.0, 11.0),
         sources=Sources(
@@ -104,11 +104,18 @@ def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert served(monkeypatch, argv) == options
 
 
+def test_a_unified_router_needs_no_prefill_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = served(monkeypatch, ["router", "--unified", "--decode", "http://b:2"])
+    assert options == RouterOptions((), (Worker("http://b:2"),), handoff="none")
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
         (["router"], "--prefill : name an engine"),
         (["router", "--prefill", "http://a:1"], "--decode : name an engine"),
+        ([*NEEDED, "--unified"], "--unified on: name no prefill engines"),
+        (["router", "--unified"], "--decode : name an engine"),
         ([*NEEDED, "--prefill-dns", "http://a"], "--prefill-dns http://a: name the port"),
         (
             [*NEEDED, "--decode-kubernetes", "http://a"],

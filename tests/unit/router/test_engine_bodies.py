@@ -32,6 +32,7 @@ from kvconnect.router.policy.choice import (
     RoutingRequest,
     TargetChoice,
     choose,
+    explain_no_choice,
 )
 from kvconnect.router.policy.loads import Engine, FleetView, Role, Target, TargetLoad, WorkerView
 from kvconnect.router.policy.ranking import RankingReason
@@ -456,7 +457,7 @@ def mode_of(
 def test_push_by_default_and_pull_where_it_must_be() -> None:
     seen, push = view("c", "u"), (Mode.PUSH, RoutingReason.DEFAULT, "ticket 0")
     assert mode_of(seen) == push
-    forced = RouterOptions((), (), pull=True)
+    forced = RouterOptions((), (), handoff="pull")
     assert mode_of(seen, options=forced) == (Mode.PULL, RoutingReason.FORCED, "")
     long = RouterOptions((), (), push_min_tokens=101)
     assert mode_of(seen, options=long) == (Mode.PULL, RoutingReason.SHORT, "")
@@ -498,6 +499,17 @@ def test_several_prompts_need_no_prefill_engine() -> None:
     assert found.decode.target == Target(1)
     assert mode_of(view("d", "du")) is None
     assert mode_of(view("c", "dd"), several) is None
+
+
+def test_engines_of_a_unified_router_serve_alone() -> None:
+    engine = replace(view("", "du"), unified=True)
+    several = Prompt(single=False, tokens=100, sampled=True)
+    for prompt in (ONE, several):
+        assert mode_of(engine, prompt) == (Mode.PLAIN, RoutingReason.UNIFIED, "")
+    assert (engine.missing(), view("", "du").missing()) == ([], [Role.PREFILL])
+    down = replace(view("", "d"), unified=True)
+    assert mode_of(down) is None
+    assert explain_no_choice(down, RoutingRequest(ONE, 0)) == "no decode engine is up"
 
 
 def test_every_mode_has_its_series() -> None:

@@ -299,7 +299,9 @@ async def test_a_model_that_nobody_serves_is_named() -> None:
 @on_loop
 async def test_loads_are_read_and_own_requests_are_not_counted_twice() -> None:
     p, d = vllm(hangs, [0.25]), vllm(decodes, [0.5])
-    async with bench([p], [d], intervals=Intervals(0.02, 0), pull=True, timeout_s=3.0) as router:
+    async with bench(
+        [p], [d], intervals=Intervals(0.02, 0), handoff="pull", timeout_s=3.0
+    ) as router:
         await engines_are_known(router)
         labels = {"role": "prefill", "upstream": p.url, "rank": "0"}
         assert await router.metric("foreign_tokens", **labels) == 400

@@ -123,7 +123,7 @@ def test_nothing_is_given_up_for_good(events: list[str], now: float) -> None:
 @on_loop
 async def test_an_engine_that_only_looks_well_is_gone_around() -> None:
     ps, d = [FakeEngine(BROKEN), FakeEngine(prefills)], FakeEngine(decodes)
-    async with bench(ps, [d], pull=True) as router:
+    async with bench(ps, [d], handoff="pull") as router:
         for _ in range(12):
             assert (await router.post(ASK)).status == 200
         assert len(ps[0].asked) == breakers.FAILURES
@@ -140,7 +140,7 @@ async def _asked_again(router: Any, engine: FakeEngine) -> bool:
 @on_loop
 async def test_when_all_fail_all_are_still_tried() -> None:
     p, d = FakeEngine(BROKEN), FakeEngine(decodes)
-    async with bench([p], [d], pull=True) as router:
+    async with bench([p], [d], handoff="pull") as router:
         for _ in range(5):
             assert (await router.post(ASK)).status == 502
         p.answer = prefills
@@ -263,7 +263,7 @@ async def test_a_full_router_answers_429() -> None:
 @on_loop
 async def test_a_silent_engine_is_gone_around() -> None:
     ps, d = [FakeEngine(hangs), FakeEngine(prefills)], FakeEngine(decodes)
-    async with bench(ps, [d], pull=True, silence_s=0.2) as router:
+    async with bench(ps, [d], handoff="pull", silence_s=0.2) as router:
         status, _, headers = await router.post(ASK)
         assert (status, headers["x-kvconnect-prefill"]) == (200, "1")
         assert await router.metric("retries_total", role="prefill", cause="unreachable") == 1
@@ -371,7 +371,7 @@ async def test_an_engine_that_a_prefill_is_for_is_not_idle() -> None:
         return await prefills(*arguments)
 
     p, d = FakeEngine(slowly), FakeEngine(decodes)
-    async with administered([p], [d], pull=True) as admin:
+    async with administered([p], [d], handoff="pull") as admin:
         router = admin.router
         asking = asyncio.create_task(router.post(ASK))
         await until(lambda: bool(p.asked))

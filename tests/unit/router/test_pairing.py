@@ -129,7 +129,7 @@ def chosen(prefill: str, decode: str, broken: set[tuple[int, int]]) -> set[tuple
             view,
             RoutingRequest(Prompt(True, 10), turn),
             FailedTargets(),
-            RouterOptions((), (), pull=True),
+            RouterOptions((), (), handoff="pull"),
         )
         assert choice is not None and choice.prefill is not None
         found.add((choice.prefill.target.worker, choice.decode.target.worker))

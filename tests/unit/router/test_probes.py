@@ -36,7 +36,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairing, "RETRY_S", 0.05)
 
 
-OFTEN = {"intervals": Intervals(probe_s=0.1), "pull": True}
+OFTEN = {"intervals": Intervals(probe_s=0.1), "handoff": "pull"}
 
 
 async def probes(router: Bench, outcome: str) -> float:
@@ -163,7 +163,7 @@ async def test_what_says_nothing_about_kv_blames_nobody() -> None:
 @on_loop
 async def test_a_failed_request_has_its_pair_probed() -> None:
     p, d = FakeEngine(prefills), FakeEngine(decodes)
-    async with bench([p], [d], intervals=Intervals(probe_s=3600.0), pull=True) as router:
+    async with bench([p], [d], intervals=Intervals(probe_s=3600.0), handoff="pull") as router:
 
         async def probed() -> bool:
             return await probes(router, "ok") == 1

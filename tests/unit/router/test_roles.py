@@ -55,7 +55,7 @@ async def switch(admin: Admin, role: str, engine: FakeEngine) -> tuple[int, Any]
 @on_loop
 async def test_an_engine_switches_there_and_back_under_load() -> None:
     ps, d = [FakeEngine(prefills), FakeEngine(both)], FakeEngine(decodes)
-    async with administered(ps, [d], pull=True) as admin:
+    async with administered(ps, [d], handoff="pull") as admin:
         failed: list[int] = []
         running = True
 
@@ -86,13 +86,27 @@ async def test_who_passed_its_probe_is_proven_where_there_are_probes(
 ) -> None:
     monkeypatch.setattr(probe, "LOOK_S", 60.0)  # so that no other probe is made
     ps, d = [FakeEngine(prefills), FakeEngine(both)], FakeEngine(decodes)
-    async with administered(ps, [d], intervals=Intervals(probe_s=probe_s), pull=True) as admin:
+    async with administered(ps, [d], intervals=Intervals(probe_s=probe_s), handoff="pull") as admin:
         _, said = await switch(admin, "prefill", ps[1])
         assert (said["role"], said["proven"]) == ("decode", probe_s > 0)
         for _ in range(4):
             assert (await admin.router.post(ASK)).status == 200
         told = {"kv_transfer_params"}
         assert bool([body for body in d.asked if told <= body.keys()]) == (probe_s == 0)
+
+
+@on_loop
+async def test_engines_of_a_unified_router_have_one_role() -> None:
+    d, more = FakeEngine(decodes), FakeEngine(decodes)
+    async with administered([], [d, more], handoff="none") as admin:
+        status, said = await switch(admin, "decode", d)
+        assert (status, "--unified" in said["error"]) == (409, True)
+        named = {"role": "prefill", "worker": "http://127.0.0.1:9"}
+        status, said = await admin.ask("POST", named)
+        assert status in (400, 409) and "--unified" in said["error"]
+        status, _ = await admin.ask("POST", {**named, "role": "decode"})  # control
+        assert status < 300
+        assert len(await roles(admin)) == 3
 
 
 @pytest.mark.parametrize(
@@ -110,7 +124,7 @@ async def test_an_engine_whose_hand_off_fails_goes_on_as_before(
     ps = [FakeEngine(prefills), FakeEngine(prefills)]
     ds = [FakeEngine(decodes), FakeEngine(decodes)]
     engine = (ps if role == "prefill" else ds)[1]
-    async with administered(ps, ds, pull=True) as admin:
+    async with administered(ps, ds, handoff="pull") as admin:
         before = await roles(admin)
         engine.answer = answer
         status, said = await switch(admin, role, engine)
@@ -132,7 +146,7 @@ async def test_what_cannot_succeed_is_refused_at_once(tmp_path: Path) -> None:
     path.write_text(f"prefill {named.url}\n")
     try:
         async with administered(
-            ps, ds, sources=Sources(str(path)), drain_s=0.2, pull=True
+            ps, ds, sources=Sources(str(path)), drain_s=0.2, handoff="pull"
         ) as admin:
             other = (
                 await admin.ask("POST", {"role": "prefill", "worker": f"{ds[0].url},engine=sglang"})
@@ -161,7 +175,7 @@ async def test_what_cannot_succeed_is_refused_at_once(tmp_path: Path) -> None:
 
 @on_loop
 async def test_the_last_engine_of_a_role_stays() -> None:
-    async with administered([FakeEngine(both)], [FakeEngine(both)], pull=True) as admin:
+    async with administered([FakeEngine(both)], [FakeEngine(both)], handoff="pull") as admin:
         for role, engine in (
             ("prefill", admin.router.prefill[0]),
             ("decode", admin.router.decode[0]),

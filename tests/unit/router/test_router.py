@@ -118,7 +118,7 @@ async def test_push_asks_both_before_either_answers_and_pull_does_not() -> None:
         status, body, _ = await router.post(STREAM)
         assert (status, body) == (200, b"".join((*EVENTS, DONE)))
     meeting.__init__()  # type: ignore[misc]
-    async with bench([p], [d], pull=True, timeout_s=1.0) as router:
+    async with bench([p], [d], handoff="pull", timeout_s=1.0) as router:
         status, _, _ = await router.post(STREAM)
         assert status == 504
         assert meeting.came == {p}
@@ -127,7 +127,7 @@ async def test_push_asks_both_before_either_answers_and_pull_does_not() -> None:
 @on_loop
 async def test_pull_hands_on_what_prefill_offered_word_for_word() -> None:
     p, d = pair()
-    async with bench([p], [d], pull=True) as router:
+    async with bench([p], [d], handoff="pull") as router:
         status, _, headers = await router.post(ASK, "/v1/chat/completions")
         assert (status, headers["x-kvconnect-mode"]) == (200, "pull")
         assert p.paths == d.paths == ["/v1/chat/completions"]
@@ -146,7 +146,7 @@ async def test_pull_hands_on_what_prefill_offered_word_for_word() -> None:
 @on_loop
 async def test_chats_are_tokenized_once_where_decode_is_asked_after_prefill() -> None:
     p, d = pair()
-    async with bench([p], [d], pull=True) as router:
+    async with bench([p], [d], handoff="pull") as router:
         await router.post(ASK, "/v1/chat/completions")
         await router.post(ASK)  # vLLM takes no token ids with the ticket of a completion
     async with bench([p], [d]) as router:  # push: decode is asked before prefill has an answer
@@ -186,7 +186,7 @@ async def test_without_a_card_it_is_pull() -> None:
 @on_loop
 async def test_without_a_ticket_decode_does_it_all() -> None:
     p, d = FakeEngine(says(200, {"choices": []})), FakeEngine(decodes)
-    async with bench([p], [d], pull=True) as router:
+    async with bench([p], [d], handoff="pull") as router:
         status, _, headers = await router.post(ASK)
         assert (status, headers["x-kvconnect-mode"]) == (200, "plain")
         assert d.asked == [ASK]
@@ -210,7 +210,7 @@ async def test_several_prompts_or_answers_go_to_decode_alone(several: dict[str, 
 async def test_what_a_client_says_about_transfers_goes_nowhere(pull: bool) -> None:
     p, d = pair()
     evil = {"remote_host": "10.6.6.6", "kvconnect_ticket": "forged", "transfer_id": "f" * 32}
-    async with bench([p], [d], pull=pull) as router:
+    async with bench([p], [d], handoff="pull" if pull else "push") as router:
         status, _, _ = await router.post(ASK | {"kv_transfer_params": evil})
         assert status == 200
         for body in (*p.asked, *d.asked):
@@ -396,7 +396,7 @@ async def test_another_prefill_engine_is_tried(pull: bool, bad: Any, cause: str)
         return await decodes(engine, request, body)
 
     d = FakeEngine(waits_for_the_good_one)
-    async with bench(ps, [d], pull=pull) as router:
+    async with bench(ps, [d], handoff="pull" if pull else "push") as router:
         status, _, headers = await router.post(ASK)
         assert (status, headers["x-kvconnect-prefill"]) == (200, "1")
         assert [len(engine.asked) for engine in ps] == [1, 1, 1]
@@ -534,7 +534,7 @@ async def test_4xx_of_an_engine_is_passed_on(pull: bool, who: str) -> None:
     wrong = says(422, said)
     ps = [FakeEngine(wrong if who == "prefill" else prefills) for _ in range(2)]
     d = FakeEngine(wrong if who == "decode" else hangs)
-    async with bench(ps, [d], pull=pull) as router:
+    async with bench(ps, [d], handoff="pull" if pull else "push") as router:
         status, body, headers = await router.post(STREAM)
         assert (status, json.loads(body)) == (422, said)
         assert headers["content-type"].startswith("application/json")
@@ -625,7 +625,7 @@ async def test_a_client_that_leaves_a_running_stream_cancels_it() -> None:
 @on_loop
 async def test_the_deadline_ends_both_requests(pull: bool) -> None:
     p, d = FakeEngine(hangs), FakeEngine(hangs)
-    async with bench([p], [d], pull=pull, timeout_s=1.0) as router:
+    async with bench([p], [d], handoff="pull" if pull else "push", timeout_s=1.0) as router:
         status, body, _ = await router.post(ASK)
         assert status == 504
         assert json.loads(body)["error"]["message"] == "not done within 1 seconds"

@@ -316,7 +316,7 @@ async def test_large_bodies_are_parsed_off_the_loop(monkeypatch: pytest.MonkeyPa
 async def test_the_decode_engine_is_asked_for_a_receipt(receipts: bool, pull: bool) -> None:
     p, d = FakeEngine(prefills), FakeEngine(decodes)
     listening = Listening(receipts=receipts)
-    async with bench([p], [d], listening=listening, pull=pull) as router:
+    async with bench([p], [d], listening=listening, handoff="pull" if pull else "push") as router:
         # What a client asks of engines in these parameters is dropped.
         forged = {"kv_transfer_params": {"kvconnect": {"receipt": True}}}
         await router.post(ASK | forged)
@@ -324,6 +324,23 @@ async def test_the_decode_engine_is_asked_for_a_receipt(receipts: bool, pull: bo
     assert d.asked[-1]["kv_transfer_params"].get("kvconnect") == options
     assert d.asked[-1]["kv_transfer_params"]["do_remote_prefill"] is True
     assert "kvconnect" not in p.asked[-1]["kv_transfer_params"]
+
+
+@pytest.mark.parametrize("receipts", [False, True])
+@on_loop
+async def test_sglang_is_asked_where_cached_tokens_were(receipts: bool) -> None:
+    vllm, sglang = FakeEngine(decodes), FakeEngine(decodes)
+    sglang.settings = ",engine=sglang"
+    listening = Listening(receipts=receipts)
+    options: dict[str, Any] = {"decode_policy": RankingPolicy.ROUND_ROBIN, "handoff": "none"}
+    async with bench([], [vllm, sglang], listening=listening, **options) as router:
+        for _ in range(2):
+            status, _, headers = await router.post(ASK)
+            assert (status, headers["x-kvconnect-mode"]) == (200, "plain")
+    asked = {"return_cached_tokens_details": True} if receipts else {}
+    assert sglang.asked == [ASK | asked]
+    options = {"kv_transfer_params": {"kvconnect": {"receipt": True}}} if receipts else {}
+    assert vllm.asked == [ASK | options]
 
 
 @pytest.mark.parametrize(("longest", "retained"), [(7200, 7200), (86_400, 86_400), (0, 0)])
@@ -334,7 +351,7 @@ async def test_engines_are_told_how_long_to_retain_a_prompt(
 ) -> None:
     p, d = FakeEngine(prefills), FakeEngine(decodes)
     listening = Listening(receipts=True, retention_s=longest)
-    async with bench([p], [d], listening=listening, pull=pull) as router:
+    async with bench([p], [d], listening=listening, handoff="pull" if pull else "push") as router:
         forged = {"kv_transfer_params": {"kvconnect": {"pin": 9, "drop": True}}}
         await router.post(ASK | forged | {"prompt_cache_retention": "24h"})
         await router.post(ASK)

@@ -72,7 +72,7 @@ async def test_a_request_is_one_trace_from_the_client_to_both_engines(collector:
 async def test_a_failed_attempt_shows(collector: Collector) -> None:
     broken, p, d = FakeEngine(says(500, {})), FakeEngine(prefills), FakeEngine(decodes)
     trace, headers = client_headers()
-    async with bench([broken, p], [d], pull=True) as router:
+    async with bench([broken, p], [d], handoff="pull") as router:
         assert (await router.post(ASK, headers=headers)).status == 200
     spans = by_name(collector.spans(trace))
     first, second = spans["prefill"]
@@ -82,7 +82,7 @@ async def test_a_failed_attempt_shows(collector: Collector) -> None:
     assert spans["choose"][1].began >= first.ended
     assert not spans[ROUTE][0].failed
 
-    async with bench([broken], [d], pull=True) as router:
+    async with bench([broken], [d], handoff="pull") as router:
         trace, headers = client_headers()
         assert (await router.post(ASK, headers=headers)).status == 502
     spans = by_name(collector.spans(trace))
